@@ -84,7 +84,7 @@ fn hub(options: Options) -> Result<()> {
     let Options { peers, channels, bytes, idle } = options;
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let endpoint = Endpoint::builder().listen(loopback).build()?;
-    let region = endpoint.register_zeroed(peers * bytes)?;
+    let region = endpoint.alloc_host(peers * bytes)?;
     // Pages that exist before do not count as the peers'.
     for peer in 0..peers {
         region.write_at((peer * bytes) as u64, &vec![0xee; bytes])?;
@@ -223,7 +223,7 @@ fn leaves(arguments: &[String]) -> Result<()> {
     let Some(target) = unhex(&next()) else { usage() };
     let target = RemoteRegion::from_bytes(&target)?;
     all.each("writing", LIMIT, move |peer, endpoint| {
-        let source = endpoint.register_zeroed(bytes)?;
+        let source = endpoint.alloc_host(bytes)?;
         source.write_at(0, &pattern(peer, bytes))?;
         let at = (peer * bytes) as u64;
         let write = peers_of_all[peer].write_notify(&source, 0, &target, at, bytes as u64, b"written")?;

@@ -213,7 +213,7 @@ int ferrywire_options_socket_buffer_bytes(ferrywire_options *options, size_t byt
 /**
  * Silence within which a peer's loss is told, in milliseconds; at least 3000.
  */
-int ferrywire_options_heartbeat_limit_ms(ferrywire_options *options, uint64_t milliseconds);
+int ferrywire_options_peer_timeout_ms(ferrywire_options *options, uint64_t milliseconds);
 
 /**
  * Opens an endpoint: checks the options, listens, starts its threads. `options` may be NULL: all defaults, and it does
@@ -330,10 +330,10 @@ int ferrywire_peer_identity(const ferrywire_peer *peer, void *identity, size_t c
  * cudaStream_t of GPU `gpu`'s primary context; NULL is the default one) has to do by now is done. The caller goes on
  * at once. To be freed as any other.
  */
-int ferrywire_peer_after_stream(const ferrywire_peer *peer,
-                                uint32_t gpu,
-                                void *stream,
-                                ferrywire_peer **after);
+int ferrywire_peer_on_stream(const ferrywire_peer *peer,
+                             uint32_t gpu,
+                             void *stream,
+                             ferrywire_peer **after);
 
 /**
  * The next notification of the peer. With `timeout_ms` 0: FERRYWIRE_PENDING if none is here. `bytes` (or NULL) is told
@@ -579,11 +579,11 @@ int ferrywire_transfer_cancel(ferrywire_transfer *transfer);
 
 /**
  * Lets a CUDA stream wait, on the device, until the transfer has ended, however it ends; `stream` as in
- * `ferrywire_peer_after_stream`. While it waits no memory of a GPU may be freed in the process.
+ * `ferrywire_peer_on_stream`. While it waits no memory of a GPU may be freed in the process.
  */
-int ferrywire_transfer_hold_stream(const ferrywire_transfer *transfer,
-                                   uint32_t gpu,
-                                   void *stream);
+int ferrywire_transfer_block_stream(const ferrywire_transfer *transfer,
+                                    uint32_t gpu,
+                                    void *stream);
 
 /**
  * Frees the handle; the operation runs on. NULL is fine.
@@ -613,18 +613,18 @@ int ferrywire_wakeup_free(ferrywire_wakeup *wakeup);
 /**
  * Makes `wakeup` readable once the transfer has ended, also when it already has.
  */
-int ferrywire_transfer_wake(const ferrywire_transfer *transfer, const ferrywire_wakeup *wakeup);
+int ferrywire_transfer_arm(const ferrywire_transfer *transfer, const ferrywire_wakeup *wakeup);
 
 /**
  * Makes `wakeup` readable once `ferrywire_next_notification` has something to give, or the peer is lost.
  */
-int ferrywire_peer_wake(const ferrywire_peer *peer,
-                        const ferrywire_wakeup *wakeup);
+int ferrywire_peer_arm(const ferrywire_peer *peer,
+                       const ferrywire_wakeup *wakeup);
 
 /**
  * Makes `wakeup` readable once there is a peer to accept, or the endpoint is closed.
  */
-int ferrywire_endpoint_wake(const ferrywire_endpoint *endpoint, const ferrywire_wakeup *wakeup);
+int ferrywire_endpoint_arm(const ferrywire_endpoint *endpoint, const ferrywire_wakeup *wakeup);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -93,7 +93,7 @@ pub unsafe extern "C" fn ferrywire_allocate(
     call(|| {
         // SAFETY: by the caller's promise.
         let out = unsafe { handles::place(region) }?;
-        put(&out, handles::get(endpoint)?.0.register_zeroed(bytes)?, false)
+        put(&out, handles::get(endpoint)?.0.alloc_host(bytes)?, false)
     })
 }
 

@@ -139,8 +139,8 @@ pub extern "C" fn ferrywire_options_socket_buffer_bytes(options: *mut Options, b
 
 /// Silence within which a peer's loss is told, in milliseconds; at least 3000.
 #[unsafe(no_mangle)]
-pub extern "C" fn ferrywire_options_heartbeat_limit_ms(options: *mut Options, milliseconds: u64) -> c_int {
-    change(options, |builder| Ok(builder.heartbeat_limit(Duration::from_millis(milliseconds))))
+pub extern "C" fn ferrywire_options_peer_timeout_ms(options: *mut Options, milliseconds: u64) -> c_int {
+    change(options, |builder| Ok(builder.peer_timeout(Duration::from_millis(milliseconds))))
 }
 
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, Failure> {

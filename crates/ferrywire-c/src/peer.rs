@@ -4,7 +4,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ferrywire::Ready;
+use ferrywire::StreamEvent;
 use ferrywire_memory::cuda::CudaGpu;
 
 use crate::endpoint::Endpoint;
@@ -167,7 +167,7 @@ pub unsafe extern "C" fn ferrywire_peer_identity(
 /// cudaStream_t of GPU `gpu`'s primary context; NULL is the default one) has to do by now is done. The caller goes on
 /// at once. To be freed as any other.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ferrywire_peer_after_stream(
+pub unsafe extern "C" fn ferrywire_peer_on_stream(
     peer: *const Peer,
     gpu: u32,
     stream: *mut c_void,
@@ -179,8 +179,8 @@ pub unsafe extern "C" fn ferrywire_peer_after_stream(
         let peer = handles::get(peer)?;
         let gpu = CudaGpu::open(gpu).map_err(ferrywire::Error::from)?;
         // SAFETY: by the caller's promise, a live stream of this GPU.
-        let ready = unsafe { Ready::after_raw_stream(&gpu, stream.cast()) }?;
-        out.put(handles::new(Peer { peer: peer.peer.after(ready), inbox: peer.inbox.clone() })?);
+        let ready = unsafe { StreamEvent::after_raw_stream(&gpu, stream.cast()) }?;
+        out.put(handles::new(Peer { peer: peer.peer.on_stream(ready), inbox: peer.inbox.clone() })?);
         Ok(FERRYWIRE_OK)
     })
 }
@@ -223,7 +223,7 @@ struct State {
 
 impl Inbox {
     /// Wakes it if there is one that did not fit, or once the one that somebody has in hand did not.
-    pub(crate) fn wake(&self, wakeup: &Arc<Wakeup>) {
+    pub(crate) fn arm(&self, wakeup: &Arc<Wakeup>) {
         let mut state = self.lock();
         if state.next.is_some() {
             wakeup.wake();

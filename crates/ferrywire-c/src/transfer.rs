@@ -286,9 +286,9 @@ pub extern "C" fn ferrywire_transfer_cancel(transfer: *mut Transfer) -> c_int {
 }
 
 /// Lets a CUDA stream wait, on the device, until the transfer has ended, however it ends; `stream` as in
-/// `ferrywire_peer_after_stream`. While it waits no memory of a GPU may be freed in the process.
+/// `ferrywire_peer_on_stream`. While it waits no memory of a GPU may be freed in the process.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ferrywire_transfer_hold_stream(
+pub unsafe extern "C" fn ferrywire_transfer_block_stream(
     transfer: *const Transfer,
     gpu: u32,
     stream: *mut c_void,

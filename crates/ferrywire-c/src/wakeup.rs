@@ -59,30 +59,30 @@ pub extern "C" fn ferrywire_wakeup_free(wakeup: *mut Wakeup) -> c_int {
 
 /// Makes `wakeup` readable once the transfer has ended, also when it already has.
 #[unsafe(no_mangle)]
-pub extern "C" fn ferrywire_transfer_wake(transfer: *const Transfer, wakeup: *const Wakeup) -> c_int {
+pub extern "C" fn ferrywire_transfer_arm(transfer: *const Transfer, wakeup: *const Wakeup) -> c_int {
     call(|| {
-        handles::get(transfer)?.0.wake(&handles::get(wakeup)?.0);
+        handles::get(transfer)?.0.arm(&handles::get(wakeup)?.0);
         Ok(FERRYWIRE_OK)
     })
 }
 
 /// Makes `wakeup` readable once `ferrywire_next_notification` has something to give, or the peer is lost.
 #[unsafe(no_mangle)]
-pub extern "C" fn ferrywire_peer_wake(peer: *const Peer, wakeup: *const Wakeup) -> c_int {
+pub extern "C" fn ferrywire_peer_arm(peer: *const Peer, wakeup: *const Wakeup) -> c_int {
     call(|| {
         let (peer, wakeup) = (handles::get(peer)?, handles::get(wakeup)?);
         // In this order: what the engine has given before this is the inbox's to tell.
-        peer.peer.wake(&wakeup.0);
-        peer.inbox.wake(&wakeup);
+        peer.peer.arm(&wakeup.0);
+        peer.inbox.arm(&wakeup);
         Ok(FERRYWIRE_OK)
     })
 }
 
 /// Makes `wakeup` readable once there is a peer to accept, or the endpoint is closed.
 #[unsafe(no_mangle)]
-pub extern "C" fn ferrywire_endpoint_wake(endpoint: *const Endpoint, wakeup: *const Wakeup) -> c_int {
+pub extern "C" fn ferrywire_endpoint_arm(endpoint: *const Endpoint, wakeup: *const Wakeup) -> c_int {
     call(|| {
-        handles::get(endpoint)?.0.wake(&handles::get(wakeup)?.0);
+        handles::get(endpoint)?.0.arm(&handles::get(wakeup)?.0);
         Ok(FERRYWIRE_OK)
     })
 }

@@ -140,7 +140,7 @@ impl DevmemUse {
         if let Some(gpu) = self.gpu {
             config = config.gpu(gpu);
         }
-        if self.required { config } else { config.if_possible() }
+        if self.required { config } else { config.optional() }
     }
 }
 
@@ -191,7 +191,7 @@ pub fn devmem_for_serve(
         (Transport::Auto, None) if !listen.ip().is_loopback() => false,
         _ => return Ok(None),
     };
-    let of_host = Memory::of_this_host(None);
+    let of_host = Memory::detect(None);
     if !required && memory.is_none() && of_host != Memory::Host {
         tracing::info!("devmem is not tried: --memory {of_host} would say whose memory NICs are to reach");
         return Ok(None);

@@ -46,7 +46,7 @@ fn run() -> exit::Outcome {
         exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
     }
     sys::catch_interrupt();
-    if let Some(order) = Order::of_this_process() {
+    if let Some(order) = Order::from_env() {
         return bench::isolated::child::run(plan, order);
     }
     match plan {

@@ -83,7 +83,7 @@ impl Memory {
 
     /// The default of this host: its first GPU, if it has one. When the other end shares the host and its bytes
     /// lie on a GPU, the GPU after that one.
-    pub fn of_this_host(neighbour: Option<Memory>) -> Memory {
+    pub fn detect(neighbour: Option<Memory>) -> Memory {
         let gpus = match CudaGpu::count() {
             Ok(gpus) => gpus.min(limits::CUDA_GPUS_MAX as u32),
             Err(CudaError::NoDriver | CudaError::NoDevice) => 0,
@@ -222,9 +222,9 @@ impl Home {
     /// Allocates and registers memory there.
     pub fn register(&self, endpoint: &Endpoint, bytes: u64) -> Outcome<Local> {
         let region = match self {
-            Home::Host => endpoint.register_zeroed(bytes as usize),
-            Home::Cuda(gpu) => endpoint.register_cuda(gpu.index(), bytes as usize),
-            Home::Sim(gpu) => endpoint.register_sim(gpu.index(), bytes as usize),
+            Home::Host => endpoint.alloc_host(bytes as usize),
+            Home::Cuda(gpu) => endpoint.alloc_cuda(gpu.index(), bytes as usize),
+            Home::Sim(gpu) => endpoint.alloc_sim(gpu.index(), bytes as usize),
         }?;
         Ok(Local { patterns: RegionPattern::of(&region)?, region })
     }

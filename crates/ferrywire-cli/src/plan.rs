@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ferrywire::limits::CHANNELS_MAX;
-use ferrywire_host::topology::{Map, Wishes};
+use ferrywire_host::topology::{Map, PlanOptions};
 use ferrywire_ncclnet::abi::Version;
 
 use crate::args::{
@@ -69,7 +69,7 @@ pub enum Plan {
 #[derive(Clone, Debug)]
 pub struct TopoPlan {
     /// What its plan is to respect.
-    pub wishes: Wishes,
+    pub options: PlanOptions,
     /// Channels per GPU.
     pub channels: usize,
     /// What killed runs have left at NICs is undone first.
@@ -274,7 +274,7 @@ fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
     if clean_up && root.is_some() {
         return usage("--clean-up is about this host: leave out --root");
     }
-    Ok(TopoPlan { wishes: Wishes { map, nics, allow_cross_numa }, channels, clean_up, root, json })
+    Ok(TopoPlan { options: PlanOptions { map, nics, allow_cross_numa }, channels, clean_up, root, json })
 }
 
 fn plan_doctor(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
@@ -363,7 +363,7 @@ fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     }
     let memory = memory(&mut flags)?;
     if flags.plugin.is_none() && flags.peer_memory.is_none() {
-        let there = Memory::of_this_host(Some(memory));
+        let there = Memory::detect(Some(memory));
         let of_gpus = || there.kind().to_owned();
         flags.peer_memory = Some(flags.gpus.as_ref().map_or_else(|| there.to_string(), |_| of_gpus()));
     }
@@ -398,7 +398,7 @@ fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
     let memory = match (typed, &flags.plugin) {
         (Some(memory), _) => memory,
         (None, Some(_)) => Memory::Host,
-        (None, None) => Memory::of_this_host(None),
+        (None, None) => Memory::detect(None),
     };
     flags.memory = Some(memory.to_string());
     Ok(memory)

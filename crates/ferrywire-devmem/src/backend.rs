@@ -147,7 +147,7 @@ impl PayloadBackend for Backend {
         self.config.required.then(|| self.device_names())
     }
 
-    fn optional(&self) -> bool {
+    fn is_optional(&self) -> bool {
         !self.config.required
     }
 
@@ -169,7 +169,7 @@ impl PayloadBackend for Backend {
             ("window", self.config.window.to_string()),
         ];
         let terms = Terms::new(NAME, &list, self.gpu.is_some());
-        if self.config.required { terms } else { terms.if_possible() }
+        if self.config.required { terms } else { terms.optional() }
     }
 
     fn agree(&self, theirs: &Terms, _same_host: bool, session: &SessionConfig) -> Result<(), String> {

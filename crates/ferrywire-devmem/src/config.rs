@@ -107,7 +107,7 @@ impl DevmemConfig {
     /// Goes without where this host or the other end cannot: payload then takes the way that it takes by default. Every NIC
     /// that channels may use has to be able to; name those that are ([`Builder::nics`](ferrywire::Builder::nics)). Memory of
     /// GPUs is that of [`DevmemConfig::gpu`] alone, also where a session goes without.
-    pub fn if_possible(mut self) -> DevmemConfig {
+    pub fn optional(mut self) -> DevmemConfig {
         self.required = false;
         self
     }
@@ -146,7 +146,7 @@ impl BackendConfig for DevmemConfig {
         NAME
     }
 
-    fn optional(&self) -> bool {
+    fn is_optional(&self) -> bool {
         !self.required
     }
 

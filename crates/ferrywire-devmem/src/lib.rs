@@ -12,7 +12,7 @@
 //! use ferrywire_devmem::DevmemConfig;
 //!
 //! # fn main() -> ferrywire::Result<()> {
-//! let devmem = DevmemConfig::default().gpu(MemoryLocation::Cuda(0)).if_possible();
+//! let devmem = DevmemConfig::default().gpu(MemoryLocation::Cuda(0)).optional();
 //! let endpoint = Endpoint::builder().payload_backend(devmem).build()?;
 //! # Ok(()) }
 //! ```

@@ -355,7 +355,7 @@ impl Shared {
                 self.remotes.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
             let advance = |remote: &Arc<Remote>| remote.advance(&self.endpoint, &self.wakeup);
             let dialing = remotes.iter().filter(|remote| advance(remote)).count() > 0;
-            self.endpoint.wake(&self.wakeup);
+            self.endpoint.arm(&self.wakeup);
             if let Err(error) = self.wakeup.wait(if dialing { Dialing::PAUSE } else { IDLE }) {
                 tracing::error!(%error, "waiting for connections failed");
                 return;

@@ -90,9 +90,9 @@ impl Dialing {
             if !to.secret.is_empty() {
                 target = target.secret(to.secret.clone());
             }
-            match endpoint.start_connect(target) {
+            match endpoint.start_connect_to(target) {
                 Ok(attempt) => {
-                    attempt.wake(wakeup);
+                    attempt.arm(wakeup);
                     self.attempts.push(attempt);
                 }
                 Err(error) => self.errors.push(error),
@@ -100,7 +100,7 @@ impl Dialing {
             (self.next, self.next_at) = (self.next + 1, now + NEXT_AFTER);
         } else {
             // A wakeup tells once.
-            self.attempts.iter().for_each(|attempt| attempt.wake(wakeup));
+            self.attempts.iter().for_each(|attempt| attempt.arm(wakeup));
         }
         None
     }

@@ -40,15 +40,15 @@ pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
 
 /// Numbered frames of a peer kept, or noted as refused, while one before them is still on its way. An end sends no more ahead of
 /// one that the other is not known to have.
-pub const EARLY_FRAMES_MAX: usize = 256 << 10;
+pub const REORDER_FRAMES_MAX: usize = 256 << 10;
 /// Refusals are answered only while fewer frames than this wait for the peer.
 pub const ANSWERS_WAITING_MAX: usize = 128 << 10;
 /// Reads of one peer that are answered at once, each until the peer has acknowledged its answer.
-pub const READS_SERVED_MAX: usize = 16 << 10;
+pub const INBOUND_READS_MAX: usize = 16 << 10;
 /// Requests of our own reads that one peer has at once: it may not know yet that some of them have been answered.
-pub const READS_ASKED_MAX: usize = READS_SERVED_MAX / 2;
-/// Reads of one peer that wait while `READS_SERVED_MAX` are answered: as many as a peer may have that are not answered yet.
-pub const READS_WAITING_MAX: usize = READS_ASKED_MAX;
+pub const OUTSTANDING_READS_MAX: usize = INBOUND_READS_MAX / 2;
+/// Reads of one peer that wait while `INBOUND_READS_MAX` are answered: as many as a peer may have that are not answered yet.
+pub const READS_WAITING_MAX: usize = OUTSTANDING_READS_MAX;
 /// An operation of at most this many bytes travels as one frame, ahead of bulk.
 pub const SMALL_BYTES_MAX: u64 = 64 << 10;
 /// Frames in flight (sent, not yet acknowledged) per channel.
@@ -129,7 +129,7 @@ pub const LENDING_PIPES_MAX: usize = 64;
 pub const LENDING_PIPE_BYTES: usize = 512 << 10;
 /// Memory of GPUs and pinned memory of a process that is to be freed, and that nobody can use again, while there has been no
 /// good time for that; with more of it a thread does so.
-pub const USELESS_BYTES_MAX: usize = 128 << 20;
+pub const DEFERRED_FREE_BYTES_MAX: usize = 128 << 20;
 /// Shortest shared secret that is accepted.
 pub const SECRET_BYTES_MIN: usize = 8;
 
@@ -183,7 +183,7 @@ pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 /// After this much silence the control session is tried over another path.
 pub const CONTROL_SUSPECT_AFTER: Duration = Duration::from_millis(1500);
-/// Within so much silence a peer's loss is told (default; `Config::heartbeat_limit`).
+/// Within so much silence a peer's loss is told (default; `Config::peer_timeout`).
 pub const HEARTBEAT_LIMIT_DEFAULT: Duration = Duration::from_secs(10);
 /// A silent peer is given up so much before the limit, or a tenth of it if that is less: its last words may have
 /// come late, and the control side looks only now and then, but at the limit the loss is to have been told.
@@ -255,7 +255,7 @@ pub const LANE_LINGER_DEADLINE: Duration = Duration::from_secs(60);
 /// The limits that an outbox and the inbox at its other end keep to, as values: both have the same.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerLimits {
-    /// See [`EARLY_FRAMES_MAX`].
+    /// See [`REORDER_FRAMES_MAX`].
     pub early_frames_max: usize,
     /// See [`NOTIFICATION_BYTES_MAX`].
     pub notification_bytes_max: usize,
@@ -263,7 +263,7 @@ pub struct PeerLimits {
     pub eager_bytes_max: usize,
     /// See [`EAGER_CREDIT_BYTES`].
     pub eager_credit_bytes: usize,
-    /// See [`READS_ASKED_MAX`].
+    /// See [`OUTSTANDING_READS_MAX`].
     pub reads_asked_max: usize,
     /// An operation of at most this many bytes travels as one frame, ahead of bulk.
     pub small_bytes_max: u64,
@@ -274,11 +274,11 @@ pub struct PeerLimits {
 impl Default for PeerLimits {
     fn default() -> PeerLimits {
         PeerLimits {
-            early_frames_max: EARLY_FRAMES_MAX,
+            early_frames_max: REORDER_FRAMES_MAX,
             notification_bytes_max: NOTIFICATION_BYTES_MAX,
             eager_bytes_max: EAGER_BYTES_MAX,
             eager_credit_bytes: EAGER_CREDIT_BYTES,
-            reads_asked_max: READS_ASKED_MAX,
+            reads_asked_max: OUTSTANDING_READS_MAX,
             small_bytes_max: SMALL_BYTES_MAX,
             short_read_bytes_max: SMALL_BYTES_MAX,
         }
@@ -303,7 +303,7 @@ pub const DEVMEM_POOL_MESSAGES_MIN: usize = 4;
 /// The most: fragments count their place in 32 bits.
 pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
 
-const _: () = assert!(STAGING_OUT_RING_BYTES <= USELESS_BYTES_MAX);
+const _: () = assert!(STAGING_OUT_RING_BYTES <= DEFERRED_FREE_BYTES_MAX);
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
 const _: () = assert!(NIC_END_MIN.as_millis() <= NIC_LOCK_DEADLINE.as_millis());
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
@@ -328,9 +328,9 @@ const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);
 // The kernel's default of `fs.pipe-user-pages-soft`: 16,384 pages.
 const _: () = assert!(2 * LENDING_PIPES_MAX * LENDING_PIPE_BYTES <= 16_384 * 4096);
 const _: () = assert!(ANNOUNCED_SENDS_MAX < ANSWERS_WAITING_MAX);
-const _: () = assert!(READS_ASKED_MAX <= READS_WAITING_MAX && READS_WAITING_MAX <= ANSWERS_WAITING_MAX);
-const _: () = assert!(NOTIFICATIONS_HELD_MAX <= EARLY_FRAMES_MAX);
-const _: () = assert!(ANNOUNCED_SENDS_MAX <= EARLY_FRAMES_MAX);
+const _: () = assert!(OUTSTANDING_READS_MAX <= READS_WAITING_MAX && READS_WAITING_MAX <= ANSWERS_WAITING_MAX);
+const _: () = assert!(NOTIFICATIONS_HELD_MAX <= REORDER_FRAMES_MAX);
+const _: () = assert!(ANNOUNCED_SENDS_MAX <= REORDER_FRAMES_MAX);
 const _: () = assert!(PEERS_UNACCEPTED_MAX <= PEERS_MAX);
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);

@@ -12,12 +12,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::errors::{OrRaise, raised, usage};
-use crate::leaving::{self, Shared};
 use crate::options::{Address, bytes, count, is_no, perhaps, unsigned, whole};
 use crate::peer::Peer;
 use crate::region::Region;
+use crate::shutdown::{self, Shared};
 use crate::tensor::{Framework, View};
-use crate::waiting::{Errand, NotStarted, after, aside, begin_aside, limit, overdue, sliced};
+use crate::waiting::{NotStarted, PendingCall, after, aside, begin_aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
 /// How long closing waits for what is in flight unless it is told, as in the signatures of `close`: there a name would
@@ -84,7 +84,7 @@ impl Endpoint {
         let limit = limit(py, "timeout", timeout)?;
         let open = !self.closed.swap(true, Ordering::SeqCst);
         // Whoever leaves it behind may be about to end the program.
-        let endpoint = open.then(|| (self.shared.get().clone(), leaving::closing()));
+        let endpoint = open.then(|| (self.shared.get().clone(), shutdown::closing()));
         Ok((open, move || endpoint.map_or(Ok(()), |(endpoint, _closing)| endpoint.close(limit))))
     }
 
@@ -106,7 +106,7 @@ impl Endpoint {
     #[new]
     #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
         chunk_bytes=None, window=None, crc=false, congestion_control=None, socket_buffer_bytes=None,
-        heartbeat_limit=None))]
+        peer_timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a constructor")]
     fn new(
         py: Python<'_>,
@@ -121,10 +121,10 @@ impl Endpoint {
         crc: bool,
         congestion_control: Option<String>,
         #[pyo3(from_py_with = perhaps)] socket_buffer_bytes: Option<i128>,
-        heartbeat_limit: Option<f64>,
+        peer_timeout: Option<f64>,
     ) -> PyResult<Endpoint> {
-        let heartbeat_limit =
-            heartbeat_limit.map(|seconds| limit(py, "heartbeat_limit", Some(seconds))).transpose()?;
+        let peer_timeout =
+            peer_timeout.map(|seconds| limit(py, "peer_timeout", Some(seconds))).transpose()?;
         let listen = listen.map(listening).transpose()?;
         let secret = secret.map(self::secret).transpose()?;
         let [channels, threads, chunk_bytes, window, socket_buffer_bytes] = [
@@ -159,7 +159,7 @@ impl Endpoint {
                     .map(|value| -> Setter { Box::new(move |to| to.congestion_control(value)) }),
                 socket_buffer_bytes
                     .map(|value| -> Setter { Box::new(move |to| to.socket_buffer_bytes(value)) }),
-                heartbeat_limit.map(|value| -> Setter { Box::new(move |to| to.heartbeat_limit(value)) }),
+                peer_timeout.map(|value| -> Setter { Box::new(move |to| to.peer_timeout(value)) }),
             ];
             builder.check_nics()?;
             set.into_iter().flatten().fold(builder, |builder, set| set(builder)).build()
@@ -240,9 +240,9 @@ impl Endpoint {
         errand(slf, "_begin_connect", &[to, timeout.into_bound_py_any(slf.py())?])
     }
 
-    fn _begin_connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Errand> {
+    fn _begin_connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<PendingCall> {
         let shared = self.shared.clone();
-        let begun = Errand::begin(to.py(), self.connecting(to, timeout)?, move |py, peer| {
+        let begun = PendingCall::begin(to.py(), self.connecting(to, timeout)?, move |py, peer| {
             Peer::new(peer, shared).into_py_any(py)
         });
         Ok(begun?)
@@ -254,8 +254,8 @@ impl Endpoint {
         coroutine(slf, "accept", timeout)
     }
 
-    fn _wake(&self, wakeup: &Wakeup) {
-        self.shared.get().wake(&wakeup.wakeup);
+    fn _arm(&self, wakeup: &Wakeup) {
+        self.shared.get().arm(&wakeup.wakeup);
     }
 
     fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<Peer> {
@@ -320,9 +320,9 @@ impl Endpoint {
         let index =
             number.parse::<u32>().map_err(|_| usage(py, "device", format!("{device:?} has no number")))?;
         let region = py.detach(|| match kind {
-            "host" => endpoint.register_zeroed(nbytes),
-            "cuda" => endpoint.register_cuda(index, nbytes),
-            "sim" => endpoint.register_sim(index, nbytes),
+            "host" => endpoint.alloc_host(nbytes),
+            "cuda" => endpoint.alloc_cuda(index, nbytes),
+            "sim" => endpoint.alloc_sim(index, nbytes),
             _ => Err(Error::invalid("device", format!("{device:?}; there are host, cuda:N and sim:N"))),
         });
         Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
@@ -344,9 +344,9 @@ impl Endpoint {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
     }
 
-    fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Errand> {
+    fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<PendingCall> {
         let (ours, work) = self.closing(py, timeout)?;
-        self.unless_not_started(ours, Errand::begin(py, work, |py, ()| Ok(py.None())))
+        self.unless_not_started(ours, PendingCall::begin(py, work, |py, ()| Ok(py.None())))
     }
 
     fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

@@ -12,11 +12,11 @@ mod dlpack;
 mod endpoint;
 mod errors;
 mod integers;
-mod leaving;
 mod logs;
 mod options;
 mod peer;
 mod region;
+mod shutdown;
 mod stats;
 mod stream;
 mod tensor;
@@ -35,17 +35,17 @@ mod native {
     #[pymodule_export]
     use crate::endpoint::Endpoint;
     #[pymodule_export]
-    use crate::leaving::leave;
-    #[pymodule_export]
     use crate::logs::{log_level, log_stop, log_take};
     #[pymodule_export]
     use crate::peer::Peer;
     #[pymodule_export]
     use crate::region::{Region, RemoteRegion};
     #[pymodule_export]
+    use crate::shutdown::shutdown;
+    #[pymodule_export]
     use crate::transfer::{Transfer, wait_any};
     #[pymodule_export]
-    use crate::waiting::Errand;
+    use crate::waiting::PendingCall;
     #[pymodule_export]
     use crate::wakeup::Wakeup;
 

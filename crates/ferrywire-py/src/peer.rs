@@ -14,14 +14,14 @@ use crate::blocks::BlockList;
 use crate::endpoint::CLOSE_SECONDS;
 use crate::errors::{OrRaise, raised, usage};
 use crate::integers::{Sizes, indices, int64s};
-use crate::leaving::Shared;
 use crate::options::{message, perhaps, remote, unsigned, whole};
 use crate::region::{Region, range};
+use crate::shutdown::Shared;
 use crate::stats;
 use crate::stream::named;
 use crate::tensor::Framework;
 use crate::transfer::Transfer;
-use crate::waiting::{Errand, aside, limit, overdue, sliced};
+use crate::waiting::{PendingCall, aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
 /// A connected remote endpoint. When the last reference is gone it is closed, after what was posted has been sent.
@@ -60,7 +60,7 @@ impl Peer {
             None => py.detach(|| operation(&self.peer)),
             Some(stream) => {
                 let ready = stream.ready(py)?;
-                py.detach(|| operation(&self.peer.after(ready)))
+                py.detach(|| operation(&self.peer.on_stream(ready)))
             }
         };
         Ok(Transfer::new(transfer.or_raise(py)?, location, framework, self.shared.clone()))
@@ -327,8 +327,8 @@ impl Peer {
         coroutine(slf, "wait_notification", timeout)
     }
 
-    fn _wake(&self, wakeup: &Wakeup) {
-        self.peer.wake(&wakeup.wakeup);
+    fn _arm(&self, wakeup: &Wakeup) {
+        self.peer.arm(&wakeup.wakeup);
     }
 
     fn _overdue<'py>(&self, py: Python<'py>, waited: f64) -> PyResult<Bound<'py, PyBytes>> {
@@ -350,8 +350,8 @@ impl Peer {
         aside(py, self.closing(py, timeout)?)
     }
 
-    fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Errand> {
-        Ok(Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))?)
+    fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<PendingCall> {
+        Ok(PendingCall::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))?)
     }
 
     /// The same as `close`, awaited. Raises `TimedOut`, `PeerLost` as it does.

@@ -16,8 +16,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple, PyType};
 
 use crate::errors::{OrRaise, raised, usage};
-use crate::leaving::Shared;
 use crate::options::{is_no, perhaps, unsigned, whole};
+use crate::shutdown::Shared;
 use crate::tensor::{Framework, Watch};
 use crate::waiting::aside;
 use crate::wakeup::left;

@@ -45,7 +45,7 @@ fn lane<'py>(py: Python<'py>, stats: &LaneStats) -> PyResult<Bound<'py, PyDict>>
     dict.set_item("version", &stats.version)?;
     dict.set_item("device", stats.device)?;
     dict.set_item("device_name", &stats.device_name)?;
-    dict.set_item("sends_posted_most", stats.sends_posted_most)?;
+    dict.set_item("max_outstanding_sends", stats.max_outstanding_sends)?;
     dict.set_item("receives_posted_most", stats.receives_posted_most)?;
     dict.set_item("closing_results", stats.closing_results)?;
     dict.set_item("setup_s", stats.setup.as_secs_f64())?;
@@ -58,12 +58,12 @@ fn staging<'py>(py: Python<'py>, stats: &StagingStats) -> PyResult<Bound<'py, Py
     dict.set_item("slot_bytes", stats.slot_bytes)?;
     dict.set_item("sent_bytes", stats.sent_bytes)?;
     dict.set_item("received_bytes", stats.received_bytes)?;
-    dict.set_item("full", stats.full)?;
+    dict.set_item("ring_full_events", stats.ring_full_events)?;
     for (name, time) in [
-        ("copy_out_s", stats.copy_out),
-        ("copy_in_s", stats.copy_in),
-        ("wire_s", stats.wire),
-        ("send_full_s", stats.send_full),
+        ("d2h_s", stats.d2h),
+        ("h2d_s", stats.h2d),
+        ("socket_s", stats.socket),
+        ("send_ring_full_s", stats.send_ring_full_time),
         ("receive_full_s", stats.receive_full),
     ] {
         dict.set_item(name, time.as_secs_f64())?;

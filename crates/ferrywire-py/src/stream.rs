@@ -5,7 +5,7 @@
 //!
 //! Read next: the engine's `ordering.rs`.
 
-use ferrywire::{MemoryLocation, Ready};
+use ferrywire::{MemoryLocation, StreamEvent};
 use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -22,10 +22,10 @@ pub struct Named {
 
 impl Named {
     /// What the stream has to do so far.
-    pub fn ready(&self, py: Python<'_>) -> PyResult<Ready> {
+    pub fn ready(&self, py: Python<'_>) -> PyResult<StreamEvent> {
         let gpu = CudaGpu::open(self.gpu).map_err(ferrywire::Error::from).or_raise(py)?;
         // SAFETY: a stream that its library or the caller says is alive; a wrong one is an error of the driver's.
-        unsafe { Ready::after_raw_stream(&gpu, self.raw as RawStream) }.or_raise(py)
+        unsafe { StreamEvent::after_raw_stream(&gpu, self.raw as RawStream) }.or_raise(py)
     }
 }
 

@@ -14,7 +14,7 @@ use pyo3::types::{PyCapsule, PyDict};
 
 use crate::dlpack;
 use crate::errors::usage;
-use crate::leaving::attached;
+use crate::shutdown::attached;
 
 /// The framework that an object is of, where that decides which stream is the current one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};
-use crate::leaving::Shared;
+use crate::shutdown::Shared;
 use crate::stream;
 use crate::tensor::Framework;
 use crate::waiting::{limit, overdue, sliced};
@@ -69,10 +69,10 @@ impl Transfer {
         {
             return Ok(outcome);
         }
-        let mut moved = (self.transfer.activity(), Instant::now());
+        let mut moved = (self.transfer.progress_counter(), Instant::now());
         let outcome = sliced(py, whole, |slice| {
             let outcome = self.transfer.wait_for(slice.min(stall), Duration::MAX);
-            let now = self.transfer.activity();
+            let now = self.transfer.progress_counter();
             if now != moved.0 {
                 moved = (now, Instant::now());
             }
@@ -98,8 +98,8 @@ impl Transfer {
         coroutine(slf, "wait_transfer", None)?.call_method0("__await__")
     }
 
-    fn _wake(&self, wakeup: &Wakeup) {
-        self.transfer.wake(&wakeup.wakeup);
+    fn _arm(&self, wakeup: &Wakeup) {
+        self.transfer.arm(&wakeup.wakeup);
     }
 
     fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<u64> {
@@ -114,7 +114,7 @@ impl Transfer {
     /// Raises `GpuError` of the driver, `UsageError` for what is no stream, and without a stream for GPU memory of no
     /// library that has a current one.
     #[pyo3(signature = (stream=None))]
-    fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn block_stream(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let Some(named) = stream::to_hold(py, self.location, self.framework, stream)? else {
             return Ok(());
         };

@@ -13,7 +13,7 @@ use ferrywire::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, raised, usage};
-use crate::leaving::drop_later;
+use crate::shutdown::drop_later;
 use crate::wakeup::Wakeup;
 
 /// How long signals may have to wait.
@@ -145,7 +145,7 @@ type Finish = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
 
 /// Something that waits by itself, for event loops. Who is not interested any more leaves it behind.
 #[pyclass(frozen, module = "ferrywire")]
-pub struct Errand(Arc<Mutex<Progress>>);
+pub struct PendingCall(Arc<Mutex<Progress>>);
 
 #[derive(Default)]
 struct Progress {
@@ -154,13 +154,13 @@ struct Progress {
     wakeups: Vec<ferrywire::Wakeup>,
 }
 
-impl Errand {
+impl PendingCall {
     /// Begins it, on a thread of its own; `finish` makes an object of what it gives.
     pub fn begin<T: Send + 'static>(
         py: Python<'_>,
         work: impl FnOnce() -> Result<T> + Send + 'static,
         finish: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
-    ) -> std::result::Result<Errand, NotStarted> {
+    ) -> std::result::Result<PendingCall, NotStarted> {
         let progress = Arc::new(Mutex::new(Progress::default()));
         let its = Arc::downgrade(&progress);
         on_a_thread(py, move || {
@@ -172,12 +172,12 @@ impl Errand {
             progress.outcome = Some(Box::new(move |py| finish(py, outcome.or_raise(py)?)));
             progress.wakeups.drain(..).for_each(|wakeup| wakeup.wake());
         })?;
-        Ok(Errand(progress))
+        Ok(PendingCall(progress))
     }
 }
 
 #[pymethods]
-impl Errand {
+impl PendingCall {
     /// What it gave, in a tuple, once; None while it is under way.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<(Py<PyAny>,)>> {
         let outcome = locked(&self.0).outcome.take();
@@ -189,7 +189,7 @@ impl Errand {
         locked(&self.0).over
     }
 
-    fn _wake(&self, wakeup: &Wakeup) {
+    fn _arm(&self, wakeup: &Wakeup) {
         let mut progress = locked(&self.0);
         let knows = |known: &ferrywire::Wakeup| known.as_raw_fd() == wakeup.wakeup.as_raw_fd();
         match progress.over {
@@ -201,7 +201,7 @@ impl Errand {
     }
 }
 
-impl Drop for Errand {
+impl Drop for PendingCall {
     fn drop(&mut self) {
         // It may have to be closed.
         let outcome = locked(&self.0).outcome.take();

@@ -127,7 +127,7 @@ for turn in range(1, 4):
     gate = Gate(stream)
     sent.put(stream, data)
     received = to_near.recv(1, target)
-    received.hold({stream.replace("stream.value", "after.value")})
+    received.block_stream({stream.replace("stream.value", "after.value")})
     do("cuMemcpyDtoHAsync_v2", late, ctypes.c_uint64(got.address), ctypes.c_size_t(got.nbytes), after)
     to_far.send(1, source, stream={stream})
     gate.open()
@@ -175,7 +175,7 @@ for turn in range(1, 4):
 assert asked == [0] * 3
 received = to_near.recv(1, target)
 to_far.send(1, source)
-received.hold()
+received.block_stream()
 received.wait(60)
 assert asked == [0] * 6
 del source, target, blocks, received
@@ -216,7 +216,7 @@ for post in (to_far.write_blocks, to_far.read_blocks):
     except fw.UsageError as error: assert "memory of Torch and of Cupy" in str(error), error
     else: raise AssertionError("it chose one of two streams")
     transfer = post(both, stream=stream.value)
-    try: transfer.hold()
+    try: transfer.block_stream()
     except fw.UsageError as error: assert "name the stream" in str(error), error
     else: raise AssertionError("it chose one of two streams")
     transfer.wait(60)
@@ -282,20 +282,20 @@ own, plain = far.allocate(1 << 20, "cuda:0"), near.allocate(1 << 20)
 host = far.allocate(4096)
 stream = new_stream()
 received = to_near.recv(1, own)
-try: received.hold()
+try: received.block_stream()
 except fw.UsageError as error: assert "name the stream" in str(error), error
 else: raise AssertionError("no stream waits, and nobody is told")
-received.hold(stream.value)
+received.block_stream(stream.value)
 to_far.send(1, plain)
 do("cuStreamSynchronize", stream)
 assert received.wait(60) == 1 << 20
 # Host memory is in no stream's order, but one can wait for it.
 received = to_near.recv(2, host)
-received.hold()
-try: received.hold(stream.value)
+received.block_stream()
+try: received.block_stream(stream.value)
 except fw.UsageError as error: assert "which one it is of" in str(error), error
 else: raise AssertionError
-received.hold(types.SimpleNamespace(cuda_stream=stream.value, device_index=0))
+received.block_stream(types.SimpleNamespace(cuda_stream=stream.value, device_index=0))
 assert cuda.cuStreamQuery(stream) != 0
 to_far.send(2, plain, nbytes=4096)
 do("cuStreamSynchronize", stream)

@@ -200,6 +200,6 @@ def test_a_tensor_that_a_kernel_is_still_writing_is_sent_as_it_will_be(pair: Pai
         torch.cuda._sleep(50_000_000)
         sent.fill_(7)
     transfer = pair.to_far.write(source, target, stream=stream)
-    transfer.hold()
+    transfer.block_stream()
     assert (got == 7).all()
     transfer.wait(LIMIT)

@@ -31,7 +31,7 @@ pub struct Config {
     /// Socket buffers in bytes; `None` chooses by path.
     pub socket_buffer_bytes: Option<usize>,
     /// Silence after which a peer is lost.
-    pub heartbeat_limit: Duration,
+    pub peer_timeout: Duration,
     /// The shared secret. Never printed.
     pub(crate) secret: Option<Secret>,
 }
@@ -70,7 +70,7 @@ impl Default for Config {
             crc: false,
             congestion_control: None,
             socket_buffer_bytes: None,
-            heartbeat_limit: limits::HEARTBEAT_LIMIT_DEFAULT,
+            peer_timeout: limits::HEARTBEAT_LIMIT_DEFAULT,
             secret: None,
         }
     }
@@ -112,7 +112,7 @@ impl Config {
         within("threads", self.threads, 0, limits::WORKERS_MAX)?;
         within("chunk bytes", self.chunk_bytes, 4096, limits::CHUNK_BYTES_MAX)?;
         within("window", self.window, 1, limits::WINDOW_FRAMES_MAX)?;
-        if self.heartbeat_limit < 2 * limits::CONTROL_SUSPECT_AFTER {
+        if self.peer_timeout < 2 * limits::CONTROL_SUSPECT_AFTER {
             let least = 2 * limits::CONTROL_SUSPECT_AFTER;
             return Err(Error::invalid("heartbeat limit", format!("must be at least {least:?}")));
         }

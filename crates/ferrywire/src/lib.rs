@@ -22,7 +22,7 @@
 //! let limit = Duration::from_secs(5);
 //! let receiver = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build()?;
 //! let address = receiver.listen_addresses()[0];
-//! let target = receiver.register_zeroed(1 << 20)?;
+//! let target = receiver.alloc_host(1 << 20)?;
 //! let descriptor = target.descriptor().to_bytes(); // to the sender, by any way
 //!
 //! let sender = Endpoint::builder().build()?;
@@ -70,7 +70,7 @@ pub use api::transfer::Transfer;
 pub use api::wakeup::Wakeup;
 pub use config::Config;
 pub use control::ConnectTarget;
-pub use core::ordering::Ready;
+pub use core::ordering::StreamEvent;
 pub use core::stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
 pub use error::{Error, ErrorKind, Result};
 pub use ferrywire_memory::{self as memory, MemoryLocation};

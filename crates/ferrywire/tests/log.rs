@@ -68,7 +68,7 @@ impl Scene {
         };
         let ends = ManuallyDrop::new(vec![end(1), end(2)]);
         let mut scene = Scene { ends, net, peers: ManuallyDrop::default() };
-        let connecting = scene.ends[0].connecting(SocketAddr::new(nic(2, 0), PORT)).unwrap();
+        let connecting = scene.ends[0].start_connect(SocketAddr::new(nic(2, 0), PORT)).unwrap();
         while scene.peers.len() < 2 {
             scene.pass(Duration::from_millis(10));
             scene.peers.extend(connecting.poll().map(Result::unwrap));

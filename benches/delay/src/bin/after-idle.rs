@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 /// Gives its memory to one peer and stays until that has gone.
 fn serve(address: SocketAddr, secret: &str) -> Result<(), Box<dyn Error>> {
     let endpoint = Endpoint::builder().listen(address).secret(secret).build()?;
-    let target = endpoint.register_zeroed(WRITE_BYTES as usize)?;
+    let target = endpoint.alloc_host(WRITE_BYTES as usize)?;
     let peer = endpoint.accept(LIMIT)?;
     peer.notify(&target.descriptor().to_bytes())?.wait(LIMIT)?;
     peer.wait_notification(Duration::from_secs(3600))?;

@@ -76,9 +76,9 @@ static void nulls(struct pair pair) {
     OK(ferrywire_transfer_free(notes[1]));
     USAGE(ferrywire_transfer_wait_any(notes, 1, 0, 0, &first), "was freed");
     USAGE(ferrywire_transfer_cancel(NULL), "NULL");
-    USAGE(ferrywire_transfer_wake(NULL, NULL), "NULL");
-    USAGE(ferrywire_transfer_hold_stream(NULL, 0, NULL), "NULL");
-    USAGE(ferrywire_peer_after_stream(NULL, 0, NULL, &peer), "NULL");
+    USAGE(ferrywire_transfer_arm(NULL, NULL), "NULL");
+    USAGE(ferrywire_transfer_block_stream(NULL, 0, NULL), "NULL");
+    USAGE(ferrywire_peer_on_stream(NULL, 0, NULL, &peer), "NULL");
     USAGE(ferrywire_notify(pair.near, NULL, 3, NULL), "the message is NULL");
     USAGE(ferrywire_next_notification(NULL, 0, room, sizeof room, NULL), "NULL");
     USAGE(ferrywire_deregister(NULL), "NULL");
@@ -155,7 +155,7 @@ static void memory(struct pair pair) {
         OK(ferrywire_wakeup_new(&two));
         CHECK(one != two);
         USAGE(ferrywire_wakeup_clear(one), "was freed");
-        USAGE(ferrywire_peer_wake(pair.near, one), "was freed");
+        USAGE(ferrywire_peer_arm(pair.near, one), "was freed");
         OK(ferrywire_wakeup_free(two));
     }
     OK(ferrywire_remote_free(remote));

@@ -64,7 +64,7 @@ static void reads_what_others_leave(struct pair pair) {
         size_t bytes;
         OK(ferrywire_notify(pair.near, &round, sizeof round, NULL));
         while ((status = ferrywire_next_notification(pair.far, 0, &read, sizeof read, &bytes)) == FERRYWIRE_PENDING) {
-            OK(ferrywire_peer_wake(pair.far, wakeup));
+            OK(ferrywire_peer_arm(pair.far, wakeup));
             struct pollfd fd = {.fd = ferrywire_wakeup_fd(wakeup), .events = POLLIN};
             CHECK(poll(&fd, 1, LIMIT_MS) == 1);
             OK(ferrywire_wakeup_clear(wakeup));
@@ -104,7 +104,7 @@ int main(void) {
     OK(ferrywire_transfer_wait(transfer, LIMIT_MS, -1, NULL));
     OK(ferrywire_transfer_free(transfer));
     FAILS(ferrywire_next_notification(pair.far, LIMIT_MS, room, 3, &bytes), FERRYWIRE_ERROR_TOO_SMALL, "4 bytes");
-    OK(ferrywire_peer_wake(pair.far, wakeup));
+    OK(ferrywire_peer_arm(pair.far, wakeup));
     struct pollfd fd = {.fd = ferrywire_wakeup_fd(wakeup), .events = POLLIN};
     CHECK(poll(&fd, 1, 0) == 1);
     OK(ferrywire_next_notification(pair.far, 0, room, sizeof room, &bytes));

@@ -18,7 +18,7 @@ static void release(void *context) {
 /* Waits as a program does that has other descriptors too. */
 static void wait_by_poll(ferrywire_wakeup *wakeup, ferrywire_transfer *transfer) {
     for (;;) {
-        OK(ferrywire_transfer_wake(transfer, wakeup));
+        OK(ferrywire_transfer_arm(transfer, wakeup));
         struct pollfd fd = {.fd = ferrywire_wakeup_fd(wakeup), .events = POLLIN};
         CHECK(poll(&fd, 1, LIMIT_MS) == 1);
         OK(ferrywire_wakeup_clear(wakeup));
@@ -179,7 +179,7 @@ int main(void) {
     for (int at = 0; at < 2; at++) OK(ferrywire_blocks_free((ferrywire_blocks *)lists[at]));
     CHECK(ferrywire_blocks_count(joined) == 2 * BLOCKS);
     OK(ferrywire_write_blocks(pair.near, joined, NULL, 0, "all", 3, NULL));
-    OK(ferrywire_peer_wake(pair.far, wakeup));
+    OK(ferrywire_peer_arm(pair.far, wakeup));
     OK(ferrywire_next_notification(pair.far, LIMIT_MS, text, sizeof text, &bytes));
     const unsigned char *both[2] = {there, ferrywire_region_address(second)};
     for (int list = 0; list < 2; list++)
@@ -210,7 +210,7 @@ int main(void) {
     OK(ferrywire_register(pair.ends[0], text, sizeof text, NULL, NULL, &source));
     OK(ferrywire_region_free(source));
 
-    OK(ferrywire_endpoint_wake(pair.ends[1], wakeup));
+    OK(ferrywire_endpoint_arm(pair.ends[1], wakeup));
     OK(ferrywire_wakeup_free(wakeup));
     for (int at = 0; at < 2; at++) OK(ferrywire_remote_free(remotes[at]));
     OK(ferrywire_region_free(target));

@@ -258,7 +258,7 @@ fn circumstances<'a>(
         gpu,
         peer_gpu,
         transport: stats.transport.to_owned(),
-        transport_why: stats.transport_why,
+        transport_reason: stats.transport_reason,
         unpack: run.unpack,
         lanes: stats.channels.iter().filter_map(|channel| channel.lane.clone()).collect(),
         channels: stats.channels.len(),

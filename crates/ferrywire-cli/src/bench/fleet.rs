@@ -176,7 +176,7 @@ fn builder(
     let plugin = plan.plugin.as_ref().map(|plugin| PluginUse { gpu, ..plugin.clone() });
     let devmem = plan.devmem.as_ref().map(|devmem| DevmemUse { gpu, ..devmem.clone() });
     let plan = EnginePlan { nics: place.nics.clone(), threads, plugin, devmem, ..plan.clone() };
-    Ok(super::builder(&plan, listen)?.cores(place.cores.iter().copied()))
+    Ok(super::builder(&plan, listen)?.cpu_affinity(place.cores.iter().copied()))
 }
 
 /// The address of the endpoint with this place among those of a process.
@@ -254,7 +254,7 @@ impl Fleet {
         if self.setting.on_loopback || self.places.iter().all(|place| place.nics.is_empty()) {
             return Ok(());
         }
-        let topology = Topology::of_this_host();
+        let topology = Topology::detect();
         let mut detours: Vec<(usize, String)> = Vec::new();
         for pair in pairs {
             let Some(nic) = self.detour(&topology, pair) else { continue };

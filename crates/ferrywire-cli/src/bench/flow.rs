@@ -287,7 +287,7 @@ mod tests {
         let far = accepting.accept(LIMIT).expect("a peer");
         let (near, far) = (Link::new(near, LIMIT), Link::new(far, LIMIT));
         let run = run();
-        let region = |endpoint: &Endpoint| endpoint.register_zeroed(region_bytes(&run) as usize);
+        let region = |endpoint: &Endpoint| endpoint.alloc_host(region_bytes(&run) as usize);
         let (here, there) = (region(&connecting).expect("memory"), region(&accepting).expect("memory"));
         let (to_here, to_there) = (here.descriptor(), there.descriptor());
         let flow = flows(&run)[0];

@@ -2,7 +2,7 @@
 //!
 //! Read next: [`super::fleet`], which builds the endpoints; `ferrywire_host::topology`, which plans.
 
-use ferrywire_host::topology::{Nearness, Plan, Source, Topology, Wishes};
+use ferrywire_host::topology::{Locality, Plan, PlanOptions, Source, Topology};
 
 use super::fleet::Setting;
 use crate::exit::{self, Failure, Outcome};
@@ -60,10 +60,10 @@ pub fn of_one(
     if on_loopback || plan.gpus.is_some() || !plan.nics.is_empty() {
         return Ok(plan.clone());
     }
-    let wishes = Wishes { allow_cross_numa: true, ..Wishes::default() };
-    let planned = Plan::of(&topology(plan)?, &wishes).ok();
+    let options = PlanOptions { allow_cross_numa: true, ..PlanOptions::default() };
+    let planned = Plan::of(&topology(plan)?, &options).ok();
     let near = planned.as_ref().and_then(|planned| planned.gpu(gpu));
-    let Some(near) = near.filter(|near| near.nearness <= Nearness::Root) else { return Ok(plan.clone()) };
+    let Some(near) = near.filter(|near| near.locality <= Locality::Root) else { return Ok(plan.clone()) };
     if tells {
         let (nics, why) = (near.nics.join(", "), &near.why);
         exit::note(&format!("note: GPU {gpu} uses {nics}, {why}; --nics names others"));
@@ -108,7 +108,11 @@ fn planned(plan: &EnginePlan, gpus: &[u32], setting: Setting) -> Outcome<Option<
     let (used, others) = own.gpus.into_iter().partition(|gpu| gpus.contains(&gpu.index));
     own.gpus = used;
     own.hidden_gpus.extend(others);
-    let wish = |allow_cross_numa| Wishes { allow_cross_numa, nics: plan.nics.clone(), ..Wishes::default() };
+    let wish = |allow_cross_numa| PlanOptions {
+        allow_cross_numa,
+        nics: plan.nics.clone(),
+        ..PlanOptions::default()
+    };
     let plans = Plan::of(&own, &wish(for_cores || plan.allow_cross_numa))
         .and_then(|own| Ok((own, Plan::of(&all, &wish(true))?)));
     match plans {
@@ -125,7 +129,7 @@ fn planned(plan: &EnginePlan, gpus: &[u32], setting: Setting) -> Outcome<Option<
 fn topology(plan: &EnginePlan) -> Outcome<Topology> {
     match &plan.root {
         Some(root) => Ok(Topology::read(&Source::recorded(root)?)),
-        None => Ok(Topology::of_this_host()),
+        None => Ok(Topology::detect()),
     }
 }
 
@@ -139,7 +143,7 @@ mod tests {
         let of_gpu = |gpu: u32, nic: &str| GpuPlan {
             gpu,
             nics: vec![nic.to_owned()],
-            nearness: Nearness::Root,
+            locality: Locality::Root,
             why: String::new(),
             cpus: [2 * gpu, 2 * gpu + 1].into_iter().collect(),
             others: Vec::new(),

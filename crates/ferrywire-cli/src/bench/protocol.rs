@@ -188,11 +188,11 @@ pub struct Staged {
     /// Payload that went through them.
     pub bytes: u64,
     /// Seconds in which copies from GPUs were under way.
-    pub copy_out_s: f64,
+    pub d2h_s: f64,
     /// Seconds in socket calls with payload of the rings.
-    pub wire_s: f64,
+    pub socket_s: f64,
     /// Seconds in which copies to GPUs were under way.
-    pub copy_in_s: f64,
+    pub h2d_s: f64,
     /// Seconds in which a ring had no room for what was to be sent, or had arrived.
     pub waiting_s: f64,
     /// Calls of the GPUs' drivers.

@@ -155,7 +155,7 @@ pub struct Circumstances<'a> {
     /// How channels move bytes.
     pub transport: String,
     /// Why so, where that was a choice.
-    pub transport_why: String,
+    pub transport_reason: String,
     /// How scattered receives are gathered, where receives can be scattered.
     pub unpack: Option<Unpack>,
     /// The lanes of a plugin or of devmem; empty without.
@@ -409,8 +409,8 @@ fn extra(
 ) -> Map<String, Value> {
     let run = now.run;
     let mut extra = Map::new();
-    if !now.transport_why.is_empty() {
-        extra.insert("transport_why".into(), json!(now.transport_why));
+    if !now.transport_reason.is_empty() {
+        extra.insert("transport_reason".into(), json!(now.transport_reason));
     }
     if let Some(lane) = now.lanes.first() {
         let most = |of: fn(&LaneStats) -> u64| now.lanes.iter().map(of).max();
@@ -418,7 +418,7 @@ fn extra(
             Some(counted) => drop(extra.insert("devmem".into(), counted)),
             None => drop(extra.insert("plugin".into(), json!(format!("{} ({})", lane.plugin, lane.version)))),
         }
-        extra.insert("sends_posted_most".into(), json!(most(|lane| lane.sends_posted_most)));
+        extra.insert("max_outstanding_sends".into(), json!(most(|lane| lane.max_outstanding_sends)));
         extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
         extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));
     }

@@ -141,7 +141,7 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
         let all = Arc::new(vec![(0, endpoint.reachable_addresses())]);
         return Ok((vec![Door { endpoint, gpu: None, all }], Kept::One { _home: home }));
     }
-    let memory = plan.memory.unwrap_or_else(|| Memory::of_this_host(None));
+    let memory = plan.memory.unwrap_or_else(|| Memory::detect(None));
     let setting = Setting::alone(&plan.engine, &[plan.listen]);
     let mut fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE, setting)?;
     fleet.print_notes();
@@ -256,7 +256,7 @@ fn offered(hello: &Hello, own: Option<Memory>, engine: &EnginePlan) -> Outcome<M
         return Ok(match own {
             Some(own) => own,
             None if engine.devmem.is_some() => Memory::Host,
-            None => Memory::of_this_host(neighbour),
+            None => Memory::detect(neighbour),
         });
     };
     match asked {

@@ -32,10 +32,10 @@ fn since(now: &StagingStats, before: Option<&StagingStats>) -> Staged {
     Staged {
         pinned_bytes: now.pinned_bytes,
         bytes: count(|s| s.sent_bytes) + count(|s| s.received_bytes),
-        copy_out_s: seconds(|s| s.copy_out),
-        wire_s: seconds(|s| s.wire),
-        copy_in_s: seconds(|s| s.copy_in),
-        waiting_s: seconds(|s| s.send_full) + seconds(|s| s.receive_full),
+        d2h_s: seconds(|s| s.d2h),
+        socket_s: seconds(|s| s.socket),
+        h2d_s: seconds(|s| s.h2d),
+        waiting_s: seconds(|s| s.send_ring_full_time) + seconds(|s| s.receive_full),
         driver_calls: count(|s| s.driver_calls),
     }
 }
@@ -44,9 +44,9 @@ fn sum(a: Staged, b: Staged) -> Staged {
     Staged {
         pinned_bytes: a.pinned_bytes + b.pinned_bytes,
         bytes: a.bytes + b.bytes,
-        copy_out_s: a.copy_out_s + b.copy_out_s,
-        wire_s: a.wire_s + b.wire_s,
-        copy_in_s: a.copy_in_s + b.copy_in_s,
+        d2h_s: a.d2h_s + b.d2h_s,
+        socket_s: a.socket_s + b.socket_s,
+        h2d_s: a.h2d_s + b.h2d_s,
         waiting_s: a.waiting_s + b.waiting_s,
         driver_calls: a.driver_calls + b.driver_calls,
     }
@@ -59,12 +59,8 @@ fn of(reports: &[SideReport]) -> Option<Staged> {
 /// Seconds by stage of a result, as far as there were such stages.
 pub fn stages_s(members: &[SideReport], serve: &[SideReport]) -> BTreeMap<String, f64> {
     let Some(all) = of(members).into_iter().chain(of(serve)).reduce(sum) else { return BTreeMap::new() };
-    let stages = [
-        ("copy_out", all.copy_out_s),
-        ("wire", all.wire_s),
-        ("copy_in", all.copy_in_s),
-        ("waiting", all.waiting_s),
-    ];
+    let stages =
+        [("d2h", all.d2h_s), ("socket", all.socket_s), ("h2d", all.h2d_s), ("waiting", all.waiting_s)];
     stages.into_iter().map(|(name, seconds)| (name.to_owned(), seconds)).collect()
 }
 
@@ -98,9 +94,9 @@ pub fn line(row: &ResultRow) -> Option<String> {
         "staged over {:.2} s, sums over channels: copy out {:.2} s, wire {:.2} s, copy in {:.2} s, waiting {:.2} s; here {}; \
          there {}",
         seconds("timed"),
-        seconds("copy_out"),
-        seconds("wire"),
-        seconds("copy_in"),
+        seconds("d2h"),
+        seconds("socket"),
+        seconds("h2d"),
         seconds("waiting"),
         end("pinned_bytes", "driver_calls_per_gb"),
         end("peer_pinned_bytes", "peer_driver_calls_per_gb"),
@@ -112,13 +108,8 @@ mod tests {
     use super::*;
 
     fn report(bytes: u64, seconds: f64) -> SideReport {
-        let staged = Staged {
-            pinned_bytes: 2 << 20,
-            bytes,
-            copy_out_s: seconds,
-            driver_calls: 30,
-            ..Staged::default()
-        };
+        let staged =
+            Staged { pinned_bytes: 2 << 20, bytes, d2h_s: seconds, driver_calls: 30, ..Staged::default() };
         SideReport { staged: Some(staged), ..SideReport::default() }
     }
 
@@ -127,7 +118,7 @@ mod tests {
         let (members, serve) =
             ([report(3_000_000_000, 1.0), report(3_000_000_000, 0.5)], [SideReport::default()]);
         let stages = stages_s(&members, &serve);
-        assert_eq!((stages["copy_out"], stages["copy_in"]), (1.5, 0.0));
+        assert_eq!((stages["d2h"], stages["h2d"]), (1.5, 0.0));
         let told = told(&members, &serve).expect("something was staged");
         assert_eq!((&told["pinned_bytes"], &told["peer_pinned_bytes"]), (&json!(4 << 20), &json!(0)));
         assert_eq!(

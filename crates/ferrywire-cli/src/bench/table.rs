@@ -218,7 +218,7 @@ fn setting(record: &Record, row: &ResultRow) -> String {
 
 /// Why this transport was chosen.
 fn why(row: &ResultRow) -> String {
-    if let Some(why) = row.extra.get("transport_why").and_then(|why| why.as_str()) {
+    if let Some(why) = row.extra.get("transport_reason").and_then(|why| why.as_str()) {
         return why.to_owned();
     }
     match row.extra.get("plugin").and_then(|plugin| plugin.as_str()) {

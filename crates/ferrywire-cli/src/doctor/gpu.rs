@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ferrywire_host::topology::{Nearness, PciPath, Plan, PlanError, Topology, Wishes};
+use ferrywire_host::topology::{Locality, PciPath, Plan, PlanError, PlanOptions, Topology};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, driver_version};
 
 use super::files::{line, number};
@@ -84,7 +84,7 @@ fn told_in(text: &str) -> Vec<Told> {
 }
 
 /// What there is to say.
-pub fn judge(gpus: &Gpus, topology: &Topology, wishes: &Wishes) -> Vec<Finding> {
+pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
     let mut found = vec![driver(gpus, topology)];
     if gpus.mps {
         let mps = Finding::ok(
@@ -106,7 +106,7 @@ pub fn judge(gpus: &Gpus, topology: &Topology, wishes: &Wishes) -> Vec<Finding> 
     }
     gpus.told.iter().for_each(|told| found.extend(health(told)));
     found.extend(links(gpus, topology));
-    found.extend(nearness(topology, wishes));
+    found.extend(locality(topology, options));
     found.extend(reach(topology));
     found
 }
@@ -190,8 +190,8 @@ fn of_link(subject: String, link: &Link, is_gpu: bool) -> Finding {
     }
 }
 
-fn nearness(topology: &Topology, wishes: &Wishes) -> Vec<Finding> {
-    let plan = match Plan::of(topology, wishes) {
+fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
+    let plan = match Plan::of(topology, options) {
         Ok(plan) => plan,
         Err(error) if topology.gpus.is_empty() => return without_gpu(&error),
         Err(error) => {
@@ -208,9 +208,9 @@ fn nearness(topology: &Topology, wishes: &Wishes) -> Vec<Finding> {
             format!("GPU {}", gpu.gpu),
             format!("uses {}: {}", gpu.nics.join(", "), gpu.why),
         );
-        match gpu.nearness {
-            Nearness::Across => found.warn("put a NIC on its NUMA node: bytes cross from socket to socket"),
-            Nearness::Node => {
+        match gpu.locality {
+            Locality::Across => found.warn("put a NIC on its NUMA node: bytes cross from socket to socket"),
+            Locality::Node => {
                 found.at(Level::Info).mended_by("a NIC on its PCIe root would spare the way through the CPU")
             }
             _ => found,
@@ -236,7 +236,8 @@ fn reach(topology: &Topology) -> Vec<Finding> {
     }
     let asked = topology.nics.iter().filter_map(|nic| Some((nic, nic.devmem.as_ref()?)));
     let found = asked.map(|(nic, possible)| {
-        let words: Vec<&str> = possible.why_not.iter().chain(&possible.missing).map(String::as_str).collect();
+        let words: Vec<&str> =
+            possible.unsupported_reason.iter().chain(&possible.missing).map(String::as_str).collect();
         let found = |evidence: String| Finding::ok("devmem", &nic.name, evidence);
         match (possible.is_possible(), words.is_empty()) {
             (true, true) => found("devmem TCP: possible".to_owned()),
@@ -292,12 +293,12 @@ mod tests {
     }
 
     fn of(gpus: &Gpus, topology: &Topology, id: &str) -> Vec<Level> {
-        levels(&judge(gpus, topology, &Wishes::default()), id)
+        levels(&judge(gpus, topology, &PlanOptions::default()), id)
     }
 
     #[test]
     fn a_gpu_beside_its_nic_has_nothing_to_mend() {
-        let found = judge(&good(), &host(), &Wishes::default());
+        let found = judge(&good(), &host(), &PlanOptions::default());
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
         assert_eq!(levels(&found, "pcie-link").len(), 2);
     }
@@ -335,7 +336,7 @@ mod tests {
         other_root.nics[0].pci = pci("/sys/devices/pci0000:80/0000:80:02.0/0000:82:00.0");
         assert_eq!(of(&good(), &other_root, "gpu-nics"), [Level::Info]);
         other_root.nics[0].node = Some(1);
-        let crossing = Wishes { allow_cross_numa: true, ..Wishes::default() };
+        let crossing = PlanOptions { allow_cross_numa: true, ..PlanOptions::default() };
         assert_eq!(levels(&judge(&good(), &other_root, &crossing), "gpu-nics"), [Level::Warn]);
         let alone = Topology { nics: Vec::new(), ..host() };
         assert_eq!(of(&good(), &alone, "gpu-nics"), [Level::Warn]);

@@ -18,7 +18,7 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use ferrywire_devmem::sys::ethtool::Ethtool;
-use ferrywire_host::topology::{Topology, Wishes};
+use ferrywire_host::topology::{PlanOptions, Topology};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::nics;
@@ -34,8 +34,8 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
     if let Err(Failure::Usage(why)) = nics::check(&plan.engine.nics) {
         return Err(Failure::Usage(why));
     }
-    let mut topology = Topology::of_this_host();
-    topology.ask_for_devmem();
+    let mut topology = Topology::detect();
+    topology.probe_devmem();
     let mut findings = here(plan, &topology);
     findings.extend(plan.plugin.as_ref().map(plugin_works).transpose()?);
     let peer = visit(plan, &topology, &mut findings)?;
@@ -53,14 +53,14 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
 /// Findings about this host.
 fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
     let settings = settings();
-    let wishes = Wishes { nics: plan.engine.nics.clone(), ..Wishes::default() };
+    let options = PlanOptions { nics: plan.engine.nics.clone(), ..PlanOptions::default() };
     let nvidia_smi = |args: &[&str]| tool::output("nvidia-smi", args, plan.deadline);
     let names: Vec<String> = topology.nics.iter().map(|nic| nic.name.clone()).collect();
     [
         kernel::judge(&kernel::Kernel::read(), nic::fastest_mbps(topology)),
         limits::judge(&limits::Limits::read(), nic::total_mbps(topology)),
         nic::judge(topology, &settings, &plan.engine.nics),
-        gpu::judge(&gpu::Gpus::read(topology, &nvidia_smi), topology, &wishes),
+        gpu::judge(&gpu::Gpus::read(topology, &nvidia_smi), topology, &options),
         environment::judge(&environment::Environment::read(), &names),
     ]
     .concat()

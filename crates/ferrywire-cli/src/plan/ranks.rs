@@ -63,7 +63,7 @@ pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, Rank
         local_rank: args.local_rank,
         rendezvous: args.rendezvous.clone(),
     };
-    let found = Ranks::of_this_process(&flags).map_err(|error| Failure::Usage(error.to_string()))?;
+    let found = Ranks::from_env(&flags).map_err(|error| Failure::Usage(error.to_string()))?;
     match found.filter(|ranks| ranks.world > 1) {
         Some(Ranks { world, .. }) if world % 2 == 1 => usage(format!(
             "{world} ranks have no two halves: the first half moves data to the second, so start an even number"
@@ -200,7 +200,7 @@ fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
     let memory = match (Memory::typed(flag, text.as_deref())?, &flags.plugin) {
         (Some(memory), _) => memory,
         (None, Some(_)) => Memory::Host,
-        (None, None) => Memory::of_this_host(None),
+        (None, None) => Memory::detect(None),
     };
     let numbered = text.is_some_and(|text| text.contains(':'));
     match memory.gpu() {

@@ -23,13 +23,13 @@ pub fn run(asked: &TopoPlan) -> Outcome {
     }
     let source = match &asked.root {
         Some(root) => Source::recorded(root)?,
-        None => Source::of_this_host(),
+        None => Source::detect(),
     };
     let mut topology = Topology::read(&source);
     if asked.root.is_none() {
-        topology.ask_for_devmem();
+        topology.probe_devmem();
     }
-    let (plan, outcome) = match Plan::of(&topology, &asked.wishes) {
+    let (plan, outcome) = match Plan::of(&topology, &asked.options) {
         Ok(plan) => (Some(plan), Ok(())),
         Err(error) => (None, Err(failure(&error))),
     };

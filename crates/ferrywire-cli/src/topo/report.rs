@@ -44,7 +44,7 @@ impl Report<'_> {
                 "gpu": gpu.gpu,
                 "nics": gpu.nics,
                 "channels": channels,
-                "nearness": gpu.nearness.to_string(),
+                "locality": gpu.locality.to_string(),
                 "why": gpu.why,
                 "cpus": gpu.cpus.to_string(),
                 "others": gpu.others,
@@ -167,7 +167,8 @@ impl Report<'_> {
     fn devmem(&self) -> String {
         let asked = self.topology.nics.iter().filter_map(|nic| Some((nic, nic.devmem.as_ref()?)));
         let row = |(nic, found): (&Nic, &Possible)| {
-            let words: Vec<&str> = found.why_not.iter().chain(&found.missing).map(String::as_str).collect();
+            let words: Vec<&str> =
+                found.unsupported_reason.iter().chain(&found.missing).map(String::as_str).collect();
             [nic.name.clone(), answer(found).to_owned(), or_dash(words.join("; "))]
         };
         table(["NIC", "possible", "what is in the way, or has to be set up"], asked.map(row))
@@ -244,7 +245,7 @@ fn devmem_json(found: &Possible) -> Value {
         "sends": found.sends,
         "free_queues": found.free_queues,
         "missing": found.missing,
-        "why_not": found.why_not,
+        "unsupported_reason": found.unsupported_reason,
     })
 }
 

@@ -103,7 +103,7 @@ fn the_stages_of_memory_of_a_gpu_are_told() {
     let output = run(&format!("bench -v --memory sim --peer-memory sim:1 --sizes 1M {QUICK}"));
     let result = &results(&output)[0];
     let stages = &result["stages_s"];
-    for stage in ["copy_out", "wire", "copy_in"] {
+    for stage in ["d2h", "socket", "h2d"] {
         assert!(stages[stage].as_f64() > Some(0.0), "{stage}: {stages}");
     }
     assert!(stages["waiting"].is_number() && stages["timed"].is_number(), "{stages}");
@@ -112,15 +112,15 @@ fn the_stages_of_memory_of_a_gpu_are_told() {
         assert!(staging[counted].as_f64() > Some(0.0), "{counted}: {staging}");
     }
     let said = text(&output.stderr);
-    for words in ["copy out", "wire", "copy in", "waiting", "pinned", "driver calls per GB"] {
+    for words in ["d2h", "socket", "h2d", "waiting", "pinned", "driver calls per GB"] {
         assert!(said.contains(words), "{said}");
     }
     // From a GPU to the host nothing is copied in, and the host's end pins nothing.
     let result = &results(&run(&format!("bench --memory sim --peer-memory host --sizes 1M {QUICK}")))[0];
-    assert_eq!(result["stages_s"]["copy_in"], 0.0);
+    assert_eq!(result["stages_s"]["h2d"], 0.0);
     assert_eq!(result["extra"]["staging"]["peer_pinned_bytes"], 0);
     let host = &results(&run(&format!("bench --memory host --peer-memory host --sizes 1M {QUICK}")))[0];
-    assert!(host["stages_s"]["copy_out"].is_null() && host["extra"]["staging"].is_null());
+    assert!(host["stages_s"]["d2h"].is_null() && host["extra"]["staging"].is_null());
 }
 
 /// The error of a run whose serving end spoils its memory.

@@ -41,7 +41,7 @@ fn windows_go_round_and_what_is_reported_is_what_the_plugin_moved() {
             assert_eq!(received(&said, " bytes="), (1 + 2 + verified) * size, "{said}");
             let (posted, finished) = (received(&said, " posted="), received(&said, " finished="));
             assert!(posted == finished && posted >= (1 + 2 + verified) * chunks * channels, "{said}");
-            let most = row["extra"]["sends_posted_most"].as_u64();
+            let most = row["extra"]["max_outstanding_sends"].as_u64();
             assert!((Some(5)..=Some(16)).contains(&most), "{most:?}");
         }
     }

@@ -29,7 +29,7 @@ fn this_host_is_shown_whatever_it_has() {
         let devmem = &nic["devmem"];
         assert_eq!(devmem.is_null(), nic["device"] == false, "{nic}");
         // Either it can, or there are words about why not.
-        let words = devmem["why_not"].as_array().is_none_or(|words| !words.is_empty());
+        let words = devmem["unsupported_reason"].as_array().is_none_or(|words| !words.is_empty());
         assert!(devmem.is_null() || devmem["possible"] == true || words, "{nic}");
     }
 }
@@ -138,7 +138,7 @@ fn programs_read_the_same() {
     assert_eq!(
         host["plan"]["gpus"][2],
         json!({
-            "gpu": 2, "nics": ["eth2"], "channels": { "eth2": 8 }, "nearness": "switch",
+            "gpu": 2, "nics": ["eth2"], "channels": { "eth2": 8 }, "locality": "switch",
             "why": "behind PCIe bridge 0000:08:00.0", "cpus": "26-38,130-142",
             "others": ["eth1", "eth0", "eth3", "eth4"]
         })

@@ -16,7 +16,7 @@ use ferrywire_sys::nics;
 /// What a NIC can do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Possible {
-    /// It receives into device memory; `None`: that cannot be told, and `why_not` says why.
+    /// It receives into device memory; `None`: that cannot be told, and `unsupported_reason` says why.
     pub receives: Option<bool>,
     /// It sends from device memory.
     pub sends: Option<bool>,
@@ -25,7 +25,7 @@ pub struct Possible {
     /// Settings that it would take, of which `--allow-nic-setup` takes care.
     pub missing: Vec<String>,
     /// What is in the way, in words.
-    pub why_not: Vec<String>,
+    pub unsupported_reason: Vec<String>,
 }
 
 impl Possible {
@@ -39,7 +39,7 @@ impl Possible {
 pub fn possible(nic: &str) -> Possible {
     let mut found = Possible::default();
     let Some(index) = nics::index(nic) else {
-        found.why_not.push(NicError::NoNic { nic: nic.to_owned() }.to_string());
+        found.unsupported_reason.push(NicError::NoNic { nic: nic.to_owned() }.to_string());
         return found;
     };
     ask_driver(nic, index, &mut found);
@@ -48,7 +48,7 @@ pub fn possible(nic: &str) -> Possible {
     }
     match Host::open(nic, index) {
         Ok(mut kernel) => ask_settings(nic, &mut kernel, &mut found),
-        Err(error) => found.why_not.push(error.to_string()),
+        Err(error) => found.unsupported_reason.push(error.to_string()),
     }
     found
 }
@@ -59,7 +59,7 @@ fn ask_driver(nic: &str, index: u32, found: &mut Possible) {
         Err(error) => {
             let unknown = matches!(&error, DevmemError::Bind { cause: BindCause::NotAllowed, .. });
             found.receives = (!unknown).then_some(false);
-            found.why_not.push(error.to_string());
+            found.unsupported_reason.push(error.to_string());
         }
     }
     found.sends =
@@ -107,10 +107,10 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
             found.missing.extend(missing.map(|missing| missing.to_string()));
             if found.free_queues == 0 {
                 let up = if queues.is_empty() { "is it up?" } else { "the first one is everybody's" };
-                found.why_not.push(format!("NIC {nic} has no receive queue to spare: {up}"));
+                found.unsupported_reason.push(format!("NIC {nic} has no receive queue to spare: {up}"));
             }
         }
-        Err(error) => found.why_not.push(error.to_string()),
+        Err(error) => found.unsupported_reason.push(error.to_string()),
     }
     if let Ok(rings) = kernel.rings() {
         let is = match (rings.split, rings.threshold_bytes) {
@@ -123,7 +123,7 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
     match kernel.ntuple() {
         Ok(feature) if !feature.on && !feature.changeable => {
             found
-                .why_not
+                .unsupported_reason
                 .push(format!("NIC {nic} has no rules for flows (ntuple), and its driver offers none"));
         }
         Ok(feature) if !feature.on => found.missing.push(Missing::Ntuple.to_string()),

@@ -386,16 +386,16 @@ fn rings_are_told_as_words() {
 fn a_nic_that_is_not_there_is_named() {
     let error = Claim::new("no-such-nic", &wish(1, true)).expect_err("there is none");
     assert_eq!(error, NicError::NoNic { nic: "no-such-nic".into() });
-    assert!(possible("no-such-nic").why_not[0].contains("no-such-nic"));
+    assert!(possible("no-such-nic").unsupported_reason[0].contains("no-such-nic"));
 }
 
 #[test]
 fn loopback_cannot_and_says_why() {
     let lo = possible("lo");
     assert!(!lo.is_possible());
-    assert!(!lo.why_not.is_empty(), "{lo:?}");
+    assert!(!lo.unsupported_reason.is_empty(), "{lo:?}");
     let journal = tempfile::tempdir().expect("a folder");
     let error = Claim::in_directory(journal.path(), "lo", &wish(1, true)).expect_err("it cannot");
-    assert_eq!(lo.why_not, [error.to_string()]);
+    assert_eq!(lo.unsupported_reason, [error.to_string()]);
     assert_eq!(std::fs::read_dir(journal.path()).expect("a folder").count(), 0, "no journal of it");
 }

@@ -282,6 +282,9 @@ fn what_is_not_a_nic_of_this_kind_says_so() {
     let error = Claim::in_directory(journal.path(), "lo", &ALLOWED).expect_err("loopback cannot");
     assert!(error.to_string().contains("cannot receive into device memory"), "{error}");
     let can = possible("lo");
-    assert_eq!((can.receives, can.sends, can.why_not), (Some(false), Some(false), vec![error.to_string()]));
+    assert_eq!(
+        (can.receives, can.sends, can.unsupported_reason),
+        (Some(false), Some(false), vec![error.to_string()])
+    );
     assert_eq!(clean_up_in(Path::new("no/such/directory")), [""; 0]);
 }

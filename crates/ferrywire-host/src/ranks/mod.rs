@@ -144,7 +144,7 @@ struct Set {
 
 impl Ranks {
     /// From the environment of this process; `None` when neither a launcher nor a flag says anything.
-    pub fn of_this_process(flags: &RankFlags) -> Result<Option<Ranks>, RanksError> {
+    pub fn from_env(flags: &RankFlags) -> Result<Option<Ranks>, RanksError> {
         Ranks::of(flags, |name| std::env::var(name).ok())
     }
 

@@ -13,7 +13,7 @@ const LOWER_DEPTH_MAX: usize = 8;
 
 /// How near a NIC is to a GPU, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Nearness {
+pub enum Locality {
     /// Behind the same PCIe bridge: bytes between them need not pass the CPU's root complex.
     Switch,
     /// Below the same PCIe root.
@@ -26,14 +26,14 @@ pub enum Nearness {
     Across,
 }
 
-impl fmt::Display for Nearness {
+impl fmt::Display for Locality {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Nearness::Switch => "switch",
-            Nearness::Root => "root",
-            Nearness::Node => "node",
-            Nearness::Unknown => "unknown",
-            Nearness::Across => "across",
+            Locality::Switch => "switch",
+            Locality::Root => "root",
+            Locality::Node => "node",
+            Locality::Unknown => "unknown",
+            Locality::Across => "across",
         })
     }
 }
@@ -41,20 +41,20 @@ impl fmt::Display for Nearness {
 /// The same with what is shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Near {
-    pub nearness: Nearness,
+    pub locality: Locality,
     /// How many bridges both pass, and the last of them.
     bridges: usize,
     pub bridge: Option<PciAddress>,
 }
 
 impl Near {
-    fn only(nearness: Nearness) -> Near {
-        Near { nearness, bridges: 0, bridge: None }
+    fn only(locality: Locality) -> Near {
+        Near { locality, bridges: 0, bridge: None }
     }
 
     /// Smaller is nearer.
-    pub fn rank(&self) -> (Nearness, Reverse<usize>) {
-        (self.nearness, Reverse(self.bridges))
+    pub fn rank(&self) -> (Locality, Reverse<usize>) {
+        (self.locality, Reverse(self.bridges))
     }
 
     /// Of a NIC to a GPU: that of the nearest device under the NIC.
@@ -88,9 +88,9 @@ pub(super) fn paths_of<'a>(topology: &'a Topology, nic: &'a Nic) -> Vec<&'a PciP
 fn to_device(topology: &Topology, gpu: &Gpu, nic: &Nic) -> Near {
     let shared = gpu.pci.as_ref().zip(nic.pci.as_ref()).and_then(|(gpu, nic)| gpu.shared_bridges(nic));
     match shared {
-        Some([]) => Near::only(Nearness::Root),
+        Some([]) => Near::only(Locality::Root),
         Some(bridges) => {
-            Near { nearness: Nearness::Switch, bridges: bridges.len(), bridge: bridges.last().copied() }
+            Near { locality: Locality::Switch, bridges: bridges.len(), bridge: bridges.last().copied() }
         }
         None => to_node(topology, gpu.node, nic.node),
     }
@@ -99,8 +99,8 @@ fn to_device(topology: &Topology, gpu: &Gpu, nic: &Nic) -> Near {
 fn to_node(topology: &Topology, gpu: Option<u32>, nic: Option<u32>) -> Near {
     let only = topology.only_node();
     Near::only(match (gpu.or(only), nic.or(only)) {
-        (Some(gpu), Some(nic)) if gpu == nic => Nearness::Node,
-        (Some(_), Some(_)) => Nearness::Across,
-        _ => Nearness::Unknown,
+        (Some(gpu), Some(nic)) if gpu == nic => Locality::Node,
+        (Some(_), Some(_)) => Locality::Across,
+        _ => Locality::Unknown,
     })
 }

@@ -3,11 +3,11 @@
 //!
 //! ```text
 //!   sysfs ───────────────────────┐
-//!   addresses, ethtool, driver ──┴─ Source ──> Topology ── Wishes ──> Plan ── the other host's Plan ──> Routes
+//!   addresses, ethtool, driver ──┴─ Source ──> Topology ── PlanOptions ──> Plan ── the other host's Plan ──> Routes
 //! ```
 //!
 //! [`Topology`] is what the kernel and the CUDA driver tell, read through a [`Source`], which may be a recorded tree
-//! of files in place of this host. [`Plan`] is a pure function of a topology and [`Wishes`], [`routes`] one of two
+//! of files in place of this host. [`Plan`] is a pure function of a topology and [`PlanOptions`], [`routes`] one of two
 //! plans: neither looks at anything else.
 //! Invariant: NICs are known by name and GPUs by PCI address, compared as numbers; the order of a list decides nothing.
 //! Read next: `plan.rs`, then `source.rs` for where things are read.
@@ -32,11 +32,11 @@ use ferrywire_devmem::Possible;
 use ferrywire_devmem::nic::possible;
 
 pub use cpus::Cpus;
-pub use locality::Nearness;
+pub use locality::Locality;
 pub use map::Map;
 pub use mesh::{Route, by_subnet, routes};
 pub use pci::{PciAddress, PciPath, PciRoot};
-pub use plan::{GpuPlan, Plan, PlanError, Unused, Wishes};
+pub use plan::{GpuPlan, Plan, PlanError, PlanOptions, Unused};
 pub use source::{DriverGpu, Facts, Source};
 
 /// What a host is made of.
@@ -87,7 +87,7 @@ pub struct Nic {
     pub tx_queues: u32,
     /// Whether it splits headers from payload, where the driver tells: devmem TCP needs that.
     pub header_split: Option<bool>,
-    /// Whether it can do devmem TCP, once that was asked ([`Topology::ask_for_devmem`]).
+    /// Whether it can do devmem TCP, once that was asked ([`Topology::probe_devmem`]).
     pub devmem: Option<Possible>,
 }
 
@@ -137,13 +137,13 @@ impl Topology {
     }
 
     /// This host, as it is now. Loads the CUDA driver where there is one.
-    pub fn of_this_host() -> Topology {
-        Topology::read(&Source::of_this_host())
+    pub fn detect() -> Topology {
+        Topology::read(&Source::detect())
     }
 
     /// Asks which NICs of this host can do devmem TCP, and changes nothing. Those without a device of their own are
     /// left out. Not for a recorded topology: the answers would be about this host.
-    pub fn ask_for_devmem(&mut self) {
+    pub fn probe_devmem(&mut self) {
         for nic in self.nics.iter_mut().filter(|nic| nic.device) {
             nic.devmem = Some(possible(&nic.name));
         }

@@ -1,4 +1,4 @@
-//! Which GPU uses which NICs and which cores: a pure function of a topology and wishes.
+//! Which GPU uses which NICs and which cores: a pure function of a topology and options.
 //!
 //! A GPU gets the NICs behind its own PCIe bridge, else those below its PCIe root, else those of its NUMA node, which
 //! is said aloud, else, if that is allowed, those of other nodes. A map overrides all of it.
@@ -10,12 +10,12 @@
 //! Read next: `pool.rs`, which chooses; `mesh.rs`, for what two plans make of a pair of hosts.
 
 use super::pool::{Choice, Pool};
-use super::{Cpus, Gpu, Map, Nearness, Topology, assign};
+use super::{Cpus, Gpu, Locality, Map, Topology, assign};
 use ferrywire::Builder;
 
 /// What a plan is to respect.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Wishes {
+pub struct PlanOptions {
     /// NICs by GPU; goes before everything else.
     pub map: Map,
     /// The only NICs to be used; empty: whichever fit.
@@ -45,7 +45,7 @@ pub struct GpuPlan {
     /// Its NICs.
     pub nics: Vec<String>,
     /// How near they are, the farthest of them.
-    pub nearness: Nearness,
+    pub locality: Locality,
     /// Why these.
     pub why: String,
     /// CPUs for the threads that serve it, no other GPU's where there are enough.
@@ -58,7 +58,7 @@ impl GpuPlan {
     /// Gives an endpoint of the GPU its NICs and cores, and its name.
     pub fn configure(&self, builder: Builder) -> Builder {
         let cores = self.cpus.iter().map(|cpu| cpu as usize);
-        builder.nics(self.nics.iter().cloned()).cores(cores).label(format!("GPU {}", self.gpu))
+        builder.nics(self.nics.iter().cloned()).cpu_affinity(cores).label(format!("GPU {}", self.gpu))
     }
 }
 
@@ -176,21 +176,21 @@ pub(super) fn gpus_shown(gpus: &[u32]) -> String {
 
 impl Plan {
     /// The plan of a host.
-    pub fn of(topology: &Topology, wishes: &Wishes) -> Result<Plan, PlanError> {
-        let pool = Pool::of(topology, wishes)?;
+    pub fn of(topology: &Topology, options: &PlanOptions) -> Result<Plan, PlanError> {
+        let pool = Pool::of(topology, options)?;
         let mut gpus: Vec<&Gpu> = topology.gpus.iter().collect();
         gpus.sort_by_key(|gpu| gpu.index);
         pool.check_map(&gpus)?;
         let choices: Vec<Choice<'_>> = gpus.iter().map(|gpu| pool.choice(gpu)).collect();
         pool.refuse_none(&choices)?;
-        if !wishes.allow_cross_numa {
+        if !options.allow_cross_numa {
             pool.refuse_far(&choices)?;
         }
         let (cpus, mut notes) = assign::cpus(topology, &gpus);
         let planned = choices.iter().zip(cpus).map(|(choice, cpus)| GpuPlan {
             gpu: choice.gpu.index,
             nics: choice.names(),
-            nearness: choice.nearness(),
+            locality: choice.locality(),
             why: choice.why(),
             cpus,
             others: pool.others(choice),

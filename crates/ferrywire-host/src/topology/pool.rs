@@ -4,10 +4,10 @@
 
 use std::collections::BTreeSet;
 
-use super::locality::{Near, Nearness, paths_of};
+use super::locality::{Locality, Near, paths_of};
 use super::map::Map;
 use super::nics::by_name;
-use super::plan::{GpuPlan, PlanError, Unused, Wishes, gpus_shown};
+use super::plan::{GpuPlan, PlanError, PlanOptions, Unused, gpus_shown};
 use super::{Gpu, Nic, PciRoot, Topology};
 
 /// NICs that can be used, and why the others cannot.
@@ -33,11 +33,11 @@ pub(super) struct Choice<'a> {
 }
 
 impl<'a> Pool<'a> {
-    pub fn of(topology: &'a Topology, wishes: &'a Wishes) -> Result<Pool<'a>, PlanError> {
+    pub fn of(topology: &'a Topology, options: &'a PlanOptions) -> Result<Pool<'a>, PlanError> {
         let mut all: Vec<&Nic> = topology.nics.iter().collect();
         all.sort_by(|one, other| by_name(&one.name, &other.name));
-        let mut pool = Pool { topology, map: &wishes.map, nics: Vec::new(), unused: Vec::new() };
-        let named = &wishes.nics;
+        let mut pool = Pool { topology, map: &options.map, nics: Vec::new(), unused: Vec::new() };
+        let named = &options.nics;
         for nic in all {
             match unusable(topology, nic).or_else(|| not_named(named, nic)) {
                 Some(why) => pool.unused.push(Unused { nic: nic.name.clone(), why }),
@@ -132,7 +132,7 @@ impl<'a> Pool<'a> {
 
     /// Refuses a plan in which GPUs have far NICs only, and no map says so.
     pub fn refuse_far(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
-        let far = |choice: &&Choice<'_>| !choice.mapped && choice.nearness() == Nearness::Across;
+        let far = |choice: &&Choice<'_>| !choice.mapped && choice.locality() == Locality::Across;
         let Some(first) = choices.iter().find(far) else { return Ok(()) };
         let alike = choices.iter().filter(far).filter(|choice| choice.gpu.node == first.gpu.node);
         let gpus = alike.map(|choice| choice.gpu.index).collect();
@@ -196,7 +196,7 @@ impl<'a> Pool<'a> {
 
     fn note(&self, choice: &Choice<'_>) -> Option<String> {
         let nics = choice.names().join(", ");
-        let far = |near: &Near| near.nearness == Nearness::Across;
+        let far = |near: &Near| near.locality == Locality::Across;
         if choice.mapped {
             let far = choice.nics.iter().filter(|(near, _)| far(near)).map(|(_, nic)| nic.name.as_str());
             let far = far.collect::<Vec<_>>().join(", ");
@@ -206,14 +206,14 @@ impl<'a> Pool<'a> {
         let none = root.map_or_else(String::new, |root| format!("no NIC on PCIe root {root} can be used; "));
         let control = self.nics.iter().any(|of| of.control && choice.uses(of.nic));
         let control = if control { ", though it shares its PCIe root with no GPU," } else { "" };
-        match choice.nearness() {
-            Nearness::Switch | Nearness::Root => None,
-            Nearness::Node if root.is_none() => None,
-            Nearness::Node => Some(format!("{none}{nics} of the same NUMA node{control} is used")),
-            Nearness::Unknown => {
+        match choice.locality() {
+            Locality::Switch | Locality::Root => None,
+            Locality::Node if root.is_none() => None,
+            Locality::Node => Some(format!("{none}{nics} of the same NUMA node{control} is used")),
+            Locality::Unknown => {
                 Some(format!("{none}where the GPU or its NICs are is not known; {nics} is used"))
             }
-            Nearness::Across => {
+            Locality::Across => {
                 Some(format!("{none}{nics} of another NUMA node{control} is used, which is slower"))
             }
         }
@@ -260,22 +260,22 @@ impl Choice<'_> {
     }
 
     /// Of the farthest.
-    pub fn nearness(&self) -> Nearness {
-        self.nics.iter().map(|(near, _)| near.nearness).max().unwrap_or(Nearness::Unknown)
+    pub fn locality(&self) -> Locality {
+        self.nics.iter().map(|(near, _)| near.locality).max().unwrap_or(Locality::Unknown)
     }
 
     pub fn why(&self) -> String {
         let bridge = self.nics.first().and_then(|(near, _)| near.bridge);
         let root = self.gpu.pci.as_ref().and_then(|pci| pci.root);
-        match (self.mapped, self.nearness()) {
+        match (self.mapped, self.locality()) {
             (true, _) => "--map says so".to_owned(),
-            (_, Nearness::Switch) => {
+            (_, Locality::Switch) => {
                 bridge.map_or_else(String::new, |bridge| format!("behind PCIe bridge {bridge}"))
             }
-            (_, Nearness::Root) => root.map_or_else(String::new, |root| format!("on PCIe root {root}")),
-            (_, Nearness::Node) => "on the same NUMA node".to_owned(),
-            (_, Nearness::Unknown) => "places are not known".to_owned(),
-            (_, Nearness::Across) => "on another NUMA node".to_owned(),
+            (_, Locality::Root) => root.map_or_else(String::new, |root| format!("on PCIe root {root}")),
+            (_, Locality::Node) => "on the same NUMA node".to_owned(),
+            (_, Locality::Unknown) => "places are not known".to_owned(),
+            (_, Locality::Across) => "on another NUMA node".to_owned(),
         }
     }
 }

@@ -51,9 +51,9 @@ pub struct DriverGpu {
 
 impl Source {
     /// This host. Loads the CUDA driver where there is one, makes no context on any GPU.
-    pub fn of_this_host() -> Source {
+    pub fn detect() -> Source {
         let root = PathBuf::from("/");
-        let facts = Facts::of_this_host(&names(&root.join("sys/class/net")));
+        let facts = Facts::detect(&names(&root.join("sys/class/net")));
         Source { root, facts }
     }
 
@@ -118,7 +118,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 impl Facts {
-    fn of_this_host(names: &[String]) -> Facts {
+    fn detect(names: &[String]) -> Facts {
         let allowed = affinity::allowed_cores().ok();
         let mut facts = Facts {
             header_split: header_split(names),

@@ -1,6 +1,6 @@
 //! What is read of hosts of many kinds, and which GPU gets which NIC there.
 
-use ferrywire_host::topology::{Nearness, Source, Topology, Unused, Wishes};
+use ferrywire_host::topology::{Locality, PlanOptions, Source, Topology, Unused};
 
 use crate::tree::{Tree, text};
 use crate::{named, nics, plan, refused, topology, without};
@@ -37,7 +37,7 @@ fn a3_high_is_read_whole() {
 fn a3_high_gives_each_gpu_the_nic_of_its_own_root() {
     let plan = plan(&named("a3-high"));
     assert_eq!(nics(&plan), A3_HIGH);
-    assert!(plan.gpus.iter().all(|gpu| gpu.nearness == Nearness::Switch));
+    assert!(plan.gpus.iter().all(|gpu| gpu.locality == Locality::Switch));
     assert_eq!(plan.gpus[6].why, "behind PCIe bridge 0000:88:00.0");
     assert_eq!(plan.notes, Vec::<String>::new());
     let control = "for control: it shares its PCIe root with no GPU, others do";
@@ -83,7 +83,7 @@ fn lines_in_any_order_make_the_same_plan() {
 fn a_missing_nic_is_replaced_within_the_node_and_said() {
     let plan = plan(&topology(&without("a3-high", &["eth2"])));
     assert_eq!(nics(&plan), ["eth1", "eth1", "eth1", "eth1", "eth3", "eth3", "eth4", "eth4"]);
-    assert_eq!((plan.gpus[2].nearness, plan.gpus[2].why.as_str()), (Nearness::Node, "on the same NUMA node"));
+    assert_eq!((plan.gpus[2].locality, plan.gpus[2].why.as_str()), (Locality::Node, "on the same NUMA node"));
     assert_eq!(
         plan.notes,
         ["GPUs 2-3: no NIC on PCIe root 0000:07 can be used; eth1 of the same NUMA node is used"]
@@ -113,11 +113,11 @@ fn where_a_node_has_no_nic_for_data_the_one_for_control_carries_them_and_it_is_s
 fn across_nodes_is_refused_unless_it_is_allowed() {
     let host = topology(&without("a3-high", &["eth3", "eth4"]));
     assert_eq!(
-        refused(&host, &Wishes::default()).to_string(),
+        refused(&host, &PlanOptions::default()).to_string(),
         "GPUs 4-7 (NUMA node 1): no NIC on the same PCIe root or NUMA node can be used, only eth1, eth2 of other nodes; \
          --allow-cross-numa uses them, which is slower, or name NICs with --map"
     );
-    let allowed = Wishes { allow_cross_numa: true, ..Wishes::default() };
+    let allowed = PlanOptions { allow_cross_numa: true, ..PlanOptions::default() };
     let plan = ferrywire_host::topology::Plan::of(&host, &allowed).expect("it is allowed");
     assert_eq!(nics(&plan)[4..], ["eth1+eth2"; 4]);
     assert_eq!(
@@ -154,7 +154,7 @@ fn two_gpus_and_one_nic() {
         host.gpus[1].pci.as_ref().and_then(|pci| pci.root).map(|root| root.to_string()),
         Some("0000:c0".into())
     );
-    assert!(refused(&host, &Wishes::default()).to_string().starts_with("GPU 1 (NUMA node 1): "));
+    assert!(refused(&host, &PlanOptions::default()).to_string().starts_with("GPU 1 (NUMA node 1): "));
     let one_node = text("two-h200").replace("node 1 16-31\n", "").replace("node=1", "node=0");
     let plan = plan(&topology(&one_node));
     assert_eq!(nics(&plan), ["eth0", "eth0"]);
@@ -167,13 +167,13 @@ fn without_numa_nothing_is_far() {
     assert_eq!((host.nodes.len(), host.nodes[0].cpus.len()), (1, 8));
     assert!(host.nics.iter().all(|nic| nic.node.is_none()));
     let plan = plan(&host);
-    assert_eq!(plan.gpus[0].nearness, Nearness::Root);
+    assert_eq!(plan.gpus[0].locality, Locality::Root);
     assert_eq!(
         (plan.gpus[0].nics.join("+"), plan.gpus[0].why.as_str()),
         ("ens1".into(), "on PCIe root 0000:00")
     );
     // ens2 has a root to itself; it is not needed while ens1 shares one with a GPU.
-    assert_eq!((plan.gpus[1].nics.join("+"), plan.gpus[1].nearness), ("ens1".into(), Nearness::Node));
+    assert_eq!((plan.gpus[1].nics.join("+"), plan.gpus[1].locality), ("ens1".into(), Locality::Node));
     assert_eq!(host.gpus[0].name.as_deref(), Some("NVIDIA L4"));
     assert_eq!(host.gpus[1].name.as_deref(), Some("PCI device 10de:1234"));
 }
@@ -182,7 +182,7 @@ fn without_numa_nothing_is_far() {
 fn unknown_nodes_on_a_host_with_several_are_said_to_be_unknown() {
     let host = text("two-h200").replace("virtio1 node=0", "virtio1 node=-1");
     let plan = plan(&topology(&host));
-    assert_eq!(plan.gpus[0].nearness, Nearness::Unknown);
+    assert_eq!(plan.gpus[0].locality, Locality::Unknown);
     assert_eq!(
         plan.notes,
         [
@@ -210,7 +210,7 @@ fn bonds_and_vlans_are_where_their_devices_are() {
     assert!(host.nic("bonding_masters").is_none());
     let plan = plan(&host);
     assert_eq!(nics(&plan), ["bond0.7", "eth3.7"]);
-    assert!(plan.gpus.iter().all(|gpu| gpu.nearness == Nearness::Root));
+    assert!(plan.gpus.iter().all(|gpu| gpu.locality == Locality::Root));
     let why =
         |name: &str| plan.unused.iter().find(|unused| unused.nic == name).map(|unused| unused.why.clone());
     assert_eq!(why("docker0").as_deref(), Some("an interface of software, without a device"));
@@ -232,15 +232,15 @@ fn a_host_whose_nics_cannot_be_used_says_why_not() {
     let addresses = ["address"];
     let host = topology(&without("two-h200", &addresses).replace("queues=4", "queues=4 state=down"));
     assert_eq!(
-        refused(&host, &Wishes::default()).to_string(),
+        refused(&host, &PlanOptions::default()).to_string(),
         "no NIC can be used for GPUs 0-1: eth0 is down, lo is loopback; bring one up and give it an address, or name \
          others with --map"
     );
     let host = topology(&without("two-h200", &addresses));
-    assert!(refused(&host, &Wishes::default()).to_string().contains("eth0 has no address"));
+    assert!(refused(&host, &PlanOptions::default()).to_string().contains("eth0 has no address"));
     let host = topology("cpus 0\ngpu pci0000:00/0000:00:01.0\n");
     assert!(
-        refused(&host, &Wishes::default())
+        refused(&host, &PlanOptions::default())
             .to_string()
             .contains("no NIC can be used for GPU 0: there is none;")
     );
@@ -275,7 +275,7 @@ fn a_tree_needs_its_facts() {
 
 #[test]
 fn this_host_has_a_topology() {
-    let host = Topology::of_this_host();
+    let host = Topology::detect();
     let lo = host.nic("lo").expect("a host has a loopback interface");
     assert!(lo.loopback && lo.up && !lo.device && !lo.addresses.is_empty(), "{lo:?}");
     assert!(!host.nodes.is_empty() && !host.cores.is_empty());

@@ -2,14 +2,14 @@
 
 mod hosts;
 mod mesh;
+mod options;
 mod order;
 mod rails;
 mod spread;
 #[allow(dead_code, reason = "the command's tests use all of it")]
 mod tree;
-mod wishes;
 
-use ferrywire_host::topology::{Plan, PlanError, Source, Topology, Wishes};
+use ferrywire_host::topology::{Plan, PlanError, PlanOptions, Source, Topology};
 use tree::Tree;
 
 /// The topology of a recorded host, or of a text like one.
@@ -30,11 +30,11 @@ fn without(name: &str, words: &[&str]) -> String {
 }
 
 fn plan(topology: &Topology) -> Plan {
-    Plan::of(topology, &Wishes::default()).expect("a plan")
+    Plan::of(topology, &PlanOptions::default()).expect("a plan")
 }
 
-fn refused(topology: &Topology, wishes: &Wishes) -> PlanError {
-    Plan::of(topology, wishes).expect_err("no plan")
+fn refused(topology: &Topology, options: &PlanOptions) -> PlanError {
+    Plan::of(topology, options).expect_err("no plan")
 }
 
 /// NICs of each GPU: `["eth1", "eth1+eth2"]`.

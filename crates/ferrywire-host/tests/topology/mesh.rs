@@ -1,6 +1,6 @@
 //! Pairs of hosts.
 
-use ferrywire_host::topology::{Plan, PlanError, Wishes, by_subnet, routes};
+use ferrywire_host::topology::{Plan, PlanError, PlanOptions, by_subnet, routes};
 
 use crate::{named, plan, topology, tree};
 
@@ -41,8 +41,8 @@ fn where_all_reaches_all_each_gpu_keeps_its_own_nic() {
 fn several_nics_are_joined_one_to_one() {
     let host = named("a3-high");
     let plan = |map: &str| {
-        let wishes = Wishes { map: map.parse().expect("a map"), ..Wishes::default() };
-        Plan::of(&host, &wishes).expect("a plan")
+        let options = PlanOptions { map: map.parse().expect("a map"), ..PlanOptions::default() };
+        Plan::of(&host, &options).expect("a plan")
     };
     let (all, backwards, two) =
         (plan("0=eth1,eth2,eth3,eth4"), plan("0=eth4,eth3,eth2,eth1"), plan("0=eth1,eth2"));

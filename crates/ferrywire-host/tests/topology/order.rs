@@ -1,6 +1,8 @@
 //! Random hosts: the order in which things are listed decides nothing, and nothing nearer is passed over.
 
-use ferrywire_host::topology::{Cpus, Gpu, Nic, Node, PciAddress, PciPath, PciRoot, Plan, Topology, Wishes};
+use ferrywire_host::topology::{
+    Cpus, Gpu, Nic, Node, PciAddress, PciPath, PciRoot, Plan, PlanOptions, Topology,
+};
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -64,12 +66,12 @@ fn host() -> impl Strategy<Value = Topology> {
 proptest! {
     #[test]
     fn lists_in_any_order_make_the_same_plan(host in host(), seed: u64, allow_cross_numa: bool) {
-        let wishes = Wishes { allow_cross_numa, ..Wishes::default() };
+        let options = PlanOptions { allow_cross_numa, ..PlanOptions::default() };
         let mut shuffled = host.clone();
         let mut random = StdRng::seed_from_u64(seed);
         shuffled.nics.shuffle(&mut random);
         shuffled.gpus.shuffle(&mut random);
-        let (plan, other) = (Plan::of(&host, &wishes), Plan::of(&shuffled, &wishes));
+        let (plan, other) = (Plan::of(&host, &options), Plan::of(&shuffled, &options));
         prop_assert_eq!(&plan, &other);
         if let (Ok(plan), Ok(other)) = (plan, other) {
             prop_assert_eq!(plan.channels(&host, 5), other.channels(&shuffled, 5));
@@ -78,8 +80,8 @@ proptest! {
 
     #[test]
     fn every_gpu_has_nics_that_work_and_none_is_nearer(host in host()) {
-        let wishes = Wishes { allow_cross_numa: true, ..Wishes::default() };
-        let Ok(plan) = Plan::of(&host, &wishes) else { return Ok(()) };
+        let options = PlanOptions { allow_cross_numa: true, ..PlanOptions::default() };
+        let Ok(plan) = Plan::of(&host, &options) else { return Ok(()) };
         prop_assert_eq!(plan.gpus.len(), host.gpus.len());
         for gpu in &plan.gpus {
             prop_assert!(!gpu.nics.is_empty() && !gpu.cpus.is_empty());
@@ -88,9 +90,9 @@ proptest! {
                 prop_assert!(nic.up && !nic.addresses.is_empty());
             }
             for other in &gpu.others {
-                let only = Wishes { nics: vec![other.clone()], allow_cross_numa: true, ..Wishes::default() };
+                let only = PlanOptions { nics: vec![other.clone()], allow_cross_numa: true, ..PlanOptions::default() };
                 let alone = Plan::of(&host, &only).expect("it can be used");
-                prop_assert!(alone.gpu(gpu.gpu).expect("planned").nearness >= gpu.nearness);
+                prop_assert!(alone.gpu(gpu.gpu).expect("planned").locality >= gpu.locality);
             }
         }
     }

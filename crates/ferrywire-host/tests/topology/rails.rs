@@ -184,7 +184,7 @@ fn eight_gpus_move_data_on_their_own_rails() {
     let bytes = |gpu: usize| (gpu + 1) << 20;
     let region = |end: &Orchestrator, first: usize| -> Vec<Region> {
         let register =
-            move |gpu: usize, endpoint: &Endpoint| endpoint.register_sim((first + gpu) as u32, bytes(gpu));
+            move |gpu: usize, endpoint: &Endpoint| endpoint.alloc_sim((first + gpu) as u32, bytes(gpu));
         end.each("registering", LIMIT, register).expect("memory")
     };
     let (sources, targets) = (region(&here, 0), region(&there, 8));
@@ -248,7 +248,7 @@ fn in_a_mesh_each_pair_meets_on_the_targets_rail() {
     let (here, of_route) = dialling;
     assert_eq!(peers.len(), 64);
     let targets =
-        there.each("registering", LIMIT, |_, endpoint| endpoint.register_zeroed(8 << 10)).expect("memory");
+        there.each("registering", LIMIT, |_, endpoint| endpoint.alloc_host(8 << 10)).expect("memory");
     for ((route, peer), endpoint) in routes.iter().zip(&peers).zip(of_route) {
         let (from, to) = (route.source_gpu as usize, route.target_gpu as usize);
         let source = here.endpoints()[endpoint].register(vec![from as u8 + 1; 1 << 10]).expect("memory");

@@ -9,7 +9,7 @@ use ferrywire::Endpoint;
 use ferrywire_host::topology::{Nic, Plan, Topology};
 use ferrywire_net::sim::{SimHost, SimNet};
 
-use crate::wishes::{mapped, planned};
+use crate::options::{mapped, planned};
 
 const SPEEDS_MBPS: [u32; 3] = [200_000, 50_000, 100_000];
 /// At which the first NIC is the first to be dealt to.
@@ -58,7 +58,7 @@ fn done(channels: usize) -> BTreeMap<String, usize> {
     let there_end =
         builder(&there.0).listen(SocketAddr::new([0, 0, 0, 0].into(), PORT)).build().expect("built");
     let here_end = builder(&here.0).build().expect("built");
-    let connecting = here_end.connecting(SocketAddr::new(there.1[0], PORT)).expect("on its way");
+    let connecting = here_end.start_connect(SocketAddr::new(there.1[0], PORT)).expect("on its way");
     for _ in 0..1_000_000 {
         let worked = here_end.progress() | there_end.progress();
         if let Some(peer) = connecting.poll() {

@@ -79,7 +79,7 @@ pub(super) fn take<T>(fits: impl Fn(&Idle) -> bool, open: impl Fn(Idle) -> Optio
 
 /// Whether there is too much that nobody is given again.
 fn piles_up() -> bool {
-    lock(&IDLE).iter().map(Idle::useless_bytes).sum::<usize>() > limits::USELESS_BYTES_MAX
+    lock(&IDLE).iter().map(Idle::useless_bytes).sum::<usize>() > limits::DEFERRED_FREE_BYTES_MAX
 }
 
 /// Frees what is idle, unless this thread moves data, or a stream waits for a transfer. Waits for who is at it.

@@ -108,7 +108,7 @@ pub(super) fn me(identity: u8) -> Hello {
         boot_id: [9; 16],
         label: format!("gpu{identity}"),
         addresses: vec![listen([10, 0, 0, 1], "eth1"), listen([10, 0, 1, 1], "eth2")],
-        heartbeat_limit_ms: 10_000,
+        peer_timeout_ms: 10_000,
     }
 }
 

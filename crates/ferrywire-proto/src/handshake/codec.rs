@@ -60,7 +60,7 @@ pub struct Hello {
     /// Where it listens; may be empty. At most `ADDRESSES_MAX`.
     pub addresses: Vec<ListenAddress>,
     /// After this much silence it gives its peers up.
-    pub heartbeat_limit_ms: u32,
+    pub peer_timeout_ms: u32,
 }
 
 impl Hello {
@@ -94,7 +94,7 @@ impl Hello {
         into.extend_from_slice(&self.identity);
         into.extend_from_slice(&self.boot_id);
         put_text(into, &self.label);
-        into.extend_from_slice(&self.heartbeat_limit_ms.to_le_bytes());
+        into.extend_from_slice(&self.peer_timeout_ms.to_le_bytes());
         into.push(self.addresses.len() as u8);
         for entry in &self.addresses {
             put_address(into, entry.address);
@@ -105,7 +105,7 @@ impl Hello {
     pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Hello, HandshakeError> {
         let (identity, boot_id) = (reader.array()?, reader.array()?);
         let label = reader.text(LABEL_BYTES_MAX)?;
-        let heartbeat_limit_ms = reader.u32()?;
+        let peer_timeout_ms = reader.u32()?;
         let count = usize::from(reader.u8()?);
         reader.within("addresses", count, 0..=ADDRESSES_MAX)?;
         let mut addresses = Vec::with_capacity(count);
@@ -113,7 +113,7 @@ impl Hello {
             let address = reader.address()?;
             addresses.push(ListenAddress { address, nic: reader.text(NIC_NAME_BYTES_MAX)? });
         }
-        Ok(Hello { identity, boot_id, label, addresses, heartbeat_limit_ms })
+        Ok(Hello { identity, boot_id, label, addresses, peer_timeout_ms })
     }
 }
 

@@ -94,7 +94,7 @@ pub fn hello(identity: u8) -> Hello {
         boot_id: [9; 16],
         label: format!("gpu{identity}"),
         addresses: vec![listen("10.0.0.1:7471", "eth1"), listen("[fd00::1]:7471", "eth2")],
-        heartbeat_limit_ms: 10_000,
+        peer_timeout_ms: 10_000,
     }
 }
 

@@ -103,7 +103,7 @@ fn a_message_that_is_taken_back_is_held_no_longer_wherever_it_waits() {
 #[test]
 fn a_number_that_is_due_is_taken_however_many_wait_for_it() {
     let mut inbox = Inbox::<Model>::default();
-    let early = limits::EARLY_FRAMES_MAX as u64;
+    let early = limits::REORDER_FRAMES_MAX as u64;
     (1..=early).for_each(|number| notify(&mut inbox, number).unwrap());
     assert_eq!(notify(&mut inbox, early + 1), Err(Refusal::Limit));
     notify(&mut inbox, 0).unwrap();

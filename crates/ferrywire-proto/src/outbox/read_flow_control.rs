@@ -139,7 +139,7 @@ mod tests {
     }
 
     const LONG: u64 = 10_000;
-    const OF_A_KIND_MAX: usize = of_a_kind_max(limits::READS_ASKED_MAX);
+    const OF_A_KIND_MAX: usize = of_a_kind_max(limits::OUTSTANDING_READS_MAX);
 
     fn keep(control: &mut ReadFlowControl<()>, read: Read, requests: u64) {
         let len = read.total / requests;
@@ -190,16 +190,19 @@ mod tests {
     #[test]
     fn a_short_read_waits_behind_no_long_ones_and_leaves_room_for_them() {
         let (mut control, many) =
-            (ReadFlowControl::new(PeerLimits::default()), 2 * limits::READS_ASKED_MAX as u64);
+            (ReadFlowControl::new(PeerLimits::default()), 2 * limits::OUTSTANDING_READS_MAX as u64);
         keep(&mut control, read(0, many), many);
         assert_eq!(sent(&mut control), OF_A_KIND_MAX);
         keep(&mut control, read(1, 1), 1);
         assert_eq!(control.next().map(|frame| frame.header.transfer), Some(1));
         (2..=many).for_each(|id| keep(&mut control, read(id, 1), 1));
-        assert_eq!(sent(&mut control), limits::READS_ASKED_MAX - OF_A_KIND_MAX - 1);
+        assert_eq!(sent(&mut control), limits::OUTSTANDING_READS_MAX - OF_A_KIND_MAX - 1);
         // As the long ones end, short ones take their room, but for what is left to them.
         control.answered(read(0, many), many * LONG);
-        assert_eq!(sent(&mut control), limits::READS_ASKED_MAX - (limits::READS_ASKED_MAX - OF_A_KIND_MAX));
-        assert_eq!(control.asked(), (OF_A_KIND_MAX, limits::READS_ASKED_MAX - OF_A_KIND_MAX));
+        assert_eq!(
+            sent(&mut control),
+            limits::OUTSTANDING_READS_MAX - (limits::OUTSTANDING_READS_MAX - OF_A_KIND_MAX)
+        );
+        assert_eq!(control.asked(), (OF_A_KIND_MAX, limits::OUTSTANDING_READS_MAX - OF_A_KIND_MAX));
     }
 }

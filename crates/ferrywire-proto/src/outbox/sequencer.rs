@@ -142,7 +142,7 @@ mod tests {
     fn one_that_is_due_goes_out_however_many_are_behind_it() {
         let mut sequencer = Sequencer::new(PeerLimits::default());
         let sent = |number| Model::new(1, Verb::Send, 0, 0).with(|facts| facts.number = number);
-        let far = limits::EARLY_FRAMES_MAX as u64;
+        let far = limits::REORDER_FRAMES_MAX as u64;
         assert!(sequencer.admit_numbered(sent(far)).is_none());
         assert!(sequencer.admit_numbered(sent(far - 1)).is_some());
         assert!(sequencer.admit_numbered(sent(0)).is_some());

@@ -51,8 +51,9 @@ fn leave(outbox: &mut Outbox<Model>, op: &Model) {
 #[test]
 fn notifications_that_go_out_late_are_no_answers() {
     let mut outbox = outbox();
-    let sent = (0..=limits::EARLY_FRAMES_MAX).filter_map(|id| outbox.notifications.number(notify(id as u64)));
-    assert_eq!(sent.count(), limits::EARLY_FRAMES_MAX);
+    let sent =
+        (0..=limits::REORDER_FRAMES_MAX).filter_map(|id| outbox.notifications.number(notify(id as u64)));
+    assert_eq!(sent.count(), limits::REORDER_FRAMES_MAX);
     assert!(outbox.had(&Header::new(Kind::Notify)));
     assert_eq!((outbox.len(), outbox.answers_len()), (1, 0));
     assert_eq!(outbox.len() - outbox.bulk_len(), 1);

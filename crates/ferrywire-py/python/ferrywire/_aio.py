@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ._ferrywire import Endpoint, Errand, Peer, Transfer, Wakeup
+from ._ferrywire import Endpoint, PendingCall, Peer, Transfer, Wakeup
 
 # A loop's descriptor table and the frames that wait keep a hub, and nobody else: its futures refer to the loop, so a loop
 # that is closed while something waits would never go.
@@ -96,21 +96,21 @@ async def _until(
 
 
 async def wait_transfer(transfer: Transfer, timeout: float | None) -> int:
-    return await _until(transfer.poll, transfer._wake, transfer._overdue, timeout, transfer.done)
+    return await _until(transfer.poll, transfer._arm, transfer._overdue, timeout, transfer.done)
 
 
 async def wait_notification(peer: Peer, timeout: float | None) -> bytes:
-    return await _until(peer.poll_notification, peer._wake, peer._overdue, timeout)
+    return await _until(peer.poll_notification, peer._arm, peer._overdue, timeout)
 
 
 async def accept(endpoint: Endpoint, timeout: float | None) -> Peer:
-    return await _until(endpoint.try_accept, endpoint._wake, endpoint._overdue, timeout)
+    return await _until(endpoint.try_accept, endpoint._arm, endpoint._overdue, timeout)
 
 
-async def errand(begin: Callable[..., Errand], *arguments: Any) -> Any:
+async def errand(begin: Callable[..., PendingCall], *arguments: Any) -> Any:
     """What waits by itself, on a thread of its own; if this is cancelled it is left behind."""
     begun = begin(*arguments)
-    (given,) = await _until(begun.poll, begun._wake, _never, None, begun.done)
+    (given,) = await _until(begun.poll, begun._arm, _never, None, begun.done)
     return given
 
 

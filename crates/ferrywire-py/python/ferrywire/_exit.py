@@ -8,7 +8,7 @@ from . import _ferrywire, _log
 
 
 def _leave() -> None:
-    _ferrywire.leave()
+    _ferrywire.shutdown()
     _log.stop()
 
 

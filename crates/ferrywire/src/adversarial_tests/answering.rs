@@ -97,7 +97,7 @@ fn refuse(desk: &Shared, code: RefusalCode, text: &str) {
 fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected() {
     let dialler = endpoint();
     let (address, listener, desk) = evil_desk();
-    let connecting = dialler.connecting(address).unwrap();
+    let connecting = dialler.start_connect(address).unwrap();
     let (mut control, outcome) = answer(&listener, &desk);
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     desk.remember(&established);
@@ -128,7 +128,7 @@ fn whoever_was_dialled_does_not_dial_the_sessions_connections() {
     let dialler = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
     let dialler = dialler.secret(SECRET).threads(1).channels(1).build().unwrap();
     let (address, listener, desk) = evil_desk();
-    let _connecting = dialler.connecting(address).unwrap();
+    let _connecting = dialler.start_connect(address).unwrap();
     let (mut control, outcome) = answer(&listener, &desk);
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     let (channel, generation, _) = hear_dialling(&mut control, &mut established.secure);
@@ -142,7 +142,7 @@ fn whoever_was_dialled_does_not_dial_the_sessions_connections() {
 fn a_peer_that_expects_no_data_connection_is_named_for_it() {
     let dialler = endpoint();
     let (address, listener, desk) = evil_desk();
-    let connecting = dialler.connecting(address).unwrap();
+    let connecting = dialler.start_connect(address).unwrap();
     let (mut control, outcome) = answer(&listener, &desk);
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     let mut end = None;

@@ -112,7 +112,7 @@ fn fences_of_channels_that_do_not_exist_change_nothing() {
 fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let source = scene.victim.register_zeroed(1000).unwrap();
+    let source = scene.victim.alloc_host(1000).unwrap();
     let remote = RemoteRegion {
         owner: Identity(hello(1).identity),
         key: 1,
@@ -180,7 +180,7 @@ fn a_configuration_beyond_our_limits_is_brought_within_them() {
     let stats = evil.here.stats();
     assert!(stats.window <= limits::WINDOW_FRAMES_MAX, "a window of {} frames", stats.window);
     // A silent peer is sent a window of frames and no more.
-    let source = scene.victim.register_zeroed(1 << 20).unwrap();
+    let source = scene.victim.alloc_host(1 << 20).unwrap();
     let remote = RemoteRegion {
         owner: Identity(hello(1).identity),
         key: 1,

@@ -56,7 +56,7 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
         let sent = |data: &Data| data.heard().frames.iter().filter(|head| head.kind == kind).count();
         evil.data.iter().map(sent).sum::<usize>()
     };
-    let (early, more) = (limits::EARLY_FRAMES_MAX, 3000);
+    let (early, more) = (limits::REORDER_FRAMES_MAX, 3000);
     for _ in 0..early + more {
         evil.here.notify(b"x").unwrap();
     }
@@ -109,7 +109,7 @@ fn notifications_that_wait_for_bytes_are_charged_like_others() {
 fn notifications_out_of_turn_are_not_kept_without_end() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let count = limits::EARLY_FRAMES_MAX as u64 + 1000;
+    let count = limits::REORDER_FRAMES_MAX as u64 + 1000;
     evil.data[0].flood(Header::new(Kind::Notify), &[], count, |index, header| header.transfer = index + 1);
     limited(&evil.data[0].answers());
     // What was not even noted may be said again.
@@ -122,7 +122,7 @@ fn notifications_out_of_turn_are_not_kept_without_end() {
 fn transfers_that_are_counted_and_never_end_are_bounded() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let region = scene.victim.register_zeroed(1).unwrap();
+    let region = scene.victim.alloc_host(1).unwrap();
     let header = Header { flags: wire::FLAG_COUNTED, ..data(region.descriptor().key, 0, 0) };
     let count = limits::COUNTED_TRANSFERS_MAX as u64 + 1000;
     evil.data[0].flood(header, &[], count, |index, header| header.transfer = index);
@@ -142,7 +142,7 @@ fn eager_messages_past_the_credit_are_refused() {
         evil.data[0].flood(header, &body, 200, |index, header| header.offset = index + gap);
     }
     assert_eq!(limited(&evil.data[0].answers()), 400 - fit, "the credit holds for {fit}");
-    let target = scene.victim.register_zeroed(body.len()).unwrap();
+    let target = scene.victim.alloc_host(body.len()).unwrap();
     for _ in 0..fit {
         let received = evil.here.recv(5, &target, 0, target.len()).unwrap();
         assert_eq!(received.wait(LIMIT), Ok(body.len() as u64));
@@ -201,7 +201,7 @@ fn announcements_past_the_limit_are_refused() {
 fn numbers_that_never_come_are_not_waited_for_without_end() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let count = limits::EARLY_FRAMES_MAX as u64 + 1000;
+    let count = limits::REORDER_FRAMES_MAX as u64 + 1000;
     evil.data[0].flood(Header::new(Kind::Announce), &[], count, |index, header| {
         header.offset = index + 1;
         header.transfer = index;
@@ -230,7 +230,7 @@ fn a_message_number_counts_once() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let header = |number, tag| Header { offset: number, key: tag, len: 1, ..Header::new(Kind::Send) };
-    let target = scene.victim.register_zeroed(1).unwrap();
+    let target = scene.victim.alloc_host(1).unwrap();
     for (number, byte) in [(0, b"a"), (0, b"b"), (2, b"d"), (2, b"e"), (1, b"c"), (1, b"f"), (2, b"g")] {
         evil.send(header(number, 9), byte);
     }
@@ -301,7 +301,7 @@ fn acknowledge_until(evil: &mut Evil, what: &str, arrived: impl Fn(&[Header]) ->
 fn reads_whose_answers_are_never_acknowledged_are_bounded() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let taken = limits::READS_SERVED_MAX + limits::READS_WAITING_MAX;
+    let taken = limits::INBOUND_READS_MAX + limits::READS_WAITING_MAX;
     ask_often(&mut evil, 0, (scene.key(), 9), taken + 100);
     assert_eq!(limited(&evil.data[0].answers()), 100);
     scene.good_peer_is_served();
@@ -320,7 +320,7 @@ fn a_read_that_waits_for_others_does_not_keep_its_region_and_is_refused_without_
     let mut memory = [0];
     // SAFETY: the byte outlives the region.
     let region = unsafe { scene.victim.register_raw(memory.as_mut_ptr(), 1) }.unwrap();
-    ask_often(&mut evil, 0, (scene.key(), 9), limits::READS_SERVED_MAX);
+    ask_often(&mut evil, 0, (scene.key(), 9), limits::INBOUND_READS_MAX);
     ask_often(&mut evil, 0, (region.descriptor().key, 10), 1);
     assert_eq!(evil.data[0].answers(), []);
     region.deregister().unwrap();

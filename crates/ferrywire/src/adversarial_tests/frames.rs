@@ -67,7 +67,7 @@ fn placements_outside_a_region_or_of_another_sum_are_refused() {
 fn a_region_is_refused_once_it_is_deregistered() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let region = scene.victim.register_zeroed(4096).unwrap();
+    let region = scene.victim.alloc_host(4096).unwrap();
     let header = data(region.descriptor().key, 0, 100);
     evil.send(header, &[1; 100]);
     assert_eq!(evil.data[0].answers(), []);
@@ -132,7 +132,7 @@ fn matched(evil: &mut Evil, tag: u64, number: u64, bytes: u64) -> impl Fn(u64, u
 fn a_receive_is_not_filled_past_its_end() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let target = scene.victim.register_zeroed(100).unwrap();
+    let target = scene.victim.alloc_host(100).unwrap();
     let received = evil.here.recv(5, &target, 0, 100).unwrap();
     let to_sink = matched(&mut evil, 5, 0, 100);
     evil.send(to_sink(0, 90), &[1; 90]);
@@ -154,7 +154,7 @@ fn a_receive_is_not_filled_past_its_end() {
 fn a_receive_that_has_begun_is_for_no_other_message() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let target = scene.victim.register_zeroed(100).unwrap();
+    let target = scene.victim.alloc_host(100).unwrap();
     let received = evil.here.recv(5, &target, 0, 100).unwrap();
     let to_sink = matched(&mut evil, 5, 0, 100);
     let head = to_sink(0, 90);

@@ -29,7 +29,7 @@ impl Scene {
     /// One whose endpoint gives silent peers up after so long.
     pub fn with_patience(limit: Duration) -> Scene {
         let victim = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
-        let victim = victim.secret(SECRET).threads(1).heartbeat_limit(limit).build().unwrap();
+        let victim = victim.secret(SECRET).threads(1).peer_timeout(limit).build().unwrap();
         let mut memory = vec![BEFORE; 3 * REGION_BYTES];
         // SAFETY: the vector is not resized, and outlives the region, which is declared before it.
         let region = unsafe { victim.register_raw(memory.as_mut_ptr().add(REGION_BYTES), REGION_BYTES) };
@@ -62,7 +62,7 @@ impl Scene {
     pub fn good_peer_is_served(&self) {
         let bytes: Vec<u8> = (0..300_000u32).map(|i| (i * 7 % 251) as u8).collect();
         let source = self.good_end.register(bytes.clone()).unwrap();
-        let target = self.victim.register_zeroed(bytes.len()).unwrap();
+        let target = self.victim.alloc_host(bytes.len()).unwrap();
         let written = self.good.write_notify(&source, 0, &target.descriptor(), 0, target.len(), b"done");
         written.unwrap().wait(LIMIT).unwrap();
         assert_eq!(self.good_here.wait_notification(LIMIT).unwrap(), b"done");

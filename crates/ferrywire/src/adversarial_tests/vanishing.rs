@@ -46,8 +46,7 @@ impl Ends {
         let far = far_end.accept(LIMIT).unwrap();
         let ends = Ends { near_end, far_end, near, far };
         // Nothing is sent before the other end has said that it stands, and what is not sent is lost with this one.
-        let (source, target) =
-            (ends.near_end.register_zeroed(1).unwrap(), ends.far_end.register_zeroed(1).unwrap());
+        let (source, target) = (ends.near_end.alloc_host(1).unwrap(), ends.far_end.alloc_host(1).unwrap());
         ends.near.write(&source, 0, &target.descriptor(), 0, 1).unwrap().wait(LIMIT).unwrap();
         ends
     }
@@ -128,7 +127,7 @@ fn a_sender_that_vanishes_after_ten_thousand_small_messages_costs_at_most_one_re
         let ends = Ends::new();
         let sent = pattern(MANY * SMALL_BYTES, 1);
         let source = ends.near_end.register(sent.clone()).unwrap();
-        let target = ends.far_end.register_zeroed(sent.len()).unwrap();
+        let target = ends.far_end.alloc_host(sent.len()).unwrap();
         let mut under_way = VecDeque::new();
         for number in 0..MANY {
             let ((offset, len), remote) = (small(number), target.descriptor());

@@ -170,7 +170,7 @@ impl Endpoint {
 
     /// Connects if the address has answered within the first time, and the peer is up within the second.
     fn connect_in(&self, target: ConnectTarget, to_answer: Duration, deadline: Duration) -> Result<Peer> {
-        let connecting = self.start_connect(target)?;
+        let connecting = self.start_connect_to(target)?;
         let mut result = connecting.wait(to_answer);
         let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Stalled { .. }));
         if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
@@ -183,12 +183,12 @@ impl Endpoint {
     }
 
     /// Starts to connect, without waiting.
-    pub fn connecting(&self, address: SocketAddr) -> Result<Connecting> {
-        self.start_connect(ConnectTarget::new(address))
+    pub fn start_connect(&self, address: SocketAddr) -> Result<Connecting> {
+        self.start_connect_to(ConnectTarget::new(address))
     }
 
     /// Starts to connect, without waiting, to what proves to be this target.
-    pub fn start_connect(&self, target: ConnectTarget) -> Result<Connecting> {
+    pub fn start_connect_to(&self, target: ConnectTarget) -> Result<Connecting> {
         self.check_origin()?;
         let lobby = Arc::new(AcceptQueue::default());
         let context = self.context();
@@ -337,7 +337,7 @@ impl Endpoint {
 
     /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
     /// Also when it already is so.
-    pub fn wake(&self, wakeup: &Wakeup) {
+    pub fn arm(&self, wakeup: &Wakeup) {
         if self.check_origin().is_err() {
             return wakeup.wake();
         }
@@ -354,7 +354,7 @@ impl Endpoint {
     }
 
     /// Allocates and registers `bytes` zeroed, page-aligned bytes.
-    pub fn register_zeroed(&self, bytes: usize) -> Result<Region> {
+    pub fn alloc_host(&self, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         Ok(Region::owned(&self.inner.home, Owned::Host(HostBuffer::zeroed(bytes)?)))
     }
@@ -363,7 +363,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`Error::SimGpu`].
-    pub fn register_sim(&self, index: u32, bytes: usize) -> Result<Region> {
+    pub fn alloc_sim(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         Ok(Region::owned(&self.inner.home, Owned::Sim(buffer)))
@@ -373,7 +373,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
+    pub fn alloc_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         self.context().prepared.prepare(MemoryLocation::Cuda(index));
@@ -451,11 +451,11 @@ impl Endpoint {
     }
 
     /// How many connections were refused because whoever made them held another secret, or none.
-    pub fn wrong_secrets(&self) -> u64 {
+    pub fn auth_failures(&self) -> u64 {
         if self.check_origin().is_err() {
             return 0;
         }
-        self.inner.running.with_control(|control| control.wrong_secrets())
+        self.inner.running.with_control(|control| control.auth_failures())
     }
 
     /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its

@@ -244,7 +244,7 @@ impl<'a> Dial<'a> {
         let address = self.target.addresses.get(self.next);
         let address = *address.ok_or_else(|| Error::invalid("target", "it has no address"))?;
         self.next += 1;
-        self.connecting = Some(endpoint.connecting(address)?);
+        self.connecting = Some(endpoint.start_connect(address)?);
         Ok(())
     }
 

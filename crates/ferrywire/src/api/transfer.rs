@@ -63,7 +63,7 @@ impl Transfer {
     pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
         // Without a limit on the whole nobody asks for the time.
         let until = (total < Duration::MAX).then(|| self.peer().now().saturating_add(total));
-        let mut stirred = self.op.activity();
+        let mut stirred = self.op.progress_counter();
         loop {
             if let Some(outcome) = self.outcome() {
                 return outcome;
@@ -81,7 +81,7 @@ impl Transfer {
                 |handle| self.op.forget_waiter(handle),
                 || self.outcome().is_some(),
             );
-            let now = self.op.activity();
+            let now = self.op.progress_counter();
             if !ended && now == stirred && stall <= left {
                 return Err(Error::Stalled { what: self.describe(), peer: self.peer_named(), waited: stall });
             }
@@ -125,8 +125,9 @@ impl Transfer {
         }
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
-        let stirred =
-            || transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.activity()));
+        let stirred = || {
+            transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.progress_counter()))
+        };
         let until = (total < Duration::MAX).then(|| first.peer().now().saturating_add(total));
         let mut before = stirred();
         loop {
@@ -162,7 +163,7 @@ impl Transfer {
 
     /// Makes `wakeup` readable once the transfer has ended, also when it already has. Costs nothing that others'
     /// transfers would notice; attached twice it is attached once.
-    pub fn wake(&self, wakeup: &Wakeup) {
+    pub fn arm(&self, wakeup: &Wakeup) {
         if self.connection.context().origin.is_elsewhere() {
             return wakeup.wake();
         }
@@ -188,12 +189,12 @@ impl Transfer {
     ///
     /// # Errors
     /// The driver's.
-    pub fn hold(&self, stream: &CudaStream) -> Result<()> {
+    pub fn block_stream(&self, stream: &CudaStream) -> Result<()> {
         // SAFETY: a stream that lives.
         unsafe { self.hold_raw(stream.gpu(), stream.raw()) }
     }
 
-    /// Holds a stream of another library, such as PyTorch's, as [`Transfer::hold`] does; null is the default stream.
+    /// Holds a stream of another library, such as PyTorch's, as [`Transfer::block_stream`] does; null is the default stream.
     ///
     /// # Errors
     /// The driver's.
@@ -208,11 +209,11 @@ impl Transfer {
         Ok(())
     }
 
-    /// Holds a stream of a simulated GPU as [`Transfer::hold`] does.
+    /// Holds a stream of a simulated GPU as [`Transfer::block_stream`] does.
     ///
     /// # Errors
     /// The stream's, when it has failed.
-    pub fn hold_sim(&self, stream: &SimStream) -> Result<()> {
+    pub fn block_sim_stream(&self, stream: &SimStream) -> Result<()> {
         self.connection.context().origin.check()?;
         self.op.open_at_end(Gate::Sim(stream.hold()?));
         Ok(())
@@ -225,8 +226,8 @@ impl Transfer {
 
     /// Changes as long as anything of it moves, of a piece too that is not whole yet: for whoever waits in slices, with a
     /// limit of its own on standing still.
-    pub fn activity(&self) -> u64 {
-        self.op.activity()
+    pub fn progress_counter(&self) -> u64 {
+        self.op.progress_counter()
     }
 
     /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait

@@ -38,14 +38,14 @@ use ferrywire_sys::poll::Wake;
 /// # let peer = far.connect(near.listen_addresses()[0], limit)?;
 /// let wakeup = Wakeup::new()?;
 /// let transfer = peer.notify(b"hello")?;
-/// transfer.wake(&wakeup);
+/// transfer.arm(&wakeup);
 /// let outcome = loop {
 ///     wakeup.wait(Duration::from_secs(1))?; // or with poll, epoll, an event loop
 ///     wakeup.clear();
 ///     if let Some(outcome) = transfer.poll() {
 ///         break outcome;
 ///     }
-///     transfer.wake(&wakeup);
+///     transfer.arm(&wakeup);
 /// };
 /// # outcome?; near.accept(limit)?; Ok(()) }
 /// ```

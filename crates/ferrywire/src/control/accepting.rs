@@ -49,7 +49,7 @@ struct Refusals {
     logged: u64,
     minute_began: Duration,
     /// Connections whose other end held another secret.
-    wrong_secrets: u64,
+    auth_failures: u64,
 }
 
 impl Accepting {
@@ -64,8 +64,8 @@ impl Accepting {
         }
     }
 
-    pub fn wrong_secrets(&self) -> u64 {
-        self.refusals.wrong_secrets
+    pub fn auth_failures(&self) -> u64 {
+        self.refusals.auth_failures
     }
 
     /// Whether there is nothing that time moves on.
@@ -205,7 +205,7 @@ impl Control {
     fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
         const LINES_PER_MINUTE: u64 = 100;
         let refusals = &mut self.accepting.refusals;
-        refusals.wrong_secrets += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
+        refusals.auth_failures += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
         let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
         if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
             return tracing::debug!("a slower path of a resumption from {from} was given up: {error}");
@@ -320,7 +320,7 @@ mod tests {
         let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
         let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
         // It speaks when its end is turned.
-        let connecting = near.connecting(address).unwrap();
+        let connecting = near.start_connect(address).unwrap();
         let crowd = limits::HANDSHAKES_PENDING_MAX + 10;
         let _crowd: Vec<_> = (0..crowd).map(|_| TcpStream::connect(address).unwrap()).collect();
         while far.progress() {}

@@ -255,7 +255,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let _first = TcpStream::connect(address).unwrap();
         let near = Endpoint::builder().threads(0).build().unwrap();
-        let connecting = near.connecting(address).unwrap();
+        let connecting = near.start_connect(address).unwrap();
         let poller = near.running().with_control(|control| control.poller.clone());
         let told = |limit| {
             let mut ready = Vec::new();

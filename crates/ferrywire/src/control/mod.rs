@@ -91,7 +91,7 @@ impl Control {
             boot_id,
             label: context.config.label.clone(),
             addresses,
-            heartbeat_limit_ms: context.config.heartbeat_limit.as_millis().min(u128::from(u32::MAX)) as u32,
+            peer_timeout_ms: context.config.peer_timeout.as_millis().min(u128::from(u32::MAX)) as u32,
         };
         let secret = context.config.secret.clone();
         let needed = listeners.iter().any(|listener| !listener.local().ip().is_loopback());
@@ -194,8 +194,8 @@ impl Control {
         self.links.len()
     }
 
-    pub fn wrong_secrets(&self) -> u64 {
-        self.accepting.wrong_secrets()
+    pub fn auth_failures(&self) -> u64 {
+        self.accepting.auth_failures()
     }
 
     // ---- what the poller waits for ----

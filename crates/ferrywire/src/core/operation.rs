@@ -279,7 +279,7 @@ impl Op {
     }
 
     /// Changes as long as some of it moves.
-    pub fn activity(&self) -> u64 {
+    pub fn progress_counter(&self) -> u64 {
         self.activity.load(Ordering::Relaxed)
     }
 

@@ -1,10 +1,10 @@
 //! Operations in the order of a GPU's work: after what a stream has to do before, and before what it does next.
 //!
 //! ```text
-//!   kernel ── Ready ──▶ write, send ── Transfer::hold ──▶ kernel
+//!   kernel ── StreamEvent ──▶ write, send ── Transfer::block_stream ──▶ kernel
 //! ```
 //!
-//! A [`Ready`] says when memory may be used; operations posted through [`Peer::after`](crate::Peer::after) begin only
+//! A [`StreamEvent`] says when memory may be used; operations posted through [`Peer::on_stream`](crate::Peer::on_stream) begin only
 //! then, while the caller goes on. The other way round a stream waits, on the device, until a transfer has ended.
 //! Nobody waits on the host.
 //!
@@ -21,7 +21,7 @@ use ferrywire_memory::sim::{HostGate, SimEvent, SimStream};
 
 /// When memory may be used: once what a stream of a GPU had to do so far is done.
 #[derive(Clone)]
-pub struct Ready(Mark);
+pub struct StreamEvent(Mark);
 
 #[derive(Clone)]
 enum Mark {
@@ -29,15 +29,15 @@ enum Mark {
     Cuda(Arc<CudaEvent>),
 }
 
-impl Ready {
+impl StreamEvent {
     /// Once everything enqueued in this stream so far is done.
     ///
     /// # Errors
     /// The driver's.
-    pub fn after_stream(stream: &CudaStream) -> Result<Ready> {
+    pub fn after_stream(stream: &CudaStream) -> Result<StreamEvent> {
         let event = CudaEvent::new(stream.gpu())?;
         stream.record(&event)?;
-        Ok(Ready(Mark::Cuda(Arc::new(event))))
+        Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
     }
 
     /// The same of somebody else's stream, such as PyTorch's; null is the default one.
@@ -47,30 +47,30 @@ impl Ready {
     ///
     /// # Safety
     /// A live stream of this GPU's primary context, or null.
-    pub unsafe fn after_raw_stream(gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<Ready> {
+    pub unsafe fn after_raw_stream(gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<StreamEvent> {
         let event = CudaEvent::new(gpu)?;
         // SAFETY: by the caller's promise.
         unsafe { event.record_raw(stream) }?;
-        Ok(Ready(Mark::Cuda(Arc::new(event))))
+        Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
     }
 
     /// Once an event is done, as it was recorded last. It must not be recorded again before that.
-    pub fn after_event(event: Arc<CudaEvent>) -> Ready {
-        Ready(Mark::Cuda(event))
+    pub fn after_event(event: Arc<CudaEvent>) -> StreamEvent {
+        StreamEvent(Mark::Cuda(event))
     }
 
     /// Of a simulated GPU's stream.
     ///
     /// # Errors
     /// The stream's, when it has failed.
-    pub fn after_sim(stream: &SimStream) -> Result<Ready> {
+    pub fn after_sim(stream: &SimStream) -> Result<StreamEvent> {
         let event = SimEvent::new();
         stream.record(&event)?;
-        Ok(Ready(Mark::Sim(Arc::new(event))))
+        Ok(StreamEvent(Mark::Sim(Arc::new(event))))
     }
 
     /// Whether both stand for the same place in a stream.
-    pub(crate) fn is_same(&self, other: &Ready) -> bool {
+    pub(crate) fn is_same(&self, other: &StreamEvent) -> bool {
         match (&self.0, &other.0) {
             (Mark::Sim(mine), Mark::Sim(theirs)) => Arc::ptr_eq(mine, theirs),
             (Mark::Cuda(mine), Mark::Cuda(theirs)) => Arc::ptr_eq(mine, theirs),
@@ -87,11 +87,11 @@ impl Ready {
     }
 }
 
-impl fmt::Debug for Ready {
+impl fmt::Debug for StreamEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Mark::Sim(event) => write!(f, "Ready({event:?})"),
-            Mark::Cuda(event) => write!(f, "Ready({event:?})"),
+            Mark::Sim(event) => write!(f, "StreamEvent({event:?})"),
+            Mark::Cuda(event) => write!(f, "StreamEvent({event:?})"),
         }
     }
 }

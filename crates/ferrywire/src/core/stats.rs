@@ -41,17 +41,17 @@ pub(crate) struct ChannelCounters {
     path: Mutex<Option<Path>>,
 }
 
-/// Counters of what a channel stages, of its current connection but for `full` and `wire_ns`.
+/// Counters of what a channel stages, of its current connection but for `full` and `socket_ns`.
 #[derive(Default)]
 pub(crate) struct StagingCounters {
     pub pinned_bytes: AtomicU64,
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
-    pub full: AtomicU64,
-    pub copy_out_ns: AtomicU64,
-    pub copy_in_ns: AtomicU64,
-    pub wire_ns: AtomicU64,
-    pub send_full_ns: AtomicU64,
+    pub ring_full_events: AtomicU64,
+    pub d2h_ns: AtomicU64,
+    pub h2d_ns: AtomicU64,
+    pub socket_ns: AtomicU64,
+    pub send_ring_full_ns: AtomicU64,
     pub receive_full_ns: AtomicU64,
     pub driver_calls: AtomicU64,
 }
@@ -65,11 +65,11 @@ impl StagingCounters {
             slot_bytes: limits::STAGING_SLOT_BYTES as u64,
             sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
             received_bytes: self.received_bytes.load(Ordering::Relaxed),
-            full: self.full.load(Ordering::Relaxed),
-            copy_out: time(&self.copy_out_ns),
-            copy_in: time(&self.copy_in_ns),
-            wire: time(&self.wire_ns),
-            send_full: time(&self.send_full_ns),
+            ring_full_events: self.ring_full_events.load(Ordering::Relaxed),
+            d2h: time(&self.d2h_ns),
+            h2d: time(&self.h2d_ns),
+            socket: time(&self.socket_ns),
+            send_ring_full_time: time(&self.send_ring_full_ns),
             receive_full: time(&self.receive_full_ns),
             driver_calls: self.driver_calls.load(Ordering::Relaxed),
         })
@@ -100,7 +100,7 @@ impl LaneCounters {
             version,
             device,
             device_name,
-            sends_posted_most: self.sends_most.load(Ordering::Relaxed),
+            max_outstanding_sends: self.sends_most.load(Ordering::Relaxed),
             receives_posted_most: self.receives_most.load(Ordering::Relaxed),
             closing_results: self.closing_results.load(Ordering::Relaxed),
             setup: Duration::from_micros(self.setup_us.load(Ordering::Relaxed)),
@@ -189,7 +189,7 @@ pub struct LaneStats {
     /// The device's own name.
     pub device_name: String,
     /// Most sends that were ever posted at once.
-    pub sends_posted_most: u64,
+    pub max_outstanding_sends: u64,
     /// Most receives that were ever posted, or finished and not given back, at once.
     pub receives_posted_most: u64,
     /// How often the plugin said that the peer may be closing; absorbed if all arrived.
@@ -213,15 +213,15 @@ pub struct StagingStats {
     /// Payload staged to GPUs, likewise.
     pub received_bytes: u64,
     /// How often a payload that arrived had to wait for room.
-    pub full: u64,
+    pub ring_full_events: u64,
     /// How long copies from GPUs were under way, until that was seen. Times of stages overlap.
-    pub copy_out: Duration,
+    pub d2h: Duration,
     /// How long copies to GPUs were, likewise.
-    pub copy_in: Duration,
+    pub h2d: Duration,
     /// Time in socket calls that took payload from or to a ring.
-    pub wire: Duration,
+    pub socket: Duration,
     /// How long the rings had no room for another frame to be sent.
-    pub send_full: Duration,
+    pub send_ring_full_time: Duration,
     /// How long payloads that arrived waited for room.
     pub receive_full: Duration,
     /// Calls of the driver for copies and marks behind them, and questions whether they have failed.
@@ -271,7 +271,7 @@ pub struct PeerStats {
     /// Name of the transport.
     pub transport: &'static str,
     /// Why it is that one, where it was a choice.
-    pub transport_why: String,
+    pub transport_reason: String,
     /// Its channels.
     pub channels: Vec<ChannelStats>,
     /// Chunks sent again because their channel was lost.

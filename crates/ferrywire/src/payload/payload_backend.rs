@@ -29,7 +29,7 @@ pub trait BackendConfig: fmt::Debug + Send + Sync {
     fn name(&self) -> &str;
 
     /// Whether an endpoint that cannot have the backend is built without.
-    fn optional(&self) -> bool;
+    fn is_optional(&self) -> bool;
 
     /// Makes the backend of an endpoint with this configuration, on a host with these NICs.
     ///
@@ -65,7 +65,7 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     }
 
     /// Whether sessions may do without it.
-    fn optional(&self) -> bool {
+    fn is_optional(&self) -> bool {
         false
     }
 
@@ -160,14 +160,14 @@ pub(crate) fn answer(
     let declines = |why: &str| Ok(without(&format!("at the end that accepts: {why}")));
     match (ours, theirs) {
         (None, None) => Ok(offered.to_vec()),
-        (Some(ours), None) if ours.optional() => Ok(offered.to_vec()),
+        (Some(ours), None) if ours.is_optional() => Ok(offered.to_vec()),
         (Some(ours), Some(theirs)) if ours.name() == theirs.plugin() => {
             match ours.agree(&theirs, same_host, session) {
-                Err(why) if ours.optional() && theirs.optional() => declines(&why),
+                Err(why) if ours.is_optional() && theirs.is_optional() => declines(&why),
                 agreed => agreed.map(|()| offered.to_vec()),
             }
         }
-        (ours, Some(theirs)) if theirs.optional() && ours.is_none_or(|ours| ours.optional()) => {
+        (ours, Some(theirs)) if theirs.is_optional() && ours.is_none_or(|ours| ours.is_optional()) => {
             declines(none.unwrap_or("payload goes over tcp"))
         }
         (Some(ours), Some(theirs)) => ours.agree(&theirs, same_host, session).map(|()| offered.to_vec()),
@@ -219,13 +219,13 @@ mod tests {
             1
         }
 
-        fn optional(&self) -> bool {
+        fn is_optional(&self) -> bool {
             self.1
         }
 
         fn terms(&self) -> Terms {
             let terms = Terms::new(self.0, &[], false);
-            if self.1 { terms.if_possible() } else { terms }
+            if self.1 { terms.optional() } else { terms }
         }
 
         fn agree(&self, theirs: &Terms, _same_host: bool, _session: &SessionConfig) -> Result<(), String> {
@@ -301,7 +301,7 @@ mod tests {
     #[test]
     fn an_end_without_a_carrier_declines_with_the_reason_and_takes_one() {
         let terms = Terms::new(DEVMEM, &[], false);
-        let optional = terms.clone().if_possible().encode();
+        let optional = terms.clone().optional().encode();
         let declined = answered(Some("NIC eth1 has no queue to spare"), &optional);
         assert_eq!(declined, Ok(Some("at the end that accepts: NIC eth1 has no queue to spare".into())));
         let never_tried = answered(None, &optional);

@@ -43,13 +43,13 @@ impl Terms {
     }
 
     /// The same, saying that a session without will do.
-    pub fn if_possible(mut self) -> Terms {
+    pub fn optional(mut self) -> Terms {
         self.0.push((OPTIONAL.to_owned(), "1".to_owned()));
         self
     }
 
     /// Whether a session without will do.
-    pub fn optional(&self) -> bool {
+    pub fn is_optional(&self) -> bool {
         self.value(OPTIONAL) == Some("1")
     }
 

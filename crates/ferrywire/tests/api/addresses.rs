@@ -71,7 +71,7 @@ fn strangers_do_not_have_the_kernel_asked_for_all_interfaces() {
     assert_eq!(transport.addresses_asked(), before);
     // A peer is worth the question.
     let here = hosts.on(0, || builder().build()).unwrap();
-    let connecting = hosts.on(0, || here.connecting(address)).unwrap();
+    let connecting = hosts.on(0, || here.start_connect(address)).unwrap();
     until("a peer is connected", || {
         hosts.on(1, || while there.progress() {});
         connecting.poll().is_some_and(|peer| peer.is_ok())

@@ -10,7 +10,7 @@ const SHORT: Duration = Duration::from_millis(50);
 #[test]
 fn the_one_that_has_ended_is_named_wherever_it_stands() {
     let pair = pair();
-    let target = pair.ends[1].register_zeroed(4096).unwrap();
+    let target = pair.ends[1].alloc_host(4096).unwrap();
     let source = pair.ends[0].register(vec![7u8; 4096]).unwrap();
     // Each waits for a message of its own, which come in another order.
     let mut waiting: Vec<(u64, Transfer)> =
@@ -35,7 +35,7 @@ fn a_number_of_transfers_is_kept_in_flight() {
     const SLOT: u64 = 300_000;
     let source =
         pair.ends[0].register((0..8 * SLOT as usize).map(|k| (k >> 7) as u8).collect::<Vec<_>>()).unwrap();
-    let target = pair.ends[1].register_zeroed(8 * SLOT as usize).unwrap();
+    let target = pair.ends[1].alloc_host(8 * SLOT as usize).unwrap();
     let remote = target.descriptor();
     let post = |slot: u64| pair.near.write(&source, slot * SLOT, &remote, slot * SLOT, SLOT).unwrap();
     let mut in_flight: Vec<(u64, Transfer)> = (0..8).map(|slot| (slot, post(slot))).collect();
@@ -55,7 +55,7 @@ fn a_number_of_transfers_is_kept_in_flight() {
 #[test]
 fn a_transfer_that_fails_has_ended_and_so_have_all_when_the_peer_goes() {
     let pair = pair();
-    let target = pair.ends[1].register_zeroed(64).unwrap();
+    let target = pair.ends[1].alloc_host(64).unwrap();
     let receives: Vec<Transfer> = (0..3).map(|tag| pair.far.recv(tag, &target, 0, 64).unwrap()).collect();
     receives[1].cancel();
     assert_eq!(Transfer::wait_any(&receives, LIMIT), Ok(1));
@@ -71,8 +71,8 @@ fn a_transfer_that_fails_has_ended_and_so_have_all_when_the_peer_goes() {
 fn there_is_a_limit_in_all_and_one_without_progress() {
     let pair = pair();
     let bytes = 1 << 20;
-    let source = pair.ends[0].register_zeroed(bytes).unwrap();
-    let target = pair.ends[1].register_zeroed(bytes).unwrap();
+    let source = pair.ends[0].alloc_host(bytes).unwrap();
+    let target = pair.ends[1].alloc_host(bytes).unwrap();
     let receive = pair.near.recv(1, &source, 0, 1).unwrap();
     for total in [SHORT, Duration::ZERO] {
         let outcome = Transfer::wait_any_for([&receive], total, LIMIT);

@@ -14,8 +14,8 @@ fn invalid(result: ferrywire::Result<BlockList>) -> (String, String) {
 #[test]
 fn arrays_are_checked_and_the_first_wrong_block_is_named() {
     let pair = pair();
-    let local = pair.ends[0].register_zeroed(1000).unwrap();
-    let remote = pair.ends[1].register_zeroed(500).unwrap().descriptor();
+    let local = pair.ends[0].alloc_host(1000).unwrap();
+    let remote = pair.ends[1].alloc_host(500).unwrap().descriptor();
     let list =
         |here: &[i64], there: &[i64], lengths| BlockList::from_offsets(&local, &remote, here, there, lengths);
     let ten = Lengths::Same(10);
@@ -42,7 +42,7 @@ fn arrays_are_checked_and_the_first_wrong_block_is_named() {
 fn arrays_and_structs_give_the_same_list() {
     let pair = pair();
     let source = pair.ends[0].register((0..=255).collect::<Vec<u8>>()).unwrap();
-    let targets = [0, 1].map(|_| pair.ends[1].register_zeroed(256).unwrap());
+    let targets = [0, 1].map(|_| pair.ends[1].alloc_host(256).unwrap());
     let (here, there, bytes) = ([3i64, 200, 40], [100i64, 0, 60], [20i64, 56, 1]);
     let blocks: Vec<Block> = (0..3)
         .map(|at| Block {
@@ -69,9 +69,9 @@ fn arrays_and_structs_give_the_same_list() {
 fn lists_of_several_peers_do_not_join() {
     let pair = pair();
     let other = Endpoint::builder().build().unwrap();
-    let local = pair.ends[0].register_zeroed(100).unwrap();
+    let local = pair.ends[0].alloc_host(100).unwrap();
     let list = |end: &Endpoint| {
-        let remote = end.register_zeroed(100).unwrap().descriptor();
+        let remote = end.alloc_host(100).unwrap().descriptor();
         BlockList::from_offsets(&local, &remote, &[0], &[0], Lengths::Same(100)).unwrap()
     };
     let (theirs, others) = (list(&pair.ends[1]), list(&other));
@@ -95,7 +95,7 @@ fn a_hundred_thousand_blocks_of_many_regions_are_one_operation() {
     let regions: Vec<_> = (0..PAIRS)
         .map(|index| {
             let bytes = (0..each * BYTES).map(|at| (at / BYTES + at * 31 + index) as u8).collect::<Vec<u8>>();
-            (pair.ends[0].register(bytes).unwrap(), pair.ends[1].register_zeroed(each * BYTES).unwrap())
+            (pair.ends[0].register(bytes).unwrap(), pair.ends[1].alloc_host(each * BYTES).unwrap())
         })
         .collect();
     let start = std::time::Instant::now();

@@ -48,7 +48,7 @@ impl Pair {
 
     /// Writes from a simulated GPU to the same one at the other end, and checks every byte.
     fn write(&self, gpu: u32, bytes: usize, salt: u64) {
-        let [source, target] = self.ends.each_ref().map(|end| end.register_sim(gpu, bytes).unwrap());
+        let [source, target] = self.ends.each_ref().map(|end| end.alloc_sim(gpu, bytes).unwrap());
         source.write_at(0, &pattern(bytes, salt)).unwrap();
         let write = self.peers[0].write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         assert_eq!(write.wait(LIMIT), Ok(bytes as u64));

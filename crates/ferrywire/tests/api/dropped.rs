@@ -18,7 +18,7 @@ fn nothing_is_sent_without_a_copy_of_memory_that_its_user_has_dropped() {
     // Driven by this test alone: its kernel takes what its buffers have room for, and the rest stays with the sender's.
     let far = builder().threads(0).socket_buffer_bytes(64 << 10).listen(Hosts::listen());
     let far = hosts.on(1, || far.build()).unwrap();
-    let connecting = hosts.on(0, || near.connecting(Hosts::listen())).unwrap();
+    let connecting = hosts.on(0, || near.start_connect(Hosts::listen())).unwrap();
     let begun = Instant::now();
     let drive = || {
         assert!(begun.elapsed() < LIMIT);
@@ -30,7 +30,7 @@ fn nothing_is_sent_without_a_copy_of_memory_that_its_user_has_dropped() {
             break peer.unwrap();
         }
     };
-    let target = far.register_zeroed(BYTES).unwrap();
+    let target = far.alloc_host(BYTES).unwrap();
     let mut memory = vec![5_u8; BYTES];
     // SAFETY: it stays until the end.
     let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
@@ -80,7 +80,7 @@ fn drop_with_packets_in_a_queue(lost_meanwhile: bool) {
     let near = hosts.on(0, || builder().build()).unwrap();
     let far = hosts.on(1, || builder().listen(Hosts::listen()).build()).unwrap();
     let peer = hosts.on(0, || near.connect(Hosts::listen(), LIMIT)).unwrap();
-    let target = far.register_zeroed(BYTES).unwrap();
+    let target = far.alloc_host(BYTES).unwrap();
     let mut memory = vec![5_u8; BYTES];
     // SAFETY: it stays until the end.
     let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
@@ -120,7 +120,7 @@ fn drop_with_packets_in_a_queue(lost_meanwhile: bool) {
     // What was in the queue has arrived when something behind it has.
     let again = hosts.on(0, || near.connect(Hosts::listen(), LIMIT)).unwrap();
     let source = near.register(vec![7; 4096]).unwrap();
-    let other = far.register_zeroed(4096).unwrap();
+    let other = far.alloc_host(4096).unwrap();
     again.write(&source, 0, &other.descriptor(), 0, 4096).unwrap().wait(LIMIT).unwrap();
     let mut found = vec![0; BYTES];
     target.read_at(0, &mut found).unwrap();
@@ -143,7 +143,7 @@ fn nothing_short_is_sent_of_memory_that_its_user_has_dropped() {
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().build().unwrap();
     let (here, there) = connected(&near, &far);
-    let target = far.register_zeroed(4 * BYTES as usize).unwrap();
+    let target = far.alloc_host(4 * BYTES as usize).unwrap();
     let descriptor = target.descriptor();
     let kept = near.register(vec![7; BYTES as usize]).unwrap();
     let mut memory = vec![5_u8; SHORT as usize];

@@ -20,7 +20,7 @@ fn eventually(what: &str, mut so: impl FnMut() -> bool) {
 /// An endpoint with a message under way that nobody receives: it cannot close before its deadline.
 fn never_finished() -> (crate::Pair, Transfer) {
     let pair = pair();
-    let source = pair.ends[0].register_zeroed(1 << 20).unwrap();
+    let source = pair.ends[0].alloc_host(1 << 20).unwrap();
     let sent = pair.near.send(1, &source, 0, 1 << 20).unwrap();
     (pair, sent)
 }
@@ -51,14 +51,14 @@ fn what_the_close_of_a_peer_has_told_is_not_told_again() {
         let builder = || Endpoint::builder().channels(1).listen("127.0.0.1:0".parse().unwrap());
         let there = builder().threads(usize::from(answers)).build().unwrap();
         let here = builder().build().unwrap();
-        let (connecting, mut connected) = (here.connecting(there.listen_addresses()[0]).unwrap(), None);
+        let (connecting, mut connected) = (here.start_connect(there.listen_addresses()[0]).unwrap(), None);
         eventually("they are connected", || {
             let _ = answers || there.progress();
             connected = connected.take().or_else(|| connecting.poll());
             connected.is_some()
         });
         let near = connected.unwrap().unwrap();
-        let source = here.register_zeroed(1 << 20).unwrap();
+        let source = here.alloc_host(1 << 20).unwrap();
         let sent = near.send(1, &source, 0, 1 << 20).unwrap();
         let told = near.close(Duration::from_millis(50));
         assert!(matches!(told, Err(Error::Stalled { .. })), "{told:?}");
@@ -73,14 +73,14 @@ fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
     let (there, here) = (Endpoint::builder().threads(0), Endpoint::builder().threads(1));
     let there = there.channels(1).listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let here = here.channels(1).build().unwrap();
-    let (connecting, mut connected) = (here.connecting(there.listen_addresses()[0]).unwrap(), None);
+    let (connecting, mut connected) = (here.start_connect(there.listen_addresses()[0]).unwrap(), None);
     eventually("they are connected", || {
         there.progress();
         connected = connected.take().or_else(|| connecting.poll());
         connected.is_some()
     });
     let near = connected.unwrap().unwrap();
-    let source = here.register_zeroed(1 << 20).unwrap();
+    let source = here.alloc_host(1 << 20).unwrap();
     let _sent = near.send(1, &source, 0, 1 << 20).unwrap();
     thread::scope(|scope| {
         let all = scope.spawn(|| here.close(LIMIT));

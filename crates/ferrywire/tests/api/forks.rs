@@ -43,7 +43,7 @@ fn forked<T: std::fmt::Debug>(result: Result<T, Error>) {
 
 fn write_through(near: &Peer, ends: &[Endpoint; 2]) {
     let source = ends[0].register(vec![7u8; 1 << 20]).unwrap();
-    let target = ends[1].register_zeroed(1 << 20).unwrap();
+    let target = ends[1].alloc_host(1 << 20).unwrap();
     near.write(&source, 0, &target.descriptor(), 0, 1 << 20).unwrap().wait(LIMIT).unwrap();
     let mut found = vec![0; 1 << 20];
     target.read_at(0, &mut found).unwrap();
@@ -55,7 +55,7 @@ fn everything_is_refused_at_once_and_dropping_is_harmless() {
     case!("").passes(|| {
         let pair = pair();
         let (near, far) = (pair.near.clone(), pair.far.clone());
-        let region = pair.ends[1].register_zeroed(1 << 20).unwrap();
+        let region = pair.ends[1].alloc_host(1 << 20).unwrap();
         // SAFETY: the owner keeps the bytes, which nobody touches.
         let owned = unsafe {
             let mut bytes = Box::new([0u8; 64]);
@@ -94,12 +94,12 @@ fn everything_is_refused_at_once_and_dropping_is_harmless() {
                 forked(ends[1].accept(LIMIT));
                 forked(ends[1].try_accept().unwrap());
                 forked(ends[1].register(vec![1]));
-                forked(ends[1].register_zeroed(1));
+                forked(ends[1].alloc_host(1));
                 assert!(!ends[1].progress());
                 let new = Wakeup::new().unwrap();
-                far.wake(&new);
-                waiting.wake(&new);
-                ends[1].wake(&new);
+                far.arm(&new);
+                waiting.arm(&new);
+                ends[1].arm(&new);
                 assert_eq!(new.wait(LIMIT), Ok(true));
                 // The parent's wakes are not swallowed here.
                 wakeup.clear();
@@ -148,7 +148,7 @@ fn the_last_handle_may_be_dropped_in_the_child() {
             let mut ends = Some([build(Endpoint::builder().listen(address)), build(Endpoint::builder())]);
             let connected = {
                 let ends = ends.as_ref().unwrap();
-                let connecting = ends[1].connecting(ends[0].listen_addresses()[0]).unwrap();
+                let connecting = ends[1].start_connect(ends[0].listen_addresses()[0]).unwrap();
                 loop {
                     turn(ends);
                     if let Some(peer) = connecting.poll() {

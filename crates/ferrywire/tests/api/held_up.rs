@@ -16,8 +16,8 @@ fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
     let far = accepting.accept(LIMIT).unwrap();
     // No other test's.
     let gpu = SimGpu::open(7).unwrap();
-    let ours = accepting.register_sim(7, 4096).unwrap();
-    let [here, there] = [accepting.register_zeroed(4096).unwrap(), connecting.register_zeroed(4096).unwrap()];
+    let ours = accepting.alloc_sim(7, 4096).unwrap();
+    let [here, there] = [accepting.alloc_host(4096).unwrap(), connecting.alloc_host(4096).unwrap()];
     far.write(&ours, 0, &there.descriptor(), 0, 4096).unwrap().wait(LIMIT).unwrap();
     gpu.set_stall(true);
     let stands = far.write(&ours, 0, &there.descriptor(), 0, 4096).unwrap();
@@ -38,8 +38,8 @@ fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() 
     let far = accepting.accept(LIMIT).unwrap();
     // No other test's.
     let gpu = SimGpu::open(4).unwrap();
-    let on_gpu = accepting.register_sim(4, 4096).unwrap();
-    let target = accepting.register_zeroed(BYTES as usize).unwrap();
+    let on_gpu = accepting.alloc_sim(4, 4096).unwrap();
+    let target = accepting.alloc_host(BYTES as usize).unwrap();
     let source = connecting.register(vec![7; BYTES as usize]).unwrap();
     gpu.set_stall(true);
     let write = near.write(&source, 0, &on_gpu.descriptor(), 0, 4096).unwrap();
@@ -64,7 +64,7 @@ fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().build().unwrap();
     let (here, there) = connected(&near, &far);
-    let target = far.register_zeroed(BYTES as usize).unwrap();
+    let target = far.alloc_host(BYTES as usize).unwrap();
     let source = near.register(vec![7; BYTES as usize]).unwrap();
     let mut memory = vec![5_u8; 4096];
     // SAFETY: it stays until the end.
@@ -99,8 +99,8 @@ fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() 
     let (far, near) = connected(&accepting, &connecting);
     // No other test's.
     let gpu = SimGpu::open(12).unwrap();
-    let on_gpu = accepting.register_sim(12, 4096).unwrap();
-    let target = accepting.register_zeroed(BYTES as usize).unwrap();
+    let on_gpu = accepting.alloc_sim(12, 4096).unwrap();
+    let target = accepting.alloc_host(BYTES as usize).unwrap();
     let source = connecting.register(vec![7; BYTES as usize]).unwrap();
     let receive = far.recv(1, &target, 0, BYTES).unwrap();
     let send = near.send(1, &source, 0, BYTES).unwrap();
@@ -137,7 +137,7 @@ fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() 
 
 /// Both are driven by whoever calls this.
 pub fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
-    let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
+    let connecting = far.start_connect(near.listen_addresses()[0]).unwrap();
     let (mut there, mut here, begun) = (None, None, Instant::now());
     while there.is_none() || here.is_none() {
         assert!(begun.elapsed() < LIMIT);
@@ -156,7 +156,7 @@ fn a_long_queue_of_our_own_drops_no_answer() {
     let near = near.listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = far.build().unwrap();
     let (here, there) = connected(&near, &far);
-    let (ours, theirs) = (near.register_zeroed(100).unwrap(), far.register_zeroed(1 << 20).unwrap());
+    let (ours, theirs) = (near.alloc_host(100).unwrap(), far.alloc_host(1 << 20).unwrap());
     let receive = here.recv(1, &ours, 0, 100).unwrap();
     let target = theirs.descriptor();
     let writes: Vec<_> = (0..150_000).map(|_| here.write(&ours, 0, &target, 0, 8).unwrap()).collect();
@@ -183,11 +183,11 @@ fn of_memory_that_the_engine_owns_operations_go_on_when_nobody_names_it() {
     let pair = pair();
     let far = pair.ends[1].register(vec![5; BYTES]).unwrap();
     for _ in 0..3 {
-        let near = pair.ends[0].register_zeroed(BYTES).unwrap();
+        let near = pair.ends[0].alloc_host(BYTES).unwrap();
         let read = pair.near.read(&near, 0, &far.descriptor(), 0, BYTES as u64).unwrap();
         drop(near);
         assert_eq!(read.wait(LIMIT), Ok(BYTES as u64));
-        let near = pair.ends[0].register_zeroed(BYTES).unwrap();
+        let near = pair.ends[0].alloc_host(BYTES).unwrap();
         let receive = pair.near.recv(1, &near, 0, BYTES as u64).unwrap();
         drop(near);
         assert_eq!(pair.far.send(1, &far, 0, BYTES as u64).unwrap().wait(LIMIT), Ok(BYTES as u64));
@@ -200,7 +200,7 @@ fn of_memory_that_the_engine_owns_operations_go_on_when_nobody_names_it() {
 fn a_short_message_is_not_placed_into_a_region_that_was_deregistered() {
     let pair = pair();
     let source = pair.ends[1].register(vec![5; 4096]).unwrap();
-    let target = pair.ends[0].register_zeroed(4096).unwrap();
+    let target = pair.ends[0].alloc_host(4096).unwrap();
     let receive = pair.near.recv(2, &target, 0, 4096).unwrap();
     let clone = target.clone();
     target.deregister().unwrap();
@@ -218,7 +218,7 @@ fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
     let pair = pair();
     // No other test's.
     let gpu = SimGpu::open(6).unwrap();
-    let target = pair.ends[0].register_sim(6, 4096).unwrap();
+    let target = pair.ends[0].alloc_sim(6, 4096).unwrap();
     let source = pair.ends[1].register(vec![5; 64]).unwrap();
     pair.far.send(3, &source, 0, 64).unwrap().wait(LIMIT).unwrap();
     gpu.set_stall(true);
@@ -272,7 +272,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
     let end = || builder().channels(1).socket_buffer_bytes(64 << 10);
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().threads(0).build().unwrap();
-    let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
+    let connecting = far.start_connect(near.listen_addresses()[0]).unwrap();
     let (mut there, begun) = (None, Instant::now());
     while there.is_none() {
         assert!(begun.elapsed() < LIMIT);
@@ -280,7 +280,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
         there = connecting.poll().map(Result::unwrap);
     }
     let here = near.accept(LIMIT).unwrap();
-    let target = far.register_zeroed(BYTES).unwrap();
+    let target = far.alloc_host(BYTES).unwrap();
     let mut memory = vec![5_u8; BYTES];
     // SAFETY: it stays until the end.
     let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
@@ -325,7 +325,7 @@ fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_w
     gpu.write_from_slice(buffer.address(), &[5; BYTES]).unwrap();
     // SAFETY: the buffer stays until the end.
     let region = unsafe { pair.ends[0].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
-    let target = pair.ends[1].register_zeroed(BYTES).unwrap();
+    let target = pair.ends[1].alloc_host(BYTES).unwrap();
     gpu.set_stall(true);
     let write = pair.near.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     let begun = Instant::now();
@@ -349,7 +349,7 @@ fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_w
     target.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte != 0xEE));
     // Others go on.
-    let source = pair.ends[0].register_sim(8, 4096).unwrap();
+    let source = pair.ends[0].alloc_sim(8, 4096).unwrap();
     let write = pair.near.write(&source, 0, &target.descriptor(), 0, 4096).unwrap();
     assert_eq!(write.wait(LIMIT), Ok(4096));
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 #[test]
 fn a_wait_has_a_limit_in_all_and_one_without_progress() {
     let pair = pair();
-    let target = pair.ends[1].register_zeroed(100).unwrap();
+    let target = pair.ends[1].alloc_host(100).unwrap();
     let receive = pair.far.recv(1, &target, 0, 100).unwrap();
     let (short, zero) = (Duration::from_millis(30), Duration::ZERO);
     for (total, stall) in [(short, LIMIT), (zero, LIMIT), (zero, zero), (short, Duration::MAX)] {
@@ -35,8 +35,8 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
 fn progress_does_not_extend_the_total() {
     let pair = pair();
     let bytes = 1 << 20;
-    let source = pair.ends[0].register_zeroed(bytes).unwrap();
-    let target = pair.ends[1].register_zeroed(bytes).unwrap();
+    let source = pair.ends[0].alloc_host(bytes).unwrap();
+    let target = pair.ends[1].alloc_host(bytes).unwrap();
     // The same megabyte over and over: minutes of work.
     let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
     let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();

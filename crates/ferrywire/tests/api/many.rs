@@ -2,7 +2,7 @@
 
 use crate::held_up::connected;
 use crate::{LIMIT, pair};
-use ferrywire::limits::READS_SERVED_MAX;
+use ferrywire::limits::INBOUND_READS_MAX;
 use ferrywire::{Endpoint, Error, Transfer};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ fn more_reads_than_a_peer_serves_at_once_end_well() {
     let pair = pair();
     let bytes: Vec<u8> = (0..BYTES).map(|at| (at % 251) as u8).collect();
     let source = pair.ends[1].register(bytes.clone()).unwrap();
-    let target = pair.ends[0].register_zeroed(BYTES).unwrap();
+    let target = pair.ends[0].alloc_host(BYTES).unwrap();
     let read = |_| pair.near.read(&target, 0, &source.descriptor(), 0, BYTES as u64).unwrap();
     let reads: Vec<Transfer> = (0..40_000).map(read).collect();
     for (number, read) in reads.iter().enumerate() {
@@ -48,9 +48,9 @@ fn outcomes(ends: &[Endpoint], reads: &[Transfer]) -> Vec<Result<u64, Error>> {
 fn reads_that_are_kept_back_are_cancelled_at_once_and_leave_their_room_to_others() {
     let ends = still();
     let (here, _there) = connected(&ends[0], &ends[1]);
-    let (ours, theirs) = (ends[0].register_zeroed(8).unwrap(), ends[1].register_zeroed(8).unwrap());
+    let (ours, theirs) = (ends[0].alloc_host(8).unwrap(), ends[1].alloc_host(8).unwrap());
     let read = |_| here.read(&ours, 0, &theirs.descriptor(), 0, 8).unwrap();
-    let many = READS_SERVED_MAX;
+    let many = INBOUND_READS_MAX;
     // Each round would use up what there is, if it left anything behind.
     for round in 0..3 {
         let reads: Vec<Transfer> = (0..many).map(read).collect();
@@ -65,7 +65,7 @@ fn reads_that_are_kept_back_are_cancelled_at_once_and_leave_their_room_to_others
         }
     }
     // Refused ones leave their room too.
-    let gone = ends[1].register_zeroed(8).unwrap();
+    let gone = ends[1].alloc_host(8).unwrap();
     let descriptor = gone.descriptor();
     gone.deregister().unwrap();
     let refused: Vec<_> = (0..many).map(|_| here.read(&ours, 0, &descriptor, 0, 8).unwrap()).collect();
@@ -79,9 +79,9 @@ fn reads_that_are_kept_back_are_cancelled_at_once_and_leave_their_room_to_others
 fn reads_that_are_kept_back_end_with_their_peer() {
     let [near, far] = still();
     let (here, there) = connected(&near, &far);
-    let (ours, theirs) = (near.register_zeroed(8).unwrap(), far.register_zeroed(8).unwrap());
+    let (ours, theirs) = (near.alloc_host(8).unwrap(), far.alloc_host(8).unwrap());
     let reads: Vec<Transfer> =
-        (0..READS_SERVED_MAX).map(|_| here.read(&ours, 0, &theirs.descriptor(), 0, 8).unwrap()).collect();
+        (0..INBOUND_READS_MAX).map(|_| here.read(&ours, 0, &theirs.descriptor(), 0, 8).unwrap()).collect();
     let _ = there.close(Duration::ZERO);
     let outcomes = outcomes(&[near, far], &reads);
     assert!(matches!(outcomes.last(), Some(Err(Error::PeerClosed { .. } | Error::PeerLost { .. }))));

@@ -121,8 +121,8 @@ impl World {
 
     fn target(&self, bytes: usize) -> Region {
         match self.cell.on_gpu {
-            true => self.ends[1].register_sim(self.cell.gpu(1), bytes).unwrap(),
-            false => self.ends[1].register_zeroed(bytes).unwrap(),
+            true => self.ends[1].alloc_sim(self.cell.gpu(1), bytes).unwrap(),
+            false => self.ends[1].alloc_host(bytes).unwrap(),
         }
     }
 
@@ -131,7 +131,7 @@ impl World {
         if !self.cell.on_gpu || self.rng.random() {
             return self.ends[0].register(bytes.to_vec()).unwrap();
         }
-        let region = self.ends[0].register_sim(self.cell.gpu(0), bytes.len()).unwrap();
+        let region = self.ends[0].alloc_sim(self.cell.gpu(0), bytes.len()).unwrap();
         region.write_at(0, bytes).unwrap();
         region
     }
@@ -396,7 +396,7 @@ fn both_ends_tell_the_same_outcome() {
 #[test]
 fn a_short_message_whose_receive_has_lost_its_memory_is_for_the_next_receive() {
     let pair = crate::pair();
-    let [first, second] = [(); 2].map(|()| pair.ends[1].register_zeroed(100).unwrap());
+    let [first, second] = [(); 2].map(|()| pair.ends[1].alloc_host(100).unwrap());
     let receive = pair.far.recv(3, &first, 0, 100).unwrap();
     first.deregister().unwrap();
     let source = pair.ends[0].register(vec![6; 100]).unwrap();
@@ -414,8 +414,8 @@ fn a_short_message_whose_receive_has_lost_its_gpu_is_for_the_next_receive() {
     const GPU: u32 = 3;
     let gpu = SimGpu::open(GPU).unwrap();
     let pair = crate::pair();
-    let on_gpu = pair.ends[1].register_sim(GPU, 100).unwrap();
-    let target = pair.ends[1].register_zeroed(100).unwrap();
+    let on_gpu = pair.ends[1].alloc_sim(GPU, 100).unwrap();
+    let target = pair.ends[1].alloc_host(100).unwrap();
     let source = pair.ends[0].register(vec![6; 100]).unwrap();
     gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
     let receive = pair.far.recv(3, &on_gpu, 0, 100).unwrap();

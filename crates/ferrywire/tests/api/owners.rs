@@ -113,7 +113,7 @@ fn deregistering_drops_the_owner_on_the_spot() {
     let pair = pair();
     let (region, told) = owned(&pair.ends[0], vec![7; 1000]);
     let clone = region.clone();
-    let target = pair.ends[1].register_zeroed(1000).unwrap();
+    let target = pair.ends[1].alloc_host(1000).unwrap();
     pair.near.write(&region, 0, &target.descriptor(), 0, 1000).unwrap().wait(LIMIT).unwrap();
     region.deregister().unwrap();
     assert_eq!(told.try_recv().unwrap().thread.0, thread::current().id());
@@ -146,7 +146,7 @@ fn an_owner_may_wait_for_a_lock_that_a_user_of_the_endpoint_holds() {
     }
     // The endpoint works on meanwhile.
     let source = pair.ends[0].register(vec![7u8; 1 << 20]).unwrap();
-    let target = pair.ends[1].register_zeroed(1 << 20).unwrap();
+    let target = pair.ends[1].alloc_host(1 << 20).unwrap();
     for _ in 0..50 {
         pair.near.write(&source, 0, &target.descriptor(), 0, 1 << 20).unwrap().wait(LIMIT).unwrap();
     }

@@ -75,7 +75,7 @@ fn short_writes(rng: &mut StdRng, dropped: Dropped, paced: bool) -> usize {
     let expected = pattern(SOURCE_BYTES, 5);
     let (mut raw_source, mut raw_target) = (expected.clone(), vec![0_u8; target_bytes]);
     let kept_source = near.register(expected.clone()).unwrap();
-    let kept_target = far.register_zeroed(target_bytes).unwrap();
+    let kept_target = far.alloc_host(target_bytes).unwrap();
     // SAFETY: the memory stays until the end.
     let mut source = Some(unsafe { near.register_raw(raw_source.as_mut_ptr(), SOURCE_BYTES) }.unwrap());
     // SAFETY: as above.
@@ -174,7 +174,7 @@ fn short_blocks_of_a_gpu_are_not_sent_once_their_region_is_dropped() {
         gpu.write_from_slice(buffer.address(), &[5; SPREAD_BYTES]).unwrap();
         // SAFETY: the buffer stays until the end.
         let source = unsafe { near.register_raw(buffer.as_ptr(), SPREAD_BYTES) }.unwrap();
-        let target = far.register_zeroed(SPREAD_BYTES).unwrap();
+        let target = far.alloc_host(SPREAD_BYTES).unwrap();
         let list = scattered(&source, &target.descriptor());
         let staged = || {
             let staging = peer.stats().channels.into_iter().filter_map(|channel| channel.staging);
@@ -202,9 +202,9 @@ fn short_blocks_of_a_gpu_are_not_sent_once_their_region_is_dropped() {
         assert!(written.is_err() || placed == BLOCKS * BLOCK_BYTES, "{placed} bytes placed");
     }
     // Other writes go on.
-    let source = near.register_sim(BLOCKS_GPU, SPREAD_BYTES).unwrap();
+    let source = near.alloc_sim(BLOCKS_GPU, SPREAD_BYTES).unwrap();
     source.write_at(0, &[7; SPREAD_BYTES]).unwrap();
-    let target = far.register_zeroed(SPREAD_BYTES).unwrap();
+    let target = far.alloc_host(SPREAD_BYTES).unwrap();
     let write = peer.write_blocks(&scattered(&source, &target.descriptor()), None, None).unwrap();
     assert_eq!(write.wait(LIMIT), Ok((BLOCKS * BLOCK_BYTES) as u64));
 }
@@ -248,7 +248,7 @@ fn short_blocks_are_not_placed_into_a_gpu_once_their_region_is_deregistered() {
         );
     }
     // Other writes go on, and the last round's memory stays as it is.
-    let target = far.register_sim(DELAYED_GPU, SPREAD_BYTES).unwrap();
+    let target = far.alloc_sim(DELAYED_GPU, SPREAD_BYTES).unwrap();
     let list = scattered(&source, &target.descriptor());
     assert_eq!(peer.write_blocks(&list, None, None).unwrap().wait(LIMIT), all);
     let found = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
@@ -270,7 +270,7 @@ fn a_message_of_short_blocks_is_received_once_when_its_receive_is_cancelled() {
         let places: Vec<_> = (0..blocks).map(|index| index * 7919 % blocks * 2 * BLOCK_BYTES).collect();
         let pieces: Vec<_> = places.iter().map(|place| (*place as u64, BLOCK_BYTES as u64)).collect();
         let source = near.register(message.clone()).unwrap();
-        let targets = [(); 2].map(|()| far.register_sim(DELAYED_GPU, 2 * blocks * BLOCK_BYTES).unwrap());
+        let targets = [(); 2].map(|()| far.alloc_sim(DELAYED_GPU, 2 * blocks * BLOCK_BYTES).unwrap());
         let receive_into = |target: &Region| far_peer.recv_blocks(tag, target, &pieces).unwrap();
         let mut receive = rng.random::<bool>().then(|| receive_into(&targets[0]));
         let send = peer.send(tag, &source, 0, bytes).unwrap();
@@ -371,7 +371,7 @@ fn cancelled_reads(
 
 /// Cancels reads into memory that `allocate` makes at an endpoint.
 fn cancel_reads_into(allocate: impl Fn(&Endpoint, usize) -> Region) {
-    const SHORT: usize = limits::READS_SERVED_MAX + limits::READS_WAITING_MAX;
+    const SHORT: usize = limits::INBOUND_READS_MAX + limits::READS_WAITING_MAX;
     const BATCH: usize = 100;
     let mut rng = rng();
     let ([near, far], [peer, far_peer]) = connected(2);
@@ -405,10 +405,10 @@ fn cancel_reads_into(allocate: impl Fn(&Endpoint, usize) -> Region) {
 
 #[test]
 fn cancelled_reads_of_the_host_are_complete_or_leave_the_memory_alone() {
-    cancel_reads_into(|end, bytes| end.register_zeroed(bytes).unwrap());
+    cancel_reads_into(|end, bytes| end.alloc_host(bytes).unwrap());
 }
 
 #[test]
 fn cancelled_reads_of_a_gpu_are_complete_or_leave_the_memory_alone() {
-    cancel_reads_into(|end, bytes| end.register_sim(DELAYED_GPU, bytes).unwrap());
+    cancel_reads_into(|end, bytes| end.alloc_sim(DELAYED_GPU, bytes).unwrap());
 }

@@ -17,7 +17,7 @@ fn target(end: &Endpoint) -> ConnectTarget {
 }
 
 fn connect(from: &Endpoint, to: ConnectTarget) -> Result<Peer, Error> {
-    from.start_connect(to)?.wait(LIMIT)
+    from.start_connect_to(to)?.wait(LIMIT)
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn a_session_is_resumed_with_the_secret_that_it_was_opened_with() {
     let [near, far] = ends();
     let there = connect(&near, target(&far).secret(SECRETS[1])).unwrap();
     let _here = far.accept(LIMIT).unwrap();
-    let (source, target) = (near.register(vec![7; 1 << 20]).unwrap(), far.register_zeroed(1 << 20).unwrap());
+    let (source, target) = (near.register(vec![7; 1 << 20]).unwrap(), far.alloc_host(1 << 20).unwrap());
     for _ in 0..3 {
         let port = format!(":{}", far.listen_addresses()[0].port());
         let cut =

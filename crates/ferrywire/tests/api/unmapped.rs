@@ -50,7 +50,7 @@ fn lost(pair: &Pair) -> u64 {
 fn goes_on(pair: &Pair) {
     for (peer, [near, far]) in [(&pair.near, [0, 1]), (&pair.far, [1, 0])] {
         let source = pair.ends[near].register(vec![7u8; 3 << 20]).unwrap();
-        let target = pair.ends[far].register_zeroed(3 << 20).unwrap();
+        let target = pair.ends[far].alloc_host(3 << 20).unwrap();
         let written = peer.write(&source, 0, &target.descriptor(), 0, 3 << 20).unwrap().wait(LIMIT);
         assert_eq!(written, Ok(3 << 20));
         let mut seen = vec![0; 3 << 20];
@@ -79,7 +79,7 @@ fn memory_that_cannot_be_read_fails_what_reads_it_and_nothing_else() {
         let pair = pair();
         let mapped = Mapped::new();
         let source = mapped.register(&pair.ends[0]);
-        let target = pair.ends[1].register_zeroed(BYTES).unwrap();
+        let target = pair.ends[1].alloc_host(BYTES).unwrap();
         mapped.shorten(left);
         let before = lost(&pair);
         for bytes in [8192, 100_000, BYTES as u64] {
@@ -102,7 +102,7 @@ fn memory_of_which_some_cannot_be_read_costs_a_connection_and_no_more() {
     let pair = pair();
     let mapped = Mapped::new();
     let source = mapped.register(&pair.ends[0]);
-    let target = pair.ends[1].register_zeroed(BYTES).unwrap();
+    let target = pair.ends[1].alloc_host(BYTES).unwrap();
     mapped.shorten(300 << 10);
     local(pair.near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap().wait(LIMIT));
     goes_on(&pair);

@@ -13,7 +13,7 @@ fn next(wakeup: &Wakeup) {
 
 /// The loop of a program that waits for all of these.
 fn all_done(wakeup: &Wakeup, mut waiting: Vec<Transfer>) {
-    waiting.iter().for_each(|each| each.wake(wakeup));
+    waiting.iter().for_each(|each| each.arm(wakeup));
     while !waiting.is_empty() {
         next(wakeup);
         waiting.retain(|each| match each.poll() {
@@ -31,7 +31,7 @@ fn transfers_of_every_kind_wake_when_they_end() {
     let pair = pair();
     let wakeup = Wakeup::new().unwrap();
     let source = pair.ends[0].register(vec![7u8; 1 << 20]).unwrap();
-    let target = pair.ends[1].register_zeroed(1 << 20).unwrap();
+    let target = pair.ends[1].alloc_host(1 << 20).unwrap();
     let remote = target.descriptor();
     for bytes in [0, 8, 4096, 100_000, 1 << 20] {
         let started = vec![
@@ -44,7 +44,7 @@ fn transfers_of_every_kind_wake_when_they_end() {
         all_done(&wakeup, started.clone());
         // Once more, now that all have ended.
         for ended in &started {
-            ended.wake(&wakeup);
+            ended.arm(&wakeup);
             next(&wakeup);
         }
     }
@@ -55,7 +55,7 @@ fn no_wake_up_is_lost_among_thousands_and_several_threads() {
     let pair = pair();
     let wakeup = Wakeup::new().unwrap();
     let source = pair.ends[0].register(vec![7u8; 4096]).unwrap();
-    let target = pair.ends[1].register_zeroed(4096).unwrap();
+    let target = pair.ends[1].alloc_host(4096).unwrap();
     let remote = target.descriptor();
     let (sender, started) = std::sync::mpsc::channel::<Transfer>();
     thread::scope(|scope| {
@@ -65,7 +65,7 @@ fn no_wake_up_is_lost_among_thousands_and_several_threads() {
             scope.spawn(move || {
                 for round in 0..3000u64 {
                     let transfer = peer.write(&source, 0, &remote, 0, round % 4096).unwrap();
-                    transfer.wake(&wakeup);
+                    transfer.arm(&wakeup);
                     sender.send(transfer).unwrap();
                 }
             });
@@ -82,7 +82,7 @@ fn no_wake_up_is_lost_among_thousands_and_several_threads() {
             if waiting.is_empty() && done < 6000 {
                 // The next one may have ended before it came through the channel.
                 waiting.extend(started.recv());
-                waiting.iter().for_each(|each| each.wake(&wakeup));
+                waiting.iter().for_each(|each| each.arm(&wakeup));
             }
         }
     });
@@ -113,7 +113,7 @@ fn notifications_of_many_peers_are_waited_for_by_one_thread() {
         }
         let mut heard = [0; PEERS];
         while heard.iter().any(|heard| *heard < EACH) {
-            peers.iter().for_each(|peer| peer.wake(&wakeup));
+            peers.iter().for_each(|peer| peer.arm(&wakeup));
             next(&wakeup);
             for (peer, heard) in peers.iter().zip(&mut heard) {
                 while let Some(message) = peer.poll_notification().unwrap() {
@@ -129,13 +129,13 @@ fn notifications_of_many_peers_are_waited_for_by_one_thread() {
 fn a_peer_that_closes_and_one_that_is_accepted_wake() {
     let wakeup = Wakeup::new().unwrap();
     let receiver = listening();
-    receiver.wake(&wakeup);
+    receiver.arm(&wakeup);
     assert_eq!(wakeup.wait(std::time::Duration::ZERO), Ok(false));
     let sender = Endpoint::builder().channels(1).build().unwrap();
-    let connecting = sender.connecting(receiver.listen_addresses()[0]).unwrap();
+    let connecting = sender.start_connect(receiver.listen_addresses()[0]).unwrap();
     let there = Wakeup::new().unwrap();
     let peer = loop {
-        connecting.wake(&there);
+        connecting.arm(&there);
         next(&there);
         if let Some(peer) = connecting.poll() {
             break peer.unwrap();
@@ -146,20 +146,20 @@ fn a_peer_that_closes_and_one_that_is_accepted_wake() {
         if let Some(peer) = receiver.try_accept() {
             break peer.unwrap();
         }
-        receiver.wake(&wakeup);
+        receiver.arm(&wakeup);
     };
-    accepted.wake(&wakeup);
+    accepted.arm(&wakeup);
     peer.close(LIMIT).unwrap();
     while accepted.poll_notification().is_ok() {
         next(&wakeup);
-        accepted.wake(&wakeup);
+        accepted.arm(&wakeup);
     }
     // Those that are over wake at once, and so does a closed endpoint.
     wakeup.clear();
-    accepted.wake(&wakeup);
+    accepted.arm(&wakeup);
     next(&wakeup);
     receiver.close(LIMIT).unwrap();
-    receiver.wake(&wakeup);
+    receiver.arm(&wakeup);
     next(&wakeup);
 }
 
@@ -167,9 +167,9 @@ fn a_peer_that_closes_and_one_that_is_accepted_wake() {
 fn a_receive_that_its_peer_leaves_alone_wakes_when_the_peer_goes() {
     let pair = pair();
     let wakeup = Wakeup::new().unwrap();
-    let target = pair.ends[1].register_zeroed(64).unwrap();
+    let target = pair.ends[1].alloc_host(64).unwrap();
     let receive = pair.far.recv(9, &target, 0, 64).unwrap();
-    receive.wake(&wakeup);
+    receive.arm(&wakeup);
     assert_eq!(receive.poll(), None);
     pair.near.close(LIMIT).unwrap();
     while receive.poll().is_none() {
@@ -185,9 +185,9 @@ fn what_is_attached_may_go_and_so_may_the_wakeup() {
     assert!(kept.as_raw_fd() >= 0);
     for _ in 0..50 {
         let gone = Wakeup::new().unwrap();
-        pair.far.wake(&gone);
-        pair.near.notify(b"a").unwrap().wake(&gone);
-        pair.near.notify(b"b").unwrap().wake(&kept);
+        pair.far.arm(&gone);
+        pair.near.notify(b"a").unwrap().arm(&gone);
+        pair.near.notify(b"b").unwrap().arm(&kept);
     }
     for expected in [b"a", b"b"].repeat(50) {
         assert_eq!(pair.far.wait_notification(LIMIT).unwrap(), expected);

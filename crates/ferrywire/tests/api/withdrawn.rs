@@ -42,7 +42,7 @@ impl Still {
     }
 
     fn memory(&self, bytes: usize) -> [Region; 2] {
-        [self.ends[0].register(vec![7; bytes]).unwrap(), self.ends[1].register_zeroed(bytes).unwrap()]
+        [self.ends[0].register(vec![7; bytes]).unwrap(), self.ends[1].alloc_host(bytes).unwrap()]
     }
 }
 
@@ -52,7 +52,7 @@ fn a_receive_whose_message_is_cancelled_behind_another_is_for_the_next_one() {
     const BYTES: usize = 16 << 20;
     let still = still();
     let [source, first] = still.memory(BYTES);
-    let second = still.ends[1].register_zeroed(BYTES).unwrap();
+    let second = still.ends[1].alloc_host(BYTES).unwrap();
     let before = still.there.recv(1, &first, 0, BYTES as u64).unwrap();
     let behind = still.there.recv(2, &second, 0, BYTES as u64).unwrap();
     let sent = still.here.send(1, &source, 0, BYTES as u64).unwrap();

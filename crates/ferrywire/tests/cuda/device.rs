@@ -2,7 +2,7 @@
 
 use crate::{gpu, is_alone, is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::{Block, BlockList, Endpoint, Error, MemoryLocation, Ready};
+use ferrywire::{Block, BlockList, Endpoint, Error, MemoryLocation, StreamEvent};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{
     CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, dmabuf_fd, driver_version, pointer,
@@ -135,7 +135,7 @@ fn too_much_memory_is_refused_with_what_there_is() {
     assert!(free_bytes <= total_bytes && *total_bytes == gpu.total_bytes(), "{error}");
     assert!(error.to_string().starts_with("cuMemAlloc on CUDA GPU 0 ("), "{error}");
     let end = Endpoint::builder().build().unwrap();
-    let error = end.register_cuda(0, bytes).unwrap_err();
+    let error = end.alloc_cuda(0, bytes).unwrap_err();
     assert!(matches!(error, Error::Cuda(CudaError::OutOfMemory { .. })), "{error}");
     // More than there are addresses: a driver that is asked for all memory may take the machine with it.
     let error = gpu.pinned(1 << 62).unwrap_err();
@@ -273,7 +273,7 @@ fn an_address_tells_whose_it_is() {
 fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     let Some(gpu) = gpu() else { return };
     let end = Endpoint::builder().build().unwrap();
-    let region = end.register_cuda(0, 100_000).unwrap();
+    let region = end.alloc_cuda(0, 100_000).unwrap();
     assert_eq!((region.location(), region.len()), (MemoryLocation::Cuda(0), 100_000));
     assert_eq!(region.location().to_string(), "memory of CUDA GPU 0");
     assert_eq!(region.as_ptr() as u64 % (64 << 10), 0);
@@ -366,12 +366,12 @@ fn memory_of_gpus_moves_over_tcp() {
     let other = other_gpu(&gpu).index();
     for (round, (from, to)) in [(true, true), (true, false), (false, true)].into_iter().enumerate() {
         let register = |end: &Endpoint, gpu: Option<u32>| match gpu {
-            Some(gpu) => end.register_cuda(gpu, BYTES).unwrap(),
-            None => end.register_zeroed(BYTES).unwrap(),
+            Some(gpu) => end.alloc_cuda(gpu, BYTES).unwrap(),
+            None => end.alloc_host(BYTES).unwrap(),
         };
         let source = register(&connecting, from.then_some(0));
         let (target, back) =
-            (register(&accepting, to.then_some(other)), connecting.register_zeroed(BYTES).unwrap());
+            (register(&accepting, to.then_some(other)), connecting.alloc_host(BYTES).unwrap());
         let bytes = bytes_of(round as u64 + 1, BYTES);
         source.write_at(0, &bytes).unwrap();
         let (offset, len) = (13, BYTES as u64 - 100);
@@ -426,7 +426,7 @@ fn copies_end_where_an_allocation_does_though_another_lies_beside_it() {
     let connecting = Endpoint::builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let _far = accepting.accept(LONG).unwrap();
-    let region = accepting.register_zeroed(2 * PART as usize).unwrap();
+    let region = accepting.alloc_host(2 * PART as usize).unwrap();
     let there = region.descriptor();
     // SAFETY: freed below, behind the end of both regions.
     let [low, high] = pair.map(|base| unsafe { connecting.register_raw(base as *mut u8, BYTES) }.unwrap());
@@ -470,8 +470,8 @@ fn blocks_of_gpus_move_over_tcp() {
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let _far = accepting.accept(LONG).unwrap();
     let bytes = bytes_of(1, BLOCKS * SPAN);
-    let source = connecting.register_cuda(0, BLOCKS * SPAN).unwrap();
-    let target = accepting.register_cuda(other_gpu(&gpu).index(), BLOCKS * SPAN).unwrap();
+    let source = connecting.alloc_cuda(0, BLOCKS * SPAN).unwrap();
+    let target = accepting.alloc_cuda(other_gpu(&gpu).index(), BLOCKS * SPAN).unwrap();
     source.write_at(0, &bytes).unwrap();
     let lengths = bytes_of(2, 2 * BLOCKS);
     let blocks: Vec<Block> = (0..BLOCKS)
@@ -499,7 +499,7 @@ fn blocks_of_gpus_move_over_tcp() {
     target.read_at(0, &mut found).unwrap();
     assert!(found == expected, "written");
     // Back to where they came from, in memory that knows nothing of them.
-    let back = connecting.register_cuda(0, BLOCKS * SPAN).unwrap();
+    let back = connecting.alloc_cuda(0, BLOCKS * SPAN).unwrap();
     let list = BlockList::new(&back, &target.descriptor(), &blocks).unwrap();
     assert_eq!(near.read_blocks(&list, None).unwrap().wait(LONG), Ok(total));
     let mut expected = vec![0; BLOCKS * SPAN];
@@ -525,19 +525,19 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let far = accepting.accept(LONG).unwrap();
     let other = other_gpu(&gpu);
-    let source = connecting.register_cuda(0, BYTES).unwrap();
-    let [target, copy] = [(); 2].map(|()| accepting.register_cuda(other.index(), BYTES).unwrap());
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
+    let [target, copy] = [(); 2].map(|()| accepting.alloc_cuda(other.index(), BYTES).unwrap());
     let (producer, consumer) = (gpu.stream().unwrap(), other.stream().unwrap());
     let real = is_real(&gpu);
     let received = far.recv(1, &target, 0, len).unwrap();
     // Before anything was staged: what is made for that must not wait for this stream.
-    received.hold(&consumer).unwrap();
+    received.block_stream(&consumer).unwrap();
     // SAFETY: two regions of so many bytes, which live.
     unsafe { consumer.copy(target.as_ptr() as u64, copy.as_ptr() as u64, BYTES) }.unwrap();
     slow.hold_up(&producer, Duration::from_millis(300)).unwrap();
     // SAFETY: a region of so many bytes, which lives.
     unsafe { producer.fill(source.as_ptr() as u64, 7, BYTES) }.unwrap();
-    let after = near.after(Ready::after_stream(&producer).unwrap());
+    let after = near.on_stream(StreamEvent::after_stream(&producer).unwrap());
     let begun = Instant::now();
     let sent = after.send(1, &source, 0, len).unwrap();
     let posted = begun.elapsed();
@@ -553,9 +553,9 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
     if real {
         // Somebody else's stream, here the default one; and one that has nothing to wait for.
         // SAFETY: null is the default stream.
-        let ready = unsafe { Ready::after_raw_stream(&gpu, std::ptr::null_mut()) }.unwrap();
-        let write = near.after(ready).write(&source, 0, &target.descriptor(), 0, len).unwrap();
-        write.hold(&consumer).unwrap();
+        let ready = unsafe { StreamEvent::after_raw_stream(&gpu, std::ptr::null_mut()) }.unwrap();
+        let write = near.on_stream(ready).write(&source, 0, &target.descriptor(), 0, len).unwrap();
+        write.block_stream(&consumer).unwrap();
         consumer.wait(LONG).unwrap();
         assert_eq!(write.poll(), Some(Ok(len)));
     }

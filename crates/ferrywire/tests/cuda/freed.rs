@@ -48,8 +48,8 @@ fn memory_that_is_freed_before_its_copy_in_one_piece_costs_its_operation_alone()
                 let write = ends.near.write(source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
                 write.wait(LIMIT)
             };
-            let room = ends.accepting.register_cuda(there.index(), BYTES).unwrap();
-            let bytes = ends.connecting.register_cuda(here.index(), BYTES).unwrap();
+            let room = ends.accepting.alloc_cuda(there.index(), BYTES).unwrap();
+            let bytes = ends.connecting.alloc_cuda(here.index(), BYTES).unwrap();
             bytes.write_at(0, &pattern(BYTES, 1)).unwrap();
 
             let (address, source) = allocated(&ends.connecting, &here);

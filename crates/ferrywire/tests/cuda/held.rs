@@ -34,7 +34,7 @@ fn join(accepting: &Endpoint) -> Pair {
     let connecting = Endpoint::builder().build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let far = accepting.accept(LONG).unwrap();
-    let source = connecting.register_cuda(0, BYTES).unwrap();
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
     Pair { near, far, source, connecting }
 }
 
@@ -113,19 +113,19 @@ fn nothing_is_freed_while_a_stream_waits_for_a_transfer() {
             .build()
             .unwrap();
         let other = other_gpu(&gpu);
-        let [target, spare] = [(); 2].map(|()| accepting.register_cuda(other.index(), BYTES).unwrap());
+        let [target, spare] = [(); 2].map(|()| accepting.alloc_cuda(other.index(), BYTES).unwrap());
         let (kept, goes) = (join(&accepting), join(&accepting));
         kept.move_through(&target);
         goes.move_through(&target);
         let streams = [gpu.stream().unwrap(), other.stream().unwrap()];
         let received = kept.far.recv(1, &target, 0, BYTES as u64).unwrap();
-        streams.iter().for_each(|stream| received.hold(stream).unwrap());
+        streams.iter().for_each(|stream| received.block_stream(stream).unwrap());
         // A peer goes, with its rings at either end; memory goes; another peer comes.
         goes.near.close(LONG).unwrap();
         let Pair { source, connecting, .. } = goes;
         drop((source, connecting, spare));
         let comes = join(&accepting);
-        comes.move_through(&accepting.register_cuda(other.index(), BYTES).unwrap());
+        comes.move_through(&accepting.alloc_cuda(other.index(), BYTES).unwrap());
         kept.source.write_at(0, &[5; BYTES]).unwrap();
         kept.near.send(1, &kept.source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
         assert_eq!(received.wait(LONG), Ok(BYTES as u64));
@@ -153,13 +153,13 @@ fn loading_kernels_behind_a_stream_that_waits_holds_up_no_transfer_to_another_gp
         let connecting = Endpoint::builder().build().unwrap();
         let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
         let far = accepting.accept(LONG).unwrap();
-        let target = accepting.register_cuda(gpu.index(), BYTES).unwrap();
+        let target = accepting.alloc_cuda(gpu.index(), BYTES).unwrap();
         let source = connecting.register(vec![5; BYTES]).unwrap();
         let stream = other.stream().unwrap();
         let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
-        received.hold(&stream).unwrap();
+        received.block_stream(&stream).unwrap();
         let registering = std::thread::spawn(move || {
-            accepting.register_cuda(other.index(), BYTES).unwrap();
+            accepting.alloc_cuda(other.index(), BYTES).unwrap();
             accepting
         });
         // Until it stands there, as far as can be told.
@@ -185,11 +185,11 @@ fn copies_pass_many_streams_that_wait() {
         let accepting =
             Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(16).build().unwrap();
         let gpus = [gpu.clone(), other_gpu(&gpu)];
-        let target = accepting.register_cuda(gpus[1].index(), BYTES).unwrap();
+        let target = accepting.alloc_cuda(gpus[1].index(), BYTES).unwrap();
         let pair = join(&accepting);
         let streams: Vec<CudaStream> = (0..64).map(|at| gpus[at % 2].stream().unwrap()).collect();
         let received = pair.far.recv(1, &target, 0, BYTES as u64).unwrap();
-        streams.iter().for_each(|stream| received.hold(stream).unwrap());
+        streams.iter().for_each(|stream| received.block_stream(stream).unwrap());
         pair.move_through(&target);
         pair.move_little(&target);
         pair.send_little(&target);

@@ -31,8 +31,8 @@ fn while_multiprocessors_are_busy_the_copy_engines_copy() {
     // SAFETY: the function of this name has this type.
     let hold: extern "C" fn(c_int) = unsafe { std::mem::transmute(hold) };
     let (accepting, connecting, near) = connected();
-    let source = connecting.register_cuda(0, BYTES).unwrap();
-    let target = accepting.register_cuda(0, BYTES).unwrap();
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
+    let target = accepting.alloc_cuda(0, BYTES).unwrap();
     let write = || near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     let (start, mut waited, mut passed) = (Instant::now(), 0, 0);
     while waited == 0 || passed == 0 {
@@ -72,7 +72,7 @@ fn memory_that_is_freed_while_its_copy_is_launched_is_not_touched() {
     // SAFETY: the function of this name has this type.
     let free_at_launch: extern "C" fn(c_ulonglong) = unsafe { std::mem::transmute(free) };
     let (accepting, connecting, near) = connected();
-    let target = accepting.register_zeroed(BYTES).unwrap();
+    let target = accepting.alloc_host(BYTES).unwrap();
     let (start, mut freed) = (Instant::now(), 0);
     while freed < 3 {
         assert!(start.elapsed() < LONG, "{freed} times something was launched");
@@ -114,7 +114,7 @@ fn memory_that_is_freed_while_its_kernel_waits_for_it_is_copied_whole_or_not_at_
     let free_after_launch: extern "C" fn(c_ulonglong) -> c_ulonglong = unsafe { std::mem::transmute(free) };
     let (accepting, connecting, near) = connected();
     let bytes = 256 << 10;
-    let target = accepting.register_zeroed(bytes).unwrap();
+    let target = accepting.alloc_host(bytes).unwrap();
     let (start, mut launched, mut salt) = (Instant::now(), 0, 0u8);
     while launched < 20 {
         assert!(start.elapsed() < LONG, "{launched} times something was launched");
@@ -163,8 +163,8 @@ fn memory_that_is_freed_after_it_was_seen_to_be_there_is_copied_whole_or_not_at_
     let free_after: extern "C" fn(c_ulonglong, c_int) -> c_ulonglong = unsafe { std::mem::transmute(free) };
     kernels_stay_longer();
     let (accepting, connecting, near) = connected();
-    let target = accepting.register_zeroed(BYTES).unwrap();
-    let (kept, elsewhere) = (connecting.register_cuda(0, BYTES), accepting.register_zeroed(BYTES));
+    let target = accepting.alloc_host(BYTES).unwrap();
+    let (kept, elsewhere) = (connecting.alloc_cuda(0, BYTES), accepting.alloc_host(BYTES));
     let (kept, elsewhere) = (kept.unwrap(), elsewhere.unwrap());
     let (start, mut freed, mut salt) = (Instant::now(), 0, 0u8);
     while freed < 20 {
@@ -272,8 +272,8 @@ fn a_list_that_is_not_posted_in_time_costs_time_and_no_transfer() {
     // SAFETY: the function of this name has this type.
     let block_launches: extern "C" fn(c_int) = unsafe { std::mem::transmute(block) };
     let (accepting, connecting, near) = connected();
-    let source = connecting.register_cuda(0, BYTES).unwrap();
-    let target = accepting.register_cuda(0, BYTES).unwrap();
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
+    let target = accepting.alloc_cuda(0, BYTES).unwrap();
     block_launches(1);
     for salt in 1..4u8 {
         moves(&near, &source, &target, salt);
@@ -358,7 +358,7 @@ fn pair_with(gpu: &CudaGpu, bytes: usize) -> Pair {
     let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
     let connecting = Endpoint::builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
-    let source = connecting.register_cuda(gpu.index(), bytes).unwrap();
-    let target = accepting.register_cuda(gpu.index(), bytes).unwrap();
+    let source = connecting.alloc_cuda(gpu.index(), bytes).unwrap();
+    let target = accepting.alloc_cuda(gpu.index(), bytes).unwrap();
     Pair { near, source, target, _ends: [accepting, connecting] }
 }

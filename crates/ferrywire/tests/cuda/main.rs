@@ -90,7 +90,7 @@ fn passes(test: &str, variables: &[(&str, &str)]) {
 
 /// After something went wrong: the GPU and the connection are as good as before.
 fn still_moves(connecting: &Endpoint, near: &Peer, target: &Region, bytes: usize) {
-    moves(near, &connecting.register_cuda(0, bytes).unwrap(), target, 7);
+    moves(near, &connecting.alloc_cuda(0, bytes).unwrap(), target, 7);
 }
 
 /// All of one region is written to the beginning of another.

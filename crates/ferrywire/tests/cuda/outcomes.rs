@@ -136,7 +136,7 @@ impl Scene {
     }
 
     fn on_gpu(&self, end: usize) -> Region {
-        self.ends[end].register_cuda(self.gpu.index(), self.copies.spread_bytes()).unwrap()
+        self.ends[end].alloc_cuda(self.gpu.index(), self.copies.spread_bytes()).unwrap()
     }
 
     fn list(&self, source: &Region, target: &Region) -> BlockList {
@@ -176,7 +176,7 @@ impl Scene {
     /// No connection was lost, and other transfers go on.
     fn goes_on(self) {
         let Scene { ends: [near, far], peers, gpu, .. } = self;
-        let [source, target] = [&near, &far].map(|end| end.register_cuda(gpu.index(), 1 << 20).unwrap());
+        let [source, target] = [&near, &far].map(|end| end.alloc_cuda(gpu.index(), 1 << 20).unwrap());
         moves(&peers[0], &source, &target, 7);
         assert_eq!(peers.map(|peer| peer.stats().lost_channels), [const { Vec::<String>::new() }; 2]);
     }
@@ -193,7 +193,7 @@ fn drop_sources(copies: Copies, test: &str) {
         scene.gpu.write_from_slice(buffer.address(), &vec![CONTENT; spread_bytes]).unwrap();
         // SAFETY: the buffer stays until the end.
         let source = unsafe { scene.ends[0].register_raw(buffer.as_ptr(), spread_bytes) }.unwrap();
-        let target = scene.ends[1].register_zeroed(spread_bytes).unwrap();
+        let target = scene.ends[1].alloc_host(spread_bytes).unwrap();
         let list = scene.list(&source, &target);
         let sent_bytes = |staging: StagingStats| staging.sent_bytes;
         let before = scene.staged(0, sent_bytes);

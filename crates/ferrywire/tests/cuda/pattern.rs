@@ -40,7 +40,7 @@ fn many_stretches_are_written_and_compared_at_once() {
     let Some(gpu) = gpu() else { return };
     let end = Endpoint::builder().build().unwrap();
     let (all, bytes) = stretches(if is_real(&gpu) { 5_000 } else { 300 });
-    let region = end.register_cuda(0, bytes as usize).unwrap();
+    let region = end.alloc_cuda(0, bytes as usize).unwrap();
     let patterns = match RegionPattern::of(&region) {
         Ok(patterns) => patterns.expect("memory of a GPU"),
         // The stand-in that runs no kernels.

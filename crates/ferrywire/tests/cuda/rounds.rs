@@ -21,8 +21,8 @@ fn connected() -> (Endpoint, Endpoint, Peer) {
 /// Opens, registers, connects, transfers, closes.
 fn round(salt: u8, other: u32) {
     let (accepting, connecting, near) = connected();
-    let source = connecting.register_cuda(0, BYTES).unwrap();
-    let target = accepting.register_cuda(other, BYTES).unwrap();
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
+    let target = accepting.alloc_cuda(other, BYTES).unwrap();
     moves(&near, &source, &target, salt);
     near.close(LONG).unwrap();
     connecting.close(LONG).unwrap();
@@ -150,8 +150,8 @@ fn rings_of_lost_peers_do_not_pile_up() {
     }
     let (accepting, connecting, near) = connected();
     drop((accepting.accept(LONG).unwrap(), near));
-    let source = connecting.register_cuda(0, LOST_BYTES).unwrap();
-    let target = accepting.register_zeroed(LOST_BYTES).unwrap();
+    let source = connecting.alloc_cuda(0, LOST_BYTES).unwrap();
+    let target = accepting.alloc_host(LOST_BYTES).unwrap();
     for _ in 0..40 {
         lose_a_peer(&connecting, &accepting, &source, &target);
     }
@@ -167,8 +167,8 @@ fn rings_of_lost_peers_are_used_again() {
     }
     let (accepting, connecting, near) = connected();
     drop((accepting.accept(LONG).unwrap(), near));
-    let source = connecting.register_zeroed(LOST_BYTES).unwrap();
-    let target = accepting.register_cuda(0, LOST_BYTES).unwrap();
+    let source = connecting.alloc_host(LOST_BYTES).unwrap();
+    let target = accepting.alloc_cuda(0, LOST_BYTES).unwrap();
     for _ in 0..12 {
         lose_a_peer(&connecting, &accepting, &source, &target);
     }
@@ -192,7 +192,7 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
     let (accepting, connecting, near) = connected();
     // SAFETY: it is not: that is the test. Nobody but the GPU's copies looks there.
     let source = unsafe { connecting.register_raw(address as *mut u8, LARGE) }.unwrap();
-    let target = accepting.register_zeroed(LARGE).unwrap();
+    let target = accepting.alloc_host(LARGE).unwrap();
     let write = || near.write(&source, 0, &target.descriptor(), 0, LARGE as u64).unwrap();
     let writes: Vec<_> = (0..20).map(|_| write()).collect();
     assert_eq!(writes[0].wait(LONG), Ok(LARGE as u64));
@@ -220,8 +220,8 @@ fn all_that_is_pinned_for_staging_is_counted() {
     }
     let (accepting, connecting, near) = connected();
     let far = accepting.accept(LONG).unwrap();
-    let source = connecting.register_cuda(0, BYTES).unwrap();
-    let target = accepting.register_cuda(0, BYTES).unwrap();
+    let source = connecting.alloc_cuda(0, BYTES).unwrap();
+    let target = accepting.alloc_cuda(0, BYTES).unwrap();
     let before = pinned_bytes();
     moves(&near, &source, &target, 1);
     let staged = |peer: &Peer| -> u64 {

@@ -33,12 +33,12 @@ fn with_driver(name: &str, defines: &[&str], body: impl FnOnce()) {
     assert!(said.contains("1 passed"), "{said}");
 }
 
-fn why_not() -> CudaError {
+fn unsupported_reason() -> CudaError {
     let error = CudaGpu::open(0).unwrap_err();
     assert_eq!(CudaGpu::open(0).unwrap_err(), error, "the same again");
     assert_eq!(Error::from(error.clone()).kind(), ferrywire::ErrorKind::Gpu);
     let end = Endpoint::builder().build().unwrap();
-    assert_eq!(end.register_cuda(0, 4096).unwrap_err(), Error::Cuda(error.clone()));
+    assert_eq!(end.alloc_cuda(0, 4096).unwrap_err(), Error::Cuda(error.clone()));
     error
 }
 
@@ -47,7 +47,7 @@ fn without_a_driver_host_memory_works_and_the_error_says_what_is_missing() {
     if !matches!(CudaGpu::count(), Err(CudaError::NoDriver)) {
         return println!("SKIPPED: needs a machine without a CUDA driver");
     }
-    let error = why_not();
+    let error = unsupported_reason();
     assert_eq!(error, CudaError::NoDriver);
     assert!(error.to_string().contains("libcuda.so.1"), "{error}");
     assert_eq!(pointer::of(&raw const error as u64), None);
@@ -57,7 +57,7 @@ fn without_a_driver_host_memory_works_and_the_error_says_what_is_missing() {
 #[test]
 fn an_old_driver_is_refused_with_both_versions() {
     with_driver("without::an_old_driver_is_refused_with_both_versions", &["VERSION=11080"], || {
-        let error = why_not();
+        let error = unsupported_reason();
         assert_eq!(error, CudaError::OldDriver { found: 11080, needed: 12000 });
         // Before a plugin is looked for.
         let with_gpu = Endpoint::builder().plugin(ends::plugin().gpu(MemoryLocation::Cuda(0)));
@@ -70,14 +70,14 @@ fn an_old_driver_is_refused_with_both_versions() {
 fn a_driver_without_a_function_is_an_error_and_no_panic() {
     with_driver("without::a_driver_without_a_function_is_an_error_and_no_panic", &["INCOMPLETE"], || {
         let missing = CudaError::MissingSymbol { symbol: "cuPointerGetAttributes", version: 12040 };
-        assert_eq!(why_not(), missing);
+        assert_eq!(unsupported_reason(), missing);
     });
 }
 
 #[test]
 fn a_driver_without_a_device_says_so() {
     with_driver("without::a_driver_without_a_device_says_so", &["DEVICES=0"], || {
-        assert_eq!(why_not(), CudaError::NoDevice);
+        assert_eq!(unsupported_reason(), CudaError::NoDevice);
     });
 }
 
@@ -127,9 +127,8 @@ fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goe
         let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
         let connecting = Endpoint::builder().build().unwrap();
         let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
-        let (host, far) =
-            (connecting.register(vec![7; 1 << 20]).unwrap(), accepting.register_zeroed(1 << 20));
-        let (on_gpu, far) = (connecting.register_cuda(0, 1 << 20).unwrap(), far.unwrap());
+        let (host, far) = (connecting.register(vec![7; 1 << 20]).unwrap(), accepting.alloc_host(1 << 20));
+        let (on_gpu, far) = (connecting.alloc_cuda(0, 1 << 20).unwrap(), far.unwrap());
         for _ in 0..3 {
             let write = near.write(&on_gpu, 0, &far.descriptor(), 0, 1 << 20).unwrap();
             let error = write.wait(LONG).unwrap_err();
@@ -139,7 +138,7 @@ fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goe
             assert_eq!(write.wait(LONG), Ok(1 << 20));
         }
         // And where the other end is the one without.
-        let there = accepting.register_cuda(1, 1 << 20).unwrap();
+        let there = accepting.alloc_cuda(1, 1 << 20).unwrap();
         let write = near.write(&host, 0, &there.descriptor(), 0, 1 << 20).unwrap();
         assert!(write.wait(LONG).is_err());
         let write = near.write(&host, 0, &far.descriptor(), 0, 1 << 20).unwrap();
@@ -156,8 +155,8 @@ fn rings_of_lost_peers_are_freed_when_pinned_memory_runs_out() {
         let accepting =
             Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
         let connecting = Endpoint::builder().channels(1).build().unwrap();
-        let source = connecting.register_cuda(0, BYTES).unwrap();
-        let target = accepting.register_zeroed(BYTES).unwrap();
+        let source = connecting.alloc_cuda(0, BYTES).unwrap();
+        let target = accepting.alloc_host(BYTES).unwrap();
         for _ in 0..10 {
             lose_a_peer(&connecting, &accepting, &source, &target);
         }

@@ -38,8 +38,8 @@ impl Good {
         let endpoint = dialler(Some(SECRET));
         let peer = endpoint.connect(address, LIMIT)?;
         let here = victim.accept(LIMIT)?;
-        let target = victim.register_zeroed(1 << 20)?;
-        let source = endpoint.register_zeroed(1 << 20)?;
+        let target = victim.alloc_host(1 << 20)?;
+        let source = endpoint.alloc_host(1 << 20)?;
         Ok(Good { endpoint, peer, here, target, source, rounds: 0 })
     }
 

@@ -196,7 +196,7 @@ fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
         let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         let wakeup = ferrywire::Wakeup::new().unwrap();
         let lost = loop {
-            write.wake(&wakeup);
+            write.arm(&wakeup);
             assert_eq!(wakeup.wait(LIMIT), Ok(true), "nobody was woken");
             wakeup.clear();
             if let Some(outcome) = write.poll() {
@@ -285,7 +285,7 @@ fn goes_on(ends: &Ends) {
 fn a_message_that_cannot_be_packed_costs_its_operation_alone() {
     case!("same_host=allow").passes(|| {
         let (ends, gpus) = with_gpus();
-        let source = ends.connecting.register_sim(0, 4 << 20).unwrap();
+        let source = ends.connecting.alloc_sim(0, 4 << 20).unwrap();
         let target = ends.accepting.register(vec![0; 4 << 20]).unwrap();
         let list = blocks(&source, &target);
         for round in 0..4 {
@@ -348,7 +348,7 @@ fn a_gather_that_fails_costs_its_channel_and_its_operation() {
     case!("same_host=allow").passes(|| {
         let (ends, gpus) = with_gpus();
         let source = ends.connecting.register(pattern(100_000, 1)).unwrap();
-        let target = ends.accepting.register_sim(1, 100_000).unwrap();
+        let target = ends.accepting.alloc_sim(1, 100_000).unwrap();
         let write = || ends.near.write(&source, 0, &target.descriptor(), 0, 100_000).unwrap();
         gpus[1].set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
         let error = write().wait(LIMIT).unwrap_err();
@@ -368,7 +368,7 @@ fn memory_of_a_gpu_that_is_dropped_during_a_peers_write_is_freed() {
     case!("same_host=allow,rate=20000000").passes(|| {
         let (ends, _gpus) = with_gpus();
         let source = ends.connecting.register(pattern(16 << 20, 1)).unwrap();
-        let target = ends.accepting.register_sim(1, 16 << 20).unwrap();
+        let target = ends.accepting.alloc_sim(1, 16 << 20).unwrap();
         let address = target.as_ptr() as u64;
         let write = ends.near.write(&source, 0, &target.descriptor(), 0, 16 << 20).unwrap();
         while ends.far.stats().channels.iter().all(|channel| channel.received_bytes < 1 << 20) {

@@ -29,8 +29,8 @@ fn ends_of(channels: usize, mode: UnpackMode) -> Ends {
 
 fn register(end: &Endpoint, index: u32, bytes: usize) -> Region {
     match location(index) {
-        MemoryLocation::SimGpu(index) => end.register_sim(index, bytes).unwrap(),
-        MemoryLocation::Cuda(index) => end.register_cuda(index, bytes).unwrap(),
+        MemoryLocation::SimGpu(index) => end.alloc_sim(index, bytes).unwrap(),
+        MemoryLocation::Cuda(index) => end.alloc_cuda(index, bytes).unwrap(),
         location => panic!("{location}"),
     }
 }

@@ -357,9 +357,9 @@ fn no_message_is_larger_than_the_plugins_chunk() {
         let ends = Ends::of(one(1), one(0));
         assert_eq!(ends.near.stats().chunk_bytes, 65_536);
         let bytes = 12 << 20;
-        let source = ends.connecting.register_sim(0, bytes).unwrap();
+        let source = ends.connecting.alloc_sim(0, bytes).unwrap();
         source.write_at(0, &pattern(bytes, 1)).unwrap();
-        let target = ends.accepting.register_sim(1, bytes).unwrap();
+        let target = ends.accepting.alloc_sim(1, bytes).unwrap();
         let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
         assert!(contents(&target) == pattern(bytes, 1));
@@ -376,9 +376,9 @@ fn no_message_has_more_fragments_than_tcpx_takes() {
         let one = |index| loopback(builder().channels(1).chunk_bytes(4 << 20).plugin(end(index)));
         let ends = Ends::of(one(1), one(0));
         let bytes = 12 << 20;
-        let source = ends.connecting.register_sim(0, bytes).unwrap();
+        let source = ends.connecting.alloc_sim(0, bytes).unwrap();
         source.write_at(0, &pattern(bytes, 1)).unwrap();
-        let target = ends.accepting.register_sim(1, bytes).unwrap();
+        let target = ends.accepting.alloc_sim(1, bytes).unwrap();
         let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
         assert!(contents(&target) == pattern(bytes, 1));
@@ -409,9 +409,9 @@ fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
         let ends = Ends::of(one(1), one(0));
         std::fs::remove_file(&file).unwrap();
         let bytes = 100 * CHUNK;
-        let source = ends.connecting.register_sim(0, bytes).unwrap();
+        let source = ends.connecting.alloc_sim(0, bytes).unwrap();
         source.write_at(0, &pattern(bytes, 1)).unwrap();
-        let target = ends.accepting.register_sim(1, bytes).unwrap();
+        let target = ends.accepting.alloc_sim(1, bytes).unwrap();
         let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
         assert!(contents(&target) == pattern(bytes, 1));
@@ -423,7 +423,7 @@ fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
         assert_eq!(ends.near.write_blocks(&list, None, None).unwrap().wait(LIMIT), Ok(28_000_000));
         let [sends, receives] =
             [&ends.near, &ends.far].map(|peer| peer.stats().channels[0].lane.clone().unwrap());
-        assert!(sends.sends_posted_most > 16, "{}", sends.sends_posted_most);
+        assert!(sends.max_outstanding_sends > 16, "{}", sends.max_outstanding_sends);
         assert_eq!(receives.receives_posted_most, 16);
         ends.close();
     });
@@ -439,7 +439,7 @@ fn receives_into_host_memory_count_among_those_into_gpu_memory() {
             let bytes = 1000 + salt as usize;
             ends.write(bytes, salt);
             let source = ends.connecting.register(pattern(bytes, salt)).unwrap();
-            let target = ends.accepting.register_sim(1, bytes).unwrap();
+            let target = ends.accepting.alloc_sim(1, bytes).unwrap();
             let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
             assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
             assert!(contents(&target) == pattern(bytes, salt), "round {salt}");
@@ -456,9 +456,9 @@ fn the_gpu_is_current_for_every_call_that_is_tied_to_it() {
             |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
         let ends = Ends::of(loopback(builder().plugin(end(2))), loopback(builder().plugin(end(1))));
         let bytes = 3 * CHUNK;
-        let source = ends.connecting.register_sim(1, bytes).unwrap();
+        let source = ends.connecting.alloc_sim(1, bytes).unwrap();
         source.write_at(0, &pattern(bytes, 1)).unwrap();
-        let target = ends.accepting.register_sim(2, bytes).unwrap();
+        let target = ends.accepting.alloc_sim(2, bytes).unwrap();
         let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
         assert!(contents(&target) == pattern(bytes, 1));

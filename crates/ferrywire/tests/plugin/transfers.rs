@@ -34,12 +34,12 @@ fn windows_are_used_and_never_exceeded() {
                 let lane = channel.lane.as_ref().unwrap();
                 assert_eq!((lane.plugin.as_str(), lane.version.as_str()), ("GPUDirectTCPX_v7", "v7"));
                 assert_eq!(lane.device_name, "lo");
-                assert!(lane.sends_posted_most <= 16 && lane.receives_posted_most <= 16, "{lane:?}");
+                assert!(lane.max_outstanding_sends <= 16 && lane.receives_posted_most <= 16, "{lane:?}");
                 assert_eq!(lane.closing_results, 0);
             }
         }
         let most = |peer: &ferrywire::Peer| peer.stats().channels[0].lane.clone().unwrap();
-        assert!(most(&ends.near).sends_posted_most > 4, "{:?}", most(&ends.near));
+        assert!(most(&ends.near).max_outstanding_sends > 4, "{:?}", most(&ends.near));
         assert!(most(&ends.far).receives_posted_most > 1, "{:?}", most(&ends.far));
         ends.close();
     });

@@ -188,9 +188,9 @@ pub fn both_sides_at_once(world: &mut impl World) {
             let len = world.rng().random_range(0..bytes);
             let salt = 2 * round + here as u64;
             let (source, target) = if round % 2 == 0 {
-                (world.patterned(here, len, salt), world.end(there).register_zeroed(len.max(1)).unwrap())
+                (world.patterned(here, len, salt), world.end(there).alloc_host(len.max(1)).unwrap())
             } else {
-                (world.patterned(there, len, salt), world.end(here).register_zeroed(len.max(1)).unwrap())
+                (world.patterned(there, len, salt), world.end(here).alloc_host(len.max(1)).unwrap())
             };
             let transfer = match round % 2 {
                 0 => peer.write(&source, 0, &target.descriptor(), 0, len as u64),

@@ -34,8 +34,7 @@ fn done(transfer: &Transfer) -> bool {
 #[test]
 fn a_small_write_does_not_wait_for_a_caller_that_sleeps() {
     let Ends { here, there, peer, far } = ends(1);
-    let (source, target) =
-        (here.register_zeroed(HELD_BYTES as usize).unwrap(), there.register_zeroed(64).unwrap());
+    let (source, target) = (here.alloc_host(HELD_BYTES as usize).unwrap(), there.alloc_host(64).unwrap());
     // In flight without a frame that could be answered: nobody has posted a receive for it.
     let unmatched = peer.send(1, &source, 0, HELD_BYTES).unwrap();
     let listen = || while peer.wait_notification(LIMIT).unwrap() != b"end" {};
@@ -100,5 +99,5 @@ fn a_large_message_that_was_waited_for_is_sent_by_all_threads() {
 }
 
 fn region(end: &Endpoint) -> Region {
-    end.register_zeroed(BYTES as usize).unwrap()
+    end.alloc_host(BYTES as usize).unwrap()
 }

@@ -95,7 +95,7 @@ pub fn endpoint_closed_with_work_under_way(world: &mut impl World) {
     let end = world.end(0);
     assert_eq!(world.blocking(|| end.close(LIMIT)), Ok(()));
     load.finish_well(world, [(0, &near), (1, &far)]);
-    assert!(matches!(end.connecting(world.address(1)), Err(Error::Closed)));
+    assert!(matches!(end.start_connect(world.address(1)), Err(Error::Closed)));
     assert_eq!(end.close(LIMIT), Ok(()));
 }
 
@@ -264,7 +264,7 @@ pub fn parts_that_are_lost_again_and_again_are_no_progress(world: &mut impl Faul
     let mut activity = Vec::new();
     for _ in 0..5 {
         world.pass(Duration::from_secs(2));
-        activity.push(write.activity());
+        activity.push(write.progress_counter());
         for conn in world.net().connections().into_iter().filter(|conn| conn.bulk) {
             world.net().reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
         }
@@ -274,7 +274,7 @@ pub fn parts_that_are_lost_again_and_again_are_no_progress(world: &mut impl Faul
     assert!(activity[1..].iter().all(|seen| *seen == activity[1]), "{activity:?}");
     // A whole one is.
     assert_eq!(world.outcome(&write), Ok(SLOW_BYTES as u64));
-    assert!(write.activity() > activity[1]);
+    assert!(write.progress_counter() > activity[1]);
     drop(far);
 }
 

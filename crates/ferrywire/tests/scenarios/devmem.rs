@@ -47,7 +47,7 @@ impl Ends {
 
     pub fn region(&self, end: usize, bytes: &[u8]) -> Region {
         let region = match self.gpus[end] {
-            Some(gpu) => self.ends[end].register_sim(gpu, bytes.len()).unwrap(),
+            Some(gpu) => self.ends[end].alloc_sim(gpu, bytes.len()).unwrap(),
             None => return self.ends[end].register(bytes.to_vec()).unwrap(),
         };
         region.write_at(0, bytes).unwrap();
@@ -214,7 +214,7 @@ fn a_gpu_at_one_end_only() {
     let far = hosts.on(1, || far.build()).unwrap();
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let bytes = 3_000_001;
-    let on_gpu = near.register_sim(0, bytes).unwrap();
+    let on_gpu = near.alloc_sim(0, bytes).unwrap();
     let on_host = far.register(pattern(bytes, 7)).unwrap();
     peer.read(&on_gpu, 0, &on_host.descriptor(), 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
     assert_same(&contents(&on_gpu), &pattern(bytes, 7), "from the host to the GPU");
@@ -230,7 +230,7 @@ fn a_gpu_at_one_end_only() {
 #[test]
 fn tcp_and_devmem_share_a_port() {
     let Some(hosts) = Hosts::here() else { return };
-    let serving = hosts.plain(1).channels(2).payload_backend(hosts.devmem(None).if_possible());
+    let serving = hosts.plain(1).channels(2).payload_backend(hosts.devmem(None).optional());
     let serving = hosts.on(1, || serving.build()).unwrap();
     let address = serving.listen_addresses()[0];
     let over = |builder: Builder| {
@@ -238,10 +238,10 @@ fn tcp_and_devmem_share_a_port() {
         let peer = end.connect(address, LIMIT).unwrap();
         (peer.stats(), peer, end)
     };
-    let (one, by_devmem, first) = over(hosts.plain(0).payload_backend(hosts.devmem(None).if_possible()));
+    let (one, by_devmem, first) = over(hosts.plain(0).payload_backend(hosts.devmem(None).optional()));
     let (other, by_tcp, second) = over(hosts.plain(0));
     assert_eq!((one.transport, other.transport), ("devmem", "tcp"));
-    assert_eq!(one.transport_why, "both ends can");
+    assert_eq!(one.transport_reason, "both ends can");
     let target = serving.register(vec![0; 4 << 20]).unwrap();
     for (salt, peer, end) in [(3, &by_devmem, &first), (4, &by_tcp, &second)] {
         let source = end.register(pattern(4 << 20, salt)).unwrap();
@@ -289,7 +289,7 @@ impl Drop for Full<'_> {
 #[test]
 fn a_session_whose_lanes_do_not_come_about_goes_over_tcp_where_both_ends_can_do_without() {
     let Some(hosts) = Hosts::here() else { return };
-    let optional = |index| hosts.plain(index).channels(2).payload_backend(hosts.devmem(None).if_possible());
+    let optional = |index| hosts.plain(index).channels(2).payload_backend(hosts.devmem(None).optional());
     let ends = [0, 1].map(|index| hosts.on(index, || optional(index).build()).unwrap());
     let address = ends[1].listen_addresses()[0];
     let bytes = 3_000_001;
@@ -301,7 +301,7 @@ fn a_session_whose_lanes_do_not_come_about_goes_over_tcp_where_both_ends_can_do_
         for stats in [near.stats(), far.stats()] {
             assert_eq!(stats.transport, "tcp");
             for words in [format!("at the end that {name}"), format!("NIC dm{end}"), "steer".into()] {
-                assert!(stats.transport_why.contains(&words), "{words}: {}", stats.transport_why);
+                assert!(stats.transport_reason.contains(&words), "{words}: {}", stats.transport_reason);
             }
         }
         let (source, target) =
@@ -329,14 +329,14 @@ fn an_end_that_cannot_is_named() {
     let only_if_ready = DevmemConfig::default();
     let refused = hosts.plain(0).payload_backend(only_if_ready.clone()).build().unwrap_err().to_string();
     assert!(refused.contains("dm0") && refused.contains("allow"), "{refused}");
-    let near = hosts.plain(0).payload_backend(only_if_ready.if_possible()).build().unwrap();
-    let far = hosts.plain(1).payload_backend(hosts.devmem(None).if_possible());
+    let near = hosts.plain(0).payload_backend(only_if_ready.optional()).build().unwrap();
+    let far = hosts.plain(1).payload_backend(hosts.devmem(None).optional());
     let far = hosts.on(1, || far.build()).unwrap();
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let stats = peer.stats();
-    assert!(stats.transport == "tcp" && stats.transport_why.contains("dm0"), "{}", stats.transport_why);
+    assert!(stats.transport == "tcp" && stats.transport_reason.contains("dm0"), "{}", stats.transport_reason);
     let told = far.accept(LIMIT).unwrap().stats();
-    assert!(told.transport == "tcp" && told.transport_why.contains("dm0"), "{}", told.transport_why);
+    assert!(told.transport == "tcp" && told.transport_reason.contains("dm0"), "{}", told.transport_reason);
     // An end that needs it refuses one that has none.
     let strict = hosts.plain(1).payload_backend(hosts.devmem(None));
     let strict = hosts.on(1, || strict.build()).unwrap();

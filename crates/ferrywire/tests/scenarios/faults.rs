@@ -199,7 +199,7 @@ pub fn answers_that_are_not_acknowledged<W: Faulty>(world: &mut W) {
         .collect();
     world.pass(ms(300));
     let reads: Vec<Transfer> =
-        (0..3 * limits::READS_SERVED_MAX).map(|_| near.read(&ours, 0, &remote, 0, 8).unwrap()).collect();
+        (0..3 * limits::INBOUND_READS_MAX).map(|_| near.read(&ours, 0, &remote, 0, 8).unwrap()).collect();
     world.all_done(&reads);
     world.all_done(&writes);
 }

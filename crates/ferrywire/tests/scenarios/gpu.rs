@@ -43,7 +43,7 @@ fn until_full(world: &mut impl World, peer: &Peer) {
     let enough = if peer.stats().transport == "sim" { u64::MAX } else { 1 << 20 };
     let full = || {
         let mut staged = peer.stats().channels.into_iter().filter_map(|each| each.staging);
-        staged.any(|each| each.full > 0 || each.received_bytes >= enough)
+        staged.any(|each| each.ring_full_events > 0 || each.received_bytes >= enough)
     };
     world.until("a full ring", || full().then_some(()));
 }
@@ -144,7 +144,7 @@ pub fn full_rings_wait_for_the_gpu(world: &mut impl World) {
     let (near, far) = pair(world);
     let bytes = 12 << 20;
     let source = world.end(0).register(pattern(bytes, 1)).unwrap();
-    let target = world.end(1).register_sim(6, bytes).unwrap();
+    let target = world.end(1).alloc_sim(6, bytes).unwrap();
     own.gpus[0].set_stall(true);
     let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"all").unwrap();
     until_full(world, &far);
@@ -244,7 +244,7 @@ pub fn copies_that_fail_to_land(world: &mut impl World) {
     let (near, far) = pair(world);
     let bytes = 1 << 20;
     let source = world.end(0).register(pattern(bytes, 1)).unwrap();
-    let target = world.end(1).register_sim(8, bytes).unwrap();
+    let target = world.end(1).alloc_sim(8, bytes).unwrap();
     for round in 0..6u64 {
         own.gpus[0].set_faults(SimFaults { fail_after: Some(round), ..slow() });
         let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"never").unwrap();

@@ -210,10 +210,7 @@ fn held() -> (usize, usize, usize) {
 fn a_phase_that_fails_leaves_nothing_behind() {
     compile::alone("orchestrator::a_phase_that_fails_leaves_nothing_behind", || {
         // Whatever is made once and stays.
-        drop((
-            listening(2),
-            connecting(2).each("", LONG, |_, endpoint| endpoint.register_sim(0, 64)).is_ok(),
-        ));
+        drop((listening(2), connecting(2).each("", LONG, |_, endpoint| endpoint.alloc_sim(0, 64)).is_ok()));
         let settled = |what: &str, before: Option<(usize, usize, usize)>| {
             let since = Instant::now();
             let mut now = held();
@@ -252,13 +249,13 @@ fn a_phase_that_fails_leaves_nothing_behind() {
             ("registering", &|| {
                 let register = |gpu: usize, endpoint: &Endpoint| match gpu {
                     3 => Err(Error::invalid("memory", "there is none")),
-                    _ => endpoint.register_sim(gpu as u32, 1 << 20),
+                    _ => endpoint.alloc_sim(gpu as u32, 1 << 20),
                 };
                 connecting(4).each("registering", LONG, register).expect_err("one has no memory");
             }),
             ("registering late", &|| {
                 let register = |gpu: usize, endpoint: &Endpoint| {
-                    let region = endpoint.register_sim(gpu as u32, 1 << 20);
+                    let region = endpoint.alloc_sim(gpu as u32, 1 << 20);
                     std::thread::sleep(if gpu == 1 { 3 * SHORT } else { Duration::ZERO });
                     region
                 };

@@ -3,7 +3,7 @@
 //! The GPU whose work takes long has no memory here: what stands still is its clock, not the copies.
 
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
-use ferrywire::{Block, BlockList, Error, Peer, Ready};
+use ferrywire::{Block, BlockList, Error, Peer, StreamEvent};
 use ferrywire_memory::sim::{SimEvent, SimFaults, SimGpu, SimStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -52,7 +52,7 @@ pub fn joined_lists_wait_for_a_kernel(world: &mut impl World) {
     let slow = Slow::open();
     let (near, far) = pair(world);
     let sources = [0, 1].map(|_| on_gpu(&world.end(0), 12, &[1; BYTES]));
-    let targets = [0, 1].map(|_| world.end(1).register_zeroed(BYTES).unwrap());
+    let targets = [0, 1].map(|_| world.end(1).alloc_host(BYTES).unwrap());
     let lists = [0, 1].map(|index| {
         let block = Block { local_offset: 0, remote_offset: 0, bytes: BYTES as u64 };
         BlockList::new(&sources[index], &targets[index].descriptor(), &[block]).unwrap()
@@ -60,7 +60,7 @@ pub fn joined_lists_wait_for_a_kernel(world: &mut impl World) {
     let list = BlockList::join(&lists.each_ref()).unwrap();
     let kernel = slow.stream();
     sources.iter().for_each(|source| kernel.fill(source.as_ptr() as u64, 7, BYTES).unwrap());
-    let after = near.after(Ready::after_sim(&kernel).unwrap());
+    let after = near.on_stream(StreamEvent::after_sim(&kernel).unwrap());
     let cancelled = [
         after.write_blocks(&list, None, Some(b"never")).unwrap(),
         after.read_blocks(&list, None).unwrap(),
@@ -89,10 +89,10 @@ pub fn what_a_slow_kernel_makes_is_sent(world: &mut impl World) {
     let slow = Slow::open();
     let (near, far) = pair(world);
     let source = on_gpu(&world.end(0), 12, &[1; BYTES]);
-    let targets: Vec<_> = (0..3).map(|_| world.end(1).register_zeroed(BYTES).unwrap()).collect();
+    let targets: Vec<_> = (0..3).map(|_| world.end(1).alloc_host(BYTES).unwrap()).collect();
     let kernel = slow.stream();
     kernel.fill(source.as_ptr() as u64, 7, BYTES).unwrap();
-    let after = near.after(Ready::after_sim(&kernel).unwrap());
+    let after = near.on_stream(StreamEvent::after_sim(&kernel).unwrap());
     let len = BYTES as u64;
     let all = [
         after.write_notify(&source, 0, &targets[0].descriptor(), 0, len, b"written").unwrap(),
@@ -103,7 +103,7 @@ pub fn what_a_slow_kernel_makes_is_sent(world: &mut impl World) {
     ];
     // What is posted beside it does not wait; what is to be told after all before it does.
     let other = world.end(0).register(pattern(BYTES, 3)).unwrap();
-    let beside = world.end(1).register_zeroed(BYTES).unwrap();
+    let beside = world.end(1).alloc_host(BYTES).unwrap();
     let free = near.write(&other, 0, &beside.descriptor(), 0, len).unwrap();
     let told = near.notify(b"all").unwrap();
     world.all_done(&[free]);
@@ -134,7 +134,7 @@ pub fn what_a_slow_kernel_reads_is_not_overwritten(world: &mut impl World) {
         let to = kept.as_ptr() as u64 + (at * BYTES) as u64;
         kernel.copy(target.as_ptr() as u64, to, BYTES).unwrap();
     }
-    let after = near.after(Ready::after_sim(&kernel).unwrap());
+    let after = near.on_stream(StreamEvent::after_sim(&kernel).unwrap());
     let all = [
         after.read(&targets[0], 0, &there.descriptor(), 0, len).unwrap(),
         after.recv(2, &targets[1], 0, len).unwrap(),
@@ -162,7 +162,7 @@ pub fn a_stream_waits_for_what_is_received(world: &mut impl World) {
     let (target, copy) = (on_gpu(&world.end(1), 12, &[0; BYTES]), on_gpu(&world.end(1), 12, &[0; BYTES]));
     let stream = slow.gpu.stream();
     let received = far.recv(9, &target, 0, len).unwrap();
-    received.hold_sim(&stream).unwrap();
+    received.block_sim_stream(&stream).unwrap();
     stream.copy(target.as_ptr() as u64, copy.as_ptr() as u64, BYTES).unwrap();
     world.linger();
     assert_eq!(stream.query(), Ok(false), "nothing was sent yet");
@@ -171,10 +171,10 @@ pub fn a_stream_waits_for_what_is_received(world: &mut impl World) {
     assert_same(&contents(&copy), &pattern(BYTES, 6), "what the stream found");
     world.all_done(&[sent, received.clone()]);
     // It has ended: nothing to wait for.
-    received.hold_sim(&stream).unwrap();
+    received.block_sim_stream(&stream).unwrap();
     world.until("a stream that need not wait", || stream.query().unwrap().then_some(()));
     let never = far.recv(10, &target, 0, len).unwrap();
-    never.hold_sim(&stream).unwrap();
+    never.block_sim_stream(&stream).unwrap();
     never.cancel();
     world.until("the stream to go on", || stream.query().unwrap().then_some(()));
     assert_eq!(world.outcome(&never), Err(Error::Cancelled));
@@ -186,9 +186,9 @@ pub fn what_waits_for_a_kernel_may_end_before(world: &mut impl World) {
     let (near, far) = pair(world);
     let len = 1000;
     let source = on_gpu(&world.end(0), 12, &[1; BYTES]);
-    let target = world.end(1).register_zeroed(BYTES).unwrap();
+    let target = world.end(1).alloc_host(BYTES).unwrap();
     let kernel = slow.stream();
-    let after = near.after(Ready::after_sim(&kernel).unwrap());
+    let after = near.on_stream(StreamEvent::after_sim(&kernel).unwrap());
     let cancelled = [
         after.write(&source, 0, &target.descriptor(), 0, len).unwrap(),
         after.send(1, &source, 0, len).unwrap(),
@@ -202,10 +202,10 @@ pub fn what_waits_for_a_kernel_may_end_before(world: &mut impl World) {
     // A kernel that touches what is nobody's.
     let wrong = slow.gpu.stream();
     wrong.fill(8, 1, 8).unwrap();
-    let ready = Ready::after_sim(&wrong);
+    let ready = StreamEvent::after_sim(&wrong);
     // The stream may have failed by now, or fails later.
     if let Ok(ready) = ready {
-        let after = near.after(ready);
+        let after = near.on_stream(ready);
         for failed in [
             after.write(&source, 0, &target.descriptor(), 0, len).unwrap(),
             after.send(1, &source, 0, len).unwrap(),
@@ -225,9 +225,9 @@ pub fn closing_with_operations_that_wait(world: &mut impl World) {
     let slow = Slow::open();
     let (near, _far) = pair(world);
     let source = on_gpu(&world.end(0), 12, &[3; BYTES]);
-    let target = world.end(1).register_zeroed(BYTES).unwrap();
+    let target = world.end(1).alloc_host(BYTES).unwrap();
     let kernel = slow.stream();
-    let after = near.after(Ready::after_sim(&kernel).unwrap());
+    let after = near.on_stream(StreamEvent::after_sim(&kernel).unwrap());
     let write = after.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     world.linger();
     slow.go();

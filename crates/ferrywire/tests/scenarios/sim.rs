@@ -150,7 +150,7 @@ impl World for SimWorld {
     }
 
     fn connect_at(&mut self, from: usize, to: usize, address: SocketAddr) -> (Peer, Peer) {
-        let connecting = self.end(from).connecting(address).unwrap();
+        let connecting = self.end(from).start_connect(address).unwrap();
         let acceptor = self.end(to);
         let (mut near, mut far) = (None, None);
         self.until("a connection", || {

@@ -229,8 +229,7 @@ fn callers_who_go_on_posting_do_not_keep_a_peer_from_closing() {
     let connecting = Endpoint::builder().build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
     let _far = accepting.accept(LIMIT).unwrap();
-    let (source, target) =
-        (connecting.register_zeroed(4096).unwrap(), accepting.register_zeroed(4096).unwrap());
+    let (source, target) = (connecting.alloc_host(4096).unwrap(), accepting.alloc_host(4096).unwrap());
     let posting = Barrier::new(5);
     thread::scope(|scope| {
         for _ in 0..4 {

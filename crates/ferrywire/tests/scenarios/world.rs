@@ -100,7 +100,7 @@ pub trait World {
     /// Registers zeroes.
     fn zeroed(&self, index: usize, bytes: usize) -> Region {
         match self.gpus().of(index) {
-            Some(gpu) => self.end(index).register_sim(gpu, bytes).unwrap(),
+            Some(gpu) => self.end(index).alloc_sim(gpu, bytes).unwrap(),
             None => self.end(index).register(vec![0; bytes]).unwrap(),
         }
     }
@@ -166,7 +166,7 @@ impl Gpus {
 
 /// Registers memory of a GPU, with these bytes.
 pub fn on_gpu(end: &Endpoint, gpu: u32, bytes: &[u8]) -> Region {
-    let region = end.register_sim(gpu, bytes.len()).unwrap();
+    let region = end.alloc_sim(gpu, bytes.len()).unwrap();
     region.write_at(0, bytes).unwrap();
     region
 }

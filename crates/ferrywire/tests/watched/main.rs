@@ -255,10 +255,10 @@ impl<W: Watcher> Conn for WatchedConn<W> {
 
 /// An endpoint that is watched, another that does nothing unless it is turned, and the first one's peer there.
 fn towards_an_end_that_nobody_turns<W: Watcher>(watcher: &Arc<W>) -> (Endpoint, Endpoint, Peer) {
-    let builder = || Endpoint::builder().channels(1).heartbeat_limit(LIMIT * 10);
+    let builder = || Endpoint::builder().channels(1).peer_timeout(LIMIT * 10);
     let there = builder().listen("127.0.0.1:0".parse().unwrap()).threads(0).build().unwrap();
     let here = builder().threads(1).transport(Watched::new(watcher)).build().unwrap();
-    let connecting = here.connecting(there.listen_addresses()[0]).unwrap();
+    let connecting = here.start_connect(there.listen_addresses()[0]).unwrap();
     let mut connected = None;
     eventually("they are connected", || {
         there.progress();

@@ -26,7 +26,7 @@ fn notices_are_read_while_the_peer_acknowledges_nothing() {
     let notices = Arc::<Notices>::default();
     // Nobody turns the far end once it is connected: its kernel takes what comes, as that of a stopped process does.
     let (here, there, peer) = towards_an_end_that_nobody_turns(&notices);
-    let (source, target) = (here.register_zeroed(BYTES).unwrap(), there.register_zeroed(BYTES).unwrap());
+    let (source, target) = (here.alloc_host(BYTES).unwrap(), there.alloc_host(BYTES).unwrap());
     let write = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     eventually("a notice is read", || notices.0.load(Ordering::SeqCst) > 0);
     assert!(write.poll().is_none(), "{write:?}");

@@ -22,7 +22,7 @@ fn the_path_of_a_write_that_nobody_waits_for_is_looked_at() {
     let looks = Arc::<Looks>::default();
     // Nobody turns the far end once it is connected, so that nothing is answered.
     let (here, there, peer) = towards_an_end_that_nobody_turns(&looks);
-    let (source, target) = (here.register_zeroed(64).unwrap(), there.register_zeroed(64).unwrap());
+    let (source, target) = (here.alloc_host(64).unwrap(), there.alloc_host(64).unwrap());
     // The thread sleeps, with nothing to look at.
     thread::sleep(Duration::from_millis(100));
     let before = looks.0.load(Ordering::SeqCst);
@@ -51,7 +51,7 @@ fn channels_that_do_not_come_back_hold_up_no_other_of_their_thread() {
     let peer = here.connect(there.listen_addresses()[0], LIMIT).unwrap();
     let far = there.accept(LIMIT).unwrap();
     let (source, target) =
-        (here.register_zeroed(BYTES as usize).unwrap(), there.register_zeroed(BYTES as usize).unwrap());
+        (here.alloc_host(BYTES as usize).unwrap(), there.alloc_host(BYTES as usize).unwrap());
     let write = || peer.write(&source, 0, &target.descriptor(), 0, BYTES).unwrap().wait(LIMIT);
     assert_eq!(write(), Ok(BYTES));
     cut.0.store(true, Ordering::SeqCst);

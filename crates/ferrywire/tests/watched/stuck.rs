@@ -43,7 +43,7 @@ fn memory_in_the_hands_of_a_thread_that_is_stuck_is_not_deregistered() {
     let here = listening.transport(Watched::new(&gate)).build().unwrap();
     let there = Endpoint::builder().threads(1).channels(1).build().unwrap();
     let peer = there.connect(here.listen_addresses()[0], LIMIT).unwrap();
-    let (region, source) = (here.register_zeroed(BYTES).unwrap(), there.register_zeroed(BYTES).unwrap());
+    let (region, source) = (here.alloc_host(BYTES).unwrap(), there.alloc_host(BYTES).unwrap());
 
     gate.set_shut(true);
     let write = peer.write(&source, 0, &region.descriptor(), 0, BYTES as u64).unwrap();

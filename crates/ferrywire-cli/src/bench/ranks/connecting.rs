@@ -221,7 +221,7 @@ fn candidates(there: &Entry, boot_id: &str) -> Vec<SocketAddr> {
         |address: &&SocketAddr| same_host || !(address.ip().is_loopback() || own.contains(&address.ip()));
     let mut likely: Vec<SocketAddr> = addresses.iter().filter(leads_there).copied().collect();
     if likely.len() > 1 {
-        let topology = Topology::of_this_host();
+        let topology = Topology::detect();
         let near = |address: &SocketAddr| {
             topology.nics.iter().any(|nic| nic.up && !nic.loopback && nic.reaches(address.ip()))
         };

@@ -72,7 +72,7 @@ fn dial_once(
     since: Instant,
     deadline: Duration,
 ) -> Outcome<ferrywire::Result<Peer>> {
-    let connecting = match endpoint.connecting(address) {
+    let connecting = match endpoint.start_connect(address) {
         Ok(connecting) => connecting,
         Err(error) => return Ok(Err(error)),
     };

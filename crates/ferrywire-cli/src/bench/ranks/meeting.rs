@@ -123,7 +123,7 @@ impl Meeting {
             return Ok(table);
         }
         if is_hub {
-            let strangers = self.endpoint.wrong_secrets();
+            let strangers = self.endpoint.auth_failures();
             let word = self.lock().hub.as_mut().and_then(|hub| hub.late(limit.as_secs_f64(), strangers));
             self.tell_all(word);
         }

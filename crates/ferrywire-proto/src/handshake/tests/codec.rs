@@ -20,12 +20,12 @@ fn address() -> impl Strategy<Value = SocketAddr> {
 
 prop_compose! {
     fn hello()(
-        identity: [u8; 16], boot_id: [u8; 16], label in text(64), heartbeat_limit_ms: u32,
+        identity: [u8; 16], boot_id: [u8; 16], label in text(64), peer_timeout_ms: u32,
         addresses in prop::collection::vec((address(), text(15)), 0..=64),
     ) -> Hello {
         let listen = |(address, nic)| ListenAddress { address, nic };
         let addresses = addresses.into_iter().map(listen).collect();
-        Hello { identity, boot_id, label, addresses, heartbeat_limit_ms }
+        Hello { identity, boot_id, label, addresses, peer_timeout_ms }
     }
 }
 

@@ -70,7 +70,7 @@ impl Builder {
     }
 
     /// Keeps the endpoint's threads, and those that a plugin starts, to these cores; by default they run anywhere.
-    pub fn cores(mut self, cores: impl IntoIterator<Item = usize>) -> Builder {
+    pub fn cpu_affinity(mut self, cores: impl IntoIterator<Item = usize>) -> Builder {
         self.cores = cores.into_iter().collect();
         self
     }
@@ -106,8 +106,8 @@ impl Builder {
     }
 
     /// Silence within which a peer's loss is told: it is given up a second or a tenth earlier. At least 3 s.
-    pub fn heartbeat_limit(mut self, limit: Duration) -> Builder {
-        self.config.heartbeat_limit = limit;
+    pub fn peer_timeout(mut self, limit: Duration) -> Builder {
+        self.config.peer_timeout = limit;
         self
     }
 
@@ -185,7 +185,7 @@ impl Builder {
             // SAFETY: whoever made the configuration has promised it.
             (Some(plugin), None) => Arc::new(unsafe { plugin::Host::load(plugin, &self.config, &nics) }?),
             (None, Some(backend)) => match backend.open(&self.config, &nics) {
-                Err(error) if backend.optional() => {
+                Err(error) if backend.is_optional() => {
                     return Endpoint::start(self.config, transport, None, Some(error.to_string()));
                 }
                 opened => opened?,

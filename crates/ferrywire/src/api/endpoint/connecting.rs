@@ -61,7 +61,7 @@ impl Connecting {
     }
 
     /// Makes `wakeup` readable once the result is there, also when it already is.
-    pub fn wake(&self, wakeup: &Wakeup) {
+    pub fn arm(&self, wakeup: &Wakeup) {
         if self.running.context().origin.is_elsewhere() {
             return wakeup.wake();
         }

@@ -21,7 +21,7 @@ use crate::api::wakeup::Wakeup;
 use crate::core::context::Context;
 use crate::core::inbound::Reply;
 use crate::core::operation::{Hold, Op, Task, Verb};
-use crate::core::ordering::Ready;
+use crate::core::ordering::StreamEvent;
 use crate::core::peer::{Landing, PeerHandle, PeerState};
 use crate::core::stats::PeerStats;
 use crate::core::waiting::WakeHandle;
@@ -45,7 +45,7 @@ pub struct Peer {
     pub(crate) connection: Arc<Connection>,
     _handle: Arc<PeerHandle>,
     /// When what is posted through this handle may begin.
-    after: Option<Ready>,
+    after: Option<StreamEvent>,
 }
 
 /// A peer's state, with what runs its endpoint.
@@ -153,15 +153,15 @@ impl Peer {
         Transfer { op: op.clone(), connection: self.connection.clone() }
     }
 
-    /// The same peer; what is posted through this handle uses memory only once `ready` is so: a write or send
+    /// The same peer; what is posted through this handle uses memory only once the stream has come to `event`: a write or send
     /// reads its source then, a read or receive asks for what goes to its target then. The caller goes on at once.
     /// Messages keep the order in which they were posted, so those behind such a send wait with it; a receive
     /// has its place among those of its tag from then on.
     ///
     /// When the GPU's work fails before, the operation fails with its error, and memory is not touched. A notification
     /// of its own counts as posted when it begins.
-    pub fn after(&self, ready: Ready) -> Peer {
-        Peer { after: Some(ready), ..self.clone() }
+    pub fn on_stream(&self, event: StreamEvent) -> Peer {
+        Peer { after: Some(event), ..self.clone() }
     }
 
     /// Its address and label, for people.
@@ -480,7 +480,7 @@ impl Peer {
 
     /// Makes `wakeup` readable once [`Peer::poll_notification`] has something to give: a notification, or why none
     /// will come any more. Also when it already has.
-    pub fn wake(&self, wakeup: &Wakeup) {
+    pub fn arm(&self, wakeup: &Wakeup) {
         if self.context().origin.is_elsewhere() {
             return wakeup.wake();
         }
@@ -496,7 +496,7 @@ impl Peer {
         let channels = self.state().counters.iter().enumerate();
         PeerStats {
             transport: self.state().info.transport,
-            transport_why: self.state().info.transport_why.clone(),
+            transport_reason: self.state().info.transport_reason.clone(),
             channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
             resent_chunks: self.state().history.resent.load(Ordering::Relaxed),
             lost_channels: self.state().history.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),

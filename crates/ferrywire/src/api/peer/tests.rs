@@ -11,7 +11,7 @@ fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
     let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let connecting = builder().build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
-    let region = connecting.register_zeroed(64).unwrap();
+    let region = connecting.alloc_host(64).unwrap();
     near.state().life.closing.store(true, Ordering::SeqCst);
     for task in [Task::Read { region: 7 }, Task::Write { region: 7 }] {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
@@ -31,8 +31,7 @@ fn a_receive_that_nobody_meets_is_no_deep_bulk() {
     let connecting = crate::Endpoint::builder().channels(2).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let far = accepting.accept(LONG).unwrap();
-    let (source, target) =
-        (connecting.register_zeroed(BYTES).unwrap(), accepting.register_zeroed(BYTES).unwrap());
+    let (source, target) = (connecting.alloc_host(BYTES).unwrap(), accepting.alloc_host(BYTES).unwrap());
     let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
     assert!(far.state().in_bulk() && far.state().is_deep_bulk(BYTES as u64));
     assert!(!far.state().in_deep_bulk(), "nothing is under way");

@@ -94,7 +94,7 @@ mod tests {
     #[test]
     fn a_simulated_gpu_writes_and_finds_what_the_host_does() {
         let end = Endpoint::builder().build().unwrap();
-        let region = end.register_sim(10, 200_000).unwrap();
+        let region = end.alloc_sim(10, 200_000).unwrap();
         let gpu = RegionPattern::of(&region).unwrap().expect("GPU memory");
         let other = WordPattern { key: 7, flip: !0, ..PATTERN };
         let stretches = [
@@ -122,13 +122,13 @@ mod tests {
     #[test]
     fn nothing_outside_of_the_region_is_touched() {
         let end = Endpoint::builder().build().unwrap();
-        let region = end.register_sim(10, 100).unwrap();
+        let region = end.alloc_sim(10, 100).unwrap();
         let gpu = RegionPattern::of(&region).unwrap().expect("GPU memory");
         for (offset, bytes) in [(0, 101), (100, 1), (u64::MAX, 2)] {
             let outside = [Stretch { pattern: PATTERN, from: 0, offset, bytes }];
             assert!(gpu.fill(&outside).is_err() && gpu.first_difference(&outside).is_err(), "{offset}");
         }
-        assert!(RegionPattern::of(&end.register_zeroed(100).unwrap()).unwrap().is_none());
+        assert!(RegionPattern::of(&end.alloc_host(100).unwrap()).unwrap().is_none());
     }
 
     /// It was written to, though it was its user's again.

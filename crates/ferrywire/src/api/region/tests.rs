@@ -18,7 +18,7 @@ fn bytes_of(region: &Region, offset: u64, len: usize) -> Vec<u8> {
 #[test]
 fn a_region_of_gpu_memory_is_read_and_written_through_the_copy_engine() {
     let end = endpoint();
-    let region = end.register_sim(1, 100_000).unwrap();
+    let region = end.alloc_sim(1, 100_000).unwrap();
     assert_eq!((region.location(), region.len()), (MemoryLocation::SimGpu(1), 100_000));
     assert_eq!(SimGpu::of(region.as_ptr() as u64), Some((1, region.as_ptr() as u64, 100_000)));
     region.write_at(99_990, &[7; 10]).unwrap();
@@ -32,15 +32,15 @@ fn a_region_of_gpu_memory_is_read_and_written_through_the_copy_engine() {
 #[test]
 fn a_gpu_region_keeps_its_memory_until_it_is_deregistered() {
     let end = endpoint();
-    let region = end.register_sim(0, 4096).unwrap();
+    let region = end.alloc_sim(0, 4096).unwrap();
     let (address, again) = (region.as_ptr() as u64, region.clone());
     drop(region);
     assert!(SimGpu::of(address).is_some());
     again.deregister().unwrap();
     assert_eq!(SimGpu::of(address), None);
-    assert!(end.register_sim(0, 0).unwrap().is_empty());
+    assert!(end.alloc_sim(0, 0).unwrap().is_empty());
     let no_such = Error::SimGpu(SimGpuError::NoSuchGpu { index: 99 });
-    assert_eq!(end.register_sim(99, 1).unwrap_err(), no_such);
+    assert_eq!(end.alloc_sim(99, 1).unwrap_err(), no_such);
     assert_eq!(no_such.kind(), crate::ErrorKind::Gpu);
 }
 
@@ -90,7 +90,7 @@ fn a_users_gpu_memory_is_recognised_by_its_address() {
 #[test]
 fn a_failure_of_the_gpu_is_the_callers_to_see() {
     let end = endpoint();
-    let region = end.register_sim(13, 4096).unwrap();
+    let region = end.alloc_sim(13, 4096).unwrap();
     let gpu = SimGpu::open(13).unwrap();
     gpu.set_faults(sim::SimFaults { fail_after: Some(0), ..Default::default() });
     let failed = |operation| Err(Error::SimGpu(SimGpuError::Injected { gpu: 13, operation }));
@@ -103,7 +103,7 @@ fn a_descriptor_tells_where_the_bytes_live() {
     let end = endpoint();
     for (region, location) in [
         (end.register(vec![0; 77]).unwrap(), MemoryLocation::Host),
-        (end.register_sim(1, 78).unwrap(), MemoryLocation::SimGpu(1)),
+        (end.alloc_sim(1, 78).unwrap(), MemoryLocation::SimGpu(1)),
     ] {
         let told = RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
         assert_eq!(told, region.descriptor());

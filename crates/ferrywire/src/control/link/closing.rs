@@ -317,7 +317,7 @@ mod tests {
         }
         // More than a socket takes: the far end is not polled from here on, so that nothing is acknowledged.
         const BYTES: usize = 64 << 20;
-        let (source, target) = (near.register_zeroed(BYTES).unwrap(), far.register_zeroed(BYTES).unwrap());
+        let (source, target) = (near.alloc_host(BYTES).unwrap(), far.alloc_host(BYTES).unwrap());
         let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
         // Which channel sends is the engine's matter. A socket that is not read takes no more than this at first, if the
         // kernel is busy.

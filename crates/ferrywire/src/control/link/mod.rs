@@ -138,9 +138,9 @@ impl Link {
         // Two ends that cannot tell are reckoned to share a host where their addresses say so: some plugins end the process there.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
         let (carrier, refused) = carrier_of(context, &config, same_host);
-        let (transport, transport_why) = transport_of(context, carrier.as_ref(), &config);
-        let lanes_optional = carrier.as_ref().is_some_and(|carrier| carrier.optional())
-            && Terms::decode(&config.extra).optional();
+        let (transport, transport_reason) = transport_of(context, carrier.as_ref(), &config);
+        let lanes_optional = carrier.as_ref().is_some_and(|carrier| carrier.is_optional())
+            && Terms::decode(&config.extra).is_optional();
         let info = PeerInfo {
             session: id,
             identity: Identity(peer_hello.identity),
@@ -154,7 +154,7 @@ impl Link {
             same_host,
             lanes: carrier.is_some(),
             transport,
-            transport_why,
+            transport_reason,
         };
         let refused = refused.map(|why| Error::Refused { address: info.name.clone(), why });
         let peer = Arc::new(PeerState::new(context.clone(), info));
@@ -162,7 +162,7 @@ impl Link {
         // A new session has nothing to send again, so this cannot fail.
         let attached = session.attach(secure, 0, now);
         Link {
-            peer_timeout: silence_max(context.config.heartbeat_limit),
+            peer_timeout: silence_max(context.config.peer_timeout),
             channels: Channels::new(usize::from(config.channels), now),
             workers,
             peer,
@@ -418,7 +418,7 @@ fn carrier_of(
     let Some(carrier) = context.carrier.clone() else { return (None, None) };
     let declined = reason_without(&config.extra);
     if config.extra.is_empty() || declined.is_some() {
-        let refused = !carrier.optional();
+        let refused = !carrier.is_optional();
         let why = declined.map(|why| format!(": {why}")).unwrap_or_default();
         let why = || format!("the other end does without {}, which this one needs{why}", carrier.name());
         return (None, refused.then(why));

@@ -90,7 +90,7 @@ fn who_has_waited_in_vain_for_a_notification_is_forgotten() {
     let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let near = builder().build().unwrap();
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
-    let target = near.register_zeroed(1 << 20).unwrap();
+    let target = near.alloc_host(1 << 20).unwrap();
     // While so much is under way who waits sleeps.
     let _receive = peer.recv(1, &target, 0, 1 << 20).unwrap();
     thread::scope(|scope| {

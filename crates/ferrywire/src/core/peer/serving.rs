@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ferrywire_proto::limits::{READS_SERVED_MAX, READS_WAITING_MAX};
+use ferrywire_proto::limits::{INBOUND_READS_MAX, READS_WAITING_MAX};
 use ferrywire_proto::wire::{Header, Refusal};
 
 /// A request that waits. It names a region by its key only, so that nobody who takes memory back waits for it.
@@ -41,7 +41,7 @@ impl Serving {
     /// [`Refusal::Limit`] when too many wait.
     pub fn admit(&self, header: &Header, placements: &[u8]) -> Result<bool, Refusal> {
         let mut places = self.lock();
-        if places.taken < READS_SERVED_MAX {
+        if places.taken < INBOUND_READS_MAX {
             places.taken += 1;
             return Ok(true);
         }
@@ -71,7 +71,7 @@ mod tests {
     fn requests_wait_in_their_order_and_not_without_end() {
         let serving = Serving::default();
         let ask = |number| serving.admit(&Header { transfer: number, ..Header::new(Kind::Read) }, &[7]);
-        let (served, all) = (READS_SERVED_MAX as u64, (READS_SERVED_MAX + READS_WAITING_MAX) as u64);
+        let (served, all) = (INBOUND_READS_MAX as u64, (INBOUND_READS_MAX + READS_WAITING_MAX) as u64);
         assert!((0..served).all(|number| ask(number) == Ok(true)));
         assert!((served..all).all(|number| ask(number) == Ok(false)));
         assert_eq!(ask(all), Err(Refusal::Limit));

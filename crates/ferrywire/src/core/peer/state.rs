@@ -87,7 +87,7 @@ pub(crate) struct PeerInfo {
     pub lanes: bool,
     /// How its payload travels, and why so where that was a choice.
     pub transport: &'static str,
-    pub transport_why: String,
+    pub transport_reason: String,
 }
 
 /// Operations that have begun and not ended, receives apart: those may wait for ever.
@@ -477,7 +477,7 @@ impl PeerState {
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
         let why = match (op.verb(), refusal) {
             (Verb::Read, Refusal::Limit) => {
-                "it has as many reads to serve as it takes (READS_SERVED_MAX): wait for some before posting more"
+                "it has as many reads to serve as it takes (INBOUND_READS_MAX): wait for some before posting more"
             }
             (Verb::Send, Refusal::OutOfRegion) => &format!(
                 "the message is longer than the receive that met it: receive into {} bytes, or send fewer",

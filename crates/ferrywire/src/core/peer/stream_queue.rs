@@ -11,14 +11,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::state::PeerState;
 use crate::core::operation::{Hold, Op, Verb};
-use crate::core::ordering::Ready;
+use crate::core::ordering::StreamEvent;
 use crate::error::{Error, Result};
 
 /// What begins an operation.
 type Start = Box<dyn FnOnce(&Arc<PeerState>, Hold) + Send>;
 
 struct Waiting {
-    ready: Ready,
+    ready: StreamEvent,
     op: Hold,
     start: Start,
 }
@@ -44,7 +44,7 @@ pub(crate) struct StreamQueue {
 /// What has been seen to wait on, in one look through the list: what the GPU finishes meanwhile keeps its order.
 #[derive(Default)]
 struct Order {
-    last: Option<Ready>,
+    last: Option<StreamEvent>,
     tags: HashSet<u64>,
     notification: bool,
 }
@@ -133,7 +133,7 @@ impl PeerState {
     /// Begins an operation once memory may be used. It counts as posted already.
     pub fn hold(
         self: &Arc<Self>,
-        ready: Ready,
+        ready: StreamEvent,
         op: Hold,
         start: impl FnOnce(&Arc<PeerState>, Hold) + Send + 'static,
     ) -> Result<()> {
@@ -146,7 +146,7 @@ impl PeerState {
     }
 
     /// Queues an operation once memory may be used; what is posted behind it knows of it already.
-    pub fn post_after(self: &Arc<Self>, ready: Ready, op: Hold) -> Result<()> {
+    pub fn post_after(self: &Arc<Self>, ready: StreamEvent, op: Hold) -> Result<()> {
         if op.verb() != Verb::Notify {
             self.queue.join(&op);
         }

@@ -22,7 +22,7 @@ use crate::error::Error;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
 use ferrywire_sys::affinity;
-use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
+use ferrywire_sys::poll::{Event as PollEvent, Interest, WAKE_TOKEN};
 
 /// Every so many passes, the channel that received last is not asked first.
 const HOT_POLLS: u32 = 8;
@@ -390,7 +390,7 @@ impl ProgressEngine {
         }
     }
 
-    fn react(&mut self, worker: &Worker, context: &Context, event: Ready) -> bool {
+    fn react(&mut self, worker: &Worker, context: &Context, event: PollEvent) -> bool {
         if event.token == WAKE_TOKEN {
             return false;
         }
@@ -543,7 +543,7 @@ impl Slot {
 mod tests {
     use super::*;
     use crate::Endpoint;
-    use crate::core::ordering::Ready as WhenReady;
+    use crate::core::ordering::StreamEvent;
     use ferrywire_memory::sim::SimGpu;
     use ferrywire_net::{Conn, IoVec, PathHealth};
     use std::net::SocketAddr;
@@ -647,7 +647,7 @@ mod tests {
         let worker = running.workers[0].clone();
         let stream = SimGpu::open(1).unwrap().stream();
         let gate = stream.hold().unwrap();
-        let waits = peer.after(WhenReady::after_sim(&stream).unwrap()).notify(b"later").unwrap();
+        let waits = peer.on_stream(StreamEvent::after_sim(&stream).unwrap()).notify(b"later").unwrap();
         let mut engine = engine_of(&worker, running.context(), 3);
         let looks = || peer.state().held.looks.load(Ordering::SeqCst);
         let before = looks();

@@ -25,7 +25,7 @@ use crossbeam_queue::SegQueue;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::schedule::Spin;
 use ferrywire_sys::affinity;
-use ferrywire_sys::poll::{Event as Ready, Poller};
+use ferrywire_sys::poll::{Event as PollEvent, Poller};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -106,7 +106,7 @@ pub(crate) enum PolledBy {
 pub(crate) struct ProgressEngine {
     slots: Vec<Option<Slot>>,
     space: Workspace,
-    ready: Vec<Ready>,
+    ready: Vec<PollEvent>,
     last_check: Duration,
     /// Bytes moved so far, both ways.
     moved: u64,
@@ -437,7 +437,7 @@ mod tests {
             let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
             let near = builder().build().unwrap();
             let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
-            let source = near.register_zeroed(1 << 20).unwrap();
+            let source = near.alloc_host(1 << 20).unwrap();
             // No receive is posted for it.
             let sent = peer.send(1, &source, 0, 1 << 20).unwrap();
             let left = near.downgrade();

@@ -124,7 +124,7 @@ impl StagedPayload {
     /// A socket call that moved payload of a ring began then, and has returned.
     pub fn count_call(&self, since: Instant) {
         let spent_ns = since.elapsed().as_nanos() as u64;
-        self.counters.staging.wire_ns.fetch_add(spent_ns, Ordering::Relaxed);
+        self.counters.staging.socket_ns.fetch_add(spent_ns, Ordering::Relaxed);
     }
 
     /// The kernel has all of a frame: its bytes of the ring are free, unless they are lent.
@@ -171,7 +171,7 @@ impl StagedPayload {
             None => {
                 receiver.body.close_part();
                 let waited = std::mem::replace(&mut self.stalled, true);
-                self.counters.staging.full.fetch_add(u64::from(!waited), Ordering::Relaxed);
+                self.counters.staging.ring_full_events.fetch_add(u64::from(!waited), Ordering::Relaxed);
             }
         }
     }
@@ -311,9 +311,9 @@ impl StagedPayload {
         counters.received_bytes.store(staging.receiving.staged_bytes(), Ordering::Relaxed);
         counters.driver_calls.store(staging.driver_calls(), Ordering::Relaxed);
         let store = |into: &AtomicU64, time: Duration| into.store(time.as_nanos() as u64, Ordering::Relaxed);
-        store(&counters.copy_out_ns, staging.sending.copying_time());
-        store(&counters.copy_in_ns, staging.receiving.copying_time());
-        store(&counters.send_full_ns, staging.sending.full_time());
+        store(&counters.d2h_ns, staging.sending.copying_time());
+        store(&counters.h2d_ns, staging.receiving.copying_time());
+        store(&counters.send_ring_full_ns, staging.sending.full_time());
         store(&counters.receive_full_ns, staging.receiving.full_time());
     }
 }

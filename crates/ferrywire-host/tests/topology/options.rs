@@ -1,15 +1,15 @@
 //! What the user may want otherwise, and what cannot be had.
 
-use ferrywire_host::topology::{Nearness, Plan, PlanError, Topology, Wishes};
+use ferrywire_host::topology::{Locality, Plan, PlanError, PlanOptions, Topology};
 
 use crate::{named, nics, plan, refused, topology, tree, without};
 
-pub fn mapped(map: &str) -> Wishes {
-    Wishes { map: map.parse().expect("a map"), ..Wishes::default() }
+pub fn mapped(map: &str) -> PlanOptions {
+    PlanOptions { map: map.parse().expect("a map"), ..PlanOptions::default() }
 }
 
-pub fn planned(topology: &Topology, wishes: &Wishes) -> Plan {
-    Plan::of(topology, wishes).expect("a plan")
+pub fn planned(topology: &Topology, options: &PlanOptions) -> Plan {
+    Plan::of(topology, options).expect("a plan")
 }
 
 #[test]
@@ -17,7 +17,7 @@ fn a_map_goes_before_everything_for_the_gpus_it_names() {
     let plan = planned(&named("a3-high"), &mapped("0=eth2,1=eth0,2-3=eth1,eth2"));
     assert_eq!(nics(&plan), ["eth2", "eth0", "eth1+eth2", "eth1+eth2", "eth3", "eth3", "eth4", "eth4"]);
     assert_eq!(plan.gpus[0].why, "--map says so");
-    assert_eq!(plan.gpus[2].nearness, Nearness::Node);
+    assert_eq!(plan.gpus[2].locality, Locality::Node);
     assert!(plan.notes.is_empty(), "{:?}", plan.notes);
 }
 
@@ -71,20 +71,20 @@ fn a_map_for_some_gpus_does_not_excuse_the_others() {
 
 #[test]
 fn named_nics_are_the_only_ones() {
-    let wishes = |names: &[&str]| Wishes {
+    let options = |names: &[&str]| PlanOptions {
         nics: names.iter().map(|name| (*name).to_owned()).collect(),
-        ..Wishes::default()
+        ..PlanOptions::default()
     };
     let host = named("a3-high");
-    let plan = planned(&host, &wishes(&["eth3", "eth0"]));
+    let plan = planned(&host, &options(&["eth3", "eth0"]));
     assert_eq!(nics(&plan), ["eth0", "eth0", "eth0", "eth0", "eth3", "eth3", "eth3", "eth3"]);
     assert!(plan.unused.iter().any(|unused| unused.nic == "eth1" && unused.why == "is not among --nics"));
     assert_eq!(
-        refused(&host, &wishes(&["eth1", "eth7"])).to_string(),
+        refused(&host, &options(&["eth1", "eth7"])).to_string(),
         "--nics eth7: there is no NIC eth7; there are docker0, eth0, eth1, eth2, eth3, eth4, lo"
     );
     assert_eq!(
-        refused(&host, &wishes(&["docker0"])).to_string(),
+        refused(&host, &options(&["docker0"])).to_string(),
         "--nics docker0: docker0 is down; NICs that can be used: none"
     );
 }

@@ -138,7 +138,7 @@ pub fn drop_later(thing: impl Send + 'static) {
 /// Closes every endpoint of this process that is still open, and waits for those that are being ended; called when the
 /// interpreter is about to end.
 #[pyfunction]
-pub fn leave(py: Python<'_>) {
+pub fn shutdown(py: Python<'_>) {
     let endpoints: Vec<Arc<Shared>> = all().drain(..).filter_map(|each| each.upgrade()).collect();
     let here = process::id();
     py.detach(|| {
