@@ -70,13 +70,13 @@ class Hosts:
         return ["ip", "netns", "exec", self.names[host], *command] if self.names else command
 
     def nics(self, host, plan):
-        """A --map of eight GPUs: two to a NIC (own), or every one over all (all)."""
+        """A --gpu-nics of eight GPUs: two to a NIC (own), or every one over all (all)."""
         if not self.names:
             return []
         named = [f"v{host}{link}" for link in range(1, LINKS + 1)]
         if plan == "all":
-            return ["--map", f"0-7={','.join(named)}"]
-        return ["--map", ",".join(f"{2 * i}-{2 * i + 1}={nic}" for i, nic in enumerate(named))]
+            return ["--gpu-nics", f"0-7={','.join(named)}"]
+        return ["--gpu-nics", ",".join(f"{2 * i}-{2 * i + 1}={nic}" for i, nic in enumerate(named))]
 
     def serve(self, *args, program=(), env=()):
         """Starts the target: `ferrywire bench`, or another program that takes its words."""

@@ -89,8 +89,8 @@ pub struct TopoFlags {
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub json: bool,
     /// NICs of some GPUs, in place of what the plan would choose: 0=eth1,1=eth2, or 0-7=eth1,eth2 for several of each
-    #[arg(long, value_name = "GPU=NIC,...")]
-    pub map: Option<String>,
+    #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
+    pub gpu_nics: Option<String>,
     /// NICs to plan with, by name [default: those with a device, except ones for control only]
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
@@ -124,8 +124,8 @@ pub struct DoctorFlags {
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
     /// Longest time for one step: for the peer to answer, for a call of the plugin; in seconds [default: 10]
-    #[arg(long, value_name = "S")]
-    pub deadline: Option<f64>,
+    #[arg(long, alias = "deadline", value_name = "S")]
+    pub timeout: Option<f64>,
     /// File with the shared secret; or set FERRYWIRE_SECRET
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
@@ -144,8 +144,8 @@ pub struct PluginFlags {
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub json: bool,
     /// Longest time for one step of the plugin, in seconds [default: 30]
-    #[arg(long, value_name = "S")]
-    pub deadline: Option<f64>,
+    #[arg(long, alias = "deadline", value_name = "S")]
+    pub timeout: Option<f64>,
 }
 
 /// The subcommands of `nixl`.
@@ -207,8 +207,8 @@ pub struct RankArgs {
     #[arg(long, value_name = "N")]
     pub rank: Option<u32>,
     /// How many processes there are: the first half moves data to the second, rank i to rank i + N/2 [default: what the launcher says; 1 is the demo]
-    #[arg(long, value_name = "N")]
-    pub world: Option<u32>,
+    #[arg(long, alias = "world", value_name = "N")]
+    pub world_size: Option<u32>,
     /// Number of this process among those of its host: its GPU, where --memory names a kind without a number [default: what the launcher says, else 0]
     #[arg(long, value_name = "N")]
     pub local_rank: Option<u32>,
@@ -252,8 +252,8 @@ pub struct ServeFlags {
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
     /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
-    #[arg(long, value_name = "GPU=NIC,...")]
-    pub map: Option<String>,
+    #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
+    pub gpu_nics: Option<String>,
     /// Let GPUs use NICs of another NUMA node where there is no nearer one
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -298,8 +298,8 @@ pub struct ServeFlags {
     #[arg(long, value_name = "N")]
     pub window: Option<usize>,
     /// Longest time for a call of the plugin, and for a peer to say what it wants where its run does not say, in seconds [default: 30]
-    #[arg(long, value_name = "S")]
-    pub deadline: Option<f64>,
+    #[arg(long, alias = "deadline", value_name = "S")]
+    pub timeout: Option<f64>,
     /// File with the shared secret; or set FERRYWIRE_SECRET
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
@@ -340,7 +340,7 @@ pub struct ConnectFlags {
     /// Cut each message into N scattered blocks, moved by one vectored call
     #[arg(long, value_name = "N")]
     pub blocks: Option<usize>,
-    /// Who sends to whom: pair (default), bidir, mesh (needs --gpus), incast, or latency (write and notify, answered likewise)
+    /// Who sends to whom: unidir (default), bidir, all-to-all (needs --gpus), incast, or latency (write and notify, answered likewise)
     #[arg(long)]
     pub pattern: Option<Pattern>,
     /// Peers that write to the one end at once, with --pattern incast [default: 2]
@@ -356,8 +356,8 @@ pub struct ConnectFlags {
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
     /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
-    #[arg(long, value_name = "GPU=NIC,...")]
-    pub map: Option<String>,
+    #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
+    pub gpu_nics: Option<String>,
     /// Let GPUs use NICs of another NUMA node where there is no nearer one
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -407,8 +407,8 @@ pub struct ConnectFlags {
     #[arg(long, value_name = "FILE|-")]
     pub csv: Option<String>,
     /// Longest time without progress, in seconds [default: 30]
-    #[arg(long, value_name = "S")]
-    pub deadline: Option<f64>,
+    #[arg(long, alias = "deadline", value_name = "S")]
+    pub timeout: Option<f64>,
     /// Checksum every chunk
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -450,11 +450,15 @@ pub enum Op {
 #[serde(rename_all = "kebab-case")]
 pub enum Pattern {
     /// One direction
-    Pair,
+    #[value(alias = "pair")]
+    #[serde(alias = "pair")]
+    Unidir,
     /// Both directions at once
     Bidir,
     /// Every GPU of one side to every GPU of the other, with --gpus
-    Mesh,
+    #[value(alias = "mesh")]
+    #[serde(alias = "mesh")]
+    AllToAll,
     /// Several peers to one
     Incast,
     /// One message there, one back
@@ -538,10 +542,24 @@ pub fn variable(long: &str) -> String {
     format!("FERRYWIRE_{}", long.replace('-', "_").to_ascii_uppercase())
 }
 
+/// Former spellings of an option, which stay valid.
+pub fn former_names(arg: &clap::Arg) -> impl Iterator<Item = &str> {
+    arg.get_all_aliases().into_iter().flatten()
+}
+
+/// The variable of a former spelling, where that is set and today's is not.
+fn variable_set(arg: &clap::Arg) -> Option<String> {
+    let today = arg.get_long().map(variable)?;
+    if std::env::var_os(today).is_some() {
+        return None;
+    }
+    former_names(arg).map(variable).find(|name| std::env::var_os(name).is_some())
+}
+
 fn with_environment(command: clap::Command) -> clap::Command {
     let named = command.mut_args(|arg| match arg.get_long() {
         Some(long) if !["help", "version", "verbose"].contains(&long) => {
-            let variable = variable(long);
+            let variable = variable_set(&arg).unwrap_or_else(|| variable(long));
             arg.env(variable).hide_env(true)
         }
         _ => arg,

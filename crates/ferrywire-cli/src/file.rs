@@ -14,20 +14,25 @@ use crate::exit::Failure;
 pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T, Failure> {
     let usage = |why: String| Failure::Usage(format!("--config {}: {why}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| usage(error.to_string()))?;
-    let mut table: Table = toml::from_str(&text).map_err(|error| usage(one_line(&error.to_string())))?;
-    if let Some(key) = table.keys().find(|key| !is_option(key)) {
-        return Err(usage(format!("unknown option '{key}'")));
+    let table: Table = toml::from_str(&text).map_err(|error| usage(one_line(&error.to_string())))?;
+    let mut options = Table::new();
+    for (key, value) in table {
+        let Some(name) = option_of(&key) else { return Err(usage(format!("unknown option '{key}'"))) };
+        options.insert(name, value);
     }
-    let given = Table::try_from(flags).map_err(|error| usage(error.to_string()))?;
-    table.extend(given);
-    table.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
+    options.extend(Table::try_from(flags).map_err(|error| usage(error.to_string()))?);
+    options.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
 }
 
-fn is_option(key: &str) -> bool {
+/// The option that a key names by today's spelling or a former one.
+fn option_of(key: &str) -> Option<String> {
     let command = crate::args::command();
     let bench = command.find_subcommand("bench").expect("bench is a subcommand");
     let ends = bench.get_subcommands().flat_map(|end| end.get_arguments()).chain(bench.get_arguments());
-    ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config").any(|arg| arg.get_long() == Some(key))
+    let mut options = ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config");
+    let named = options
+        .find(|arg| arg.get_long() == Some(key) || crate::args::former_names(arg).any(|name| name == key));
+    named.and_then(|arg| arg.get_long()).map(str::to_owned)
 }
 
 fn one_line(text: &str) -> String {
@@ -53,6 +58,15 @@ mod tests {
         assert_eq!(flags.iters, Some(3));
         assert_eq!(flags.sizes.map(|sizes| sizes.0), Some(vec![4096, 1]));
         assert_eq!(flags.chunk.map(|chunk| chunk.0), Some(65536));
+    }
+
+    #[test]
+    fn former_spellings_mean_the_option_of_today() {
+        let flags = filled("deadline = 7\npattern = \"mesh\"\nmap = \"0=eth1\"", ConnectFlags::default());
+        let flags = flags.expect("good");
+        assert_eq!(flags.timeout, Some(7.0));
+        assert_eq!(flags.pattern, Some(crate::args::Pattern::AllToAll));
+        assert_eq!(flags.gpu_nics.as_deref(), Some("0=eth1"));
     }
 
     #[test]

@@ -49,7 +49,7 @@ pub fn check(names: &[String]) -> Outcome {
 /// The same of the NICs of these GPUs. Those of others, which a map may name too, are for other processes to check.
 pub fn check_map(map: &Map, gpus: &[u32]) -> Outcome {
     let mut of_these = map.nics.iter().filter(|(gpu, _)| gpus.contains(gpu));
-    of_these.try_for_each(|(gpu, names)| check_of(&format!("--map {gpu}="), names))
+    of_these.try_for_each(|(gpu, names)| check_of(&format!("--gpu-nics {gpu}="), names))
 }
 
 /// Whether it can be used.
@@ -132,12 +132,15 @@ mod tests {
         let found = [nic("b", true), nic("a", false), nic("b", false)];
         let said = |names: &[&str]| {
             let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
-            judge("--map 2=", &names, &found)
+            judge("--gpu-nics 2=", &names, &found)
         };
         assert_eq!(said(&["b"]), Ok(()));
-        let missing = "--map 2=c: no such NIC with an address; there are a, b";
+        let missing = "--gpu-nics 2=c: no such NIC with an address; there are a, b";
         assert_eq!(said(&["b", "c"]), Err(Failure::Usage(missing.to_owned())));
         let down = said(&["a"]).expect_err("it is down");
-        assert!(matches!(&down, Failure::Failed(why) if why.starts_with("--map 2=a: a is down")), "{down:?}");
+        assert!(
+            matches!(&down, Failure::Failed(why) if why.starts_with("--gpu-nics 2=a: a is down")),
+            "{down:?}"
+        );
     }
 }

@@ -34,10 +34,10 @@ use run::plan_run;
 /// Where `serve` listens and `connect` connects when no port is given.
 const PORT_DEFAULT: u16 = 7420;
 /// Longest time without progress.
-const DEADLINE_S_DEFAULT: f64 = 30.0;
+const TIMEOUT_S_DEFAULT: f64 = 30.0;
 
 /// Longest time for one step of `doctor`.
-const DOCTOR_DEADLINE_S_DEFAULT: f64 = 10.0;
+const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
 
 /// Channels per GPU that `topo` spreads.
 const TOPO_CHANNELS_DEFAULT: usize = 8;
@@ -90,7 +90,7 @@ pub struct DoctorPlan {
     /// A plugin to be tried.
     pub plugin: Option<PluginPlan>,
     /// Longest time for one step.
-    pub deadline: Duration,
+    pub timeout: Duration,
     /// Print JSON.
     pub json: bool,
     /// Print what is in order, too.
@@ -107,7 +107,7 @@ pub struct PluginPlan {
     /// Print JSON.
     pub json: bool,
     /// Longest time for one step.
-    pub deadline: Duration,
+    pub timeout: Duration,
     /// Print what it logs.
     pub verbose: bool,
 }
@@ -163,7 +163,7 @@ impl EnginePlan {
             },
             "plugin": plugin.map(|plugin| &plugin.path),
             "gpus": self.gpus,
-            "map": self.map.nics,
+            "gpu_nics": self.map.nics,
             "allow_cross_numa": self.allow_cross_numa,
             "allow_nic_setup": devmem.is_some_and(|devmem| devmem.allow_nic_setup),
             "allow_same_host_gpu": plugin.is_some_and(|plugin| plugin.allow_same_host_gpu),
@@ -187,7 +187,7 @@ pub struct ConnectPlan {
     /// Engine options of this end.
     pub engine: EnginePlan,
     /// Longest time without progress.
-    pub deadline: Duration,
+    pub timeout: Duration,
     /// Where JSON goes.
     pub json: Option<PathBuf>,
     /// Where CSV goes.
@@ -214,7 +214,7 @@ pub struct ServePlan {
     /// Whether `engine.secret` was made up for this run and is to be printed.
     pub one_time_secret: bool,
     /// Longest time in which a peer that has connected may say what it wants, where a run does not say.
-    pub deadline: Duration,
+    pub timeout: Duration,
     /// End after one peer.
     pub once: bool,
     /// Print effective values.
@@ -262,9 +262,9 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
 }
 
 fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
-    let TopoFlags { json, map, nics, allow_cross_numa, channels, clean_up, root } = flags;
+    let TopoFlags { json, gpu_nics: map, nics, allow_cross_numa, channels, clean_up, root } = flags;
     let map = map.map_or(Ok(Default::default()), |text| {
-        text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))
+        text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))
     })?;
     let channels = at_least_one("--channels", channels)?.unwrap_or(TOPO_CHANNELS_DEFAULT);
     if channels > CHANNELS_MAX {
@@ -278,10 +278,10 @@ fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
 }
 
 fn plan_doctor(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
-    let DoctorFlags { address, json, nics, plugin, deadline, secret_file } = flags;
-    let deadline_s = seconds("--deadline", deadline)?.unwrap_or(DOCTOR_DEADLINE_S_DEFAULT);
+    let DoctorFlags { address, json, nics, plugin, timeout, secret_file } = flags;
+    let timeout_s = seconds("--timeout", timeout)?.unwrap_or(DOCTOR_TIMEOUT_S_DEFAULT);
     let plugin = plugin.map(|path| {
-        plan_plugin(PluginFlags { path, version: None, json: false, deadline: Some(deadline_s) }, verbose)
+        plan_plugin(PluginFlags { path, version: None, json: false, timeout: Some(timeout_s) }, verbose)
     });
     let secret = secret(secret_file.as_deref())?;
     let nics = nics.map(|names| names.0).unwrap_or_default();
@@ -289,19 +289,19 @@ fn plan_doctor(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
         addresses: address.map_or(Ok(Vec::new()), |text| resolve("ADDR:PORT", &text))?,
         engine: EnginePlan { nics, secret, ..EnginePlan::default() },
         plugin: plugin.transpose()?,
-        deadline: Duration::from_secs_f64(deadline_s),
+        timeout: Duration::from_secs_f64(timeout_s),
         json,
         verbose,
     })
 }
 
 fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
-    let PluginFlags { path, version, json, deadline } = flags;
-    let deadline = Duration::from_secs_f64(seconds("--deadline", deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
+    let PluginFlags { path, version, json, timeout } = flags;
+    let timeout = Duration::from_secs_f64(seconds("--timeout", timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
     if path.as_os_str().is_empty() {
         return usage("PATH is empty");
     }
-    Ok(PluginPlan { path, version, json, deadline, verbose })
+    Ok(PluginPlan { path, version, json, timeout, verbose })
 }
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
@@ -322,10 +322,10 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =
-        Duration::from_secs_f64(seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
+        Duration::from_secs_f64(seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
     unnumbered("--memory", flags.gpus.as_ref(), flags.memory.as_deref())?;
-    let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
+    let (gpus, map) = fleet(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
         // What contradicts itself before what is not there.
         devmem: carrier::devmem_for_serve(&flags, listen, call_limit)?,
@@ -346,7 +346,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         engine,
         memory,
         one_time_secret,
-        deadline: call_limit,
+        timeout: call_limit,
         once,
         verbose,
         inject: flags.inject,
@@ -419,17 +419,17 @@ fn plan_connect(
             "beyond loopback a secret is needed: FERRYWIRE_SECRET or --secret-file, the same on both ends (serve prints it)",
         );
     }
-    let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
+    let (gpus, map) = fleet(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
     check_outputs(&flags)?;
     check_pattern(&flags)?;
-    let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
-    let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
-    let devmem = carrier::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(deadline_s))?;
+    let timeout_s = seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT);
+    let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(timeout_s))?;
+    let devmem = carrier::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(timeout_s))?;
     Ok(ConnectPlan {
         addresses,
         typed_address: None,
-        run: plan_run(&flags, memory, deadline_s)?,
-        deadline: Duration::from_secs_f64(deadline_s),
+        run: plan_run(&flags, memory, timeout_s)?,
+        timeout: Duration::from_secs_f64(timeout_s),
         json: flags.json.as_ref().map(PathBuf::from),
         csv: flags.csv.as_ref().map(PathBuf::from),
         verbose,
@@ -492,8 +492,8 @@ fn is_one_place(one: &Path, other: &Path) -> bool {
 
 fn check_pattern(flags: &ConnectFlags) -> Outcome {
     match (flags.pattern, &flags.gpus, flags.peers) {
-        (Some(Pattern::Mesh), None, _) => {
-            usage("--pattern mesh joins several GPUs of each side: name them with --gpus")
+        (Some(Pattern::AllToAll), None, _) => {
+            usage("--pattern all-to-all joins several GPUs of each side: name them with --gpus")
         }
         (_, Some(_), Some(_)) => usage("--peers: with --gpus the peers of an incast are the GPUs"),
         _ => Ok(()),
@@ -503,7 +503,7 @@ fn check_pattern(flags: &ConnectFlags) -> Outcome {
 /// Endpoints of a process, and what is said of their NICs.
 fn fleet(gpus: Option<Gpus>, map: Option<&str>, nics: &Option<Names>) -> Outcome<(Option<Vec<u32>>, Map)> {
     let map: Map = match map {
-        Some(text) => text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))?,
+        Some(text) => text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?,
         None => Map::default(),
     };
     let gpus = gpus.map(|gpus| gpus.0);
@@ -511,15 +511,15 @@ fn fleet(gpus: Option<Gpus>, map: Option<&str>, nics: &Option<Names>) -> Outcome
         return Ok((gpus, map));
     }
     if nics.is_some() {
-        return usage("--map names the NICs of each GPU: leave out --nics");
+        return usage("--gpu-nics names the NICs of each GPU: leave out --nics");
     }
     let named = gpus.as_deref().unwrap_or_default();
     match (
         map.nics.keys().find(|gpu| !named.contains(gpu)),
         named.iter().find(|gpu| !map.nics.contains_key(gpu)),
     ) {
-        (Some(gpu), _) => usage(format!("--map {gpu}=...: GPU {gpu} is not one of --gpus")),
-        (_, Some(gpu)) => usage(format!("--map: no NIC for GPU {gpu} of --gpus")),
+        (Some(gpu), _) => usage(format!("--gpu-nics {gpu}=...: GPU {gpu} is not one of --gpus")),
+        (_, Some(gpu)) => usage(format!("--gpu-nics: no NIC for GPU {gpu} of --gpus")),
         (None, None) => Ok((gpus, map)),
     }
 }
@@ -621,7 +621,7 @@ mod tests {
             ConnectFlags { peers: Some(3), ..Default::default() },
             ConnectFlags { memory: Some("cuda:x".into()), ..Default::default() },
             ConnectFlags { peer_memory: Some("sim:99".into()), ..Default::default() },
-            ConnectFlags { pattern: Some(Pattern::Mesh), ..Default::default() },
+            ConnectFlags { pattern: Some(Pattern::AllToAll), ..Default::default() },
             ConnectFlags { pattern: Some(Pattern::Latency), depth: Some(2), ..Default::default() },
             ConnectFlags { blocks: Some(5), sizes: Some(Sizes(vec![4])), ..Default::default() },
             ConnectFlags { seconds: Some(f64::NAN), ..Default::default() },

@@ -1,4 +1,4 @@
-//! Another program's answer, waited for no longer than a deadline.
+//! Another program's answer, waited for no longer than a timeout.
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};

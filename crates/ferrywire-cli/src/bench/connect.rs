@@ -12,7 +12,7 @@ use super::host::Host;
 use super::incast::Companions;
 use super::isolated;
 use super::layout;
-use super::link::{CLOSE_DEADLINE, Link};
+use super::link::{CLOSE_TIMEOUT, Link};
 use super::places;
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::report::{News, Output, Record};
@@ -29,7 +29,7 @@ use crate::plan::{ConnectPlan, EnginePlan};
 use crate::sys;
 use crate::units::Bytes;
 
-/// The engine keeps its deadline; it is waited for so much longer.
+/// The engine keeps its timeout; it is waited for so much longer.
 const DIAL_GRACE: Duration = Duration::from_secs(60);
 /// What the engine calls the transport that scatters nothing.
 const TCP: &str = "tcp";
@@ -97,12 +97,12 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     }
     let endpoint = super::endpoint(&on_nics_of_gpu(plan, false)?, None)?;
     stage("while connecting");
-    let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
+    let link = Link::new(dial(&endpoint, plan)?, plan.timeout);
     let part = Part::of_peer(plan.member, &plan.run, &endpoint, &home, &[]);
     let outcome = converse(plan, &part, &link, start, (tell, stage));
     stage("while closing");
     take_leave(&link, &outcome);
-    let _ = endpoint.close(CLOSE_DEADLINE);
+    let _ = endpoint.close(CLOSE_TIMEOUT);
     outcome
 }
 
@@ -115,7 +115,7 @@ fn on_nics_of_gpu(plan: &ConnectPlan, tells: bool) -> Outcome<EnginePlan> {
 /// Tells the other end how it ended, where it does not know.
 pub fn take_leave(link: &Link, outcome: &Outcome) {
     match outcome {
-        Ok(()) => drop(link.peer.close(CLOSE_DEADLINE)),
+        Ok(()) => drop(link.peer.close(CLOSE_TIMEOUT)),
         Err(failure) => link.tell_last(&Message::Failed { why: failure.first_line() }),
     }
 }
@@ -279,12 +279,12 @@ fn progress(run: &Run, tells: bool) -> ProgressBar {
     bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// Connects to the first address that answers, within the deadline for all of them; Ctrl-C ends the wait.
+/// Connects to the first address that answers, within the timeout for all of them; Ctrl-C ends the wait.
 pub fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
-    let (endpoint, addresses, deadline) = (endpoint.clone(), plan.addresses.clone(), plan.deadline);
+    let (endpoint, addresses, timeout) = (endpoint.clone(), plan.addresses.clone(), plan.timeout);
     let (done, result) = mpsc::channel();
-    std::thread::spawn(move || done.send(endpoint.connect_any(&addresses, deadline)));
-    wait_for(&result, deadline)?.map_err(|error| with_tried(explain(error), &plan.addresses))
+    std::thread::spawn(move || done.send(endpoint.connect_any(&addresses, timeout)));
+    wait_for(&result, timeout)?.map_err(|error| with_tried(explain(error), &plan.addresses))
 }
 
 /// A failure to connect, with all that was tried where that is more than one address.
@@ -296,10 +296,10 @@ fn with_tried(failure: Failure, addresses: &[SocketAddr]) -> Failure {
     Failure::failed(text.trim_end())
 }
 
-/// Waits for what a thread does, which has this deadline itself; Ctrl-C ends the wait.
+/// Waits for what a thread does, which has this timeout itself; Ctrl-C ends the wait.
 pub fn wait_for<T>(
     result: &mpsc::Receiver<ferrywire::Result<T>>,
-    deadline: Duration,
+    timeout: Duration,
 ) -> Outcome<ferrywire::Result<T>> {
     let since = Instant::now();
     loop {
@@ -309,10 +309,8 @@ pub fn wait_for<T>(
                 return Err(Failure::failed("internal error, please report: connect panicked"));
             }
             Err(RecvTimeoutError::Timeout) if sys::interrupted() => return Err(Failure::Interrupted),
-            Err(RecvTimeoutError::Timeout) if since.elapsed() > deadline.saturating_add(DIAL_GRACE) => {
-                return Err(Failure::failed(
-                    "internal error, please report: connect has missed its deadline",
-                ));
+            Err(RecvTimeoutError::Timeout) if since.elapsed() > timeout.saturating_add(DIAL_GRACE) => {
+                return Err(Failure::failed("internal error, please report: connect has missed its timeout"));
             }
             Err(RecvTimeoutError::Timeout) => {}
         }

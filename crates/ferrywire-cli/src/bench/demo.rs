@@ -23,7 +23,7 @@ const SAID_BYTES_MAX: u64 = 64 << 10;
 /// When it has ended, its pipe is read for so long, in case a process of its own holds it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Longest time for the other end to listen: it opens GPUs, and may load a plugin.
-const START_DEADLINE: Duration = Duration::from_secs(120);
+const START_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Starts the other end as a second process, then connects to it.
 pub fn run(plan: ConnectPlan) -> Outcome {
@@ -97,7 +97,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     let Some(output) = child.stdout.take() else {
         return Err(Failure::failed("the other end did not start"));
     };
-    let line = first_line(output, START_DEADLINE)?;
+    let line = first_line(output, START_TIMEOUT)?;
     match line.trim().strip_prefix("listening on ").and_then(|address| address.parse().ok()) {
         Some(address) => Ok((other_end, address)),
         None => {
@@ -152,7 +152,7 @@ fn first_line(pipe: impl Read + Send + 'static, limit: Duration) -> Outcome<Stri
 fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     let Some(plugin) = &plan.engine.plugin else { return };
     command.arg("--plugin").arg(&plugin.path);
-    command.arg(format!("--deadline={}", plan.deadline.as_secs_f64()));
+    command.arg(format!("--timeout={}", plan.timeout.as_secs_f64()));
     command.arg(format!("--allow-same-host-gpu={}", plugin.allow_same_host_gpu));
     command.args(plan.engine.chunk_bytes.map(|bytes| format!("--chunk={bytes}")));
     command.args(plugin.window.map(|requests| format!("--window={requests}")));

@@ -22,7 +22,7 @@ use ferrywire_host::topology::Topology;
 use super::connect::{self, Listeners, Part};
 use super::gate::HEARSAY;
 use super::layout;
-use super::link::{CLOSE_DEADLINE, Link, Stop};
+use super::link::{CLOSE_TIMEOUT, Link, Stop};
 use super::places::{self, Place, Places};
 use super::protocol::{Message, PEERS_MAX, Run};
 use crate::args::Pattern;
@@ -89,7 +89,7 @@ impl Fleet {
         plan: &EnginePlan,
         memory: Memory,
         listen: Option<SocketAddr>,
-        deadline: Duration,
+        timeout: Duration,
         setting: Setting,
     ) -> Outcome<Fleet> {
         let gpus = plan.gpus.clone().unwrap_or_default();
@@ -102,7 +102,7 @@ impl Fleet {
             Ok((name, builder(plan, memory.on(*gpu), place, listen, setting)?))
         });
         let orchestrator =
-            Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline).map_err(start_failed)?;
+            Orchestrator::start(builders.collect::<Outcome<_>>()?, timeout).map_err(start_failed)?;
         Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, notes, setting })
     }
 
@@ -138,15 +138,15 @@ impl Fleet {
 
     /// Closes them all.
     pub fn close(&self) {
-        let _ = self.orchestrator.close(CLOSE_DEADLINE);
+        let _ = self.orchestrator.close(CLOSE_TIMEOUT);
     }
 
     /// Connects all of them at once, so that Ctrl-C is noticed.
-    pub fn connect(&self, targets: Vec<Target>, deadline: Duration) -> Outcome<Vec<Peer>> {
+    pub fn connect(&self, targets: Vec<Target>, timeout: Duration) -> Outcome<Vec<Peer>> {
         let (done, result) = mpsc::channel();
         let orchestrator = self.orchestrator.clone();
-        thread::spawn(move || done.send(orchestrator.connect(&targets, deadline)));
-        Ok(connect::wait_for(&result, deadline)??)
+        thread::spawn(move || done.send(orchestrator.connect(&targets, timeout)));
+        Ok(connect::wait_for(&result, timeout)??)
     }
 }
 
@@ -194,10 +194,10 @@ fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
 pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
     let setting = Setting::alone(&plan.engine, &plan.addresses);
-    let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline, setting)?;
+    let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.timeout, setting)?;
     fleet.print_notes();
     stage("while connecting");
-    let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.deadline);
+    let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.timeout);
     let outcome = with_lead(plan, &mut fleet, lead, start, (tell, stage));
     stage("while closing");
     fleet.close();
@@ -220,12 +220,12 @@ fn with_lead(
         let region_bytes = layout::region_bytes(&run);
         Home::check_room_of_all(pairs.iter().map(|pair| (&fleet.homes[pair.home], region_bytes)))?;
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
-        let peers = fleet.connect(pairs.iter().skip(1).map(target).collect(), plan.deadline)?;
+        let peers = fleet.connect(pairs.iter().skip(1).map(target).collect(), plan.timeout)?;
         Ok((pairs, run, peers))
     });
     match prepared {
         Ok((pairs, run, peers)) => {
-            let others = peers.into_iter().map(|peer| Link::new(peer, plan.deadline));
+            let others = peers.into_iter().map(|peer| Link::new(peer, plan.timeout));
             let stop = Stop::default();
             let links = std::iter::once(lead).chain(others).map(|link| link.of_run(&stop));
             let links: Vec<Link> = links.collect();
@@ -240,7 +240,7 @@ fn with_lead(
 
 /// Which endpoints the other end has.
 fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
-    lead.tell(&Message::Ask { deadline_s: lead.deadline().as_secs_f64() })?;
+    lead.tell(&Message::Ask { timeout_s: lead.timeout().as_secs_f64() })?;
     match lead.hear()? {
         Message::Here { endpoints, .. } if !endpoints.is_empty() => Ok(endpoints),
         _ => Err(lead.strange("no list of endpoints")),
@@ -278,7 +278,7 @@ impl Fleet {
         });
         let builders = builders.collect::<Outcome<Vec<_>>>()?;
         match Arc::get_mut(&mut self.orchestrator) {
-            Some(orchestrator) => orchestrator.extend(builders, plan.deadline).map_err(start_failed),
+            Some(orchestrator) => orchestrator.extend(builders, plan.timeout).map_err(start_failed),
             None => Err(Failure::failed("internal error, please report: the endpoints are in use")),
         }
     }
@@ -300,7 +300,7 @@ impl Fleet {
 pub fn reachable(gpu: u32, addresses: &[SocketAddr]) -> Outcome {
     match addresses {
         [] => Err(Failure::failed(format!(
-            "the NIC of GPU {gpu} there is down or has no address: bring it up, or give that GPU another with --map there"
+            "the NIC of GPU {gpu} there is down or has no address: bring it up, or give that GPU another with --gpu-nics there"
         ))),
         _ => Ok(()),
     }
@@ -316,7 +316,7 @@ fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
         addresses: there[to].1.clone(),
     };
     let pairs: Vec<Pair> = match pattern {
-        Pattern::Mesh => {
+        Pattern::AllToAll => {
             (0..here.len()).flat_map(|from| (0..there.len()).map(move |to| (from, to))).collect::<Vec<_>>()
         }
         Pattern::Incast => (0..here.len()).map(|from| (from, 0)).collect(),
@@ -417,9 +417,9 @@ mod tests {
 
     #[test]
     fn patterns_join_the_right_gpus() {
-        assert_eq!(numbers(Pattern::Pair, &[4, 5], 2), Ok(vec![(0, 10), (1, 11)]));
-        assert_eq!(numbers(Pattern::Mesh, &[4, 5], 3).map(|pairs| pairs.len()), Ok(6));
-        assert_eq!(numbers(Pattern::Mesh, &[4, 5], 3).map(|pairs| pairs[0]), Ok((0, 10)));
+        assert_eq!(numbers(Pattern::Unidir, &[4, 5], 2), Ok(vec![(0, 10), (1, 11)]));
+        assert_eq!(numbers(Pattern::AllToAll, &[4, 5], 3).map(|pairs| pairs.len()), Ok(6));
+        assert_eq!(numbers(Pattern::AllToAll, &[4, 5], 3).map(|pairs| pairs[0]), Ok((0, 10)));
         assert_eq!(numbers(Pattern::Incast, &[4, 5], 3), Ok(vec![(0, 10), (1, 10)]));
         let said = numbers(Pattern::Bidir, &[4, 5], 1).expect_err("not as many").message();
         assert!(said.contains("2 endpoints") && said.contains("the other 1 endpoint:"), "{said}");

@@ -261,7 +261,7 @@ mod tests {
     fn run() -> Run {
         Run {
             op: Op::Send,
-            pattern: Pattern::Pair,
+            pattern: Pattern::Unidir,
             memory: Memory::Host,
             peer_memory: Some(Memory::Host),
             unpack: None,
@@ -274,7 +274,7 @@ mod tests {
             seconds: None,
             warmup: None,
             verify: Verify::Off,
-            deadline_s: LIMIT.as_secs_f64(),
+            timeout_s: LIMIT.as_secs_f64(),
             seed: 1,
         }
     }

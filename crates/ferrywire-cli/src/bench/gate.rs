@@ -17,10 +17,10 @@ use crate::sys;
 /// What a peer hears whose own part did not fail.
 pub const HEARSAY: &str = "another peer of this run failed";
 
-/// A peer that waits behind others is told so as often as this, or several times within its deadline.
+/// A peer that waits behind others is told so as often as this, or several times within its timeout.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// So many times.
-const ASKED_PER_DEADLINE: u32 = 3;
+const ASKED_PER_TIMEOUT: u32 = 3;
 
 /// What must be passed beyond this process; it calls its argument from time to time.
 pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
@@ -33,9 +33,9 @@ pub struct Patience<'a> {
 }
 
 impl<'a> Patience<'a> {
-    /// From now on. The peer gives up after the deadline that this end has too.
+    /// From now on. The peer gives up after the timeout that this end has too.
     pub fn new(link: &'a Link) -> Patience<'a> {
-        Patience { link, interval: interval(link.deadline()), since: Cell::new(Instant::now()) }
+        Patience { link, interval: interval(link.timeout()), since: Cell::new(Instant::now()) }
     }
 
     /// To be called from time to time, while others are waited for.
@@ -48,8 +48,8 @@ impl<'a> Patience<'a> {
     }
 }
 
-fn interval(deadline: Duration) -> Duration {
-    PATIENCE.min(deadline / ASKED_PER_DEADLINE)
+fn interval(timeout: Duration) -> Duration {
+    PATIENCE.min(timeout / ASKED_PER_TIMEOUT)
 }
 
 /// Peers of one run, as the serving end sees them.
@@ -78,7 +78,7 @@ struct State {
 }
 
 impl Gate {
-    /// A gate for so many peers, which must all join within the deadline.
+    /// A gate for so many peers, which must all join within the timeout.
     pub fn new(peers: usize, join_deadline: Duration) -> Gate {
         let reports = vec![Default::default(); peers];
         let state = State {
@@ -210,9 +210,9 @@ mod tests {
 
     #[test]
     fn a_peer_is_asked_to_wait_on_before_it_gives_up() {
-        for deadline_s in [0.1, 1.0, 3.0, 5.0, 6.0, 30.0, 86400.0] {
-            let deadline = Duration::from_secs_f64(deadline_s);
-            assert!(interval(deadline) * 2 < deadline && interval(deadline) <= PATIENCE, "{deadline:?}");
+        for timeout_s in [0.1, 1.0, 3.0, 5.0, 6.0, 30.0, 86400.0] {
+            let timeout = Duration::from_secs_f64(timeout_s);
+            assert!(interval(timeout) * 2 < timeout && interval(timeout) <= PATIENCE, "{timeout:?}");
         }
     }
 }

@@ -53,7 +53,7 @@ pub struct Ended {
 /// What is known of a run that is about to begin.
 struct Expected {
     /// Nothing takes longer in it.
-    deadline: Duration,
+    timeout: Duration,
     /// Its first peer has greeted by then, or never does.
     until: Instant,
 }
@@ -69,10 +69,10 @@ pub struct Hall {
 }
 
 impl Hall {
-    /// A run is about to begin in which nothing takes longer than `deadline`. More peers may come before its first
+    /// A run is about to begin in which nothing takes longer than `timeout`. More peers may come before its first
     /// greets, which it does within `to_greet`.
-    pub fn expect(&self, deadline: Duration, to_greet: Duration) {
-        let expected = Expected { deadline, until: Instant::now() + to_greet };
+    pub fn expect(&self, timeout: Duration, to_greet: Duration) {
+        let expected = Expected { timeout, until: Instant::now() + to_greet };
         *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some(expected);
     }
 
@@ -80,12 +80,12 @@ impl Hall {
     pub fn patience(&self, own: Duration) -> Duration {
         let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever asked and never came has no say in how long others may take.
-        expected.as_ref().filter(|run| Instant::now() < run.until).map_or(own, |run| run.deadline)
+        expected.as_ref().filter(|run| Instant::now() < run.until).map_or(own, |run| run.timeout)
     }
 
     /// Waits until no other run takes place, for a moment: one that is about to end lets the next follow.
     pub fn wait_for_room(&self, hello: &Hello) -> Outcome {
-        let (since, grace) = (Instant::now(), grace(Duration::from_secs_f64(hello.run.deadline_s)));
+        let (since, grace) = (Instant::now(), grace(Duration::from_secs_f64(hello.run.timeout_s)));
         while let Some(name) = self.occupied(&hello.run_id) {
             if since.elapsed() > grace || sys::interrupted() {
                 return Err(Failure::Failed(busy(&name)));
@@ -168,7 +168,7 @@ impl Hall {
 
 impl ActiveRun {
     fn new(hello: &Hello, name: &str) -> ActiveRun {
-        let gate = Gate::new(hello.run.peers, Duration::from_secs_f64(hello.run.deadline_s));
+        let gate = Gate::new(hello.run.peers, Duration::from_secs_f64(hello.run.timeout_s));
         let members = Mutex::new(vec![false; hello.run.peers]);
         ActiveRun {
             run_id: hello.run_id.clone(),
@@ -214,9 +214,9 @@ impl ActiveRun {
     }
 }
 
-/// How long a peer with this deadline is kept waiting for room: it has to hear of a refusal before it gives up.
-fn grace(deadline: Duration) -> Duration {
-    BUSY_GRACE.min(deadline / 2)
+/// How long a peer with this timeout is kept waiting for room: it has to hear of a refusal before it gives up.
+fn grace(timeout: Duration) -> Duration {
+    BUSY_GRACE.min(timeout / 2)
 }
 
 fn busy(name: &str) -> String {
@@ -258,7 +258,7 @@ mod tests {
             seconds: None,
             warmup: None,
             verify: Verify::All,
-            deadline_s: 1.0,
+            timeout_s: 1.0,
             seed: 1,
         };
         Hello { version: VERSION, run_id: "r".to_owned(), member, boot_id: String::new(), run }
@@ -287,9 +287,9 @@ mod tests {
 
     #[test]
     fn a_peer_hears_that_there_is_no_room_before_it_gives_up() {
-        for deadline_s in [0.01, 0.5, 1.0, 30.0] {
-            let deadline = Duration::from_secs_f64(deadline_s);
-            assert!(grace(deadline) < deadline && grace(deadline) <= BUSY_GRACE, "{deadline:?}");
+        for timeout_s in [0.01, 0.5, 1.0, 30.0] {
+            let timeout = Duration::from_secs_f64(timeout_s);
+            assert!(grace(timeout) < timeout && grace(timeout) <= BUSY_GRACE, "{timeout:?}");
         }
     }
 

@@ -29,7 +29,7 @@ const SAID_BYTES_MAX: u64 = 64 << 10;
 pub struct Companions {
     peers: Vec<Companion>,
     /// The run is over when this peer's part is; the others then end, or make no progress for this long.
-    deadline: Duration,
+    timeout: Duration,
 }
 
 #[derive(Debug)]
@@ -44,7 +44,7 @@ struct Companion {
 impl Companions {
     /// Starts those that are not this process.
     pub fn start(plan: &ConnectPlan) -> Outcome<Companions> {
-        let mut companions = Companions { peers: Vec::new(), deadline: plan.deadline };
+        let mut companions = Companions { peers: Vec::new(), timeout: plan.timeout };
         // Endpoints of this process need none.
         if plan.member > 0 || plan.engine.gpus.is_some() {
             return Ok(companions);
@@ -66,7 +66,7 @@ impl Companions {
     /// Waits for the others, or ends them when this one has failed. Each that has failed is named.
     pub fn end(mut self, outcome: Outcome) -> Outcome {
         let patience = match &outcome {
-            Ok(()) => self.deadline.saturating_add(INTERRUPT_GRACE),
+            Ok(()) => self.timeout.saturating_add(INTERRUPT_GRACE),
             Err(Failure::Interrupted) => Duration::ZERO,
             Err(_) => LAST_WORDS,
         };
@@ -214,7 +214,7 @@ mod tests {
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it is ready");
         let (_, said) = mpsc::channel();
         let peers = vec![Companion { number: 1, child, said }];
-        let failed = Companions { peers, deadline: Duration::ZERO }.end(Err(Failure::Interrupted));
+        let failed = Companions { peers, timeout: Duration::ZERO }.end(Err(Failure::Interrupted));
         assert_eq!(failed, Err(Failure::Interrupted));
         assert!(put_back.exists(), "it was killed at once");
     }
@@ -227,7 +227,7 @@ mod tests {
 
     fn ended(outcome: Outcome, scripts: &[&str]) -> Outcome {
         let peers = scripts.iter().enumerate().map(|(i, script)| peer(i + 1, script)).collect();
-        Companions { peers, deadline: Duration::from_secs(60) }.end(outcome)
+        Companions { peers, timeout: Duration::from_secs(60) }.end(outcome)
     }
 
     #[test]
@@ -248,7 +248,7 @@ mod tests {
     #[test]
     fn a_peer_that_does_not_end_is_named_and_ended() {
         let peers = vec![peer(1, "exec sleep 600")];
-        let companions = Companions { peers, deadline: Duration::ZERO };
+        let companions = Companions { peers, timeout: Duration::ZERO };
         let said = companions.end(Ok(())).expect_err("it stays").message();
         assert!(said.contains("peer 1 of the incast: it has not ended"), "{said}");
     }

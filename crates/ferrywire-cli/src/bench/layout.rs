@@ -186,7 +186,7 @@ mod tests {
             seconds: None,
             warmup: None,
             verify: Verify::All,
-            deadline_s: 1.0,
+            timeout_s: 1.0,
             seed: 42,
         }
     }
@@ -218,7 +218,7 @@ mod tests {
 
     #[test]
     fn blocks_cover_the_message_and_never_touch() {
-        let run = run(&[1003], Some(10), Pattern::Pair);
+        let run = run(&[1003], Some(10), Pattern::Unidir);
         let layout = Layout::new(&run, flows(&run)[0], Side::Connect, 0);
         let mut next = 0;
         for piece in layout.pieces(1) {
@@ -231,7 +231,7 @@ mod tests {
 
     #[test]
     fn the_two_sides_shuffle_differently() {
-        let run = run(&[1000], Some(100), Pattern::Pair);
+        let run = run(&[1000], Some(100), Pattern::Unidir);
         let order =
             |side| Layout::new(&run, flows(&run)[0], side, 0).pieces(0).map(|p| p.offset).collect::<Vec<_>>();
         assert_ne!(order(Side::Connect), order(Side::Serve));

@@ -29,7 +29,7 @@ struct Machine<'a> {
 }
 
 /// One short line on what was the limit of the timed part, by the reports of both ends on all pairs.
-pub fn limited_by(ends: &BothEnds, members: &[SideReport], serve: &[SideReport]) -> String {
+pub fn bottleneck(ends: &BothEnds, members: &[SideReport], serve: &[SideReport]) -> String {
     let wall_s = members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
     if wall_s < WALL_S_MIN {
         return "too short to tell (--iters, --seconds)".to_owned();
@@ -110,8 +110,8 @@ mod tests {
     use super::*;
 
     /// A process for each pair, and one that serves all.
-    fn limited_by(members: &[SideReport], serve: &[SideReport]) -> String {
-        super::limited_by(&BothEnds::of(&[], false, members.len()), members, serve)
+    fn bottleneck(members: &[SideReport], serve: &[SideReport]) -> String {
+        super::bottleneck(&BothEnds::of(&[], false, members.len()), members, serve)
     }
 
     /// On a host with 2 cores.
@@ -135,25 +135,25 @@ mod tests {
     #[test]
     fn ends_on_one_machine_share_its_cores() {
         let (near, far) = (side("1", 0.9, 0.5), side("1", 1.0, 0.5));
-        assert_eq!(limited_by(std::slice::from_ref(&near), &[far]), "CPU: 1.9 of 2 cores busy on h1");
-        assert_eq!(limited_by(&[near], &[side("2", 1.0, 0.5)]), "network or peer");
+        assert_eq!(bottleneck(std::slice::from_ref(&near), &[far]), "CPU: 1.9 of 2 cores busy on h1");
+        assert_eq!(bottleneck(&[near], &[side("2", 1.0, 0.5)]), "network or peer");
     }
 
     #[test]
     fn ends_with_cores_of_their_own_do_not_share_them() {
         let end = |cpu_s, allowed| on_cores(side("1", cpu_s, 0.5), allowed, 4);
-        assert_eq!(limited_by(&[end(1.8, "0-3")], &[end(1.8, "4-7")]), "network or peer");
-        assert_eq!(limited_by(&[end(1.8, "0-3")], &[end(3.7, "4-7")]), "CPU: 3.7 of 4 cores busy on h1");
+        assert_eq!(bottleneck(&[end(1.8, "0-3")], &[end(1.8, "4-7")]), "network or peer");
+        assert_eq!(bottleneck(&[end(1.8, "0-3")], &[end(3.7, "4-7")]), "CPU: 3.7 of 4 cores busy on h1");
         // They do share the machine.
         let busy = SideReport { host_busy: Some(0.95), ..end(1.8, "0-3") };
         let all = "CPU: all cores of h1 busy, 3.6 of them with this run";
-        assert_eq!(limited_by(&[busy], &[end(1.8, "4-7")]), all);
+        assert_eq!(bottleneck(&[busy], &[end(1.8, "4-7")]), all);
     }
 
     #[test]
     fn cores_busy_with_something_else_are_told() {
         let near = SideReport { host_busy: Some(0.97), ..side("1", 0.9, 0.5) };
-        let limit = limited_by(&[near], &[side("2", 0.0, 0.0)]);
+        let limit = bottleneck(&[near], &[side("2", 0.0, 0.0)]);
         assert_eq!(limit, "CPU: all cores of h1 busy, 0.9 of them with this run");
     }
 
@@ -161,9 +161,9 @@ mod tests {
     fn all_processes_of_a_host_count_and_a_process_once() {
         let near = |cpu_s| [side("1", cpu_s, 0.5), side("1", cpu_s, 0.5)];
         let far = |cpu_s| [side("2", cpu_s, 0.1), side("2", cpu_s, 0.1)];
-        assert_eq!(limited_by(&near(0.5), &far(1.0)), "network or peer");
-        assert_eq!(limited_by(&near(1.0), &far(1.0)), "CPU: 2.0 of 2 cores busy on h1");
-        assert_eq!(limited_by(&near(0.5), &far(2.0)), "CPU: 2.0 of 2 cores busy on h2");
+        assert_eq!(bottleneck(&near(0.5), &far(1.0)), "network or peer");
+        assert_eq!(bottleneck(&near(1.0), &far(1.0)), "CPU: 2.0 of 2 cores busy on h1");
+        assert_eq!(bottleneck(&near(0.5), &far(2.0)), "CPU: 2.0 of 2 cores busy on h2");
     }
 
     #[test]
@@ -171,7 +171,7 @@ mod tests {
         let pair = |from, to| RankPair { ranks: (from, to), hosts: Default::default() };
         let ends = BothEnds::of(&[pair(0, 2), pair(1, 3)], false, 2);
         let far = [side("3", 0.1, 0.1), side("4", 0.1, 0.1)];
-        let limit = |near: [SideReport; 2]| super::limited_by(&ends, &near, &far);
+        let limit = |near: [SideReport; 2]| super::bottleneck(&ends, &near, &far);
         let sends = |host, bytes| wired(side(host, 1.0, 0.5), "eth1", bytes);
         assert_eq!(limit([sends("1", 12), sends("2", 12)]), "network or peer");
         assert!(limit([sends("1", 12), sends("2", 24)]).starts_with("NIC eth1: 96 %"));
@@ -185,9 +185,9 @@ mod tests {
 
     #[test]
     fn one_busy_thread_or_nic_is_named() {
-        let thread = limited_by(&[side("1", 1.0, 0.99)], &[side("2", 0.0, 0.0)]);
+        let thread = bottleneck(&[side("1", 1.0, 0.99)], &[side("2", 0.0, 0.0)]);
         assert_eq!(thread, "one thread: w on h1 ran 99 % of the time");
         let near = [wired(side("1", 0.1, 0.1), "eth1", 24)];
-        assert!(limited_by(&near, &[side("2", 0.0, 0.0)]).starts_with("NIC eth1: 96 %"));
+        assert!(bottleneck(&near, &[side("2", 0.0, 0.0)]).starts_with("NIC eth1: 96 %"));
     }
 }

@@ -1,7 +1,7 @@
 //! The conversation with one peer: messages in notifications, and every wait of a bench.
 //!
 //! A wait ends when it is over, when the peer is lost, on Ctrl-C, or when no byte has moved for the
-//! deadline. Notifications are one of: a whole or partial JSON message, or the mark of a ping-pong.
+//! timeout. Notifications are one of: a whole or partial JSON message, or the mark of a ping-pong.
 
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::{plain, sys};
 /// Longest stretch of a wait in which Ctrl-C is not noticed.
 pub const SLICE: Duration = Duration::from_millis(100);
 /// Time for a last message to leave.
-pub const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
+pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// A busy host gets and fills memory no slower: pages that its kernel has to clear first, on one core.
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
@@ -47,7 +47,7 @@ pub enum Heard {
 pub struct Link {
     /// The peer.
     pub peer: Peer,
-    deadline: Duration,
+    timeout: Duration,
     message_bytes_max: usize,
     partial: Mutex<Vec<u8>>,
     /// The parts of a message follow one another, whoever else speaks over this link.
@@ -69,31 +69,31 @@ impl Stop {
 }
 
 impl Link {
-    /// A conversation whose waits end after `deadline` without progress.
-    pub fn new(peer: Peer, deadline: Duration) -> Link {
+    /// A conversation whose waits end after `timeout` without progress.
+    pub fn new(peer: Peer, timeout: Duration) -> Link {
         let (partial, speaking, their_failure) = (Mutex::default(), Mutex::default(), Mutex::default());
         let message_bytes_max = MESSAGE_BYTES_MAX;
-        Link { peer, deadline, message_bytes_max, partial, speaking, their_failure, stop: Stop::default() }
+        Link { peer, timeout, message_bytes_max, partial, speaking, their_failure, stop: Stop::default() }
     }
 
     /// The same with a peer that came by itself, and may be anybody.
-    pub fn with_stranger(peer: Peer, deadline: Duration) -> Link {
-        Link { message_bytes_max: STRANGER_BYTES_MAX, ..Link::new(peer, deadline) }
+    pub fn with_stranger(peer: Peer, timeout: Duration) -> Link {
+        Link { message_bytes_max: STRANGER_BYTES_MAX, ..Link::new(peer, timeout) }
     }
 
-    /// The same conversation with a peer that was let in, with another deadline.
-    pub fn with_guest(self, deadline: Duration) -> Link {
-        Link { message_bytes_max: GUEST_BYTES_MAX, deadline, ..self }
+    /// The same conversation with a peer that was let in, with another timeout.
+    pub fn with_guest(self, timeout: Duration) -> Link {
+        Link { message_bytes_max: GUEST_BYTES_MAX, timeout, ..self }
     }
 
     /// Waits end after so long without progress from now on.
-    pub fn wait_up_to(&mut self, deadline: Duration) {
-        self.deadline = deadline;
+    pub fn wait_up_to(&mut self, timeout: Duration) {
+        self.timeout = timeout;
     }
 
     /// After so long without progress waits end.
-    pub fn deadline(&self) -> Duration {
-        self.deadline
+    pub fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     /// The same conversation as one of a run's.
@@ -122,7 +122,7 @@ impl Link {
         if self.peer.error().is_none() {
             let _ = self.post(message);
         }
-        let _ = self.peer.close(CLOSE_DEADLINE);
+        let _ = self.peer.close(CLOSE_TIMEOUT);
     }
 
     /// Tells the other end of a failure while this end's memory is still there: in what moves there, its end would look
@@ -131,7 +131,7 @@ impl Link {
         if self.peer.error().is_some() || self.their_failure().is_some() {
             return;
         }
-        let until = Instant::now() + CLOSE_DEADLINE;
+        let until = Instant::now() + CLOSE_TIMEOUT;
         for part in self.post(&Message::Failed { why: failure.first_line() }).unwrap_or_default() {
             let _ = part.wait(until.saturating_duration_since(Instant::now()));
         }
@@ -166,7 +166,7 @@ impl Link {
     /// The next message of a peer that first gets and fills so many bytes of memory.
     pub fn hear_from_one_who_prepares(&self, bytes: u64) -> Outcome<Message> {
         let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
-        match self.hear_within(self.deadline.saturating_add(more))? {
+        match self.hear_within(self.timeout.saturating_add(more))? {
             Heard::Message(message) => Ok(message),
             Heard::Mark(_) => Err(self.strange("a mark outside a ping-pong")),
         }
@@ -174,7 +174,7 @@ impl Link {
 
     /// The next message or mark.
     pub fn hear_any(&self) -> Outcome<Heard> {
-        self.hear_within(self.deadline)
+        self.hear_within(self.timeout)
     }
 
     fn hear_within(&self, limit: Duration) -> Outcome<Heard> {
@@ -343,7 +343,7 @@ impl Link {
     }
 }
 
-/// Watches over a wait: fails on Ctrl-C and when no byte has moved for the deadline.
+/// Watches over a wait: fails on Ctrl-C and when no byte has moved for the timeout.
 pub struct Stall<'a> {
     link: &'a Link,
     limit: Duration,
@@ -354,7 +354,7 @@ pub struct Stall<'a> {
 impl<'a> Stall<'a> {
     /// Starts watching.
     pub fn new(link: &'a Link) -> Stall<'a> {
-        Stall { link, limit: link.deadline, moved_bytes: u64::MAX, since: Instant::now() }
+        Stall { link, limit: link.timeout, moved_bytes: u64::MAX, since: Instant::now() }
     }
 
     /// To be called at least once per [`SLICE`] of a wait for `what`.
@@ -371,7 +371,7 @@ impl<'a> Stall<'a> {
         let name = self.link.peer.name();
         let waited_s = waited.as_secs_f64();
         Err(Failure::failed(format!(
-            "no progress for {waited_s:.0} s while waiting for {what} of {name} (--deadline){}",
+            "no progress for {waited_s:.0} s while waiting for {what} of {name} (--timeout){}",
             plugin_call(waited)
         )))
     }

@@ -22,7 +22,7 @@ use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 /// Version of these messages.
 pub const VERSION: u32 = 8;
 
-/// Longest timed part, and longest deadline: a week.
+/// Longest timed part, and longest timeout: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
 /// Most transfers in flight.
 pub const DEPTH_MAX: usize = 4096;
@@ -65,7 +65,7 @@ pub struct Run {
     /// How much is checked.
     pub verify: Verify,
     /// Longest time without progress.
-    pub deadline_s: f64,
+    pub timeout_s: f64,
     /// Seed of contents and shuffles.
     pub seed: u64,
 }
@@ -73,7 +73,7 @@ pub struct Run {
 impl Run {
     /// Checks what came from the other end, which may not ask for anything absurd.
     pub fn check(&self) -> Result<(), String> {
-        let seconds = [self.seconds, Some(self.deadline_s)];
+        let seconds = [self.seconds, Some(self.timeout_s)];
         let good = (1..=SIZES_MAX).contains(&self.sizes.len())
             && self.sizes.iter().all(|size| *size <= SIZE_BYTES_MAX && *size >= self.blocks.unwrap_or(0))
             && self.depth.is_none_or(|depth| (1..=DEPTH_MAX).contains(&depth))
@@ -235,7 +235,7 @@ pub enum Message {
     Ask {
         /// Longest time without progress of the run that is to come.
         #[serde(default)]
-        deadline_s: f64,
+        timeout_s: f64,
     },
     /// `serve` names them, by GPU, with the addresses of each. The one that was asked is the first.
     Here {

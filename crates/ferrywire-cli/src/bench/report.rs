@@ -17,7 +17,7 @@ use crate::memory::Memory;
 use crate::plan::ConnectPlan;
 
 /// Version of the JSON form.
-const SCHEMA: u32 = 1;
+const SCHEMA: u32 = 2;
 
 /// Everything known about a run.
 #[derive(Clone, Debug)]
@@ -246,7 +246,7 @@ const CSV: &[(&str, &str)] = &[
     ("cpu_s_per_gb_source", "/cpu_s_per_gb/source"),
     ("cpu_s_per_gb_target", "/cpu_s_per_gb/target"),
     ("ns_per_block", "/extra/ns_per_block"),
-    ("limited_by", "/limited_by"),
+    ("bottleneck", "/bottleneck"),
     ("setup_s", "/setup_s"),
     ("rank", "/extra/ranks/0"),
     ("peer_rank", "/extra/ranks/1"),

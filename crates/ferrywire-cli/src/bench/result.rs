@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::layout;
-use super::limited::limited_by;
+use super::limited::bottleneck;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
 use super::protocol::{FlowReport, Run, SideReport, SocketBuffers};
 use super::session::StepReport;
@@ -117,7 +117,7 @@ pub struct ResultRow {
     /// CPU cost.
     pub cpu_s_per_gb: Option<CpuPerGb>,
     /// What kept it from being better.
-    pub limited_by: String,
+    pub bottleneck: String,
     /// Time until the first size could start.
     pub setup_s: f64,
     /// Seconds by stage.
@@ -193,7 +193,7 @@ struct Share<'a> {
 /// The results of one size.
 pub fn results(now: &Circumstances, step: usize, report: &StepReport) -> Vec<ResultRow> {
     let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
-    let limit = limited_by(&ends, &report.members, &report.serve);
+    let limit = bottleneck(&ends, &report.members, &report.serve);
     let limit =
         if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
     let shares = shares(now, report);
@@ -324,7 +324,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         gb_per_s,
         latency_us: latency_us(&latency),
         cpu_s_per_gb: cpu_per_gb(now, size, report, share),
-        limited_by: limit.to_owned(),
+        bottleneck: limit.to_owned(),
         setup_s: now.setup_s,
         stages_s: stages_s(report, share),
         per_nic,

@@ -17,7 +17,7 @@ use super::hall::{self, ActiveRun, Ended, Hall};
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
-use super::link::{CLOSE_DEADLINE, Link, SLICE};
+use super::link::{CLOSE_TIMEOUT, Link, SLICE};
 use super::places;
 use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::session::Session;
@@ -29,10 +29,10 @@ use crate::plain;
 use crate::plan::{EnginePlan, ServePlan};
 use crate::sys;
 
-/// What the first peer of a run may take longer to greet than its --deadline: until then it connects the others.
+/// What the first peer of a run may take longer to greet than its --timeout: until then it connects the others.
 const CONNECT_GRACE: Duration = Duration::from_secs(2);
 /// Endpoints have this long to start.
-const START_DEADLINE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Where the serving end says what happens: it may do its work in a child of the process that prints.
 #[derive(Clone)]
@@ -104,10 +104,10 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
         }
     };
     // Ctrl-C ends what is under way: each peer hears why.
-    house.hall.wait_until_empty(CLOSE_DEADLINE);
+    house.hall.wait_until_empty(CLOSE_TIMEOUT);
     std::thread::scope(|scope| {
         for door in &doors {
-            scope.spawn(|| door.endpoint.close(CLOSE_DEADLINE));
+            scope.spawn(|| door.endpoint.close(CLOSE_TIMEOUT));
         }
     });
     outcome
@@ -143,7 +143,7 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
     }
     let memory = plan.memory.unwrap_or_else(|| Memory::detect(None));
     let setting = Setting::alone(&plan.engine, &[plan.listen]);
-    let mut fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE, setting)?;
+    let mut fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_TIMEOUT, setting)?;
     fleet.print_notes();
     let reachable = |(gpu, endpoint): (u32, &Endpoint)| (gpu, endpoint.reachable_addresses());
     let all = Arc::new(fleet.endpoints().map(reachable).collect::<Vec<_>>());
@@ -179,7 +179,7 @@ impl House {
     fn attend_in_thread(&self, door: &Door, peer: Peer) {
         let (house, door) = (self.clone(), door.clone());
         let attend = move || {
-            let mut link = Link::with_stranger(peer, house.hall.patience(house.plan.deadline));
+            let mut link = Link::with_stranger(peer, house.hall.patience(house.plan.timeout));
             let mut run_id = String::new();
             match admit(&mut link, &house.hall, &house.plan, &door, &mut run_id) {
                 Err(failure) => {
@@ -292,11 +292,11 @@ fn admit(
 ) -> Outcome<Option<(Hello, Arc<ActiveRun>, Home)>> {
     let (plugin, own) = (plan.engine.plugin.as_ref(), plan.memory);
     let mut first = link.hear()?;
-    if let Message::Ask { deadline_s } = first {
-        if deadline_s > 0.0 && deadline_s <= SECONDS_MAX {
-            let deadline = Duration::from_secs_f64(deadline_s);
-            hall.expect(deadline, deadline + CONNECT_GRACE);
-            link.wait_up_to(deadline + CONNECT_GRACE);
+    if let Message::Ask { timeout_s } = first {
+        if timeout_s > 0.0 && timeout_s <= SECONDS_MAX {
+            let timeout = Duration::from_secs_f64(timeout_s);
+            hall.expect(timeout, timeout + CONNECT_GRACE);
+            link.wait_up_to(timeout + CONNECT_GRACE);
         }
         link.tell(&Message::Here { endpoints: door.all.to_vec(), busy: hall.occupied("") })?;
         first = link.hear()?;
@@ -345,7 +345,7 @@ fn attend(
     inject: Option<Inject>,
     over: &dyn Fn(Ended),
 ) {
-    let link = link.with_guest(Duration::from_secs_f64(hello.run.deadline_s));
+    let link = link.with_guest(Duration::from_secs_f64(hello.run.timeout_s));
     let member = Member { number: hello.member, run: &hello.run, gate: &active.gate, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
@@ -468,20 +468,20 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
 }
 
 fn effective_values(plan: &ServePlan) -> String {
-    let ServePlan { listen, engine, memory, once, deadline, .. } = plan;
+    let ServePlan { listen, engine, memory, once, timeout, .. } = plan;
     let shown = |memory: Memory| match engine.gpus {
         Some(_) => memory.kind().to_owned(),
         None => memory.to_string(),
     };
     let memory = memory.map_or_else(|| "what peers ask for".to_owned(), shown);
     let carried = engine.effective_values().into_iter().map(|(name, value)| format!("{name} = {value}\n"));
-    let (carried, deadline_s) = (carried.collect::<String>(), deadline.as_secs_f64());
+    let (carried, timeout_s) = (carried.collect::<String>(), timeout.as_secs_f64());
     let threads = engine.threads.map_or_else(|| "chosen".to_owned(), |n| n.to_string());
     let congestion_control = engine.congestion_control.as_deref().unwrap_or("chosen");
     let (nics, secret) = (engine.nics.join(","), engine.secret.is_some());
     format!(
         "listen = {listen}\nonce = {once}\nmemory = {memory}\nnics = {nics:?}\nthreads = {threads}\n\
-         congestion_control = {congestion_control}\nsecret = {secret}\ndeadline_s = {deadline_s}\n{carried}"
+         congestion_control = {congestion_control}\nsecret = {secret}\ndeadline_s = {timeout_s}\n{carried}"
     )
 }
 
@@ -519,7 +519,7 @@ mod tests {
         let address = doors[0].endpoint.listen_addresses()[0];
         let (done, measured) = mpsc::channel();
         std::thread::spawn(move || {
-            let options = "--memory host --peer-memory host --sizes 4K --iters 3 --deadline 20";
+            let options = "--memory host --peer-memory host --sizes 4K --iters 3 --timeout 20";
             match planned(&format!("ferrywire bench connect {address} {options}")) {
                 Plan::Connect(plan) => drop(done.send(connect::measure(&plan, &mut |_| {}, &|_| {}))),
                 _ => panic!("no connect"),

@@ -350,7 +350,7 @@ mod tests {
     fn run(peers: usize, iters: u64) -> Run {
         Run {
             op: Op::Write,
-            pattern: Pattern::Pair,
+            pattern: Pattern::Unidir,
             memory: Memory::Host,
             peer_memory: Some(Memory::Host),
             unpack: None,
@@ -363,7 +363,7 @@ mod tests {
             seconds: None,
             warmup: Some(1),
             verify: Verify::All,
-            deadline_s: LIMIT.as_secs_f64(),
+            timeout_s: LIMIT.as_secs_f64(),
             seed: 3,
         }
     }

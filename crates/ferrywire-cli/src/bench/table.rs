@@ -90,7 +90,7 @@ pub fn render(record: &Record) -> String {
         .set_style(TableComponent::MiddleHeaderIntersections, '─');
     table.set_header(columns.iter().map(|(name, _)| *name));
     // The pairs of a mesh are too many for lines of their own.
-    let in_table = |row: &&ResultRow| row.pattern != Pattern::Mesh || is_total(row);
+    let in_table = |row: &&ResultRow| row.pattern != Pattern::AllToAll || is_total(row);
     for row in record.results.iter().filter(in_table) {
         table.add_row(columns.iter().map(|(_, value)| value(row)));
     }
@@ -128,7 +128,7 @@ fn is_total(row: &ResultRow) -> bool {
 /// GB/s from every GPU to every GPU, a matrix for each size of a mesh.
 fn matrices(text: &mut String, rows: &[ResultRow]) {
     let of_mesh: Vec<&ResultRow> =
-        rows.iter().filter(|row| row.pattern == Pattern::Mesh && !is_total(row)).collect();
+        rows.iter().filter(|row| row.pattern == Pattern::AllToAll && !is_total(row)).collect();
     for of_size in of_mesh.chunk_by(|a, b| a.size_bytes == b.size_bytes) {
         let there = distinct(of_size.iter().filter_map(|row| pair(row)).map(|[_, there]| there));
         let mut matrix = Table::new();
@@ -233,8 +233,8 @@ fn limits(text: &mut String, rows: &[ResultRow]) {
     let mut groups: Vec<(&str, Vec<u64>)> = Vec::new();
     for row in rows {
         match groups.last_mut() {
-            Some((limit, sizes)) if *limit == row.limited_by => sizes.push(row.size_bytes),
-            _ => groups.push((&row.limited_by, vec![row.size_bytes])),
+            Some((limit, sizes)) if *limit == row.bottleneck => sizes.push(row.size_bytes),
+            _ => groups.push((&row.bottleneck, vec![row.size_bytes])),
         }
     }
     for (limit, mut sizes) in groups {

@@ -273,7 +273,7 @@ mod tests {
     fn run(size: u64, blocks: Option<u64>) -> Run {
         Run {
             op: Op::Write,
-            pattern: Traffic::Pair,
+            pattern: Traffic::Unidir,
             memory: Memory::Host,
             peer_memory: Some(Memory::Host),
             unpack: None,
@@ -286,7 +286,7 @@ mod tests {
             seconds: None,
             warmup: None,
             verify: Verify::All,
-            deadline_s: 1.0,
+            timeout_s: 1.0,
             seed: 11,
         }
     }

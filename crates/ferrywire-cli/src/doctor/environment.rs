@@ -78,7 +78,9 @@ fn refused() -> Vec<String> {
 /// The variables of all options.
 fn known() -> BTreeSet<String> {
     fn collect(command: &clap::Command, into: &mut BTreeSet<String>) {
-        into.extend(command.get_arguments().filter_map(|arg| arg.get_long()).map(args::variable));
+        for arg in command.get_arguments() {
+            into.extend(arg.get_long().into_iter().chain(args::former_names(arg)).map(args::variable));
+        }
         command.get_subcommands().for_each(|sub| collect(sub, into));
     }
     let mut known = OTHERS.map(str::to_owned).into();
@@ -95,12 +97,12 @@ pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
         .map(|(name, _)| {
             let found =
                 Finding::ok("unknown-variable", name.clone(), "no option or setting has this variable");
-            found.warn(format!("unset {name}, or mend its name: it does nothing"))
+            found.warn(format!("unset {name}, or fix its name: it does nothing"))
         })
         .collect();
     found.extend(environment.refused.iter().map(|why| {
         Finding::ok("bad-variable", SUBJECT, why.clone())
-            .fail("mend the variable, or unset it: bench refuses it")
+            .fail("fix the variable, or unset it: bench refuses it")
     }));
     found.extend(environment.missing_files.iter().map(|(name, file)| {
         Finding::ok("plugin-variable", name.clone(), format!("{file}: there is no such file"))
@@ -138,8 +140,8 @@ fn socket_nics(wish: &str, nics: &[String]) -> Option<Finding> {
 
 fn net(wish: &str) -> Option<Finding> {
     let is_ours = wish.eq_ignore_ascii_case("ferrywire");
-    let found = Finding::ok("nccl-net", "NCCL_NET", format!("it is {wish}")).at(Level::Info);
-    (!is_ours).then(|| found.mended_by("for NCCL over ferrywire: NCCL_NET=ferrywire, or unset it"))
+    let found = Finding::ok("nccl-net", "NCCL_NET", format!("it is {wish}")).at(Level::Note);
+    (!is_ours).then(|| found.fix("for NCCL over ferrywire: NCCL_NET=ferrywire, or unset it"))
 }
 
 #[cfg(test)]
@@ -183,7 +185,7 @@ mod tests {
         for bad in ["ib", "=eth", "^e", "^eth,enp"] {
             assert_eq!(named(bad), [Level::Warn], "{bad}");
         }
-        assert_eq!(found(&[("NCCL_NET", "Socket")], "nccl-net"), [Level::Info]);
+        assert_eq!(found(&[("NCCL_NET", "Socket")], "nccl-net"), [Level::Note]);
         assert_eq!(found(&[("NCCL_NET", "ferrywire")], "nccl-net"), []);
     }
 }

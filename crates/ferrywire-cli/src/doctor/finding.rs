@@ -11,7 +11,7 @@ pub enum Level {
     /// It works, slower than it might, or not for everything.
     Warn,
     /// Good to know.
-    Info,
+    Note,
     /// As it should be.
     Ok,
 }
@@ -28,14 +28,14 @@ pub struct Finding {
     /// What was read, and where.
     pub evidence: String,
     /// What to type or change; nothing where nothing is to be done.
-    pub mend: Option<String>,
+    pub fix: Option<String>,
 }
 
 impl Finding {
     /// All is well.
     pub fn ok(id: &'static str, subject: impl Into<String>, evidence: impl Into<String>) -> Finding {
         let (subject, evidence) = (subject.into(), evidence.into());
-        Finding { id, level: Level::Ok, subject, evidence, mend: None }
+        Finding { id, level: Level::Ok, subject, evidence, fix: None }
     }
 
     /// The same finding, where it matters so much.
@@ -44,18 +44,18 @@ impl Finding {
     }
 
     /// The same finding as a warning, with what to do.
-    pub fn warn(self, mend: impl Into<String>) -> Finding {
-        self.at(Level::Warn).mended_by(mend)
+    pub fn warn(self, fix: impl Into<String>) -> Finding {
+        self.at(Level::Warn).fix(fix)
     }
 
     /// The same finding as a failure, with what to do.
-    pub fn fail(self, mend: impl Into<String>) -> Finding {
-        self.at(Level::Fail).mended_by(mend)
+    pub fn fail(self, fix: impl Into<String>) -> Finding {
+        self.at(Level::Fail).fix(fix)
     }
 
     /// The same finding with what to do.
-    pub fn mended_by(self, mend: impl Into<String>) -> Finding {
-        Finding { mend: Some(mend.into()), ..self }
+    pub fn fix(self, fix: impl Into<String>) -> Finding {
+        Finding { fix: Some(fix.into()), ..self }
     }
 }
 

@@ -92,16 +92,12 @@ pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Fin
             SUBJECT,
             "an MPS server shares the GPUs (CUDA_MPS_PIPE_DIRECTORY, or /tmp/nvidia-mps)",
         );
-        found.push(
-            mps.at(Level::Info).mended_by("nothing; an error of one client may end the contexts of all"),
-        );
+        found.push(mps.at(Level::Note).fix("nothing; an error of one client may end the contexts of all"));
     }
     if !topology.hidden_gpus.is_empty() {
         let evidence = format!("{} of the host are not shown to this process", topology.hidden_gpus.len());
         found.push(
-            Finding::ok("hidden-gpus", "GPUs", evidence)
-                .at(Level::Info)
-                .mended_by("see CUDA_VISIBLE_DEVICES"),
+            Finding::ok("hidden-gpus", "GPUs", evidence).at(Level::Note).fix("see CUDA_VISIBLE_DEVICES"),
         );
     }
     gpus.told.iter().for_each(|told| found.extend(health(told)));
@@ -121,14 +117,14 @@ fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
         }
         Err(CudaError::NoDriver) if on_bus == 0 => {
             Finding::ok("cuda-driver", SUBJECT, "no GPU and no driver: memory of the host is used")
-                .at(Level::Info)
+                .at(Level::Note)
         }
         Err(CudaError::NoDriver) => {
             Finding::ok("cuda-driver", SUBJECT, format!("{on_bus} GPUs on the PCI bus, and no libcuda.so.1"))
                 .warn("install NVIDIA's driver, or give the container the GPUs: --gpus all")
         }
         Err(CudaError::NoDevice) if on_bus == 0 => {
-            Finding::ok("cuda-driver", SUBJECT, "a driver, and no GPU").at(Level::Info)
+            Finding::ok("cuda-driver", SUBJECT, "a driver, and no GPU").at(Level::Note)
         }
         Err(CudaError::NoDevice) => Finding::ok(
             "cuda-driver",
@@ -150,8 +146,8 @@ fn health(told: &Told) -> [Finding; 2] {
         Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", told.persistence));
     let mode = match told.persistence == "Disabled" {
         true => mode
-            .at(Level::Info)
-            .mended_by("nvidia-smi -pm 1, or nvidia-persistenced: each first start takes seconds"),
+            .at(Level::Note)
+            .fix("nvidia-smi -pm 1, or nvidia-persistenced: each first start takes seconds"),
         false => mode,
     };
     let errors = format!("nvidia-smi: uncorrected errors of memory: {}", told.uncorrected_errors);
@@ -182,9 +178,7 @@ fn of_link(subject: String, link: &Link, is_gpu: bool) -> Finding {
     match (*width > 0 && width < width_max, slow) {
         (true, _) => found.warn("another slot, or seat it again: it has fewer lanes than it can use"),
         // An idle GPU lowers its speed by itself.
-        (false, true) if is_gpu => {
-            found.at(Level::Info).mended_by("look again under load: an idle GPU lowers it")
-        }
+        (false, true) if is_gpu => found.at(Level::Note).fix("look again under load: an idle GPU lowers it"),
         (false, true) => found.warn("another slot, or see the firmware's settings of this one"),
         _ => found,
     }
@@ -196,10 +190,9 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
         Err(error) if topology.gpus.is_empty() => return without_gpu(&error),
         Err(error) => {
             let found = Finding::ok("gpu-nics", "GPUs", error.to_string());
-            return vec![
-                found
-                    .warn("ferrywire topo shows what there is; --map or --allow-cross-numa choose otherwise"),
-            ];
+            return vec![found.warn(
+                "ferrywire topo shows what there is; --gpu-nics or --allow-cross-numa choose otherwise",
+            )];
         }
     };
     let of_gpu = |gpu: &ferrywire_host::topology::GpuPlan| {
@@ -211,7 +204,7 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
         match gpu.locality {
             Locality::Across => found.warn("put a NIC on its NUMA node: bytes cross from socket to socket"),
             Locality::Node => {
-                found.at(Level::Info).mended_by("a NIC on its PCIe root would spare the way through the CPU")
+                found.at(Level::Note).fix("a NIC on its PCIe root would spare the way through the CPU")
             }
             _ => found,
         }
@@ -242,11 +235,11 @@ fn reach(topology: &Topology) -> Vec<Finding> {
         match (possible.is_possible(), words.is_empty()) {
             (true, true) => found("devmem TCP: possible".to_owned()),
             (true, false) => found(format!("devmem TCP: possible with setup: {}", words.join("; ")))
-                .at(Level::Info)
-                .mended_by("--transport devmem --allow-nic-setup"),
+                .at(Level::Note)
+                .fix("--transport devmem --allow-nic-setup"),
             (false, _) => found(format!("devmem TCP: no: {}", words.join("; ")))
-                .at(Level::Info)
-                .mended_by("see docs/devmem.md"),
+                .at(Level::Note)
+                .fix("see docs/devmem.md"),
         }
     });
     found.collect()
@@ -297,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_beside_its_nic_has_nothing_to_mend() {
+    fn a_gpu_beside_its_nic_has_nothing_to_fix() {
         let found = judge(&good(), &host(), &PlanOptions::default());
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
         assert_eq!(levels(&found, "pcie-link").len(), 2);
@@ -307,9 +300,9 @@ mod tests {
     fn a_driver_that_is_missing_matters_where_there_are_gpus() {
         let none = Topology { gpus: Vec::new(), ..host() };
         let with = |error: CudaError| Gpus { driver: Err(error), ..good() };
-        assert_eq!(of(&with(CudaError::NoDriver), &none, "cuda-driver"), [Level::Info]);
+        assert_eq!(of(&with(CudaError::NoDriver), &none, "cuda-driver"), [Level::Note]);
         assert_eq!(of(&with(CudaError::NoDriver), &host(), "cuda-driver"), [Level::Warn]);
-        assert_eq!(of(&with(CudaError::NoDevice), &none, "cuda-driver"), [Level::Info]);
+        assert_eq!(of(&with(CudaError::NoDevice), &none, "cuda-driver"), [Level::Note]);
         assert_eq!(of(&with(CudaError::NoDevice), &host(), "cuda-driver"), [Level::Warn]);
         let old = CudaError::OldDriver { found: 11040, needed: 12000 };
         assert_eq!(of(&with(old), &host(), "cuda-driver"), [Level::Fail]);
@@ -323,7 +316,7 @@ mod tests {
             (link.speed[0], link.width[0]) = (speed.to_owned(), width);
             of(&gpus, &host(), "pcie-link")
         };
-        assert_eq!(link("0000:01:00.0", "2.5 GT/s PCIe", 16), [Level::Info, Level::Ok]);
+        assert_eq!(link("0000:01:00.0", "2.5 GT/s PCIe", 16), [Level::Note, Level::Ok]);
         assert_eq!(link("0000:01:00.0", "32.0 GT/s PCIe", 8), [Level::Warn, Level::Ok]);
         assert_eq!(link("0000:02:00.0", "16.0 GT/s PCIe", 16), [Level::Ok, Level::Warn]);
         // What a virtual machine shows.
@@ -334,7 +327,7 @@ mod tests {
     fn distance_between_gpu_and_nic_is_told() {
         let mut other_root = host();
         other_root.nics[0].pci = pci("/sys/devices/pci0000:80/0000:80:02.0/0000:82:00.0");
-        assert_eq!(of(&good(), &other_root, "gpu-nics"), [Level::Info]);
+        assert_eq!(of(&good(), &other_root, "gpu-nics"), [Level::Note]);
         other_root.nics[0].node = Some(1);
         let crossing = PlanOptions { allow_cross_numa: true, ..PlanOptions::default() };
         assert_eq!(levels(&judge(&good(), &other_root, &crossing), "gpu-nics"), [Level::Warn]);
@@ -345,11 +338,11 @@ mod tests {
     #[test]
     fn what_nvidia_smi_tells_is_heeded() {
         let told = |text: &str| Gpus { told: told_in(text), ..good() };
-        assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Info]);
+        assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Note]);
         assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "ecc"), [Level::Ok]);
         assert_eq!(of(&told("0, Enabled, 3\n1, Enabled, 0\n"), &host(), "ecc"), [Level::Warn, Level::Ok]);
-        assert_eq!(of(&Gpus { mps: true, ..good() }, &host(), "mps"), [Level::Info]);
+        assert_eq!(of(&Gpus { mps: true, ..good() }, &host(), "mps"), [Level::Note]);
         let hidden = Topology { hidden_gpus: host().gpus, ..host() };
-        assert_eq!(of(&good(), &hidden, "hidden-gpus"), [Level::Info]);
+        assert_eq!(of(&good(), &hidden, "hidden-gpus"), [Level::Note]);
     }
 }

@@ -91,7 +91,7 @@ pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
     });
     let iommu = "/sys/class/iommu: devices are behind an IOMMU";
     found.push(match kernel.iommu {
-        true => Finding::ok("iommu", SUBJECT, iommu).at(Level::Info).mended_by(
+        true => Finding::ok("iommu", SUBJECT, iommu).at(Level::Note).fix(
             "nothing for TCP through host memory; where NICs are to reach GPUs (devmem, plugins): iommu=pt, and ACS off \
              between them",
         ),
@@ -100,7 +100,7 @@ pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
     found.push(match &kernel.ethtool {
         Ok(()) => Finding::ok("ethtool", SUBJECT, "the kernel tells about NICs"),
         Err(why) => {
-            Finding::ok("ethtool", SUBJECT, format!("settings of NICs cannot be read: {why}")).at(Level::Info)
+            Finding::ok("ethtool", SUBJECT, format!("settings of NICs cannot be read: {why}")).at(Level::Note)
         }
     });
     found
@@ -128,7 +128,7 @@ fn asked(name: &str, bytes: u64) -> Finding {
     let evidence = format!("/proc/sys/net/core/{name} is {}", size(bytes));
     let found = Finding::ok("core-buffers", SUBJECT, evidence);
     match bytes < LONG_PATH_BUFFER_BYTES {
-        true => found.at(Level::Info).mended_by(format!(
+        true => found.at(Level::Note).fix(format!(
             "on long paths, without CAP_NET_ADMIN: sysctl -w net.core.{name}={LONG_PATH_BUFFER_BYTES}"
         )),
         false => found,
@@ -158,8 +158,8 @@ fn version(release: &str) -> Finding {
             found.warn("a kernel from 4.14 on: this one has no zero-copy sends")
         }
         Some(version) if version < DEVMEM_SENDS => found
-            .at(Level::Info)
-            .mended_by("for devmem TCP, which needs NICs for it too: a kernel from 6.16 on; else nothing"),
+            .at(Level::Note)
+            .fix("for devmem TCP, which needs NICs for it too: a kernel from 6.16 on; else nothing"),
         _ => found,
     }
 }
@@ -193,10 +193,10 @@ mod tests {
     }
 
     #[test]
-    fn a_good_kernel_has_nothing_to_mend() {
+    fn a_good_kernel_has_nothing_to_fix() {
         let found = judge(&good(), Some(200_000));
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
-        assert!(found.iter().all(|finding| finding.mend.is_none()), "{found:?}");
+        assert!(found.iter().all(|finding| finding.fix.is_none()), "{found:?}");
     }
 
     #[test]
@@ -208,7 +208,7 @@ mod tests {
         assert_eq!(of_speed(Some(200_000)), [Level::Ok, Level::Warn]);
         assert_eq!(of_speed(Some(400_000)), [Level::Warn; 2]);
         let core = Kernel { core_max_bytes: [Some(212_992), Some(16 << 20)], ..good() };
-        assert_eq!(levels(&judge(&core, None), "core-buffers"), [Level::Info, Level::Ok]);
+        assert_eq!(levels(&judge(&core, None), "core-buffers"), [Level::Note, Level::Ok]);
     }
 
     #[test]
@@ -226,13 +226,13 @@ mod tests {
     fn what_the_kernel_lacks_is_told() {
         let only_bbr = Kernel { congestion_controls: Some("bbr".to_owned()), ..good() };
         assert_eq!(level(&only_bbr, "congestion-control"), Level::Warn);
-        for (release, expected) in [("4.4.0", Level::Warn), ("5.15.0-1", Level::Info), ("7.2.12", Level::Ok)]
+        for (release, expected) in [("4.4.0", Level::Warn), ("5.15.0-1", Level::Note), ("7.2.12", Level::Ok)]
         {
             let kernel = Kernel { release: release.to_owned(), ..good() };
             assert_eq!(level(&kernel, "kernel-version"), expected, "{release}");
         }
         assert_eq!(level(&Kernel { boot_id: false, ..good() }, "boot-id"), Level::Warn);
-        assert_eq!(level(&Kernel { iommu: true, ..good() }, "iommu"), Level::Info);
-        assert_eq!(level(&Kernel { ethtool: Err("none".to_owned()), ..good() }, "ethtool"), Level::Info);
+        assert_eq!(level(&Kernel { iommu: true, ..good() }, "iommu"), Level::Note);
+        assert_eq!(level(&Kernel { ethtool: Err("none".to_owned()), ..good() }, "ethtool"), Level::Note);
     }
 }

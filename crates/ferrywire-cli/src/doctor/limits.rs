@@ -108,7 +108,7 @@ fn cores(limits: &Limits, mbps: u32) -> Vec<Finding> {
         Finding::ok("affinity", "cores", format!("sched_getaffinity: {cores_allowed} of {cores_online}"));
     let mask = match cores_allowed < cores_online {
         true if usable < enough => mask.warn("start it without taskset, or in a cpuset with more cores"),
-        true => mask.at(Level::Info),
+        true => mask.at(Level::Note),
         false => mask,
     };
     let quota = format!("control groups leave the time of {cores_with_time} of {cores_allowed} cores");
@@ -134,7 +134,7 @@ fn memory(limits: &Limits) -> Finding {
     let group = limits.group_bytes.map(|bytes| (bytes, "of this container or control group"));
     let host = limits.available_bytes.map(|bytes| (bytes, "MemAvailable in /proc/meminfo"));
     let Some((bytes, whose)) = group.into_iter().chain(host).min() else {
-        return Finding::ok("memory", "memory", "/proc/meminfo cannot be read").at(Level::Info);
+        return Finding::ok("memory", "memory", "/proc/meminfo cannot be read").at(Level::Note);
     };
     let found = Finding::ok("memory", "memory", format!("{} left, {whose}", size(bytes)));
     match bytes < MEMORY_BYTES_MIN {
@@ -147,7 +147,7 @@ fn locked(bytes: Option<u64>) -> Finding {
     let shown = bytes.map_or_else(|| "unlimited".to_owned(), size);
     let found = Finding::ok("locked-memory", "memory", format!("RLIMIT_MEMLOCK is {shown}"));
     match bytes.is_some_and(|bytes| bytes < LOCKED_BYTES_MIN) {
-        true => found.at(Level::Info).mended_by(
+        true => found.at(Level::Note).fix(
             "ulimit -l unlimited, where NICs send without a copy: without, the kernel copies what is above the limit",
         ),
         false => found,
@@ -161,11 +161,11 @@ fn files([soft, hard]: [Option<u64>; 2]) -> Finding {
         "descriptors",
         format!("RLIMIT_NOFILE is {} of {}", shown(soft), shown(hard)),
     );
-    let mend = format!("ulimit -n {}", hard.map_or(65536, |hard| hard.clamp(FILES_MIN, 65536)));
+    let fix = format!("ulimit -n {}", hard.map_or(65536, |hard| hard.clamp(FILES_MIN, 65536)));
     match soft {
-        Some(limit) if limit < FILES_MIN => found.warn(mend),
+        Some(limit) if limit < FILES_MIN => found.warn(fix),
         Some(limit) if limit < FILES_COMFORTABLE => {
-            found.at(Level::Info).mended_by(format!("for hundreds of channels: {mend}"))
+            found.at(Level::Note).fix(format!("for hundreds of channels: {fix}"))
         }
         _ => found,
     }
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_with_room_has_nothing_to_mend() {
+    fn a_host_with_room_has_nothing_to_fix() {
         let found = judge(&good(), 800_000);
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
     }
@@ -205,7 +205,7 @@ mod tests {
         assert_eq!(levels(&judge(&few, 200_000), "cores"), [Level::Warn]);
         assert_eq!(levels(&judge(&few, 0), "cores"), [Level::Ok]);
         assert_eq!(one(Limits { cores_allowed: 2, ..good() }, "affinity"), Level::Warn);
-        assert_eq!(one(Limits { cores_allowed: 32, ..good() }, "affinity"), Level::Info);
+        assert_eq!(one(Limits { cores_allowed: 32, ..good() }, "affinity"), Level::Note);
         assert_eq!(one(Limits { cores_with_time: 8, ..good() }, "cpu-quota"), Level::Warn);
         assert_eq!(
             one(Limits { governors: vec!["powersave".to_owned()], ..good() }, "governor"),
@@ -221,14 +221,14 @@ mod tests {
             one(Limits { group_bytes: Some(1 << 40), available_bytes: Some(1), ..good() }, "memory"),
             Level::Warn
         );
-        assert_eq!(one(Limits { available_bytes: None, ..good() }, "memory"), Level::Info);
-        assert_eq!(one(Limits { locked_bytes: Some(64 << 10), ..good() }, "locked-memory"), Level::Info);
+        assert_eq!(one(Limits { available_bytes: None, ..good() }, "memory"), Level::Note);
+        assert_eq!(one(Limits { locked_bytes: Some(64 << 10), ..good() }, "locked-memory"), Level::Note);
     }
 
     #[test]
     fn descriptors_are_counted() {
         assert_eq!(one(Limits { files: [Some(64), Some(4096)], ..good() }, "open-files"), Level::Warn);
-        assert_eq!(one(Limits { files: [Some(1024), Some(4096)], ..good() }, "open-files"), Level::Info);
+        assert_eq!(one(Limits { files: [Some(1024), Some(4096)], ..good() }, "open-files"), Level::Note);
         assert_eq!(one(Limits { files: [None, None], ..good() }, "open-files"), Level::Ok);
     }
 

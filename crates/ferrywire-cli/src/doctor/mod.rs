@@ -54,7 +54,7 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
 fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
     let settings = settings();
     let options = PlanOptions { nics: plan.engine.nics.clone(), ..PlanOptions::default() };
-    let nvidia_smi = |args: &[&str]| tool::output("nvidia-smi", args, plan.deadline);
+    let nvidia_smi = |args: &[&str]| tool::output("nvidia-smi", args, plan.timeout);
     let names: Vec<String> = topology.nics.iter().map(|nic| nic.name.clone()).collect();
     [
         kernel::judge(&kernel::Kernel::read(), nic::fastest_mbps(topology)),
@@ -96,7 +96,7 @@ fn visit(plan: &DoctorPlan, topology: &Topology, findings: &mut Vec<Finding>) ->
         return Ok(None);
     }
     let nics = topology.nics.iter().filter(|nic| nic::counts(nic)).count();
-    let facts = PeerFacts::visit(&plan.engine, nics, &plan.addresses, plan.deadline)?;
+    let facts = PeerFacts::visit(&plan.engine, nics, &plan.addresses, plan.timeout)?;
     findings.extend(peer::judge(&facts, topology, &plan.engine.nics));
     Ok(Some(facts))
 }

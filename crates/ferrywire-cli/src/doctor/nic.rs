@@ -145,7 +145,7 @@ fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> 
     found.push(queues(nic, fast));
     if settings.steered && nic.rx_queues > 1 {
         let evidence = format!("/sys/class/net/{}/queues/rx-0/rps_cpus is set", nic.name);
-        found.push(Finding::ok("rps", &nic.name, evidence).at(Level::Info).mended_by(
+        found.push(Finding::ok("rps", &nic.name, evidence).at(Level::Note).fix(
             "echo 0 into the rps_cpus of its queues: with several queues a second core only adds to the work",
         ));
     }
@@ -157,7 +157,7 @@ fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> 
 }
 
 fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
-    let mend = match settings.carrier {
+    let fix = match settings.carrier {
         Some(false) => "no carrier: look at its cable and at the port of the switch",
         _ => "ip link set NIC up",
     };
@@ -165,18 +165,11 @@ fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
     match (nic.up, nic.addresses.is_empty()) {
         (true, false) => Some(found("up, with an address")),
         (true, true) if nic.device || named => {
-            let found = found("up, without an address").at(Level::Info);
-            Some(
-                found.mended_by(format!(
-                    "ip address add ADDR/LEN dev {}, unless it belongs to a bond",
-                    nic.name
-                )),
-            )
+            let found = found("up, without an address").at(Level::Note);
+            Some(found.fix(format!("ip address add ADDR/LEN dev {}, unless it belongs to a bond", nic.name)))
         }
-        (false, _) if named => Some(found("down").fail(mend.replace("NIC", &nic.name))),
-        (false, _) if nic.device => {
-            Some(found("down").at(Level::Info).mended_by(mend.replace("NIC", &nic.name)))
-        }
+        (false, _) if named => Some(found("down").fail(fix.replace("NIC", &nic.name))),
+        (false, _) if nic.device => Some(found("down").at(Level::Note).fix(fix.replace("NIC", &nic.name))),
         _ => None,
     }
 }
@@ -184,13 +177,13 @@ fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
 fn speed(nic: &Nic, fastest: Option<u32>) -> Finding {
     let Some(mbps) = nic.speed_mbps else {
         let evidence = format!("/sys/class/net/{}/speed tells none", nic.name);
-        return Finding::ok("nic-speed", &nic.name, evidence).at(Level::Info).mended_by(
-            "nothing in a virtual machine; channels are dealt to NICs without knowing their speed",
-        );
+        return Finding::ok("nic-speed", &nic.name, evidence)
+            .at(Level::Note)
+            .fix("nothing in a virtual machine; channels are dealt to NICs without knowing their speed");
     };
     let found = Finding::ok("nic-speed", &nic.name, format!("{} Gbit/s", f64::from(mbps) / 1000.0));
     match fastest {
-        Some(fastest) if counts(nic) && mbps < fastest => found.at(Level::Info).mended_by(format!(
+        Some(fastest) if counts(nic) && mbps < fastest => found.at(Level::Note).fix(format!(
             "if it is to be one of several: the others have {} Gbit/s; look at cable and switch, or leave it out with --nics",
             f64::from(fastest) / 1000.0
         )),
@@ -225,9 +218,7 @@ fn queues(nic: &Nic, fast: bool) -> Finding {
         (true, true) => {
             found.warn(format!("ethtool -L {} combined N: one core takes all its interrupts", nic.name))
         }
-        (true, false) => {
-            found.at(Level::Info).mended_by(format!("ethtool -L {} combined N, if it can", nic.name))
-        }
+        (true, false) => found.at(Level::Note).fix(format!("ethtool -L {} combined N, if it can", nic.name)),
         _ => found,
     }
 }
@@ -282,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn good_nics_have_nothing_to_mend() {
+    fn good_nics_have_nothing_to_fix() {
         let found = found(vec![nic("eth1"), nic("eth2")], good());
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
         assert_eq!(levels(&found, "rings").len(), 2);
@@ -298,19 +289,19 @@ mod tests {
         assert_eq!(one(Nic { rx_queues: 1, ..nic("a") }, good(), "nic-queues"), Level::Warn);
         assert_eq!(
             one(Nic { rx_queues: 1, speed_mbps: None, ..nic("a") }, good(), "nic-queues"),
-            Level::Info
+            Level::Note
         );
-        assert_eq!(one(Nic { speed_mbps: None, ..nic("a") }, good(), "nic-speed"), Level::Info);
+        assert_eq!(one(Nic { speed_mbps: None, ..nic("a") }, good(), "nic-speed"), Level::Note);
         let half = Settings { duplex: Some("half".to_owned()), ..good() };
         assert_eq!(one(nic("a"), half, "duplex"), Level::Warn);
         let off = Settings { offloads_off: vec!["gro", "tso"], ..good() };
         let off = found(vec![nic("a")], off);
-        let mends: Vec<_> = off.iter().filter_map(|finding| finding.mend.as_deref()).collect();
-        assert!(mends[0].starts_with("ethtool -K a gro on tso on"), "{mends:?}");
+        let fixes: Vec<_> = off.iter().filter_map(|finding| finding.fix.as_deref()).collect();
+        assert!(fixes[0].starts_with("ethtool -K a gro on tso on"), "{fixes:?}");
         let rings = |set, most| Settings { rings: Some([(set, most), (4096, 8192)]), ..good() };
         assert_eq!(one(nic("a"), rings(512, 8192), "rings"), Level::Warn);
         assert_eq!(one(nic("a"), rings(512, 512), "rings"), Level::Ok);
-        assert_eq!(one(nic("a"), Settings { steered: true, ..good() }, "rps"), Level::Info);
+        assert_eq!(one(nic("a"), Settings { steered: true, ..good() }, "rps"), Level::Note);
     }
 
     #[test]
@@ -318,19 +309,19 @@ mod tests {
         let odd = vec![nic("a"), Nic { mtu_bytes: 8896, speed_mbps: Some(50_000), ..nic("b") }];
         let found = found(odd, good());
         assert_eq!(levels(&found, "mtu-equal"), [Level::Warn]);
-        assert_eq!(levels(&found, "nic-speed"), [Level::Ok, Level::Info]);
+        assert_eq!(levels(&found, "nic-speed"), [Level::Ok, Level::Note]);
     }
 
     #[test]
     fn a_nic_that_is_down_matters_where_it_is_asked_for() {
         let down = || Nic { up: false, ..nic("a") };
         let dark = || Settings { carrier: Some(false), ..good() };
-        assert_eq!(one(down(), dark(), "nic-state"), Level::Info);
+        assert_eq!(one(down(), dark(), "nic-state"), Level::Note);
         let asked = judge(&host(vec![down(), nic("b")]), &|_| dark(), &["a".to_owned()]);
         assert_eq!(levels(&asked, "nic-state"), [Level::Fail]);
-        let mend = asked.iter().find_map(|finding| finding.mend.clone()).expect("a mend");
-        assert!(mend.contains("no carrier"), "{mend}");
-        assert_eq!(one(Nic { addresses: vec![], ..nic("a") }, good(), "nic-state"), Level::Info);
+        let fix = asked.iter().find_map(|finding| finding.fix.clone()).expect("a fix");
+        assert!(fix.contains("no carrier"), "{fix}");
+        assert_eq!(one(Nic { addresses: vec![], ..nic("a") }, good(), "nic-state"), Level::Note);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A peer: whether it answers, to whom, and over which NICs.
 //!
 //! The doctor comes as any peer does, over every NIC that the engine would use, asks a serving bench who it is, and takes its
-//! leave: nothing is measured and nothing reserved. Invariant: [`judge`] reads nothing; each wait has a deadline.
+//! leave: nothing is measured and nothing reserved. Invariant: [`judge`] reads nothing; each wait has a timeout.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::finding::{Finding, Level};
 use super::nic;
 use crate::bench::connect::{explain, wait_for};
-use crate::bench::link::{CLOSE_DEADLINE, Link};
+use crate::bench::link::{CLOSE_TIMEOUT, Link};
 use crate::bench::protocol::Message;
 use crate::exit::{Failure, Outcome};
 use crate::plan::EnginePlan;
@@ -112,7 +112,7 @@ impl PeerFacts {
                 break;
             }
         }
-        let _ = endpoint.close(CLOSE_DEADLINE);
+        let _ = endpoint.close(CLOSE_TIMEOUT);
         last
     }
 
@@ -143,7 +143,7 @@ impl PeerFacts {
 /// Asks, and takes its leave.
 fn look_around(link: Link) -> Outcome<Visit> {
     let stats = link.peer.stats();
-    let answer = link.tell(&Message::Ask { deadline_s: 0.0 }).and_then(|()| link.hear());
+    let answer = link.tell(&Message::Ask { timeout_s: 0.0 }).and_then(|()| link.hear());
     let bench = match answer {
         Ok(Message::Here { endpoints, busy }) => {
             let addresses = endpoints.into_iter().flat_map(|(_, addresses)| addresses).collect();
@@ -187,7 +187,7 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
 
 fn not_let_in(subject: String, facts: &PeerFacts, error: &Error) -> Finding {
     let needs_secret = !facts.with_secret && !facts.address.ip().is_loopback();
-    let (evidence, mend) = match explain(error.clone()) {
+    let (evidence, fix) = match explain(error.clone()) {
         Failure::Usage(text) | Failure::Failed(text) => match text.split_once('\n') {
             Some((first, rest)) => (first.to_owned(), rest.to_owned()),
             None => (text, "ferrywire bench connect -vv tells more".to_owned()),
@@ -206,7 +206,7 @@ fn not_let_in(subject: String, facts: &PeerFacts, error: &Error) -> Finding {
         () if needs_secret && id == "peer-greeting" => found.fail(
             "the peer's secret, in FERRYWIRE_SECRET or a file named with --secret-file (serve prints it)",
         ),
-        () => found.fail(mend),
+        () => found.fail(fix),
     }
 }
 
@@ -214,8 +214,8 @@ fn serving(subject: &str, bench: &Result<Serving, String>) -> Finding {
     match bench {
         Ok(Serving { busy: Some(whose), .. }) => {
             Finding::ok("peer-bench", subject, format!("busy with a run of {whose}"))
-                .at(Level::Info)
-                .mended_by("another run can begin when that one is over")
+                .at(Level::Note)
+                .fix("another run can begin when that one is over")
         }
         Ok(Serving { addresses, .. }) => {
             let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
@@ -223,8 +223,8 @@ fn serving(subject: &str, bench: &Result<Serving, String>) -> Finding {
         }
         Err(why) => {
             Finding::ok("peer-bench", subject, format!("a ferrywire endpoint, but no serving bench: {why}"))
-                .at(Level::Info)
-                .mended_by("for a measurement: ferrywire bench serve there")
+                .at(Level::Note)
+                .fix("for a measurement: ferrywire bench serve there")
         }
     }
 }
@@ -251,8 +251,8 @@ fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
         let way = Finding::ok("path", nic, evidence);
         found.push(match *rtt >= ROUND_TRIP_LONG {
             true => way
-                .at(Level::Info)
-                .mended_by("on long ways more channels and large socket buffers help: --channels 16"),
+                .at(Level::Note)
+                .fix("on long ways more channels and large socket buffers help: --channels 16"),
             false => way,
         });
         // Within this host packets take no NIC.
@@ -286,10 +286,10 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
     let mut found: Vec<Finding> = alone
         .map(|ip| {
             let evidence = format!("no NIC of this host has a channel to its address {ip}");
-            let mend = format!(
+            let fix = format!(
                 "give a NIC of this host an address in the subnet of {ip}, if that one is to carry data too"
             );
-            Finding::ok("peer-nic", format!("peer {}", visit.name), evidence).warn(mend)
+            Finding::ok("peer-nic", format!("peer {}", visit.name), evidence).warn(fix)
         })
         .collect();
     let idle = |nic: &&Nic| {
@@ -298,8 +298,8 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
     };
     found.extend(topology.nics.iter().filter(idle).map(|nic| {
         Finding::ok("own-nic", &nic.name, "it shares no subnet with a NIC of the peer: no channel uses it")
-            .at(Level::Info)
-            .mended_by("if it is to carry data too: addresses of one subnet at both ends")
+            .at(Level::Note)
+            .fix("if it is to carry data too: addresses of one subnet at both ends")
     }));
     found
 }
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_every_nic_reaches_has_nothing_to_mend() {
+    fn a_peer_that_every_nic_reaches_has_nothing_to_fix() {
         let found = judge(&facts(Ok(good())), &host(vec![nic("eth1", 1), nic("eth2", 2)]), &[]);
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
         assert_eq!(levels(&found, "path").len(), 2, "one for each way");
@@ -371,7 +371,7 @@ mod tests {
         let refused = |why: String| Error::Refused { address: address.clone(), why };
         let wrong = judge(&facts(Err(refused(why))), &host(vec![]), &[]);
         assert_eq!(levels(&wrong, "peer-greeting"), [Level::Fail]);
-        assert!(wrong[0].mend.as_ref().is_some_and(|mend| mend.contains("FERRYWIRE_SECRET")), "{wrong:?}");
+        assert!(wrong[0].fix.as_ref().is_some_and(|fix| fix.contains("FERRYWIRE_SECRET")), "{wrong:?}");
         let none = Error::Unreachable { address: address.clone(), why: "Connection refused".to_owned() };
         let none = judge(&facts(Err(none)), &host(vec![]), &[]);
         assert_eq!(levels(&none, "peer-reachable"), [Level::Fail]);
@@ -387,7 +387,7 @@ mod tests {
             visit
         };
         let far = with(&|channel| channel.rtt = Duration::from_millis(10));
-        assert_eq!(of(far, "path"), [Level::Ok, Level::Info]);
+        assert_eq!(of(far, "path"), [Level::Ok, Level::Note]);
         let small = with(&|channel| channel.mss_bytes = 1448);
         assert_eq!(of(small.clone(), "path-mtu"), [Level::Ok, Level::Warn]);
         let mut inward = small;
@@ -401,7 +401,7 @@ mod tests {
         let mut visit = good();
         visit.channels.remove(1);
         assert_eq!(of(visit.clone(), "peer-nic"), [Level::Warn]);
-        assert_eq!(of(visit.clone(), "own-nic"), [Level::Info]);
+        assert_eq!(of(visit.clone(), "own-nic"), [Level::Note]);
         visit.lost = vec!["channel 1 over eth2: no answer".to_owned()];
         assert_eq!(of(visit, "peer-channel"), [Level::Warn]);
         assert_eq!((of(good(), "peer-nic"), of(good(), "own-nic")), (vec![], vec![]));
@@ -410,10 +410,10 @@ mod tests {
     #[test]
     fn a_peer_that_is_busy_or_no_bench_is_told() {
         let busy = Ok(Serving { busy: Some("c".to_owned()), ..Serving::default() });
-        assert_eq!(of(Visit { bench: Some(busy), ..good() }, "peer-bench"), [Level::Info]);
+        assert_eq!(of(Visit { bench: Some(busy), ..good() }, "peer-bench"), [Level::Note]);
         assert_eq!(
             of(Visit { bench: Some(Err("silent".to_owned())), ..good() }, "peer-bench"),
-            [Level::Info]
+            [Level::Note]
         );
         assert_eq!(of(good(), "peer-bench"), [Level::Ok]);
     }

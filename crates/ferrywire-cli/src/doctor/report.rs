@@ -12,7 +12,7 @@ use crate::bench::host::Host;
 /// For programs.
 pub fn json(findings: &[Finding], peer: Option<&PeerFacts>) -> Value {
     json!({
-        "schema": 1,
+        "schema": 2,
         "version": env!("CARGO_PKG_VERSION"),
         "host": Host::this(),
         "peer": peer.map(PeerFacts::json),
@@ -38,7 +38,7 @@ pub fn text(findings: &[Finding], verbose: bool) -> String {
     if !shown.is_empty() {
         let mut table = Table::new();
         table.load_preset(presets::NOTHING);
-        table.set_header(["level", "what", "evidence", "mend"]);
+        table.set_header(["level", "what", "evidence", "fix"]);
         table.add_rows(shown.iter().map(|finding| row(finding)));
         for line in table.to_string().lines() {
             text += line.trim_end();
@@ -53,18 +53,23 @@ fn row(finding: &Finding) -> [String; 4] {
     let level = match finding.level {
         Level::Fail => "FAIL",
         Level::Warn => "warn",
-        Level::Info => "info",
+        Level::Note => "note",
         Level::Ok => "ok",
     };
-    let mend = finding.mend.clone().unwrap_or_else(|| "-".to_owned());
-    [level.to_owned(), finding.subject.clone(), finding.evidence.clone(), mend]
+    let fix = finding.fix.clone().unwrap_or_else(|| "-".to_owned());
+    [level.to_owned(), finding.subject.clone(), finding.evidence.clone(), fix]
 }
 
 fn counts(findings: &[Finding], verbose: bool) -> String {
     let count = |level| findings.iter().filter(|finding| finding.level == level).count();
-    let [fail, warn, info, ok] = [Level::Fail, Level::Warn, Level::Info, Level::Ok].map(count);
+    let [fail, warn, notes, ok] = [Level::Fail, Level::Warn, Level::Note, Level::Ok].map(count);
     let hidden = if verbose || ok == 0 { "" } else { " (-v shows them)" };
-    format!("{fail} failed, {warn} to mend, {info} to know, {ok} in order{hidden}")
+    let plural = |count: usize, noun: &str| match count {
+        1 => format!("1 {noun}"),
+        _ => format!("{count} {noun}s"),
+    };
+    let (fail, warn, notes) = (plural(fail, "failure"), plural(warn, "warning"), plural(notes, "note"));
+    format!("{fail}, {warn}, {notes}, {ok} ok{hidden}")
 }
 
 #[cfg(test)]
@@ -78,7 +83,7 @@ mod tests {
             [ok.clone(), ok.clone().warn("do this"), Finding::ok("b", "eth2", "broken").fail("do that")];
         let said = text(&findings, false);
         let at = |word: &str| said.find(word).unwrap_or_else(|| panic!("{word}: {said}"));
-        assert!(at("FAIL") < at("warn") && at("warn") < at("1 failed, 1 to mend, 0 to know, 1 in order"));
+        assert!(at("FAIL") < at("warn") && at("warn") < at("1 failure, 1 warning, 0 notes, 1 ok"));
         assert_eq!(said.matches("as it should be").count(), 1);
         assert_eq!(text(&findings, true).matches("as it should be").count(), 2);
         assert_eq!(error(&findings), Some("eth2: broken".to_owned()));
@@ -90,6 +95,6 @@ mod tests {
         let findings = [Finding::ok("a", "eth1", "as it should be")];
         let json = json(&findings, None);
         assert_eq!(json["findings"][0]["level"], "ok");
-        assert_eq!((&json["error"], &json["peer"], &json["schema"]), (&Value::Null, &Value::Null, &1.into()));
+        assert_eq!((&json["error"], &json["peer"], &json["schema"]), (&Value::Null, &Value::Null, &2.into()));
     }
 }

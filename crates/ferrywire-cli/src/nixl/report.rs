@@ -109,7 +109,7 @@ pub fn json(report: Option<&Report>, done: &[String], error: Option<&Failure>) -
     let override_folder = report.and_then(|report| report.override_folder.as_ref());
     let nixls = report.into_iter().flat_map(|report| &report.nixls);
     json!({
-        "schema": 1,
+        "schema": 2,
         "version": env!("CARGO_PKG_VERSION"),
         "python": report.map(|report| report.python.path.to_string_lossy()),
         "library": library.map(|library| json!({

@@ -59,17 +59,17 @@ pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, Rank
     };
     let flags = RankFlags {
         rank: args.rank,
-        world: args.world,
+        world_size: args.world_size,
         local_rank: args.local_rank,
         rendezvous: args.rendezvous.clone(),
     };
     let found = Ranks::from_env(&flags).map_err(|error| Failure::Usage(error.to_string()))?;
-    match found.filter(|ranks| ranks.world > 1) {
-        Some(Ranks { world, .. }) if world % 2 == 1 => usage(format!(
-            "{world} ranks have no two halves: the first half moves data to the second, so start an even number"
+    match found.filter(|ranks| ranks.world_size > 1) {
+        Some(Ranks { world_size, .. }) if world_size % 2 == 1 => usage(format!(
+            "{world_size} ranks have no two halves: the first half moves data to the second, so start an even number"
         )),
-        Some(Ranks { world, .. }) if world > WORLD_MAX => {
-            usage(format!("{world} ranks: a bench has at most {WORLD_MAX}"))
+        Some(Ranks { world_size, .. }) if world_size > WORLD_MAX => {
+            usage(format!("{world_size} ranks: a bench has at most {WORLD_MAX}"))
         }
         found => Ok(found.map(|ranks| (ranks, args))),
     }
@@ -91,13 +91,13 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     let (connecting, serving) = texts(&flags);
     let map = map(&flags, gpu)?;
     let options = shared_options(&flags)?;
-    let connects = ranks.rank < ranks.world / 2;
+    let connects = ranks.rank < ranks.world_size / 2;
     let theirs = if connects { serving } else { connecting };
     let flags = ConnectFlags {
         memory: Some(own.to_string()),
         peer_memory: theirs,
         gpus: Some(Gpus(vec![gpu])),
-        map: None,
+        gpu_nics: None,
         // It is for the end that sends to do so.
         ..flags
     };
@@ -193,7 +193,7 @@ fn texts(flags: &ConnectFlags) -> (Option<String>, Option<String>) {
 /// Where this rank's bytes lie, with the number of its GPU: its local rank, unless a number was typed.
 fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
     let (connecting, serving) = texts(flags);
-    let (flag, text) = match ranks.rank < ranks.world / 2 {
+    let (flag, text) = match ranks.rank < ranks.world_size / 2 {
         true => ("--memory", connecting),
         false => (if flags.peer_memory.is_some() { "--peer-memory" } else { "--memory" }, serving),
     };
@@ -234,14 +234,14 @@ fn cuda_of(local_rank: u32) -> u32 {
 
 /// NICs by GPU; that of this rank must be among them.
 fn map(flags: &ConnectFlags, gpu: u32) -> Outcome<Map> {
-    let Some(text) = &flags.map else { return Ok(Map::default()) };
-    let map: Map = text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))?;
+    let Some(text) = &flags.gpu_nics else { return Ok(Map::default()) };
+    let map: Map = text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?;
     if flags.nics.is_some() {
-        return usage("--map names the NICs of each GPU: leave out --nics");
+        return usage("--gpu-nics names the NICs of each GPU: leave out --nics");
     }
     match map.nics.contains_key(&gpu) {
         true => Ok(map),
-        false => usage(format!("--map {text}: no NIC for GPU {gpu}, that of this rank")),
+        false => usage(format!("--gpu-nics {text}: no NIC for GPU {gpu}, that of this rank")),
     }
 }
 
@@ -249,7 +249,7 @@ fn map(flags: &ConnectFlags, gpu: u32) -> Outcome<Map> {
 fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
     let own = ConnectFlags {
         nics: None,
-        map: None,
+        gpu_nics: None,
         allow_cross_numa: None,
         root: None,
         threads: None,
@@ -291,7 +291,7 @@ mod tests {
         std::fs::write(secret.path(), host::random_hex(8).expect("random")).expect("written");
         let ranks = Ranks {
             rank: 0,
-            world: 2,
+            world_size: 2,
             local_rank: 0,
             local_world: None,
             rendezvous: Some(Rendezvous { host: location.to_owned(), port: None }),

@@ -14,8 +14,8 @@ use crate::units::Sizes;
 /// Length of the timed part when neither --iters nor --seconds is given.
 pub(super) const SECONDS_DEFAULT: f64 = 2.0;
 
-pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) -> Outcome<Run> {
-    let pattern = flags.pattern.unwrap_or(Pattern::Pair);
+pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> Outcome<Run> {
+    let pattern = flags.pattern.unwrap_or(Pattern::Unidir);
     let latency = pattern == Pattern::Latency;
     let sizes = flags.sizes.clone().unwrap_or_else(|| default_sizes(latency, flags.blocks));
     let depth = at_least_one("--depth", flags.depth)?;
@@ -46,7 +46,7 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) ->
         seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
         warmup: flags.warmup,
         verify: flags.verify.unwrap_or(Verify::All),
-        deadline_s,
+        timeout_s,
         seed: bench::host::random_u64()?,
     })
 }

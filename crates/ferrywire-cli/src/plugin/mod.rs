@@ -121,7 +121,7 @@ impl Watch<'_> {
                 Err(RecvTimeoutError::Timeout) => {}
             }
             self.waited += began.elapsed().min(2 * LOOK_INTERVAL);
-            if self.waited > self.plan.deadline {
+            if self.waited > self.plan.timeout {
                 return Err(self.hangs());
             }
         }
@@ -188,7 +188,7 @@ impl Watch<'_> {
     }
 
     fn hangs(&mut self) -> Failure {
-        let how = format!("the plugin did not return within {:?}", rounded(self.plan.deadline));
+        let how = format!("the plugin did not return within {:?}", rounded(self.plan.timeout));
         self.failure(&how)
     }
 

@@ -135,7 +135,7 @@ pub fn json(report: Option<&Report>, error: Option<&Failure>, path: &Path) -> Va
         Some(Ok(value)) => value,
         _ => json!({ "path": path.to_string_lossy() }),
     };
-    value["schema"] = 1.into();
+    value["schema"] = 2.into();
     value["version"] = env!("CARGO_PKG_VERSION").into();
     value["error"] = error.map_or(Value::Null, |error| error.message().into());
     value

@@ -26,7 +26,7 @@ impl Report<'_> {
         let nodes = self.topology.nodes.iter();
         let gpus = |gpus: &[Gpu]| gpus.iter().map(gpu_json).collect::<Vec<_>>();
         json!({
-            "schema": 1,
+            "schema": 2,
             "version": env!("CARGO_PKG_VERSION"),
             "nodes": nodes.map(|node| json!({ "node": node.number, "cpus": node.cpus.to_string() })).collect::<Vec<_>>(),
             "nics": self.topology.nics.iter().map(nic_json).collect::<Vec<_>>(),

@@ -15,7 +15,7 @@ fn the_demo_is_verified_and_has_the_documented_form() {
     let results = results(&output);
     assert_eq!(sizes(&results), [4096, 1 << 20]);
     let json = crate::common::json(&output);
-    assert_eq!(json["schema"], 1);
+    assert_eq!(json["schema"], 2);
     for key in ["version", "config", "host", "peer"] {
         assert!(!json[key].is_null(), "{key}");
     }
@@ -30,7 +30,7 @@ fn the_demo_is_verified_and_has_the_documented_form() {
             assert!(result.pointer(pointer).is_some_and(Value::is_number), "{pointer}");
         }
         assert_eq!(result["transport"], "tcp");
-        assert!(result["limited_by"].is_string());
+        assert!(result["bottleneck"].is_string());
         let moved = |list: &Value, key: &str| {
             list.as_array().map(|l| l.iter().filter_map(|c| c[key].as_u64()).sum::<u64>())
         };
@@ -174,7 +174,8 @@ fn verbose_prints_effective_values() {
 
 #[test]
 fn what_a_run_may_do_is_shown_and_stored() {
-    let output = run("bench -v --gpus 0-1 --map 0-1=lo --allow-cross-numa --memory host --peer-memory host \
+    let output =
+        run("bench -v --gpus 0-1 --gpu-nics 0-1=lo --allow-cross-numa --memory host --peer-memory host \
                       --sizes 4K --iters 5 --json -");
     results(&output);
     let config = &crate::common::json(&output)["config"];
@@ -187,12 +188,13 @@ fn what_a_run_may_do_is_shown_and_stored() {
     {
         assert!(said.contains(line), "{line}: {said}");
     }
-    let mut serve = Serve::start("-v --gpus 0-1 --map 0-1=lo --allow-cross-numa --memory host --deadline 7");
+    let mut serve =
+        Serve::start("-v --gpus 0-1 --gpu-nics 0-1=lo --allow-cross-numa --memory host --timeout 7");
     let lines = serve.collect_errors();
     results(&serve.connect(&format!("--memory host --peer-memory host --sizes 4K {QUICK}")));
     let said = lines.lock().expect("whole lines").join("\n");
     for line in
-        ["gpus = [0,1]", "map = {\"0\":[\"lo\"],\"1\":[\"lo\"]}", "allow_cross_numa = true", "deadline_s = 7"]
+        ["gpus = [0,1]", "map = {\"0\":[\"lo\"],\"1\":[\"lo\"]}", "allow_cross_numa = true", "timeout_s = 7"]
     {
         assert!(said.contains(line), "{line}: {said}");
     }

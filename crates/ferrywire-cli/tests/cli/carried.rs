@@ -155,7 +155,7 @@ fn the_demo_shows_the_environment_and_who_set_it() {
 fn fails_at_connect(fault: &str, expected: &[&str]) {
     let serve = serve("", "");
     let switches = format!("fault_call=isend,call_fault={fault},call_fault_after=30");
-    let output = connect(&serve, "--sizes 0,64K --iters 100 --deadline 3 --json -", &switches);
+    let output = connect(&serve, "--sizes 0,64K --iters 100 --timeout 3 --json -", &switches);
     assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output.stderr));
     let said = json(&output);
     let error = said["error"].as_str().unwrap_or_default();
@@ -187,7 +187,7 @@ fn a_plugin_that_hangs_fails_the_run_and_not_the_other_end() {
 /// A plugin that fails at the serving end: one error line, and a fresh child takes the next peer.
 fn fails_at_serve(fault: &str, expected: &[&str]) {
     let switches = format!("fault_call=irecv,call_fault={fault},call_fault_after=30");
-    let mut serve = serve("--deadline 3", &switches);
+    let mut serve = serve("--timeout 3", &switches);
     let output = connect(&serve, "--sizes 1M --iters 100 --json -", "");
     assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output.stderr));
     let said = serve.next_error();

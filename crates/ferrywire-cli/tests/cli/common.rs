@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// What --deadline is, where nothing is said.
-pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
-/// More than a busy machine adds to anything. Whoever takes longer than a deadline and this hangs.
+/// What --timeout is, where nothing is said.
+pub const TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
+/// More than a busy machine adds to anything. Whoever takes longer than a timeout and this hangs.
 pub const GRACE: Duration = Duration::from_secs(60);
 
 /// The command, untouched by the environment of whoever runs the tests.
@@ -31,18 +31,18 @@ pub fn run(args: &str) -> Output {
     ferrywire(args).output().expect("the command starts")
 }
 
-/// Runs a command that ends within this deadline, or little later; one that does not hangs, and is killed.
-pub fn run_within(deadline: Duration, command: &mut Command) -> Output {
+/// Runs a command that ends within this timeout, or little later; one that does not hangs, and is killed.
+pub fn run_within(timeout: Duration, command: &mut Command) -> Output {
     let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    end_within(deadline, spawned.expect("the command starts"))
+    end_within(timeout, spawned.expect("the command starts"))
 }
 
 /// Waits for a process in the same way.
-pub fn end_within(deadline: Duration, child: Child) -> Output {
+pub fn end_within(timeout: Duration, child: Child) -> Output {
     let id = child.id().to_string();
     let (done, result) = mpsc::channel();
     thread::spawn(move || done.send(child.wait_with_output()));
-    let limit = deadline + GRACE;
+    let limit = timeout + GRACE;
     let output = result.recv_timeout(limit).unwrap_or_else(|_| {
         let _ = Command::new("kill").args(["-KILL", &id]).status();
         let said = result.recv_timeout(GRACE).map(|output| output.map(|output| text(&output.stderr)));
@@ -121,14 +121,14 @@ impl Serve {
         run(&format!("bench connect {} {args}", self.address))
     }
 
-    /// The same with a deadline, see [`run_within`].
-    pub fn connect_within(&self, deadline: Duration, args: &str) -> Output {
-        run_within(deadline, &mut ferrywire(&format!("bench connect {} {args}", self.address)))
+    /// The same with a timeout, see [`run_within`].
+    pub fn connect_within(&self, timeout: Duration, args: &str) -> Output {
+        run_within(timeout, &mut ferrywire(&format!("bench connect {} {args}", self.address)))
     }
 
     /// The exit status and standard error of a serve that ends by itself.
     pub fn end(mut self) -> (Option<i32>, String) {
-        let until = Instant::now() + DEADLINE_DEFAULT + GRACE;
+        let until = Instant::now() + TIMEOUT_DEFAULT + GRACE;
         let status = loop {
             match self.child.try_wait().expect("it can be waited for") {
                 Some(status) => break status,
@@ -148,19 +148,19 @@ impl Serve {
 
     /// Waits for the next error on standard error, past warnings. Empty: it has ended.
     pub fn next_error(&mut self) -> String {
-        self.next_error_within(DEADLINE_DEFAULT)
+        self.next_error_within(TIMEOUT_DEFAULT)
     }
 
-    /// The same with a deadline, see [`run_within`].
-    pub fn next_error_within(&mut self, deadline: Duration) -> String {
-        let until = Instant::now() + deadline + GRACE;
+    /// The same with a timeout, see [`run_within`].
+    pub fn next_error_within(&mut self, timeout: Duration) -> String {
+        let until = Instant::now() + timeout + GRACE;
         let lines = self.stderr.as_ref().expect("nobody else reads it");
         loop {
             match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(line) if line.starts_with("error: ") => return line,
                 Ok(_) => {}
                 Err(RecvTimeoutError::Disconnected) => return String::new(),
-                Err(RecvTimeoutError::Timeout) => panic!("no error within {deadline:?} and {GRACE:?}"),
+                Err(RecvTimeoutError::Timeout) => panic!("no error within {timeout:?} and {GRACE:?}"),
             }
         }
     }

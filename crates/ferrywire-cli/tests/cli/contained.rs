@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::common::{DEADLINE_DEFAULT, ferrywire, first_error, results, run_within, text};
+use crate::common::{TIMEOUT_DEFAULT, ferrywire, first_error, results, run_within, text};
 
 /// A group of this test's own, with a limit; it goes when it is dropped.
 struct Group(PathBuf);
@@ -57,7 +57,7 @@ fn what_a_container_may_not_have_is_refused_and_nothing_is_killed() {
         return;
     };
     let bench = "bench --memory host --peer-memory host --iters 2 --depth 1 --json - --sizes";
-    let refused = run_within(DEADLINE_DEFAULT, &mut group.ferrywire(&format!("{bench} 512M")));
+    let refused = run_within(TIMEOUT_DEFAULT, &mut group.ferrywire(&format!("{bench} 512M")));
     let said = first_error(&refused);
     assert_eq!(refused.status.code(), Some(1), "{}", text(&refused.stderr));
     assert!(
@@ -65,7 +65,7 @@ fn what_a_container_may_not_have_is_refused_and_nothing_is_killed() {
         "{said}"
     );
     assert!(said.contains("choose smaller --sizes or --depth"), "{said}");
-    let fits = run_within(DEADLINE_DEFAULT, &mut group.ferrywire(&format!("{bench} 1M")));
+    let fits = run_within(TIMEOUT_DEFAULT, &mut group.ferrywire(&format!("{bench} 1M")));
     assert_eq!(fits.status.code(), Some(0), "{}", text(&fits.stderr));
     assert_eq!(results(&fits)[0]["verified"], true);
 }

@@ -6,17 +6,17 @@ use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, run_within, text, unwritten};
+use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, run_within, text, unwritten};
 use crate::compile::compile;
 
 const SECRET: &str = "a secret of both";
 
 fn doctor(args: &str) -> Command {
-    ferrywire(&format!("doctor --deadline 5 {args}"))
+    ferrywire(&format!("doctor --timeout 5 {args}"))
 }
 
 fn run(args: &str) -> Output {
-    run_within(DEADLINE_DEFAULT, &mut doctor(args))
+    run_within(TIMEOUT_DEFAULT, &mut doctor(args))
 }
 
 /// The findings with this id, of a report whose exit status and error agree with it.
@@ -39,7 +39,7 @@ fn only(output: &Output, id: &str) -> Value {
 fn this_host_is_looked_at_whatever_it_has() {
     let output = run("--json");
     let report = json(&output);
-    assert_eq!((&report["schema"], &report["peer"]), (&1.into(), &Value::Null));
+    assert_eq!((&report["schema"], &report["peer"]), (&2.into(), &Value::Null));
     assert!(report["host"]["kernel"].is_string(), "{report}");
     for id in ["kernel-version", "cores", "memory", "open-files", "nics", "cuda-driver"] {
         let finding = only(&output, id);
@@ -47,7 +47,7 @@ fn this_host_is_looked_at_whatever_it_has() {
     }
     for finding in report["findings"].as_array().expect("findings") {
         let level = finding["level"].as_str().expect("a level");
-        let mended = finding["mend"].is_string();
+        let mended = finding["fix"].is_string();
         assert!(
             if ["warn", "fail"].contains(&level) { mended } else { level != "ok" || !mended },
             "{finding}"
@@ -56,7 +56,7 @@ fn this_host_is_looked_at_whatever_it_has() {
     let (short, long) = (text(&run("").stdout), text(&run("-v").stdout));
     assert!(!short.lines().any(|line| line.starts_with(" ok ")), "{short}");
     assert!(long.lines().any(|line| line.starts_with(" ok ")), "{long}");
-    assert!(short.contains(" in order (-v shows them)"), "{short}");
+    assert!(short.contains(" ok (-v shows them)"), "{short}");
 }
 
 #[test]
@@ -93,7 +93,7 @@ fn a_bench_that_is_busy_says_whose_run_it_has() {
     let _ = other.kill();
     let _ = other.wait();
     let finding = only(&busy.expect("the run has begun"), "peer-bench");
-    assert_eq!(finding["level"], "info", "{finding}");
+    assert_eq!(finding["level"], "note", "{finding}");
 }
 
 #[test]
@@ -103,7 +103,7 @@ fn a_peer_that_is_not_there_is_told() {
     let output = run(&format!("{free} --json"));
     let finding = only(&output, "peer-reachable");
     assert_eq!(finding["level"], "fail");
-    assert!(finding["mend"].as_str().is_some_and(|mend| mend.contains("bench serve")), "{finding}");
+    assert!(finding["fix"].as_str().is_some_and(|fix| fix.contains("bench serve")), "{finding}");
     assert!(first_error(&output).starts_with(&format!("error: peer {free}: ")), "{}", text(&output.stderr));
 }
 
@@ -112,12 +112,12 @@ fn a_wrong_secret_is_told_and_a_right_one_taken() {
     let serve = Serve::start_with("--listen 127.0.0.1:0 --memory host", &[("FERRYWIRE_SECRET", SECRET)]);
     let visit = |secret: &str| {
         let mut command = doctor(&format!("{} --json", serve.address));
-        run_within(DEADLINE_DEFAULT, command.env("FERRYWIRE_SECRET", secret))
+        run_within(TIMEOUT_DEFAULT, command.env("FERRYWIRE_SECRET", secret))
     };
     let wrong = visit("a secret of nobody");
     let finding = only(&wrong, "peer-greeting");
     assert_eq!(finding["level"], "fail");
-    assert!(finding["mend"].as_str().is_some_and(|mend| mend.contains("--secret-file")), "{finding}");
+    assert!(finding["fix"].as_str().is_some_and(|fix| fix.contains("--secret-file")), "{finding}");
     assert_eq!(only(&visit(SECRET), "peer-bench")["level"], "ok");
 }
 
@@ -141,7 +141,7 @@ fn an_endpoint_without_a_bench_is_let_be() {
         ferrywire::Endpoint::builder().listen(([127, 0, 0, 1], 0).into()).build().expect("an endpoint");
     let output = run(&format!("{} --json", endpoint.listen_addresses()[0]));
     assert_eq!(only(&output, "peer")["level"], "ok");
-    assert_eq!(only(&output, "peer-bench")["level"], "info");
+    assert_eq!(only(&output, "peer-bench")["level"], "note");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn a_bad_plugin_is_a_finding_and_a_good_one_too() {
 fn variables_that_no_command_takes_are_told() {
     let mut command = doctor("--json");
     command.env("FERRYWIRE_SIZES", "many").env("FERRYWIRE_NIX", "eth0").env("NCCL_SOCKET_IFNAME", "no-such");
-    let output = run_within(DEADLINE_DEFAULT, &mut command);
+    let output = run_within(TIMEOUT_DEFAULT, &mut command);
     let bad = only(&output, "bad-variable");
     assert!(bad["evidence"].as_str().is_some_and(|text| text.contains("many")), "{bad}");
     assert_eq!(only(&output, "unknown-variable")["subject"], "FERRYWIRE_NIX");
@@ -169,13 +169,13 @@ fn variables_that_no_command_takes_are_told() {
 #[test]
 fn what_makes_no_sense_is_bad_usage() {
     for args in
-        ["--no-such-flag", "host:port", "--nics no-such-nic", "--deadline 0", "--secret-file /nonexistent"]
+        ["--no-such-flag", "host:port", "--nics no-such-nic", "--timeout 0", "--secret-file /nonexistent"]
     {
-        let output = run_within(DEADLINE_DEFAULT, &mut ferrywire(&format!("doctor {args}")));
+        let output = run_within(TIMEOUT_DEFAULT, &mut ferrywire(&format!("doctor {args}")));
         assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
     }
     let help = text(&ferrywire("doctor --help").output().expect("the command starts").stdout);
-    for part in ["ADDR:PORT", "--json", "--nics", "--plugin", "--deadline", "--secret-file", "Exit status"] {
+    for part in ["ADDR:PORT", "--json", "--nics", "--plugin", "--timeout", "--secret-file", "Exit status"] {
         assert!(help.contains(part), "{part}: {help}");
     }
 }

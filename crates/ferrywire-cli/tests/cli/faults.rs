@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Child, Command, Stdio};
 
-use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, text};
+use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, text};
 use serde_json::Value;
 
 /// Never ends by itself within a test.
@@ -65,7 +65,7 @@ fn a_skipped_write_fails_the_run() {
 fn a_panic_while_it_serves_ends_it_with_an_error() {
     let serve = Serve::start("--memory host --inject panic");
     let args = "--memory host --peer-memory host --sizes 4K --iters 5 --json -";
-    let output = serve.connect_within(DEADLINE_DEFAULT, args);
+    let output = serve.connect_within(TIMEOUT_DEFAULT, args);
     assert_eq!(output.status.code(), Some(1));
     assert!(json(&output)["error"].is_string(), "{}", text(&output.stdout));
     let (status, said) = serve.end();
@@ -79,7 +79,7 @@ fn a_panic_while_it_serves_ends_it_with_an_error() {
 fn the_peer_of_an_incast_that_failed_is_named() {
     let serve = Serve::start("--memory host --inject wrong-byte --inject-member 2");
     let args = "--pattern incast --peers 3 --memory host --peer-memory host --sizes 4K --iters 5 --json -";
-    let output = serve.connect_within(DEADLINE_DEFAULT, args);
+    let output = serve.connect_within(TIMEOUT_DEFAULT, args);
     assert_eq!(output.status.code(), Some(1));
     let error = json(&output)["error"].as_str().unwrap_or_default().to_owned();
     assert!(error.starts_with("peer 2 of the incast: ") && error.contains("data mismatch"), "{error}");

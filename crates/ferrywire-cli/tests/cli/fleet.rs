@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, run, run_within, text};
+use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, run, run_within, text};
 use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::tree::Tree;
@@ -19,7 +19,7 @@ fn pair(row: &Value) -> (&str, &str) {
 #[test]
 fn every_pattern_between_several_gpus() {
     let serve = Serve::start("--gpus 0-2 --memory sim");
-    for (pattern, rows) in [("pair", 3), ("bidir", 9), ("mesh", 9), ("incast", 3), ("latency", 3)] {
+    for (pattern, rows) in [("unidir", 3), ("bidir", 9), ("all-to-all", 9), ("incast", 3), ("latency", 3)] {
         let args = format!(
             "--gpus 0,2,5 --memory sim --peer-memory sim --pattern {pattern} --sizes 8,70001 {QUICK}"
         );
@@ -38,7 +38,8 @@ fn every_pattern_between_several_gpus() {
         let of_all: u64 = (rows..rows + totals).filter_map(|at| found[at]["iterations"].as_u64()).sum();
         assert_eq!(sum, of_all, "{pattern}");
     }
-    let mesh = "--gpus 0-1 --memory host --peer-memory host --op read --pattern mesh --sizes 5000 --iters 3";
+    let mesh =
+        "--gpus 0-1 --memory host --peer-memory host --op read --pattern all-to-all --sizes 5000 --iters 3";
     let said = text(&serve.connect(mesh).stdout);
     for part in
         ["one endpoint for each GPU, host here, host there", "from, to", "host:0", "host:2", "GB/s at 5000"]
@@ -63,7 +64,7 @@ fn the_demo_has_several_endpoints_at_both_ends() {
 fn ends_with_different_numbers_of_gpus_are_told_which() {
     let mut serve = Serve::start("--gpus 0-1 --memory sim");
     let args = "--gpus 0-2 --memory sim --peer-memory sim --sizes 4K --iters 3";
-    let refused = serve.connect_within(DEADLINE_DEFAULT, args);
+    let refused = serve.connect_within(TIMEOUT_DEFAULT, args);
     assert_eq!(refused.status.code(), Some(1));
     let why = "this end has 3 endpoints, the other 2 endpoints: give both as many with --gpus";
     let said = first_error(&refused);
@@ -71,7 +72,7 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
     let told = serve.next_error();
     assert!(told.contains("no run of 127.0.0.1:") && told.contains(why), "{told}");
     // What does not need as many of both goes on, and so does the serving end.
-    let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern mesh --sizes 4K {QUICK}");
+    let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern all-to-all --sizes 4K {QUICK}");
     assert_eq!(results(&serve.connect(&args)).len(), 7);
     // One endpoint is one endpoint.
     assert_eq!(
@@ -80,7 +81,7 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
     );
     let mut plain = Serve::start("--memory sim");
     let args = "--gpus 0-1 --memory sim --peer-memory sim --sizes 4K --iters 3";
-    let refused = plain.connect_within(DEADLINE_DEFAULT, args);
+    let refused = plain.connect_within(TIMEOUT_DEFAULT, args);
     for said in [first_error(&refused), plain.next_error()] {
         assert!(said.contains("2 endpoints, the other 1 endpoint:"), "{said}");
     }
@@ -92,17 +93,17 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
         ("--gpus 0,0", "GPU 0 is named twice"),
         ("--gpus 3-1", "empty"),
         ("--gpus 0-99", "no GPU"),
-        ("--pattern mesh", "name them with --gpus"),
+        ("--pattern all-to-all", "name them with --gpus"),
         ("--gpus 0-1 --pattern incast --peers 3", "--peers"),
         (
             "--gpus 0-1 --memory sim:3",
             "--memory sim:3: with --gpus the bytes of each endpoint lie on its own GPU",
         ),
-        ("--gpus 0-1 --map 0=lo", "no NIC for GPU 1"),
-        ("--gpus 0 --map 0=lo,1=lo", "GPU 1 is not one of --gpus"),
-        ("--gpus 0 --map lo", "no GPU before"),
-        ("--gpus 0 --map 0=lo --nics lo", "leave out --nics"),
-        ("--gpus 0 --map 0=nope0 --memory host", "--map 0=nope0: no such NIC"),
+        ("--gpus 0-1 --gpu-nics 0=lo", "no NIC for GPU 1"),
+        ("--gpus 0 --gpu-nics 0=lo,1=lo", "GPU 1 is not one of --gpus"),
+        ("--gpus 0 --gpu-nics lo", "no GPU before"),
+        ("--gpus 0 --gpu-nics 0=lo --nics lo", "leave out --nics"),
+        ("--gpus 0 --gpu-nics 0=nope0 --memory host", "--gpu-nics 0=nope0: no such NIC"),
     ];
     for (args, part) in bad {
         let output = run(&format!("bench connect 127.0.0.1:9 {args}"));
@@ -247,7 +248,7 @@ fn a_port_that_is_taken_names_the_endpoint() {
 fn several_gpus_over_a_plugin() {
     let args =
         "bench --allow-same-host-gpu --gpus 0-3 --memory sim --peer-memory sim --channels 2 --sizes 1,200001";
-    let mut command = ferrywire(&with_plugin(&format!("{args} --pattern mesh {QUICK}")));
+    let mut command = ferrywire(&with_plugin(&format!("{args} --pattern all-to-all {QUICK}")));
     let output = command.env("FERRYWIRE_TCPX_SIM", ONE_HOST).output().expect("it runs");
     let found = results(&output);
     assert_eq!(found.len(), 2 * (16 + 1));

@@ -1,7 +1,7 @@
 //! Memory of GPUs over TCP, by the real command: of simulated ones, and of CUDA with a stand-in for the driver that
 //! runs the kernels on the CPU.
 
-use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, run, text};
+use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, run, text};
 use crate::driver::{self, stand_in};
 use serde_json::Value;
 use std::path::PathBuf;
@@ -285,7 +285,7 @@ fn what_is_missing_for_cuda_memory_is_said() {
         [("cuda:5", "there is no CUDA GPU 5"), ("cuda:1 --sizes 1G --depth 1", "1024 MiB free")]
     {
         let args = format!("--memory host --peer-memory {asked} --iters 5");
-        let refused = failed(&serve.connect_within(DEADLINE_DEFAULT, &args));
+        let refused = failed(&serve.connect_within(TIMEOUT_DEFAULT, &args));
         assert!(refused.contains(why), "{refused}");
         let told = serve.next_error();
         assert!(told.contains("no run of 127.0.0.1:") && told.contains(why), "{told}");

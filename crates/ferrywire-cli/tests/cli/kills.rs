@@ -78,7 +78,7 @@ impl Running {
     /// Returns when the first size is finished.
     fn start(serve: &Serve) -> Running {
         let args = format!(
-            "bench connect {} -v --json - --sizes {SIZES} --seconds 0.4 --deadline 30 --channels 2",
+            "bench connect {} -v --json - --sizes {SIZES} --seconds 0.4 --timeout 30 --channels 2",
             serve.address
         );
         let mut command = ferrywire(&with_plugin(&args));
@@ -148,7 +148,7 @@ fn only_finished_sizes(output: &str, said: &str, killed: Killed) -> Value {
 }
 
 fn connect_is_killed(moment: Duration, whole: bool) {
-    let mut serve = serve("--once --deadline 30", "");
+    let mut serve = serve("--once --timeout 30", "");
     let mut connect = Running::start(&serve);
     thread::sleep(moment);
     kill(&connect.child, whole);
@@ -169,7 +169,7 @@ fn connect_is_killed(moment: Duration, whole: bool) {
 }
 
 fn serve_is_killed(moment: Duration, whole: bool) {
-    let mut serve = serve("--deadline 30", "");
+    let mut serve = serve("--timeout 30", "");
     let connect = Running::start(&serve);
     thread::sleep(moment);
     kill(&serve.child, whole);

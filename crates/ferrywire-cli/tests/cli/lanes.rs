@@ -71,9 +71,9 @@ fn a_message_that_never_completes_is_one_error_with_both_windows() {
     let stall = "stall_head_after=40,fault_side=recv";
     // Whichever end receives.
     for (op, at_serve, at_connect) in [("write", stall, ""), ("read", "", stall)] {
-        let mut serve = serve("--deadline 8", at_serve);
+        let mut serve = serve("--timeout 8", at_serve);
         let args =
-            format!("--op {op} --channels 1 --sizes 4K,64M --iters 20 --warmup 0 --deadline 8 --json -");
+            format!("--op {op} --channels 1 --sizes 4K,64M --iters 20 --warmup 0 --timeout 8 --json -");
         let output = connect(&serve, &args, at_connect);
         assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
         let said = json(&output);
@@ -142,7 +142,7 @@ fn a_listener_that_must_stay_open_is_told_once_and_ends_with_its_process() {
     let left_open = || (listening(serve.child.id()).len() - own.len()) / 2;
     for _ in 0..10 {
         // The peer never connects to it.
-        let args = "--channels 1 --sizes 4K --iters 5 --deadline 3";
+        let args = "--channels 1 --sizes 4K --iters 5 --timeout 3";
         let output = connect(&serve, args, "fault_call=connect,call_fault=hang");
         assert_eq!(output.status.code(), Some(1));
         // Each has two sockets. One that is still waited for is told, or closed.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::{DEADLINE_DEFAULT, end_within, ferrywire, text};
+use crate::common::{TIMEOUT_DEFAULT, end_within, ferrywire, text};
 
 /// Variables of launchers, which may have started these tests.
 const LAUNCHERS: [&str; 8] =
@@ -87,14 +87,14 @@ impl Launched {
         Rest(thread::spawn(move || rest_of(errors)))
     }
 
-    /// Waits for all of them. Whatever is wrong, they end little later than the deadline.
+    /// Waits for all of them. Whatever is wrong, they end little later than the timeout.
     pub fn end(self) -> Vec<Output> {
-        self.end_within(DEADLINE_DEFAULT)
+        self.end_within(TIMEOUT_DEFAULT)
     }
 
-    /// The same with another deadline.
-    pub fn end_within(mut self, deadline: Duration) -> Vec<Output> {
-        let wait = |rank| thread::spawn(move || end_within(deadline, rank));
+    /// The same with another timeout.
+    pub fn end_within(mut self, timeout: Duration) -> Vec<Output> {
+        let wait = |rank| thread::spawn(move || end_within(timeout, rank));
         let waiting: Vec<_> = self.ranks.drain(..).map(wait).collect();
         waiting.into_iter().map(|rank| rank.join().expect("it ends in time")).collect()
     }
@@ -129,7 +129,7 @@ fn rest_of(mut errors: BufReader<ChildStderr>) -> String {
 pub fn flags(rank: usize, world: usize, port: u16) -> [String; 4] {
     [
         format!("--rank={rank}"),
-        format!("--world={world}"),
+        format!("--world-size={world}"),
         format!("--local-rank={rank}"),
         format!("--rendezvous=127.0.0.1:{port}"),
     ]

@@ -58,7 +58,7 @@ fn runs() -> Vec<Run> {
 fn try_run(serves: &[(&str, Serve)], run: &Run, count: &mut usize) -> Result<(), String> {
     let (_, serve) = serves.iter().find(|(unpack, _)| *unpack == run.unpack).expect("one for each mode");
     let args = format!(
-        "{} --unpack {} --allow-same-host-gpu --iters 2 --warmup 0 --deadline 60 --json -",
+        "{} --unpack {} --allow-same-host-gpu --iters 2 --warmup 0 --timeout 60 --json -",
         run.what, run.unpack
     );
     let output = connect(serve, &args, ONE_HOST);
@@ -83,7 +83,7 @@ fn every_combination_is_verified() {
         return;
     }
     let start = |unpack| {
-        let args = format!("--memory sim:1 --allow-same-host-gpu --unpack {unpack} --deadline 60");
+        let args = format!("--memory sim:1 --allow-same-host-gpu --unpack {unpack} --timeout 60");
         (unpack, serve(&args, ONE_HOST))
     };
     let serves = UNPACKS.map(start);

@@ -112,7 +112,7 @@ impl Environment {
         let output = self.run("status --json");
         let status = json_of(&output);
         assert_eq!(output.status.code(), Some(i32::from(!status["error"].is_null())), "{status}");
-        assert_eq!((&status["schema"], &status["done"]), (&1.into(), &json!([])));
+        assert_eq!((&status["schema"], &status["done"]), (&2.into(), &json!([])));
         status
     }
 

@@ -74,7 +74,7 @@ fn a_plugin_is_shown_with_versions_and_devices() {
 fn programs_get_every_property() {
     let path = compile("plugin.c", &["VERSION=12"]);
     let shown = json_of(&inspect(&path, "--json"));
-    assert_eq!((&shown["schema"], &shown["error"]), (&json!(1), &Value::Null));
+    assert_eq!((&shown["schema"], &shown["error"]), (&json!(2), &Value::Null));
     assert_eq!(shown["exported"], json!(["v12"]));
     assert_eq!((&shown["used"], &shown["nccl_choice"]), (&json!("v12"), &json!("v12")));
     assert_eq!(shown["name"], "Test plugin, started");
@@ -191,7 +191,7 @@ fn a_plugin_that_ends_the_process_is_reported_not_followed() {
 
 #[test]
 fn a_plugin_that_hangs_is_ended_at_the_deadline() {
-    let said = refused(&broken("INIT_HANGS"), "--deadline 3");
+    let said = refused(&broken("INIT_HANGS"), "--timeout 3");
     let pid = said
         .strip_prefix(
             "the plugin did not return within 3s in init; it said last: waiting for ever in process ",
@@ -254,7 +254,7 @@ fn a_failure_is_json_too() {
     let output = inspect(Path::new("/nonexistent.so"), "--json");
     assert_eq!(output.status.code(), Some(1));
     let shown = json_of(&output);
-    assert_eq!((&shown["path"], &shown["schema"]), (&json!("/nonexistent.so"), &json!(1)));
+    assert_eq!((&shown["path"], &shown["schema"]), (&json!("/nonexistent.so"), &json!(2)));
     assert_eq!(shown["error"], "/nonexistent.so: there is no such file");
 }
 

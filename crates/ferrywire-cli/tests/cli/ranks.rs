@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{DEADLINE_DEFAULT, first_error, json, results, text};
+use crate::common::{TIMEOUT_DEFAULT, first_error, json, results, text};
 use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::launched::{Launched, all_well, error_line, flags, port, untouched};
@@ -58,7 +58,9 @@ fn the_first_half_moves_data_to_the_second() {
 
 #[test]
 fn every_pattern_between_ranks() {
-    for (pattern, rows, totals) in [("bidir", 6, 3), ("mesh", 4, 1), ("incast", 2, 1), ("latency", 2, 1)] {
+    for (pattern, rows, totals) in
+        [("bidir", 6, 3), ("all-to-all", 4, 1), ("incast", 2, 1), ("latency", 2, 1)]
+    {
         let args = format!("--memory sim --pattern {pattern} --sizes 70001 {QUICK}");
         let outputs = Launched::by_flags(4, &args).end();
         all_well(&outputs);
@@ -71,7 +73,7 @@ fn every_pattern_between_ranks() {
         assert_eq!(ranks_of(&found[rows - 1]), Some(last), "{pattern}");
     }
     let outputs =
-        Launched::by_flags(4, "--memory host --op read --pattern mesh --sizes 5000 --iters 3").end();
+        Launched::by_flags(4, "--memory host --op read --pattern all-to-all --sizes 5000 --iters 3").end();
     all_well(&outputs);
     let said = text(&outputs[0].stdout);
     for part in ["one process for each rank", "from, to", "1 (host:1)", "3 (host:3)", "GB/s at 5000"] {
@@ -154,18 +156,18 @@ fn torchrun_starts_a_run() {
 fn ranks_that_cannot_be_are_bad_usage() {
     let at = "--rendezvous 127.0.0.1:9";
     let bad = [
-        ("--rank 0 --world 3", "3 ranks have no two halves"),
-        ("--rank 0 --world 2", "nobody says where the ranks meet"),
-        ("--rank 2 --world 2", "--rank 2 is not below --world 2"),
-        ("", "give --rank and --world too"),
-        ("--rank 1", "--rank 1 is set and --world is not"),
-        ("--rank 0 --world 2 --rendezvous node:x", "write it as HOST:PORT"),
-        ("--rank 0 --world 2 --rendezvous 192.0.2.1:7420", "FERRYWIRE_SECRET"),
-        ("--rank 0 --world 2 --gpus 0-1", "--gpus"),
-        ("--rank 0 --world 2 --pattern incast --peers 3", "--peers"),
-        ("--rank 0 --world 2 --map 1=lo", "no NIC for GPU 0"),
-        ("--rank 1 --world 2 --local-rank 1 --memory sim:99", "numbered 0 to"),
-        ("--rank 0 --world 5000", "at most"),
+        ("--rank 0 --world-size 3", "3 ranks have no two halves"),
+        ("--rank 0 --world-size 2", "nobody says where the ranks meet"),
+        ("--rank 2 --world-size 2", "--rank 2 is not below --world-size 2"),
+        ("", "give --rank and --world-size too"),
+        ("--rank 1", "--rank 1 is set and --world-size is not"),
+        ("--rank 0 --world-size 2 --rendezvous node:x", "write it as HOST:PORT"),
+        ("--rank 0 --world-size 2 --rendezvous 192.0.2.1:7420", "FERRYWIRE_SECRET"),
+        ("--rank 0 --world-size 2 --gpus 0-1", "--gpus"),
+        ("--rank 0 --world-size 2 --pattern incast --peers 3", "--peers"),
+        ("--rank 0 --world-size 2 --gpu-nics 1=lo", "no NIC for GPU 0"),
+        ("--rank 1 --world-size 2 --local-rank 1 --memory sim:99", "numbered 0 to"),
+        ("--rank 0 --world-size 5000", "at most"),
     ];
     for (args, part) in bad {
         let place = if args.contains("--rendezvous") || part.contains("nobody says") { "" } else { at };
@@ -201,9 +203,11 @@ fn ranks_that_cannot_be_are_bad_usage() {
     }
     // One rank is no run of several.
     results(
-        &untouched(&format!("bench --rank 0 --world 1 --sizes 4K --memory host --peer-memory host {QUICK}"))
-            .output()
-            .expect("it runs"),
+        &untouched(&format!(
+            "bench --rank 0 --world-size 1 --sizes 4K --memory host --peer-memory host {QUICK}"
+        ))
+        .output()
+        .expect("it runs"),
     );
 }
 
@@ -277,11 +281,11 @@ fn a_rank_with_wrong_data_ends_the_run_of_all_by_name() {
     assert_eq!(json(&outputs[0])["results"].as_array().map(Vec::len), Some(3));
 }
 
-/// One pair verifies for longer than --deadline after the other has: who waits for that is not given up.
+/// One pair verifies for longer than --timeout after the other has: who waits for that is not given up.
 #[test]
 fn pairs_that_verify_for_longer_than_others_fail_nothing() {
     let port = port();
-    let args = "--memory host --sizes 4K --depth 1 --iters 16 --warmup 1 --deadline 12 --json -";
+    let args = "--memory host --sizes 4K --depth 1 --iters 16 --warmup 1 --timeout 12 --json -";
     let outputs = Launched::start(4, args, |rank, command| {
         command.args(flags(rank, 4, port));
         if rank == 3 {
@@ -299,7 +303,7 @@ fn pairs_that_verify_for_longer_than_others_fail_nothing() {
 fn a_rank_that_does_not_come_is_named_by_all() {
     let port = port();
     let mut launched =
-        Launched::start(4, "--memory host --sizes 4K --iters 3 --deadline 10", |rank, command| {
+        Launched::start(4, "--memory host --sizes 4K --iters 3 --timeout 10", |rank, command| {
             command.args(flags(rank, 4, port));
             if rank == 2 {
                 // Something else is started in its place.
@@ -341,7 +345,7 @@ fn options_that_differ_are_named_with_the_rank() {
 #[test]
 fn a_rank_with_another_secret_is_told_so() {
     let port = port();
-    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --deadline 10", |rank, command| {
+    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --timeout 10", |rank, command| {
         command.args(flags(rank, 2, port));
         command.env("FERRYWIRE_SECRET", format!("the secret of rank {rank}"));
     })
@@ -362,7 +366,7 @@ fn a_rank_with_another_secret_is_told_so() {
 fn a_meeting_point_that_is_taken_is_said() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("it has one").port();
-    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --deadline 5", |rank, command| {
+    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --timeout 5", |rank, command| {
         command.args(flags(rank, 2, port));
     })
     .end_within(Duration::from_secs(5));
@@ -393,7 +397,7 @@ fn a_second_launch_at_one_meeting_point_leaves_the_first_alone() {
         }
         let others = [("other", "another launch has started"), ("one", "two runs at one --rendezvous")];
         let said = others.map(|(name, _)| Launched::start(2, &args, job(name)).end());
-        let first = first.end_within(Duration::from_secs(seconds) + DEADLINE_DEFAULT);
+        let first = first.end_within(Duration::from_secs(seconds) + TIMEOUT_DEFAULT);
         if said.iter().flatten().any(|output| output.status.success()) {
             continue;
         }
@@ -420,7 +424,7 @@ fn a_gpu_that_is_not_there_is_named_with_its_rank() {
         let local_rank = [0, 1, 0, 2][rank];
         command
             .args([format!("--rank={rank}"), format!("--local-rank={local_rank}")])
-            .args(["--world=4", &format!("--rendezvous=127.0.0.1:{port}")]);
+            .args(["--world-size=4", &format!("--rendezvous=127.0.0.1:{port}")]);
         command.env("LD_LIBRARY_PATH", &stand_in);
     })
     .end();
@@ -463,7 +467,7 @@ fn ranks_have_cuda_gpus_by_their_local_rank() {
 fn ranks_over_a_plugin() {
     let port = port();
     let args = with_plugin(&format!(
-        "--allow-same-host-gpu --memory sim --channels 2 --pattern mesh --sizes 1,200001 {QUICK}"
+        "--allow-same-host-gpu --memory sim --channels 2 --pattern all-to-all --sizes 1,200001 {QUICK}"
     ));
     let outputs = Launched::start(4, &args, |rank, command| {
         command.args(flags(rank, 4, port)).env("FERRYWIRE_TCPX_SIM", ONE_HOST);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ferrywire::{Endpoint, Peer};
 
 use crate::common::{
-    DEADLINE_DEFAULT, Serve, end_within, ferrywire, first_error, json, results, run_within, text,
+    Serve, TIMEOUT_DEFAULT, end_within, ferrywire, first_error, json, results, run_within, text,
 };
 
 /// Longest wait for what must come.
@@ -60,10 +60,10 @@ fn another_version_is_told_at_both_ends() {
 }
 
 /// A greeting as a peer sends it.
-fn hello(deadline_s: u32) -> String {
+fn hello(timeout_s: u32) -> String {
     let run = format!(
-        r#"{{"op":"write","pattern":"pair","memory":"host","peer_memory":"host","sizes":[8],"peers":1,"iters":1,
-        "verify":"all","deadline_s":{deadline_s},"seed":1}}"#
+        r#"{{"op":"write","pattern":"unidir","memory":"host","peer_memory":"host","sizes":[8],"peers":1,"iters":1,
+        "verify":"all","timeout_s":{timeout_s},"seed":1}}"#
     );
     let version = 8;
     format!(r#"{{"kind":"hello","version":{version},"run_id":"r","member":0,"boot_id":"","run":{run}}}"#)
@@ -82,7 +82,7 @@ fn without_end(peer: &Peer, bytes: usize) {
 /// Anybody can knock, and many at once: what each may make this end keep is little.
 #[test]
 fn a_message_without_end_is_refused() {
-    let mut serve = Serve::start("--memory host --deadline 20");
+    let mut serve = Serve::start("--memory host --timeout 20");
     let (_endpoint, peer) = stranger(&serve);
     without_end(&peer, 64 << 10);
     let answer = heard(&peer);
@@ -125,7 +125,7 @@ fn the_words_of_a_peer_do_not_steer_a_terminal() {
     let peer = there.accept(LIMIT).expect("it comes");
     assert!(heard(&peer).contains("hello"));
     say(&peer, &format!(r#"{{"kind":"refused","why":"{}"}}"#, steering()));
-    let output = end_within(DEADLINE_DEFAULT, child);
+    let output = end_within(TIMEOUT_DEFAULT, child);
     assert_eq!(output.status.code(), Some(1));
     harmless(&text(&output.stderr));
     harmless(json(&output)["error"].as_str().expect("an error"));
@@ -134,9 +134,9 @@ fn the_words_of_a_peer_do_not_steer_a_terminal() {
 /// Who has asked for a run of several GPUs, and does not come with all of them, has the time that it named.
 #[test]
 fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
-    let mut serve = Serve::start("--gpus 0-1 --memory sim --deadline 600");
+    let mut serve = Serve::start("--gpus 0-1 --memory sim --timeout 600");
     let (_endpoint, peer) = stranger(&serve);
-    say(&peer, r#"{"kind":"ask","deadline_s":1.0}"#);
+    say(&peer, r#"{"kind":"ask","timeout_s":1.0}"#);
     assert!(heard(&peer).contains("here"));
     // Another of the same run that has nothing to say either.
     let (_other_endpoint, other) = stranger(&serve);
@@ -152,7 +152,7 @@ fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
 #[test]
 fn a_run_with_fewer_peers_than_it_says_ends_by_name_at_both_ends() {
     let mut serve = Serve::start("--memory host");
-    let args = "--memory host --peer-memory host --sizes 4K --iters 3 --deadline 2";
+    let args = "--memory host --peer-memory host --sizes 4K --iters 3 --timeout 2";
     let args = format!("--pattern incast --peers 3 --member 2 --run 0123456789abcdef {args}");
     let alone = serve.connect_within(Duration::from_secs(2), &args);
     assert_eq!(alone.status.code(), Some(1));
@@ -182,7 +182,7 @@ fn a_second_run_of_several_gpus_is_told_that_the_first_has_the_port() {
 
 /// What a run is told that comes during another one, which then ends verified; `None` if none came in time.
 fn beside_another_run(serve: &Serve, seconds: u64) -> Option<String> {
-    let limit = Duration::from_secs(seconds) + DEADLINE_DEFAULT;
+    let limit = Duration::from_secs(seconds) + TIMEOUT_DEFAULT;
     let args = format!("bench connect {} {FLEET} --seconds {seconds} --json -", serve.address);
     let mut first =
         ferrywire(&args).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
@@ -207,7 +207,7 @@ fn a_peer_with_another_runs_secret_is_told_at_both_ends() {
     let own = [("FERRYWIRE_SECRET", "the secret of this run")];
     let mut serve = Serve::start_with("--listen 127.0.0.1:0 --gpus 0-1 --memory sim", &own);
     let mut command = ferrywire(&format!("bench connect {} {FLEET} --iters 3", serve.address));
-    let refused = run_within(DEADLINE_DEFAULT, command.env("FERRYWIRE_SECRET", "another run's secret"));
+    let refused = run_within(TIMEOUT_DEFAULT, command.env("FERRYWIRE_SECRET", "another run's secret"));
     assert_eq!(refused.status.code(), Some(1));
     assert!(first_error(&refused).contains("wrong secret"), "{}", first_error(&refused));
     let lines = serve.collect_errors();
@@ -222,7 +222,7 @@ fn a_peer_with_another_runs_secret_is_told_at_both_ends() {
 fn a_fleet_without_all_its_ports_leaves_the_others_alone() {
     let taken = Serve::start("--gpus 0-1 --memory host");
     let mut second = ferrywire(&format!("bench serve --listen {} --gpus 0-1 --memory host", taken.address));
-    let second = run_within(DEADLINE_DEFAULT, &mut second);
+    let second = run_within(TIMEOUT_DEFAULT, &mut second);
     assert_eq!(second.status.code(), Some(1));
     let said = first_error(&second);
     assert!(said.contains("starting the endpoint of GPU") && said.contains("in use"), "{said}");

@@ -34,8 +34,8 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "--map 2=eth2: eth2 is down",
-        &[("ferrywire-cli/src/nics.rs", "--map {}="), ("ferrywire-cli/src/nics.rs", "{}{}: {} is down")],
+        "--gpu-nics 2=eth2: eth2 is down",
+        &[("ferrywire-cli/src/nics.rs", "--gpu-nics {}="), ("ferrywire-cli/src/nics.rs", "{}{}: {} is down")],
     ),
     ("exit status 1", &[]),
     (

@@ -22,7 +22,7 @@ fn this_host_is_shown_whatever_it_has() {
     let host = json_of(&output);
     assert_eq!(output.status.success(), host["error"].is_null(), "{host}");
     assert_eq!(host["plan"].is_null(), !host["error"].is_null());
-    assert_eq!(host["schema"], 1);
+    assert_eq!(host["schema"], 2);
     let nics = host["nics"].as_array().expect("NICs");
     assert!(nics.iter().any(|nic| nic["nic"] == "lo" && nic["loopback"] == true), "{host}");
     for nic in nics {
@@ -148,12 +148,12 @@ fn programs_read_the_same() {
 
 #[test]
 fn a_map_overrides_the_plan_and_what_is_slower_is_noted() {
-    let output = topo(&Tree::named("a3-high"), "--map 0-7=eth1,eth2,eth3,eth4 --channels 6 --json");
+    let output = topo(&Tree::named("a3-high"), "--gpu-nics 0-7=eth1,eth2,eth3,eth4 --channels 6 --json");
     let host = json_of(&output);
     assert_eq!(host["plan"]["gpus"][0]["channels"], json!({ "eth1": 2, "eth2": 2, "eth3": 1, "eth4": 1 }));
     assert_eq!(host["plan"]["gpus"][1]["channels"], json!({ "eth1": 1, "eth2": 2, "eth3": 2, "eth4": 1 }));
     assert_eq!(host["plan"]["notes"][0], "GPUs 0-3: on another NUMA node than eth3, eth4, which is slower");
-    let said = text(&topo(&Tree::named("a3-high"), "--map 0=eth3 --nics eth1,eth3").stdout);
+    let said = text(&topo(&Tree::named("a3-high"), "--gpu-nics 0=eth3 --nics eth1,eth3").stdout);
     assert!(said.contains("  0    eth3 (8) "), "{said}");
     assert!(said.contains("Notes\n  GPU 0: on another NUMA node than eth3, which is slower\n"), "{said}");
 }
@@ -166,7 +166,7 @@ fn what_cannot_be_planned_is_one_error_beside_the_tables() {
     assert_eq!(
         text(&output.stderr),
         "error: GPU 1 (NUMA node 1): no NIC on the same PCIe root or NUMA node can be used, only eth0 of other nodes; \
-         --allow-cross-numa uses them, which is slower, or name NICs with --map\n"
+         --allow-cross-numa uses them, which is slower, or name NICs with --gpu-nics\n"
     );
     assert!(text(&output.stdout).contains("NVIDIA H200") && !text(&output.stdout).contains("Plan"));
     let output = topo(&across, "--json");
@@ -194,22 +194,26 @@ fn wishes_that_make_no_sense_are_bad_usage() {
     let host =
         Tree::of(&tree::text("a3-high").replace("0000:0c:00.0 node=0", "0000:0c:00.0 node=0 state=down"));
     let said = [
-        ("--map 9=eth1", 2, "--map 9=...: there is no GPU 9; there are GPUs 0-7"),
+        ("--gpu-nics 9=eth1", 2, "--gpu-nics 9=...: there is no GPU 9; there are GPUs 0-7"),
         (
-            "--map 0=eth7",
+            "--gpu-nics 0=eth7",
             2,
-            "--map 0=eth7: there is no NIC eth7; there are docker0, eth0, eth1, eth2, eth3, eth4, lo",
+            "--gpu-nics 0=eth7: there is no NIC eth7; there are docker0, eth0, eth1, eth2, eth3, eth4, lo",
         ),
-        ("--map 0=eth2", 1, "--map 0=eth2: eth2 is down; NICs that can be used: eth0, eth1, eth3, eth4"),
+        (
+            "--gpu-nics 0=eth2",
+            1,
+            "--gpu-nics 0=eth2: eth2 is down; NICs that can be used: eth0, eth1, eth3, eth4",
+        ),
         (
             "--nics eth7",
             2,
             "--nics eth7: there is no NIC eth7; there are docker0, eth0, eth1, eth2, eth3, eth4, lo",
         ),
         (
-            "--map eth1",
+            "--gpu-nics eth1",
             2,
-            "--map eth1: no GPU before \"eth1\"; write it as GPU=NIC,..., for example 0=eth1,1=eth2, or 0-1=eth1,eth2 \
+            "--gpu-nics eth1: no GPU before \"eth1\"; write it as GPU=NIC,..., for example 0=eth1,1=eth2, or 0-1=eth1,eth2 \
              for several of each",
         ),
         ("--channels 0", 2, "--channels 0: must be at least 1"),

@@ -37,7 +37,7 @@ fn bad_usage_is_status_2() {
         "frobnicate",
         "plugin",
         "plugin x.so --version v3",
-        "plugin x.so --deadline 0",
+        "plugin x.so --timeout 0",
         "plugin x.so y.so",
         "nixl frobnicate",
         "nixl install --as-ucs",
@@ -74,7 +74,7 @@ fn what_this_build_cannot_do_is_said() {
     assert!(refused("bench --memory floppy").contains("host, cuda[:N] and sim[:N]"));
     assert!(refused("bench --peer-memory cuda:x").contains("numbered 0 to"));
     assert!(refused("bench serve --memory sim:16").contains("numbered 0 to 15"));
-    assert!(refused("bench --pattern mesh").contains("--gpus"));
+    assert!(refused("bench --pattern all-to-all").contains("--gpus"));
     assert!(refused("bench --transport sim").contains("tcp, plugin and devmem only"));
     for end in ["bench connect 127.0.0.1:1", "bench serve"] {
         assert!(
@@ -90,8 +90,8 @@ fn a_nic_that_is_not_there_is_named_at_both_ends() {
         ("connect 127.0.0.1:9 --nics nosuch --memory host", "--nics nosuch"),
         ("serve --nics lo,nosuch --memory host", "--nics nosuch"),
         ("--nics nosuch --memory host --peer-memory host", "--nics nosuch"),
-        ("connect 127.0.0.1:9 --gpus 0 --map 0=nope0 --memory host", "--map 0=nope0"),
-        ("serve --gpus 0-1 --map 0=lo,1=nope0 --memory host", "--map 1=nope0"),
+        ("connect 127.0.0.1:9 --gpus 0 --gpu-nics 0=nope0 --memory host", "--gpu-nics 0=nope0"),
+        ("serve --gpus 0-1 --gpu-nics 0=lo,1=nope0 --memory host", "--gpu-nics 1=nope0"),
     ] {
         let said = refused(&format!("bench {args}"));
         let there = said.strip_prefix(&format!("error: {flag}: no such NIC with an address; there are "));

@@ -4,7 +4,7 @@ use serde_json::Value;
 
 use crate::process::Process;
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, turn};
+use crate::{RUN_TIMEOUT, turn};
 
 /// The findings with this id: about what, and how much it matters.
 fn found(report: &Value, id: &str) -> Vec<(String, String)> {
@@ -22,7 +22,7 @@ fn ways_to_a_peer_are_told_and_what_does_not_meet() {
     world.set_mtu(Host::A, 2, 9000);
     world.address(Host::B, &Host::B.nic(3), "10.99.0.2/24");
     let serve = Process::serve(&world, "--memory host");
-    let ended = Process::start(&world, Host::A, "doctor 10.77.1.2 --json").end(RUN_DEADLINE);
+    let ended = Process::start(&world, Host::A, "doctor 10.77.1.2 --json").end(RUN_TIMEOUT);
     assert_eq!(ended.status, Some(0), "{ended:?}");
     let report = ended.json();
     let mut ways = found(&report, "path");
@@ -42,7 +42,7 @@ fn a_link_that_is_down_leaves_the_others() {
     let serve = Process::serve(&world, "--memory host");
     world.set_link(Host::B, 4, "down");
     let visit = |args: &str| {
-        Process::start(&world, Host::A, &format!("doctor 10.77.1.2 {args} --json")).end(RUN_DEADLINE)
+        Process::start(&world, Host::A, &format!("doctor 10.77.1.2 {args} --json")).end(RUN_TIMEOUT)
     };
     let around = visit("");
     assert_eq!((around.status, found(&around.json(), "path").len()), (Some(0), 3), "{around:?}");

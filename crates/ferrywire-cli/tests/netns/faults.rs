@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::process::{CONNECT, Ended, Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, clock, long, nothing_is_left, shared_turn, skip, summarize};
+use crate::{RUN_TIMEOUT, clock, long, nothing_is_left, shared_turn, skip, summarize};
 
 /// What is promised of a silent peer's loss: 10 s, the engine's default limit, and a second for a busy machine.
 const NOTICED_IN: Duration = Duration::from_secs(11);
@@ -55,7 +55,7 @@ impl Fault {
 /// Waits until a run that goes on for longer than any test is under way.
 fn await_data(world: &World, connect: &Process, serve: &Process) {
     let begun = || world.sent_bytes_of(Host::A) > 1_000_000;
-    assert!(wait_until(RUN_DEADLINE, begun), "no data: {}{}", connect.errors(), serve.errors());
+    assert!(wait_until(RUN_TIMEOUT, begun), "no data: {}{}", connect.errors(), serve.errors());
 }
 
 /// A run with a fault in its middle; how long after it each end that can still speak named the other.
@@ -71,13 +71,13 @@ fn suffer(fault: Fault, once: bool) -> Vec<Duration> {
     let stopped = match fault {
         Fault::Stopped(Host::A) => Some(connect),
         _ => {
-            noticed.push(connect_names_serve(&connect.end(RUN_DEADLINE)) - since);
+            noticed.push(connect_names_serve(&connect.end(RUN_TIMEOUT)) - since);
             None
         }
     };
     match fault {
         Fault::Stopped(Host::B) => drop(serve.kill()),
-        _ if once => noticed.push(serve_names_connect(&serve.end(RUN_DEADLINE)) - since),
+        _ if once => noticed.push(serve_names_connect(&serve.end(RUN_TIMEOUT)) - since),
         _ => noticed.push(serve_goes_on(fault, &world, serve) - since),
     }
     drop(stopped.map(Process::kill));
@@ -101,13 +101,13 @@ fn serve_names_connect(ended: &Ended) -> Duration {
 
 /// A plain `serve` says one line, and the next `connect` finds it at its best.
 fn serve_goes_on(fault: Fault, world: &World, mut serve: Process) -> Duration {
-    let error = serve.await_error(RUN_DEADLINE);
+    let error = serve.await_error(RUN_TIMEOUT);
     assert!(error.contains(CONNECT), "{error}");
     assert!(serve.runs(), "serve ended: {}", serve.errors());
     // Nobody finds a serve whose own host is gone.
     if fault != Fault::Deleted(Host::B) {
         fault.mend(world);
-        Process::connect(world, "--sizes 64K --iters 8").end(RUN_DEADLINE).verified();
+        Process::connect(world, "--sizes 64K --iters 8").end(RUN_TIMEOUT).verified();
     }
     assert_eq!(serve.error_lines().len(), 1, "{}", serve.errors());
     serve.kill().failed_at.expect("it has said so")
@@ -154,7 +154,7 @@ fn a_peer_stopped_for_three_seconds_is_not_lost() {
         paused.signal("-STOP");
         thread::sleep(Duration::from_secs(3));
         paused.signal("-CONT");
-        connect.end(RUN_DEADLINE).verified();
+        connect.end(RUN_TIMEOUT).verified();
         assert!(serve.error_lines().is_empty(), "{}", serve.errors());
     };
     thread::scope(|scope| {

@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::counters::{Counters, agree};
 use crate::process::{Ended, Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, long, nothing_is_left, shared_turn, turn};
+use crate::{RUN_TIMEOUT, long, nothing_is_left, shared_turn, turn};
 
 /// GPUs of each host, and channels of each.
 pub const GPUS: usize = 8;
@@ -50,20 +50,20 @@ pub fn timed(world: &World, map: &str, how: &str) -> Vec<Value> {
 }
 
 fn serve(world: &World, map: &str) -> Process {
-    Process::serve(world, &format!("--gpus 0-7 --memory sim --map {map}"))
+    Process::serve(world, &format!("--gpus 0-7 --memory sim --gpu-nics {map}"))
 }
 
 /// Ends a serving process, which leaves nothing.
 pub fn stop(world: &World, serve: Process) {
     serve.signal("-INT");
-    assert_eq!(serve.end(RUN_DEADLINE).status, Some(130));
+    assert_eq!(serve.end(RUN_TIMEOUT).status, Some(130));
     nothing_is_left(world);
 }
 
 fn ended(world: &World, map: &str, args: &str) -> Ended {
     let fixed =
-        format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {map} --json -");
-    let ended = Process::start(world, Host::A, &format!("{fixed} {args}")).end(2 * RUN_DEADLINE);
+        format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --gpu-nics {map} --json -");
+    let ended = Process::start(world, Host::A, &format!("{fixed} {args}")).end(2 * RUN_TIMEOUT);
     assert_eq!(ended.status, Some(0), "{}", ended.errors);
     ended
 }
@@ -127,7 +127,7 @@ fn every_gpu_of_a_process_uses_its_own_nic() {
     assert_eq!(results.len(), 3 * (GPUS + 1), "each way, and both");
     assert!(results.iter().all(|row| row["verified"] == true));
     // A mesh joins GPUs of different rails over the target's.
-    let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
+    let args = "--pattern all-to-all --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
     let mesh = ended(&world, MAPS[0], args);
     let notes: Vec<&str> = mesh.errors.lines().filter_map(|line| line.strip_prefix("note: ")).collect();
     assert_eq!(notes, mesh_notes());
@@ -143,7 +143,7 @@ fn every_gpu_of_a_process_uses_its_own_nic() {
     }
     if long() {
         progress_together("one process, own NICs, tcp", &timed(&world, MAPS[0], "--channels 8"));
-        let rows = timed(&world, MAPS[0], "--pattern mesh --channels 1");
+        let rows = timed(&world, MAPS[0], "--pattern all-to-all --channels 1");
         progress_together("one process, mesh, tcp", &rows);
     }
     stop(&world, serve);
@@ -184,18 +184,18 @@ fn a_nic_that_goes_down_in_mid_run() {
     let world = World::new("1gbit");
     let fixed =
         format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --json - --warmup 0");
-    let timed = "--sizes 256K --depth 4 --channels 4 --seconds 6 --deadline 20";
-    let start = |map: &str| Process::start(&world, Host::A, &format!("{fixed} {timed} --map {map}"));
+    let timed = "--sizes 256K --depth 4 --channels 4 --seconds 6 --timeout 20";
+    let start = |map: &str| Process::start(&world, Host::A, &format!("{fixed} {timed} --gpu-nics {map}"));
     let while_it_runs = |run: &Process| {
         let before = world.sent_bytes(Host::A, 2);
-        let moves = wait_until(RUN_DEADLINE, || world.sent_bytes(Host::A, 2) > before + (8 << 20));
+        let moves = wait_until(RUN_TIMEOUT, || world.sent_bytes(Host::A, 2) > before + (8 << 20));
         assert!(moves, "{}", run.errors());
         world.set_link(Host::A, 2, "down");
     };
     let all = serve(&world, "0-7=vb1,vb2,vb3,vb4");
     let run = start("0-7=va1,va2,va3,va4");
     while_it_runs(&run);
-    let ended = run.end(RUN_DEADLINE);
+    let ended = run.end(RUN_TIMEOUT);
     assert_eq!(ended.status, Some(0), "{}", ended.errors);
     let json = ended.json();
     let rows = json["results"].as_array().expect("results");
@@ -211,7 +211,7 @@ fn a_nic_that_goes_down_in_mid_run() {
     let own = serve(&world, MAPS[1]);
     let run = start(MAPS[0]);
     while_it_runs(&run);
-    let ended = run.end(RUN_DEADLINE);
+    let ended = run.end(RUN_TIMEOUT);
     assert_eq!(ended.status, Some(1), "{}", ended.errors);
     let said = ended.failure();
     assert!(said.contains("GPU 2 to GPU 2") || said.contains("GPU 3 to GPU 3"), "{said}");
@@ -227,16 +227,16 @@ fn either_process_may_be_killed_under_eight_gpus() {
     let Some(_turn) = shared_turn() else { return };
     let world = World::new("2gbit");
     let args = format!(
-        "bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {} --json - --sizes 256K --channels 2 \
+        "bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --gpu-nics {} --json - --sizes 256K --channels 2 \
          --seconds 60 --warmup 0",
         MAPS[0]
     );
-    let moves = || wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > 16 << 20);
+    let moves = || wait_until(RUN_TIMEOUT, || world.sent_bytes_of(Host::A) > 16 << 20);
     let served = serve(&world, MAPS[1]);
     let run = Process::start(&world, Host::A, &args);
     assert!(moves(), "{}", run.errors());
     assert_eq!(run.kill().status, None);
-    let said = served.await_error(RUN_DEADLINE);
+    let said = served.await_error(RUN_TIMEOUT);
     assert!(said.contains("10.77."), "{said}");
     // It is there for the next one.
     let again = connect(&world, MAPS[0], "--sizes 64K --iters 4 --warmup 0 --channels 2");
@@ -244,12 +244,12 @@ fn either_process_may_be_killed_under_eight_gpus() {
     let run = Process::start(&world, Host::A, &args);
     let before = world.sent_bytes_of(Host::A);
     assert!(
-        wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > before + (16 << 20)),
+        wait_until(RUN_TIMEOUT, || world.sent_bytes_of(Host::A) > before + (16 << 20)),
         "{}",
         run.errors()
     );
     served.kill();
-    let said = run.end(RUN_DEADLINE).failure();
+    let said = run.end(RUN_TIMEOUT).failure();
     assert!(said.contains("GPU ") && said.contains("10.77."), "{said}");
     nothing_is_left(&world);
 }

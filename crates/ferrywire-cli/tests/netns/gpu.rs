@@ -6,7 +6,7 @@ use crate::driver;
 use crate::process::{Process, SERVE, wait_until};
 use crate::tree::Tree;
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, nothing_is_left, turn};
+use crate::{RUN_TIMEOUT, nothing_is_left, turn};
 
 /// Two GPUs, each with a NIC on its PCIe root; the other two NICs are on none.
 fn recorded(letter: char) -> Tree {
@@ -39,7 +39,7 @@ fn one_endpoint_uses_the_nics_of_its_gpu() {
     let connect = |args: &str| {
         let fixed = format!("bench connect {SERVE} --root {} --json -", near.root().display());
         let args = format!("{fixed} --sizes 256K --iters 8 --channels 4 {args}");
-        Process::start_with(&world, Host::A, &args, &cuda).end(RUN_DEADLINE)
+        Process::start_with(&world, Host::A, &args, &cuda).end(RUN_TIMEOUT)
     };
     let serve = Process::serve(&world, "");
     for (args, expected) in [
@@ -54,11 +54,11 @@ fn one_endpoint_uses_the_nics_of_its_gpu() {
         assert_eq!(told, expected.len() == 1, "{args}: {}", ended.errors);
     }
     serve.signal("-INT");
-    assert_eq!(serve.end(RUN_DEADLINE).status, Some(130));
+    assert_eq!(serve.end(RUN_TIMEOUT).status, Some(130));
 
     let args = format!("bench serve --listen 0.0.0.0:7420 --memory cuda:1 --root {}", far.root().display());
     let serve = Process::start_with(&world, Host::B, &args, &cuda);
-    assert!(wait_until(RUN_DEADLINE, || world.listeners(Host::B).contains(":7420")), "{}", serve.errors());
+    assert!(wait_until(RUN_TIMEOUT, || world.listeners(Host::B).contains(":7420")), "{}", serve.errors());
     assert!(serve.errors().contains("note: GPU 1 uses vb3, "), "{}", serve.errors());
     let ended = connect("--memory host --peer-memory cuda:1 --nics va1,va2,va3,va4");
     let row = ended.verified();
@@ -67,6 +67,6 @@ fn one_endpoint_uses_the_nics_of_its_gpu() {
     let ended = connect("--memory host --peer-memory cuda:1 --nics va3");
     assert_eq!(nics(&ended.verified()), ["va3"]);
     serve.signal("-INT");
-    assert_eq!(serve.end(RUN_DEADLINE).status, Some(130));
+    assert_eq!(serve.end(RUN_TIMEOUT).status, Some(130));
     nothing_is_left(&world);
 }

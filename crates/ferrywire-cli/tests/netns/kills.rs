@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::process::{CONNECT, Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, clock, long, nothing_is_left, shared_turn, summarize};
+use crate::{RUN_TIMEOUT, clock, long, nothing_is_left, shared_turn, summarize};
 
 /// A survivor that can ask for the other end's port knows after this long.
 const NOTICED_IN: Duration = Duration::from_secs(5);
@@ -77,15 +77,15 @@ fn connect_is_killed(world: &World, moment: Duration) -> Option<Duration> {
     let (begun, since) = kill_connect(world, moment);
     // Until serve is sure that the peer is gone, it is busy.
     loop {
-        let again = Process::connect(world, "--sizes 64K --iters 8").end(RUN_DEADLINE);
-        if again.errors.contains("busy with a run of") && clock::now() - since < RUN_DEADLINE {
+        let again = Process::connect(world, "--sizes 64K --iters 8").end(RUN_TIMEOUT);
+        if again.errors.contains("busy with a run of") && clock::now() - since < RUN_TIMEOUT {
             continue;
         }
         again.verified();
         break;
     }
     if begun {
-        let said = wait_until(RUN_DEADLINE, || !serve.failures().is_empty());
+        let said = wait_until(RUN_TIMEOUT, || !serve.failures().is_empty());
         assert!(said, "serve has not said that the run failed: {}", serve.errors());
     }
     assert!(serve.runs(), "serve ended: {}", serve.errors());
@@ -103,7 +103,7 @@ fn connect_is_killed_and_serve_ends(world: &World, moment: Duration) -> Option<D
         serve.kill();
         return None;
     }
-    let ended = serve.end(RUN_DEADLINE);
+    let ended = serve.end(RUN_TIMEOUT);
     let error = ended.failure();
     assert!(error.contains(CONNECT), "{error}");
     Some(ended.failed_at? - since)
@@ -115,7 +115,7 @@ fn serve_is_killed(world: &World, moment: Duration) -> Option<Duration> {
     thread::sleep(moment);
     let since = clock::now();
     serve.kill();
-    let ended = connect.end(RUN_DEADLINE);
+    let ended = connect.end(RUN_TIMEOUT);
     let error = ended.failure();
     assert!(error.contains(SERVE), "{error}");
     assert!(ended.json()["error"].as_str().is_some_and(|error| error.contains(SERVE)));

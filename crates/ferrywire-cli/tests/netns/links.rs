@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::clock::undisturbed;
 use crate::process::{Process, wait_until};
 use crate::world::{Host, LINKS, World};
-use crate::{RUN_DEADLINE, long, shared_turn, skip, turn};
+use crate::{RUN_TIMEOUT, long, shared_turn, skip, turn};
 
 /// Bytes sent over each link, by the result of a run.
 fn sent(row: &Value) -> Vec<u64> {
@@ -30,9 +30,9 @@ fn four_nics_share_the_load() {
         let world = World::new(rate);
         let _serve = Process::serve(&world, "");
         let run = Process::connect(&world, "--sizes 64M --depth 4 --seconds 3");
-        let row = run.end(RUN_DEADLINE).verified();
+        let row = run.end(RUN_TIMEOUT).verified();
         let sent = sent(&row);
-        limit = row["limited_by"].as_str().unwrap_or_default().to_owned();
+        limit = row["bottleneck"].as_str().unwrap_or_default().to_owned();
         println!("{rate}: {sent:?}, limited by {limit}");
         let (least, most) = (sent.iter().min().expect("four"), sent.iter().max().expect("four"));
         if most - least <= most / 20 {
@@ -49,7 +49,7 @@ fn a_slow_nic_gets_less() {
     let world = World::new("2gbit");
     world.shape(3, "200mbit");
     let _serve = Process::serve(&world, "");
-    let row = Process::connect(&world, "--sizes 64M --depth 4 --seconds 3").end(RUN_DEADLINE).verified();
+    let row = Process::connect(&world, "--sizes 64M --depth 4 --seconds 3").end(RUN_TIMEOUT).verified();
     let sent = sent(&row);
     let slow = sent[2];
     assert!(slow > 0, "{sent:?}");
@@ -78,14 +78,14 @@ fn lose(link: usize) {
     let _serve = Process::serve(&world, "");
     let run = Process::connect(&world, "--sizes 4M --depth 8 --seconds 12");
     let begun = || world.sent_bytes(Host::A, link) > DATA_BYTES;
-    assert!(wait_until(RUN_DEADLINE, begun), "link {link} carries nothing: {}", run.errors());
+    assert!(wait_until(RUN_TIMEOUT, begun), "link {link} carries nothing: {}", run.errors());
     world.set_link(Host::A, link, "down");
     thread::sleep(Duration::from_secs(3));
     let before = world.sent_bytes(Host::A, link);
     world.set_link(Host::A, link, "up");
     let carries = || world.sent_bytes(Host::A, link) > before + DATA_BYTES;
-    assert!(wait_until(RUN_DEADLINE, carries), "link {link} does not carry again");
-    let ended = run.end(RUN_DEADLINE);
+    assert!(wait_until(RUN_TIMEOUT, carries), "link {link} does not carry again");
+    let ended = run.end(RUN_TIMEOUT);
     let row = ended.verified();
     let nic = Host::A.nic(link);
     let named = |line: &str| line.starts_with("lost: ") && line.contains(&nic);

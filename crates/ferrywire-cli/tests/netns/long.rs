@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::process::Process;
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, skip, turn};
+use crate::{RUN_TIMEOUT, skip, turn};
 
 /// One way; twice this is a long round trip.
 const DELAY_US: u32 = 5000;
@@ -75,7 +75,7 @@ impl Drop for Long {
 /// A run over one NIC.
 fn run(world: &World, nic: &str, address: &str) -> Value {
     let args = format!("bench connect {address}:7420 --nics {nic} --json - --sizes 4M --depth 4 --seconds 2");
-    Process::start(world, Host::A, &args).end(RUN_DEADLINE).verified()
+    Process::start(world, Host::A, &args).end(RUN_TIMEOUT).verified()
 }
 
 #[test]

@@ -33,7 +33,7 @@ use std::time::Duration;
 use world::{Host, World};
 
 /// More than any wait here takes, however busy the machine is.
-const RUN_DEADLINE: Duration = Duration::from_secs(90);
+const RUN_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Held by a test as long as it runs.
 type Turn = (Option<RwLockReadGuard<'static, ()>>, Option<RwLockWriteGuard<'static, ()>>);

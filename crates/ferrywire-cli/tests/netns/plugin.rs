@@ -6,7 +6,7 @@ use crate::counters::{agree, told};
 use crate::fleet::{CHANNELS, GPUS, MAPS, measured_by, nic_of, numbers, progress_together, stop, timed};
 use crate::process::{Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, long, shared_turn, turn};
+use crate::{RUN_TIMEOUT, long, shared_turn, turn};
 
 /// Every GPU over all NICs, on either host: the original's own plan.
 pub const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
@@ -17,7 +17,7 @@ pub fn plugin() -> String {
 }
 
 fn serve(world: &World, map: &str) -> Process {
-    Process::serve(world, &format!("--gpus 0-7 --memory sim --map {map} {}", plugin()))
+    Process::serve(world, &format!("--gpus 0-7 --memory sim --gpu-nics {map} {}", plugin()))
 }
 
 fn measured(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
@@ -41,7 +41,7 @@ fn eight_gpus_use_their_own_nics_over_a_plugin() {
         assert!(channels.iter().all(|channel| channel["nic"] == nic_of(gpu)), "{row}");
     }
     agree("one process, own NICs, plugin", &kernel, pairs);
-    let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
+    let args = "--pattern all-to-all --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
     let (_, results) = measured(&world, MAPS[0], args);
     assert_eq!(results.len(), GPUS * GPUS + 1);
     for row in &results[..GPUS * GPUS] {
@@ -53,7 +53,7 @@ fn eight_gpus_use_their_own_nics_over_a_plugin() {
         let plugin = plugin();
         let rows = timed(&world, MAPS[0], &format!("--channels 8 {plugin}"));
         progress_together("one process, own NICs, plugin", &rows);
-        let rows = timed(&world, MAPS[0], &format!("--pattern mesh --channels 1 {plugin}"));
+        let rows = timed(&world, MAPS[0], &format!("--pattern all-to-all --channels 1 {plugin}"));
         progress_together("one process, mesh, plugin", &rows);
     }
     stop(&world, serve);
@@ -86,17 +86,18 @@ fn a_nic_that_goes_down_ends_a_run_over_a_plugin_by_name() {
     let Some(_turn) = shared_turn() else { return };
     let world = World::new("500mbit");
     let serve = serve(&world, MAPS[1]);
-    let args = "--sizes 1M --depth 4 --channels 2 --seconds 600 --warmup 0 --deadline 20 --json -";
-    let fixed = format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {}", MAPS[0]);
+    let args = "--sizes 1M --depth 4 --channels 2 --seconds 600 --warmup 0 --timeout 20 --json -";
+    let fixed =
+        format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --gpu-nics {}", MAPS[0]);
     let run = Process::start(&world, Host::A, &format!("{fixed} {} {args}", plugin()));
     let before = world.sent_bytes(Host::A, 2);
-    let moves = wait_until(RUN_DEADLINE, || world.sent_bytes(Host::A, 2) > before + (8 << 20));
+    let moves = wait_until(RUN_TIMEOUT, || world.sent_bytes(Host::A, 2) > before + (8 << 20));
     assert!(moves, "{}", run.errors());
     world.set_link(Host::A, 2, "down");
-    let said = run.end(RUN_DEADLINE).failure();
+    let said = run.end(RUN_TIMEOUT).failure();
     assert!(said.contains("GPU 2 to GPU 2") || said.contains("GPU 3 to GPU 3"), "{said}");
     assert!(said.contains("10.77.2.2") || said.contains("va2"), "{said}");
-    let there = serve.await_error(RUN_DEADLINE);
+    let there = serve.await_error(RUN_TIMEOUT);
     assert!(there.contains("10.77."), "{there}");
     world.set_link(Host::A, 2, "up");
     stop(&world, serve);

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::world::{Host, LINKS, World};
-use crate::{RUN_DEADLINE, clock};
+use crate::{RUN_TIMEOUT, clock};
 
 /// Where `serve` is found.
 pub const SERVE: &str = "10.77.1.2:7420";
@@ -120,7 +120,7 @@ impl Process {
     pub fn serve(world: &World, args: &str) -> Process {
         let serve = Process::start(world, Host::B, &format!("bench serve --listen 0.0.0.0:7420 {args}"));
         let listening = || lock(&serve.output).text.contains("listening on ");
-        assert!(wait_until(RUN_DEADLINE, listening), "serve said {:?}", serve.errors());
+        assert!(wait_until(RUN_TIMEOUT, listening), "serve said {:?}", serve.errors());
         serve
     }
 
@@ -163,16 +163,16 @@ impl Process {
     }
 
     /// Waits until it has said that something failed.
-    pub fn await_error(&self, deadline: Duration) -> String {
-        let said = wait_until(deadline, || !self.error_lines().is_empty());
-        assert!(said, "no error line within {deadline:?}: {}", self.errors());
+    pub fn await_error(&self, timeout: Duration) -> String {
+        let said = wait_until(timeout, || !self.error_lines().is_empty());
+        assert!(said, "no error line within {timeout:?}: {}", self.errors());
         self.error_lines().remove(0)
     }
 
     /// Waits until it has ended by itself. No file of it is left.
-    pub fn end(mut self, deadline: Duration) -> Ended {
-        let ended = wait_until(deadline, || matches!(self.child.try_wait(), Ok(Some(_))));
-        assert!(ended, "it still runs after {deadline:?}: {}", self.errors());
+    pub fn end(mut self, timeout: Duration) -> Ended {
+        let ended = wait_until(timeout, || matches!(self.child.try_wait(), Ok(Some(_))));
+        assert!(ended, "it still runs after {timeout:?}: {}", self.errors());
         let status = self.child.wait().expect("it has ended").code();
         self.readers.drain(..).for_each(|reader| reader.join().expect("read"));
         let left: Vec<_> = std::fs::read_dir(self.place.path()).expect("listed").flatten().collect();
@@ -184,7 +184,7 @@ impl Process {
     /// Kills it. No file of it is left.
     pub fn kill(self) -> Ended {
         self.signal("-KILL");
-        self.end(RUN_DEADLINE)
+        self.end(RUN_TIMEOUT)
     }
 }
 
@@ -196,10 +196,10 @@ impl Drop for Process {
 }
 
 /// Waits until something holds; says whether it came to hold in time.
-pub fn wait_until(deadline: Duration, mut holds: impl FnMut() -> bool) -> bool {
+pub fn wait_until(timeout: Duration, mut holds: impl FnMut() -> bool) -> bool {
     let start = clock::now();
     while !holds() {
-        if clock::now() - start > deadline {
+        if clock::now() - start > timeout {
             return false;
         }
         thread::sleep(TICK);

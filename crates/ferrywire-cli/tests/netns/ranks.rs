@@ -8,7 +8,7 @@ use crate::fleet::{CHANNELS, GPUS, MAPS, mesh_notes, nic_of, progress_together};
 use crate::plugin::{ALL, plugin};
 use crate::process::{Ended, Process, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, long, nothing_is_left, shared_turn, skip, turn};
+use crate::{RUN_TIMEOUT, long, nothing_is_left, shared_turn, skip, turn};
 
 type Variables = Vec<(&'static str, String)>;
 
@@ -39,7 +39,7 @@ fn slurm(rank: usize) -> Variables {
 fn start(world: &World, maps: [&str; 2], args: &str, launcher: fn(usize) -> Variables) -> Vec<Process> {
     let one = |rank: usize| {
         let (host, map) = if rank < GPUS { (Host::A, maps[0]) } else { (Host::B, maps[1]) };
-        let args = format!("bench --memory sim --map {map} --deadline 60 --json - {args}");
+        let args = format!("bench --memory sim --gpu-nics {map} --timeout 60 --json - {args}");
         Process::start_with(world, host, &args, &launcher(rank))
     };
     (0..2 * GPUS).map(one).collect()
@@ -52,7 +52,7 @@ fn results(ranks: Vec<Process>) -> Vec<Value> {
 
 /// The same, with what rank 0 noted.
 fn outcome(ranks: Vec<Process>) -> (Vec<Value>, Vec<String>) {
-    let all: Vec<Ended> = ranks.into_iter().map(|rank| rank.end(2 * RUN_DEADLINE)).collect();
+    let all: Vec<Ended> = ranks.into_iter().map(|rank| rank.end(2 * RUN_TIMEOUT)).collect();
     for (rank, ended) in all.iter().enumerate() {
         assert_eq!(ended.status, Some(0), "rank {rank}: {}; rank 0: {}", ended.errors, all[0].errors);
         assert!(rank == 0 || (ended.output.is_empty() && ended.errors.is_empty()), "rank {rank}: {ended:?}");
@@ -132,14 +132,17 @@ fn ranks_may_use_all_nics_and_other_rails() {
     if long() {
         mesh(&world, "");
         progress_together("8 processes, all NICs, tcp", &timed(&world, ALL, ""));
-        progress_together("8 processes, mesh, tcp", &timed(&world, MAPS, "--pattern mesh --channels 1"));
+        progress_together(
+            "8 processes, mesh, tcp",
+            &timed(&world, MAPS, "--pattern all-to-all --channels 1"),
+        );
     }
     nothing_is_left(&world);
 }
 
 /// A mesh joins GPUs of different rails over the target's, and says so.
 fn mesh(world: &World, how: &str) {
-    let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
+    let args = "--pattern all-to-all --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
     let (rows, mut notes) = outcome(start(world, MAPS, &format!("{args} {how}"), torchrun));
     assert_eq!(rows.len(), GPUS * GPUS + 1);
     for row in &rows[..GPUS * GPUS] {
@@ -193,7 +196,7 @@ fn ranks_over_the_plugin_use_own_nics_all_nics_and_other_rails() {
         "8 processes, all NICs, plugin",
         &timed(&world, ALL, &format!("--channels 4 {plugin}")),
     );
-    let how = format!("--pattern mesh --channels 1 {plugin}");
+    let how = format!("--pattern all-to-all --channels 1 {plugin}");
     progress_together("8 processes, mesh, plugin", &timed(&world, MAPS, &how));
     nothing_is_left(&world);
 }
@@ -205,11 +208,11 @@ fn a_killed_rank_is_named_on_both_hosts() {
     let world = World::new("2gbit");
     let mut ranks =
         start(&world, MAPS, "--sizes 256K --channels 2 --seconds 60 --warmup 0 --verify off", torchrun);
-    let moves = wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > 16 << 20);
+    let moves = wait_until(RUN_TIMEOUT, || world.sent_bytes_of(Host::A) > 16 << 20);
     assert!(moves, "{}", ranks[0].errors());
     assert_eq!(ranks.remove(11).kill().status, None);
     for rank in ranks {
-        let said = rank.end(RUN_DEADLINE).failure();
+        let said = rank.end(RUN_TIMEOUT).failure();
         assert!(said.starts_with("error: rank 11 ("), "{said}");
     }
     nothing_is_left(&world);
@@ -226,7 +229,7 @@ fn ranks_of_one_host_meet_on_loopback() {
             [("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "no.such.host.example")];
         variables.extend(of_one_host.map(|(name, value)| (name, value.to_owned())));
         variables.push(("FERRYWIRE_SECRET", String::new()));
-        let args = "bench --memory host --json - --sizes 4K --iters 5 --deadline 60";
+        let args = "bench --memory host --json - --sizes 4K --iters 5 --timeout 60";
         Process::start_with(&world, Host::A, args, &variables)
     });
     let rows = results(ranks.collect());

@@ -14,7 +14,7 @@ pub const LINKS: usize = 4;
 /// Namespaces of these tests begin with this; the process that made them follows.
 const PREFIX: &str = "ferrywire-test-";
 /// Longest wait for a link to come up.
-const CARRIER_DEADLINE: Duration = Duration::from_secs(60);
+const CARRIER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One of the two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -255,7 +255,7 @@ impl World {
     fn await_carrier(&self, host: Host, link: usize) {
         let start = Instant::now();
         while !self.has_carrier(host, link) {
-            assert!(start.elapsed() < CARRIER_DEADLINE, "{} does not come up", host.nic(link));
+            assert!(start.elapsed() < CARRIER_TIMEOUT, "{} does not come up", host.nic(link));
             thread::sleep(Duration::from_millis(10));
         }
     }

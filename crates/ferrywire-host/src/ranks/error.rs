@@ -21,7 +21,7 @@ pub enum RanksError {
     },
     /// Two launchers say different things.
     #[error(
-        "{one}, but {other}: two launchers disagree; unset the variables of one, or give --rank, --world and --local-rank"
+        "{one}, but {other}: two launchers disagree; unset the variables of one, or give --rank, --world-size and --local-rank"
     )]
     Disagree {
         /// The inner one's variable with its value.
@@ -30,18 +30,18 @@ pub enum RanksError {
         other: String,
     },
     /// A rank is not below the number of processes.
-    #[error("{rank} is not below {world}: ranks are numbered from 0")]
+    #[error("{rank} is not below {world_size}: ranks are numbered from 0")]
     Outside {
         /// The rank's variable with its value.
         rank: String,
         /// The number's.
-        world: String,
+        world_size: String,
     },
     /// More processes than a run can have.
-    #[error("{world} is more than a run can have ({})", ferrywire_proto::limits::RANKS_MAX)]
+    #[error("{world_size} is more than a run can have ({})", ferrywire_proto::limits::RANKS_MAX)]
     TooMany {
         /// The variable with its value.
-        world: String,
+        world_size: String,
     },
     /// A list of nodes that cannot be read.
     #[error("{variable}: {why}")]
@@ -53,7 +53,7 @@ pub enum RanksError {
     },
     /// A meeting point without anybody who goes there.
     #[error(
-        "--rendezvous {text} says where ranks meet, and nobody says which rank this is: give --rank and --world too, or \
+        "--rendezvous {text} says where ranks meet, and nobody says which rank this is: give --rank and --world-size too, or \
          start it by a launcher"
     )]
     NoRank {

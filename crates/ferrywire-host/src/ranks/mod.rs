@@ -40,7 +40,7 @@ pub struct Ranks {
     /// Its number, below `world`.
     pub rank: u32,
     /// How many processes there are.
-    pub world: u32,
+    pub world_size: u32,
     /// Its number among those on this host.
     pub local_rank: u32,
     /// How many there are on this host, where the launcher tells.
@@ -80,15 +80,15 @@ pub enum Launcher {
 pub struct RankFlags {
     /// `--rank`
     pub rank: Option<u32>,
-    /// `--world`
-    pub world: Option<u32>,
+    /// `--world-size`
+    pub world_size: Option<u32>,
     /// `--local-rank`
     pub local_rank: Option<u32>,
     /// `--rendezvous`, HOST:PORT or HOST.
     pub rendezvous: Option<String>,
 }
 
-/// Variables of a launcher: rank, world, local rank, local world.
+/// Variables of a launcher: rank, world_size, local rank, local world_size.
 struct Variables {
     launcher: Launcher,
     names: [&'static str; 4],
@@ -120,7 +120,7 @@ const LAUNCHERS: [Variables; 4] = [
     },
 ];
 
-const FLAGS: [&str; 4] = ["--rank", "--world", "--local-rank", ""];
+const FLAGS: [&str; 4] = ["--rank", "--world-size", "--local-rank", ""];
 
 /// A number with the name of who told it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -187,18 +187,18 @@ impl Ranks {
     fn with_local_world(self, variable: &impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
         let on_one_node = self.launcher == Launcher::Slurm
             && slurm_nodes(self.launcher, variable)?.is_some_and(|nodes| nodes.len() == 1);
-        Ok(Ranks { local_world: self.local_world.or(on_one_node.then_some(self.world)), ..self })
+        Ok(Ranks { local_world: self.local_world.or(on_one_node.then_some(self.world_size)), ..self })
     }
 
     /// Whether all processes are known to be on this host.
     pub fn on_one_host(&self) -> bool {
-        self.local_world == Some(self.world)
+        self.local_world == Some(self.world_size)
     }
 }
 
 impl Set {
     fn of_flags(flags: &RankFlags) -> Set {
-        let numbers = [flags.rank, flags.world, flags.local_rank, None];
+        let numbers = [flags.rank, flags.world_size, flags.local_rank, None];
         let told = |at: usize| numbers[at].map(|number| Told { name: FLAGS[at], number });
         Set { launcher: Launcher::Flags, names: FLAGS, told: std::array::from_fn(told) }
     }
@@ -249,21 +249,21 @@ impl Set {
     }
 
     fn ranks(&self, rendezvous: Option<Rendezvous>) -> Result<Ranks, RanksError> {
-        let (rank, world) = (self.needed(0)?, self.needed(1)?);
+        let (rank, world_size) = (self.needed(0)?, self.needed(1)?);
         let local_rank = match self.launcher {
             // By hand there is most often one process per host.
             Launcher::Flags => self.told[2].unwrap_or(Told { name: FLAGS[2], number: 0 }),
             _ => self.needed(2)?,
         };
-        below(rank, world)?;
-        if world.number > RANKS_MAX {
-            return Err(RanksError::TooMany { world: world.to_string() });
+        below(rank, world_size)?;
+        if world_size.number > RANKS_MAX {
+            return Err(RanksError::TooMany { world_size: world_size.to_string() });
         }
         let local_world = self.told[3];
-        below(local_rank, local_world.unwrap_or(world))?;
-        let (rank, world, local_rank) = (rank.number, world.number, local_rank.number);
+        below(local_rank, local_world.unwrap_or(world_size))?;
+        let (rank, world_size, local_rank) = (rank.number, world_size.number, local_rank.number);
         let local_world = local_world.map(|told| told.number);
-        Ok(Ranks { rank, world, local_rank, local_world, rendezvous, launcher: self.launcher })
+        Ok(Ranks { rank, world_size, local_rank, local_world, rendezvous, launcher: self.launcher })
     }
 
     fn needed(&self, at: usize) -> Result<Told, RanksError> {
@@ -277,10 +277,10 @@ fn number(name: &'static str, value: &str) -> Result<Told, RanksError> {
     Ok(Told { name, number })
 }
 
-fn below(rank: Told, world: Told) -> Result<(), RanksError> {
-    match rank.number < world.number {
+fn below(rank: Told, world_size: Told) -> Result<(), RanksError> {
+    match rank.number < world_size.number {
         true => Ok(()),
-        false => Err(RanksError::Outside { rank: rank.to_string(), world: world.to_string() }),
+        false => Err(RanksError::Outside { rank: rank.to_string(), world_size: world_size.to_string() }),
     }
 }
 

@@ -31,7 +31,7 @@ fn refused(variables: &str) -> String {
 }
 
 fn numbers(ranks: &Ranks) -> (u32, u32, u32) {
-    (ranks.rank, ranks.world, ranks.local_rank)
+    (ranks.rank, ranks.world_size, ranks.local_rank)
 }
 
 fn at(host: &str, port: Option<u16>) -> Option<Rendezvous> {
@@ -174,8 +174,7 @@ fn launchers_that_disagree_are_named() {
     ];
     for (variables, start) in said {
         let error = refused(&variables);
-        let rest =
-            ": two launchers disagree; unset the variables of one, or give --rank, --world and --local-rank";
+        let rest = ": two launchers disagree; unset the variables of one, or give --rank, --world-size and --local-rank";
         assert_eq!(error, format!("{start}{rest}"));
     }
 }
@@ -183,7 +182,7 @@ fn launchers_that_disagree_are_named() {
 #[test]
 fn half_of_a_launchers_variables_are_not_enough() {
     let said = [
-        ("RANK=0", "RANK=0 is set and WORLD_SIZE is not: set both, or neither, or give --world"),
+        ("RANK=0", "RANK=0 is set and WORLD_SIZE is not: set both, or neither, or give --world-size"),
         ("WORLD_SIZE=2", "WORLD_SIZE=2 is set and RANK is not: set both, or neither, or give --rank"),
         (
             "RANK=0 WORLD_SIZE=2",
@@ -239,7 +238,7 @@ fn numbers_that_cannot_be_are_named() {
 
 #[test]
 fn flags_go_before_launchers() {
-    let flags = |rank, world, local_rank| RankFlags { rank, world, local_rank, rendezvous: None };
+    let flags = |rank, world_size, local_rank| RankFlags { rank, world_size, local_rank, rendezvous: None };
     let found = told(flags(Some(2), None, None), SLURM).expect("they fit").expect("a launcher");
     assert_eq!((numbers(&found), found.launcher), ((2, 16, 1), Launcher::Slurm));
     // Everything typed: what the environment says does not matter, not even that it makes no sense.
@@ -259,14 +258,17 @@ fn flags_go_before_launchers() {
 
 #[test]
 fn flags_do_without_launchers() {
-    let flags = |rank, world| RankFlags { rank, world, ..RankFlags::default() };
+    let flags = |rank, world_size| RankFlags { rank, world_size, ..RankFlags::default() };
     let found = told(flags(Some(1), Some(2)), "").expect("they fit").expect("flags");
     assert_eq!((numbers(&found), found.launcher), ((1, 2, 0), Launcher::Flags));
     let refused = |flags| told(flags, "").expect_err("no sense").to_string();
-    assert_eq!(refused(flags(Some(1), None)), "--rank 1 is set and --world is not: set both, or neither");
+    assert_eq!(
+        refused(flags(Some(1), None)),
+        "--rank 1 is set and --world-size is not: set both, or neither"
+    );
     assert_eq!(
         refused(flags(Some(2), Some(2))),
-        "--rank 2 is not below --world 2: ranks are numbered from 0"
+        "--rank 2 is not below --world-size 2: ranks are numbered from 0"
     );
 }
 

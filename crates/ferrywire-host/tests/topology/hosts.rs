@@ -115,7 +115,7 @@ fn across_nodes_is_refused_unless_it_is_allowed() {
     assert_eq!(
         refused(&host, &PlanOptions::default()).to_string(),
         "GPUs 4-7 (NUMA node 1): no NIC on the same PCIe root or NUMA node can be used, only eth1, eth2 of other nodes; \
-         --allow-cross-numa uses them, which is slower, or name NICs with --map"
+         --allow-cross-numa uses them, which is slower, or name NICs with --gpu-nics"
     );
     let allowed = PlanOptions { allow_cross_numa: true, ..PlanOptions::default() };
     let plan = ferrywire_host::topology::Plan::of(&host, &allowed).expect("it is allowed");
@@ -234,7 +234,7 @@ fn a_host_whose_nics_cannot_be_used_says_why_not() {
     assert_eq!(
         refused(&host, &PlanOptions::default()).to_string(),
         "no NIC can be used for GPUs 0-1: eth0 is down, lo is loopback; bring one up and give it an address, or name \
-         others with --map"
+         others with --gpu-nics"
     );
     let host = topology(&without("two-h200", &addresses));
     assert!(refused(&host, &PlanOptions::default()).to_string().contains("eth0 has no address"));

@@ -73,7 +73,7 @@ fn hosts_that_do_not_meet_are_told_so() {
     assert_eq!(
         error.to_string(),
         "GPU 0 cannot reach GPU 0 of the other host: none of eth1, eth2, eth0, eth3, eth4 reaches any of eth1; check \
-         subnets and routes, or give both the same rail with --map"
+         subnets and routes, or give both the same rail with --gpu-nics"
     );
     assert!(matches!(error, PlanError::NoRoute { .. }) && !error.is_usage());
 }

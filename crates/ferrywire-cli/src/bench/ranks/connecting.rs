@@ -33,7 +33,7 @@ pub fn take_part(
     (tell, stage): Listeners<'_>,
 ) -> Outcome {
     let bench = &plan.bench;
-    let mut fleet = Fleet::start(&bench.engine, plan.own, None, bench.deadline, plan.setting())?;
+    let mut fleet = Fleet::start(&bench.engine, plan.own, None, bench.timeout, plan.setting())?;
     let outcome = meeting.tell_notes(fleet.take_notes()).and_then(|()| {
         let table = meeting.table(plan.place(Vec::new()))?;
         table.run.check().map_err(Failure::Failed)?;
@@ -72,7 +72,7 @@ impl<'a> Connecting<'a> {
         stage: &dyn Fn(&str),
     ) -> Outcome<Connecting<'a>> {
         let rank = plan.ranks.rank;
-        let all = pairs::pairs(table.run.pattern, plan.ranks.world);
+        let all = pairs::pairs(table.run.pattern, plan.ranks.world_size);
         let own = pairs::from(&all, rank);
         let partner = |at: &usize| &table.ranks[all[*at].1 as usize];
         let boot_id = &table.ranks[rank as usize].boot_id;
@@ -99,7 +99,7 @@ impl<'a> Connecting<'a> {
         meeting.watch_over(fleet.all_endpoints().to_vec(), None)?;
         stage("while connecting");
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
-        let connected = fleet.connect(own_pairs.iter().map(target).collect(), bench.deadline);
+        let connected = fleet.connect(own_pairs.iter().map(target).collect(), bench.timeout);
         let peers = connected.inspect_err(|failure| {
             let said = failure.message();
             let reaches =
@@ -107,7 +107,7 @@ impl<'a> Connecting<'a> {
             let missed = own_pairs.iter().position(reaches);
             meeting.fail(missed.map(|at| all[own[at]].1), failure);
         })?;
-        let links: Vec<Link> = peers.into_iter().map(|peer| Link::new(peer, bench.deadline)).collect();
+        let links: Vec<Link> = peers.into_iter().map(|peer| Link::new(peer, bench.timeout)).collect();
         let host = |rank: u32| table.ranks[rank as usize].host.clone();
         let gpu = |rank: u32| table.ranks[rank as usize].place.gpu;
         Ok(Connecting {

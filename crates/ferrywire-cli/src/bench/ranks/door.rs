@@ -45,7 +45,7 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
     loop {
         let mut last = None;
         for address in &plan.meeting {
-            match dial_once(endpoint, *address, since, plan.bench.deadline)? {
+            match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
                 // Nobody will think otherwise later.
                 Err(error @ (Error::Refused { .. } | Error::Invalid { .. })) => {
@@ -54,11 +54,11 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
                 Err(error) => last = Some(error),
             }
         }
-        if since.elapsed() >= plan.bench.deadline {
+        if since.elapsed() >= plan.bench.timeout {
             let why = last.map_or_else(|| "no address".to_owned(), |error| error.to_string());
-            let waited_s = plan.bench.deadline.as_secs_f64();
+            let waited_s = plan.bench.timeout.as_secs_f64();
             return Err(Failure::failed(format!(
-                "rank 0 was not reached within {waited_s:.0} s (--deadline): {why}\nlikely: rank 0 has not started or has \
+                "rank 0 was not reached within {waited_s:.0} s (--timeout): {why}\nlikely: rank 0 has not started or has \
                  ended, a firewall drops the port, or it waits elsewhere (--rendezvous, the same for all ranks)"
             )));
         }
@@ -70,7 +70,7 @@ fn dial_once(
     endpoint: &Endpoint,
     address: SocketAddr,
     since: Instant,
-    deadline: Duration,
+    timeout: Duration,
 ) -> Outcome<ferrywire::Result<Peer>> {
     let connecting = match endpoint.start_connect(address) {
         Ok(connecting) => connecting,
@@ -80,9 +80,9 @@ fn dial_once(
         if let Some(result) = connecting.poll() {
             return Ok(result);
         }
-        if since.elapsed() >= deadline {
+        if since.elapsed() >= timeout {
             let (what, peer) = (format!("connecting to {address}"), Some(address.to_string()));
-            return Ok(Err(Error::Stalled { what, peer, waited: deadline }));
+            return Ok(Err(Error::Stalled { what, peer, waited: timeout }));
         }
         pause(LOOK_INTERVAL)?;
     }

@@ -29,16 +29,16 @@ pub struct Hub {
 impl Hub {
     /// Books for a world with rank 0's card and run.
     pub fn new(own: Card, run_id: String, run: Run) -> Hub {
-        let world = own.world as usize;
-        let pairs = pairs::pairs(run.pattern, own.world);
+        let world_size = own.world_size as usize;
+        let pairs = pairs::pairs(run.pattern, own.world_size);
         Hub {
             own,
             run_id,
             run,
             pairs,
-            cards: vec![None; world],
-            places: vec![None; world],
-            done: vec![false; world],
+            cards: vec![None; world_size],
+            places: vec![None; world_size],
+            done: vec![false; world_size],
             arrived: 0,
             passed: 0,
             reports: BTreeMap::new(),
@@ -48,7 +48,7 @@ impl Hub {
 
     /// Why somebody is not let in at all; the run goes on without.
     pub fn refuses(&self, card: &Card) -> Option<String> {
-        let here = format!("rank 0 of a run of {} on {}", self.own.world, self.own.host);
+        let here = format!("rank 0 of a run of {} on {}", self.own.world_size, self.own.host);
         match self.cards.get(card.rank as usize) {
             None => Some(format!("this is {here}, which has no rank {}", card.rank)),
             _ if card.job != self.own.job => Some(format!(
@@ -132,11 +132,11 @@ impl Hub {
                     many => format!("; {many} connections had another secret"),
                 };
                 let why = format!(
-                    "it has not come within {waited_s:.0} s (--deadline); {came} of {all} ranks are here{strangers}"
+                    "it has not come within {waited_s:.0} s (--timeout); {came} of {all} ranks are here{strangers}"
                 );
                 (rank, why)
             }
-            (None, Some(rank)) => (rank, format!("it has not got ready within {waited_s:.0} s (--deadline)")),
+            (None, Some(rank)) => (rank, format!("it has not got ready within {waited_s:.0} s (--timeout)")),
             (None, None) => return None,
         };
         self.lost(rank as u32, &why)
@@ -145,7 +145,7 @@ impl Hub {
     /// The time to end is up, after all was measured: says who has not.
     pub fn unended(&mut self, waited_s: f64) -> Option<Word> {
         let rank = self.done.iter().position(|done| !done)?;
-        let why = format!("it has not ended within {waited_s:.0} s (--deadline), though all is measured");
+        let why = format!("it has not ended within {waited_s:.0} s (--timeout), though all is measured");
         self.lost(rank as u32, &why)
     }
 
@@ -167,8 +167,11 @@ impl Hub {
                 card.version, card.protocol, own.version, own.protocol
             ));
         }
-        if card.world != own.world {
-            return Some(format!("its --world is {}, and that of rank 0 {}", card.world, own.world));
+        if card.world_size != own.world_size {
+            return Some(format!(
+                "its --world-size is {}, and that of rank 0 {}",
+                card.world_size, own.world_size
+            ));
         }
         let names = own.options.keys().chain(card.options.keys());
         let shown = |value: Option<&String>| value.map_or_else(|| "not given".to_owned(), String::clone);
@@ -244,7 +247,7 @@ mod tests {
     fn card(rank: u32) -> Card {
         Card {
             rank,
-            world: 4,
+            world_size: 4,
             local_rank: rank % 2,
             host: format!("h{}", rank / 2),
             boot_id: format!("b{}", rank / 2),
@@ -275,7 +278,7 @@ mod tests {
             seconds: None,
             warmup: None,
             verify: Verify::All,
-            deadline_s: 1.0,
+            timeout_s: 1.0,
             seed: 1,
         }
     }
@@ -298,7 +301,7 @@ mod tests {
 
     #[test]
     fn all_hear_the_table_when_the_last_is_ready() {
-        let mut hub = hub(Pattern::Pair, 4);
+        let mut hub = hub(Pattern::Unidir, 4);
         for rank in 0..3 {
             let memory = if rank < 2 { Memory::Sim(rank) } else { Memory::Host };
             assert!(hub.take(rank, place(memory)).is_none());
@@ -311,7 +314,7 @@ mod tests {
 
     #[test]
     fn all_pass_when_every_serving_rank_has_arrived() {
-        let mut pairs = hub(Pattern::Pair, 4);
+        let mut pairs = hub(Pattern::Unidir, 4);
         for turn in 1..3 {
             assert!(pairs.take(2, Word::Arrived).is_none());
             assert!(matches!(pairs.take(3, Word::Arrived), Some(Word::Pass(passed)) if passed == turn));
@@ -321,7 +324,7 @@ mod tests {
 
     #[test]
     fn reports_are_given_when_those_of_all_pairs_are_there() {
-        let mut hub = hub(Pattern::Pair, 4);
+        let mut hub = hub(Pattern::Unidir, 4);
         let report = |step, pair| {
             let (near, far) = Default::default();
             Word::Step(Box::new(PairReport { step, pair, near, far, verified_iterations: Some(pair as u64) }))
@@ -336,15 +339,15 @@ mod tests {
 
     #[test]
     fn the_run_is_over_when_all_are_done_or_one_has_failed() {
-        let mut well = hub(Pattern::Pair, 4);
+        let mut well = hub(Pattern::Unidir, 4);
         assert!((0..3).all(|rank| well.take(rank, Word::Done).is_none()));
         assert!(matches!(well.take(3, Word::Done), Some(Word::Over(None))));
         assert!(well.lost(2, "it left").is_none(), "nothing is said behind the end");
         let failed = |blamed| Word::Failed { blamed, why: "it broke".to_owned() };
-        assert_eq!(fault(hub(Pattern::Pair, 4).take(1, failed(None))), "rank 1 (h0): it broke");
-        let blamed = fault(hub(Pattern::Pair, 4).take(1, failed(Some(3))));
+        assert_eq!(fault(hub(Pattern::Unidir, 4).take(1, failed(None))), "rank 1 (h0): it broke");
+        let blamed = fault(hub(Pattern::Unidir, 4).take(1, failed(Some(3))));
         assert_eq!(blamed, "rank 3 (h1): it broke (so says rank 1 on h0)");
-        let mut first = hub(Pattern::Pair, 4);
+        let mut first = hub(Pattern::Unidir, 4);
         assert_eq!(fault(first.lost(2, "it is gone")), "rank 2 (h1): it is gone");
         assert!(first.take(1, failed(None)).is_none(), "the first failure is the one");
     }
@@ -354,7 +357,7 @@ mod tests {
         let join = |change: &dyn Fn(&mut Card)| {
             let mut odd = card(2);
             change(&mut odd);
-            fault(hub(Pattern::Pair, 2).admit(odd))
+            fault(hub(Pattern::Unidir, 2).admit(odd))
         };
         let said = join(&|card| drop(card.options.insert("sizes".to_owned(), "8K".to_owned())));
         assert_eq!(
@@ -365,8 +368,8 @@ mod tests {
         assert!(said.contains("its --op is read, and that of rank 0 not given"), "{said}");
         let said = join(&|card| card.version = "2".to_owned());
         assert!(said.contains("it is ferrywire 2") && said.contains("install the same"), "{said}");
-        assert!(join(&|card| card.world = 8).contains("its --world is 8, and that of rank 0 4"));
-        let mut unlike = hub(Pattern::Pair, 4);
+        assert!(join(&|card| card.world_size = 8).contains("its --world-size is 8, and that of rank 0 4"));
+        let mut unlike = hub(Pattern::Unidir, 4);
         let memory = |rank| if rank == 3 { Memory::Host } else { Memory::Cuda(rank) };
         let last = (0..4).filter_map(|rank| unlike.take(rank, place(memory(rank)))).last();
         assert!(
@@ -376,7 +379,7 @@ mod tests {
 
     #[test]
     fn strangers_are_not_let_in_and_end_nothing() {
-        let hub = hub(Pattern::Pair, 2);
+        let hub = hub(Pattern::Unidir, 2);
         assert_eq!(hub.refuses(&card(2)), None);
         let twice = hub.refuses(&card(1)).expect("it is there");
         assert!(twice.contains("rank 0 of a run of 4 on h0, whose rank 1 is already there"), "{twice}");
@@ -391,17 +394,17 @@ mod tests {
         for rank in [1, 2, 7] {
             let again = Word::Join(Box::new(Card { rank, ..card(1) }));
             assert!(
-                fault(hub(Pattern::Pair, 2).take(1, again)).starts_with("rank 1 (h0): it has come twice")
+                fault(hub(Pattern::Unidir, 2).take(1, again)).starts_with("rank 1 (h0): it has come twice")
             );
         }
     }
 
     #[test]
     fn who_does_not_end_is_named() {
-        let mut hub = hub(Pattern::Pair, 4);
+        let mut hub = hub(Pattern::Unidir, 4);
         assert!([0, 1, 3].iter().all(|rank| hub.take(*rank, Word::Done).is_none()));
         assert!(
-            fault(hub.unended(30.0)).starts_with("rank 2 (h1): it has not ended within 30 s (--deadline)")
+            fault(hub.unended(30.0)).starts_with("rank 2 (h1): it has not ended within 30 s (--timeout)")
         );
         assert!(hub.unended(31.0).is_none(), "the first failure is the one");
     }
@@ -409,11 +412,11 @@ mod tests {
     #[test]
     fn the_first_that_is_missing_is_named() {
         assert_eq!(
-            fault(hub(Pattern::Pair, 3).late(9.6, 1)),
-            "rank 3: it has not come within 10 s (--deadline); 3 of 4 ranks are here; 1 connection had another secret"
+            fault(hub(Pattern::Unidir, 3).late(9.6, 1)),
+            "rank 3: it has not come within 10 s (--timeout); 3 of 4 ranks are here; 1 connection had another secret"
         );
-        assert!(fault(hub(Pattern::Pair, 2).late(9.6, 0)).ends_with("2 of 4 ranks are here"));
-        let mut unready = hub(Pattern::Pair, 4);
+        assert!(fault(hub(Pattern::Unidir, 2).late(9.6, 0)).ends_with("2 of 4 ranks are here"));
+        let mut unready = hub(Pattern::Unidir, 4);
         assert!(unready.take(0, place(Memory::Host)).is_none());
         assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): it has not got ready"));
     }

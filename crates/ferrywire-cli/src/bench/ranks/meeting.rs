@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer};
 
 use super::super::gate::Gate;
-use super::super::link::{CLOSE_DEADLINE, Link, SLICE};
+use super::super::link::{CLOSE_TIMEOUT, Link, SLICE};
 use super::super::protocol::Message;
 use super::door;
 use super::hub::Hub;
@@ -29,7 +29,7 @@ use crate::units::rounded;
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 /// A rank that has failed waits so long to hear what ended the run.
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
-/// After the last word of a conversation its endpoints are closed, which takes longer than a short deadline.
+/// After the last word of a conversation its endpoints are closed, which takes longer than a short timeout.
 const FAREWELL_GRACE: Duration = Duration::from_secs(5);
 /// Endpoints of a run that has failed have so long to finish.
 const RETREAT: Duration = Duration::from_millis(500);
@@ -37,7 +37,7 @@ const RETREAT: Duration = Duration::from_millis(500);
 /// One rank's place at the meeting.
 pub struct Meeting {
     card: Card,
-    deadline: Duration,
+    timeout: Duration,
     endpoint: Endpoint,
     state: Mutex<State>,
     changed: Condvar,
@@ -77,7 +77,7 @@ impl Meeting {
         let endpoint = door::endpoint(plan, &card, true)?;
         let mut hub = Hub::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
         hub.admit(card.clone());
-        let links = (0..card.world).map(|_| None).collect();
+        let links = (0..card.world_size).map(|_| None).collect();
         let meeting = Arc::new(Meeting::new(plan, card, endpoint, Some(hub), links));
         let doorkeeper = meeting.clone();
         spawn("rank-door", move || doorkeeper.let_in())?;
@@ -86,7 +86,7 @@ impl Meeting {
 
     fn come(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
         let endpoint = door::endpoint(plan, &card, false)?;
-        let link = Arc::new(Link::new(door::dial(&endpoint, plan)?, plan.bench.deadline));
+        let link = Arc::new(Link::new(door::dial(&endpoint, plan)?, plan.bench.timeout));
         link.tell(&Message::Rank(Box::new(Word::Join(Box::new(card.clone())))))?;
         let meeting = Arc::new(Meeting::new(plan, card, endpoint, None, vec![Some(link.clone())]));
         let listener = meeting.clone();
@@ -103,7 +103,7 @@ impl Meeting {
     ) -> Meeting {
         Meeting {
             card,
-            deadline: plan.bench.deadline,
+            timeout: plan.bench.timeout,
             endpoint,
             state: Mutex::new(State { hub, ..State::default() }),
             changed: Condvar::new(),
@@ -118,7 +118,7 @@ impl Meeting {
         self.say(Word::Here(Box::new(place)))?;
         let is_hub = self.card.rank == 0;
         // Rank 0 may have started as much later as it then waits.
-        let limit = if is_hub { self.deadline } else { self.deadline.saturating_mul(2) + VERDICT_WAIT };
+        let limit = if is_hub { self.timeout } else { self.timeout.saturating_mul(2) + VERDICT_WAIT };
         if let Some(table) = self.wait(Some(limit), &|| {}, |state| state.table.clone())? {
             return Ok(table);
         }
@@ -195,7 +195,7 @@ impl Meeting {
         if self.card.rank == 0 {
             self.see_all_off();
         }
-        let _ = self.endpoint.close(CLOSE_DEADLINE);
+        let _ = self.endpoint.close(CLOSE_TIMEOUT);
         outcome
     }
 
@@ -204,7 +204,7 @@ impl Meeting {
     fn await_end(&self) -> Outcome {
         self.say(Word::Done)?;
         let is_over = |state: &mut State| state.over.clone();
-        let limit = (self.card.rank == 0).then(|| self.deadline.saturating_add(FAREWELL_GRACE));
+        let limit = (self.card.rank == 0).then(|| self.timeout.saturating_add(FAREWELL_GRACE));
         if self.wait(limit, &|| {}, is_over)?.is_some() {
             return Ok(());
         }
@@ -220,9 +220,7 @@ impl Meeting {
         loop {
             let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let others = &links[1..];
-            if others.iter().all(Option::is_some)
-                || self.since.elapsed() > self.deadline
-                || sys::interrupted()
+            if others.iter().all(Option::is_some) || self.since.elapsed() > self.timeout || sys::interrupted()
             {
                 all_came.get_or_insert(Instant::now());
             }
@@ -405,7 +403,7 @@ impl Meeting {
     }
 
     fn receive(&self, peer: Peer) {
-        let link = Arc::new(Link::new(peer, self.deadline));
+        let link = Arc::new(Link::new(peer, self.timeout));
         let card = match link.hear() {
             Ok(Message::Rank(word)) => match *word {
                 Word::Join(card) => card,
@@ -491,8 +489,9 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(120);
 
     fn rank(rank: u32, port: u16) -> RanksPlan {
-        let line =
-            format!("ferrywire bench --rank {rank} --world 2 --rendezvous 127.0.0.1:{port} --memory host");
+        let line = format!(
+            "ferrywire bench --rank {rank} --world-size 2 --rendezvous 127.0.0.1:{port} --memory host"
+        );
         let typed = args::command().get_matches_from(line.split(' '));
         match plan::plan(Cli::from_arg_matches(&typed).expect("it parses")) {
             Ok(Plan::Ranks(plan)) => *plan,
@@ -506,7 +505,7 @@ mod tests {
         let free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
         let port = (27_000..32_000).find(free).expect("a free port");
         let mut plan = rank(0, port);
-        plan.bench.deadline = Duration::from_secs(3);
+        plan.bench.timeout = Duration::from_secs(3);
         let first = Meeting::begin(&plan).expect("a meeting");
         let _second = Meeting::begin(&rank(1, port)).expect("it comes");
         let (ended, outcome) = mpsc::channel();

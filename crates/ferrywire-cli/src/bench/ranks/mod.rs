@@ -80,7 +80,7 @@ pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
 impl RanksPlan {
     /// Whether this rank is of the half that connects.
     pub fn connects(&self) -> bool {
-        self.ranks.rank < self.ranks.world / 2
+        self.ranks.rank < self.ranks.world_size / 2
     }
 
     /// How it introduces itself.
@@ -88,7 +88,7 @@ impl RanksPlan {
         let here = Host::this();
         Card {
             rank: self.ranks.rank,
-            world: self.ranks.world,
+            world_size: self.ranks.world_size,
             local_rank: self.ranks.local_rank,
             host: here.hostname,
             boot_id: here.boot_id,
@@ -105,7 +105,7 @@ impl RanksPlan {
     }
 
     fn setting(&self) -> Setting {
-        let on_host = self.ranks.local_world.unwrap_or(self.ranks.world / 2).max(1) as usize;
+        let on_host = self.ranks.local_world.unwrap_or(self.ranks.world_size / 2).max(1) as usize;
         Setting { on_host, on_loopback: self.on_loopback }
     }
 }

@@ -5,10 +5,12 @@
 use crate::args::Pattern;
 
 /// The pairs of ranks, those of rank 0 first.
-pub fn pairs(pattern: Pattern, world: u32) -> Vec<(u32, u32)> {
-    let half = world / 2;
+pub fn pairs(pattern: Pattern, world_size: u32) -> Vec<(u32, u32)> {
+    let half = world_size / 2;
     match pattern {
-        Pattern::Mesh => (0..half).flat_map(|from| (half..world).map(move |to| (from, to))).collect(),
+        Pattern::AllToAll => {
+            (0..half).flat_map(|from| (half..world_size).map(move |to| (from, to))).collect()
+        }
         Pattern::Incast => (0..half).map(|from| (from, half)).collect(),
         _ => (0..half).map(|from| (from, from + half)).collect(),
     }
@@ -38,15 +40,15 @@ mod tests {
 
     #[test]
     fn patterns_join_the_halves() {
-        assert_eq!(pairs(Pattern::Pair, 4), [(0, 2), (1, 3)]);
+        assert_eq!(pairs(Pattern::Unidir, 4), [(0, 2), (1, 3)]);
         assert_eq!(pairs(Pattern::Latency, 2), [(0, 1)]);
         assert_eq!(pairs(Pattern::Incast, 6), [(0, 3), (1, 3), (2, 3)]);
-        assert_eq!(pairs(Pattern::Mesh, 4), [(0, 2), (0, 3), (1, 2), (1, 3)]);
+        assert_eq!(pairs(Pattern::AllToAll, 4), [(0, 2), (0, 3), (1, 2), (1, 3)]);
     }
 
     #[test]
     fn every_rank_finds_its_own() {
-        let mesh = pairs(Pattern::Mesh, 6);
+        let mesh = pairs(Pattern::AllToAll, 6);
         assert_eq!((from(&mesh, 1), members(&mesh, 4), serving(&mesh)), (vec![3, 4, 5], vec![0, 1, 2], 3));
         let incast = pairs(Pattern::Incast, 6);
         assert_eq!((from(&incast, 2), members(&incast, 3), serving(&incast)), (vec![2], vec![0, 1, 2], 1));

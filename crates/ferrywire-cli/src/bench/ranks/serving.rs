@@ -27,7 +27,7 @@ const CONNECT_GRACE: Duration = Duration::from_secs(5);
 pub fn take_part(plan: &RanksPlan, meeting: &Arc<Meeting>) -> Outcome {
     let bench = &plan.bench;
     let listen = Some(plan.serves_at()?);
-    let mut fleet = Fleet::start(&bench.engine, plan.own, listen, bench.deadline, plan.setting())
+    let mut fleet = Fleet::start(&bench.engine, plan.own, listen, bench.timeout, plan.setting())
         .map_err(|failure| plan.port_taken(failure))?;
     let notes = fleet.take_notes();
     let outcome = meeting.tell_notes(notes).and_then(|()| with_fleet(plan, meeting, &fleet));
@@ -38,7 +38,7 @@ pub fn take_part(plan: &RanksPlan, meeting: &Arc<Meeting>) -> Outcome {
 fn with_fleet(plan: &RanksPlan, meeting: &Arc<Meeting>, fleet: &Fleet) -> Outcome {
     let table = meeting.table(plan.place(fleet.lead().reachable_addresses()))?;
     table.run.check().map_err(Failure::Failed)?;
-    let all = pairs::pairs(table.run.pattern, plan.ranks.world);
+    let all = pairs::pairs(table.run.pattern, plan.ranks.world_size);
     let members = pairs::members(&all, plan.ranks.rank);
     if members.is_empty() {
         return Ok(());
@@ -47,13 +47,13 @@ fn with_fleet(plan: &RanksPlan, meeting: &Arc<Meeting>, fleet: &Fleet) -> Outcom
     fleet.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(members.len() as u64))?;
     let beyond = meeting.clone();
     let gate =
-        Gate::new(members.len(), plan.bench.deadline).with_beyond(Box::new(move |tick| beyond.pass(tick)));
+        Gate::new(members.len(), plan.bench.timeout).with_beyond(Box::new(move |tick| beyond.pass(tick)));
     let gate = Arc::new(gate);
     meeting.watch_over(vec![fleet.lead().clone()], Some(gate.clone()))?;
     let serving = Serving {
         meeting,
         fleet,
-        deadline: plan.bench.deadline,
+        timeout: plan.bench.timeout,
         run_id: table.run_id.clone(),
         run,
         gate: &gate,
@@ -99,7 +99,7 @@ impl RanksPlan {
 struct Serving<'a> {
     meeting: &'a Meeting,
     fleet: &'a Fleet,
-    deadline: Duration,
+    timeout: Duration,
     run_id: String,
     run: Run,
     gate: &'a Gate,
@@ -114,7 +114,7 @@ impl Serving<'_> {
     fn serve(&self) -> Outcome {
         thread::scope(|scope| {
             let outcome = self.accept_all(|peer| {
-                let attend = move || self.attend(Link::new(peer, self.deadline));
+                let attend = move || self.attend(Link::new(peer, self.timeout));
                 let spawned =
                     thread::Builder::new().name("bench-peer".to_owned()).spawn_scoped(scope, attend);
                 spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
@@ -130,7 +130,7 @@ impl Serving<'_> {
 
     /// Takes in peers until all members are among them.
     fn accept_all(&self, attend: impl Fn(Peer) -> Outcome) -> Outcome {
-        let (since, limit) = (Instant::now(), self.deadline + CONNECT_GRACE);
+        let (since, limit) = (Instant::now(), self.timeout + CONNECT_GRACE);
         while let Some(missing) = self.missing() {
             self.meeting.check()?;
             match self.fleet.lead().accept(SLICE) {

@@ -60,7 +60,7 @@ pub struct Card {
     /// Its number.
     pub rank: u32,
     /// How many it believes there are.
-    pub world: u32,
+    pub world_size: u32,
     /// Its number on its host.
     pub local_rank: u32,
     /// The name of its host.
