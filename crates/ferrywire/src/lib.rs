@@ -46,7 +46,7 @@
 //! | `core` | operations, the send queue, channels, workers |
 //! | [`payload`] | what carries payload beside a channel's connection |
 //!
-//! Each imports only those below it. `docs/layers.md` names the files on the path of a transfer. What is pure, the frames,
+//! Each imports only those below it. `ARCHITECTURE.md` names the files on the path of a transfer. What is pure, the frames,
 //! the cutting, the window, the outbox and the inbox, is the crate `ferrywire-proto`.
 
 #[cfg(test)]
