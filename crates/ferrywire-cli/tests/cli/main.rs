@@ -14,6 +14,7 @@ mod driver;
 mod faults;
 mod fleet;
 mod gpu;
+mod guarantees;
 mod hosted;
 mod kills;
 mod lanes;

@@ -60,7 +60,7 @@ fn notifications_that_go_out_late_are_no_answers() {
     assert_eq!(outbox.close().len(), 1);
 }
 
-/// D6: it says that everything before it is there.
+/// docs/guarantees.md: `notify` is delivered after everything that was posted to the peer before it.
 #[test]
 fn a_standalone_notification_waits_for_all_that_was_posted_before_it_and_for_nothing_else() {
     let mut outbox = outbox();
