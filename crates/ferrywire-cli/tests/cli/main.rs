@@ -25,6 +25,7 @@ mod nixl;
 mod plugin;
 mod ranks;
 mod refused;
+mod results;
 mod runbook;
 mod topo;
 #[path = "../../../ferrywire-host/tests/topology/tree.rs"]
