@@ -71,7 +71,7 @@ impl PluginUse {
 
     /// Longest that connections take to come about. Shorter than the run's wait for a peer, likewise.
     fn setup_limit(&self) -> Duration {
-        (self.call_limit / 4 * 3).min(limits::LANE_SETUP_DEADLINE)
+        (self.call_limit / 4 * 3).min(limits::LANE_SETUP_TIMEOUT)
     }
 
     /// What the other end has to be given too, as it is typed behind other options.

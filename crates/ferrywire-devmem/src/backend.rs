@@ -212,7 +212,7 @@ impl PayloadBackend for Backend {
     }
 
     fn end(&self, limit: Duration) {
-        let by = Instant::now() + limit.min(limits::NIC_LOCK_DEADLINE);
+        let by = Instant::now() + limit.min(limits::NIC_LOCK_TIMEOUT);
         for device in &self.devices {
             device.end(by.max(Instant::now() + limits::NIC_END_MIN));
         }

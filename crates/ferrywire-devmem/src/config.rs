@@ -39,7 +39,7 @@ impl Default for DevmemConfig {
             message_bytes_max: limits::LANE_MESSAGE_BYTES_DEFAULT,
             window: limits::LANE_WINDOW_DEFAULT,
             stall_limit: limits::LANE_STALL_LIMIT_DEFAULT,
-            setup_limit: limits::LANE_SETUP_DEADLINE,
+            setup_limit: limits::LANE_SETUP_TIMEOUT,
             required: true,
         }
     }

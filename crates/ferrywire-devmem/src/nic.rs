@@ -191,7 +191,7 @@ impl Claim {
 
     /// Removes a rule of this claim. What others made of it meanwhile stays.
     pub fn unsteer(&mut self, rule: Rule) {
-        if let Err(NotRemoved { why, .. }) = self.unsteer_all(vec![rule], limits::NIC_LOCK_DEADLINE) {
+        if let Err(NotRemoved { why, .. }) = self.unsteer_all(vec![rule], limits::NIC_LOCK_TIMEOUT) {
             tracing::warn!("a rule is not removed before the claim ends: {why}");
         }
     }

@@ -44,7 +44,7 @@ struct Unneeded {
 /// without dropping its endpoints, which threads of its own may hold: their lanes get no more device memory.
 pub fn release_nics() {
     let all = std::mem::take(&mut *ALL.lock().unwrap_or_else(PoisonError::into_inner));
-    let by = Instant::now() + limits::NIC_LOCK_DEADLINE;
+    let by = Instant::now() + limits::NIC_LOCK_TIMEOUT;
     all.iter().filter_map(Weak::upgrade).for_each(|shared| shared.end(by));
 }
 
@@ -67,7 +67,7 @@ impl Steering {
     pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
         let mut claim = self.shared.claim();
         // Who has the NIC now has it a moment later, too: nobody waits for that twice.
-        self.shared.remove(claim.as_mut(), limits::NIC_LOCK_DEADLINE)?;
+        self.shared.remove(claim.as_mut(), limits::NIC_LOCK_TIMEOUT)?;
         let gone = || NicError::NoQueues {
             nic: self.nic.clone(),
             why: "the endpoint is closed, and has given its queues back".to_owned(),

@@ -39,7 +39,7 @@ impl Clock {
 
 /// Silence after which a peer is given up, so that whoever waits for it is told within `limit`.
 pub fn silence_max(limit: Duration) -> Duration {
-    limit - limits::HEARTBEAT_LIMIT_MARGIN.min(limit / 10)
+    limit - limits::PEER_TIMEOUT_MARGIN.min(limit / 10)
 }
 
 #[cfg(test)]

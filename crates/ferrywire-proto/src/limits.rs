@@ -1,7 +1,7 @@
 //! Every limit of the engine, by name, with the relations between them asserted at compile time.
 //!
 //! Nothing in the engine grows without one of these. Of connections that have not proven the secret
-//! at most `HANDSHAKES_PENDING_MAX` are held, each for `HANDSHAKE_DEADLINE` and with `HANDSHAKE_BYTES_MAX` of input at most.
+//! at most `HANDSHAKES_PENDING_MAX` are held, each for `HANDSHAKE_TIMEOUT` and with `HANDSHAKE_BYTES_MAX` of input at most.
 //! Read next: `wire.rs`, which enforces the sizes of frames.
 
 use std::time::Duration;
@@ -178,16 +178,16 @@ pub const LANE_MESSAGE_BYTES_MIN: usize = 4096;
 pub const TCPX_MESSAGE_BYTES_MAX: usize = 1 << 20;
 
 /// A connection has this long to prove who it is.
-pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Control sessions say something at least this often.
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 /// After this much silence the control session is tried over another path.
 pub const CONTROL_SUSPECT_AFTER: Duration = Duration::from_millis(1500);
 /// Within so much silence a peer's loss is told (default; `Config::peer_timeout`).
-pub const HEARTBEAT_LIMIT_DEFAULT: Duration = Duration::from_secs(10);
+pub const PEER_TIMEOUT_DEFAULT: Duration = Duration::from_secs(10);
 /// A silent peer is given up so much before the limit, or a tenth of it if that is less: its last words may have
 /// come late, and the control side looks only now and then, but at the limit the loss is to have been told.
-pub const HEARTBEAT_LIMIT_MARGIN: Duration = Duration::from_secs(1);
+pub const PEER_TIMEOUT_MARGIN: Duration = Duration::from_secs(1);
 /// Longer times between two turns of the control side do not count as silence: we were stopped ourselves.
 pub const CONTROL_TURNS_APART_MAX: Duration = Duration::from_secs(1);
 /// When every connection of a peer was closed by its kernel, it has this long to come back.
@@ -206,15 +206,15 @@ pub const NAME_SHARE_MIN: Duration = Duration::from_millis(400);
 /// How often a lost channel is dialled again.
 pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest wait for one connection attempt.
-pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
+pub const DIAL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Blocking helpers of a simulated GPU give up after this; long, since a stall may be part of a test.
-pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
+pub const SIM_GPU_BLOCKING_TIMEOUT: Duration = Duration::from_secs(120);
 /// A thread that is to let go of memory may do nothing at all for this long, while we run ourselves.
-pub const ABANDON_DEADLINE: Duration = Duration::from_secs(5);
+pub const ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that was dropped is closed when nothing of what was posted to it has got on for so long.
-pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
+pub const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Whoever changes settings of a NIC is done within this, or is stopped: others wait for it no longer.
-pub const NIC_LOCK_DEADLINE: Duration = Duration::from_secs(30);
+pub const NIC_LOCK_TIMEOUT: Duration = Duration::from_secs(30);
 /// An endpoint that is closed waits this long, if need be, for whoever changes settings of a NIC, however little of its
 /// deadline is left: what is not undone then is left to the next start.
 pub const NIC_END_MIN: Duration = Duration::from_secs(2);
@@ -223,13 +223,13 @@ pub const UNSTEER_INTERVAL: Duration = Duration::from_secs(1);
 /// A place of a plugin's source that logs too much is heard again after this time.
 pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// Both directions of a lane have this long to come about.
-pub const LANE_SETUP_DEADLINE: Duration = Duration::from_secs(60);
+pub const LANE_SETUP_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest the oldest message of a lane may stand still, and a plugin's call not return (default).
 pub const LANE_STALL_LIMIT_DEFAULT: Duration = Duration::from_secs(30);
 /// After the first sign that a peer closes, what is posted has this long to arrive.
-pub const LANE_CLOSING_DEADLINE: Duration = Duration::from_secs(2);
+pub const LANE_CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 /// A posted receive into memory that is taken back has this long to end before its channel does.
-pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
+pub const LANE_ABANDON_TIMEOUT: Duration = Duration::from_secs(1);
 /// What the kernel sends without a copy leaves it within this time once its connection is aborted: no queue of a NIC that
 /// works holds a packet for longer.
 pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
@@ -237,7 +237,7 @@ pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
 /// which the kernel has a NIC reset that sends nothing: progress threads do other things meanwhile.
 pub const CLOSED_RELEASE_TIMEOUT: Duration = Duration::from_secs(6);
 /// A GPU that has still to copy to memory that is taken back has this long, before whoever takes it back is told.
-pub const GPU_ABANDON_DEADLINE: Duration = Duration::from_secs(5);
+pub const GPU_ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// A lane that fails without the plugin's saying why waits so long for the other end to say it, or to be seen to have
 /// ended.
 pub const LANE_FAILURE_GRACE: Duration = Duration::from_secs(4);
@@ -250,7 +250,7 @@ pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 /// The same of one that nobody waits for any more, and for how long at most: until then it is closed once it is ready.
 pub const LANE_LINGER_INTERVAL: Duration = Duration::from_millis(20);
 /// See [`LANE_LINGER_INTERVAL`].
-pub const LANE_LINGER_DEADLINE: Duration = Duration::from_secs(60);
+pub const LANE_LINGER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The limits that an outbox and the inbox at its other end keep to, as values: both have the same.
 #[derive(Clone, Copy, Debug)]
@@ -305,8 +305,8 @@ pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
 
 const _: () = assert!(STAGING_OUT_RING_BYTES <= DEFERRED_FREE_BYTES_MAX);
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
-const _: () = assert!(NIC_END_MIN.as_millis() <= NIC_LOCK_DEADLINE.as_millis());
-const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
+const _: () = assert!(NIC_END_MIN.as_millis() <= NIC_LOCK_TIMEOUT.as_millis());
+const _: () = assert!(LANE_ABANDON_TIMEOUT.as_millis() < ABANDON_TIMEOUT.as_millis());
 const _: () = assert!(KERNEL_RELEASE_TIMEOUT.as_millis() < CLOSED_RELEASE_TIMEOUT.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
 const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= TCPX_MESSAGE_BYTES_MAX);
@@ -335,9 +335,9 @@ const _: () = assert!(PEERS_UNACCEPTED_MAX <= PEERS_MAX);
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());
-const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < HEARTBEAT_LIMIT_DEFAULT.as_millis());
-const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() < HEARTBEAT_LIMIT_MARGIN.as_millis());
-const _: () = assert!(HEARTBEAT_LIMIT_MARGIN.as_millis() * 10 <= HEARTBEAT_LIMIT_DEFAULT.as_millis());
+const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < PEER_TIMEOUT_DEFAULT.as_millis());
+const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() < PEER_TIMEOUT_MARGIN.as_millis());
+const _: () = assert!(PEER_TIMEOUT_MARGIN.as_millis() * 10 <= PEER_TIMEOUT_DEFAULT.as_millis());
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX < CONTROL_UNREAD_BYTES_MAX / 2);
 const _: () = assert!(CHANNELS_MAX * CONTROL_MESSAGE_BYTES_MAX <= CONTROL_UNACKED_BYTES_MAX);
 const _: () = assert!(CONTROL_TURNS_APART_MAX.as_millis() < CONTROL_SUSPECT_AFTER.as_millis());

@@ -57,8 +57,8 @@ impl Address {
             .name("ferrywire-name".into())
             .spawn(look_up)
             .map_err(|error| Error::io("start a thread", &error))?;
-        let deadline = |_| Error::Stalled { what: format!("looking up {text}"), peer: None, waited: limit };
-        let found = told.recv_timeout(limit).map_err(deadline)?;
+        let timeout = |_| Error::Stalled { what: format!("looking up {text}"), peer: None, waited: limit };
+        let found = told.recv_timeout(limit).map_err(timeout)?;
         found.map_err(|error| Error::Unreachable { address: text, why: error.to_string() })
     }
 

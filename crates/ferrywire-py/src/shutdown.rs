@@ -12,7 +12,7 @@ use ferrywire::Endpoint;
 use pyo3::prelude::*;
 
 /// Peers have this long to finish what is in flight when the program ends without having closed.
-const LEAVE_DEADLINE: Duration = Duration::from_secs(1);
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Threads of ours that have asked for the interpreter have this long to be done with it.
 const ATTACHED_MAX: Duration = Duration::from_secs(5);
 
@@ -142,10 +142,10 @@ pub fn shutdown(py: Python<'_>) {
     let endpoints: Vec<Arc<Shared>> = all().drain(..).filter_map(|each| each.upgrade()).collect();
     let here = process::id();
     py.detach(|| {
-        let until = Instant::now() + LEAVE_DEADLINE;
+        let until = Instant::now() + LEAVE_TIMEOUT;
         thread::scope(|scope| {
             for shared in endpoints.iter().filter(|shared| shared.process == here) {
-                scope.spawn(|| shared.get().close(LEAVE_DEADLINE));
+                scope.spawn(|| shared.get().close(LEAVE_TIMEOUT));
             }
         });
         CLOSING.wait(until);

@@ -56,7 +56,7 @@ pub fn sliced<T: Send>(
     }
 }
 
-/// The same deadline, after all this time.
+/// The same timeout, after all this time.
 pub fn after(error: Error, waited: Duration) -> Error {
     match error {
         Error::Stalled { what, peer, .. } => Error::Stalled { what, peer, waited },
@@ -65,7 +65,7 @@ pub fn after(error: Error, waited: Duration) -> Error {
     }
 }
 
-/// What is there for somebody who has waited elsewhere, or else the deadline; `wait` would wait, and need not.
+/// What is there for somebody who has waited elsewhere, or else the timeout; `wait` would wait, and need not.
 pub fn overdue<T: Send>(
     py: Python<'_>,
     waited_s: f64,

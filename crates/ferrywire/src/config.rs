@@ -70,7 +70,7 @@ impl Default for Config {
             crc: false,
             congestion_control: None,
             socket_buffer_bytes: None,
-            peer_timeout: limits::HEARTBEAT_LIMIT_DEFAULT,
+            peer_timeout: limits::PEER_TIMEOUT_DEFAULT,
             secret: None,
         }
     }

@@ -167,7 +167,7 @@ impl Journal {
 
     /// The same, for somebody who may have to end. Looks once, however late it is.
     pub fn lock_by(&self, end: &EndBy) -> Result<Locked<'_>, NicError> {
-        self.lock_within(limits::NIC_LOCK_DEADLINE, end)
+        self.lock_within(limits::NIC_LOCK_TIMEOUT, end)
     }
 
     /// The same, for no longer than that.

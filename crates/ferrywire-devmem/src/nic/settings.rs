@@ -18,7 +18,7 @@ use crate::sys::flow::Flow;
 use crate::sys::netlink::NetlinkError;
 
 /// A process that was killed lets its bindings go within this.
-const UNBIND_DEADLINE: Duration = Duration::from_secs(5);
+const UNBIND_TIMEOUT: Duration = Duration::from_secs(5);
 const UNBIND_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A NIC and its journal, while nobody else changes it.
@@ -243,7 +243,7 @@ impl Bench<'_, '_> {
             match self.kernel.set_rings(before) {
                 Ok(()) => return Ok(Back::Done),
                 // Bindings of a process that was killed a moment ago may be on their way out.
-                Err(error) if may_wait(&error) && began.elapsed() < UNBIND_DEADLINE => {
+                Err(error) if may_wait(&error) && began.elapsed() < UNBIND_TIMEOUT => {
                     thread::sleep(UNBIND_INTERVAL)
                 }
                 Err(error) => return Err(error),

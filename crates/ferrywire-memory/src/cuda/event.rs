@@ -45,8 +45,8 @@ impl CudaEvent {
     ///
     /// # Errors
     /// As for [`CudaEvent::query`]; [`CudaError::TimedOut`].
-    pub fn wait(&self, deadline: Duration) -> Result<()> {
-        wait_until(&self.gpu, "an event", deadline, || self.query())
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        wait_until(&self.gpu, "an event", timeout, || self.query())
     }
 
     /// Puts it into somebody else's stream: what is enqueued there before this call comes before it.
@@ -87,7 +87,7 @@ pub(super) fn done(call: &'static str, gpu: &CudaGpu, code: u32) -> Result<bool>
 pub(super) fn wait_until(
     gpu: &CudaGpu,
     what: &'static str,
-    deadline: Duration,
+    timeout: Duration,
     mut is_done: impl FnMut() -> Result<bool>,
 ) -> Result<()> {
     const YIELDS: u32 = 1000;
@@ -95,8 +95,8 @@ pub(super) fn wait_until(
     let (start, mut asked) = (Instant::now(), 0);
     while !is_done()? {
         let waited = start.elapsed();
-        if waited >= deadline {
-            return Err(CudaError::TimedOut { gpu: gpu.index(), what, waited: deadline });
+        if waited >= timeout {
+            return Err(CudaError::TimedOut { gpu: gpu.index(), what, waited: timeout });
         }
         match asked < YIELDS {
             true => std::thread::yield_now(),

@@ -393,8 +393,8 @@ impl CudaStream {
     /// # Errors
     /// As for [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after that the work
     /// goes on.
-    pub fn wait(&self, deadline: Duration) -> Result<()> {
-        event::wait_until(&self.gpu, "work in a stream", deadline, || self.query())
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        event::wait_until(&self.gpu, "work in a stream", timeout, || self.query())
     }
 }
 

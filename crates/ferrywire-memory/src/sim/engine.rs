@@ -180,13 +180,13 @@ impl Engine {
         self.lock().lanes.get(&lane).map_or(Ok(true), Lane::query)
     }
 
-    pub fn wait(&self, lane: u64, deadline: Duration) -> Result<()> {
-        let until = Instant::now() + deadline;
+    pub fn wait(&self, lane: u64, timeout: Duration) -> Result<()> {
+        let until = Instant::now() + timeout;
         let mut state = self.lock();
         while !state.lanes.get(&lane).map_or(Ok(true), Lane::query)? {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: deadline });
+                return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: timeout });
             }
             state = self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -50,8 +50,8 @@ impl Mark {
         watchers.iter().filter_map(Weak::upgrade).for_each(|engine| engine.wake());
     }
 
-    fn wait(&self, deadline: Duration) -> Result<()> {
-        let until = Instant::now() + deadline;
+    fn wait(&self, timeout: Duration) -> Result<()> {
+        let until = Instant::now() + timeout;
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = &state.outcome {
@@ -59,7 +59,7 @@ impl Mark {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "an event", waited: deadline });
+                return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "an event", waited: timeout });
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -113,8 +113,8 @@ impl SimEvent {
     ///
     /// # Errors
     /// The cause, when something before it failed; [`SimGpuError::TimedOut`].
-    pub fn wait(&self, deadline: Duration) -> Result<()> {
-        self.mark().map_or(Ok(()), |mark| mark.wait(deadline))
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        self.mark().map_or(Ok(()), |mark| mark.wait(timeout))
     }
 }
 

@@ -159,7 +159,7 @@ impl SimGpu {
         let stream = self.stream();
         // SAFETY: `target` is borrowed until the stream is dropped, which ends the copy.
         unsafe { stream.to_host(source, target.as_mut_ptr(), target.len())? };
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
     /// Copies host memory to the device, and waits.
@@ -167,19 +167,19 @@ impl SimGpu {
         let stream = self.stream();
         // SAFETY: `source` is borrowed until the stream is dropped, which ends the copy.
         unsafe { stream.from_host(source.as_ptr(), target, source.len())? };
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
     /// Sets device memory, and waits.
     pub fn fill(self: &Arc<Self>, target: u64, byte: u8, bytes: usize) -> Result<()> {
         let stream = self.stream();
         stream.fill(target, byte, bytes)?;
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
     /// CRC-32 of device memory.
     pub fn checksum(self: &Arc<Self>, source: u64, bytes: usize) -> Result<u32> {
-        self.stream().checksum(source, bytes, limits::SIM_GPU_BLOCKING_DEADLINE)
+        self.stream().checksum(source, bytes, limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
     /// Where a simulated NIC finds the bytes of device (or mapped) memory: what DMA is in hardware.

@@ -29,14 +29,14 @@ impl SimPattern {
     pub fn fill(&self, parts: Vec<PatternParameters>) -> Result<()> {
         let stream = self.0.stream();
         stream.enqueue(Work::Pattern { parts })?;
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
     /// The first part with a wrong byte, and which byte of it.
     pub fn first_difference(&self, parts: Vec<PatternParameters>) -> Result<Option<(usize, u64)>> {
         let (stream, found) = (self.0.stream(), Found::default());
         stream.enqueue(Work::Compare { parts, found: found.clone() })?;
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)?;
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)?;
         Ok(*found.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }

@@ -82,10 +82,10 @@ impl SimStream {
     }
 
     /// CRC-32 of bytes of the device; waits for it and for all before it.
-    pub fn checksum(&self, source: u64, bytes: usize, deadline: Duration) -> Result<u32> {
+    pub fn checksum(&self, source: u64, bytes: usize, timeout: Duration) -> Result<u32> {
         let into = Arc::new(Mutex::new(0));
         self.enqueue(Work::Checksum { source, bytes, into: into.clone() })?;
-        self.wait(deadline)?;
+        self.wait(timeout)?;
         Ok(*into.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -126,8 +126,8 @@ impl SimStream {
     /// # Errors
     /// The stream's failure, or [`SimGpuError::TimedOut`](super::SimGpuError::TimedOut); after that the
     /// work goes on.
-    pub fn wait(&self, deadline: Duration) -> Result<()> {
-        self.gpu.engine.wait(self.lane, deadline)
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        self.gpu.engine.wait(self.lane, timeout)
     }
 }
 

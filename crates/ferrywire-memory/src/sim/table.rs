@@ -190,7 +190,7 @@ unsafe extern "C" fn copy_to_host(target: *mut u8, address: u64, len: usize) -> 
         let stream = find(address)?.gpu()?.stream();
         // SAFETY: the caller keeps `len` bytes at `target` writable until this returns.
         unsafe { stream.to_host(address, target, len).ok()? };
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE).ok().map(|()| 0)
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT).ok().map(|()| 0)
     })
 }
 
@@ -199,6 +199,6 @@ unsafe extern "C" fn copy_from_host(address: u64, source: *const u8, len: usize)
         let stream = find(address)?.gpu()?.stream();
         // SAFETY: the caller keeps `len` bytes at `source` readable and unchanged until this returns.
         unsafe { stream.from_host(source, address, len).ok()? };
-        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE).ok().map(|()| 0)
+        stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT).ok().map(|()| 0)
     })
 }

@@ -164,17 +164,17 @@ impl Endpoint {
     }
 
     /// Connects to an endpoint that listens on `address`.
-    pub fn connect(&self, address: SocketAddr, deadline: Duration) -> Result<Peer> {
-        self.connect_in(ConnectTarget::new(address), deadline, deadline)
+    pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Peer> {
+        self.connect_in(ConnectTarget::new(address), timeout, timeout)
     }
 
     /// Connects if the address has answered within the first time, and the peer is up within the second.
-    fn connect_in(&self, target: ConnectTarget, to_answer: Duration, deadline: Duration) -> Result<Peer> {
+    fn connect_in(&self, target: ConnectTarget, to_answer: Duration, timeout: Duration) -> Result<Peer> {
         let connecting = self.start_connect_to(target)?;
         let mut result = connecting.wait(to_answer);
         let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Stalled { .. }));
-        if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
-            result = connecting.wait(deadline - to_answer);
+        if timed_out(&result) && to_answer < timeout && connecting.has_answered() {
+            result = connecting.wait(timeout - to_answer);
         }
         if timed_out(&result) {
             return connecting.withdraw().unwrap_or(result);
@@ -205,17 +205,17 @@ impl Endpoint {
 
     /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
     /// of the time that is left.
-    pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
+    pub fn connect_metadata(&self, metadata: &[u8], timeout: Duration) -> Result<Peer> {
         let (identity, addresses) = parse_metadata(metadata)?;
         let tell = |mut errors: Vec<Error>| match errors.pop() {
             Some(Error::Stalled { .. }) => {
                 let what = format!("connecting to {identity} at {addresses:?}");
-                Error::Stalled { what, peer: Some(identity.to_string()), waited: deadline }
+                Error::Stalled { what, peer: Some(identity.to_string()), waited: timeout }
             }
             Some(error) => error,
             None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
         };
-        self.connect_first(&addresses, Some(identity), deadline, limits::ANSWER_SHARE_MIN).map_err(tell)
+        self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(tell)
     }
 
     /// Connects to the first of these addresses, all of one endpoint, at which it works. Each has its share of the time that is
@@ -223,8 +223,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// Of those of the addresses the one that tells most.
-    pub fn connect_any(&self, addresses: &[SocketAddr], deadline: Duration) -> Result<Peer> {
-        self.connect_first(addresses, None, deadline, limits::NAME_SHARE_MIN).map_err(|errors| {
+    pub fn connect_any(&self, addresses: &[SocketAddr], timeout: Duration) -> Result<Peer> {
+        self.connect_first(addresses, None, timeout, limits::NAME_SHARE_MIN).map_err(|errors| {
             // Where one listens, or may, is more than where nobody does, or where no NIC leads.
             let tells = |error: &Error| match error {
                 Error::Invalid { what, .. } if what == "NIC" => 0,
@@ -236,7 +236,7 @@ impl Endpoint {
             match errors.into_iter().rev().max_by_key(tells) {
                 Some(Error::Stalled { .. }) if addresses.len() > 1 => {
                     let what = format!("connecting to any of {addresses:?}");
-                    Error::Stalled { what, peer: None, waited: deadline }
+                    Error::Stalled { what, peer: None, waited: timeout }
                 }
                 Some(error) => error,
                 None => Error::invalid("addresses", "none is given"),
@@ -249,10 +249,10 @@ impl Endpoint {
         &self,
         addresses: &[SocketAddr],
         identity: Option<Identity>,
-        deadline: Duration,
+        timeout: Duration,
         share_min: Duration,
     ) -> std::result::Result<Peer, Vec<Error>> {
-        let (until, mut errors) = (self.now().saturating_add(deadline), Vec::new());
+        let (until, mut errors) = (self.now().saturating_add(timeout), Vec::new());
         for (tried, address) in addresses.iter().enumerate() {
             let left = until.saturating_sub(self.now());
             if left.is_zero() && tried > 0 {
@@ -298,7 +298,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Stalled`].
-    pub fn accept(&self, deadline: Duration) -> Result<Peer> {
+    pub fn accept(&self, timeout: Duration) -> Result<Peer> {
         self.check_origin()?;
         let context = self.context();
         if self.inner.listen_addresses.is_empty() {
@@ -307,9 +307,9 @@ impl Endpoint {
         if context.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
         }
-        self.inner.next_peer(deadline).unwrap_or_else(|| {
+        self.inner.next_peer(timeout).unwrap_or_else(|| {
             let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
-            Err(Error::Stalled { what, peer: None, waited: deadline })
+            Err(Error::Stalled { what, peer: None, waited: timeout })
         })
     }
 
@@ -459,15 +459,15 @@ impl Endpoint {
     }
 
     /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its
-    /// own deadline, and says the same. With devmem TCP it gives the queues of NICs back: where another run holds a NIC
-    /// until the deadline (or for [`limits::NIC_END_MIN`]), that is left to the next start, as after a kill.
+    /// own timeout, and says the same. With devmem TCP it gives the queues of NICs back: where another run holds a NIC
+    /// until the timeout (or for [`limits::NIC_END_MIN`]), that is left to the next start, as after a kill.
     ///
     /// # Errors
     /// [`Error::Stalled`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
     /// what was posted to it had finished; all is closed nevertheless.
-    pub fn close(&self, deadline: Duration) -> Result<()> {
+    pub fn close(&self, timeout: Duration) -> Result<()> {
         self.check_origin()?;
-        self.inner.close(deadline)
+        self.inner.close(timeout)
     }
 }
 
@@ -529,26 +529,26 @@ impl Inner {
         }
     }
 
-    fn close(&self, deadline: Duration) -> Result<()> {
+    fn close(&self, timeout: Duration) -> Result<()> {
         if self.context().closing.swap(true, Ordering::SeqCst) {
-            return self.closed_elsewhere(deadline);
+            return self.closed_elsewhere(timeout);
         }
-        let outcome = self.finish(Some(deadline));
+        let outcome = self.finish(Some(timeout));
         *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome.clone());
         self.closes.notify_all();
         outcome
     }
 
     /// Waits until another call has closed it.
-    fn closed_elsewhere(&self, deadline: Duration) -> Result<()> {
-        let mut patience = StallTimer::new(deadline);
+    fn closed_elsewhere(&self, timeout: Duration) -> Result<()> {
+        let mut patience = StallTimer::new(timeout);
         let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = &*closed {
                 return outcome.clone();
             }
             if patience.is_over(self.context().transport.now()) {
-                return Err(not_closed(Error::Closed, deadline));
+                return Err(not_closed(Error::Closed, timeout));
             }
             // The transport's clock need not be the host's.
             let waited = self.closes.wait_timeout(closed, Duration::from_millis(10));
@@ -556,18 +556,18 @@ impl Inner {
         }
     }
 
-    /// Without a deadline what was posted is finished as long as it gets on.
-    fn finish(&self, deadline: Option<Duration>) -> Result<()> {
+    /// Without a timeout what was posted is finished as long as it gets on.
+    fn finish(&self, timeout: Option<Duration>) -> Result<()> {
         let running = &self.running;
         // The host's clock: so long it takes others to be done with a NIC.
         let began = Instant::now();
-        let left = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_sub(began.elapsed()));
+        let left = || timeout.map_or(Duration::MAX, |timeout| timeout.saturating_sub(began.elapsed()));
         self.lobby.close();
-        running.with_control(|control| match deadline {
-            Some(deadline) => control.close_all(deadline),
+        running.with_control(|control| match timeout {
+            Some(timeout) => control.close_all(timeout),
             None => control.drain_all(),
         });
-        let (drains, limit) = (deadline.is_none(), deadline.unwrap_or(limits::DRAIN_DEADLINE));
+        let (drains, limit) = (timeout.is_none(), timeout.unwrap_or(limits::DRAIN_TIMEOUT));
         let mut is_idle = self.wait_idle(limit.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
         if !is_idle {
             // Nothing may wait for this endpoint for ever, however its peers are.
@@ -600,8 +600,8 @@ impl Inner {
 }
 
 /// What whoever closes an endpoint is told when a peer of it ended like this before all was finished.
-fn not_closed(how: Error, deadline: Duration) -> Error {
-    control::ended_early(how, "closing all peers".into(), None, deadline)
+fn not_closed(how: Error, timeout: Duration) -> Error {
+    control::ended_early(how, "closing all peers".into(), None, timeout)
 }
 
 impl Drop for Inner {

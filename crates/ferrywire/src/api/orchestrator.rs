@@ -5,7 +5,7 @@
 //! ```
 //!
 //! In every phase all endpoints are at work at once, so a phase takes as long as its slowest endpoint, not as long as all
-//! of them together. A phase has one deadline, and one endpoint that fails, or is late, fails the phase, by name.
+//! of them together. A phase has one timeout, and one endpoint that fails, or is late, fails the phase, by name.
 //!
 //! Invariant: a phase that fails leaves nothing behind: endpoints that had started are closed, and so are peers that were
 //! connected in it. Read next: `endpoint.rs`.
@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 /// How often connections on their way are looked at.
 const LOOK_INTERVAL: Duration = Duration::from_micros(200);
 /// Time for peers and endpoints to finish with what a failed phase leaves.
-const RETREAT_DEADLINE: Duration = Duration::from_secs(1);
+const RETREAT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longer than any phase.
 const FAR: Duration = Duration::from_secs(365 * 86400);
 
@@ -48,27 +48,27 @@ impl Orchestrator {
     ///
     /// # Errors
     /// [`Error::Phase`] with the name of the first that failed, or was not there in time.
-    pub fn start(builders: Vec<(String, Builder)>, deadline: Duration) -> Result<Orchestrator> {
+    pub fn start(builders: Vec<(String, Builder)>, timeout: Duration) -> Result<Orchestrator> {
         let mut all = Orchestrator { names: Vec::new(), endpoints: Vec::new() };
-        all.extend(builders, deadline).map(|()| all)
+        all.extend(builders, timeout).map(|()| all)
     }
 
     /// Builds further endpoints, which come behind those that are there.
     ///
     /// # Errors
     /// As for [`Orchestrator::start`]; none of the new ones stays then.
-    pub fn extend(&mut self, builders: Vec<(String, Builder)>, deadline: Duration) -> Result<()> {
+    pub fn extend(&mut self, builders: Vec<(String, Builder)>, timeout: Duration) -> Result<()> {
         let builds = builders.into_iter().map(|(name, builder)| (name, move || builder.build()));
-        self.extend_with(builds.collect(), deadline)
+        self.extend_with(builds.collect(), timeout)
     }
 
     fn extend_with(
         &mut self,
         builds: Vec<(String, impl FnOnce() -> Result<Endpoint> + Send + 'static)>,
-        deadline: Duration,
+        timeout: Duration,
     ) -> Result<()> {
         let (names, builds): (Vec<String>, Vec<_>) = builds.into_iter().unzip();
-        let started = all_at_once("starting", &names, builds, deadline)?;
+        let started = all_at_once("starting", &names, builds, timeout)?;
         self.names.extend(names);
         self.endpoints.extend(started);
         Ok(())
@@ -89,14 +89,14 @@ impl Orchestrator {
     /// # Errors
     /// [`Error::Phase`] with the endpoint of the first that failed, or was not connected in time, and where it was to
     /// connect to.
-    pub fn connect(&self, targets: &[Target], deadline: Duration) -> Result<Vec<Peer>> {
+    pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>> {
         let mut dials = Vec::with_capacity(targets.len());
         for target in targets {
             let dial = Dial::begin(self, target)
                 .map_err(|error| self.failed("connecting", target.endpoint, error))?;
             dials.push(dial);
         }
-        let outcome = self.look_until(deadline, || {
+        let outcome = self.look_until(timeout, || {
             let mut missing = None;
             for (number, dial) in dials.iter_mut().enumerate() {
                 if let Err(error) = dial.look() {
@@ -110,7 +110,7 @@ impl Orchestrator {
         });
         let error = match outcome {
             Ok(None) => return Ok(dials.into_iter().filter_map(|dial| dial.peer).collect()),
-            Ok(Some(missing)) => dials[missing].late(deadline),
+            Ok(Some(missing)) => dials[missing].late(timeout),
             Err(error) => error,
         };
         retreat(dials.into_iter().filter_map(|dial| dial.peer).collect());
@@ -121,9 +121,9 @@ impl Orchestrator {
     ///
     /// # Errors
     /// [`Error::Phase`] with the endpoint that had too few in time, and how many.
-    pub fn accept(&self, peers_of_each: usize, deadline: Duration) -> Result<Vec<Vec<Peer>>> {
+    pub fn accept(&self, peers_of_each: usize, timeout: Duration) -> Result<Vec<Vec<Peer>>> {
         let mut accepted: Vec<Vec<Peer>> = self.endpoints.iter().map(|_| Vec::new()).collect();
-        let outcome = self.look_until(deadline, || {
+        let outcome = self.look_until(timeout, || {
             let mut missing = None;
             for (index, peers) in accepted.iter_mut().enumerate() {
                 while peers.len() < peers_of_each
@@ -144,7 +144,7 @@ impl Orchestrator {
                 let error = match other {
                     Ok(Some(index)) => {
                         let what = format!("peers: {} of {peers_of_each} have come", came(index));
-                        self.failed("accepting", index, Error::Stalled { what, peer: None, waited: deadline })
+                        self.failed("accepting", index, Error::Stalled { what, peer: None, waited: timeout })
                     }
                     Err(error) => error,
                     Ok(None) => unreachable!("handled above"),
@@ -164,7 +164,7 @@ impl Orchestrator {
     pub fn each<T: Send + 'static>(
         &self,
         phase: &'static str,
-        deadline: Duration,
+        timeout: Duration,
         work: impl Fn(usize, &Endpoint) -> Result<T> + Send + Sync + 'static,
     ) -> Result<Vec<T>> {
         let work = Arc::new(work);
@@ -173,17 +173,17 @@ impl Orchestrator {
             move || work(index, &endpoint)
         };
         let all = self.endpoints.iter().enumerate().map(one).collect();
-        all_at_once(phase, &self.names, all, deadline)
+        all_at_once(phase, &self.names, all, timeout)
     }
 
     /// Finishes with all peers and ends all endpoints, at once.
     ///
     /// # Errors
     /// [`Error::Phase`] with the first that did not finish in time; all are closed nevertheless.
-    pub fn close(&self, deadline: Duration) -> Result<()> {
-        // Each keeps to the deadline by itself, and none is left to do so behind our back.
+    pub fn close(&self, timeout: Duration) -> Result<()> {
+        // Each keeps to the timeout by itself, and none is left to do so behind our back.
         let results: Vec<Result<()>> = thread::scope(|scope| {
-            let close = |endpoint| scope.spawn(move || Endpoint::close(endpoint, deadline));
+            let close = |endpoint| scope.spawn(move || Endpoint::close(endpoint, timeout));
             let threads: Vec<_> = self.endpoints.iter().map(close).collect();
             let join = |thread: thread::ScopedJoinHandle<'_, Result<()>>| {
                 thread.join().unwrap_or_else(|_| Err(Error::Internal("closing panicked".into())))
@@ -199,10 +199,10 @@ impl Orchestrator {
     /// Looks until nothing is missing, something fails, or the time has come; gives who is missing then.
     fn look_until(
         &self,
-        deadline: Duration,
+        timeout: Duration,
         mut look: impl FnMut() -> Result<Option<usize>>,
     ) -> Result<Option<usize>> {
-        let until = end_of(deadline);
+        let until = end_of(timeout);
         loop {
             let missing = look()?;
             if missing.is_none() || Instant::now() >= until {
@@ -276,7 +276,7 @@ fn all_at_once<T: Send + 'static>(
     phase: &'static str,
     names: &[String],
     work: Vec<impl FnOnce() -> Result<T> + Send + 'static>,
-    deadline: Duration,
+    timeout: Duration,
 ) -> Result<Vec<T>> {
     let (done, results) = channel();
     for (index, (work, name)) in work.into_iter().zip(names).enumerate() {
@@ -286,13 +286,13 @@ fn all_at_once<T: Send + 'static>(
         spawned.map_err(|error| failed(phase, name, Error::io("start a thread", &error)))?;
     }
     drop(done);
-    let until = end_of(deadline);
+    let until = end_of(timeout);
     let mut came: Vec<Option<T>> = names.iter().map(|_| None).collect();
     while let Some(missing) = came.iter().position(Option::is_none) {
         match results.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Ok((index, Err(error))) => return Err(failed(phase, &names[index], error)),
             Ok((index, Ok(result))) => came[index] = Some(result),
-            Err(RecvTimeoutError::Timeout) => return Err(late(phase, &names[missing], deadline)),
+            Err(RecvTimeoutError::Timeout) => return Err(late(phase, &names[missing], timeout)),
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(failed(phase, &names[missing], Error::Internal(format!("{phase} panicked"))));
             }
@@ -301,17 +301,17 @@ fn all_at_once<T: Send + 'static>(
     Ok(came.into_iter().flatten().collect())
 }
 
-/// A deadline beyond all clocks is a far one.
-fn end_of(deadline: Duration) -> Instant {
+/// A timeout beyond all clocks is a far one.
+fn end_of(timeout: Duration) -> Instant {
     let now = Instant::now();
-    now.checked_add(deadline).unwrap_or(now + FAR)
+    now.checked_add(timeout).unwrap_or(now + FAR)
 }
 
 /// Closes what a failed phase had connected, all at once.
 fn retreat(peers: Vec<Peer>) {
     thread::scope(|scope| {
         for peer in &peers {
-            scope.spawn(|| peer.close(RETREAT_DEADLINE));
+            scope.spawn(|| peer.close(RETREAT_TIMEOUT));
         }
     });
 }

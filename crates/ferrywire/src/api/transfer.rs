@@ -46,13 +46,13 @@ impl Transfer {
         self.op.outcome().or_else(|| self.peer().lost_to_a_call().map(Err)).or_else(elsewhere)
     }
 
-    /// Waits for the end; `deadline` is the longest time without progress.
+    /// Waits for the end; `stall_timeout` is the longest time without progress.
     ///
     /// # Errors
     /// The operation's own error, or [`Error::Stalled`]: then it is still under way, and can be waited
     /// for again or cancelled.
-    pub fn wait(&self, deadline: Duration) -> Result<u64> {
-        self.wait_for(Duration::MAX, deadline)
+    pub fn wait(&self, stall_timeout: Duration) -> Result<u64> {
+        self.wait_for(Duration::MAX, stall_timeout)
     }
 
     /// Waits for the end, at most `total` altogether and `stall` without progress. Time in which the process is
@@ -90,15 +90,15 @@ impl Transfer {
     }
 
     /// Waits until one of several transfers with one peer has ended, well or not, and gives its place among them:
-    /// for those who keep a number of them in flight. `deadline` is the longest time in which none of them moves.
+    /// for those who keep a number of them in flight. `stall_timeout` is the longest time in which none of them moves.
     ///
     /// # Errors
     /// [`Error::Stalled`]: then all are still under way. [`Error::Invalid`] when there are none, or of several peers.
     pub fn wait_any<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
-        deadline: Duration,
+        stall_timeout: Duration,
     ) -> Result<usize> {
-        Transfer::wait_any_for(transfers, Duration::MAX, deadline)
+        Transfer::wait_any_for(transfers, Duration::MAX, stall_timeout)
     }
 
     /// Waits as [`Transfer::wait_any`] does, at most `total` altogether and `stall` in which none of them moves; a `total` of zero asks without

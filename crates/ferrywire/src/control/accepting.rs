@@ -269,7 +269,7 @@ impl Control {
 impl Incoming {
     /// Moves the handshake on.
     fn advance(&mut self, now: Duration) -> Result<Option<Outcome>, HandshakeError> {
-        if now.saturating_sub(self.since) > limits::HANDSHAKE_DEADLINE {
+        if now.saturating_sub(self.since) > limits::HANDSHAKE_TIMEOUT {
             self.over = true;
             return Err(self.responder.late());
         }

@@ -174,7 +174,7 @@ impl Dial {
         };
         let purpose = Purpose::New { config: session };
         let dial =
-            Dial::open(context, me, nic.as_ref(), address, secret, purpose, limits::HANDSHAKE_DEADLINE)?;
+            Dial::open(context, me, nic.as_ref(), address, secret, purpose, limits::HANDSHAKE_TIMEOUT)?;
         Ok(Dial { initiator: dial.initiator.of_one_end(target.identity), ..dial })
     }
 
@@ -187,7 +187,7 @@ impl Dial {
         secret: Option<&[u8]>,
         purpose: Purpose,
     ) -> Result<Dial> {
-        Dial::open(context, me, nic, address, secret, purpose, limits::DIAL_DEADLINE)
+        Dial::open(context, me, nic, address, secret, purpose, limits::DIAL_TIMEOUT)
     }
 
     fn open(
@@ -218,7 +218,7 @@ impl Dial {
         let initiator = Initiator::data(session, key, channel, generation);
         let Announced { bound, to } = announced;
         let conn = bound.connect().map_err(|error| unreachable_at(&to, &error))?;
-        Ok(Dial::over(conn, initiator, limits::DIAL_DEADLINE, to))
+        Ok(Dial::over(conn, initiator, limits::DIAL_TIMEOUT, to))
     }
 
     fn over(conn: Box<dyn Conn>, initiator: Initiator, limit: Duration, to: String) -> Dial {

@@ -72,7 +72,7 @@ impl Control {
             return;
         }
         let now = self.now(context);
-        let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
+        let until = now.saturating_add(limits::HANDSHAKE_TIMEOUT);
         self.dial_new(context, DialFor::New { target, queue, until, without: None }, now);
     }
 
@@ -88,7 +88,7 @@ impl Control {
         if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return queue.put(Err(Error::Closed));
         }
-        let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
+        let until = now.saturating_add(limits::HANDSHAKE_TIMEOUT);
         self.dial_new(context, DialFor::New { target, queue, until, without: Some(why) }, now);
     }
 

@@ -51,7 +51,7 @@ use std::time::Duration;
 /// Longest the control thread sleeps while anything is being set up or closed; else until it looks at all links.
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
 
-const _: () = assert!(2 * LOOK_AT_ALL.as_millis() < limits::HEARTBEAT_LIMIT_MARGIN.as_millis());
+const _: () = assert!(2 * LOOK_AT_ALL.as_millis() < limits::PEER_TIMEOUT_MARGIN.as_millis());
 
 /// What the poller calls every listener; see [`token`] for connections.
 const LISTENER_TOKEN: u64 = 0;
@@ -283,11 +283,11 @@ impl Control {
     }
 
     /// Asks a peer's link to finish and close.
-    pub fn close(&mut self, session: u64, deadline: Duration) {
+    pub fn close(&mut self, session: u64, timeout: Duration) {
         let now = self.now(&self.context());
         self.ready_set.touch(session);
         if let Some(link) = self.links.get_mut(&session) {
-            link.close_alone(now.saturating_add(deadline));
+            link.close_alone(now.saturating_add(timeout));
         }
     }
 
@@ -302,11 +302,11 @@ impl Control {
     }
 
     /// Closes all peers, at the latest after so long.
-    pub fn close_all(&mut self, deadline: Duration) {
+    pub fn close_all(&mut self, timeout: Duration) {
         let now = self.now(&self.context());
         self.take_no_more();
         self.ready_set.touch_all();
-        self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
+        self.links.values_mut().for_each(|link| link.close(now.saturating_add(timeout)));
     }
 
     /// Closes all peers, each once what was posted to it does not get on any more.
@@ -412,9 +412,9 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
 }
 
 /// What a caller of close is told when not all was finished; `how` the session ended: [`Error::Closed`] is by this end.
-pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, deadline: Duration) -> Error {
+pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, timeout: Duration) -> Error {
     match how {
-        Error::Closed => Error::Stalled { what, peer, waited: deadline },
+        Error::Closed => Error::Stalled { what, peer, waited: timeout },
         // No orderly end, whatever the peer calls it.
         Error::PeerClosed { peer } => {
             let why = "it closed the connection before what was posted to it had finished".into();

@@ -382,7 +382,7 @@ fn memory_of_a_gpu_that_is_slow_is_taken_back_later_and_costs_no_channel() {
     let first = write(&owned);
     until_staged(&pair.far, BYTES as u64);
     drop(owned);
-    std::thread::sleep(2 * limits::LANE_ABANDON_DEADLINE);
+    std::thread::sleep(2 * limits::LANE_ABANDON_TIMEOUT);
     assert_eq!((first.poll(), Arc::strong_count(&buffer)), (None, 2));
     gpu.set_stall(false);
     first.wait(LIMIT).unwrap();

@@ -132,7 +132,7 @@ fn slowly(address: SocketAddr, _: &mut StdRng, recordings: &Recordings) {
     const BETWEEN_BYTES: Duration = Duration::from_millis(200);
     /// Three times as many as fit into the deadline.
     const SLOW_BYTES_MAX: usize =
-        (3 * limits::HANDSHAKE_DEADLINE.as_millis() / BETWEEN_BYTES.as_millis()) as usize;
+        (3 * limits::HANDSHAKE_TIMEOUT.as_millis() / BETWEEN_BYTES.as_millis()) as usize;
     let mut streams: Vec<_> = (0..10).filter_map(|_| TcpStream::connect(address).ok()).collect();
     for (said, byte) in recordings.control.iter().enumerate() {
         // One that was hung up on takes no more.

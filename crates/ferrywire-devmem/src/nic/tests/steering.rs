@@ -119,7 +119,7 @@ fn an_end_waits_for_others_at_the_nic_as_long_as_it_may_and_leaves_the_rest_to_t
             let other = scope.spawn(|| steering.steer(end(PAIR[0]), end("10.0.0.2:40002")));
             let began = Instant::now();
             steering.end(began + Duration::from_millis(100));
-            assert!(began.elapsed() < limits::NIC_LOCK_DEADLINE * 2 / 3, "{:?}", began.elapsed());
+            assert!(began.elapsed() < limits::NIC_LOCK_TIMEOUT * 2 / 3, "{:?}", began.elapsed());
             other.join().expect("no panic").expect_err("the NIC is locked, then the claim is gone");
         });
         let now = nic.state();

@@ -28,12 +28,12 @@ impl fmt::Debug for Connecting {
 
 impl Connecting {
     /// Waits until the peer is up.
-    pub fn wait(&self, deadline: Duration) -> Result<Peer> {
+    pub fn wait(&self, timeout: Duration) -> Result<Peer> {
         self.running.context().origin.check()?;
-        let peer = self.running.next_of(&self.lobby, deadline).map(|result| self.peer(result));
+        let peer = self.running.next_of(&self.lobby, timeout).map(|result| self.peer(result));
         peer.unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
-            Err(Error::Stalled { what, peer: Some(self.address.to_string()), waited: deadline })
+            Err(Error::Stalled { what, peer: Some(self.address.to_string()), waited: timeout })
         })
     }
 

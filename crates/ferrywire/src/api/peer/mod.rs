@@ -449,7 +449,7 @@ impl Peer {
     }
 
     /// Waits for the next notification.
-    pub fn wait_notification(&self, deadline: Duration) -> Result<Vec<u8>> {
+    pub fn wait_notification(&self, timeout: Duration) -> Result<Vec<u8>> {
         self.context().origin.check()?;
         let inbound = &self.state().inbound;
         let start = self.context().transport.now();
@@ -461,11 +461,11 @@ impl Peer {
                 return Err(error);
             }
             let waited = self.context().transport.now().saturating_sub(start);
-            let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
+            let Some(rest) = timeout.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
                 let what =
                     format!("a notification from {}: {}", self.state().info.name, self.state().describe());
                 // As it took no time where none was given.
-                let waited = if deadline.is_zero() { deadline } else { waited };
+                let waited = if timeout.is_zero() { timeout } else { waited };
                 let peer = Some(self.state().info.name.to_string());
                 return Err(Error::Stalled { what, peer, waited });
             };
@@ -512,9 +512,9 @@ impl Peer {
     /// # Errors
     /// [`Error::Stalled`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
     /// what was posted to it had finished; it is closed all the same.
-    pub fn close(&self, deadline: Duration) -> Result<()> {
+    pub fn close(&self, timeout: Duration) -> Result<()> {
         self.context().origin.check()?;
-        self.connection.running.close_peer(self.state(), deadline)
+        self.connection.running.close_peer(self.state(), timeout)
     }
 
     fn op(&self, task: Task, pieces: Pieces, memory: Option<Arc<Memory>>) -> Op {

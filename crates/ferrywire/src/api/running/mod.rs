@@ -112,11 +112,11 @@ impl Running {
     }
 
     /// Finishes what was posted to a peer, on both sides, then closes it.
-    pub fn close_peer(&self, peer: &PeerState, deadline: Duration) -> Result<()> {
+    pub fn close_peer(&self, peer: &PeerState, timeout: Duration) -> Result<()> {
         let transport = &self.context().transport;
         let now = transport.now();
-        self.with_control(|control| control.close(peer.info.session, deadline));
-        let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
+        self.with_control(|control| control.close(peer.info.session, timeout));
+        let until = now.saturating_add(timeout).saturating_add(limits::HEARTBEAT_INTERVAL);
         while !peer.is_over() && transport.now() < until {
             if self.context().is_caller_driven() {
                 self.poll_once();
@@ -133,7 +133,7 @@ impl Running {
             failure => failure.unwrap_or(Error::Closed),
         };
         self.with_control(|control| control.note_told(peer.info.session));
-        Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), deadline))
+        Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), timeout))
     }
 }
 
@@ -152,7 +152,7 @@ impl RegionHome for Running {
         worker::abandon_memory(&self.workers, memory, force)?;
         // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
         let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
-        let mut patience = StallTimer::new(limits::DRAIN_DEADLINE);
+        let mut patience = StallTimer::new(limits::DRAIN_TIMEOUT);
         while in_use() {
             if patience.is_over(self.context().transport.now()) {
                 let why = match memory.user_owned() {

@@ -108,7 +108,7 @@ impl Link {
         self.peer.life.abandoned.store(true, Ordering::SeqCst);
         self.peer.life.closing.store(true, Ordering::SeqCst);
         if self.stage.awaited().is_some() {
-            self.close(now + limits::DRAIN_DEADLINE);
+            self.close(now + limits::DRAIN_TIMEOUT);
         }
     }
 
@@ -126,7 +126,7 @@ impl Link {
             _ => now,
         };
         self.closing.limit = CloseLimit::Quiesce { progress, since };
-        Some(since + limits::DRAIN_DEADLINE)
+        Some(since + limits::DRAIN_TIMEOUT)
     }
 
     /// The peer asks this end to finish.

@@ -137,7 +137,7 @@ impl Acceptor {
     /// Whether a peer at this address has just resumed the session: then it has dialled all paths at once, and hangs up on those
     /// that were slower.
     pub fn raced_from(&self, host: IpAddr, now: Duration) -> bool {
-        let lately = |at| now.saturating_sub(at) <= 2 * limits::HANDSHAKE_DEADLINE;
+        let lately = |at| now.saturating_sub(at) <= 2 * limits::HANDSHAKE_TIMEOUT;
         self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)
     }
 }

@@ -34,7 +34,7 @@ impl Link {
                     self.announce(index, path, now);
                 }
                 ChannelState::Announced { since, announced }
-                    if now.saturating_sub(*since) > limits::DIAL_DEADLINE =>
+                    if now.saturating_sub(*since) > limits::DIAL_TIMEOUT =>
                 {
                     let error = announced.unanswered();
                     self.channel_failed(index, self.channels[index].generation, error, now);
@@ -254,7 +254,7 @@ impl Link {
         }
         let (up, all) = (self.channels.up().count(), self.channels.len());
         let waited = now.saturating_sub(settling.since);
-        let (some, none) = self.lanes.settle_limits(limits::DIAL_DEADLINE, limits::HANDSHAKE_DEADLINE);
+        let (some, none) = self.lanes.settle_limits(limits::DIAL_TIMEOUT, limits::HANDSHAKE_TIMEOUT);
         // A peer that came, sent what it had, and goes, does so before all channels are there.
         let visited = up > 0 && self.closing.peer_has_asked() && matches!(self.role, Role::Acceptor(_));
         if up == all || (up > 0 && waited > some) || visited {
@@ -268,7 +268,7 @@ impl Link {
             if let Stage::Settling(settling) = std::mem::replace(&mut self.stage, Stage::Up) {
                 settling.awaited.put(PeerHandle(self.peer.clone()));
             }
-        } else if waited > limits::DIAL_DEADLINE && self.leads_nowhere() && self.fall_back_to_target() {
+        } else if waited > limits::DIAL_TIMEOUT && self.leads_nowhere() && self.fall_back_to_target() {
             tracing::debug!(
                 peer = self.peer.name(),
                 "no NIC's own path leads to it: all channels go where it was dialled"

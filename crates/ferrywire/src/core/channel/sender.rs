@@ -220,7 +220,7 @@ impl Channel {
     /// Sends all there is, without waiting for a word of the peer's.
     #[cfg(test)]
     pub fn hand_over(&mut self, space: &mut Workspace) {
-        let until = self.peer.now() + limits::DRAIN_DEADLINE;
+        let until = self.peer.now() + limits::DRAIN_TIMEOUT;
         while self.peer.now() < until {
             self.sender.blocked = false;
             let sent = self.send(true, space).and_then(|_| self.poll_lane());

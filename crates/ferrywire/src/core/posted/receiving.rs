@@ -324,11 +324,11 @@ impl Receiving {
             _ => false,
         });
         let quiet_since = self.moved_at.max(self.posted_at).max(*since);
-        match missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_DEADLINE {
+        match missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_TIMEOUT {
             true => Err(format!(
                 "message {} did not arrive within {} after this: {why}",
                 self.finished,
-                seconds(limits::LANE_CLOSING_DEADLINE)
+                seconds(limits::LANE_CLOSING_TIMEOUT)
             )),
             false => Ok(()),
         }

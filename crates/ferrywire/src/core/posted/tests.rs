@@ -536,7 +536,7 @@ fn the_first_sign_of_a_closing_peer_is_absorbed_if_all_arrives() {
     bench.now += Duration::from_secs(1);
     bench.script(|script| script.receives.push_back(Step::Done));
     assert_eq!(numbers(&bench.turn().unwrap()), [0]);
-    bench.pass(10 * limits::LANE_CLOSING_DEADLINE).unwrap();
+    bench.pass(10 * limits::LANE_CLOSING_TIMEOUT).unwrap();
 }
 
 #[test]
@@ -550,9 +550,9 @@ fn what_was_announced_before_the_peer_closes_has_some_time_to_arrive() {
     bench.expect(frame(1, &[(10, 10)], &memory));
     bench.turn().unwrap();
     assert_eq!(bench.posted.told(), 2, "its head is here, so it was sent");
-    bench.pass(limits::LANE_CLOSING_DEADLINE / 2).unwrap();
+    bench.pass(limits::LANE_CLOSING_TIMEOUT / 2).unwrap();
     bench.script(|script| script.receives.push_back(Step::Done));
-    bench.pass(limits::LANE_CLOSING_DEADLINE).expect("something has arrived meanwhile");
+    bench.pass(limits::LANE_CLOSING_TIMEOUT).expect("something has arrived meanwhile");
     let why = bench.pass(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
 }

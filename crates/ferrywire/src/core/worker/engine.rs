@@ -144,8 +144,8 @@ impl ProgressEngine {
         let now = context.transport.now();
         for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
             let waited = now.saturating_sub(since);
-            let late = waited > limits::LANE_ABANDON_DEADLINE;
-            let cut = request.force && waited > limits::GPU_ABANDON_DEADLINE;
+            let late = waited > limits::LANE_ABANDON_TIMEOUT;
+            let cut = request.force && waited > limits::GPU_ABANDON_TIMEOUT;
             let (mut lane, mut gpu) = (false, None);
             for place in 0..self.slots.len() {
                 let Some(slot) = &mut self.slots[place] else { continue };

@@ -59,13 +59,13 @@ struct Standstill {
 
 impl Standstill {
     fn new() -> Standstill {
-        Standstill { patience: StallTimer::new(limits::ABANDON_DEADLINE), seen: None }
+        Standstill { patience: StallTimer::new(limits::ABANDON_TIMEOUT), seen: None }
     }
 
     /// Whether that is too long, now. Ask often.
     fn is_over(&mut self, worker: usize, steps: u64, now: Duration) -> bool {
         if self.seen.replace((worker, steps)) != Some((worker, steps)) {
-            self.patience = StallTimer::new(limits::ABANDON_DEADLINE);
+            self.patience = StallTimer::new(limits::ABANDON_TIMEOUT);
         }
         self.patience.is_over(now)
     }
@@ -75,8 +75,8 @@ impl Standstill {
 ///
 /// # Errors
 /// [`Error::ResourceBusy`] about `what` when a worker that has not answered does nothing at all for
-/// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return; and, unless `force`, when a GPU
-/// has not made its copies in `limits::GPU_ABANDON_DEADLINE`.
+/// `limits::ABANDON_TIMEOUT`, or cannot because a call of a plugin does not return; and, unless `force`, when a GPU
+/// has not made its copies in `limits::GPU_ABANDON_TIMEOUT`.
 pub(crate) fn abandon(
     workers: &Workers,
     what: impl FnOnce() -> String,
@@ -99,7 +99,7 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
             let (what, by) = (what(), format!("progress thread {missing}{why}"));
             return Err(Error::ResourceBusy { what, by, waited: standstill.patience.waited() });
         }
-        let late = !force && start.elapsed() >= limits::GPU_ABANDON_DEADLINE;
+        let late = !force && start.elapsed() >= limits::GPU_ABANDON_TIMEOUT;
         if let Some(location) = request.gpu(missing).filter(|_| late) {
             let by = format!("copies to {location}, which stands still or is slow");
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
@@ -166,14 +166,14 @@ mod tests {
 
     #[test]
     fn who_stands_still_is_not() {
-        assert_eq!(given_up_at(|_| (1, 7)), Some(limits::ABANDON_DEADLINE));
+        assert_eq!(given_up_at(|_| (1, 7)), Some(limits::ABANDON_TIMEOUT));
         let since = Duration::from_secs(60);
         let gave_up = given_up_at(|now| (1, now.min(since).as_secs()));
-        assert_eq!(gave_up, Some(since + limits::ABANDON_DEADLINE), "after the last step");
+        assert_eq!(gave_up, Some(since + limits::ABANDON_TIMEOUT), "after the last step");
         // The first one answers after four seconds; from then on it is the second one that is waited for.
         let answered = Duration::from_secs(4);
         let gave_up = given_up_at(|now| (usize::from(now >= answered), 7));
-        assert_eq!(gave_up, Some(answered + limits::ABANDON_DEADLINE));
+        assert_eq!(gave_up, Some(answered + limits::ABANDON_TIMEOUT));
     }
 
     #[test]

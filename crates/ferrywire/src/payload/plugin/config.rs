@@ -59,7 +59,7 @@ impl PluginConfig {
             gpu: None,
             unpack: UnpackMode::default(),
             stall_limit: limits::LANE_STALL_LIMIT_DEFAULT,
-            setup_limit: limits::LANE_SETUP_DEADLINE,
+            setup_limit: limits::LANE_SETUP_TIMEOUT,
             allow_same_host_gpu: false,
             set_before: Vec::new(),
         }

@@ -247,7 +247,7 @@ impl Host {
 
     /// How long an attempt to set a lane up that is given up may take to answer.
     pub fn linger(&self) -> Duration {
-        self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_DEADLINE)
+        self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_TIMEOUT)
     }
 
     /// Why a set-up call failed, with what the plugin has warned of since line `began` of its log, and the fix where the

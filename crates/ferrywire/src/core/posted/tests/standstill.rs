@@ -85,9 +85,9 @@ fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
         script.receives.push_back(Step::Closing("result 2".into()));
         script.receives.extend(vec![Step::Done; WINDOW]);
     });
-    bench.pass(2 * limits::LANE_CLOSING_DEADLINE).expect("all that was posted for is here");
+    bench.pass(2 * limits::LANE_CLOSING_TIMEOUT).expect("all that was posted for is here");
     bench.script(|script| script.gathers[0].1 = true);
-    bench.pass(limits::LANE_CLOSING_DEADLINE).expect("its time begins when it is posted for");
+    bench.pass(limits::LANE_CLOSING_TIMEOUT).expect("its time begins when it is posted for");
     let why = bench.pass(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
 }
