@@ -183,14 +183,14 @@ pub struct NixlFlags {
     pub json: bool,
 }
 
-/// `bench`: alone the demo or one process of a run, else one of its two ends.
+/// `bench`: alone loopback mode or one process of a run, else one of its two ends.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, after_help = AFTER_HELP)]
 pub struct Bench {
     /// Which end
     #[command(subcommand)]
     pub end: Option<End>,
-    /// Options of the demo, and of a run of several processes
+    /// Options of loopback mode, and of a run of several processes
     #[command(flatten)]
     pub options: ConnectFlags,
     /// Which process of a run this is
@@ -206,7 +206,7 @@ pub struct RankArgs {
     /// Number of this process among those of the run, from 0 [default: what torchrun, mpirun, mpiexec or srun says]
     #[arg(long, value_name = "N")]
     pub rank: Option<u32>,
-    /// How many processes there are: the first half moves data to the second, rank i to rank i + N/2 [default: what the launcher says; 1 is the demo]
+    /// How many processes there are: the first half moves data to the second, rank i to rank i + N/2 [default: what the launcher says; 1 is loopback mode]
     #[arg(long, alias = "world", value_name = "N")]
     pub world_size: Option<u32>,
     /// Number of this process among those of its host: its GPU, where --memory names a kind without a number [default: what the launcher says, else 0]
@@ -318,7 +318,7 @@ pub struct ServeFlags {
     pub child: Option<bool>,
 }
 
-/// Options of `bench connect` and of the demo.
+/// Options of `bench connect` and of loopback mode.
 #[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ConnectFlags {

@@ -12,7 +12,7 @@ use tracing_subscriber::fmt;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::{plain, sys};
+use crate::{sanitize, sys};
 
 const A_LANE_STANDS_STILL: &str = "likely: the network between the plugin's NICs loses what it sends, or the plugin of \
 one end stands still; try: -v on both ends, for what it logs, and the run without --plugin, to see what the network does";
@@ -129,7 +129,7 @@ pub fn attend(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
 
 /// Prints an error. What peers and plugins have put into it cannot steer a terminal.
 pub fn complain(message: &str) {
-    note(&format!("error: {}", plain::text(message)));
+    note(&format!("error: {}", sanitize::text(message)));
 }
 
 /// Prints a line for people on standard error.

@@ -15,9 +15,9 @@ mod file;
 mod memory;
 mod nics;
 mod nixl;
-mod plain;
 mod plan;
 mod plugin;
+mod sanitize;
 mod sys;
 mod tool;
 mod topo;
@@ -50,7 +50,7 @@ fn run() -> exit::Outcome {
         return bench::isolated::child::run(plan, order);
     }
     match plan {
-        plan::Plan::Demo(plan) => bench::demo::run(*plan),
+        plan::Plan::Loopback(plan) => bench::loopback::run(*plan),
         plan::Plan::Serve(plan) => bench::serve::run(*plan),
         plan::Plan::Connect(plan) => bench::connect::run(*plan),
         plan::Plan::Ranks(plan) => bench::ranks::run(&plan),

@@ -46,7 +46,7 @@ const TOPO_CHANNELS_DEFAULT: usize = 8;
 #[derive(Debug)]
 pub enum Plan {
     /// Both ends on this host.
-    Demo(Box<ConnectPlan>),
+    Loopback(Box<ConnectPlan>),
     /// The end that listens.
     Serve(Box<ServePlan>),
     /// The end that configures.
@@ -178,7 +178,7 @@ impl EnginePlan {
 /// A run as seen from the end that configures it.
 #[derive(Clone, Debug)]
 pub struct ConnectPlan {
-    /// The other end, first choice first; the demo fills it in.
+    /// The other end, first choice first; loopback mode fills it in.
     pub addresses: Vec<SocketAddr>,
     /// What was typed for it.
     pub typed_address: Option<String>,
@@ -246,7 +246,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             }
             None => {
                 let options = here_on_both_ends(bench.options)?;
-                Ok(Plan::Demo(Box::new(plan_connect(options, Vec::new(), false, verbose)?)))
+                Ok(Plan::Loopback(Box::new(plan_connect(options, Vec::new(), false, verbose)?)))
             }
         },
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(*flags, verbose)?))),
@@ -318,14 +318,14 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         None => SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_DEFAULT),
     };
     let child = flags.child.unwrap_or(false);
-    let given = if child { bench::handed::secret() } else { secret(flags.secret_file.as_deref())? };
+    let given = if child { bench::child_secret::secret() } else { secret(flags.secret_file.as_deref())? };
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =
         Duration::from_secs_f64(seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
     unnumbered("--memory", flags.gpus.as_ref(), flags.memory.as_deref())?;
-    let (gpus, map) = fleet(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
+    let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
         // What contradicts itself before what is not there.
         devmem: carrier::devmem_for_serve(&flags, listen, call_limit)?,
@@ -355,7 +355,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     })
 }
 
-/// The demo knows both ends: what lies where by default is decided once for both.
+/// Loopback mode knows both ends: what lies where by default is decided once for both.
 fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     let mut flags = with_file(flags)?;
     for (flag, text) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
@@ -419,7 +419,7 @@ fn plan_connect(
             "beyond loopback a secret is needed: FERRYWIRE_SECRET or --secret-file, the same on both ends (serve prints it)",
         );
     }
-    let (gpus, map) = fleet(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
+    let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
     check_outputs(&flags)?;
     check_pattern(&flags)?;
     let timeout_s = seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT);
@@ -501,7 +501,11 @@ fn check_pattern(flags: &ConnectFlags) -> Outcome {
 }
 
 /// Endpoints of a process, and what is said of their NICs.
-fn fleet(gpus: Option<Gpus>, map: Option<&str>, nics: &Option<Names>) -> Outcome<(Option<Vec<u32>>, Map)> {
+fn multi_gpu(
+    gpus: Option<Gpus>,
+    map: Option<&str>,
+    nics: &Option<Names>,
+) -> Outcome<(Option<Vec<u32>>, Map)> {
     let map: Map = match map {
         Some(text) => text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?,
         None => Map::default(),
@@ -548,7 +552,7 @@ fn secret_of_environment() -> Option<Vec<u8>> {
 
 fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
     // By a process of ours, which has read whatever there is.
-    if let Some(handed) = bench::handed::secret() {
+    if let Some(handed) = bench::child_secret::secret() {
         return Ok(Some(handed));
     }
     let Some(path) = path else {

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer, PeerStats};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::fleet::{self, Setting};
 use super::host::Host;
 use super::incast::Companions;
 use super::isolated;
 use super::layout;
 use super::link::{CLOSE_TIMEOUT, Link};
+use super::multi_gpu::{self, Setting};
 use super::places;
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::report::{News, Output, Record};
@@ -86,7 +86,7 @@ fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
 /// Connects and goes through the sizes; `tell` hears what was found out, `stage` what begins.
 pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&str)) -> Outcome {
     if plan.engine.gpus.is_some() {
-        return fleet::measure(plan, (tell, stage));
+        return multi_gpu::measure(plan, (tell, stage));
     }
     let start = Instant::now();
     let home = plan.run.memory.open()?;
@@ -197,7 +197,7 @@ pub fn converse(
             local: &local,
             remote: &remote,
             member: number,
-            gate: None,
+            barrier: None,
             inject: None,
         };
         tell(News::Peer(peer_host.clone(), peer_threads));

@@ -269,7 +269,7 @@ mod tests {
             depth: Some(2),
             blocks: None,
             peers: 1,
-            fleet: false,
+            multi_gpu: false,
             iters: Some(10),
             seconds: None,
             warmup: None,

@@ -8,29 +8,29 @@ use serde::{Deserialize, Serialize};
 
 use super::cgroup;
 use crate::exit::{Failure, Outcome};
-use crate::plain;
+use crate::sanitize;
 
 /// The host of one end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Host {
     /// Its name.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub hostname: String,
     /// Kernel release.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub kernel: String,
     /// CPU model.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub cpu: String,
     /// Cores this process may use.
     pub cores: usize,
     /// Memory of the machine.
     pub memory_bytes: u64,
     /// Changes with every boot; the same on both ends when they share a machine.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
     /// Version of the command there.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub version: String,
 }
 
@@ -53,13 +53,13 @@ impl Host {
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Workplace {
     /// The name of its host.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub hostname: String,
     /// Changes with every boot; the same for all processes of a machine.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
     /// The cores' numbers, as the kernel lists them.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub allowed: String,
     /// How many of them there is time on.
     pub cores: usize,

@@ -7,8 +7,8 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::gate::HEARSAY;
-use super::handed;
+use super::barrier::HEARSAY;
+use super::child_secret;
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
@@ -65,18 +65,16 @@ impl Companions {
 
     /// Waits for the others, or ends them when this one has failed. Each that has failed is named.
     pub fn end(mut self, outcome: Outcome) -> Outcome {
-        let patience = match &outcome {
+        let grace = match &outcome {
             Ok(()) => self.timeout.saturating_add(INTERRUPT_GRACE),
             Err(Failure::Interrupted) => Duration::ZERO,
             Err(_) => LAST_WORDS,
         };
-        self.wait(patience);
+        self.wait(grace);
         let mut errors: Vec<String> = self.peers.iter_mut().filter_map(Companion::error).collect();
         if outcome.is_ok() {
             let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer));
-            errors.extend(
-                late.map(|peer| peer.named(&format!("it has not ended for {:?}", rounded(patience)))),
-            );
+            errors.extend(late.map(|peer| peer.named(&format!("it has not ended for {:?}", rounded(grace)))));
         }
         self.kill();
         match outcome {
@@ -177,7 +175,7 @@ fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
         command.env_remove(variable(output));
     }
     command.envs(plan.environment.iter().cloned());
-    handed::hand(&mut command, plan.engine.secret.as_deref());
+    child_secret::hand(&mut command, plan.engine.secret.as_deref());
     command.env(variable("member"), member.to_string()).env(variable("run"), &plan.run_id);
     // In process groups of their own, Ctrl-C reaches the first peer only, which passes it on; a second one would kill them.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());

@@ -181,7 +181,7 @@ mod tests {
             depth: None,
             blocks,
             peers: 1,
-            fleet: false,
+            multi_gpu: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

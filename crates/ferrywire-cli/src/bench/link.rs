@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use ferrywire::{Error, Peer, Transfer};
 use ferrywire_ncclnet::{InflightCall, inflight_calls};
 
-use super::gate::HEARSAY;
+use super::barrier::HEARSAY;
 use super::protocol::{Message, VERSION, other_version};
 use crate::exit::{Failure, Outcome};
-use crate::{plain, sys};
+use crate::{sanitize, sys};
 
 /// Longest stretch of a wait in which Ctrl-C is not noticed.
 pub const SLICE: Duration = Duration::from_millis(100);
@@ -334,7 +334,7 @@ impl Link {
         Failure::failed(format!(
             "{} does not speak this bench's protocol: {}",
             self.peer.name(),
-            plain::line(what)
+            sanitize::line(what)
         ))
     }
 

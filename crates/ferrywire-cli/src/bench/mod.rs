@@ -3,26 +3,26 @@
 //! Reading order: [`protocol`] (what the ends say to each other), [`layout`] and [`pattern`] (where the
 //! bytes lie and what they are), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same
 //! code on both ends), [`check`] (the verdict), [`serve`] and [`connect`], [`isolated`] (plugins run in a
-//! process of their own), [`fleet`] (several endpoints in one process), [`result`] and [`report`].
+//! process of their own), [`multi_gpu`] (several endpoints in one process), [`result`] and [`report`].
 //!
 //! Invariant: no number is printed for a size that did not finish and verify.
 
+pub mod barrier;
+pub mod bottleneck;
 pub mod cgroup;
 pub mod check;
+pub mod child_secret;
 pub mod connect;
-pub mod demo;
-pub mod fleet;
+pub mod cpu_accounting;
 pub mod flow;
-pub mod gate;
-mod hall;
-pub mod handed;
 pub mod host;
 pub mod incast;
 pub mod isolated;
 pub mod layout;
-pub mod limited;
 pub mod link;
+pub mod loopback;
 pub mod measure;
+pub mod multi_gpu;
 pub mod pattern;
 pub mod pingpong;
 pub mod places;
@@ -30,9 +30,9 @@ pub mod protocol;
 pub mod ranks;
 pub mod report;
 pub mod result;
+mod run_slot;
 pub mod serve;
 pub mod session;
-pub mod spent;
 pub mod staged;
 pub mod table;
 pub mod verify;

@@ -1,10 +1,10 @@
 //! NICs and cores of the endpoints of this process: as they were named, else as the plan of this host says.
 //!
-//! Read next: [`super::fleet`], which builds the endpoints; `ferrywire_host::topology`, which plans.
+//! Read next: [`super::multi_gpu`], which builds the endpoints; `ferrywire_host::topology`, which plans.
 
 use ferrywire_host::topology::{Locality, Plan, PlanOptions, Source, Topology};
 
-use super::fleet::Setting;
+use super::multi_gpu::Setting;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::EnginePlan;

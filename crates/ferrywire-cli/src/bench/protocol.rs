@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 
 use super::host::{Host, Workplace};
 use super::measure::{Interval, LatencyCounts};
-use super::ranks::words::Word;
+use super::ranks::messages::RankMessage;
 use super::verify::Mismatch;
 use crate::args::{Op, Pattern, Unpack, Verify};
 use crate::memory::Memory;
-use crate::plain;
+use crate::sanitize;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
@@ -55,7 +55,7 @@ pub struct Run {
     pub peers: usize,
     /// Whether they are endpoints of one process, one for each GPU; else processes.
     #[serde(default)]
-    pub fleet: bool,
+    pub multi_gpu: bool,
     /// Messages of the timed part.
     pub iters: Option<u64>,
     /// Length of the timed part; with `iters`, whichever ends first.
@@ -144,7 +144,7 @@ pub struct ChannelBytes {
     /// Index of the channel.
     pub channel: u16,
     /// The NIC it ran over.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub nic: String,
     /// Sent by this end.
     pub tx_bytes: u64,
@@ -176,7 +176,7 @@ pub struct FlowReport {
     /// Time of each message.
     pub latency: LatencyCounts,
     /// Further latencies by name.
-    #[serde(deserialize_with = "plain::names")]
+    #[serde(deserialize_with = "sanitize::names")]
     pub extra: BTreeMap<String, LatencyCounts>,
 }
 
@@ -211,7 +211,7 @@ pub struct SideReport {
     /// Share of the time that the host's cores ran anything at all.
     pub host_busy: Option<f64>,
     /// The busiest thread and the share of the time it ran.
-    #[serde(default, deserialize_with = "plain::named_if_any")]
+    #[serde(default, deserialize_with = "sanitize::named_if_any")]
     pub busiest_thread: Option<(String, f64)>,
     /// The flow this end drove.
     pub driven: Option<FlowReport>,
@@ -223,7 +223,7 @@ pub struct SideReport {
     /// Chunks that were sent again.
     pub resent_chunks: u64,
     /// Channels lost so far, in words.
-    #[serde(deserialize_with = "plain::list")]
+    #[serde(deserialize_with = "sanitize::list")]
     pub lost_channels: Vec<String>,
 }
 
@@ -250,7 +250,7 @@ pub enum Message {
     /// `serve` does not take part.
     Refused {
         /// Why, for the user.
-        #[serde(deserialize_with = "plain::some_lines")]
+        #[serde(deserialize_with = "sanitize::some_lines")]
         why: String,
     },
     /// `serve` takes part.
@@ -264,7 +264,7 @@ pub enum Message {
         /// Where its bytes lie.
         memory: Memory,
         /// The GPU there.
-        #[serde(default, deserialize_with = "plain::line_if_any")]
+        #[serde(default, deserialize_with = "sanitize::line_if_any")]
         gpu: Option<String>,
     },
     /// `connect` answers with the descriptor of its own region.
@@ -323,11 +323,11 @@ pub enum Message {
     /// The sender waits for others of the run, and is not to be given up.
     Waiting,
     /// What ranks say to each other where they meet.
-    Rank(Box<Word>),
+    Rank(Box<RankMessage>),
     /// The sender cannot go on.
     Failed {
         /// Why, for the user.
-        #[serde(deserialize_with = "plain::some_lines")]
+        #[serde(deserialize_with = "sanitize::some_lines")]
         why: String,
     },
     /// The run is over.

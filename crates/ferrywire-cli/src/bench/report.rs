@@ -134,7 +134,7 @@ fn config(plan: &ConnectPlan) -> Value {
     if let (Some(config), Value::Object(own)) = (config.as_object_mut(), own) {
         config.extend(own);
         config.extend(plan.engine.effective_values());
-        if plan.run.fleet {
+        if plan.run.multi_gpu {
             // Each endpoint has that of its own GPU.
             config.insert("memory".to_owned(), json!(plan.run.memory.kind()));
             config.insert("peer_memory".to_owned(), json!(plan.run.peer_memory.map(Memory::kind)));

@@ -7,12 +7,12 @@ use ferrywire::{DevmemStats, LaneStats};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::bottleneck::bottleneck;
+use super::cpu_accounting::BothEnds;
 use super::layout;
-use super::limited::bottleneck;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
 use super::protocol::{FlowReport, Run, SideReport, SocketBuffers};
 use super::session::StepReport;
-use super::spent::BothEnds;
 use super::staged;
 use crate::args::{Op, Pattern, Unpack};
 
@@ -192,7 +192,7 @@ struct Share<'a> {
 
 /// The results of one size.
 pub fn results(now: &Circumstances, step: usize, report: &StepReport) -> Vec<ResultRow> {
-    let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
+    let ends = BothEnds::of(now.ranks, now.run.multi_gpu, report.members.len());
     let limit = bottleneck(&ends, &report.members, &report.serve);
     let limit =
         if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
@@ -207,7 +207,7 @@ fn shares<'a>(now: &Circumstances, report: &'a StepReport) -> Vec<Share<'a>> {
     let all = || Some((ALL.to_owned(), ALL.to_owned()));
     let there = run.peer_memory.unwrap_or(run.memory);
     let of_one = || (run.memory.to_string(), there.to_string());
-    match (run.pattern, run.fleet || part.of_ranks) {
+    match (run.pattern, run.multi_gpu || part.of_ranks) {
         (_, true) => {
             let first = now.pairs.first().map(|(_, peer_gpu)| *peer_gpu);
             let share = |(at, (gpu, peer_gpu)): (usize, (u32, u32))| {
@@ -345,7 +345,7 @@ fn gpu(of_several: Option<&String>, own: &Option<String>) -> Option<String> {
 
 /// Whether each end has several endpoints with names of their own.
 fn several(now: &Circumstances) -> bool {
-    now.run.fleet || !now.ranks.is_empty()
+    now.run.multi_gpu || !now.ranks.is_empty()
 }
 
 impl Share<'_> {
@@ -365,7 +365,7 @@ fn cpu_per_gb(now: &Circumstances, size: u64, report: &StepReport, share: &Share
             .sum()
     };
     let moved: Vec<u64> = sides.map(of_pair).collect();
-    let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
+    let ends = BothEnds::of(now.ranks, now.run.multi_gpu, report.members.len());
     let near = ends.near.cpu_s_per_gb(&report.members, &moved, share.pairs.clone())?;
     let far = ends.far.cpu_s_per_gb(&report.serve, &moved, share.pairs.clone())?;
     let from_near = share.direction != "from_peer";

@@ -1,6 +1,6 @@
 //! The listening end: takes runs from peers until it is stopped.
 //!
-//! Each peer gets a thread; the [`Hall`] lets one run in at a time, with all its peers. A failed run
+//! Each peer gets a thread; the [`RunSlot`] lets one run in at a time, with all its peers. A failed run
 //! is one line on standard error, and the next peer is welcome.
 
 use std::io::Write;
@@ -11,22 +11,22 @@ use std::time::Duration;
 
 use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 
-use super::fleet::{Fleet, Setting};
-use super::gate::Gate;
-use super::hall::{self, ActiveRun, Ended, Hall};
+use super::barrier::Barrier;
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
 use super::link::{CLOSE_TIMEOUT, Link, SLICE};
+use super::multi_gpu::{MultiGpu, Setting};
 use super::places;
 use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
+use super::run_slot::{self, ActiveRun, Ended, RunSlot};
 use super::session::Session;
 use crate::args::{Inject, Pattern};
 use crate::carrier::PluginUse;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
-use crate::plain;
 use crate::plan::{EnginePlan, ServePlan};
+use crate::sanitize;
 use crate::sys;
 
 /// What the first peer of a run may take longer to greet than its --timeout: until then it connects the others.
@@ -85,7 +85,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
     let (doors, _homes) = open_doors(&plan)?;
     voice.listening(&plan, &doors[0].endpoint);
     let (over, ended) = mpsc::channel();
-    let house = House { plan: Arc::new(plan), voice: voice.clone(), hall: Arc::default(), over };
+    let house = House { plan: Arc::new(plan), voice: voice.clone(), run_slot: Arc::default(), over };
     for door in &doors[1..] {
         let (house, door) = (house.clone(), door.clone());
         let watch = move || {
@@ -104,7 +104,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
         }
     };
     // Ctrl-C ends what is under way: each peer hears why.
-    house.hall.wait_until_empty(CLOSE_TIMEOUT);
+    house.run_slot.wait_until_empty(CLOSE_TIMEOUT);
     std::thread::scope(|scope| {
         for door in &doors {
             scope.spawn(|| door.endpoint.close(CLOSE_TIMEOUT));
@@ -126,7 +126,7 @@ struct Door {
 /// What is kept open with the doors.
 enum Kept {
     One { _home: Option<Home> },
-    Several { _fleet: Fleet },
+    Several { _fleet: MultiGpu },
 }
 
 /// The engine options with the NICs of its GPU, if that was named; a child of the process that prints finds the same.
@@ -143,16 +143,16 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
     }
     let memory = plan.memory.unwrap_or_else(|| Memory::detect(None));
     let setting = Setting::alone(&plan.engine, &[plan.listen]);
-    let mut fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_TIMEOUT, setting)?;
-    fleet.print_notes();
+    let mut multi_gpu = MultiGpu::start(&plan.engine, memory, Some(plan.listen), START_TIMEOUT, setting)?;
+    multi_gpu.print_notes();
     let reachable = |(gpu, endpoint): (u32, &Endpoint)| (gpu, endpoint.reachable_addresses());
-    let all = Arc::new(fleet.endpoints().map(reachable).collect::<Vec<_>>());
+    let all = Arc::new(multi_gpu.endpoints().map(reachable).collect::<Vec<_>>());
     let door = |(gpu, endpoint): (u32, &Endpoint)| Door {
         endpoint: endpoint.clone(),
         gpu: Some(gpu),
         all: all.clone(),
     };
-    Ok((fleet.endpoints().map(door).collect(), Kept::Several { _fleet: fleet }))
+    Ok((multi_gpu.endpoints().map(door).collect(), Kept::Several { _fleet: multi_gpu }))
 }
 
 /// What all that attend to peers share.
@@ -160,7 +160,7 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
 struct House {
     plan: Arc<ServePlan>,
     voice: Voice,
-    hall: Arc<Hall>,
+    run_slot: Arc<RunSlot>,
     over: Sender<Ended>,
 }
 
@@ -179,19 +179,19 @@ impl House {
     fn attend_in_thread(&self, door: &Door, peer: Peer) {
         let (house, door) = (self.clone(), door.clone());
         let attend = move || {
-            let mut link = Link::with_stranger(peer, house.hall.patience(house.plan.timeout));
+            let mut link = Link::with_stranger(peer, house.run_slot.join_timeout(house.plan.timeout));
             let mut run_id = String::new();
-            match admit(&mut link, &house.hall, &house.plan, &door, &mut run_id) {
+            match admit(&mut link, &house.run_slot, &house.plan, &door, &mut run_id) {
                 Err(failure) => {
                     let why = failure.message();
-                    let is_news = || !hall::is_busy(&failure) || house.hall.is_news(&run_id);
+                    let is_news = || !run_slot::is_busy(&failure) || house.run_slot.is_news(&run_id);
                     if house.plan.verbose || is_news() {
                         exit::complain(&format!("no run of {}: {why}", link.peer.name()));
                     }
                     link.tell_last(&Message::Refused { why });
                 }
                 Ok(None) => {
-                    let whom = plain::line(&link.peer.name());
+                    let whom = sanitize::line(&link.peer.name());
                     exit::note(&format!("note: {whom} looked in and asked for no run"));
                     link.tell_last(&Message::Bye);
                 }
@@ -200,7 +200,7 @@ impl House {
                     let is_spoilt = house.plan.inject_member.is_none_or(|member| member == hello.member);
                     let inject = house.plan.inject.filter(|_| is_spoilt);
                     let run = (&hello, active.as_ref(), &home);
-                    attend(link, &door.endpoint, &house.hall, run, inject, &|ended| {
+                    attend(link, &door.endpoint, &house.run_slot, run, inject, &|ended| {
                         let _ = house.over.send(ended);
                     });
                 }
@@ -285,7 +285,7 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
 /// Hears what the peer wants and of which run it is, and lets it in if there is room. `None`: it wants nothing.
 fn admit(
     link: &mut Link,
-    hall: &Hall,
+    run_slot: &RunSlot,
     plan: &ServePlan,
     door: &Door,
     run_id: &mut String,
@@ -295,10 +295,10 @@ fn admit(
     if let Message::Ask { timeout_s } = first {
         if timeout_s > 0.0 && timeout_s <= SECONDS_MAX {
             let timeout = Duration::from_secs_f64(timeout_s);
-            hall.expect(timeout, timeout + CONNECT_GRACE);
+            run_slot.expect(timeout, timeout + CONNECT_GRACE);
             link.wait_up_to(timeout + CONNECT_GRACE);
         }
-        link.tell(&Message::Here { endpoints: door.all.to_vec(), busy: hall.occupied("") })?;
+        link.tell(&Message::Here { endpoints: door.all.to_vec(), busy: run_slot.occupied("") })?;
         first = link.hear()?;
     }
     let mut hello = match first {
@@ -325,7 +325,7 @@ fn admit(
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
     // Not before: a run that is about to end still has its memory.
-    hall.wait_for_room(&hello)?;
+    run_slot.wait_for_room(&hello)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
     // The host's memory is for the peers of all endpoints, a GPU's for those of its own.
     let peers_of_store = match (hello.run.pattern, home.store()) {
@@ -333,23 +333,23 @@ fn admit(
         _ => hello.run.peers.div_ceil(door.all.len()),
     };
     let bytes = layout::region_bytes(&hello.run).saturating_mul(peers_of_store as u64);
-    let active = hall.enter(&hello, &link.peer.name(), home.store(), &|| home.check_room(bytes))?;
+    let active = run_slot.enter(&hello, &link.peer.name(), home.store(), &|| home.check_room(bytes))?;
     Ok(Some((hello, active, home)))
 }
 
 fn attend(
     link: Link,
     endpoint: &Endpoint,
-    hall: &Hall,
+    run_slot: &RunSlot,
     (hello, active, home): (&Hello, &ActiveRun, &Home),
     inject: Option<Inject>,
     over: &dyn Fn(Ended),
 ) {
     let link = link.with_guest(Duration::from_secs_f64(hello.run.timeout_s));
-    let member = Member { number: hello.member, run: &hello.run, gate: &active.gate, failed: &|_| {} };
+    let member = Member { number: hello.member, run: &hello.run, barrier: &active.barrier, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
-    // The hall is free before the peer hears that it is over: the next run can follow at once.
-    let ended = hall.leave(outcome.clone());
+    // The run_slot is free before the peer hears that it is over: the next run can follow at once.
+    let ended = run_slot.leave(outcome.clone());
     link.tell_last(&match outcome {
         Ok(()) => Message::Bye,
         Err(failure) => Message::Failed { why: failure.first_line() },
@@ -367,7 +367,7 @@ pub struct Member<'a> {
     /// What is to be done.
     pub run: &'a Run,
     /// Where all of them wait for each other.
-    pub gate: &'a Gate,
+    pub barrier: &'a Barrier,
     /// Hears of a failure before this end lets go of its memory, which the peer may notice first.
     pub failed: &'a dyn Fn(&Failure),
 }
@@ -411,7 +411,7 @@ fn through_sizes(
         local,
         remote: &remote,
         member: member.number,
-        gate: Some(member.gate),
+        barrier: Some(member.barrier),
         inject,
     };
     for step in 0..run.sizes.len() {
@@ -526,10 +526,10 @@ mod tests {
             }
         });
         let mut link = Link::new(doors[0].endpoint.accept(LIMIT).expect("it comes"), LIMIT);
-        let (hall, heard) = (Hall::default(), Mutex::new(None));
-        let run = admit(&mut link, &hall, &plan, &doors[0], &mut String::new());
+        let (run_slot, heard) = (RunSlot::default(), Mutex::new(None));
+        let run = admit(&mut link, &run_slot, &plan, &doors[0], &mut String::new());
         let (hello, active, home) = run.expect("there is room").expect("it asks for a run");
-        attend(link, &doors[0].endpoint, &hall, (&hello, &active, &home), None, &|ended| {
+        attend(link, &doors[0].endpoint, &run_slot, (&hello, &active, &home), None, &|ended| {
             let told = measured.recv_timeout(LIMIT);
             *heard.lock().expect("nobody panics") = Some((ended.outcome, told));
         });

@@ -2,7 +2,7 @@
 //!
 //! load -> Ready -> warm-up -> Warm -> poison -> Go -> timed part -> reports -> verdict on what it left ->
 //! Verify -> a pass in which every iteration is checked -> Verified. Each end names the [`Point`] it has reached and waits
-//! for the other; on the serving end of an incast the [`Gate`] also waits for the other peers. What follows the
+//! for the other; on the serving end of an incast the [`Barrier`] also waits for the other peers. What follows the
 //! timed part is in [`super::check`].
 
 use std::collections::BTreeMap;
@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use ferrywire::RemoteRegion;
 
+use super::barrier::Barrier;
 use super::flow::{self, Poster};
-use super::gate::Gate;
 use super::layout::{self, Flow};
 use super::link::Link;
 use super::measure::{Limit, Snapshot};
@@ -48,7 +48,7 @@ pub struct Session<'a> {
     /// Which peer of the run this is.
     pub member: usize,
     /// Where the serving end waits for the run's other peers.
-    pub gate: Option<&'a Gate>,
+    pub barrier: Option<&'a Barrier>,
     /// Data to spoil, in tests.
     pub inject: Option<Inject>,
 }
@@ -195,11 +195,11 @@ impl<'a> Step<'a> {
     }
 
     fn start_together(&self) -> Outcome {
-        let Some(gate) = self.session.gate else {
+        let Some(barrier) = self.session.barrier else {
             return self.meet(Point::Go);
         };
         self.await_point(Point::Go)?;
-        gate.start(self.session.link)?;
+        barrier.start(self.session.link)?;
         self.session.link.tell(&Message::At { step: self.index, point: Point::Go })
     }
 
@@ -217,7 +217,7 @@ impl<'a> Step<'a> {
     /// Takes the report at the moment when what it covers is over.
     fn end_together(&self, before: &Snapshot) -> Outcome<SideReport> {
         let link = self.session.link;
-        let Some(gate) = self.session.gate else {
+        let Some(barrier) = self.session.barrier else {
             // While the other end still drives, this one still spends CPU time on it.
             if self.session.run.pattern == Pattern::Bidir {
                 self.meet(Point::Over)?;
@@ -227,7 +227,7 @@ impl<'a> Step<'a> {
             return self.meet(Point::Over).map(|()| report);
         };
         self.await_point(Point::Over)?;
-        gate.end(link)?;
+        barrier.end(link)?;
         let report = before.report(&link.peer);
         link.tell(&Message::At { step: self.index, point: Point::Over })?;
         Ok(report)
@@ -302,7 +302,7 @@ impl<'a> Step<'a> {
     /// Every end's report of the timed part.
     fn exchange_reports(&self, mine: SideReport) -> Outcome<(Vec<SideReport>, Vec<SideReport>)> {
         let link = self.session.link;
-        let Some(gate) = self.session.gate else {
+        let Some(barrier) = self.session.barrier else {
             link.tell(&Message::Done { report: Box::new(mine) })?;
             return match link.hear()? {
                 Message::Reports { members, serve } if members.len() == serve.len() && !serve.is_empty() => {
@@ -315,7 +315,7 @@ impl<'a> Step<'a> {
             Message::Done { report } => *report,
             other => return Err(link.strange(&format!("{other:?} instead of a report"))),
         };
-        let (members, serve) = gate.exchange(link, self.session.member, theirs, mine)?;
+        let (members, serve) = barrier.exchange(link, self.session.member, theirs, mine)?;
         link.tell(&Message::Reports { members: members.clone(), serve: serve.clone() })?;
         Ok((members, serve))
     }
@@ -323,7 +323,7 @@ impl<'a> Step<'a> {
     /// Waits until the data of every peer are verified: a number is none while another pair's may be wrong.
     fn all_verified(&self, iterations: u64, members: usize) -> Outcome<Vec<u64>> {
         let link = self.session.link;
-        let Some(gate) = self.session.gate else {
+        let Some(barrier) = self.session.barrier else {
             link.tell(&Message::At { step: self.index, point: Point::Verified })?;
             return match link.hear()? {
                 Message::Verified { iterations } if iterations.len() == members => Ok(iterations),
@@ -331,7 +331,7 @@ impl<'a> Step<'a> {
             };
         };
         self.await_point(Point::Verified)?;
-        let iterations = gate.verified(link, self.session.member, iterations)?;
+        let iterations = barrier.verified(link, self.session.member, iterations)?;
         link.tell(&Message::Verified { iterations: iterations.clone() })?;
         Ok(iterations)
     }
@@ -358,7 +358,7 @@ mod tests {
             depth: Some(2),
             blocks: None,
             peers,
-            fleet: true,
+            multi_gpu: true,
             iters: Some(iters),
             seconds: None,
             warmup: Some(1),
@@ -370,8 +370,8 @@ mod tests {
 
     /// Goes through one size with pairs that take so many messages each; gives what both ends of each say.
     fn with_pairs(iters: &[u64]) -> Vec<[StepReport; 2]> {
-        let gate = Gate::new(iters.len(), LIMIT);
-        let gate = &gate;
+        let barrier = Barrier::new(iters.len(), LIMIT);
+        let barrier = &barrier;
         thread::scope(|scope| {
             let one = |(member, iters_of_pair): (usize, &u64)| {
                 let run = run(iters.len(), *iters_of_pair);
@@ -379,8 +379,8 @@ mod tests {
                 let here = Endpoint::builder().build()?;
                 let near = here.connect(there.listen_addresses()[0], LIMIT)?;
                 let far = there.accept(LIMIT)?;
-                gate.join();
-                let ends = [(here, near, Side::Connect, None), (there, far, Side::Serve, Some(gate))];
+                barrier.join();
+                let ends = [(here, near, Side::Connect, None), (there, far, Side::Serve, Some(barrier))];
                 let mut regions = Vec::new();
                 for (endpoint, ..) in &ends {
                     regions.push(Memory::Host.open()?.register(endpoint, layout::region_bytes(&run))?);
@@ -390,18 +390,18 @@ mod tests {
                 let remotes = [remote(1)?, remote(0)?];
                 let ends = ends.into_iter().zip(regions).zip(remotes);
                 Ok(ends
-                    .map(|(((endpoint, peer, side, gate), local), remote)| {
+                    .map(|(((endpoint, peer, side, barrier), local), remote)| {
                         let run = run.clone();
                         scope.spawn(move || {
                             let link = Link::new(peer, LIMIT);
                             let (local, remote) = (&local, &remote);
                             let (link, run) = (&link, &run);
                             let session =
-                                Session { link, side, run, local, remote, member, gate, inject: None };
+                                Session { link, side, run, local, remote, member, barrier, inject: None };
                             let report = session.step(0, &|_| {});
-                            // Whoever waits in the gate hears of it.
+                            // Whoever waits in the barrier hears of it.
                             report.inspect_err(|failure| {
-                                gate.inspect(|gate| gate.fail(&failure.first_line()));
+                                barrier.inspect(|barrier| barrier.fail(&failure.first_line()));
                                 drop(endpoint);
                             })
                         })

@@ -91,7 +91,7 @@ pub fn line(row: &ResultRow) -> Option<String> {
         (bytes, Some(calls)) => format!("{} pinned, {calls:.0} driver calls per GB", Bytes(bytes)),
     };
     Some(format!(
-        "staged over {:.2} s, sums over channels: copy out {:.2} s, wire {:.2} s, copy in {:.2} s, waiting {:.2} s; here {}; \
+        "staged over {:.2} s, sums over channels: d2h {:.2} s, socket {:.2} s, h2d {:.2} s, waiting {:.2} s; here {}; \
          there {}",
         seconds("timed"),
         seconds("d2h"),

@@ -37,7 +37,7 @@ pub struct Mismatch {
     /// What is there.
     pub found: u8,
     /// What it looks like.
-    #[serde(deserialize_with = "crate::plain::one_line")]
+    #[serde(deserialize_with = "crate::sanitize::one_line")]
     pub likely: String,
 }
 
@@ -281,7 +281,7 @@ mod tests {
             depth: Some(2),
             blocks,
             peers: 1,
-            fleet: false,
+            multi_gpu: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

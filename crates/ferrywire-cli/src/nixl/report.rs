@@ -10,7 +10,7 @@ use super::folder::{Held, State};
 use super::library::Library;
 use super::python::{Nixl, Python};
 use crate::exit::Failure;
-use crate::plain;
+use crate::sanitize;
 
 /// What was found, after what was done.
 #[derive(Debug)]
@@ -161,7 +161,7 @@ pub fn text(report: &Report) -> String {
     table.set_header(["NIXL", "ferrywire backend", "as UCX too", "folder"]);
     for (nixl, state) in &report.nixls {
         let folder = nixl.plugins.display().to_string();
-        table.add_row([name(nixl), backend(state), alias(state), folder].map(|cell| plain::line(&cell)));
+        table.add_row([name(nixl), backend(state), alias(state), folder].map(|cell| sanitize::line(&cell)));
     }
     for line in table.to_string().lines() {
         text += line.trim_end();

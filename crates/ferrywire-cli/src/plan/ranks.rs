@@ -34,7 +34,7 @@ pub struct RanksPlan {
     /// Which process this is.
     pub ranks: Ranks,
     /// Where rank 0 waits, first choice first.
-    pub meeting: Vec<SocketAddr>,
+    pub group: Vec<SocketAddr>,
     /// Where it listens for that.
     pub listen: SocketAddr,
     /// Whether all of the run goes over loopback.
@@ -86,7 +86,7 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     if flags.peers.is_some() {
         return usage("--peers: the peers of an incast are the ranks of the first half");
     }
-    let meeting = Meeting::of(&ranks, args.rendezvous.is_some())?;
+    let group = Group::of(&ranks, args.rendezvous.is_some())?;
     let (own, gpu) = own_memory(&flags, &ranks)?;
     let (connecting, serving) = texts(&flags);
     let map = map(&flags, gpu)?;
@@ -101,25 +101,25 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
         // It is for the end that sends to do so.
         ..flags
     };
-    let mut bench = plan_connect(flags, Vec::new(), !meeting.on_loopback, verbose)?;
+    let mut bench = plan_connect(flags, Vec::new(), !group.on_loopback, verbose)?;
     bench.engine.map = map;
-    bench.run = Run { fleet: false, ..bench.run };
+    bench.run = Run { multi_gpu: false, ..bench.run };
     bench.member = ranks.rank as usize;
-    bench.addresses.clone_from(&meeting.addresses);
-    if bench.engine.secret.is_none() && !meeting.on_loopback {
+    bench.addresses.clone_from(&group.addresses);
+    if bench.engine.secret.is_none() && !group.on_loopback {
         return usage(format!(
             "the ranks meet at {}, beyond loopback: they need a secret, the same for all, in FERRYWIRE_SECRET (mpirun passes \
              it on with -x FERRYWIRE_SECRET) or --secret-file",
-            meeting.shown
+            group.shown
         ));
     }
     Ok(RanksPlan {
         bench,
         job: job(ranks.launcher, |name| std::env::var(name).ok()),
         ranks,
-        meeting: meeting.addresses,
-        listen: meeting.listen,
-        on_loopback: meeting.on_loopback,
+        group: group.addresses,
+        listen: group.listen,
+        on_loopback: group.on_loopback,
         own,
         gpu,
         options,
@@ -128,16 +128,16 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
 }
 
 /// Where the ranks meet.
-struct Meeting {
+struct Group {
     addresses: Vec<SocketAddr>,
     listen: SocketAddr,
     on_loopback: bool,
     shown: String,
 }
 
-impl Meeting {
+impl Group {
     /// What was typed; else loopback where all are on one host; else what the launcher tells.
-    fn of(ranks: &Ranks, typed: bool) -> Outcome<Meeting> {
+    fn of(ranks: &Ranks, typed: bool) -> Outcome<Group> {
         let told = ranks.rendezvous.as_ref();
         let port = told.and_then(|told| told.port).unwrap_or(PORT_DEFAULT);
         let on_one_host = ranks.on_one_host() && !typed;
@@ -171,7 +171,7 @@ impl Meeting {
             IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
             IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         };
-        Ok(Meeting { addresses, listen: SocketAddr::new(listen, port), on_loopback, shown })
+        Ok(Group { addresses, listen: SocketAddr::new(listen, port), on_loopback, shown })
     }
 }
 

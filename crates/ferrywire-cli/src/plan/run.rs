@@ -41,7 +41,7 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> 
         sizes: sizes.0,
         depth,
         peers: peers(flags, pattern)?,
-        fleet: flags.gpus.is_some(),
+        multi_gpu: flags.gpus.is_some(),
         iters,
         seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
         warmup: flags.warmup,

@@ -12,7 +12,6 @@ mod doctor;
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod faults;
-mod fleet;
 mod gpu;
 mod guarantees;
 mod hosted;
@@ -21,6 +20,7 @@ mod lanes;
 mod launched;
 mod layers;
 mod matrix;
+mod multi_gpu;
 mod nixl;
 mod plugin;
 mod ranks;

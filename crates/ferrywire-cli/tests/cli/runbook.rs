@@ -16,9 +16,9 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     (
         "note: GPU 2: eth2 does not reach GPU 0 there; eth1 does, on that rail",
         &[
-            ("ferrywire-cli/src/bench/fleet.rs", "note: {}"),
+            ("ferrywire-cli/src/bench/multi_gpu.rs", "note: {}"),
             (
-                "ferrywire-cli/src/bench/fleet.rs",
+                "ferrywire-cli/src/bench/multi_gpu.rs",
                 "GPU {}: {} does not reach GPU {} there; {} does, on that rail",
             ),
         ],
@@ -26,7 +26,7 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     (
         "GPU 2 to GPU 2: lost peer ...: 0 of 8 channels up; last lost: channel 1 over eth2",
         &[
-            ("ferrywire-cli/src/bench/fleet.rs", "GPU {} to GPU {}"),
+            ("ferrywire-cli/src/bench/multi_gpu.rs", "GPU {} to GPU {}"),
             ("ferrywire/src/error.rs", "lost peer {}: {}"),
             ("ferrywire/src/core/peer/state.rs", "{} of {} channels up"),
             ("ferrywire/src/core/peer/state.rs", "; last lost: {}"),
@@ -40,7 +40,7 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     ("exit status 1", &[]),
     (
         "... has not returned within 30s",
-        &[("ferrywire-cli/src/bench/isolated/ward.rs", "has not returned within {}")],
+        &[("ferrywire-cli/src/bench/isolated/supervisor.rs", "has not returned within {}")],
     ),
     (
         "accept has not ended after 22 s; ... has not returned for",
@@ -70,14 +70,14 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         "rank 11: it has not come within 30 s",
         &[
             ("ferrywire-cli/src/bench/ranks/words.rs", "rank {}: {}"),
-            ("ferrywire-cli/src/bench/ranks/hub.rs", "it has not come within {} s"),
+            ("ferrywire-cli/src/bench/ranks/coordinator.rs", "it has not come within {} s"),
         ],
     ),
     (
         "rank 3 (host): its --sizes is 8K, ...",
         &[
             ("ferrywire-cli/src/bench/ranks/words.rs", "rank {} ({}): {}"),
-            ("ferrywire-cli/src/bench/ranks/hub.rs", "its --{} is {}, "),
+            ("ferrywire-cli/src/bench/ranks/coordinator.rs", "its --{} is {}, "),
         ],
     ),
 ];

@@ -77,7 +77,7 @@ fn a_nic_that_is_down_at_the_start_is_named() {
     nothing_is_left(&world);
 }
 
-/// The port of a serving rank is that of the meeting and its local rank.
+/// The port of a serving rank is that of the group and its local rank.
 #[test]
 fn a_port_behind_the_meetings_that_is_taken_is_named_with_its_rank() {
     let Some(_turn) = turn() else { return };

@@ -14,11 +14,11 @@ mod down;
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod faults;
-mod fleet;
 mod gpu;
 mod kills;
 mod links;
 mod long;
+mod multi_gpu;
 mod plugin;
 mod process;
 mod ranks;

@@ -1,9 +1,9 @@
-//! Several GPUs in one process on either host, as in `fleet.rs`, with payload over the simulated plugin.
+//! Several GPUs in one process on either host, as in `multi_gpu.rs`, with payload over the simulated plugin.
 
 use serde_json::Value;
 
 use crate::counters::{agree, told};
-use crate::fleet::{CHANNELS, GPUS, MAPS, measured_by, nic_of, numbers, progress_together, stop, timed};
+use crate::multi_gpu::{CHANNELS, GPUS, MAPS, measured_by, nic_of, numbers, progress_together, stop, timed};
 use crate::process::{Process, SERVE, wait_until};
 use crate::world::{Host, World};
 use crate::{RUN_TIMEOUT, long, shared_turn, turn};

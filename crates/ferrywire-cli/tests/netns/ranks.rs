@@ -1,10 +1,10 @@
 //! One process for each GPU, eight on either host, as torchrun and srun start them; each GPU with a NIC of its own, on
-//! four subnets that do not reach one another. What one process for all does is in `fleet.rs`.
+//! four subnets that do not reach one another. What one process for all does is in `multi_gpu.rs`.
 
 use serde_json::Value;
 
 use crate::counters::{Counters, agree};
-use crate::fleet::{CHANNELS, GPUS, MAPS, mesh_notes, nic_of, progress_together};
+use crate::multi_gpu::{CHANNELS, GPUS, MAPS, mesh_notes, nic_of, progress_together};
 use crate::plugin::{ALL, plugin};
 use crate::process::{Ended, Process, wait_until};
 use crate::world::{Host, World};

@@ -25,7 +25,7 @@ pub fn run(plan: Plan, order: &Order) -> Outcome {
     log::tee_to_fd(Some(sender.descriptor()));
     tell_that_alive(sender.clone())?;
     let outcome = match plan {
-        Plan::Demo(plan) | Plan::Connect(plan) => connect_end(*plan, order, &sender),
+        Plan::Loopback(plan) | Plan::Connect(plan) => connect_end(*plan, order, &sender),
         Plan::Ranks(plan) => rank(*plan, order, &sender),
         Plan::Serve(plan) => serve_end(*plan, order, &sender),
         _ => Err(Failure::failed("internal error, please report: a child without a plugin")),

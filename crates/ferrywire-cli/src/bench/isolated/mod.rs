@@ -11,12 +11,12 @@
 //! gets a fresh child on the same port.
 //!
 //! Invariant: whatever a plugin does, the parent neither ends nor hangs.
-//! Read next: [`message`], [`child`], [`ward`] (the parent's watch), [`serve`].
+//! Read next: [`message`], [`child`], [`supervisor`] (the parent's watch), [`serve`].
 
 pub mod child;
 pub mod message;
 pub mod serve;
-pub mod ward;
+pub mod supervisor;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -30,7 +30,7 @@ use crate::exit::Outcome;
 use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
 use message::Message;
-use ward::{Event, Ward};
+use supervisor::{Event, Supervisor};
 
 /// Carries the [`Order`] to the child.
 const ORDER: &str = "FERRYWIRE_SUPERVISED";
@@ -95,9 +95,9 @@ pub fn connect(plan: &ConnectPlan, environment: &[Variable], record: &mut Record
     let Some(plugin) = &plan.engine.plugin else { unreachable!("the caller has a plugin") };
     let run = Some((plan.run_id.clone(), plan.run.seed));
     let order = Order { connect: plan.addresses.clone(), run, ..Order::default() };
-    let mut ward = Ward::start(plugin, environment, order, plan.engine.secret.as_deref())?;
+    let mut supervisor = Supervisor::start(plugin, environment, order, plan.engine.secret.as_deref())?;
     loop {
-        match ward.next() {
+        match supervisor.next() {
             Event::Said(Message::News(news)) => record.take(*news),
             Event::Said(Message::Outcome(outcome)) => return outcome,
             Event::Said(_) => {}

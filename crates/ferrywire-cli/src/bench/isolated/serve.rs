@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 
 use super::super::serve::{announce, say, tell_run_over};
 use super::message::Message;
-use super::ward::{Event, Ward};
+use super::supervisor::{Event, Supervisor};
 use super::{Order, environment, shown};
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::ServePlan;
@@ -40,10 +40,10 @@ fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
     let order = Order { listen: Some(plan.listen), ..Order::default() };
     let secret = plan.engine.secret.clone();
     let Some(plugin) = plan.engine.plugin.clone() else { unreachable!("the caller has a plugin") };
-    let mut ward = Ward::start(&plugin, &environment, order, secret.as_deref())?;
+    let mut supervisor = Supervisor::start(&plugin, &environment, order, secret.as_deref())?;
     let (mut listens, mut failure_told) = (false, false);
     loop {
-        match ward.next() {
+        match supervisor.next() {
             Event::Said(Message::Listening { addresses, reachable }) => {
                 listens = true;
                 if let Some(address) = addresses.first() {
@@ -68,7 +68,7 @@ fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
             Event::Ended(Failure::Interrupted) => return Ok(End::Over(Err(Failure::Interrupted))),
             // One that dies before it listens would do so again.
             Event::Ended(failure) if !listens => return Ok(End::Over(Err(failure))),
-            Event::Ended(failure) => return Ok(End::Died(failure, failure_told && ward.is_overdue())),
+            Event::Ended(failure) => return Ok(End::Died(failure, failure_told && supervisor.is_overdue())),
         }
     }
 }

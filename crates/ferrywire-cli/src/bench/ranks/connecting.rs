@@ -9,18 +9,18 @@ use ferrywire::Error;
 use ferrywire::orchestrator::Target;
 use ferrywire_host::topology::Topology;
 
+use super::super::barrier::WaitNotice;
 use super::super::connect::{self, Listeners, Part};
-use super::super::fleet::{Fleet, Pair, reachable};
-use super::super::gate::Patience;
 use super::super::layout;
 use super::super::link::Link;
+use super::super::multi_gpu::{MultiGpu, Pair, reachable};
 use super::super::protocol::Run;
 use super::super::report::{News, RankRow};
 use super::super::result::RankPair;
 use super::super::session::StepReport;
-use super::meeting::Meeting;
+use super::group::Group;
+use super::messages::{Entry, PairReport, Table};
 use super::pairs;
-use super::words::{Entry, PairReport, Table};
 use crate::exit::{Failure, Outcome};
 use crate::plan::{ConnectPlan, RanksPlan};
 use crate::sys;
@@ -28,28 +28,28 @@ use crate::sys;
 /// Starts the endpoint, and moves data when all are ready.
 pub fn take_part(
     plan: &RanksPlan,
-    meeting: &Arc<Meeting>,
+    group: &Arc<Group>,
     start: Instant,
     (tell, stage): Listeners<'_>,
 ) -> Outcome {
     let bench = &plan.bench;
-    let mut fleet = Fleet::start(&bench.engine, plan.own, None, bench.timeout, plan.setting())?;
-    let outcome = meeting.tell_notes(fleet.take_notes()).and_then(|()| {
-        let table = meeting.table(plan.place(Vec::new()))?;
+    let mut multi_gpu = MultiGpu::start(&bench.engine, plan.own, None, bench.timeout, plan.setting())?;
+    let outcome = group.tell_notes(multi_gpu.take_notes()).and_then(|()| {
+        let table = group.table(plan.place(Vec::new()))?;
         table.run.check().map_err(Failure::Failed)?;
         if plan.ranks.rank == 0 {
             tell(News::Ranks(rows(&table)));
         }
-        Connecting::prepare(plan, meeting, &mut fleet, &table, stage)?.converse(start, (tell, stage))
+        Connecting::prepare(plan, group, &mut multi_gpu, &table, stage)?.converse(start, (tell, stage))
     });
-    fleet.close();
+    multi_gpu.close();
     outcome
 }
 
 /// A rank that is connected to its partners.
 struct Connecting<'a> {
-    meeting: &'a Meeting,
-    fleet: &'a Fleet,
+    group: &'a Group,
+    multi_gpu: &'a MultiGpu,
     bench: ConnectPlan,
     /// All pairs of the run.
     ranks: Vec<RankPair>,
@@ -66,8 +66,8 @@ struct Connecting<'a> {
 impl<'a> Connecting<'a> {
     fn prepare(
         plan: &RanksPlan,
-        meeting: &'a Meeting,
-        fleet: &'a mut Fleet,
+        group: &'a Group,
+        multi_gpu: &'a mut MultiGpu,
         table: &Table,
         stage: &dyn Fn(&str),
     ) -> Outcome<Connecting<'a>> {
@@ -85,34 +85,34 @@ impl<'a> Connecting<'a> {
         };
         let mut own_pairs: Vec<Pair> = own.iter().map(pair).collect();
         let members = own.first().map_or_else(Vec::new, |at| pairs::members(&all, all[*at].1));
-        let run = Run { peers: members.len(), fleet: false, ..table.run.clone() };
+        let run = Run { peers: members.len(), multi_gpu: false, ..table.run.clone() };
         let mut bench = ConnectPlan { run_id: table.run_id.clone(), ..plan.bench.clone() };
         bench.run = Run { memory: plan.own, ..run.clone() };
-        fleet.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(own.len() as u64))?;
+        multi_gpu.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(own.len() as u64))?;
         for (pair, at) in own_pairs.iter().zip(&own) {
             reachable(pair.peer_gpu, &pair.addresses)
-                .inspect_err(|failure| meeting.fail(Some(all[*at].1), failure))?;
+                .inspect_err(|failure| group.fail(Some(all[*at].1), failure))?;
         }
-        fleet.take_detours(&bench, &mut own_pairs)?;
-        meeting.tell_notes(fleet.take_notes())?;
-        let fleet = &*fleet;
-        meeting.watch_over(fleet.all_endpoints().to_vec(), None)?;
+        multi_gpu.take_detours(&bench, &mut own_pairs)?;
+        group.tell_notes(multi_gpu.take_notes())?;
+        let multi_gpu = &*multi_gpu;
+        group.watch_over(multi_gpu.all_endpoints().to_vec(), None)?;
         stage("while connecting");
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
-        let connected = fleet.connect(own_pairs.iter().map(target).collect(), bench.timeout);
+        let connected = multi_gpu.connect(own_pairs.iter().map(target).collect(), bench.timeout);
         let peers = connected.inspect_err(|failure| {
             let said = failure.message();
             let reaches =
                 |pair: &Pair| pair.addresses.iter().any(|address| said.contains(&address.to_string()));
             let missed = own_pairs.iter().position(reaches);
-            meeting.fail(missed.map(|at| all[own[at]].1), failure);
+            group.fail(missed.map(|at| all[own[at]].1), failure);
         })?;
         let links: Vec<Link> = peers.into_iter().map(|peer| Link::new(peer, bench.timeout)).collect();
         let host = |rank: u32| table.ranks[rank as usize].host.clone();
         let gpu = |rank: u32| table.ranks[rank as usize].place.gpu;
         Ok(Connecting {
-            meeting,
-            fleet,
+            group,
+            multi_gpu,
             ranks: all
                 .iter()
                 .map(|(from, to)| RankPair { ranks: (*from, *to), hosts: (host(*from), host(*to)) })
@@ -144,7 +144,7 @@ impl<'a> Connecting<'a> {
                     }),
                     Err(error) => {
                         let failure = Failure::failed(format!("cannot start a thread: {error}"));
-                        self.meeting.fail(None, &failure);
+                        self.group.fail(None, &failure);
                         Err(failure)
                     }
                 };
@@ -160,17 +160,17 @@ impl<'a> Connecting<'a> {
         let part = Part {
             number: self.member,
             run: &self.run,
-            endpoint: &self.fleet.all_endpoints()[pair.endpoint],
-            home: &self.fleet.homes()[pair.home],
+            endpoint: &self.multi_gpu.all_endpoints()[pair.endpoint],
+            home: &self.multi_gpu.homes()[pair.home],
             pairs: &self.gpus,
             ranks: &self.ranks,
             tells,
-            failed: &|failure| blame(self.meeting, link, self.ranks[at].ranks.1, failure),
+            failed: &|failure| blame(self.group, link, self.ranks[at].ranks.1, failure),
             merge: &|step, report| self.merge(at, link, step, report),
         };
         let outcome = connect::converse(&self.bench, &part, link, start, listeners);
         if let Err(failure) = &outcome {
-            blame(self.meeting, link, self.ranks[at].ranks.1, failure);
+            blame(self.group, link, self.ranks[at].ranks.1, failure);
         }
         connect::take_leave(link, &outcome);
         outcome
@@ -190,13 +190,13 @@ impl<'a> Connecting<'a> {
             return Err(Failure::failed("internal error, please report: a report without this rank"));
         };
         let verified_iterations = verified_iterations.get(self.member).copied();
-        self.meeting.report(PairReport { step, pair, near, far, verified_iterations })?;
+        self.group.report(PairReport { step, pair, near, far, verified_iterations })?;
         if pair > 0 {
             return Ok(None);
         }
         // Its partner waits for the next size, while other pairs may still be verifying this one.
-        let patience = Patience::new(link);
-        let all = self.meeting.reports(step, &|| patience.ask())?;
+        let notice = WaitNotice::new(link);
+        let all = self.group.reports(step, &|| notice.ask())?;
         let verified_iterations = all.iter().filter_map(|one| one.verified_iterations).collect();
         let (members, serve) = all.into_iter().map(|one| (one.near, one.far)).unzip();
         Ok(Some(StepReport { members, serve, stages_s, verified_iterations }))
@@ -204,12 +204,12 @@ impl<'a> Connecting<'a> {
 }
 
 /// Says why a conversation ended, and whose doing that is: the partner's, when that is gone or has said so.
-pub fn blame(meeting: &Meeting, link: &Link, partner: u32, failure: &Failure) {
+pub fn blame(group: &Group, link: &Link, partner: u32, failure: &Failure) {
     if let Some(why) = link.their_failure() {
-        return meeting.fail(Some(partner), &Failure::failed(why));
+        return group.fail(Some(partner), &Failure::failed(why));
     }
     let is_gone = matches!(link.peer.error(), Some(Error::PeerLost { .. } | Error::PeerClosed { .. }));
-    meeting.fail((is_gone && *failure != Failure::Interrupted).then_some(partner), failure);
+    group.fail((is_gone && *failure != Failure::Interrupted).then_some(partner), failure);
 }
 
 /// Addresses of a rank, likely ones first. On another host an address that is also one of this host's leads nowhere.

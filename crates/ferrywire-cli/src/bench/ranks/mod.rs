@@ -4,33 +4,33 @@
 //! ```text
 //!   rank 0 ───────────── data ─────────────▶ rank W/2          each rank: an endpoint for its GPU
 //!   rank 1 ───────────── data ─────────────▶ rank W/2 + 1
-//!     └── meeting at rank 0: who is where, start and end of each timed part, what was measured, why it is over
+//!     └── group at rank 0: who is where, start and end of each timed part, what was measured, why it is over
 //! ```
 //!
 //! What two ranks do with each other is what `connect` and `serve` do. All start and end each timed part together.
 //! Invariant: whatever happens to one rank, all others end too, and say which it was.
-//! Read next: [`words`], [`hub`], [`meeting`], then [`connecting`] and [`serving`].
+//! Read next: [`words`], [`coordinator`], [`group`], then [`connecting`] and [`serving`].
 
 pub mod connecting;
-pub mod door;
-pub mod hub;
-pub mod meeting;
+pub mod coordinator;
+pub mod group;
+pub mod join;
+pub mod messages;
 pub mod pairs;
 pub mod serving;
-pub mod words;
 
 use std::time::Instant;
 
 use super::connect::Listeners;
-use super::fleet::Setting;
 use super::host::Host;
 use super::isolated;
+use super::multi_gpu::Setting;
 use super::protocol;
 use super::report::{Output, Record};
 use crate::exit::{self, Outcome};
 use crate::plan::RanksPlan;
-use meeting::Meeting;
-use words::{Card, Place};
+use group::Group;
+use messages::{Card, Place};
 
 /// Most processes of a run: rank 0 speaks with each.
 pub const WORLD_MAX: u32 = 1024;
@@ -64,17 +64,17 @@ pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
     // Before there are threads, see `endpoint` in the module above.
     let opened = plan.own.open();
-    stage("while meeting the other ranks");
-    let meeting = Meeting::begin(plan)?;
+    stage("while group the other ranks");
+    let group = Group::begin(plan)?;
     let outcome = opened.and_then(|_home| match plan.connects() {
-        true => connecting::take_part(plan, &meeting, start, (tell, stage)),
+        true => connecting::take_part(plan, &group, start, (tell, stage)),
         false => {
             stage("while serving other ranks");
-            serving::take_part(plan, &meeting)
+            serving::take_part(plan, &group)
         }
     });
     stage("while leaving the other ranks");
-    meeting.finish(outcome)
+    group.finish(outcome)
 }
 
 impl RanksPlan {

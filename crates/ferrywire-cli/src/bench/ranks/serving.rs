@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use ferrywire::{Error, Peer};
 
-use super::super::fleet::Fleet;
-use super::super::gate::Gate;
+use super::super::barrier::Barrier;
 use super::super::layout;
 use super::super::link::{Link, SLICE};
+use super::super::multi_gpu::MultiGpu;
 use super::super::protocol::{self, Hello, Message, Run};
 use super::super::serve::{self, Member};
 use super::connecting::blame;
-use super::meeting::Meeting;
+use super::group::Group;
 use super::pairs;
 use crate::args::Inject;
 use crate::exit::{Failure, Outcome};
@@ -24,39 +24,39 @@ use crate::plan::RanksPlan;
 const CONNECT_GRACE: Duration = Duration::from_secs(5);
 
 /// Starts the endpoint, and serves when all are ready.
-pub fn take_part(plan: &RanksPlan, meeting: &Arc<Meeting>) -> Outcome {
+pub fn take_part(plan: &RanksPlan, group: &Arc<Group>) -> Outcome {
     let bench = &plan.bench;
     let listen = Some(plan.serves_at()?);
-    let mut fleet = Fleet::start(&bench.engine, plan.own, listen, bench.timeout, plan.setting())
+    let mut multi_gpu = MultiGpu::start(&bench.engine, plan.own, listen, bench.timeout, plan.setting())
         .map_err(|failure| plan.port_taken(failure))?;
-    let notes = fleet.take_notes();
-    let outcome = meeting.tell_notes(notes).and_then(|()| with_fleet(plan, meeting, &fleet));
-    fleet.close();
+    let notes = multi_gpu.take_notes();
+    let outcome = group.tell_notes(notes).and_then(|()| with_multi_gpu(plan, group, &multi_gpu));
+    multi_gpu.close();
     outcome
 }
 
-fn with_fleet(plan: &RanksPlan, meeting: &Arc<Meeting>, fleet: &Fleet) -> Outcome {
-    let table = meeting.table(plan.place(fleet.lead().reachable_addresses()))?;
+fn with_multi_gpu(plan: &RanksPlan, group: &Arc<Group>, multi_gpu: &MultiGpu) -> Outcome {
+    let table = group.table(plan.place(multi_gpu.lead().reachable_addresses()))?;
     table.run.check().map_err(Failure::Failed)?;
     let all = pairs::pairs(table.run.pattern, plan.ranks.world_size);
     let members = pairs::members(&all, plan.ranks.rank);
     if members.is_empty() {
         return Ok(());
     }
-    let run = Run { peers: members.len(), fleet: false, ..table.run.clone() };
-    fleet.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(members.len() as u64))?;
-    let beyond = meeting.clone();
-    let gate =
-        Gate::new(members.len(), plan.bench.timeout).with_beyond(Box::new(move |tick| beyond.pass(tick)));
-    let gate = Arc::new(gate);
-    meeting.watch_over(vec![fleet.lead().clone()], Some(gate.clone()))?;
+    let run = Run { peers: members.len(), multi_gpu: false, ..table.run.clone() };
+    multi_gpu.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(members.len() as u64))?;
+    let beyond = group.clone();
+    let barrier =
+        Barrier::new(members.len(), plan.bench.timeout).with_beyond(Box::new(move |tick| beyond.pass(tick)));
+    let barrier = Arc::new(barrier);
+    group.watch_over(vec![multi_gpu.lead().clone()], Some(barrier.clone()))?;
     let serving = Serving {
-        meeting,
-        fleet,
+        group,
+        multi_gpu,
         timeout: plan.bench.timeout,
         run_id: table.run_id.clone(),
         run,
-        gate: &gate,
+        barrier: &barrier,
         came: Mutex::new(vec![false; members.len()]),
         members,
         inject: plan.inject,
@@ -66,7 +66,7 @@ fn with_fleet(plan: &RanksPlan, meeting: &Arc<Meeting>, fleet: &Fleet) -> Outcom
 }
 
 impl RanksPlan {
-    /// On loopback any free port; else the meeting's, with the local rank added.
+    /// On loopback any free port; else the group's, with the local rank added.
     fn serves_at(&self) -> Outcome<SocketAddr> {
         if self.on_loopback {
             return Ok(SocketAddr::new(self.listen.ip(), 0));
@@ -97,12 +97,12 @@ impl RanksPlan {
 
 /// A rank that serves.
 struct Serving<'a> {
-    meeting: &'a Meeting,
-    fleet: &'a Fleet,
+    group: &'a Group,
+    multi_gpu: &'a MultiGpu,
     timeout: Duration,
     run_id: String,
     run: Run,
-    gate: &'a Gate,
+    barrier: &'a Barrier,
     /// The ranks that connect, and which of them have.
     members: Vec<u32>,
     came: Mutex<Vec<bool>>,
@@ -121,7 +121,7 @@ impl Serving<'_> {
             });
             if let Err(failure) = outcome {
                 // Known to all before any conversation can end because of it.
-                self.meeting.fail(None, &failure);
+                self.group.fail(None, &failure);
                 self.note(failure);
             }
         });
@@ -132,17 +132,17 @@ impl Serving<'_> {
     fn accept_all(&self, attend: impl Fn(Peer) -> Outcome) -> Outcome {
         let (since, limit) = (Instant::now(), self.timeout + CONNECT_GRACE);
         while let Some(missing) = self.missing() {
-            self.meeting.check()?;
-            match self.fleet.lead().accept(SLICE) {
+            self.group.check()?;
+            match self.multi_gpu.lead().accept(SLICE) {
                 Ok(peer) => attend(peer)?,
                 Err(Error::Stalled { .. }) if since.elapsed() < limit => {}
                 Err(Error::Stalled { .. }) => {
                     let why = format!("it has not connected within {:.0} s", limit.as_secs_f64());
                     let failure = Failure::failed(why);
-                    self.meeting.fail(Some(missing), &failure);
+                    self.group.fail(Some(missing), &failure);
                     return Err(failure);
                 }
-                Err(error) => return self.meeting.check().and(Err(error.into())),
+                Err(error) => return self.group.check().and(Err(error.into())),
             }
         }
         Ok(())
@@ -158,15 +158,15 @@ impl Serving<'_> {
             Ok(number) => number,
             Err(failure) => return link.tell_last(&Message::Refused { why: failure.first_line() }),
         };
-        let failed = |failure: &Failure| blame(self.meeting, &link, self.members[number], failure);
-        let member = Member { number, run: &self.run, gate: self.gate, failed: &failed };
-        let home = &self.fleet.homes()[0];
-        let outcome = serve::converse(&link, self.fleet.lead(), (&member, home), self.inject);
+        let failed = |failure: &Failure| blame(self.group, &link, self.members[number], failure);
+        let member = Member { number, run: &self.run, barrier: self.barrier, failed: &failed };
+        let home = &self.multi_gpu.homes()[0];
+        let outcome = serve::converse(&link, self.multi_gpu.lead(), (&member, home), self.inject);
         link.tell_last(&match &outcome {
             Ok(()) => Message::Bye,
             Err(failure) => {
                 failed(failure);
-                self.gate.fail(&failure.first_line());
+                self.barrier.fail(&failure.first_line());
                 Message::Failed { why: failure.first_line() }
             }
         });
@@ -191,7 +191,7 @@ impl Serving<'_> {
             Some(came) if !*came => *came = true,
             _ => return Err(Failure::failed(format!("peer {member} of this run is already here"))),
         }
-        self.gate.join();
+        self.barrier.join();
         Ok(member)
     }
 

@@ -10,7 +10,7 @@ use ferrywire::payload::plugin::{SetBy, Variable};
 use ferrywire_ncclnet::log::{LastLines, LogLine};
 use ferrywire_ncclnet::{EndKind, explained};
 
-use super::super::handed;
+use super::super::child_secret;
 use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::carrier::PluginUse;
@@ -47,7 +47,7 @@ enum Seen {
 }
 
 /// A child under way; it ends with this value.
-pub struct Ward<'a> {
+pub struct Supervisor<'a> {
     plugin: &'a PluginUse,
     child: Child,
     seen: Receiver<Seen>,
@@ -60,21 +60,21 @@ pub struct Ward<'a> {
     interrupted: Option<Duration>,
 }
 
-impl<'a> Ward<'a> {
+impl<'a> Supervisor<'a> {
     /// Starts this command once more, as a child that works with the plugin.
     pub fn start(
         plugin: &'a PluginUse,
         environment: &[Variable],
         order: Order,
         secret: Option<&[u8]>,
-    ) -> Outcome<Ward<'a>> {
+    ) -> Outcome<Supervisor<'a>> {
         let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
         let set = || environment.iter().filter(|variable| variable.set_by == SetBy::Ferrywire);
         let order = Order { set_before: set().map(|variable| variable.name.to_owned()).collect(), ..order };
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(std::env::args_os().skip(1)).envs([order.as_variable()]);
         command.envs(set().map(|variable| (variable.name, &variable.value)));
-        handed::hand(&mut command, secret);
+        child_secret::hand(&mut command, secret);
         // In a process group of its own, Ctrl-C reaches this end only, which passes it on.
         command.process_group(0).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;
@@ -82,7 +82,7 @@ impl<'a> Ward<'a> {
         if let Some(pipe) = child.stdout.take() {
             read(pipe, sender);
         }
-        Ok(Ward {
+        Ok(Supervisor {
             plugin,
             child,
             seen,
@@ -201,7 +201,7 @@ impl<'a> Ward<'a> {
     }
 }
 
-impl Drop for Ward<'_> {
+impl Drop for Supervisor<'_> {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -21,12 +21,12 @@ use serde::{Deserialize, Serialize};
 
 use super::super::protocol::{Run, SideReport};
 use crate::memory::Memory;
-use crate::plain;
+use crate::sanitize;
 
 /// One thing said.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Word {
+pub enum RankMessage {
     /// A rank is there.
     Join(Box<Card>),
     /// It is ready for the others.
@@ -64,15 +64,15 @@ pub struct Card {
     /// Its number on its host.
     pub local_rank: u32,
     /// The name of its host.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub host: String,
     /// That host, for this boot.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
     /// Version of the bench's protocol.
     pub protocol: u32,
     /// Version of the command.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub version: String,
     /// What its launcher calls this run, where it does.
     pub job: Option<String>,
@@ -106,10 +106,10 @@ pub struct Table {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     /// The name of its host.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub host: String,
     /// That host, for this boot.
-    #[serde(deserialize_with = "plain::one_line")]
+    #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
     /// Its number on its host.
     pub local_rank: u32,
@@ -138,10 +138,10 @@ pub struct Fault {
     /// The rank.
     pub rank: u32,
     /// Its host, where that is known.
-    #[serde(default, deserialize_with = "plain::line_if_any")]
+    #[serde(default, deserialize_with = "sanitize::line_if_any")]
     pub host: Option<String>,
     /// What happened.
-    #[serde(deserialize_with = "plain::some_lines")]
+    #[serde(deserialize_with = "sanitize::some_lines")]
     pub why: String,
 }
 

@@ -5,7 +5,7 @@
 //!            endpoint of each GPU ── a peer and a thread for each pair of GPUs ──▶ endpoint of each GPU
 //! ```
 //!
-//! Every pair is a peer of the run, as those of an incast are: the serving end's [`super::gate`] starts and ends all of
+//! Every pair is a peer of the run, as those of an incast are: the serving end's [`super::barrier`] starts and ends all of
 //! them together. The first is the one that tells.
 //! Read next: [`super::connect`], what each pair does; [`super::serve`].
 
@@ -19,8 +19,8 @@ use ferrywire::orchestrator::Target;
 use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer};
 use ferrywire_host::topology::Topology;
 
+use super::barrier::HEARSAY;
 use super::connect::{self, Listeners, Part};
-use super::gate::HEARSAY;
 use super::layout;
 use super::link::{CLOSE_TIMEOUT, Link, Stop};
 use super::places::{self, Place, Places};
@@ -33,7 +33,7 @@ use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
 
 /// The endpoints of this process, and where the bytes of each lie.
-pub struct Fleet {
+pub struct MultiGpu {
     /// First one for each GPU, in their order.
     orchestrator: Arc<Orchestrator>,
     homes: Vec<Home>,
@@ -59,9 +59,9 @@ pub struct Setting {
 /// A pair of GPUs.
 #[derive(Clone, Debug)]
 pub struct Pair {
-    /// This end's endpoint, of all in the fleet.
+    /// This end's endpoint, of all in the multi_gpu.
     pub endpoint: usize,
-    /// This end's GPU, by its place among those of the fleet.
+    /// This end's GPU, by its place among those of the multi_gpu.
     pub home: usize,
     /// The GPU.
     pub gpu: u32,
@@ -82,7 +82,7 @@ impl Setting {
 /// The endpoints of the other end: GPU and addresses.
 type There = [(u32, Vec<SocketAddr>)];
 
-impl Fleet {
+impl MultiGpu {
     /// Opens the GPUs and builds an endpoint for each. With an address to listen on, the first listens there, and each
     /// of the others on the port behind the one before it.
     pub fn start(
@@ -91,7 +91,7 @@ impl Fleet {
         listen: Option<SocketAddr>,
         timeout: Duration,
         setting: Setting,
-    ) -> Outcome<Fleet> {
+    ) -> Outcome<MultiGpu> {
         let gpus = plan.gpus.clone().unwrap_or_default();
         nics::check_map(&plan.map, &gpus)?;
         let homes: Vec<Home> = gpus.iter().map(|gpu| memory.on(*gpu).open()).collect::<Outcome<_>>()?;
@@ -103,7 +103,7 @@ impl Fleet {
         });
         let orchestrator =
             Orchestrator::start(builders.collect::<Outcome<_>>()?, timeout).map_err(start_failed)?;
-        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, notes, setting })
+        Ok(MultiGpu { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, notes, setting })
     }
 
     /// What might be better, or is not as one might think; for people, once.
@@ -194,33 +194,33 @@ fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
 pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
     let setting = Setting::alone(&plan.engine, &plan.addresses);
-    let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.timeout, setting)?;
-    fleet.print_notes();
+    let mut multi_gpu = MultiGpu::start(&plan.engine, plan.run.memory, None, plan.timeout, setting)?;
+    multi_gpu.print_notes();
     stage("while connecting");
-    let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.timeout);
-    let outcome = with_lead(plan, &mut fleet, lead, start, (tell, stage));
+    let lead = Link::new(connect::dial(multi_gpu.lead(), plan)?, plan.timeout);
+    let outcome = with_lead(plan, &mut multi_gpu, lead, start, (tell, stage));
     stage("while closing");
-    fleet.close();
+    multi_gpu.close();
     outcome
 }
 
 fn with_lead(
     plan: &ConnectPlan,
-    fleet: &mut Fleet,
+    multi_gpu: &mut MultiGpu,
     lead: Link,
     start: Instant,
     listeners: Listeners<'_>,
 ) -> Outcome {
     let prepared = ask(&lead).and_then(|there| {
-        let mut pairs = pairs(plan.run.pattern, &fleet.gpus, &there)?;
+        let mut pairs = pairs(plan.run.pattern, &multi_gpu.gpus, &there)?;
         pairs.iter().try_for_each(|pair| reachable(pair.peer_gpu, &pair.addresses))?;
-        fleet.take_detours(plan, &mut pairs)?;
-        fleet.print_notes();
+        multi_gpu.take_detours(plan, &mut pairs)?;
+        multi_gpu.print_notes();
         let run = Run { peers: pairs.len(), ..plan.run.clone() };
         let region_bytes = layout::region_bytes(&run);
-        Home::check_room_of_all(pairs.iter().map(|pair| (&fleet.homes[pair.home], region_bytes)))?;
+        Home::check_room_of_all(pairs.iter().map(|pair| (&multi_gpu.homes[pair.home], region_bytes)))?;
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
-        let peers = fleet.connect(pairs.iter().skip(1).map(target).collect(), plan.timeout)?;
+        let peers = multi_gpu.connect(pairs.iter().skip(1).map(target).collect(), plan.timeout)?;
         Ok((pairs, run, peers))
     });
     match prepared {
@@ -229,7 +229,7 @@ fn with_lead(
             let stop = Stop::default();
             let links = std::iter::once(lead).chain(others).map(|link| link.of_run(&stop));
             let links: Vec<Link> = links.collect();
-            all_pairs(plan, fleet, (&pairs, &run, &links), (start, &stop), listeners)
+            all_pairs(plan, multi_gpu, (&pairs, &run, &links), (start, &stop), listeners)
         }
         Err(failure) => {
             lead.tell_last(&Message::Failed { why: failure.first_line() });
@@ -247,7 +247,7 @@ fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
     }
 }
 
-impl Fleet {
+impl MultiGpu {
     /// Where the NICs of a GPU reach only their own rail, and the other GPU is on another one, this end takes a NIC on
     /// that rail: with a further endpoint for this GPU.
     pub fn take_detours(&mut self, plan: &ConnectPlan, pairs: &mut [Pair]) -> Outcome {
@@ -347,7 +347,7 @@ fn counted(endpoints: usize) -> String {
 /// All conversations, each in a thread; the first in this one, which tells.
 fn all_pairs(
     plan: &ConnectPlan,
-    fleet: &Fleet,
+    multi_gpu: &MultiGpu,
     (pairs, run, links): (&[Pair], &Run, &[Link]),
     (start, stop): (Instant, &Stop),
     listeners: Listeners<'_>,
@@ -356,8 +356,8 @@ fn all_pairs(
     let failed: Mutex<Option<Failure>> = Mutex::default();
     let take_part = |number: usize, listeners: Listeners<'_>| {
         let (pair, link) = (&pairs[number], &links[number]);
-        let endpoint = &fleet.orchestrator.endpoints()[pair.endpoint];
-        let part = Part::of_peer(number, run, endpoint, &fleet.homes[pair.home], &numbers);
+        let endpoint = &multi_gpu.orchestrator.endpoints()[pair.endpoint];
+        let part = Part::of_peer(number, run, endpoint, &multi_gpu.homes[pair.home], &numbers);
         let converse = || connect::converse(plan, &part, link, start, listeners);
         let outcome = catch_unwind(AssertUnwindSafe(converse)).unwrap_or_else(|_| Err(Failure::panicked()));
         if let Err(failure) = &outcome {

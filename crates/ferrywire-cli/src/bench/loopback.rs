@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 
 use super::link::SLICE;
-use super::{connect, handed};
+use super::{child_secret, connect};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -80,11 +80,12 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     }
     command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
     command.args(plan.engine.congestion_control.as_ref().map(|name| format!("--congestion-control={name}")));
-    let memory = |memory: Memory| if plan.run.fleet { memory.kind().to_owned() } else { memory.to_string() };
+    let memory =
+        |memory: Memory| if plan.run.multi_gpu { memory.kind().to_owned() } else { memory.to_string() };
     command.args(plan.run.peer_memory.map(|of_peer| format!("--memory={}", memory(of_peer))));
     plugin_options(&mut command, plan);
     // Wherever this end has its own from.
-    handed::hand(&mut command, plan.engine.secret.as_deref());
+    child_secret::hand(&mut command, plan.engine.secret.as_deref());
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
     if !plan.verbose {
@@ -148,7 +149,7 @@ fn first_line(pipe: impl Read + Send + 'static, limit: Duration) -> Outcome<Stri
     }
 }
 
-/// Both ends of a demo use the same plugin in the same way.
+/// Both ends of loopback mode use the same plugin in the same way.
 fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     let Some(plugin) = &plan.engine.plugin else { return };
     command.arg("--plugin").arg(&plugin.path);

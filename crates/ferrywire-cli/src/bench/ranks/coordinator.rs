@@ -2,17 +2,17 @@
 //!
 //! Turns values into values: it opens no socket and reads no clock.
 //! Invariant: the first failure ends the run, and nothing is said to all behind the end.
-//! Read next: [`super::meeting`], which carries the words.
+//! Read next: [`super::group`], which carries the words.
 
 use std::collections::BTreeMap;
 
 use super::super::protocol::Run;
+use super::messages::{Card, Entry, Fault, PairReport, Place, RankMessage, Table};
 use super::pairs;
-use super::words::{Card, Entry, Fault, PairReport, Place, Table, Word};
 
 /// Rank 0's books.
 #[derive(Debug)]
-pub struct Hub {
+pub struct Coordinator {
     own: Card,
     run_id: String,
     run: Run,
@@ -26,12 +26,12 @@ pub struct Hub {
     over: bool,
 }
 
-impl Hub {
+impl Coordinator {
     /// Books for a world with rank 0's card and run.
-    pub fn new(own: Card, run_id: String, run: Run) -> Hub {
+    pub fn new(own: Card, run_id: String, run: Run) -> Coordinator {
         let world_size = own.world_size as usize;
         let pairs = pairs::pairs(run.pattern, own.world_size);
-        Hub {
+        Coordinator {
             own,
             run_id,
             run,
@@ -63,7 +63,7 @@ impl Hub {
     }
 
     /// Lets a rank in that is not refused; gives what all are to hear.
-    pub fn admit(&mut self, card: Card) -> Option<Word> {
+    pub fn admit(&mut self, card: Card) -> Option<RankMessage> {
         if self.over {
             return None;
         }
@@ -74,51 +74,53 @@ impl Hub {
     }
 
     /// Takes what a rank says that was let in; gives what all are to hear.
-    pub fn take(&mut self, from: u32, word: Word) -> Option<Word> {
+    pub fn take(&mut self, from: u32, word: RankMessage) -> Option<RankMessage> {
         if self.over {
             return None;
         }
         match word {
-            Word::Here(place) => self.here(from, *place),
-            Word::Arrived => {
+            RankMessage::Here(place) => self.here(from, *place),
+            RankMessage::Arrived => {
                 self.arrived += 1;
                 if self.arrived < pairs::serving(&self.pairs) {
                     return None;
                 }
                 self.arrived = 0;
                 self.passed += 1;
-                Some(Word::Pass(self.passed))
+                Some(RankMessage::Pass(self.passed))
             }
-            Word::Step(report) => {
+            RankMessage::Step(report) => {
                 self.reports.insert((report.step, report.pair), *report);
                 None
             }
             // Printed, not counted.
-            Word::Note(_) => None,
-            Word::Done => {
+            RankMessage::Note(_) => None,
+            RankMessage::Done => {
                 self.done[from as usize] = true;
                 let all = self.done.iter().all(|done| *done);
                 all.then(|| self.end(None))
             }
-            Word::Failed { blamed: Some(rank), why } if rank != from => {
+            RankMessage::Failed { blamed: Some(rank), why } if rank != from => {
                 let why = format!("{why} (so says {})", self.named(from));
                 Some(self.fault(rank, why))
             }
-            Word::Failed { why, .. } => Some(self.fault(from, why)),
-            Word::Join(_) => Some(self.fault(from, "it has come twice: is it the same version?".to_owned())),
-            Word::Table(_) | Word::Pass(_) | Word::Over(_) => {
+            RankMessage::Failed { why, .. } => Some(self.fault(from, why)),
+            RankMessage::Join(_) => {
+                Some(self.fault(from, "it has come twice: is it the same version?".to_owned()))
+            }
+            RankMessage::Table(_) | RankMessage::Pass(_) | RankMessage::Over(_) => {
                 Some(self.fault(from, "it speaks as only rank 0 may: is it the same version?".to_owned()))
             }
         }
     }
 
     /// A rank is gone.
-    pub fn lost(&mut self, rank: u32, why: &str) -> Option<Word> {
+    pub fn lost(&mut self, rank: u32, why: &str) -> Option<RankMessage> {
         (!self.over).then(|| self.fault(rank, why.to_owned()))
     }
 
     /// The time for all to come is up: says who is missing, and how many have come with another secret.
-    pub fn late(&mut self, waited_s: f64, strangers: u64) -> Option<Word> {
+    pub fn late(&mut self, waited_s: f64, strangers: u64) -> Option<RankMessage> {
         let missing = |of: &dyn Fn(usize) -> bool| (0..self.cards.len()).find(|at| !of(*at));
         let came = self.cards.iter().flatten().count();
         let absent = missing(&|at| self.cards[at].is_some());
@@ -143,7 +145,7 @@ impl Hub {
     }
 
     /// The time to end is up, after all was measured: says who has not.
-    pub fn unended(&mut self, waited_s: f64) -> Option<Word> {
+    pub fn unended(&mut self, waited_s: f64) -> Option<RankMessage> {
         let rank = self.done.iter().position(|done| !done)?;
         let why = format!("it has not ended within {waited_s:.0} s (--timeout), though all is measured");
         self.lost(rank as u32, &why)
@@ -182,7 +184,7 @@ impl Hub {
         })
     }
 
-    fn here(&mut self, from: u32, place: Place) -> Option<Word> {
+    fn here(&mut self, from: u32, place: Place) -> Option<RankMessage> {
         self.places[from as usize] = Some(place);
         if self.places.iter().any(Option::is_none) {
             return None;
@@ -201,7 +203,7 @@ impl Hub {
             peer_memory: Some(ranks[half].place.memory),
             ..self.run.clone()
         };
-        Some(Word::Table(Box::new(Table { run_id: self.run_id.clone(), run, ranks })))
+        Some(RankMessage::Table(Box::new(Table { run_id: self.run_id.clone(), run, ranks })))
     }
 
     /// The first rank whose bytes lie in another kind of memory than those of its half's first.
@@ -219,7 +221,7 @@ impl Hub {
         Some((found as u32, why))
     }
 
-    fn fault(&mut self, rank: u32, why: String) -> Word {
+    fn fault(&mut self, rank: u32, why: String) -> RankMessage {
         let host = self.cards.get(rank as usize).and_then(Option::as_ref).map(|card| card.host.clone());
         self.end(Some(Fault { rank, host, why }))
     }
@@ -231,9 +233,9 @@ impl Hub {
         }
     }
 
-    fn end(&mut self, fault: Option<Fault>) -> Word {
+    fn end(&mut self, fault: Option<Fault>) -> RankMessage {
         self.over = true;
-        Word::Over(fault)
+        RankMessage::Over(fault)
     }
 }
 
@@ -258,8 +260,8 @@ mod tests {
         }
     }
 
-    fn place(memory: Memory) -> Word {
-        Word::Here(Box::new(Place { addresses: Vec::new(), memory, gpu: 0 }))
+    fn place(memory: Memory) -> RankMessage {
+        RankMessage::Here(Box::new(Place { addresses: Vec::new(), memory, gpu: 0 }))
     }
 
     fn run(pattern: Pattern) -> Run {
@@ -273,7 +275,7 @@ mod tests {
             depth: None,
             blocks: None,
             peers: 1,
-            fleet: false,
+            multi_gpu: false,
             iters: Some(1),
             seconds: None,
             warmup: None,
@@ -284,29 +286,31 @@ mod tests {
     }
 
     /// A run of four ranks, of which so many have come.
-    fn hub(pattern: Pattern, came: u32) -> Hub {
-        let mut hub = Hub::new(card(0), "r".to_owned(), run(pattern));
+    fn coordinator(pattern: Pattern, came: u32) -> Coordinator {
+        let mut coordinator = Coordinator::new(card(0), "r".to_owned(), run(pattern));
         for rank in 0..came {
-            assert!(hub.admit(card(rank)).is_none());
+            assert!(coordinator.admit(card(rank)).is_none());
         }
-        hub
+        coordinator
     }
 
-    fn fault(word: Option<Word>) -> String {
+    fn fault(word: Option<RankMessage>) -> String {
         match word {
-            Some(Word::Over(Some(fault))) => fault.to_string(),
+            Some(RankMessage::Over(Some(fault))) => fault.to_string(),
             other => panic!("{other:?} is no fault"),
         }
     }
 
     #[test]
     fn all_hear_the_table_when_the_last_is_ready() {
-        let mut hub = hub(Pattern::Unidir, 4);
+        let mut coordinator = coordinator(Pattern::Unidir, 4);
         for rank in 0..3 {
             let memory = if rank < 2 { Memory::Sim(rank) } else { Memory::Host };
-            assert!(hub.take(rank, place(memory)).is_none());
+            assert!(coordinator.take(rank, place(memory)).is_none());
         }
-        let Some(Word::Table(table)) = hub.take(3, place(Memory::Host)) else { panic!("no table") };
+        let Some(RankMessage::Table(table)) = coordinator.take(3, place(Memory::Host)) else {
+            panic!("no table")
+        };
         assert_eq!((table.run.memory, table.run.peer_memory), (Memory::Sim(0), Some(Memory::Host)));
         let hosts: Vec<&str> = table.ranks.iter().map(|entry| entry.host.as_str()).collect();
         assert_eq!(hosts, ["h0", "h0", "h1", "h1"]);
@@ -314,40 +318,51 @@ mod tests {
 
     #[test]
     fn all_pass_when_every_serving_rank_has_arrived() {
-        let mut pairs = hub(Pattern::Unidir, 4);
+        let mut pairs = coordinator(Pattern::Unidir, 4);
         for turn in 1..3 {
-            assert!(pairs.take(2, Word::Arrived).is_none());
-            assert!(matches!(pairs.take(3, Word::Arrived), Some(Word::Pass(passed)) if passed == turn));
+            assert!(pairs.take(2, RankMessage::Arrived).is_none());
+            assert!(
+                matches!(pairs.take(3, RankMessage::Arrived), Some(RankMessage::Pass(passed)) if passed == turn)
+            );
         }
-        assert!(matches!(hub(Pattern::Incast, 4).take(2, Word::Arrived), Some(Word::Pass(1))));
+        assert!(matches!(
+            coordinator(Pattern::Incast, 4).take(2, RankMessage::Arrived),
+            Some(RankMessage::Pass(1))
+        ));
     }
 
     #[test]
     fn reports_are_given_when_those_of_all_pairs_are_there() {
-        let mut hub = hub(Pattern::Unidir, 4);
+        let mut coordinator = coordinator(Pattern::Unidir, 4);
         let report = |step, pair| {
             let (near, far) = Default::default();
-            Word::Step(Box::new(PairReport { step, pair, near, far, verified_iterations: Some(pair as u64) }))
+            RankMessage::Step(Box::new(PairReport {
+                step,
+                pair,
+                near,
+                far,
+                verified_iterations: Some(pair as u64),
+            }))
         };
         for (rank, step, pair) in [(1, 0, 1), (1, 1, 1), (0, 0, 0)] {
-            assert!(hub.take(rank, report(step, pair)).is_none());
+            assert!(coordinator.take(rank, report(step, pair)).is_none());
         }
-        let found = hub.step(0).expect("both pairs");
+        let found = coordinator.step(0).expect("both pairs");
         assert_eq!(found.iter().map(|one| one.verified_iterations).collect::<Vec<_>>(), [Some(0), Some(1)]);
-        assert!(hub.step(0).is_none() && hub.step(1).is_none());
+        assert!(coordinator.step(0).is_none() && coordinator.step(1).is_none());
     }
 
     #[test]
     fn the_run_is_over_when_all_are_done_or_one_has_failed() {
-        let mut well = hub(Pattern::Unidir, 4);
-        assert!((0..3).all(|rank| well.take(rank, Word::Done).is_none()));
-        assert!(matches!(well.take(3, Word::Done), Some(Word::Over(None))));
+        let mut well = coordinator(Pattern::Unidir, 4);
+        assert!((0..3).all(|rank| well.take(rank, RankMessage::Done).is_none()));
+        assert!(matches!(well.take(3, RankMessage::Done), Some(RankMessage::Over(None))));
         assert!(well.lost(2, "it left").is_none(), "nothing is said behind the end");
-        let failed = |blamed| Word::Failed { blamed, why: "it broke".to_owned() };
-        assert_eq!(fault(hub(Pattern::Unidir, 4).take(1, failed(None))), "rank 1 (h0): it broke");
-        let blamed = fault(hub(Pattern::Unidir, 4).take(1, failed(Some(3))));
+        let failed = |blamed| RankMessage::Failed { blamed, why: "it broke".to_owned() };
+        assert_eq!(fault(coordinator(Pattern::Unidir, 4).take(1, failed(None))), "rank 1 (h0): it broke");
+        let blamed = fault(coordinator(Pattern::Unidir, 4).take(1, failed(Some(3))));
         assert_eq!(blamed, "rank 3 (h1): it broke (so says rank 1 on h0)");
-        let mut first = hub(Pattern::Unidir, 4);
+        let mut first = coordinator(Pattern::Unidir, 4);
         assert_eq!(fault(first.lost(2, "it is gone")), "rank 2 (h1): it is gone");
         assert!(first.take(1, failed(None)).is_none(), "the first failure is the one");
     }
@@ -357,7 +372,7 @@ mod tests {
         let join = |change: &dyn Fn(&mut Card)| {
             let mut odd = card(2);
             change(&mut odd);
-            fault(hub(Pattern::Unidir, 2).admit(odd))
+            fault(coordinator(Pattern::Unidir, 2).admit(odd))
         };
         let said = join(&|card| drop(card.options.insert("sizes".to_owned(), "8K".to_owned())));
         assert_eq!(
@@ -369,7 +384,7 @@ mod tests {
         let said = join(&|card| card.version = "2".to_owned());
         assert!(said.contains("it is ferrywire 2") && said.contains("install the same"), "{said}");
         assert!(join(&|card| card.world_size = 8).contains("its --world-size is 8, and that of rank 0 4"));
-        let mut unlike = hub(Pattern::Unidir, 4);
+        let mut unlike = coordinator(Pattern::Unidir, 4);
         let memory = |rank| if rank == 3 { Memory::Host } else { Memory::Cuda(rank) };
         let last = (0..4).filter_map(|rank| unlike.take(rank, place(memory(rank)))).last();
         assert!(
@@ -379,44 +394,46 @@ mod tests {
 
     #[test]
     fn strangers_are_not_let_in_and_end_nothing() {
-        let hub = hub(Pattern::Unidir, 2);
-        assert_eq!(hub.refuses(&card(2)), None);
-        let twice = hub.refuses(&card(1)).expect("it is there");
+        let coordinator = coordinator(Pattern::Unidir, 2);
+        assert_eq!(coordinator.refuses(&card(2)), None);
+        let twice = coordinator.refuses(&card(1)).expect("it is there");
         assert!(twice.contains("rank 0 of a run of 4 on h0, whose rank 1 is already there"), "{twice}");
-        let beyond = hub.refuses(&Card { rank: 7, ..card(3) }).expect("no such rank");
+        let beyond = coordinator.refuses(&Card { rank: 7, ..card(3) }).expect("no such rank");
         assert!(beyond.contains("has no rank 7"), "{beyond}");
-        let other = hub.refuses(&Card { job: Some("k".to_owned()), ..card(3) }).expect("another run");
+        let other = coordinator.refuses(&Card { job: Some("k".to_owned()), ..card(3) }).expect("another run");
         assert!(other.contains("another launch"), "{other}");
     }
 
     #[test]
     fn who_joins_twice_is_named_whatever_its_card_says() {
         for rank in [1, 2, 7] {
-            let again = Word::Join(Box::new(Card { rank, ..card(1) }));
+            let again = RankMessage::Join(Box::new(Card { rank, ..card(1) }));
             assert!(
-                fault(hub(Pattern::Unidir, 2).take(1, again)).starts_with("rank 1 (h0): it has come twice")
+                fault(coordinator(Pattern::Unidir, 2).take(1, again))
+                    .starts_with("rank 1 (h0): it has come twice")
             );
         }
     }
 
     #[test]
     fn who_does_not_end_is_named() {
-        let mut hub = hub(Pattern::Unidir, 4);
-        assert!([0, 1, 3].iter().all(|rank| hub.take(*rank, Word::Done).is_none()));
+        let mut coordinator = coordinator(Pattern::Unidir, 4);
+        assert!([0, 1, 3].iter().all(|rank| coordinator.take(*rank, RankMessage::Done).is_none()));
         assert!(
-            fault(hub.unended(30.0)).starts_with("rank 2 (h1): it has not ended within 30 s (--timeout)")
+            fault(coordinator.unended(30.0))
+                .starts_with("rank 2 (h1): it has not ended within 30 s (--timeout)")
         );
-        assert!(hub.unended(31.0).is_none(), "the first failure is the one");
+        assert!(coordinator.unended(31.0).is_none(), "the first failure is the one");
     }
 
     #[test]
     fn the_first_that_is_missing_is_named() {
         assert_eq!(
-            fault(hub(Pattern::Unidir, 3).late(9.6, 1)),
+            fault(coordinator(Pattern::Unidir, 3).late(9.6, 1)),
             "rank 3: it has not come within 10 s (--timeout); 3 of 4 ranks are here; 1 connection had another secret"
         );
-        assert!(fault(hub(Pattern::Unidir, 2).late(9.6, 0)).ends_with("2 of 4 ranks are here"));
-        let mut unready = hub(Pattern::Unidir, 4);
+        assert!(fault(coordinator(Pattern::Unidir, 2).late(9.6, 0)).ends_with("2 of 4 ranks are here"));
+        let mut unready = coordinator(Pattern::Unidir, 4);
         assert!(unready.take(0, place(Memory::Host)).is_none());
         assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): it has not got ready"));
     }

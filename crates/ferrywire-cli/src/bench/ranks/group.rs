@@ -4,7 +4,7 @@
 //! before its time, the endpoints that move data are closed, so that nobody waits in them for long.
 //! Invariant: a wait here ends when the run is over, on Ctrl-C, or when rank 0 is gone; and a rank says only once why it
 //! cannot go on.
-//! Read next: [`super::hub`], which decides; [`super::door`], how a rank comes here.
+//! Read next: [`super::coordinator`], which decides; [`super::door`], how a rank comes here.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,15 +13,15 @@ use std::time::{Duration, Instant};
 
 use ferrywire::{Endpoint, Error, Peer};
 
-use super::super::gate::Gate;
+use super::super::barrier::Barrier;
 use super::super::link::{CLOSE_TIMEOUT, Link, SLICE};
 use super::super::protocol::Message;
-use super::door;
-use super::hub::Hub;
-use super::words::{Card, Fault, PairReport, Place, Table, Word};
+use super::coordinator::Coordinator;
+use super::join;
+use super::messages::{Card, Fault, PairReport, Place, RankMessage, Table};
 use crate::exit::{self, Failure, Outcome};
-use crate::plain;
 use crate::plan::RanksPlan;
+use crate::sanitize;
 use crate::sys;
 use crate::units::rounded;
 
@@ -34,8 +34,8 @@ const FAREWELL_GRACE: Duration = Duration::from_secs(5);
 /// Endpoints of a run that has failed have so long to finish.
 const RETREAT: Duration = Duration::from_millis(500);
 
-/// One rank's place at the meeting.
-pub struct Meeting {
+/// One rank's place at the group.
+pub struct Group {
     card: Card,
     timeout: Duration,
     endpoint: Endpoint,
@@ -50,7 +50,7 @@ pub struct Meeting {
 #[derive(Default)]
 struct State {
     /// At rank 0.
-    hub: Option<Hub>,
+    coordinator: Option<Coordinator>,
     table: Option<Arc<Table>>,
     passed: u64,
     over: Option<Option<Fault>>,
@@ -58,54 +58,55 @@ struct State {
     own: Option<(Option<u32>, Failure)>,
     /// What is closed when the run fails.
     at_work: Vec<Endpoint>,
-    gate: Option<Arc<Gate>>,
+    barrier: Option<Arc<Barrier>>,
 }
 
-impl Meeting {
-    /// Opens the meeting, or comes to it.
-    pub fn begin(plan: &RanksPlan) -> Outcome<Arc<Meeting>> {
+impl Group {
+    /// Opens the group, or comes to it.
+    pub fn begin(plan: &RanksPlan) -> Outcome<Arc<Group>> {
         let card = plan.card();
         let me = named(&card);
         match card.rank {
-            0 => Meeting::open(plan, card),
-            _ => Meeting::come(plan, card),
+            0 => Group::open(plan, card),
+            _ => Group::come(plan, card),
         }
         .map_err(|failure| prefixed(&me, failure))
     }
 
-    fn open(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
-        let endpoint = door::endpoint(plan, &card, true)?;
-        let mut hub = Hub::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
-        hub.admit(card.clone());
+    fn open(plan: &RanksPlan, card: Card) -> Outcome<Arc<Group>> {
+        let endpoint = join::endpoint(plan, &card, true)?;
+        let mut coordinator =
+            Coordinator::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
+        coordinator.admit(card.clone());
         let links = (0..card.world_size).map(|_| None).collect();
-        let meeting = Arc::new(Meeting::new(plan, card, endpoint, Some(hub), links));
-        let doorkeeper = meeting.clone();
+        let group = Arc::new(Group::new(plan, card, endpoint, Some(coordinator), links));
+        let doorkeeper = group.clone();
         spawn("rank-door", move || doorkeeper.let_in())?;
-        Ok(meeting)
+        Ok(group)
     }
 
-    fn come(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
-        let endpoint = door::endpoint(plan, &card, false)?;
-        let link = Arc::new(Link::new(door::dial(&endpoint, plan)?, plan.bench.timeout));
-        link.tell(&Message::Rank(Box::new(Word::Join(Box::new(card.clone())))))?;
-        let meeting = Arc::new(Meeting::new(plan, card, endpoint, None, vec![Some(link.clone())]));
-        let listener = meeting.clone();
+    fn come(plan: &RanksPlan, card: Card) -> Outcome<Arc<Group>> {
+        let endpoint = join::endpoint(plan, &card, false)?;
+        let link = Arc::new(Link::new(join::dial(&endpoint, plan)?, plan.bench.timeout));
+        link.tell(&Message::Rank(Box::new(RankMessage::Join(Box::new(card.clone())))))?;
+        let group = Arc::new(Group::new(plan, card, endpoint, None, vec![Some(link.clone())]));
+        let listener = group.clone();
         spawn("rank-0", move || listener.listen_to_rank_0(&link))?;
-        Ok(meeting)
+        Ok(group)
     }
 
     fn new(
         plan: &RanksPlan,
         card: Card,
         endpoint: Endpoint,
-        hub: Option<Hub>,
+        coordinator: Option<Coordinator>,
         links: Vec<Option<Arc<Link>>>,
-    ) -> Meeting {
-        Meeting {
+    ) -> Group {
+        Group {
             card,
             timeout: plan.bench.timeout,
             endpoint,
-            state: Mutex::new(State { hub, ..State::default() }),
+            state: Mutex::new(State { coordinator, ..State::default() }),
             changed: Condvar::new(),
             links: Mutex::new(links),
             arrivals: AtomicU64::new(0),
@@ -115,7 +116,7 @@ impl Meeting {
 
     /// Says where this rank is found; gives who is who when all have.
     pub fn table(&self, place: Place) -> Outcome<Arc<Table>> {
-        self.say(Word::Here(Box::new(place)))?;
+        self.say(RankMessage::Here(Box::new(place)))?;
         let is_hub = self.card.rank == 0;
         // Rank 0 may have started as much later as it then waits.
         let limit = if is_hub { self.timeout } else { self.timeout.saturating_mul(2) + VERDICT_WAIT };
@@ -124,7 +125,11 @@ impl Meeting {
         }
         if is_hub {
             let strangers = self.endpoint.auth_failures();
-            let word = self.lock().hub.as_mut().and_then(|hub| hub.late(limit.as_secs_f64(), strangers));
+            let word = self
+                .lock()
+                .coordinator
+                .as_mut()
+                .and_then(|coordinator| coordinator.late(limit.as_secs_f64(), strangers));
             self.tell_all(word);
         }
         let table = self.wait(Some(Duration::ZERO), &|| {}, |state| state.table.clone())?;
@@ -134,9 +139,9 @@ impl Meeting {
     }
 
     /// What is closed, and who is told, when the run fails.
-    pub fn watch_over(&self, at_work: Vec<Endpoint>, gate: Option<Arc<Gate>>) -> Outcome {
+    pub fn watch_over(&self, at_work: Vec<Endpoint>, barrier: Option<Arc<Barrier>>) -> Outcome {
         let mut state = self.lock();
-        (state.at_work, state.gate) = (at_work, gate);
+        (state.at_work, state.barrier) = (at_work, barrier);
         drop(state);
         self.check()
     }
@@ -149,18 +154,18 @@ impl Meeting {
     /// Waits until every serving rank is here; `tick` is called from time to time.
     pub fn pass(&self, tick: &dyn Fn()) -> Outcome {
         let turn = self.arrivals.fetch_add(1, Ordering::Relaxed) + 1;
-        self.say(Word::Arrived)?;
+        self.say(RankMessage::Arrived)?;
         self.wait(None, tick, |state| (state.passed >= turn).then_some(())).map(drop)
     }
 
     /// Hands in what a pair measured.
     pub fn report(&self, report: PairReport) -> Outcome {
-        self.say(Word::Step(Box::new(report)))
+        self.say(RankMessage::Step(Box::new(report)))
     }
 
     /// What all pairs measured in a size; for rank 0. `tick` is called from time to time.
     pub fn reports(&self, step: usize, tick: &dyn Fn()) -> Outcome<Vec<PairReport>> {
-        let found = self.wait(None, tick, |state| state.hub.as_mut()?.step(step))?;
+        let found = self.wait(None, tick, |state| state.coordinator.as_mut()?.step(step))?;
         found.ok_or_else(|| Failure::failed("internal error, please report: a wait without an end has ended"))
     }
 
@@ -173,7 +178,7 @@ impl Meeting {
         }
         state.own = Some((blamed, failure.clone()));
         drop(state);
-        let word = Word::Failed { blamed, why: failure.first_line() };
+        let word = RankMessage::Failed { blamed, why: failure.first_line() };
         match self.card.rank {
             0 => self.hear(0, word),
             // Rank 0 may be gone.
@@ -190,7 +195,7 @@ impl Meeting {
             self.verdict(failure)
         });
         let mut state = self.lock();
-        (state.at_work, state.gate) = Default::default();
+        (state.at_work, state.barrier) = Default::default();
         drop(state);
         if self.card.rank == 0 {
             self.see_all_off();
@@ -202,14 +207,14 @@ impl Meeting {
     /// Says that this rank is done, and waits until all are. At rank 0 the reports of all pairs are in by then: what is
     /// left are farewells.
     fn await_end(&self) -> Outcome {
-        self.say(Word::Done)?;
+        self.say(RankMessage::Done)?;
         let is_over = |state: &mut State| state.over.clone();
         let limit = (self.card.rank == 0).then(|| self.timeout.saturating_add(FAREWELL_GRACE));
         if self.wait(limit, &|| {}, is_over)?.is_some() {
             return Ok(());
         }
         let waited_s = limit.unwrap_or_default().as_secs_f64();
-        let word = self.lock().hub.as_mut().and_then(|hub| hub.unended(waited_s));
+        let word = self.lock().coordinator.as_mut().and_then(|coordinator| coordinator.unended(waited_s));
         self.tell_all(word);
         self.wait(None, &|| {}, is_over).map(drop)
     }
@@ -265,7 +270,7 @@ impl Meeting {
     }
 
     /// To rank 0, wherever that is; delivered when it returns.
-    fn say(&self, word: Word) -> Outcome {
+    fn say(&self, word: RankMessage) -> Outcome {
         if self.card.rank == 0 {
             self.hear(0, word);
             return Ok(());
@@ -284,20 +289,20 @@ impl Meeting {
 
     /// Has rank 0 print what might be better at this rank.
     pub fn tell_notes(&self, notes: Vec<String>) -> Outcome {
-        notes.into_iter().try_for_each(|note| self.say(Word::Note(note)))
+        notes.into_iter().try_for_each(|note| self.say(RankMessage::Note(note)))
     }
 
     /// Rank 0 hears a word.
-    fn hear(&self, from: u32, word: Word) {
-        if let Word::Note(note) = &word {
-            exit::note(&format!("note: rank {from}: {}", plain::line(note)));
+    fn hear(&self, from: u32, word: RankMessage) {
+        if let RankMessage::Note(note) = &word {
+            exit::note(&format!("note: rank {from}: {}", sanitize::line(note)));
         }
-        let to_all = self.lock().hub.as_mut().and_then(|hub| hub.take(from, word));
+        let to_all = self.lock().coordinator.as_mut().and_then(|coordinator| coordinator.take(from, word));
         self.tell_all(to_all);
     }
 
     /// What rank 0 has decided goes to everybody, itself included.
-    fn tell_all(&self, word: Option<Word>) {
+    fn tell_all(&self, word: Option<RankMessage>) {
         let Some(word) = word else { return };
         let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let message = Message::Rank(Box::new(word.clone()));
@@ -308,25 +313,25 @@ impl Meeting {
     }
 
     /// Takes in what rank 0 has decided.
-    fn apply(&self, word: Word) {
+    fn apply(&self, word: RankMessage) {
         let mut state = self.lock();
         match word {
-            Word::Table(table) => state.table = Some(Arc::from(table)),
-            Word::Pass(passed) => state.passed = state.passed.max(passed),
-            Word::Over(fault) => {
+            RankMessage::Table(table) => state.table = Some(Arc::from(table)),
+            RankMessage::Pass(passed) => state.passed = state.passed.max(passed),
+            RankMessage::Over(fault) => {
                 state.over.get_or_insert(fault);
             }
             _ => {}
         }
         let failed = state.over.clone().flatten();
-        let (at_work, gate) = match failed {
-            Some(_) => (std::mem::take(&mut state.at_work), state.gate.take()),
+        let (at_work, barrier) = match failed {
+            Some(_) => (std::mem::take(&mut state.at_work), state.barrier.take()),
             None => Default::default(),
         };
         drop(state);
         self.changed.notify_all();
-        if let (Some(gate), Some(fault)) = (gate, &failed) {
-            gate.fail(&fault.to_string());
+        if let (Some(barrier), Some(fault)) = (barrier, &failed) {
+            barrier.fail(&fault.to_string());
         }
         if !at_work.is_empty() {
             // Whoever waits in them is told by an error.
@@ -366,7 +371,7 @@ impl Meeting {
 }
 
 /// Threads that listen.
-impl Meeting {
+impl Group {
     fn listen_to_rank_0(&self, link: &Link) {
         loop {
             match link.hear_soon() {
@@ -383,16 +388,16 @@ impl Meeting {
 
     fn rank_0_is_gone(&self, failure: &Failure) {
         let host = self.lock().table.as_ref().map(|table| table.ranks[0].host.clone());
-        self.apply(Word::Over(Some(Fault { rank: 0, host, why: failure.first_line() })));
+        self.apply(RankMessage::Over(Some(Fault { rank: 0, host, why: failure.first_line() })));
     }
 
     /// Rank 0 takes in whoever comes, until it closes.
-    fn let_in(self: &Arc<Meeting>) {
+    fn let_in(self: &Arc<Group>) {
         loop {
             match self.endpoint.accept(SLICE) {
                 Ok(peer) => {
-                    let meeting = self.clone();
-                    if let Err(failure) = spawn("rank", move || meeting.receive(peer)) {
+                    let group = self.clone();
+                    if let Err(failure) = spawn("rank", move || group.receive(peer)) {
                         exit::complain(&failure.message());
                     }
                 }
@@ -406,7 +411,7 @@ impl Meeting {
         let link = Arc::new(Link::new(peer, self.timeout));
         let card = match link.hear() {
             Ok(Message::Rank(word)) => match *word {
-                Word::Join(card) => card,
+                RankMessage::Join(card) => card,
                 _ => {
                     return link
                         .tell_last(&Message::Refused { why: "ranks begin with their card".to_owned() });
@@ -427,17 +432,17 @@ impl Meeting {
         self.links.lock().unwrap_or_else(PoisonError::into_inner)[rank as usize] = Some(link.clone());
         self.tell_all(to_all);
         if let Some(over) = self.lock().over.clone() {
-            let _ = link.say(&Message::Rank(Box::new(Word::Over(over))));
+            let _ = link.say(&Message::Rank(Box::new(RankMessage::Over(over))));
         }
         self.listen_to(rank, &link);
     }
 
-    fn join(&self, card: Box<Card>) -> Result<Option<Word>, String> {
+    fn join(&self, card: Box<Card>) -> Result<Option<RankMessage>, String> {
         let mut state = self.lock();
-        let Some(hub) = state.hub.as_mut() else { return Ok(None) };
-        match hub.refuses(&card) {
+        let Some(coordinator) = state.coordinator.as_mut() else { return Ok(None) };
+        match coordinator.refuses(&card) {
             Some(why) => Err(why),
-            None => Ok(hub.admit(*card)),
+            None => Ok(coordinator.admit(*card)),
         }
     }
 
@@ -453,7 +458,11 @@ impl Meeting {
     }
 
     fn is_gone(&self, rank: u32, failure: &Failure) {
-        let word = self.lock().hub.as_mut().and_then(|hub| hub.lost(rank, &failure.first_line()));
+        let word = self
+            .lock()
+            .coordinator
+            .as_mut()
+            .and_then(|coordinator| coordinator.lost(rank, &failure.first_line()));
         self.tell_all(word);
     }
 }
@@ -506,8 +515,8 @@ mod tests {
         let port = (27_000..32_000).find(free).expect("a free port");
         let mut plan = rank(0, port);
         plan.bench.timeout = Duration::from_secs(3);
-        let first = Meeting::begin(&plan).expect("a meeting");
-        let _second = Meeting::begin(&rank(1, port)).expect("it comes");
+        let first = Group::begin(&plan).expect("a group");
+        let _second = Group::begin(&rank(1, port)).expect("it comes");
         let (ended, outcome) = mpsc::channel();
         thread::spawn(move || ended.send(first.finish(Ok(()))));
         let outcome = outcome.recv_timeout(LIMIT).expect("it does not wait for ever");

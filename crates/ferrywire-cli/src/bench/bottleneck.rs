@@ -4,9 +4,9 @@
 
 use std::collections::BTreeMap;
 
+use super::cpu_accounting::BothEnds;
 use super::host::Workplace;
 use super::protocol::SideReport;
-use super::spent::BothEnds;
 
 /// Share of all cores from which the CPU is the limit.
 const CPU_BUSY: f64 = 0.9;

@@ -24,10 +24,10 @@ pub struct BothEnds {
 
 impl BothEnds {
     /// Of a run of several ranks; else one process that serves, and as many that connect as there are pairs, or one where
-    /// they are a `fleet`.
-    pub fn of(ranks: &[RankPair], fleet: bool, pairs: usize) -> BothEnds {
+    /// they are a `multi_gpu`.
+    pub fn of(ranks: &[RankPair], multi_gpu: bool, pairs: usize) -> BothEnds {
         let one = || Processes(vec![0; pairs]);
-        match (ranks, fleet) {
+        match (ranks, multi_gpu) {
             ([], true) => BothEnds { near: one(), far: one() },
             ([], false) => BothEnds { near: Processes((0..pairs as u32).collect()), far: one() },
             (ranks, _) => BothEnds {
@@ -70,10 +70,10 @@ mod tests {
 
     #[test]
     fn a_process_counts_once_and_carries_all_its_pairs() {
-        let fleet = BothEnds::of(&[], true, 2);
+        let multi_gpu = BothEnds::of(&[], true, 2);
         let seconds = sides(&[4.0, 4.0]);
-        assert_eq!(fleet.near.cpu_s(&seconds, 0..2), 4.0);
-        assert_eq!(fleet.near.cpu_s_per_gb(&seconds, &[1_000_000_000, 3_000_000_000], 0..1), Some(1.0));
+        assert_eq!(multi_gpu.near.cpu_s(&seconds, 0..2), 4.0);
+        assert_eq!(multi_gpu.near.cpu_s_per_gb(&seconds, &[1_000_000_000, 3_000_000_000], 0..1), Some(1.0));
         let several = BothEnds::of(&[], false, 2);
         assert_eq!(several.near.cpu_s(&seconds, 0..2), 8.0);
         assert_eq!(several.near.cpu_s_per_gb(&seconds, &[1_000_000_000, 0], 0..1), Some(4.0));

@@ -1,12 +1,12 @@
 //! Where runs take place on the serving end: one at a time, with all its peers; others are told that it is busy.
 //!
-//! Read next: [`super::serve`], which lets peers in; [`super::gate`], where those inside wait for each other.
+//! Read next: [`super::serve`], which lets peers in; [`super::barrier`], where those inside wait for each other.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::gate::Gate;
+use super::barrier::Barrier;
 use super::protocol::{Hello, Run};
 use crate::args::Verify;
 use crate::exit::{Failure, Outcome};
@@ -26,7 +26,7 @@ pub struct ActiveRun {
     run: Run,
     name: String,
     /// Where its peers wait for each other.
-    pub gate: Gate,
+    pub barrier: Barrier,
     members: Mutex<Vec<bool>>,
     farewells: Mutex<Farewells>,
     /// Where there is room for all, see [`Home::store`](crate::memory::Home::store).
@@ -60,7 +60,7 @@ struct Expected {
 
 /// Where runs take place, one at a time.
 #[derive(Default)]
-pub struct Hall {
+pub struct RunSlot {
     active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
     /// A run that is about to begin.
     expected: Mutex<Option<Expected>>,
@@ -68,7 +68,7 @@ pub struct Hall {
     turned_away: Mutex<BTreeSet<String>>,
 }
 
-impl Hall {
+impl RunSlot {
     /// A run is about to begin in which nothing takes longer than `timeout`. More peers may come before its first
     /// greets, which it does within `to_greet`.
     pub fn expect(&self, timeout: Duration, to_greet: Duration) {
@@ -77,7 +77,7 @@ impl Hall {
     }
 
     /// How long a peer that has connected may take to say what it wants, where this end by itself would give it `own`.
-    pub fn patience(&self, own: Duration) -> Duration {
+    pub fn join_timeout(&self, own: Duration) -> Duration {
         let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
         // Whoever asked and never came has no say in how long others may take.
         expected.as_ref().filter(|run| Instant::now() < run.until).map_or(own, |run| run.timeout)
@@ -147,7 +147,7 @@ impl Hall {
         let (run, inside, so_far) = active.as_mut()?;
         *inside -= 1;
         if let (Ok(()), Err(failure)) = (&so_far, &outcome) {
-            run.gate.fail(&failure.first_line());
+            run.barrier.fail(&failure.first_line());
             *so_far = outcome;
         }
         let everybody_came =
@@ -168,13 +168,13 @@ impl Hall {
 
 impl ActiveRun {
     fn new(hello: &Hello, name: &str) -> ActiveRun {
-        let gate = Gate::new(hello.run.peers, Duration::from_secs_f64(hello.run.timeout_s));
+        let barrier = Barrier::new(hello.run.peers, Duration::from_secs_f64(hello.run.timeout_s));
         let members = Mutex::new(vec![false; hello.run.peers]);
         ActiveRun {
             run_id: hello.run_id.clone(),
             run: hello.run.clone(),
             name: name.to_owned(),
-            gate,
+            barrier,
             members,
             farewells: Mutex::default(),
             checked: Mutex::default(),
@@ -208,7 +208,7 @@ impl ActiveRun {
             Some(came) if !*came => *came = true,
             _ => return Err(format!("peer {} of this run is already here", hello.member)),
         }
-        self.gate.join();
+        self.barrier.join();
         self.farewells.lock().unwrap_or_else(PoisonError::into_inner).owed += 1;
         Ok(())
     }
@@ -253,7 +253,7 @@ mod tests {
             depth: None,
             blocks: None,
             peers: 2,
-            fleet: false,
+            multi_gpu: false,
             iters: Some(1),
             seconds: None,
             warmup: None,
@@ -267,22 +267,22 @@ mod tests {
     /// The second found too little where the first had taken its part.
     #[test]
     fn room_is_looked_for_once_for_all_peers_of_a_run() {
-        let hall = Hall::default();
+        let run_slot = RunSlot::default();
         let full = || Err(Failure::failed("too little"));
-        assert!(hall.enter(&hello(0), "a", None, &full).is_err());
-        hall.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
-        assert!(hall.enter(&hello(1), "b", Some(3), &full).is_err(), "another memory");
-        hall.enter(&hello(1), "b", None, &full).expect("it was looked for");
+        assert!(run_slot.enter(&hello(0), "a", None, &full).is_err());
+        run_slot.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
+        assert!(run_slot.enter(&hello(1), "b", Some(3), &full).is_err(), "another memory");
+        run_slot.enter(&hello(1), "b", None, &full).expect("it was looked for");
     }
 
     #[test]
     fn who_asked_for_a_run_and_never_came_takes_nobodys_time() {
         let (own, asked) = (Duration::from_secs(30), Duration::from_millis(1));
-        let hall = Hall::default();
-        hall.expect(asked, own);
-        assert_eq!(hall.patience(own), asked, "its peers come now");
-        hall.expect(asked, Duration::ZERO);
-        assert_eq!(hall.patience(own), own, "its time is over");
+        let run_slot = RunSlot::default();
+        run_slot.expect(asked, own);
+        assert_eq!(run_slot.join_timeout(own), asked, "its peers come now");
+        run_slot.expect(asked, Duration::ZERO);
+        assert_eq!(run_slot.join_timeout(own), own, "its time is over");
     }
 
     #[test]
@@ -295,11 +295,11 @@ mod tests {
 
     #[test]
     fn a_run_has_ended_when_all_peers_have_heard_so() {
-        let hall = Hall::default();
-        let run = hall.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
-        hall.enter(&hello(1), "b", None, &|| Ok(())).expect("room");
-        assert!(hall.leave(Ok(())).is_none());
-        let ended = hall.leave(Ok(())).expect("the last has left");
+        let run_slot = RunSlot::default();
+        let run = run_slot.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
+        run_slot.enter(&hello(1), "b", None, &|| Ok(())).expect("room");
+        assert!(run_slot.leave(Ok(())).is_none());
+        let ended = run_slot.leave(Ok(())).expect("the last has left");
         assert!(run.bade_farewell(Some(ended)).is_none(), "the first has not heard so yet");
         assert!(run.bade_farewell(None).is_some_and(|ended| ended.outcome.is_ok()));
     }

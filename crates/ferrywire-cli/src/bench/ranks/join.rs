@@ -1,6 +1,6 @@
 //! How a rank comes to rank 0, and how rank 0 waits for it.
 //!
-//! Read next: [`super::meeting`], what they do there.
+//! Read next: [`super::group`], what they do there.
 
 use std::net::SocketAddr;
 use std::thread;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer};
 
 use super::super::connect;
-use super::words::Card;
+use super::messages::Card;
 use crate::exit::{Failure, Outcome};
 use crate::plan::RanksPlan;
 use crate::sys;
@@ -19,7 +19,7 @@ const DIAL_INTERVAL: Duration = Duration::from_millis(100);
 /// How often a connection on its way is looked at.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The endpoint for the meeting alone: what it says is little.
+/// The endpoint for the group alone: what it says is little.
 pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
     let mut builder = Endpoint::builder().label(format!("rank {}", card.rank)).threads(1).channels(1);
     if let Some(secret) = &plan.bench.engine.secret {
@@ -44,7 +44,7 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
     let since = Instant::now();
     loop {
         let mut last = None;
-        for address in &plan.meeting {
+        for address in &plan.group {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
                 // Nobody will think otherwise later.

@@ -18,24 +18,24 @@ use crate::sys;
 pub const HEARSAY: &str = "another peer of this run failed";
 
 /// A peer that waits behind others is told so as often as this, or several times within its timeout.
-const PATIENCE: Duration = Duration::from_secs(5);
+const NOTICE_INTERVAL: Duration = Duration::from_secs(5);
 /// So many times.
 const ASKED_PER_TIMEOUT: u32 = 3;
 
-/// What must be passed beyond this process; it calls its argument from time to time.
+/// A barrier beyond this process; it calls its argument from time to time.
 pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
 
-/// Asks a peer to wait on.
-pub struct Patience<'a> {
+/// Tells a peer now and then that this end still waits for others.
+pub struct WaitNotice<'a> {
     link: &'a Link,
     interval: Duration,
     since: Cell<Instant>,
 }
 
-impl<'a> Patience<'a> {
+impl<'a> WaitNotice<'a> {
     /// From now on. The peer gives up after the timeout that this end has too.
-    pub fn new(link: &'a Link) -> Patience<'a> {
-        Patience { link, interval: interval(link.timeout()), since: Cell::new(Instant::now()) }
+    pub fn new(link: &'a Link) -> WaitNotice<'a> {
+        WaitNotice { link, interval: interval(link.timeout()), since: Cell::new(Instant::now()) }
     }
 
     /// To be called from time to time, while others are waited for.
@@ -49,11 +49,11 @@ impl<'a> Patience<'a> {
 }
 
 fn interval(timeout: Duration) -> Duration {
-    PATIENCE.min(timeout / ASKED_PER_TIMEOUT)
+    NOTICE_INTERVAL.min(timeout / ASKED_PER_TIMEOUT)
 }
 
 /// Peers of one run, as the serving end sees them.
-pub struct Gate {
+pub struct Barrier {
     peers: usize,
     join_deadline: Duration,
     beyond: Option<Beyond>,
@@ -77,9 +77,9 @@ struct State {
     verified: Vec<u64>,
 }
 
-impl Gate {
-    /// A gate for so many peers, which must all join within the timeout.
-    pub fn new(peers: usize, join_deadline: Duration) -> Gate {
+impl Barrier {
+    /// A barrier for so many peers, which must all join within the timeout.
+    pub fn new(peers: usize, join_deadline: Duration) -> Barrier {
         let reports = vec![Default::default(); peers];
         let state = State {
             joined: 0,
@@ -91,12 +91,12 @@ impl Gate {
             reports,
             verified: vec![0; peers],
         };
-        Gate { peers, join_deadline, beyond: None, state: Mutex::new(state), changed: Condvar::new() }
+        Barrier { peers, join_deadline, beyond: None, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// The same gate, where the start and the end of a timed part also wait for other processes of the run.
-    pub fn with_beyond(self, beyond: Beyond) -> Gate {
-        Gate { beyond: Some(beyond), ..self }
+    /// The same barrier, where the start and the end of a timed part also wait for other processes of the run.
+    pub fn with_beyond(self, beyond: Beyond) -> Barrier {
+        Barrier { beyond: Some(beyond), ..self }
     }
 
     /// A peer has joined.
@@ -158,13 +158,13 @@ impl Gate {
         beyond: Option<&Beyond>,
         on_last: impl FnOnce(&mut State),
     ) -> Outcome<MutexGuard<'a, State>> {
-        let patience = Patience::new(link);
+        let notice = WaitNotice::new(link);
         state.arrived += 1;
         if state.arrived == self.peers {
             state.arrived = 0;
             if let Some(beyond) = beyond {
                 drop(state);
-                beyond(&|| patience.ask()).inspect_err(|failure| self.fail(&failure.first_line()))?;
+                beyond(&|| notice.ask()).inspect_err(|failure| self.fail(&failure.first_line()))?;
                 state = self.lock();
             }
             on_last(&mut state);
@@ -175,8 +175,8 @@ impl Gate {
         let (generation, since) = (state.generation, Instant::now());
         while state.generation == generation {
             self.look_around(link, &state, since)?;
-            patience.ask();
-            let waited = self.changed.wait_timeout(state, SLICE.min(patience.interval));
+            notice.ask();
+            let waited = self.changed.wait_timeout(state, SLICE.min(notice.interval));
             state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
         }
         Ok(state)
@@ -212,7 +212,7 @@ mod tests {
     fn a_peer_is_asked_to_wait_on_before_it_gives_up() {
         for timeout_s in [0.1, 1.0, 3.0, 5.0, 6.0, 30.0, 86400.0] {
             let timeout = Duration::from_secs_f64(timeout_s);
-            assert!(interval(timeout) * 2 < timeout && interval(timeout) <= PATIENCE, "{timeout:?}");
+            assert!(interval(timeout) * 2 < timeout && interval(timeout) <= NOTICE_INTERVAL, "{timeout:?}");
         }
     }
 }
