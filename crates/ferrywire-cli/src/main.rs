@@ -8,7 +8,6 @@
 
 mod args;
 mod bench;
-mod carrier;
 mod doctor;
 mod exit;
 mod file;
@@ -21,6 +20,7 @@ mod sanitize;
 mod sys;
 mod tool;
 mod topo;
+mod transport;
 mod units;
 
 use std::panic::catch_unwind;

@@ -17,9 +17,9 @@ use crate::args::{
     Unpack,
 };
 use crate::bench::protocol::{Run, SECONDS_MAX};
-use crate::carrier::{self, DevmemUse, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
+use crate::transport::{self, DevmemUse, PluginUse};
 use crate::units::{Gpus, Names};
 use crate::{bench, file};
 
@@ -328,8 +328,8 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
         // What contradicts itself before what is not there.
-        devmem: carrier::devmem_for_serve(&flags, listen, call_limit)?,
-        plugin: carrier::for_serve(&flags, call_limit)?,
+        devmem: transport::devmem_for_serve(&flags, listen, call_limit)?,
+        plugin: transport::for_serve(&flags, call_limit)?,
         gpus,
         map,
         allow_cross_numa: flags.allow_cross_numa.unwrap_or(false),
@@ -423,8 +423,8 @@ fn plan_connect(
     check_outputs(&flags)?;
     check_pattern(&flags)?;
     let timeout_s = seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT);
-    let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(timeout_s))?;
-    let devmem = carrier::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(timeout_s))?;
+    let plugin = transport::for_connect(&flags, Duration::from_secs_f64(timeout_s))?;
+    let devmem = transport::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(timeout_s))?;
     Ok(ConnectPlan {
         addresses,
         typed_address: None,

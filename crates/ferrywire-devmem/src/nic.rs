@@ -131,7 +131,7 @@ impl Claim {
         let off: Vec<u32> = claimed.queues.iter().chain(&cleaned.live).copied().collect();
         if let Err(error) = bench.set_up(&missing, &off) {
             bench.journal.remove_claim(&file.name());
-            match bench.let_go(&cleaned.live, Others::Live) {
+            match bench.release(&cleaned.live, Others::Live) {
                 Ok(told) => told.iter().for_each(|line| tracing::warn!("{line}")),
                 Err(why) => tracing::warn!("{why}"),
             }
@@ -284,7 +284,7 @@ impl Claim {
         }
         drop(file);
         let live = bench.live()?;
-        let mut told = bench.let_go(&live, Others::Live)?;
+        let mut told = bench.release(&live, Others::Live)?;
         told.append(&mut bench.journal.told);
         Ok(told)
     }

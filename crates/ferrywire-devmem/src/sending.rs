@@ -173,7 +173,7 @@ impl Sending {
         // The oldest is the one asked for.
         let done = at < self.handed && self.messages[at].unreported == 0;
         if done && at == 0 {
-            self.let_go();
+            self.release();
         }
         Ok(done)
     }
@@ -183,7 +183,7 @@ impl Sending {
         self.unreadable.clone()
     }
 
-    fn let_go(&mut self) {
+    fn release(&mut self) {
         let Some(message) = self.messages.pop_front() else { return };
         (self.first, self.handed) = (self.first + 1, self.handed - 1);
         if let (Source::Staged { stage, .. }, Some(stager)) = (message.source, &mut self.stager) {

@@ -28,7 +28,7 @@ use crate::pairs::{Pair, pairs};
 use crate::proof::{self, Claim, Dialling};
 use crate::sending::SendComm;
 use crate::settings::settings;
-use crate::unreached;
+use crate::unreachable_paths;
 
 /// An attempt that nobody asks about for so long may have been left,
 const LEFT_AFTER: Duration = Duration::from_secs(30);
@@ -145,7 +145,7 @@ fn put_back(number: u64, mut attempt: Attempt) -> u64 {
 
 impl Attempt {
     fn begin(device: &Device, handle: &Handle) -> Outcome<Attempt> {
-        let (pairs, spare) = unreached::part(pairs(&device.nics_up(), &handle.addresses));
+        let (pairs, spare) = unreachable_paths::part(pairs(&device.nics_up(), &handle.addresses));
         let now = Instant::now();
         let mut attempt = Attempt {
             secret: handle.secret,
@@ -189,13 +189,13 @@ impl Attempt {
         // What is wrong may name a port, which is another one for each comm.
         log::warn_once_of(&path, format_args!("{path} is left out: {}", fault.why));
         if unreached {
-            unreached::note(&pair);
+            unreachable_paths::note(&pair);
         }
         Ok(())
     }
 
     fn bring_in_spare(&mut self) {
-        unreached::forget(&self.spare);
+        unreachable_paths::forget(&self.spare);
         self.pairs.append(&mut self.spare);
     }
 
@@ -224,7 +224,7 @@ impl Attempt {
         // One path of several between two NICs may be dead for as long as the kernel tries; a pair of NICs is left out only
         // when none of its connections is answered, and another pair's are.
         let (several, is_late) = (self.pairs.len() > 1, self.is_late());
-        let is_given_up = |pair| several && (is_late || unreached::has(pair));
+        let is_given_up = |pair| several && (is_late || unreachable_paths::has(pair));
         let given_up: Vec<bool> = self.pairs.iter().map(is_given_up).collect();
         let looks = given_up.contains(&true);
         let answers = |pair| self.dialled.iter().any(|dialled| dialled.pair == pair && !dialled.is_silent());

@@ -21,7 +21,7 @@
 //! # In reading order
 //!
 //! `tables` (what NCCL calls), `properties` and `device` (which NICs) and `merged` (several as one), `channels` (how many rings), `attempt` and
-//! `listener` (how a comm comes about) with `pairs`, `unreached`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
+//! `listener` (how a comm comes about) with `pairs`, `unreachable_paths`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
 //! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk; `ranks` and `settings`: how many). `failure` and `log` say what went wrong.
 
 mod affinity;
@@ -47,6 +47,6 @@ mod settings;
 mod tables;
 #[cfg(test)]
 mod testing;
-mod unreached;
+mod unreachable_paths;
 mod wire;
 mod worker;

@@ -88,7 +88,7 @@ impl Loop {
         let mut unasked = 0;
         loop {
             self.about = None;
-            let mut worked = self.obey();
+            let mut worked = self.run_commands();
             // What was just commanded is done before the kernel is asked for more, but not for ever.
             if worked && !self.runnable.is_empty() && unasked < TURNS_UNASKED_MAX {
                 unasked += 1;
@@ -171,7 +171,7 @@ impl Loop {
         }
     }
 
-    fn obey(&mut self) -> bool {
+    fn run_commands(&mut self) -> bool {
         if self.worker.is_commanded() {
             self.orders.extend(std::mem::take(&mut *locked(&self.worker.commands)));
         }

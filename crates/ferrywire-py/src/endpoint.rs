@@ -33,18 +33,18 @@ pub struct Endpoint {
     closed: AtomicBool,
 }
 
-/// Whom to connect to: the metadata that an endpoint gave, or an address.
-enum Whom {
+/// ConnectTarget to connect to: the metadata that an endpoint gave, or an address.
+enum ConnectTarget {
     Metadata(Vec<u8>),
     At(Address),
 }
 
-impl Whom {
-    fn of(object: &Bound<'_, PyAny>) -> PyResult<Whom> {
+impl ConnectTarget {
+    fn of(object: &Bound<'_, PyAny>) -> PyResult<ConnectTarget> {
         if let Some(address) = Address::of("to", object)? {
-            return Ok(Whom::At(address));
+            return Ok(ConnectTarget::At(address));
         }
-        let metadata = bytes(object)?.map(Whom::Metadata);
+        let metadata = bytes(object)?.map(ConnectTarget::Metadata);
         metadata.ok_or_else(|| {
             is_no("to", object, "metadata (bytes), nor an address: 'host:port', ('host', port)")
         })
@@ -66,12 +66,12 @@ impl Endpoint {
         timeout: Option<f64>,
     ) -> PyResult<impl FnOnce() -> ferrywire::Result<ferrywire::Peer> + Send + use<>> {
         let py = to.py();
-        let (endpoint, to) = (self.open(py)?.clone(), Whom::of(to)?);
+        let (endpoint, to) = (self.open(py)?.clone(), ConnectTarget::of(to)?);
         let limit = limit(py, "timeout", timeout)?;
         crate::logs::look_at_level(py)?;
         Ok(move || match to {
-            Whom::Metadata(metadata) => endpoint.connect_metadata(&metadata, limit),
-            Whom::At(address) => connect_to_any(&endpoint, address, limit),
+            ConnectTarget::Metadata(metadata) => endpoint.connect_metadata(&metadata, limit),
+            ConnectTarget::At(address) => connect_to_any(&endpoint, address, limit),
         })
     }
 

@@ -1,7 +1,7 @@
 //! A comm: one end of a connection, with its request ring, its sockets and its workers.
 //!
 //! The calls of the table end here: posting, testing, giving back, closing. Nothing moves by itself:
-//! every `test` turns the crank once (`progress.rs`).
+//! every `test` makes progress once (`progress.rs`).
 //! Invariant: a request's slot is used again only after it was released.
 //! Read next: `progress.rs`, then `cell.rs`, which guards the way in.
 
@@ -266,7 +266,7 @@ impl Comm {
         }
     }
 
-    /// Turns the crank once, then says whether the request in a slot is done, and with what size.
+    /// Makes progress once, then says whether the request in a slot is done, and with what size.
     pub fn test(&mut self, slot: usize) -> Outcome<Option<usize>> {
         self.faults_before_testing()?;
         self.progress()?;
@@ -351,7 +351,7 @@ impl Comm {
     /// INACTIVE -> FREE.
     fn release(&mut self) {
         if let Some(oldest) = self.ring.oldest_finished() {
-            registration::let_go(self.slots[self.ring.slot_of(oldest)].mhandle);
+            registration::release(self.slots[self.ring.slot_of(oldest)].mhandle);
         }
         self.ring.release();
     }

@@ -1,4 +1,4 @@
-//! The crank of a comm: what one `test` moves.
+//! The progress of a comm: what one `test` moves.
 //!
 //! Collect what workers have finished; admit at most one posted request; schedule chunks of the oldest
 //! active one, and of no other. So N messages need at least N calls on each end.

@@ -84,7 +84,7 @@ pub fn hold(handle: usize) {
 }
 
 /// It is released.
-pub fn let_go(handle: usize) {
+pub fn release(handle: usize) {
     if let Some(known) = locked(&HANDLES).get_mut(&handle) {
         known.uses -= 1;
     }

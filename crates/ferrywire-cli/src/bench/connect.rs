@@ -22,11 +22,11 @@ use super::session::{Session, StepReport};
 use super::staged;
 use super::table;
 use crate::args::Unpack;
-use crate::carrier::PluginUse;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::plan::{ConnectPlan, EnginePlan};
 use crate::sys;
+use crate::transport::PluginUse;
 use crate::units::Bytes;
 
 /// The engine keeps its timeout; it is waited for so much longer.

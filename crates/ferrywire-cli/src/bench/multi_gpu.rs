@@ -26,11 +26,11 @@ use super::link::{CLOSE_TIMEOUT, Link, Stop};
 use super::places::{self, Place, Places};
 use super::protocol::{Message, PEERS_MAX, Run};
 use crate::args::Pattern;
-use crate::carrier::{DevmemUse, PluginUse};
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
+use crate::transport::{DevmemUse, PluginUse};
 
 /// The endpoints of this process, and where the bytes of each lie.
 pub struct MultiGpu {

@@ -22,12 +22,12 @@ use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::run_slot::{self, ActiveRun, Ended, RunSlot};
 use super::session::Session;
 use crate::args::{Inject, Pattern};
-use crate::carrier::PluginUse;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
 use crate::plan::{EnginePlan, ServePlan};
 use crate::sanitize;
 use crate::sys;
+use crate::transport::PluginUse;
 
 /// What the first peer of a run may take longer to greet than its --timeout: until then it connects the others.
 const CONNECT_GRACE: Duration = Duration::from_secs(2);

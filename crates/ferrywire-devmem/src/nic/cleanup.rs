@@ -98,7 +98,7 @@ impl Bench<'_, '_> {
         // Also where none is dead: one may have been killed after its files were removed, before its queues were given
         // back to the spread.
         let live = cleaned.live.clone();
-        cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
+        cleaned.told.extend(self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
         cleaned.told.append(&mut self.journal.told);
         Ok(cleaned)
     }

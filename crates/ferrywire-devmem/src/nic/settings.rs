@@ -126,7 +126,7 @@ impl Bench<'_, '_> {
     ///
     /// # Errors
     /// What it was before cannot be read: nothing is put back.
-    pub fn let_go(&mut self, live: &[u32], others: Others) -> Result<Vec<String>, NicError> {
+    pub fn release(&mut self, live: &[u32], others: Others) -> Result<Vec<String>, NicError> {
         let settings = self.journal.settings(!live.is_empty())?;
         if settings.is_empty() {
             return Ok(Vec::new());

@@ -53,7 +53,7 @@ struct Inner {
     control: Arc<Mutex<Control>>,
     home: Arc<dyn RegionHome>,
     listen_addresses: Vec<SocketAddr>,
-    lobby: Arc<AcceptQueue>,
+    accept_queue: Arc<AcceptQueue>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// How closing ended, once it has.
     closed: Mutex<Option<Result<()>>>,
@@ -87,15 +87,15 @@ impl Endpoint {
     fn start(
         config: Config,
         transport: SharedTransport,
-        carrier: Option<SharedBackend>,
-        no_carrier: Option<String>,
+        backend: Option<SharedBackend>,
+        no_backend: Option<String>,
     ) -> Result<Endpoint> {
         let identity = Identity(random_bytes().map_err(|error| Error::io("random bytes", &error))?);
         let listeners = listening::listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
-        let polled_by = match &carrier {
+        let polled_by = match &backend {
             None => PolledBy::All,
             Some(backend) if backend.calls_may_block() => PolledBy::Thread,
             Some(_) => PolledBy::ThreadWithLanes,
@@ -111,16 +111,17 @@ impl Endpoint {
         let workers = workers.map_err(no_poller)?;
         let sleepers = workers.iter().map(|worker| worker.sleeper().clone()).collect();
         let context =
-            Context::new(identity, config, transport, sleepers, poller.waker(), carrier, no_carrier);
+            Context::new(identity, config, transport, sleepers, poller.waker(), backend, no_backend);
         let workers = Arc::new(Workers::new(Arc::new(context), workers, lost));
-        let lobby = Arc::new(AcceptQueue::default());
+        let accept_queue = Arc::new(AcceptQueue::default());
         let boot_id = affinity::boot_id().unwrap_or_default();
-        let control = Control::new(workers.clone(), poller, listeners, addresses, boot_id, lobby.clone());
+        let control =
+            Control::new(workers.clone(), poller, listeners, addresses, boot_id, accept_queue.clone());
         let control = Arc::new(Mutex::new(control.map_err(no_poller)?));
         let running = Running::new(workers, control.clone());
         let home: Arc<dyn RegionHome> = running.clone();
         let (threads, closed, closes) = (Mutex::default(), Mutex::default(), Condvar::new());
-        let inner = Inner { running, control, home, listen_addresses, lobby, threads, closed, closes };
+        let inner = Inner { running, control, home, listen_addresses, accept_queue, threads, closed, closes };
         if threaded {
             // Where one does not start the rest goes with the endpoint: threads, and who listens.
             inner.spawn()?;
@@ -144,7 +145,7 @@ impl Endpoint {
 
     /// The variables that the plugin was loaded with and who set them; empty without a plugin.
     pub fn effective_environment(&self) -> Vec<Variable> {
-        let backend = self.context().carrier.as_ref();
+        let backend = self.context().backend.as_ref();
         backend.map(|backend| backend.environment().to_vec()).unwrap_or_default()
     }
 
@@ -190,7 +191,7 @@ impl Endpoint {
     /// Starts to connect, without waiting, to what proves to be this target.
     pub fn start_connect_to(&self, target: ConnectTarget) -> Result<Connecting> {
         self.check_origin()?;
-        let lobby = Arc::new(AcceptQueue::default());
+        let accept_queue = Arc::new(AcceptQueue::default());
         let context = self.context();
         if context.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
@@ -199,8 +200,8 @@ impl Endpoint {
             secret.check()?;
         }
         let address = target.address;
-        self.inner.running.with_control(|control| control.connect(target, lobby.clone()));
-        Ok(Connecting { running: self.inner.running.clone(), lobby, address })
+        self.inner.running.with_control(|control| control.connect(target, accept_queue.clone()));
+        Ok(Connecting { running: self.inner.running.clone(), accept_queue, address })
     }
 
     /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
@@ -341,7 +342,7 @@ impl Endpoint {
         if self.check_origin().is_err() {
             return wakeup.wake();
         }
-        self.inner.lobby.wake_at_arrival(wakeup.handle());
+        self.inner.accept_queue.wake_at_arrival(wakeup.handle());
         if self.inner.context().closing.load(Ordering::SeqCst) {
             wakeup.wake();
         }
@@ -493,11 +494,11 @@ impl Inner {
 
     /// The next peer that has connected, if one has.
     fn take_peer(&self) -> Option<Result<Peer>> {
-        self.lobby.take().map(|result| self.peer(result))
+        self.accept_queue.take().map(|result| self.peer(result))
     }
 
     fn next_peer(&self, limit: Duration) -> Option<Result<Peer>> {
-        self.running.next_of(&self.lobby, limit).map(|result| self.peer(result))
+        self.running.next_of(&self.accept_queue, limit).map(|result| self.peer(result))
     }
 
     fn start_thread(&self, name: String, body: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -562,7 +563,7 @@ impl Inner {
         // The host's clock: so long it takes others to be done with a NIC.
         let began = Instant::now();
         let left = || timeout.map_or(Duration::MAX, |timeout| timeout.saturating_sub(began.elapsed()));
-        self.lobby.close();
+        self.accept_queue.close();
         running.with_control(|control| match timeout {
             Some(timeout) => control.close_all(timeout),
             None => control.drain_all(),
@@ -576,7 +577,7 @@ impl Inner {
         }
         let unfinished = running.with_control(|control| control.unfinished());
         // No caller accepts them any more.
-        self.lobby.clear();
+        self.accept_queue.clear();
         running.workers.iter().for_each(|worker| worker.stop());
         running.context().wake_control();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
@@ -589,8 +590,8 @@ impl Inner {
         }
         // What the threads left to somebody who may wait.
         deferred_free::clear();
-        if let Some(carrier) = &running.context().carrier {
-            carrier.end(left());
+        if let Some(backend) = &running.context().backend {
+            backend.end(left());
         }
         match unfinished {
             None if is_idle => Ok(()),
@@ -608,7 +609,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if self.context().origin.is_elsewhere() {
             // All of it is the parent's. Even to close a copy of a descriptor would tell its pollers.
-            std::mem::forget((self.running.clone(), self.control.clone(), self.lobby.clone()));
+            std::mem::forget((self.running.clone(), self.control.clone(), self.accept_queue.clone()));
             return std::mem::forget(std::mem::take(
                 self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
             ));

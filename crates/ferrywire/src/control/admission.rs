@@ -19,9 +19,9 @@ pub(super) struct SessionTable {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
-    carrier: Option<SharedBackend>,
+    backend: Option<SharedBackend>,
     /// Why there is none, where one was tried.
-    no_carrier: Option<String>,
+    no_backend: Option<String>,
     sessions: HashMap<u64, Known>,
     accept_queue: Arc<AcceptQueue>,
 }
@@ -40,16 +40,16 @@ impl SessionTable {
         me: Hello,
         secret: Option<Secret>,
         secret_needed: bool,
-        carrier: Option<SharedBackend>,
-        no_carrier: Option<String>,
+        backend: Option<SharedBackend>,
+        no_backend: Option<String>,
         accept_queue: Arc<AcceptQueue>,
     ) -> SessionTable {
         SessionTable {
             me,
             secret,
             secret_needed,
-            carrier,
-            no_carrier,
+            backend,
+            no_backend,
             sessions: HashMap::new(),
             accept_queue,
         }
@@ -58,8 +58,8 @@ impl SessionTable {
     /// The session as we take it: whether payload goes over lanes is settled here.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
         let same_host = peer.shares_host(&self.me) == Some(true);
-        let (carrier, none) = (self.carrier.as_deref(), self.no_carrier.as_deref());
-        let extra = payload_backend::answer(carrier, none, &config.extra, same_host, config)?;
+        let (backend, none) = (self.backend.as_deref(), self.no_backend.as_deref());
+        let extra = payload_backend::answer(backend, none, &config.extra, same_host, config)?;
         Ok(Config { extra, ..config.clone() })
     }
 

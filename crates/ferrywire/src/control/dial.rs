@@ -159,9 +159,9 @@ impl Dial {
         };
         let cores = affinity::cores_with_time();
         let default = || schedule::channels_default(cores, super::pairs_expected(context, address));
-        let offered = match (without, &context.carrier, &context.no_carrier) {
+        let offered = match (without, &context.backend, &context.no_backend) {
             (Some(why), ..) => terms::without(why),
-            (None, Some(carrier), _) => carrier.offer(address, &*context.transport)?,
+            (None, Some(backend), _) => backend.offer(address, &*context.transport)?,
             (None, None, Some(why)) => terms::without(&format!("at the end that connects: {why}")),
             (None, None, None) => Vec::new(),
         };

@@ -44,7 +44,7 @@ struct Waiting {
 /// All of one peer's.
 pub(super) struct Lanes {
     /// What they are of; without, there are none.
-    carrier: Option<SharedBackend>,
+    backend: Option<SharedBackend>,
     waiting: BTreeMap<u16, Waiting>,
     /// Handles that came before our end of the connection stood.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
@@ -61,9 +61,9 @@ struct InVain {
 }
 
 impl Lanes {
-    pub fn new(carrier: Option<SharedBackend>) -> Lanes {
+    pub fn new(backend: Option<SharedBackend>) -> Lanes {
         Lanes {
-            carrier,
+            backend,
             waiting: BTreeMap::new(),
             early: BTreeMap::new(),
             in_vain: BTreeMap::new(),
@@ -73,7 +73,7 @@ impl Lanes {
 
     /// Whether the lane after a failed one would fail too; if not, lanes are made anew, as TCP connections are.
     pub fn fail_for_good(&self) -> bool {
-        self.carrier.as_ref().is_some_and(|carrier| carrier.fails_for_good())
+        self.backend.as_ref().is_some_and(|backend| backend.fails_for_good())
     }
 
     /// A lane has failed after such a time, or has not come about within it; `moved`: messages that all of the peer's
@@ -105,8 +105,8 @@ impl Lanes {
         self.waiting.get(&index).map(|waiting| waiting.setup.age(now)).unwrap_or_default()
     }
 
-    pub fn carrier(&self) -> Option<SharedBackend> {
-        self.carrier.clone()
+    pub fn backend(&self) -> Option<SharedBackend> {
+        self.backend.clone()
     }
 
     /// The set-up of a channel is given up.
@@ -131,7 +131,7 @@ impl Lanes {
     /// How long channels may take until a peer is taken as it is, with some and with none of them: longer
     /// where lanes are set up.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
-        let more = self.carrier.as_ref().map(|carrier| carrier.setup_limit()).unwrap_or_default();
+        let more = self.backend.as_ref().map(|backend| backend.setup_limit()).unwrap_or_default();
         (some + more, none + more)
     }
 }
@@ -140,7 +140,7 @@ impl Link {
     /// The connection of a channel stands: begins to set up its lane.
     pub(super) fn start_lane(
         &mut self,
-        carrier: SharedBackend,
+        backend: SharedBackend,
         context: &Context,
         conn: Box<dyn Conn>,
         index: u16,
@@ -149,7 +149,7 @@ impl Link {
     ) {
         self.lane_begins(index, generation);
         let (transport, waker) = (&*context.transport, context.control_waker());
-        match carrier.begin(transport, &*conn, self.dials(), now, waker) {
+        match backend.begin(transport, &*conn, self.dials(), now, waker) {
             Ok(setup) => {
                 self.lanes.waiting.insert(index, Waiting { generation, conn, setup });
             }
@@ -204,7 +204,7 @@ impl Link {
                     let setup_us = setup.age(now).as_micros() as u64;
                     counters.lane.setup_us.store(setup_us, Ordering::Relaxed);
                     *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(by);
-                    let limit = self.lanes.carrier.as_ref().map(|carrier| carrier.stall_limit());
+                    let limit = self.lanes.backend.as_ref().map(|backend| backend.stall_limit());
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
                     let posted = Posted::new(lane, limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);

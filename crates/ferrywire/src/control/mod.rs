@@ -100,9 +100,9 @@ impl Control {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
-        let (carrier, none) = (context.carrier.clone(), context.no_carrier.clone());
+        let (backend, none) = (context.backend.clone(), context.no_backend.clone());
         let session_table =
-            SessionTable::new(me.clone(), secret, needed, carrier, none, accept_queue.clone());
+            SessionTable::new(me.clone(), secret, needed, backend, none, accept_queue.clone());
         let clock = Clock::new(context.transport.now());
         Ok(Control {
             workers,

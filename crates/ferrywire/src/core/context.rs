@@ -28,9 +28,9 @@ pub(crate) struct Context {
     pub sleepers: Box<[Arc<Sleeper>]>,
     pub closing: AtomicBool,
     /// What carries payload beside connections, where anything does.
-    pub carrier: Option<SharedBackend>,
+    pub backend: Option<SharedBackend>,
     /// Why nothing does, where it was to be tried.
-    pub no_carrier: Option<String>,
+    pub no_backend: Option<String>,
     pub prepared: Prepared,
     /// What streams of GPUs wait for.
     pub gates: Gates,
@@ -46,8 +46,8 @@ impl Context {
         transport: SharedTransport,
         sleepers: Box<[Arc<Sleeper>]>,
         control: Waker,
-        carrier: Option<SharedBackend>,
-        no_carrier: Option<String>,
+        backend: Option<SharedBackend>,
+        no_backend: Option<String>,
     ) -> Context {
         Context {
             identity,
@@ -56,8 +56,8 @@ impl Context {
             transport,
             sleepers,
             closing: AtomicBool::new(false),
-            carrier,
-            no_carrier,
+            backend,
+            no_backend,
             prepared: Prepared::default(),
             gates: Gates::default(),
             regions: RegionTable::default(),
@@ -68,7 +68,7 @@ impl Context {
 
     /// What moves payload, as reports name it.
     pub fn payload_name(&self) -> &'static str {
-        self.carrier.as_ref().map_or(self.transport.name(), |backend| backend.transport())
+        self.backend.as_ref().map_or(self.transport.name(), |backend| backend.transport())
     }
 
     /// Refuses memory that payload does not reach, before anything moves; `side` says whose memory it is.
@@ -76,9 +76,9 @@ impl Context {
     /// The one rule: each end applies it to its own region, also where a peer names one, whose word is not trusted. Memory of
     /// GPUs that are open in this process is staged through host memory, unless lanes move it themselves.
     pub fn check_reach(&self, location: MemoryLocation, side: &'static str) -> Result<()> {
-        let is_reached = match &self.carrier {
+        let is_reached = match &self.backend {
             _ if location == MemoryLocation::Host => true,
-            Some(carrier) => carrier.gpu() == Some(location),
+            Some(backend) => backend.gpu() == Some(location),
             None => Gpu::opened(location).is_ok(),
         };
         if is_reached {
@@ -90,7 +90,7 @@ impl Context {
 
     /// What carries payload by calls that may block, if anything does.
     pub fn blocking_backend(&self) -> Option<&SharedBackend> {
-        self.carrier.as_ref().filter(|backend| backend.calls_may_block())
+        self.backend.as_ref().filter(|backend| backend.calls_may_block())
     }
 
     /// A number for a transfer, never used before.

@@ -13,10 +13,10 @@ use ferrywire_ncclnet::{EndKind, explained};
 use super::super::child_secret;
 use super::Order;
 use super::message::{Assembler, Call, Message};
-use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::plugin::end_of;
 use crate::sys;
+use crate::transport::PluginUse;
 use crate::units::rounded;
 
 /// How often the child is looked at while it says nothing.

@@ -16,7 +16,7 @@ use std::time::Duration;
 /// A connection on its way.
 pub struct Connecting {
     pub(super) running: Arc<Running>,
-    pub(super) lobby: Arc<AcceptQueue>,
+    pub(super) accept_queue: Arc<AcceptQueue>,
     pub(super) address: SocketAddr,
 }
 
@@ -30,7 +30,7 @@ impl Connecting {
     /// Waits until the peer is up.
     pub fn wait(&self, timeout: Duration) -> Result<Peer> {
         self.running.context().origin.check()?;
-        let peer = self.running.next_of(&self.lobby, timeout).map(|result| self.peer(result));
+        let peer = self.running.next_of(&self.accept_queue, timeout).map(|result| self.peer(result));
         peer.unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
             Err(Error::Stalled { what, peer: Some(self.address.to_string()), waited: timeout })
@@ -39,7 +39,7 @@ impl Connecting {
 
     /// Whether an endpoint has answered at the address. If not, none is waited for there any more.
     pub(super) fn has_answered(&self) -> bool {
-        !self.running.with_control(|control| control.withdraw_dial(&self.lobby))
+        !self.running.with_control(|control| control.withdraw_dial(&self.accept_queue))
     }
 
     fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
@@ -48,14 +48,14 @@ impl Connecting {
 
     /// Gives up: a peer that no caller would know of does not come about. The result, if it came in the last moment.
     pub(super) fn withdraw(&self) -> Option<Result<Peer>> {
-        self.running.with_control(|control| control.withdraw(&self.lobby));
-        self.lobby.take().map(|result| self.peer(result))
+        self.running.with_control(|control| control.withdraw(&self.accept_queue));
+        self.accept_queue.take().map(|result| self.peer(result))
     }
 
     /// The result, if it is there.
     pub fn poll(&self) -> Option<Result<Peer>> {
         match self.running.context().origin.check() {
-            Ok(()) => self.lobby.take().map(|result| self.peer(result)),
+            Ok(()) => self.accept_queue.take().map(|result| self.peer(result)),
             Err(error) => Some(Err(error.into())),
         }
     }
@@ -65,6 +65,6 @@ impl Connecting {
         if self.running.context().origin.is_elsewhere() {
             return wakeup.wake();
         }
-        self.lobby.wake_at_arrival(wakeup.handle());
+        self.accept_queue.wake_at_arrival(wakeup.handle());
     }
 }

@@ -226,8 +226,8 @@ impl Link {
         };
         let why = format!("at the end that {end}: {why}");
         awaited.go_without_lanes(why.clone());
-        let carrier = self.lanes.carrier();
-        let name = carrier.as_ref().map_or("lanes", |carrier| carrier.name());
+        let backend = self.lanes.backend();
+        let name = backend.as_ref().map_or("lanes", |backend| backend.name());
         tracing::warn!(peer = self.peer.name(), "a session without {name} takes this one's place: {why}");
         self.leave_with(format!("{WITHOUT_LANES}{why}"), error, now);
     }

@@ -137,9 +137,9 @@ impl Link {
         };
         // Two ends that cannot tell are reckoned to share a host where their addresses say so: some plugins end the process there.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
-        let (carrier, refused) = carrier_of(context, &config, same_host);
-        let (transport, transport_reason) = transport_of(context, carrier.as_ref(), &config);
-        let lanes_optional = carrier.as_ref().is_some_and(|carrier| carrier.is_optional())
+        let (backend, refused) = backend_of(context, &config, same_host);
+        let (transport, transport_reason) = transport_of(context, backend.as_ref(), &config);
+        let lanes_optional = backend.as_ref().is_some_and(|backend| backend.is_optional())
             && Terms::decode(&config.extra).is_optional();
         let info = PeerInfo {
             session: id,
@@ -152,7 +152,7 @@ impl Link {
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
             same_host,
-            lanes: carrier.is_some(),
+            lanes: backend.is_some(),
             transport,
             transport_reason,
         };
@@ -170,7 +170,7 @@ impl Link {
             data_key,
             role,
             connection: ControlConnection::open(conn),
-            lanes: Lanes::new(carrier),
+            lanes: Lanes::new(backend),
             stage: Stage::Settling(Settling { awaited, since: now, dial_failed: false, lanes_optional }),
             closing: Closing::default(),
             ending: attached.err().map(|error| Error::Internal(error.to_string())).or(refused),
@@ -410,31 +410,31 @@ fn closed_by_peer(error: &io::Error) -> bool {
 }
 
 /// What carries the payload of a session, and why it cannot.
-fn carrier_of(
+fn backend_of(
     context: &Context,
     config: &SessionConfig,
     same_host: bool,
 ) -> (Option<SharedBackend>, Option<String>) {
-    let Some(carrier) = context.carrier.clone() else { return (None, None) };
+    let Some(backend) = context.backend.clone() else { return (None, None) };
     let declined = reason_without(&config.extra);
     if config.extra.is_empty() || declined.is_some() {
-        let refused = !carrier.is_optional();
+        let refused = !backend.is_optional();
         let why = declined.map(|why| format!(": {why}")).unwrap_or_default();
-        let why = || format!("the other end does without {}, which this one needs{why}", carrier.name());
+        let why = || format!("the other end does without {}, which this one needs{why}", backend.name());
         return (None, refused.then(why));
     }
     // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
-    let agreed = carrier.agree(&Terms::decode(&config.extra), same_host, config);
-    (Some(carrier), agreed.err())
+    let agreed = backend.agree(&Terms::decode(&config.extra), same_host, config);
+    (Some(backend), agreed.err())
 }
 
 /// How the payload of a session travels, and why so where that was a choice.
 fn transport_of(
     context: &Context,
-    carrier: Option<&SharedBackend>,
+    backend: Option<&SharedBackend>,
     config: &SessionConfig,
 ) -> (&'static str, String) {
-    match (carrier, &context.carrier) {
+    match (backend, &context.backend) {
         (Some(_), Some(ours)) if ours.is_negotiated() => (context.payload_name(), "both ends can".into()),
         (None, Some(ours)) if ours.is_negotiated() => {
             let no_offer = || format!("the other end did not offer {}", ours.name());
@@ -442,6 +442,6 @@ fn transport_of(
             tracing::info!("payload goes over tcp: {why}");
             ("tcp", why)
         }
-        _ => (context.payload_name(), context.no_carrier.clone().unwrap_or_default()),
+        _ => (context.payload_name(), context.no_backend.clone().unwrap_or_default()),
     }
 }

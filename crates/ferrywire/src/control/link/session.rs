@@ -99,7 +99,7 @@ impl Link {
 
     /// What is told of a peer whose process has ended: a plugin may have ended it, which only that process tells.
     fn plugin_note(&self) -> String {
-        let plugin = self.lanes.carrier().filter(|carrier| carrier.ends_process());
+        let plugin = self.lanes.backend().filter(|backend| backend.ends_process());
         plugin.map_or_else(String::new, |plugin| {
             let name = plugin.name();
             format!(

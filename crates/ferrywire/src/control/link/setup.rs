@@ -218,9 +218,9 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        match self.lanes.carrier() {
+        match self.lanes.backend() {
             _ if self.dying() => {}
-            Some(carrier) => self.start_lane(carrier, context, conn, index, generation, now),
+            Some(backend) => self.start_lane(backend, context, conn, index, generation, now),
             None => self.carries_data(context, Channel::new(conn, self.peer.clone(), index, generation), now),
         }
     }

@@ -70,7 +70,7 @@ pub(super) struct Receiving {
     seen: usize,
     tested: usize,
     /// Requests posted and not given back, now and at most.
-    in_hand: usize,
+    outstanding: usize,
     most: usize,
     posted: u64,
     finished: u64,
@@ -81,7 +81,7 @@ pub(super) struct Receiving {
     closing: Option<(Duration, String)>,
     closing_results: u64,
     /// A frame has left whose memory was taken away: nothing of the lane's is to keep that any more.
-    let_go: bool,
+    released: bool,
     slots: Slots,
 }
 
@@ -93,7 +93,7 @@ impl Receiving {
             frames: VecDeque::new(),
             seen: 0,
             tested: 0,
-            in_hand: 0,
+            outstanding: 0,
             most: 0,
             posted: 0,
             finished: 0,
@@ -102,7 +102,7 @@ impl Receiving {
             refused_since: None,
             closing: None,
             closing_results: 0,
-            let_go: false,
+            released: false,
             slots: Slots::new(lane, Way::Unpack),
         }
     }
@@ -112,7 +112,7 @@ impl Receiving {
     }
 
     pub fn in_flight(&self) -> bool {
-        self.in_hand > 0
+        self.outstanding > 0
     }
 
     /// Bytes that are to come into posted receives.
@@ -144,7 +144,7 @@ impl Receiving {
 
     /// Whether memory that was taken away is of no more use since this was last asked.
     pub fn has_let_go(&mut self) -> bool {
-        std::mem::take(&mut self.let_go)
+        std::mem::take(&mut self.released)
     }
 
     pub fn uses(&self, memory: &Arc<Memory>) -> bool {
@@ -248,10 +248,10 @@ impl Receiving {
             if let State::Done(receive) = frame.state {
                 lane.consumed(receive.ticket)?;
                 receive.slot.into_iter().for_each(|slot| self.slots.give_back(slot));
-                self.in_hand -= 1;
+                self.outstanding -= 1;
                 self.finished += 1;
             }
-            self.let_go |= frame.abandoned;
+            self.released |= frame.abandoned;
             turned.worked = true;
             turned.arrived.push(frame.arrival);
         }
@@ -263,7 +263,7 @@ impl Receiving {
         while self.seen < self.frames.len() {
             let frame = &mut self.frames[self.seen];
             if matches!(frame.state, State::Waiting) {
-                if self.in_hand >= self.window {
+                if self.outstanding >= self.window {
                     return Ok(());
                 }
                 let (slot, run) = frame.arrival.room(lane, &mut self.slots)?;
@@ -284,8 +284,8 @@ impl Receiving {
                 self.refused_since = None;
                 self.posted_at = now;
                 self.posted += 1;
-                self.in_hand += 1;
-                self.most = self.most.max(self.in_hand);
+                self.outstanding += 1;
+                self.most = self.most.max(self.outstanding);
                 turned.worked = true;
             }
             self.seen += 1;
@@ -300,7 +300,7 @@ impl Receiving {
             Post::Posted(_) => return Ok(()),
         };
         let since = *self.refused_since.get_or_insert(now);
-        if self.in_hand > 0 {
+        if self.outstanding > 0 {
             self.refused_since = None;
         } else if now.saturating_sub(since) > self.stall_limit {
             let waited = seconds(self.stall_limit);
@@ -317,7 +317,7 @@ impl Receiving {
     fn look_after_closing(&mut self, now: Duration) -> Result<(), String> {
         let Some((since, why)) = &self.closing else { return Ok(()) };
         // What waits for room in our own window the peer cannot send.
-        let has_room = self.in_hand < self.window;
+        let has_room = self.outstanding < self.window;
         let missing = self.frames.iter().any(|frame| match frame.state {
             State::Posted(_) => true,
             State::Waiting => has_room,
@@ -349,7 +349,7 @@ impl Receiving {
         let closing = self.closing.as_ref().map(|(_, why)| format!(", closing: {why}")).unwrap_or_default();
         format!(
             "receiving: {} of {} posted, {} frames wait, {} given back{closing}",
-            self.in_hand,
+            self.outstanding,
             self.window,
             self.frames.len(),
             self.finished

@@ -57,7 +57,7 @@ pub(super) struct Sending {
     /// Since when the lane takes nothing although nothing is posted.
     refused_since: Option<Duration>,
     /// Memory that was taken back meanwhile is not read any more.
-    let_go: bool,
+    released: bool,
     slots: Slots,
 }
 
@@ -76,7 +76,7 @@ impl Sending {
             most: 0,
             moved_at: Duration::ZERO,
             refused_since: None,
-            let_go: false,
+            released: false,
             slots: Slots::new(lane, Way::Pack),
         }
     }
@@ -103,7 +103,7 @@ impl Sending {
 
     /// Whether a message of memory that is taken back was sent since this was last asked: the lane need not keep it.
     pub fn has_let_go(&mut self) -> bool {
-        std::mem::take(&mut self.let_go)
+        std::mem::take(&mut self.released)
     }
 
     /// Bytes that the lane has and is not done with.
@@ -199,7 +199,7 @@ impl Sending {
             self.moved_at = now;
             turned.worked = true;
             turned.sent_bytes += message.bytes as u64;
-            self.let_go |= matches!(&message.source, Source::Run(run) if run.memory.revoked());
+            self.released |= matches!(&message.source, Source::Run(run) if run.memory.revoked());
             if let Source::Slot { slot, .. } = message.source {
                 self.slots.give_back(slot);
             }
