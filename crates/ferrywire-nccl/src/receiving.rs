@@ -17,13 +17,13 @@ use ferrywire_net::Conn;
 
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
-use crate::head::Head;
+use crate::header::Header;
 use crate::link::Link;
 use crate::pool::{Opening, Pool, Wire, pool};
 use crate::sending::saw_arrival;
 use crate::wire::{Receiver, Turn};
 
-/// The length of a message whose first head has not come yet.
+/// The length of a message whose first header has not come yet.
 const TOTAL_UNKNOWN: u64 = u64::MAX;
 /// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
@@ -59,7 +59,7 @@ struct Slot {
     data: AtomicPtr<u8>,
     room: AtomicUsize,
     total: AtomicU64,
-    /// Bytes whose heads have come.
+    /// Bytes whose headers have come.
     placed: AtomicU64,
     /// Bytes that are here.
     received: AtomicU64,
@@ -109,30 +109,30 @@ impl Receiving {
     }
 
     /// Where a piece that a socket brings belongs; `None` while its receive is not posted.
-    pub fn place(&self, socket: usize, head: &Head) -> Outcome<Option<*mut u8>> {
-        let before = self.fronts[socket].swap(head.message, Ordering::AcqRel);
-        if before > head.message {
+    pub fn place(&self, socket: usize, header: &Header) -> Outcome<Option<*mut u8>> {
+        let before = self.fronts[socket].swap(header.message, Ordering::AcqRel);
+        if before > header.message {
             return Err(Fault::remote("the peer sent a message after a later one"));
         }
-        if !self.is_posted(head.message) {
+        if !self.is_posted(header.message) {
             return Ok(None);
         }
-        let slot = &self.slots[slot_of(head.message)];
-        if slot.message.load(Ordering::Relaxed) != head.message {
+        let slot = &self.slots[slot_of(header.message)];
+        if slot.message.load(Ordering::Relaxed) != header.message {
             return Err(Fault::remote("the peer sent a message twice"));
         }
-        let (total, room) = (head.total_bytes, slot.room.load(Ordering::Relaxed));
+        let (total, room) = (header.total_bytes, slot.room.load(Ordering::Relaxed));
         if total > room as u64 {
             let why = format!("a message of {total} bytes met a receive of {room}");
             return Err(Fault { code: ResultCode::INVALID_USAGE, why });
         }
         let known = slot.total.compare_exchange(TOTAL_UNKNOWN, total, Ordering::AcqRel, Ordering::Acquire);
-        let placed = slot.placed.fetch_add(head.bytes, Ordering::AcqRel);
-        if known.is_err_and(|known| known != total) || placed + head.bytes > total {
+        let placed = slot.placed.fetch_add(header.bytes, Ordering::AcqRel);
+        if known.is_err_and(|known| known != total) || placed + header.bytes > total {
             return Err(Fault::remote("the peer sent parts that do not make a message"));
         }
         // SAFETY: the piece lies inside its message, and the message fits the buffer.
-        Ok(Some(unsafe { slot.data.load(Ordering::Relaxed).add(head.offset as usize) }))
+        Ok(Some(unsafe { slot.data.load(Ordering::Relaxed).add(header.offset as usize) }))
     }
 
     /// So many bytes of a message are here.
@@ -335,8 +335,8 @@ mod tests {
     /// Half of a message, as it travels.
     fn half(message: u64, second: bool) -> Vec<u8> {
         let offset = if second { HALF as u64 } else { 0 };
-        let head = Head { message, total_bytes: BYTES as u64, offset, bytes: HALF as u64, tag: 0 };
-        let mut piece = head.to_bytes().to_vec();
+        let header = Header { message, total_bytes: BYTES as u64, offset, bytes: HALF as u64, tag: 0 };
+        let mut piece = header.to_bytes().to_vec();
         piece.resize(piece.len() + HALF, 7 + message as u8);
         piece
     }

@@ -16,7 +16,7 @@ use ferrywire_net::Conn;
 
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
-use crate::head::Head;
+use crate::header::Header;
 use crate::link::Link;
 use crate::pool::{Delay, Opening, Pool, Wire, pool};
 use crate::ranks;
@@ -92,7 +92,7 @@ impl Sending {
         let wanted = share.next_multiple_of(PIECE_BYTES_STEP).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
         // No small rest.
         let bytes = if left < wanted + PIECE_BYTES_MIN / 2 { left } else { wanted };
-        let head = Head {
+        let header = Header {
             message: next.message,
             total_bytes: next.bytes as u64,
             offset: next.taken as u64,
@@ -107,7 +107,7 @@ impl Sending {
         }
         queue.bytes -= bytes;
         self.queued_bytes.store(queue.bytes, Ordering::SeqCst);
-        Some(Piece { head, data })
+        Some(Piece { header, data })
     }
 
     /// Whether a piece could be taken.
@@ -116,8 +116,8 @@ impl Sending {
     }
 
     /// A piece has gone.
-    pub fn sent(&self, head: &Head) {
-        self.left.0[slot_of(head.message)].fetch_sub((head.bytes as usize).max(1), Ordering::Release);
+    pub fn sent(&self, header: &Header) {
+        self.left.0[slot_of(header.message)].fetch_sub((header.bytes as usize).max(1), Ordering::Release);
     }
 
     /// Gives the number of sockets that have work now.
@@ -287,8 +287,8 @@ impl SendComm {
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
         if inline {
             let length = bytes as u64;
-            let head = Head { message, total_bytes: length, offset: 0, bytes: length, tag };
-            own.inline.push_back(Piece { head, data });
+            let header = Header { message, total_bytes: length, offset: 0, bytes: length, tag };
+            own.inline.push_back(Piece { header, data });
             self.send_inline(&mut own);
             if bytes > short {
                 rest_begins();

@@ -1,11 +1,11 @@
 //! One socket of a comm, and what moves its bytes: pieces out, or pieces in.
 //!
-//! A piece is a head and its payload. Sending: take the next piece of the comm's queue, send head and payload in
-//! one call, say how much of the message is gone. Receiving: read a head, find the receive it names, read payload
-//! straight there, together with the next head.
+//! A piece is a header and its payload. Sending: take the next piece of the comm's queue, send header and payload in
+//! one call, say how much of the message is gone. Receiving: read a header, find the receive it names, read payload
+//! straight there, together with the next header.
 //!
-//! A sender's life: empty -> piece under way -> empty | failed. A receiver's: head under way -> payload under way ->
-//! head under way | waits for a receive that is not posted yet | ended | failed.
+//! A sender's life: empty -> piece under way -> empty | failed. A receiver's: header under way -> payload under way ->
+//! header under way | waits for a receive that is not posted yet | ended | failed.
 //! Invariant: memory of a request is touched only while the connection is in its place; closing takes it out.
 
 use std::io;
@@ -14,7 +14,7 @@ use std::time::Duration;
 use ferrywire_net::{Conn, IoVec};
 
 use crate::failure::Fault;
-use crate::head::{HEAD_BYTES, Head};
+use crate::header::{HEADER_BYTES, Header};
 use crate::link::{Link, LinkName};
 use crate::receiving::Receiving;
 use crate::sending::Sending;
@@ -50,7 +50,7 @@ pub enum Turn {
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     /// What the receiver is told.
-    pub head: Head,
+    pub header: Header,
     /// The first byte of this part.
     pub data: *mut u8,
 }
@@ -59,8 +59,8 @@ pub struct Piece {
 pub struct Sender {
     conn: Box<dyn Conn>,
     name: LinkName,
-    piece: Option<(Piece, [u8; HEAD_BYTES])>,
-    /// Bytes of head and payload that the kernel has.
+    piece: Option<(Piece, [u8; HEADER_BYTES])>,
+    /// Bytes of header and payload that the kernel has.
     sent: usize,
 }
 
@@ -102,11 +102,11 @@ impl Sender {
         for _ in 0..PIECES_PER_TURN {
             if self.piece.is_none() {
                 let Some(piece) = next() else { return Turn::Idle };
-                self.piece = Some((piece, piece.head.to_bytes()));
+                self.piece = Some((piece, piece.header.to_bytes()));
                 self.sent = 0;
             }
             match self.send() {
-                Ok(Some(done)) => comm.sent(&done.head),
+                Ok(Some(done)) => comm.sent(&done.header),
                 Ok(None) => return Turn::Blocked,
                 Err(e) => {
                     comm.failure.record(Fault::connection(&self.name, &e));
@@ -119,23 +119,23 @@ impl Sender {
 
     /// Goes on with the piece under way: the piece once it is gone, `None` when there is no room.
     fn send(&mut self) -> io::Result<Option<Piece>> {
-        while let Some((piece, head)) = &mut self.piece {
-            let payload_bytes = piece.head.bytes as usize;
-            if self.sent == HEAD_BYTES + payload_bytes {
+        while let Some((piece, header)) = &mut self.piece {
+            let payload_bytes = piece.header.bytes as usize;
+            if self.sent == HEADER_BYTES + payload_bytes {
                 let done = *piece;
                 self.piece = None;
                 return Ok(Some(done));
             }
-            let head_sent = self.sent.min(HEAD_BYTES);
+            let head_sent = self.sent.min(HEADER_BYTES);
             let payload_sent = self.sent - head_sent;
             // SAFETY: what is sent of the payload is less than its length.
             let rest = unsafe { piece.data.add(payload_sent) };
-            let head_rest = &mut head[head_sent..];
+            let head_rest = &mut header[head_sent..];
             let pieces = [
                 IoVec::new(head_rest.as_mut_ptr(), head_rest.len()),
                 IoVec::new(rest, payload_bytes - payload_sent),
             ];
-            // SAFETY: the head is ours; the payload is kept by NCCL until the request is done or the comm closed,
+            // SAFETY: the header is ours; the payload is kept by NCCL until the request is done or the comm closed,
             // and a comm is not closed while this connection is in its place and in use.
             match unsafe { self.conn.send(&pieces) } {
                 Ok(bytes) => self.sent += bytes,
@@ -167,7 +167,7 @@ pub struct Receiver {
     name: LinkName,
     /// Its number among those of its comm.
     socket: usize,
-    head: [u8; HEAD_BYTES],
+    header: [u8; HEADER_BYTES],
     head_bytes: usize,
     payload: Option<Payload>,
     over: bool,
@@ -187,7 +187,7 @@ unsafe impl Send for Receiver {}
 impl Receiver {
     /// Over a connection that has proved itself.
     pub fn new(Link { conn, name }: Link, socket: usize) -> Receiver {
-        Receiver { conn, name, socket, head: [0; HEAD_BYTES], head_bytes: 0, payload: None, over: false }
+        Receiver { conn, name, socket, header: [0; HEADER_BYTES], head_bytes: 0, payload: None, over: false }
     }
 
     /// The connection.
@@ -214,7 +214,7 @@ impl Receiver {
             if self.over {
                 return Turn::Over;
             }
-            if self.payload.is_none() && self.head_bytes == HEAD_BYTES {
+            if self.payload.is_none() && self.head_bytes == HEADER_BYTES {
                 match self.place(comm) {
                     Ok(None) => {}
                     Ok(Some(message)) => return Turn::Waits(message),
@@ -231,24 +231,24 @@ impl Receiver {
             received += bytes;
             self.arrived(comm, bytes);
             // Less than was asked for: there is no more, which another call would only confirm.
-            if bytes < wanted && self.head_bytes < HEAD_BYTES {
+            if bytes < wanted && self.head_bytes < HEADER_BYTES {
                 return Turn::Idle;
             }
         }
         Turn::More
     }
 
-    /// One call: the rest of a payload together with the head after it, or the rest of a head. Gives the bytes
+    /// One call: the rest of a payload together with the header after it, or the rest of a header. Gives the bytes
     /// that came, and those that were asked for.
     fn receive(&mut self) -> io::Result<(usize, usize)> {
         let (next, payload_bytes) = self
             .payload
             .as_ref()
-            .map_or((self.head.as_mut_ptr(), 0), |payload| (payload.next, payload.left_bytes));
-        let head = &mut self.head[self.head_bytes..];
-        let pieces = [IoVec::new(next, payload_bytes), IoVec::new(head.as_mut_ptr(), head.len())];
-        let wanted = payload_bytes + head.len();
-        // SAFETY: the head is ours; the payload's place was checked against its receive, whose buffer is nobody
+            .map_or((self.header.as_mut_ptr(), 0), |payload| (payload.next, payload.left_bytes));
+        let header = &mut self.header[self.head_bytes..];
+        let pieces = [IoVec::new(next, payload_bytes), IoVec::new(header.as_mut_ptr(), header.len())];
+        let wanted = payload_bytes + header.len();
+        // SAFETY: the header is ours; the payload's place was checked against its receive, whose buffer is nobody
         // else's until it is done or the comm closed, which waits for this connection.
         Ok((unsafe { self.conn.recv(&pieces) }?, wanted))
     }
@@ -269,19 +269,19 @@ impl Receiver {
         self.head_bytes += bytes;
     }
 
-    /// Finds the place of the piece whose head is here. The message to wait for, if it has none yet.
+    /// Finds the place of the piece whose header is here. The message to wait for, if it has none yet.
     fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
-        let head = Head::from_bytes(&self.head)
+        let header = Header::from_bytes(&self.header)
             .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.name)))?;
-        let Some(start) = comm.place(self.socket, &head)? else { return Ok(Some(head.message)) };
+        let Some(start) = comm.place(self.socket, &header)? else { return Ok(Some(header.message)) };
         self.head_bytes = 0;
-        let piece_bytes = head.bytes as usize;
+        let piece_bytes = header.bytes as usize;
         if piece_bytes == 0 {
-            comm.received(head.message, 0);
+            comm.received(header.message, 0);
             return Ok(None);
         }
         self.payload =
-            Some(Payload { message: head.message, piece_bytes, next: start, left_bytes: piece_bytes });
+            Some(Payload { message: header.message, piece_bytes, next: start, left_bytes: piece_bytes });
         Ok(None)
     }
 
@@ -299,9 +299,9 @@ impl Receiver {
     /// Nothing more comes from this stream, and the message under way stays without a part.
     fn breaks(&mut self, comm: &Receiving, fault: Fault) -> Turn {
         let placed = self.payload.take().map(|payload| payload.message);
-        let met = || (self.head_bytes == HEAD_BYTES).then(|| Head::from_bytes(&self.head)).flatten();
+        let met = || (self.head_bytes == HEADER_BYTES).then(|| Header::from_bytes(&self.header)).flatten();
         self.over = true;
-        comm.broke(self.socket, placed.or_else(|| met().map(|head| head.message)), fault);
+        comm.broke(self.socket, placed.or_else(|| met().map(|header| header.message)), fault);
         Turn::Over
     }
 }

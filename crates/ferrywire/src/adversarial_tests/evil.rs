@@ -93,9 +93,9 @@ impl Data {
 }
 
 fn read_frame(stream: &mut TcpStream) -> Option<(Header, Vec<u8>)> {
-    let mut head = [0; HEADER_BYTES];
-    stream.read_exact(&mut head).ok()?;
-    let header = Header::decode(&head).expect("the victim is honest");
+    let mut header = [0; HEADER_BYTES];
+    stream.read_exact(&mut header).ok()?;
+    let header = Header::decode(&header).expect("the victim is honest");
     let mut body = vec![0; header.body_bytes()];
     stream.read_exact(&mut body).ok()?;
     Some((header, body))

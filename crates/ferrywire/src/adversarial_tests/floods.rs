@@ -15,9 +15,9 @@ use std::time::Duration;
 fn a_peer_that_disregards_its_window_loses_the_channel() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let head = data(scene.key() ^ 1, 0, 0).encode();
+    let header = data(scene.key() ^ 1, 0, 0).encode();
     for _ in 0..100 {
-        if evil.data[0].stream.write_all(&head.repeat(10_000)).is_err() {
+        if evil.data[0].stream.write_all(&header.repeat(10_000)).is_err() {
             break;
         }
     }
@@ -53,7 +53,7 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
         evil.data[channel].send(Header { ack, ..Header::new(Kind::Ack) }, &[]);
     };
     let sent = |evil: &Evil, kind| {
-        let sent = |data: &Data| data.heard().frames.iter().filter(|head| head.kind == kind).count();
+        let sent = |data: &Data| data.heard().frames.iter().filter(|header| header.kind == kind).count();
         evil.data.iter().map(sent).sum::<usize>()
     };
     let (early, more) = (limits::REORDER_FRAMES_MAX, 3000);
@@ -62,7 +62,8 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     }
     // Whatever the first channel has sent is not acknowledged.
     eventually("both channels have sent", || evil.data.iter().all(|data| !data.heard().frames.is_empty()));
-    let missing = evil.data.iter().position(|data| data.heard().frames.iter().any(|head| head.transfer == 0));
+    let missing =
+        evil.data.iter().position(|data| data.heard().frames.iter().any(|header| header.transfer == 0));
     let missing = missing.unwrap();
     let mut before = 0;
     loop {
@@ -81,7 +82,7 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     });
     let mut numbers: Vec<u64> = Vec::new();
     for data in &evil.data {
-        numbers.extend(data.heard().frames.iter().map(|head| head.transfer));
+        numbers.extend(data.heard().frames.iter().map(|header| header.transfer));
     }
     numbers.sort_unstable();
     assert!(numbers.into_iter().eq(0..(early + more) as u64));
@@ -309,7 +310,7 @@ fn reads_whose_answers_are_never_acknowledged_are_bounded() {
     acknowledge_until(&mut evil, "all are answered", |heard| heard.len() == taken);
     ask_often(&mut evil, taken, (scene.key(), 9), 1);
     acknowledge_until(&mut evil, "one more is answered", |heard| heard.len() == taken + 1);
-    assert!(evil.data[0].heard().frames.iter().all(|head| (head.kind, head.key) == (Kind::Data, 9)));
+    assert!(evil.data[0].heard().frames.iter().all(|header| (header.kind, header.key) == (Kind::Data, 9)));
     scene.unharmed();
 }
 
@@ -325,9 +326,9 @@ fn a_read_that_waits_for_others_does_not_keep_its_region_and_is_refused_without_
     assert_eq!(evil.data[0].answers(), []);
     region.deregister().unwrap();
     acknowledge_until(&mut evil, "it is refused", |heard| {
-        heard
-            .iter()
-            .any(|head| (head.kind, head.transfer, head.key) == (Kind::Refuse, 10, Refusal::NoRegion as u64))
+        heard.iter().any(|header| {
+            (header.kind, header.transfer, header.key) == (Kind::Refuse, 10, Refusal::NoRegion as u64)
+        })
     });
     scene.unharmed();
 }

@@ -120,8 +120,8 @@ fn matched(evil: &mut Evil, tag: u64, number: u64, bytes: u64) -> impl Fn(u64, u
     let mut sink = 0;
     eventually("it is matched", || {
         let heard = evil.data[0].heard();
-        let answer = heard.frames.iter().find(|head| head.kind == Kind::Match && head.transfer == tag);
-        sink = answer.map_or(0, |head| head.key);
+        let answer = heard.frames.iter().find(|header| header.kind == Kind::Match && header.transfer == tag);
+        sink = answer.map_or(0, |header| header.key);
         sink > 0
     });
     move |offset, len| Header { flags: wire::FLAG_SINK, ..data(sink, offset, len) }
@@ -157,17 +157,17 @@ fn a_receive_that_has_begun_is_for_no_other_message() {
     let target = scene.victim.alloc_host(100).unwrap();
     let received = evil.here.recv(5, &target, 0, 100).unwrap();
     let to_sink = matched(&mut evil, 5, 0, 100);
-    let head = to_sink(0, 90);
-    evil.send(head, &[1; 90]);
-    evil.send(Header { transfer: head.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
+    let header = to_sink(0, 90);
+    evil.send(header, &[1; 90]);
+    evil.send(Header { transfer: header.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
     let outcome = received.wait(LIMIT);
     assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
     evil.send(Header { key: 5, offset: 1, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
     assert_eq!(evil.here.recv(5, &target, 0, 100).unwrap().wait(LIMIT), Ok(50));
     // One of which nothing has come is.
     let again = evil.here.recv(6, &target, 0, 100).unwrap();
-    let head = matched(&mut evil, 6, 2, 100)(0, 0);
-    evil.send(Header { transfer: head.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
+    let header = matched(&mut evil, 6, 2, 100)(0, 0);
+    evil.send(Header { transfer: header.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
     evil.send(Header { key: 6, offset: 3, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
     assert_eq!(again.wait(LIMIT), Ok(50));
     scene.unharmed();
@@ -204,20 +204,20 @@ type Spoil = fn(&mut [u8; HEADER_BYTES]);
 fn a_head_that_breaks_a_limit_ends_the_channel() {
     let scene = Scene::new();
     let spoilt: [(&str, Spoil); 8] = [
-        ("len", |head| head[4..8].copy_from_slice(&(limits::CHUNK_BYTES_MAX as u32 + 1).to_le_bytes())),
-        ("len", |head| head[4..8].copy_from_slice(&[0xff; 4])),
-        ("segments", |head| head[2..4].copy_from_slice(&513u16.to_le_bytes())),
-        ("notify", |head| head[48..50].copy_from_slice(&[0xff; 2])),
-        ("flags", |head| head[1] = 0x80),
-        ("offset", |head| head[32..40].copy_from_slice(&[0xff; 8])),
-        ("not a frame header", |head| head[0] = 99),
-        ("not a frame header", |head| head[55] = 1),
+        ("len", |header| header[4..8].copy_from_slice(&(limits::CHUNK_BYTES_MAX as u32 + 1).to_le_bytes())),
+        ("len", |header| header[4..8].copy_from_slice(&[0xff; 4])),
+        ("segments", |header| header[2..4].copy_from_slice(&513u16.to_le_bytes())),
+        ("notify", |header| header[48..50].copy_from_slice(&[0xff; 2])),
+        ("flags", |header| header[1] = 0x80),
+        ("offset", |header| header[32..40].copy_from_slice(&[0xff; 8])),
+        ("not a frame header", |header| header[0] = 99),
+        ("not a frame header", |header| header[55] = 1),
     ];
     for (cause, spoil) in spoilt {
         let mut evil = Evil::new(&scene);
-        let mut head = data(scene.key(), 0, 100).encode();
-        spoil(&mut head);
-        let _ = evil.data[0].stream.write_all(&[&head[..], &[0xee; 100]].concat());
+        let mut header = data(scene.key(), 0, 100).encode();
+        spoil(&mut header);
+        let _ = evil.data[0].stream.write_all(&[&header[..], &[0xee; 100]].concat());
         evil.channel_lost_for("the stream is broken");
         evil.channel_lost_for(cause);
     }

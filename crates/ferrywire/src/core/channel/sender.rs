@@ -281,11 +281,11 @@ impl Sender {
             }
             frames += 1;
             if skip == 0 {
-                Header::patch_counts(&mut entry.head, ack, posted);
+                Header::patch_counts(&mut entry.encoded_header, ack, posted);
                 carries_ack = true;
             }
             batch.skip = std::mem::take(&mut skip);
-            batch.add(entry.head.as_mut_ptr(), HEADER_BYTES, false);
+            batch.add(entry.encoded_header.as_mut_ptr(), HEADER_BYTES, false);
             batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
             payload.gather(entry, batch);
         }

@@ -1,13 +1,13 @@
 //! The payload of a channel that has a lane: what may be posted when, and what comes of it.
 //!
 //! ```text
-//!   sender     head in the stream ─── isend ─── done, and acknowledged: the memory is free
-//!   receiver   head in the stream ─── irecv ─── done ─── gathered ─── given back ─── counted
+//!   sender     header in the stream ─── isend ─── done, and acknowledged: the memory is free
+//!   receiver   header in the stream ─── irecv ─── done ─── gathered ─── given back ─── counted
 //! ```
 //!
-//! Heads and messages travel apart, in one order. The receiver posts for heads it has seen and for
+//! Heads and messages travel apart, in one order. The receiver posts for headers it has seen and for
 //! nothing else; the sender begins a message only if the peer has posted for all but a window of those
-//! before it. Lengths come from heads: several plugins never write them. Frames behind one whose payload
+//! before it. Lengths come from headers: several plugins never write them. Frames behind one whose payload
 //! is missing wait, since what is acknowledged is a count.
 //!
 //! Invariant: a message's memory is let go only after the lane is done with it, or closed.
@@ -48,7 +48,7 @@ pub(crate) struct Turned {
     pub worked: bool,
     /// Acknowledged frames whose memory is free now.
     pub delivered: Vec<Entry>,
-    /// Frames whose payload cannot be sent, and why. Their heads were held.
+    /// Frames whose payload cannot be sent, and why. Their headers were held.
     pub given_up: Vec<(u64, Error)>,
     /// The frame whose memory cannot be read, and why, where that has ended the lane. Its operation is to fail, or the next
     /// lane would end of it too.
@@ -123,12 +123,12 @@ impl Posted {
 
     // ---- sending ----
 
-    /// A frame was taken whose payload goes over the lane. In the order of their heads.
+    /// A frame was taken whose payload goes over the lane. In the order of their headers.
     pub fn admit(&mut self, frame: u64, entry: &Entry) {
         self.sending.admit(&mut *self.lane, frame, entry);
     }
 
-    /// Whether the head of this frame waits for its payload.
+    /// Whether the header of this frame waits for its payload.
     pub fn holds_head(&self, frame: u64) -> bool {
         self.sending.holds_head(frame)
     }
@@ -146,7 +146,7 @@ impl Posted {
 
     // ---- receiving ----
 
-    /// Whether there is room for a message that a head tells of: a plugin does not check what it receives.
+    /// Whether there is room for a message that a header tells of: a plugin does not check what it receives.
     pub fn fits(&self, header: &Header) -> Result<(), &'static str> {
         match header.is_posted() && header.len as usize > self.lane.message_bytes_max() {
             true => Err("it announces a message that is larger than was agreed"),

@@ -1,10 +1,10 @@
 //! Frames of one channel that wait for their payload, or behind one that does.
 //!
 //! A frame's life: `waiting -> posted -> done -> gathered -> unpacked -> given back`; one without a payload
-//! on the lane only waits for its turn. All of them leave in the order in which their heads came. What cannot be
+//! on the lane only waits for its turn. All of them leave in the order in which their headers came. What cannot be
 //! brought to its place is refused, and the lane goes on.
 //!
-//! Invariant: receives are posted in the order of heads, for heads that are here, at most a window at a
+//! Invariant: receives are posted in the order of headers, for headers that are here, at most a window at a
 //! time; a finished one counts until it is given back.
 
 use super::slots::{Slot, Slots};
@@ -258,7 +258,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// Posts for the next heads, while there is room. Also when the peer closes: what has a head was sent.
+    /// Posts for the next headers, while there is room. Also when the peer closes: what has a header was sent.
     fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
         while self.seen < self.frames.len() {
             let frame = &mut self.frames[self.seen];

@@ -1,7 +1,7 @@
 //! Messages of one channel on their way out.
 //!
 //! A message's life: `waiting -> packed -> posted -> done`. It is done for its frame when the peer has
-//! acknowledged that too, in whichever order the two come. One that is packed has its head held until then: should
+//! acknowledged that too, in whichever order the two come. One that is packed has its header held until then: should
 //! that fail, its frame goes out without it.
 //!
 //! Invariant: message n is begun only if n is less than the receives the peer has posted plus a window,
@@ -148,7 +148,7 @@ impl Sending {
         }
     }
 
-    /// Whether the head of this frame waits until its message is packed.
+    /// Whether the header of this frame waits until its message is packed.
     pub fn holds_head(&self, frame: u64) -> bool {
         self.unpacked > 0
             && self.waiting.iter().any(|message| message.frame == frame && !message.source.is_packed())
@@ -221,7 +221,7 @@ impl Sending {
             };
             if !was_packed {
                 self.unpacked -= 1;
-                // Its head may go.
+                // Its header may go.
                 turned.worked = true;
             }
             match lane.isend(&run) {
@@ -268,7 +268,7 @@ impl Sending {
         Ok(())
     }
 
-    /// The memory of a message cannot be read. Its head is out, so only the lane's end takes it back.
+    /// The memory of a message cannot be read. Its header is out, so only the lane's end takes it back.
     fn unreadable(&self, ticket: Ticket, why: Error, turned: &mut Turned) -> String {
         let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
         let said = format!("{SENT_UNREADABLE}: {why}");

@@ -453,7 +453,7 @@ fn receives_are_posted_for_heads_and_given_back_in_order() {
     let memory = Memory::private(64 * CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.turn().unwrap();
-    bench.script(|script| assert!(script.posted_receives.is_empty(), "posted without a head"));
+    bench.script(|script| assert!(script.posted_receives.is_empty(), "posted without a header"));
     for number in 0..20 {
         bench.expect(frame(number, &[(number * 10, 10)], &memory));
     }
@@ -549,7 +549,7 @@ fn what_was_announced_before_the_peer_closes_has_some_time_to_arrive() {
     bench.turn().unwrap();
     bench.expect(frame(1, &[(10, 10)], &memory));
     bench.turn().unwrap();
-    assert_eq!(bench.posted.told(), 2, "its head is here, so it was sent");
+    assert_eq!(bench.posted.told(), 2, "its header is here, so it was sent");
     bench.pass(limits::LANE_CLOSING_TIMEOUT / 2).unwrap();
     bench.script(|script| script.receives.push_back(Step::Done));
     bench.pass(limits::LANE_CLOSING_TIMEOUT).expect("something has arrived meanwhile");

@@ -10,10 +10,10 @@ use ferrywire_proto::outbox::{Body, Frame, withdrawn};
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::sync::Arc;
 
-/// A frame in a window: encoded head, and what its payload is taken from.
+/// A frame in a window: encoded header, and what its payload is taken from.
 pub(crate) struct Entry {
     pub header: Header,
-    pub head: [u8; HEADER_BYTES],
+    pub encoded_header: [u8; HEADER_BYTES],
     pub placements: Box<[u8]>,
     pub body: Body,
     pub op: Option<Hold>,
@@ -75,7 +75,7 @@ impl Entry {
         self.op.iter().for_each(|op| op.fail(error.clone()));
         let (header, credit) = withdrawn(&self.header);
         self.header = header;
-        self.head = self.header.encode();
+        self.encoded_header = self.header.encode();
         self.placements = Box::default();
         self.body = Body::None;
         credit
@@ -87,7 +87,7 @@ impl Entry {
         self.op.iter().for_each(|op| op.fail(why.clone()));
     }
 
-    /// The pieces of host memory that follow head and placements in the stream.
+    /// The pieces of host memory that follow header and placements in the stream.
     pub fn stream_pieces(&self, each: impl FnMut(*mut u8, usize)) {
         self.pieces(!self.header.is_posted(), each);
     }
@@ -118,13 +118,13 @@ impl Entry {
         self.header.flags |= wire::FLAG_CRC;
         self.header.crc = crc.finalize();
         self.header.placements_crc = crc32fast::hash(&self.placements);
-        self.head = self.header.encode();
+        self.encoded_header = self.header.encode();
     }
 }
 
 impl From<Frame<Hold>> for Entry {
     fn from(Frame { header, placements, body, op }: Frame<Hold>) -> Entry {
-        Entry { head: header.encode(), header, placements, body, op, staged: None }
+        Entry { encoded_header: header.encode(), header, placements, body, op, staged: None }
     }
 }
 

@@ -5,14 +5,14 @@
 
 use crate::handle::array;
 
-/// Bytes of a head.
-pub const HEAD_BYTES: usize = 64;
+/// Bytes of a header.
+pub const HEADER_BYTES: usize = 64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"FWnp");
 
 /// Which bytes of which message follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Head {
+pub struct Header {
     /// Counts the messages of a comm.
     pub message: u64,
     /// Length of the whole message.
@@ -25,10 +25,10 @@ pub struct Head {
     pub tag: i32,
 }
 
-impl Head {
+impl Header {
     /// As bytes.
-    pub fn to_bytes(self) -> [u8; HEAD_BYTES] {
-        let mut bytes = [0; HEAD_BYTES];
+    pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
         for (index, number) in
@@ -39,21 +39,21 @@ impl Head {
         bytes
     }
 
-    /// From bytes; `None` when it is no head, its piece lies outside of its message, or no comm comes to so many messages: the last
+    /// From bytes; `None` when it is no header, its piece lies outside of its message, or no comm comes to so many messages: the last
     /// number stands for none.
-    pub fn from_bytes(bytes: &[u8; HEAD_BYTES]) -> Option<Head> {
+    pub fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Option<Header> {
         let number = |index: usize| u64::from_le_bytes(array(bytes, 8 + 8 * index));
-        let head = Head {
+        let header = Header {
             message: number(0),
             total_bytes: number(1),
             offset: number(2),
             bytes: number(3),
             tag: i32::from_le_bytes(array(bytes, 4)),
         };
-        let fits = head.offset.checked_add(head.bytes).is_some_and(|end| end <= head.total_bytes);
-        let empty = head.bytes == 0 && head.total_bytes != 0;
-        let counted = head.message < u64::MAX;
-        (array(bytes, 0) == MAGIC.to_le_bytes() && fits && !empty && counted).then_some(head)
+        let fits = header.offset.checked_add(header.bytes).is_some_and(|end| end <= header.total_bytes);
+        let empty = header.bytes == 0 && header.total_bytes != 0;
+        let counted = header.message < u64::MAX;
+        (array(bytes, 0) == MAGIC.to_le_bytes() && fits && !empty && counted).then_some(header)
     }
 }
 
@@ -61,28 +61,28 @@ impl Head {
 mod tests {
     use super::*;
 
-    const HEAD: Head = Head { message: 3, total_bytes: 100, offset: 60, bytes: 40, tag: -2 };
+    const HEAD: Header = Header { message: 3, total_bytes: 100, offset: 60, bytes: 40, tag: -2 };
 
     #[test]
     fn a_head_survives_its_bytes() {
-        assert_eq!(Head::from_bytes(&HEAD.to_bytes()), Some(HEAD));
-        let empty = Head { message: 0, total_bytes: 0, offset: 0, bytes: 0, tag: 0 };
-        assert_eq!(Head::from_bytes(&empty.to_bytes()), Some(empty));
+        assert_eq!(Header::from_bytes(&HEAD.to_bytes()), Some(HEAD));
+        let empty = Header { message: 0, total_bytes: 0, offset: 0, bytes: 0, tag: 0 };
+        assert_eq!(Header::from_bytes(&empty.to_bytes()), Some(empty));
     }
 
     #[test]
     fn pieces_outside_of_their_message_and_messages_that_cannot_be_are_refused() {
         for (offset, bytes) in [(61, 40), (u64::MAX, 40), (60, u64::MAX), (101, 0), (60, 0)] {
             assert_eq!(
-                Head::from_bytes(&Head { offset, bytes, ..HEAD }.to_bytes()),
+                Header::from_bytes(&Header { offset, bytes, ..HEAD }.to_bytes()),
                 None,
                 "{offset} {bytes}"
             );
         }
         // It was taken for none by the worker that got it, which then never slept.
-        assert_eq!(Head::from_bytes(&Head { message: u64::MAX, ..HEAD }.to_bytes()), None);
+        assert_eq!(Header::from_bytes(&Header { message: u64::MAX, ..HEAD }.to_bytes()), None);
         let mut bytes = HEAD.to_bytes();
         bytes[0] ^= 1;
-        assert_eq!(Head::from_bytes(&bytes), None);
+        assert_eq!(Header::from_bytes(&bytes), None);
     }
 }
