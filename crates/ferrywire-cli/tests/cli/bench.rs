@@ -180,7 +180,7 @@ fn what_a_run_may_do_is_shown_and_stored() {
     results(&output);
     let config = &crate::common::json(&output)["config"];
     let [gpus, map] = [serde_json::json!([0, 1]), serde_json::json!({"0": ["lo"], "1": ["lo"]})];
-    assert_eq!((&config["gpus"], &config["map"]), (&gpus, &map));
+    assert_eq!((&config["gpus"], &config["gpu_nics"]), (&gpus, &map));
     assert_eq!([&config["allow_cross_numa"], &config["allow_nic_setup"]], [true, false]);
     let said = text(&output.stderr);
     for line in

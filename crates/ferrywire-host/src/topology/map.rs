@@ -18,7 +18,7 @@ pub struct Map {
 impl Map {
     /// One entry as it would be typed, for errors.
     pub(super) fn shown(gpu: u32, nic: &str) -> String {
-        format!("--map {gpu}={nic}")
+        format!("--gpu-nics {gpu}={nic}")
     }
 }
 

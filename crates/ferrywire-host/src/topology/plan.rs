@@ -75,7 +75,7 @@ pub struct Unused {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     /// The map names a GPU that is not there.
-    #[error("--map {gpu}=...: there is no GPU {gpu}; there {}", are(present, "GPU", "GPUs"))]
+    #[error("--gpu-nics {gpu}=...: there is no GPU {gpu}; there {}", are(present, "GPU", "GPUs"))]
     UnknownGpu {
         /// The GPU.
         gpu: u32,
@@ -106,7 +106,7 @@ pub enum PlanError {
     },
     /// No NIC can be used at all.
     #[error(
-        "no NIC can be used for {}: {why}; bring one up and give it an address, or name others with --map",
+        "no NIC can be used for {}: {why}; bring one up and give it an address, or name others with --gpu-nics",
         gpus_shown(gpus)
     )]
     NoNic {
@@ -118,7 +118,7 @@ pub enum PlanError {
     /// GPUs have NICs on other NUMA nodes only.
     #[error(
         "{} (NUMA node {node}): no NIC on the same PCIe root or NUMA node can be used, only {} of other nodes; \
-         --allow-cross-numa uses them, which is slower, or name NICs with --map",
+         --allow-cross-numa uses them, which is slower, or name NICs with --gpu-nics",
         gpus_shown(gpus),
         list(nics)
     )]
@@ -133,7 +133,7 @@ pub enum PlanError {
     /// Between two hosts no NIC of one reaches one that the other's GPU uses.
     #[error(
         "GPU {source_gpu} cannot reach GPU {target_gpu} of the other host: none of {} reaches any of {}; check subnets \
-         and routes, or give both the same rail with --map",
+         and routes, or give both the same rail with --gpu-nics",
         list(source_nics),
         list(target_nics)
     )]

@@ -268,7 +268,7 @@ impl Choice<'_> {
         let bridge = self.nics.first().and_then(|(near, _)| near.bridge);
         let root = self.gpu.pci.as_ref().and_then(|pci| pci.root);
         match (self.mapped, self.locality()) {
-            (true, _) => "--map says so".to_owned(),
+            (true, _) => "--gpu-nics says so".to_owned(),
             (_, Locality::Switch) => {
                 bridge.map_or_else(String::new, |bridge| format!("behind PCIe bridge {bridge}"))
             }

@@ -29,7 +29,7 @@ __all__ = [
 class Error(Exception):
     """The base of all."""
 
-    fault: str = "usage"
+    kind: str = "usage"
     peer: str | None = None
 
 
