@@ -31,7 +31,7 @@ struct Uses {
 /// A started plugin. Clones are the same plugin; it stays loaded until the process ends.
 ///
 /// Its functions may be called from any thread, and several at once as far as the plugin's own allow it: `accept` of
-/// GPUDirect-TCPX has to be called by one thread at a time, whatever the listener (`docs/plugin-rules.md`). Connections
+/// GPUDirect-TCPX has to be called by one thread at a time, whatever the listener (`docs/plugins.md`). Connections
 /// may be used by one thread at a time.
 #[derive(Clone, Debug)]
 pub struct Plugin(Arc<Inner>);

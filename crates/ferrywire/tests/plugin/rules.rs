@@ -1,4 +1,4 @@
-//! Rules of plugins that a host has to keep, one test each; `docs/plugin-rules.md` is the list, with those that
+//! Rules of plugins that a host has to keep, one test each; `docs/plugins.md` is the list, with those that
 //! stand elsewhere.
 
 use crate::case::case;
