@@ -1,4 +1,7 @@
-"""What the docs say is there: the names of the table of verbs, the errors in the docstrings, the types of the stubs."""
+"""What the docs say is there: the names of the table of verbs, the errors in the docstrings, the types of the stubs.
+
+The blocks of Python code of the pages run as they stand.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import pytest
 import ferrywire as fw
 from ferrywire import _errors, _ferrywire
 
-PAGE = Path(__file__).parents[3] / "docs" / "python.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "python.md"
 CLASSES = {
     "endpoint": fw.Endpoint,
     "peer": fw.Peer,
@@ -77,6 +81,53 @@ def test_the_right_column_names_what_is_there():
             for keyword in keywords:
                 assert any(keyword in inspect.signature(taker).parameters for taker in takers), (code, keyword)
     assert len(seen) > 30, seen
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """The blocks of Python code: the number of the line before, what stands behind `python`, the code."""
+    text = page.read_text()
+    found = re.finditer(r"^```python ?(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    return [(text.count("\n", 0, block.start(2)), block.group(1), block.group(2)) for block in found]
+
+
+def together(page: Path) -> str:
+    """All blocks that can run here as one program, each in its own line of the page."""
+    program = ""
+    for line, mark, code in blocks(page):
+        compile("\n" * line + code, str(page), "exec")
+        assert mark in ("", "needs-torch"), mark
+        if not mark:
+            program += "\n" * (line - program.count("\n")) + code
+    return program
+
+
+def test_the_blocks_of_the_page_run(program):
+    pytest.importorskip("numpy", reason="needs numpy")
+    assert len(blocks(PAGE)) >= 5
+    with program(together(PAGE)) as running:
+        assert running.end() == ""
+
+
+# What a reader of the README has: the other end has registered memory, and given its metadata and descriptor.
+OWNER = """
+import ferrywire
+SECRET = "a secret of a test"
+owner = ferrywire.Endpoint("127.0.0.1:0", secret=SECRET)
+memory, tensor = bytearray(1 << 16), bytearray(b"7" * (1 << 16))
+region = owner.register(memory)
+metadata, descriptor = owner.metadata(), region.descriptor()
+"""
+FILLED = """
+assert owner.accept(timeout=60).wait_notification(timeout=60) == b"filled"
+assert memory == tensor
+"""
+
+
+def test_the_block_of_the_readme_runs(program):
+    readme = ROOT / "README.md"
+    assert [mark for _, mark, _ in blocks(readme)] == [""]
+    with program(OWNER + together(readme) + FILLED) as running:
+        assert running.end() == ""
 
 
 def operations() -> list[tuple[str, object]]:

@@ -79,3 +79,12 @@ pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;
 pub use payload::DevmemStats;
 pub use payload::plugin::PluginConfig;
+
+/// The examples of these pages run as tests.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../../docs/rust.md")]
+    struct Rust;
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
+}
