@@ -25,7 +25,7 @@ fn compile(source: &str, linked: Linked, into: &Path) -> PathBuf {
     let program = into.join("program");
     let mut cc = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
     cc.args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program);
-    cc.arg("-I").arg(here().join("include")).arg(here().join(source));
+    cc.arg("-I").arg(here().join("include")).arg("-I").arg(into).arg(here().join(source));
     match linked {
         Linked::Dynamically => cc.arg(libraries().join("libferrywire_c.so")),
         // What Rust's own library needs of the system's.
@@ -66,6 +66,19 @@ fn every_verb_moves_what_it_should() {
     let folder = tempfile::tempdir().unwrap();
     let program = compile("tests/c/verbs.c", Linked::Dynamically, folder.path());
     assert_eq!(good(start(&program, &[])), "verbs: good\n");
+}
+
+/// The block of C code in `docs/c.md` compiles, and does what the page says.
+#[test]
+fn the_function_of_the_page_fills_a_peers_memory() {
+    let page = std::fs::read_to_string(here().join("../../docs/c.md")).unwrap();
+    let blocks: Vec<&str> =
+        page.split("\n```c\n").skip(1).filter_map(|rest| rest.split("\n```").next()).collect();
+    assert_eq!(blocks.len(), 1, "tests/c/page.c calls the function of one block");
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("page.h"), format!("{}\n", blocks[0])).unwrap();
+    let program = compile("tests/c/page.c", Linked::Dynamically, folder.path());
+    assert_eq!(good(start(&program, &[])), "page: good\n");
 }
 
 /// One of two that did not fit was lost, and a wakeup was not told of one that did not fit into another thread's buffer.
