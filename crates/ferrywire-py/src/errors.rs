@@ -1,4 +1,4 @@
-//! The engine's errors as exceptions: one class per fault, and one per cause that programs tell apart.
+//! The engine's errors as exceptions: one class per kind, and one per cause that programs tell apart.
 //!
 //! The classes are Python's (`python/ferrywire/_errors.py`), since some have two bases.
 //! Invariant: the message is the engine's own, whole.

@@ -481,7 +481,7 @@ fn effective_values(plan: &ServePlan) -> String {
     let (nics, secret) = (engine.nics.join(","), engine.secret.is_some());
     format!(
         "listen = {listen}\nonce = {once}\nmemory = {memory}\nnics = {nics:?}\nthreads = {threads}\n\
-         congestion_control = {congestion_control}\nsecret = {secret}\ndeadline_s = {timeout_s}\n{carried}"
+         congestion_control = {congestion_control}\nsecret = {secret}\ntimeout_s = {timeout_s}\n{carried}"
     )
 }
 

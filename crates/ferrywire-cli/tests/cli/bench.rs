@@ -193,9 +193,12 @@ fn what_a_run_may_do_is_shown_and_stored() {
     let lines = serve.collect_errors();
     results(&serve.connect(&format!("--memory host --peer-memory host --sizes 4K {QUICK}")));
     let said = lines.lock().expect("whole lines").join("\n");
-    for line in
-        ["gpus = [0,1]", "map = {\"0\":[\"lo\"],\"1\":[\"lo\"]}", "allow_cross_numa = true", "timeout_s = 7"]
-    {
+    for line in [
+        "gpus = [0,1]",
+        "gpu_nics = {\"0\":[\"lo\"],\"1\":[\"lo\"]}",
+        "allow_cross_numa = true",
+        "timeout_s = 7",
+    ] {
         assert!(said.contains(line), "{line}: {said}");
     }
 }

@@ -101,7 +101,10 @@ fn no_layer_of_the_engine_imports_one_above_it() {
     let engine = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ferrywire/src");
     let at_the_root =
         names_at_the_root(&fs::read_to_string(engine.join("lib.rs")).expect("the engine's root"));
-    assert!(at_the_root.contains_key("Endpoint") && at_the_root.contains_key("StreamEvent"), "{at_the_root:?}");
+    assert!(
+        at_the_root.contains_key("Endpoint") && at_the_root.contains_key("StreamEvent"),
+        "{at_the_root:?}"
+    );
     let mut checked = 0;
     for (level, room) in ROOMS.iter().enumerate() {
         let mut files = Vec::new();

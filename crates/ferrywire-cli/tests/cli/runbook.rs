@@ -69,14 +69,14 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     (
         "rank 11: it has not come within 30 s",
         &[
-            ("ferrywire-cli/src/bench/ranks/words.rs", "rank {}: {}"),
+            ("ferrywire-cli/src/bench/ranks/messages.rs", "rank {}: {}"),
             ("ferrywire-cli/src/bench/ranks/coordinator.rs", "it has not come within {} s"),
         ],
     ),
     (
         "rank 3 (host): its --sizes is 8K, ...",
         &[
-            ("ferrywire-cli/src/bench/ranks/words.rs", "rank {} ({}): {}"),
+            ("ferrywire-cli/src/bench/ranks/messages.rs", "rank {} ({}): {}"),
             ("ferrywire-cli/src/bench/ranks/coordinator.rs", "its --{} is {}, "),
         ],
     ),
