@@ -135,9 +135,9 @@ def _profile(config_settings):
 
 def _built(profile):
     """What is built of the packages, by the names of files."""
-    # With the module's package, they are what a build of the whole workspace makes of them, in which the crates of macros
-    # have more features than these packages ask for: whichever of the two is built second finds everything there.
-    packages = [argument for package in (*BESIDE, PACKAGE.name) for argument in ("-p", package)]
+    # Without the module's package, which maturin builds with settings of its own. The crates that both builds share have the
+    # same features in both (a test of the wheel holds that), so that maturin finds the engine built.
+    packages = [argument for package in BESIDE for argument in ("-p", package)]
     arguments = ["cargo", "build", *packages, "--profile", profile]
     told = subprocess.run(
         [*arguments, "--message-format", "json-render-diagnostics"],

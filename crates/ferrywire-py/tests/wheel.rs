@@ -4,7 +4,7 @@
 mod environment;
 mod inspection;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -73,6 +73,26 @@ fn an_installation_from_a_clone_works() {
         assert!(site.join(&file).is_file(), "{file} is in the wheel from the source distribution alone");
     }
     nixl_has_a_backend_until_it_is_removed(&file);
+}
+
+/// The command, the module and the whole workspace are built by three calls of cargo. A crate that has other features in one of
+/// them is compiled again, and so is the engine above that crate: a minute for each wheel.
+#[test]
+fn what_a_wheel_is_made_of_has_the_features_of_the_workspace() {
+    let workspace = crates(&["--workspace"]);
+    let beside = ["-p", "ferrywire-cli", "-p", "ferrywire-nccl", "-p", "ferrywire-nixl"];
+    for packages in [&["-p", "ferrywire-py"][..], &beside] {
+        let others: Vec<_> = crates(packages).difference(&workspace).cloned().collect();
+        assert!(others.is_empty(), "{packages:?} alone has crates with other features: {others:#?}");
+    }
+}
+
+/// The crates that a build of these packages compiles, each with its features.
+fn crates(packages: &[&str]) -> BTreeSet<String> {
+    let mut tree = Command::new(env!("CARGO"));
+    tree.args(["tree", "--offline", "--quiet", "--edges", "normal,build", "--prefix", "none", "--no-dedupe"]);
+    tree.args(["--format", "{p} {f}"]).args(packages).current_dir(environment::root());
+    environment::run(&mut tree).lines().map(str::to_owned).collect()
 }
 
 /// In an environment of its own, which is afterwards as it was.
