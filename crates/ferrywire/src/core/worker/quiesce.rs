@@ -21,7 +21,7 @@ pub(crate) struct Abandon {
     pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
     /// Channels may be lost for it: its user has the memory back, whatever comes of this.
     pub(super) force: bool,
-    /// Nothing may be sent of the memory any more either.
+    /// Nothing may be sent of the memory any more either, also of connections that are closed.
     pub(super) sources: bool,
     pub(super) answered: Box<[AtomicBool]>,
     /// For whose copies each worker waits, if for nothing else.
@@ -29,6 +29,21 @@ pub(crate) struct Abandon {
 }
 
 impl Abandon {
+    fn new(
+        workers: &Workers,
+        force: bool,
+        sources: bool,
+        gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
+    ) -> Arc<Abandon> {
+        let answered = workers.iter().map(|_| AtomicBool::new(false)).collect();
+        let gpus = workers.iter().map(|_| Mutex::default()).collect();
+        Arc::new(Abandon { gone: Box::new(gone), force, sources, answered, gpus })
+    }
+
+    fn has_answered(&self, worker: usize) -> bool {
+        self.answered[worker].load(Ordering::Acquire)
+    }
+
     /// The first worker that has not answered.
     fn missing(&self) -> Option<usize> {
         self.answered.iter().position(|answered| !answered.load(Ordering::Acquire))
@@ -83,7 +98,24 @@ pub(crate) fn abandon(
     force: bool,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Result<()> {
-    wait_for(workers, &ask(workers, force, false, gone), what)
+    answer(workers, &Abandon::new(workers, force, false, gone), what)
+}
+
+/// Asks every worker, and returns when every worker has answered. A worker that no thread polls is polled from here: the answer
+/// needs no other thread then. Only the threads of other workers are woken. A thread that wakes polls for a while before it
+/// sleeps again, and the next request, such as that of the next cancelled read, would have to wait for that thread, which
+/// takes a time slice of each thread that shares its core.
+fn answer(workers: &Workers, request: &Arc<Abandon>, what: impl FnOnce() -> String) -> Result<()> {
+    for worker in workers.iter() {
+        worker.commands.push(Command::Abandon(request.clone()));
+    }
+    for worker in workers.iter() {
+        worker.poll_once(&workers.context);
+        if !request.has_answered(worker.index) {
+            worker.sleeper().rouse();
+        }
+    }
+    wait_for(workers, request, what)
 }
 
 /// Returns when every worker has answered.
@@ -113,40 +145,27 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
     Ok(())
 }
 
-/// Asks every worker to stop placing bytes where `gone` says, and with `sources` to wait for what is still sent of memory of
-/// connections that are closed.
-fn ask(
-    workers: &Workers,
-    force: bool,
-    sources: bool,
-    gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
-) -> Arc<Abandon> {
-    let answered = workers.iter().map(|_| AtomicBool::new(false)).collect();
-    let gpus = workers.iter().map(|_| Mutex::default()).collect();
-    let request = Arc::new(Abandon { gone: Box::new(gone), force, sources, answered, gpus });
-    for worker in workers.iter() {
-        worker.command(Command::Abandon(request.clone()));
-    }
-    request
-}
-
 /// Asks every worker to place nothing more into a region that peers name, while operations of ours may go on
 /// there; who asks looks for the answers.
 pub(crate) fn ask_for_region(workers: &Workers, memory: &Arc<Memory>) -> Arc<Abandon> {
     let memory = memory.clone();
-    ask(workers, false, true, move |landing| !landing.once() && landing.is_in(&memory))
+    let request =
+        Abandon::new(workers, false, true, move |landing| !landing.once() && landing.is_in(&memory));
+    workers.iter().for_each(|worker| worker.command(Command::Abandon(request.clone())));
+    request
 }
 
 /// Makes every worker let go of a span of memory.
 pub(crate) fn abandon_memory(workers: &Workers, memory: &Arc<Memory>, force: bool) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
-    let request = ask(workers, force, true, move |landing| landing.is_in(&memory));
-    wait_for(workers, &request, || what)
+    let request = Abandon::new(workers, force, true, move |landing| landing.is_in(&memory));
+    answer(workers, &request, || what)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::core::sleeper::Activity;
 
     const LOOK: Duration = Duration::from_millis(50);
 
@@ -174,6 +193,36 @@ mod tests {
         let answered = Duration::from_secs(4);
         let gave_up = given_up_at(|now| (usize::from(now >= answered), 7));
         assert_eq!(gave_up, Some(answered + limits::ABANDON_TIMEOUT));
+    }
+
+    /// How often a thread has gone to sleep.
+    fn sleeps(thread: i32) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).unwrap();
+        let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+        count.unwrap().trim().parse().unwrap()
+    }
+
+    /// Each request woke every thread. On a busy host a read was cancelled no sooner than each thread had had its turn.
+    #[test]
+    fn a_request_to_workers_that_sleep_wakes_no_thread() {
+        const REQUESTS: u64 = 50;
+        let endpoint = crate::Endpoint::builder().threads(2).build().unwrap();
+        let workers = &endpoint.running().workers;
+        let since = Instant::now();
+        let await_sleep = || {
+            while workers.iter().any(|worker| worker.sleeper().activity() != Activity::InPoll) {
+                assert!(since.elapsed() < Duration::from_secs(60), "the threads do not go to sleep");
+                thread::sleep(Duration::from_millis(1));
+            }
+            workers.iter().map(|worker| sleeps(worker.thread_id())).sum::<u64>()
+        };
+        let before = await_sleep();
+        for _ in 0..REQUESTS {
+            abandon(workers, String::new, false, |_| false).unwrap();
+            await_sleep();
+        }
+        let woken = await_sleep() - before;
+        assert!(woken < REQUESTS / 2, "{REQUESTS} requests woke threads {woken} times");
     }
 
     #[test]
