@@ -5,7 +5,7 @@
 #[path = "../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod environment;
-mod hostile;
+mod adversarial;
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -69,7 +69,7 @@ fn run_pytest(variables: &[&str]) {
     };
     let site = site();
     let stand_in = driver::stand_in(if driver::has_kernels() { &[driver::WITH_KERNELS] } else { &[] });
-    let hostile = hostile::overreaching_peer();
+    let hostile = adversarial::overreaching_peer();
     let files = test_files();
     let run = |part: usize| {
         let mut command = Command::new("env");

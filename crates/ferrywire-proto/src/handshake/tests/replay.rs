@@ -1,6 +1,6 @@
 //! Handshakes by somebody who listened, or who holds the secret but not the session's key.
 
-use super::hostile::Kinds;
+use super::adversarial::Kinds;
 use super::*;
 
 const SECRET: Option<&str> = Some("correct horse");
