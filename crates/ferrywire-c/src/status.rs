@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use ferrywire::{Error, ErrorKind};
+use ferrywire::{Error, ErrorKind, LossCause};
 
 /// Done.
 pub const FERRYWIRE_OK: c_int = 0;
@@ -253,7 +253,10 @@ mod tests {
         assert_eq!(status(Error::Forked { built_in: 1, here: 2 }), FERRYWIRE_ERROR_USAGE);
         let (address, why) = (String::new(), String::new());
         assert_eq!(status(Error::Refused { address, why }), FERRYWIRE_ERROR_REFUSED);
-        assert_eq!(status(Error::PeerLost { peer: "a".into(), why: "b".into() }), FERRYWIRE_ERROR_PEER);
+        assert_eq!(
+            status(Error::PeerLost { peer: "a".into(), cause: LossCause::Silent, why: "b".into() }),
+            FERRYWIRE_ERROR_PEER
+        );
         assert_eq!(status(Error::Internal("a".into())), FERRYWIRE_ERROR_INTERNAL);
     }
 }

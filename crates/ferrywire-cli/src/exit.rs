@@ -6,6 +6,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::thread;
 
+use ferrywire::{Error, LossCause};
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::filter::Targets;
 use tracing_subscriber::fmt;
@@ -58,13 +59,14 @@ impl Failure {
     }
 }
 
-impl From<ferrywire::Error> for Failure {
-    fn from(error: ferrywire::Error) -> Failure {
-        let text = error.to_string();
-        // What a lane says of a message that stands still; it knows no better what keeps it.
-        match text.contains("its last test gave result 0, not done") {
-            true => Failure::Failed(format!("{text}\n{A_LANE_STANDS_STILL}")),
-            false => Failure::Failed(text),
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        match &error {
+            // The lane does not know what keeps its message.
+            Error::PeerLost { cause: LossCause::LaneStalled, .. } => {
+                Failure::Failed(format!("{error}\n{A_LANE_STANDS_STILL}"))
+            }
+            _ => Failure::Failed(error.to_string()),
         }
     }
 }
@@ -160,4 +162,21 @@ pub fn start_log(verbose: u8, serving: bool) {
     let log = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
     let log = log.without_time().with_target(false).compact().with_filter(passes);
     tracing_subscriber::registry().with(log).init();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hint_goes_by_the_cause_of_a_loss_and_not_by_its_words() {
+        let hinted = |cause, why: &str| {
+            let lost = Error::PeerLost { peer: "b".to_owned(), cause, why: why.to_owned() };
+            Failure::from(lost).message().lines().any(|line| line == A_LANE_STANDS_STILL)
+        };
+        for words in ["its last test gave result 0, not done", "other words"] {
+            assert!(hinted(LossCause::LaneStalled, words), "{words}");
+            assert!(!hinted(LossCause::Silent, words), "{words}");
+        }
+    }
 }

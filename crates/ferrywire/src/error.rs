@@ -4,6 +4,10 @@
 //! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
 //! transfer it ends.
 
+mod causes;
+
+pub use causes::LossCause;
+
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::sim::SimGpuError;
 use ferrywire_memory::unpack::UnpackError;
@@ -121,6 +125,8 @@ pub enum Error {
     PeerLost {
         /// The peer's name: its address and, if given, its label.
         peer: String,
+        /// Why, for programs.
+        cause: LossCause,
         /// What was seen, and on which NICs and channels.
         why: String,
     },
@@ -314,7 +320,11 @@ impl Error {
             SessionError::Unusable(_) | SessionError::Detached => {
                 Error::Internal(format!("control session with {peer}: {error}"))
             }
-            _ => Error::PeerLost { peer: String::from(peer), why: format!("control session: {error}") },
+            _ => Error::PeerLost {
+                peer: String::from(peer),
+                cause: LossCause::ControlSession,
+                why: format!("control session: {error}"),
+            },
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::limits;
 /// Written down a second time, so that the insider shares no code with what it attacks.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const SECRET_CONTEXT: &str = "ferrywire control secret v1";
-const _: () = assert!(PROTOCOL_VERSION == 2, "the insider speaks version 2");
+const _: () = assert!(PROTOCOL_VERSION == 3, "the insider speaks version 3");
 
 fn noise(initiator: bool) -> snow::HandshakeState {
     let key = blake3::derive_key(SECRET_CONTEXT, SECRET);

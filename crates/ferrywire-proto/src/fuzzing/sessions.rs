@@ -4,7 +4,7 @@ use super::ends::shake_hands;
 use super::{Input, OPENED, check_text};
 use crate::handshake::{Secure, SecureError};
 use crate::limits;
-use crate::session::{ControlMessage, Frame, Session, SessionError};
+use crate::session::{ControlMessage, FenceCause, Frame, GoodbyeCause, Session, SessionError};
 use std::cell::RefCell;
 use std::time::Duration;
 
@@ -62,6 +62,7 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
             generation,
             placed: input.u64(),
             refused: (0..input.u16() % 1024).map(|number| (number.into(), 3)).collect(),
+            cause: FenceCause::Lost,
             reason: String::from_utf8_lossy(input.take(40)).into_owned(),
         },
         1 => ControlMessage::Dialling { channel, generation, source: (input.array::<16>(), channel).into() },
@@ -69,7 +70,10 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
         3 => ControlMessage::Drain,
         4 => ControlMessage::Drained,
         5 => ControlMessage::Lane { channel, generation, handle: Box::new([input.u8(); 128]) },
-        _ => ControlMessage::Goodbye { reason: String::from_utf8_lossy(input.take(40)).into_owned() },
+        _ => {
+            let reason = String::from_utf8_lossy(input.take(40)).into_owned();
+            ControlMessage::Goodbye { cause: GoodbyeCause::GaveUp, reason }
+        }
     }
 }
 

@@ -50,7 +50,7 @@ use snow::HandshakeState;
 use snow::resolvers::{CryptoResolver, DefaultResolver};
 
 /// The version of everything on the wire: preamble, handshake, control messages and data frames.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// First bytes of every connection.
 const MAGIC: [u8; 8] = *b"FERRYWR\0";

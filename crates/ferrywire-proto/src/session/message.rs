@@ -19,8 +19,39 @@ pub const FENCE_REFUSED_MAX: usize = WINDOW_FRAMES_MAX;
 const HEADER_BYTES: usize = 1 + 8 + 8;
 
 const _: () = assert!(
-    HEADER_BYTES + 2 + 4 + 8 + 2 + FENCE_REFUSED_MAX * 9 + 2 + REASON_BYTES_MAX <= CONTROL_MESSAGE_BYTES_MAX
+    HEADER_BYTES + 2 + 4 + 8 + 2 + FENCE_REFUSED_MAX * 9 + 1 + 2 + REASON_BYTES_MAX
+        <= CONTROL_MESSAGE_BYTES_MAX
 );
+
+/// Why the sender of a [`ControlMessage::Fence`] has closed a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FenceCause {
+    /// The connection failed at the sender.
+    Lost,
+    /// The receiver's own fence: the sender had the connection until that arrived.
+    Answer,
+    /// The sender never had the connection.
+    NeverUp,
+    /// The lane of the channel failed at the sender.
+    LaneFailed,
+    /// A message of the lane made no progress at the sender for the lane's stall limit.
+    LaneStalled,
+    /// The sender cannot read memory that the lane was to send: another lane may work.
+    SourceUnreadable,
+}
+
+/// Why the sender of a [`ControlMessage::Goodbye`] ends the session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GoodbyeCause {
+    /// It has closed the session in an orderly way.
+    Closed,
+    /// It has given the session up.
+    GaveUp,
+    /// It has given the session up because a lane made no progress.
+    LaneStalled,
+    /// It has given the session up because lanes cannot be set up. The initiator may open a session without lanes.
+    WithoutLanes,
+}
 
 /// A numbered message: delivered exactly once and in order, over however many connections it takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +66,9 @@ pub enum ControlMessage {
         placed: u64,
         /// Frames that were refused instead, each with why; at most `FENCE_REFUSED_MAX`.
         refused: Vec<(u64, u8)>,
-        /// Why the connection is over; cut to `REASON_BYTES_MAX`.
+        /// Why the connection is over, for programs.
+        cause: FenceCause,
+        /// Why the connection is over, for people; cut to `REASON_BYTES_MAX`.
         reason: String,
     },
     /// A data connection is about to be dialled: the sender has bound it, and waits for [`Expected`].
@@ -71,7 +104,9 @@ pub enum ControlMessage {
     Drained,
     /// The session is over.
     Goodbye {
-        /// Why; cut to `REASON_BYTES_MAX`.
+        /// Why, for programs.
+        cause: GoodbyeCause,
+        /// Why, for people; cut to `REASON_BYTES_MAX`.
         reason: String,
     },
 }
@@ -84,6 +119,30 @@ const DRAIN: u8 = 4;
 const DRAINED: u8 = 5;
 const GOODBYE: u8 = 6;
 const LANE: u8 = 7;
+
+impl FenceCause {
+    const ALL: [FenceCause; 6] = [
+        FenceCause::Lost,
+        FenceCause::Answer,
+        FenceCause::NeverUp,
+        FenceCause::LaneFailed,
+        FenceCause::LaneStalled,
+        FenceCause::SourceUnreadable,
+    ];
+
+    fn read(reader: &mut Reader<'_>) -> Result<FenceCause, SessionError> {
+        read_code("as the cause of a fence", &FenceCause::ALL, reader)
+    }
+}
+
+impl GoodbyeCause {
+    const ALL: [GoodbyeCause; 4] =
+        [GoodbyeCause::Closed, GoodbyeCause::GaveUp, GoodbyeCause::LaneStalled, GoodbyeCause::WithoutLanes];
+
+    fn read(reader: &mut Reader<'_>) -> Result<GoodbyeCause, SessionError> {
+        read_code("as the cause of a goodbye", &GoodbyeCause::ALL, reader)
+    }
+}
 
 impl ControlMessage {
     fn kind(&self) -> u8 {
@@ -110,7 +169,7 @@ impl ControlMessage {
 
     fn encode(&self, into: &mut Vec<u8>) {
         match self {
-            ControlMessage::Fence { channel, generation, placed, refused, reason } => {
+            ControlMessage::Fence { channel, generation, placed, refused, cause, reason } => {
                 put_channel(into, *channel, *generation);
                 into.extend_from_slice(&placed.to_le_bytes());
                 into.extend_from_slice(&(refused.len() as u16).to_le_bytes());
@@ -118,6 +177,7 @@ impl ControlMessage {
                     into.extend_from_slice(&frame.to_le_bytes());
                     into.push(*why);
                 }
+                into.push(*cause as u8);
                 put_reason(into, reason);
             }
             ControlMessage::Dialling { channel, generation, source } => {
@@ -130,7 +190,10 @@ impl ControlMessage {
                 into.extend_from_slice(&handle[..]);
             }
             ControlMessage::Drain | ControlMessage::Drained => {}
-            ControlMessage::Goodbye { reason } => put_reason(into, reason),
+            ControlMessage::Goodbye { cause, reason } => {
+                into.push(*cause as u8);
+                put_reason(into, reason);
+            }
         }
     }
 
@@ -141,6 +204,7 @@ impl ControlMessage {
                 generation: reader.u32()?,
                 placed: reader.u64()?,
                 refused: read_refused(reader)?,
+                cause: FenceCause::read(reader)?,
                 reason: read_reason(reader)?,
             },
             DIALLING => ControlMessage::Dialling {
@@ -151,7 +215,9 @@ impl ControlMessage {
             EXPECTED => ControlMessage::Expected { channel: reader.u16()?, generation: reader.u32()? },
             DRAIN => ControlMessage::Drain,
             DRAINED => ControlMessage::Drained,
-            GOODBYE => ControlMessage::Goodbye { reason: read_reason(reader)? },
+            GOODBYE => {
+                ControlMessage::Goodbye { cause: GoodbyeCause::read(reader)?, reason: read_reason(reader)? }
+            }
             LANE => ControlMessage::Lane {
                 channel: reader.u16()?,
                 generation: reader.u32()?,
@@ -211,6 +277,13 @@ impl From<HandshakeError> for SessionError {
 fn put_channel(into: &mut Vec<u8>, channel: u16, generation: u32) {
     into.extend_from_slice(&channel.to_le_bytes());
     into.extend_from_slice(&generation.to_le_bytes());
+}
+
+/// A code is the place of its value among all of them.
+fn read_code<T: Copy>(what: &str, all: &[T], reader: &mut Reader<'_>) -> Result<T, SessionError> {
+    let code = usize::from(reader.u8()?);
+    reader.within(what, code, 0..=all.len() - 1)?;
+    Ok(all[code])
 }
 
 fn put_reason(into: &mut Vec<u8>, reason: &str) {

@@ -20,7 +20,7 @@ mod message;
 #[cfg(test)]
 mod tests;
 
-pub use message::{ControlMessage, Frame};
+pub use message::{ControlMessage, FenceCause, Frame, GoodbyeCause};
 
 use std::collections::VecDeque;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 //! Evil ends that answer: what a dialler is told, promised and left to wait for.
 
-use super::evil::{Evil, dial};
+use super::evil::{Evil, dial, goodbye};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, SECRET, eventually};
 use crate::{Endpoint, Error};
@@ -170,7 +170,7 @@ fn a_connect_whose_time_is_up_says_farewell_to_whoever_has_answered() {
         // Nothing more is answered.
         let reason = loop {
             let numbered = hear_frame(&mut control, &mut established.secure).numbered;
-            if let Some((_, ControlMessage::Goodbye { reason })) = numbered {
+            if let Some((_, ControlMessage::Goodbye { reason, .. })) = numbered {
                 break reason;
             }
         };
@@ -297,7 +297,7 @@ fn a_forged_resumption_does_not_end_a_session() {
     stream.write_all(&forged).unwrap();
     assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "the victim hangs up");
     (evil.control, evil.established) = resume(&scene, &evil, 0);
-    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    evil.say(&goodbye());
     eventually("it said goodbye", || evil.here.error().is_some());
     assert!(matches!(evil.here.error(), Some(Error::PeerClosed { .. })), "{:?}", evil.here.error());
     scene.unharmed();

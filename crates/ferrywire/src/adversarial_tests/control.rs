@@ -1,14 +1,14 @@
 //! The control session: gaps, forgeries, fences of what never was, floods.
 
-use super::evil::{Data, Evil, channel, data, dial, evil_config};
+use super::evil::{Data, Evil, channel, data, dial, evil_config, goodbye};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
-use crate::{Error, RemoteRegion, limits};
+use crate::{Error, LossCause, RemoteRegion, limits};
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
 use ferrywire_proto::handshake::{Config, Initiator, Secure};
-use ferrywire_proto::session::{ControlMessage, Frame};
+use ferrywire_proto::session::{ControlMessage, FenceCause, Frame, GoodbyeCause};
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::socket;
 use std::io::{Read, Write};
@@ -25,8 +25,8 @@ const HELD_UP: Duration = Duration::from_secs(5);
 const SLOW_MAX: usize = 3;
 
 fn fence(channel: u16, generation: u32) -> ControlMessage {
-    let (placed, refused, reason) = (0, Vec::new(), String::from("evil"));
-    ControlMessage::Fence { channel, generation, placed, refused, reason }
+    let (placed, refused, cause, reason) = (0, Vec::new(), FenceCause::Lost, String::from("evil"));
+    ControlMessage::Fence { channel, generation, placed, refused, cause, reason }
 }
 
 #[test]
@@ -99,12 +99,40 @@ fn fences_of_channels_that_do_not_exist_change_nothing() {
         generation: 3,
         placed: u64::MAX,
         refused,
+        cause: FenceCause::Lost,
         reason: "\u{1b}[2Jx".into(),
     });
     evil.send(data(scene.key() ^ 1, 0, 0), &[]);
     assert_eq!(evil.data[0].answers(), [(0, Refusal::NoRegion)]);
-    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    evil.say(&goodbye());
     eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
+    scene.unharmed();
+}
+
+#[test]
+fn a_farewell_means_what_its_cause_says_whatever_its_words() {
+    let scene = Scene::new();
+    let told = |cause, reason: &str| {
+        let mut evil = Evil::new(&scene);
+        evil.say(&ControlMessage::Goodbye { cause, reason: reason.into() });
+        eventually("it said goodbye", || evil.here.error().is_some());
+        evil.here.error().unwrap()
+    };
+    for words in ["closed", "gave up: the lanes", "without lanes: none"] {
+        let closed = told(GoodbyeCause::Closed, words);
+        assert!(matches!(closed, Error::PeerClosed { .. }), "{words}: {closed:?}");
+        for (cause, means) in [
+            (GoodbyeCause::GaveUp, LossCause::GaveUp),
+            (GoodbyeCause::LaneStalled, LossCause::LaneStalled),
+            (GoodbyeCause::WithoutLanes, LossCause::LaneFailed),
+        ] {
+            let lost = told(cause, words);
+            assert!(
+                matches!(&lost, Error::PeerLost { cause, why, .. } if *cause == means && why.contains(words)),
+                "{words}: {lost:?}"
+            );
+        }
+    }
     scene.unharmed();
 }
 
@@ -126,6 +154,7 @@ fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
         generation: 0,
         placed: u64::MAX,
         refused: vec![(0, 2), (u64::MAX, 1)],
+        cause: FenceCause::Lost,
         reason: "evil".into(),
     });
     let error = write.wait(LIMIT).unwrap_err();
@@ -302,7 +331,7 @@ fn a_peer_that_reads_its_control_connection_late_is_heard_again() {
         assert!(asks.join().unwrap(), "{:?}", here.error());
     });
     evil.said = QUESTIONS;
-    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    evil.say(&goodbye());
     eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
     scene.unharmed();
 }
@@ -339,7 +368,7 @@ fn a_peer_to_which_we_have_much_to_say_ourselves_is_heard_though_it_reads_late()
         evil.say(&fence(0, generation));
         evil.data[0] = next_channel(&evil, generation + 1);
     }
-    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    evil.say(&goodbye());
     eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
     scene.unharmed();
 }

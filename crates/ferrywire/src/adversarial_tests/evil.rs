@@ -5,7 +5,7 @@ use super::{LIMIT, SECRET, eventually};
 use crate::{Error, Peer};
 use ferrywire_proto::handshake::testing::{config, hello};
 use ferrywire_proto::handshake::{Config, Established, HandshakeError, Initiator, Outcome, Purpose, Secure};
-use ferrywire_proto::session::{ControlMessage, Frame};
+use ferrywire_proto::session::{ControlMessage, Frame, GoodbyeCause};
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -202,12 +202,17 @@ impl Evil {
 impl Drop for Evil {
     /// Takes its leave where it is still heard: whoever is dropped after it would wait for it as long as an end may be silent.
     fn drop(&mut self) {
-        let farewell = ControlMessage::Goodbye { reason: "the test is over".into() };
+        let farewell = goodbye();
         let frame = Frame { received: 0, numbered: Some((self.said + 1, &farewell)) };
         if let Ok(sealed) = self.secure().seal(&frame.encode()) {
             let _ = self.control.write_all(&sealed);
         }
     }
+}
+
+/// An orderly farewell.
+pub(super) fn goodbye() -> ControlMessage {
+    ControlMessage::Goodbye { cause: GoodbyeCause::Closed, reason: "enough".into() }
 }
 
 pub(super) fn channel(

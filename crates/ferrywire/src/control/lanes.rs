@@ -16,7 +16,7 @@ use super::link::Link;
 use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::posted::Posted;
-use crate::error::Error;
+use crate::error::{Error, LossCause};
 use crate::payload::lane::{Progress, Setup};
 use crate::payload::payload_backend::SharedBackend;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
@@ -300,7 +300,8 @@ impl Link {
             && let Some(in_vain) = self.lanes.ended_in_vain(index, age, self.peer().lanes_moved(), false)
         {
             let why = format!("{why}; {in_vain}");
-            return self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
+            let error = self.lost(LossCause::LaneFailed, why);
+            return self.part_with(error, now);
         }
         self.fence_empty(index, generation, why, now);
     }
@@ -313,7 +314,8 @@ impl Link {
         }
         self.peer().mark_stuck();
         let why = format!("{why}; it carried channels {}", channels.join(", "));
-        self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
+        let error = self.lost(LossCause::CallHangs, why);
+        self.part_with(error, now);
     }
 }
 

@@ -22,7 +22,7 @@ mod ready_set;
 
 use crate::core::context::Context;
 use crate::core::worker::Workers;
-use crate::error::Error;
+use crate::error::{Error, LossCause};
 use crate::payload::plugin::CallWatch;
 pub(crate) use accept_queue::AcceptQueue;
 use accepting::Accepting;
@@ -234,7 +234,7 @@ impl Control {
             worked = true;
             self.ready_set.touch(lost.peer.info.session);
             match self.links.get_mut(&lost.peer.info.session) {
-                Some(link) => link.channel_lost(lost.index, lost.generation, lost.why, *lost.remains, now),
+                Some(link) => link.channel_lost(lost.index, lost.generation, lost.loss, *lost.remains, now),
                 None => lost.drop_entries(),
             }
         }
@@ -418,7 +418,7 @@ pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, timeou
         // No orderly end, whatever the peer calls it.
         Error::PeerClosed { peer } => {
             let why = "it closed the connection before what was posted to it had finished".into();
-            Error::PeerLost { peer, why }
+            Error::PeerLost { peer, cause: LossCause::Unfinished, why }
         }
         error => error,
     }

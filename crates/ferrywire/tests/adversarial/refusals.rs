@@ -62,8 +62,8 @@ fn a_wrong_version_is_named_at_both_ends() {
     hello[8..10].copy_from_slice(&9u16.to_le_bytes());
     let heard = say(victim.listen_addresses()[0], &hello).unwrap();
     let (code, text) = refusal(&heard).expect("another version is told why");
-    assert_eq!((code, &text[..]), (1, "you speak protocol version 9, this end speaks 2"));
-    let named = |line: &String| line.contains("it speaks protocol version 9, we speak 2");
+    assert_eq!((code, &text[..]), (1, "you speak protocol version 9, this end speaks 3"));
+    let named = |line: &String| line.contains("it speaks protocol version 9, we speak 3");
     let told = || lines().lock().unwrap().iter().filter(|line| named(line)).count();
     eventually("it is told", || told() > 0);
     assert_eq!(told(), 1);

@@ -110,7 +110,7 @@ fn pair_with_a_message_under_way(world: &mut impl World) -> (Peer, Peer, Transfe
 /// Whether an error names the peer that was left behind, and says that not all was finished.
 fn tells_of(closed: &Result<(), Error>, peer: &Peer) -> bool {
     let what = "before what was posted to it had finished";
-    matches!(closed, Err(Error::PeerLost { peer: name, why }) if *name == peer.name() && why.contains(what))
+    matches!(closed, Err(Error::PeerLost { peer: name, why, .. }) if *name == peer.name() && why.contains(what))
 }
 
 /// The other side has no time for what was posted here.

@@ -18,13 +18,14 @@ pub(super) fn message(n: u32) -> ControlMessage {
         0 => {
             let refused = (0..n % 97).map(|frame| (u64::from(frame), frame as u8)).collect();
             let reason = format!("reason {n}");
-            ControlMessage::Fence { channel, generation, placed: u64::from(n), refused, reason }
+            let cause = FenceCause::Answer;
+            ControlMessage::Fence { channel, generation, placed: u64::from(n), refused, cause, reason }
         }
         1 => ControlMessage::Dialling { channel, generation, source: ([10, 0, 0, 1], channel).into() },
         2 => ControlMessage::Expected { channel, generation },
         3 => ControlMessage::Drain,
         4 => ControlMessage::Drained,
-        _ => ControlMessage::Goodbye { reason: format!("bye {n}") },
+        _ => ControlMessage::Goodbye { cause: GoodbyeCause::GaveUp, reason: format!("bye {n}") },
     }
 }
 
@@ -114,7 +115,14 @@ fn what_waits_for_the_peer_is_bounded() {
 #[test]
 fn the_bytes_that_wait_for_the_peer_are_bounded_too() {
     let refused = (0..FENCE_REFUSED_MAX as u64).map(|frame| (frame, 1)).collect();
-    let fence = ControlMessage::Fence { channel: 1, generation: 2, placed: 3, refused, reason: "x".into() };
+    let fence = ControlMessage::Fence {
+        channel: 1,
+        generation: 2,
+        placed: 3,
+        refused,
+        cause: FenceCause::Lost,
+        reason: "x".into(),
+    };
     let (mut session, mut peer) = half();
     let mut sealed = session.take_output().len();
     let error = loop {
@@ -168,12 +176,15 @@ fn what_no_peer_says_is_refused() {
     let [mut unknown, mut trailing] = [long.clone(), long];
     unknown[0] = 8;
     trailing.push(0);
-    let mut steering = numbered(1, 0, &ControlMessage::Goodbye { reason: String::from("bye") });
+    let mut steering = numbered(1, 0, &goodbye("bye"));
     *steering.last_mut().unwrap() = 0x1b;
+    let mut farewell = numbered(1, 0, &goodbye(""));
+    farewell[CAUSE_AT] = GoodbyeCause::ALL.len() as u8;
     let malformed = |why: &str| SessionError::Malformed(format!("a control message: {why}"));
     let cases = [
         (unknown, SessionError::UnknownKind(8)),
         (trailing, malformed("1 bytes too many")),
+        (farewell, malformed("4 as the cause of a goodbye, must be 0 to 3")),
         (steering, malformed("a text that is not printable")),
         (numbered(0, 0, &ControlMessage::Drain), SessionError::Gap { expected: 1, got: 0 }),
         (Frame { received: 1, numbered: None }.encode(), SessionError::AheadOfUs { received: 1, sent: 0 }),
@@ -188,6 +199,12 @@ fn what_no_peer_says_is_refused() {
 }
 
 const HEARTBEAT_KIND: u8 = 0;
+/// Where the cause of a farewell lies: behind kind, count and number.
+const CAUSE_AT: usize = 1 + 8 + 8;
+
+fn goodbye(reason: &str) -> ControlMessage {
+    ControlMessage::Goodbye { cause: GoodbyeCause::Closed, reason: String::from(reason) }
+}
 
 #[test]
 fn lengths_that_cannot_be_are_refused_at_once() {
@@ -208,6 +225,7 @@ fn the_largest_fence_fits_and_a_larger_one_is_not_taken() {
         generation: 2,
         placed: 3,
         refused: vec![(u64::MAX, 255); refusals],
+        cause: FenceCause::SourceUnreadable,
         reason: "é".repeat(REASON_BYTES_MAX),
     };
     let (mut one, mut two) = pair();
@@ -233,10 +251,20 @@ fn any_message() -> impl Strategy<Value = ControlMessage> {
     let reason = prop::collection::vec(prop::char::range(' ', '~'), 0..1024)
         .prop_map(|characters| characters.into_iter().collect::<String>());
     let refused = prop::collection::vec(any::<(u64, u8)>(), 0..40);
-    let fence = (any::<(u16, u32, u64)>(), refused, reason.clone()).prop_map(|(ids, refused, reason)| {
-        let (channel, generation, placed) = ids;
-        ControlMessage::Fence { channel, generation, placed, refused, reason }
-    });
+    let fence_cause = prop::sample::select(&FenceCause::ALL[..]);
+    let fence = (any::<(u16, u32, u64)>(), refused, fence_cause, reason.clone()).prop_map(
+        |((channel, generation, placed), refused, cause, reason)| ControlMessage::Fence {
+            channel,
+            generation,
+            placed,
+            refused,
+            cause,
+            reason,
+        },
+    );
+    let goodbye_cause = prop::sample::select(&GoodbyeCause::ALL[..]);
+    let goodbye =
+        (goodbye_cause, reason).prop_map(|(cause, reason)| ControlMessage::Goodbye { cause, reason });
     let dialling =
         any::<(u16, u32, std::net::Ipv6Addr, u16)>().prop_map(|(channel, generation, ip, port)| {
             ControlMessage::Dialling { channel, generation, source: (ip, port).into() }
@@ -251,7 +279,7 @@ fn any_message() -> impl Strategy<Value = ControlMessage> {
         }),
         Just(ControlMessage::Drain),
         Just(ControlMessage::Drained),
-        reason.prop_map(|reason| ControlMessage::Goodbye { reason }),
+        goodbye,
     ]
 }
 

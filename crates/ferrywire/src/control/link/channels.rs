@@ -2,6 +2,7 @@
 
 use crate::control::dial::Announced;
 use crate::core::queue::Entry;
+use ferrywire_proto::session::FenceCause;
 use std::net::SocketAddr;
 use std::ops::{Index, IndexMut};
 use std::time::Duration;
@@ -53,14 +54,15 @@ pub(super) enum ChannelState {
 pub(super) struct OwnFence {
     /// What was sent, by number, and is not known to be placed.
     pub entries: Vec<(u64, Entry)>,
-    /// Why the lane failed, if that is what ended the connection.
-    pub lane_failed: Option<String>,
+    /// How and why the lane failed, if that is what ended the connection.
+    pub lane_failed: Option<(FenceCause, String)>,
 }
 
 /// The peer's half: what it had placed before it closed its end, and why it did.
 pub(super) struct PeerFence {
     pub placed: u64,
     pub refused: Vec<(u64, u8)>,
+    pub cause: FenceCause,
     pub reason: String,
 }
 

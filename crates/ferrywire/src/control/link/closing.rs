@@ -1,12 +1,12 @@
 //! The end of a session: asked for, agreed on, or forced by an error.
 
 use super::stage::{Awaited, Retry, Settling};
-use super::{ControlConnection, GAVE_UP, Link, Role, Stage, WITHOUT_LANES};
+use super::{ControlConnection, Link, Role, Stage};
 use crate::control::accept_queue::AcceptQueue;
 use crate::control::dial::ConnectTarget;
-use crate::error::Error;
+use crate::error::{Error, LossCause};
 use ferrywire_proto::limits;
-use ferrywire_proto::session::ControlMessage;
+use ferrywire_proto::session::{ControlMessage, GoodbyeCause};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -167,13 +167,13 @@ impl Link {
                 self.peer.life.unfinished.store(true, Ordering::SeqCst);
             }
             let reason = if done { "closed" } else { "closed before all was finished" };
-            self.say_farewell(reason.into(), Error::Closed, now);
+            self.say_farewell(GoodbyeCause::Closed, reason.into(), Error::Closed, now);
         }
     }
 
     /// Says the last message of this end; `last_words` end the session once that has arrived, or its time is up.
-    fn say_farewell(&mut self, reason: String, last_words: Error, now: Duration) {
-        self.say(ControlMessage::Goodbye { reason }, now);
+    fn say_farewell(&mut self, cause: GoodbyeCause, reason: String, last_words: Error, now: Duration) {
+        self.say(ControlMessage::Goodbye { cause, reason }, now);
         let until = now + limits::HEARTBEAT_INTERVAL;
         self.stage.advance(|awaited| Stage::Leaving { awaited, until, last_words });
     }
@@ -191,17 +191,20 @@ impl Link {
         if self.dying() {
             return;
         }
-        let reason = match &error {
-            Error::PeerLost { why, .. } => format!("{GAVE_UP}{why}"),
-            error => format!("{GAVE_UP}{error}"),
+        let (cause, reason) = match &error {
+            Error::PeerLost { cause: LossCause::LaneStalled, why, .. } => {
+                (GoodbyeCause::LaneStalled, why.clone())
+            }
+            Error::PeerLost { why, .. } => (GoodbyeCause::GaveUp, why.clone()),
+            error => (GoodbyeCause::GaveUp, error.to_string()),
         };
-        self.leave_with(reason, error, now);
+        self.leave_with(cause, reason, error, now);
     }
 
-    fn leave_with(&mut self, reason: String, error: Error, now: Duration) {
+    fn leave_with(&mut self, cause: GoodbyeCause, reason: String, error: Error, now: Duration) {
         // Operations may end from now on, with the channels that go while the peer is told.
         self.peer.doom(error.clone());
-        self.say_farewell(reason, error, now);
+        self.say_farewell(cause, reason, error, now);
     }
 
     /// Gives a connect up: ends the session if its result was to go to this queue and it is not up.
@@ -210,7 +213,7 @@ impl Link {
             return;
         }
         if !self.dying() {
-            self.leave_with("given up before it was up".into(), Error::Closed, now);
+            self.leave_with(GoodbyeCause::Closed, "given up before it was up".into(), Error::Closed, now);
         }
         // The queue gets no result, and no other session takes the place of this one.
         self.stage.forget_awaited();
@@ -219,7 +222,7 @@ impl Link {
     /// Lanes do not come about, before the peer is up. Where both ends could do without them, a session without takes
     /// this one's place: the end that connects opens it, and both tell why.
     pub(in crate::control) fn part_with_lanes(&mut self, why: String, now: Duration) {
-        let error = Error::PeerLost { peer: self.peer.name().into(), why: why.clone() };
+        let error = self.lost(LossCause::LaneFailed, why.clone());
         let end = if self.dials() { "connects" } else { "accepts" };
         let Stage::Settling(Settling { awaited, lanes_optional: true, .. }) = &mut self.stage else {
             return self.part_with(error, now);
@@ -229,22 +232,28 @@ impl Link {
         let backend = self.lanes.backend();
         let name = backend.as_ref().map_or("lanes", |backend| backend.name());
         tracing::warn!(peer = self.peer.name(), "a session without {name} takes this one's place: {why}");
-        self.leave_with(format!("{WITHOUT_LANES}{why}"), error, now);
+        self.leave_with(GoodbyeCause::WithoutLanes, why, error, now);
     }
 
     /// The peer says farewell.
-    pub(super) fn peer_leaves(&mut self, reason: &str) {
-        let peer = self.peer.name().into();
-        let without_lanes = reason.strip_prefix(WITHOUT_LANES);
-        if let Some(why) = without_lanes
+    pub(super) fn peer_leaves(&mut self, cause: GoodbyeCause, reason: &str) {
+        if cause == GoodbyeCause::WithoutLanes
             && let Stage::Settling(Settling { awaited, lanes_optional: true, .. }) = &mut self.stage
         {
-            awaited.go_without_lanes(ferrywire_proto::handshake::clean(why));
+            awaited.go_without_lanes(reason.to_owned());
         }
-        self.ending = Some(match without_lanes.or(reason.strip_prefix(GAVE_UP)) {
-            Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
-            None => Error::PeerClosed { peer },
+        let gave_up = |cause| self.lost(cause, format!("it gave up: {reason}"));
+        self.ending = Some(match cause {
+            GoodbyeCause::Closed => Error::PeerClosed { peer: self.peer.name().into() },
+            GoodbyeCause::LaneStalled => gave_up(LossCause::LaneStalled),
+            GoodbyeCause::WithoutLanes => gave_up(LossCause::LaneFailed),
+            GoodbyeCause::GaveUp => gave_up(LossCause::GaveUp),
         });
+    }
+
+    /// That the peer of this link is lost.
+    pub(in crate::control) fn lost(&self, cause: LossCause, why: String) -> Error {
+        Error::PeerLost { peer: self.peer.name().into(), cause, why }
     }
 
     /// Where to connect to once more, for which queue, and why without lanes; once.
@@ -275,7 +284,7 @@ impl Link {
         self.stage.advance(|awaited| Stage::Dying { awaited });
         self.lanes.drop_all();
         for (index, generation) in self.channels.up() {
-            self.drop_channel(index, generation, "the session is over".into());
+            self.drop_channel(index, generation, "the session is over");
         }
     }
 
@@ -329,16 +338,16 @@ mod tests {
                 break index;
             }
         };
-        let why = Error::PeerLost { peer: peer.name(), why: "its lanes are no good".into() };
+        let why = Error::PeerLost {
+            peer: peer.name(),
+            cause: LossCause::LaneFailed,
+            why: "its lanes are no good".into(),
+        };
         let running = near.running();
         let part = |control: &mut crate::control::Control| {
             let link = control.links.get_mut(&peer.state().info.session).unwrap();
             link.part_with(why.clone(), near.now());
-            link.drop_channel(
-                lost as u16,
-                link.channels[lost as u16].generation,
-                "it stalled as well".into(),
-            );
+            link.drop_channel(lost as u16, link.channels[lost as u16].generation, "it stalled as well");
         };
         running.with_control(part);
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);

@@ -8,27 +8,16 @@
 use super::Link;
 use super::channels::{ChannelState, OwnFence, PeerFence};
 use crate::core::channel::Remains;
-use crate::core::posted::SENT_UNREADABLE;
-use crate::core::worker::Command;
-use crate::error::Error;
+use crate::core::worker::{Command, Loss};
+use crate::error::LossCause;
 use ferrywire_proto::limits;
-use ferrywire_proto::session::ControlMessage;
+use ferrywire_proto::session::{ControlMessage, FenceCause};
 use ferrywire_proto::wire::Refusal;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How the reason begins of an end that only heard of a loss.
-const THE_PEER_LOST_IT: &str = "the peer lost it: ";
-
 impl Link {
-    pub fn channel_lost(
-        &mut self,
-        index: u16,
-        generation: u32,
-        why: String,
-        remains: Remains,
-        now: Duration,
-    ) {
+    pub fn channel_lost(&mut self, index: u16, generation: u32, loss: Loss, remains: Remains, now: Duration) {
         let entries = remains.entries;
         let dying = self.dying();
         let record = &mut self.channels[index];
@@ -41,11 +30,15 @@ impl Link {
         }
         let path = self.path_of(index);
         // Both ends tell how far their lanes were: the errors of both have it.
-        let lane_state = remains.lane.map(|state| format!("; {state}")).unwrap_or_default();
-        let why = format!("{why}{lane_state}");
+        let lane_state = remains.lane.unwrap_or_default();
+        let Loss { cause, why } = loss;
+        let cause = remains.lane_fault.filter(|_| cause == FenceCause::Lost).unwrap_or(cause);
+        let why = if lane_state.is_empty() { why } else { format!("{why}; {lane_state}") };
         let line = format!("channel {index} over {path}: {why}");
         tracing::warn!(peer = self.peer.name(), "lost {line}");
-        let lane_failed = remains.lane_failed.then(|| line.clone());
+        // What ended of memory is no lane's failure.
+        let is_lanes = |fault: &FenceCause| *fault != FenceCause::SourceUnreadable;
+        let lane_failed = remains.lane_fault.filter(is_lanes).map(|fault| (fault, line.clone()));
         self.peer.note_lost(line);
         let fence = OwnFence { entries, lane_failed };
         self.channels[index].set(generation, ChannelState::Fencing(fence));
@@ -55,7 +48,9 @@ impl Link {
             generation,
             placed: remains.placed,
             refused,
-            reason: why,
+            cause,
+            // The peer knows its own words.
+            reason: if cause == FenceCause::Answer { lane_state } else { why },
         };
         self.say(message, now);
         self.peer.choose_home();
@@ -81,12 +76,13 @@ impl Link {
 
     fn say_nothing_placed(&mut self, channel: u16, generation: u32, reason: String, now: Duration) {
         let (placed, refused) = (0, Vec::new());
-        self.say(ControlMessage::Fence { channel, generation, placed, refused, reason }, now);
+        let cause = FenceCause::NeverUp;
+        self.say(ControlMessage::Fence { channel, generation, placed, refused, cause, reason }, now);
     }
 
     /// Ends one of our channels; [`Link::channel_lost`] follows.
-    pub(super) fn drop_channel(&self, index: u16, generation: u32, why: String) {
-        let command = Command::Drop { session: self.session.id(), index, generation, why };
+    pub(super) fn drop_channel(&self, index: u16, generation: u32, why: impl Into<Loss>) {
+        let command = Command::Drop { session: self.session.id(), index, generation, why: why.into() };
         self.workers[self.peer.engine_worker(index)].command(command);
     }
 
@@ -95,25 +91,17 @@ impl Link {
         stats.map_or_else(String::new, |stats| format!("{} ({} to {})", stats.nic, stats.local, stats.remote))
     }
 
-    pub(super) fn fenced_by_peer(
-        &mut self,
-        index: u16,
-        generation: u32,
-        (placed, refused): (u64, Vec<(u64, u8)>),
-        reason: &str,
-        now: Duration,
-    ) {
+    pub(super) fn fenced_by_peer(&mut self, index: u16, generation: u32, theirs: PeerFence, now: Duration) {
         let Some(record) = self.channels.get_mut(index) else { return };
-        let reason = ferrywire_proto::handshake::clean(reason);
         let is_current = record.generation == generation;
         match &mut record.state {
             ChannelState::Up { peer_fence } if is_current => {
-                let why = format!("{THE_PEER_LOST_IT}{reason}");
-                *peer_fence = Some(PeerFence { placed, refused, reason });
-                return self.drop_channel(index, generation, why);
+                let why = format!("the peer lost it: {}", theirs.reason);
+                *peer_fence = Some(theirs);
+                return self.drop_channel(index, generation, Loss { cause: FenceCause::Answer, why });
             }
             ChannelState::Fencing(_) if is_current => {
-                return self.resolve(index, PeerFence { placed, refused, reason }, now);
+                return self.resolve(index, theirs, now);
             }
             _ => {}
         }
@@ -158,22 +146,19 @@ impl Link {
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
         // What ended of the peer's memory is no lane's failure.
-        if let Some(why) = fence.lane_failed
-            && !theirs.reason.contains(SENT_UNREADABLE)
+        if let Some((fault, why)) = fence.lane_failed
+            && theirs.cause != FenceCause::SourceUnreadable
             && let Some(last) = self.given_up_with(index, now)
         {
-            let theirs = own_part(&theirs.reason, &why);
-            let why = format!("{why}; at the peer: {theirs}; {last}");
-            return self.part_with(Error::PeerLost { peer: self.peer.name().into(), why }, now);
+            let stalled = [fault, theirs.cause].contains(&FenceCause::LaneStalled);
+            let cause = if stalled { LossCause::LaneStalled } else { LossCause::LaneFailed };
+            let at_peer = match theirs.reason.is_empty() {
+                true => String::new(),
+                false => format!("; at the peer: {}", theirs.reason),
+            };
+            let error = self.lost(cause, format!("{why}{at_peer}; {last}"));
+            return self.part_with(error, now);
         }
         self.peer.rouse_for(u64::MAX);
     }
-}
-
-/// What the peer says of a loss, less what it repeats of our own words.
-fn own_part<'a>(theirs: &'a str, ours: &str) -> &'a str {
-    let Some(told) = theirs.strip_prefix(THE_PEER_LOST_IT) else { return theirs };
-    // Ours has the channel and its path before what the peer was told.
-    let mut ends = ours.match_indices(": ").map(|(at, colon)| &ours[at + colon.len()..]);
-    ends.find_map(|end| told.strip_prefix(end)).map_or(theirs, |rest| rest.trim_start_matches("; "))
 }

@@ -28,14 +28,14 @@ use crate::core::worker::Workers;
 use crate::error::Error;
 use crate::payload::payload_backend::SharedBackend;
 use crate::payload::terms::{Terms, reason_without};
-use channels::{ChannelState, Channels};
+use channels::{ChannelState, Channels, PeerFence};
 use closing::Closing;
 use connection::ControlConnection;
 use ferrywire_net::{Conn, ConnOptions};
 use ferrywire_proto::Identity;
 use ferrywire_proto::channel_assignment::spread;
 use ferrywire_proto::clock::silence_max;
-use ferrywire_proto::handshake::{Config as SessionConfig, DataKey, Established, Hello};
+use ferrywire_proto::handshake::{Config as SessionConfig, DataKey, Established, Hello, clean};
 use ferrywire_proto::limits;
 use ferrywire_proto::session::{ControlMessage, Session};
 use ferrywire_sys::poll::Interest;
@@ -48,10 +48,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How the farewell begins of an end that gives the session up; the reason follows.
-const GAVE_UP: &str = "gave up: ";
-/// How the farewell begins after which the connecting end tries again without lanes; the reason follows.
-const WITHOUT_LANES: &str = "without lanes: ";
 /// Reads of one control connection in one turn.
 const READS_PER_TURN: usize = 8;
 
@@ -387,12 +383,13 @@ impl Link {
 
     fn take_message(&mut self, message: ControlMessage, now: Duration) {
         match message {
-            ControlMessage::Fence { channel, generation, placed, refused, reason } => {
-                self.fenced_by_peer(channel, generation, (placed, refused), &reason, now);
+            ControlMessage::Fence { channel, generation, placed, refused, cause, reason } => {
+                let reason = clean(&reason);
+                self.fenced_by_peer(channel, generation, PeerFence { placed, refused, cause, reason }, now);
             }
             ControlMessage::Drain => self.peer_drains(),
             ControlMessage::Drained => self.peer_is_drained(),
-            ControlMessage::Goodbye { reason } => self.peer_leaves(&reason),
+            ControlMessage::Goodbye { cause, reason } => self.peer_leaves(cause, &clean(&reason)),
             ControlMessage::Lane { channel, generation, handle } => {
                 self.peer_listens(channel, generation, *handle, now);
             }

@@ -2,7 +2,7 @@
 
 use super::{ControlConnection, Link, ResumeState, Role};
 use crate::control::dial::DialFailure;
-use crate::error::Error;
+use crate::error::{Error, LossCause};
 use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{Established, RefusalCode};
 use ferrywire_proto::limits;
@@ -93,7 +93,10 @@ impl Link {
         let Role::Connector(connector) = &mut self.role else { return };
         if let Some(why) = connector.resumption.take_disowned() {
             self.last_trouble = None;
-            self.fail(format!("it restarted, or gave us up: {why}{}", self.plugin_note()));
+            self.fail(
+                LossCause::Restarted,
+                format!("it restarted, or gave us up: {why}{}", self.plugin_note()),
+            );
         }
     }
 
@@ -122,17 +125,19 @@ impl Link {
         // A process that ended has lost its channels too.
         if !self.any_is_up() && closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
             let ended = "its host closed the control connection, and it did not come back: the process ended";
-            self.fail(format!("{ended}{}", self.plugin_note()));
+            self.fail(LossCause::ProcessEnded, format!("{ended}{}", self.plugin_note()));
         } else if let Some((_, bytes)) = unread_for.filter(|(time, _)| *time > self.peer_timeout) {
             let seconds = self.peer_timeout.as_secs_f64();
-            self.fail(format!(
-                "it does not read its control connection: {bytes} bytes have waited there for {seconds:.1} s"
-            ));
+            self.fail(
+                LossCause::Silent,
+                format!(
+                    "it does not read its control connection: {bytes} bytes have waited there for {seconds:.1} s"
+                ),
+            );
         } else if silent > self.peer_timeout {
-            self.fail(format!(
-                "no sign of life for {:.1} s: stopped, or out of reach over every NIC",
-                silent.as_secs_f64()
-            ));
+            let silent_s = silent.as_secs_f64();
+            let why = format!("no sign of life for {silent_s:.1} s: stopped, or out of reach over every NIC");
+            self.fail(LossCause::Silent, why);
         } else if let Role::Connector(connector) = &mut self.role {
             let resumption = &mut connector.resumption;
             let path_dead = match self.connection.as_open_mut() {
@@ -143,10 +148,11 @@ impl Link {
         }
     }
 
-    pub(super) fn fail(&mut self, why: String) {
+    pub(super) fn fail(&mut self, cause: LossCause, why: String) {
         let trouble = self.last_trouble.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let why = format!("{why}{trouble}; {}", self.peer.describe());
-        self.ending.get_or_insert(Error::PeerLost { peer: self.peer.name().into(), why });
+        let error = self.lost(cause, why);
+        self.ending.get_or_insert(error);
     }
 }
 

@@ -8,7 +8,7 @@ use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
 use crate::core::worker::Command;
-use crate::error::Error;
+use crate::error::{Error, LossCause};
 use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{Hello, Purpose};
 use ferrywire_proto::limits;
@@ -185,7 +185,7 @@ impl Link {
                 }
                 // The peer has given up the connection that this end still has; it will dial once more.
                 ChannelState::Up { .. } => {
-                    self.drop_channel(index, current, "the peer dialled it again".into());
+                    self.drop_channel(index, current, "the peer dialled it again");
                 }
                 _ => {}
             }
@@ -275,7 +275,7 @@ impl Link {
             );
         } else if waited > none {
             let why = "no data connection came about: is the peer's advertised address reachable?";
-            self.fail(why.into());
+            self.fail(LossCause::NoChannel, why.into());
         }
     }
 

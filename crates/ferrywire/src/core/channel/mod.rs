@@ -37,6 +37,7 @@ use crate::core::stats::{ChannelCounters, NO_BACKLOG};
 use ferrywire_memory::MemoryLocation;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
+use ferrywire_proto::session::FenceCause;
 use ferrywire_proto::wire::Refusal;
 use std::io;
 use std::sync::Arc;
@@ -74,8 +75,8 @@ pub(crate) struct Remains {
     pub entries: Vec<(u64, Entry)>,
     /// The state the lane was in, in words, if there was one.
     pub lane: Option<String>,
-    /// Whether it was the lane that failed.
-    pub lane_failed: bool,
+    /// How the lane failed, if it was the lane.
+    pub lane_fault: Option<FenceCause>,
     /// What was closed, while something may still read the memory of which it was sending.
     pub unreleased: Option<Unreleased>,
 }
@@ -167,7 +168,7 @@ impl Channel {
     /// Ends the channel: closes the connection, then tells what it placed and what it did not deliver.
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
-        let Ended { lane, lane_state, lane_failed, acknowledged } = self.payload.end();
+        let Ended { lane, lane_state, lane_fault, acknowledged } = self.payload.end();
         acknowledged.into_iter().for_each(|entry| self.peer.delivered(entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
@@ -178,7 +179,7 @@ impl Channel {
         // Over another channel they are staged again.
         entries.iter_mut().for_each(|(_, entry)| entry.staged = None);
         let (placed, refused) = self.receiver.acks.end();
-        Remains { placed, refused, entries, lane: lane_state, lane_failed, unreleased }
+        Remains { placed, refused, entries, lane: lane_state, lane_fault, unreleased }
     }
 }
 

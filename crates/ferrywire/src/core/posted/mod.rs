@@ -35,9 +35,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// In what both ends are told of a lane that ended of memory that cannot be read: another lane may do well.
-pub(crate) const SENT_UNREADABLE: &str = "memory that it was to send cannot be read";
-
 /// What a turn has brought.
 #[derive(Default)]
 pub(crate) struct Turned {
@@ -53,6 +50,8 @@ pub(crate) struct Turned {
     /// The frame whose memory cannot be read, and why, where that has ended the lane. Its operation is to fail, or the next
     /// lane would end of it too.
     pub unreadable: Option<(u64, Error)>,
+    /// A message has made no progress for the stall limit, and that has ended the lane.
+    pub stalled: bool,
     /// Frames that have arrived whole, in order.
     pub arrived: Vec<Arrival>,
 }

@@ -185,6 +185,7 @@ impl Receiving {
                 Step::Done => {}
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
                     let bytes = frame.arrival.header.len;
+                    turned.stalled = true;
                     return Err(format!(
                         "message {} ({bytes} bytes) has not arrived after {}: its last test gave result 0, not done",
                         receive.number,

@@ -8,7 +8,7 @@
 //! and at most a window of messages are begun and not done; none before the peer's end of the lane is known to stand.
 
 use super::slots::{Slot, Slots};
-use super::{SENT_UNREADABLE, Turned, seconds, widen};
+use super::{Turned, seconds, widen};
 use crate::core::queue::Entry;
 use crate::error::Error;
 use crate::payload::lane::{Lane, Post, Run, Step, Ticket, Way};
@@ -182,6 +182,7 @@ impl Sending {
             match lane.test_send(*ticket) {
                 Step::Done => {}
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
+                    turned.stalled = true;
                     return Err(format!(
                         "message {} ({} bytes) is still not sent after {}: its last test gave result 0, not done",
                         self.done,
@@ -271,7 +272,7 @@ impl Sending {
     /// The memory of a message cannot be read. Its header is out, so only the lane's end takes it back.
     fn unreadable(&self, ticket: Ticket, why: Error, turned: &mut Turned) -> String {
         let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
-        let said = format!("{SENT_UNREADABLE}: {why}");
+        let said = format!("memory that it was to send cannot be read: {why}");
         turned.unreadable = frame.map(|frame| (frame, why));
         said
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Abandoning, COPY_BACKOFF, Closed, Command, LostChannel, ProgressEngine, Worker};
+use super::{Abandoning, COPY_BACKOFF, Closed, Command, Loss, LostChannel, ProgressEngine, Worker};
 use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::operation::Op;
@@ -132,7 +132,7 @@ impl ProgressEngine {
                 }
                 thread::sleep(RELEASE_PAUSE);
             }
-            self.lose(worker, context, place, SENDS_DROPPED.into());
+            self.lose(worker, context, place, SENDS_DROPPED);
         }
     }
 
@@ -152,10 +152,10 @@ impl ProgressEngine {
                 let touched = slot.channel.abandon(&request.gone);
                 worker.step();
                 if slot.channel.lane_sends_what_is_gone() {
-                    self.lose(worker, context, place, SENDS_DROPPED.into());
+                    self.lose(worker, context, place, SENDS_DROPPED);
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
                     let why = "memory was taken back while a message was being received into it";
-                    self.lose(worker, context, place, why.into());
+                    self.lose(worker, context, place, why);
                 } else if touched.lane || touched.gpu.is_some() {
                     lane |= touched.lane;
                     gpu = gpu.or(touched.gpu);
@@ -312,7 +312,7 @@ impl ProgressEngine {
         }
     }
 
-    fn lose(&mut self, worker: &Worker, context: &Context, place: usize, why: String) {
+    fn lose(&mut self, worker: &Worker, context: &Context, place: usize, why: impl Into<Loss>) {
         let Some(slot) = self.slots[place].take() else {
             return;
         };
@@ -334,7 +334,13 @@ impl ProgressEngine {
         }
         peer.note_cut_off();
         worker.step();
-        worker.lost.push(LostChannel { peer, index, generation, why, remains: Box::new(remains) });
+        worker.lost.push(LostChannel {
+            peer,
+            index,
+            generation,
+            loss: why.into(),
+            remains: Box::new(remains),
+        });
     }
 
     /// A channel that goes, after it has sent all there is where its peer is to vanish.

@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 use engine::{Polled, Slot};
 pub(crate) use inline::{SPIN, Wait};
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
-pub(crate) use workers::{LostChannel, LostChannels, Workers};
+pub(crate) use workers::{Loss, LostChannel, LostChannels, Workers};
 
 /// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
 const BACKOFF: Duration = Duration::from_micros(150);
@@ -64,7 +64,7 @@ pub(crate) enum Command {
         session: u64,
         index: u16,
         generation: u32,
-        why: String,
+        why: Loss,
     },
 }
 

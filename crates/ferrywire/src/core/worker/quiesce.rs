@@ -237,7 +237,7 @@ mod tests {
         let idle = turned(worker.steps());
         assert!(idle > 0);
         for index in 0..2 {
-            let (session, generation, why) = (0, 0, String::new());
+            let (session, generation, why) = (0, 0, String::new().into());
             worker.command(Command::Drop { session, index, generation, why });
         }
         assert!(turned(worker.steps()) >= idle + 2, "a step for each command");

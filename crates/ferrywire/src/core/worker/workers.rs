@@ -8,6 +8,7 @@ use crate::core::context::Context;
 use crate::core::peer::PeerState;
 use crate::core::worker::Worker;
 use crossbeam_queue::SegQueue;
+use ferrywire_proto::session::FenceCause;
 use ferrywire_sys::poll::Waker;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -46,12 +47,27 @@ impl Deref for Workers {
     }
 }
 
+/// Why a channel has ended.
+#[derive(Debug)]
+pub(crate) struct Loss {
+    /// Why, for the peer's control side; what its lane says goes before [`FenceCause::Lost`].
+    pub cause: FenceCause,
+    /// Why, for people.
+    pub why: String,
+}
+
+impl<T: Into<String>> From<T> for Loss {
+    fn from(why: T) -> Loss {
+        Loss { cause: FenceCause::Lost, why: why.into() }
+    }
+}
+
 /// A channel that has ended, with what the fence needs of it.
 pub(crate) struct LostChannel {
     pub peer: Arc<PeerState>,
     pub index: u16,
     pub generation: u32,
-    pub why: String,
+    pub loss: Loss,
     pub remains: Box<Remains>,
 }
 

@@ -17,6 +17,7 @@ use crate::error::Error;
 use crate::payload::lane::Run;
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_net::IoVec;
+use ferrywire_proto::session::FenceCause;
 use ferrywire_proto::wire::{self, Header};
 use std::sync::Arc;
 
@@ -27,13 +28,13 @@ pub(in super::super) struct LanePayload {
     target: Vec<Run>,
     /// The connection has ended, with this error; the lane has still something to bring.
     stream_ended: Option<io::Error>,
-    /// It was the lane that failed.
-    failed: bool,
+    /// How the lane failed.
+    fault: Option<FenceCause>,
 }
 
 impl LanePayload {
     pub fn new(posted: Posted) -> LanePayload {
-        LanePayload { posted: Box::new(posted), target: Vec::new(), stream_ended: None, failed: false }
+        LanePayload { posted: Box::new(posted), target: Vec::new(), stream_ended: None, fault: None }
     }
 
     // ---- sending ----
@@ -154,7 +155,7 @@ impl LanePayload {
     /// A dead path under the lane, in words.
     pub fn path_trouble(&mut self) -> Option<String> {
         let trouble = self.posted.path_trouble();
-        self.failed |= trouble.is_some();
+        self.fault = self.fault.or(trouble.as_ref().map(|_| FenceCause::LaneFailed));
         trouble
     }
 
@@ -162,7 +163,7 @@ impl LanePayload {
     pub fn end(mut self) -> Ended {
         let lane_state = Some(self.posted.state());
         let acknowledged = self.posted.end();
-        Ended { lane: Some(self.posted), lane_state, lane_failed: self.failed, acknowledged }
+        Ended { lane: Some(self.posted), lane_state, lane_fault: self.fault, acknowledged }
     }
 }
 
@@ -219,7 +220,11 @@ impl Channel {
         for entry in turned.delivered {
             self.peer.delivered(entry, None);
         }
-        let is_of_memory = turned.unreadable.is_some();
+        let fault = match () {
+            () if turned.unreadable.is_some() => FenceCause::SourceUnreadable,
+            () if turned.stalled => FenceCause::LaneStalled,
+            () => FenceCause::LaneFailed,
+        };
         if let Some((frame, why)) = turned.unreadable
             && let Some(entry) = self.sender.window.get_mut(frame)
         {
@@ -244,7 +249,7 @@ impl Channel {
         if result.is_err()
             && let Payload::Lane(lane) = &mut self.payload
         {
-            lane.failed = !is_of_memory;
+            lane.fault = Some(fault);
         }
         result.map(|()| turned.worked).map_err(io::Error::other)
     }

@@ -28,6 +28,7 @@ use crate::core::staging::Sending;
 use crate::core::stats::ChannelCounters;
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
+use ferrywire_proto::session::FenceCause;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{Header, Refusal};
 use lane::LanePayload;
@@ -49,7 +50,7 @@ pub(super) struct Ended {
     /// The closed lane, which may still read memory, and the state it was in, in words.
     pub lane: Option<Box<Posted>>,
     pub lane_state: Option<String>,
-    pub lane_failed: bool,
+    pub lane_fault: Option<FenceCause>,
     /// Frames that the peer has acknowledged, and whose memory the lane kept.
     pub acknowledged: Vec<Entry>,
 }
