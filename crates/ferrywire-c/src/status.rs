@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use ferrywire::{Error, ErrorKind, LossCause};
+use ferrywire::{Error, ErrorKind};
 
 /// Done.
 pub const FERRYWIRE_OK: c_int = 0;
@@ -218,6 +218,7 @@ pub(crate) fn limit(milliseconds: i64) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrywire::{LossCause, RefusalReason};
 
     fn last() -> String {
         // SAFETY: a string of this thread's, copied before its next call.
@@ -251,8 +252,8 @@ mod tests {
         );
         assert_eq!(status(Error::invalid("a", "b")), FERRYWIRE_ERROR_USAGE);
         assert_eq!(status(Error::Forked { built_in: 1, here: 2 }), FERRYWIRE_ERROR_USAGE);
-        let (address, why) = (String::new(), String::new());
-        assert_eq!(status(Error::Refused { address, why }), FERRYWIRE_ERROR_REFUSED);
+        let (address, reason, why) = (String::new(), RefusalReason::Secret, String::new());
+        assert_eq!(status(Error::Refused { address, reason, why }), FERRYWIRE_ERROR_REFUSED);
         assert_eq!(
             status(Error::PeerLost { peer: "a".into(), cause: LossCause::Silent, why: "b".into() }),
             FERRYWIRE_ERROR_PEER

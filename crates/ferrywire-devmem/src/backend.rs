@@ -9,8 +9,8 @@ use super::config::DevmemConfig;
 use super::device::Device;
 use super::gather::Gatherer;
 use super::setup::DevmemSetup;
-use ferrywire::payload::{PayloadBackend, Setup, Terms, different, without};
-use ferrywire::{Config, Error, Result};
+use ferrywire::payload::{Incompatible, PayloadBackend, Setup, Terms, different, without};
+use ferrywire::{Config, Error, Result, UnreachableCause};
 use ferrywire_memory::unpack::{GatherDevice, Mapped};
 use ferrywire_memory::{Gpu, Memory, MemoryLocation};
 use ferrywire_net::{Conn, Nic, Transport};
@@ -158,7 +158,11 @@ impl PayloadBackend for Backend {
     fn offer(&self, address: SocketAddr, transport: &dyn Transport) -> Result<Vec<u8>> {
         match crosses_nic(address, transport) {
             Ok(()) => Ok(self.terms().encode()),
-            Err(why) if self.config.required => Err(Error::Unreachable { address: address.to_string(), why }),
+            Err(why) if self.config.required => Err(Error::Unreachable {
+                address: address.to_string(),
+                cause: UnreachableCause::BackendCannot,
+                why,
+            }),
             Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
         }
     }
@@ -172,19 +176,18 @@ impl PayloadBackend for Backend {
         if self.config.required { terms } else { terms.optional() }
     }
 
-    fn agree(&self, theirs: &Terms, _same_host: bool, session: &SessionConfig) -> Result<(), String> {
+    fn agree(&self, theirs: &Terms, _same_host: bool, session: &SessionConfig) -> Result<(), Incompatible> {
         if theirs.plugin() != NAME {
-            return Err(different(NAME, theirs.plugin()));
+            return Err(Incompatible::Mismatch(different(NAME, theirs.plugin())));
         }
-        if let Some(difference) = self.terms().difference(theirs) {
-            return Err(difference);
-        }
+        self.terms().agree(theirs)?;
+        let options = |why: String| Err(Incompatible::Options(why));
         if session.chunk_bytes as usize > self.config.message_bytes_max {
             let (chunk, most) = (session.chunk_bytes, self.config.message_bytes_max);
-            return Err(format!("chunks of {chunk} bytes, and messages over {NAME} have at most {most}"));
+            return options(format!("chunks of {chunk} bytes, and messages over {NAME} have at most {most}"));
         }
         if (self.gpu.is_some() || theirs.gpu()) && session.crc {
-            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+            return options("checksums need host memory at both ends: leave them off with a GPU".into());
         }
         Ok(())
     }
@@ -243,18 +246,26 @@ mod tests {
         let plugin = Terms::new("Sockets", &[], false);
         let why = "payload goes over devmem at the end that accepts and over Sockets at the end that connects; both need \
                    the same";
-        assert_eq!(backend.agree(&plugin, false, &session(1, false)), Err(why.to_owned()));
+        assert_eq!(
+            backend.agree(&plugin, false, &session(1, false)),
+            Err(Incompatible::Mismatch(why.to_owned()))
+        );
         let larger = Backend {
             config: DevmemConfig::default().message_bytes_max(1 << 20),
             gpu: None,
             devices: Vec::new(),
         };
-        let refused = backend.agree(&larger.terms(), false, &session(1, false)).unwrap_err();
+        let refused = backend.agree(&larger.terms(), false, &session(1, false)).unwrap_err().to_string();
         assert!(refused.starts_with("message is 524288 at the end that accepts and 1048576"), "{refused}");
         assert_eq!(backend.agree(&backend.terms(), false, &session(512 << 10, true)), Ok(()));
-        let refused = backend.agree(&backend.terms(), false, &session(1 << 20, false)).unwrap_err();
+        let refused =
+            backend.agree(&backend.terms(), false, &session(1 << 20, false)).unwrap_err().to_string();
         assert!(refused.contains("messages over devmem have at most 524288"), "{refused}");
         let gpu = Terms::new(NAME, &[("message", "524288".into()), ("window", "16".into())], true);
-        assert!(backend.agree(&gpu, false, &session(1, true)).is_err_and(|why| why.contains("checksums")));
+        assert!(
+            backend
+                .agree(&gpu, false, &session(1, true))
+                .is_err_and(|why| why.to_string().contains("checksums"))
+        );
     }
 }

@@ -36,7 +36,8 @@ pub fn raised(py: Python<'_>, error: &Error) -> PyErr {
         Error::Io { code, .. } => *code,
         _ => None,
     };
-    make(py, class_of(error), code, &message, kind_of(error), peer).unwrap_or_else(|failed| failed)
+    let facts = (kind_of(error), peer, reason_of(error));
+    make(py, class_of(error), code, &message, facts).unwrap_or_else(|failed| failed)
 }
 
 /// The caller's mistake, found before the engine is asked.
@@ -82,13 +83,23 @@ fn kind_of(error: &Error) -> &'static str {
     }
 }
 
+/// Why, for programs, where the engine tells causes of this error apart.
+fn reason_of(error: &Error) -> Option<&'static str> {
+    match error {
+        Error::Unreachable { cause, .. } => Some(cause.as_str()),
+        Error::Refused { reason, .. } => Some(reason.as_str()),
+        Error::PeerLost { cause, .. } => Some(cause.as_str()),
+        Error::Phase { error, .. } => reason_of(error),
+        _ => None,
+    }
+}
+
 fn make(
     py: Python<'_>,
     class: &str,
     code: Option<i32>,
     message: &str,
-    kind: &str,
-    peer: Option<&str>,
+    (kind, peer, reason): (&str, Option<&str>, Option<&str>),
 ) -> PyResult<PyErr> {
     static CLASSES: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let classes = CLASSES.get_or_try_init(py, || py.import("ferrywire._errors").map(Bound::unbind))?;
@@ -100,5 +111,6 @@ fn make(
     };
     exception.setattr("kind", kind)?;
     exception.setattr("peer", peer)?;
+    exception.setattr("reason", reason)?;
     Ok(PyErr::from_value(exception))
 }

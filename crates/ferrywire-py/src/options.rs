@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-use ferrywire::{Error, Result};
+use ferrywire::{Error, Result, UnreachableCause};
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
@@ -59,7 +59,11 @@ impl Address {
             .map_err(|error| Error::io("start a thread", &error))?;
         let timeout = |_| Error::Stalled { what: format!("looking up {text}"), peer: None, waited: limit };
         let found = told.recv_timeout(limit).map_err(timeout)?;
-        found.map_err(|error| Error::Unreachable { address: text, why: error.to_string() })
+        found.map_err(|error| Error::Unreachable {
+            address: text,
+            cause: UnreachableCause::NameNotResolved,
+            why: error.to_string(),
+        })
     }
 
     /// Looks one of this host up.

@@ -48,5 +48,6 @@ def test_a_restarted_peer_is_refused(program: type[Program]):
     with fw.Endpoint("127.0.0.1:0") as before:
         port, metadata = before.port, before.metadata()
     with fw.Endpoint(f"127.0.0.1:{port}"), fw.Endpoint() as near:
-        with pytest.raises(fw.Refused, match="it restarted since the metadata were made"):
+        with pytest.raises(fw.Refused, match="it restarted since the metadata were made") as refused:
             near.connect(metadata, timeout=LIMIT)
+        assert refused.value.reason == "restarted"

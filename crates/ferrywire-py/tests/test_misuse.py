@@ -298,10 +298,11 @@ def test_nobody_there_and_somebody_else(pair: Pair):
         other.close()
         pair.near.connect(metadata, timeout=LIMIT)
     assert isinstance(gone.value, ConnectionError) and gone.value.kind == "peer"
+    assert gone.value.reason == "connection_refused"
     with fw.Endpoint("127.0.0.1:0", secret=b"one secret") as guarded:
         with refuses("refused", fw.Refused) as stranger:
             pair.near.connect(guarded.metadata(), timeout=LIMIT)
-        assert stranger.value.kind == "refused"
+        assert (stranger.value.kind, stranger.value.reason) == ("refused", "secret")
     for nonsense in (b"", b"\x01", b"x" * 40):
         with refuses("metadata: "):
             pair.near.connect(nonsense)
@@ -327,6 +328,7 @@ def test_a_name_that_nobody_knows_is_a_matter_of_the_network(pair: Pair):
         with refuses("cannot reach no.such.host.invalid:7: ", fw.Unreachable) as unknown:
             pair.near.connect(to, timeout=LIMIT)
         assert (unknown.value.kind, unknown.value.peer) == ("peer", "no.such.host.invalid:7")
+        assert unknown.value.reason == "name_not_resolved"
     with refuses("look up no.such.host.invalid:7: ", fw.LocalError):
         fw.Endpoint("no.such.host.invalid:7")
 

@@ -6,7 +6,7 @@
 
 mod causes;
 
-pub use causes::LossCause;
+pub use causes::{LossCause, RefusalReason, UnreachableCause};
 
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::sim::SimGpuError;
@@ -109,14 +109,26 @@ pub enum Error {
     Unreachable {
         /// Where to.
         address: String,
+        /// Why, for programs.
+        cause: UnreachableCause,
         /// The system's words and the likely cause.
         why: String,
+    },
+    /// None of the NICs that the user named has an address of the family of where it is to connect to.
+    #[error("NIC: none of {nics} has an address that could reach {address}")]
+    NoUsableNic {
+        /// The names, separated by commas.
+        nics: String,
+        /// Where to.
+        address: String,
     },
     /// The other end is not ferrywire, speaks another version, or holds another secret.
     #[error("{address} refused: {why}")]
     Refused {
         /// The other end.
         address: String,
+        /// Why, for programs.
+        reason: RefusalReason,
         /// What it said or failed to prove, and what to check.
         why: String,
     },
@@ -210,6 +222,8 @@ pub enum Error {
         phase: &'static str,
         /// The name of the endpoint.
         endpoint: String,
+        /// Which of the targets it was to connect to, in their order.
+        target: Option<usize>,
         /// What happened to it.
         error: Box<Error>,
     },
@@ -261,7 +275,8 @@ impl Error {
     /// Where the error comes from.
     pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => ErrorKind::Usage,
+            Error::Invalid { .. } | Error::NoUsableNic { .. } => ErrorKind::Usage,
+            Error::OutOfRegion { .. } | Error::Truncated { .. } => ErrorKind::Usage,
             Error::Cancelled | Error::Closed | Error::UnsupportedMemory { .. } | Error::Forked { .. } => {
                 ErrorKind::Usage
             }
@@ -293,14 +308,18 @@ impl Error {
     pub(crate) fn of_handshake(error: &HandshakeError, address: impl fmt::Display) -> Error {
         let (address, why) = (address.to_string(), error.to_string());
         match error {
-            HandshakeError::Closed(_) | HandshakeError::Late(_) => Error::Unreachable { address, why },
+            HandshakeError::Closed(_) => Error::Unreachable { address, cause: UnreachableCause::Closed, why },
+            HandshakeError::Late(_) => Error::Unreachable { address, cause: UnreachableCause::NoAnswer, why },
             HandshakeError::Unusable { what, why } => Error::invalid(*what, why),
             HandshakeError::Random | HandshakeError::Noise => {
                 Error::Io { what: format!("handshake with {address}"), message: why, code: None }
             }
             HandshakeError::Overreach(_) => Error::ProtocolViolation { peer: address, why },
             HandshakeError::Misuse => Error::Internal(format!("handshake with {address}: {why}")),
-            _ => Error::Refused { address, why },
+            refused => {
+                let reason = RefusalReason::of(refused).unwrap_or(RefusalReason::Other);
+                Error::Refused { address, reason, why }
+            }
         }
     }
 

@@ -72,7 +72,7 @@ pub use config::Config;
 pub use control::ConnectTarget;
 pub use core::ordering::StreamEvent;
 pub use core::stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
-pub use error::{Error, ErrorKind, LossCause, Result};
+pub use error::{Error, ErrorKind, LossCause, RefusalReason, Result, UnreachableCause};
 pub use ferrywire_memory::{self as memory, MemoryLocation};
 pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use ferrywire::{Endpoint, Error, Peer, PeerStats};
+use ferrywire::{Endpoint, Error, Peer, PeerStats, RefusalReason, UnreachableCause};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::host::Host;
@@ -284,7 +284,7 @@ pub fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
     let (endpoint, addresses, timeout) = (endpoint.clone(), plan.addresses.clone(), plan.timeout);
     let (done, result) = mpsc::channel();
     std::thread::spawn(move || done.send(endpoint.connect_any(&addresses, timeout)));
-    wait_for(&result, timeout)?.map_err(|error| with_tried(explain(error), &plan.addresses))
+    wait_for(&result, timeout)?.map_err(|error| with_tried(explain(&error), &plan.addresses))
 }
 
 /// A failure to connect, with all that was tried where that is more than one address.
@@ -318,35 +318,58 @@ pub fn wait_for<T>(
 }
 
 /// Adds what to try to a failed connection.
-pub fn explain(error: Error) -> Failure {
-    let text = error.to_string();
-    let words = text.to_lowercase();
-    let advice = match &error {
-        Error::Invalid { .. } => return Failure::Usage(text),
-        Error::Refused { .. } if words.contains("secret") => {
-            "try: the other end's secret, in FERRYWIRE_SECRET or a file named with --secret-file"
+pub fn explain(error: &Error) -> Failure {
+    match (error, advice(error)) {
+        (Error::Invalid { .. } | Error::NoUsableNic { .. }, _) => Failure::Usage(error.to_string()),
+        (_, Some(advice)) => Failure::Failed(format!("{error}\n{advice}")),
+        (_, None) => Failure::Failed(error.to_string()),
+    }
+}
+
+/// What to try after a failed connection, where its cause tells.
+pub fn advice(error: &Error) -> Option<&'static str> {
+    match error {
+        Error::Refused { reason: RefusalReason::Secret, .. } => {
+            Some("try: the other end's secret, in FERRYWIRE_SECRET or a file named with --secret-file")
         }
-        Error::Refused { .. } if words.contains("both ends are on one host") => {
+        Error::Refused { reason: RefusalReason::SameHost, .. } => Some(
             "try: memory of the host, or two hosts; with a simulated plugin or between namespaces, --allow-same-host-gpu \
-             on both ends (the simulated TCPX plugin wants FERRYWIRE_TCPX_SIM=same_host=allow, too)"
+             on both ends (the simulated TCPX plugin wants FERRYWIRE_TCPX_SIM=same_host=allow, too)",
+        ),
+        Error::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
+            Some("try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends")
         }
-        Error::Refused { .. } if words.contains("both need the same") => {
-            "try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends"
-        }
-        Error::Unreachable { .. } if words.contains("refused") => {
-            "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one"
-        }
+        Error::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
+            "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one",
+        ),
         Error::Unreachable { .. } | Error::Stalled { .. } => {
-            "likely: a firewall drops the port, the address is another host's, or no route leads there"
+            Some("likely: a firewall drops the port, the address is another host's, or no route leads there")
         }
-        _ => return Failure::Failed(text),
-    };
-    Failure::Failed(format!("{text}\n{advice}"))
+        _ => None,
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn advice_goes_by_what_was_the_matter_and_not_by_its_words() {
+        let address = || "b:1".to_owned();
+        let words = ["wrong secret", "both ends are on one host", "both need the same", "refused", "nothing"];
+        for why in words.map(str::to_owned) {
+            let refused = |reason| advice(&Error::Refused { address: address(), reason, why: why.clone() });
+            let has = |advice: Option<&str>, word: &str| advice.is_some_and(|advice| advice.contains(word));
+            assert!(has(refused(RefusalReason::Secret), "--secret-file"), "{why}");
+            assert!(has(refused(RefusalReason::SameHost), "--allow-same-host-gpu"), "{why}");
+            assert!(has(refused(RefusalReason::PayloadMismatch), "the same --plugin"), "{why}");
+            assert_eq!(refused(RefusalReason::Version), None, "{why}");
+            let unreachable =
+                |cause| advice(&Error::Unreachable { address: address(), cause, why: why.clone() });
+            assert!(has(unreachable(UnreachableCause::ConnectionRefused), "does not run there"), "{why}");
+            assert!(has(unreachable(UnreachableCause::NoAnswer), "a firewall"), "{why}");
+        }
+    }
 
     #[test]
     fn a_failure_to_connect_names_all_that_was_tried() {

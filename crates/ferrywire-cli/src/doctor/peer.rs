@@ -7,13 +7,13 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use ferrywire::{ChannelStats, Error};
+use ferrywire::{ChannelStats, Error, RefusalReason};
 use ferrywire_host::topology::{Nic, Topology};
 use serde_json::{Value, json};
 
 use super::finding::{Finding, Level};
 use super::nic;
-use crate::bench::connect::{explain, wait_for};
+use crate::bench::connect::{advice, wait_for};
 use crate::bench::link::{CLOSE_TIMEOUT, Link};
 use crate::bench::protocol::Message;
 use crate::exit::{Failure, Outcome};
@@ -187,26 +187,19 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
 
 fn not_let_in(subject: String, facts: &PeerFacts, error: &Error) -> Finding {
     let needs_secret = !facts.with_secret && !facts.address.ip().is_loopback();
-    let (evidence, fix) = match explain(error.clone()) {
-        Failure::Usage(text) | Failure::Failed(text) => match text.split_once('\n') {
-            Some((first, rest)) => (first.to_owned(), rest.to_owned()),
-            None => (text, "ferrywire bench connect -vv tells more".to_owned()),
-        },
-        Failure::Interrupted => return Finding::ok("peer", subject, "interrupted"),
-    };
-    let id = match error {
-        Error::Refused { .. } | Error::Invalid { .. } => "peer-greeting",
-        _ => "peer-reachable",
-    };
-    let found = Finding::ok(id, subject, evidence.clone());
-    match () {
-        () if evidence.contains("both need the same") => {
+    let is_greeting =
+        matches!(error, Error::Refused { .. } | Error::Invalid { .. } | Error::NoUsableNic { .. });
+    let id = if is_greeting { "peer-greeting" } else { "peer-reachable" };
+    let found = Finding::ok(id, subject, error.to_string());
+    match error {
+        Error::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
             found.warn("it serves with a plugin: ferrywire bench connect with --plugin tries that too")
         }
-        () if needs_secret && id == "peer-greeting" => found.fail(
-            "the peer's secret, in FERRYWIRE_SECRET or a file named with --secret-file (serve prints it)",
-        ),
-        () => found.fail(fix),
+        Error::Refused { reason: RefusalReason::Secret, .. } | Error::Invalid { .. } if needs_secret => found
+            .fail(
+                "the peer's secret, in FERRYWIRE_SECRET or a file named with --secret-file (serve prints it)",
+            ),
+        _ => found.fail(advice(error).unwrap_or("ferrywire bench connect -vv tells more")),
     }
 }
 
@@ -308,6 +301,7 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
 mod tests {
     use super::*;
     use crate::doctor::finding::{self, levels};
+    use ferrywire::UnreachableCause;
     use ferrywire_host::topology::Address;
 
     fn nic(name: &str, last: u8) -> Nic {
@@ -367,15 +361,18 @@ mod tests {
 
     #[test]
     fn what_keeps_this_end_out_is_a_failure() {
-        let (address, why) = (there(1).to_string(), "another secret".to_owned());
-        let refused = |why: String| Error::Refused { address: address.clone(), why };
-        let wrong = judge(&facts(Err(refused(why))), &host(vec![]), &[]);
+        let address = there(1).to_string();
+        // Words of another cause: none of them counts.
+        let why = || "refused: both need the same secret".to_owned();
+        let refused = |reason| Error::Refused { address: address.clone(), reason, why: why() };
+        let wrong = judge(&facts(Err(refused(RefusalReason::Secret))), &host(vec![]), &[]);
         assert_eq!(levels(&wrong, "peer-greeting"), [Level::Fail]);
         assert!(wrong[0].fix.as_ref().is_some_and(|fix| fix.contains("FERRYWIRE_SECRET")), "{wrong:?}");
-        let none = Error::Unreachable { address: address.clone(), why: "Connection refused".to_owned() };
+        let cause = UnreachableCause::ConnectionRefused;
+        let none = Error::Unreachable { address: address.clone(), cause, why: why() };
         let none = judge(&facts(Err(none)), &host(vec![]), &[]);
         assert_eq!(levels(&none, "peer-reachable"), [Level::Fail]);
-        let plugin = refused("it uses a plugin; both need the same".to_owned());
+        let plugin = refused(RefusalReason::PayloadMismatch);
         assert_eq!(levels(&judge(&facts(Err(plugin)), &host(vec![]), &[]), "peer-greeting"), [Level::Warn]);
     }
 

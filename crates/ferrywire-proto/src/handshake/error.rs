@@ -42,6 +42,9 @@ pub enum HandshakeError {
     /// It does not hold our secret.
     #[error("wrong secret: {0}")]
     WrongSecret(Mismatch),
+    /// It does not hold our secret: its first answer is not authentic.
+    #[error("it could not prove our secret: altered on its way, replayed, or from somebody without the key")]
+    SecretUnproven,
     /// Something did not authenticate: altered, replayed, or made by somebody without the key.
     #[error("it could not prove {0}: altered on its way, replayed, or from somebody without the key")]
     Unproven(&'static str),
@@ -155,12 +158,16 @@ pub enum RefusalCode {
     Config,
     /// The handshake was malformed or not authentic.
     Malformed,
+    /// The ends move payload over different things, or over the same with different settings.
+    PayloadMismatch,
+    /// Both ends are on one host, within which the plugin cannot move GPU memory.
+    SameHost,
     /// A code of a later version.
     Other(u8),
 }
 
 impl RefusalCode {
-    const KNOWN: [(u8, RefusalCode); 7] = [
+    const KNOWN: [(u8, RefusalCode); 9] = [
         (1, RefusalCode::Version),
         (2, RefusalCode::Secret),
         (3, RefusalCode::Busy),
@@ -168,6 +175,8 @@ impl RefusalCode {
         (5, RefusalCode::Limit),
         (6, RefusalCode::Config),
         (7, RefusalCode::Malformed),
+        (8, RefusalCode::PayloadMismatch),
+        (9, RefusalCode::SameHost),
     ];
 
     fn to_byte(self) -> u8 {
@@ -191,7 +200,9 @@ impl fmt::Display for RefusalCode {
             RefusalCode::Busy => "busy",
             RefusalCode::UnknownSession => "unknown session",
             RefusalCode::Limit => "limit reached",
-            RefusalCode::Config => "configuration not accepted",
+            RefusalCode::Config | RefusalCode::PayloadMismatch | RefusalCode::SameHost => {
+                "configuration not accepted"
+            }
             RefusalCode::Malformed => "malformed handshake",
             RefusalCode::Other(byte) => return write!(f, "refused (code {byte})"),
         })
@@ -255,6 +266,7 @@ impl HandshakeError {
             }
             HandshakeError::WrongSecret(mismatch) => Some(Refusal::new(RefusalCode::Secret, mismatch.told())),
             HandshakeError::Declined(refusal) => Some(refusal.clone()),
+            HandshakeError::SecretUnproven => malformed("you could not prove our secret".into()),
             HandshakeError::Unproven(what) => malformed(format!("you could not prove {what}")),
             HandshakeError::UnknownKind(kind) => malformed(format!("connection of unknown kind {kind}")),
             HandshakeError::Malformed { what, why } => malformed(format!("{what}: {why}")),

@@ -187,7 +187,7 @@ impl Initiator {
         purpose: Purpose,
         message: &[u8],
     ) -> Result<(), HandshakeError> {
-        let payload = noise_read(&mut noise, message).ok_or(HandshakeError::Unproven("our secret"))?;
+        let payload = noise_read(&mut noise, message).ok_or(HandshakeError::SecretUnproven)?;
         let mut reader = Reader::new(&payload, "the answer");
         let peer_hello = Hello::decode(&mut reader)?;
         reader.end()?;

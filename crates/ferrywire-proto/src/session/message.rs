@@ -121,7 +121,7 @@ const GOODBYE: u8 = 6;
 const LANE: u8 = 7;
 
 impl FenceCause {
-    const ALL: [FenceCause; 6] = [
+    pub(super) const ALL: [FenceCause; 6] = [
         FenceCause::Lost,
         FenceCause::Answer,
         FenceCause::NeverUp,
@@ -136,7 +136,7 @@ impl FenceCause {
 }
 
 impl GoodbyeCause {
-    const ALL: [GoodbyeCause; 4] =
+    pub(super) const ALL: [GoodbyeCause; 4] =
         [GoodbyeCause::Closed, GoodbyeCause::GaveUp, GoodbyeCause::LaneStalled, GoodbyeCause::WithoutLanes];
 
     fn read(reader: &mut Reader<'_>) -> Result<GoodbyeCause, SessionError> {

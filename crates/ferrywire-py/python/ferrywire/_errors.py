@@ -1,7 +1,9 @@
 """What ferrywire raises, sorted by who has to act.
 
 Every exception has ``kind`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"refused"``, ``"timeout"``, ``"internal"``)
-and ``peer``, the name of the remote endpoint where one is concerned, else ``None``.
+and ``peer``, the name of the remote endpoint where one is concerned, else ``None``. ``reason`` says in one word why a peer is
+``PeerLost``, ``Unreachable`` or has ``Refused`` (``"connection_refused"``, ``"secret"``, ``"version"``, ...), else it is ``None``:
+programs compare it instead of the message.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Error(Exception):
 
     kind: str = "usage"
     peer: str | None = None
+    reason: str | None = None
 
 
 class UsageError(Error, ValueError):

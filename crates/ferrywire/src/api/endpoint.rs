@@ -228,7 +228,7 @@ impl Endpoint {
         self.connect_first(addresses, None, timeout, limits::NAME_SHARE_MIN).map_err(|errors| {
             // Where one listens, or may, is more than where nobody does, or where no NIC leads.
             let tells = |error: &Error| match error {
-                Error::Invalid { what, .. } if what == "NIC" => 0,
+                Error::NoUsableNic { .. } => 0,
                 Error::Unreachable { .. } => 1,
                 Error::Invalid { .. } => 2,
                 Error::Stalled { .. } => 3,

@@ -92,15 +92,17 @@ impl Orchestrator {
     pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>> {
         let mut dials = Vec::with_capacity(targets.len());
         for target in targets {
+            let number = dials.len();
             let dial = Dial::begin(self, target)
-                .map_err(|error| self.failed("connecting", target.endpoint, error))?;
+                .map_err(|error| at_target(number, self.failed("connecting", target.endpoint, error)))?;
             dials.push(dial);
         }
         let outcome = self.look_until(timeout, || {
             let mut missing = None;
             for (number, dial) in dials.iter_mut().enumerate() {
                 if let Err(error) = dial.look() {
-                    return Err(self.failed("connecting", dial.target.endpoint, error));
+                    let error = self.failed("connecting", dial.target.endpoint, error);
+                    return Err(at_target(number, error));
                 }
                 if dial.peer.is_none() {
                     missing.get_or_insert(number);
@@ -110,7 +112,7 @@ impl Orchestrator {
         });
         let error = match outcome {
             Ok(None) => return Ok(dials.into_iter().filter_map(|dial| dial.peer).collect()),
-            Ok(Some(missing)) => dials[missing].late(timeout),
+            Ok(Some(missing)) => at_target(missing, dials[missing].late(timeout)),
             Err(error) => error,
         };
         retreat(dials.into_iter().filter_map(|dial| dial.peer).collect());
@@ -317,7 +319,17 @@ fn retreat(peers: Vec<Peer>) {
 }
 
 fn failed(phase: &'static str, endpoint: &str, error: Error) -> Error {
-    Error::Phase { phase, endpoint: endpoint.to_owned(), error: Box::new(error) }
+    Error::Phase { phase, endpoint: endpoint.to_owned(), target: None, error: Box::new(error) }
+}
+
+/// The same, with which of the targets it was.
+fn at_target(number: usize, error: Error) -> Error {
+    match error {
+        Error::Phase { phase, endpoint, error, .. } => {
+            Error::Phase { phase, endpoint, target: Some(number), error }
+        }
+        other => other,
+    }
 }
 
 fn late(phase: &'static str, endpoint: &str, waited: Duration) -> Error {

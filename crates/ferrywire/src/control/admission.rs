@@ -4,7 +4,7 @@ use super::accept_queue::{AcceptQueue, Permit};
 use super::full;
 use super::lanes::LANE;
 use crate::config::Secret;
-use crate::payload::payload_backend::{self, SharedBackend};
+use crate::payload::payload_backend::{self, Incompatible, SharedBackend};
 use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
@@ -56,7 +56,7 @@ impl SessionTable {
     }
 
     /// The session as we take it: whether payload goes over lanes is settled here.
-    fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
+    fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, Incompatible> {
         let same_host = peer.shares_host(&self.me) == Some(true);
         let (backend, none) = (self.backend.as_deref(), self.no_backend.as_deref());
         let extra = payload_backend::answer(backend, none, &config.extra, same_host, config)?;
@@ -143,7 +143,7 @@ impl Admission for Admitter {
         if peer.identity == table.me.identity {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
-        let config = table.agree(peer, config).map_err(|why| Refusal::new(RefusalCode::Config, why))?;
+        let config = table.agree(peer, config).map_err(|why| Refusal::new(why.code(), why.to_string()))?;
         let mut session = random_u64();
         while table.sessions.contains_key(&session) {
             session = random_u64();

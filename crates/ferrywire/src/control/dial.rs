@@ -5,7 +5,7 @@ use super::{AcceptQueue, read_in, write_out};
 use crate::config::Secret;
 use crate::core::context::Context;
 use crate::core::peer::PeerState;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, UnreachableCause};
 use crate::payload::terms;
 use ferrywire_net::{Bound, Conn, ConnOptions, Nic};
 use ferrywire_proto::Identity;
@@ -114,7 +114,7 @@ impl Announced {
     /// What it means that the peer has not answered in time.
     pub fn unanswered(&self) -> Error {
         let why = "the peer did not answer on the control session that it expects the connection".into();
-        Error::Unreachable { address: self.to.clone(), why }
+        Error::Unreachable { address: self.to.clone(), cause: UnreachableCause::NotExpected, why }
     }
 }
 
@@ -342,27 +342,24 @@ fn named_nic(context: &Context, address: SocketAddr) -> Result<Nic> {
     check_names(names, &nics)?;
     let fits = |nic: &&Nic| names.contains(&nic.name) && nic.address.is_ipv4() == address.is_ipv4();
     let best = nics.iter().filter(fits).max_by_key(|nic| (nic.reaches(address.ip()), nic.up));
-    best.cloned().ok_or_else(|| {
-        Error::invalid(
-            "NIC",
-            format!("none of {} has an address that could reach {address}", names.join(", ")),
-        )
-    })
+    let none = || Error::NoUsableNic { nics: names.join(", "), address: address.to_string() };
+    best.cloned().ok_or_else(none)
 }
 
 fn unreachable_at(address: &str, error: &io::Error) -> Error {
-    let hint = match error.kind() {
-        io::ErrorKind::ConnectionRefused => {
+    let hint = match UnreachableCause::of(error) {
+        UnreachableCause::ConnectionRefused => {
             "nobody listens there: is the other end running, on that address and port?"
         }
-        io::ErrorKind::TimedOut => "no answer: a firewall, or a wrong address?",
-        io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => "no route: is the NIC up?",
-        io::ErrorKind::AddrNotAvailable => "the NIC's address is gone",
-        io::ErrorKind::AddrInUse => {
+        UnreachableCause::NoAnswer => "no answer: a firewall, or a wrong address?",
+        UnreachableCause::NoRoute => "no route: is the NIC up?",
+        UnreachableCause::SourceAddressGone => "the NIC's address is gone",
+        UnreachableCause::NoFreePort => {
             "each data connection takes one: fewer channels or peers, more NICs, or a wider range"
         }
-        io::ErrorKind::PermissionDenied => "forbidden by a local firewall rule?",
+        UnreachableCause::Forbidden => "forbidden by a local firewall rule?",
         _ => "check address, port and firewall",
     };
-    Error::Unreachable { address: address.into(), why: format!("{error}; {hint}") }
+    let cause = UnreachableCause::of(error);
+    Error::Unreachable { address: address.into(), cause, why: format!("{error}; {hint}") }
 }

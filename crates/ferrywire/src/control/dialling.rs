@@ -8,7 +8,7 @@ use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
 use super::link::Link;
 use super::{AcceptQueue, Control};
 use crate::core::context::Context;
-use crate::error::Error;
+use crate::error::{Error, RefusalReason};
 use ferrywire_proto::handshake::{Outcome, RefusalCode};
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::Interest;
@@ -169,7 +169,11 @@ impl Control {
                 let session = established.session;
                 if self.links.contains_key(&session) {
                     let why = "it gave the session a number that another peer's session has".into();
-                    return queue.put(Err(Error::Refused { address: target.address.to_string(), why }));
+                    return queue.put(Err(Error::Refused {
+                        address: target.address.to_string(),
+                        reason: RefusalReason::Handshake,
+                        why,
+                    }));
                 }
                 self.enter(&established, true);
                 let before = self.dialling.count_connected(target.address.port());
@@ -194,7 +198,11 @@ impl Control {
             (DialFor::New { queue, .. }, Err(failure)) => queue.put(Err(failure.error)),
             (DialFor::New { target, queue, .. }, Ok(Outcome::Data { .. })) => {
                 let why = "it answered as if a channel had been asked for".into();
-                queue.put(Err(Error::Refused { address: target.address.to_string(), why }));
+                queue.put(Err(Error::Refused {
+                    address: target.address.to_string(),
+                    reason: RefusalReason::Handshake,
+                    why,
+                }));
             }
             (DialFor::Resume { session }, result) => {
                 self.ready_set.touch(session);

@@ -18,5 +18,5 @@ pub use counters::{DevmemCounters, DevmemStats, add};
 pub use lane::{
     InFlight, Lane, LaneBy, Post, Progress, Run, Setup, Step, Ticket, UNREADABLE, Ungathered, Way,
 };
-pub use payload_backend::{BackendConfig, PayloadBackend, SharedBackend, different};
+pub use payload_backend::{BackendConfig, Incompatible, PayloadBackend, SharedBackend, different};
 pub use terms::{DEVMEM, Terms, without};

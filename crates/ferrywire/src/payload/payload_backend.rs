@@ -13,7 +13,7 @@ use crate::error::Result;
 use ferrywire_memory::MemoryLocation;
 use ferrywire_ncclnet::InflightCall;
 use ferrywire_net::{Conn, Nic, Transport};
-use ferrywire_proto::handshake::Config as SessionConfig;
+use ferrywire_proto::handshake::{Config as SessionConfig, RefusalCode};
 use ferrywire_sys::poll::Waker;
 use std::fmt;
 use std::net::SocketAddr;
@@ -90,7 +90,7 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Why the ends cannot have a session over the backend.
-    fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String>;
+    fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), Incompatible>;
 
     /// Begins to set up the lane of a channel whose connection stands. `dials`: this end opened the session. `waker` is used
     /// whenever polling the set-up would tell something new.
@@ -143,6 +143,31 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     fn end(&self, _limit: Duration) {}
 }
 
+/// Why two ends cannot have a session over a backend, in words for the user.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Incompatible {
+    /// The ends have different backends, or the same one with different settings.
+    #[error("{0}")]
+    Mismatch(String),
+    /// Both ends are on one host, within which the backend cannot move GPU memory.
+    #[error("{0}")]
+    SameHost(String),
+    /// The session's options do not go with the backend.
+    #[error("{0}")]
+    Options(String),
+}
+
+impl Incompatible {
+    /// What the other end is told for a reason.
+    pub(crate) fn code(&self) -> RefusalCode {
+        match self {
+            Incompatible::Mismatch(_) => RefusalCode::PayloadMismatch,
+            Incompatible::SameHost(_) => RefusalCode::SameHost,
+            Incompatible::Options(_) => RefusalCode::Config,
+        }
+    }
+}
+
 /// What becomes of an offer at the end that accepts: the session's backend goes by what is left of it. `none`: why this
 /// end has no backend, where it would have taken one.
 ///
@@ -154,7 +179,7 @@ pub(crate) fn answer(
     offered: &[u8],
     same_host: bool,
     session: &SessionConfig,
-) -> Result<Vec<u8>, String> {
+) -> Result<Vec<u8>, Incompatible> {
     let declined = reason_without(offered);
     let theirs = (!offered.is_empty() && declined.is_none()).then(|| Terms::decode(offered));
     let declines = |why: &str| Ok(without(&format!("at the end that accepts: {why}")));
@@ -163,7 +188,7 @@ pub(crate) fn answer(
         (Some(ours), None) if ours.is_optional() => Ok(offered.to_vec()),
         (Some(ours), Some(theirs)) if ours.name() == theirs.plugin() => {
             match ours.agree(&theirs, same_host, session) {
-                Err(why) if ours.is_optional() && theirs.is_optional() => declines(&why),
+                Err(why) if ours.is_optional() && theirs.is_optional() => declines(&why.to_string()),
                 agreed => agreed.map(|()| offered.to_vec()),
             }
         }
@@ -173,9 +198,11 @@ pub(crate) fn answer(
         (Some(ours), Some(theirs)) => ours.agree(&theirs, same_host, session).map(|()| offered.to_vec()),
         (Some(ours), None) => {
             let why = declined.map(|why| format!(" ({why})")).unwrap_or_default();
-            Err(different(ours.name(), beside(ours.name())) + &why)
+            Err(Incompatible::Mismatch(different(ours.name(), beside(ours.name())) + &why))
         }
-        (None, Some(theirs)) => Err(different(beside(theirs.plugin()), theirs.plugin())),
+        (None, Some(theirs)) => {
+            Err(Incompatible::Mismatch(different(beside(theirs.plugin()), theirs.plugin())))
+        }
     }
 }
 
@@ -228,8 +255,8 @@ mod tests {
             if self.1 { terms.optional() } else { terms }
         }
 
-        fn agree(&self, theirs: &Terms, _same_host: bool, _session: &SessionConfig) -> Result<(), String> {
-            self.terms().difference(theirs).map_or(Ok(()), Err)
+        fn agree(&self, theirs: &Terms, _: bool, _: &SessionConfig) -> Result<(), Incompatible> {
+            self.terms().agree(theirs)
         }
 
         fn begin(
@@ -252,12 +279,12 @@ mod tests {
         }
     }
 
-    fn answered(none: Option<&str>, offered: &[u8]) -> Result<Option<String>, String> {
+    fn answered(none: Option<&str>, offered: &[u8]) -> Result<Option<String>, Incompatible> {
         answer(None, none, offered, false, &SESSION).map(|extra| reason_without(&extra))
     }
 
     /// What becomes of the offer of `theirs`, at an end that has `ours`.
-    fn between(ours: Option<&Named>, theirs: Option<&Named>) -> Result<Vec<u8>, String> {
+    fn between(ours: Option<&Named>, theirs: Option<&Named>) -> Result<Vec<u8>, Incompatible> {
         let ours = ours.map(|ours| ours as &dyn PayloadBackend);
         let offered = theirs.map_or_else(Vec::new, |theirs| theirs.terms().encode());
         answer(ours, None, &offered, false, &SESSION)
@@ -266,10 +293,10 @@ mod tests {
     #[test]
     fn ends_that_both_need_what_the_other_lacks_are_told_what_each_has() {
         let over = |here: &str, there: &str| {
-            Err(format!(
+            Err(Incompatible::Mismatch(format!(
                 "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need \
                  the same"
-            ))
+            )))
         };
         let (devmem, plugin) = (Named(DEVMEM, false), Named("Sockets", false));
         assert_eq!(between(Some(&devmem), None), over("devmem", "tcp"));
@@ -278,8 +305,9 @@ mod tests {
         assert_eq!(between(None, Some(&plugin)), over("no plugin", "Sockets"));
         // The backend itself says where two that are there differ.
         let differ = "plugin is Sockets at the end that accepts and devmem at the end that connects";
-        assert!(between(Some(&plugin), Some(&devmem)).is_err_and(|why| why.starts_with(differ)));
-        let declined = answer(Some(&devmem), None, &without("no NIC"), false, &SESSION).unwrap_err();
+        assert!(between(Some(&plugin), Some(&devmem)).is_err_and(|why| why.to_string().starts_with(differ)));
+        let declined =
+            answer(Some(&devmem), None, &without("no NIC"), false, &SESSION).unwrap_err().to_string();
         assert!(
             declined.ends_with("over tcp at the end that connects; both need the same (no NIC)"),
             "{declined}"
@@ -311,7 +339,7 @@ mod tests {
             Ok(Some("at the end that connects: no NIC".into()))
         });
         assert_eq!(answered(None, b""), Ok(None));
-        let refused = answered(None, &terms.encode()).unwrap_err();
+        let refused = answered(None, &terms.encode()).unwrap_err().to_string();
         assert!(refused.contains("over tcp at the end that accepts and over devmem at the end"), "{refused}");
     }
 }

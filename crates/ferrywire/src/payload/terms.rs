@@ -3,6 +3,7 @@
 //! The end that connects sends its terms with the session's configuration; the end that accepts compares
 //! them with its own, and refuses with the first difference in words. Invariant: pure.
 
+use super::payload_backend::Incompatible;
 use ferrywire_proto::handshake::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 
 /// What an end calls the kernel's devmem TCP in place of a plugin's name.
@@ -78,6 +79,14 @@ impl Terms {
     /// Whether that end moves memory of a GPU.
     pub fn gpu(&self) -> bool {
         self.value(GPU) == Some("1")
+    }
+
+    /// Compares with the other end's.
+    ///
+    /// # Errors
+    /// [`Incompatible::Mismatch`] where the two differ.
+    pub fn agree(&self, theirs: &Terms) -> Result<(), Incompatible> {
+        self.difference(theirs).map_or(Ok(()), |why| Err(Incompatible::Mismatch(why)))
     }
 
     /// Where the two differ, for a person at the other end.

@@ -37,7 +37,7 @@ fn address(end: &Orchestrator, endpoint: usize) -> SocketAddr {
 /// What a phase that failed says.
 fn parts(error: Error) -> (&'static str, String, Error) {
     match error {
-        Error::Phase { phase, endpoint, error } => (phase, endpoint, *error),
+        Error::Phase { phase, endpoint, error, .. } => (phase, endpoint, *error),
         other => panic!("{other}"),
     }
 }

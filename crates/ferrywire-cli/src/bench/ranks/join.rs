@@ -48,8 +48,8 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
                 // Nobody will think otherwise later.
-                Err(error @ (Error::Refused { .. } | Error::Invalid { .. })) => {
-                    return Err(connect::explain(error));
+                Err(error @ (Error::Refused { .. } | Error::Invalid { .. } | Error::NoUsableNic { .. })) => {
+                    return Err(connect::explain(&error));
                 }
                 Err(error) => last = Some(error),
             }

@@ -66,7 +66,7 @@ fn frames(kind: usize, backwards: bool, sent: &[u8]) -> Vec<Framed> {
         ],
         (_, true) => {
             vec![
-                ("the answer", unproven("our secret"), hello),
+                ("the answer", HandshakeError::SecretUnproven, hello),
                 ("the welcome", unproven("the welcome"), welcome),
             ]
         }

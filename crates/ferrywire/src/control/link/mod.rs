@@ -26,7 +26,7 @@ use crate::core::context::Context;
 use crate::core::peer::{PeerInfo, PeerState};
 use crate::core::worker::Workers;
 use crate::error::Error;
-use crate::payload::payload_backend::SharedBackend;
+use crate::payload::payload_backend::{Incompatible, SharedBackend};
 use crate::payload::terms::{Terms, reason_without};
 use channels::{ChannelState, Channels, PeerFence};
 use closing::Closing;
@@ -152,7 +152,11 @@ impl Link {
             transport,
             transport_reason,
         };
-        let refused = refused.map(|why| Error::Refused { address: info.name.clone(), why });
+        let refused = refused.map(|refused| Error::Refused {
+            address: info.name.clone(),
+            reason: refused.code().into(),
+            why: refused.to_string(),
+        });
         let peer = Arc::new(PeerState::new(context.clone(), info));
         let mut session = Session::new(id, now);
         // A new session has nothing to send again, so this cannot fail.
@@ -411,14 +415,14 @@ fn backend_of(
     context: &Context,
     config: &SessionConfig,
     same_host: bool,
-) -> (Option<SharedBackend>, Option<String>) {
+) -> (Option<SharedBackend>, Option<Incompatible>) {
     let Some(backend) = context.backend.clone() else { return (None, None) };
     let declined = reason_without(&config.extra);
     if config.extra.is_empty() || declined.is_some() {
         let refused = !backend.is_optional();
         let why = declined.map(|why| format!(": {why}")).unwrap_or_default();
         let why = || format!("the other end does without {}, which this one needs{why}", backend.name());
-        return (None, refused.then(why));
+        return (None, refused.then(|| Incompatible::Mismatch(why())));
     }
     // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
     let agreed = backend.agree(&Terms::decode(&config.extra), same_host, config);

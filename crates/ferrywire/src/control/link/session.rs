@@ -159,7 +159,7 @@ impl Link {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Endpoint;
+    use crate::{Endpoint, RefusalReason};
     use std::thread;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -181,7 +181,9 @@ mod tests {
             link.session.not_heard_until(heard);
             let silence = heard + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL;
             link.look_after_session(silence);
-            let error = Error::Refused { address: address.to_string(), why: "never heard of it".into() };
+            let reason = RefusalReason::UnknownSession;
+            let error =
+                Error::Refused { address: address.to_string(), reason, why: "never heard of it".into() };
             link.resume_failed(DialFailure { error, refused: Some(RefusalCode::UnknownSession) }, silence);
             let before = link.disowned();
             link.session.not_heard_until(silence);

@@ -9,7 +9,7 @@ use super::tcpx;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::payload::lane::Setup;
-use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::payload_backend::{Incompatible, PayloadBackend};
 use crate::payload::terms::Terms;
 use ferrywire_memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use ferrywire_memory::{Gpu, Memory, MemoryLocation};
@@ -324,30 +324,31 @@ impl PayloadBackend for Host {
         Terms::new(self.plugin.name(), &list, self.config.gpu.is_some())
     }
 
-    fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
-        if let Some(difference) = self.terms().difference(theirs) {
-            return Err(difference);
-        }
+    fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), Incompatible> {
+        self.terms().agree(theirs)?;
+        let options = |why: String| Err(Incompatible::Options(why));
         if session.chunk_bytes as usize > self.message_bytes_max {
             let (chunk, most) = (session.chunk_bytes, self.message_bytes_max);
-            return Err(format!("chunks of {chunk} bytes, and the plugin's messages have at most {most}"));
+            return options(format!(
+                "chunks of {chunk} bytes, and the plugin's messages have at most {most}"
+            ));
         }
         let gpu = self.config.gpu.is_some() || theirs.gpu();
         let name = self.plugin.name();
         if gpu && session.crc {
-            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+            return options("checksums need host memory at both ends: leave them off with a GPU".into());
         }
         if gpu && tcpx::is(name) && environment::inline_bytes(&self.environment) != Ok(0) {
             let inline = environment::INLINE;
-            return Err(format!(
+            return options(format!(
                 "{inline} is not 0, and one end has a GPU: set it to 0 at both, or not at all"
             ));
         }
         if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
-            return Err(format!(
+            return Err(Incompatible::SameHost(format!(
                 "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
                  cross a NIC; use another transport here, or allow it for a simulator or namespaces"
-            ));
+            )));
         }
         Ok(())
     }
