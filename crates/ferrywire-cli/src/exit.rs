@@ -27,6 +27,12 @@ pub enum Failure {
     Usage(String),
     /// Peer, network, memory or data: 1. The first line says what; more lines say what to try.
     Failed(String),
+    /// Another peer of the run has failed, and this one has only heard of it: 1.
+    Hearsay(String),
+    /// The serving end is busy with another run: 1.
+    Busy(String),
+    /// Another socket has the address to listen on: 1.
+    AddressInUse(String),
     /// Ctrl-C: 130. SIGTERM: 143.
     Interrupted,
 }
@@ -48,8 +54,21 @@ impl Failure {
     /// The message, as stored with results.
     pub fn message(&self) -> String {
         match self {
-            Failure::Usage(message) | Failure::Failed(message) => message.clone(),
+            Failure::Usage(text) | Failure::Failed(text) => text.clone(),
+            Failure::Hearsay(text) | Failure::Busy(text) | Failure::AddressInUse(text) => text.clone(),
             Failure::Interrupted => "interrupted".to_owned(),
+        }
+    }
+
+    /// The same failure with another message.
+    pub fn map_message(self, change: impl FnOnce(String) -> String) -> Failure {
+        match self {
+            Failure::Usage(text) => Failure::Usage(change(text)),
+            Failure::Failed(text) => Failure::Failed(change(text)),
+            Failure::Hearsay(text) => Failure::Hearsay(change(text)),
+            Failure::Busy(text) => Failure::Busy(change(text)),
+            Failure::AddressInUse(text) => Failure::AddressInUse(change(text)),
+            Failure::Interrupted => Failure::Interrupted,
         }
     }
 
@@ -66,8 +85,17 @@ impl From<Error> for Failure {
             Error::PeerLost { cause: LossCause::LaneStalled, .. } => {
                 Failure::Failed(format!("{error}\n{A_LANE_STANDS_STILL}"))
             }
-            _ => Failure::Failed(error.to_string()),
+            error if is_address_in_use(error) => Failure::AddressInUse(error.to_string()),
+            error => Failure::Failed(error.to_string()),
         }
+    }
+}
+
+fn is_address_in_use(error: &Error) -> bool {
+    match error {
+        Error::Io { code, .. } => *code == Some(libc::EADDRINUSE),
+        Error::Phase { error, .. } => is_address_in_use(error),
+        _ => false,
     }
 }
 
@@ -92,13 +120,13 @@ pub fn with_results(outcome: Outcome, written: Outcome) -> Outcome {
 
 /// Prints the error, if any, and gives the exit status.
 pub fn report(outcome: Outcome) -> ExitCode {
-    let (message, status) = match outcome {
-        Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Interrupted) => return ExitCode::from(sys::interrupted_status()),
-        Err(Failure::Usage(message)) => (message, 2),
-        Err(Failure::Failed(message)) => (message, 1),
+    let Err(failure) = outcome else { return ExitCode::SUCCESS };
+    let status = match failure {
+        Failure::Interrupted => return ExitCode::from(sys::interrupted_status()),
+        Failure::Usage(_) => 2,
+        Failure::Failed(_) | Failure::Hearsay(_) | Failure::Busy(_) | Failure::AddressInUse(_) => 1,
     };
-    complain(&message);
+    complain(&failure.message());
     ExitCode::from(status)
 }
 

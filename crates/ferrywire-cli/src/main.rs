@@ -31,6 +31,9 @@ use bench::isolated::Order;
 fn main() -> ExitCode {
     exit::tell_panics();
     let outcome = catch_unwind(run);
+    if let Ok(outcome) = &outcome {
+        bench::parent::tell_outcome(outcome);
+    }
     // Threads may still hold endpoints, which end with the process: what was set at NICs would not.
     ferrywire_devmem::release_nics();
     // What it panicked with is told.

@@ -14,9 +14,6 @@ use super::protocol::{Message, SideReport};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// What a peer hears whose own part did not fail.
-pub const HEARSAY: &str = "another peer of this run failed";
-
 /// A peer that waits behind others is told so as often as this, or several times within its timeout.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(5);
 /// So many times.
@@ -187,7 +184,7 @@ impl Barrier {
             return Err(Failure::Interrupted);
         }
         if let Some(why) = &state.failed {
-            return Err(Failure::failed(format!("{HEARSAY}: {why}")));
+            return Err(heard_of(why));
         }
         if let Some(error) = link.peer.error() {
             return Err(error.into());
@@ -202,6 +199,11 @@ impl Barrier {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
+}
+
+/// What a peer hears whose own part did not fail.
+pub fn heard_of(why: &str) -> Failure {
+    Failure::Hearsay(format!("another peer of this run failed: {why}"))
 }
 
 #[cfg(test)]

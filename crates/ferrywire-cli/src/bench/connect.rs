@@ -116,7 +116,7 @@ fn on_nics_of_gpu(plan: &ConnectPlan, tells: bool) -> Outcome<EnginePlan> {
 pub fn take_leave(link: &Link, outcome: &Outcome) {
     match outcome {
         Ok(()) => drop(link.peer.close(CLOSE_TIMEOUT)),
-        Err(failure) => link.tell_last(&Message::Failed { why: failure.first_line() }),
+        Err(failure) => link.tell_last(&Message::failed(failure)),
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::barrier::HEARSAY;
-use super::child_secret;
+use super::isolated::message::Message;
+use super::{child_secret, parent};
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
@@ -37,8 +37,10 @@ struct Companion {
     /// Which peer of the run it is.
     number: usize,
     child: Child,
-    /// Its error, once it has ended.
-    said: Receiver<String>,
+    /// What it tells this process.
+    messages: Receiver<Message>,
+    /// The first line that it has printed for people, once it has ended.
+    printed: Receiver<String>,
 }
 
 impl Companions {
@@ -71,15 +73,17 @@ impl Companions {
             Err(_) => LAST_WORDS,
         };
         self.wait(grace);
-        let mut errors: Vec<String> = self.peers.iter_mut().filter_map(Companion::error).collect();
+        let mut failures: Vec<(usize, Failure)> =
+            self.peers.iter_mut().filter_map(|peer| Some((peer.number, peer.failure()?))).collect();
         if outcome.is_ok() {
-            let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer));
-            errors.extend(late.map(|peer| peer.named(&format!("it has not ended for {:?}", rounded(grace)))));
+            let why = format!("it has not ended for {:?}", rounded(grace));
+            let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer.number));
+            failures.extend(late.map(|number| (number, Failure::failed(why.clone()))));
         }
         self.kill();
         match outcome {
             Ok(()) if sys::interrupted() => Err(Failure::Interrupted),
-            outcome => together(outcome, errors),
+            outcome => together(outcome, failures),
         }
     }
 
@@ -109,12 +113,14 @@ impl Companions {
 
 impl Companion {
     fn start(number: usize, mut command: Command) -> std::io::Result<Companion> {
+        parent::ask(&mut command);
         let mut child = command.spawn()?;
-        let (done, said) = mpsc::channel();
+        let messages = child.stdout.take().map_or_else(|| mpsc::channel().1, parent::messages);
+        let (done, printed) = mpsc::channel();
         if let Some(pipe) = child.stderr.take() {
-            thread::spawn(move || done.send(error_in(pipe)));
+            thread::spawn(move || done.send(first_line(pipe)));
         }
-        Ok(Companion { number, child, said })
+        Ok(Companion { number, child, messages, printed })
     }
 
     fn runs(&mut self) -> bool {
@@ -122,48 +128,53 @@ impl Companion {
     }
 
     /// Why it has failed, if it has ended and has.
-    fn error(&mut self) -> Option<String> {
+    fn failure(&mut self) -> Option<Failure> {
         let status = self.child.try_wait().ok().flatten().filter(|status| !status.success())?;
-        let said = self.said.recv_timeout(LAST_WORDS).unwrap_or_default();
-        let why = if said.is_empty() { format!("no message, {status}") } else { said };
-        Some(self.named(&why))
-    }
-
-    fn named(&self, why: &str) -> String {
-        format!("peer {} of the incast: {why}", self.number)
+        while let Ok(message) = self.messages.recv_timeout(LAST_WORDS) {
+            if let Message::Outcome(Err(failure)) = message {
+                return Some(failure);
+            }
+        }
+        // As where it was killed.
+        let printed = self.printed.recv_timeout(LAST_WORDS).unwrap_or_default();
+        let printed = if printed.is_empty() { "no message".to_owned() } else { printed };
+        Some(Failure::failed(format!("{printed}, {status}")))
     }
 }
 
-/// The line that is an error, else the first. The rest is read: a full pipe would stop the peer.
-fn error_in(mut pipe: impl Read) -> String {
+/// The first line of a pipe. The rest is read: a full pipe would stop the peer.
+fn first_line(mut pipe: impl Read) -> String {
     let mut bytes = Vec::new();
     let _ = (&mut pipe).take(SAID_BYTES_MAX).read_to_end(&mut bytes);
     let _ = io::copy(&mut pipe, &mut io::sink());
-    let said = String::from_utf8_lossy(&bytes);
-    let error = said.lines().find_map(|line| line.strip_prefix("error: "));
-    error.or(said.lines().next()).unwrap_or_default().to_owned()
+    String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
 }
 
 /// The outcome of all peers. Whoever only heard of another's failure gives way to those who met one.
-fn together(outcome: Outcome, errors: Vec<String>) -> Outcome {
+fn together(outcome: Outcome, of_others: Vec<(usize, Failure)>) -> Outcome {
     let own = match outcome {
         Ok(()) => None,
-        Err(Failure::Failed(own)) => Some(own),
-        other => return other,
+        Err(own @ (Failure::Usage(_) | Failure::Interrupted)) => return Err(own),
+        Err(own) => Some(own),
     };
     // What all of them were told, as that the other end is busy, is said once.
-    let of_others = errors.into_iter().filter(|error| own.as_ref().is_none_or(|own| !repeats(error, own)));
-    let all: Vec<String> = own.iter().cloned().chain(of_others).collect();
-    let (hearsay, met): (Vec<_>, Vec<_>) = all.into_iter().partition(|error| error.contains(HEARSAY));
-    match if met.is_empty() { hearsay } else { met } {
-        errors if errors.is_empty() => Ok(()),
-        errors => Err(Failure::Failed(errors.join("\n"))),
+    let repeats =
+        |failure: &Failure| own.as_ref().is_some_and(|own| own.first_line() == failure.first_line());
+    let of_others = of_others.into_iter().filter(|(_, failure)| !repeats(failure));
+    let named = of_others.map(|(number, failure)| {
+        let first = failure.first_line();
+        failure.map_message(|_| format!("peer {number} of the incast: {first}"))
+    });
+    let all: Vec<Failure> = own.iter().cloned().chain(named).collect();
+    let (heard, met): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|failure| matches!(failure, Failure::Hearsay(_)));
+    match if met.is_empty() { heard } else { met } {
+        failures if failures.is_empty() => Ok(()),
+        failures => {
+            let messages: Vec<String> = failures.iter().map(Failure::message).collect();
+            Err(Failure::Failed(messages.join("\n")))
+        }
     }
-}
-
-fn repeats(error: &str, own: &str) -> bool {
-    let why = error.split_once(": ").map_or(error, |(_, why)| why);
-    own.lines().next() == Some(why)
 }
 
 fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
@@ -178,7 +189,7 @@ fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
     child_secret::hand(&mut command, plan.engine.secret.as_deref());
     command.env(variable("member"), member.to_string()).env(variable("run"), &plan.run_id);
     // In process groups of their own, Ctrl-C reaches the first peer only, which passes it on; a second one would kill them.
-    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    command.process_group(0).stdin(Stdio::null()).stderr(Stdio::piped());
     Ok(command)
 }
 
@@ -210,8 +221,8 @@ mod tests {
         let mut child = command.spawn().expect("a shell");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it is ready");
-        let (_, said) = mpsc::channel();
-        let peers = vec![Companion { number: 1, child, said }];
+        let ((_, messages), (_, printed)) = (mpsc::channel(), mpsc::channel());
+        let peers = vec![Companion { number: 1, child, messages, printed }];
         let failed = Companions { peers, timeout: Duration::ZERO }.end(Err(Failure::Interrupted));
         assert_eq!(failed, Err(Failure::Interrupted));
         assert!(put_back.exists(), "it was killed at once");
@@ -228,18 +239,32 @@ mod tests {
         Companions { peers, timeout: Duration::from_secs(60) }.end(outcome)
     }
 
+    /// A peer that ends with this failure, after words for people that are not it.
+    fn failing(kind: &str, why: &str) -> String {
+        let message = format!(r#".{{"outcome":{{"Err":{{"{kind}":"{why}"}}}}}}"#);
+        format!("echo error: another peer of this run failed: x >&2; echo '{message}'; exit 1")
+    }
+
+    #[test]
+    fn who_only_heard_of_a_failure_is_told_by_the_message_and_not_by_its_words() {
+        let words = "another peer of this run failed: x";
+        let met = ended(Ok(()), &[&failing("Failed", words), &failing("Hearsay", "the cable")]);
+        assert_eq!(met, Err(Failure::failed(format!("peer 1 of the incast: {words}"))));
+        let heard = ended(Ok(()), &[&failing("Hearsay", "the cable")]);
+        assert_eq!(heard, Err(Failure::failed("peer 1 of the incast: the cable")), "nobody knows more");
+    }
+
     #[test]
     fn each_peer_that_failed_is_named() {
-        let scripts = ["echo note >&2; echo error: the cable >&2; exit 1", "exit 0", "exit 3"];
+        let scripts = [&failing("Failed", "the cable"), "exit 0", "exit 3"];
         let both = "peer 1 of the incast: the cable\npeer 3 of the incast: no message, exit status: 3";
         assert_eq!(ended(Ok(()), &scripts), Err(Failure::failed(both)));
         let own = Err(Failure::failed("a.b refused\nlikely: so"));
         assert_eq!(ended(own, &scripts), Err(Failure::failed(format!("a.b refused\nlikely: so\n{both}"))));
-        let heard = Err(Failure::failed(format!("a.b: {HEARSAY}: x")));
+        let heard = Err(Failure::Hearsay("a.b: the cable".to_owned()));
         assert_eq!(ended(heard, &scripts), Err(Failure::failed(both)), "they know more");
         let busy = Err(Failure::failed("a.b refused: busy"));
-        let alike = ["echo error: a.b refused: busy >&2; exit 1"];
-        assert_eq!(ended(busy.clone(), &alike), busy, "once");
+        assert_eq!(ended(busy.clone(), &[&failing("Failed", "a.b refused: busy")]), busy, "once");
         assert_eq!(ended(Ok(()), &["exit 0"]), Ok(()));
     }
 

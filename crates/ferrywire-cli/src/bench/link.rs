@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ferrywire::{Error, Peer, Transfer};
 use ferrywire_ncclnet::{InflightCall, inflight_calls};
 
-use super::barrier::HEARSAY;
+use super::barrier::heard_of;
 use super::protocol::{Message, VERSION, other_version};
 use crate::exit::{Failure, Outcome};
 use crate::{sanitize, sys};
@@ -107,7 +107,7 @@ impl Link {
             return Err(Failure::Interrupted);
         }
         match self.stop.0.get() {
-            Some(why) => Err(Failure::failed(format!("{HEARSAY}: {why}"))),
+            Some(why) => Err(heard_of(why)),
             None => Ok(()),
         }
     }
@@ -132,7 +132,7 @@ impl Link {
             return;
         }
         let until = Instant::now() + CLOSE_TIMEOUT;
-        for part in self.post(&Message::Failed { why: failure.first_line() }).unwrap_or_default() {
+        for part in self.post(&Message::failed(failure)).unwrap_or_default() {
             let _ = part.wait(until.saturating_duration_since(Instant::now()));
         }
     }
@@ -247,18 +247,22 @@ impl Link {
         let text = std::mem::take(&mut *partial);
         let message = serde_json::from_slice(&text).map_err(|error| self.unreadable(&text, &error))?;
         match message {
-            Message::Failed { why } => Err(self.they_failed(&format!("{}: {why}", self.peer.name()), &why)),
+            Message::Failed { why, hearsay } => {
+                let said = format!("{}: {why}", self.peer.name());
+                Err(self
+                    .they_failed(&why, if hearsay { Failure::Hearsay(said) } else { Failure::Failed(said) }))
+            }
             Message::Refused { why } => {
-                Err(self.they_failed(&format!("{} refused: {why}", self.peer.name()), &why))
+                Err(self.they_failed(&why, Failure::failed(format!("{} refused: {why}", self.peer.name()))))
             }
             message => Ok(Some(Heard::Message(message))),
         }
     }
 
-    fn they_failed(&self, said: &str, why: &str) -> Failure {
+    fn they_failed(&self, why: &str, failure: Failure) -> Failure {
         let mut their_failure = self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         their_failure.get_or_insert_with(|| why.to_owned());
-        Failure::failed(said)
+        failure
     }
 
     /// What another version greets with may be made of other parts.

@@ -1,17 +1,18 @@
 //! `ferrywire bench` alone: both ends on this host, two processes over loopback, on a free port.
 
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, Read};
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 
+use super::isolated::message::Message;
 use super::link::SLICE;
-use super::{child_secret, connect};
+use super::{child_secret, connect, parent};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -40,30 +41,81 @@ pub fn run(plan: ConnectPlan) -> Outcome {
     })
 }
 
-/// The other end, and what it has said on standard error once it has ended, unless that is this end's too. When this
-/// one goes, it has served its one peer, or there is nothing left for it to do.
-struct OtherEnd(Child, Option<Receiver<Vec<u8>>>);
+/// The other end. When this one goes, it has served its one peer, or there is nothing left for it to do.
+struct OtherEnd {
+    child: Child,
+    /// What it tells this process.
+    messages: Receiver<Message>,
+    /// What it has printed for people once it has ended, unless its standard error is this end's too.
+    printed: Option<Receiver<Vec<u8>>>,
+}
 
 impl OtherEnd {
+    fn start(mut command: Command) -> io::Result<OtherEnd> {
+        parent::ask(&mut command);
+        let mut child = command.spawn()?;
+        let messages = child.stdout.take().map_or_else(|| mpsc::channel().1, parent::messages);
+        let printed = child.stderr.take().map(read_all);
+        Ok(OtherEnd { child, messages, printed })
+    }
+
+    /// Where it listens.
+    fn listening(&mut self, limit: Duration) -> Outcome<SocketAddr> {
+        let until = Instant::now() + limit;
+        loop {
+            match self.messages.recv_timeout(SLICE) {
+                Ok(Message::Listening { addresses, .. }) if !addresses.is_empty() => return Ok(addresses[0]),
+                Ok(Message::Outcome(Err(failure))) => return Err(not_started(&failure)),
+                Ok(_) => {}
+                Err(_) if sys::interrupted() => return Err(Failure::Interrupted),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    let limit = rounded(limit);
+                    return Err(Failure::failed(format!("the other end does not listen after {limit:?}")));
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(self.ended_silently()),
+            }
+        }
+    }
+
+    /// It has ended and told nothing, as where it is killed.
+    fn ended_silently(&mut self) -> Failure {
+        let _ = self.child.kill();
+        let status = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+        let printed = self.printed.take().and_then(|printed| printed.recv_timeout(LAST_WORDS).ok());
+        let printed = String::from_utf8_lossy(&printed.unwrap_or_default()).into_owned();
+        let first = printed.lines().next().unwrap_or("it said nothing");
+        Failure::failed(format!("the other end did not start: {first} ({status})"))
+    }
+
     /// An error of this end, with the other end's own where it has one.
     fn added_to(mut self, text: String) -> String {
         let until = Instant::now() + LAST_WORDS;
-        while matches!(self.0.try_wait(), Ok(None)) && Instant::now() < until && !sys::interrupted() {
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until && !sys::interrupted() {
             thread::sleep(SLICE);
         }
-        let _ = self.0.kill();
-        let said = self.1.take().and_then(|said| said.recv_timeout(LAST_WORDS).ok()).unwrap_or_default();
-        match String::from_utf8_lossy(&said).lines().find_map(|line| line.strip_prefix("error: ")) {
-            Some(error) => format!("{text}; the other end: {error}"),
-            None => text,
+        let _ = self.child.kill();
+        while let Ok(message) = self.messages.recv_timeout(LAST_WORDS) {
+            if let Message::Outcome(Err(failure)) = message {
+                return format!("{text}; the other end: {}", failure.first_line());
+            }
         }
+        text
     }
 }
 
 impl Drop for OtherEnd {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn not_started(failure: &Failure) -> Failure {
+    match failure {
+        Failure::Usage(_) => Failure::Usage(failure.first_line()),
+        Failure::Interrupted => Failure::Interrupted,
+        _ => Failure::failed(format!("the other end did not start: {}", failure.first_line())),
     }
 }
 
@@ -87,33 +139,18 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     // Wherever this end has its own from.
     child_secret::hand(&mut command, plan.engine.secret.as_deref());
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
-    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
+    command.process_group(0).stdin(Stdio::null());
     if !plan.verbose {
         command.stderr(Stdio::piped());
     }
-    let mut other_end = OtherEnd(command.spawn().map_err(failed)?, None);
-    let (child, mut errors) = (&mut other_end.0, Vec::new());
-    // Both pipes are read to their end: a full one would stop the other end.
-    other_end.1 = child.stderr.take().map(said);
-    let Some(output) = child.stdout.take() else {
-        return Err(Failure::failed("the other end did not start"));
-    };
-    let line = first_line(output, START_TIMEOUT)?;
-    match line.trim().strip_prefix("listening on ").and_then(|address| address.parse().ok()) {
-        Some(address) => Ok((other_end, address)),
-        None => {
-            let _ = child.kill();
-            let status = child.wait().map_err(failed)?;
-            if let Some(said) = other_end.1.take() {
-                errors = said.recv_timeout(LAST_WORDS).unwrap_or_default();
-            }
-            Err(explain(status, &String::from_utf8_lossy(&errors)))
-        }
-    }
+    let mut other_end = OtherEnd::start(command).map_err(failed)?;
+    let address = other_end.listening(START_TIMEOUT)?;
+    Ok((other_end, address))
 }
 
-/// What a pipe gives until it ends, and no more of it than a message may have.
-fn said(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
+/// What a pipe gives until it ends, and no more of it than a message may have. It is read to its end: a full one would stop
+/// the other end.
+fn read_all(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
     let (done, said) = mpsc::channel();
     thread::spawn(move || {
         let mut first = Vec::new();
@@ -122,31 +159,6 @@ fn said(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
         let _ = done.send(first);
     });
     said
-}
-
-/// The first line of a pipe, whose rest nobody needs. Empty if it ends without one; Ctrl-C ends the wait.
-fn first_line(pipe: impl Read + Send + 'static, limit: Duration) -> Outcome<String> {
-    let (done, line) = mpsc::channel();
-    thread::spawn(move || {
-        let (mut pipe, mut line) = (BufReader::new(pipe), String::new());
-        let _ = pipe.read_line(&mut line);
-        let _ = done.send(line);
-        let _ = io::copy(&mut pipe, &mut io::sink());
-    });
-    let until = Instant::now() + limit;
-    loop {
-        match line.recv_timeout(SLICE) {
-            Ok(line) => return Ok(line),
-            Err(_) if sys::interrupted() => return Err(Failure::Interrupted),
-            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
-            Err(_) => {
-                return Err(Failure::failed(format!(
-                    "the other end does not listen after {:?}",
-                    rounded(limit)
-                )));
-            }
-        }
-    }
 }
 
 /// Both ends of loopback mode use the same plugin in the same way.
@@ -161,29 +173,35 @@ fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     command.args(unpack.map(|name| format!("--unpack={name}")));
 }
 
-fn explain(status: ExitStatus, said: &str) -> Failure {
-    let error = said.lines().find_map(|line| line.strip_prefix("error: "));
-    let first = error.or(said.lines().next()).unwrap_or("it said nothing");
-    match status.code() {
-        Some(2) => Failure::Usage(first.to_owned()),
-        _ => Failure::failed(format!("the other end did not start: {first}")),
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
-
     use super::*;
+
+    /// A shell in place of the other end: what it writes to its standard output are messages.
+    fn other_end(script: &str) -> OtherEnd {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::null()).stderr(Stdio::piped());
+        OtherEnd::start(command).expect("a shell")
+    }
 
     #[test]
     fn an_other_end_that_says_nothing_is_not_waited_for_without_end() {
-        let (silent, held) = io::pipe().expect("a pipe");
-        let said = first_line(silent, Duration::from_millis(1)).expect_err("nothing was said").message();
-        assert!(said.contains("does not listen"), "{said}");
-        drop(held);
-        let (speaks, mut pipe) = io::pipe().expect("a pipe");
-        pipe.write_all(b"listening\n").expect("written");
-        assert_eq!(first_line(speaks, Duration::from_secs(60)), Ok("listening\n".to_owned()));
+        let said = other_end("exec sleep 600").listening(Duration::from_millis(1)).expect_err("it is silent");
+        assert!(said.message().contains("does not listen"), "{said:?}");
+    }
+
+    #[test]
+    fn what_the_other_end_prints_for_people_decides_nothing() {
+        let listens = r#".{"listening":{"addresses":["127.0.0.1:7"],"reachable":[]}}"#;
+        let words = "echo listening on 127.0.0.1:1; echo error: no such flag >&2";
+        let listening = |end: &str| other_end(&format!("{words}; {end}")).listening(Duration::from_secs(60));
+        assert_eq!(listening(&format!("echo '{listens}'; exec sleep 600")), Ok(([127, 0, 0, 1], 7).into()));
+        let usage = r#".{"outcome":{"Err":{"Usage":"--nics a: no such NIC"}}}"#;
+        assert_eq!(
+            listening(&format!("echo '{usage}'; exit 1")),
+            Err(Failure::Usage("--nics a: no such NIC".into()))
+        );
+        let silent = listening("exit 2");
+        assert!(matches!(&silent, Err(Failure::Failed(why)) if why.contains("exit status: 2")), "{silent:?}");
     }
 }

@@ -23,6 +23,7 @@ pub mod link;
 pub mod loopback;
 pub mod measure;
 pub mod multi_gpu;
+pub mod parent;
 pub mod pattern;
 pub mod pingpong;
 pub mod places;

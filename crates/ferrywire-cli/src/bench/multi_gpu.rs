@@ -19,7 +19,6 @@ use ferrywire::orchestrator::Target;
 use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer};
 use ferrywire_host::topology::Topology;
 
-use super::barrier::HEARSAY;
 use super::connect::{self, Listeners, Part};
 use super::layout;
 use super::link::{CLOSE_TIMEOUT, Link, Stop};
@@ -141,12 +140,12 @@ impl MultiGpu {
         let _ = self.orchestrator.close(CLOSE_TIMEOUT);
     }
 
-    /// Connects all of them at once, so that Ctrl-C is noticed.
-    pub fn connect(&self, targets: Vec<Target>, timeout: Duration) -> Outcome<Vec<Peer>> {
+    /// Connects all of them at once, so that Ctrl-C is noticed. An error of the engine says which target it is about.
+    pub fn connect(&self, targets: Vec<Target>, timeout: Duration) -> Outcome<ferrywire::Result<Vec<Peer>>> {
         let (done, result) = mpsc::channel();
         let orchestrator = self.orchestrator.clone();
         thread::spawn(move || done.send(orchestrator.connect(&targets, timeout)));
-        Ok(connect::wait_for(&result, timeout)??)
+        connect::wait_for(&result, timeout)
     }
 }
 
@@ -220,7 +219,7 @@ fn with_lead(
         let region_bytes = layout::region_bytes(&run);
         Home::check_room_of_all(pairs.iter().map(|pair| (&multi_gpu.homes[pair.home], region_bytes)))?;
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
-        let peers = multi_gpu.connect(pairs.iter().skip(1).map(target).collect(), plan.timeout)?;
+        let peers = multi_gpu.connect(pairs.iter().skip(1).map(target).collect(), plan.timeout)??;
         Ok((pairs, run, peers))
     });
     match prepared {
@@ -232,7 +231,7 @@ fn with_lead(
             all_pairs(plan, multi_gpu, (&pairs, &run, &links), (start, &stop), listeners)
         }
         Err(failure) => {
-            lead.tell_last(&Message::Failed { why: failure.first_line() });
+            lead.tell_last(&Message::failed(&failure));
             Err(failure)
         }
     }
@@ -392,13 +391,13 @@ fn all_pairs(
 }
 
 fn is_hearsay(failure: &Failure) -> bool {
-    failure.message().contains(HEARSAY)
+    matches!(failure, Failure::Hearsay(_))
 }
 
 fn named(failure: &Failure, pair: &Pair) -> Failure {
     let name = format!("GPU {} to GPU {}", pair.gpu, pair.peer_gpu);
     match failure {
-        Failure::Failed(why) if !is_hearsay(failure) => Failure::Failed(format!("{name}: {why}")),
+        Failure::Failed(why) => Failure::Failed(format!("{name}: {why}")),
         other => other.clone(),
     }
 }

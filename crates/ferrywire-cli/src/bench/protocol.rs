@@ -15,12 +15,13 @@ use super::measure::{Interval, LatencyCounts};
 use super::ranks::messages::RankMessage;
 use super::verify::Mismatch;
 use crate::args::{Op, Pattern, Unpack, Verify};
+use crate::exit::Failure;
 use crate::memory::Memory;
 use crate::sanitize;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// Longest timed part, and longest timeout: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -329,9 +330,19 @@ pub enum Message {
         /// Why, for the user.
         #[serde(deserialize_with = "sanitize::some_lines")]
         why: String,
+        /// Whether the sender has only heard of the failure of another peer.
+        #[serde(default)]
+        hearsay: bool,
     },
     /// The run is over.
     Bye,
+}
+
+impl Message {
+    /// That the sender has failed.
+    pub fn failed(failure: &Failure) -> Message {
+        Message::Failed { why: failure.first_line(), hearsay: matches!(failure, Failure::Hearsay(_)) }
+    }
 }
 
 /// What a peer is told that speaks another version.

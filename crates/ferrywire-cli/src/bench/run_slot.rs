@@ -17,8 +17,6 @@ use crate::sys;
 const BUSY_GRACE: Duration = Duration::from_secs(1);
 /// During a run others may knock as often as they like: so many of them are told of.
 const TURNED_AWAY_MAX: usize = 16;
-/// Begins what a peer hears that comes during another's run.
-const BUSY: &str = "busy with a run of ";
 
 /// A run that takes place.
 pub struct ActiveRun {
@@ -88,7 +86,7 @@ impl RunSlot {
         let (since, grace) = (Instant::now(), grace(Duration::from_secs_f64(hello.run.timeout_s)));
         while let Some(name) = self.occupied(&hello.run_id) {
             if since.elapsed() > grace || sys::interrupted() {
-                return Err(Failure::Failed(busy(&name)));
+                return Err(busy(&name));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -121,7 +119,7 @@ impl RunSlot {
         let mut active = self.lock();
         if let Some((run, inside, _)) = active.as_mut() {
             if run.run_id != hello.run_id {
-                return Err(Failure::Failed(busy(&run.name)));
+                return Err(busy(&run.name));
             }
             run.check_once(store, check_room)?;
             run.admit(hello).map_err(Failure::Failed)?;
@@ -219,13 +217,14 @@ fn grace(timeout: Duration) -> Duration {
     BUSY_GRACE.min(timeout / 2)
 }
 
-fn busy(name: &str) -> String {
-    format!("{BUSY}{name}; try again when it has ended")
+/// What a peer hears that comes during another's run.
+fn busy(name: &str) -> Failure {
+    Failure::Busy(format!("busy with a run of {name}; try again when it has ended"))
 }
 
 /// Whether a peer was refused for no other reason than that it came during another's run.
 pub fn is_busy(failure: &Failure) -> bool {
-    failure.message().starts_with(BUSY)
+    matches!(failure, Failure::Busy(_))
 }
 
 fn describe(run: &Run) -> String {

@@ -17,10 +17,10 @@ use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
 use super::link::{CLOSE_TIMEOUT, Link, SLICE};
 use super::multi_gpu::{MultiGpu, Setting};
-use super::places;
 use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::run_slot::{self, ActiveRun, Ended, RunSlot};
 use super::session::Session;
+use super::{parent, places};
 use crate::args::{Inject, Pattern};
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
@@ -70,9 +70,10 @@ impl Voice {
 /// Serves until stopped, or with `--once` until the first run is over.
 pub fn run(mut plan: ServePlan) -> Outcome {
     plan.engine = on_nics_of_gpu(&plan, true)?;
-    match plan.engine.plugin {
-        Some(_) => super::isolated::serve::run(plan),
-        None => serve(plan, &Voice::Own),
+    match (&plan.engine.plugin, parent::pipe()) {
+        (Some(_), _) => super::isolated::serve::run(plan),
+        (None, Some(pipe)) => serve(plan, &Voice::Parent(pipe)),
+        (None, None) => serve(plan, &Voice::Own),
     }
 }
 
@@ -352,7 +353,7 @@ fn attend(
     let ended = run_slot.leave(outcome.clone());
     link.tell_last(&match outcome {
         Ok(()) => Message::Bye,
-        Err(failure) => Message::Failed { why: failure.first_line() },
+        Err(failure) => Message::failed(&failure),
     });
     // With --once this process may end now.
     if let Some(ended) = active.bade_farewell(ended) {
@@ -436,9 +437,7 @@ pub fn announce(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[SocketA
     if plan.verbose {
         exit::aside(&effective_values(plan));
     }
-    if !plan.child {
-        how_to_connect(plan, addresses, reachable);
-    }
+    how_to_connect(plan, addresses, reachable);
 }
 
 fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[SocketAddr]) {

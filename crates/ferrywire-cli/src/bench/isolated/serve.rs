@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 
+use super::super::parent;
 use super::super::serve::{announce, say, tell_run_over};
 use super::message::Message;
 use super::supervisor::{Event, Supervisor};
@@ -49,7 +50,9 @@ fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
                 if let Some(address) = addresses.first() {
                     plan.listen = SocketAddr::new(plan.listen.ip(), address.port());
                 }
-                if is_first {
+                if let Some(pipe) = parent::pipe() {
+                    pipe.send(&Message::Listening { addresses, reachable });
+                } else if is_first {
                     announce(plan, &addresses, &reachable);
                     if plan.verbose {
                         exit::aside(&shown(&environment));
@@ -61,7 +64,10 @@ fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
             Event::Said(Message::RunBegins(_)) => failure_told = false,
             Event::Said(Message::RunOver { name, what, outcome }) => {
                 failure_told = outcome.is_err();
-                tell_run_over(plan.once, &name, &what, &outcome);
+                match parent::pipe() {
+                    Some(pipe) => pipe.send(&Message::RunOver { name, what, outcome }),
+                    None => tell_run_over(plan.once, &name, &what, &outcome),
+                }
             }
             Event::Said(Message::Outcome(outcome)) => return Ok(End::Over(outcome)),
             Event::Said(_) => {}

@@ -10,7 +10,7 @@ use ferrywire::payload::plugin::{SetBy, Variable};
 use ferrywire_ncclnet::log::{LastLines, LogLine};
 use ferrywire_ncclnet::{EndKind, explained};
 
-use super::super::child_secret;
+use super::super::{child_secret, parent};
 use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::exit::{Failure, Outcome};
@@ -75,6 +75,7 @@ impl<'a> Supervisor<'a> {
         command.args(std::env::args_os().skip(1)).envs([order.as_variable()]);
         command.envs(set().map(|variable| (variable.name, &variable.value)));
         child_secret::hand(&mut command, secret);
+        parent::do_not_ask(&mut command);
         // In a process group of its own, Ctrl-C reaches this end only, which passes it on.
         command.process_group(0).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;

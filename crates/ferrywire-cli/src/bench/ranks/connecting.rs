@@ -99,14 +99,17 @@ impl<'a> Connecting<'a> {
         group.watch_over(multi_gpu.all_endpoints().to_vec(), None)?;
         stage("while connecting");
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
+        let failed = |missed: Option<usize>, failure: Failure| {
+            group.fail(missed.map(|at| all[own[at]].1), &failure);
+            failure
+        };
         let connected = multi_gpu.connect(own_pairs.iter().map(target).collect(), bench.timeout);
-        let peers = connected.inspect_err(|failure| {
-            let said = failure.message();
-            let reaches =
-                |pair: &Pair| pair.addresses.iter().any(|address| said.contains(&address.to_string()));
-            let missed = own_pairs.iter().position(reaches);
-            group.fail(missed.map(|at| all[own[at]].1), failure);
-        })?;
+        let connected = connected.map_err(|failure| failed(None, failure))?;
+        let missed = |error: &Error| match error {
+            Error::Phase { target, .. } => *target,
+            _ => None,
+        };
+        let peers = connected.map_err(|error| failed(missed(&error), error.into()))?;
         let links: Vec<Link> = peers.into_iter().map(|peer| Link::new(peer, bench.timeout)).collect();
         let host = |rank: u32| table.ranks[rank as usize].host.clone();
         let gpu = |rank: u32| table.ranks[rank as usize].place.gpu;

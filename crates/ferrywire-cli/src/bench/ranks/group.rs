@@ -473,11 +473,7 @@ fn named(card: &Card) -> String {
 }
 
 fn prefixed(name: &str, failure: Failure) -> Failure {
-    match failure {
-        Failure::Usage(why) => Failure::Usage(format!("{name}: {why}")),
-        Failure::Failed(why) => Failure::Failed(format!("{name}: {why}")),
-        Failure::Interrupted => Failure::Interrupted,
-    }
+    failure.map_message(|why| format!("{name}: {why}"))
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {

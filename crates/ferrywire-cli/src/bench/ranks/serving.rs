@@ -83,7 +83,7 @@ impl RanksPlan {
     /// Says where a port came from that somebody else has.
     fn port_taken(&self, failure: Failure) -> Failure {
         match failure {
-            Failure::Failed(why) if why.contains("in use") && !self.on_loopback => {
+            Failure::AddressInUse(why) if !self.on_loopback => {
                 let (port, local_rank) = (self.listen.port(), self.ranks.local_rank);
                 Failure::Failed(format!(
                     "{why}\nlikely: another run serves here, or another program has the port, which is that of --rendezvous, \
@@ -167,7 +167,7 @@ impl Serving<'_> {
             Err(failure) => {
                 failed(failure);
                 self.barrier.fail(&failure.first_line());
-                Message::Failed { why: failure.first_line() }
+                Message::failed(failure)
             }
         });
         if let Err(failure) = outcome {
