@@ -9,7 +9,7 @@ use std::fmt;
 use std::io;
 
 use crate::sys::devmem::ReceiveFault;
-use crate::sys::netlink::NetlinkError;
+use crate::sys::netlink::{KnownRefusal, NetlinkError};
 use ferrywire::ErrorKind;
 
 /// Why device memory is not received into, or sent from.
@@ -186,7 +186,10 @@ pub enum BindCause {
 }
 
 /// Words of the kernel's that tell a cause, whatever the number. The first that match count.
-const WORDS: [(&str, BindCause); 16] = [
+///
+/// The kernel has no other source: it gives `EINVAL` or `EOPNOTSUPP` for most of these, and the cause in an extended
+/// acknowledgement's text alone. A cause chooses the command that a message proposes, and nothing else.
+const WORDS: [(&str, BindCause); 14] = [
     ("tcp-data-split is disabled", BindCause::SplitOff),
     ("hds-thresh is not zero", BindCause::SplitThreshold),
     ("already memory provider bound", BindCause::QueueTaken),
@@ -197,10 +200,6 @@ const WORDS: [(&str, BindCause); 16] = [
     ("must be a multiple of PAGE_SIZE", BindCause::OddSize),
     ("Unknown attribute type", BindCause::NoLargeBuffers),
     ("does not support: rx_page_size", BindCause::DriverNoLargeBuffers),
-    // Ours: the kernel has none for it.
-    ("is not a power of 2", BindCause::OddBuffers),
-    // Ours too.
-    ("kernel has no such request", BindCause::NoKernel),
     ("does not support netmem TX", BindCause::CannotSend),
     ("doesn't support DMA", BindCause::NoDma),
     ("Failed to bind dmabuf to device", BindCause::OutOfReach),
@@ -211,6 +210,11 @@ const WORDS: [(&str, BindCause); 16] = [
 impl BindCause {
     /// Told by what the kernel said.
     pub fn of(direction: Direction, error: &NetlinkError) -> BindCause {
+        match error.known {
+            Some(KnownRefusal::NoSuchRequest) => return BindCause::NoKernel,
+            Some(KnownRefusal::OddPageBytes) => return BindCause::OddBuffers,
+            None => {}
+        }
         let text = error.text.as_deref().unwrap_or("");
         if let Some((_, cause)) = WORDS.iter().find(|(words, _)| text.contains(words)) {
             return *cause;

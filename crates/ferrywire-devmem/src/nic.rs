@@ -168,6 +168,7 @@ impl Claim {
                 errno: libc::EINVAL,
                 text: Some(error.to_string()),
                 call: "rule",
+                known: None,
             })
         })?;
         self.claimed.rules.push((flow, None));

@@ -67,9 +67,14 @@ const SEND: [Row; 6] = [
     (libc::ENOENT, "this kernel has no family \"netdev\"", BindCause::NoKernel, &["6.12"]),
 ];
 
-fn refusal((errno, text, ..): Row) -> NetlinkError {
+fn refusal((errno, text, cause, ..): Row) -> NetlinkError {
+    let known = match cause {
+        BindCause::NoKernel if errno == libc::EOPNOTSUPP => Some(KnownRefusal::NoSuchRequest),
+        BindCause::OddBuffers => Some(KnownRefusal::OddPageBytes),
+        _ => None,
+    };
     let text = (!text.is_empty()).then(|| text.to_owned());
-    NetlinkError { errno, text, call: "netdev bind" }
+    NetlinkError { errno, text, call: "netdev bind", known }
 }
 
 fn check(row: Row, error: &DevmemError) {

@@ -61,7 +61,12 @@ impl Host {
 
 /// The old calls have no words.
 fn told(call: &'static str) -> impl Fn(io::Error) -> NetlinkError {
-    move |error| NetlinkError { errno: error.raw_os_error().unwrap_or(libc::EIO), text: None, call }
+    move |error| NetlinkError {
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        text: None,
+        call,
+        known: None,
+    }
 }
 
 impl Kernel for Host {

@@ -82,6 +82,7 @@ fn probe(
         errno: error.raw_os_error().unwrap_or(libc::EIO),
         text: None,
         call: "memory to ask with",
+        known: None,
     })?;
     bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)
 }

@@ -15,6 +15,7 @@ use super::kernel::Kernel;
 use super::record::{Settings, Spread};
 use crate::sys::ethtool::{Rings, Split};
 use crate::sys::flow::Flow;
+use crate::sys::netdev::QueueState;
 use crate::sys::netlink::NetlinkError;
 
 /// A process that was killed lets its bindings go within this.
@@ -238,17 +239,22 @@ impl Bench<'_, '_> {
             return Ok(Back::Left("somebody else has changed it"));
         }
         let began = Instant::now();
-        let may_wait = |error: &NetlinkError| others == Others::MayBeDying && is_bound(error);
         loop {
+            // Bindings of a process that was killed a moment ago may be on their way out. The kernel refuses a change while
+            // they are there.
+            let may_wait = others == Others::MayBeDying && self.is_bound();
             match self.kernel.set_rings(before) {
                 Ok(()) => return Ok(Back::Done),
-                // Bindings of a process that was killed a moment ago may be on their way out.
-                Err(error) if may_wait(&error) && began.elapsed() < UNBIND_TIMEOUT => {
-                    thread::sleep(UNBIND_INTERVAL)
-                }
+                Err(_) if may_wait && began.elapsed() < UNBIND_TIMEOUT => thread::sleep(UNBIND_INTERVAL),
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Whether memory is bound to any queue.
+    fn is_bound(&mut self) -> bool {
+        let is_bound = |(_, state): &(u32, QueueState)| state.dmabuf.is_some() || state.io_uring;
+        self.kernel.queues().is_ok_and(|queues| queues.iter().any(is_bound))
     }
 
     fn rings(&mut self) -> Result<Rings, NicError> {
@@ -280,7 +286,7 @@ impl Bench<'_, '_> {
             self.nic,
             "change a setting",
             hint,
-            &NetlinkError { errno: libc::EIO, text, call: "read back" },
+            &NetlinkError { errno: libc::EIO, text, call: "read back", known: None },
         )
     }
 }
@@ -309,11 +315,6 @@ fn split_is(rings: Rings) -> Option<&'static str> {
         Rings { threshold_bytes: Some(1..), .. } => Some("its threshold is not 0"),
         _ => None,
     }
-}
-
-/// Whether a change is refused because memory is bound.
-fn is_bound(error: &NetlinkError) -> bool {
-    error.text.as_deref().is_some_and(|text| text.contains("memory provider"))
 }
 
 /// A spread that keeps off some queues: entries of theirs go round the other queues that it has, or else to the first

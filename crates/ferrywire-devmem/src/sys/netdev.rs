@@ -9,7 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-use super::netlink::{self, AttributeList, Attributes, Family, NetlinkError, Reply};
+use super::netlink::{self, AttributeList, Attributes, Family, KnownRefusal, NetlinkError, Reply};
 
 const FAMILY: &str = "netdev";
 
@@ -98,7 +98,8 @@ impl Netdev {
         let call = "netdev bind-rx";
         if !page_bytes.is_power_of_two() {
             let text = Some(format!("rx-page-size {page_bytes} is not a power of 2"));
-            return Err(NetlinkError { errno: Errno::INVAL.raw_os_error(), text, call });
+            let known = Some(KnownRefusal::OddPageBytes);
+            return Err(NetlinkError { errno: Errno::INVAL.raw_os_error(), text, call, known });
         }
         self.bind(call, BIND_RX, rx_binding(ifindex, queues, dmabuf).u32(DMABUF_RX_PAGE_SIZE, page_bytes))
     }
@@ -132,7 +133,12 @@ impl Netdev {
 
     fn bind(&mut self, call: &'static str, command: u8, binding: Attributes) -> Result<u32, NetlinkError> {
         let reply = self.family.ask(call, command, &binding).map_err(|error| told_apart(error, command))?;
-        number_of(&reply).ok_or(NetlinkError { errno: Errno::PROTO.raw_os_error(), text: None, call })
+        number_of(&reply).ok_or(NetlinkError {
+            errno: Errno::PROTO.raw_os_error(),
+            text: None,
+            call,
+            known: None,
+        })
     }
 }
 
@@ -141,7 +147,11 @@ impl Netdev {
 fn told_apart(error: NetlinkError, command: u8) -> NetlinkError {
     let alike = error.errno == libc::EOPNOTSUPP && error.text.is_none();
     match alike && netlink::knows(FAMILY, command) == Ok(false) {
-        true => NetlinkError { text: Some("this kernel has no such request".to_owned()), ..error },
+        true => NetlinkError {
+            text: Some("this kernel has no such request".to_owned()),
+            known: Some(KnownRefusal::NoSuchRequest),
+            ..error
+        },
         false => error,
     }
 }
@@ -234,7 +244,7 @@ mod tests {
         assert_eq!(missing.errno, libc::ENODEV, "{missing}");
         let refused = netdev.bind_rx_pages(LO, &[0], some_file().as_fd(), 12288).expect_err("three pages");
         assert_eq!(refused.errno, libc::EINVAL, "{refused}");
-        assert_eq!(refused.text.as_deref(), Some("rx-page-size 12288 is not a power of 2"));
+        assert_eq!(refused.known, Some(KnownRefusal::OddPageBytes));
     }
 
     #[test]
@@ -243,7 +253,7 @@ mod tests {
         let binding = || rx_binding(LO, &[0], some_file().as_fd());
         let refused = netdev.bind("a binding of later kernels", 250, binding()).expect_err("no such command");
         assert_eq!(refused.errno, libc::EOPNOTSUPP, "{refused}");
-        assert_eq!(refused.text.as_deref(), Some("this kernel has no such request"));
+        assert_eq!(refused.known, Some(KnownRefusal::NoSuchRequest));
         assert_eq!(netlink::knows(FAMILY, 250), Ok(false));
         assert_eq!(netlink::knows(FAMILY, DEV_GET), Ok(true));
     }

@@ -54,11 +54,22 @@ pub struct NetlinkError {
     pub text: Option<String>,
     /// What was asked of it.
     pub call: &'static str,
+    /// What this crate knows of the refusal, and the kernel's number does not tell.
+    pub known: Option<KnownRefusal>,
+}
+
+/// A refusal that this crate has noticed itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KnownRefusal {
+    /// The kernel's family has no such request.
+    NoSuchRequest,
+    /// Buffers of that many bytes cannot be asked for.
+    OddPageBytes,
 }
 
 impl NetlinkError {
     fn new(call: &'static str, error: Errno) -> NetlinkError {
-        NetlinkError { errno: error.raw_os_error(), text: None, call }
+        NetlinkError { errno: error.raw_os_error(), text: None, call, known: None }
     }
 
     /// The kernel's words if there are any, and what its number means.
@@ -94,13 +105,14 @@ impl Family {
             errno: error.raw_os_error().unwrap_or(libc::EIO),
             text: None,
             call: "netlink socket",
+            known: None,
         })?;
         let mut family = Family { socket, id: CONTROL_FAMILY, sequence: 0 };
         let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, name);
         let reply = match family.ask(CALL, CTRL_CMD_GETFAMILY, &question) {
-            Err(NetlinkError { errno: libc::ENOENT, text: None, call }) => {
+            Err(NetlinkError { errno: libc::ENOENT, text: None, call, known }) => {
                 let text = Some(format!("this kernel has no family {name:?}"));
-                return Err(NetlinkError { errno: libc::ENOENT, text, call });
+                return Err(NetlinkError { errno: libc::ENOENT, text, call, known });
             }
             answer => answer?,
         };

@@ -270,7 +270,7 @@ pub struct FakeKernel {
 
 fn refusal(errno: i32, text: &str) -> NetlinkError {
     let text = (!text.is_empty()).then(|| text.to_owned());
-    NetlinkError { errno, text, call: "fake" }
+    NetlinkError { errno, text, call: "fake", known: None }
 }
 
 impl FakeKernel {
@@ -305,7 +305,7 @@ impl Kernel for FakeKernel {
     fn set_rings(&mut self, rings: Rings) -> Result<()> {
         self.change("rings", |state| {
             if rings.split.is_some_and(|split| split != Split::On) && !state.bound.is_empty() {
-                let text = "can't disable tcp-data-split while device has memory provider enabled";
+                let text = "these words count for nothing";
                 return Err(refusal(libc::EINVAL, text));
             }
             state.split = rings.split.unwrap_or(state.split);

@@ -63,7 +63,7 @@ impl Refusal {
     const NONSENSE: Refusal = Refusal { errno: libc::EPROTO, text: None };
 
     pub fn of(self, call: &'static str) -> NetlinkError {
-        NetlinkError { errno: self.errno, text: self.text, call }
+        NetlinkError { errno: self.errno, text: self.text, call, known: None }
     }
 }
 
