@@ -1,7 +1,8 @@
 //! What a plugin's own warnings say of why it failed.
 //!
-//! Plugins return a number, or end the process; the reason stands in their log alone. Its texts are known for
-//! GPUDirect-TCPX 3.1.9, from its source. They are looked for in warnings only: lines about the start name the GPU and
+//! Plugins return a number, or end the process; the reason stands in their log alone. The log is another program's text,
+//! and no typed source of the reason exists: what is read out of it is a hint to the user, and decides nothing else.
+//! Its texts are known for GPUDirect-TCPX 3.1.9, from its source. They are looked for in warnings only: lines about the start name the GPU and
 //! the manager's sockets in every run.
 //!
 //! Invariant: nothing is guessed. A warning that is not known has no cause, and so no fix.

@@ -61,6 +61,8 @@ pub enum LoadError {
     Refused {
         /// As given.
         path: String,
+        /// Whether no file of that name is where the loader looks.
+        is_absent: bool,
         /// The loader's words.
         why: String,
     },

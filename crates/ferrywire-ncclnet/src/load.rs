@@ -253,12 +253,25 @@ unsafe fn open_candidate(candidate: &Candidate) -> Result<Library, LoadError> {
 /// # Safety
 /// As [`Library::open`].
 unsafe fn open(name: Option<PathBuf>, shown: String) -> Result<Library, LoadError> {
-    let refused = |why: String| LoadError::Refused { path: shown.clone(), why };
+    let refused = |why: String| LoadError::Refused { path: shown.clone(), is_absent: false, why };
     signal::ignore_sigpipe().map_err(|error| refused(format!("SIGPIPE cannot be ignored: {error}")))?;
     // SAFETY: by the caller's promise.
     let opened = unsafe { Handle::open(name.as_deref(), RTLD_NOW | RTLD_LOCAL) };
-    let handle = opened.map_err(|error| refused(loaders_words(&error.to_string(), name.as_deref())))?;
+    let handle = opened.map_err(|error| {
+        let said = error.to_string();
+        let why = loaders_words(&said, name.as_deref());
+        LoadError::Refused { path: shown.clone(), is_absent: is_absent(&said, name.as_deref()), why }
+    })?;
     Ok(Library { handle, path: shown })
+}
+
+/// Whether the loader has found no file of this name. It found one where a library that the file needs is missing.
+///
+/// The loader's words are read, since it has no other source: `dlerror` gives text alone, and the folders of its cache are
+/// not told. What is read chooses which of several errors is shown, and nothing else.
+fn is_absent(said: &str, name: Option<&Path>) -> bool {
+    let own = name.and_then(|name| said.strip_prefix(&format!("{}: ", name.display())));
+    own.is_some_and(|words| words.contains("No such file"))
 }
 
 /// What the loader said, in one line, without the path that precedes it.
@@ -270,8 +283,7 @@ fn loaders_words(said: &str, name: Option<&Path>) -> String {
 /// One error of several: the only one that found a file at all, or all of them together.
 fn none_of(name: &str, mut failed: Vec<LoadError>) -> LoadError {
     let absent = |error: &LoadError| match error {
-        LoadError::Missing { .. } => true,
-        LoadError::Refused { why, .. } => why.contains("No such file"),
+        LoadError::Missing { .. } | LoadError::Refused { is_absent: true, .. } => true,
         _ => false,
     };
     let present: Vec<usize> = (0..failed.len()).filter(|&at| !absent(&failed[at])).collect();
@@ -283,5 +295,33 @@ fn none_of(name: &str, mut failed: Vec<LoadError>) -> LoadError {
             let tried: Vec<String> = failed.iter().map(LoadError::to_string).collect();
             LoadError::NotFound { name: name.to_owned(), tried: tried.join("; ") }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_lacks_a_library_is_not_absent_itself() {
+        let name = Some(Path::new("libnccl-net.so"));
+        let missing =
+            |library: &str| format!("{library}: cannot open shared object file: No such file or directory");
+        assert!(is_absent(&missing("libnccl-net.so"), name));
+        assert!(!is_absent(&missing("libcuda.so.1"), name));
+        assert!(!is_absent("libnccl-net.so: undefined symbol: x", name));
+    }
+
+    #[test]
+    fn which_error_is_shown_does_not_depend_on_its_words() {
+        let error = |path: &str, is_absent| LoadError::Refused {
+            path: path.to_owned(),
+            is_absent,
+            why: "No such file or directory".to_owned(),
+        };
+        let shown = none_of("net", vec![error("a", true), error("b", false)]);
+        assert_eq!(shown, error("b", false));
+        let shown = none_of("net", vec![error("a", true), error("b", true)]);
+        assert!(matches!(shown, LoadError::NotFound { .. }), "{shown:?}");
     }
 }
