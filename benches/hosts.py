@@ -8,6 +8,7 @@ import atexit
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -31,6 +32,13 @@ def call(*command):
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def free_port():
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Hosts:
@@ -81,15 +89,14 @@ class Hosts:
     def serve(self, *args, program=(), env=()):
         """Starts the target: `ferrywire bench`, or another program that takes its words."""
         self.stop()
-        listen = "0.0.0.0:7420" if self.names else "127.0.0.1:0"
+        port = 7420 if self.names else free_port()
+        listen = f"0.0.0.0:{port}" if self.names else f"127.0.0.1:{port}"
         command = self.on("b", [*(program or (self.program, "bench")), "serve", "--listen", listen, *args])
         self.serving = subprocess.Popen(command, env={**self.env, **dict(env)}, stdout=subprocess.PIPE, text=True)
-        for line in self.serving.stdout:
-            if line.startswith("listening on "):
-                port = line.split(",")[0].rsplit(":", 1)[1].strip()
-                self.address = f"10.77.1.2:{port}" if self.names else f"127.0.0.1:{port}"
-                return
-        sys.exit("serve did not start")
+        # It says something once it listens, whatever the words.
+        if not self.serving.stdout.readline():
+            sys.exit("serve did not start")
+        self.address = f"10.77.1.2:{port}" if self.names else f"127.0.0.1:{port}"
 
     def connect(self, *args, program=(), env=()):
         """The JSON of a run."""

@@ -50,7 +50,7 @@ fn run(command: Command) -> io::Result<()> {
             if child {
                 sys::die_with_parent()?;
             }
-            session::serve(&listen)
+            session::serve(&listen, child)
         }
         Command::Local(flags) => {
             let server = LocalServer::spawn()?;

@@ -127,7 +127,7 @@ impl LocalServer {
         let mut child = Command::new(std::env::current_exe()?).args(args).stdout(Stdio::piped()).spawn()?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout is piped")).read_line(&mut line)?;
-        let address = line.trim().rsplit(' ').next().and_then(|a| a.parse().ok());
+        let address = line.trim().parse().ok();
         let address = address.ok_or_else(|| io::Error::other("the server process did not start"))?;
         Ok(LocalServer { child, address })
     }
@@ -141,11 +141,12 @@ impl Drop for LocalServer {
     }
 }
 
-/// Serves clients, one after the other, until stopped.
-pub fn serve(addresses: &[SocketAddr]) -> io::Result<()> {
+/// Serves clients, one after the other, until stopped. `child`: a parent reads the addresses, so they alone are printed.
+pub fn serve(addresses: &[SocketAddr], child: bool) -> io::Result<()> {
     let listeners = net::listen(addresses)?;
     for listener in &listeners {
-        println!("listening on {}", listener.local_addr()?);
+        let before = if child { "" } else { "listening on " };
+        println!("{before}{}", listener.local_addr()?);
     }
     io::stdout().flush()?;
     loop {
