@@ -32,3 +32,4 @@ mod topo;
 #[path = "../../../ferrywire-host/tests/topology/tree.rs"]
 mod tree;
 mod usage;
+mod words;
