@@ -2,10 +2,10 @@
 //!
 //! `FERRYWIRE_PYTHON` names another interpreter, one that has pytest and numpy: with PyTorch, for its tests.
 
+mod adversarial;
 #[path = "../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod environment;
-mod adversarial;
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,7 @@
 //! Two ends of a handshake joined in memory, with fragments, alterations and cuts. No socket, no sleep.
 
-mod codec;
 mod adversarial;
+mod codec;
 mod opening;
 mod replay;
 
