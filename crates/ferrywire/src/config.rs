@@ -44,9 +44,10 @@ impl Secret {
     /// Refuses what is too short to be one.
     pub fn check(&self) -> Result<()> {
         let least = limits::SECRET_BYTES_MIN;
-        match self.0.len() >= least {
-            true => Ok(()),
-            false => Err(Error::invalid("secret", format!("must be at least {least} bytes long"))),
+        if self.0.len() >= least {
+            Ok(())
+        } else {
+            Err(Error::invalid("secret", format!("must be at least {least} bytes long")))
         }
     }
 }
@@ -104,9 +105,12 @@ impl Config {
 
     /// Refuses values that cannot work.
     pub(crate) fn check(&self) -> Result<()> {
-        let within = |what: &str, value: usize, min: usize, max: usize| match (min..=max).contains(&value) {
-            true => Ok(()),
-            false => Err(Error::invalid(what, format!("{value} is not between {min} and {max}"))),
+        let within = |what: &str, value: usize, min: usize, max: usize| {
+            if (min..=max).contains(&value) {
+                Ok(())
+            } else {
+                Err(Error::invalid(what, format!("{value} is not between {min} and {max}")))
+            }
         };
         within("channels", self.channels.unwrap_or(1), 1, limits::CHANNELS_MAX)?;
         within("threads", self.threads, 0, limits::WORKERS_MAX)?;

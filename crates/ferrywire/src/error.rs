@@ -250,17 +250,11 @@ pub enum Error {
 
 /// A limit of zero asks without waiting.
 fn stalled(waited: &Duration) -> String {
-    match waited.is_zero() {
-        true => "not yet: ".into(),
-        false => format!("no progress for {:?} on ", rounded(*waited)),
-    }
+    if waited.is_zero() { "not yet: ".into() } else { format!("no progress for {:?} on ", rounded(*waited)) }
 }
 
 fn unfinished(limit: &Duration) -> String {
-    match limit.is_zero() {
-        true => "not done yet".into(),
-        false => format!("not done within {:?}", rounded(*limit)),
-    }
+    if limit.is_zero() { "not done yet".into() } else { format!("not done within {:?}", rounded(*limit)) }
 }
 
 /// What to do about memory that a transport does not reach.

@@ -131,9 +131,10 @@ fn a_sender_that_vanishes_after_ten_thousand_small_messages_costs_at_most_one_re
         let mut under_way = VecDeque::new();
         for number in 0..MANY {
             let ((offset, len), remote) = (small(number), target.descriptor());
-            let write = match number + 1 == MANY {
-                true => ends.near.write_notify(&source, offset, &remote, offset, len, b"all"),
-                false => ends.near.write(&source, offset, &remote, offset, len),
+            let write = if number + 1 == MANY {
+                ends.near.write_notify(&source, offset, &remote, offset, len, b"all")
+            } else {
+                ends.near.write(&source, offset, &remote, offset, len)
             };
             under_way.push_back(write.unwrap());
             let most = if number + LAST < MANY { 64 } else { LAST };

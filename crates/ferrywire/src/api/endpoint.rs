@@ -523,9 +523,10 @@ impl Inner {
             if patience.is_over(context.transport.now()) {
                 return false;
             }
-            match context.is_caller_driven() {
-                true => _ = running.poll_once(),
-                false => thread::sleep(Duration::from_micros(500)),
+            if context.is_caller_driven() {
+                _ = running.poll_once()
+            } else {
+                thread::sleep(Duration::from_micros(500))
             }
         }
     }

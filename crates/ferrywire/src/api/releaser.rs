@@ -45,9 +45,10 @@ fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
     let mut draining: Vec<Draining> = Vec::new();
     let mut pause = LOOK_MIN;
     loop {
-        let next = match draining.is_empty() {
-            true => given.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            false => given.recv_timeout(pause),
+        let next = if draining.is_empty() {
+            given.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        } else {
+            given.recv_timeout(pause)
         };
         match next {
             Ok(memory) => {

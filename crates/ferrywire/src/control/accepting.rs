@@ -278,10 +278,7 @@ impl Incoming {
             let flushed =
                 write_out(&mut *self.conn, &mut self.output).map_err(|_| self.responder.closed())?;
             if self.over {
-                return match flushed {
-                    true => Err(self.responder.closed()),
-                    false => Ok(None),
-                };
+                return if flushed { Err(self.responder.closed()) } else { Ok(None) };
             }
             if flushed && let Some(outcome) = self.responder.finished() {
                 return Ok(Some(outcome));

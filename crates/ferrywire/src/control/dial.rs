@@ -153,10 +153,7 @@ impl Dial {
                 format!("needed to connect to {address}, beyond loopback: give both ends the same secret");
             return Err(Error::invalid("secret", why));
         }
-        let nic = match config.nics.is_empty() {
-            true => None,
-            false => Some(named_nic(context, address)?),
-        };
+        let nic = if config.nics.is_empty() { None } else { Some(named_nic(context, address)?) };
         let cores = affinity::cores_with_time();
         let default = || schedule::channels_default(cores, super::pairs_expected(context, address));
         let offered = match (without, &context.backend, &context.no_backend) {

@@ -89,9 +89,10 @@ impl Lanes {
             self.in_vain.clear();
         }
         let ended = self.in_vain.entry(index).or_default();
-        match lasted < limits::LANE_SHORT_LIVED {
-            true => ended.short_lived += 1,
-            false => ended.stalled += 1,
+        if lasted < limits::LANE_SHORT_LIVED {
+            ended.short_lived += 1
+        } else {
+            ended.stalled += 1
         }
         if ended.stalled >= limits::LANES_STALLED_MAX {
             return Some(format!("{} lanes of it in a row have moved nothing", ended.stalled));

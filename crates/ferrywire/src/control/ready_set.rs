@@ -62,9 +62,10 @@ impl ReadySet {
 
     /// A link has been looked at; its connection, if it has one.
     pub fn looked(&mut self, session: u64, rests: bool, fd: Option<RawFd>) {
-        match rests {
-            true => self.restless.remove(&session),
-            false => self.restless.insert(session),
+        if rests {
+            self.restless.remove(&session)
+        } else {
+            self.restless.insert(session)
         };
         if let Some(fd) = fd {
             self.session_of.insert(fd, session);

@@ -23,12 +23,11 @@ impl Copiers {
     /// Begins with a message, or goes on with it; ready when it is copied. One at a time each way.
     pub fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
         let on_host = |run: &Run| run.memory.location() == MemoryLocation::Host;
-        match on_host(slot) && ranges.iter().all(on_host) {
-            true => {
-                copy_on_host(way, slot, ranges);
-                Poll::Ready(Ok(()))
-            }
-            false => self.copy_on_gpu(way, slot, ranges),
+        if on_host(slot) && ranges.iter().all(on_host) {
+            copy_on_host(way, slot, ranges);
+            Poll::Ready(Ok(()))
+        } else {
+            self.copy_on_gpu(way, slot, ranges)
         }
     }
 

@@ -176,9 +176,10 @@ impl BlockList {
             }
         };
         let has_bytes = |(_, pieces): &(&Part, Pieces)| pieces.as_slice()[0].len > 0;
-        match chosen.iter().any(has_bytes) {
-            true => chosen.retain(has_bytes),
-            false => chosen.truncate(1),
+        if chosen.iter().any(has_bytes) {
+            chosen.retain(has_bytes)
+        } else {
+            chosen.truncate(1)
         }
         Ok(chosen)
     }
@@ -221,9 +222,10 @@ fn unsigned(index: usize, what: &str, value: i64) -> Result<u64> {
 }
 
 fn same_count(what: &str, count: usize, blocks: usize) -> Result<()> {
-    match count == blocks {
-        true => Ok(()),
-        false => Err(Error::invalid(what, format!("{count} of them for {blocks} local offsets"))),
+    if count == blocks {
+        Ok(())
+    } else {
+        Err(Error::invalid(what, format!("{count} of them for {blocks} local offsets")))
     }
 }
 

@@ -90,13 +90,14 @@ impl Connection {
         op.cancel();
         let children: Vec<_> = op.children().filter(|child| !child.ended()).collect();
         let reads = op.verb() == Verb::Read && !children.iter().any(|child| state.held.knows(child));
-        match reads {
+        if reads {
             // The workers are asked once for all.
-            true => children.iter().for_each(|child| {
+            children.iter().for_each(|child| {
                 child.cancel();
                 state.end_sink(child);
-            }),
-            false => children.iter().for_each(|child| self.cancel(child)),
+            })
+        } else {
+            children.iter().for_each(|child| self.cancel(child))
         }
         match op.verb() {
             Verb::Read if op.is_parent() && (children.is_empty() || !reads) => {}
@@ -524,10 +525,7 @@ impl Peer {
     /// Whether this process may post anything.
     fn check_open(&self) -> Result<()> {
         self.context().origin.check()?;
-        match self.state().life.closing.load(Ordering::SeqCst) {
-            true => Err(self.state().gone()),
-            false => Ok(()),
-        }
+        if self.state().life.closing.load(Ordering::SeqCst) { Err(self.state().gone()) } else { Ok(()) }
     }
 
     /// Whether the region is ours, and the transport gets there.

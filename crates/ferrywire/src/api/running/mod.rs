@@ -155,9 +155,10 @@ impl RegionHome for Running {
         let mut patience = StallTimer::new(limits::DRAIN_TIMEOUT);
         while in_use() {
             if patience.is_over(self.context().transport.now()) {
-                let why = match memory.user_owned() {
-                    true => "operations still use it: wait for them, or cancel them, first",
-                    false => "a message is still being placed into it: its GPU stands still",
+                let why = if memory.user_owned() {
+                    "operations still use it: wait for them, or cancel them, first"
+                } else {
+                    "a message is still being placed into it: its GPU stands still"
                 };
                 return Err(Error::invalid("region", why));
             }
@@ -168,9 +169,10 @@ impl RegionHome for Running {
         }
         // Lanes have no message of it any more, and so nothing that keeps it registered. What a lost connection was sending of it
         // is waited for.
-        match was_used || (memory.user_owned() && self.may_have_lanes()) {
-            true => worker::abandon_memory(&self.workers, memory, force),
-            false => Ok(()),
+        if was_used || (memory.user_owned() && self.may_have_lanes()) {
+            worker::abandon_memory(&self.workers, memory, force)
+        } else {
+            Ok(())
         }
     }
 

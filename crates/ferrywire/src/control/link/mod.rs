@@ -127,9 +127,10 @@ impl Link {
     ) -> Link {
         let context = &workers.context;
         let Established { secure, peer_hello, session: id, data_key, config, .. } = established;
-        let name = match peer_hello.label.is_empty() {
-            true => remote.to_string(),
-            false => format!("{remote} ({})", peer_hello.label),
+        let name = if peer_hello.label.is_empty() {
+            remote.to_string()
+        } else {
+            format!("{remote} ({})", peer_hello.label)
         };
         // Two ends that cannot tell are reckoned to share a host where their addresses say so: some plugins end the process there.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());

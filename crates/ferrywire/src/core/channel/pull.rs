@@ -74,9 +74,10 @@ impl Channel {
     fn bulk_share(&self) -> (u64, usize) {
         let whole = (u64::MAX, self.peer.queue.chunk_bytes);
         let Some(copying_ends) = self.payload.copying_ends(&self.peer) else { return whole };
-        let (share, chunk_bytes) = match self.peer.info.same_host && !self.conn.is_long() {
-            true => self.local_share(copying_ends),
-            false => whole,
+        let (share, chunk_bytes) = if self.peer.info.same_host && !self.conn.is_long() {
+            self.local_share(copying_ends)
+        } else {
+            whole
         };
         match copying_ends {
             0 => (share, chunk_bytes),
@@ -88,9 +89,10 @@ impl Channel {
     fn local_share(&self, copying_ends: u64) -> (u64, usize) {
         // Between other addresses there may be a slow link, which must not hold up what others carry; and what waits for
         // another copy costs the other channels nothing.
-        let in_flight = match self.conn.within_host() && copying_ends == 0 {
-            true => self.peer.thread_backlog(self.index),
-            false => self.sender.window.bytes() as u64,
+        let in_flight = if self.conn.within_host() && copying_ends == 0 {
+            self.peer.thread_backlog(self.index)
+        } else {
+            self.sender.window.bytes() as u64
         };
         let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
         schedule::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)

@@ -230,9 +230,10 @@ impl Channel {
 
     fn within_window(&self) -> io::Result<()> {
         let waiting = self.payload.waiting() as u64;
-        match self.receiver.acks.unacknowledged_frames() + waiting > limits::WINDOW_FRAMES_MAX as u64 {
-            true => Err(broken("it sent more frames than its window holds")),
-            false => Ok(()),
+        if self.receiver.acks.unacknowledged_frames() + waiting > limits::WINDOW_FRAMES_MAX as u64 {
+            Err(broken("it sent more frames than its window holds"))
+        } else {
+            Ok(())
         }
     }
 
@@ -319,9 +320,10 @@ impl Receiver {
 
     /// The message of a whole frame, if it has one.
     fn take_message(&mut self) -> Vec<u8> {
-        match self.header.notify > 0 || self.header.kind != Kind::Data {
-            true => self.body.take_message(),
-            false => Vec::new(),
+        if self.header.notify > 0 || self.header.kind != Kind::Data {
+            self.body.take_message()
+        } else {
+            Vec::new()
         }
     }
 
@@ -355,8 +357,9 @@ impl Receiver {
 }
 
 pub(super) fn check_crc(expected: u32, computed: u32) -> io::Result<()> {
-    match expected == computed {
-        true => Ok(()),
-        false => Err(broken(&wire::WireError::Checksum { expected, computed }.to_string())),
+    if expected == computed {
+        Ok(())
+    } else {
+        Err(broken(&wire::WireError::Checksum { expected, computed }.to_string()))
     }
 }

@@ -153,13 +153,17 @@ impl Channel {
         while let Some((number, mut entry)) = sender.window.release(count) {
             let end = sender.ends.pop_front().unwrap_or(0);
             // An entry is large: most are moved from the window to where they end, without a stop between.
-            let mut release = |entry| match copied {
-                true => self.peer.delivered(entry, None),
-                false => sender.unreleased.push_back((end, entry)),
+            let mut release = |entry| {
+                if copied {
+                    self.peer.delivered(entry, None)
+                } else {
+                    sender.unreleased.push_back((end, entry))
+                }
             };
-            match self.payload.acknowledged(&mut entry) {
-                false => release(entry),
-                true => self.payload.finish(number, entry).into_iter().for_each(release),
+            if self.payload.acknowledged(&mut entry) {
+                self.payload.finish(number, entry).into_iter().for_each(release)
+            } else {
+                release(entry)
             }
         }
         self.finish_released();
@@ -332,10 +336,7 @@ impl Sender {
             return Err(error);
         };
         tracing::warn!(%error, peer = peer.name(), "memory that is registered cannot be read");
-        let why = match entry.is_gone() {
-            true => DROPPED,
-            false => UNREADABLE,
-        };
+        let why = if entry.is_gone() { DROPPED } else { UNREADABLE };
         let why = Error::invalid("region", why);
         if begun {
             entry.op.iter().for_each(|op| op.fail(why.clone()));

@@ -122,10 +122,7 @@ impl PeerState {
         if header.flags & wire::FLAG_COUNTED != 0 {
             self.inbound.count(header)?;
         }
-        match header.notify > 0 {
-            true => self.inbound.notified(header, message),
-            false => Ok(()),
-        }
+        if header.notify > 0 { self.inbound.notified(header, message) } else { Ok(()) }
     }
 
     pub fn reply(&self, replies: Vec<Reply>) {
@@ -168,9 +165,10 @@ impl PeerState {
                 let replies = self.inbound.post_again(op);
                 return self.reply(replies);
             }
-            let why = match refusal != Refusal::Other && is_untouched {
-                true => refusal.text().into(),
-                false => "it gave the operation up half-way".into(),
+            let why = if refusal != Refusal::Other && is_untouched {
+                refusal.text().into()
+            } else {
+                "it gave the operation up half-way".into()
             };
             sink.op.fail(Error::AccessRefused { peer: self.info.name.clone(), why });
             self.stop_asking(&sink.op);
@@ -231,11 +229,12 @@ impl PeerState {
 
     /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.
     pub fn rouse_for(&self, bytes: u64) {
-        match bytes > crate::core::queue::SMALL_BYTES_MAX {
-            true => self.context().sleepers.iter().for_each(|sleeper| {
+        if bytes > crate::core::queue::SMALL_BYTES_MAX {
+            self.context().sleepers.iter().for_each(|sleeper| {
                 sleeper.rouse();
-            }),
-            false => self.wake_home_worker(),
+            })
+        } else {
+            self.wake_home_worker()
         }
     }
 

@@ -147,9 +147,10 @@ impl Posted {
 
     /// Whether there is room for a message that a header tells of: a plugin does not check what it receives.
     pub fn fits(&self, header: &Header) -> Result<(), &'static str> {
-        match header.is_posted() && header.len as usize > self.lane.message_bytes_max() {
-            true => Err("it announces a message that is larger than was agreed"),
-            false => Ok(()),
+        if header.is_posted() && header.len as usize > self.lane.message_bytes_max() {
+            Err("it announces a message that is larger than was agreed")
+        } else {
+            Ok(())
         }
     }
 

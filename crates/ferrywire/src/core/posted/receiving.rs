@@ -325,13 +325,14 @@ impl Receiving {
             _ => false,
         });
         let quiet_since = self.moved_at.max(self.posted_at).max(*since);
-        match missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_TIMEOUT {
-            true => Err(format!(
+        if missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_TIMEOUT {
+            Err(format!(
                 "message {} did not arrive within {} after this: {why}",
                 self.finished,
                 seconds(limits::LANE_CLOSING_TIMEOUT)
-            )),
-            false => Ok(()),
+            ))
+        } else {
+            Ok(())
         }
     }
 

@@ -245,9 +245,10 @@ impl Receiving {
 
     /// The next frame that has arrived, if its copies are done.
     pub fn next(&mut self) -> Option<Arrival> {
-        match is_copied(&self.lanes, self.frames.front()?.copy) {
-            true => self.frames.pop_front().map(|frame| frame.arrival),
-            false => None,
+        if is_copied(&self.lanes, self.frames.front()?.copy) {
+            self.frames.pop_front().map(|frame| frame.arrival)
+        } else {
+            None
         }
     }
 

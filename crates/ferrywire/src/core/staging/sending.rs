@@ -154,9 +154,10 @@ impl Sending {
         };
         staged.state = State::Ready;
         // Dropped before that was seen, and maybe before it was copied: the bytes may be anybody's.
-        let credit = match copied && entry.is_of_gone_memory() {
-            true => entry.give_up(&Error::invalid("region", DROPPED)),
-            false => 0,
+        let credit = if copied && entry.is_of_gone_memory() {
+            entry.give_up(&Error::invalid("region", DROPPED))
+        } else {
+            0
         };
         if crc {
             entry.add_crc();

@@ -166,9 +166,10 @@ impl ProgressEngine {
             lane |= request.sources && !self.has_released(now);
             let gpu = gpu.filter(|_| !lane);
             request.note_gpu(worker.index, gpu);
-            match lane || gpu.is_some() {
-                true => self.abandoning.push(Abandoning { request, since, by_gpu: gpu.is_some() }),
-                false => request.answered[worker.index].store(true, Ordering::Release),
+            if lane || gpu.is_some() {
+                self.abandoning.push(Abandoning { request, since, by_gpu: gpu.is_some() })
+            } else {
+                request.answered[worker.index].store(true, Ordering::Release)
             }
         }
     }

@@ -345,9 +345,10 @@ impl Worker {
             }
             if let Some(pause) = engine.lanes_pause() {
                 // Channels without a lane have nothing to do with it.
-                match engine.has_plain() {
-                    true => self.back_off(engine, pause),
-                    false => thread::sleep(pause),
+                if engine.has_plain() {
+                    self.back_off(engine, pause)
+                } else {
+                    thread::sleep(pause)
                 }
                 continue;
             }

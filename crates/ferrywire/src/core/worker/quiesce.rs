@@ -137,10 +137,7 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
         let worked = workers.poll_once();
-        match worked || start.elapsed() < SPIN {
-            true => thread::yield_now(),
-            false => thread::sleep(PAUSE),
-        }
+        if worked || start.elapsed() < SPIN { thread::yield_now() } else { thread::sleep(PAUSE) }
     }
     Ok(())
 }

@@ -120,15 +120,16 @@ impl Host {
         let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
         let (name, version, path) = (self.plugin.name(), self.plugin.version(), self.plugin.path());
         tracing::info!("plugin {name} ({version}) from {path}; devices: {}", names.join(", "));
-        match self.takes_turns() {
-            true => tracing::info!(
+        if self.takes_turns() {
+            tracing::info!(
                 "listen and accept of {name} are called by one thread at a time: it imports its GPU's receive pool without a \
                  lock, and only polls there"
-            ),
-            false => tracing::info!(
+            )
+        } else {
+            tracing::info!(
                 "listen and accept of {name} are called by several threads at once: nothing else is known of it, and it may \
                  block there"
-            ),
+            )
         }
         for Variable { name, value, set_by } in &self.environment {
             tracing::info!("{name}={value} (set by {set_by:?})");

@@ -230,13 +230,15 @@ impl Lane for PluginLane {
         self.gather = None;
         self.copiers.stop();
         // With requests in flight a registration may be in use: it goes with the connection, or stays.
-        match in_flight.sends {
-            true => self.host.leaked_registrations(self.sources.count(), send.id()),
-            false => self.sources.undo_all(&send),
+        if in_flight.sends {
+            self.host.leaked_registrations(self.sources.count(), send.id())
+        } else {
+            self.sources.undo_all(&send)
         }
-        match in_flight.receives {
-            true => self.host.leaked_registrations(self.targets.count(), recv.id()),
-            false => self.targets.undo_all(&recv),
+        if in_flight.receives {
+            self.host.leaked_registrations(self.targets.count(), recv.id())
+        } else {
+            self.targets.undo_all(&recv)
         }
         for closed in [send.close(), recv.close()] {
             if let Err(error) = closed {

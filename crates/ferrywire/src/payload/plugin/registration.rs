@@ -103,9 +103,10 @@ impl Registrations {
     /// Says once that payload takes the longer way.
     fn tell(&mut self, comm: &Comm, memory: &Memory, why: &str) {
         let (comm, location) = (comm.id(), memory.location());
-        match std::mem::replace(&mut self.warned, true) {
-            false => tracing::warn!(%comm, "{location} is copied, as it cannot be registered: {why}"),
-            true => tracing::debug!(%comm, "{location} is copied, as it cannot be registered: {why}"),
+        if std::mem::replace(&mut self.warned, true) {
+            tracing::debug!(%comm, "{location} is copied, as it cannot be registered: {why}")
+        } else {
+            tracing::warn!(%comm, "{location} is copied, as it cannot be registered: {why}")
         }
     }
 

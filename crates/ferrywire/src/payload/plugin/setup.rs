@@ -235,9 +235,10 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), Failed> {
     }
     shared.told.notify_all();
     shared.waker.wake();
-    let accepted = match shared.wait_until(|state| state.accept) {
-        true => until_ended(host, shared, || in_turn(host, listener.is_accepting(), || listener.accept())),
-        false => Ok(None),
+    let accepted = if shared.wait_until(|state| state.accept) {
+        until_ended(host, shared, || in_turn(host, listener.is_accepting(), || listener.accept()))
+    } else {
+        Ok(None)
     };
     if listener.is_accepting() {
         host.leaked_listener("its accept has not ended");

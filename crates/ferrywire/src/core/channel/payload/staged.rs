@@ -111,10 +111,13 @@ impl StagedPayload {
         }
         batch.timed = true;
         let mut lent = false;
-        entry.stream_pieces(|base, len| match batch.lends && len >= LENT_BYTES_MIN {
-            true => lent |= batch.lend(base, len),
-            // The ring's next user writes there before the kernel would have released it.
-            false => batch.add(base, len, false),
+        entry.stream_pieces(|base, len| {
+            if batch.lends && len >= LENT_BYTES_MIN {
+                lent |= batch.lend(base, len)
+            } else {
+                // The ring's next user writes there before the kernel would have released it.
+                batch.add(base, len, false)
+            }
         });
         if let Some(staged) = entry.staged.as_mut().filter(|_| lent) {
             self.staging.sending.lend(staged);
