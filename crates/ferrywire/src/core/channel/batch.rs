@@ -1,6 +1,7 @@
-//! The pieces of one socket call.
+//! The batch of buffers that one socket call sends.
 //!
-//! Invariant: the pieces of a call are consecutive bytes of the stream; after one that was left out none is added.
+//! Invariant: the pieces of a batch are consecutive bytes of the stream. After the first piece that did not
+//! fit, no piece is added.
 //! Read next: `sender.rs`, which gathers frames into a batch.
 
 use std::io;
@@ -8,31 +9,32 @@ use std::io;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
 
-// A header, the blocks of its payload and a notification go out in one call.
+// One call can take a header, its placements, the blocks of the payload and a notification.
 const _: () = assert!(limits::SEGMENTS_PER_CHUNK_MAX + 2 <= ferrywire_sys::IOVECS_PER_CALL_MAX);
 
-/// The pieces of one socket call.
+/// The buffers of one socket call.
 pub(super) struct Batch<'a> {
     pieces: &'a mut Vec<IoVec>,
     bytes: usize,
-    /// Bytes at the front that are sent already.
+    /// Bytes at the front of the next pieces that an earlier call has sent.
     pub skip: usize,
-    /// Whether this call is without copies; set by its first piece where `split`.
+    /// Whether this call sends without a copy. The first piece decides, where `split`.
     stable: Option<bool>,
-    /// Calls with and without copies are kept apart.
+    /// The connection can send without copies; a call sends either all of its pieces so, or none.
     split: bool,
-    /// Whether the connection takes pieces that are lent.
+    /// Whether the connection takes lent pieces, whose memory the kernel reads until the peer has placed
+    /// them.
     pub lends: bool,
-    /// The last piece is lent.
+    /// Whether the last piece is lent.
     lent: bool,
-    /// A piece was left for the next call, and so is everything behind it.
+    /// Whether a piece was left for the next call. All later pieces then follow in that call too.
     closed: bool,
-    /// How long the call takes is to be counted.
+    /// Whether the duration of the call is measured.
     pub timed: bool,
 }
 
 impl<'a> Batch<'a> {
-    /// An empty one, for a call of this connection.
+    /// Creates an empty batch for one call of this connection.
     pub fn new(pieces: &'a mut Vec<IoVec>, conn: &dyn Conn) -> Batch<'a> {
         pieces.clear();
         Batch {
@@ -41,7 +43,7 @@ impl<'a> Batch<'a> {
             skip: 0,
             stable: None,
             split: conn.zero_copy(),
-            // Over a long path what is lent would be free only a round trip later.
+            // On a path with a long RTT a lent piece would stay in use for one RTT.
             lends: conn.lends() && !conn.is_long(),
             lent: false,
             closed: false,
@@ -64,7 +66,7 @@ impl<'a> Batch<'a> {
             || self.pieces.len() + 3 > ferrywire_sys::IOVECS_PER_CALL_MAX
     }
 
-    /// Adds a piece that is lent, if there is room: it is the last of this call.
+    /// Adds a lent piece, if there is room, and closes the batch. Returns whether the piece was added.
     pub fn lend(&mut self, base: *mut u8, len: usize) -> bool {
         let before = self.pieces.len();
         self.add(base, len, false);
@@ -74,7 +76,7 @@ impl<'a> Batch<'a> {
         taken
     }
 
-    /// Adds a piece; `stable` says that it may be sent without a copy.
+    /// Adds a piece. `stable` allows the kernel to send the piece without a copy.
     pub fn add(&mut self, base: *mut u8, len: usize, stable: bool) {
         let skip = self.skip.min(len);
         self.skip -= skip;
@@ -90,12 +92,12 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// The socket call. Returns the bytes that the kernel took.
+    /// Makes the socket call. Returns the bytes that the kernel took.
     ///
     /// # Safety
-    /// Each piece is readable for the length of the call. Those that are `stable` stay readable until `Conn::released` has
-    /// passed them, or the connection is dropped. One that is lent is not written to before the peer has placed its frame, or
-    /// its pages have been given back to the system.
+    /// Each piece is readable for the length of the call. A `stable` piece stays readable until
+    /// `Conn::released` has passed it, or the connection is dropped. A lent piece is not written to before
+    /// the peer has placed its frame, or its pages have been given back to the system.
     pub unsafe fn send(self, conn: &mut dyn Conn) -> io::Result<usize> {
         // SAFETY: promised by the caller.
         unsafe {

@@ -1,10 +1,10 @@
-//! What of a frame's body is still to come, and where it goes.
+//! The rest of a frame's body that is still to be received, and its target.
 //!
-//! A body is received in *parts*, one after another into the pieces at hand. Mostly the whole body is one part; a payload
-//! that waits for room on its way has several.
+//! A body is received in *parts*. Most bodies are one part. A payload that goes through a staging ring has
+//! several: each part needs room in the ring.
 //!
 //! Invariant: bytes are taken in the order of the stream, and `part_left <= left`.
-//! Read next: `receiver.rs`, which feeds it.
+//! Read next: `receiver.rs`, which fills the body.
 
 use ferrywire_net::IoVec;
 
@@ -12,24 +12,24 @@ use ferrywire_net::IoVec;
 // the body's own message; whichever thread owns the channel may write there.
 unsafe impl Send for Body {}
 
-/// The body of the frame that is being received, without its placements.
+/// The body of the frame that is being received. Placements are not part of the body.
 #[derive(Default)]
 pub(super) struct Body {
-    /// Where the bytes of the part go. None: they are thrown away.
+    /// Targets of the current part. If empty, its bytes are discarded.
     pub pieces: Vec<IoVec>,
-    /// The first piece that is not full.
+    /// Index of the first piece that is not full.
     next: usize,
-    /// Bytes that are still to come, of all and of the part at hand.
+    /// Bytes that are still to be received, of the body and of the current part.
     left: usize,
     part_left: usize,
-    /// The notification or message that is received behind the payload.
+    /// The notification or message that follows the payload.
     message: Vec<u8>,
-    /// The checksum so far, where the frame has one.
+    /// Checksum of the bytes received so far, if the frame has one.
     crc: Option<crc32fast::Hasher>,
 }
 
 impl Body {
-    /// So many bytes are about to come, with a checksum or without.
+    /// Starts a body of `bytes` bytes.
     pub fn begin(&mut self, bytes: usize, has_crc: bool) {
         self.pieces.clear();
         self.next = 0;
@@ -38,7 +38,7 @@ impl Body {
         self.crc = has_crc.then(crc32fast::Hasher::new);
     }
 
-    /// Makes room for bytes that go to a message of our own, behind the payload's pieces.
+    /// Adds a buffer of `len` bytes for the message that follows the payload.
     pub fn expect_message(&mut self, len: usize) {
         self.message.resize(len, 0);
         if len > 0 {
@@ -46,7 +46,7 @@ impl Body {
         }
     }
 
-    /// The next part goes to this piece; with the last one comes a message of this length.
+    /// Starts a part whose bytes go to `piece`. `message` is the length of the message behind the last part.
     pub fn open_part(&mut self, piece: IoVec, message: Option<usize>) {
         self.close_part();
         self.pieces.push(piece);
@@ -58,41 +58,41 @@ impl Body {
         }
     }
 
-    /// The part at hand is over, and the next one has no room yet.
+    /// Ends the current part while the next one has no room yet.
     pub fn close_part(&mut self) {
         self.pieces.clear();
         self.next = 0;
         self.part_left = 0;
     }
 
-    /// The rest is thrown away.
+    /// Discards the rest of the body.
     pub fn throw_away(&mut self) {
         self.pieces.clear();
         self.next = 0;
         self.part_left = self.left;
     }
 
-    /// Bytes that are still to come.
+    /// Bytes of the body that are still to be received.
     pub fn left(&self) -> usize {
         self.left
     }
 
-    /// Whether all of the part at hand is here.
+    /// Whether the current part has been received completely.
     pub fn part_is_whole(&self) -> bool {
         self.part_left == 0
     }
 
-    /// Whether what comes is thrown away.
+    /// Whether the rest of the body is discarded.
     pub fn is_thrown_away(&self) -> bool {
         self.pieces.is_empty() && self.left > 0
     }
 
-    /// The pieces that the rest of the part goes to.
+    /// Targets of the rest of the current part.
     pub fn rest(&self) -> &[IoVec] {
         &self.pieces[self.next..]
     }
 
-    /// So many bytes were received into the pieces.
+    /// Notes that `bytes` bytes were received into the pieces.
     pub fn advance(&mut self, mut bytes: usize) {
         self.left -= bytes;
         self.part_left -= bytes;
@@ -110,7 +110,7 @@ impl Body {
         }
     }
 
-    /// Copies bytes of the part that came through the scratch buffer to their place. Returns how many it took.
+    /// Copies bytes from the scratch buffer to the current part. Returns the number of bytes taken.
     pub fn copy_in(&mut self, bytes: &[u8]) -> usize {
         let used = self.part_left.min(bytes.len());
         if self.pieces.is_empty() {
@@ -130,17 +130,17 @@ impl Body {
         used
     }
 
-    /// The checksum of the frame is of more than the stream brings.
+    /// Skips the checksum here: the frame's checksum also covers bytes that travel beside the stream.
     pub fn leave_unchecked(&mut self) {
         self.crc = None;
     }
 
-    /// The checksum of all that was received into pieces, where the frame has one.
+    /// The checksum of all received bytes, if the frame has one.
     pub fn take_crc(&mut self) -> Option<u32> {
         self.crc.take().map(crc32fast::Hasher::finalize)
     }
 
-    /// The message that was received.
+    /// Takes the message that was received.
     pub fn take_message(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.message)
     }

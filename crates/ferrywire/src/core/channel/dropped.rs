@@ -1,10 +1,12 @@
-//! What a channel's connection still sends of memory that its user has dropped.
+//! Releases memory that its user dropped while a connection or lane may still send it.
 //!
-//! A socket that copies has the bytes once a call has taken them. One that sends without copies reads the memory until the
-//! peer's host has acknowledged the bytes, and sends whatever is there when it sends them again.
+//! A socket that copies is done with the memory when the send call returns. A zero-copy socket reads the
+//! memory until the peer's host has acknowledged the bytes; a retransmission sends the memory's current
+//! contents.
 //!
-//! Invariant: when a worker has answered a request to release memory, no connection of its channels reads it.
-//! Read next: `worker/engine.rs`, which asks.
+//! Invariant: when a worker has answered a request to release memory, no connection of its channels reads
+//! that memory.
+//! Read next: `worker/engine.rs`, which calls this.
 
 use std::sync::Arc;
 
@@ -15,16 +17,17 @@ use crate::core::queue::{DROPPED, Entry};
 use crate::error::Error;
 use ferrywire_net::Conn;
 
-/// What carried the payload of a channel that has ended, kept open to hear when nothing reads its sources any more.
+/// The lane and connection of an ended channel, kept open until neither reads its source memory any more.
 pub(crate) struct Unreleased {
     lane: Option<Box<Posted>>,
-    /// An aborted connection, and how much was sent over it.
+    /// An aborted connection, and the number of bytes sent over it.
     conn: Option<(Box<dyn Conn>, u64)>,
 }
 
 impl Unreleased {
-    /// The closed lane, and the connection with the bytes that were sent over it; `None` where both have released everything. A
-    /// connection that has not is aborted: packets of it that a NIC holds are sent nevertheless, and read then.
+    /// Keeps the closed lane and the connection, over which `sent_bytes` bytes were sent. Returns `None` if
+    /// both have released all memory. A connection that has not is aborted; packets that a NIC has queued are
+    /// sent even then, and read the memory.
     pub fn of(lane: Option<Box<Posted>>, mut conn: Box<dyn Conn>, sent_bytes: u64) -> Option<Unreleased> {
         let reads = conn.released() < sent_bytes;
         if reads {
@@ -34,7 +37,7 @@ impl Unreleased {
         (!unreleased.has_released()).then_some(unreleased)
     }
 
-    /// Whether nothing reads the memory any more. Ask again.
+    /// Whether neither lane nor connection reads memory any more. Poll until true.
     pub fn has_released(&mut self) -> bool {
         self.lane.take_if(|lane| lane.has_released());
         self.conn.take_if(|(conn, sent_bytes)| conn.released() >= *sent_bytes);
@@ -43,8 +46,8 @@ impl Unreleased {
 }
 
 impl Channel {
-    /// Aborts the connection if the kernel may still read memory that its user has dropped; true if so: the channel is to be
-    /// lost once [`Channel::has_released_dropped_memory`] says so.
+    /// Aborts the connection if the kernel may still read memory that its user has dropped. If true, the
+    /// caller loses the channel once [`Channel::has_released_dropped_memory`] returns true.
     pub fn abort_sending_of_dropped_memory(&mut self) -> bool {
         let reads = !self.unreleased_of_dropped_memory().is_empty();
         if reads {
@@ -53,12 +56,13 @@ impl Channel {
         reads
     }
 
-    /// Whether the kernel reads none of it any more.
+    /// Whether the kernel no longer reads memory that its user has dropped.
     pub fn has_released_dropped_memory(&mut self) -> bool {
         self.unreleased_of_dropped_memory().is_empty()
     }
 
-    /// The kernel has not released it in time: the operations fail, whatever the peer has placed of them.
+    /// Fails the operations whose dropped memory the kernel has not released in time, even where the peer has
+    /// placed their bytes.
     pub fn fail_unreleased(&mut self) {
         let ops = self.unreleased_of_dropped_memory();
         if !ops.is_empty() {
@@ -67,9 +71,9 @@ impl Channel {
         ops.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
     }
 
-    /// Operations with frames of dropped memory behind which the kernel has not released everything. The kernel's notices
-    /// say up to where it has, so frames that were copied behind an unreleased one count as well: that costs a connection
-    /// more than need be, and no byte. A connection that never sends without copies has none.
+    /// Operations on dropped memory that the kernel may still read. The kernel reports one stream position up
+    /// to which memory is released, so a copied frame behind an unreleased one counts too. This costs a
+    /// connection in rare cases, never data. A connection that copies everything has no such operations.
     fn unreleased_of_dropped_memory(&mut self) -> Vec<Arc<Op>> {
         let released = self.conn.released();
         if released >= self.sender.stream_sent {
@@ -77,7 +81,7 @@ impl Channel {
         }
         let is_read =
             |end: u64, entry: &Entry| end > released && !entry.header.is_posted() && entry.is_gone();
-        // The frame behind the last whole one is partly sent, unless nothing of it is.
+        // The frame after the last fully sent one is partly sent, unless `sent_within` is 0.
         let sender = &mut self.sender;
         let partial = (sender.sent_within > 0).then_some(sender.stream_sent);
         let ends = sender.ends.iter().copied().chain(partial);

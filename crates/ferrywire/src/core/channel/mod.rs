@@ -1,23 +1,24 @@
-//! One connection of a peer, with its window: frames out, frames in.
+//! One connection of a peer, with its window of frames.
 //!
 //! | part | file | does |
 //! |---|---|---|
-//! | [`Sender`] | `sender.rs` | sends frames of the window, and knows what the kernel and the peer have of them |
+//! | [`Sender`] | `sender.rs` | sends frames of the window; tracks which the kernel has taken and the peer has placed |
 //! | | `pull.rs` | takes frames from the peer's queue: how many, and of which size |
-//! | | `batch.rs` | the pieces of one socket call |
-//! | [`Receiver`] | `receiver.rs` | takes frames out of the stream, and says what they cause |
-//! | | `body.rs` | what of a frame's body is still to come, and where it goes |
-//! | | `acks.rs` | what was placed, and what the peer has been told of that |
-//! | [`Payload`] | `payload/` | what is different where payload comes from a GPU, or travels over a lane |
-//! | | `dropped.rs` | what the connection still sends of memory that its user has dropped |
+//! | | `batch.rs` | the buffers of one socket call |
+//! | [`Receiver`] | `receiver.rs` | parses the stream into frames and hands them to the peer's state |
+//! | | `body.rs` | the rest of a frame's body that is still to be received, and its target |
+//! | | `acks.rs` | counts of received frames, and of those the peer has been sent |
+//! | [`Payload`] | `payload/` | payload that comes from a GPU, or travels over a lane |
+//! | | `dropped.rs` | memory that its user dropped while the connection may still send it |
 //!
-//! A write: `pull` fills the window, `send_batch` gathers frames straight from the memory that they describe, `account`
-//! moves the mark behind what the kernel took, `acknowledged` ends what the peer has placed. At the other end: `take_header`,
-//! `land` finds the target, `copy_in` or the socket call itself fills it, `placed` counts the frame, and that count is the
-//! acknowledgement.
+//! A write: `pull` fills the window. `send_batch` sends frames straight from the source memory. `account`
+//! advances the sent position by what the kernel took. `acknowledged` completes what the peer has placed. On
+//! the target: `take_header` parses, `land` finds the target memory, `copy_in` or the socket call itself
+//! fills it, and `placed` counts the frame. That count is the acknowledgement.
 //!
-//! Invariant: after [`Channel::end`] not a byte of this connection is placed any more.
-//! Read next: `sender.rs`, `receiver.rs`; then `worker/`, which owns channels and says which is polled when.
+//! Invariant: after [`Channel::end`] no byte of this connection is placed.
+//! Read next: `sender.rs`, `receiver.rs`; then `worker/`, which owns channels and decides which one is polled
+//! when.
 
 mod acks;
 mod batch;
@@ -48,12 +49,12 @@ use payload::{Ended, Payload};
 use receiver::Receiver;
 use sender::Sender;
 
-/// Bytes that one pass may move in each direction before other channels have theirs.
+/// Bytes that one pass may move in each direction before the other channels are polled.
 const PASS_BYTES: usize = 4 << 20;
-/// Where nothing of an operation has come for so long, it may be over.
+/// Time without a frame after which a bulk operation may be over.
 const BULK_PAUSE: Duration = Duration::from_millis(5);
 
-/// A channel, owned by one worker.
+/// A connection of a peer with its window. One worker owns it.
 pub(crate) struct Channel {
     conn: Box<dyn Conn>,
     pub peer: Arc<PeerState>,
@@ -65,31 +66,31 @@ pub(crate) struct Channel {
     payload: Payload,
 }
 
-/// What is left of a channel that ended, for the fence.
+/// What an ended channel leaves for the fence.
 pub(crate) struct Remains {
     /// Frames received and placed.
     pub placed: u64,
-    /// Frames received and refused, those that the peer may have been told of included.
+    /// Frames received and refused, including those whose refusal the peer may already have.
     pub refused: Vec<(u64, Refusal)>,
     /// Frames sent or queued here and not acknowledged, oldest first.
     pub entries: Vec<(u64, Entry)>,
-    /// The state the lane was in, in words, if there was one.
+    /// A description of the lane's state, if the channel had a lane.
     pub lane: Option<String>,
-    /// How the lane failed, if it was the lane.
+    /// How the lane failed, if the lane failed and not the connection.
     pub lane_fault: Option<FenceCause>,
-    /// What was closed, while something may still read the memory of which it was sending.
+    /// The closed lane and connection, while they may still read source memory.
     pub unreleased: Option<Unreleased>,
 }
 
-/// What may still write to memory that is taken back.
+/// What may still write to memory that is being released.
 pub(crate) struct Touched {
-    /// The lane, whose receive for it is posted.
+    /// The lane: it has a posted receive for the memory.
     pub lane: bool,
-    /// A GPU, with copies that are under way.
+    /// A GPU with copies in flight.
     pub gpu: Option<MemoryLocation>,
 }
 
-/// Buffers that a worker lends to the channel that it polls.
+/// Buffers that a worker lends to the channel it polls.
 pub(crate) struct Workspace {
     pub scratch: Box<[u8]>,
     pieces: Vec<IoVec>,
@@ -109,7 +110,7 @@ impl Channel {
     pub fn new(mut conn: Box<dyn Conn>, peer: Arc<PeerState>, index: u16, generation: u32) -> Channel {
         let counters = peer.counters(index);
         counters.start(&*conn, generation);
-        // The handshake's bytes are part of the stream that `released` counts.
+        // `released` also counts the bytes of the handshake.
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {
             sender: Sender::new(peer.info.window, stream_sent),
@@ -123,12 +124,13 @@ impl Channel {
         }
     }
 
-    /// With a lane for the payload of its data frames.
+    /// Adds a lane for the payload of data frames.
     pub fn with_lane(mut self, posted: Posted) -> Channel {
         let is_waited_for = posted.is_waited_for();
         self.payload = Payload::over_lane(posted);
         if is_waited_for {
-            // Of no frames, and the first that the peer hears.
+            // An empty acknowledgement, the first frame that the peer receives: it reports that this end of
+            // the lane is ready.
             self.make_ack_frame();
         }
         self.tell_backlog();
@@ -139,24 +141,26 @@ impl Channel {
         &*self.conn
     }
 
-    /// This channel over what `wrap` makes of its connection.
+    /// Replaces the connection by `wrap` of it.
     #[cfg(test)]
     pub fn with_conn(self, wrap: impl FnOnce(Box<dyn Conn>) -> Box<dyn Conn>) -> Channel {
         Channel { conn: wrap(self.conn), ..self }
     }
 
-    /// Whether there is so much to send or to receive that its thread need not watch for more.
+    /// Whether so much is queued or arriving that the thread need not spin for more.
     pub fn in_deep_bulk(&self) -> bool {
         let coming = self.receiver.bulk_since.is_some_and(|since| since.elapsed() < BULK_PAUSE);
         !self.has_lane() && (coming || self.peer.in_deep_bulk())
     }
 
-    /// Whether it is for the owner of this channel to ask whether held operations may begin: for one of those it has of a peer.
+    /// Whether this channel polls its peer's operations that wait for a GPU stream. One channel of each peer
+    /// does.
     pub fn asks_for_held(&self) -> bool {
         self.peer.held.any() && self.peer.is_home(self.index)
     }
 
-    /// Stops placing bytes into this memory: the rest of a payload under way is thrown away. Says what may still write there.
+    /// Stops placing bytes into memory for which `gone` is true. The rest of a payload in flight is
+    /// discarded. Returns what may still write to that memory.
     pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> Touched {
         if self.receiver.landing.as_ref().is_some_and(&gone) {
             let landing = self.receiver.break_off(Refusal::NoRegion);
@@ -165,7 +169,7 @@ impl Channel {
         self.payload.abandon(&gone)
     }
 
-    /// Ends the channel: closes the connection, then tells what it placed and what it did not deliver.
+    /// Closes the connection. Returns the frames placed and those not delivered.
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
         let Ended { lane, lane_state, lane_fault, acknowledged } = self.payload.end();
@@ -176,7 +180,7 @@ impl Channel {
         let unreleased = Unreleased::of(lane, self.conn, self.sender.stream_sent);
         self.sender.unreleased.into_iter().for_each(|(_, entry)| self.peer.delivered(entry, None));
         let mut entries = self.sender.window.drain();
-        // Over another channel they are staged again.
+        // A resent frame is staged again by its next channel.
         entries.iter_mut().for_each(|(_, entry)| entry.staged = None);
         let (placed, refused) = self.receiver.acks.end();
         Remains { placed, refused, entries, lane: lane_state, lane_fault, unreleased }

@@ -1,9 +1,10 @@
-//! What a channel takes from its peer's queue, and how much of it.
+//! How many frames a channel takes from its peer's queue.
 //!
-//! Each channel takes a share of what is queued, so that all of a peer's channels have work and none runs ahead.
+//! Each channel takes a share of the queued bytes, so that all channels of a peer have work and none runs
+//! ahead.
 //!
-//! Invariant: a frame is taken only while the window and the way of the payload have room for any frame.
-//! Read next: `queue/`, which gives the frames; `sender.rs`, which sends them.
+//! Invariant: a frame is taken only while the window and the payload path have room for any frame.
+//! Read next: `queue/`, where frames come from; `sender.rs`, which sends them.
 
 use std::sync::atomic::Ordering;
 
@@ -18,7 +19,7 @@ use ferrywire_proto::schedule;
 const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 
 impl Channel {
-    /// Whether the queue has frames for this channel, and it would take another now.
+    /// Whether the queue has frames for this channel, and the channel would take one now.
     pub fn may_pull(&self) -> bool {
         if !self.sender.window.has_room() || !self.payload.has_room() {
             return false;
@@ -30,7 +31,7 @@ impl Channel {
         queue.has_work_beside_small() && self.bulk_share().0 > 0 && self.may_take_bulk()
     }
 
-    /// Takes frames from the queue into the window, until there is enough for the next socket call.
+    /// Moves frames from the queue into the window, until one socket call can be filled.
     pub(super) fn pull(&mut self) {
         let unsent = self.sender.unsent();
         let small = self.small_share();
@@ -57,20 +58,20 @@ impl Channel {
         self.tell_backlog();
     }
 
-    /// Tells the peer's other channels how much this one has in its window: nothing counts while it takes no frames, or it
-    /// would keep from them what is for the least loaded.
+    /// Publishes the bytes in this channel's window to the peer's other channels. A channel whose lane is not
+    /// open publishes `NO_BACKLOG`, so that it does not count as the least loaded.
     pub(super) fn tell_backlog(&self) {
         let backlog = if self.payload.is_open() { self.sender.window.bytes() as u64 } else { NO_BACKLOG };
         self.counters.backlog.store(backlog, Ordering::Relaxed);
     }
 
-    /// Whether this channel is not too far ahead of the least loaded one.
+    /// Whether this channel is close enough to the least loaded one to take bulk.
     fn may_take_bulk(&self) -> bool {
         let backlog = self.sender.window.bytes() as u64;
         schedule::may_take(backlog, self.peer.least_backlog(), self.peer.queue.chunk_bytes)
     }
 
-    /// Bytes of bulk that this channel may take, and the longest chunk of it.
+    /// Bytes of bulk that this channel may take, and its longest chunk in bytes.
     fn bulk_share(&self) -> (u64, usize) {
         let whole = (u64::MAX, self.peer.queue.chunk_bytes);
         let Some(copying_ends) = self.payload.copying_ends(&self.peer) else { return whole };
@@ -85,10 +86,12 @@ impl Channel {
         }
     }
 
-    /// [`Channel::bulk_share`] between two ends of one host, of which some copy payload once more before it is sent, or placed.
+    /// [`Channel::bulk_share`] between two ends of one host. At `copying_ends` of them payload is copied once
+    /// more.
     fn local_share(&self, copying_ends: u64) -> (u64, usize) {
-        // Between other addresses there may be a slow link, which must not hold up what others carry; and what waits for
-        // another copy costs the other channels nothing.
+        // Channels between different addresses may include a slow link, which must not delay the fast ones.
+        // Bytes that wait for another copy cost the other channels nothing. Both count by channel, not by
+        // thread.
         let in_flight = if self.conn.within_host() && copying_ends == 0 {
             self.peer.thread_backlog(self.index)
         } else {
@@ -98,8 +101,8 @@ impl Channel {
         schedule::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)
     }
 
-    /// Bytes of small operations that this channel may take. While there is no bulk they keep to the
-    /// peer's home, so that one thread does all of it.
+    /// Bytes of small operations that this channel may take. Without bulk, only the peer's home channel takes
+    /// them, so that one thread does all the work.
     fn small_share(&self) -> u64 {
         let backlog = self.sender.window.bytes() as u64;
         match (self.peer.in_bulk(), self.peer.is_home(self.index)) {

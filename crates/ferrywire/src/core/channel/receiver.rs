@@ -1,10 +1,11 @@
-//! The receiving half of a channel: from the socket to where payload goes, and what a whole frame causes.
+//! The receiving half of a channel: reads the socket, places payload and completes frames.
 //!
-//! A frame's life: `header -> placements -> body -> placed | refused -> counted`. A large payload is received where it
-//! belongs, with the next frame's header in the same call; small frames come many at a time through a scratch buffer.
+//! A frame's states: `header -> placements -> body -> placed | refused -> counted`. A large payload is
+//! received directly into its target, with the next frame's header in the same call. Small frames are
+//! received together through a scratch buffer.
 //!
-//! Invariant: bytes are taken in the order of the stream; a stage is left only when it is whole.
-//! Read next: `body.rs`; `peer/frames.rs`, which says where a payload goes and what its arrival means.
+//! Invariant: bytes are taken in the order of the stream; a stage ends only when all its bytes are here.
+//! Read next: `body.rs`; `peer/frames.rs`, which finds the target of a payload and handles a complete frame.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -19,22 +20,22 @@ use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
-/// The frame that is being received, and what was received before it.
+/// State of the frame that is being received, and the counts of earlier frames.
 pub(super) struct Receiver {
     stage: Stage,
-    /// The header as it comes, and how much of it is here.
+    /// The encoded header, and the bytes of it received so far.
     encoded: [u8; HEADER_BYTES],
     have: usize,
     pub header: Header,
     placements: Vec<u8>,
     pub body: Body,
-    /// What keeps the target of the payload alive. That of a region is kept for the next frame.
+    /// Keeps the target of the payload alive. The landing of a region is kept for the next frame.
     pub landing: Option<Landing>,
     refusal: Option<Refusal>,
     pub acks: Acks,
-    /// When the last frame came of an operation that is deep bulk by itself.
+    /// When the last frame came of an operation that counts as deep bulk by its size.
     pub bulk_since: Option<Instant>,
-    /// Length of the last frame's header and placements, if its payload was large.
+    /// Bytes of the last frame's header and placements if its payload was large, else 0.
     bulk_header_bytes: usize,
 }
 
@@ -46,7 +47,7 @@ enum Stage {
 }
 
 impl Channel {
-    /// Receives what is there, within the bounds of one pass. Returns the bytes.
+    /// Receives available bytes, up to the limit of one pass. Returns the number of bytes received.
     pub fn receive(&mut self, space: &mut Workspace) -> io::Result<usize> {
         let (mut moved, mut pauses) = (0, false);
         while moved < PASS_BYTES && !pauses && !self.payload.stream_ended() && self.resume()? {
@@ -74,14 +75,14 @@ impl Channel {
         Ok(moved)
     }
 
-    /// Goes on with a payload that had no room; true if there is room, so that the channel may read.
+    /// Resumes a payload that had no room in its ring. Returns whether the channel may read from the socket.
     fn resume(&mut self) -> io::Result<bool> {
         let Some(kept) = self.payload.resume(&mut self.receiver) else { return Ok(false) };
         self.consume(&kept)?;
         Ok(!self.payload.is_stalled())
     }
 
-    /// One socket call. Returns the bytes received and the room there was.
+    /// Makes one socket call. Returns the bytes received and the bytes there was room for.
     fn receive_some(&mut self, space: &mut Workspace) -> io::Result<(usize, usize)> {
         let Workspace { scratch, pieces } = space;
         pieces.clear();
@@ -106,7 +107,7 @@ impl Channel {
         Ok((bytes, direct_bytes + tail))
     }
 
-    /// Takes bytes that came through the scratch buffer.
+    /// Consumes bytes that were received into the scratch buffer.
     fn consume(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.payload.keeps_back(bytes) {
@@ -170,7 +171,7 @@ impl Channel {
         Ok(used)
     }
 
-    /// The header is whole: finds out where the body goes.
+    /// Finds the target of the body, once header and placements are complete.
     fn land(&mut self) {
         let receiver = &mut self.receiver;
         receiver.begin_body();
@@ -184,7 +185,8 @@ impl Channel {
         }
     }
 
-    /// If all of a frame is here that the stream brings: counts it, unless its payload is on its way.
+    /// Completes a frame whose stream bytes are all here, and counts it unless its payload is still in
+    /// flight.
     fn finish_if_complete(&mut self) -> io::Result<()> {
         let receiver = &mut self.receiver;
         let whole = receiver.stage == Stage::Body && receiver.body.part_is_whole();
@@ -211,7 +213,7 @@ impl Channel {
         result
     }
 
-    /// All of a frame is here, and its payload in place: counts it.
+    /// Counts a complete frame whose payload is in place, or refused.
     pub(super) fn placed(
         &mut self,
         header: &Header,
@@ -237,7 +239,8 @@ impl Channel {
         }
     }
 
-    /// The peer refused some frames; they are still in the window, since the count behind them waits.
+    /// Fails the operations of refused frames. Their frames are still in the window: the count that covers
+    /// them is handled after this.
     fn refusals(&mut self) -> io::Result<()> {
         let message = self.receiver.body.take_message();
         for (low, refusal) in wire::refusals(&message) {
@@ -268,7 +271,7 @@ impl Receiver {
         }
     }
 
-    /// The pieces that the rest of the body goes to, and their bytes.
+    /// Appends the targets of the rest of the body. Returns their bytes.
     fn direct_pieces(&self, out: &mut Vec<IoVec>) -> usize {
         if self.stage == Stage::Body {
             out.extend(self.body.rest().iter().take(ferrywire_sys::IOVECS_PER_CALL_MAX - 1));
@@ -276,7 +279,7 @@ impl Receiver {
         out.iter().map(|piece| piece.len).sum()
     }
 
-    /// Bytes to receive through the scratch buffer behind the direct pieces.
+    /// Bytes to receive into the scratch buffer behind the direct pieces.
     fn tail_bytes(&self) -> usize {
         match self.stage {
             Stage::Body if self.body.is_thrown_away() => self.body.left(),
@@ -298,19 +301,20 @@ impl Receiver {
         self.bulk_header_bytes = if bulk { HEADER_BYTES + self.header.placement_bytes() } else { 0 };
     }
 
-    /// The payload goes to the pieces at hand, which the landing keeps alive; behind it comes the notification.
+    /// Receives the payload into the current pieces, which `landing` keeps alive. The notification follows.
     pub fn expect(&mut self, landing: Landing) {
         self.landing = Some(landing);
         self.body.expect_message(usize::from(self.header.notify));
     }
 
-    /// The frame is refused: what comes of its body is thrown away.
+    /// Refuses the frame, and discards the rest of its body.
     pub fn refuse(&mut self, refusal: Refusal) {
         self.refusal = Some(refusal);
         self.body.throw_away();
     }
 
-    /// Refuses a frame whose payload is being received. Gives back its landing, or that of the frame before.
+    /// Refuses the frame if its payload is being received. Returns the landing of this frame, or the one kept
+    /// from the last frame.
     pub fn break_off(&mut self, refusal: Refusal) -> Option<Landing> {
         if self.stage == Stage::Body && self.header.kind == Kind::Data {
             self.refuse(refusal);
@@ -318,7 +322,7 @@ impl Receiver {
         self.landing.take()
     }
 
-    /// The message of a whole frame, if it has one.
+    /// Takes the message of a complete frame; empty if the frame has none.
     fn take_message(&mut self) -> Vec<u8> {
         if self.header.notify > 0 || self.header.kind != Kind::Data {
             self.body.take_message()
@@ -327,7 +331,7 @@ impl Receiver {
         }
     }
 
-    /// The frame, of which the stream has brought all it brings.
+    /// Takes the frame, whose stream bytes are all here.
     fn arrival(&mut self, message: Vec<u8>) -> Arrival {
         Arrival {
             header: self.header,
@@ -339,7 +343,7 @@ impl Receiver {
         }
     }
 
-    /// What the descriptors' checksum has to be.
+    /// The checksum of the placements that the header must carry.
     fn placements_crc(&self) -> u32 {
         match self.header.flags & wire::FLAG_CRC {
             0 => 0,
@@ -347,7 +351,7 @@ impl Receiver {
         }
     }
 
-    /// Checks what the stream has brought of the body, unless that was thrown away.
+    /// Checks the checksum of the body, unless the body was discarded.
     fn check_body(&mut self) -> io::Result<()> {
         match self.body.take_crc().filter(|_| self.refusal.is_none()) {
             Some(computed) => check_crc(self.header.crc, computed),

@@ -1,9 +1,10 @@
-//! The sending half of a channel: from the window to the socket, and back to the operations.
+//! The sending half of a channel: sends frames of the window, and completes what the peer acknowledges.
 //!
-//! A frame's life: `taken -> sent -> acknowledged -> released -> delivered`. It is released once the kernel reads its memory
-//! no more, which for a connection that copies is at once.
+//! A frame's states: `taken -> sent -> acknowledged -> released -> delivered`. A frame is released when the
+//! kernel no longer reads its memory. A connection that copies releases at once.
 //!
-//! Invariant: a frame's entry, and so its memory, is kept until the peer has placed it and the kernel has released it.
+//! Invariant: a frame's entry, and with it the memory, is kept until the peer has placed the frame and the
+//! kernel has released it.
 //! Read next: `batch.rs`, one socket call; `pull.rs`, where frames come from.
 
 use std::collections::VecDeque;
@@ -23,34 +24,35 @@ use ferrywire_proto::limits;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header};
 
-/// What a channel sends.
+/// Frames to send, and their progress through the kernel.
 pub(super) struct Sender {
     /// Frames that were taken from the queue and that the peer has not acknowledged.
     pub window: Window<Entry>,
-    /// Number of the first frame not wholly handed to the kernel, and how much of it is.
+    /// Number of the first frame that the kernel has not taken completely, and the bytes of it that the
+    /// kernel has taken.
     pub sent: u64,
     pub sent_within: usize,
-    /// Bytes of the stream that the kernel has taken, those of the handshake included.
+    /// Bytes of the stream that the kernel has taken, including the handshake.
     pub stream_sent: u64,
-    /// Where the frames of the window that are wholly sent end in the stream.
+    /// Stream positions of the ends of the window's frames that are sent completely.
     pub ends: VecDeque<u64>,
-    /// Acknowledged frames whose memory the kernel still reads, with their end in the stream.
+    /// Acknowledged frames whose memory the kernel still reads, with the stream position of their end.
     pub unreleased: VecDeque<(u64, Entry)>,
-    /// An acknowledgement on its own that is not wholly sent.
+    /// Rest of an acknowledgement frame that is not sent completely.
     ack_frame: Vec<u8>,
-    /// The kernel took less than there was.
+    /// The kernel took fewer bytes than offered. Send again when the socket is writable.
     pub blocked: bool,
-    /// The kernel could not read some of what it was given last.
+    /// The kernel could not read the memory of the last call: send one frame per call to find the frame.
     frame_by_frame: bool,
-    /// Something was sent since the path was last seen to have taken everything.
+    /// The peer's kernel may lack bytes: a send sets this, a check of the path clears it.
     unproven: bool,
-    /// Bytes that the peer's kernel had acknowledged when it was last asked.
+    /// Bytes that the peer's kernel had acknowledged at the last check.
     acked_bytes: u64,
 }
 
 impl Channel {
-    /// Sends what there is to send; with `flush`, also an acknowledgement that is due.
-    /// Returns the bytes taken by the kernel.
+    /// Sends frames that are ready; with `flush`, also a due acknowledgement. Returns the bytes taken by the
+    /// kernel.
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
         self.payload.look(&mut self.sender, &self.peer.queue);
         if self.sender.blocked || self.payload.stream_ended() {
@@ -63,7 +65,7 @@ impl Channel {
                 self.make_ack_frame();
             }
             let bytes = self.send_some(&mut space.pieces)?;
-            // The next frame is not ready, for however long: the peer waits for the acknowledgement meanwhile.
+            // The next frame may wait for long, and the peer waits for the acknowledgement meanwhile.
             if bytes == 0 && flush && self.ack_frame_fits() && self.receiver.acks.due() {
                 self.make_ack_frame();
                 continue;
@@ -76,14 +78,14 @@ impl Channel {
         Ok(moved)
     }
 
-    /// Whether an acknowledgement is to go out in a frame of its own: if it is urgent, or no frame would take it along.
+    /// Whether an acknowledgement needs a frame of its own: it is urgent, or no data frame would carry it.
     fn wants_ack_frame(&self, flush: bool) -> bool {
         let acks = &self.receiver.acks;
         let alone = flush && acks.due() && self.sender.sent == self.sender.window.next();
         (acks.urgent() || alone) && self.sender.sent_within == 0 && self.sender.ack_frame.is_empty()
     }
 
-    /// Whether a frame of our own may come next in the stream.
+    /// Whether an acknowledgement frame may come next in the stream.
     fn ack_frame_fits(&self) -> bool {
         !self.sender.blocked && self.sender.sent_within == 0 && self.sender.ack_frame.is_empty()
     }
@@ -93,7 +95,7 @@ impl Channel {
         self.receiver.acks.encode_frame(&mut self.sender.ack_frame, posted, crc);
     }
 
-    /// One socket call. Returns the bytes it took, 0 when there is nothing to send or no room.
+    /// Makes one socket call. Returns the bytes sent; 0 if nothing is ready or the socket has no room.
     fn send_some(&mut self, pieces: &mut Vec<IoVec>) -> io::Result<usize> {
         loop {
             match self.send_batch(pieces) {
@@ -115,10 +117,11 @@ impl Channel {
         }
         let bytes = batch.bytes();
         let since = batch.timed.then(Instant::now);
-        // SAFETY: the pieces point into the acknowledgement frame and into entries of the window, which
-        // stay until the peer has acknowledged them and `released` has passed them, into the memory those
-        // entries' operations keep alive, and, never as `stable`, into the rings of the payload. What is lent of
-        // those is not used again before the peer has placed it, or is given back to the system.
+        // SAFETY: the pieces point into the acknowledgement frame, into entries of the window, which stay
+        // until the peer has acknowledged them and `released` has passed them, into the memory that those
+        // entries' operations keep alive, and, never as `stable`, into the rings of the payload. A lent piece
+        // of a ring is not used again before the peer has placed it, or its pages are given back to the
+        // system.
         let result = unsafe { batch.send(&mut *self.conn) };
         self.payload.count_call(since);
         match result {
@@ -139,7 +142,7 @@ impl Channel {
         }
     }
 
-    /// The peer has placed all frames below this count, of which the low half is known.
+    /// Handles an acknowledgement of all frames below a count, of which `low` is the low half.
     pub(super) fn acknowledged(&mut self, low: u32) -> io::Result<()> {
         let sender = &mut self.sender;
         let count = wire::widen(low, sender.window.first());
@@ -152,7 +155,8 @@ impl Channel {
         let copied = self.conn.released() == u64::MAX;
         while let Some((number, mut entry)) = sender.window.release(count) {
             let end = sender.ends.pop_front().unwrap_or(0);
-            // An entry is large: most are moved from the window to where they end, without a stop between.
+            // An entry is large: most are moved from the window to their destination without an intermediate
+            // copy.
             let mut release = |entry| {
                 if copied {
                     self.peer.delivered(entry, None)
@@ -178,8 +182,8 @@ impl Channel {
         }
     }
 
-    /// Takes what the kernel tells of memory that it has released, acknowledged or not: until that is read, the socket
-    /// is ready, and no thread that waits for it sleeps.
+    /// Reads the kernel's notices of released memory. While a notice is unread the socket stays ready, and a
+    /// thread that polls it does not sleep.
     pub fn read_notices(&mut self) {
         let released = self.conn.released();
         let unreleased = &mut self.sender.unreleased;
@@ -188,7 +192,8 @@ impl Channel {
         }
     }
 
-    /// Whether the kernel took less than we had, so that we wait until it can take more.
+    /// Whether the kernel took fewer bytes than offered, so that the channel waits until the socket is
+    /// writable.
     pub fn blocked(&self) -> bool {
         self.sender.blocked
     }
@@ -197,8 +202,8 @@ impl Channel {
         self.sender.blocked = false;
     }
 
-    /// Whether frames are in flight, acknowledged frames' memory is still in use, or the peer's kernel may
-    /// not have what we sent last: on a dead path a mere acknowledgement keeps the peer waiting.
+    /// Whether frames are in flight, memory of acknowledged frames is still in use, or the peer's kernel may
+    /// lack the last bytes sent. On a dead path a lost acknowledgement frame alone keeps the peer waiting.
     pub fn outstanding(&self) -> bool {
         !self.sender.window.is_empty() || !self.sender.unreleased.is_empty() || self.sender.unproven
     }
@@ -208,7 +213,7 @@ impl Channel {
         self.receiver.acks.due()
     }
 
-    /// A dead path, in words, or `None` while there is no reason to think so.
+    /// A description of a dead path, or `None` while the path seems healthy.
     pub fn path_trouble(&mut self) -> Option<String> {
         let health = self.conn.health();
         self.sender.unproven = health.waiting;
@@ -221,7 +226,7 @@ impl Channel {
         self.payload.path_trouble()
     }
 
-    /// Sends all there is, without waiting for a word of the peer's.
+    /// Sends everything without waiting for acknowledgements.
     #[cfg(test)]
     pub fn hand_over(&mut self, space: &mut Workspace) {
         let until = self.peer.now() + limits::DRAIN_TIMEOUT;
@@ -238,7 +243,7 @@ impl Channel {
 }
 
 impl Sender {
-    /// `stream_sent` bytes have gone over the connection before.
+    /// Creates a sender for a connection over which `stream_sent` bytes have already gone.
     pub fn new(window_frames: usize, stream_sent: u64) -> Sender {
         Sender {
             window: Window::new(window_frames, limits::WINDOW_BYTES_MAX),
@@ -261,7 +266,8 @@ impl Sender {
         (total - self.sent_within.min(total)) as u64
     }
 
-    /// Adds to a batch what is unsent and ready. True if a header is among it that carries the count `ack`.
+    /// Adds unsent frames that are ready to a batch. Returns whether one of their headers carries the count
+    /// `ack`.
     fn gather(
         &mut self,
         batch: &mut Batch<'_>,
@@ -296,7 +302,7 @@ impl Sender {
         Ok(carries_ack)
     }
 
-    /// The kernel took so many bytes: moves the mark between sent and unsent.
+    /// Advances the sent position by `taken` bytes, which the kernel took.
     fn account(&mut self, mut taken: usize, payload: &mut Payload) {
         self.stream_sent += taken as u64;
         self.unproven = true;
@@ -323,10 +329,11 @@ impl Sender {
         }
     }
 
-    /// Some of what was to be sent the kernel cannot read: finds out of which frame, and lets that one carry nothing.
+    /// Handles memory that the kernel cannot read. The first call makes the sender send frame by frame; a
+    /// later one fails the operation of the unreadable frame and empties the frame.
     ///
     /// # Errors
-    /// `error`, where some of the frame is sent: then only the end of the connection takes it back.
+    /// `error`, if the frame is partly sent: then only the end of the connection withdraws the frame.
     fn unreadable(&mut self, error: io::Error, peer: &PeerState) -> io::Result<()> {
         let begun = self.sent_within > 0;
         if !std::mem::replace(&mut self.frame_by_frame, true) {
@@ -350,7 +357,8 @@ impl Sender {
         Ok(())
     }
 
-    /// The peer's kernel has so much: whatever of that is of a frame that the peer has not placed yet gets on.
+    /// Notes progress of the operation whose bytes the peer's kernel has received and the peer has not placed
+    /// yet.
     fn note_acked(&mut self, acked_bytes: u64, peer: &PeerState) {
         let before = std::mem::replace(&mut self.acked_bytes, acked_bytes);
         let whole = self.ends.partition_point(|end| *end <= before);

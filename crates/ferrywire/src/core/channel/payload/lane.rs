@@ -1,7 +1,7 @@
 //! Payload over a lane beside the stream, in the order of the stream's headers.
 //!
-//! Invariant: a payload is received only for a header that is here, and a frame is counted only once its payload is.
-//! Read next: `posted/`, which decides what is posted when.
+//! Invariant: a payload is received only after its header, and a frame is counted only after its payload.
+//! Read next: `posted/`, which decides which message is posted when.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -21,14 +21,14 @@ use ferrywire_proto::session::FenceCause;
 use ferrywire_proto::wire::{self, Header};
 use std::sync::Arc;
 
-/// What goes over the lane of a channel.
+/// The lane of a channel, and the frames that wait for its messages.
 pub(in super::super) struct LanePayload {
     posted: Box<Posted>,
-    /// Where the payload goes whose header was received last.
+    /// Target of the payload whose header was received last.
     target: Vec<Run>,
-    /// The connection has ended, with this error; the lane has still something to bring.
+    /// The error that ended the connection, while the lane still has messages to deliver.
     stream_ended: Option<io::Error>,
-    /// How the lane failed.
+    /// How the lane failed, if the lane failed and not the connection.
     fault: Option<FenceCause>,
 }
 
@@ -39,22 +39,22 @@ impl LanePayload {
 
     // ---- sending ----
 
-    /// Messages that may be taken now.
+    /// Messages that the lane can take now.
     pub fn room(&self) -> usize {
         self.posted.room()
     }
 
-    /// Whether any frame may be taken: each may have a payload for the lane.
+    /// Whether any frame may be taken. Each may have a payload for the lane.
     pub fn has_room(&self) -> bool {
         self.room() > 0
     }
 
-    /// Whether the peer's side of the lane is known to stand.
+    /// Whether the peer has reported that its end of the lane is ready.
     pub fn is_open(&self) -> bool {
         self.posted.is_heard()
     }
 
-    /// Takes the payloads of frames that were pulled, with their numbers.
+    /// Hands the payloads of pulled frames, with their frame numbers, to the lane.
     pub fn admit<'a>(&mut self, pulled: impl Iterator<Item = (&'a mut Entry, u64)>) {
         for (entry, number) in pulled {
             debug_assert!(entry.staged.is_none(), "a lane reaches the GPU itself");
@@ -64,80 +64,83 @@ impl LanePayload {
         }
     }
 
-    /// Whether the header of this frame does not wait for its payload.
+    /// Whether the header of this frame may be sent without waiting for its payload.
     pub fn is_packed(&self, number: u64) -> bool {
         !self.posted.holds_head(number)
     }
 
-    /// The user has dropped the memory of a frame that is to be sent.
+    /// The error for a frame to be sent whose memory its user has dropped.
     pub fn source_dropped(&self, entry: &Entry) -> io::Error {
         if !entry.header.is_posted() {
             return io::Error::from_raw_os_error(libc::EFAULT);
         }
-        // The lane has its message, and the peer would take that for the next frame's.
+        // The lane has the message already, and the peer would take it for the next frame's payload.
         entry.op.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
         io::Error::other("the memory of a message that a lane has was dropped")
     }
 
-    /// The peer has placed a frame of the lane: gives it back, unless the lane is not done with its memory.
+    /// Returns an acknowledged frame, or keeps it while the lane still uses its memory.
     pub fn acknowledged(&mut self, number: u64, entry: Entry) -> Option<Entry> {
         self.posted.acknowledged(number, entry)
     }
 
-    /// Receives that were posted here, for the peer.
+    /// Receives posted on this end, for the header.
     pub fn posted_count(&self) -> u32 {
         self.posted.told()
     }
 
     // ---- receiving ----
 
-    /// What the peer says of its receives, and whether its message fits. True when its side of the lane stands with it.
+    /// Handles the peer's count of posted receives and checks the size of its message. Returns true when this
+    /// header is the first sign that the peer's end is ready.
     pub fn hear(&mut self, header: &Header) -> io::Result<bool> {
         let is_first = !self.posted.is_heard();
         self.posted.fits(header).and_then(|()| self.posted.confirm(header.posted)).map_err(broken)?;
         Ok(is_first)
     }
 
-    /// A payload is about to come for this landing: over the lane, or of nothing but a notification in the stream.
+    /// Prepares for the payload of this landing: over the lane, or only a notification in the stream.
     pub fn land(&mut self, receiver: &mut Receiver, landing: Landing) {
         if receiver.header.is_posted() {
             self.target = runs(&landing, &mut receiver.body.pieces);
-            // It is of the lane's bytes, and checked once they are here.
+            // The checksum covers the lane's bytes, and is checked once they are here.
             receiver.body.leave_unchecked();
         }
         receiver.expect(landing);
     }
 
-    /// Whether a frame, of which the stream has brought all it brings, waits: what comes behind a payload that is missing
-    /// waits for it.
+    /// Whether a frame whose stream bytes are here has to wait: for its own payload, or for that of an
+    /// earlier frame.
     pub fn defers(&self, header: &Header) -> bool {
         header.is_posted() || self.posted.waiting() > 0
     }
 
-    /// Takes a frame that waits.
+    /// Queues a frame whose payload is still in flight.
     pub fn take_over(&mut self, arrival: Arrival) {
         let target = std::mem::take(&mut self.target);
         self.posted.expect(Arrival { target, ..arrival });
     }
 
-    /// Frames that wait.
+    /// Frames that wait for a payload.
     pub fn waiting(&self) -> usize {
         self.posted.waiting()
     }
 
-    /// The frame that is being received is refused.
+    /// Forgets the target of a refused frame.
     pub fn break_off(&mut self) {
         self.target.clear();
     }
 
-    /// Stops placing bytes where `gone` says. True while the lane may still write there: ask again.
+    /// Stops placing bytes into memory for which `gone` is true. Returns true while the lane may still write
+    /// there; poll until false.
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
         self.posted.abandon(gone)
     }
 
     // ---- both ----
 
-    /// The connection is at its end. What its headers have announced may still come over the lane.
+    /// Handles the end of the connection. Payloads of received headers may still arrive over the lane.
+    /// Returns `error` if none is expected.
     pub fn end_stream(&mut self, error: io::Error, peer: &PeerState) -> io::Result<()> {
         if self.posted.waiting() == 0 || self.stream_ended() {
             return Err(error);
@@ -152,7 +155,7 @@ impl LanePayload {
         self.stream_ended.is_some()
     }
 
-    /// A dead path under the lane, in words.
+    /// A description of a dead path under the lane.
     pub fn path_trouble(&mut self) -> Option<String> {
         let trouble = self.posted.path_trouble();
         self.fault = self.fault.or(trouble.as_ref().map(|_| FenceCause::LaneFailed));
@@ -180,34 +183,34 @@ impl Channel {
         self.lane().is_some()
     }
 
-    /// Bytes in the lane's hands.
+    /// Payload bytes that the lane has in flight.
     pub fn lane_bytes_in_flight(&self) -> usize {
         self.lane().map_or(0, |lane| lane.posted.bytes_in_flight())
     }
 
-    /// Whether the lane has to be asked again and again: nothing tells when it moves.
+    /// Whether the lane has to be polled: it raises no event when it makes progress.
     pub fn lane_active(&self) -> bool {
         self.lane().is_some_and(|lane| lane.posted.active())
     }
 
-    /// How long to rest when the lane had nothing new, where it says so.
+    /// How long to pause after a poll without progress, if the lane specifies that.
     pub fn lane_pause(&self) -> Option<Duration> {
         self.lane().filter(|lane| lane.posted.active()).and_then(|lane| lane.posted.pause())
     }
 
-    /// Whether the lane sends of memory that its user has dropped, and may have freed.
+    /// Whether the lane sends from memory that its user has dropped, and may have freed.
     pub fn lane_sends_what_is_gone(&self) -> bool {
         self.lane().is_some_and(|lane| lane.posted.sends_what_is_gone())
     }
 
-    /// Undoes the lane's registrations of regions that are gone.
+    /// Undoes the lane's registrations of dropped regions.
     pub fn forget_revoked(&mut self) {
         if let Payload::Lane(lane) = &mut self.payload {
             lane.posted.forget_revoked();
         }
     }
 
-    /// Moves the messages of the lane on, if there is one. True if anything happened.
+    /// Polls the lane, if there is one. Returns whether it made progress.
     pub fn poll_lane(&mut self) -> io::Result<bool> {
         let Payload::Lane(lane) = &mut self.payload else { return Ok(false) };
         if !lane.posted.active() {
@@ -257,13 +260,13 @@ impl Channel {
 
 #[cfg(test)]
 impl Payload {
-    /// Whether messages are not sent yet.
+    /// Whether some messages are not sent yet.
     pub fn is_sending(&self) -> bool {
         matches!(self, Payload::Lane(lane) if lane.posted.is_sending())
     }
 }
 
-/// Pieces of a landing as runs of its memory; the pieces go.
+/// Converts the pieces of a landing to runs of its memory, and clears the pieces.
 fn runs(landing: &Landing, pieces: &mut Vec<IoVec>) -> Vec<Run> {
     let run = |memory: &Arc<Memory>, piece: IoVec| Run {
         memory: memory.clone(),
@@ -274,7 +277,7 @@ fn runs(landing: &Landing, pieces: &mut Vec<IoVec>) -> Vec<Run> {
     landing.memory().map_or(Vec::new(), |memory| pieces.map(|piece| run(memory, piece)).collect())
 }
 
-/// Checks a payload that came over a lane. Checksums are agreed on only where both ends use host memory.
+/// Checks a payload that came over a lane. Checksums are used only where both ends use host memory.
 fn check_posted(header: &Header, target: &[Run], message: &[u8]) -> io::Result<()> {
     if header.flags & wire::FLAG_CRC == 0 || !header.is_posted() {
         return Ok(());

@@ -1,12 +1,12 @@
-//! How a channel's payload travels, asked by the sender and the receiver wherever that makes a difference.
+//! How a channel's payload travels: the sender and the receiver call this where the ways differ.
 //!
-//! | way | payload | leaves when |
+//! | way | payload | changes when |
 //! |---|---|---|
-//! | `Stream` | of host memory, in the stream | the first payload of a GPU comes, either way: then it is `Staged` |
-//! | `Staged` | of GPUs and of the host, in the stream; that of GPUs passes through rings | |
+//! | `Stream` | host memory, in the stream | the first GPU payload comes, sent or received: `Staged` |
+//! | `Staged` | GPU and host memory, in the stream; GPU payload passes through staging rings | |
 //! | `Lane` | over a lane beside the stream | |
 //!
-//! Invariant: `Stream` does nothing: a write of host memory over TCP costs one comparison at each question.
+//! Invariant: `Stream` adds nothing: each call costs a write of host memory over TCP one comparison.
 //! Read next: `staged.rs`, `lane.rs`.
 
 mod lane;
@@ -34,7 +34,7 @@ use ferrywire_proto::wire::{Header, Refusal};
 use lane::LanePayload;
 use staged::StagedPayload;
 
-/// Pieces at least this long may go out without a copy.
+/// Smallest piece in bytes that may be sent without a copy.
 const STABLE_BYTES_MIN: usize = 64 << 10;
 
 /// How the payload of a channel travels.
@@ -44,26 +44,26 @@ pub(super) enum Payload {
     Lane(LanePayload),
 }
 
-/// What is left of the payload of a channel that has ended.
+/// What the payload of an ended channel leaves behind.
 #[derive(Default)]
 pub(super) struct Ended {
-    /// The closed lane, which may still read memory, and the state it was in, in words.
+    /// The closed lane, which may still read memory, and a description of its state.
     pub lane: Option<Box<Posted>>,
     pub lane_state: Option<String>,
     pub lane_fault: Option<FenceCause>,
-    /// Frames that the peer has acknowledged, and whose memory the lane kept.
+    /// Frames that the peer has acknowledged while the lane still used their memory.
     pub acknowledged: Vec<Entry>,
 }
 
 impl Payload {
-    /// Over a lane.
+    /// Payload over `posted`, a lane.
     pub fn over_lane(posted: Posted) -> Payload {
         Payload::Lane(LanePayload::new(posted))
     }
 
     // ---- taking frames from the queue ----
 
-    /// Whether any frame may be taken.
+    /// Whether any frame may be taken from the queue.
     pub fn has_room(&self) -> bool {
         match self {
             Payload::Stream => true,
@@ -72,7 +72,7 @@ impl Payload {
         }
     }
 
-    /// Whether the peer is known to be ready for it.
+    /// Whether the peer is known to be ready for payload.
     pub fn is_open(&self) -> bool {
         match self {
             Payload::Stream | Payload::Staged(_) => true,
@@ -80,7 +80,8 @@ impl Payload {
         }
     }
 
-    /// At how many of the two ends payload is copied once more on its way. `None`: it bounds what is in flight by itself.
+    /// The number of ends, 0 to 2, that copy payload once more on its way. `None` if the way itself limits
+    /// what is in flight.
     pub fn copying_ends(&self, peer: &PeerState) -> Option<u64> {
         let at_peer = u64::from(peer.writes_to_gpus());
         match self {
@@ -90,7 +91,7 @@ impl Payload {
         }
     }
 
-    /// The shortest and the longest chunk of what is copied here once more.
+    /// The shortest and the longest chunk, in bytes, of payload that is staged here.
     pub fn staged_chunk_bytes(&self, peer: &PeerState) -> (usize, usize) {
         match self {
             Payload::Staged(staged) if staged.has_sent() => peer.staged_chunk_bytes(),
@@ -98,7 +99,7 @@ impl Payload {
         }
     }
 
-    /// Messages that there is room for beside the stream; `None` where payload goes into it.
+    /// Messages that the lane has room for; `None` where payload goes into the stream.
     pub fn messages(&self) -> Option<usize> {
         match self {
             Payload::Stream | Payload::Staged(_) => None,
@@ -106,7 +107,7 @@ impl Payload {
         }
     }
 
-    /// Whether there is enough in the window for the next socket call.
+    /// Notes whether the window has enough for the next socket call.
     #[inline]
     pub fn note_enough(&mut self, enough: bool) {
         if let Payload::Staged(staged) = self {
@@ -114,8 +115,8 @@ impl Payload {
         }
     }
 
-    /// Fills the window from the queue, and begins what has to happen to its payload before that can be sent. Returns the
-    /// operations that ended without needing a frame.
+    /// Fills the window from the queue, and starts the copies that its payload needs before it can be sent.
+    /// Returns operations that ended without needing a frame.
     pub fn pull(
         &mut self,
         peer: &PeerState,
@@ -151,7 +152,7 @@ impl Payload {
 
     // ---- sending ----
 
-    /// Looks what has become ready to be sent.
+    /// Checks which payloads have become ready to be sent.
     #[inline]
     pub fn look(&mut self, sender: &mut Sender, queue: &SendQueue) {
         if let Payload::Staged(staged) = self {
@@ -169,16 +170,16 @@ impl Payload {
         }
     }
 
-    /// The user has dropped the memory of a frame that is to be sent: the error that ends the socket call.
+    /// The error that ends the socket call when a frame's memory was dropped by its user.
     pub fn source_dropped(&self, entry: &Entry) -> io::Error {
         match self {
             Payload::Lane(lane) => lane.source_dropped(entry),
-            // As if the kernel had said so.
+            // The kernel's own error for such memory.
             Payload::Stream | Payload::Staged(_) => io::Error::from_raw_os_error(libc::EFAULT),
         }
     }
 
-    /// Adds what follows the header and the placements of a frame in the stream.
+    /// Adds the bytes that follow a frame's header and placements in the stream.
     #[inline]
     pub fn gather(&mut self, entry: &mut Entry, batch: &mut Batch<'_>) {
         match self {
@@ -187,7 +188,7 @@ impl Payload {
         }
     }
 
-    /// A socket call for which the time was taken has returned.
+    /// Counts the duration of a measured socket call that began at `since`.
     #[inline]
     pub fn count_call(&self, since: Option<Instant>) {
         if let (Payload::Staged(staged), Some(since)) = (self, since) {
@@ -195,7 +196,7 @@ impl Payload {
         }
     }
 
-    /// The kernel has all of a frame.
+    /// Handles a frame that the kernel has taken completely.
     #[inline]
     pub fn sent(&mut self, entry: &mut Entry) {
         if let Payload::Staged(staged) = self {
@@ -203,8 +204,8 @@ impl Payload {
         }
     }
 
-    /// The peer has placed a frame. True if its memory may be read beside the stream: then it is to be
-    /// [`finish`](Payload::finish)ed here.
+    /// Handles a frame that the peer has placed. Returns true if the frame's memory may still be read beside
+    /// the stream; then pass the frame to [`finish`](Payload::finish).
     #[inline]
     pub fn acknowledged(&mut self, entry: &mut Entry) -> bool {
         match self {
@@ -217,7 +218,7 @@ impl Payload {
         }
     }
 
-    /// Gives an acknowledged frame back, unless its memory is still read beside the stream.
+    /// Returns an acknowledged frame, or `None` while its memory is still read beside the stream.
     pub fn finish(&mut self, number: u64, entry: Entry) -> Option<Entry> {
         match self {
             Payload::Stream | Payload::Staged(_) => Some(entry),
@@ -225,7 +226,7 @@ impl Payload {
         }
     }
 
-    /// Receives that were posted here beside the stream, for the peer.
+    /// Receives posted beside the stream, for the header.
     #[inline]
     pub fn posted_count(&self) -> u32 {
         match self {
@@ -236,8 +237,8 @@ impl Payload {
 
     // ---- receiving ----
 
-    /// What the peer says of its receives beside the stream, and whether its frame can be of this channel. True when the
-    /// peer has become ready with it.
+    /// Handles the peer's count of posted receives, and checks that this channel can have such a frame.
+    /// Returns true when the peer has become ready with this header.
     #[inline]
     pub fn hear(&mut self, header: &Header) -> io::Result<bool> {
         match self {
@@ -249,7 +250,7 @@ impl Payload {
         }
     }
 
-    /// The payload of the receiver's frame is about to come, for this landing, whose pieces are the receiver's.
+    /// Prepares for the payload of the receiver's frame. Its pieces are the receiver's.
     #[inline]
     pub fn land(&mut self, receiver: &mut Receiver, landing: Landing, counters: &Arc<ChannelCounters>) {
         let gpu = gpu_of(&receiver.header, &landing);
@@ -262,12 +263,12 @@ impl Payload {
                 *self = Payload::Staged(staged);
             }
             (Payload::Lane(lane), None) => lane.land(receiver, landing),
-            // Over the lane it would have come without this.
+            // The peer would have sent GPU payload over the lane.
             (Payload::Lane(_), Some(_)) => receiver.refuse(Refusal::OutOfReach),
         }
     }
 
-    /// A part of the body is whole: goes on with the next one. True if all of the body is here.
+    /// Ends a complete part of the body and starts the next one. Returns true if the body is complete.
     #[inline]
     pub fn finish_part(&mut self, receiver: &mut Receiver) -> bool {
         match self {
@@ -276,8 +277,7 @@ impl Payload {
         }
     }
 
-    /// Whether a frame, of which the stream has brought all it brings, has to wait for payload, its own or that of one
-    /// before it.
+    /// Whether a frame whose stream bytes are here has to wait for payload, its own or an earlier frame's.
     #[inline]
     pub fn defers(&self, header: &Header) -> bool {
         match self {
@@ -287,7 +287,7 @@ impl Payload {
         }
     }
 
-    /// Takes a frame that has to wait.
+    /// Queues a frame that has to wait for payload.
     pub fn take_over(&mut self, arrival: Arrival) {
         match self {
             Payload::Stream => debug_assert!(false, "no frame has to wait"),
@@ -296,7 +296,7 @@ impl Payload {
         }
     }
 
-    /// Frames that wait.
+    /// Frames that wait for payload.
     #[inline]
     pub fn waiting(&self) -> usize {
         match self {
@@ -306,13 +306,13 @@ impl Payload {
         }
     }
 
-    /// Whether the time of the next socket call that receives is to be taken.
+    /// Whether to measure the next receive call.
     #[inline]
     pub fn times_receive(&self) -> bool {
         matches!(self, Payload::Staged(staged) if staged.is_filling())
     }
 
-    /// Begins what has to happen to payload that was received, if that is enough.
+    /// Starts the copies of received payload, if it is enough for one batch.
     #[inline]
     pub fn flush_if_full(&mut self) {
         if let Payload::Staged(staged) = self {
@@ -320,7 +320,7 @@ impl Payload {
         }
     }
 
-    /// Begins what has to happen to payload that was received, however little it is.
+    /// Starts the copies of received payload, however little it is.
     #[inline]
     pub fn flush(&mut self) {
         if let Payload::Staged(staged) = self {
@@ -328,18 +328,18 @@ impl Payload {
         }
     }
 
-    /// Whether what was received is to be looked after before there is more.
+    /// Whether to stop receiving after this many bytes, and to check running copies first.
     #[inline]
     pub fn pauses_after(&self, received_bytes: usize) -> bool {
         matches!(self, Payload::Staged(staged) if staged.pauses_after(received_bytes))
     }
 
-    /// Whether the payload at hand has no room.
+    /// Whether the current payload has no room in its ring.
     pub fn is_stalled(&self) -> bool {
         matches!(self, Payload::Staged(staged) if staged.is_stalled())
     }
 
-    /// Keeps bytes that were received for later if the payload at hand has no room; true if so.
+    /// Keeps received bytes for later if the current payload has no room. Returns whether it kept them.
     #[inline]
     pub fn keeps_back(&mut self, bytes: &[u8]) -> bool {
         match self {
@@ -348,7 +348,7 @@ impl Payload {
         }
     }
 
-    /// Bytes that were kept back, once there is room again; `None` while there is not.
+    /// Takes the kept bytes once there is room; `None` while there is not.
     #[inline]
     pub fn resume(&mut self, receiver: &mut Receiver) -> Option<Vec<u8>> {
         match self {
@@ -357,7 +357,7 @@ impl Payload {
         }
     }
 
-    /// The rest of the frame that is being received is thrown away: frees what was at work for it.
+    /// Discards the rest of the frame that is being received, and frees what was reserved for it.
     pub fn break_off(&mut self, landing: Option<Landing>) {
         match self {
             Payload::Stream => {}
@@ -368,10 +368,10 @@ impl Payload {
 
     // ---- ending ----
 
-    /// The connection is at its end, with this error.
+    /// Handles the end of the connection with `error`.
     ///
     /// # Errors
-    /// `error`, unless payload that the connection has announced may still come.
+    /// `error`, unless announced payload may still arrive over the lane.
     pub fn end_stream(&mut self, error: io::Error, peer: &PeerState) -> io::Result<()> {
         match self {
             Payload::Stream | Payload::Staged(_) => Err(error),
@@ -379,13 +379,13 @@ impl Payload {
         }
     }
 
-    /// Whether the connection has ended, and payload may still come.
+    /// Whether the connection has ended while payload may still arrive.
     #[inline]
     pub fn stream_ended(&self) -> bool {
         matches!(self, Payload::Lane(lane) if lane.stream_ended())
     }
 
-    /// A dead path beside that of the stream, in words.
+    /// A description of a dead path of the lane.
     pub fn path_trouble(&mut self) -> Option<String> {
         match self {
             Payload::Stream | Payload::Staged(_) => None,
@@ -393,7 +393,7 @@ impl Payload {
         }
     }
 
-    /// Stops placing bytes where `gone` says. Says what may still write there.
+    /// Stops placing bytes into memory for which `gone` is true. Returns what may still write there.
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Touched {
         match self {
             Payload::Stream => Touched { lane: false, gpu: None },
@@ -402,7 +402,7 @@ impl Payload {
         }
     }
 
-    /// Ends all that moves payload beside the stream: when this returns, nothing of it writes to memory any more.
+    /// Ends all payload movement beside the stream. After this nothing writes to memory any more.
     pub fn end(self) -> Ended {
         match self {
             Payload::Stream => Ended::default(),
@@ -415,13 +415,14 @@ impl Payload {
     }
 }
 
-/// Adds what follows the header and the placements of a frame whose payload, if it goes into the stream, is host memory.
+/// Adds the bytes that follow a frame's header and placements, where its payload in the stream is host
+/// memory.
 #[inline]
 fn gather(entry: &Entry, batch: &mut Batch<'_>) {
     entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN));
 }
 
-/// The GPU that a payload of the stream goes to, if it goes to one.
+/// The GPU that payload in the stream is for, if any.
 fn gpu_of(header: &Header, landing: &Landing) -> Option<MemoryLocation> {
     let location = landing.memory()?.location();
     (location != MemoryLocation::Host && header.len > 0 && !header.is_posted()).then_some(location)

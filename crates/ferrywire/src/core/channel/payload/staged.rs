@@ -1,9 +1,9 @@
-//! Payload of GPUs in the stream: when a channel begins copies, and what it does when they are done.
+//! GPU payload in the stream: when a channel starts copies, and how it continues when they finish.
 //!
-//! A payload that is received goes through a ring in parts. While a part has no room the channel *stalls*: it keeps what it
-//! has received already, and reads nothing more.
+//! A received payload passes through a staging ring in parts. While a part has no room in the ring the
+//! channel *stalls*: it keeps the bytes it has received, and reads no more.
 //!
-//! Invariant: frames are sent and placed in their order, whether they wait for a copy or not.
+//! Invariant: frames are sent and placed in order, whether they wait for a copy or not.
 //! Read next: `staging/`, which copies.
 
 use std::io;
@@ -24,25 +24,25 @@ use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
 
-/// Pieces of a ring at least this long are lent to the socket, where it can be: shorter ones cost less to copy.
+/// Smallest piece of a ring in bytes that is lent to the socket; a shorter one is cheaper to copy.
 const LENT_BYTES_MIN: usize = 64 << 10;
 
-/// What passes between GPUs and the connection.
+/// State of the payload between GPUs and the connection.
 pub(in super::super) struct StagedPayload {
     staging: Staging,
     counters: Arc<ChannelCounters>,
-    /// Enough is cut: no more is taken before some of that is copied.
+    /// Enough frames are taken: no more until some of their copies finish.
     awaits_copies: bool,
     /// The payload that is being received goes to a GPU.
     filling: bool,
-    /// The next part of it has no room.
+    /// The next part of the received payload has no room in the ring.
     stalled: bool,
-    /// What was received and could not be taken because of that.
+    /// Bytes received while stalled.
     kept: Vec<u8>,
 }
 
 impl StagedPayload {
-    /// With what the first frames to be sent have reserved.
+    /// Creates the state with the reservations of the first frames to be sent.
     pub fn new(sending: Sending, counters: Arc<ChannelCounters>) -> StagedPayload {
         StagedPayload {
             staging: Staging { sending, receiving: Receiving::default() },
@@ -56,27 +56,27 @@ impl StagedPayload {
 
     // ---- sending ----
 
-    /// Where frames reserve room.
+    /// The sending half, where frames reserve room.
     pub fn sending(&mut self) -> &mut Sending {
         &mut self.staging.sending
     }
 
-    /// Whether payload of a GPU was ever sent.
+    /// Whether GPU payload was ever sent.
     pub fn has_sent(&self) -> bool {
         self.staging.sending.begun()
     }
 
-    /// Whether there is room for a frame of the largest size, and reason to take it.
+    /// Whether there is room for a frame of the largest size, and no reason to wait with it.
     pub fn has_room(&self) -> bool {
         !self.awaits_copies && self.staging.sending.has_room()
     }
 
-    /// Whether there is enough in the window for the next socket call.
+    /// Notes whether the window has enough for the next socket call.
     pub fn note_enough(&mut self, enough: bool) {
         self.awaits_copies = enough && self.staging.sending.copying();
     }
 
-    /// Begins the copies of frames that were pulled.
+    /// Starts the copies of pulled frames.
     pub fn begin_copies<'a>(&mut self, pulled: impl Iterator<Item = &'a mut Entry>, queue: &SendQueue) {
         let credit = self.staging.sending.begin(pulled);
         if self.staging.pinned_bytes() > 0 {
@@ -85,7 +85,7 @@ impl StagedPayload {
         queue.credit(credit);
     }
 
-    /// Looks which copies of unsent frames are done.
+    /// Checks which copies of unsent frames are finished.
     pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>, queue: &SendQueue) {
         if !self.staging.sending.copying() {
             return;
@@ -97,14 +97,14 @@ impl StagedPayload {
         queue.credit(credit);
     }
 
-    /// Whether a frame may be sent: no copy of it is under way.
+    /// Whether a frame may be sent: none of its copies is in flight.
     pub fn is_copied(&self, entry: &mut Entry, queue: &SendQueue) -> bool {
         let credit = self.staging.sending.ready(entry, queue.crc);
         queue.credit(credit.unwrap_or(0));
         credit.is_some()
     }
 
-    /// Adds what follows the header and the placements of a frame.
+    /// Adds the bytes that follow a frame's header and placements.
     pub fn gather(&mut self, entry: &mut Entry, batch: &mut Batch<'_>) {
         if entry.staged.is_none() {
             return gather(entry, batch);
@@ -115,7 +115,8 @@ impl StagedPayload {
             if batch.lends && len >= LENT_BYTES_MIN {
                 lent |= batch.lend(base, len)
             } else {
-                // The ring's next user writes there before the kernel would have released it.
+                // The ring's next frame overwrites the bytes before a zero-copy send would have released
+                // them.
                 batch.add(base, len, false)
             }
         });
@@ -124,20 +125,20 @@ impl StagedPayload {
         }
     }
 
-    /// A socket call that moved payload of a ring began then, and has returned.
+    /// Counts the duration of a socket call that moved bytes of a ring and began at `since`.
     pub fn count_call(&self, since: Instant) {
         let spent_ns = since.elapsed().as_nanos() as u64;
         self.counters.staging.socket_ns.fetch_add(spent_ns, Ordering::Relaxed);
     }
 
-    /// The kernel has all of a frame: its bytes of the ring are free, unless they are lent.
+    /// Frees a frame's bytes of the ring once the kernel has taken the frame, unless they are lent.
     pub fn sent(&mut self, entry: &mut Entry) {
         if let Some(staged) = entry.staged.take_if(|staged| !staged.is_lent()) {
             self.staging.sending.give_back(&staged);
         }
     }
 
-    /// The peer has placed a frame, so what was lent of it is read no more.
+    /// Frees the lent bytes of a frame that the peer has placed.
     pub fn acknowledged(&mut self, entry: &mut Entry) {
         if let Some(staged) = entry.staged.take() {
             self.staging.sending.give_back(&staged);
@@ -146,7 +147,7 @@ impl StagedPayload {
 
     // ---- receiving ----
 
-    /// A payload is about to come for a GPU: through a ring, unless that cannot be had.
+    /// Prepares for a GPU payload through a ring. Without a ring the frame is refused.
     pub fn land(&mut self, receiver: &mut Receiver, landing: Landing, location: MemoryLocation) {
         match self.staging.receiving.begin(location, &mut receiver.body.pieces) {
             Ok(()) => {
@@ -163,7 +164,7 @@ impl StagedPayload {
         self.count();
     }
 
-    /// Finds room for the next part of the payload; without any, the channel stalls.
+    /// Reserves room for the next part of the payload. Without room the channel stalls.
     fn open_part(&mut self, receiver: &mut Receiver) {
         match self.staging.receiving.open_part() {
             Some((part, last)) => {
@@ -179,7 +180,7 @@ impl StagedPayload {
         }
     }
 
-    /// A part is whole: has it copied, and goes on with the next. True if all of the body is here.
+    /// Ends a complete part: starts its copy and opens the next part. Returns true if the body is complete.
     pub fn finish_part(&mut self, receiver: &mut Receiver) -> bool {
         if !self.filling {
             return true;
@@ -194,18 +195,18 @@ impl StagedPayload {
         !more
     }
 
-    /// Whether a frame that is here waits, for its copies or behind one that does.
+    /// Whether a complete frame has to wait, for its copies or behind a frame that does.
     pub fn defers(&self) -> bool {
         self.filling || self.waiting() > 0
     }
 
-    /// Takes a frame that waits.
+    /// Queues a frame until its copies finish.
     pub fn take_over(&mut self, arrival: Arrival) {
         self.filling = false;
         self.staging.receiving.expect(arrival);
     }
 
-    /// Frames that wait.
+    /// Frames that wait for copies.
     pub fn waiting(&self) -> usize {
         self.staging.receiving.waiting()
     }
@@ -215,14 +216,14 @@ impl StagedPayload {
         self.filling
     }
 
-    /// Short parts wait for company: begins their copies once they are many.
+    /// Starts the copies of short parts once enough of them have gathered.
     pub fn flush_if_full(&mut self) {
         if self.staging.receiving.gathered_bytes() >= limits::STAGING_SLOT_BYTES {
             self.flush();
         }
     }
 
-    /// Begins the copies of what was received, if it ever was for a GPU.
+    /// Starts the copies of received payload, if any was for a GPU.
     pub fn flush_received(&mut self) {
         if self.staging.receiving.begun() {
             self.flush();
@@ -234,17 +235,18 @@ impl StagedPayload {
         self.count();
     }
 
-    /// The peer waits to hear of copies that are done: whether they are looked after before there is more.
+    /// Whether to check running copies before receiving more: the peer waits for acknowledgements of finished
+    /// ones.
     pub fn pauses_after(&self, received_bytes: usize) -> bool {
         received_bytes >= limits::STAGING_LOOK_BYTES && self.staging.receiving.copying()
     }
 
-    /// Whether the payload at hand has no room.
+    /// Whether the current payload has no room in its ring.
     pub fn is_stalled(&self) -> bool {
         self.stalled
     }
 
-    /// Keeps bytes for later if the channel stalls; true if so.
+    /// Keeps bytes for later if the channel stalls. Returns whether it kept them.
     pub fn keeps_back(&mut self, bytes: &[u8]) -> bool {
         if self.stalled {
             self.kept.extend_from_slice(bytes);
@@ -252,12 +254,12 @@ impl StagedPayload {
         self.stalled
     }
 
-    /// Whether it stalls, or did and has not taken all that was received then.
+    /// Whether the channel stalls, or has kept bytes that it has not consumed since.
     fn holds_back(&self) -> bool {
         self.stalled || !self.kept.is_empty()
     }
 
-    /// Bytes that were kept, if there is room now for the part that had none.
+    /// Takes the kept bytes, if the part that had no room has some now.
     pub fn resume(&mut self, receiver: &mut Receiver) -> Option<Vec<u8>> {
         if self.stalled {
             self.open_part(receiver);
@@ -265,7 +267,8 @@ impl StagedPayload {
         (!self.stalled).then(|| std::mem::take(&mut self.kept))
     }
 
-    /// The rest of the payload that is being received is thrown away. Its landing is kept while parts are copied.
+    /// Discards the rest of the payload that is being received. Its landing is kept while parts are being
+    /// copied.
     pub fn break_off(&mut self, landing: Option<Landing>) {
         (self.filling, self.stalled) = (false, false);
         self.staging.receiving.break_off(landing);
@@ -273,7 +276,8 @@ impl StagedPayload {
 
     // ---- both ----
 
-    /// Looks what was copied in. Refuses the frame that is being received if its copies have failed.
+    /// Checks which copies to the GPU are finished. Refuses the frame that is being received if its copies
+    /// have failed.
     fn look_received(&mut self, receiver: &mut Receiver) {
         if self.staging.receiving.look() {
             if let Some(landing) = &receiver.landing {
@@ -284,7 +288,8 @@ impl StagedPayload {
         }
         self.staging.receiving.free();
         if !self.staging.receiving.copying() {
-            // Parts that waited for company: nothing else is copied, and there may be nothing more to come.
+            // Short parts were gathering. No other copy is running and no more bytes may come, so copy them
+            // now.
             match self.staging.receiving.gathered_bytes() {
                 0 => self.count(),
                 _ => self.flush(),
@@ -292,12 +297,13 @@ impl StagedPayload {
         }
     }
 
-    /// Whether copies are under way, or bytes are here that wait for them.
+    /// Whether copies are in flight, or received bytes wait for them.
     fn is_active(&self) -> bool {
         self.staging.copying() || self.holds_back()
     }
 
-    /// Stops placing bytes where `gone` says. Gives a GPU that may still copy there: ask again.
+    /// Stops placing bytes into memory for which `gone` is true. Returns a GPU that may still copy there;
+    /// poll until `None`.
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
         self.staging.receiving.abandon(gone)
     }
@@ -329,23 +335,23 @@ impl Channel {
         }
     }
 
-    /// Whether it has to be asked again and again: copies are under way or bytes wait for them, or operations of its peer
-    /// wait for a GPU. Nothing tells when they are done.
+    /// Whether the channel has to be polled: copies are in flight, bytes wait for copies, or operations of
+    /// its peer wait for a GPU stream. None of these raises an event when it is done.
     pub fn staging_active(&self) -> bool {
         self.staged().is_some_and(StagedPayload::is_active) || self.asks_for_held()
     }
 
-    /// Whether there may be something to receive although the connection does not say so.
+    /// Whether the channel may have bytes to consume that the socket does not report.
     pub fn holds_back(&self) -> bool {
         self.staged().is_some_and(StagedPayload::holds_back)
     }
 
-    /// Whether it reads nothing because the payload at hand has no room.
+    /// Whether the channel reads nothing because the current payload has no room.
     pub fn stalled(&self) -> bool {
         self.payload.is_stalled()
     }
 
-    /// Places what was copied meanwhile. True if that was anything.
+    /// Places frames whose copies have finished. Returns whether there were any.
     pub fn poll_staging(&mut self) -> io::Result<bool> {
         let Payload::Staged(staged) = &mut self.payload else { return Ok(false) };
         if !staged.staging.receiving.active() && !staged.stalled {
