@@ -1,6 +1,6 @@
-//! What all parts of an endpoint know of it: facts, and how to wake its threads.
+//! Facts that all parts of an endpoint share, and the means to wake its threads.
 //!
-//! Invariant: nothing here owns a worker, a channel, a peer or the control side, so that each of those may hold it.
+//! Invariant: this owns no worker, channel, peer or control side, so each of them may refer to it.
 //! Read next: `worker/workers.rs`, which owns the workers.
 
 use crate::config::Config;
@@ -17,22 +17,22 @@ use ferrywire_sys::poll::Waker;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// The facts of one endpoint.
+/// Facts of one endpoint.
 pub(crate) struct Context {
     pub identity: Identity,
-    /// The process that it works in.
+    /// The process that created the endpoint.
     pub origin: Origin,
     pub config: Config,
     pub transport: SharedTransport,
-    /// How to wake each worker, by its number.
+    /// Wakes each worker, by its number.
     pub sleepers: Box<[Arc<Sleeper>]>,
     pub closing: AtomicBool,
-    /// What carries payload beside connections, where anything does.
+    /// The backend that carries payload beside connections, if any.
     pub backend: Option<SharedBackend>,
-    /// Why nothing does, where it was to be tried.
+    /// Why there is no backend, if one was requested.
     pub no_backend: Option<String>,
     pub prepared: Prepared,
-    /// What streams of GPUs wait for.
+    /// Words in pinned memory that streams of GPUs wait for.
     pub gates: Gates,
     pub regions: RegionTable,
     next_id: AtomicU64,
@@ -66,15 +66,20 @@ impl Context {
         }
     }
 
-    /// What moves payload, as reports name it.
+    /// Name of the transport of payload, for reports.
     pub fn payload_name(&self) -> &'static str {
         self.backend.as_ref().map_or(self.transport.name(), |backend| backend.transport())
     }
 
-    /// Refuses memory that payload does not reach, before anything moves; `side` says whose memory it is.
+    /// Refuses memory that payload cannot reach, before anything is posted. `side` names the memory's owner
+    /// in the error.
     ///
-    /// The one rule: each end applies it to its own region, also where a peer names one, whose word is not trusted. Memory of
-    /// GPUs that are open in this process is staged through host memory, unless lanes move it themselves.
+    /// Each end applies this rule to its own regions, also when the peer names one: the peer is not trusted.
+    /// Memory of GPUs that this process has opened is staged through host memory, unless lanes reach it
+    /// themselves.
+    ///
+    /// # Errors
+    /// [`Error::UnsupportedMemory`] if the payload cannot reach the memory.
     pub fn check_reach(&self, location: MemoryLocation, side: &'static str) -> Result<()> {
         let is_reached = match &self.backend {
             _ if location == MemoryLocation::Host => true,
@@ -88,27 +93,27 @@ impl Context {
         }
     }
 
-    /// What carries payload by calls that may block, if anything does.
+    /// The payload backend, if its calls may block.
     pub fn blocking_backend(&self) -> Option<&SharedBackend> {
         self.backend.as_ref().filter(|backend| backend.calls_may_block())
     }
 
-    /// A number for a transfer, never used before.
+    /// A new number for a transfer.
     pub fn next_id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Whether callers poll everything: the endpoint has no threads.
+    /// Whether the endpoint has no threads, so that callers poll everything.
     pub fn is_caller_driven(&self) -> bool {
         self.config.threads == 0
     }
 
-    /// Has the control side look at once.
+    /// Wakes the control side.
     pub fn wake_control(&self) {
         self.control.wake();
     }
 
-    /// How to wake the control side.
+    /// Returns a waker of the control side.
     pub fn control_waker(&self) -> Waker {
         self.control.clone()
     }

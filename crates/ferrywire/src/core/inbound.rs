@@ -1,10 +1,12 @@
-//! What a peer sends us, beyond bytes for a region: the peer's inbox, the sinks of operations that wait for data, and who
-//! waits for a notification.
+//! Data that a peer sends outside regions: its inbox, the sinks of operations that wait for data, and the
+//! threads that wait for notifications.
 //!
-//! A receive that has met its large message, and a read of ours, has a *sink*: a target that exists until it is full. The
-//! inbox decides what meets what; here it gets its lock, and what it decides about sinks is done before that lock is free.
+//! A receive that has been matched with a large message, and a read, has a *sink*: a target that exists until
+//! it is full. The inbox of `ferrywire-proto` matches receives and messages. This file adds the lock, and
+//! opens the sinks before the lock is released.
 //!
-//! Invariant: an operation that waits for data is in the inbox or has a sink, under every lock that others can take.
+//! Invariant: under every lock that another thread can take, an operation that waits for data is in the inbox
+//! or has a sink.
 //! Read next: `ferrywire-proto`'s `inbox/`; `peer/`, which calls this for each frame.
 
 use crate::core::operation::{Hold, Op};
@@ -20,7 +22,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 #[cfg(test)]
 mod tests;
 
-/// A receive or read that waits for its data. While one lives, in the table or under a frame, the operation does not end.
+/// The target of a receive or read that waits for data. While the sink lives, in the table or under a frame,
+/// the operation does not end.
 pub(crate) struct Sink {
     pub op: Hold,
     target: Reassembly,
@@ -33,7 +36,11 @@ impl Sink {
         Sink { op, target }
     }
 
-    /// Local memory for `len` bytes at `position` of the message.
+    /// Appends the local memory for `len` bytes at `position` of the message.
+    ///
+    /// # Errors
+    /// [`Refusal::NoSink`] if the memory was taken back; a refusal if the range lies outside the message or
+    /// its memory.
     pub fn locate(&self, position: u64, len: u64, out: &mut Vec<IoVec>) -> Result<(), Refusal> {
         let memory: &Memory = self.op.memory.as_deref().ok_or(Refusal::NoSink)?;
         if memory.taken_back() {
@@ -46,7 +53,7 @@ impl Sink {
         Ok(())
     }
 
-    /// Whether the operation ended before its data was here, so that nothing may be placed any more.
+    /// Whether the operation ended before its data arrived, so that nothing more may be placed.
     pub fn closed(&self) -> bool {
         self.target.is_closed()
     }
@@ -58,7 +65,7 @@ impl Sink {
     }
 }
 
-/// What has to be done because of something that arrived; no sink has to be opened any more.
+/// An action that an arrived frame causes. Sinks are already open.
 pub(crate) type Reply = ferrywire_proto::inbox::Reply<Hold>;
 
 /// The receiving side of one peer.
@@ -74,13 +81,16 @@ impl Inbound {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sink with this key.
+    /// Looks up the sink with this key.
+    ///
+    /// # Errors
+    /// [`Refusal::NoSink`] if there is none.
     pub fn sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
         let sinks = self.sinks.read().unwrap_or_else(PoisonError::into_inner);
         sinks.get(&key).cloned().ok_or(Refusal::NoSink)
     }
 
-    /// Makes a sink for an operation of ours; its key is the operation's id.
+    /// Creates a sink for `bytes` bytes of an operation. Its key is the operation's id.
     pub fn open_sink(&self, op: Hold, bytes: u64) {
         let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
         sinks.insert(op.id, Arc::new(Sink::new(op, bytes)));
@@ -90,8 +100,8 @@ impl Inbound {
         self.sinks.write().unwrap_or_else(PoisonError::into_inner).remove(&key)
     }
 
-    /// Closes a sink: nothing new is placed into it, and frames of it that are not counted yet are refused. `None`
-    /// for one whose data is all counted: [`Inbound::filled`] takes that one out.
+    /// Closes a sink: no new bytes are placed into it, and frames that are not counted yet are refused.
+    /// Returns `None` if all its data is counted: then [`Inbound::filled`] removes the sink.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
         let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
         if !sinks.get(&key)?.target.close() {
@@ -100,7 +110,10 @@ impl Inbound {
         sinks.remove(&key)
     }
 
-    /// Bytes were placed into a sink; true when that was all of its data.
+    /// Counts `bytes` bytes placed into a sink. Returns true if the sink is now full.
+    ///
+    /// # Errors
+    /// [`Refusal::NoSink`] if the sink is closed, [`Refusal::OutOfRegion`] for more bytes than announced.
     pub fn filled(&self, sink: &Sink, bytes: u64) -> Result<bool, Refusal> {
         let is_full = sink.fill(bytes)?;
         if is_full {
@@ -109,7 +122,10 @@ impl Inbound {
         Ok(is_full)
     }
 
-    /// Bytes of a transfer with a notification were placed.
+    /// Counts the placed bytes of a transfer with a notification.
+    ///
+    /// # Errors
+    /// [`Refusal::Limit`] if the peer has too many such transfers in flight.
     pub fn count(&self, header: &Header) -> Result<(), Refusal> {
         if self.lock().count(header)? {
             self.arrivals.wake();
@@ -117,15 +133,18 @@ impl Inbound {
         Ok(())
     }
 
-    /// A notification arrived: with its bytes, on its own, or to follow a transfer's bytes.
+    /// Handles a notification: one that came with its bytes, alone, or behind a transfer's bytes.
+    ///
+    /// # Errors
+    /// [`Refusal::Limit`] if too many notifications are held, [`Refusal::Other`] for one that is here already.
     pub fn notified(&self, header: &Header, message: Vec<u8>) -> Result<(), Refusal> {
         let result = self.lock().notified(header, message);
-        // One that is refused has had its turn, and may have released others.
+        // A refused notification keeps its number in the order, and may have released later ones.
         self.arrivals.wake();
         result
     }
 
-    /// The next notification.
+    /// Takes the next notification.
     pub fn take_notification(&self) -> Option<Vec<u8>> {
         self.lock().take_notification()
     }
@@ -140,50 +159,53 @@ impl Inbound {
         self.lock().holds_anything()
     }
 
-    /// Asks to be woken at the next notification.
+    /// Registers `handle` to be woken by the next notification.
     pub fn wake_at_notification(&self, handle: WakeHandle) {
         self.arrivals.add(handle, || self.has_notification());
     }
 
-    /// It waits no more.
+    /// Removes a waiter that waits no more.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.arrivals.remove(handle);
     }
 
-    /// A whole eager message, or the announcement of a large one, arrived.
+    /// Handles an eager message, or the announcement of a large one.
+    ///
+    /// # Errors
+    /// [`Refusal::Limit`] if the peer has no credit for it, [`Refusal::Other`] if its number was used before.
     pub fn message(&self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply>, Refusal> {
         let mut inbox = self.lock();
         inbox.message(header, bytes).map(|replies| self.open_sinks(replies))
     }
 
-    /// Posts a receive.
+    /// Posts a receive. Returns the actions that a message it matches causes.
     pub fn post(&self, op: Hold) -> Vec<Reply> {
         let mut inbox = self.lock();
         let replies = inbox.post(op);
         self.open_sinks(replies)
     }
 
-    /// A message that its receive could not take; see [`Inbox::return_message`].
+    /// Returns a message that its receive could not take; see [`Inbox::return_message`].
     pub fn return_message(&self, message: Message) -> Vec<Reply> {
         let mut inbox = self.lock();
         let replies = inbox.return_message(message);
         self.open_sinks(replies)
     }
 
-    /// Posts a receive whose message was taken back, ahead of those that were posted after it.
+    /// Posts a receive whose message was withdrawn, ahead of receives that were posted after it.
     pub fn post_again(&self, op: Hold) -> Vec<Reply> {
         let mut inbox = self.lock();
         let replies = inbox.post_again(op);
         self.open_sinks(replies)
     }
 
-    /// Takes a posted receive out that has met no message yet.
+    /// Withdraws a posted receive that has matched no message yet.
     pub fn unpost(&self, op: &Arc<Op>) -> Option<Hold> {
         self.lock().unpost(op.key(), |posted| Arc::ptr_eq(posted, op))
     }
 
-    /// Opens the sinks of receives that have met their messages, with the inbox locked: else a receive would be nowhere for
-    /// a moment, and whoever cancels it or closes the peer would not find it.
+    /// Opens the sinks of matched receives while the inbox is locked. Otherwise a receive would be in neither
+    /// for a moment, and a thread that cancels it or closes the peer would not find it.
     fn open_sinks(&self, replies: Vec<Reply>) -> Vec<Reply> {
         let open = |reply| match reply {
             Reply::Open { op, bytes } => {
@@ -195,7 +217,8 @@ impl Inbound {
         replies.into_iter().filter_map(open).collect()
     }
 
-    /// The peer is gone: gives back everything that waits for it, failed.
+    /// Closes the inbox, since the peer is gone. Returns everything that waits for the peer, failed with
+    /// `why`.
     pub fn close(&self, why: &Error) -> Vec<Hold> {
         let mut ops = self.lock().close();
         let sinks = std::mem::take(&mut *self.sinks.write().unwrap_or_else(PoisonError::into_inner));
@@ -206,8 +229,8 @@ impl Inbound {
     }
 }
 
-/// Places a message for the operation that has met it; false if the operation failed instead, so that the message is
-/// another's. Nothing is locked.
+/// Copies a message to its matched receive. Returns false if the operation failed instead, so that the
+/// message is for another receive. The caller holds no lock.
 pub(crate) fn place(message: &Message, op: &Op) -> bool {
     let Some(memory) = op.memory.as_deref() else { return true };
     let placed = write(message, op, memory);
@@ -218,8 +241,8 @@ pub(crate) fn place(message: &Message, op: &Op) -> bool {
 }
 
 fn write(message: &Message, op: &Op, memory: &Memory) -> Result<(), Error> {
-    // The operation holds the memory since before it was posted: if it is the user's, a caller that takes it back after
-    // this waits for the operation; if it is ours, for the call.
+    // The operation has held the memory since it was posted. A caller that takes user-owned memory back after
+    // this check waits for the operation; for engine-owned memory it waits for `_call`.
     let _call = memory.call();
     if memory.taken_back() {
         return Err(Error::invalid("region", "it was deregistered before the message came"));

@@ -1,6 +1,7 @@
-//! The engine: operations, the queues that they wait in, and the workers that move their bytes.
+//! The engine: operations, their queues, and the workers that move their bytes.
 //!
-//! Invariant: what is here knows connected peers, and neither how they were connected nor what users hold of them.
+//! Invariant: this folder knows connected peers, but neither how they were connected nor which handles users
+//! hold.
 //! Read next: `operation.rs`, `queue/`, `channel/`, `worker/`.
 
 pub(crate) mod channel;

@@ -1,10 +1,11 @@
-//! One operation, and the token that keeps its memory.
+//! One operation, and the token that keeps its memory in use.
 //!
-//! An operation's life: `queued -> cut into chunks -> in flight -> done | failed`. It ends when the last [`Hold`] is dropped,
-//! so when nothing can touch its memory any more: a failure is noted at once but shown only then. The queue has a hold, each
-//! frame in a window has one, and so has the sink of an operation that waits for the peer's data (`recv`, `read`).
+//! An operation's states: `queued -> cut into chunks -> in flight -> done | failed`. It ends when its last
+//! [`Hold`] is dropped, when nothing can touch its memory any more. A failure is recorded at once but
+//! reported only then. The queue has a hold, each frame in a window has one, and so has the sink of an
+//! operation that waits for the peer's data (`recv`, `read`).
 //!
-//! Invariant: an operation ends once. Read next: `queue/`, where operations wait to be cut.
+//! Invariant: an operation ends exactly once. Read next: `queue/`, where operations wait to be cut.
 
 use crate::core::hold::{self, Held, Holds};
 use crate::core::ordering::Gate;
@@ -19,23 +20,23 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-/// What an operation does, with what only that needs.
+/// The kind of an operation, with the fields that only this kind has.
 pub(crate) enum Task {
     /// Writes to a region of the peer.
     Write { region: u64 },
     /// Sends a message.
     Send {
         tag: u64,
-        /// Its number among the messages to the peer.
+        /// The message's number among all messages to the peer.
         number: u64,
         /// The peer's sink, once an announced send is matched; 0 before.
         sink: AtomicU64,
-        /// The send has left the queue before a byte of it was cut.
+        /// The send left the queue before any chunk of it was cut.
         uncut: AtomicBool,
     },
-    /// Answers a peer's read: writes to its sink, from this position on.
+    /// Answers a peer's read: writes to the peer's sink from `start` on, in bytes.
     Serve { sink: u64, start: u64 },
-    /// Sends a notification alone.
+    /// Sends a notification without a transfer.
     Notify,
     /// Reads from a region of the peer.
     Read { region: u64 },
@@ -49,13 +50,14 @@ impl Task {
     }
 }
 
-/// Operations over several pairs of regions have a parent for the whole and a child for each pair; see
-/// `api/peer/multi_region.rs`.
+/// The relation between operations. A transfer over several pairs of regions has one parent, and one child
+/// for each pair; see `api/peer/multi_region.rs`.
 pub(crate) enum Family {
     Single,
-    /// With the children that still run, once they are made.
+    /// The children that have not ended, once they are created.
     Parent(OnceLock<Box<[Weak<Op>]>>),
-    /// The parent ends after its children: each holds it until its own end, whatever still refers to the child.
+    /// The parent ends after its children. Each child holds it until the child's end, whatever still refers
+    /// to the child.
     Child {
         parent: Arc<Op>,
         held: Mutex<Option<Hold>>,
@@ -63,13 +65,13 @@ pub(crate) enum Family {
 }
 
 impl Family {
-    /// A child's, of this parent.
+    /// The family of a child of `parent`.
     pub fn child_of(parent: &Hold) -> Family {
         Family::Child { parent: Arc::clone(parent), held: Mutex::new(Some(parent.clone())) }
     }
 }
 
-/// What is known of an operation's end.
+/// The end of an operation.
 #[derive(Default)]
 struct End {
     /// `running -> done | failed`.
@@ -77,7 +79,7 @@ struct End {
     cancelled: AtomicBool,
     error: OnceLock<Error>,
     waiters: WaitList,
-    /// Streams of GPUs that wait for the end.
+    /// Gates of GPU streams that open at the end.
     gates: Mutex<Vec<Gate>>,
     gated: AtomicBool,
 }
@@ -89,26 +91,26 @@ const FAILED: u8 = 2;
 /// An operation: immutable description, atomic state.
 pub(crate) struct Op {
     pub id: u64,
-    /// The peer that hears of the end.
+    /// The peer, which is notified of the end.
     peer: Weak<PeerState>,
     pub task: Task,
     pub pieces: Pieces,
     pub total: u64,
     pub memory: Option<Arc<Memory>>,
-    /// Notification that goes with it.
+    /// The notification that goes with the operation.
     pub message: Box<[u8]>,
     pub family: Family,
-    /// What standalone notifications that are posted later wait for; nothing if they do not wait for it.
+    /// The epoch that later standalone notifications wait for; unset if they do not wait for this operation.
     pub epoch: OnceLock<Arc<Epoch>>,
     holds: Holds,
     moved: AtomicU64,
-    /// Changes with each part of it that moves, of frames too that are not whole yet.
+    /// Grows with every progress, also of incomplete frames.
     activity: AtomicU64,
     end: End,
 }
 
 impl Op {
-    /// One that `peer` hears the end of.
+    /// Creates an operation of `peer`. `memory` counts it as a user until its end.
     pub fn new(
         peer: Weak<PeerState>,
         id: u64,
@@ -145,7 +147,7 @@ impl Op {
         }
     }
 
-    /// Target region or sink; of a send and a receive the tag.
+    /// Target region or sink. For a send or receive, the tag.
     pub fn key(&self) -> u64 {
         match self.task {
             Task::Write { region } | Task::Read { region } => region,
@@ -155,7 +157,7 @@ impl Op {
         }
     }
 
-    /// The operation that it is a child of.
+    /// The parent, if this is a child.
     pub fn parent(&self) -> Option<&Arc<Op>> {
         match &self.family {
             Family::Child { parent, .. } => Some(parent),
@@ -163,19 +165,19 @@ impl Op {
         }
     }
 
-    /// Whether its bytes are those of its children.
+    /// Whether the operation's bytes are moved by its children.
     pub fn is_parent(&self) -> bool {
         matches!(self.family, Family::Parent(_))
     }
 
-    /// Tells a parent of its children.
+    /// Sets the children of a parent.
     pub fn set_children(&self, children: &[Hold]) {
         if let Family::Parent(known) = &self.family {
             let _ = known.set(children.iter().map(|child| Arc::downgrade(child)).collect());
         }
     }
 
-    /// Its children that still run.
+    /// The children that still exist.
     pub fn children(&self) -> impl Iterator<Item = Arc<Op>> + '_ {
         let known = match &self.family {
             Family::Parent(known) => known.get(),
@@ -184,17 +186,17 @@ impl Op {
         known.into_iter().flatten().filter_map(Weak::upgrade)
     }
 
-    /// Bytes that are cut for it: a parent leaves them to its children.
+    /// Bytes to cut into chunks: 0 for a parent, whose children are cut.
     pub fn bytes_to_cut(&self) -> u64 {
         if self.is_parent() { 0 } else { self.total }
     }
 
-    /// Whether a notification of its own follows its bytes, or those of the parent.
+    /// Whether a notification follows the operation's bytes, or those of its parent.
     pub fn notifies(&self) -> bool {
         !self.message.is_empty() || self.parent().is_some_and(|parent| !parent.message.is_empty())
     }
 
-    /// Opens a gate at the end, which may have been.
+    /// Opens the gate at the end, or now if the operation has ended.
     pub fn open_at_end(&self, gate: Gate) {
         self.end.gates.lock().unwrap_or_else(PoisonError::into_inner).push(gate);
         self.end.gated.store(true, Ordering::SeqCst);
@@ -210,53 +212,54 @@ impl Op {
         }
     }
 
-    /// Whether its bytes are in memory of a GPU.
+    /// Whether the operation's memory is on a GPU.
     pub fn on_gpu(&self) -> bool {
         self.memory.as_ref().is_some_and(|memory| memory.location() != MemoryLocation::Host)
     }
 
-    /// Counts bytes that arrived.
+    /// Counts `bytes` bytes that have arrived.
     pub fn count(&self, bytes: u64) {
         self.moved.fetch_add(bytes, Ordering::Relaxed);
         self.parent().into_iter().for_each(|parent| parent.count(bytes));
     }
 
-    /// Some of it moves: callers that wait for it wait on.
+    /// Notes progress: callers that wait for the operation wait longer.
     pub fn note_activity(&self) {
         self.activity.fetch_add(1, Ordering::Relaxed);
         self.parent().into_iter().for_each(|parent| parent.note_activity());
     }
 
-    /// Notes a failure; the first one stays.
+    /// Records a failure; only the first one is kept.
     pub fn fail(&self, error: Error) {
         self.parent().into_iter().for_each(|parent| parent.fail(error.clone()));
         let _ = self.end.error.set(error);
     }
 
-    /// Asks for an early end. It becomes a failure where something is held back because of it; when
-    /// everything was on its way already, the operation succeeds.
+    /// Requests an early end. The operation fails only if some of it is withheld because of this; if
+    /// everything was sent already, it succeeds.
     pub fn cancel(&self) {
         self.end.cancelled.store(true, Ordering::SeqCst);
     }
 
-    /// The failure that is noted.
+    /// The recorded failure.
     pub fn failure(&self) -> Option<Error> {
         self.end.error.get().cloned()
     }
 
-    /// Whether a failure is noted.
+    /// Whether a failure is recorded.
     pub fn failed(&self) -> bool {
         self.end.error.get().is_some()
     }
 
-    /// Whether it has failed or is to end early, so that no further chunk should be cut.
+    /// Whether the operation has failed or was cancelled, so that no further chunk is cut.
     pub fn failing(&self) -> bool {
         self.failed()
             || self.end.cancelled.load(Ordering::SeqCst)
             || self.parent().is_some_and(|parent| parent.failing())
     }
 
-    /// Whether it must not be sent: it has failed, or the user has taken its memory back.
+    /// Whether the operation must not be sent: it has failed, or the user has taken its memory back. The
+    /// latter is recorded as a failure.
     pub fn unsendable(&self) -> bool {
         if self.memory.as_ref().is_some_and(|memory| memory.lost_to_user()) {
             self.fail(Error::invalid("region", "it was deregistered before the operation had ended"));
@@ -268,7 +271,7 @@ impl Op {
         self.end.state.load(Ordering::SeqCst) != RUNNING
     }
 
-    /// Whether nothing has come of what it waits for, and the caller has its only hold.
+    /// Whether no byte has arrived, and the caller has the only hold.
     pub fn is_untouched(&self) -> bool {
         self.moved() == 0 && self.holds.is_one()
     }
@@ -278,14 +281,14 @@ impl Op {
         self.moved.load(Ordering::Relaxed)
     }
 
-    /// Changes as long as some of it moves.
+    /// A counter that grows while the operation makes progress.
     pub fn progress_counter(&self) -> u64 {
         self.activity.load(Ordering::Relaxed)
     }
 
     pub fn outcome(&self) -> Option<Result<u64>> {
-        // A caller asks once more after it has announced that it is about to sleep: with a weaker load it might not see an end
-        // whose thread has not seen the announcement.
+        // A caller checks once more after it has announced that it will sleep. A weaker load might miss an
+        // end whose thread has not seen the announcement.
         match self.end.state.load(Ordering::SeqCst) {
             RUNNING => None,
             DONE => Some(Ok(self.moved())),
@@ -293,12 +296,12 @@ impl Op {
         }
     }
 
-    /// A waiter waits no more.
+    /// Removes a waiter that waits no more.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.end.waiters.remove(handle);
     }
 
-    /// Asks to be woken at the end.
+    /// Registers `handle` to be woken at the end.
     pub fn wake_at_end(&self, handle: WakeHandle) {
         self.end.waiters.add(handle, || self.ended());
     }
@@ -309,7 +312,7 @@ impl Held for Op {
         &self.holds
     }
 
-    /// The last hold is gone: nothing touches the memory any more.
+    /// Ends the operation: its last hold is gone, so nothing touches the memory any more.
     fn finish(self: &Arc<Op>) {
         self.memory.iter().for_each(|memory| memory.leave());
         let state = if self.failed() { FAILED } else { DONE };
@@ -328,7 +331,7 @@ impl Held for Op {
 
 impl Drop for Op {
     fn drop(&mut self) {
-        // An operation that was never begun has no other end.
+        // An operation that never began has no other end.
         if !self.ended() {
             self.memory.iter().for_each(|memory| memory.leave());
             self.open_gates();
@@ -336,11 +339,11 @@ impl Drop for Op {
     }
 }
 
-/// Keeps an operation from ending, and so its memory.
+/// Keeps an operation, and so its memory, in use.
 pub(crate) type Hold = hold::Hold<Op>;
 
 impl Hold {
-    /// A part of the operation will not be moved.
+    /// Fails the operation because some of it will not be moved.
     pub fn cut_short(self) {
         self.0.fail(Error::Cancelled);
     }
@@ -403,8 +406,8 @@ impl Operation for Hold {
         self.0.unsendable()
     }
 
-    /// The operation's memory may be what ended the connection that the frame was sent over, or the user's again. Of a
-    /// write that is cancelled nothing is sent again: newer bytes may be at its target by now.
+    /// The operation's memory may have ended the connection, or belong to the user again. A cancelled write
+    /// is not resent: its target may hold newer bytes by now.
     fn forbids_resend(&self) -> bool {
         if !self.0.unsendable() {
             return false;
@@ -445,7 +448,8 @@ mod tests {
         Op::new(Weak::new(), 1, task, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None)
     }
 
-    /// A parent ended when the last reference to a child was gone, such as that of a lost connection which a NIC still reads for.
+    /// A lost connection that a NIC still reads for kept a reference to the child, and the parent did not end
+    /// before it was dropped.
     #[test]
     fn a_parent_ends_with_its_children_whatever_still_refers_to_them() {
         let mut parent = op(Task::Write { region: 1 });

@@ -1,14 +1,14 @@
-//! Operations in the order of a GPU's work: after what a stream has to do before, and before what it does next.
+//! Transfers in the order of a GPU's work: after what a stream has enqueued, and before what follows in it.
 //!
 //! ```text
 //!   kernel ── StreamEvent ──▶ write, send ── Transfer::block_stream ──▶ kernel
 //! ```
 //!
-//! A [`StreamEvent`] says when memory may be used; operations posted through [`Peer::on_stream`](crate::Peer::on_stream) begin only
-//! then, while the caller goes on. The other way round a stream waits, on the device, until a transfer has ended.
-//! Nobody waits on the host.
+//! A [`StreamEvent`] marks when memory may be used. Operations posted through
+//! [`Peer::on_stream`](crate::Peer::on_stream) begin only then, while the caller goes on. In the other
+//! direction a stream waits, on the device, until a transfer has ended. No thread of the host waits.
 //!
-//! Invariant: a stream that waits for a transfer goes on when that has ended, however it ended.
+//! Invariant: a stream that waits for a transfer continues when the transfer ends, with success or failure.
 //! Read next: `peer/stream_queue.rs`, where operations wait.
 
 use std::fmt;
@@ -19,7 +19,7 @@ use crate::error::Result;
 use ferrywire_memory::cuda::{CudaEvent, CudaGpu, CudaStream, PinnedBuffer, RawStream, deferred_free};
 use ferrywire_memory::sim::{HostGate, SimEvent, SimStream};
 
-/// When memory may be used: once what a stream of a GPU had to do so far is done.
+/// A point in a GPU stream after which memory may be used: everything enqueued before it is done.
 #[derive(Clone)]
 pub struct StreamEvent(Mark);
 
@@ -30,23 +30,23 @@ enum Mark {
 }
 
 impl StreamEvent {
-    /// Once everything enqueued in this stream so far is done.
+    /// Creates an event after everything that `stream` has enqueued so far.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`Error::Cuda`](crate::Error::Cuda) if the driver fails.
     pub fn after_stream(stream: &CudaStream) -> Result<StreamEvent> {
         let event = CudaEvent::new(stream.gpu())?;
         stream.record(&event)?;
         Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
     }
 
-    /// The same of somebody else's stream, such as PyTorch's; null is the default one.
+    /// Creates an event in a foreign stream, such as PyTorch's; null is the default stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`Error::Cuda`](crate::Error::Cuda) if the driver fails.
     ///
     /// # Safety
-    /// A live stream of this GPU's primary context, or null.
+    /// `stream` is a live stream of this GPU's primary context, or null.
     pub unsafe fn after_raw_stream(gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<StreamEvent> {
         let event = CudaEvent::new(gpu)?;
         // SAFETY: by the caller's promise.
@@ -54,22 +54,22 @@ impl StreamEvent {
         Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
     }
 
-    /// Once an event is done, as it was recorded last. It must not be recorded again before that.
+    /// Wraps an event, as it was recorded last. The caller must not record it again before it has happened.
     pub fn after_event(event: Arc<CudaEvent>) -> StreamEvent {
         StreamEvent(Mark::Cuda(event))
     }
 
-    /// Of a simulated GPU's stream.
+    /// Creates an event in the stream of a simulated GPU.
     ///
     /// # Errors
-    /// The stream's, when it has failed.
+    /// The error of a stream that has failed.
     pub fn after_sim(stream: &SimStream) -> Result<StreamEvent> {
         let event = SimEvent::new();
         stream.record(&event)?;
         Ok(StreamEvent(Mark::Sim(Arc::new(event))))
     }
 
-    /// Whether both stand for the same place in a stream.
+    /// Whether both are clones of one event.
     pub(crate) fn is_same(&self, other: &StreamEvent) -> bool {
         match (&self.0, &other.0) {
             (Mark::Sim(mine), Mark::Sim(theirs)) => Arc::ptr_eq(mine, theirs),
@@ -78,7 +78,10 @@ impl StreamEvent {
         }
     }
 
-    /// Whether it is so; an error when it never will be. Does not block.
+    /// Whether the event has happened. Does not block.
+    ///
+    /// # Errors
+    /// The driver's error if the event never will happen.
     pub(crate) fn poll(&self) -> Result<bool> {
         match &self.0 {
             Mark::Sim(event) => Ok(event.query()?),
@@ -96,14 +99,14 @@ impl fmt::Debug for StreamEvent {
     }
 }
 
-/// What a stream waits for: opened once.
+/// A point where a GPU stream waits; opened once.
 pub(crate) enum Gate {
     Sim(HostGate),
     Cuda(CudaGate),
 }
 
 impl Gate {
-    /// Everything behind it in the stream goes on.
+    /// Lets the stream continue behind the gate.
     pub fn open(self) {
         match self {
             Gate::Sim(gate) => gate.open(),
@@ -112,7 +115,7 @@ impl Gate {
     }
 }
 
-/// A word in pinned memory that a stream looks at until it is large enough.
+/// A word in pinned memory that a stream polls until its value is large enough.
 pub(crate) struct CudaGate {
     words: Arc<Words>,
     word: usize,
@@ -127,21 +130,21 @@ impl CudaGate {
     }
 }
 
-/// A page of such words. A word is used again as soon as it was opened, with a larger number, which lets those pass
-/// who wait for a smaller one.
+/// A page of such words. An opened word is reused at once with a larger value, which also lets streams pass
+/// that wait for a smaller one.
 struct Words {
     page: PinnedBuffer,
-    /// Each with the number it has.
+    /// Unused words, each with its current value.
     free: Mutex<Vec<(usize, u64)>>,
 }
 
-/// Words of one page.
+/// Number of words in a page.
 const WORDS: usize = 512;
 
 impl Words {
     fn word(&self, index: usize) -> &AtomicU64 {
         debug_assert!(index < WORDS);
-        // SAFETY: inside of the page, aligned; the GPU only reads there.
+        // SAFETY: the word lies inside the page and is aligned; the GPU only reads it.
         unsafe { &*self.page.as_ptr().cast::<AtomicU64>().add(index) }
     }
 
@@ -151,21 +154,24 @@ impl Words {
     }
 }
 
-/// The gates of an endpoint. Pages are kept until it ends: to give one back may have to wait for the GPU.
+/// Gates of an endpoint. Pages are kept until the endpoint ends, since freeing one may wait for the GPU.
 #[derive(Default)]
 pub(crate) struct Gates(Mutex<Vec<Arc<Words>>>);
 
 impl Gates {
-    /// Lets a stream wait, from here on, for a gate.
+    /// Makes a stream wait from here on, until the returned gate is opened.
+    ///
+    /// # Errors
+    /// The driver's error; the stream then does not wait.
     ///
     /// # Safety
-    /// A live stream of this GPU's primary context, or null.
+    /// `stream` is a live stream of this GPU's primary context, or null.
     pub unsafe fn hold(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<Gate> {
         let gate = self.gate(gpu)?;
         deferred_free::stream_waits();
         let address = gate.words.page.address() + 8 * gate.word as u64;
-        // SAFETY: a word of pinned memory, aligned, which lives as long as the endpoint; it is written when the
-        // transfer ends, or right here, when nobody waits for it.
+        // SAFETY: the word lies in pinned memory, is aligned, and lives as long as the endpoint. It is
+        // written when the transfer ends, or below if the stream does not wait for it.
         match unsafe { CudaStream::wait_flag_raw(gpu, stream, address, gate.value) } {
             Ok(()) => Ok(Gate::Cuda(gate)),
             Err(error) => {
@@ -181,7 +187,7 @@ impl Gates {
         if let Some(gate) = pages.iter().filter(of_gpu).find_map(Words::take) {
             return Ok(gate);
         }
-        // The last word is taken.
+        // The last word of the page is the gate that is returned.
         let free = Mutex::new((0..WORDS - 1).map(|word| (word, 0)).collect());
         let words = Arc::new(Words { page: gpu.pinned_once(WORDS * size_of::<u64>())?, free });
         pages.push(words.clone());

@@ -1,4 +1,4 @@
-//! How a worker sleeps, and how others wake it.
+//! How a worker's thread sleeps, and how other threads wake it.
 //!
 //! A worker's thread is `running`, `in poll` (asleep in the kernel on its sockets), or `parked` (asleep, while callers poll the
 //! worker's channels inline). A caller that polls inline may itself sleep in the kernel on the worker's sockets.
@@ -18,9 +18,9 @@ use std::sync::{Arc, OnceLock};
 pub(crate) enum Activity {
     /// The thread polls its channels, or is about to.
     Running,
-    /// The thread sleeps in the kernel, or is about to: its waker ends that.
+    /// The thread sleeps in the kernel, or is about to; the waker ends the sleep.
     InPoll,
-    /// The thread stands back for callers that poll inline, and looks in now and then.
+    /// The thread leaves polling to callers, and checks now and then.
     Parked,
     /// The thread has ended, or was never started: callers poll everything.
     NoThread,
@@ -28,7 +28,7 @@ pub(crate) enum Activity {
 
 const ACTIVITIES: [Activity; 4] = [Activity::Running, Activity::InPoll, Activity::Parked, Activity::NoThread];
 
-/// A worker as those see it that wake it: no channels, and no lock.
+/// The part of a worker that other threads use to wake it. It has no channels and takes no lock.
 pub(crate) struct Sleeper {
     /// The worker's number.
     pub index: usize,
@@ -36,17 +36,17 @@ pub(crate) struct Sleeper {
     activity: AtomicU8,
     /// A caller that polls inline sleeps in the kernel on the worker's sockets.
     pub owner_asleep: AtomicBool,
-    /// The parked thread looks in rarely, because a caller sleeps as the owner.
+    /// The parked thread checks rarely, because a caller sleeps as the owner.
     long_park: AtomicBool,
     /// A caller polls inline.
     driven_by_caller: AtomicBool,
     passive_waiters: AtomicU32,
-    /// The thread sleeps, and nothing but an event will wake it.
+    /// The thread sleeps without a timeout.
     pub dozes: AtomicBool,
     thread: OnceLock<Thread>,
-    /// Channels with lanes that the worker has.
+    /// Number of the worker's channels that have lanes.
     lanes: AtomicUsize,
-    /// The thread is to keep to its core from its next look on.
+    /// The thread is asked to pin itself to its core at its next pass.
     keep_to_core: AtomicBool,
 }
 
@@ -76,13 +76,13 @@ impl Sleeper {
         self.activity.store(activity as u8, Ordering::SeqCst);
     }
 
-    /// The calling thread is the worker's.
+    /// Sets the worker's thread.
     pub fn set_thread(&self, thread: Thread) {
         let _ = self.thread.set(thread);
     }
 
-    /// The worker's thread sleeps in the kernel by `wait`, unless there is work. Whoever posts afterwards ends the sleep.
-    /// The worker's channels are handed on: `wait` may let go of them.
+    /// Lets the worker's thread sleep in the kernel by `wait`, unless there is work. A thread that posts
+    /// afterwards ends the sleep. `wait` takes the channels and may release them.
     pub fn sleep<C>(&self, channels: C, has_work: impl FnOnce(&C) -> bool, wait: impl FnOnce(C)) {
         self.set_activity(Activity::InPoll);
         if !has_work(&channels) {
@@ -91,7 +91,7 @@ impl Sleeper {
         self.set_activity(Activity::Running);
     }
 
-    /// Sleeps as a caller that polls inline, which keeps the channels.
+    /// Lets a caller that polls inline sleep by `wait`. The caller keeps the channels.
     pub fn sleep_as_owner<C>(&self, channels: C, has_work: impl FnOnce(&C) -> bool, wait: impl FnOnce(C)) {
         self.owner_asleep.store(true, Ordering::SeqCst);
         if !has_work(&channels) {
@@ -100,11 +100,11 @@ impl Sleeper {
         self.owner_asleep.store(false, Ordering::SeqCst);
     }
 
-    /// The worker's thread, which is parked, pauses by `park`; whether for long is said to it.
+    /// Lets the parked thread pause by `park`, whose argument says whether the pause is a long one.
     pub fn pause(&self, park: impl FnOnce(bool)) {
         let long = self.owner_asleep.load(Ordering::SeqCst);
         self.long_park.store(long, Ordering::SeqCst);
-        // An owner who has woken meanwhile may not have seen how long the thread is about to sleep.
+        // An owner that woke meanwhile may have missed that the thread is about to pause for long.
         park(long && self.owner_asleep.load(Ordering::SeqCst));
         self.long_park.store(false, Ordering::SeqCst);
     }
@@ -114,30 +114,31 @@ impl Sleeper {
         self.driven_by_caller.load(Ordering::SeqCst)
     }
 
-    /// A caller has taken the worker's channels and polls inline.
+    /// Notes that a caller has taken the worker's channels and polls inline.
     pub fn begin_drive(&self) {
         self.driven_by_caller.store(true, Ordering::SeqCst);
     }
 
-    /// A caller that polled inline lets go of the channels; `left` says whether they have work left, and `is_asked` whether
-    /// the thread is wanted for anything else.
+    /// Ends inline polling by a caller. `left` says whether the channels have work left, `is_asked` whether
+    /// the thread is needed for anything else.
     pub fn end_drive<C>(&self, channels: C, left: impl FnOnce(&C) -> bool, is_asked: impl FnOnce() -> bool) {
         let left = left(&channels);
         self.driven_by_caller.store(false, Ordering::SeqCst);
         drop(channels);
         let activity = self.activity();
-        // What was polled by the caller may have been the thread's wake, and the thread sleeps on.
+        // The caller may have consumed the event that should have woken the thread.
         if activity == Activity::InPoll && (left || is_asked()) {
             self.wake();
         }
         let long_park = self.long_park.load(Ordering::SeqCst);
-        // No other thread looks at the sockets until the thread's pause is over, which is long if this caller slept.
+        // Until the thread's pause ends, no other thread polls the sockets; after a sleeping caller the pause
+        // is long.
         if activity == Activity::Parked && (self.has_passive_waiters() || long_park) {
             self.unpark();
         }
     }
 
-    /// Makes sure that a thread looks at the worker soon. True if the worker's own thread slept.
+    /// Makes sure that some thread polls the worker soon. Returns whether the worker's own thread slept.
     pub fn rouse(&self) -> bool {
         let slept = match self.activity() {
             Activity::InPoll => {
@@ -154,7 +155,7 @@ impl Sleeper {
         slept
     }
 
-    /// Ends a sleep of the thread in the kernel.
+    /// Ends the thread's sleep in the kernel.
     pub fn wake(&self) {
         self.waker.wake();
     }
@@ -180,8 +181,8 @@ impl Sleeper {
         }
     }
 
-    /// Whether what is posted now may be left: a caller polls inline, or did just now, and nobody sleeps on the sockets; and
-    /// should no caller come back, the thread looks within a tick.
+    /// Whether newly posted work needs no wake-up: a caller polls inline, or did just now, and does not sleep
+    /// on the sockets. If no caller comes back, the thread polls within a tick.
     pub fn may_leave_behind(&self) -> bool {
         if self.activity() != Activity::Parked || self.owner_asleep.load(Ordering::SeqCst) {
             return false;
@@ -192,12 +193,12 @@ impl Sleeper {
         true
     }
 
-    /// Whether the thread may stand back for callers: not while one waits without polling.
+    /// Whether a thread waits without polling, so that the worker's thread must not park for callers.
     pub fn has_passive_waiters(&self) -> bool {
         self.passive_waiters.load(Ordering::SeqCst) > 0
     }
 
-    /// The worker has one more channel with a lane.
+    /// Counts another channel with a lane.
     pub fn add_lane(&self) {
         self.lanes.fetch_add(1, Ordering::SeqCst);
     }
@@ -210,24 +211,25 @@ impl Sleeper {
         self.lanes.load(Ordering::SeqCst) > 0
     }
 
-    /// Asks the thread to keep to its core.
+    /// Asks the thread to pin itself to its core.
     pub fn ask_to_keep_to_core(&self) {
         self.keep_to_core.store(true, Ordering::SeqCst);
         self.rouse();
     }
 
-    /// Whether the thread was asked to and has not been told yet.
+    /// Whether the thread was asked to pin itself and has not done so.
     pub fn is_to_keep_to_core(&self) -> bool {
         self.keep_to_core.load(Ordering::SeqCst)
     }
 
-    /// Whether the thread was asked to keep to its core; the question is answered by it.
+    /// Takes the request that the thread pin itself; true if there was one.
     pub fn take_keep_to_core(&self) -> bool {
         self.is_to_keep_to_core() && self.keep_to_core.swap(false, Ordering::SeqCst)
     }
 }
 
-/// While this lives a thread waits for the worker without polling inline: the worker's own does not stand back.
+/// A thread that waits for the worker without polling inline. While this lives, the worker's own thread does
+/// not park.
 pub(crate) struct PassiveWaiter(Arc<Sleeper>);
 
 impl PassiveWaiter {

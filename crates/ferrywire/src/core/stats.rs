@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Where a channel's connection runs.
+/// The addresses of a channel's connection.
 #[derive(Clone, Debug)]
 struct Path {
     local: SocketAddr,
@@ -17,7 +17,7 @@ struct Path {
     congestion_control: String,
 }
 
-/// The backlog of a channel that is down, or whose lane the peer has not got ready yet.
+/// Backlog of a channel that is down, or whose lane is not ready at the peer.
 pub(crate) const NO_BACKLOG: u64 = u64::MAX;
 
 /// Counters of one channel, over all its connections.
@@ -29,19 +29,21 @@ pub(crate) struct ChannelCounters {
     pub mss_bytes: AtomicU32,
     send_buffer_bytes: AtomicUsize,
     receive_buffer_bytes: AtomicUsize,
-    /// Bytes in the window; [`NO_BACKLOG`] while the channel takes none, so that it is nobody's least loaded.
+    /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
+    /// loaded.
     pub backlog: AtomicU64,
     pub generation: AtomicU32,
     pub alive: AtomicBool,
     pub zero_copy: AtomicBool,
-    /// Name of the NIC, as it was when the connection was made: it may be gone when it is asked for.
+    /// Name of the NIC when the connection was made. The NIC may be gone when the name is read.
     nic: Mutex<String>,
     pub lane: Arc<LaneCounters>,
     pub staging: StagingCounters,
     path: Mutex<Option<Path>>,
 }
 
-/// Counters of what a channel stages, of its current connection but for `full` and `socket_ns`.
+/// Counters of a channel's staging: of the current connection, but `ring_full_events` and `socket_ns` of all
+/// of them.
 #[derive(Default)]
 pub(crate) struct StagingCounters {
     pub pinned_bytes: AtomicU64,
@@ -79,15 +81,15 @@ impl StagingCounters {
 /// Counters of a channel's lane, over all its connections.
 #[derive(Default)]
 pub(crate) struct LaneCounters {
-    /// Requests posted at most.
+    /// Most sends posted at once.
     pub sends_most: AtomicU64,
     pub receives_most: AtomicU64,
-    /// Results of the current connection that said the peer may be closing.
+    /// Results of the current connection that reported that the peer may be closing.
     pub closing_results: AtomicU64,
     pub setup_us: AtomicU64,
-    /// Messages that have arrived, or that the peer has acknowledged.
+    /// Messages that have arrived here, or that the peer has acknowledged.
     pub moved: AtomicU64,
-    /// What carries it; nothing without a lane.
+    /// The lane's backend; `None` without a lane.
     pub by: Mutex<Option<LaneBy>>,
 }
 
@@ -114,12 +116,12 @@ impl ChannelCounters {
         ChannelCounters { backlog: AtomicU64::new(NO_BACKLOG), ..ChannelCounters::default() }
     }
 
-    /// The connection that is about to take up the channel runs over this NIC.
+    /// Sets the name of the NIC of the next connection.
     pub fn runs_over(&self, nic: String) {
         *self.nic.lock().unwrap_or_else(PoisonError::into_inner) = nic;
     }
 
-    /// A connection takes up the channel.
+    /// Resets the counters of a connection for a new one.
     pub fn start(&self, conn: &dyn Conn, generation: u32) {
         let mut path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
         let congestion_control = conn.congestion_control();
@@ -132,20 +134,20 @@ impl ChannelCounters {
         self.note_buffers(conn);
     }
 
-    /// What is known of the path changes while a connection runs.
+    /// The path's RTT and MSS change while a connection runs.
     pub fn note_health(&self, health: &PathHealth) {
         self.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         self.mss_bytes.store(health.mss_bytes, Ordering::Relaxed);
     }
 
-    /// Socket buffers may be chosen anew while a connection runs.
+    /// The kernel may resize socket buffers while a connection runs.
     pub fn note_buffers(&self, conn: &dyn Conn) {
         let (send, receive) = conn.buffer_bytes();
         self.send_buffer_bytes.store(send, Ordering::Relaxed);
         self.receive_buffer_bytes.store(receive, Ordering::Relaxed);
     }
 
-    /// Bytes on their way; none while the channel is down.
+    /// Bytes in flight; 0 while the channel is down.
     pub fn in_flight(&self) -> u64 {
         match self.backlog.load(Ordering::Relaxed) {
             NO_BACKLOG => 0,
@@ -176,113 +178,113 @@ impl ChannelCounters {
     }
 }
 
-/// What carries a channel's payload where it does not go through the connection itself.
+/// Figures of a channel's lane, which carries payload beside the channel's connection.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneStats {
     /// Name of the plugin, or `devmem`.
     pub plugin: String,
-    /// Version of its interface.
+    /// Version of the plugin's interface.
     pub version: String,
-    /// Index of its device here.
+    /// Index of the plugin's device on this host.
     pub device: i32,
     /// The device's own name.
     pub device_name: String,
-    /// Most sends that were ever posted at once.
+    /// Most sends posted at once so far.
     pub max_outstanding_sends: u64,
-    /// Most receives that were ever posted, or finished and not given back, at once.
+    /// Most receives at once so far that were posted, or finished and not reused.
     pub receives_posted_most: u64,
-    /// How often the plugin said that the peer may be closing; absorbed if all arrived.
+    /// How often the plugin reported that the peer may be closing. Harmless if all messages arrived.
     pub closing_results: u64,
-    /// Time from the channel's connection until both directions stood.
+    /// Time from the channel's connection until both directions of the lane were ready.
     pub setup: Duration,
-    /// What it did with fragments, where it is of devmem TCP.
+    /// Figures of gather, for devmem TCP.
     pub devmem: Option<DevmemStats>,
 }
 
-/// What a channel moves between GPUs and its connection, through pinned memory.
+/// Figures of a channel's staging: payload copied between GPUs and the connection through pinned memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingStats {
-    /// Pinned memory it has, in bytes.
+    /// Bytes of pinned memory in use.
     pub pinned_bytes: u64,
-    /// Largest run that is staged at once, in bytes.
+    /// Largest piece staged by one copy, in bytes.
     pub slot_bytes: u64,
-    /// Payload staged to be sent, in bytes, over its current connection.
+    /// Bytes staged to be sent over the current connection.
     pub sent_bytes: u64,
-    /// Payload staged to GPUs, likewise.
+    /// Bytes staged to GPUs over the current connection.
     pub received_bytes: u64,
-    /// How often a payload that arrived had to wait for room.
+    /// How often a received payload had to wait for room in the ring.
     pub ring_full_events: u64,
-    /// How long copies from GPUs were under way, until that was seen. Times of stages overlap.
+    /// Time during which copies from GPUs were in flight, as observed. Times of different stages overlap.
     pub d2h: Duration,
-    /// How long copies to GPUs were, likewise.
+    /// Time during which copies to GPUs were in flight, as observed.
     pub h2d: Duration,
-    /// Time in socket calls that took payload from or to a ring.
+    /// Time in socket calls that moved payload from or to a ring.
     pub socket: Duration,
-    /// How long the rings had no room for another frame to be sent.
+    /// Time during which the ring had no room for another frame to send.
     pub send_ring_full_time: Duration,
-    /// How long payloads that arrived waited for room.
+    /// Time during which received payloads waited for room in the ring.
     pub receive_full: Duration,
-    /// Calls of the driver for copies and marks behind them, and questions whether they have failed.
+    /// Driver calls: copies, events behind them, and queries of their state.
     pub driver_calls: u64,
 }
 
-/// One channel of a peer, as it stands.
+/// Figures of one channel of a peer.
 #[derive(Clone, Debug)]
 pub struct ChannelStats {
-    /// Its number, the same on both sides.
+    /// The channel's number; both ends use one number.
     pub index: u16,
-    /// Name of the local NIC it runs over, as it was when it was connected; else the NIC's address.
+    /// Name of the local NIC when the connection was made, or its address if it has no known name.
     pub nic: String,
     /// Local address.
     pub local: SocketAddr,
     /// The peer's address.
     pub remote: SocketAddr,
-    /// Whether it carries data now.
+    /// Whether the channel is connected.
     pub alive: bool,
-    /// Bytes sent, frames' heads included, over all its connections.
+    /// Bytes sent, including headers, over all connections of the channel.
     pub sent_bytes: u64,
-    /// Bytes received, likewise.
+    /// Bytes received, including headers, over all connections of the channel.
     pub received_bytes: u64,
-    /// Smoothed round trip as the kernel measures it.
+    /// Smoothed RTT, as measured by the kernel.
     pub rtt: Duration,
-    /// Payload of a packet at most, as the path allows it so far; 0 where nobody knows.
+    /// Maximum segment size of the path in bytes; 0 if unknown.
     pub mss_bytes: u32,
-    /// Size of its socket buffer for sending as the kernel counts it, which is twice what was asked for.
+    /// Socket send buffer in bytes as the kernel counts it, which is twice the requested size.
     pub send_buffer_bytes: usize,
-    /// The same for receiving.
+    /// Socket receive buffer in bytes as the kernel counts it, which is twice the requested size.
     pub receive_buffer_bytes: usize,
-    /// Congestion control in force.
+    /// Congestion control in use.
     pub congestion_control: String,
-    /// How often it has been connected anew.
+    /// How often the channel was reconnected.
     pub generation: u32,
-    /// Whether sends spare the copy.
+    /// Whether sends avoid the copy into the kernel.
     pub zero_copy: bool,
-    /// What carries the payload, if it is not this connection.
+    /// Figures of the lane that carries the payload, if there is one.
     pub lane: Option<LaneStats>,
-    /// What is staged, if anything was.
+    /// Figures of staging, if anything was staged.
     pub staging: Option<StagingStats>,
 }
 
-/// A peer, as it stands.
+/// Figures of a peer.
 #[derive(Clone, Debug, Default)]
 pub struct PeerStats {
-    /// Name of the transport.
+    /// Name of the transport that carries the payload.
     pub transport: &'static str,
-    /// Why it is that one, where it was a choice.
+    /// Why this transport was chosen, where there was a choice.
     pub transport_reason: String,
-    /// Its channels.
+    /// The peer's channels.
     pub channels: Vec<ChannelStats>,
-    /// Chunks sent again because their channel was lost.
+    /// Chunks resent because their channel was lost.
     pub resent_chunks: u64,
-    /// Channels lost, one line each: which, over which NIC, why.
+    /// Lost channels, one line each: channel, NIC and reason.
     pub lost_channels: Vec<String>,
-    /// Time from the first dial until all channels stood.
+    /// Time from the first dial until all channels were connected.
     pub setup: Duration,
-    /// Largest chunk in force, in bytes.
+    /// Largest chunk in bytes.
     pub chunk_bytes: usize,
-    /// Frames in flight per channel at most.
+    /// Most frames in flight per channel.
     pub window: usize,
     /// Whether chunks carry a checksum.
     pub crc: bool,

@@ -1,4 +1,4 @@
-//! The synchronization types of hand-overs between threads that no lock orders.
+//! Synchronization types for code that hands work between threads without a lock.
 //!
 //! `tests/model` compiles the files that import these names with loom's types under the same names, and lets loom try
 //! the interleavings. Read next: `sleeper.rs`, `waiting.rs`, `hold.rs`.

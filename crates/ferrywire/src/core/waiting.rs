@@ -1,21 +1,22 @@
-//! Those who wait for one thing, and how each of them is woken.
+//! Lists of waiters for one event, and how each waiter is woken.
 //!
-//! Invariant: a waiter that is added is woken, at once if the thing is there and else when it comes; whoever brings it pays one
-//! load where no one waits. Read next: `sleeper.rs`, for a caller that sleeps on a worker's sockets.
+//! Invariant: an added waiter is woken: at once if the event has happened, else when it does. A thread that
+//! signals an event without waiters pays one atomic load. Read next: `sleeper.rs`, for a caller that sleeps
+//! on a worker's sockets.
 
 use super::sleeper::{PassiveWaiter, Sleeper};
 use super::sync::{AtomicBool, Mutex, Thread, Wake};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
 
-/// A waiter, as it is woken.
+/// How to wake one waiter.
 #[derive(Clone)]
 pub(crate) enum WakeHandle {
     /// A parked thread.
     Thread(Thread),
     /// A caller that sleeps in this worker's poller.
     Owner(Arc<Sleeper>),
-    /// A descriptor that somebody may look at, if it is still there.
+    /// A file descriptor that an application may poll, if it still exists.
     Descriptor { wake: Weak<Wake>, _passive: Option<PassiveWaiter> },
 }
 
@@ -43,13 +44,13 @@ impl WakeHandle {
         }
     }
 
-    /// Whether nobody is left to be woken.
+    /// Whether the waiter no longer exists.
     fn is_gone(&self) -> bool {
         matches!(self, WakeHandle::Descriptor { wake, .. } if wake.strong_count() == 0)
     }
 }
 
-/// Those who wait for one thing.
+/// The waiters for one event.
 #[derive(Default)]
 pub(crate) struct WaitList {
     any: AtomicBool,
@@ -57,7 +58,7 @@ pub(crate) struct WaitList {
 }
 
 impl WaitList {
-    /// Adds a waiter, and wakes everybody if the thing is there by then. Who is on the list already is there once.
+    /// Adds a waiter, once. If `is_there` returns true, the event has happened, and all waiters are woken.
     pub fn add(&self, handle: WakeHandle, is_there: impl FnOnce() -> bool) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|other| !other.is_gone());
@@ -66,13 +67,13 @@ impl WaitList {
         }
         drop(list);
         self.any.store(true, Ordering::SeqCst);
-        // The thread that brought it meanwhile may have seen an empty list.
+        // The thread that signalled the event meanwhile may have seen an empty list.
         if is_there() {
             self.wake();
         }
     }
 
-    /// Takes somebody out that waits no more and was not woken.
+    /// Removes a waiter that waits no more and was not woken.
     pub fn remove(&self, handle: &WakeHandle) {
         if self.any.load(Ordering::SeqCst) {
             let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
@@ -85,7 +86,7 @@ impl WaitList {
         self.list.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Wakes everybody, once. Costs one load when nobody waits.
+    /// Wakes all waiters and empties the list. Without waiters this costs one atomic load.
     pub fn wake(&self) {
         if self.any.load(Ordering::SeqCst) {
             let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! Sinks, and what waits for a peer, without a network.
+//! Sinks and inbound messages without a network.
 
 use super::*;
 use crate::core::operation::Task;
@@ -8,7 +8,7 @@ use std::sync::Weak;
 use std::thread;
 use std::time::Duration;
 
-/// It ended twice: its memory was free while the next operation used it.
+/// The operation used to end twice: its memory was free while the next operation used it.
 #[test]
 fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
     let memory = Memory::private(4096).unwrap();
@@ -35,13 +35,13 @@ fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_
         Hold::new(Op::new(Weak::new(), id, Task::Recv { tag: 0 }, pieces, Some(memory.clone())))
     };
     let inbound = Inbound::default();
-    // Cancelled when all bytes are in their place, and before they are counted.
+    // Cancelled when all bytes are placed but not counted.
     inbound.open_sink(receive(1), 4096);
     let placing = inbound.sink(1).unwrap();
     assert!(inbound.close_sink(1).is_some());
     assert!(matches!(inbound.filled(&placing, 4096), Err(Refusal::NoSink)));
     assert_eq!(placing.op.moved(), 0);
-    // Cancelled when they are counted: too late, and the operation ends once.
+    // Cancelled after the bytes are counted: too late, and the operation ends once.
     inbound.open_sink(receive(2), 4096);
     let placing = inbound.sink(2).unwrap();
     assert!(matches!(inbound.filled(&placing, 4096), Ok(true)));
@@ -52,7 +52,7 @@ fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_
     assert!(shared.ended() && !shared.failed() && shared.moved() == 4096);
 }
 
-/// It was placed with the peer's messages and receives locked, for as long as a GPU took.
+/// The message used to be placed with the peer's inbox locked, for as long as a GPU copy took.
 #[test]
 fn a_message_is_placed_when_nothing_is_locked_any_more() {
     let memory = Memory::private(8).unwrap();
@@ -82,7 +82,7 @@ fn a_message_is_placed_when_nothing_is_locked_any_more() {
     }
 }
 
-/// A thread for each request that waits a moment: the list grew with every one of them.
+/// Each thread that waited a moment used to leave an entry in the list.
 #[test]
 fn who_has_waited_in_vain_for_a_notification_is_forgotten() {
     const LIMIT: Duration = Duration::from_secs(60);
@@ -91,7 +91,7 @@ fn who_has_waited_in_vain_for_a_notification_is_forgotten() {
     let near = builder().build().unwrap();
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let target = near.alloc_host(1 << 20).unwrap();
-    // While so much is under way who waits sleeps.
+    // With so many bytes in flight a waiting caller sleeps.
     let _receive = peer.recv(1, &target, 0, 1 << 20).unwrap();
     thread::scope(|scope| {
         for _ in 0..20 {

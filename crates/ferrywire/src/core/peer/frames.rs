@@ -1,7 +1,7 @@
-//! Frames that arrive: where a payload goes, and what it means that it is there.
+//! Handling of frames that arrive: the target of a payload, and the effect of a complete frame.
 //!
-//! Invariant: every offset that comes from the wire is checked against the region it names before an address
-//! is made of it. Read next: `inbound.rs`.
+//! Invariant: every offset from the wire is checked against its region before an address is made from it.
+//! Read next: `inbound.rs`.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,7 +19,12 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 impl PeerState {
-    /// Finds where a data frame's payload goes.
+    /// Finds the target of a data frame's payload and appends it to `pieces`. `last` is the landing of the
+    /// last frame, reused if it is of the same region.
+    ///
+    /// # Errors
+    /// The reason to refuse the frame: no such region or sink, a range outside it, or memory that the
+    /// transport cannot reach.
     pub fn land(
         self: &Arc<Self>,
         header: &Header,
@@ -47,14 +52,17 @@ impl PeerState {
         Ok(landing)
     }
 
-    /// The region that the peer names by its key, if the transport gets there.
+    /// The region with this key, which the peer may write or read, if the transport can reach its memory.
     fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
         let memory = self.context().regions.find(key)?;
         self.context().check_reach(memory.location(), "local").map_err(|_| Refusal::OutOfReach)?;
         Ok(memory)
     }
 
-    /// A whole frame is here, its payload placed.
+    /// Handles a complete frame whose payload is in place.
+    ///
+    /// # Errors
+    /// The reason to refuse the frame.
     pub fn arrived(
         self: &Arc<Self>,
         header: &Header,
@@ -109,7 +117,7 @@ impl PeerState {
             match self.inbound.filled(sink, u64::from(header.len)) {
                 Ok(false) if sink.op.verb() == Verb::Read => self.note_answered(&sink.op),
                 Ok(_) => {}
-                // The receive or read has ended without this frame: its sender is told so.
+                // The receive or read ended before this frame: the sender is told by the refusal.
                 Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
                     let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
@@ -129,14 +137,16 @@ impl PeerState {
         let mut replies = VecDeque::from(replies);
         while let Some(reply) = replies.pop_front() {
             match reply {
-                // A peer that lets so many wait is flooding us with what can only be refused.
+                // Beyond this many unsent answers the peer floods this end with requests that are refused;
+                // refusals are dropped.
                 Reply::Frame(header)
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
                 Reply::Place(op, message) => {
                     if !place_message(&message, &op) {
-                        // Before the receive ends: a receive that its user posts then has this message, not a later one.
+                        // Return it before the receive ends, so that a receive posted then gets this message,
+                        // not a later one.
                         replies.extend(self.inbound.return_message(message));
                     }
                 }
@@ -150,7 +160,7 @@ impl PeerState {
         }
     }
 
-    /// The peer cannot go on with an announced send, or with a message we matched.
+    /// Handles the peer's refusal of an announced send, or of a send that a receive here has matched.
     fn peer_refused(&self, header: &Header) {
         let refusal = Refusal::parse(header.key as u8);
         if let Some(op) = self.queue.withdraw(header.transfer) {
@@ -158,9 +168,10 @@ impl PeerState {
         } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
             let is_untouched = Arc::strong_count(&sink) == 1 && sink.op.is_untouched();
             if refusal == Refusal::NoSink && sink.op.verb() == Verb::Recv && is_untouched {
-                // It was taken back before a byte of it was sent: the receive is for the next message.
+                // The send was withdrawn before a byte was sent: the receive matches the next message.
                 let op = sink.op.clone();
-                // Its next message may come, and be taken back, at once: the receive is untouched then too.
+                // Drop it first. The next message may be matched and withdrawn at once, and must find the
+                // receive untouched.
                 drop(sink);
                 let replies = self.inbound.post_again(op);
                 return self.reply(replies);
@@ -175,7 +186,8 @@ impl PeerState {
         }
     }
 
-    /// The peer reads from a region of ours: answers like a write to its sink, once there is a place.
+    /// Handles a read of a local region: answers with a write to the peer's sink, now or when another answer
+    /// has ended.
     fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
         let answer = self.answer(header, placements)?;
         if self.places.admit(header, placements)? {
@@ -184,9 +196,9 @@ impl PeerState {
         Ok(())
     }
 
-    /// An answer has ended: its place is for a request that waits, whose region may be gone by now.
+    /// Handles the end of an answer: answers the next waiting read. Its region may be gone meanwhile.
     pub fn served(self: &Arc<Self>) {
-        // A peer that is over needs no places any more.
+        // A peer that is over gets no more answers.
         while let Some(Request { header, placements }) =
             self.places.next().filter(|_| self.failure().is_none())
         {
@@ -196,7 +208,8 @@ impl PeerState {
                     let mut refuse = Header::new(Kind::Refuse);
                     refuse.transfer = header.total;
                     refuse.key = refusal as u64;
-                    // Bounded by the requests that may wait, and the reader hears of it by nothing else.
+                    // The number of waiting requests bounds these frames. The reader learns of the refusal by
+                    // no other way.
                     self.queue.push_own(refuse);
                 }
             }
@@ -213,7 +226,7 @@ impl PeerState {
             pieces.push(Piece { local: placement.offset, remote: position, len });
             position += len;
         }
-        // The answer's chunks lie at their position in the sink, from there on.
+        // The answer's chunks lie in the sink from `header.offset` on.
         header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
         let task = Task::Serve { sink: header.total, start: header.offset };
         let (peer, id) = (Arc::downgrade(self), self.context().next_id());
@@ -227,7 +240,8 @@ impl PeerState {
         }
     }
 
-    /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.
+    /// Wakes the workers for `bytes` newly queued bytes: all workers for bulk, the home worker for small
+    /// operations.
     pub fn rouse_for(&self, bytes: u64) {
         if bytes > crate::core::queue::SMALL_BYTES_MAX {
             self.context().sleepers.iter().for_each(|sleeper| {
@@ -238,7 +252,7 @@ impl PeerState {
         }
     }
 
-    /// Something small may wait now, which only the home's channels take: it may be asleep.
+    /// Wakes the home worker if frames are queued: only its channels take small operations.
     pub fn wake_home_worker(&self) {
         if self.queue.has_work() {
             self.home().rouse();
@@ -266,7 +280,7 @@ fn place(
     if sum == u64::from(header.len) { Ok(()) } else { Err(Refusal::OutOfRegion) }
 }
 
-/// Pieces are never empty: whoever fills them would not get past one.
+/// Adds a piece unless it is empty. The receive loop could not advance past an empty piece.
 fn push_piece(pieces: &mut Vec<IoVec>, base: *mut u8, len: u32) {
     if len > 0 {
         pieces.push(IoVec::new(base, len as usize));

@@ -1,10 +1,11 @@
-//! What keeps a peer open.
+//! The handle that keeps a peer open.
 
 use super::PeerState;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// While this lives its peer stays open; dropped, the control side closes the peer once what was posted has been sent.
+/// Keeps its peer open. When it is dropped, the control side closes the peer once all posted operations are
+/// sent.
 pub(crate) struct PeerHandle(pub Arc<PeerState>);
 
 impl Drop for PeerHandle {

@@ -1,7 +1,7 @@
-//! What is known of a connected peer: its state, the frames that arrive from it, and what it is owed.
+//! A connected peer: its state, the frames that arrive from it, and the answers it is due.
 //!
-//! Invariant: an operation ends once, when its last token comes back.
-//! Read next: `state.rs`; `frames.rs`, for what arrives; `../queue/`, for what leaves.
+//! Invariant: an operation ends exactly once, when its last hold is dropped.
+//! Read next: `state.rs`; `frames.rs` for arriving frames; `../queue/` for frames to send.
 
 mod frames;
 mod handle;

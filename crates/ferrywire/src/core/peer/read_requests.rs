@@ -1,5 +1,6 @@
-//! Requests of a read: which ranges of the peer's memory, and where they go.
+//! Requests of a read: the ranges of the peer's memory to read.
 //!
+//! Invariant: each request names a bounded number of ranges and bytes.
 //! Read next: `frames.rs`, where the peer's answers arrive.
 
 use std::sync::Arc;
@@ -10,12 +11,13 @@ use crate::core::queue::Entry;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, Header, Kind};
 
-/// Bytes of one range in a read request, and of one request: so that all channels have answers to carry.
+/// Most bytes of one range in a read request, and of one request. The bound spreads the answers over all
+/// channels.
 const READ_RANGE_BYTES_MAX: u64 = 64 << 20;
 const READ_REQUEST_BYTES: u64 = 64 << 20;
 
 impl PeerState {
-    /// Queues the requests of a read, which somebody holds; each names a bounded number of ranges and bytes.
+    /// Queues the requests of a read of the region with `key`. `op` keeps the read alive.
     pub fn ask(&self, op: &Hold, key: u64) {
         let mut position = 0;
         let mut ranges = Vec::new();
@@ -54,7 +56,8 @@ impl PeerState {
         self.drop_entries(self.queue.ask(entry, op));
     }
 
-    /// Bytes of a read have been placed: of one with several requests, some may be answered by now. Of others the end says so.
+    /// Notes that bytes of a read were placed. If the read has several requests, some may be complete, and
+    /// others may go out; a read with one request is handled when it ends.
     pub fn note_answered(&self, op: &Op) {
         let pieces = op.pieces.as_slice().len();
         if op.total >= READ_REQUEST_BYTES || pieces >= limits::SEGMENTS_PER_CHUNK_MAX {
@@ -63,13 +66,13 @@ impl PeerState {
         }
     }
 
-    /// A read asks for nothing more.
+    /// Withdraws the unsent requests of a read.
     pub fn stop_asking(&self, op: &Arc<Op>) {
         if op.verb() != Verb::Read {
             return;
         }
         drop(self.queue.forget_requests(op));
-        // Others ask for theirs now.
+        // Requests of other reads may go out now.
         self.wake_home_worker();
     }
 }

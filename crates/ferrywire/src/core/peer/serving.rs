@@ -1,12 +1,12 @@
-//! Reads of the peer: so many are answered at once, and some more wait.
+//! Reads by the peer: a bounded number is answered at once, and a bounded number waits.
 //!
-//! A read is answered until the peer has acknowledged the answer, while the peer counts it only until the bytes are there.
-//! A NIC that brings answers and takes no acknowledgements therefore leaves more here than the peer may ask for at once.
-//! What is too many waits: it is not answered, so the peer counts it, and has no more than `READS_WAITING_MAX` of that
-//! kind. Past that the peer asks for more than it may.
+//! An answer ends here when the peer has acknowledged it. The peer counts its read only until the bytes have
+//! arrived. A NIC that delivers answers and no acknowledgements therefore leaves more reads here than the
+//! peer may have outstanding. The excess waits: an unanswered read counts at the peer, so an honest peer has
+//! at most `READS_WAITING_MAX` of them waiting. Requests beyond that are refused.
 //!
-//! Invariant: a request waits only while all places are taken, and a place that is given back goes to the one that has waited
-//! longest. Read next: `frames.rs`, where requests arrive.
+//! Invariant: a request waits only while all slots are taken, and a freed slot goes to the oldest request.
+//! Read next: `frames.rs`, where requests arrive.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,49 +14,50 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use ferrywire_proto::limits::{INBOUND_READS_MAX, READS_WAITING_MAX};
 use ferrywire_proto::wire::{Header, Refusal};
 
-/// A request that waits. It names a region by its key only, so that nobody who takes memory back waits for it.
+/// A read request that waits. It names its region only by key, so a waiting request does not keep memory in
+/// use.
 pub struct Request {
     pub header: Header,
     pub placements: Box<[u8]>,
 }
 
 #[derive(Default)]
-struct Places {
+struct Slots {
     taken: usize,
     waiting: VecDeque<Request>,
 }
 
-/// The reads of one peer.
+/// The reads by one peer that are answered or wait.
 #[derive(Default)]
-pub struct Serving(Mutex<Places>);
+pub struct Serving(Mutex<Slots>);
 
 impl Serving {
-    fn lock(&self) -> MutexGuard<'_, Places> {
+    fn lock(&self) -> MutexGuard<'_, Slots> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a place for a request, which is answered at once then; false if the request waits.
+    /// Takes a slot for a request, which is then answered at once. Returns false if the request has to wait.
     ///
     /// # Errors
-    /// [`Refusal::Limit`] when too many wait.
+    /// [`Refusal::Limit`] when `READS_WAITING_MAX` requests wait.
     pub fn admit(&self, header: &Header, placements: &[u8]) -> Result<bool, Refusal> {
-        let mut places = self.lock();
-        if places.taken < INBOUND_READS_MAX {
-            places.taken += 1;
+        let mut slots = self.lock();
+        if slots.taken < INBOUND_READS_MAX {
+            slots.taken += 1;
             return Ok(true);
         }
-        if places.waiting.len() >= READS_WAITING_MAX {
+        if slots.waiting.len() >= READS_WAITING_MAX {
             return Err(Refusal::Limit);
         }
-        places.waiting.push_back(Request { header: *header, placements: placements.into() });
+        slots.waiting.push_back(Request { header: *header, placements: placements.into() });
         Ok(false)
     }
 
-    /// An answer has ended: the request that has its place now, if one waits.
+    /// Frees the slot of an ended answer, or passes it on to the oldest waiting request, which is returned.
     pub fn next(&self) -> Option<Request> {
-        let mut places = self.lock();
-        let request = places.waiting.pop_front();
-        places.taken -= usize::from(request.is_none());
+        let mut slots = self.lock();
+        let request = slots.waiting.pop_front();
+        slots.taken -= usize::from(request.is_none());
         request
     }
 }
@@ -66,7 +67,7 @@ mod tests {
     use super::*;
     use ferrywire_proto::wire::Kind;
 
-    /// A peer that asks for ever is refused, and what is answered at once stays bounded.
+    /// A peer that posts reads without end is refused, and the number answered at once stays bounded.
     #[test]
     fn requests_wait_in_their_order_and_not_without_end() {
         let serving = Serving::default();
@@ -79,7 +80,7 @@ mod tests {
             let request = serving.next().expect("one waits");
             assert_eq!((request.header.transfer, &*request.placements), (number, &[7][..]));
         }
-        assert_eq!(ask(all), Ok(false), "all places are taken");
+        assert_eq!(ask(all), Ok(false), "all slots are taken");
         assert_eq!(serving.next().map(|request| request.header.transfer), Some(all));
         assert!((0..served).all(|_| serving.next().is_none()));
         assert!((0..served).all(|number| ask(number) == Ok(true)));

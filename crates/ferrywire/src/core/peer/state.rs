@@ -1,6 +1,6 @@
-//! What the channels of a peer, its control session and its operations share.
+//! State that a peer's channels, its control session and its operations share.
 //!
-//! Invariant: an operation ends once, when its last token comes back. Read next: `frames.rs`.
+//! Invariant: an operation ends exactly once, when its last hold is dropped. Read next: `frames.rs`.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -24,20 +24,20 @@ use ferrywire_proto::wire::{Header, Kind, Refusal};
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
 
-/// Where the payload of a frame goes, kept alive while it is filled.
+/// The target of a frame's payload. It keeps the memory alive while it is filled.
 pub(crate) enum Landing {
     Region {
         key: u64,
         memory: Arc<Memory>,
     },
-    /// An operation whose memory is being filled cannot end before this is dropped.
+    /// The memory of a receive or read. Its operation cannot end before this is dropped.
     Sink {
         sink: Arc<Sink>,
     },
 }
 
 impl Landing {
-    /// Whether it must not be kept for the next frame.
+    /// Whether the landing is for one frame and must not be kept for the next.
     pub fn once(&self) -> bool {
         matches!(self, Landing::Sink { .. })
     }
@@ -49,7 +49,7 @@ impl Landing {
         }
     }
 
-    /// The memory that is filled.
+    /// The memory that the payload goes to.
     pub fn memory(&self) -> Option<&Arc<Memory>> {
         match self {
             Landing::Region { memory, .. } => Some(memory),
@@ -57,21 +57,21 @@ impl Landing {
         }
     }
 
-    /// The operation that waits for the payload fails, if it is one of ours.
+    /// Fails the receive or read that waits for the payload, if there is one.
     pub fn fail(&self, error: &Error) {
         if let Landing::Sink { sink } = self {
             sink.op.fail(error.clone());
         }
     }
 
-    /// Whether it is of this operation, or of a part of it.
+    /// Whether the target belongs to this operation, or to a child of it.
     pub fn is_sink(&self, op: &Arc<Op>) -> bool {
         let Landing::Sink { sink } = self else { return false };
         Arc::ptr_eq(&sink.op, op) || sink.op.parent().is_some_and(|parent| Arc::ptr_eq(parent, op))
     }
 }
 
-/// What is known of a peer from its control session.
+/// Facts about a peer from its control session.
 pub(crate) struct PeerInfo {
     pub session: u64,
     pub identity: Identity,
@@ -85,59 +85,59 @@ pub(crate) struct PeerInfo {
     pub same_host: bool,
     /// Whether payload goes over lanes beside the channels' connections.
     pub lanes: bool,
-    /// How its payload travels, and why so where that was a choice.
+    /// The name of the payload's transport, and the reason where there was a choice.
     pub transport: &'static str,
     pub transport_reason: String,
 }
 
-/// Operations that have begun and not ended, receives apart: those may wait for ever.
+/// Counts of operations that have begun and not ended. Receives do not count: they may wait for ever.
 #[derive(Default)]
 pub(crate) struct InFlight {
     pub operations: AtomicU64,
-    /// Those of them that answer reads of the peer.
+    /// Those of the operations that answer the peer's reads.
     answers: AtomicU64,
     bytes: AtomicU64,
 }
 
-/// How far the peer is on its way to the end.
+/// How far a peer has come towards its end.
 #[derive(Default)]
 pub(crate) struct Life {
     /// Why the peer is lost, or closed.
     failure: OnceLock<Error>,
-    /// Every [`PeerHandle`](super::PeerHandle) is dropped: the peer is to be closed when all is sent.
+    /// Every [`PeerHandle`](super::PeerHandle) is dropped. The peer is closed once everything is sent.
     pub abandoned: AtomicBool,
-    /// It is being closed here: what was posted is finished, and nothing more is taken.
+    /// The user closes the peer: posted operations finish, and new ones are refused.
     pub closing: AtomicBool,
-    /// It ended, or was closed here, before all was finished.
+    /// The peer ended, or was closed here, before all operations had finished.
     pub unfinished: AtomicBool,
-    /// Its channels send all there is before they end, and wait for no word of the peer's.
+    /// For tests: channels send everything before they end, without waiting for acknowledgements.
     #[cfg(test)]
     pub vanishes: AtomicBool,
-    /// Its channels are closed, and all that was posted to it has ended.
+    /// The peer's channels are closed, and all its operations have ended.
     over: AtomicBool,
-    /// A call of a plugin holds some of its operations' memory and does not return.
+    /// A plugin call that does not return uses memory of some operations.
     stuck: AtomicBool,
-    /// Waiters for operations that are lost to such a call: these never end.
+    /// Waiters for operations that such a call has lost: these never end.
     lost_waiters: WaitList,
 }
 
-/// Whether what was posted gets on.
+/// Whether posted operations make progress.
 #[derive(Default)]
 struct Progress {
-    /// How often some of it has been moved since the peer was abandoned.
+    /// Grows while posted operations progress after the peer was abandoned.
     drained: AtomicU64,
-    /// No whole frame has moved since a connection was lost.
+    /// No complete frame has moved since a connection was lost.
     cut_off: AtomicBool,
 }
 
-/// What reports tell of the peer's past.
+/// Figures about the peer's past for reports.
 #[derive(Default)]
 pub(crate) struct History {
     /// Frames of lost channels that went back into the outbox.
     pub resent: AtomicU64,
-    /// Lost channels, one line each.
+    /// Lost channels, one line of text each.
     pub lost: Mutex<Vec<String>>,
-    /// How long it took until its channels stood.
+    /// Time until the peer's channels were connected.
     pub setup: Mutex<Duration>,
 }
 
@@ -149,18 +149,18 @@ pub(crate) struct PeerState {
     pub inbound: Inbound,
     pub counters: Vec<Arc<ChannelCounters>>,
     pub in_flight: InFlight,
-    /// Reads of the peer that are answered, and requests that wait for that.
+    /// Reads by the peer that are answered or wait.
     pub places: Serving,
-    /// Operations that wait for a GPU.
+    /// Operations that wait for a GPU stream.
     pub held: StreamQueue,
     pub life: Life,
     progress: Progress,
     pub history: History,
-    /// The worker whose channels small operations prefer.
+    /// Number of the worker whose channels carry small operations first.
     home: AtomicUsize,
-    /// The worker that is roused first for the next operation.
+    /// Number of the worker that is woken first for the next operation.
     pub rouse_first: AtomicUsize,
-    /// Something was written to memory of its GPUs, and it stages what comes.
+    /// A write to GPU memory of the peer was posted: the peer stages what it receives.
     pub writes_to_gpus: AtomicBool,
 }
 
@@ -185,7 +185,7 @@ impl PeerState {
         }
     }
 
-    /// The endpoint's facts.
+    /// The endpoint's configuration and shared parts.
     pub fn context(&self) -> &Context {
         &self.context
     }
@@ -202,78 +202,78 @@ impl PeerState {
         self.counters[usize::from(index)].clone()
     }
 
-    /// Messages that the lanes of its channels have moved, both ways.
+    /// Messages that the lanes of the peer's channels have moved, sent and received.
     pub fn lanes_moved(&self) -> u64 {
         self.counters.iter().map(|counters| counters.lane.moved.load(Ordering::Relaxed)).sum()
     }
 
-    /// The worker whose channels small operations prefer.
+    /// The worker whose channels carry small operations first.
     pub fn home(&self) -> &Arc<Sleeper> {
         &self.context.sleepers[self.home_index()]
     }
 
-    /// That worker's number.
+    /// The number of the home worker.
     pub fn home_index(&self) -> usize {
         self.home.load(Ordering::Relaxed) % self.context.sleepers.len()
     }
 
-    /// Finds the home again after channels came or went: the worker of the first live channel.
+    /// Chooses the home worker again after channels came or went: the worker of the first live channel.
     pub fn choose_home(&self) {
         let first = self.counters.iter().position(|channel| channel.alive.load(Ordering::Relaxed));
         self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
     }
 
-    /// The worker that a channel belongs to, the same on both sides where they have as many.
+    /// The number of the worker that owns a channel. Both ends agree if they have as many workers.
     pub fn engine_worker(&self, index: u16) -> usize {
         usize::from(index) % self.context.sleepers.len()
     }
 
-    /// Whether anything posted has not ended, receives apart: those may wait for ever.
+    /// Whether operations other than receives are in flight. A receive may wait for ever.
     pub fn in_flight(&self) -> bool {
         self.in_flight.operations.load(Ordering::SeqCst) > 0
     }
 
-    /// How many, beside the operation just posted.
+    /// Operations in flight besides the one just posted.
     pub fn in_flight_beside_one(&self) -> u64 {
         self.in_flight.operations.load(Ordering::Relaxed).saturating_sub(1)
     }
 
-    /// Whether so much is under way that the threads should do it, and waiting callers sleep.
+    /// Whether so many bytes are in flight that the worker threads should move them while callers sleep.
     pub fn in_bulk(&self) -> bool {
         self.in_flight.bytes.load(Ordering::Relaxed) >= BULK_BYTES
     }
 
-    /// Whether what has not been sent yet, or has not arrived, is deep bulk.
+    /// Whether the bytes queued and in flight are deep bulk.
     pub fn in_deep_bulk(&self) -> bool {
         self.is_deep_bulk(self.queue.bulk_bytes().saturating_add(self.live_backlog().1))
     }
 
-    /// Whether so many bytes are.
+    /// Whether `bytes` bytes are deep bulk for this peer's number of channels.
     pub fn is_deep_bulk(&self, bytes: u64) -> bool {
         schedule::is_deep_bulk(bytes, self.channels())
     }
 
-    /// Whether the peer stages some of what is written to it.
+    /// Whether the peer stages some of the payload that is written to it.
     pub fn writes_to_gpus(&self) -> bool {
         self.writes_to_gpus.load(Ordering::Relaxed)
     }
 
-    /// Whether a channel belongs to the home.
+    /// Whether a channel belongs to the home worker.
     pub fn is_home(&self, index: u16) -> bool {
         self.engine_worker(index) == self.home.load(Ordering::Relaxed)
     }
 
-    /// An operation of ours that a caller posts begins.
+    /// Begins an operation that the user posts.
     ///
     /// # Errors
-    /// The operation, when the peer is being closed: the caller that closes it sees this one in flight, or this one sees that.
-    /// A child belongs to a parent that has begun.
+    /// Returns the operation if the peer is being closed. Either the closing caller sees this operation in
+    /// flight, or this call sees the close. A child operation is accepted: its parent has begun.
     pub fn begin_posted(&self, op: Op) -> std::result::Result<Hold, Hold> {
         let op = self.begin(op);
         if op.parent().is_none() && self.life.closing.load(Ordering::SeqCst) { Err(op) } else { Ok(op) }
     }
 
-    /// An operation begins, and ends with the last hold of it.
+    /// Begins an operation, which ends when its last hold is dropped.
     pub fn begin(&self, op: Op) -> Hold {
         self.in_flight.bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
         self.in_flight.operations.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
@@ -287,12 +287,12 @@ impl PeerState {
         self.in_flight.answers.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
     }
 
-    /// How many of them share a thread.
+    /// Channels of this peer that share one worker.
     pub fn channels_per_thread(&self) -> usize {
         self.counters.len().div_ceil(self.context.sleepers.len())
     }
 
-    /// Channels that it was set up with: the worker of each is told by its number.
+    /// Channels that the peer was set up with, live or not.
     pub fn channels(&self) -> usize {
         self.counters.len()
     }
@@ -301,38 +301,38 @@ impl PeerState {
         self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
     }
 
-    /// The smallest backlog of a live channel.
+    /// The fewest bytes in the window of any channel.
     pub fn least_backlog(&self) -> u64 {
         self.counters.iter().map(|channel| channel.backlog.load(Ordering::Relaxed)).min().unwrap_or(0)
     }
 
-    /// The backlog of all channels that share a thread with this one, its own included.
+    /// Bytes in flight on all channels of the worker that owns this channel, including its own.
     pub fn thread_backlog(&self, index: u16) -> u64 {
         let worker = self.engine_worker(index);
         let shared = (0..).zip(&self.counters).filter(|(other, _)| self.engine_worker(*other) == worker);
         shared.map(|(_, channel)| channel.in_flight()).sum()
     }
 
-    /// What a channel with so much in its window may take of what is staged.
+    /// Bytes of staged payload that a channel with `backlog` bytes in its window may take.
     pub fn staged_share(&self, backlog: u64) -> u64 {
         let (channels, in_flight) = self.live_backlog();
         schedule::staged_share(self.queue.bulk_bytes(), in_flight, channels, backlog)
     }
 
-    /// Shortest and longest chunk of what is staged.
+    /// The shortest and the longest chunk, in bytes, of staged payload.
     pub fn staged_chunk_bytes(&self) -> (usize, usize) {
         let (channels, in_flight) = self.live_backlog();
         let alone = self.in_flight_beside_one() == 0;
         schedule::staged_chunk_bytes(self.queue.bulk_bytes().saturating_add(in_flight), alone, channels)
     }
 
-    /// Live channels, and what they have in their windows together.
+    /// The number of live channels, and the bytes that they have in flight together.
     fn live_backlog(&self) -> (usize, u64) {
         let live = self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed));
         live.fold((0, 0), |(count, bytes), channel| (count + 1, bytes + channel.in_flight()))
     }
 
-    /// A channel was lost, in words; the oldest are forgotten.
+    /// Records a lost channel as a line of text. Beyond `LOST_LINES_MAX` the oldest line is dropped.
     pub fn note_lost(&self, line: String) {
         let mut lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
         if lost.len() >= limits::LOST_LINES_MAX {
@@ -341,7 +341,7 @@ impl PeerState {
         lost.push(line);
     }
 
-    /// State in a line, for error messages.
+    /// The peer's state in one line, for error messages.
     pub fn describe(&self) -> String {
         let lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
         let last = lost.last().map(|line| format!("; last lost: {line}")).unwrap_or_default();
@@ -352,18 +352,18 @@ impl PeerState {
         self.life.failure.get().cloned()
     }
 
-    /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.
+    /// The error of an operation that cannot end because a plugin call that does not return uses its memory.
     pub fn lost_to_a_call(&self) -> Option<Error> {
         self.life.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
     }
 
-    /// A call of a plugin does not return.
+    /// Notes that a plugin call does not return, and wakes waiters of the lost operations.
     pub fn mark_stuck(&self) {
         self.life.stuck.store(true, Ordering::SeqCst);
         self.life.lost_waiters.wake();
     }
 
-    /// Asks to be woken when operations are lost to such a call.
+    /// Registers `handle` to be woken when operations are lost to a plugin call that does not return.
     pub fn wake_at_loss(&self, handle: WakeHandle) {
         if self.context.blocking_backend().is_none() {
             return;
@@ -373,7 +373,7 @@ impl PeerState {
 
     // ---- operations ----
 
-    /// An operation of this peer has ended: its last hold is dropped. No lock of the peer is held.
+    /// Handles the end of an operation: its last hold was dropped. The caller holds no lock of the peer.
     pub fn ended(self: &Arc<Self>, op: &Op) {
         self.count_ended(op);
         if op.failed() {
@@ -383,11 +383,11 @@ impl PeerState {
             self.served();
         }
         self.queue.ended(op);
-        // A notification may have waited for this one.
+        // A notification may have waited for this operation.
         self.wake_home_worker();
     }
 
-    /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
+    /// Tells the peer that an operation of ours failed, so that nothing there waits for its remaining bytes.
     fn tell_failure(&self, op: &Op) {
         let mut header = Header::new(Kind::Refuse);
         header.key = Refusal::Other as u64;
@@ -395,7 +395,7 @@ impl PeerState {
             Task::Send { sink, uncut, .. } => {
                 header.transfer = sink.load(Ordering::Relaxed);
                 if uncut.load(Ordering::Relaxed) {
-                    // The receive is for the next message.
+                    // No chunk was cut, so the receive can match the next message.
                     header.key = Refusal::NoSink as u64;
                 }
             }
@@ -407,7 +407,7 @@ impl PeerState {
             }
             _ => {}
         }
-        // Ids start at 1: a send that never met its receive has no sink.
+        // Ids start at 1: a send that was not matched has no sink.
         if header.transfer != 0 {
             self.queue.push_own(header);
         }
@@ -417,7 +417,7 @@ impl PeerState {
         self.failure().unwrap_or(Error::Closed)
     }
 
-    /// The peer placed (or refused, and that was noted) this frame.
+    /// Handles a frame that the peer has placed or refused.
     pub fn delivered(&self, entry: Entry, refusal: Option<Refusal>) {
         if self.queue.had(&entry.header) {
             self.wake_home_worker();
@@ -440,7 +440,7 @@ impl PeerState {
         self.note_moved(op);
     }
 
-    /// A whole frame of an operation has moved.
+    /// Notes that a complete frame of an operation has moved.
     pub fn note_moved(&self, op: &Op) {
         if self.progress.cut_off.load(Ordering::Relaxed) {
             self.progress.cut_off.store(false, Ordering::Relaxed);
@@ -448,20 +448,20 @@ impl PeerState {
         self.note(op);
     }
 
-    /// Some of a frame moves. That is no progress after a connection was lost, which may have been for the same frame, again
-    /// and again.
+    /// Notes that bytes of a frame move. After a lost connection this is no progress: the peer may lose one
+    /// connection after the other over this frame.
     pub fn note_moving(&self, op: &Op) {
         if !self.progress.cut_off.load(Ordering::Relaxed) {
             self.note(op);
         }
     }
 
-    /// A connection was lost, with parts of frames: only whole ones count, until there is one.
+    /// Notes a lost connection. Until the next complete frame, partial frames do not count as progress.
     pub fn note_cut_off(&self) {
         self.progress.cut_off.store(true, Ordering::Relaxed);
     }
 
-    /// What the peer reads of us is none of ours: it could go on for ever.
+    /// Answers to the peer's reads do not count as drained: the peer could read for ever.
     fn note(&self, op: &Op) {
         op.note_activity();
         if self.life.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
@@ -469,7 +469,8 @@ impl PeerState {
         }
     }
 
-    /// Changes as long as what was posted here gets on, once nobody holds a [`Peer`].
+    /// A counter that grows while posted operations progress after the user has dropped all handles of the
+    /// peer.
     pub fn drained(&self) -> u64 {
         self.progress.drained.load(Ordering::Relaxed)
     }
@@ -495,8 +496,8 @@ impl PeerState {
         self.stop_asking(op);
     }
 
-    /// The peer is gone, or about to be: nothing more is accepted for it, and what ends from now on has failed for this
-    /// reason. Its channels may be there a little longer.
+    /// Marks the peer as lost for the reason `error`. New operations are refused, and operations that end
+    /// later fail with it. The peer's channels may still be open.
     pub fn doom(&self, error: Error) {
         let _ = self.life.failure.set(error);
         if self.life.stuck.load(Ordering::SeqCst) {
@@ -504,7 +505,7 @@ impl PeerState {
         }
     }
 
-    /// Ends all that waits for a doomed peer. Called once its channels are closed, so that nothing is
+    /// Fails everything that waits for a doomed peer. The caller has closed its channels, so nothing is
     /// placed any more.
     pub fn fail(&self) {
         let error = self.gone();
@@ -512,7 +513,7 @@ impl PeerState {
             self.fail_with_peer(&op, &error);
         }
         for op in self.inbound.close(&error) {
-            // One that had failed before, or was cancelled, is not there any more.
+            // An operation that had failed or was cancelled is not in this list.
             if op.verb() == Verb::Read {
                 self.life.unfinished.store(true, Ordering::SeqCst);
             }
@@ -525,8 +526,8 @@ impl PeerState {
         self.life.over.store(true, Ordering::SeqCst);
     }
 
-    /// An operation fails because the peer has ended. To answer the peer's reads is not asked for any more, and a
-    /// receive may be one that was never to be met.
+    /// Fails an operation because the peer has ended. An answer to the peer's read, or a receive, does not
+    /// count as unfinished: the peer no longer wants the one, and the other might never have been matched.
     fn fail_with_peer(&self, op: &Op, error: &Error) {
         if !matches!(op.verb(), Verb::Serve | Verb::Recv) && !op.failing() {
             self.life.unfinished.store(true, Ordering::SeqCst);
@@ -534,12 +535,13 @@ impl PeerState {
         op.fail(error.clone());
     }
 
-    /// Whether nothing of it is left: it may be doomed for a moment before.
+    /// Whether the peer has ended completely: channels closed, operations ended. A doomed peer may not be
+    /// over yet.
     pub fn is_over(&self) -> bool {
         self.life.over.load(Ordering::SeqCst)
     }
 
-    /// Frames that cannot be sent any more.
+    /// Fails the operations of frames that cannot be sent any more.
     pub fn drop_entries(&self, entries: Vec<Entry>) {
         let error = self.gone();
         for op in entries.into_iter().filter_map(|entry| entry.op) {
@@ -551,5 +553,5 @@ impl PeerState {
     }
 }
 
-/// Bytes under way from which on threads, and not waiting callers, move them.
+/// Bytes in flight above which worker threads move them, not waiting callers.
 const BULK_BYTES: u64 = 512 << 10;

@@ -1,9 +1,10 @@
-//! Operations that wait for a GPU before they begin: posted, counted, and not queued yet.
+//! Operations that wait for a GPU stream before they begin: posted and counted, but not queued.
 //!
-//! Whoever polls the progress engine of the peer's home asks the GPU, again and again, and begins what may begin.
+//! The thread that polls the peer's home worker also polls the GPU, and starts operations that are ready.
 //!
-//! Invariant: an operation is here or it has begun; one that is cancelled, fails or loses its memory meanwhile
-//! ends as if it had begun. Read next: `ordering.rs`, what they wait for.
+//! Invariant: an operation is either in this list or has begun. If it is cancelled, fails or loses its memory
+//! while it waits, it ends as if it had begun.
+//! Read next: `ordering.rs`, the stream events.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +15,7 @@ use crate::core::operation::{Hold, Op, Verb};
 use crate::core::ordering::StreamEvent;
 use crate::error::{Error, Result};
 
-/// What begins an operation.
+/// Starts an operation.
 type Start = Box<dyn FnOnce(&Arc<PeerState>, Hold) + Send>;
 
 struct Waiting {
@@ -29,19 +30,20 @@ struct List {
     closed: bool,
 }
 
-/// The operations of one peer that wait.
+/// The operations of one peer that wait for a GPU stream.
 #[derive(Default)]
 pub(crate) struct StreamQueue {
     any: AtomicBool,
     list: Mutex<List>,
-    /// One at a time begins them, so that they begin in their order.
+    /// Held while operations are started, so that they start in order.
     releasing: Mutex<()>,
-    /// How often those that wait were looked through.
+    /// How often the list was searched for ready operations.
     #[cfg(test)]
     pub looks: std::sync::atomic::AtomicUsize,
 }
 
-/// What has been seen to wait on, in one look through the list: what the GPU finishes meanwhile keeps its order.
+/// What has to stay in order during one pass over the list, even if the GPU finishes a later operation's
+/// event meanwhile: operations of one event, receives of one tag, and notifications.
 #[derive(Default)]
 struct Order {
     last: Option<StreamEvent>,
@@ -72,17 +74,17 @@ impl StreamQueue {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether there are some: somebody has to ask.
+    /// Whether operations wait, so that a thread has to poll the GPU.
     pub fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Whether this one waits.
+    /// Whether this operation waits.
     pub fn knows(&self, op: &Arc<Op>) -> bool {
         self.any() && self.lock().waiting.iter().any(|waiting| Arc::ptr_eq(&waiting.op, op))
     }
 
-    /// Adds one; gives it back when the peer is gone.
+    /// Adds an operation; returns it if the peer is gone.
     fn add(&self, waiting: Waiting) -> std::result::Result<(), Waiting> {
         let mut list = self.lock();
         if list.closed {
@@ -93,7 +95,8 @@ impl StreamQueue {
         Ok(())
     }
 
-    /// Takes out those that wait no longer, in their order, with the reason if they must not begin.
+    /// Removes the operations that need not wait any longer, in order, with the error of the GPU if it
+    /// failed.
     fn take(&self) -> Vec<(Waiting, Option<Error>)> {
         #[cfg(test)]
         self.looks.fetch_add(1, Ordering::SeqCst);
@@ -120,7 +123,7 @@ impl StreamQueue {
         taken
     }
 
-    /// The peer is gone: gives all operations back, which hold a token.
+    /// Closes the list, since the peer is gone, and returns all waiting operations.
     pub fn close(&self) -> Vec<Hold> {
         let mut list = self.lock();
         list.closed = true;
@@ -130,7 +133,10 @@ impl StreamQueue {
 }
 
 impl PeerState {
-    /// Begins an operation once memory may be used. It counts as posted already.
+    /// Starts an operation once `ready` has happened. The operation already counts as posted.
+    ///
+    /// # Errors
+    /// The peer's error if the peer is gone; the operation then has failed with it.
     pub fn hold(
         self: &Arc<Self>,
         ready: StreamEvent,
@@ -145,7 +151,8 @@ impl PeerState {
         Ok(())
     }
 
-    /// Queues an operation once memory may be used; what is posted behind it knows of it already.
+    /// Queues an operation once `ready` has happened. Later notifications wait for it from now on. Errors as
+    /// for [`PeerState::hold`].
     pub fn post_after(self: &Arc<Self>, ready: StreamEvent, op: Hold) -> Result<()> {
         if op.verb() != Verb::Notify {
             self.queue.join(&op);
@@ -153,7 +160,7 @@ impl PeerState {
         self.hold(ready, op, |state, op| state.start(op))
     }
 
-    /// Queues an operation that waited.
+    /// Queues an operation that has waited for a stream.
     pub fn start(self: &Arc<Self>, op: Hold) {
         let bytes = op.total;
         match self.queue.post_held(op) {
@@ -162,12 +169,12 @@ impl PeerState {
         }
     }
 
-    /// Begins what need not wait any longer; true if that was anything.
+    /// Starts operations that need not wait any longer. Returns whether there were any.
     pub fn release_held(self: &Arc<Self>) -> bool {
         if !self.held.any() {
             return false;
         }
-        // Somebody else is at it, and will be again soon.
+        // Another thread is starting operations, and will poll again soon.
         let Ok(_alone) = self.held.releasing.try_lock() else { return false };
         let taken = self.held.take();
         let worked = !taken.is_empty();
@@ -176,7 +183,7 @@ impl PeerState {
                 op.fail(error);
             }
             match op.verb() {
-                // It has its number, which the peer waits for: it is withdrawn in its turn.
+                // The send has a number that the peer expects: it is withdrawn through the queue.
                 Verb::Send => start(self, op),
                 _ if op.failing() => op.cut_short(),
                 _ => start(self, op),

@@ -1,4 +1,4 @@
-//! A frame in a window: encoded, and with the memory that its payload comes from.
+//! An encoded frame in a window, with the memory that its payload comes from.
 //!
 //! Invariant: the pieces of a frame are exactly the bytes that its header announces. Read next: `mod.rs`.
 
@@ -10,37 +10,37 @@ use ferrywire_proto::outbox::{Body, Frame, withdrawn};
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::sync::Arc;
 
-/// A frame in a window: encoded header, and what its payload is taken from.
+/// An encoded frame of a window, and the source of its payload.
 pub(crate) struct Entry {
     pub header: Header,
     pub encoded_header: [u8; HEADER_BYTES],
     pub placements: Box<[u8]>,
     pub body: Body,
     pub op: Option<Hold>,
-    /// Where the payload waits to be sent, if it comes from a GPU.
+    /// The payload's bytes in a staging ring, if it comes from a GPU.
     pub staged: Option<Staged>,
 }
 
-/// Why nothing of some memory is sent any more.
+/// Why an operation on dropped memory fails.
 pub(crate) const DROPPED: &str = "it was dropped before the operation had ended";
 
 impl Entry {
-    /// A frame of the engine's own, without payload.
+    /// Creates a frame without payload, such as an answer.
     pub fn bare(header: Header) -> Entry {
         Entry::from(Frame::bare(header))
     }
 
-    /// Bytes on the wire, over whatever they travel.
+    /// Bytes of the frame, in the stream and over a lane.
     pub fn bytes(&self) -> usize {
         HEADER_BYTES + self.header.body_bytes()
     }
 
-    /// Bytes of it that go into the stream.
+    /// Bytes of the frame that go into the stream.
     pub fn stream_bytes(&self) -> usize {
         HEADER_BYTES + self.header.stream_bytes()
     }
 
-    /// The memory and the ranges of it that the payload is taken from.
+    /// The source memory of the payload, with its ranges as (offset, length) in bytes.
     pub fn payload(&self) -> Option<(&Arc<Memory>, impl Iterator<Item = (u64, u64)> + '_)> {
         let op = self.op.as_ref()?;
         match (&self.body, &op.memory) {
@@ -49,17 +49,17 @@ impl Entry {
         }
     }
 
-    /// Whether its payload is in memory that its user may have freed, and not in a ring.
+    /// Whether the payload must be read from memory that its user may have freed; false if a ring has it.
     pub fn is_gone(&self) -> bool {
         self.staged.is_none() && self.is_of_gone_memory()
     }
 
-    /// Whether its payload comes from such memory, wherever it is now.
+    /// Whether the payload comes from memory that its user may have freed, even if a ring has it now.
     pub fn is_of_gone_memory(&self) -> bool {
         self.payload().is_some_and(|(memory, _)| memory.is_gone())
     }
 
-    /// The GPU whose memory the payload is to be staged from, if there is any.
+    /// The GPU whose memory the payload is staged from, if any.
     pub fn gpu(&self) -> Option<MemoryLocation> {
         if self.header.len == 0 || self.header.is_posted() {
             return None;
@@ -69,8 +69,8 @@ impl Entry {
             .filter(|location| *location != MemoryLocation::Host)
     }
 
-    /// The payload cannot be had: the operation fails, and the frame goes out as one that says nothing, so that
-    /// those behind it keep their numbers. Returns credit that it does not need after all.
+    /// Gives up the payload: the operation fails, and the frame is sent without effect so that later frames
+    /// keep their numbers. Returns credit in bytes that the frame no longer needs.
     pub fn give_up(&mut self, error: &Error) -> u64 {
         self.op.iter().for_each(|op| op.fail(error.clone()));
         let (header, credit) = withdrawn(&self.header);
@@ -81,13 +81,13 @@ impl Entry {
         credit
     }
 
-    /// Its memory cannot be read. It is sent again as one that is given up.
+    /// Fails the operation of a frame whose memory cannot be read. The frame is sent again without effect.
     pub fn fail_unread(&self, why: Error) {
         let why = if self.is_gone() { Error::invalid("region", DROPPED) } else { why };
         self.op.iter().for_each(|op| op.fail(why.clone()));
     }
 
-    /// The pieces of host memory that follow header and placements in the stream.
+    /// Calls `each` with the host memory that follows header and placements in the stream.
     pub fn stream_pieces(&self, each: impl FnMut(*mut u8, usize)) {
         self.pieces(!self.header.is_posted(), each);
     }
@@ -110,7 +110,7 @@ impl Entry {
         }
     }
 
-    /// Once the payload is where the CPU can read it.
+    /// Adds the checksum, once the CPU can read the payload.
     pub fn add_crc(&mut self) {
         let mut crc = crc32fast::Hasher::new();
         // SAFETY: the pieces lie in memory that the operation keeps alive.
@@ -129,7 +129,7 @@ impl From<Frame<Hold>> for Entry {
 }
 
 impl From<Entry> for Frame<Hold> {
-    /// Over another channel it is staged again.
+    /// Drops the staged bytes: the frame's next channel stages them again.
     fn from(Entry { header, placements, body, op, .. }: Entry) -> Frame<Hold> {
         Frame { header, placements, body, op }
     }

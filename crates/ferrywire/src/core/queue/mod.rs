@@ -1,7 +1,7 @@
-//! The send queue of a peer: its outbox behind a lock, and what is asked of it without that lock.
+//! The send queue of a peer: its outbox behind a lock, and counts that are read without the lock.
 //!
-//! Invariant: the published counts are those of the outbox whenever its lock is free.
-//! Read next: `ferrywire-proto`'s `outbox/`, which says what goes first; `channel/`, which pulls.
+//! Invariant: the published counts equal those of the outbox whenever its lock is free.
+//! Read next: `outbox/` of `ferrywire-proto`, which orders frames; `channel/`, which pulls them.
 
 mod entry;
 
@@ -22,19 +22,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The queue of one peer.
 pub(crate) struct SendQueue {
     outbox: Mutex<Outbox<Hold>>,
-    /// Items that wait, and those of them that are not small operations, or not bulk.
+    /// Queued items, and the numbers of those that are not small operations, and not bulk.
     waiting: AtomicUsize,
     waiting_beside_small: AtomicUsize,
     waiting_beside_bulk: AtomicUsize,
-    /// Bytes of bulk operations that are not cut yet.
+    /// Bytes of bulk operations that are not cut into chunks yet.
     bulk_bytes: AtomicU64,
-    /// Whether requests of reads wait for others to be answered.
+    /// Whether read requests wait for earlier reads to be answered.
     keeps_back: AtomicBool,
     pub chunk_bytes: usize,
     pub crc: bool,
 }
 
-/// An operation that was numbered, with its hold where that is not queued.
+/// A numbered operation, with its hold unless that is queued.
 type Posted = (Arc<Op>, Option<Hold>);
 
 fn read_of(op: &Op) -> Read {
@@ -55,7 +55,7 @@ impl SendQueue {
         }
     }
 
-    /// Of a peer whose channels have lanes: no message is larger than a chunk.
+    /// Limits messages to one chunk, for a peer whose channels have lanes.
     pub fn with_lanes(mut self) -> SendQueue {
         let small_bytes_max = SMALL_BYTES_MAX.min(self.chunk_bytes as u64);
         self.outbox = Mutex::new(Outbox::new(PeerLimits { small_bytes_max, ..PeerLimits::default() }));
@@ -66,17 +66,17 @@ impl SendQueue {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether something waits to be pulled.
+    /// Whether items wait to be pulled.
     pub fn has_work(&self) -> bool {
         self.waiting() > 0
     }
 
-    /// Whether something waits that a channel takes which may take small operations.
+    /// Whether items wait for a channel that may take small operations.
     pub fn has_work_beside_bulk(&self) -> bool {
         self.waiting_beside_bulk.load(Ordering::SeqCst) > 0
     }
 
-    /// Whether something waits that a channel takes which may take bulk.
+    /// Whether items wait for a channel that may take bulk.
     pub fn has_work_beside_small(&self) -> bool {
         self.waiting_beside_small.load(Ordering::SeqCst) > 0
     }
@@ -91,7 +91,7 @@ impl SendQueue {
         self.waiting.load(Ordering::SeqCst)
     }
 
-    /// Frames of our own among them, such as answers to the peer.
+    /// Queued frames of the engine's own, such as answers to the peer.
     pub fn answers_waiting(&self) -> usize {
         self.lock().answers_len()
     }
@@ -108,7 +108,7 @@ impl SendQueue {
         }
     }
 
-    /// Changes the outbox, and publishes what others see of it.
+    /// Changes the outbox and publishes its counts.
     fn change<T>(&self, change: impl FnOnce(&mut Outbox<Hold>) -> T) -> T {
         let mut outbox = self.lock();
         let changed = change(&mut outbox);
@@ -116,24 +116,27 @@ impl SendQueue {
         changed
     }
 
-    /// Queues an operation; false when the peer is gone.
+    /// Queues an operation; false if the peer is gone.
     #[must_use]
     pub fn post(&self, op: Hold) -> bool {
         self.change(|outbox| outbox.post(op)).is_ok()
     }
 
-    /// Queues what follows the children of an operation, which are queued or done: its notification. False when the
-    /// peer is gone.
+    /// Queues the notification of an operation behind its children, which are queued or done.
+    ///
+    /// # Errors
+    /// The operation's hold, if the peer is gone.
     pub fn post_behind_children(&self, parent: Hold) -> Result<(), Hold> {
         self.change(|outbox| outbox.post_behind_children(parent))
     }
 
-    /// Lets later notifications wait for an operation that is not queued itself.
+    /// Makes later notifications wait for an operation that is not queued itself.
     pub fn join(&self, op: &Hold) {
         self.lock().join(op);
     }
 
-    /// Numbers a send that `make` makes, and queues it, unless it is held: then its hold is given back.
+    /// Numbers the send that `make` creates and queues it. With `held` the send is not queued, and its hold
+    /// is returned.
     #[must_use]
     pub fn post_send(&self, held: bool, make: impl FnOnce(u64) -> Option<Hold>) -> Option<Posted> {
         let mut outbox = self.lock();
@@ -147,28 +150,33 @@ impl SendQueue {
         Some((shared, None))
     }
 
-    /// Queues an operation that was held, with all that was done for it before; gives it back when the peer is gone.
+    /// Queues an operation that waited for a GPU stream.
+    ///
+    /// # Errors
+    /// The operation's hold, if the peer is gone.
     pub fn post_held(&self, op: Hold) -> Result<(), Hold> {
         self.change(|outbox| outbox.post_joined(op))
     }
 
-    /// Queues a frame of the engine's own.
+    /// Queues a frame of the engine's own, without payload.
     pub fn push_own(&self, header: Header) {
         let _closed = self.push_entry(Entry::bare(header));
     }
 
-    /// Queues a prepared frame of the engine's own; gives it back when the peer is gone.
+    /// Queues a prepared frame. Returns the frame if the peer is gone.
     pub fn push_entry(&self, entry: Entry) -> Vec<Entry> {
         let closed = self.change(|outbox| outbox.push_own(entry.into())).err();
         closed.map(Entry::from).into_iter().collect()
     }
 
-    /// Queues a request of a read, or keeps it back while the peer has so many; gives it back when the peer is gone.
+    /// Queues a read request, or keeps it back while the peer has `OUTSTANDING_READS_MAX`. Returns the frame
+    /// if the peer is gone.
     pub fn ask(&self, entry: Entry, op: &Op) -> Vec<Entry> {
         let closed: Result<(), Frame<Hold>> = self.change(|outbox| {
             outbox.ask(entry.into(), read_of(op))?;
             if outbox.keeps_back() {
-                // Whoever places bytes of the read from here on, and says so, sees that somebody waits; the others we see.
+                // A thread that places and counts bytes of the read after this store sees that requests wait.
+                // Bytes counted before are seen here.
                 self.keeps_back.store(true, Ordering::Relaxed);
                 fence(Ordering::SeqCst);
                 outbox.answered(read_of(op), op.moved());
@@ -178,7 +186,8 @@ impl SendQueue {
         closed.err().map(Entry::from).into_iter().collect()
     }
 
-    /// Bytes of a read of several requests have been placed and counted: the next requests may go out.
+    /// Notes that bytes of a read with several requests have been placed and counted, so that more requests
+    /// may go out.
     pub fn answered(&self, op: &Op) {
         fence(Ordering::SeqCst);
         if self.keeps_back.load(Ordering::Relaxed) {
@@ -186,14 +195,14 @@ impl SendQueue {
         }
     }
 
-    /// A read asks for nothing more: gives back what it has not asked for, and others have its room.
+    /// Withdraws the requests of a read that are kept back, and returns them. Other reads get the room.
     pub fn forget_requests(&self, op: &Op) -> Vec<Entry> {
         let kept = self.change(|outbox| outbox.forget_requests(read_of(op)));
         kept.into_iter().map(Entry::from).collect()
     }
 
-    /// Takes back what a lost channel did not deliver, oldest first, ahead of everything else.
-    /// Returns what cannot be sent any more because the peer is gone.
+    /// Queues the frames that a lost channel did not deliver, oldest first, ahead of everything else. Returns
+    /// the frames if the peer is gone.
     pub fn resend(&self, entries: Vec<Entry>) -> Vec<Entry> {
         let mut outbox = self.lock();
         if outbox.is_closed() {
@@ -204,7 +213,8 @@ impl SendQueue {
         Vec::new()
     }
 
-    /// The operation has ended: releases the notifications that waited for it alone. A write that none waits for takes no lock.
+    /// Releases the notifications that waited only for this operation, which has ended. A write that no
+    /// notification waits for takes no lock.
     pub fn ended(&self, op: &Op) {
         let Some(epoch) = op.epoch.get() else { return };
         let is_waited_for = epoch.leave();
@@ -216,7 +226,8 @@ impl SendQueue {
         }
     }
 
-    /// The peer has this frame: if it has a number, those may go out that were too far ahead of it. True if there are any.
+    /// Notes that the peer has this frame. A numbered frame may release others that were too far ahead. True
+    /// if it did.
     pub fn had(&self, header: &Header) -> bool {
         if !is_numbered(header) {
             return false;
@@ -229,42 +240,43 @@ impl SendQueue {
         any
     }
 
-    /// The peer has consumed eager messages.
+    /// Returns credit for eager messages, in bytes, that the peer has consumed.
     pub fn credit(&self, bytes: u64) {
-        // Whoever looks after copies asks at every turn.
+        // The poll of GPU copies calls this in every pass, mostly with 0.
         if bytes > 0 {
             self.lock().return_credit(bytes);
         }
     }
 
-    /// The peer has matched an announced send: its data go to this sink, if it has any.
+    /// Queues the data of an announced send that the peer has matched, for this sink.
     pub fn matched(&self, transfer: u64, sink: u64) -> Matched<Hold> {
         self.change(|outbox| outbox.matched(transfer, sink))
     }
 
-    /// Takes an announced send out that is cancelled before it was received, and tells the peer, which holds it.
+    /// Withdraws an announced send that is cancelled before the peer matched it, and tells the peer, which
+    /// holds the announcement.
     pub fn take_back(&self, op: &Op) -> Option<Hold> {
         self.change(|outbox| outbox.take_back(op.id))
     }
 
-    /// Takes an announced send out, because it is refused.
+    /// Withdraws an announced send that the peer refused.
     #[must_use]
     pub fn withdraw(&self, transfer: u64) -> Option<Hold> {
         self.lock().withdraw(transfer)
     }
 
-    /// Takes out what is not cut yet of an operation.
+    /// Withdraws the part of an operation that is not cut into chunks yet.
     pub fn take_out(&self, op: &Arc<Op>) -> Option<Hold> {
         self.change(|outbox| outbox.take_out(op.verb(), |queued| Arc::ptr_eq(queued, op)))
     }
 
-    /// Closes the queue for good and gives its operations back.
+    /// Closes the queue for good and returns its operations.
     pub fn close(&self) -> Vec<Hold> {
         self.change(Outbox::close)
     }
 
-    /// Fills a window from the outbox, up to a number of bytes, and reserves room for payload of GPUs that goes
-    /// into the stream. Returns the bytes taken and the operations that ended without needing a frame.
+    /// Fills a window from the outbox, up to `pull.bytes`, and reserves staging room for GPU payload in the
+    /// stream. Returns the bytes taken, and operations that ended without needing a frame.
     pub fn pull(
         &self,
         window: &mut Window<Entry>,
@@ -275,9 +287,9 @@ impl SendQueue {
         let mut taken = 0;
         let mut dropped = Vec::new();
         let mut messages = pull.messages;
-        // Any frame may have a payload for the lane, so a full one takes none.
+        // Any frame may have a payload for the lane, so a full lane takes none.
         while taken < pull.bytes && window.has_room() && messages != Some(0) {
-            // A lane reaches the GPU itself.
+            // A lane reads GPU memory itself.
             let gpu = messages.is_some() || staging.has_room();
             let Some(mut frame) = outbox.next(pull, gpu, &mut dropped) else {
                 break;
@@ -286,7 +298,7 @@ impl SendQueue {
             let mut entry = Entry::from(frame);
             messages = messages.map(|room| room - usize::from(entry.header.is_posted()));
             staging.reserve(&mut entry);
-            // Of what is staged the checksum is made once it is there.
+            // A staged payload gets its checksum after the copy.
             if self.crc && entry.staged.is_none() {
                 entry.add_crc();
             }
@@ -300,7 +312,7 @@ impl SendQueue {
     }
 }
 
-/// Says whether the payload goes over a lane: a frame may travel again over another channel.
+/// Sets whether the payload goes over a lane. A resent frame may go over another channel than before.
 fn post(header: &mut Header, lane: bool) {
     let posted = lane && header.kind == Kind::Data && header.len > 0;
     if posted != header.is_posted() {
@@ -317,7 +329,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// Every write that ended kept channels from taking frames meanwhile.
+    /// Each ending write used to take the lock, and kept channels from taking frames.
     #[test]
     fn the_end_of_a_write_that_no_notification_waits_for_takes_no_lock() {
         const LIMIT: Duration = Duration::from_secs(60);
@@ -339,7 +351,7 @@ mod tests {
         hears.recv_timeout(LIMIT).expect("it ends while the queue is locked");
         drop(locked);
         thread.join().expect("it has ended");
-        // The last one that a notification waits for lets it out.
+        // The last write that the notification waits for releases it.
         assert!(queue.post(op(4, Task::Notify)));
         queue.ended(&second);
         assert!(!queue.has_work());

@@ -1,10 +1,10 @@
-//! The progress engine of one worker: the channels, and one pass over them.
+//! The progress engine of one worker: its channels, and one pass over them.
 //!
-//! A pass runs commands, receives, moves lanes and copies of GPUs on, and sends.
+//! A pass runs commands, receives, polls lanes and GPU copies, and sends.
 //!
 //! Invariant: only the thread that holds the engine's lock touches its channels.
 //!
-//! Read next: `channel/`, which a pass calls.
+//! Read next: `channel/`, whose methods a pass calls.
 
 use std::io;
 use std::sync::Arc;
@@ -24,15 +24,15 @@ use ferrywire_proto::limits;
 use ferrywire_sys::affinity;
 use ferrywire_sys::poll::{Event as PollEvent, Interest, WAKE_TOKEN};
 
-/// Every so many passes, the channel that received last is not asked first.
+/// Passes between two polls of all sockets, while one channel receives all the time.
 const HOT_POLLS: u32 = 8;
-/// Every so many passes, each acknowledgement that is due goes out, however much else there is to do.
+/// Passes after which every due acknowledgement is sent, even while more data arrives.
 const ACK_POLLS: u32 = 64;
-/// How long to wait before the kernel is asked again whether it has released memory.
+/// Pause before the kernel is asked again whether it has released memory.
 const RELEASE_PAUSE: Duration = Duration::from_micros(100);
-/// Why a channel is lost that sends of memory which its user has dropped.
+/// Reason for losing a channel that sends from memory which its user has dropped.
 const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
-/// Bytes that keep a lane busy for longer than a backoff.
+/// Bytes that keep a lane busy for longer than one backoff.
 const BACKOFF_BYTES: usize = 4 << 20;
 
 pub(super) struct Slot {
@@ -49,7 +49,8 @@ pub(super) enum Polled {
 }
 
 impl ProgressEngine {
-    /// One pass: commands, what can be received, then, unless `done`, what can be sent.
+    /// Makes one pass: runs commands, receives, polls lanes and GPU copies, and then sends, unless `done`
+    /// returns true before.
     pub(super) fn poll_once(
         &mut self,
         worker: &Worker,
@@ -65,7 +66,7 @@ impl ProgressEngine {
         if done() {
             return Polled::Done;
         }
-        // While more comes in, acknowledgements that are not urgent wait for company.
+        // While more data arrives, acknowledgements that are not urgent wait for a data frame.
         let quiet = !worked || self.polls.is_multiple_of(ACK_POLLS);
         worked |= self.send(worker, context, quiet);
         if done() {
@@ -81,7 +82,8 @@ impl ProgressEngine {
 
     pub(super) fn run_commands(&mut self, worker: &Worker, context: &Context) -> bool {
         let mut worked = worker.sleeper.take_keep_to_core();
-        // A caller that polls inline has just added the first lane, perhaps: its thread is not ours to bind.
+        // A caller that polls inline may have added the first lane. Only the worker's own thread is pinned
+        // here.
         if worked && worker.thread_alone() && affinity::thread_id() == worker.thread_id() {
             worker.keep_to_core(context);
         }
@@ -113,8 +115,8 @@ impl ProgressEngine {
         worked
     }
 
-    /// Loses the channels whose connections still send of memory that its user has dropped, once the kernel has released it,
-    /// or has not in time. All of them are waited for together.
+    /// Loses the channels whose connections still send from memory that its user has dropped, once the kernel
+    /// has released the memory or `KERNEL_RELEASE_TIMEOUT` has passed. One timeout covers all these channels.
     fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, context: &Context) {
         let sends = |slot: &mut Option<Slot>| {
             slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
@@ -124,7 +126,7 @@ impl ProgressEngine {
         let since = Instant::now();
         for place in places {
             let Some(slot) = &mut self.slots[place] else { continue };
-            // Packets that a NIC's queue still holds.
+            // A NIC's queue may still hold packets.
             while !slot.channel.has_released_dropped_memory() {
                 if since.elapsed() >= limits::KERNEL_RELEASE_TIMEOUT {
                     slot.channel.fail_unreleased();
@@ -136,9 +138,9 @@ impl ProgressEngine {
         }
     }
 
-    /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what was being
-    /// sent over a lane or connection that is closed. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
-    /// memory is wanted at any cost.
+    /// Answers a request to release memory once no channel writes there and no NIC sends from it over a
+    /// closed lane or connection. If a lane does not let go of the memory in time, its channel is lost. If a
+    /// GPU does not, its channel is lost only where the request has `force`.
     fn release_memory(&mut self, worker: &Worker, context: &Context) {
         self.lose_senders_of_dropped_memory(worker, context);
         let now = context.transport.now();
@@ -174,7 +176,8 @@ impl ProgressEngine {
         }
     }
 
-    /// Whether nothing reads the memory of closed lanes and connections any more, as far as is waited for.
+    /// Whether no closed lane or connection reads memory any more. One that does so for longer than
+    /// `CLOSED_RELEASE_TIMEOUT` counts as released, and its operations fail.
     fn has_released(&mut self, now: Duration) -> bool {
         self.unreleased.retain_mut(|closed| {
             let late = now.saturating_sub(closed.since) > limits::CLOSED_RELEASE_TIMEOUT;
@@ -188,7 +191,7 @@ impl ProgressEngine {
         self.unreleased.is_empty()
     }
 
-    /// Moves the lanes on; all of them at every pass, since nothing tells which has something.
+    /// Polls every lane: lanes raise no events.
     fn poll_lanes(&mut self, worker: &Worker, context: &Context) -> bool {
         if !worker.may_have_lanes() {
             return false;
@@ -196,7 +199,7 @@ impl ProgressEngine {
         let mut worked = false;
         for place in 0..self.slots.len() {
             let Some(slot) = &mut self.slots[place] else { continue };
-            // Lanes may copy megabytes, and somebody waits for the answer.
+            // A lane may copy megabytes, and another thread waits for the command's answer.
             if worked && worker.has_commands() {
                 break;
             }
@@ -216,7 +219,7 @@ impl ProgressEngine {
         worked
     }
 
-    /// Looks what GPUs have copied, and places it.
+    /// Places payload whose GPU copies have finished.
     fn poll_staging(&mut self, worker: &Worker, context: &Context) -> bool {
         let mut worked = false;
         for place in 0..self.slots.len() {
@@ -244,8 +247,8 @@ impl ProgressEngine {
         worked
     }
 
-    /// Begins what need not wait for a GPU any longer, for the first channel of each peer: to ask the GPU is a call of the
-    /// driver for each operation.
+    /// Starts operations that need no longer wait for a GPU stream. Only the first channel of each peer does
+    /// this: each waiting operation costs a driver call.
     fn begin_held(&self, place: usize) -> bool {
         let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.asks_for_held()) else {
             return false;
@@ -255,18 +258,18 @@ impl ProgressEngine {
         !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer)) && peer.release_held()
     }
 
-    /// Whether a GPU copies for a channel: somebody has to look whether it is done.
+    /// Whether a GPU copies for some channel, so that a thread has to poll it.
     pub(super) fn staging_active(&self) -> bool {
         self.slots.iter().flatten().any(|slot| slot.channel.staging_active())
     }
 
     pub(super) fn lanes_active(&self) -> bool {
-        // A request that waits for a GPU's copies looks after them now and then.
+        // A request that waits only for GPU copies is checked by the staging poll.
         self.abandoning.iter().any(|each| !each.by_gpu)
             || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
     }
 
-    /// Whether every lane that does anything has so much to do that a backoff makes nobody wait.
+    /// Whether every active lane has so many bytes in flight that a backoff delays no caller.
     pub(super) fn lanes_in_bulk(&self) -> bool {
         let mut active = self.slots.iter().flatten().filter(|slot| slot.channel.lane_active()).peekable();
         self.abandoning.is_empty()
@@ -274,19 +277,19 @@ impl ProgressEngine {
             && active.all(|slot| slot.channel.lane_bytes_in_flight() >= BACKOFF_BYTES)
     }
 
-    /// Whether every channel that waits for something has so much under way that its thread need not watch.
+    /// Whether every channel with frames in flight has so much of them that the thread need not spin.
     pub(super) fn in_deep_bulk(&self) -> bool {
         let channels = || self.slots.iter().flatten().map(|slot| &slot.channel);
         channels().any(|channel| channel.in_deep_bulk())
             && channels().all(|channel| channel.in_deep_bulk() || !channel.outstanding())
     }
 
-    /// How long to rest after a pass in vain, where an active lane says so.
+    /// How long to pause after a pass without progress, if an active lane specifies that.
     pub(super) fn lanes_pause(&self) -> Option<Duration> {
         self.slots.iter().flatten().find_map(|slot| slot.channel.lane_pause())
     }
 
-    /// Whether a channel has no lane.
+    /// Whether some channel has no lane.
     pub(super) fn has_plain(&self) -> bool {
         self.slots.iter().flatten().any(|slot| !slot.channel.has_lane())
     }
@@ -344,7 +347,7 @@ impl ProgressEngine {
         });
     }
 
-    /// A channel that goes, after it has sent all there is where its peer is to vanish.
+    /// For tests: sends everything that is queued, where the channel's peer is to vanish.
     #[cfg(test)]
     fn handed_over(&mut self, mut slot: Slot) -> Slot {
         if slot.channel.peer.life.vanishes.load(Ordering::SeqCst) {
@@ -382,8 +385,8 @@ impl ProgressEngine {
         worked
     }
 
-    /// Asks the channel that received last before asking the kernel about all: while messages go to and
-    /// fro, that spares a system call. `None` when it is the others' turn.
+    /// Receives on the channel that received last, before all sockets are polled. In a ping-pong this saves a
+    /// system call. Returns `None` when all sockets have to be polled.
     fn receive_hot(&mut self, worker: &Worker, context: &Context) -> Option<bool> {
         self.polls = self.polls.wrapping_add(1);
         let place = self.hot.filter(|_| !self.polls.is_multiple_of(HOT_POLLS))?;
@@ -440,7 +443,8 @@ impl ProgressEngine {
 
     fn send(&mut self, worker: &Worker, context: &Context, flush: bool) -> bool {
         let mut worked = false;
-        // Each pass begins with another channel: where they share what may be in flight, the first takes it.
+        // Each pass starts with another channel. The first one gets most of a shared limit on bytes in
+        // flight.
         self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
         for place in (self.first..self.slots.len()).chain(0..self.first) {
             worked |= self.send_at(worker, context, place, flush);
@@ -470,7 +474,7 @@ impl ProgressEngine {
         }
     }
 
-    /// Sends what waits for one peer.
+    /// Sends the queued frames of one peer.
     pub(super) fn send_for(&mut self, worker: &Worker, context: &Context, peer: &Arc<PeerState>) {
         let _moving = deferred_free::moving();
         for place in 0..self.slots.len() {
@@ -496,7 +500,7 @@ impl ProgressEngine {
         }
     }
 
-    /// Whether something waits that a socket will not tell us of.
+    /// Whether work waits that no socket event will report.
     pub(super) fn has_work(&self) -> bool {
         self.slots.iter().flatten().any(|slot| {
             let channel = &slot.channel;
@@ -508,7 +512,7 @@ impl ProgressEngine {
         self.slots.iter().flatten().any(|slot| slot.channel.ack_due())
     }
 
-    /// How long the owner may sleep without looking at anything.
+    /// How long the owner may sleep without polling anything.
     pub(super) fn sleep_limit(&self) -> Option<Duration> {
         if self.staging_active() {
             return Some(COPY_BACKOFF);
@@ -522,7 +526,8 @@ impl ProgressEngine {
 }
 
 impl Closed {
-    /// Its memory has not been released in time: operations of what was dropped fail, whatever the peer has placed of them.
+    /// Fails operations on dropped memory that the kernel or a NIC has not released in time, even where the
+    /// peer has placed their bytes.
     fn give_up(&self) {
         tracing::error!("a NIC may still send of memory of a connection or lane that is closed");
         let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
@@ -531,7 +536,8 @@ impl Closed {
 }
 
 impl Slot {
-    /// Waits for room in the socket only while there is none, and for bytes only while they can be taken.
+    /// Polls the socket for writability only while the channel is blocked, and for bytes only while the
+    /// channel can take them.
     fn watch(&mut self, worker: &Worker, place: usize) {
         let interest = Interest { read: !self.channel.stalled(), write: self.channel.blocked() };
         if interest == self.waits_for {
@@ -560,7 +566,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Two endpoints of one thread each, the first of which has connected.
+    /// Two endpoints with one thread each; the first one has connected.
     fn connected(channels: usize) -> (Endpoint, Endpoint, crate::Peer) {
         let builder = || Endpoint::builder().threads(1).channels(channels);
         let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
@@ -569,7 +575,7 @@ mod tests {
         (near, far, peer)
     }
 
-    /// The engine, once it has so many channels.
+    /// The engine, once it has `channels` channels.
     fn engine_of<'a>(
         worker: &'a Worker,
         context: &Context,
@@ -588,7 +594,7 @@ mod tests {
         }
     }
 
-    /// Notes how often something was sent by a thread that is known to move data, and how often by one that is not.
+    /// Counts sends by threads that are marked as moving data, and by threads that are not.
     struct Watched {
         conn: Box<dyn Conn>,
         sends: Arc<[AtomicUsize; 2]>,
@@ -627,8 +633,8 @@ mod tests {
         }
     }
 
-    /// A caller that sent at once, and lost the connection over it, freed its rings there and then: with the engine in its
-    /// hands it waited for all that the GPU had to do.
+    /// A caller that sends inline and loses the connection must not free the rings itself: while it held the
+    /// engine, it waited for all the GPU's work.
     #[test]
     fn a_caller_that_sends_at_once_frees_nothing_meanwhile() {
         let (near, _far, peer) = connected(1);
@@ -646,7 +652,7 @@ mod tests {
         notified.wait(LONG).unwrap();
     }
 
-    /// A call of the driver for each operation that waits, and that for each channel.
+    /// Asking costs a driver call for each waiting operation. Each channel of the peer used to ask.
     #[test]
     fn what_waits_for_a_gpu_is_asked_after_once_a_pass() {
         let (near, _far, peer) = connected(3);

@@ -1,7 +1,11 @@
-//! Callers who drive: what a thread that posts or waits does about the worker itself.
+//! Inline progress: a caller that posts or waits polls the worker's channels itself.
 //!
-//! A caller claims the progress engine, polls it, and gives it back when its operation is done or it is better to let
-//! the thread do it. Read next: `engine.rs`, what a pass is.
+//! A caller claims the progress engine and polls it. It gives the engine back when its operation is done or
+//! the worker's thread does better.
+//!
+//! Invariant: a claim gives the engine back when it is dropped, and wakes the worker's thread if work is
+//! left.
+//! Read next: `engine.rs`, one pass.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
@@ -17,14 +21,14 @@ use crate::core::waiting::WakeHandle;
 
 /// How long a caller that polls inline spins without work before it sleeps in the kernel.
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
-/// How long a waiting caller looks before it sleeps while the threads work.
+/// How long a waiting caller spins before it sleeps, while the worker threads make progress.
 const BULK_SPIN: Duration = Duration::from_micros(200);
-/// Longest a caller spins for an engine that the thread is about to give up.
+/// Longest time a caller spins for an engine that the thread is about to give up.
 const CLAIM: Duration = Duration::from_millis(2);
-/// Bytes that a waiting caller moves before it leaves the rest to the thread, which keeps to its core.
+/// Bytes that a waiting caller moves before it hands the rest to the thread, which is pinned to a core.
 const DRIVE_BYTES: u64 = 4 << 20;
 impl Worker {
-    /// Takes the progress engine for a caller; `None` when another caller has it, or no caller may.
+    /// Claims the progress engine for a caller. `None` if another caller has it, or only the thread may poll.
     fn claim(&self) -> Option<Claim<'_>> {
         if self.thread_alone() {
             return None;
@@ -50,7 +54,8 @@ impl Worker {
         Claim { worker: self, engine: Some(engine) }
     }
 
-    /// Sends what waits for one peer, if no other thread polls this worker; false if one does, or no caller may.
+    /// Sends the queued frames of one peer. False if another thread polls this worker, or only its own thread
+    /// may.
     pub fn send_at_once(&self, context: &Context, peer: &Arc<PeerState>) -> bool {
         let Some(mut claim) = self.try_claim() else { return false };
         claim.engine().send_for(self, context, peer);
@@ -64,7 +69,8 @@ impl Worker {
         self.try_engine().map(|engine| self.claimed(engine))
     }
 
-    /// Polls the progress engine once, if no other thread does; true if anything moved, or a GPU is at work for it.
+    /// Makes one pass unless another thread polls this worker. True if bytes moved or a GPU is copying for a
+    /// channel.
     pub fn poll_once(&self, context: &Context) -> bool {
         match self.try_claim() {
             Some(mut claim) => {
@@ -76,7 +82,7 @@ impl Worker {
         }
     }
 
-    /// Drives until `done`, or until it is better to let the thread do it. True when done.
+    /// Polls until `done` returns true, or until the worker's thread does better. Returns whether it is done.
     pub fn drive(&self, wait: &mut Wait<'_>, context: &Context) -> bool {
         let Some(mut claim) = self.claim() else {
             return false;
@@ -94,7 +100,7 @@ impl Worker {
                 Polled::Idle => {}
             }
             if self.thread_alone() {
-                // The worker has got a lane meanwhile.
+                // A lane was added meanwhile: only the thread polls lanes.
                 return false;
             }
             let now = Instant::now();
@@ -106,7 +112,7 @@ impl Worker {
             if rest.is_zero() || self.sleeper.activity() == Activity::InPoll {
                 return false;
             }
-            // Each time: a wake that was for nothing has taken us off the list.
+            // Register before each sleep: a wake-up takes the caller off the lists, even a spurious one.
             (wait.register)(WakeHandle::Owner(self.sleeper.clone()));
             self.sleep_as_owner(claim.engine(), wait, rest);
             idle_since = None;
@@ -127,7 +133,7 @@ impl Worker {
     }
 }
 
-/// Lets whatever copies have the core for a moment.
+/// Yields the core to other threads, which may be making the copies.
 fn leave_the_core() -> bool {
     thread::yield_now();
     true
@@ -160,10 +166,10 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// A caller that waits, until when, and for what.
+/// A waiting caller: until when it waits, and for what.
 pub(crate) struct Wait<'a> {
     pub until: Instant,
-    /// Puts the caller on the lists of what it waits for.
+    /// Puts the caller on the wait lists of what it waits for.
     pub register: &'a mut dyn FnMut(WakeHandle),
     pub done: &'a mut dyn FnMut() -> bool,
 }
@@ -173,8 +179,8 @@ impl Wait<'_> {
         self.until.saturating_duration_since(now)
     }
 
-    /// Looks again and again for a moment, whenever the threads leave time for it; true when done. While many
-    /// operations are in flight the next one is done soon, and to be woken for each costs the threads more.
+    /// Spins with yields for up to [`BULK_SPIN`]. Returns whether it is done. With many operations in flight
+    /// the next one finishes soon, and waking a sleeping caller for each costs the worker threads more.
     pub fn spin(&mut self) -> bool {
         let start = Instant::now();
         let limit = self.rest(start).min(BULK_SPIN);
@@ -193,7 +199,7 @@ mod tests {
     use super::*;
     use crate::core::worker::{LostChannels, PolledBy};
 
-    /// Such as one for a notification that is here before its bytes, which another worker's channels bring.
+    /// Example: a notification has arrived before its bytes, which another worker's channels receive.
     #[test]
     fn a_caller_that_was_woken_for_nothing_is_woken_again() {
         let endpoint = crate::Endpoint::builder().threads(1).build().unwrap();

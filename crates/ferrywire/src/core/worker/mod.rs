@@ -1,16 +1,17 @@
-//! Workers, and who polls their progress engines.
+//! Workers: each has a progress engine, polled by its thread or by callers.
 //!
-//! A worker owns some channels. Whoever holds its progress engine moves their bytes: normally the worker's thread;
-//! but a caller that waits takes the engine over and polls it itself, which spares two thread switches
-//! per message, and a caller that posts a small operation to an idle worker sends it at once.
+//! A worker owns some channels. The thread that holds the progress engine moves their bytes. Normally this is
+//! the worker's thread. A waiting caller takes the engine over and polls it inline, which saves two thread
+//! switches per message. A caller that posts a small operation to an idle worker sends it inline.
 //!
-//! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
-//! callers drive. Running, it spins with yields for a moment (none, on a large host, while there is more than enough
-//! under way) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`]
-//! and takes over when no caller came.
+//! A worker thread's states: `running -> in poll -> running`, and `running -> parked -> running` while
+//! callers poll inline. A running thread without work spins with yields for a moment and then sleeps in the
+//! kernel, so that an idle endpoint uses no CPU. On a large host it does not spin while enough bytes are in
+//! flight. A parked thread wakes every [`TICK`] and takes over when no caller has polled.
 //!
-//! Invariant: the engine's lock is only ever tried for, never waited for, so no thread blocks behind an owner.
-//! Read next: `engine.rs` for what a pass is, `inline.rs` for callers who drive.
+//! Invariant: threads only try to take the engine's lock and never wait for it, so no thread blocks behind an
+//! owner.
+//! Read next: `engine.rs`, one pass; `inline.rs`, callers that poll inline.
 
 mod engine;
 mod inline;
@@ -37,29 +38,29 @@ pub(crate) use inline::{SPIN, Wait};
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
 pub(crate) use workers::{Loss, LostChannel, LostChannels, Workers};
 
-/// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
+/// Pause of a thread whose lanes are busy: about the time of a 512 KiB message at 3 GB/s.
 const BACKOFF: Duration = Duration::from_micros(150);
-/// The longest, when several in a row have brought nothing: lanes that are busy are slow then.
+/// Longest pause, after several without progress: busy lanes are slow then.
 const BACKOFF_MAX: Duration = Duration::from_micros(1200);
-/// The shortest, for lanes that have little to do: a fraction of the time in which they have brought nothing, so that the wait
-/// for what comes then is longer by that fraction at most.
+/// Shortest pause for lanes with few bytes in flight. The pause is 1/[`BACKOFF_FRACTION`] of the idle time so
+/// far, so it extends the wait by that fraction at most.
 const BACKOFF_MIN: Duration = Duration::from_micros(50);
 const BACKOFF_FRACTION: u32 = 4;
-/// How long an owner sleeps at most while a GPU copies what is staged: nobody tells when it is done.
+/// Longest sleep of an owner while a GPU copies staged payload: the end of a copy raises no event.
 const COPY_BACKOFF: Duration = Duration::from_micros(30);
-/// How often a parked thread looks whether callers still drive.
+/// How often a parked thread checks whether callers still poll inline.
 const TICK: Duration = Duration::from_micros(200);
-/// How often a parked thread looks in while a caller sleeps in the kernel as the owner.
+/// How often a parked thread checks while a caller sleeps in the kernel as the owner.
 const LONG_TICK: Duration = Duration::from_millis(100);
-/// Ticks without a caller after which the thread takes over again.
+/// Ticks without a polling caller after which the thread takes over.
 const TICKS_WITHOUT_CALLER: u32 = 5;
 
-/// What others ask of a worker.
+/// Requests of other threads to a worker.
 pub(crate) enum Command {
     Add(Box<Channel>),
-    /// Stops placing bytes where the question says yes.
+    /// Stops placing bytes into memory for which the request's `gone` is true.
     Abandon(Arc<Abandon>),
-    /// Ends one channel, if it is still of this generation.
+    /// Ends one channel, if its generation still matches.
     Drop {
         session: u64,
         index: u16,
@@ -68,7 +69,7 @@ pub(crate) enum Command {
     },
 }
 
-/// One progress engine and, unless callers drive everything, its thread.
+/// A progress engine and its thread, if the endpoint has threads.
 pub(crate) struct Worker {
     pub index: usize,
     engine: Mutex<ProgressEngine>,
@@ -78,15 +79,16 @@ pub(crate) struct Worker {
     lost: Arc<LostChannels>,
     wanted: AtomicU32,
     drives: AtomicU64,
-    /// The thread as the kernel numbers it; 0 before it runs.
+    /// Kernel thread id; 0 before the thread runs.
     thread_id: AtomicI32,
     stop: AtomicBool,
     polled_by: PolledBy,
-    /// Such a call has not returned in time: nobody waits for this worker any more.
+    /// A blocking call of the thread has not returned in time, so that other threads no longer wait for this
+    /// worker.
     stuck: AtomicBool,
-    /// Grows with whatever its owner has done, or looked at.
+    /// Grows with each step of the owner, whether it moved bytes or only polled.
     steps: AtomicU64,
-    /// The thread keeps to one core.
+    /// The thread is pinned to one core.
     kept: AtomicBool,
     spin: Spin,
 }
@@ -94,36 +96,36 @@ pub(crate) struct Worker {
 /// Which threads poll a worker's progress engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PolledBy {
-    /// Its thread, and callers.
+    /// Its thread and callers.
     All,
-    /// While it has lanes, its thread alone: nothing wakes a caller for what they bring.
+    /// Its thread alone while the worker has lanes: lanes raise no event that would wake a caller.
     ThreadWithLanes,
-    /// Its thread alone: it makes calls that may block, or never return.
+    /// Its thread alone: the thread makes calls that may block or never return.
     Thread,
 }
 
-/// The channels of a worker. Only its owner touches them.
+/// The channels of a worker. Only the thread that holds the engine's lock touches them.
 pub(crate) struct ProgressEngine {
     slots: Vec<Option<Slot>>,
     space: Workspace,
     ready: Vec<PollEvent>,
     last_check: Duration,
-    /// Bytes moved so far, both ways.
+    /// Bytes moved so far, received and sent.
     moved: u64,
     /// The channel that received last.
     hot: Option<usize>,
     polls: u32,
     /// The channel that may send first in this pass.
     first: usize,
-    /// Channels without a descriptor, which have to be asked.
+    /// Channels without a file descriptor, which have to be polled.
     polled: usize,
-    /// Requests to let go of memory that somebody may still write to.
+    /// Requests to release memory that a lane or GPU may still write to.
     abandoning: Vec<Abandoning>,
-    /// What channels that are lost were sending without a copy, while something may still read it.
+    /// Lanes and connections of lost channels, while they may still read memory.
     unreleased: Vec<Closed>,
 }
 
-/// Lane and connection of a channel that is lost.
+/// Lane and connection of a lost channel.
 struct Closed {
     unreleased: Unreleased,
     /// Operations with frames that the peer has not acknowledged.
@@ -135,12 +137,15 @@ struct Closed {
 struct Abandoning {
     request: Arc<Abandon>,
     since: Duration,
-    /// The request waits for GPUs alone.
+    /// Whether the request waits only for GPU copies.
     by_gpu: bool,
 }
 
 impl Worker {
-    /// Its thread spins so long without work before it sleeps in the kernel.
+    /// Creates a worker. `spin` is how long its thread spins without work before it sleeps in the kernel.
+    ///
+    /// # Errors
+    /// The system's error when it has no file descriptors for the poller.
     pub fn new(
         index: usize,
         threaded: bool,
@@ -190,24 +195,24 @@ impl Worker {
         }
     }
 
-    /// Gives the worker something to do, and wakes whoever owns it.
+    /// Queues a command and wakes the worker's owner.
     pub fn command(&self, command: Command) {
         self.commands.push(command);
         self.sleeper.rouse();
     }
 
-    /// Whether something was asked of it that it has not begun yet.
+    /// Whether commands wait to be run.
     fn has_commands(&self) -> bool {
         !self.commands.is_empty() || self.sleeper.is_to_keep_to_core()
     }
 
-    /// How others wake it.
+    /// The part of the worker that wakes it.
     pub fn sleeper(&self) -> &Arc<Sleeper> {
         &self.sleeper
     }
 
-    /// Wakes a thread that sleeps for as long as it likes although something has been sent since: a caller
-    /// did that, and perhaps nobody waits. Somebody has to look at the paths. Ask now and then.
+    /// Wakes a thread that sleeps without a timeout although a caller has sent something since: no other thread
+    /// would check the paths. The control thread calls this regularly.
     pub fn look_after(&self) {
         if self.sleeper.dozes.load(Ordering::SeqCst)
             && self.try_engine().is_some_and(|engine| engine.sleep_limit().is_some())
@@ -216,12 +221,12 @@ impl Worker {
         }
     }
 
-    /// Its thread, as the kernel numbers it.
+    /// Kernel id of the worker's thread; 0 before it runs.
     pub fn thread_id(&self) -> i32 {
         self.thread_id.load(Ordering::SeqCst)
     }
 
-    /// Whether only its thread may poll it; not after that has ended.
+    /// Whether only the worker's thread may poll. After that thread has ended, callers may.
     fn thread_alone(&self) -> bool {
         let alone = match self.polled_by {
             PolledBy::All => false,
@@ -231,12 +236,12 @@ impl Worker {
         alone && self.sleeper.activity() != Activity::NoThread
     }
 
-    /// Whether its channels may have lanes.
+    /// Whether the worker's channels may have lanes.
     pub fn may_have_lanes(&self) -> bool {
         self.polled_by != PolledBy::All
     }
 
-    /// A call of its thread does not return. Whether that is news.
+    /// Notes that a call of the worker's thread does not return. True the first time.
     pub fn mark_stuck(&self) -> bool {
         !self.stuck.swap(true, Ordering::SeqCst)
     }
@@ -245,12 +250,13 @@ impl Worker {
         self.stuck.load(Ordering::SeqCst)
     }
 
-    /// Its owner gets on. One thread at a time: that of the engine.
+    /// Counts a step of the owner. Only the thread with the engine's lock calls this, so a plain load and
+    /// store suffice.
     fn step(&self) {
         self.steps.store(self.steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Another number than before when its owner has got on since.
+    /// A number that changes when the owner makes progress.
     pub fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
@@ -263,7 +269,7 @@ impl Worker {
 
     // ---- the thread ----
 
-    /// The worker thread's whole life.
+    /// Runs the worker's thread until [`Worker::stop`].
     pub fn run(self: &Arc<Worker>, context: &Context) {
         let _moving = deferred_free::moving();
         self.sleeper.set_thread(thread::current());
@@ -285,7 +291,7 @@ impl Worker {
                 self.park(context);
                 continue;
             }
-            // The last pass may have swallowed the wake of whoever wants it to stop.
+            // The last pass may have consumed the wake-up of the thread that called `stop`.
             let has_work = |engine: &MutexGuard<'_, ProgressEngine>| {
                 let stop = self.stop.load(Ordering::SeqCst);
                 stop || engine.has_work() || engine.lanes_active() || self.has_commands()
@@ -294,7 +300,7 @@ impl Worker {
                 let timeout = engine.sleep_limit();
                 self.sleeper.dozes.store(timeout.is_none(), Ordering::SeqCst);
                 drop(engine);
-                // What is ready is reported again to whoever takes the engine.
+                // The poller reports ready sockets again to the next owner.
                 if let Err(error) = self.poller.wait(&mut ignored, timeout) {
                     tracing::error!(%error, "waiting for sockets failed");
                     thread::sleep(TICK);
@@ -306,8 +312,8 @@ impl Worker {
         self.sleeper.set_activity(Activity::NoThread);
     }
 
-    /// What it was told before it was to stop counts: a channel that nobody ends keeps its peer, and that all else. A caller
-    /// that has the engine, or had it when others gave this worker up, gives it back late, but it does.
+    /// Runs commands that were queued before the stop: a channel that is not ended keeps its peer, and that
+    /// the endpoint. A caller that still has the engine gives it back, even if late.
     fn run_last_commands(&self, context: &Context) {
         while self.has_commands() {
             match self.try_engine() {
@@ -317,9 +323,9 @@ impl Worker {
         }
     }
 
-    /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
-    /// threads then share a core, and its payload stays in that core's cache. A plugin's threads are started
-    /// by ours and held to the same core, so with lanes that waits until every core has some.
+    /// Pins the thread if there is one worker per core. If both ends are on one host, the two threads of a
+    /// channel share a core, and the payload stays in its cache. A plugin's threads inherit the affinity of
+    /// the thread that starts them, so with lanes the pinning waits until every worker has some.
     fn keep_to_core(&self, context: &Context) {
         let cores = affinity::allowed_cores().unwrap_or_default();
         if cores.len() != context.sleepers.len() {
@@ -331,7 +337,7 @@ impl Worker {
         }
     }
 
-    /// Drives until there is nothing to do; true when a caller wants the engine.
+    /// Polls until nothing is left to do. Returns true if a caller wants the engine, or the worker stops.
     fn drive_until_idle(&self, engine: &mut ProgressEngine, context: &Context) -> bool {
         let mut idle_since: Option<Instant> = None;
         let mut backoff = BACKOFF;
@@ -344,7 +350,7 @@ impl Worker {
                 continue;
             }
             if let Some(pause) = engine.lanes_pause() {
-                // Channels without a lane have nothing to do with it.
+                // The pause is for lanes; for a channel without one, socket events end it.
                 if engine.has_plain() {
                     self.back_off(engine, pause)
                 } else {
@@ -366,7 +372,7 @@ impl Worker {
                 continue;
             }
             let Spin { usual, in_deep_bulk } = self.spin;
-            // Where the thread would be back at once it had better yield.
+            // A thread that would wake at once had better yield.
             let deep = || engine.in_deep_bulk() && !engine.has_work() && !engine.lanes_active();
             if idle > usual || (idle > in_deep_bulk && deep()) {
                 return false;
@@ -375,9 +381,9 @@ impl Worker {
         }
     }
 
-    /// Leaves the cores to the plugin's own threads for a moment, while lanes have enough to do: what a thread
-    /// burns by asking again and again, they lack. Whoever has something new ends the backoff. A thread that keeps to
-    /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
+    /// Pauses for up to `limit` while lanes have enough in flight: polling takes CPU time from the plugin's
+    /// own threads. Socket events and commands end the pause. A pinned thread shares its core with the
+    /// plugin's threads; there a yield is enough, and a timer would interrupt them.
     fn back_off(&self, engine: &mut ProgressEngine, limit: Duration) {
         let has_work = |engine: &&mut ProgressEngine| {
             self.has_commands() || self.stop.load(Ordering::SeqCst) || engine.has_work()
@@ -392,12 +398,12 @@ impl Worker {
             engine.ready = ready;
         });
         if !to_the_end {
-            // No backoff, or a short one: the plugin's threads get a core all the same.
+            // The pause was short or did not happen: yield the core to the plugin's threads.
             thread::yield_now();
         }
     }
 
-    /// Stands back while callers drive.
+    /// Waits while callers poll inline.
     fn park(&self, context: &Context) {
         self.sleeper.set_activity(Activity::Parked);
         let mut quiet = 0;
@@ -411,7 +417,7 @@ impl Worker {
             quiet = if now == drives { quiet + 1 } else { 0 };
             drives = now;
             match self.try_engine() {
-                // Sends what the last caller left behind.
+                // Send what the last caller left.
                 Some(mut engine) if self.wanted.load(Ordering::SeqCst) == 0 => {
                     engine.poll_once(self, context, &mut || false);
                 }
@@ -430,7 +436,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// Its peer was told that it is over; until the channel went nothing of the endpoint did, its threads included.
+    /// The peer had been told of the close, but the held channel kept the endpoint and its threads alive for
+    /// ever.
     #[test]
     fn an_endpoint_that_closes_while_a_worker_is_held_up_is_gone_once_that_goes_on() {
         for given_up in [false, true] {
@@ -439,7 +446,7 @@ mod tests {
             let near = builder().build().unwrap();
             let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
             let source = near.alloc_host(1 << 20).unwrap();
-            // No receive is posted for it.
+            // The peer posts no receive for this message.
             let sent = peer.send(1, &source, 0, 1 << 20).unwrap();
             let left = near.downgrade();
             let running = near.running().clone();

@@ -1,4 +1,7 @@
-//! Making every worker let go of some memory, so that it can be given back.
+//! Requests that make every worker release some memory.
+//!
+//! Invariant: once all workers have answered, no channel places bytes into the memory.
+//! Read next: `engine.rs`, which answers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,19 +15,19 @@ use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use ferrywire_proto::stall_timer::StallTimer;
 
-/// How long whoever waits for an answer sleeps, once it has not come at once: one who asks again and again, with yields in
-/// between, takes so much of a small host that the worker is kept from answering, for seconds on an overloaded one.
+/// Pause of a thread that waits for answers, after a short spin. Spinning with yields takes so much of a
+/// small or overloaded host that the worker is kept from answering, for seconds.
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// A request to all workers to let go of some memory, and which of them have answered.
+/// A request to all workers to release some memory, and which workers have answered.
 pub(crate) struct Abandon {
     pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
-    /// Channels may be lost for it: its user has the memory back, whatever comes of this.
+    /// Lose a channel rather than leave the memory in use: the user has it back in any case.
     pub(super) force: bool,
-    /// Nothing may be sent of the memory any more either, also of connections that are closed.
+    /// Also wait until nothing is sent from the memory, including over closed connections.
     pub(super) sources: bool,
     pub(super) answered: Box<[AtomicBool]>,
-    /// For whose copies each worker waits, if for nothing else.
+    /// For each worker, the GPU whose copies it waits for, if it waits for nothing else.
     gpus: Box<[Mutex<Option<MemoryLocation>>]>,
 }
 
@@ -44,12 +47,12 @@ impl Abandon {
         self.answered[worker].load(Ordering::Acquire)
     }
 
-    /// The first worker that has not answered.
+    /// Index of the first worker that has not answered.
     fn missing(&self) -> Option<usize> {
         self.answered.iter().position(|answered| !answered.load(Ordering::Acquire))
     }
 
-    /// A worker waits for nothing but copies of this GPU, or not.
+    /// Notes the GPU whose copies `worker` waits for, or `None`.
     pub(super) fn note_gpu(&self, worker: usize, gpu: Option<MemoryLocation>) {
         *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner) = gpu;
     }
@@ -58,40 +61,40 @@ impl Abandon {
         *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether all have.
+    /// Whether all workers have answered.
     pub fn is_answered(&self) -> bool {
         self.missing().is_none()
     }
 }
 
-/// How long a worker that has not answered stands still. One that gets on is waited for: before it answers it may have
-/// megabytes to bring to their place, on a host that has no time for it.
+/// Detects a worker that has not answered and makes no progress. A worker that progresses is waited for:
+/// before it answers it may have megabytes to place, on a busy host.
 struct Standstill {
-    patience: StallTimer,
-    /// The worker, and its steps when it was last looked at.
+    stall_timer: StallTimer,
+    /// The worker, and its step count at the last check.
     seen: Option<(usize, u64)>,
 }
 
 impl Standstill {
     fn new() -> Standstill {
-        Standstill { patience: StallTimer::new(limits::ABANDON_TIMEOUT), seen: None }
+        Standstill { stall_timer: StallTimer::new(limits::ABANDON_TIMEOUT), seen: None }
     }
 
-    /// Whether that is too long, now. Ask often.
+    /// Whether the worker has made no progress for `ABANDON_TIMEOUT`. Call often.
     fn is_over(&mut self, worker: usize, steps: u64, now: Duration) -> bool {
         if self.seen.replace((worker, steps)) != Some((worker, steps)) {
-            self.patience = StallTimer::new(limits::ABANDON_TIMEOUT);
+            self.stall_timer = StallTimer::new(limits::ABANDON_TIMEOUT);
         }
-        self.patience.is_over(now)
+        self.stall_timer.is_over(now)
     }
 }
 
-/// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
+/// Makes every worker stop placing bytes where `gone` returns true. Returns when all have stopped.
 ///
 /// # Errors
-/// [`Error::ResourceBusy`] about `what` when a worker that has not answered does nothing at all for
-/// `limits::ABANDON_TIMEOUT`, or cannot because a call of a plugin does not return; and, unless `force`, when a GPU
-/// has not made its copies in `limits::GPU_ABANDON_TIMEOUT`.
+/// [`Error::ResourceBusy`] about `what` when a worker that has not answered makes no progress for
+/// `limits::ABANDON_TIMEOUT`, or is stuck in a plugin call that does not return. Without `force` also when a
+/// GPU has not finished its copies within `limits::GPU_ABANDON_TIMEOUT`.
 pub(crate) fn abandon(
     workers: &Workers,
     what: impl FnOnce() -> String,
@@ -101,10 +104,10 @@ pub(crate) fn abandon(
     answer(workers, &Abandon::new(workers, force, false, gone), what)
 }
 
-/// Asks every worker, and returns when every worker has answered. A worker that no thread polls is polled from here: the answer
-/// needs no other thread then. Only the threads of other workers are woken. A thread that wakes polls for a while before it
-/// sleeps again, and the next request, such as that of the next cancelled read, would have to wait for that thread, which
-/// takes a time slice of each thread that shares its core.
+/// Queues the request at every worker and waits for all answers. This thread polls each worker that no other
+/// thread polls, which needs no wake-up; only the threads of the other workers are woken. A woken thread
+/// polls for a while before it sleeps again. The next request, such as that of the next cancelled read, would
+/// have to wait for that thread, and thus for a time slice of each thread on its core.
 fn answer(workers: &Workers, request: &Arc<Abandon>, what: impl FnOnce() -> String) -> Result<()> {
     for worker in workers.iter() {
         worker.commands.push(Command::Abandon(request.clone()));
@@ -118,18 +121,18 @@ fn answer(workers: &Workers, request: &Arc<Abandon>, what: impl FnOnce() -> Stri
     wait_for(workers, request, what)
 }
 
-/// Returns when every worker has answered.
+/// Waits until every worker has answered.
 fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String) -> Result<()> {
     let force = request.force;
     let mut standstill = Standstill::new();
     let start = Instant::now();
-    // Each worker answers at its next pass, or when its lanes are done; a worker without an owner is polled from here.
+    // A worker answers at its next pass, or when its lanes are done. Without an owner this thread polls it.
     while let Some(missing) = request.missing() {
         let (stuck, steps) = (workers[missing].stuck(), workers[missing].steps());
         if stuck || standstill.is_over(missing, steps, start.elapsed()) {
             let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
             let (what, by) = (what(), format!("progress thread {missing}{why}"));
-            return Err(Error::ResourceBusy { what, by, waited: standstill.patience.waited() });
+            return Err(Error::ResourceBusy { what, by, waited: standstill.stall_timer.waited() });
         }
         let late = !force && start.elapsed() >= limits::GPU_ABANDON_TIMEOUT;
         if let Some(location) = request.gpu(missing).filter(|_| late) {
@@ -142,8 +145,8 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
     Ok(())
 }
 
-/// Asks every worker to place nothing more into a region that peers name, while operations of ours may go on
-/// there; who asks looks for the answers.
+/// Asks every worker to place nothing more into a region that peers address by its key; local operations
+/// there go on. The caller polls [`Abandon::is_answered`].
 pub(crate) fn ask_for_region(workers: &Workers, memory: &Arc<Memory>) -> Arc<Abandon> {
     let memory = memory.clone();
     let request =
@@ -152,7 +155,7 @@ pub(crate) fn ask_for_region(workers: &Workers, memory: &Arc<Memory>) -> Arc<Aba
     request
 }
 
-/// Makes every worker let go of a span of memory.
+/// Makes every worker release a span of memory. Errors as for [`abandon`].
 pub(crate) fn abandon_memory(workers: &Workers, memory: &Arc<Memory>, force: bool) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
     let request = Abandon::new(workers, force, true, move |landing| landing.is_in(&memory));
@@ -166,7 +169,7 @@ mod tests {
 
     const LOOK: Duration = Duration::from_millis(50);
 
-    /// Looks until it is over, or long after; when that was.
+    /// Polls until the standstill is over, and returns that time; `None` if it never is.
     fn given_up_at(mut seen: impl FnMut(Duration) -> (usize, u64)) -> Option<Duration> {
         let mut standstill = Standstill::new();
         (0..20_000).map(|look| look * LOOK).find(|now| {
@@ -186,20 +189,21 @@ mod tests {
         let since = Duration::from_secs(60);
         let gave_up = given_up_at(|now| (1, now.min(since).as_secs()));
         assert_eq!(gave_up, Some(since + limits::ABANDON_TIMEOUT), "after the last step");
-        // The first one answers after four seconds; from then on it is the second one that is waited for.
+        // Worker 0 answers after four seconds; from then on worker 1 is waited for.
         let answered = Duration::from_secs(4);
         let gave_up = given_up_at(|now| (usize::from(now >= answered), 7));
         assert_eq!(gave_up, Some(answered + limits::ABANDON_TIMEOUT));
     }
 
-    /// How often a thread has gone to sleep.
+    /// Number of times that a thread has gone to sleep.
     fn sleeps(thread: i32) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/self/task/{thread}/status")).unwrap();
         let count = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
         count.unwrap().trim().parse().unwrap()
     }
 
-    /// Each request woke every thread. On a busy host a read was cancelled no sooner than each thread had had its turn.
+    /// Each request used to wake every thread. On a busy host each thread then had to run before a read was
+    /// cancelled.
     #[test]
     fn a_request_to_workers_that_sleep_wakes_no_thread() {
         const REQUESTS: u64 = 50;

@@ -1,6 +1,7 @@
 //! The workers of an endpoint, and the channels that they have lost.
 //!
-//! Invariant: workers own channels, channels refer to their peer's state, and that to the [`Context`]: nothing refers back.
+//! Invariant: workers own channels, channels refer to their peer's state, and that refers to the [`Context`].
+//! No reference points back.
 //! Read next: `mod.rs`, one worker.
 
 use crate::core::channel::Remains;
@@ -22,19 +23,19 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    /// `lost` is what each of them tells of its lost channels.
+    /// `lost` takes the workers' lost channels.
     pub fn new(context: Arc<Context>, list: Box<[Arc<Worker>]>, lost: Arc<LostChannels>) -> Workers {
         Workers { context, list, lost }
     }
 
-    /// Channels that were lost and not fenced yet.
+    /// Lost channels that wait for their fence.
     pub fn lost(&self) -> &LostChannels {
         &self.lost
     }
 
-    /// Polls every worker once that no other thread polls; true if anything happened.
+    /// Polls every worker that no other thread polls. Returns whether any of them made progress.
     pub fn poll_once(&self) -> bool {
-        // Each of them, whatever the others have done.
+        // No short circuit: every worker is polled.
         self.list.iter().fold(false, |worked, worker| worker.poll_once(&self.context) | worked)
     }
 }
@@ -47,12 +48,12 @@ impl Deref for Workers {
     }
 }
 
-/// Why a channel has ended.
+/// The end of a channel.
 #[derive(Debug)]
 pub(crate) struct Loss {
-    /// Why, for the peer's control side; what its lane says goes before [`FenceCause::Lost`].
+    /// The cause for the peer's control side. A cause that the lane gives replaces [`FenceCause::Lost`].
     pub cause: FenceCause,
-    /// Why, for people.
+    /// The cause as text.
     pub why: String,
 }
 
@@ -62,7 +63,7 @@ impl<T: Into<String>> From<T> for Loss {
     }
 }
 
-/// A channel that has ended, with what the fence needs of it.
+/// A channel that has ended, with the data for its fence.
 pub(crate) struct LostChannel {
     pub peer: Arc<PeerState>,
     pub index: u16,
@@ -72,13 +73,13 @@ pub(crate) struct LostChannel {
 }
 
 impl LostChannel {
-    /// Ends what was on its way, of a peer that is over.
+    /// Fails the operations of the channel's frames. The peer is over, so nothing is resent.
     pub fn drop_entries(self) {
         self.peer.drop_entries(self.remains.entries.into_iter().map(|(_, entry)| entry).collect());
     }
 }
 
-/// Lost channels on their way from the workers to the control side.
+/// Queue of lost channels from the workers to the control thread.
 pub(crate) struct LostChannels {
     queue: SegQueue<LostChannel>,
     control: Waker,
@@ -87,7 +88,7 @@ pub(crate) struct LostChannels {
 }
 
 impl LostChannels {
-    /// `control` wakes the side that takes them.
+    /// `control` wakes the thread that takes lost channels.
     pub fn new(control: Waker) -> LostChannels {
         LostChannels { queue: SegQueue::new(), control, is_closed: AtomicBool::new(false) }
     }
@@ -104,7 +105,7 @@ impl LostChannels {
         self.queue.pop()
     }
 
-    /// None is taken any more: operations of those that come end at once.
+    /// Closes the queue. Operations of channels that are lost later fail at once.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::SeqCst);
         self.drain();
