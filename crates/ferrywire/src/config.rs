@@ -1,4 +1,4 @@
-//! The configuration in force, after defaults were chosen.
+//! The configuration of an endpoint, with defaults applied.
 
 use crate::error::{Error, Result};
 use ferrywire_net::{ConnOptions, Nic};
@@ -6,19 +6,20 @@ use ferrywire_proto::limits;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// What an endpoint runs with. Values left to it are filled in when it is built or when a peer connects.
+/// Configuration of an endpoint. `None` and empty values are chosen when the endpoint is built or when a peer
+/// connects.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Config {
-    /// Address listened on; `None` for an endpoint that only connects.
+    /// Address to listen on; `None` for an endpoint that only connects.
     pub listen: Option<SocketAddr>,
-    /// What people call this endpoint.
+    /// The endpoint's name for people.
     pub label: String,
-    /// NICs to use, by name; empty: the route's own, and all that share a subnet with the peer.
+    /// Names of the NICs to use. If empty: the NIC of the route, and all that share a subnet with the peer.
     pub nics: Vec<String>,
     /// Channels per peer; `None` chooses by cores and NICs.
     pub channels: Option<usize>,
-    /// Progress threads; 0: callers drive everything.
+    /// Number of progress threads. With 0, callers poll everything.
     pub threads: usize,
     /// Largest chunk in bytes.
     pub chunk_bytes: usize,
@@ -30,18 +31,19 @@ pub struct Config {
     pub congestion_control: Option<String>,
     /// Socket buffers in bytes; `None` chooses by path.
     pub socket_buffer_bytes: Option<usize>,
-    /// Silence after which a peer is lost.
+    /// Longest silence in the control session before a peer is lost.
     pub peer_timeout: Duration,
-    /// The shared secret. Never printed.
+    /// The shared secret. Never logged or printed.
     pub(crate) secret: Option<Secret>,
 }
 
-/// Bytes that are not for printing.
+/// A secret. `Debug` does not print it.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Secret(pub Vec<u8>);
 
 impl Secret {
-    /// Refuses what is too short to be one.
+    /// # Errors
+    /// [`Error::Invalid`] if the secret is shorter than `SECRET_BYTES_MIN`.
     pub fn check(&self) -> Result<()> {
         let least = limits::SECRET_BYTES_MIN;
         if self.0.len() >= least {
@@ -78,13 +80,13 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Names of the NICs that channels may run over: those that were named, else the one listened on, else all.
+    /// Names of the NICs that channels may use: those configured, else the one listened on, else all.
     pub fn chosen_nics(&self, nics: &[Nic]) -> Vec<String> {
         let fits = |nic: &&Nic| match self.listen.map(|address| address.ip()) {
             _ if !self.nics.is_empty() => self.nics.contains(&nic.name),
             Some(address) if !address.is_unspecified() => nic.address == address,
             Some(_) => nic.up && !nic.loopback,
-            // It may connect to whatever it likes, this host included.
+            // Without an address to listen on it may connect anywhere, this host included.
             None => nic.up,
         };
         let mut names: Vec<String> = nics.iter().filter(fits).map(|nic| nic.name.clone()).collect();
@@ -103,7 +105,8 @@ impl Config {
         }
     }
 
-    /// Refuses values that cannot work.
+    /// # Errors
+    /// [`Error::Invalid`] for the first value that is out of range, or a missing secret.
     pub(crate) fn check(&self) -> Result<()> {
         let within = |what: &str, value: usize, min: usize, max: usize| {
             if (min..=max).contains(&value) {

@@ -1,8 +1,8 @@
-//! What can go wrong, sorted by where it comes from.
+//! The errors of the engine, sorted by their origin.
 //!
-//! Every operation ends in one [`Error`]: what failed, where, and what to try; its [`ErrorKind`] says where it comes from. Errors are plain values
-//! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
-//! transfer it ends.
+//! A failed operation returns an [`Error`]: what failed, on what object, why, and what to try. Its
+//! [`ErrorKind`] says who has to act. Errors are plain values (`Clone`, `PartialEq`): tests compare them, and
+//! one failure ends any number of transfers.
 
 mod causes;
 
@@ -24,24 +24,24 @@ use std::time::Duration;
 /// Result of an engine operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Where an [`Error`] comes from, and so who can act on it.
+/// The origin of an [`Error`], and so who can act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// The caller used the API or the configuration wrongly.
+    /// The caller used the API or the configuration incorrectly.
     Usage,
     /// This host: its sockets, memory or limits.
     Local,
-    /// A GPU of this host, or its use.
+    /// A GPU of this host, or its driver.
     Gpu,
     /// An NCCL net plugin, or its file.
     Plugin,
     /// The peer or the network to it.
     Peer,
-    /// The other end is not ferrywire, speaks another version, or holds another secret.
+    /// The other end is not ferrywire, speaks another version, or has another secret.
     Refused,
-    /// The time that the caller gave was up; the operation goes on.
+    /// The caller's timeout expired. The operation continues.
     Timeout,
-    /// ferrywire itself; please report it.
+    /// A defect of ferrywire; please report it.
     Internal,
 }
 
@@ -49,12 +49,12 @@ pub enum ErrorKind {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A value given by the caller cannot be used.
+    /// A value that the caller gave cannot be used.
     #[error("{what}: {why}")]
     Invalid {
         /// The argument or option.
         what: String,
-        /// Why it cannot be used, and what would do.
+        /// Why it cannot be used, and which values can.
         why: String,
     },
     /// Offset and length do not lie inside the region they name.
@@ -62,27 +62,27 @@ pub enum Error {
     OutOfRegion {
         /// "source" or "target".
         side: &'static str,
-        /// First byte asked for.
+        /// First byte of the range.
         offset: u64,
-        /// Bytes asked for.
+        /// Length of the range in bytes.
         len: u64,
-        /// Size of the region.
+        /// Size of the region in bytes.
         region_bytes: u64,
     },
-    /// The transport cannot move the bytes from or to where they live. Nothing was moved.
+    /// The transport cannot move bytes from or to this kind of memory. No byte was moved.
     #[error("the {side} region is {location}, {}", way_out(transport))]
     UnsupportedMemory {
         /// "local" or "remote".
         side: &'static str,
-        /// Where its bytes live.
+        /// The memory location of the region.
         location: MemoryLocation,
         /// The transport in use.
         transport: &'static str,
     },
-    /// A simulated GPU of this process.
+    /// A simulated GPU of this process failed.
     #[error("{0}")]
     SimGpu(#[from] SimGpuError),
-    /// A GPU of this host, or its driver.
+    /// A GPU of this host, or its driver, failed.
     #[error("{0}")]
     Cuda(#[from] CudaError),
     /// A plugin could not be loaded.
@@ -91,55 +91,55 @@ pub enum Error {
     /// A call of a plugin failed.
     #[error("{0}")]
     PluginCall(Box<CallError>),
-    /// A plugin said something about a scattered receive that cannot be true.
+    /// A plugin reported an impossible fragment of a scattered receive.
     #[error("{0}")]
     Unpack(Box<UnpackError>),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
-        /// The call and the thing it was applied to.
+        /// The call, and the object it was applied to.
         what: String,
-        /// The system's own words.
+        /// The system's error message.
         message: String,
-        /// The system's number (`errno`), where it gave one.
+        /// The system's error number (`errno`), if there is one.
         code: Option<i32>,
     },
-    /// No connection could be made.
+    /// No connection could be established.
     #[error("cannot reach {address}: {why}")]
     Unreachable {
-        /// Where to.
+        /// The remote address.
         address: String,
-        /// Why, for programs.
+        /// The cause as a value, for programs.
         cause: UnreachableCause,
-        /// The system's words and the likely cause.
+        /// The system's error message and the likely cause.
         why: String,
     },
-    /// None of the NICs that the user named has an address of the family of where it is to connect to.
+    /// None of the NICs that the user named has an address of the address family of the target.
     #[error("NIC: none of {nics} has an address that could reach {address}")]
     NoUsableNic {
-        /// The names, separated by commas.
+        /// Names of the NICs, separated by commas.
         nics: String,
-        /// Where to.
+        /// The target's address.
         address: String,
     },
-    /// The other end is not ferrywire, speaks another version, or holds another secret.
+    /// The other end is not ferrywire, speaks another version, or has another secret.
     #[error("{address} refused: {why}")]
     Refused {
-        /// The other end.
+        /// The remote address.
         address: String,
-        /// Why, for programs.
+        /// The reason as a value, for programs.
         reason: RefusalReason,
-        /// What it said or failed to prove, and what to check.
+        /// Its answer, or what it failed to prove, and what to check.
         why: String,
     },
-    /// The peer is gone: killed, stopped, or out of reach over every NIC.
+    /// The peer is gone: killed, stopped, or unreachable over every NIC.
     #[error("lost peer {peer}: {why}")]
     PeerLost {
         /// The peer's name: its address and, if given, its label.
         peer: String,
-        /// Why, for programs.
+        /// The cause as a value, for programs.
         cause: LossCause,
-        /// What was seen, and on which NICs and channels.
+        /// What was observed, and on which NICs and channels.
         why: String,
     },
     /// The peer closed the connection in an orderly way.
@@ -148,12 +148,12 @@ pub enum Error {
         /// The peer's name.
         peer: String,
     },
-    /// The peer holds the secret and does what no ferrywire of this version does.
+    /// The peer has the secret and violates the protocol of this version.
     #[error("peer {peer} misbehaves: {why}; is it the same version?")]
     ProtocolViolation {
         /// The peer's address.
         peer: String,
-        /// What it did.
+        /// The violation.
         why: String,
     },
     /// The peer refused an access: its region is gone, foreign, or too small.
@@ -161,7 +161,7 @@ pub enum Error {
     AccessRefused {
         /// The peer's name.
         peer: String,
-        /// What it found wrong.
+        /// The reason the peer gave.
         why: String,
     },
     /// A received message is longer than the buffer posted for it.
@@ -169,78 +169,79 @@ pub enum Error {
     Truncated {
         /// The message's tag.
         tag: u64,
-        /// Its length.
+        /// Length of the message in bytes.
         message_bytes: u64,
-        /// The room that was posted.
+        /// Size of the posted buffer in bytes.
         buffer_bytes: u64,
     },
-    /// Nothing moved for longer than the caller was ready to wait. The operation goes on.
+    /// An operation made no progress for the caller's stall timeout. The operation continues.
     #[error("{}{what}", stalled(waited))]
     Stalled {
-        /// What was waited for, and its state.
+        /// The operation and its state.
         what: String,
-        /// Who it was to come from, or where it was to go, where that is one.
+        /// The peer's name, or the address to connect to, if there is one.
         peer: Option<String>,
-        /// How long.
+        /// Time without progress.
         waited: Duration,
     },
-    /// It did not end within the time that the caller gave it, although something moved. The operation goes on.
+    /// An operation did not finish within the caller's total timeout, although it made progress. The
+    /// operation continues.
     #[error("{}: {what}", unfinished(limit))]
     TimedOut {
-        /// What was waited for, and its state.
+        /// The operation and its state.
         what: String,
-        /// Who it was to come from, or where it was to go, where that is one.
+        /// The peer's name, or the address to connect to, if there is one.
         peer: Option<String>,
-        /// How long.
+        /// The timeout.
         limit: Duration,
     },
-    /// What is used here belongs to the process that this one was forked from.
+    /// The endpoint belongs to the process from which this process was forked.
     #[error(
         "the endpoint was built in process {built_in}, and this is process {here}, forked from it: threads and \
          connections stayed there; build an endpoint here, or start processes afresh (\"spawn\") instead of forking"
     )]
     Forked {
-        /// The process with the endpoint.
+        /// Id of the process with the endpoint.
         built_in: u32,
-        /// This one.
+        /// Id of this process.
         here: u32,
     },
-    /// A thread or device of this host does not let go of something.
+    /// A thread or device of this host still uses a resource that should be free.
     #[error("{what} is still held by {by} after {waited:.1?}: is it stuck in the kernel or a driver?")]
     ResourceBusy {
-        /// What should be free.
+        /// The resource.
         what: String,
-        /// Who has it.
+        /// The thread or device that uses it.
         by: String,
-        /// How long was waited.
+        /// Time waited.
         waited: Duration,
     },
-    /// One of several endpoints that work together failed, and so have all.
+    /// One of several endpoints that work together failed, which fails all of them.
     #[error("{phase} {endpoint}: {error}")]
     Phase {
-        /// What they were doing.
+        /// What the endpoints were doing.
         phase: &'static str,
         /// The name of the endpoint.
         endpoint: String,
-        /// Which of the targets it was to connect to, in their order.
+        /// Index, among the targets, of the target that was not reached; `None` for other phases.
         target: Option<usize>,
-        /// What happened to it.
+        /// The endpoint's error.
         error: Box<Error>,
     },
-    /// The caller cancelled it.
+    /// The caller cancelled the operation.
     #[error("cancelled")]
     Cancelled,
-    /// The endpoint, or the peer, was closed by this process.
+    /// This process closed the endpoint or the peer.
     #[error("closed by this process: the endpoint, or its connection to this peer")]
     Closed,
-    /// A limit with a name was reached.
+    /// A named limit was reached.
     #[error("limit {name} = {limit} reached: {why}")]
     Limit {
         /// The constant's name.
         name: &'static str,
         /// Its value.
         limit: u64,
-        /// What hit it and what to try.
+        /// What reached the limit, and what to try.
         why: String,
     },
     /// An invariant of ferrywire was broken.
@@ -248,7 +249,7 @@ pub enum Error {
     Internal(String),
 }
 
-/// A limit of zero asks without waiting.
+/// A zero timeout polls without waiting.
 fn stalled(waited: &Duration) -> String {
     if waited.is_zero() { "not yet: ".into() } else { format!("no progress for {:?} on ", rounded(*waited)) }
 }
@@ -257,7 +258,7 @@ fn unfinished(limit: &Duration) -> String {
     if limit.is_zero() { "not done yet".into() } else { format!("not done within {:?}", rounded(*limit)) }
 }
 
-/// What to do about memory that a transport does not reach.
+/// The end of the message about memory that a transport cannot reach.
 fn way_out(transport: &str) -> String {
     match transport {
         "plugin" => "which is not the GPU that the plugin was told to use (PluginConfig::gpu)".into(),
@@ -266,7 +267,7 @@ fn way_out(transport: &str) -> String {
 }
 
 impl Error {
-    /// Where the error comes from.
+    /// The origin of the error.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Invalid { .. } | Error::NoUsableNic { .. } => ErrorKind::Usage,
@@ -286,19 +287,19 @@ impl Error {
         }
     }
 
-    /// An [`Error::Invalid`].
+    /// Creates an [`Error::Invalid`].
     pub fn invalid(what: impl Into<String>, why: impl Into<String>) -> Error {
         Error::Invalid { what: what.into(), why: why.into() }
     }
 
-    /// An [`Error::Io`] for a failed call.
+    /// Creates an [`Error::Io`] for a failed call.
     pub fn io(what: impl Into<String>, cause: &std::io::Error) -> Error {
         Error::Io { what: what.into(), message: cause.to_string(), code: cause.raw_os_error() }
     }
 }
 
 impl Error {
-    /// What became of a handshake with the endpoint at `address`.
+    /// The error of a failed handshake with `address`.
     pub(crate) fn of_handshake(error: &HandshakeError, address: impl fmt::Display) -> Error {
         let (address, why) = (address.to_string(), error.to_string());
         match error {
@@ -317,7 +318,7 @@ impl Error {
         }
     }
 
-    /// What became of the control session with `peer`.
+    /// The error of a failed control session with `peer`.
     pub(crate) fn of_session(error: &SessionError, peer: &str) -> Error {
         match error {
             SessionError::Full => Error::Limit {

@@ -1,4 +1,4 @@
-//! ferrywire moves GPU and host memory between machines over ordinary TCP NICs, as fast as the wires allow.
+//! ferrywire moves GPU and host memory between machines over ordinary TCP NICs, at the speed of the network.
 //!
 //! ```text
 //!   Endpoint ── register ──> Region ── descriptor ──> (any way you like) ──> RemoteRegion
@@ -41,13 +41,13 @@
 //!
 //! | folder | holds |
 //! |---|---|
-//! | `api` | what users hold, and `Running`, which owns what moves their bytes |
+//! | `api` | handles for users, and `Running`, which owns workers and the control side |
 //! | `control` | listening, handshakes, sessions, lost channels, closing |
 //! | `core` | operations, the send queue, channels, workers |
-//! | [`payload`] | what carries payload beside a channel's connection |
+//! | [`payload`] | backends that carry payload beside a channel's connection |
 //!
-//! Each imports only those below it. `ARCHITECTURE.md` names the files on the path of a transfer. What is pure, the frames,
-//! the cutting, the window, the outbox and the inbox, is the crate `ferrywire-proto`.
+//! Each folder imports only those below it. `ARCHITECTURE.md` names the files on the path of a transfer. The
+//! crate `ferrywire-proto` has the parts without I/O: frames, chunking, windows, the outbox and the inbox.
 
 #[cfg(test)]
 mod adversarial_tests;

@@ -1,6 +1,8 @@
-//! What users hold first: an endpoint, built, listening, connected.
+//! An endpoint: built by [`Builder`], it listens, connects and registers memory.
 //!
-//! Read next: `peer/`, for what can be done with a connected peer.
+//! Invariant: the last clone dropped, or `close`, ends the endpoint's threads, except one in a call that never
+//! returns.
+//! Read next: `peer/`, the transfers with a connected peer.
 
 mod builder;
 mod connecting;
@@ -41,8 +43,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// One end of transfers: memory, NICs, threads and peers. Clones share it; the last one dropped
-/// closes its peers in an orderly way, and waits for what was posted to them as long as that gets on.
+/// A GPU or host memory with its NICs, progress threads and peers. Clones share one endpoint. When the last
+/// clone is dropped, the endpoint closes its peers in an orderly way, and waits for posted transfers while
+/// they make progress.
 #[derive(Clone)]
 pub struct Endpoint {
     inner: Arc<Inner>,
@@ -55,7 +58,7 @@ struct Inner {
     listen_addresses: Vec<SocketAddr>,
     accept_queue: Arc<AcceptQueue>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// How closing ended, once it has.
+    /// The outcome of the close, once it has finished.
     closed: Mutex<Option<Result<()>>>,
     closes: Condvar,
 }
@@ -67,18 +70,18 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// Starts to describe an endpoint.
+    /// Returns a builder with default settings.
     pub fn builder() -> Builder {
         Builder::new()
     }
 
-    /// Tells tests when its last user is gone.
+    /// For tests: detects when the endpoint is dropped completely.
     #[cfg(test)]
     pub(crate) fn downgrade(&self) -> std::sync::Weak<Context> {
         Arc::downgrade(&self.inner.running.workers.context)
     }
 
-    /// What runs it, for tests.
+    /// For tests: the workers and the control side.
     #[cfg(test)]
     pub(crate) fn running(&self) -> &Arc<Running> {
         &self.inner.running
@@ -123,7 +126,7 @@ impl Endpoint {
         let (threads, closed, closes) = (Mutex::default(), Mutex::default(), Condvar::new());
         let inner = Inner { running, control, home, listen_addresses, accept_queue, threads, closed, closes };
         if threaded {
-            // Where one does not start the rest goes with the endpoint: threads, and who listens.
+            // If a thread does not start, dropping `inner` ends the others and the listeners.
             inner.spawn()?;
         }
         Ok(Endpoint { inner: Arc::new(inner) })
@@ -133,43 +136,48 @@ impl Endpoint {
         self.inner.context()
     }
 
-    /// The endpoint's random name, new at each start.
+    /// The endpoint's random identity, new at each start.
     pub fn identity(&self) -> Identity {
         self.context().identity
     }
 
-    /// How payload moves: `tcp`, `plugin`, `sim`.
+    /// Name of the payload's transport: `tcp`, `plugin`, `sim`, or the backend's.
     pub fn transport(&self) -> &'static str {
         self.context().payload_name()
     }
 
-    /// The variables that the plugin was loaded with and who set them; empty without a plugin.
+    /// The environment variables that the plugin was loaded with, and who set them. Empty without a plugin.
     pub fn effective_environment(&self) -> Vec<Variable> {
         let backend = self.context().backend.as_ref();
         backend.map(|backend| backend.environment().to_vec()).unwrap_or_default()
     }
 
-    /// The configuration in force.
+    /// The configuration, with defaults applied.
     pub fn config(&self) -> &Config {
         &self.context().config
     }
 
-    /// The addresses listened on, with their real port.
+    /// The addresses listened on, with their actual ports.
     pub fn listen_addresses(&self) -> Vec<SocketAddr> {
         self.inner.listen_addresses.clone()
     }
 
-    /// The transport's clock.
+    /// Time of the transport's clock.
     pub fn now(&self) -> Duration {
         self.context().transport.now()
     }
 
-    /// Connects to an endpoint that listens on `address`.
+    /// Connects to an endpoint that listens on `address`. Blocks until the peer is connected.
+    ///
+    /// # Errors
+    /// [`Error::Stalled`] after `timeout`. [`Error::Unreachable`] if no connection can be established,
+    /// [`Error::Refused`] if the other end is not ferrywire or has another secret, [`Error::Closed`] if this
+    /// endpoint is closed.
     pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Peer> {
         self.connect_in(ConnectTarget::new(address), timeout, timeout)
     }
 
-    /// Connects if the address has answered within the first time, and the peer is up within the second.
+    /// Connects if the address answers within `to_answer` and the peer is connected within `timeout`.
     fn connect_in(&self, target: ConnectTarget, to_answer: Duration, timeout: Duration) -> Result<Peer> {
         let connecting = self.start_connect_to(target)?;
         let mut result = connecting.wait(to_answer);
@@ -183,12 +191,20 @@ impl Endpoint {
         result
     }
 
-    /// Starts to connect, without waiting.
+    /// Starts to connect to `address` without blocking.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if this endpoint is closed, [`Error::Forked`] in a forked child. Other errors come
+    /// with the result.
     pub fn start_connect(&self, address: SocketAddr) -> Result<Connecting> {
         self.start_connect_to(ConnectTarget::new(address))
     }
 
-    /// Starts to connect, without waiting, to what proves to be this target.
+    /// Starts to connect to `target` without blocking; the other end has to prove that it is this target.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] if this endpoint is closed, [`Error::Forked`] in a forked child, [`Error::Invalid`]
+    /// for a short secret. Other errors come with the result.
     pub fn start_connect_to(&self, target: ConnectTarget) -> Result<Connecting> {
         self.check_origin()?;
         let accept_queue = Arc::new(AcceptQueue::default());
@@ -204,8 +220,13 @@ impl Endpoint {
         Ok(Connecting { running: self.inner.running.clone(), accept_queue, address })
     }
 
-    /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
-    /// of the time that is left.
+    /// Connects to the endpoint whose [`metadata`](Endpoint::metadata) this is, at the first address that
+    /// answers. Each address gets an equal share of the remaining time, but at least
+    /// [`limits::ANSWER_SHARE_MIN`] if so much remains.
+    ///
+    /// # Errors
+    /// As for [`Endpoint::connect`], the error of the last address tried; [`Error::Invalid`] for unusable
+    /// metadata.
     pub fn connect_metadata(&self, metadata: &[u8], timeout: Duration) -> Result<Peer> {
         let (identity, addresses) = parse_metadata(metadata)?;
         let tell = |mut errors: Vec<Error>| match errors.pop() {
@@ -219,14 +240,15 @@ impl Endpoint {
         self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(tell)
     }
 
-    /// Connects to the first of these addresses, all of one endpoint, at which it works. Each has its share of the time that is
-    /// left, but 0.4 s at least, if there is so much.
+    /// Connects to the first of these addresses of one endpoint that answers. Each address gets an equal
+    /// share of the remaining time, but at least [`limits::NAME_SHARE_MIN`] if so much remains.
     ///
     /// # Errors
-    /// Of those of the addresses the one that tells most.
+    /// As for [`Endpoint::connect`]: the most informative error of all addresses.
     pub fn connect_any(&self, addresses: &[SocketAddr], timeout: Duration) -> Result<Peer> {
         self.connect_first(addresses, None, timeout, limits::NAME_SHARE_MIN).map_err(|errors| {
-            // Where one listens, or may, is more than where nobody does, or where no NIC leads.
+            // Ranks errors: an address where something listens is more informative than one where nothing
+            // does, or that no NIC reaches.
             let tells = |error: &Error| match error {
                 Error::NoUsableNic { .. } => 0,
                 Error::Unreachable { .. } => 1,
@@ -245,7 +267,8 @@ impl Endpoint {
         })
     }
 
-    /// The first that works, or why each did not; of one endpoint alone where it is named.
+    /// Connects to the first address that works, or returns the error of each. With `identity`, only that
+    /// endpoint is accepted.
     fn connect_first(
         &self,
         addresses: &[SocketAddr],
@@ -272,12 +295,14 @@ impl Endpoint {
         Err(errors)
     }
 
-    /// Identity and addresses as opaque bytes, for [`Endpoint::connect_metadata`] of somebody else.
+    /// Identity and addresses of this endpoint as opaque bytes, for [`Endpoint::connect_metadata`] on another
+    /// endpoint.
     pub fn metadata(&self) -> Vec<u8> {
         let mut out = vec![METADATA_VERSION];
         out.extend_from_slice(&self.identity().0);
         let mut addresses = self.reachable_addresses();
-        // Every host has those of its loopback: another one would meet somebody else there.
+        // Every host has the loopback addresses, and on another host they would reach another endpoint: they
+        // come last.
         addresses.sort_by_key(|address| address.ip().is_loopback());
         for address in addresses {
             let text = address.to_string();
@@ -287,7 +312,7 @@ impl Endpoint {
         out
     }
 
-    /// The addresses under which peers can reach this endpoint: one for each NIC it listens on.
+    /// Addresses at which peers can reach this endpoint: one for each NIC it listens on.
     pub fn reachable_addresses(&self) -> Vec<SocketAddr> {
         let context = self.context();
         advertised(&context.config, &*context.transport, &self.inner.listen_addresses)
@@ -298,7 +323,8 @@ impl Endpoint {
     /// Waits for the next peer that connects.
     ///
     /// # Errors
-    /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Stalled`].
+    /// [`Error::Stalled`] after `timeout`, [`Error::Closed`] as soon as the endpoint is closed,
+    /// [`Error::Invalid`] if the endpoint does not listen.
     pub fn accept(&self, timeout: Duration) -> Result<Peer> {
         self.check_origin()?;
         let context = self.context();
@@ -314,7 +340,7 @@ impl Endpoint {
         })
     }
 
-    /// The next peer that has connected, if there is one. In an endpoint without threads everything is turned once.
+    /// Returns the next connected peer, if there is one. An endpoint without threads is polled once.
     pub fn try_accept(&self) -> Option<Result<Peer>> {
         match self.check_origin() {
             Ok(()) => self.inner.take_peer().or_else(|| {
@@ -331,13 +357,13 @@ impl Endpoint {
         }
     }
 
-    /// In a forked child nothing here works: neither threads nor connections are there.
+    /// Refuses calls in a forked child, which has neither the threads nor the connections.
     fn check_origin(&self) -> Result<()> {
         Ok(self.context().origin.check()?)
     }
 
-    /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
-    /// Also when it already is so.
+    /// Makes `wakeup` readable once a peer has connected (see [`Endpoint::try_accept`]) or the endpoint is
+    /// closed. If that is the case already, `wakeup` becomes readable at once.
     pub fn arm(&self, wakeup: &Wakeup) {
         if self.check_origin().is_err() {
             return wakeup.wake();
@@ -348,32 +374,38 @@ impl Endpoint {
         }
     }
 
-    /// Registers a buffer, which the region then owns.
+    /// Registers a buffer. The region owns it.
+    ///
+    /// # Errors
+    /// [`Error::Forked`] in a forked child.
     pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
         self.check_origin()?;
         Ok(Region::owned(&self.inner.home, Owned::Vector(memory.into())))
     }
 
-    /// Allocates and registers `bytes` zeroed, page-aligned bytes.
+    /// Allocates and registers `bytes` zeroed, page-aligned bytes of host memory.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system has too little memory.
     pub fn alloc_host(&self, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         Ok(Region::owned(&self.inner.home, Owned::Host(HostBuffer::zeroed(bytes)?)))
     }
 
-    /// Allocates and registers `bytes` zeroed bytes on a simulated GPU, which is opened if it is not.
+    /// Allocates and registers `bytes` zeroed bytes on simulated GPU `index`, and opens the GPU if necessary.
     ///
     /// # Errors
-    /// [`Error::SimGpu`].
+    /// [`Error::SimGpu`] if there is no such GPU, or it has too little memory.
     pub fn alloc_sim(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         Ok(Region::owned(&self.inner.home, Owned::Sim(buffer)))
     }
 
-    /// Allocates and registers `bytes` zeroed bytes on a CUDA GPU, which is opened if it is not.
+    /// Allocates and registers `bytes` zeroed bytes on CUDA GPU `index`, and opens the GPU if necessary.
     ///
     /// # Errors
-    /// [`Error::Cuda`].
+    /// [`Error::Cuda`] if the driver fails, or the GPU has too little memory.
     pub fn alloc_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
@@ -381,11 +413,13 @@ impl Endpoint {
         Ok(Region::owned(&self.inner.home, Owned::Cuda(buffer)))
     }
 
-    /// Registers memory that the caller keeps: of the host, or of a GPU (CUDA or simulated), whose addresses
-    /// are recognised. Memory of CUDA GPUs may come from any library, and be a part of a larger allocation.
+    /// Registers memory that the caller owns: host memory, or memory of a GPU (CUDA or simulated). The kind
+    /// is detected from the address. Memory of CUDA GPUs may come from any library and be a part of a larger
+    /// allocation.
     ///
     /// # Errors
-    /// [`Error::Cuda`] or [`Error::SimGpu`] when the range begins in memory of a GPU and leaves it.
+    /// [`Error::Cuda`] or [`Error::SimGpu`] if the range begins in GPU memory and extends beyond its
+    /// allocation. [`Error::Invalid`] for a null pointer with a size.
     ///
     /// # Safety
     /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until the
@@ -396,17 +430,18 @@ impl Endpoint {
         unsafe { self.register_user(base, bytes, None) }
     }
 
-    /// Likewise, with whoever keeps the memory alive: `owner` is dropped when no thread, NIC, GPU or peer can touch the
-    /// memory any more. That is after the last clone of the region is gone (block lists hold one) and all operations
-    /// on it have ended; to drop the region never waits for them.
+    /// Registers memory as [`Endpoint::register_raw`] does, with an `owner` that keeps the memory alive.
+    /// `owner` is dropped when no thread, NIC, GPU or peer can touch the memory any more: after the last
+    /// clone of the region is dropped (block lists hold one) and all operations on it have ended. Dropping
+    /// the region never waits for them.
     ///
-    /// It is dropped by a thread of the endpoint's own that does nothing else (`ferrywire-own`), holding no lock, so
-    /// that it may block: Python's GIL can be taken there. [`Region::deregister`] drops it on the thread that calls;
-    /// so does the end of the region after that of the endpoint, and an error here. In an endpoint without threads
-    /// somebody has to call [`Endpoint::progress`] for the memory to be let go.
+    /// A dedicated thread of the endpoint (`ferrywire-own`) drops `owner`. That thread holds no lock, so the
+    /// drop may block, and may take Python's GIL. In three cases the current thread drops `owner`: in
+    /// [`Region::deregister`], when the region outlives the endpoint, and when this call fails. An endpoint
+    /// without threads releases the memory only while the application calls [`Endpoint::progress`].
     ///
     /// # Errors
-    /// As [`Endpoint::register_raw`], and [`Error::Io`] when the thread cannot be started.
+    /// As for [`Endpoint::register_raw`], and [`Error::Io`] if the thread cannot be started.
     ///
     /// # Safety
     /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until `owner` is dropped,
@@ -431,19 +466,19 @@ impl Endpoint {
             return Err(Error::invalid("memory", "a null pointer with a size"));
         }
         let location = MemoryLocation::of(base, bytes as u64)?;
-        // SAFETY: the caller's promise; the place is what the address says.
+        // SAFETY: the caller's promise; the memory location is that of the address.
         let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, location, owner) }?;
         self.context().prepared.prepare(location);
         Ok(region)
     }
 
-    /// Turns everything once that no thread turns; true if anything happened. Only needed in an
-    /// endpoint without threads.
+    /// Polls everything that no thread polls, once. Returns whether there was progress. Only an endpoint
+    /// without threads needs this.
     pub fn progress(&self) -> bool {
         self.check_origin().is_ok() && self.inner.running.poll_once()
     }
 
-    /// Number of peers, those that are being set up or closed included.
+    /// Number of peers, including those that are being connected or closed.
     pub fn peer_count(&self) -> usize {
         if self.check_origin().is_err() {
             return 0;
@@ -451,7 +486,7 @@ impl Endpoint {
         self.inner.running.with_control(|control| control.peer_count())
     }
 
-    /// How many connections were refused because whoever made them held another secret, or none.
+    /// Number of connections that were refused because the other end had a wrong secret, or none.
     pub fn auth_failures(&self) -> u64 {
         if self.check_origin().is_err() {
             return 0;
@@ -459,13 +494,14 @@ impl Endpoint {
         self.inner.running.with_control(|control| control.auth_failures())
     }
 
-    /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its
-    /// own timeout, and says the same. With devmem TCP it gives the queues of NICs back: where another run holds a NIC
-    /// until the timeout (or for [`limits::NIC_END_MIN`]), that is left to the next start, as after a kill.
+    /// Stops listening, finishes the transfers with all peers, and ends the threads. A second call waits for
+    /// the first one, up to its own timeout, and returns the first one's outcome. With devmem TCP the queues
+    /// of NICs are given back. If another process holds a NIC's lock until the timeout (or for
+    /// [`limits::NIC_END_MIN`] if that is longer), the next start gives them back, as after a kill.
     ///
     /// # Errors
-    /// [`Error::Stalled`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
-    /// what was posted to it had finished; all is closed nevertheless.
+    /// [`Error::Stalled`] if a peer did not finish in time; [`Error::PeerLost`] if one was lost, or closed,
+    /// before posted transfers had finished. Everything is closed in any case.
     pub fn close(&self, timeout: Duration) -> Result<()> {
         self.check_origin()?;
         self.inner.close(timeout)
@@ -473,10 +509,11 @@ impl Endpoint {
 }
 
 impl Inner {
-    /// Starts its threads. They stop when it is closed.
+    /// Starts the endpoint's threads. They stop when it is closed.
     fn spawn(&self) -> Result<()> {
         for worker in self.running.workers.iter() {
-            // While a thread runs it may touch memory: what asks whether anything does finds all of it there.
+            // A running thread may touch memory. It keeps `running` alive, so that a request to release
+            // memory finds all channels.
             let (worker, running) = (worker.clone(), self.running.clone());
             self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(running.context()))?;
         }
@@ -492,7 +529,7 @@ impl Inner {
         result.map(|handle| Peer::new(self.running.clone(), handle))
     }
 
-    /// The next peer that has connected, if one has.
+    /// Takes the next connected peer, if there is one.
     fn take_peer(&self) -> Option<Result<Peer>> {
         self.accept_queue.take().map(|result| self.peer(result))
     }
@@ -508,19 +545,20 @@ impl Inner {
         Ok(())
     }
 
-    /// Turns, or lets turn, until no peer is left or so long has passed; where `drains`, without anything getting on.
+    /// Polls, or lets the threads poll, until no peer is left or `limit` is over. With `drains`, progress
+    /// restarts the limit.
     fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
         let (running, context) = (&self.running, self.context());
-        let (mut patience, mut before) = (StallTimer::new(limit), None);
+        let (mut stall_timer, mut before) = (StallTimer::new(limit), None);
         loop {
             let (idle, drained) = running.with_control(|control| (control.idle(), control.drained()));
             if idle {
                 return true;
             }
             if drains && before.replace(drained) != Some(drained) {
-                patience = StallTimer::new(limit);
+                stall_timer = StallTimer::new(limit);
             }
-            if patience.is_over(context.transport.now()) {
+            if stall_timer.is_over(context.transport.now()) {
                 return false;
             }
             if context.is_caller_driven() {
@@ -541,27 +579,27 @@ impl Inner {
         outcome
     }
 
-    /// Waits until another call has closed it.
+    /// Waits until another call has closed the endpoint.
     fn closed_elsewhere(&self, timeout: Duration) -> Result<()> {
-        let mut patience = StallTimer::new(timeout);
+        let mut stall_timer = StallTimer::new(timeout);
         let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = &*closed {
                 return outcome.clone();
             }
-            if patience.is_over(self.context().transport.now()) {
+            if stall_timer.is_over(self.context().transport.now()) {
                 return Err(not_closed(Error::Closed, timeout));
             }
-            // The transport's clock need not be the host's.
+            // The transport's clock may differ from the host's, so wait in short steps.
             let waited = self.closes.wait_timeout(closed, Duration::from_millis(10));
             closed = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// Without a timeout what was posted is finished as long as it gets on.
+    /// Closes everything. Without a timeout, posted transfers may take as long as they make progress.
     fn finish(&self, timeout: Option<Duration>) -> Result<()> {
         let running = &self.running;
-        // The host's clock: so long it takes others to be done with a NIC.
+        // Backends wait for other processes, so this uses the host's clock.
         let began = Instant::now();
         let left = || timeout.map_or(Duration::MAX, |timeout| timeout.saturating_sub(began.elapsed()));
         self.accept_queue.close();
@@ -572,24 +610,24 @@ impl Inner {
         let (drains, limit) = (timeout.is_none(), timeout.unwrap_or(limits::DRAIN_TIMEOUT));
         let mut is_idle = self.wait_idle(limit.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
         if !is_idle {
-            // Nothing may wait for this endpoint for ever, however its peers are.
+            // A close always ends, whatever state the peers are in.
             running.with_control(|control| control.abort_all());
             is_idle = self.wait_idle(limits::HEARTBEAT_INTERVAL, false);
         }
         let unfinished = running.with_control(|control| control.unfinished());
-        // No caller accepts them any more.
+        // The application no longer accepts these peers.
         self.accept_queue.clear();
         running.workers.iter().for_each(|worker| worker.stop());
         running.context().wake_control();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for (index, thread) in threads.into_iter().enumerate() {
-            // A thread that is in a call that does not return is left behind.
+            // A thread in a call that does not return is left behind.
             let stuck = running.workers.get(index).is_some_and(|worker| worker.stuck());
             if is_idle && !stuck && thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }
         }
-        // What the threads left to somebody who may wait.
+        // Frees what the progress threads deferred, since this thread may block.
         deferred_free::clear();
         if let Some(backend) = &running.context().backend {
             backend.end(left());
@@ -601,7 +639,7 @@ impl Inner {
     }
 }
 
-/// What whoever closes an endpoint is told when a peer of it ended like this before all was finished.
+/// The error of a close whose peers ended with `how` before all transfers had finished.
 fn not_closed(how: Error, timeout: Duration) -> Error {
     control::ended_early(how, "closing all peers".into(), None, timeout)
 }
@@ -609,13 +647,14 @@ fn not_closed(how: Error, timeout: Duration) -> Error {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.context().origin.is_elsewhere() {
-            // All of it is the parent's. Even to close a copy of a descriptor would tell its pollers.
+            // In a forked child everything belongs to the parent. Even closing the copy of a descriptor would
+            // change its pollers.
             std::mem::forget((self.running.clone(), self.control.clone(), self.accept_queue.clone()));
             return std::mem::forget(std::mem::take(
                 self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
             ));
         }
-        // A caller that has closed the endpoint was told how that ended.
+        // The caller of `close` has the outcome already.
         if !self.context().closing.swap(true, Ordering::SeqCst)
             && let Err(error) = self.finish(None)
         {
@@ -624,7 +663,7 @@ impl Drop for Inner {
     }
 }
 
-/// Alignment of memory that we allocate on a GPU: the page in which drivers hand it to NICs.
+/// Alignment of GPU allocations: the page size with which drivers expose GPU memory to NICs.
 const GPU_ALIGN_BYTES: usize = 64 << 10;
 
 const METADATA_VERSION: u8 = 1;

@@ -1,7 +1,8 @@
-//! What users hold: endpoints, peers, regions, transfers.
+//! Handles for users: endpoints, peers, regions, transfers.
 //!
-//! Invariant: what users hold keeps [`running::Running`] alive, and nothing below does.
-//! Files without `#![forbid(unsafe_code)]` have an `unsafe fn` of raw memory or streams (`register_raw`, `hold_raw`), or call one.
+//! Invariant: these handles keep [`running::Running`] alive, and nothing below them does.
+//! A file without `#![forbid(unsafe_code)]` has, or calls, an `unsafe fn` on raw memory or streams
+//! (`register_raw`, `hold_raw`).
 //! Read next: `endpoint.rs`, `peer/`, `transfer.rs`, `running/`.
 
 pub mod endpoint;

@@ -1,14 +1,15 @@
-//! The endpoints of a process, one per GPU, that start, connect and stop together.
+//! The endpoints of a process, one per GPU, which start, connect and stop together.
 //!
 //! ```text
 //!   start (listen) ──> connect │ accept ──> each (register, move data) ──> close
 //! ```
 //!
-//! In every phase all endpoints are at work at once, so a phase takes as long as its slowest endpoint, not as long as all
-//! of them together. A phase has one timeout, and one endpoint that fails, or is late, fails the phase, by name.
+//! In each phase all endpoints work at once, so a phase takes as long as its slowest endpoint. A phase has
+//! one timeout. An endpoint that fails or is late fails the phase, and the error names the endpoint.
 //!
-//! Invariant: a phase that fails leaves nothing behind: endpoints that had started are closed, and so are peers that were
-//! connected in it. Read next: `endpoint.rs`.
+//! Invariant: a failed phase leaves nothing behind: endpoints that it started, and peers that it connected,
+//! are closed.
+//! Read next: `endpoint.rs`.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -20,43 +21,43 @@ use crate::api::endpoint::{Builder, Connecting, Endpoint};
 use crate::api::peer::Peer;
 use crate::error::{Error, Result};
 
-/// How often connections on their way are looked at.
+/// Interval between checks of connection attempts.
 const LOOK_INTERVAL: Duration = Duration::from_micros(200);
-/// Time for peers and endpoints to finish with what a failed phase leaves.
+/// Time for closing what a failed phase has left.
 const RETREAT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Longer than any phase.
+/// A timeout longer than any phase.
 const FAR: Duration = Duration::from_secs(365 * 86400);
 
-/// All endpoints of a process. Dropped, it closes them.
+/// All endpoints of a process. Dropping the orchestrator closes them.
 #[derive(Debug)]
 pub struct Orchestrator {
     names: Vec<String>,
     endpoints: Vec<Endpoint>,
 }
 
-/// What an endpoint connects to.
+/// A connection to establish.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// Which endpoint connects, by its place in [`Orchestrator::endpoints`].
+    /// Index in [`Orchestrator::endpoints`] of the connecting endpoint.
     pub endpoint: usize,
-    /// Where to: the first of these that answers.
+    /// Remote addresses, tried in order until one answers.
     pub addresses: Vec<std::net::SocketAddr>,
 }
 
 impl Orchestrator {
-    /// Builds all endpoints, each with a name for messages.
+    /// Builds all endpoints. Each has a name for error messages.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the name of the first that failed, or was not there in time.
+    /// [`Error::Phase`] with the name of the first endpoint that failed, or was not built in time.
     pub fn start(builders: Vec<(String, Builder)>, timeout: Duration) -> Result<Orchestrator> {
         let mut all = Orchestrator { names: Vec::new(), endpoints: Vec::new() };
         all.extend(builders, timeout).map(|()| all)
     }
 
-    /// Builds further endpoints, which come behind those that are there.
+    /// Builds further endpoints and appends them.
     ///
     /// # Errors
-    /// As for [`Orchestrator::start`]; none of the new ones stays then.
+    /// As for [`Orchestrator::start`]; then none of the new endpoints remains.
     pub fn extend(&mut self, builders: Vec<(String, Builder)>, timeout: Duration) -> Result<()> {
         let builds = builders.into_iter().map(|(name, builder)| (name, move || builder.build()));
         self.extend_with(builds.collect(), timeout)
@@ -79,16 +80,16 @@ impl Orchestrator {
         &self.endpoints
     }
 
-    /// The name of an endpoint.
+    /// The name of an endpoint, by index.
     pub fn name(&self, endpoint: usize) -> &str {
         self.names.get(endpoint).map_or("?", String::as_str)
     }
 
-    /// Connects all targets at once; gives the peers in their order.
+    /// Connects all targets at once. Returns the peers in the order of `targets`.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the endpoint of the first that failed, or was not connected in time, and where it was to
-    /// connect to.
+    /// [`Error::Phase`] with the first endpoint that failed, or was not connected in time, and its remote
+    /// address.
     pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>> {
         let mut dials = Vec::with_capacity(targets.len());
         for target in targets {
@@ -119,10 +120,10 @@ impl Orchestrator {
         Err(error)
     }
 
-    /// Takes in so many peers at each endpoint; gives them by endpoint, in the order in which they came.
+    /// Accepts `peers_of_each` peers at each endpoint. Returns them by endpoint, in the order of arrival.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the endpoint that had too few in time, and how many.
+    /// [`Error::Phase`] with the endpoint that had too few peers in time, and their number.
     pub fn accept(&self, peers_of_each: usize, timeout: Duration) -> Result<Vec<Vec<Peer>>> {
         let mut accepted: Vec<Vec<Peer>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         let outcome = self.look_until(timeout, || {
@@ -157,12 +158,12 @@ impl Orchestrator {
         }
     }
 
-    /// Does the same with all endpoints at once, such as registering memory; gives what came of it, in order.
+    /// Runs `work` for all endpoints at once, for example to register memory. Returns the results in order.
     ///
-    /// Work that comes too late goes on by itself, and what comes of it is dropped.
+    /// Work that exceeds the timeout continues in its thread, and its result is dropped.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the name of an endpoint with which it failed, or that had not finished in time.
+    /// [`Error::Phase`] with the name of an endpoint whose work failed, or had not finished in time.
     pub fn each<T: Send + 'static>(
         &self,
         phase: &'static str,
@@ -178,12 +179,13 @@ impl Orchestrator {
         all_at_once(phase, &self.names, all, timeout)
     }
 
-    /// Finishes with all peers and ends all endpoints, at once.
+    /// Finishes all transfers and closes all endpoints, at once.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the first that did not finish in time; all are closed nevertheless.
+    /// [`Error::Phase`] with the first endpoint that did not finish in time. All endpoints are closed in any
+    /// case.
     pub fn close(&self, timeout: Duration) -> Result<()> {
-        // Each keeps to the timeout by itself, and none is left to do so behind our back.
+        // Each close observes the timeout itself, and all of them are waited for.
         let results: Vec<Result<()>> = thread::scope(|scope| {
             let close = |endpoint| scope.spawn(move || Endpoint::close(endpoint, timeout));
             let threads: Vec<_> = self.endpoints.iter().map(close).collect();
@@ -198,7 +200,8 @@ impl Orchestrator {
         results.into_iter().enumerate().try_for_each(named)
     }
 
-    /// Looks until nothing is missing, something fails, or the time has come; gives who is missing then.
+    /// Calls `look` until nothing is missing, an error occurs, or `timeout` is over. Returns the index that
+    /// is missing.
     fn look_until(
         &self,
         timeout: Duration,
@@ -210,9 +213,9 @@ impl Orchestrator {
             if missing.is_none() || Instant::now() >= until {
                 return Ok(missing);
             }
-            // Those without threads are turned here.
-            let turned = self.endpoints.iter().filter(|endpoint| endpoint.config().threads == 0);
-            let worked = turned.map(Endpoint::progress).fold(false, |some, worked| some | worked);
+            // Endpoints without threads are polled here.
+            let unthreaded = self.endpoints.iter().filter(|endpoint| endpoint.config().threads == 0);
+            let worked = unthreaded.map(Endpoint::progress).fold(false, |some, worked| some | worked);
             if !worked {
                 thread::sleep(LOOK_INTERVAL);
             }
@@ -224,7 +227,7 @@ impl Orchestrator {
     }
 }
 
-/// A connection on its way, through the addresses of its target.
+/// A connection attempt, which tries the addresses of its target in order.
 struct Dial<'a> {
     all: &'a Orchestrator,
     target: &'a Target,
@@ -250,7 +253,7 @@ impl<'a> Dial<'a> {
         Ok(())
     }
 
-    /// Not connected in time: says to where, since one endpoint may have many targets.
+    /// The timeout error. It names the address, since one endpoint may have many targets.
     fn late(&self, waited: Duration) -> Error {
         let tried = self.target.addresses.get(self.next.saturating_sub(1));
         let peer = tried.map(ToString::to_string);
@@ -272,8 +275,8 @@ impl<'a> Dial<'a> {
     }
 }
 
-/// Does all of it, each in a thread; gives what came of each, in order. What comes too late finds nobody who takes it, and
-/// is dropped.
+/// Runs all work at once, each item in its own thread. Returns the results in order. A late result has no
+/// receiver and is dropped.
 fn all_at_once<T: Send + 'static>(
     phase: &'static str,
     names: &[String],
@@ -303,13 +306,13 @@ fn all_at_once<T: Send + 'static>(
     Ok(came.into_iter().flatten().collect())
 }
 
-/// A timeout beyond all clocks is a far one.
+/// The end of a timeout. A timeout that overflows the clock ends very late.
 fn end_of(timeout: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(timeout).unwrap_or(now + FAR)
 }
 
-/// Closes what a failed phase had connected, all at once.
+/// Closes the peers of a failed phase, all at once.
 fn retreat(peers: Vec<Peer>) {
     thread::scope(|scope| {
         for peer in &peers {
@@ -367,7 +370,7 @@ mod tests {
         let error = all.extend_with(builds, short).expect_err("one hangs");
         assert_eq!(error, late("starting", "hanging", short));
         assert!(all.endpoints().is_empty());
-        // The port of the one that had started is free again, soon.
+        // The port of the endpoint that was built becomes free again.
         let port = port.recv().expect("it has started");
         let until = Instant::now() + Duration::from_secs(60);
         while let Err(error) = listening(port).build() {

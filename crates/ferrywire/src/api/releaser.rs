@@ -1,10 +1,11 @@
-//! Memory whose owner we were given: let go in the background, and its owner dropped when nothing touches it.
+//! Releases regions with an owner in the background, and drops the owner when nothing touches the memory.
 //!
-//! Such a region's life: `registered -> draining -> free`. It drains from when its last handle is gone: peers are
-//! refused, every worker is asked to let go of it, and operations under way end by themselves.
+//! Such a region's states: `registered -> draining -> free`. It drains after its last handle is dropped:
+//! peers are refused, every worker is asked to release it, and operations in flight end by themselves.
 //!
-//! Invariant: an owner is dropped where that may block, by whoever deregisters or by the thread here, with no lock of
-//! ours held; never by a progress thread. Read next: `worker/quiesce.rs`, what workers answer.
+//! Invariant: an owner is dropped where it may block: by the thread that deregisters, or by the thread here,
+//! without a lock, and never by a progress thread.
+//! Read next: `worker/quiesce.rs`, the requests to workers.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -19,11 +20,11 @@ use super::running::Running;
 use crate::core::worker::{self, Abandon};
 use ferrywire_memory::Memory;
 
-/// How long the thread waits between two looks at memory that drains, at first and at most.
+/// Pause between two checks of draining memory: the first, and the longest.
 const LOOK_MIN: Duration = Duration::from_micros(100);
 const LOOK_MAX: Duration = Duration::from_millis(20);
 
-/// The thread that drops owners. It ends with [`Running`], once it has dropped them all.
+/// The thread that drops owners. It ends after [`Running`], once it has dropped all of them.
 pub(crate) struct Releaser(Sender<Arc<Memory>>);
 
 impl Releaser {
@@ -34,9 +35,9 @@ impl Releaser {
         Ok(Releaser(sender))
     }
 
-    /// Takes memory that nobody names any more, and that peers are refused.
+    /// Takes memory without handles, which peers can no longer access.
     pub fn give(&self, memory: Arc<Memory>) {
-        // The thread outlives this handle; were it gone, the memory would go here.
+        // The thread outlives this handle. If it were gone, the memory would be dropped here.
         let _ = self.0.send(memory);
     }
 }
@@ -57,7 +58,7 @@ fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
             }
             Err(RecvTimeoutError::Timeout) => pause = LOOK_MAX.min(pause * 2),
             Err(RecvTimeoutError::Disconnected) if draining.is_empty() => return,
-            // The endpoint is on its way out.
+            // The endpoint is being dropped.
             Err(RecvTimeoutError::Disconnected) => thread::sleep(LOOK_MIN),
         }
         draining.retain_mut(|each| {
@@ -72,11 +73,13 @@ fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
 
 struct Draining {
     memory: Arc<Memory>,
-    /// Operations used it before the workers were asked first: their connections may be lost while they are waited for.
+    /// Operations used the memory before the workers were first asked. Their connections may be lost while
+    /// they drain.
     was_used: bool,
-    /// What the workers are asked at present.
+    /// The pending request to the workers.
     asked: Option<Arc<Abandon>>,
-    /// No operation uses it, and the workers were asked since whether lanes have forgotten it, and NICs have sent it.
+    /// No operation uses the memory, and since then the workers were asked again: lanes forget it, and NICs
+    /// finish sending it.
     last: bool,
 }
 
@@ -85,11 +88,11 @@ impl Draining {
         Draining { was_used: memory.used(), memory, asked: None, last: false }
     }
 
-    /// Whether nothing of the endpoint touches the memory; if not, asks for it.
+    /// Whether nothing in the endpoint touches the memory; if not, requests its release.
     fn is_free(&mut self, running: &Running) -> bool {
         let asked = self.asked.get_or_insert_with(|| worker::ask_for_region(&running.workers, &self.memory));
         if running.context().closing.load(Ordering::SeqCst) {
-            // Its threads may have ended, and answer no more.
+            // The threads may have ended and would not answer.
             running.workers.poll_once();
         }
         if !asked.is_answered() || self.memory.used() {

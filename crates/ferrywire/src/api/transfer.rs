@@ -1,6 +1,7 @@
-//! An operation as its caller sees it.
+//! A posted operation, as its caller holds it.
 //!
-//! Read next: `../core/operation.rs`, its state.
+//! Invariant: dropping a [`Transfer`] does not end the operation. Read next: `../core/operation.rs`, its
+//! state.
 
 use super::peer::Connection;
 use super::wakeup::Wakeup;
@@ -14,9 +15,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An operation as its caller sees it. Dropping it lets the operation run on.
+/// A posted operation. Dropping the handle lets the operation continue.
 ///
-/// The memory it uses stays registered, and alive if the engine owns it, until the operation ends.
+/// Its memory stays registered, and alive if the engine owns it, until the operation ends.
 #[derive(Clone)]
 pub struct Transfer {
     pub(crate) op: Arc<Op>,
@@ -30,9 +31,12 @@ impl fmt::Debug for Transfer {
 }
 
 impl Transfer {
-    /// The outcome, or `None` while it is under way. Drives progress a little where needed.
+    /// The outcome, or `None` while the transfer is in flight. Polls the engine where no thread does.
     ///
     /// The value is the number of bytes moved; for `recv`, the length of the message.
+    ///
+    /// # Errors
+    /// The transfer's own error, inside the `Some`.
     pub fn poll(&self) -> Option<Result<u64>> {
         self.outcome().or_else(|| {
             self.connection.nudge();
@@ -40,30 +44,30 @@ impl Transfer {
         })
     }
 
-    /// How it ended, or that it never will.
+    /// The outcome, or an error if the operation never ends.
     fn outcome(&self) -> Option<Result<u64>> {
         let elsewhere = || self.connection.context().origin.check().err().map(|forked| Err(forked.into()));
         self.op.outcome().or_else(|| self.peer().lost_to_a_call().map(Err)).or_else(elsewhere)
     }
 
-    /// Waits for the end; `stall_timeout` is the longest time without progress.
+    /// Waits until the transfer ends. `stall_timeout` is the longest time without progress.
     ///
     /// # Errors
-    /// The operation's own error, or [`Error::Stalled`]: then it is still under way, and can be waited
-    /// for again or cancelled.
+    /// The transfer's own error, or [`Error::Stalled`]: then the transfer is still in flight, and can be
+    /// waited for again or cancelled.
     pub fn wait(&self, stall_timeout: Duration) -> Result<u64> {
         self.wait_for(Duration::MAX, stall_timeout)
     }
 
-    /// Waits for the end, at most `total` altogether and `stall` without progress. Time in which the process is
-    /// stopped counts towards `total`.
+    /// Waits until the transfer ends, for at most `total`, and for at most `stall` without progress. Time in
+    /// which the process is stopped counts towards `total`.
     ///
     /// # Errors
-    /// As [`Transfer::wait`], and [`Error::TimedOut`]: then too it is still under way.
+    /// As for [`Transfer::wait`], and [`Error::TimedOut`]: then the transfer is still in flight too.
     pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
-        // Without a limit on the whole nobody asks for the time.
+        // Without a total timeout the clock is not read.
         let until = (total < Duration::MAX).then(|| self.peer().now().saturating_add(total));
-        let mut stirred = self.op.progress_counter();
+        let mut last_progress = self.op.progress_counter();
         loop {
             if let Some(outcome) = self.outcome() {
                 return outcome;
@@ -72,7 +76,7 @@ impl Transfer {
             if left.is_zero() {
                 let timed_out =
                     || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
-                // A caller that asks again and again without waiting may be the only one that polls.
+                // A caller that polls with a zero timeout may be the only thread that polls.
                 return self.poll().unwrap_or_else(timed_out);
             }
             let ended = self.connection.wait(
@@ -82,18 +86,20 @@ impl Transfer {
                 || self.outcome().is_some(),
             );
             let now = self.op.progress_counter();
-            if !ended && now == stirred && stall <= left {
+            if !ended && now == last_progress && stall <= left {
                 return Err(Error::Stalled { what: self.describe(), peer: self.peer_named(), waited: stall });
             }
-            stirred = now;
+            last_progress = now;
         }
     }
 
-    /// Waits until one of several transfers with one peer has ended, well or not, and gives its place among them:
-    /// for those who keep a number of them in flight. `stall_timeout` is the longest time in which none of them moves.
+    /// Waits until one of several transfers with one peer has ended, with success or not. Returns its index
+    /// in `transfers`. Callers that keep several transfers in flight use this. `stall_timeout` is the longest
+    /// time without progress of any of them.
     ///
     /// # Errors
-    /// [`Error::Stalled`]: then all are still under way. [`Error::Invalid`] when there are none, or of several peers.
+    /// [`Error::Stalled`]: then all transfers are still in flight. [`Error::Invalid`] if there are none, or
+    /// they are of several peers.
     pub fn wait_any<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         stall_timeout: Duration,
@@ -101,11 +107,11 @@ impl Transfer {
         Transfer::wait_any_for(transfers, Duration::MAX, stall_timeout)
     }
 
-    /// Waits as [`Transfer::wait_any`] does, at most `total` altogether and `stall` in which none of them moves; a `total` of zero asks without
-    /// waiting.
+    /// Waits as [`Transfer::wait_any`] does, for at most `total`, and for at most `stall` without progress of
+    /// any transfer. A `total` of zero polls without waiting.
     ///
     /// # Errors
-    /// As [`Transfer::wait_any`], and [`Error::TimedOut`]: then too all are still under way.
+    /// As for [`Transfer::wait_any`], and [`Error::TimedOut`]: then all transfers are still in flight too.
     pub fn wait_any_for<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         total: Duration,
@@ -125,11 +131,11 @@ impl Transfer {
         }
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
-        let stirred = || {
+        let progress = || {
             transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.progress_counter()))
         };
         let until = (total < Duration::MAX).then(|| first.peer().now().saturating_add(total));
-        let mut before = stirred();
+        let mut before = progress();
         loop {
             if let Some(at) = ended().or_else(lost) {
                 return Ok(at);
@@ -149,7 +155,7 @@ impl Transfer {
                 |handle| transfers.clone().for_each(|transfer| transfer.op.forget_waiter(handle)),
                 || ended().or_else(lost).is_some(),
             );
-            let now = stirred();
+            let now = progress();
             if !ended && now == before && stall <= left {
                 return Err(Error::Stalled {
                     what: first.describe(),
@@ -161,8 +167,8 @@ impl Transfer {
         }
     }
 
-    /// Makes `wakeup` readable once the transfer has ended, also when it already has. Costs nothing that others'
-    /// transfers would notice; attached twice it is attached once.
+    /// Makes `wakeup` readable once the transfer has ended, or at once if it already has. Arming twice has no
+    /// further effect. Other transfers are not slowed down.
     pub fn arm(&self, wakeup: &Wakeup) {
         if self.connection.context().origin.is_elsewhere() {
             return wakeup.wake();
@@ -171,36 +177,39 @@ impl Transfer {
         self.op.wake_at_end(wakeup.handle_on(self.peer().home()));
     }
 
-    /// Lets a stream wait, on the device, until the transfer has ended: what is enqueued from here on finds what was
-    /// received. It goes on after a failure too; the outcome says which it was. Only a call of a plugin that never
-    /// returns keeps it waiting.
+    /// Makes a GPU stream wait, on the device, until the transfer has ended. Work enqueued later sees the
+    /// received bytes. The stream also continues after a failure, which the outcome tells apart. It waits for
+    /// ever only if a plugin call never returns.
     ///
-    /// While a stream waits, no memory of a GPU may be freed or unpinned in the process (`cudaFree`, PyTorch's
-    /// `empty_cache`): the driver would wait for the stream, and with it all that could end the transfer. And a copy
-    /// between host and GPU that is enqueued behind the wait holds up others, those of transfers among them, since the
-    /// hardware has few queues for copies (8 each way unless `CUDA_DEVICE_MAX_COPY_CONNECTIONS` says more, up to 32):
-    /// enqueue kernels there, and copies when the transfer has ended.
+    /// While a stream waits, no GPU memory may be freed or unpinned in the process (`cudaFree`, PyTorch's
+    /// `empty_cache`): the driver would wait for the stream, and block the threads that end the transfer. A
+    /// copy between host and GPU that is enqueued behind the wait delays other copies, including those of
+    /// transfers: the hardware has few queues for copies (8 each way unless
+    /// `CUDA_DEVICE_MAX_COPY_CONNECTIONS` is set, up to 32). So enqueue kernels behind the wait, and copies
+    /// after the transfer has ended.
     ///
-    /// What the multiprocessors do stands behind the wait where streams that wait fill all their queues: some dozens do, and with
-    /// `CUDA_DEVICE_MAX_CONNECTIONS=1` a single one. Over a plugin or devmem that is all that is gathered on the GPU: wait for
-    /// those transfers on the host there, or they wait for the stream in turn. Over TCP it is what is short, since a driver has
-    /// the multiprocessors copy 24 KiB and less to a GPU; while a stream waits that goes as rectangles instead, by copy engines,
-    /// except where it is a single byte. (Tried with a stand-in for the driver; on an H200 the calls by themselves.)
+    /// If waiting streams fill all queues of the multiprocessors, other kernels are blocked behind the wait:
+    /// some dozens of streams do, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` a single one. Over a plugin or
+    /// devmem this blocks every gather on the GPU: wait for those transfers on the host, or they wait for the
+    /// stream in turn. Over TCP it blocks short copies, since the driver lets the multiprocessors copy 24 KiB
+    /// and less to a GPU; while a stream waits, ferrywire copies them as rectangles, which copy engines do,
+    /// except a single byte. (Tested with a stand-in for the driver; on an H200 each call alone.)
     ///
     /// # Errors
-    /// The driver's.
+    /// [`Error::Cuda`] if the driver fails; the stream then does not wait.
     pub fn block_stream(&self, stream: &CudaStream) -> Result<()> {
-        // SAFETY: a stream that lives.
+        // SAFETY: `stream` is borrowed, so it is live.
         unsafe { self.hold_raw(stream.gpu(), stream.raw()) }
     }
 
-    /// Holds a stream of another library, such as PyTorch's, as [`Transfer::block_stream`] does; null is the default stream.
+    /// Makes a stream of another library wait, such as PyTorch's, as [`Transfer::block_stream`] does. Null is
+    /// the default stream.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`Error::Cuda`] if the driver fails; the stream then does not wait.
     ///
     /// # Safety
-    /// A live stream of this GPU's primary context, or null.
+    /// `stream` is a live stream of this GPU's primary context, or null.
     pub unsafe fn hold_raw(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
         self.connection.context().origin.check()?;
         // SAFETY: by the caller's promise.
@@ -209,29 +218,29 @@ impl Transfer {
         Ok(())
     }
 
-    /// Holds a stream of a simulated GPU as [`Transfer::block_stream`] does.
+    /// Makes a stream of a simulated GPU wait, as [`Transfer::block_stream`] does.
     ///
     /// # Errors
-    /// The stream's, when it has failed.
+    /// The error of a stream that has failed.
     pub fn block_sim_stream(&self, stream: &SimStream) -> Result<()> {
         self.connection.context().origin.check()?;
         self.op.open_at_end(Gate::Sim(stream.hold()?));
         Ok(())
     }
 
-    /// Bytes that have arrived so far, in pieces of up to the chunk size.
+    /// Bytes that have arrived so far. The count grows by up to one chunk at a time.
     pub fn bytes_moved(&self) -> u64 {
         self.op.moved()
     }
 
-    /// Changes as long as anything of it moves, of a piece too that is not whole yet: for whoever waits in slices, with a
-    /// limit of its own on standing still.
+    /// A counter that grows while the transfer makes progress, even within a chunk. Callers that wait in
+    /// slices use it for a stall timeout of their own.
     pub fn progress_counter(&self) -> u64 {
         self.op.progress_counter()
     }
 
-    /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait
-    /// gives [`Error::Cancelled`], or success if everything had arrived.
+    /// Requests an early end of the transfer. Wait for the transfer afterwards: the outcome is
+    /// [`Error::Cancelled`], or success if all bytes had arrived.
     pub fn cancel(&self) {
         if !self.connection.context().origin.is_elsewhere() {
             self.connection.cancel(&self.op);

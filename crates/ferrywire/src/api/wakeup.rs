@@ -1,15 +1,15 @@
-//! A descriptor that tells when something has happened, for programs that wait for many things at once.
+//! A file descriptor for event loops: it becomes readable when a transfer, peer or endpoint has news.
 //!
-//! An event loop (`epoll`, `asyncio`) watches one [`Wakeup`]; transfers, peers and endpoints are attached to it. Each
-//! attachment wakes once:
+//! An event loop (`epoll`, `asyncio`) polls one [`Wakeup`], and transfers, peers and endpoints are armed with
+//! it. Each arming makes the descriptor readable once:
 //!
 //! ```text
-//!   attach ──▶ readable ──▶ clear ──▶ look at what was attached ──▶ attach again what has nothing yet
+//!   arm ──▶ readable ──▶ clear ──▶ poll the armed objects ──▶ arm those again that have nothing yet
 //! ```
 //!
-//! Invariant: what happened before [`Wakeup::clear`] is there for those who look after it, and what was attached and
-//! has something since makes the descriptor readable again. It may be readable although nobody has anything: look.
-//! Read next: `worker/`, whose waiting lists hold it beside threads.
+//! Invariant: an event before [`Wakeup::clear`] is seen by a poll after it, and an armed object that has an
+//! event later makes the descriptor readable again. Spurious wake-ups are possible: poll.
+//! Read next: `../core/waiting.rs`, whose lists hold wake-ups beside threads.
 #![forbid(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
@@ -22,11 +22,11 @@ use crate::error::{Error, Result};
 use ferrywire_sys::fork::Origin;
 use ferrywire_sys::poll::Wake;
 
-/// A descriptor to wait on, readable when one of the things attached to it has something to give.
+/// A file descriptor to wait on, readable when an armed object has an event.
 ///
-/// Clones share it; any number of things and threads may use one. Nothing keeps it open but its clones: what was
-/// attached to one that is gone wakes nobody. In an endpoint without threads somebody has to call
-/// [`Endpoint::progress`](crate::Endpoint::progress) for anything to happen.
+/// Clones share one descriptor; any number of objects and threads may use it. Only its clones keep it open:
+/// objects that are armed with a dropped one wake nothing. In an endpoint without threads, events happen only
+/// while the application calls [`Endpoint::progress`](crate::Endpoint::progress).
 ///
 /// ```
 /// # use ferrywire::{Endpoint, Wakeup};
@@ -56,43 +56,43 @@ pub struct Wakeup {
 }
 
 impl Wakeup {
-    /// A new one, not readable.
+    /// Creates a descriptor that is not readable.
     ///
     /// # Errors
-    /// [`Error::Io`] when the process has no descriptor left.
+    /// [`Error::Io`] if the process has no free descriptor.
     pub fn new() -> Result<Wakeup> {
         let wake = Wake::new().map_err(|error| Error::io("make an eventfd", &error))?;
         Ok(Wakeup { wake: Arc::new(wake), origin: Origin::here() })
     }
 
-    /// Makes it not readable; look at what is attached *afterwards*. Who reads the descriptor instead of calling this
-    /// misses what comes next.
+    /// Makes the descriptor unreadable. Poll the armed objects *afterwards*. Reading the descriptor directly
+    /// instead loses later events.
     pub fn clear(&self) {
-        // A forked child shares the descriptor with its parent, whose wakes these are.
+        // A forked child shares the descriptor with its parent; the events are the parent's.
         if !self.origin.is_elsewhere() {
             self.wake.drain();
         }
     }
 
-    /// Makes it readable: another thread has something to tell.
+    /// Makes the descriptor readable, for example from another thread.
     pub fn wake(&self) {
         self.wake.wake();
     }
 
-    /// Waits until it is readable; false when the time was up before.
+    /// Waits until the descriptor is readable; false after `limit`.
     ///
     /// # Errors
-    /// [`Error::Io`].
+    /// [`Error::Io`] if the system call fails.
     pub fn wait(&self, limit: Duration) -> Result<bool> {
         self.wake.wait(limit).map_err(|error| Error::io("wait for an eventfd", &error))
     }
 
-    /// What goes into a list of those who wait.
+    /// The entry for a wait list.
     pub(crate) fn handle(&self) -> WakeHandle {
         WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: None }
     }
 
-    /// What goes into a list of waiters for work of this worker: while it is there the thread does not stand back.
+    /// The entry for a wait list of a worker's work. While it exists, the worker's thread does not park.
     pub(crate) fn handle_on(&self, sleeper: &Arc<Sleeper>) -> WakeHandle {
         let passive = Some(PassiveWaiter::on(sleeper));
         WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: passive }

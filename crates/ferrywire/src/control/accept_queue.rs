@@ -1,8 +1,11 @@
-//! Where peers wait for the user: the result of a connect, or the peers that an endpoint has yet to accept.
+//! The queue of connected peers for the user: the result of a connect, or the peers that an endpoint has yet
+//! to accept.
 //!
-//! A peer that has proven the secret takes a [`Permit`] before its session is opened, and keeps the permit until the peer is in
-//! the queue. Invariant: permits and queued peers together number at most `limits::PEERS_UNACCEPTED_MAX`, so that an endpoint
-//! that never accepts a peer holds no more than that.
+//! A peer that has proven the secret takes a [`Permit`] before its session is opened, and keeps the permit
+//! until the peer is in the queue.
+//!
+//! Invariant: permits and queued peers together number at most `limits::PEERS_UNACCEPTED_MAX`, so that an
+//! endpoint that never accepts a peer holds no more than that.
 //! Read next: `admission.rs`, which asks for permits.
 
 use crate::core::peer::PeerHandle;
@@ -18,16 +21,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) struct AcceptQueue {
     arrived: Mutex<VecDeque<Result<PeerHandle>>>,
     permits: AtomicUsize,
-    /// No further peer will come.
+    /// No further peer will arrive.
     closed: AtomicBool,
     waiters: WaitList,
 }
 
-/// A place in the queue for a peer that is being set up. Life: `taken -> sent | dropped`; either frees the permit.
+/// Permission to put one peer into the queue. States: `taken -> sent | dropped`; either frees the permit.
 pub(super) struct Permit(Arc<AcceptQueue>);
 
 impl Permit {
-    /// The peer is up: it takes its place in the queue.
+    /// Puts the connected peer into the queue.
     pub fn send(self, peer: PeerHandle) {
         self.0.put(Ok(peer));
     }
@@ -56,34 +59,35 @@ impl AcceptQueue {
         self.lock().pop_front()
     }
 
-    /// The endpoint begins to close, and its waiting callers are told. Peers in the queue may still be taken.
+    /// Marks the queue as closed and wakes its waiters. Peers in the queue may still be taken.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.waiters.wake();
     }
 
-    /// The next result, or that none will come any more.
+    /// Takes the next result; [`Error::Closed`] if the queue is empty and closed.
     pub fn take_or_closed(&self) -> Option<Result<PeerHandle>> {
         self.take().or_else(|| self.closed.load(Ordering::SeqCst).then_some(Err(Error::Closed)))
     }
 
-    /// Drops every peer in the queue: the endpoint is closed.
+    /// Drops every peer in the queue, because the endpoint is closed.
     pub fn clear(&self) {
         self.lock().clear();
         self.waiters.wake();
     }
 
-    /// Wakes the handle when the queue holds something.
+    /// Wakes `handle` once the queue has a result.
     pub fn wake_at_arrival(&self, handle: WakeHandle) {
         self.waiters.add(handle, || !self.lock().is_empty());
     }
 
-    /// The waiter has given up.
+    /// Removes a waiter that waits no more.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.waiters.remove(handle);
     }
 
-    /// A permit for one more peer; `None` when all are taken. The oldest queued peer that has ended makes room for it.
+    /// Takes a permit for one more peer; `None` when all are taken. If the queue is full, the oldest queued
+    /// peer that has ended is dropped for the new one.
     pub(super) fn try_permit(self: &Arc<AcceptQueue>) -> Option<Permit> {
         let mut arrived = self.lock();
         let full = |arrived: &VecDeque<_>| {
@@ -98,7 +102,7 @@ impl AcceptQueue {
         room.then(|| self.permit())
     }
 
-    /// One more permit for a peer whose handshake holds one until it ends.
+    /// Takes a further permit for a peer whose handshake holds one until the handshake ends.
     pub(super) fn permit(self: &Arc<AcceptQueue>) -> Permit {
         self.permits.fetch_add(1, Ordering::SeqCst);
         Permit(self.clone())
@@ -109,7 +113,7 @@ fn ended(waiting: &Result<PeerHandle>) -> bool {
     waiting.as_ref().is_ok_and(|peer| peer.0.failure().is_some())
 }
 
-/// Whether the peer has left messages that can still be received.
+/// Whether the peer has left messages or notifications that can still be received.
 fn left_something(waiting: &Result<PeerHandle>) -> bool {
     waiting.as_ref().is_ok_and(|peer| peer.0.inbound.holds_anything())
 }
@@ -137,9 +141,9 @@ mod tests {
     }
 
     fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-        let (start, mut patience) = (Instant::now(), StallTimer::new(LIMIT));
+        let (start, mut stall_timer) = (Instant::now(), StallTimer::new(LIMIT));
         while !so() {
-            assert!(!patience.is_over(start.elapsed()), "never came about: {what}");
+            assert!(!stall_timer.is_over(start.elapsed()), "never came about: {what}");
             thread::sleep(Duration::from_millis(1));
         }
     }

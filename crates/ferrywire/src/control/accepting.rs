@@ -1,6 +1,7 @@
-//! Connections that arrive: accepted, answered, and handed to a link once they have proven the secret.
+//! Arriving connections: accepted, answered, and handed to a link once they have proven the secret.
 //!
-//! Invariant: at most `limits::HANDSHAKES_PENDING_MAX` connections are unproven; the oldest of them makes room for a new one.
+//! Invariant: at most `limits::HANDSHAKES_PENDING_MAX` connections are unproven; a new one displaces the
+//! oldest.
 //! Read next: `admission.rs`, which decides what a proven connection may do.
 
 use super::addresses::advertised;
@@ -19,36 +20,36 @@ use std::net::SocketAddr;
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// A connection that has not proven anything yet.
+/// A connection that has not proven the secret.
 pub(super) struct Incoming {
     conn: Box<dyn Conn>,
     responder: Responder<Admitter>,
     output: Vec<u8>,
     since: Duration,
-    /// Refused: closed as soon as the refusal is written.
+    /// Refused: the connection is closed as soon as the refusal is written.
     over: bool,
 }
 
-/// What arrives at an endpoint.
+/// Listeners and unproven connections of an endpoint.
 pub(super) struct Accepting {
     listeners: Vec<Box<dyn Listener>>,
-    /// Oldest first.
+    /// Unproven connections, oldest first.
     incoming: VecDeque<Incoming>,
-    /// Nothing is accepted before then, because the last attempt failed.
+    /// No connection is accepted before this time, because the last attempt failed.
     paused_until: Option<Duration>,
-    /// When the log was last told that nothing can be accepted.
+    /// Time of the last log line about failing accepts.
     pause_logged_at: Option<Duration>,
     nics_seen: Duration,
     refusals: Refusals,
 }
 
-/// Refused connections, as far as they are counted.
+/// Counts of refused connections.
 #[derive(Default)]
 struct Refusals {
-    /// Lines of the log since `minute_began`.
+    /// Log lines since `minute_began`.
     logged: u64,
     minute_began: Duration,
-    /// Connections whose other end held another secret.
+    /// Connections whose other end had another secret.
     auth_failures: u64,
 }
 
@@ -68,17 +69,17 @@ impl Accepting {
         self.refusals.auth_failures
     }
 
-    /// Whether there is nothing that time moves on.
+    /// Whether nothing has to be done at a certain time.
     pub fn is_idle(&self) -> bool {
         self.incoming.is_empty() && self.paused_until.is_none()
     }
 
-    /// Whether a listener has no descriptor that a poller could wait for.
+    /// Whether a listener has no file descriptor for the poller.
     pub fn needs_polling(&self) -> bool {
         self.listeners.iter().any(|listener| listener.fd().is_none())
     }
 
-    /// The endpoint closes.
+    /// Closes the listeners and the unproven connections.
     pub fn stop(&mut self) {
         self.listeners.clear();
         self.incoming.clear();
@@ -95,7 +96,7 @@ impl Control {
         }
         let mut worked = false;
         for index in 0..self.accepting.listeners.len() {
-            // No more than fit, so that a flood cannot keep this thread here.
+            // Accept no more than fit, so that a flood cannot occupy this thread.
             for _ in 0..limits::HANDSHAKES_PENDING_MAX {
                 match self.accepting.listeners[index].accept() {
                     Ok(Some(conn)) => {
@@ -114,8 +115,8 @@ impl Control {
         worked
     }
 
-    /// The connection that could not be accepted still waits, and would wake this thread without end: nothing is accepted for a
-    /// while.
+    /// Pauses accepting for a while. The connection that could not be accepted still waits, and would wake
+    /// this thread again and again.
     fn stop_accepting(&mut self, error: &io::Error, now: Duration) {
         const SECONDS_BETWEEN_LINES: u64 = 60;
         self.accepting.paused_until = Some(now + limits::ACCEPT_RETRY_INTERVAL);
@@ -137,7 +138,7 @@ impl Control {
         }
     }
 
-    /// Finds out again under which addresses peers can reach this endpoint, but not for each connection.
+    /// Looks up the addresses at which peers can reach this endpoint, but not for every connection.
     fn look_at_nics(&mut self, context: &Context, now: Duration) {
         if now.saturating_sub(self.accepting.nics_seen) < limits::REDIAL_INTERVAL {
             return;
@@ -161,14 +162,14 @@ impl Control {
         self.accepting.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
     }
 
-    /// The connection that has waited longest gives its place to a new one.
+    /// Refuses the oldest unproven connection in favour of a new one.
     fn displace(&mut self, now: Duration) {
         let Some(mut oldest) = self.accepting.incoming.pop_front() else { return };
-        // Another try may find room: the limit is full for a moment.
+        // The limit is full for a moment only: the other end may succeed later.
         let busy = Refusal::new(RefusalCode::Busy, "HANDSHAKES_PENDING_MAX reached");
         let error = oldest.responder.refuse(busy);
         oldest.output.append(&mut oldest.responder.take_output());
-        // An end that does not read the refusal learns of the closed connection.
+        // If the other end does not read the refusal, it finds the connection closed.
         let _ = write_out(&mut *oldest.conn, &mut oldest.output);
         self.tell_refusal(oldest.conn.remote(), &error, now);
     }
@@ -177,7 +178,7 @@ impl Control {
         let mut worked = false;
         let mut rest = VecDeque::with_capacity(self.accepting.incoming.len());
         for mut incoming in std::mem::take(&mut self.accepting.incoming) {
-            let told = incoming.over;
+            let was_refused = incoming.over;
             match incoming.advance(now) {
                 Ok(None) => rest.push_back(incoming),
                 Ok(Some(outcome)) => {
@@ -186,7 +187,7 @@ impl Control {
                 }
                 Err(error) => {
                     worked = true;
-                    if !told {
+                    if !was_refused {
                         self.tell_refusal(incoming.conn.remote(), &error, now);
                     }
                     if !incoming.output.is_empty() && !incoming.over {
@@ -201,7 +202,7 @@ impl Control {
         worked
     }
 
-    /// One log line for each refused connection, until there are too many to read.
+    /// Logs a refused connection, up to a number of lines per minute.
     fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
         const LINES_PER_MINUTE: u64 = 100;
         let refusals = &mut self.accepting.refusals;
@@ -226,7 +227,7 @@ impl Control {
 
     fn settle(&mut self, context: &Context, incoming: Incoming, outcome: Outcome, now: Duration) {
         self.unwatch(&*incoming.conn);
-        // The responder's permit of the accept queue goes when the link has taken its own.
+        // The link takes its own permit of the accept queue before the responder's is dropped.
         let Incoming { conn, output, responder: _responder, .. } = incoming;
         debug_assert!(output.is_empty());
         match outcome {
@@ -267,7 +268,7 @@ impl Control {
 }
 
 impl Incoming {
-    /// Moves the handshake on.
+    /// Continues the handshake. Returns the outcome once there is one.
     fn advance(&mut self, now: Duration) -> Result<Option<Outcome>, HandshakeError> {
         if now.saturating_sub(self.since) > limits::HANDSHAKE_TIMEOUT {
             self.over = true;
@@ -310,13 +311,13 @@ mod tests {
     use std::net::TcpStream;
     use std::time::Instant;
 
-    /// Such as when very many connect at once: those that came first had said nothing yet when their places were needed.
+    /// This happens when many connect at once: the first ones are displaced before they have sent anything.
     #[test]
     fn one_whose_place_is_taken_before_it_is_heard_tries_again() {
         let builder = || Endpoint::builder().threads(0).channels(1);
         let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
         let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
-        // It speaks when its end is turned.
+        // The connection sends its first bytes when its endpoint is polled.
         let connecting = near.start_connect(address).unwrap();
         let crowd = limits::HANDSHAKES_PENDING_MAX + 10;
         let _crowd: Vec<_> = (0..crowd).map(|_| TcpStream::connect(address).unwrap()).collect();

@@ -1,4 +1,4 @@
-//! The addresses under which peers can reach an endpoint.
+//! The addresses at which peers can reach an endpoint.
 
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -7,14 +7,17 @@ use ferrywire_proto::handshake::ListenAddress;
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
 
-/// What peers are told: the listening address of each NIC.
+/// The listening address of each NIC, for peers.
+///
+/// # Errors
+/// [`Error::Io`] if the NICs cannot be listed.
 pub(crate) fn advertised(
     config: &Config,
     transport: &dyn Transport,
     listening: &[SocketAddr],
 ) -> Result<Vec<ListenAddress>> {
     let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
-    // A link that is still coming up is better than no address at all.
+    // If all links are down, an address of a link that is coming up is better than none.
     let all = !nics.iter().any(|nic| nic.up && !nic.loopback);
     let mut out = Vec::new();
     for address in listening {

@@ -1,4 +1,6 @@
-//! Which connections are let in: the table of sessions that handshakes look things up in.
+//! Admission of connections: the table of sessions, and the decisions of handshakes on it.
+//!
+//! Invariant: no more than `limits::PEERS_MAX` sessions are admitted. Read next: `accepting.rs`.
 
 use super::accept_queue::{AcceptQueue, Permit};
 use super::full;
@@ -14,13 +16,13 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Sessions that exist, and what this endpoint says of itself.
+/// All sessions of an endpoint, and the endpoint's own data for handshakes.
 pub(super) struct SessionTable {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
     backend: Option<SharedBackend>,
-    /// Why there is none, where one was tried.
+    /// Why there is no backend, if one was requested.
     no_backend: Option<String>,
     sessions: HashMap<u64, Known>,
     accept_queue: Arc<AcceptQueue>,
@@ -28,7 +30,7 @@ pub(super) struct SessionTable {
 
 struct Known {
     data_key: DataKey,
-    /// This end opened the session, so the peer does not dial for it.
+    /// This end opened the session, so the peer must not dial its data connections.
     dialled_by_us: bool,
     identity: [u8; 16],
     received: u64,
@@ -55,7 +57,7 @@ impl SessionTable {
         }
     }
 
-    /// The session as we take it: whether payload goes over lanes is settled here.
+    /// Agrees on the session's configuration, including whether payload goes over lanes.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, Incompatible> {
         let same_host = peer.shares_host(&self.me) == Some(true);
         let (backend, none) = (self.backend.as_deref(), self.no_backend.as_deref());
@@ -63,12 +65,12 @@ impl SessionTable {
         Ok(Config { extra, ..config.clone() })
     }
 
-    /// Where we listen may change while we run: NICs come and go.
+    /// Updates the listening addresses: NICs come and go.
     pub fn listens_on(&mut self, addresses: Vec<ListenAddress>) {
         self.me.addresses = addresses;
     }
 
-    /// A session was opened, by us or by the peer.
+    /// Adds a session that this end or the peer has opened.
     pub fn enter(&mut self, established: &Established, dialled_by_us: bool) {
         let known = Known {
             data_key: established.data_key.clone(),
@@ -80,7 +82,7 @@ impl SessionTable {
         self.sessions.insert(established.session, known);
     }
 
-    /// What has been received in a session; or it is over.
+    /// Notes the number of messages received in a session, or removes a session that is over.
     pub fn update(&mut self, session: u64, received: u64, over: bool) {
         if over {
             self.sessions.remove(&session);
@@ -90,10 +92,10 @@ impl SessionTable {
     }
 }
 
-/// One handshake's view of the table.
+/// The view of one handshake on the table.
 pub(super) struct Admitter {
     table: Arc<Mutex<SessionTable>>,
-    /// The new peer's permit, until its link has one.
+    /// The permit of a new peer, until its link has one.
     permit: Option<Permit>,
 }
 

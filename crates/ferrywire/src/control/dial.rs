@@ -1,4 +1,6 @@
-//! A connection that we make, until its handshake is done.
+//! A connection that this end makes, until its handshake is done.
+//!
+//! Invariant: a dial ends within its timeout. Read next: `dialling.rs`, all dials of an endpoint.
 
 use super::link::Link;
 use super::{AcceptQueue, read_in, write_out};
@@ -23,7 +25,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Where an endpoint connects to, and what the peer there has to prove.
+/// An endpoint to connect to: its address, and what it has to prove.
 ///
 /// ```
 /// # use ferrywire::{ConnectTarget, Identity};
@@ -38,32 +40,32 @@ pub struct ConnectTarget {
 }
 
 impl ConnectTarget {
-    /// Any endpoint that listens on this address and has the secret of the one that connects.
+    /// Any endpoint that listens on this address and has this endpoint's secret.
     pub fn new(address: SocketAddr) -> ConnectTarget {
         ConnectTarget { address, identity: None, secret: None }
     }
 
-    /// Refuses every other endpoint, such as the one that is started there after a restart.
+    /// Accepts only the endpoint with this identity. An endpoint that was restarted has another one.
     pub fn identity(mut self, identity: Identity) -> ConnectTarget {
         self.identity = Some(identity);
         self
     }
 
-    /// The secret of the endpoint there, where it is not that of the one that connects.
+    /// Sets the secret of the remote endpoint, if it differs from this endpoint's.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> ConnectTarget {
         self.secret = Some(Secret(secret.into()));
         self
     }
 
-    /// The secret that both ends prove.
+    /// The secret that both ends have to prove.
     pub(super) fn secret_of<'a>(&'a self, context: &'a Context) -> Option<&'a [u8]> {
         self.secret.as_ref().or(context.config.secret.as_ref()).map(|secret| secret.0.as_slice())
     }
 }
 
-/// What a dialled connection is for.
+/// The purpose of a dialled connection.
 pub(super) enum DialFor {
-    /// A new session; an end that is busy is asked again until then.
+    /// A new session. A busy end is dialled again until `until`.
     New {
         target: ConnectTarget,
         queue: Arc<AcceptQueue>,
@@ -87,7 +89,7 @@ pub(super) enum DialFor {
     },
 }
 
-/// A data connection that has its port, and that the peer is told of before it is dialled.
+/// A bound data connection, announced to the peer before it is dialled.
 pub(super) struct Announced {
     bound: Box<dyn Bound>,
     to: String,
@@ -106,31 +108,31 @@ impl Announced {
         Ok(Announced { bound, to })
     }
 
-    /// The address it will come from.
+    /// The local address of the connection.
     pub fn source(&self) -> SocketAddr {
         self.bound.local()
     }
 
-    /// What it means that the peer has not answered in time.
+    /// The error when the peer has not answered the announcement in time.
     pub fn unanswered(&self) -> Error {
         let why = "the peer did not answer on the control session that it expects the connection".into();
         Error::Unreachable { address: self.to.clone(), cause: UnreachableCause::NotExpected, why }
     }
 }
 
-/// Why a dial led nowhere.
+/// A failed dial.
 pub(super) struct DialFailure {
     pub error: Error,
-    /// What the other end gave as its reason, if it refused us.
+    /// The other end's reason, if it refused.
     pub refused: Option<RefusalCode>,
 }
 
-/// A connection that is being made.
+/// A connection attempt with its handshake.
 pub(super) struct Dial {
     pub conn: Box<dyn Conn>,
     initiator: Initiator,
     output: Vec<u8>,
-    /// Whether the poller waits until something can be written, as it does at first.
+    /// Whether the poller waits for writability, as it does at first.
     waits_to_write: bool,
     since: Duration,
     limit: Duration,
@@ -139,7 +141,11 @@ pub(super) struct Dial {
 }
 
 impl Dial {
-    /// The first control connection to a peer; `without`: why nothing is to carry payload beside the connections.
+    /// Dials the first control connection to a peer. `without` is why no backend is to carry payload, if so.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a missing secret or an unusable NIC, [`Error::Unreachable`] if the address
+    /// cannot be dialled.
     pub fn control(
         context: &Context,
         me: &Hello,
@@ -175,7 +181,7 @@ impl Dial {
         Ok(Dial { initiator: dial.initiator.of_one_end(target.identity), ..dial })
     }
 
-    /// A control connection that resumes a session.
+    /// Dials a control connection that resumes a session.
     pub fn resume(
         context: &Context,
         me: &Hello,
@@ -204,7 +210,7 @@ impl Dial {
         Ok(Dial::over(conn, initiator, limit, to))
     }
 
-    /// The connection of a channel, which has been announced.
+    /// Dials the connection of a channel, which has been announced.
     pub fn channel(
         announced: Announced,
         session: u64,
@@ -224,7 +230,7 @@ impl Dial {
         Dial { conn, initiator, output, waits_to_write: true, since, limit, to, what }
     }
 
-    /// Its deadline counts from now.
+    /// Starts the timeout now.
     pub fn begin(&mut self, what: DialFor, now: Duration) {
         self.what = what;
         self.since = now;
@@ -234,20 +240,20 @@ impl Dial {
         &*self.conn
     }
 
-    /// What its connection has to be waited for from now on, if that has changed. A connection that comes about tells so by
-    /// being writable, and goes on to be that all the time.
+    /// The poller's new interest, if it has changed. A connection that is established becomes writable, and
+    /// remains writable.
     pub fn changed_interest(&mut self) -> Option<(RawFd, Interest)> {
         let write = !self.output.is_empty();
         let changed = std::mem::replace(&mut self.waits_to_write, write) != write;
         Some((self.conn.fd()?, Interest { read: true, write })).filter(|_| changed)
     }
 
-    /// Whether it is to resume the control session of this number.
+    /// Whether the dial is to resume this control session.
     pub fn resumes(&self, session: u64) -> bool {
         matches!(self.what, DialFor::Resume { session: mine } if mine == session)
     }
 
-    /// Whether its result has become useless.
+    /// Whether the result has become useless.
     pub fn pointless(&self, links: &BTreeMap<u64, Link>) -> bool {
         match &self.what {
             DialFor::New { .. } => false,
@@ -258,7 +264,7 @@ impl Dial {
         }
     }
 
-    /// Moves the handshake on; `None` until it has ended.
+    /// Continues the handshake; `None` until it has ended.
     pub fn advance(&mut self, now: Duration) -> Option<Result<Outcome, DialFailure>> {
         loop {
             self.output.append(&mut self.initiator.take_output());
@@ -301,7 +307,7 @@ impl Dial {
     }
 }
 
-/// Options of a peer's data connections, with what its control connection says of the path.
+/// Options for a peer's data connections; the control connection tells the RTT of the path.
 pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> ConnOptions {
     let context = peer.context();
     ConnOptions {
@@ -312,7 +318,7 @@ pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> Conn
     }
 }
 
-/// A path in words.
+/// A description of a path.
 fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
     match nic {
         Some(nic) => format!("{address} over {}", nic.name),
@@ -320,7 +326,8 @@ fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
     }
 }
 
-/// Refuses the name of a NIC that is not among these.
+/// # Errors
+/// [`Error::Invalid`] for a name that is not among the NICs.
 pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
     let Some(missing) = names.iter().find(|name| !nics.iter().any(|nic| nic.name == **name)) else {
         return Ok(());
@@ -332,7 +339,7 @@ pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
     Err(Error::invalid("NIC", why))
 }
 
-/// The first NIC that the user named and that can be used towards an address.
+/// The first configured NIC that can be used to reach an address.
 fn named_nic(context: &Context, address: SocketAddr) -> Result<Nic> {
     let nics = context.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
     let names = &context.config.nics;

@@ -1,8 +1,9 @@
-//! Connections that this end makes: for new peers, for channels and lanes of known ones, and for sessions to be resumed.
+//! Connections that this end makes: for new peers, for channels and lanes of known ones, and to resume
+//! sessions.
 //!
-//! Invariant: every [`Dial`] has a deadline, and its queue or link learns how it ended, unless the result has become useless (the
-//! session has gone, or has got what it needed by another way).
-//! Read next: `dial.rs`, one of them.
+//! Invariant: every [`Dial`] has a timeout, and its queue or link gets the result, unless the result has
+//! become useless because the session is gone or has been resumed by another path.
+//! Read next: `dial.rs`, one dial.
 
 use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
 use super::link::Link;
@@ -15,13 +16,13 @@ use ferrywire_sys::poll::Interest;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Connections that are being made.
+/// Connection attempts of an endpoint.
 #[derive(Default)]
 pub(super) struct Dialling {
     dials: Vec<Dial>,
-    /// Connects whose other end was busy, and when to dial again.
+    /// Connects whose other end was busy, with the time to dial again.
     redials: Vec<(Duration, DialFor)>,
-    /// Peers that were connected to, and the port of the first.
+    /// Number of peers that were connected, and the port of the first one.
     connected: usize,
     first_port: Option<u16>,
 }
@@ -36,7 +37,7 @@ impl Dialling {
         self.dials.iter().any(|dial| dial.resumes(session))
     }
 
-    /// The endpoint closes: peers that are not connected do not come any more.
+    /// Fails all connects in progress, since the endpoint closes.
     pub fn give_up_connects(&mut self) {
         let comes = |what: &DialFor| match what {
             DialFor::New { queue, .. } => {
@@ -49,8 +50,8 @@ impl Dialling {
         self.redials.retain(|(_, what)| comes(what));
     }
 
-    /// How many peers were connected to before this one, counted from a number that differs among the endpoints of a
-    /// process which each dial one.
+    /// The number of peers connected before this one, plus an offset from the port. The offset differs
+    /// between endpoints of one process that connect one peer each.
     fn count_connected(&mut self, port: u16) -> usize {
         let first = *self.first_port.get_or_insert(port);
         self.connected += 1;
@@ -59,10 +60,10 @@ impl Dialling {
 }
 
 impl Control {
-    /// Starts to connect; the result comes to `queue`.
+    /// Starts to connect. The result goes to `queue`.
     pub fn connect(&mut self, target: ConnectTarget, queue: Arc<AcceptQueue>) {
         let context = &*self.context();
-        // The closing endpoint has told all dials already: one more would not be told.
+        // The closing endpoint has failed all dials already and would miss this one.
         if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return queue.put(Err(Error::Closed));
         }
@@ -76,7 +77,7 @@ impl Control {
         self.dial_new(context, DialFor::New { target, queue, until, without: None }, now);
     }
 
-    /// Connects once more, over the connections alone: the lanes of the session before did not come about.
+    /// Connects again without lanes, since the lanes of the last session could not be set up.
     pub(super) fn connect_without(
         &mut self,
         context: &Context,
@@ -92,7 +93,7 @@ impl Control {
         self.dial_new(context, DialFor::New { target, queue, until, without: Some(why) }, now);
     }
 
-    /// Gives up a connect that has not been answered; false when there is none.
+    /// Withdraws a connect that has not been answered; false if there is none.
     pub fn withdraw_dial(&mut self, queue: &Arc<AcceptQueue>) -> bool {
         let theirs =
             |what: &DialFor| matches!(what, DialFor::New { queue: one, .. } if Arc::ptr_eq(one, queue));
@@ -102,7 +103,7 @@ impl Control {
         self.dialling.dials.len() + self.dialling.redials.len() < before
     }
 
-    /// Gives up a connect, however far it is.
+    /// Withdraws a connect in any state.
     pub fn withdraw(&mut self, queue: &Arc<AcceptQueue>) {
         let now = self.now(&self.context());
         if !self.withdraw_dial(queue) {
@@ -255,7 +256,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// As over a network that takes a while; here the kernel has no room at first. The control side was told only by chance.
+    /// This simulates a network with latency: the kernel has no room at first. The control side used to miss
+    /// the event.
     #[test]
     fn a_connection_that_comes_about_late_is_told_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -265,21 +267,21 @@ mod tests {
         let near = Endpoint::builder().threads(0).build().unwrap();
         let connecting = near.start_connect(address).unwrap();
         let poller = near.running().with_control(|control| control.poller.clone());
-        let told = |limit| {
+        let reported = |limit| {
             let mut ready = Vec::new();
             poller.wait(&mut ready, Some(limit)).unwrap();
             ready.retain(|event| event.token != WAKE_TOKEN);
             ready
         };
         near.progress();
-        assert_eq!(told(Duration::ZERO), [], "there is room already");
+        assert_eq!(reported(Duration::ZERO), [], "there is room already");
         listener.accept().unwrap();
-        let ready = told(LIMIT);
+        let ready = reported(LIMIT);
         assert!(ready.iter().any(|event| event.writable), "it came about and nobody is told: {ready:?}");
         near.progress();
         let (_second, from) = listener.accept().unwrap();
         assert!(from.ip().is_loopback());
-        assert_eq!(told(Duration::ZERO), [], "what it had to say is said");
+        assert_eq!(reported(Duration::ZERO), [], "what it had to say is said");
         assert!(connecting.poll().is_none());
     }
 }

@@ -1,14 +1,14 @@
-//! The lanes of a peer's channels on their way: from a standing connection to a channel that carries data.
+//! Setting up the lanes of a peer's channels: from an established connection to a channel that carries data.
 //!
-//! Each end begins to listen when the channel's connection stands, tells the other the handle over the
-//! control session, and hands the channel to its worker when both directions of its own stand. The other
-//! end may not be so far: what is sent until then waits in the connection.
+//! When a channel's connection is established, each end starts to listen and sends the other its handle over
+//! the control session. When both directions of the lane are ready at this end, it hands the channel to its
+//! worker. The other end may be behind; bytes sent until then wait in the connection.
 //!
-//! A lane that needs a connection of its own has it dialled by the end that opened the session, to the same port and with
-//! the same proof as the channel's, under the channel's number with [`LANE`] set.
+//! A lane may need a connection of its own. The end that opened the session dials it, to the port of the
+//! channel and with its proof, under the channel's number with [`LANE`] set.
 //!
-//! Invariant: a lane that does not come about costs its channel, and before the peer is up the session, with
-//! the same reason at both ends.
+//! Invariant: a lane that fails to be set up costs its channel, and before the peer is up its session, with
+//! one reason at both ends.
 //! Read next: `payload/payload_backend.rs`, `payload/plugin/setup.rs`.
 
 use super::dial::{Announced, Dial, DialFor};
@@ -29,7 +29,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Marks the number of a channel whose lane a connection is for.
+/// Flag in a channel's number: the connection is for the channel's lane.
 pub(super) const LANE: u16 = 1 << 15;
 
 const _: () = assert!(limits::CHANNELS_MAX < LANE as usize);
@@ -41,19 +41,20 @@ struct Waiting {
     setup: Box<dyn Setup>,
 }
 
-/// All of one peer's.
+/// The lanes of one peer.
 pub(super) struct Lanes {
-    /// What they are of; without, there are none.
+    /// The lanes' backend; without one there are no lanes.
     backend: Option<SharedBackend>,
     waiting: BTreeMap<u16, Waiting>,
-    /// Handles that came before our end of the connection stood.
+    /// Handles that arrived before this end's connection was established.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
-    /// How those of each channel have ended since payload last moved over one, and how much had moved then.
+    /// For each channel, how its lanes have ended since payload last moved over any lane, and the count of
+    /// messages at that time.
     in_vain: BTreeMap<u16, InVain>,
     moved: u64,
 }
 
-/// Lanes of one channel, one after the other.
+/// Lanes of one channel that have ended without moving payload.
 #[derive(Default)]
 struct InVain {
     short_lived: usize,
@@ -71,13 +72,15 @@ impl Lanes {
         }
     }
 
-    /// Whether the lane after a failed one would fail too; if not, lanes are made anew, as TCP connections are.
+    /// Whether a failed lane means that the next one would fail too. If not, lanes are set up again, as
+    /// connections are.
     pub fn fail_for_good(&self) -> bool {
         self.backend.as_ref().is_some_and(|backend| backend.fails_for_good())
     }
 
-    /// A lane has failed after such a time, or has not come about within it; `moved`: messages that all of the peer's
-    /// have moved so far. Tells whether the next one would be in vain too, with the reason.
+    /// Notes a lane that failed after `lasted`, or could not be set up in that time. `moved` is the number of
+    /// messages that all of the peer's lanes have moved so far. Returns a reason if a further lane would be
+    /// useless.
     pub fn ended_in_vain(
         &mut self,
         index: u16,
@@ -101,7 +104,7 @@ impl Lanes {
         gone.then(|| format!("{} lanes of it in a row did not last; no channel is left", ended.short_lived))
     }
 
-    /// How long the set-up of a channel's lane has taken.
+    /// Age of the set-up of a channel's lane.
     fn setup_age(&self, index: u16, now: Duration) -> Duration {
         self.waiting.get(&index).map(|waiting| waiting.setup.age(now)).unwrap_or_default()
     }
@@ -110,13 +113,13 @@ impl Lanes {
         self.backend.clone()
     }
 
-    /// The set-up of a channel is given up.
+    /// Cancels the set-up of a channel's lane.
     pub fn drop_setup(&mut self, index: u16) {
         self.waiting.remove(&index);
         self.early.remove(&index);
     }
 
-    /// The set-up of a channel gives way to one of a later generation, whose handle may be here already.
+    /// Cancels a set-up in favour of a later generation, whose handle may have arrived already.
     pub fn drop_setup_before(&mut self, index: u16, generation: u32) {
         self.waiting.remove(&index);
         if self.early.get(&index).is_some_and(|(of, _)| *of < generation) {
@@ -129,8 +132,8 @@ impl Lanes {
         self.early.clear();
     }
 
-    /// How long channels may take until a peer is taken as it is, with some and with none of them: longer
-    /// where lanes are set up.
+    /// Times after which a peer counts as connected with some of its channels, and as unreachable with none.
+    /// With lanes these are longer by the set-up time of a lane.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
         let more = self.backend.as_ref().map(|backend| backend.setup_limit()).unwrap_or_default();
         (some + more, none + more)
@@ -138,7 +141,7 @@ impl Lanes {
 }
 
 impl Link {
-    /// The connection of a channel stands: begins to set up its lane.
+    /// Starts to set up the lane of a channel whose connection is established.
     pub(super) fn start_lane(
         &mut self,
         backend: SharedBackend,
@@ -161,7 +164,7 @@ impl Link {
         }
     }
 
-    /// The peer has told the handle for a channel.
+    /// Handles the peer's handle for the lane of a channel.
     pub(super) fn peer_listens(
         &mut self,
         index: u16,
@@ -174,7 +177,7 @@ impl Link {
         }
         let result = match self.lanes.waiting.get_mut(&index) {
             Some(waiting) if waiting.generation == generation => waiting.setup.peer_listens(handle),
-            // Ours is older, or does not stand yet.
+            // This end's set-up is of an older generation, or has not started.
             _ => {
                 self.lanes.early.insert(index, (generation, handle));
                 Ok(())
@@ -185,7 +188,7 @@ impl Link {
         }
     }
 
-    /// Moves all set-ups on; true if anything happened.
+    /// Polls all set-ups. Returns whether any made progress.
     pub(super) fn advance_lanes(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
         let indices: Vec<u16> = self.lanes.waiting.keys().copied().collect();
@@ -218,7 +221,7 @@ impl Link {
         worked
     }
 
-    /// Connections that lanes need and that have to be dialled now.
+    /// Takes the connections that lanes need and that have to be dialled now.
     pub(super) fn take_lane_dials(&mut self, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
         let indices: Vec<u16> = self.lanes.waiting.keys().copied().collect();
@@ -237,7 +240,7 @@ impl Link {
         out
     }
 
-    /// Beside the channel's own connection: over the same NIC, to the same port.
+    /// Dials a lane's connection over the NIC of the channel's own connection, and to the port of that.
     fn dial_lane(
         &self,
         index: u16,
@@ -254,7 +257,7 @@ impl Link {
         Ok((dial, DialFor::Lane { session, index, generation }))
     }
 
-    /// The connection of a lane: dialled by us, or come in.
+    /// Handles the connection of a lane, dialled here or accepted.
     pub(super) fn lane_connected(
         &mut self,
         context: &Context,
@@ -279,14 +282,14 @@ impl Link {
         }
     }
 
-    /// It could not be dialled.
+    /// Handles a failure to dial a lane's connection.
     pub(super) fn lane_not_connected(&mut self, index: u16, generation: u32, error: &Error, now: Duration) {
         if self.lanes.waiting.get(&index).is_some_and(|waiting| waiting.generation == generation) {
             self.lane_given_up(index, generation, format!("the connection of its lane: {error}"), now);
         }
     }
 
-    /// The lane of a channel does not come about.
+    /// Handles a lane that cannot be set up.
     pub(super) fn lane_given_up(&mut self, index: u16, generation: u32, why: String, now: Duration) {
         let age = self.lanes.setup_age(index, now);
         self.lanes.drop_setup(index);
@@ -296,7 +299,7 @@ impl Link {
         }
         tracing::warn!(peer = self.peer().name(), "{why}");
         self.peer().note_lost(why.clone());
-        // Where another channel carries, it may stay so.
+        // While another channel is up the peer stays connected.
         if !self.any_is_up()
             && let Some(in_vain) = self.lanes.ended_in_vain(index, age, self.peer().lanes_moved(), false)
         {
@@ -307,7 +310,7 @@ impl Link {
         self.fence_empty(index, generation, why, now);
     }
 
-    /// A call of a plugin has not returned: what its worker carries is lost, and so is the peer.
+    /// Handles a plugin call that has not returned: the channels of its worker are lost, and so is the peer.
     pub(super) fn worker_stuck(&mut self, worker: usize, why: &str, now: Duration) {
         let channels: Vec<String> = self.channels_of(worker).map(|index| index.to_string()).collect();
         if channels.is_empty() {

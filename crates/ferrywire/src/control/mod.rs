@@ -1,9 +1,9 @@
 //! The control side of an endpoint: listening, handshakes, control sessions, lost channels, closing.
 //!
-//! One thread turns it (or, in an endpoint without threads, its callers). It never touches payload;
-//! it sends channels to workers, and workers report the channels that they lose. A connection that arrives is an
-//! [`accepting::Incoming`] until it has proven the secret; one that this end makes is a [`dial::Dial`]; what belongs to one peer is a
-//! [`Link`].
+//! One thread runs it; in an endpoint without threads, its callers do. It never touches payload: it hands
+//! channels to workers, and workers report lost channels. An arriving connection is an
+//! [`accepting::Incoming`] until it has proven the secret; a connection made here is a [`dial::Dial`]; the
+//! state of one peer is a [`Link`].
 //!
 //! Invariant: nothing here blocks, and unproven connections number at most `limits::HANDSHAKES_PENDING_MAX`.
 //! Read next: `accepting.rs`, `dialling.rs`, `ready_set.rs`, `link/`.
@@ -48,12 +48,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Longest the control thread sleeps while anything is being set up or closed; else until it looks at all links.
+/// Longest sleep of the control thread while something is being set up or closed.
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
 
 const _: () = assert!(2 * LOOK_AT_ALL.as_millis() < limits::PEER_TIMEOUT_MARGIN.as_millis());
 
-/// What the poller calls every listener; see [`token`] for connections.
+/// The poller's token for listeners; see [`token`] for connections.
 const LISTENER_TOKEN: u64 = 0;
 
 /// The control side's state.
@@ -72,7 +72,7 @@ pub(crate) struct Control {
     call_watch: CallWatch,
     /// A caller closes the endpoint.
     endpoint_closes: bool,
-    /// How the first session ended that was to finish before, and did not.
+    /// How the first session ended that was closed before all its transfers had finished.
     unfinished: Option<Error>,
 }
 
@@ -126,24 +126,25 @@ impl Control {
         self.clock.look(context.transport.now())
     }
 
-    /// One turn; true if anything happened.
+    /// Makes one pass over everything. Returns whether there was progress.
     pub fn turn(&mut self) -> bool {
         self.ready_set.touch_all();
         self.turn_where_due()
     }
 
-    /// The endpoint's facts.
+    /// The endpoint's configuration and shared parts.
     fn context(&self) -> Arc<Context> {
         self.workers.context.clone()
     }
 
-    /// One turn, which passes over the links that rest; what the poller reports has to be told before.
+    /// Makes one pass that skips resting links. Pass the poller's events to `ready_set` first.
     fn turn_where_due(&mut self) -> bool {
         let context = &*self.context();
         let _moving = deferred_free::moving();
         let now = self.now(context);
         let mut worked = self.take_lost_channels(now);
-        // Before others come, which may take the places of those that have not said anything yet.
+        // Advance known connections first: a newly accepted one may displace one whose bytes have arrived but
+        // not been read.
         worked |= self.advance_incoming(context, now);
         worked |= self.accept(context, now);
         worked |= self.advance_incoming(context, now);
@@ -155,7 +156,8 @@ impl Control {
         worked
     }
 
-    /// A call of a plugin that does not return holds its worker for good: the peers behind it are lost.
+    /// Detects plugin calls that do not return. Such a call blocks its worker for good, and the worker's
+    /// peers are lost.
     fn watch_calls(&mut self, context: &Context, now: Duration) {
         let Some(backend) = context.blocking_backend() else { return };
         if now.saturating_sub(self.calls_seen) < limits::PATH_CHECK_INTERVAL {
@@ -173,7 +175,7 @@ impl Control {
         }
     }
 
-    /// How long nothing has to be done, unless a connection says so.
+    /// Longest time for which nothing has to be done, unless a connection has an event.
     fn sleep_limit(&self) -> Duration {
         let busy = !self.accepting.is_idle() || !self.dialling.is_idle();
         let mut restless = self.ready_set.restless().filter_map(|session| self.links.get(&session));
@@ -198,7 +200,7 @@ impl Control {
         self.accepting.auth_failures()
     }
 
-    // ---- what the poller waits for ----
+    // ---- the poller ----
 
     fn watch(&self, conn: &dyn Conn, interest: Interest) {
         if let Some(fd) = conn.fd()
@@ -208,7 +210,7 @@ impl Control {
         }
     }
 
-    /// Waits for something else on a connection than before.
+    /// Changes the poller's interest in a connection.
     fn rewatch(&self, fd: RawFd, interest: Interest) {
         if let Err(error) = self.poller.modify(fd, token(fd), interest) {
             tracing::warn!(%error, "changing what a control connection waits for failed");
@@ -257,7 +259,7 @@ impl Control {
             let received = link.received();
             let mut dials = link.take_dials(context, &self.me, now);
             dials.extend(link.take_lane_dials(now));
-            // What was announced is to be heard now, not after the next sleep.
+            // Send announcements now, not after the next sleep.
             worked |= link.write(now);
             let (over, interest) = (link.over(), link.changed_interest());
             self.ready_set.looked(session, link.rests(), link.fd());
@@ -291,8 +293,8 @@ impl Control {
         }
     }
 
-    /// The caller that closed this peer has been told that it did not finish. A caller that closes the endpoint, and began before,
-    /// is told as well.
+    /// Notes that the caller that closed this peer was given the error. A caller that already closes the
+    /// endpoint gets the error as well.
     pub fn note_told(&mut self, session: u64) {
         if !self.endpoint_closes
             && let Some(link) = self.links.get_mut(&session)
@@ -301,7 +303,7 @@ impl Control {
         }
     }
 
-    /// Closes all peers, at the latest after so long.
+    /// Closes all peers, at the latest after `timeout`.
     pub fn close_all(&mut self, timeout: Duration) {
         let now = self.now(&self.context());
         self.take_no_more();
@@ -309,7 +311,7 @@ impl Control {
         self.links.values_mut().for_each(|link| link.close(now.saturating_add(timeout)));
     }
 
-    /// Closes all peers, each once what was posted to it does not get on any more.
+    /// Closes all peers, each once its transfers make no progress.
     pub fn drain_all(&mut self) {
         let now = self.now(&self.context());
         self.take_no_more();
@@ -317,7 +319,7 @@ impl Control {
         self.links.values_mut().for_each(|link| link.drain(now));
     }
 
-    /// Changes as long as what was posted gets on.
+    /// A counter that grows while posted transfers make progress.
     pub fn drained(&self) -> u64 {
         self.links.values().fold(0, |sum, link| sum.wrapping_add(link.drained()))
     }
@@ -328,25 +330,25 @@ impl Control {
         self.dialling.give_up_connects();
     }
 
-    /// Ends what has not finished in time, without a farewell.
+    /// Ends all sessions that have not finished in time, without a last message.
     pub fn abort_all(&mut self) {
         self.ready_set.touch_all();
         self.links.values_mut().for_each(|link| link.abort());
     }
 
-    /// Ends a session without a farewell, as a process that is killed does.
+    /// Ends a session without a last message, like a killed process.
     #[cfg(test)]
     pub(crate) fn break_off(&mut self, session: u64) {
         self.links.get_mut(&session).expect("the session has a link").break_off();
     }
 
-    /// How a peer ended that was closed and had not finished, if there was one.
+    /// How the first peer ended that was closed before its transfers had finished, if there was one.
     pub fn unfinished(&self) -> Option<Error> {
         self.unfinished.clone()
     }
 }
 
-/// Writes what it can; true when all is written.
+/// Writes as much as possible. Returns true when all is written.
 fn write_out(conn: &mut dyn Conn, output: &mut Vec<u8>) -> io::Result<bool> {
     while !output.is_empty() {
         match conn.write(output) {
@@ -358,7 +360,7 @@ fn write_out(conn: &mut dyn Conn, output: &mut Vec<u8>) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Reads what is there: `None` when nothing is, 0 at the end of the stream.
+/// Reads available bytes: `None` if there are none, 0 at the end of the stream.
 fn read_in(conn: &mut dyn Conn, buffer: &mut [u8]) -> io::Result<Option<usize>> {
     match conn.read(buffer) {
         Ok(count) => Ok(Some(count)),
@@ -367,7 +369,7 @@ fn read_in(conn: &mut dyn Conn, buffer: &mut [u8]) -> io::Result<Option<usize>> 
     }
 }
 
-/// NIC pairs that a connection to this address can be expected to have, before the peer has said more.
+/// Number of NIC pairs to expect for a connection to this address, before the peer has listed its addresses.
 fn pairs_expected(context: &Context, address: SocketAddr) -> usize {
     let nics = context.transport.nics().unwrap_or_default();
     let chosen = &context.config.nics;
@@ -378,12 +380,12 @@ fn pairs_expected(context: &Context, address: SocketAddr) -> usize {
     nics.iter().filter(fits).count().clamp(1, 8)
 }
 
-/// A refusal because there is no room.
+/// A refusal because a limit is reached.
 fn full(why: &str) -> Refusal {
     Refusal::new(RefusalCode::Limit, why)
 }
 
-/// The control thread's whole life.
+/// Runs the control thread until the endpoint is closed.
 pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
     let _moving = deferred_free::moving();
     let mut ready = Vec::new();
@@ -393,7 +395,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
             control.ready_set.reported(&ready);
             ready.clear();
             if control.turn_where_due() {
-                // Callers get in between turns, however many connections keep this thread busy.
+                // Callers get the lock between passes, however busy the connections keep this thread.
                 drop(control);
                 thread::yield_now();
                 continue;
@@ -411,11 +413,12 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
     }
 }
 
-/// What a caller of close is told when not all was finished; `how` the session ended: [`Error::Closed`] is by this end.
+/// The error of a close that ended before all transfers had finished. `how` is how the session ended;
+/// [`Error::Closed`] means that this end's timeout was over.
 pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, timeout: Duration) -> Error {
     match how {
         Error::Closed => Error::Stalled { what, peer, waited: timeout },
-        // No orderly end, whatever the peer calls it.
+        // Transfers had not finished, so the close was not orderly.
         Error::PeerClosed { peer } => {
             let why = "it closed the connection before what was posted to it had finished".into();
             Error::PeerLost { peer, cause: LossCause::Unfinished, why }

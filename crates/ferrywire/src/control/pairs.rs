@@ -1,16 +1,17 @@
-//! Which local NIC talks to which address of the peer.
+//! Which local NIC connects to which address of the peer.
 //!
-//! Same subnet first; an address that is in no NIC's subnet is reached by the route's own NIC. A NIC
-//! without a counterpart in its subnet is left out, unless the user named it.
+//! NICs are paired within a subnet first. An address in no NIC's subnet is reached over the NIC of the route.
+//! A NIC without a counterpart in its subnet is left out, unless the user named it.
 //!
-//! Every host may have the same address on a bridge of its own, as those of containers and virtual machines do, and each names it
-//! to its peers: no path leads back to this host, as far as that is known. One that leads nowhere is told only by trying.
+//! Hosts may share an address on bridges of their own, for example those of containers and virtual machines,
+//! and advertise it to their peers. Invariant: no path leads back to this host, as far as can be known. Only
+//! dialling shows that a path leads nowhere.
 
 use ferrywire_net::Nic;
 use ferrywire_proto::handshake::{Hello, ListenAddress};
 use std::net::SocketAddr;
 
-/// A path: out of `nic` (or wherever the route leads) to `remote`.
+/// A path: from `nic`, or from the NIC of the route, to `remote`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pair {
     pub nic: Option<Nic>,
@@ -19,9 +20,10 @@ pub(super) struct Pair {
     pub remote_nic: String,
 }
 
-/// The paths to a peer that was reached at `dialled` and listens on `listens`, other than at an address that `is_ours`.
+/// The paths to a peer that was reached at `dialled` and listens on `listens`. Addresses that are `is_ours`
+/// are left out.
 ///
-/// `chosen` are the names the user gave; empty means all that fit.
+/// `chosen` are the NIC names that the user gave; if empty, all NICs are used that fit.
 pub(super) fn pairs(
     nics: &[Nic],
     chosen: &[String],
@@ -29,7 +31,7 @@ pub(super) fn pairs(
     listens: &[ListenAddress],
     is_ours: impl Fn(SocketAddr) -> bool,
 ) -> Vec<Pair> {
-    // The address that was dialled has led to the peer, even if other hosts have it too.
+    // The dialled address has led to the peer, even if other hosts have it too.
     let leads_there = |address: &&ListenAddress| address.address == dialled || !is_ours(address.address);
     let usable = |nic: &&Nic| {
         nic.up
@@ -42,7 +44,7 @@ pub(super) fn pairs(
             nic.reaches(address.address.ip()) && address.address.ip().is_loopback() == nic.loopback
         };
         let taken = |address: &ListenAddress| out.iter().any(|pair| pair.remote == address.address);
-        // The address that was dialled works for sure; else an address without a pair; else any.
+        // Prefer the dialled address, which works; then an address without a pair; then any.
         let found = listens
             .iter()
             .filter(same_subnet)
@@ -66,13 +68,13 @@ pub(super) fn pairs(
     out
 }
 
-/// The path on which the peer was reached.
+/// The path over which the peer was reached.
 pub(super) fn by_route(dialled: SocketAddr) -> Pair {
     Pair { nic: None, remote: dialled, remote_nic: String::new() }
 }
 
-/// Whether an address that `peer` names leads to us instead. On another host one that a NIC of ours has does; on this one, or
-/// where that is not known, only one that we listen on ourselves.
+/// Whether an address that `peer` advertises leads to this endpoint instead. If the peer is on another host,
+/// all addresses of local NICs do; on this host, or if unknown, only addresses that this endpoint listens on.
 pub(super) fn leads_to_us(nics: &[Nic], me: &Hello, peer: &Hello, address: SocketAddr) -> bool {
     match peer.shares_host(me) {
         Some(false) => nics.iter().any(|nic| nic.address == address.ip()),
@@ -151,8 +153,8 @@ mod tests {
 
     const BRIDGE: &str = "172.17.0.1";
 
-    /// The paths to `10.0.1.2:7420` from a host whose containers have a bridge, where we listen on this port of it. Boot ids
-    /// are numbers, and zero of a host that does not tell.
+    /// The paths to `10.0.1.2:7420` from a host with a container bridge, where this endpoint listens on
+    /// `own_port`. A boot id of zero stands for a host that does not tell.
     fn past_a_bridge(own_port: u16, boots: [u8; 2], dialled: &str) -> Vec<(String, String)> {
         let nics = [nic("eth1", "10.0.1.1"), nic("docker0", BRIDGE)];
         let (mut me, mut peer) = (hello(1), hello(2));
@@ -169,7 +171,7 @@ mod tests {
         for own_port in [7420, 7421] {
             assert_eq!(past_a_bridge(own_port, [1, 2], "10.0.1.2:7420"), std::slice::from_ref(&rail));
         }
-        // Where it was dialled it has led there.
+        // The dialled address has led there.
         assert_eq!(past_a_bridge(7420, [1, 2], "172.17.0.1:7420"), [rail, ("docker0".into(), BRIDGE.into())]);
     }
 

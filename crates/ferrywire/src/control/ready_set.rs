@@ -1,35 +1,36 @@
-//! Which links a turn of the control thread looks at: those that do not rest, and those whose peer has said something. With
-//! many peers nearly all rest, and a peer that says it is alive must not cost a look at all others.
+//! The links that a pass of the control thread looks at: those that do not rest, and those whose peer has
+//! sent something. With many peers nearly all links rest, and a heartbeat of one must not cost a look at all
+//! others.
 //!
-//! Invariant: a link that is passed over rests (see `Link::rests`) and has not been touched since. All are looked at
-//! after every wake by another thread, which names no link, and after [`LOOK_AT_ALL`].
+//! Invariant: a skipped link rests (see `Link::rests`) and has not been touched since. All links are looked
+//! at after every wake-up by another thread, which names no link, and after [`LOOK_AT_ALL`].
 
 use ferrywire_sys::poll::{Event, WAKE_TOKEN};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// Longest that a link at rest is not looked at: heartbeats and silences have this grain.
+/// Longest time without a look at a resting link: the resolution of heartbeats and silences.
 pub(super) const LOOK_AT_ALL: Duration = Duration::from_millis(200);
 
-/// The links of one endpoint, by their sessions' numbers.
+/// The links of one endpoint, by session id.
 #[derive(Debug, Default)]
 pub(super) struct ReadySet {
     all: bool,
     looked_at_all: Duration,
     restless: BTreeSet<u64>,
     heard: BTreeSet<u64>,
-    /// The session that each control connection's descriptor carries.
+    /// The session that each control connection's file descriptor carries.
     session_of: BTreeMap<RawFd, u64>,
 }
 
-/// What the poller calls a connection.
+/// The poller's token for a connection.
 pub(super) fn token(fd: RawFd) -> u64 {
     u64::from(fd.unsigned_abs()) + 1
 }
 
 impl ReadySet {
-    /// What the poller has reported.
+    /// Notes the poller's events.
     pub fn reported(&mut self, ready: &[Event]) {
         for event in ready {
             if event.token == WAKE_TOKEN {
@@ -40,17 +41,17 @@ impl ReadySet {
         }
     }
 
-    /// Something was done to this link.
+    /// Notes that this link's state was changed.
     pub fn touch(&mut self, session: u64) {
         self.restless.insert(session);
     }
 
-    /// Something was done to all links, or to one that is not known.
+    /// Notes that the state of all links, or of an unknown one, was changed.
     pub fn touch_all(&mut self) {
         self.all = true;
     }
 
-    /// The links to look at now; `None` for all.
+    /// Takes the links to look at now; `None` for all.
     pub fn take(&mut self, now: Duration) -> Option<BTreeSet<u64>> {
         let heard = std::mem::take(&mut self.heard);
         if std::mem::take(&mut self.all) || now >= self.looked_at_all + LOOK_AT_ALL {
@@ -60,7 +61,7 @@ impl ReadySet {
         Some(&heard | &self.restless)
     }
 
-    /// A link has been looked at; its connection, if it has one.
+    /// Notes that a link was looked at, and the file descriptor of its connection, if it has one.
     pub fn looked(&mut self, session: u64, rests: bool, fd: Option<RawFd>) {
         if rests {
             self.restless.remove(&session)
@@ -72,19 +73,19 @@ impl ReadySet {
         }
     }
 
-    /// The link is over.
+    /// Removes a link that is over.
     pub fn forget(&mut self, session: u64) {
         self.restless.remove(&session);
         self.heard.remove(&session);
         self.session_of.retain(|_, mine| *mine != session);
     }
 
-    /// Links that do not rest.
+    /// The links that do not rest.
     pub fn restless(&self) -> impl Iterator<Item = u64> + '_ {
         self.restless.iter().copied()
     }
 
-    /// How long it is until all are looked at.
+    /// Time until all links are looked at.
     pub fn until_all(&self, now: Duration) -> Duration {
         (self.looked_at_all + LOOK_AT_ALL).saturating_sub(now)
     }

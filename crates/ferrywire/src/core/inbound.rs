@@ -39,8 +39,8 @@ impl Sink {
     /// Appends the local memory for `len` bytes at `position` of the message.
     ///
     /// # Errors
-    /// [`Refusal::NoSink`] if the memory was taken back; a refusal if the range lies outside the message or
-    /// its memory.
+    /// [`Refusal::NoSink`] if the sink is closed or its memory taken back, [`Refusal::OutOfRegion`] for a range
+    /// outside the message.
     pub fn locate(&self, position: u64, len: u64, out: &mut Vec<IoVec>) -> Result<(), Refusal> {
         let memory: &Memory = self.op.memory.as_deref().ok_or(Refusal::NoSink)?;
         if memory.taken_back() {

@@ -1,6 +1,6 @@
-//! What an endpoint is to be like, said before it is built.
+//! The builder of an endpoint.
 //!
-//! Invariant: what can be checked before anything listens is checked in [`Builder::build`]. Read next: `config.rs`.
+//! Invariant: [`Builder::build`] checks all settings before anything listens. Read next: `config.rs`.
 
 use super::Endpoint;
 use crate::config::{Config, Secret};
@@ -16,7 +16,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Builds an [`Endpoint`]. Everything has a default that fits the host.
+/// Builds an [`Endpoint`]. Every setting has a default that suits the host.
 #[derive(Clone, Debug)]
 pub struct Builder {
     config: Config,
@@ -31,108 +31,113 @@ impl Builder {
         Builder { config: Config::default(), transport: None, plugin: None, backend: None, cores: Vec::new() }
     }
 
-    /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
+    /// Listens on this address. Port 0 chooses a free port; an unspecified address listens on every NIC.
     pub fn listen(mut self, address: SocketAddr) -> Builder {
         self.config.listen = Some(address);
         self
     }
 
-    /// The shared secret, at least [`SECRET_BYTES_MIN`](ferrywire_proto::limits::SECRET_BYTES_MIN) bytes, the same on both ends. Needed
-    /// beyond loopback.
+    /// Sets the shared secret: at least [`SECRET_BYTES_MIN`](ferrywire_proto::limits::SECRET_BYTES_MIN)
+    /// bytes, equal on both ends. Required for listening beyond loopback.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
         self.config.secret = Some(Secret(secret.into()));
         self
     }
 
-    /// A name for people, at most 64 bytes.
+    /// Sets a name for people, at most 64 bytes.
     pub fn label(mut self, label: impl Into<String>) -> Builder {
         self.config.label = label.into();
         self
     }
 
-    /// NICs to use, by name: each has to be there, with an address, when a peer is connected to; [`Builder::check_nics`]
-    /// asks earlier. Default: all that share a subnet with the peer, else the route's own.
+    /// Sets the NICs to use, by name. Each must exist and have an address when a peer connects;
+    /// [`Builder::check_nics`] checks earlier. Default: all NICs that share a subnet with the peer, else the
+    /// NIC of the route.
     pub fn nics(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Builder {
         self.config.nics = names.into_iter().map(Into::into).collect();
         self
     }
 
-    /// Channels per peer. Default: by cores and NICs.
+    /// Sets the number of channels per peer. Default: chosen from the numbers of cores and NICs.
     pub fn channels(mut self, channels: usize) -> Builder {
         self.config.channels = Some(channels);
         self
     }
 
-    /// Progress threads; 0: no threads, [`Endpoint::progress`] and waiting calls drive everything.
+    /// Sets the number of progress threads. With 0 there are none, and [`Endpoint::progress`] and waiting
+    /// calls poll everything.
     pub fn threads(mut self, threads: usize) -> Builder {
         self.config.threads = threads;
         self
     }
 
-    /// Keeps the endpoint's threads, and those that a plugin starts, to these cores; by default they run anywhere.
+    /// Restricts the endpoint's threads, and those that a plugin starts, to these cores. Default: no
+    /// restriction.
     pub fn cpu_affinity(mut self, cores: impl IntoIterator<Item = usize>) -> Builder {
         self.cores = cores.into_iter().collect();
         self
     }
 
-    /// Largest chunk in bytes.
+    /// Sets the largest chunk, in bytes.
     pub fn chunk_bytes(mut self, bytes: usize) -> Builder {
         self.config.chunk_bytes = bytes;
         self
     }
 
-    /// Frames in flight per channel.
+    /// Sets the number of frames in flight per channel.
     pub fn window(mut self, frames: usize) -> Builder {
         self.config.window = frames;
         self
     }
 
-    /// Whether chunks carry a CRC-32.
+    /// Sets whether chunks carry a CRC-32.
     pub fn crc(mut self, on: bool) -> Builder {
         self.config.crc = on;
         self
     }
 
-    /// Congestion control of data connections by name. Default: by path.
+    /// Sets the congestion control of data connections by name. Default: chosen by path.
     pub fn congestion_control(mut self, name: impl Into<String>) -> Builder {
         self.config.congestion_control = Some(name.into());
         self
     }
 
-    /// Socket buffers of data connections in bytes, each way. Default: by path.
+    /// Sets the size of each socket buffer of data connections, in bytes. Default: chosen by path.
     pub fn socket_buffer_bytes(mut self, bytes: usize) -> Builder {
         self.config.socket_buffer_bytes = Some(bytes);
         self
     }
 
-    /// Silence within which a peer's loss is told: it is given up a second or a tenth earlier. At least 3 s.
+    /// Sets the time within which the loss of a silent peer is reported, at least 3 s. The engine gives the
+    /// peer up one second, or a tenth of the time, earlier.
     pub fn peer_timeout(mut self, limit: Duration) -> Builder {
         self.config.peer_timeout = limit;
         self
     }
 
-    /// How channels move bytes. Default: the kernel's TCP.
+    /// Sets the transport of channels. Default: the kernel's TCP.
     pub fn transport(mut self, transport: Arc<dyn Transport>) -> Builder {
         self.transport = Some(transport);
         self
     }
 
-    /// Moves payload over an NCCL net plugin; everything else goes over the transport beside it. Both ends of
-    /// a session need the same plugin.
+    /// Moves payload over an NCCL net plugin. Headers and control messages go over the transport. Both ends
+    /// of a session need the same plugin.
     pub fn plugin(mut self, plugin: PluginConfig) -> Builder {
         self.plugin = Some(plugin);
         self
     }
 
-    /// Moves payload over a backend of a crate above this one, as devmem TCP is; everything else goes over the transport
-    /// beside it. Both ends of a session need the same backend, unless both say that they can do without.
+    /// Moves payload over a backend of another crate, such as devmem TCP. Headers and control messages go
+    /// over the transport. Both ends of a session need the same backend, unless it is optional on both.
     pub fn payload_backend(mut self, backend: impl BackendConfig + 'static) -> Builder {
         self.backend = Some(Arc::new(backend));
         self
     }
 
-    /// The variables that the plugin would be loaded with, for a process that starts another one with them:
-    /// some of a plugin's libraries read theirs before any of its functions is called. Empty without a plugin.
+    /// The environment variables with which the plugin would be loaded. A launcher sets them for a child
+    /// process: some libraries of a plugin read their variables before any of its functions is called. Empty
+    /// without a plugin.
     pub fn plugin_environment(&self) -> Result<Vec<Variable>> {
         let Some(plugin) = &self.plugin else {
             return Ok(Vec::new());
@@ -140,10 +145,11 @@ impl Builder {
         Ok(environment_for(plugin, &self.config, &self.nics_there()?))
     }
 
-    /// Refuses a NIC that was named and is not there now, or has no address. Building does not: one may come later.
+    /// Checks that all configured NICs exist and have addresses. [`Builder::build`] does not check, since a
+    /// NIC may appear later.
     ///
     /// # Errors
-    /// [`Error::Invalid`], which names the NICs that there are.
+    /// [`Error::Invalid`] with the names of the available NICs.
     pub fn check_nics(&self) -> Result<()> {
         check_names(&self.config.nics, &self.nics_there()?)
     }
@@ -156,9 +162,13 @@ impl Builder {
         nics.map_err(|error| Error::io("list NICs", &error))
     }
 
-    /// Builds the endpoint: checks everything, listens, starts its threads.
+    /// Builds the endpoint: checks the settings, listens, and starts the threads.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an unusable setting, [`Error::Io`] if the system refuses to listen or to start
+    /// a thread; errors of the plugin or backend.
     pub fn build(mut self) -> Result<Endpoint> {
-        // Threads inherit where they may run.
+        // Threads inherit the affinity of the thread that starts them.
         match std::mem::take(&mut self.cores) {
             cores if cores.is_empty() => self.build_here(),
             cores => affinity::on_cores(&cores, || self.build_here())
@@ -182,7 +192,7 @@ impl Builder {
                 let why = format!("a plugin and {}: payload takes one way, choose one", backend.name());
                 return Err(Error::invalid("transport", why));
             }
-            // SAFETY: whoever made the configuration has promised it.
+            // SAFETY: the creator of the configuration has promised it.
             (Some(plugin), None) => Arc::new(unsafe { plugin::Host::load(plugin, &self.config, &nics) }?),
             (None, Some(backend)) => match backend.open(&self.config, &nics) {
                 Err(error) if backend.is_optional() => {

@@ -1,6 +1,6 @@
-//! A connect under way, as its caller holds it.
+//! A connection attempt in progress.
 //!
-//! Invariant: a caller that gives up leaves no peer behind. Read next: `../../control/dialling.rs`.
+//! Invariant: an abandoned attempt leaves no peer behind. Read next: `../../control/dialling.rs`.
 
 use crate::api::peer::Peer;
 use crate::api::running::Running;
@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A connection on its way.
+/// A connection attempt in progress.
 pub struct Connecting {
     pub(super) running: Arc<Running>,
     pub(super) accept_queue: Arc<AcceptQueue>,
@@ -27,7 +27,11 @@ impl fmt::Debug for Connecting {
 }
 
 impl Connecting {
-    /// Waits until the peer is up.
+    /// Waits until the peer is connected.
+    ///
+    /// # Errors
+    /// [`Error::Stalled`] after `timeout`: the attempt continues. Otherwise as for
+    /// [`Endpoint::connect`](crate::Endpoint::connect).
     pub fn wait(&self, timeout: Duration) -> Result<Peer> {
         self.running.context().origin.check()?;
         let peer = self.running.next_of(&self.accept_queue, timeout).map(|result| self.peer(result));
@@ -37,7 +41,7 @@ impl Connecting {
         })
     }
 
-    /// Whether an endpoint has answered at the address. If not, none is waited for there any more.
+    /// Whether an endpoint has answered at the address. If not, the attempt ends.
     pub(super) fn has_answered(&self) -> bool {
         !self.running.with_control(|control| control.withdraw_dial(&self.accept_queue))
     }
@@ -46,13 +50,14 @@ impl Connecting {
         result.map(|handle| Peer::new(self.running.clone(), handle))
     }
 
-    /// Gives up: a peer that no caller would know of does not come about. The result, if it came in the last moment.
+    /// Ends the attempt, so that no unknown peer is left. Returns the result if there was one at the last
+    /// moment.
     pub(super) fn withdraw(&self) -> Option<Result<Peer>> {
         self.running.with_control(|control| control.withdraw(&self.accept_queue));
         self.accept_queue.take().map(|result| self.peer(result))
     }
 
-    /// The result, if it is there.
+    /// The result, if there is one.
     pub fn poll(&self) -> Option<Result<Peer>> {
         match self.running.context().origin.check() {
             Ok(()) => self.accept_queue.take().map(|result| self.peer(result)),
@@ -60,7 +65,7 @@ impl Connecting {
         }
     }
 
-    /// Makes `wakeup` readable once the result is there, also when it already is.
+    /// Makes `wakeup` readable once there is a result, or at once if there already is.
     pub fn arm(&self, wakeup: &Wakeup) {
         if self.running.context().origin.is_elsewhere() {
             return wakeup.wake();

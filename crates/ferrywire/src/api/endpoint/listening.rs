@@ -1,7 +1,7 @@
-//! The one port of an endpoint: opening it, and what is said where it is taken.
+//! The port that an endpoint listens on, and the error message when it is taken.
 //!
-//! The kernel gives ports of its ephemeral range to connections that name none of their own, and keeps each for a minute
-//! after its connection has ended. A listener there can find its port taken by what no process has open any more.
+//! The kernel gives ports of the ephemeral range to outgoing connections, and keeps each for a minute after
+//! its connection has ended. A port in that range may so be taken although no process has it open.
 #![forbid(unsafe_code)]
 
 use crate::config::Config;
@@ -11,14 +11,17 @@ use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 
-/// Where Linux says which ports those are.
+/// Where Linux publishes the ephemeral range.
 const EPHEMERAL_RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
-/// Ports below are for privileged processes.
+/// First port that unprivileged processes may use.
 const UNPRIVILEGED: u16 = 1024;
-/// So many ports below the range are tried before none is named.
+/// Most ports below the range that are tried in search of a free one.
 const PROPOSED_MAX: usize = 64;
 
-/// Opens the port: on the address given, which may stand for every NIC.
+/// Opens the configured address, which may be unspecified to stand for every NIC.
+///
+/// # Errors
+/// [`Error::Io`] with a hint if the port is taken.
 pub(super) fn listen(config: &Config, transport: &dyn Transport) -> Result<Vec<Box<dyn Listener>>> {
     let Some(address) = config.listen else {
         return Ok(Vec::new());
@@ -39,8 +42,8 @@ fn ephemeral_range() -> Option<RangeInclusive<u16>> {
     Some(ports.next()?.ok()?..=ports.next()?.ok()?)
 }
 
-/// What to do about a port that is taken, if it is one of the kernel's own. `is_free` tells of a port whether it can be
-/// listened on.
+/// Advice about a port that is taken, if it lies in the ephemeral range. `is_free` returns whether a port can
+/// be listened on.
 fn hint(
     address: SocketAddr,
     error: &io::Error,

@@ -1,4 +1,6 @@
-//! Lists of blocks, checked and put in order once, used for any number of operations.
+//! Lists of blocks, checked and sorted once, used for any number of transfers.
+//!
+//! Invariant: every block of a list lies inside its regions. Read next: `multi_region.rs`.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -9,7 +11,7 @@ use crate::error::{Error, Result};
 use ferrywire_memory::check_range;
 use ferrywire_proto::transfer::{Piece, Pieces};
 
-/// One block of a vectored operation.
+/// One block of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
     /// Offset in the local region, in bytes.
@@ -20,12 +22,12 @@ pub struct Block {
     pub bytes: u64,
 }
 
-/// How long blocks are that are given by their offsets, in bytes.
+/// Lengths of blocks that are given by their offsets, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lengths<'a> {
-    /// All the same.
+    /// One length for all blocks.
     Same(u64),
-    /// One for each.
+    /// One length for each block.
     Each(&'a [i64]),
 }
 
@@ -38,9 +40,10 @@ impl Lengths<'_> {
     }
 }
 
-/// A checked list of blocks between local and remote regions, made once and used many times. Clones share it.
+/// A checked list of blocks between local and remote regions, for any number of transfers. Clones share the
+/// list.
 ///
-/// It holds its local regions: they stay registered as long as the list is there.
+/// The list holds its local regions: they stay registered while the list exists.
 #[derive(Clone)]
 pub struct BlockList {
     parts: Arc<[Arc<Part>]>,
@@ -52,7 +55,7 @@ pub(super) struct Part {
     pub local: Region,
     pub remote: RemoteRegion,
     blocks: Vec<Piece>,
-    /// All blocks as a write moves them, and as a read does.
+    /// All blocks in the order of a write, and of a read. Sorted at first use.
     write: OnceLock<Pieces>,
     read: OnceLock<Pieces>,
 }
@@ -69,12 +72,12 @@ impl fmt::Debug for BlockList {
 }
 
 impl BlockList {
-    /// Checks every block against both regions. Blocks are moved in the order of their addresses at the
-    /// source, and runs that touch on both sides as one; where blocks overlap at the target, either's bytes
-    /// stay.
+    /// Checks every block against both regions. Blocks are moved in the order of their source addresses.
+    /// Adjacent blocks that touch on both sides are moved as one. Where blocks overlap at the target, the
+    /// bytes of any of them may remain.
     ///
     /// # Errors
-    /// [`Error::OutOfRegion`].
+    /// [`Error::OutOfRegion`] for a block that is not inside both regions.
     pub fn new(local: &Region, remote: &RemoteRegion, blocks: &[Block]) -> Result<BlockList> {
         for block in blocks {
             local.check("local", block.local_offset, block.bytes)?;
@@ -88,11 +91,12 @@ impl BlockList {
         Ok(BlockList::of(local, remote, blocks.iter().map(piece).collect()))
     }
 
-    /// A list from arrays, as numerical libraries have them: block `i` is at `local_offsets[i]` here and at
-    /// `remote_offsets[i]` there, all in bytes.
+    /// Creates a list from arrays. Block `i` is at `local_offsets[i]` in the local region and at
+    /// `remote_offsets[i]` in the remote one, in bytes.
     ///
     /// # Errors
-    /// [`Error::Invalid`], naming the first block that is not inside both regions, or the arrays that differ in length.
+    /// [`Error::Invalid`] with the first block that is not inside both regions, or with arrays of different
+    /// lengths.
     pub fn from_offsets(
         local: &Region,
         remote: &RemoteRegion,
@@ -106,10 +110,10 @@ impl BlockList {
             same_count("lengths", list.len(), count)?;
         }
         let mut blocks = Vec::with_capacity(count);
-        for (index, (here, there)) in local_offsets.iter().zip(remote_offsets).enumerate() {
+        for (index, (local_offset, remote_offset)) in local_offsets.iter().zip(remote_offsets).enumerate() {
             let piece = Piece {
-                local: unsigned(index, "local offset", *here)?,
-                remote: unsigned(index, "remote offset", *there)?,
+                local: unsigned(index, "local offset", *local_offset)?,
+                remote: unsigned(index, "remote offset", *remote_offset)?,
                 len: lengths.of(index)?,
             };
             let inside = local
@@ -121,11 +125,11 @@ impl BlockList {
         Ok(BlockList::of(local, remote, blocks))
     }
 
-    /// All blocks of several lists as one list, in this order: one operation moves them, and one notification can
-    /// follow them, whatever regions they are of. The lists stay as they are.
+    /// Joins several lists into one, in order. One transfer then moves all blocks, and one notification can
+    /// follow them, even if they are of different regions. The lists are not changed.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without a list, or where the remote regions are not all of one endpoint.
+    /// [`Error::Invalid`] without a list, or if the remote regions are not all of one endpoint.
     pub fn join(lists: &[&BlockList]) -> Result<BlockList> {
         let Some(owner) = lists.first().map(|list| list.parts[0].remote.owner()) else {
             return Err(Error::invalid("block lists", "none were given"));
@@ -147,22 +151,23 @@ impl BlockList {
         BlockList { parts: Arc::new([Arc::new(part)]), blocks: count }
     }
 
-    /// Blocks in the list.
+    /// Number of blocks in the list.
     pub fn len(&self) -> usize {
         self.blocks
     }
 
-    /// Whether it has no blocks.
+    /// Whether the list has no blocks.
     pub fn is_empty(&self) -> bool {
         self.blocks == 0
     }
 
-    /// Bytes of all its blocks.
+    /// Bytes of all blocks.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().flat_map(|part| &part.blocks).map(|piece| piece.len).sum()
     }
 
-    /// What an operation moves: the pairs of regions that have bytes, or the first, where none has.
+    /// The pairs of regions that a transfer moves bytes of, with the blocks in order. If no pair has bytes,
+    /// the first one.
     pub(super) fn select(&self, verb: Verb, indices: Option<&[u32]>) -> Result<Vec<(&Part, Pieces)>> {
         let mut chosen: Vec<(&Part, Pieces)> = match indices {
             None => self.parts.iter().map(|part| (&**part, part.in_order(verb).clone())).collect(),
@@ -184,7 +189,7 @@ impl BlockList {
         Ok(chosen)
     }
 
-    /// The blocks with these numbers, for each part.
+    /// The blocks with these indices, for each pair of regions.
     fn pick(&self, indices: &[u32]) -> Result<Vec<Vec<Piece>>> {
         let mut ends = Vec::with_capacity(self.parts.len());
         for part in self.parts.iter() {
@@ -209,7 +214,7 @@ impl BlockList {
 }
 
 impl Part {
-    /// All blocks in the order in which an operation moves them, sorted at its first use.
+    /// All blocks in the order in which a transfer moves them.
     fn in_order(&self, verb: Verb) -> &Pieces {
         let order = if verb == Verb::Read { &self.read } else { &self.write };
         order.get_or_init(|| sorted(verb, self.blocks.clone()))
@@ -229,8 +234,8 @@ fn same_count(what: &str, count: usize, blocks: usize) -> Result<()> {
     }
 }
 
-/// Pieces in the order of their addresses at the source: reading on from one to the next is what caches
-/// and prefetchers are good at, and it costs a fifth of the time of small scattered blocks.
+/// Sorts pieces by their source address. Sequential access suits caches and prefetchers: sorting costs a
+/// fifth of the time that small scattered blocks take otherwise.
 pub(super) fn sorted(verb: Verb, mut pieces: Vec<Piece>) -> Pieces {
     match verb {
         Verb::Read => pieces.sort_unstable_by_key(|piece| piece.remote),

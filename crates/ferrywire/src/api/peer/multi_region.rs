@@ -1,10 +1,11 @@
-//! One operation over several pairs of regions: a *parent*, and a child for each pair.
+//! One transfer over several pairs of regions: a *parent* operation, with a *child* for each pair.
 //!
-//! Children are operations as any others. The parent has no memory of its own: it ends after the last child, fails with the
-//! first that fails, and its notification is queued behind its children.
+//! Children are ordinary operations. The parent has no memory: it ends after its last child, fails with the
+//! first child that fails, and its notification is queued behind its children.
 //!
-//! Invariant: the children of a write travel under the number of the parent, so that the peer counts their bytes together
-//! and gives out the notification when it has all of them. Read next: `../../core/queue/`, where they wait in this order.
+//! Invariant: the children of a write use the parent's id. The peer counts their bytes together, and delivers
+//! the notification when it has all of them.
+//! Read next: `../../core/queue/`, where children wait in order.
 
 use super::blocks::Part;
 use super::{Peer, message_behind_bytes};
@@ -16,18 +17,18 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 use std::sync::{Arc, OnceLock};
 
 impl Peer {
-    /// Writes blocks of several pairs of regions.
+    /// Writes blocks of several pairs of regions as one transfer.
     pub(super) fn write_joined<'a>(
         &self,
-        parts: impl Iterator<Item = (&'a Part, Pieces)>,
+        pairs: impl Iterator<Item = (&'a Part, Pieces)>,
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
-        let parts: Vec<_> = parts.collect();
-        for (part, _) in &parts {
-            self.check_write(&part.local, &part.remote)?;
+        let pairs: Vec<_> = pairs.collect();
+        for (pair, _) in &pairs {
+            self.check_write(&pair.local, &pair.remote)?;
         }
         let task = |region| Task::Write { region };
-        let (parent, children) = self.begin_joined(task, parts, message_behind_bytes(message)?)?;
+        let (parent, children) = self.begin_joined(task, pairs, message_behind_bytes(message)?)?;
         let transfer = self.transfer(&parent);
         let state = self.state();
         for child in children {
@@ -52,17 +53,17 @@ impl Peer {
         Ok(transfer)
     }
 
-    /// Reads blocks of several pairs of regions.
+    /// Reads blocks of several pairs of regions as one transfer.
     pub(super) fn read_joined<'a>(
         &self,
-        parts: impl Iterator<Item = (&'a Part, Pieces)>,
+        pairs: impl Iterator<Item = (&'a Part, Pieces)>,
     ) -> Result<Transfer> {
-        let parts: Vec<_> = parts.collect();
-        for (part, _) in &parts {
-            self.check(&part.local, &part.remote)?;
+        let pairs: Vec<_> = pairs.collect();
+        for (pair, _) in &pairs {
+            self.check(&pair.local, &pair.remote)?;
         }
         let task = |region| Task::Read { region };
-        let (parent, children) = self.begin_joined(task, parts, Box::default())?;
+        let (parent, children) = self.begin_joined(task, pairs, Box::default())?;
         let transfer = self.transfer(&parent);
         for child in children {
             let started = self.check_there().and_then(|()| self.start_read(child));
@@ -71,38 +72,38 @@ impl Peer {
         Ok(transfer)
     }
 
-    /// Begins a parent and its children. What is dropped of them ends without having moved.
+    /// Begins a parent and its children. A hold that is dropped ends its operation without moving bytes.
     fn begin_joined(
         &self,
         task: impl Fn(u64) -> Task,
-        parts: Vec<(&Part, Pieces)>,
+        pairs: Vec<(&Part, Pieces)>,
         message: Box<[u8]>,
     ) -> Result<(Hold, Vec<Hold>)> {
         let nothing = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut parent = self.op(task(0), nothing, None);
-        parent.total = parts.iter().map(|(_, pieces)| pieces.total()).sum();
+        parent.total = pairs.iter().map(|(_, pieces)| pieces.total()).sum();
         parent.message = message;
         parent.family = Family::Parent(OnceLock::new());
         let parent = self.begin_posted(parent)?;
         self.state().queue.join(&parent);
-        let child_of = |(part, pieces): (&Part, Pieces)| {
-            let task = task(part.remote.key);
+        let child_of = |(pair, pieces): (&Part, Pieces)| {
+            let task = task(pair.remote.key);
             let is_write = matches!(task, Task::Write { .. });
-            let mut op = self.op(task, pieces, Some(part.local.memory().clone()));
+            let mut op = self.op(task, pieces, Some(pair.local.memory().clone()));
             if is_write {
                 op.id = parent.id;
             }
             op.family = Family::child_of(&parent);
             self.state().begin(op)
         };
-        let children: Vec<_> = parts.into_iter().map(child_of).collect();
+        let children: Vec<_> = pairs.into_iter().map(child_of).collect();
         parent.set_children(&children);
         Ok((parent, children))
     }
 }
 
 impl PeerState {
-    /// Queues the notification of a parent.
+    /// Queues the notification of a parent. If the peer is gone, the parent fails.
     fn post_behind_children(self: &Arc<Self>, parent: Hold) {
         if let Err(parent) = self.queue.post_behind_children(parent) {
             parent.fail(self.gone());
@@ -110,7 +111,7 @@ impl PeerState {
     }
 }
 
-/// The peer is gone: the parent fails, and the children that have not begun to move end with it.
+/// Fails the parent, since the peer is gone. Children that have not begun to move end with it.
 fn failed(parent: &Op, error: Error) -> Error {
     parent.fail(error.clone());
     error

@@ -4,7 +4,7 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A caller that closed a peer had found nothing in flight, and was told at once that the time was up.
+/// The caller that closed the peer found nothing in flight, and got a timeout at once.
 #[test]
 fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
     let builder = || crate::Endpoint::builder().channels(1);
@@ -22,7 +22,8 @@ fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
     assert_eq!(near.close(LONG), Ok(()));
 }
 
-/// Its threads would sleep for as long as it waits, and each message would have to wake them.
+/// With the receive counted as deep bulk, threads would sleep while it waits, and each message would have to
+/// wake them.
 #[test]
 fn a_receive_that_nobody_meets_is_no_deep_bulk() {
     const BYTES: usize = 16 << 20;

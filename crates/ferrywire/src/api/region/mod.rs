@@ -1,7 +1,8 @@
-//! What users hold of registered memory: it deregisters the memory when it is dropped.
+//! Registered memory, as users hold it. The last clone dropped deregisters the memory.
 //!
-//! Invariant: when a region is deregistered, no thread, NIC or GPU touches its memory any more; the endpoint sees to that
-//! (`RegionHome`). Read next: the crate `ferrywire-memory`, the memory; `../releaser.rs`, who drops what users gave with it.
+//! Invariant: once a region is deregistered, no thread, NIC or GPU touches its memory; the endpoint ensures
+//! that (`RegionHome`).
+//! Read next: the crate `ferrywire-memory`; `../releaser.rs`, which drops owners of memory.
 
 pub mod pattern;
 mod remote;
@@ -18,23 +19,26 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-/// What a region needs from its endpoint: its name, its table, and a way to make threads let go.
+/// The endpoint's side of a region: identity, region table, and the release of memory.
 pub(crate) trait RegionHome: Send + Sync {
     fn identity(&self) -> Identity;
     fn regions(&self) -> &RegionTable;
     fn origin(&self) -> Origin;
-    /// Returns when no thread, NIC or GPU of this endpoint touches the memory any more. `force`: by losing channels whose
-    /// GPU does not get on, too.
+    /// Waits until no thread, NIC or GPU of this endpoint touches the memory. With `force`, channels whose
+    /// GPU makes no progress are lost for that.
+    ///
+    /// # Errors
+    /// [`Error::ResourceBusy`] or [`Error::Invalid`] if the memory is still in use.
     fn release(&self, memory: &Arc<Memory>, force: bool) -> Result<()>;
-    /// Returns when every thread of this endpoint has left what it was in the middle of, and looks at the memory anew.
-    /// `force`: by losing channels whose GPU does not get on, too.
+    /// Waits until every thread of this endpoint has finished its current pass, and so sees the memory's new
+    /// state. With `force`, channels whose GPU makes no progress are lost for that.
     fn interrupt(&self, memory: &Arc<Memory>, force: bool) -> Result<()>;
-    /// Sees to it that its owner is dropped when that is so, and returns at once.
+    /// Starts the release of the memory, and drops its owner when it is free. Does not block.
     fn release_later(&self, memory: Arc<Memory>);
 }
 
 struct Registration {
-    /// Nothing touches the memory any more.
+    /// Whether the memory has been released completely.
     released: AtomicBool,
     memory: Arc<Memory>,
     home: Weak<dyn RegionHome>,
@@ -52,7 +56,7 @@ impl Registration {
                 home.release(&self.memory, force)?;
                 self.released.store(true, Ordering::SeqCst);
             }
-            // Without an endpoint only callers touch it, for as long as a copy takes.
+            // Without an endpoint only callers touch the memory, for the duration of a copy.
             None => {
                 self.memory.take_back();
                 while self.memory.in_call() {
@@ -64,7 +68,8 @@ impl Registration {
         Ok(())
     }
 
-    /// The last handle of the region is dropped: operations in flight go on, and the memory's owner stays until they have ended.
+    /// Starts the release when the last handle is dropped: operations in flight continue, and the memory's
+    /// owner is dropped after them.
     fn end_later(&self) {
         match self.home.upgrade() {
             Some(home) => {
@@ -85,27 +90,29 @@ impl Drop for Registration {
         if self.memory.has_owner() || goes_on {
             return self.end_later();
         }
-        // One that failed to end has been waited for, and told of, already: its user keeps the memory. Else nobody is asked to.
-        let told = self.memory.revoked();
-        if !told && let Err(error) = self.end(self.memory.user_owned()) {
+        // A failed deregistration has waited and reported already, and its user keeps the memory. Otherwise
+        // release it now.
+        let already_revoked = self.memory.revoked();
+        if !already_revoked && let Err(error) = self.end(self.memory.user_owned()) {
             tracing::error!(%error, "a dropped region could not be released");
         }
         if self.memory.user_owned() && self.memory.used() {
             self.memory.let_user_free_it();
-            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory, !told)) {
+            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory, !already_revoked)) {
                 tracing::error!(%error, "a dropped region may still be read");
             }
         }
     }
 }
 
-/// Registered local memory. Clones share it; the last one dropped deregisters it. Of memory that the caller keeps
-/// that waits for operations under way; with an owner ([`Endpoint::register_with`](crate::Endpoint::register_with)),
-/// and of memory that the region owns, they go on, and nobody waits for them.
+/// Registered local memory. Clones share it; dropping the last one deregisters it. For memory that the caller
+/// owns, the drop waits for operations in flight. For memory that the region owns, or that has an owner
+/// ([`Endpoint::register_with`](crate::Endpoint::register_with)), the drop does not wait, and operations
+/// continue.
 ///
-/// Peers that hold its descriptor can write to it and read from it at any time, so its bytes are read
-/// and written through [`Region::read_at`] and [`Region::write_at`], or through raw pointers by callers
-/// who know that nothing is in flight.
+/// Peers with its descriptor can read and write the memory at any time. So the bytes are accessed through
+/// [`Region::read_at`] and [`Region::write_at`], or through raw pointers while the caller knows that nothing
+/// is in flight.
 #[derive(Clone)]
 pub struct Region {
     inner: Arc<Registration>,
@@ -155,7 +162,8 @@ impl Region {
         Ok(())
     }
 
-    /// Checks that the range lies inside.
+    /// # Errors
+    /// [`Error::OutOfRegion`] if the range is not inside the region.
     pub(crate) fn check(&self, side: &'static str, offset: u64, len: u64) -> Result<()> {
         Ok(check_range(side, offset, len, self.len())?)
     }
@@ -165,49 +173,55 @@ impl Region {
         self.inner.memory.len()
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Where its bytes live.
+    /// The memory location: host, or which GPU.
     pub fn location(&self) -> MemoryLocation {
         self.inner.memory.location()
     }
 
-    /// What a peer needs to reach the region.
+    /// The descriptor that a peer needs to access the region.
     pub fn descriptor(&self) -> RemoteRegion {
         let (owner, memory) = (self.inner.identity, &self.inner.memory);
         RemoteRegion { owner, key: memory.key(), len: memory.len(), location: memory.location() }
     }
 
-    /// Copies bytes at `offset` into `into`. What peers write at the same time may show half.
-    /// Memory of a GPU is read through its copy engine, and waited for.
+    /// Copies bytes at `offset` into `into`. Bytes that a peer writes at the same time may be torn. GPU
+    /// memory is read by a copy engine, and the call waits for it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRegion`]; [`Error::Invalid`] if the region is deregistered; the GPU's error.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check("source", offset, into.len() as u64)?;
         let memory = self.memory();
         Ok(memory.while_it_stays(|| memory.read(offset, into))?)
     }
 
-    /// Copies `from` to `offset`. Memory of a GPU is written through its copy engine, and waited for.
+    /// Copies `from` to `offset`. GPU memory is written by a copy engine, and the call waits for it.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRegion`]; [`Error::Invalid`] if the region is deregistered; the GPU's error.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.check("target", offset, from.len() as u64)?;
         Ok(self.memory().while_it_stays(|| self.memory().write(offset, from))?)
     }
 
-    /// The first byte: of host memory, where peers may write at any time; else a device address, which
-    /// must not be dereferenced.
+    /// Address of the first byte. Peers may write to host memory at any time; a device address must not be
+    /// dereferenced.
     pub fn as_ptr(&self) -> *mut u8 {
         self.inner.memory.base()
     }
 
-    /// Deregisters: from here on peers are refused, and when this returns nothing touches the memory. An owner that
-    /// was given with it is dropped before that, on this thread.
+    /// Deregisters the region. From now on peers are refused, and when this returns no thread, NIC or GPU
+    /// touches the memory. An owner of the memory is dropped before that, on this thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::ResourceBusy`] when
-    /// a thread, or a GPU that has still to copy to it, does not let go of it. Peers are refused all the same, but the memory
-    /// is not free: a clone can be deregistered again; an owner that was given with it is dropped later, once it is free.
+    /// [`Error::Invalid`] while operations of this endpoint still use the region. [`Error::ResourceBusy`] if
+    /// a thread, or a GPU that still copies to it, does not release it. In both cases peers are refused, but
+    /// the memory is not free: deregister a clone again. An owner is dropped later, once the memory is free.
     pub fn deregister(self) -> Result<()> {
         self.inner.end(false)
     }

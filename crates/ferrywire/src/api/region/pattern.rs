@@ -1,7 +1,7 @@
-//! Patterns written and compared where a region's bytes lie: by the GPU in memory of GPUs.
+//! Test patterns that are written and checked where the region's memory is: GPU memory by its GPU.
 //!
-//! For benchmarks and tests, which would else measure copies to the host.
-//! Invariant: what is written or read lies inside of the region, which is checked before anything begins.
+//! Benchmarks and tests use this so as not to measure copies to the host.
+//! Invariant: all bytes written or read lie inside the region; this is checked first.
 //! Read next: `pattern.rs` of `ferrywire-memory`.
 
 use super::Region;
@@ -12,10 +12,10 @@ use ferrywire_memory::sim::SimPattern;
 use ferrywire_memory::unpack::PatternParameters;
 use ferrywire_memory::{Gpu, MemoryLocation};
 
-/// Writes and compares patterns in a region of a GPU's memory, by that GPU. Each call waits until it is done, and
-/// costs the host one launch for all short stretches and one for each long one.
+/// Writes and checks patterns in a region of GPU memory, on its GPU. Each call waits until the GPU is done.
+/// It costs one launch for all short stretches, and one for each long one.
 ///
-/// What peers write to the region at the same time may be overwritten, or found half.
+/// Bytes that peers write at the same time may be overwritten, or be read torn.
 pub struct RegionPattern {
     region: Region,
     by: By,
@@ -27,7 +27,11 @@ enum By {
 }
 
 impl RegionPattern {
-    /// For a region of GPU memory; nothing for host memory, where the caller can do it as well.
+    /// Creates a pattern writer for a region of GPU memory; `None` for host memory, which the caller can
+    /// access directly.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`](crate::Error::Cuda) or [`Error::SimGpu`](crate::Error::SimGpu).
     pub fn of(region: &Region) -> Result<Option<RegionPattern>> {
         if region.location() == MemoryLocation::Host {
             return Ok(None);
@@ -39,11 +43,10 @@ impl RegionPattern {
         Ok(Some(RegionPattern { region: region.clone(), by }))
     }
 
-    /// Writes all stretches, which should not overlap. Does not return while a GPU still writes: with one that stands still,
-    /// not at all.
+    /// Writes all stretches, which should not overlap. Blocks until the GPU is done, without a timeout.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) once the region's memory is its user's again, and the GPU's.
+    /// [`Error::Invalid`](crate::Error::Invalid) if the region is deregistered; the GPU's error.
     pub fn fill(&self, stretches: &[Stretch]) -> Result<()> {
         let parts = self.parts(stretches)?;
         let done = self.region.memory().while_it_stays(|| {
@@ -57,8 +60,11 @@ impl RegionPattern {
         Ok(done?)
     }
 
-    /// The first stretch with a byte that is not its pattern's, and the index of that byte in it. Waits for a GPU as
-    /// [`fill`](RegionPattern::fill) does.
+    /// The index of the first stretch with a byte that differs from its pattern, and the index of that byte
+    /// in the stretch. Blocks until the GPU is done, without a timeout.
+    ///
+    /// # Errors
+    /// As for [`fill`](RegionPattern::fill).
     pub fn first_difference(&self, stretches: &[Stretch]) -> Result<Option<(usize, u64)>> {
         let parts = self.parts(stretches)?;
         let done = self.region.memory().while_it_stays(|| {
@@ -131,7 +137,7 @@ mod tests {
         assert!(RegionPattern::of(&end.alloc_host(100).unwrap()).unwrap().is_none());
     }
 
-    /// It was written to, though it was its user's again.
+    /// The memory used to be written although its user had it back.
     #[test]
     fn memory_that_was_deregistered_is_not_touched() {
         let end = Endpoint::builder().build().unwrap();

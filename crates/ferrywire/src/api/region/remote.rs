@@ -1,6 +1,7 @@
-//! The descriptor of another endpoint's region.
+//! The descriptor of a region of another endpoint.
 //!
-//! Invariant: what came as bytes is what this version wrote, or an error. Read next: `mod.rs`, the regions themselves.
+//! Invariant: `from_bytes` accepts only what `to_bytes` of this version writes. Read next: `mod.rs`, local
+//! regions.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
@@ -8,10 +9,10 @@ use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 
 const DESCRIPTOR_VERSION: u8 = 2;
-/// Version, owner, key, length, kind of place, number of the GPU.
+/// Version, owner, key, length, kind of memory location, GPU index.
 const DESCRIPTOR_BYTES: usize = 1 + 16 + 8 + 8 + 1 + 2;
 
-/// A region of another endpoint, as its descriptor tells it.
+/// A region of another endpoint. A plain value: it does not keep the region registered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RemoteRegion {
     pub(crate) owner: Identity,
@@ -26,22 +27,22 @@ impl RemoteRegion {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where its bytes live, on the endpoint that holds it.
+    /// The memory location on the endpoint that owns the region.
     pub fn location(&self) -> MemoryLocation {
         self.location
     }
 
-    /// The endpoint that holds it.
+    /// Identity of the endpoint that owns the region.
     pub fn owner(&self) -> Identity {
         self.owner
     }
 
-    /// The descriptor as bytes: put it into a message, a file, a store.
+    /// The descriptor as bytes, to be sent or stored.
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(DESCRIPTOR_BYTES);
         out.push(DESCRIPTOR_VERSION);
@@ -54,10 +55,13 @@ impl RemoteRegion {
         out
     }
 
-    /// Reads what [`RemoteRegion::to_bytes`] wrote.
+    /// Parses the bytes of [`RemoteRegion::to_bytes`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for bytes of another version or of another origin.
     pub fn from_bytes(bytes: &[u8]) -> Result<RemoteRegion> {
         let wrong = |why: &str| Error::invalid("region descriptor", why);
-        // The version first: another one's descriptors may have another length.
+        // Check the version first: descriptors of other versions may have other lengths.
         if bytes.first().is_some_and(|version| *version != DESCRIPTOR_VERSION) {
             return Err(wrong("made by another version of ferrywire"));
         }

@@ -44,7 +44,7 @@ fn a_gpu_region_keeps_its_memory_until_it_is_deregistered() {
     assert_eq!(no_such.kind(), crate::ErrorKind::Gpu);
 }
 
-/// The user of registered memory has the buffer too, and may pass a part of it.
+/// Registered memory is also the user's own buffer, and may be passed as the slice.
 #[test]
 fn a_region_is_read_into_and_written_from_its_own_buffer() {
     const BYTES: usize = 4096;
@@ -70,7 +70,7 @@ fn a_users_gpu_memory_is_recognised_by_its_address() {
     let end = endpoint();
     let gpu = SimGpu::open(1).unwrap();
     let buffer = gpu.alloc(10_000, 4096).unwrap();
-    // SAFETY: freed while it is registered, on purpose: nothing but `read_at` names it then.
+    // SAFETY: freed while it is registered, on purpose: only `read_at` accesses it then.
     let region = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9900) }.unwrap();
     assert_eq!(region.location(), MemoryLocation::SimGpu(1));
     region.write_at(0, &[3; 9900]).unwrap();
@@ -105,25 +105,25 @@ fn a_descriptor_tells_where_the_bytes_live() {
         (end.register(vec![0; 77]).unwrap(), MemoryLocation::Host),
         (end.alloc_sim(1, 78).unwrap(), MemoryLocation::SimGpu(1)),
     ] {
-        let told = RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
-        assert_eq!(told, region.descriptor());
-        assert_eq!((told.location(), told.len(), told.owner()), (location, region.len(), end.identity()));
+        let parsed = RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
+        assert_eq!(parsed, region.descriptor());
+        assert_eq!((parsed.location(), parsed.len(), parsed.owner()), (location, region.len(), end.identity()));
     }
 }
 
 #[test]
 fn descriptors_of_other_versions_and_places_are_refused() {
     let good = endpoint().register(vec![0; 7]).unwrap().descriptor().to_bytes();
-    let told = |bytes: &[u8]| RemoteRegion::from_bytes(bytes).unwrap_err().to_string();
+    let parsed = |bytes: &[u8]| RemoteRegion::from_bytes(bytes).unwrap_err().to_string();
     let first_version = [&[1], &good[1..33]].concat();
-    assert!(told(&first_version).contains("another version"), "{}", told(&first_version));
-    assert!(told(&good[..35]).contains("35 bytes long"));
-    assert!(told(&[]).contains("0 bytes long"));
+    assert!(parsed(&first_version).contains("another version"), "{}", parsed(&first_version));
+    assert!(parsed(&good[..35]).contains("35 bytes long"));
+    assert!(parsed(&[]).contains("0 bytes long"));
     for (kind, index) in [(0, 1), (1, 16), (1, u16::MAX), (2, 64), (3, 0), (255, 0)] {
         let mut bytes = good.clone();
         bytes[33] = kind;
         bytes[34..].copy_from_slice(&index.to_le_bytes());
-        assert!(told(&bytes).contains("kind of memory"), "{kind} {index}");
+        assert!(parsed(&bytes).contains("kind of memory"), "{kind} {index}");
     }
 }
 

@@ -1,9 +1,11 @@
-//! Callers that post and that wait: who moves the bytes meanwhile.
+//! Callers that post and wait: which thread moves the bytes meanwhile.
 //!
-//! A caller that posts a small operation to a worker that is idle sends it at once; bulk is left to the threads. A caller that
-//! waits polls its peer's worker inline, unless bulk is in flight, and sleeps otherwise.
+//! A caller that posts a small operation to an idle worker sends it inline; bulk is left to the worker
+//! threads. A caller that waits polls its peer's worker inline, unless bulk is in flight, and otherwise
+//! sleeps.
 //!
-//! Read next: `../../core/worker/inline.rs`, one worker in a caller's hands.
+//! Invariant: after `kick` the operation is sent, or a worker's thread or a polling caller will send it.
+//! Read next: `../../core/worker/inline.rs`, one worker polled by a caller.
 
 use super::Running;
 use crate::core::peer::PeerState;
@@ -17,29 +19,30 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Operations that may wait for the driving caller are at most this long.
+/// Largest operation, in bytes, that may wait to be sent together with others.
 const DEFERRED_BYTES_MAX: u64 = 4 << 10;
-/// Frames that may wait so before they are sent at once: as many as the kernel puts into one packet. One more,
-/// and each call makes a second packet with next to nothing in it, which costs as much as the first.
+/// Most frames that wait to be sent together: as many as the kernel puts into one packet. One more frame would
+/// need a second packet, almost empty, which costs as much as the first.
 const DEFERRED_FRAMES_MAX: usize = 15;
-/// The least that it puts into one: whole segments within 64 KiB, seven of them at an MTU of 9000.
+/// Fewest bytes that the kernel puts into one packet: whole segments within 64 KiB, seven at an MTU of 9000.
 const PACKET_BYTES: usize = 7 * 8948;
-/// While so many are sent and not ended, the peer has something to do until a call of two packets is made.
+/// Operations in flight with which the peer stays busy until a call of two packets is made.
 const SENT_FOR_TWO: u64 = 2 * DEFERRED_FRAMES_MAX as u64;
 
 const _: () = assert!(DEFERRED_FRAMES_MAX * (DEFERRED_BYTES_MAX as usize + HEADER_BYTES) <= PACKET_BYTES);
 
-/// Longest a waiting caller sleeps before it looks again.
+/// Longest time that a waiting caller sleeps before it checks again.
 const PARK: Duration = Duration::from_millis(50);
-/// Bytes of bulk for which one more thread is roused: to rouse a thread that sleeps costs the caller microseconds, as
-/// much as to send so many.
+/// Bytes of bulk per additional worker that is woken. Waking a sleeping thread costs the caller microseconds,
+/// as much as sending these bytes.
 const ROUSE_BYTES: u64 = 256 << 10;
 
 impl Running {
-    /// Waits until `done`, polling the peer's home worker inline where possible. False when the time is up.
+    /// Waits until `done` returns true, and polls the peer's home worker inline where possible. Returns false
+    /// after `limit`.
     ///
-    /// `register` puts the caller on the lists of what it waits for, and `forget` takes it off again: a caller that no one wakes
-    /// would stay there, while more and more threads wait in vain.
+    /// `register` adds the caller to the wait lists of the event, and `forget` removes it. Without `forget`
+    /// callers whose wait timed out would accumulate there.
     pub fn wait(
         &self,
         peer: &PeerState,
@@ -50,7 +53,8 @@ impl Running {
     ) -> bool {
         let mut listed = false;
         let register = |handle| {
-            // Of workers there are few, and another caller may drive the same one by now.
+            // Only threads have to be removed: there are few workers, and another caller may poll the same
+            // one by now.
             listed |= matches!(handle, WakeHandle::Thread(_));
             register(handle);
         };
@@ -97,7 +101,8 @@ impl Running {
             if !(wait.done)() {
                 let slept = Instant::now();
                 thread::park_timeout(wait.rest(slept).min(PARK));
-                // Slept out, nothing moves: a receive that nobody matches is in bulk for ever.
+                // After a full sleep nothing moves. An unmatched receive counts as bulk for ever, so the
+                // caller polls again.
                 lively = slept.elapsed() < PARK;
                 stand_back = lively;
             }
@@ -109,7 +114,7 @@ impl Running {
         let transport = &self.workers.context.transport;
         let until = transport.now().saturating_add(limit);
         if limit.is_zero() && !done() {
-            // A caller that asks again and again without waiting is the only one that polls.
+            // A caller that polls with a zero timeout may be the only thread that polls.
             self.poll_once();
         }
         let mut quiet = 0u32;
@@ -127,17 +132,18 @@ impl Running {
         true
     }
 
-    /// Something was posted for this peer: sends it at once where that is best, else sees to it that a thread will.
+    /// Handles a newly posted operation: sends it inline where that is best, or makes sure that a thread
+    /// sends it.
     pub fn kick(&self, peer: &Arc<PeerState>, bytes: u64) {
         let context = &self.workers.context;
         let home = &self.workers[peer.home_index()];
-        // A caller that drives sends several small operations in one call, when it waits.
+        // A caller that polls inline sends several small operations in one call when it waits.
         let waiting = peer.queue.waiting();
         let company = waiting < frames_in_company(peer.in_flight_beside_one(), waiting);
         if company && bytes <= DEFERRED_BYTES_MAX && home.sleeper().may_leave_behind() {
             return;
         }
-        // Bulk is left to threads that keep to their cores.
+        // Bulk is left to threads that are pinned to their cores.
         let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
         let is_for_threads = peer.in_bulk() && !context.is_caller_driven();
         if is_for_threads || !home.send_at_once(context, peer) {
@@ -148,13 +154,13 @@ impl Running {
         }
     }
 
-    /// Rouses further workers, as many as these bytes are worth.
+    /// Wakes further workers, in proportion to `bytes`.
     fn rouse_for_bulk(&self, peer: &PeerState, bytes: u64) {
         let sleepers = &self.workers.context.sleepers;
-        // The others have no channel of this peer.
+        // Other workers have no channel of this peer.
         let count = sleepers.len().min(peer.channels()).max(1);
         let mut left = bytes.div_ceil(ROUSE_BYTES);
-        // With each operation it begins at another one.
+        // Each operation starts at another worker.
         let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
         for step in 0..count {
             let sleeper = &sleepers[(first.wrapping_add(step)) % count];
@@ -165,7 +171,7 @@ impl Running {
         }
     }
 
-    /// A caller asks after an operation without waiting: polls its worker if the thread stands back.
+    /// Supports polling of a transfer: polls the home worker if its thread is parked or there is none.
     pub fn nudge(&self, peer: &PeerState) {
         let home = &self.workers[peer.home_index()];
         if matches!(home.sleeper().activity(), Activity::Parked | Activity::NoThread) {
@@ -174,8 +180,8 @@ impl Running {
     }
 }
 
-/// Frames that a call to the socket waits for, with so many operations in flight beside the one just posted, and so
-/// many frames waiting.
+/// Number of frames to wait for before a socket call, with `in_flight` operations in flight besides the one
+/// just posted, and `waiting` frames queued.
 fn frames_in_company(in_flight: u64, waiting: usize) -> usize {
     match in_flight {
         0 => 0,

@@ -1,8 +1,10 @@
-//! What runs an endpoint: its workers, its control side, and the thread that drops owners of memory.
+//! The running parts of an endpoint: its workers, its control side, and the thread that drops owners of
+//! memory.
 //!
-//! Ownership is a tree: users' handles hold [`Running`], that owns workers and control, workers own channels, and channels refer
-//! to the state of their peer and to the [`Context`]. Nothing below refers back up, so what is dropped is gone.
+//! Ownership is a tree: users' handles hold [`Running`], which owns workers and control; workers own
+//! channels; channels refer to their peer's state and to the [`Context`].
 //!
+//! Invariant: no part refers to its owner, so a dropped part is freed.
 //! Read next: `inline.rs`, callers that post and wait; `../../core/worker/`, `../../control/`.
 #![forbid(unsafe_code)]
 
@@ -26,11 +28,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread;
 use std::time::Duration;
 
-/// All that moves one endpoint's bytes.
+/// The workers and the control side of one endpoint.
 pub(crate) struct Running {
     pub workers: Arc<Workers>,
     control: Arc<Mutex<Control>>,
-    /// Drops owners of memory; started with the first of them.
+    /// Drops owners of memory; started when the first owner is given.
     releaser: OnceLock<Releaser>,
     this: Weak<Running>,
 }
@@ -40,19 +42,19 @@ impl Running {
         Arc::new_cyclic(|this| Running { workers, control, releaser: OnceLock::new(), this: this.clone() })
     }
 
-    /// The endpoint's facts.
+    /// The endpoint's configuration and shared parts.
     pub fn context(&self) -> &Context {
         &self.workers.context
     }
 
-    /// Runs `body` on the control side.
+    /// Runs `body` with the control side locked, and wakes the control thread.
     pub fn with_control<T>(&self, body: impl FnOnce(&mut Control) -> T) -> T {
         let result = body(&mut self.control.lock().unwrap_or_else(PoisonError::into_inner));
         self.context().wake_control();
         result
     }
 
-    /// Polls once everything that no other thread polls; true if anything happened.
+    /// Polls everything that no other thread polls, once. Returns whether there was progress.
     pub fn poll_once(&self) -> bool {
         let control = match self.control.try_lock() {
             Ok(control) => Some(control),
@@ -63,11 +65,11 @@ impl Running {
         self.workers.poll_once() | worked
     }
 
-    /// Makes sure that a thread drops owners of memory.
+    /// Starts the thread that drops owners, unless it runs.
     pub fn start_releaser(&self) -> Result<()> {
         if self.releaser.get().is_none() {
             let started = Releaser::start(self.this.clone());
-            // Where two start one, the second ends at once.
+            // If two callers start one at once, the second thread ends at once.
             drop(self.releaser.set(started.map_err(|error| Error::io("start a thread", &error))?));
         }
         Ok(())
@@ -78,10 +80,10 @@ impl Running {
         self.workers.iter().any(|worker| worker.may_have_lanes())
     }
 
-    /// Waits for the next peer of this queue; `None` when the time is up.
+    /// Waits for the next peer in this queue; `None` after `limit`.
     pub fn next_of(&self, queue: &AcceptQueue, limit: Duration) -> Option<Result<PeerHandle>> {
         let result = self.next_listed(queue, limit);
-        // A caller that waited in vain was not woken, and no peer may ever come.
+        // A caller whose wait timed out was not woken, and is still on the wait list.
         queue.forget_waiter(&WakeHandle::Thread(thread::current()));
         result
     }
@@ -111,7 +113,10 @@ impl Running {
         }
     }
 
-    /// Finishes what was posted to a peer, on both sides, then closes it.
+    /// Finishes the transfers with a peer, on both ends, and closes it.
+    ///
+    /// # Errors
+    /// As for [`Peer::close`](crate::Peer::close).
     pub fn close_peer(&self, peer: &PeerState, timeout: Duration) -> Result<()> {
         let transport = &self.context().transport;
         let now = transport.now();
@@ -128,7 +133,7 @@ impl Running {
         let unfinished = peer.life.unfinished.load(Ordering::SeqCst);
         let failure = match peer.failure() {
             Some(Error::Closed | Error::PeerClosed { .. }) if over && !unfinished => return Ok(()),
-            // What becomes of what was posted is not known yet.
+            // Whether posted operations finish is not known yet.
             Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
             failure => failure.unwrap_or(Error::Closed),
         };
@@ -147,14 +152,14 @@ impl RegionHome for Running {
     }
 
     fn release(&self, memory: &Arc<Memory>, force: bool) -> Result<()> {
-        // Operations that are under way now may lose their connections while they are waited for.
+        // Operations in flight may lose their connections while this waits for them.
         let was_used = memory.user_owned() && memory.used();
         worker::abandon_memory(&self.workers, memory, force)?;
-        // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
+        // Operations that read from user-owned memory also use it; queued ones will not be sent any more.
         let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
-        let mut patience = StallTimer::new(limits::DRAIN_TIMEOUT);
+        let mut stall_timer = StallTimer::new(limits::DRAIN_TIMEOUT);
         while in_use() {
-            if patience.is_over(self.context().transport.now()) {
+            if stall_timer.is_over(self.context().transport.now()) {
                 let why = if memory.user_owned() {
                     "operations still use it: wait for them, or cancel them, first"
                 } else {
@@ -162,13 +167,13 @@ impl RegionHome for Running {
                 };
                 return Err(Error::invalid("region", why));
             }
-            // A thread that places a message may hold a lock that a poll from here would wait for.
+            // A thread that places a message may hold a lock for which a poll from here would wait.
             if !memory.user_owned() || !self.context().is_caller_driven() || !self.poll_once() {
                 thread::sleep(Duration::from_micros(100));
             }
         }
-        // Lanes have no message of it any more, and so nothing that keeps it registered. What a lost connection was sending of it
-        // is waited for.
+        // Now the lanes have no message of the memory, so their registrations can be undone, and sends over
+        // lost connections are waited for.
         if was_used || (memory.user_owned() && self.may_have_lanes()) {
             worker::abandon_memory(&self.workers, memory, force)
         } else {
@@ -185,7 +190,7 @@ impl RegionHome for Running {
     }
 
     fn release_later(&self, memory: Arc<Memory>) {
-        // A lane forgets what it has registered when nothing uses it any more, so a thread has to wait for that.
+        // A lane undoes its registration only when nothing uses the memory, so a thread has to wait for that.
         if self.may_have_lanes()
             && let Err(error) = self.start_releaser()
         {

@@ -1,4 +1,6 @@
-//! What the control session knows of each channel.
+//! The control session's record of each channel.
+//!
+//! Invariant: a generation number is used for one connection only. Read next: `setup.rs`, `fences.rs`.
 
 use crate::control::dial::Announced;
 use crate::core::queue::Entry;
@@ -12,53 +14,54 @@ pub(super) struct Channels(Vec<ChannelRecord>);
 
 pub(super) struct ChannelRecord {
     pub state: ChannelState,
-    /// Counts the connections of this channel.
+    /// Number of the channel's connection, counted from 0.
     pub generation: u32,
-    /// The first generation that may still come up. Those below are fenced: what their connections have yet to deliver must not
-    /// land.
+    /// The lowest generation that may still come up. Lower ones are fenced: nothing of their connections may
+    /// be placed any more.
     least: u32,
     /// When the channel last came up.
     pub up_since: Duration,
-    /// At the accepting end: the generation that the peer announced last, and the address that it comes from.
+    /// At the accepting end: the last announced generation, and its source address.
     pub source: Option<(u32, SocketAddr)>,
 }
 
-/// A channel's life where it is dialled: `down -> announced -> expected -> dialling -> up -> fencing -> down`, and where it is
-/// accepted: `down -> up -> fencing -> down`. Payload over lanes puts `lane` before `up`.
+/// The states of a channel at the dialling end: `down -> announced -> expected -> dialling -> up -> fencing
+/// -> down`; at the accepting end: `down -> up -> fencing -> down`. With lanes, `lane` comes before `up`.
 pub(super) enum ChannelState {
     Down {
         dial_at: Duration,
     },
-    /// The connection is bound, and the peer, which was told of it, has not answered.
+    /// The connection is bound and announced to the peer, which has not answered.
     Announced {
         since: Duration,
         announced: Announced,
     },
-    /// The peer has answered: the connection is dialled at once.
+    /// The peer has answered: the connection is dialled next.
     Expected {
         announced: Announced,
     },
     Dialling,
-    /// The connection stands, its lane does not yet.
+    /// The connection is established and its lane is being set up.
     Lane,
-    /// A worker has the channel. With `peer_fence` the worker is to close it, because the peer has.
+    /// A worker has the channel. With `peer_fence`, the worker has been asked to close it because the peer
+    /// has.
     Up {
         peer_fence: Option<PeerFence>,
     },
-    /// Closed here; the peer has yet to say what it had placed.
+    /// Closed here. The peer has not yet reported what it had placed.
     Fencing(OwnFence),
 }
 
-/// This end's half of a lost connection's fence.
+/// This end's half of the fence of a lost connection.
 #[derive(Default)]
 pub(super) struct OwnFence {
-    /// What was sent, by number, and is not known to be placed.
+    /// Frames that were sent, with their numbers, and may not have been placed.
     pub entries: Vec<(u64, Entry)>,
-    /// How and why the lane failed, if that is what ended the connection.
+    /// How and why the lane failed, if that ended the connection.
     pub lane_failed: Option<(FenceCause, String)>,
 }
 
-/// The peer's half: what it had placed before it closed its end, and why it did.
+/// The peer's half: the number of frames it had placed before it closed its end, and why it did.
 pub(super) struct PeerFence {
     pub placed: u64,
     pub refused: Vec<(u64, u8)>,
@@ -75,7 +78,7 @@ impl ChannelState {
         matches!(self, ChannelState::Down { .. })
     }
 
-    /// Whether a connection is being made.
+    /// Whether a connection is being set up.
     pub fn is_coming(&self) -> bool {
         use ChannelState::{Announced, Dialling, Expected, Lane};
         matches!(self, Announced { .. } | Expected { .. } | Dialling | Lane)
@@ -83,7 +86,7 @@ impl ChannelState {
 }
 
 impl ChannelRecord {
-    /// The connection of this generation has ended, or will not come about. A number is used once: the next is another.
+    /// Handles the end, or the failure, of this generation's connection. The next one gets another number.
     pub fn go_down(&mut self, generation: u32, dial_at: Duration) {
         self.state = ChannelState::Down { dial_at };
         self.generation = generation + 1;
@@ -93,12 +96,12 @@ impl ChannelRecord {
         (self.generation, self.state) = (generation, state);
     }
 
-    /// Takes the state out; the channel is down until it gets another.
+    /// Takes the state; the channel is down until it gets another state.
     pub fn take(&mut self) -> ChannelState {
         std::mem::replace(&mut self.state, ChannelState::Down { dial_at: Duration::MAX })
     }
 
-    /// No connection of this generation may come up any more.
+    /// Forbids connections of this generation and below.
     pub fn close_generation(&mut self, generation: u32) {
         self.least = self.least.max(generation.saturating_add(1));
     }
@@ -128,7 +131,7 @@ impl Channels {
         0..self.0.len() as u16
     }
 
-    /// The channel that the peer names, if there is one.
+    /// The channel with this index, which a peer may choose freely; `None` if there is none.
     pub fn get_mut(&mut self, index: u16) -> Option<&mut ChannelRecord> {
         self.0.get_mut(usize::from(index))
     }
@@ -137,13 +140,13 @@ impl Channels {
         self.0.iter()
     }
 
-    /// Numbers and generations of the channels that a worker has.
+    /// Index and generation of the channels that workers have.
     pub fn up(&self) -> impl Iterator<Item = (u16, u32)> + '_ {
         let up = (0..).zip(&self.0).filter(|(_, channel)| channel.state.is_up());
         up.map(|(index, channel)| (index, channel.generation))
     }
 
-    /// Closes what is being made, and takes out what no fence has settled.
+    /// Drops connections in set-up, and takes the frames that no fence has settled.
     pub fn take_unsettled(&mut self) -> Vec<Entry> {
         let entries = self.0.iter_mut().flat_map(|channel| match channel.take() {
             ChannelState::Fencing(fence) => fence.entries,

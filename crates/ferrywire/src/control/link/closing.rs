@@ -1,4 +1,6 @@
-//! The end of a session: asked for, agreed on, or forced by an error.
+//! The end of a session: requested, agreed on, or forced by an error.
+//!
+//! Invariant: everything that waits for the peer fails only after its channels are closed. Read next: `stage.rs`.
 
 use super::stage::{Awaited, Retry, Settling};
 use super::{ControlConnection, Link, Role, Stage};
@@ -11,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// What the two ends have asked of each other, and what the user of this one has been told.
+/// The close requests of both ends, and the outcome that this end's user has been given.
 #[derive(Default)]
 pub(super) struct Closing {
     limit: CloseLimit,
@@ -19,13 +21,13 @@ pub(super) struct Closing {
     peer: PeerDrain,
 }
 
-/// When a session that is being closed ends, whatever is left.
+/// When the close of a session ends at the latest.
 #[derive(Clone, Copy, Default)]
 enum CloseLimit {
-    /// No caller has set a time. A peer that its users have dropped is closed once it does not get on.
+    /// No caller has set a time. A peer without handles is closed once its transfers make no progress.
     #[default]
     Unset,
-    /// Users have dropped the peer: `progress` has stood at that value since then.
+    /// All handles of the peer are dropped: `progress` has had this value since then.
     Quiesce {
         progress: u64,
         since: Duration,
@@ -33,23 +35,23 @@ enum CloseLimit {
     By(Duration),
 }
 
-/// The caller that closes this peer, and not the endpoint. Its life: `none -> waits -> told`.
+/// The caller that closes this peer alone, not the endpoint. States: `none -> waits -> reported`.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum Caller {
     #[default]
     None,
     Waits,
-    /// It has been told that the peer did not finish.
-    Told,
+    /// The caller has been given the error that the peer did not finish.
+    Reported,
 }
 
-/// What the peer asked: `not asked -> asked -> answered`.
+/// The peer's request to finish: `not asked -> asked -> answered`.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum PeerDrain {
     #[default]
     NotAsked,
     Asked,
-    /// This end has told the peer that it has finished.
+    /// This end has reported to the peer that it has finished.
     Answered,
 }
 
@@ -59,25 +61,25 @@ impl Closing {
         self.peer != PeerDrain::NotAsked
     }
 
-    /// Whether the peer, or a caller, has asked for the end.
+    /// Whether the peer or a caller has asked to close.
     pub fn is_asked_for(&self) -> bool {
         self.peer_has_asked() || matches!(self.limit, CloseLimit::By(_))
     }
 }
 
 impl Link {
-    /// Finishes what was posted, then closes; at the latest by then. Of several callers the earliest deadline counts: else
-    /// an endpoint would break the session off at its own, and the other side would take that for a loss.
+    /// Finishes posted transfers, then closes, at the latest at `by`. The earliest time of several callers
+    /// counts: otherwise the endpoint would break the session off, and the peer would see a loss.
     pub fn close(&mut self, by: Duration) {
         self.closing.limit = match self.closing.limit {
             CloseLimit::By(earlier) => CloseLimit::By(earlier.min(by)),
             CloseLimit::Unset | CloseLimit::Quiesce { .. } => CloseLimit::By(by),
         };
-        // Users that go on posting would never let the peer be quiet.
+        // A user that continues to post would keep the peer busy for ever.
         self.peer.life.closing.store(true, Ordering::SeqCst);
     }
 
-    /// As [`Link::close`], for a caller that waits for this peer alone.
+    /// As [`Link::close`], for a caller that closes this peer alone.
     pub fn close_alone(&mut self, by: Duration) {
         if self.closing.caller == Caller::None {
             self.closing.caller = Caller::Waits;
@@ -85,25 +87,26 @@ impl Link {
         self.close(by);
     }
 
-    /// The caller that closed this peer alone waits no longer, and knows that the peer has not finished.
+    /// Notes that the caller of `close_alone` has been given the error.
     pub fn note_told(&mut self) {
-        self.closing.caller = Caller::Told;
+        self.closing.caller = Caller::Reported;
     }
 
-    /// How the session ended, if it was to finish first and did not, for the caller that closes the endpoint: unless a caller that
-    /// closes this peer alone has been told, or will be.
+    /// How the session ended, if it was closed before all transfers had finished. This is for the caller that
+    /// closes the endpoint; `None` if a caller that closes this peer alone has been given the error, or will
+    /// be.
     pub fn unfinished(&self, endpoint_closes: bool) -> Option<Error> {
         let peer = &self.peer;
-        let untold = match self.closing.caller {
+        let unreported = match self.closing.caller {
             Caller::None => endpoint_closes || peer.life.abandoned.load(Ordering::SeqCst),
             Caller::Waits => endpoint_closes,
-            Caller::Told => false,
+            Caller::Reported => false,
         };
-        let unfinished = untold && peer.life.unfinished.load(Ordering::SeqCst);
+        let unfinished = unreported && peer.life.unfinished.load(Ordering::SeqCst);
         unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
 
-    /// Finishes what was posted as long as it gets on, then closes.
+    /// Finishes posted transfers while they make progress, then closes.
     pub fn drain(&mut self, now: Duration) {
         self.peer.life.abandoned.store(true, Ordering::SeqCst);
         self.peer.life.closing.store(true, Ordering::SeqCst);
@@ -112,7 +115,7 @@ impl Link {
         }
     }
 
-    /// When closing ends, whatever is left; `None` where nothing has asked for the end.
+    /// When the close ends at the latest; `None` if no close was requested.
     fn close_by(&mut self, now: Duration) -> Option<Duration> {
         if let CloseLimit::By(by) = self.closing.limit {
             return Some(by);
@@ -129,14 +132,14 @@ impl Link {
         Some(since + limits::DRAIN_TIMEOUT)
     }
 
-    /// The peer asks this end to finish.
+    /// Handles the peer's request to finish.
     pub(super) fn peer_drains(&mut self) {
         if self.closing.peer == PeerDrain::NotAsked {
             self.closing.peer = PeerDrain::Asked;
         }
     }
 
-    /// The peer has finished, as this end asked it to. Before that the word means nothing.
+    /// Handles the peer's report that it has finished. Ignored unless this end has asked for it.
     pub(super) fn peer_is_drained(&mut self) {
         if let Stage::Draining { peer_finished, .. } = &mut self.stage {
             *peer_finished = true;
@@ -160,7 +163,7 @@ impl Link {
             self.say(ControlMessage::Drain, now);
             return self.stage.advance(|awaited| Stage::Draining { awaited, peer_finished: false });
         };
-        // A peer that drains too says so all the same when it has finished.
+        // A peer that closes too reports nevertheless when it has finished.
         let done = self.quiet() && peer_finished;
         if done || now >= by {
             if !done {
@@ -171,14 +174,15 @@ impl Link {
         }
     }
 
-    /// Says the last message of this end; `last_words` end the session once that has arrived, or its time is up.
+    /// Sends the last message of this end. The session ends with `last_words` once that has arrived, or after
+    /// a heartbeat interval.
     fn say_farewell(&mut self, cause: GoodbyeCause, reason: String, last_words: Error, now: Duration) {
         self.say(ControlMessage::Goodbye { cause, reason }, now);
         let until = now + limits::HEARTBEAT_INTERVAL;
         self.stage.advance(|awaited| Stage::Leaving { awaited, until, last_words });
     }
 
-    /// The farewell is on its way: when it has arrived, or its time is up, this is the end.
+    /// Ends the session once the last message has arrived or its time is over.
     fn leave(&mut self, now: Duration) {
         let Stage::Leaving { until, last_words, .. } = &self.stage else { return };
         if self.session.unacknowledged() == 0 || self.connection.is_lost() || now >= *until {
@@ -186,7 +190,7 @@ impl Link {
         }
     }
 
-    /// Ends the session with an error of ours, after telling the peer.
+    /// Ends the session with a local error, and sends the peer the reason.
     pub(in crate::control) fn part_with(&mut self, error: Error, now: Duration) {
         if self.dying() {
             return;
@@ -202,12 +206,13 @@ impl Link {
     }
 
     fn leave_with(&mut self, cause: GoodbyeCause, reason: String, error: Error, now: Duration) {
-        // Operations may end from now on, with the channels that go while the peer is told.
+        // The session's error is set first: channels may end, and operations with them, while the reason is
+        // sent.
         self.peer.doom(error.clone());
         self.say_farewell(cause, reason, error, now);
     }
 
-    /// Gives a connect up: ends the session if its result was to go to this queue and it is not up.
+    /// Withdraws a connect: ends the session if its result was for this queue and the peer is not up.
     pub(in crate::control) fn withdraw(&mut self, queue: &Arc<AcceptQueue>, now: Duration) {
         if !self.stage.awaited().is_some_and(|awaited| awaited.is_connect_of(queue)) {
             return;
@@ -215,12 +220,12 @@ impl Link {
         if !self.dying() {
             self.leave_with(GoodbyeCause::Closed, "given up before it was up".into(), Error::Closed, now);
         }
-        // The queue gets no result, and no other session takes the place of this one.
+        // The queue gets no result, and no session without lanes replaces this one.
         self.stage.forget_awaited();
     }
 
-    /// Lanes do not come about, before the peer is up. Where both ends could do without them, a session without takes
-    /// this one's place: the end that connects opens it, and both tell why.
+    /// Ends a session whose lanes cannot be set up before the peer is up. If lanes are optional on both ends,
+    /// a session without lanes replaces it: the connecting end opens that, and both ends log why.
     pub(in crate::control) fn part_with_lanes(&mut self, why: String, now: Duration) {
         let error = self.lost(LossCause::LaneFailed, why.clone());
         let end = if self.dials() { "connects" } else { "accepts" };
@@ -235,7 +240,7 @@ impl Link {
         self.leave_with(GoodbyeCause::WithoutLanes, why, error, now);
     }
 
-    /// The peer says farewell.
+    /// Handles the peer's last message.
     pub(super) fn peer_leaves(&mut self, cause: GoodbyeCause, reason: &str) {
         if cause == GoodbyeCause::WithoutLanes
             && let Stage::Settling(Settling { awaited, lanes_optional: true, .. }) = &mut self.stage
@@ -251,12 +256,12 @@ impl Link {
         });
     }
 
-    /// That the peer of this link is lost.
+    /// The error of the loss of this link's peer.
     pub(in crate::control) fn lost(&self, cause: LossCause, why: String) -> Error {
         Error::PeerLost { peer: self.peer.name().into(), cause, why }
     }
 
-    /// Where to connect to once more, for which queue, and why without lanes; once.
+    /// Takes the connect to repeat without lanes: target, queue and reason. Returns it once.
     pub fn take_retry(&mut self) -> Option<(ConnectTarget, Arc<AcceptQueue>, String)> {
         let (Role::Connector(connector), Stage::Over { retry }) = (&self.role, &mut self.stage) else {
             return None;
@@ -265,13 +270,13 @@ impl Link {
         Some((connector.target.clone(), queue, why))
     }
 
-    /// Its time is up, and so is the farewell's.
+    /// Ends the session at once: the timeout is over.
     pub fn abort(&mut self) {
         self.peer.life.unfinished.store(true, Ordering::SeqCst);
         self.die(Error::Closed);
     }
 
-    /// The session is over: first the channels close, then what waits for the peer fails.
+    /// Ends the session: first the channels are closed, then everything that waits for the peer fails.
     pub fn die(&mut self, error: Error) {
         if matches!(self.stage, Stage::Dying { .. } | Stage::Over { .. }) {
             return;
@@ -288,7 +293,7 @@ impl Link {
         }
     }
 
-    /// The channels are closed: what waits for the peer fails.
+    /// Fails everything that waits for the peer. Its channels are closed.
     pub(super) fn finish(&mut self) {
         self.connection = ControlConnection::Lost { closed_at: None };
         self.peer.drop_entries(self.channels.take_unsettled());
@@ -308,7 +313,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// A channel that goes between the decision and the end has work of operations, which learn why from it.
+    /// The transfers of a channel that ends between the decision and the end of the session fail with the
+    /// decision's reason.
     #[test]
     fn what_is_lost_while_the_peer_is_told_fails_for_the_reason_that_it_is_told() {
         let builder = || Endpoint::builder().threads(0).channels(2);
@@ -328,8 +334,8 @@ mod tests {
         const BYTES: usize = 64 << 20;
         let (source, target) = (near.alloc_host(BYTES).unwrap(), far.alloc_host(BYTES).unwrap());
         let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-        // Which channel sends is the engine's matter. A socket that is not read takes no more than this at first, if the
-        // kernel is busy.
+        // The engine chooses the channel. A socket that is not read may take no more than this at first, if
+        // the kernel is busy.
         let sends = || peer.stats().channels.iter().position(|channel| channel.sent_bytes >= 10_000);
         let lost = loop {
             assert!(since.elapsed() < LIMIT, "nothing is sent");
@@ -353,7 +359,7 @@ mod tests {
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);
         assert_eq!(again.unwrap_err(), why, "there are channels still, and nothing is accepted for them");
         assert!(peer.stats().channels[1 - lost].alive);
-        // A caller that closes the peer, and is told that it is lost, finds none of its transfers in flight.
+        // When `close` returns that the peer is lost, none of its transfers is in flight.
         assert_eq!(peer.close(LIMIT), Err(why.clone()));
         let outcome = transfer.poll().expect("it has ended");
         assert!(!peer.stats().channels[1 - lost].alive);

@@ -1,4 +1,7 @@
-//! The control connection that carries a session now.
+//! The control connection that carries a session at present.
+//!
+//! Invariant: unread output of a peer is bounded: past the bound this end stops reading. Read next:
+//! `session.rs`.
 
 use ferrywire_net::Conn;
 use ferrywire_proto::limits;
@@ -6,10 +9,11 @@ use ferrywire_sys::poll::Interest;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// A control connection's life: `open -> lost -> open`, until the session ends.
+/// The states of a control connection: `open -> lost -> open`, until the session ends.
 pub(super) enum ControlConnection {
     Open(OpenConnection),
-    /// No path has carried a resumption yet; `closed_at`: when the peer's kernel closed the connection, if it did.
+    /// No path has carried a resumption yet. `closed_at` is when the peer's kernel closed the connection, if
+    /// it did.
     Lost {
         closed_at: Option<Duration>,
     },
@@ -19,11 +23,11 @@ pub(super) struct OpenConnection {
     pub conn: Box<dyn Conn>,
     /// Sealed bytes that the socket has not taken.
     pub output: Vec<u8>,
-    /// Since when this end does not read, because the peer leaves too much unread.
+    /// Since when this end does not read, because the peer leaves too much output unread.
     pub unread_since: Option<Duration>,
-    /// Whether the poller waits for bytes to read, as it does on every new connection.
+    /// Whether the poller waits for readability, as it does for each new connection.
     polls_for_reading: bool,
-    /// Whether the kernel had given the path up when it was last asked.
+    /// Whether the kernel had declared the path dead at the last check.
     path_dead: bool,
 }
 
@@ -62,7 +66,7 @@ impl ControlConnection {
         matches!(self, ControlConnection::Lost { .. })
     }
 
-    /// When the peer's kernel closed the connection, if no other has taken its place.
+    /// When the peer's kernel closed the connection, if the session has no other by now.
     pub fn closed_at(&self) -> Option<Duration> {
         match self {
             ControlConnection::Open(_) => None,
@@ -70,7 +74,7 @@ impl ControlConnection {
         }
     }
 
-    /// Drops the connection; `closed_at`: now, if the peer's kernel closed it.
+    /// Drops the connection. `closed_at` is now, if the peer's kernel closed it.
     pub fn lose(&mut self, closed_at: Option<Duration>) {
         let closed_at = self.closed_at().or(closed_at);
         *self = ControlConnection::Lost { closed_at };
@@ -78,10 +82,11 @@ impl ControlConnection {
 }
 
 impl OpenConnection {
-    /// Stops to read from a peer that makes this end answer and leaves the answers unread. True when reading begins again.
+    /// Stops reading from a peer that causes output and does not read it. Returns true when reading resumes.
     ///
-    /// What the session keeps until the peer has acknowledged it does not count, however much that is: an honest peer acknowledges
-    /// no more than it has read, and two ends that stopped reading for what they have to say themselves would wait for ever.
+    /// Messages that the session keeps until they are acknowledged do not count, however many: an honest peer
+    /// acknowledges only what it has read, and two ends that both stopped reading because of their own
+    /// messages would wait for ever.
     pub fn limit_unread(&mut self, unacknowledged_bytes: usize, now: Duration) -> bool {
         let unread = self.output.len().saturating_sub(unacknowledged_bytes);
         if unread > limits::CONTROL_UNREAD_BYTES_MAX {
@@ -91,8 +96,8 @@ impl OpenConnection {
         unread <= limits::CONTROL_UNREAD_BYTES_MAX / 2 && self.unread_since.take().is_some()
     }
 
-    /// Asks the kernel now and then whether it has given the path up. A path can die in one direction only: then this end hears the
-    /// peer, and the peer does not hear this end.
+    /// Checks at intervals whether the kernel has declared the path dead. A path may die in one direction:
+    /// then this end still receives, but the peer does not.
     pub fn check_path(&mut self, checked: &mut Duration, now: Duration) -> bool {
         if now.saturating_sub(*checked) >= limits::PATH_CHECK_INTERVAL {
             *checked = now;
@@ -101,7 +106,8 @@ impl OpenConnection {
         self.path_dead
     }
 
-    /// The poller's new interest, if it has changed: a connection that is not read from would wake this end without end.
+    /// The poller's new interest, if it has changed. Without a change, unread input would wake this end again
+    /// and again.
     pub fn changed_interest(&mut self) -> Option<(RawFd, Interest)> {
         let read = self.unread_since.is_none();
         let fd = self.conn.fd()?;

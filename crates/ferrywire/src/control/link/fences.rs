@@ -1,7 +1,8 @@
-//! Lost channels: closed at both ends, then each tells the other what it had placed, and the rest goes over
-//! the others.
+//! Lost channels: both ends close the connection and report what they had placed; the rest is resent over
+//! other channels.
 //!
-//! A loss comes from `core/worker/engine.rs` (`lose`), through `LostChannels` and `Control::take_lost_channels`.
+//! A loss is reported by `lose` in `core/worker/engine.rs`, through `LostChannels` and
+//! `Control::take_lost_channels`.
 //! Invariant: frames go back into the outbox only when both ends have closed the connection, so none is placed twice.
 //! Read next: `../../core/queue/mod.rs` (`resend`).
 
@@ -29,7 +30,7 @@ impl Link {
             return self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
         let path = self.path_of(index);
-        // Both ends tell how far their lanes were: the errors of both have it.
+        // Each end adds the state of its lane, so that both errors contain both.
         let lane_state = remains.lane.unwrap_or_default();
         let Loss { cause, why } = loss;
         let cause = remains.lane_fault.filter(|_| cause == FenceCause::Lost).unwrap_or(cause);
@@ -54,14 +55,14 @@ impl Link {
         };
         self.say(message, now);
         self.peer.choose_home();
-        // What was queued for the home before is the new one's, which may sleep.
+        // Frames queued for the old home worker are for the new one, which may sleep.
         self.peer.home().rouse();
         if let ChannelState::Up { peer_fence: Some(theirs) } = state {
             self.resolve(index, theirs, now);
         }
     }
 
-    /// A connection on which nothing was placed is over here.
+    /// Fences a connection on which nothing was placed.
     pub(in crate::control) fn fence_empty(
         &mut self,
         index: u16,
@@ -80,7 +81,7 @@ impl Link {
         self.say(ControlMessage::Fence { channel, generation, placed, refused, cause, reason }, now);
     }
 
-    /// Ends one of our channels; [`Link::channel_lost`] follows.
+    /// Asks the worker to end a channel; [`Link::channel_lost`] follows.
     pub(super) fn drop_channel(&self, index: u16, generation: u32, why: impl Into<Loss>) {
         let command = Command::Drop { session: self.session.id(), index, generation, why: why.into() };
         self.workers[self.peer.engine_worker(index)].command(command);
@@ -107,16 +108,16 @@ impl Link {
         }
         record.close_generation(generation);
         if is_current && record.state.is_coming() {
-            // That connection comes too late: it is fenced.
+            // The connection that is being set up is fenced already.
             record.go_down(generation, now + limits::REDIAL_INTERVAL);
             self.lanes.drop_setup(index);
         }
-        // This end never had that connection: nothing was sent or placed over it.
+        // This end never had that connection, so nothing was sent or placed over it.
         self.say_nothing_placed(index, generation, "never came about here".into(), now);
         self.peer.rouse_for(u64::MAX);
     }
 
-    /// A lane of ours has failed: why the session ends with it, if it does.
+    /// Handles a failed lane. Returns the reason if the session ends with it.
     fn given_up_with(&mut self, index: u16, now: Duration) -> Option<String> {
         let any_is_up = self.any_is_up();
         if self.lanes.fail_for_good() {
@@ -126,11 +127,12 @@ impl Link {
         self.lanes.ended_in_vain(index, stood, self.peer.lanes_moved(), any_is_up)
     }
 
-    /// Both ends have closed the connection and said what they placed: the rest travels again.
+    /// Completes a fence: both ends have closed the connection and reported what they placed. The rest is
+    /// resent.
     fn resolve(&mut self, index: u16, theirs: PeerFence, now: Duration) {
         let record = &mut self.channels[index];
         let ChannelState::Fencing(fence) = record.take() else { return };
-        // A connection that did not last is not dialled in a hot loop.
+        // Wait before redialling, so that a connection that never lasts is not redialled in a loop.
         record.go_down(record.generation, now.max(record.up_since + limits::REDIAL_INTERVAL));
         let mut again = Vec::new();
         for (number, entry) in fence.entries {
@@ -145,16 +147,17 @@ impl Link {
         self.peer.history.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
-        // What ended of the peer's memory is no lane's failure.
+        // A failure caused by the peer's source memory is not the lane's.
         if let Some((fault, why)) = fence.lane_failed
             && theirs.cause != FenceCause::SourceUnreadable
             && let Some(last) = self.given_up_with(index, now)
         {
             let stalled = [fault, theirs.cause].contains(&FenceCause::LaneStalled);
             let cause = if stalled { LossCause::LaneStalled } else { LossCause::LaneFailed };
-            let at_peer = match theirs.reason.is_empty() {
-                true => String::new(),
-                false => format!("; at the peer: {}", theirs.reason),
+            let at_peer = if theirs.reason.is_empty() {
+                String::new()
+            } else {
+                format!("; at the peer: {}", theirs.reason)
             };
             let error = self.lost(cause, format!("{why}{at_peer}; {last}"));
             return self.part_with(error, now);

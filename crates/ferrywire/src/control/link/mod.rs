@@ -1,11 +1,12 @@
-//! One peer's control session and channels: keeping both alive, fencing what is lost, closing.
+//! One peer's control session and channels: keeps both alive, fences lost channels, closes.
 //!
-//! A link's life: `settling -> up -> draining -> leaving -> dying -> over` (see [`Stage`]). A channel's, where it is dialled:
-//! `down -> announced -> expected -> dialling -> lane -> up -> fencing -> down` (see [`channels::ChannelState`]). When a channel is
-//! lost, each side closes its end, tells the other what it had placed, and learns the same; only then is the rest sent again.
+//! A link's states: `settling -> up -> draining -> leaving -> dying -> over` (see [`Stage`]). A channel's
+//! states at the dialling end: `down -> announced -> expected -> dialling -> lane -> up -> fencing -> down`
+//! (see [`channels::ChannelState`]). When a channel is lost, each end closes its connection and reports what
+//! it had placed; only then is the rest resent.
 //!
-//! Invariant: a peer's operations are failed only after all its channels have been closed here, so that
-//! nothing is placed into their memory afterwards.
+//! Invariant: a peer's operations fail only after all its channels have been closed here, so that nothing is
+//! placed into their memory afterwards.
 //! Read next: `stage.rs`, `session.rs`, `setup.rs`, `fences.rs`, `closing.rs`; then `../dial.rs` and `../pairs.rs`.
 
 mod channels;
@@ -48,7 +49,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Reads of one control connection in one turn.
+/// Most reads from one control connection in one pass.
 const READS_PER_TURN: usize = 8;
 
 pub(super) struct Link {
@@ -56,7 +57,7 @@ pub(super) struct Link {
     peer: Arc<PeerState>,
     session: Session,
     data_key: DataKey,
-    /// Longest silence, or time without reading, of a peer that is alive.
+    /// Longest silence, or time without reading, before the peer counts as lost.
     peer_timeout: Duration,
     role: Role,
     connection: ControlConnection,
@@ -64,14 +65,14 @@ pub(super) struct Link {
     pub(super) lanes: Lanes,
     stage: Stage,
     closing: Closing,
-    /// Why the session ends, until the turn acts on it.
+    /// Why the session ends, until the pass acts on it.
     ending: Option<Error>,
-    /// The last failure to connect, told along with what it leads to.
+    /// The last connection failure, added to the error it leads to.
     last_trouble: Option<Error>,
 }
 
 impl Link {
-    /// The connecting end's link, right after its handshake.
+    /// Creates the connecting end's link, after its handshake.
     #[expect(clippy::too_many_arguments, reason = "each is a different fact, and one caller names them")]
     pub fn connected(
         workers: Arc<Workers>,
@@ -90,7 +91,8 @@ impl Link {
         let is_ours = |listed| leads_to_us(&nics, me, there, listed);
         let pairs = pairs(&nics, chosen, address, &there.addresses, is_ours);
         let speeds: Vec<Option<u32>> = pairs.iter().map(|pair| pair.nic.as_ref()?.speed_mbps).collect();
-        // With little in flight the first channels carry it all: of several peers on different NICs.
+        // With few frames in flight the first channels carry all of them. So each peer's first channel is on
+        // another NIC.
         let assigned = spread(&speeds, dialled_before, usize::from(established.config.channels));
         let resumption = Resumption::new(now);
         let role = Role::Connector(Connector { target, pairs, assigned, resumption });
@@ -98,7 +100,7 @@ impl Link {
         Link::new(workers, conn, address, established, role, awaited, me, now)
     }
 
-    /// The accepting end's link.
+    /// Creates the accepting end's link, after its handshake.
     pub fn accepted(
         workers: Arc<Workers>,
         conn: Box<dyn Conn>,
@@ -132,7 +134,8 @@ impl Link {
         } else {
             format!("{remote} ({})", peer_hello.label)
         };
-        // Two ends that cannot tell are reckoned to share a host where their addresses say so: some plugins end the process there.
+        // If the boot ids cannot tell, the ends count as one host where their addresses do: some plugins end
+        // the process on that.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
         let (backend, refused) = backend_of(context, &config, same_host);
         let (transport, transport_reason) = transport_of(context, backend.as_ref(), &config);
@@ -160,7 +163,7 @@ impl Link {
         });
         let peer = Arc::new(PeerState::new(context.clone(), info));
         let mut session = Session::new(id, now);
-        // A new session has nothing to send again, so this cannot fail.
+        // A new session has nothing to resend, so this cannot fail.
         let attached = session.attach(secure, 0, now);
         Link {
             peer_timeout: silence_max(context.config.peer_timeout),
@@ -183,12 +186,12 @@ impl Link {
         self.session.received()
     }
 
-    /// Changes as long as what was posted gets on, after [`Link::drain`].
+    /// A counter that grows while posted transfers make progress, after [`Link::drain`].
     pub fn drained(&self) -> u64 {
         self.peer.drained()
     }
 
-    /// Ends the session without a farewell, as a process that is killed does.
+    /// Ends the session without a last message, like a killed process.
     #[cfg(test)]
     pub(super) fn break_off(&mut self) {
         self.ending.get_or_insert(Error::Closed);
@@ -198,17 +201,17 @@ impl Link {
         &self.peer
     }
 
-    /// Whether this end opened the session, and so dials.
+    /// Whether this end opened the session, and so dials its connections.
     pub(super) fn dials(&self) -> bool {
         matches!(self.role, Role::Connector(_))
     }
 
-    /// Number and key of the session, for its data connections.
+    /// Id and key of the session, for its data connections.
     pub(super) fn keys(&self) -> (u64, DataKey) {
         (self.session.id(), self.data_key.clone())
     }
 
-    /// Options of its data connections.
+    /// Options for the session's data connections.
     pub(super) fn bulk_options(&self) -> ConnOptions {
         bulk_options(&self.peer, self.connection.conn())
     }
@@ -221,7 +224,7 @@ impl Link {
         usize::from(index) < self.channels.len()
     }
 
-    /// The connection of a channel stands, and its lane is set up.
+    /// Notes that a channel's connection is established and its lane is being set up.
     pub(super) fn lane_begins(&mut self, index: u16, generation: u32) {
         self.channels[index].set(generation, ChannelState::Lane);
     }
@@ -230,13 +233,13 @@ impl Link {
         self.channels.up().next().is_some()
     }
 
-    /// Channels that carry data on a worker.
+    /// The channels that carry data on a worker.
     pub(super) fn channels_of(&self, worker: usize) -> impl Iterator<Item = u16> + '_ {
         let up = self.channels.up().map(|(index, _)| index);
         up.filter(move |index| self.peer.engine_worker(*index) == worker)
     }
 
-    /// Whether a channel has yet to end that will: one whose worker is stuck stays as it is.
+    /// Whether channels have still to end. A channel of a stuck worker never ends and does not count.
     fn open_channels(&self) -> bool {
         let workers = self.workers.iter().filter(|worker| !worker.stuck());
         workers.into_iter().any(|worker| self.channels_of(worker.index).next().is_some())
@@ -250,28 +253,28 @@ impl Link {
         self.stage.is_ending()
     }
 
-    /// Whether something is in progress that a turn has to look at often.
+    /// Whether something is in progress that has to be polled often.
     pub fn busy(&self) -> bool {
         let up = matches!(self.stage, Stage::Up) && !self.connection.is_lost();
         !up || self.channels.up().count() < self.channels.len()
     }
 
-    /// Whether neither time nor another thread moves this link on: a turn has to look at it only when the peer has said
-    /// something, and now and then.
+    /// Whether neither time nor another thread moves this link forward: a pass needs to look at it only when
+    /// the peer has sent something, and at intervals.
     pub fn rests(&self) -> bool {
         let ends = self.ending.is_some() || self.closing.is_asked_for();
         let abandoned = self.peer.life.abandoned.load(Ordering::SeqCst);
-        // The poller tells neither of candidates nor of output that waits for its turn.
+        // The poller reports neither candidates nor output that waits to be written.
         let unheard = match &self.role {
             Role::Connector(connector) => connector.resumption.state != ResumeState::Idle,
             Role::Acceptor(acceptor) => !acceptor.candidates.is_empty(),
         };
         let open = self.connection.as_open().filter(|open| open.conn.fd().is_some());
-        let told = open.is_some_and(|open| open.output.is_empty() && open.unread_since.is_none());
-        told && !(self.busy() || ends || abandoned || unheard)
+        let polled = open.is_some_and(|open| open.output.is_empty() && open.unread_since.is_none());
+        polled && !(self.busy() || ends || abandoned || unheard)
     }
 
-    /// The control connection's.
+    /// File descriptor of the control connection.
     pub fn fd(&self) -> Option<RawFd> {
         self.connection.conn()?.fd()
     }
@@ -281,7 +284,7 @@ impl Link {
         self.connection.as_open_mut()?.changed_interest()
     }
 
-    // ---- a turn ----
+    // ---- one pass ----
 
     pub fn turn(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = self.read(now);
@@ -303,7 +306,7 @@ impl Link {
         let mut buffer = [0u8; 16 << 10];
         let mut messages = Vec::new();
         let mut worked = self.hear_candidates(&mut buffer, now, &mut messages);
-        // No more than other links can wait for: a flood of one peer holds up no other.
+        // The bound keeps a flood from one peer from delaying other links.
         for _ in 0..READS_PER_TURN {
             let Some(open) = self.connection.as_open_mut().filter(|open| open.unread_since.is_none()) else {
                 break;
@@ -327,7 +330,7 @@ impl Link {
         worked
     }
 
-    /// Goes on over the first candidate that says something.
+    /// Continues the session over the first candidate connection that delivers bytes.
     fn hear_candidates(
         &mut self,
         buffer: &mut [u8],
@@ -342,7 +345,7 @@ impl Link {
                 Ok(Some(0)) | Err(_) => {}
                 Ok(Some(count)) => {
                     let Candidate { conn, established } = candidate;
-                    // Where the connection is refused, its bytes would be told as the trouble.
+                    // If the connection was refused, its bytes would replace the real cause of the trouble.
                     if self.adopt(conn, *established, now)
                         && let Err(error) = self.session.on_bytes(&buffer[..count], now, messages)
                     {
@@ -356,7 +359,7 @@ impl Link {
         false
     }
 
-    /// Writes what waits for the peer; true when that broke the connection.
+    /// Writes pending output. Returns true if that broke the connection.
     pub fn write(&mut self, now: Duration) -> bool {
         if let Err(error) = self.session.tick(now) {
             self.session_trouble(&error, now);
@@ -406,12 +409,12 @@ impl Link {
     }
 }
 
-/// Whether the error says that the peer's kernel has closed the connection.
+/// Whether the error means that the peer's kernel has closed the connection.
 fn closed_by_peer(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
-/// What carries the payload of a session, and why it cannot.
+/// The payload backend of a session, and why the session must be refused, if so.
 fn backend_of(
     context: &Context,
     config: &SessionConfig,
@@ -425,12 +428,12 @@ fn backend_of(
         let why = || format!("the other end does without {}, which this one needs{why}", backend.name());
         return (None, refused.then(|| Incompatible::Mismatch(why())));
     }
-    // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
+    // Only the peer's terms tell whose memory moves within one host; the backend checks them here.
     let agreed = backend.agree(&Terms::decode(&config.extra), same_host, config);
     (Some(backend), agreed.err())
 }
 
-/// How the payload of a session travels, and why so where that was a choice.
+/// The name of the payload's transport, and the reason where there was a choice.
 fn transport_of(
     context: &Context,
     backend: Option<&SharedBackend>,

@@ -1,4 +1,6 @@
-//! Which end of a session this is, with what only that end keeps.
+//! The two roles in a session, with the state that only one of them has.
+//!
+//! Invariant: only the connector dials. Read next: `session.rs`.
 
 use crate::control::dial::ConnectTarget;
 use crate::control::pairs::{Pair, by_route};
@@ -18,42 +20,42 @@ pub(super) struct Connector {
     pub target: ConnectTarget,
     /// The paths to the peer.
     pub pairs: Vec<Pair>,
-    /// Which of the paths each channel takes.
+    /// For each channel, the index of its path.
     pub assigned: Vec<usize>,
     pub resumption: Resumption,
 }
 
-/// How the connector makes another control connection when the first is lost or silent.
+/// How the connector makes a new control connection when the current one is lost or silent.
 pub(super) struct Resumption {
     pub state: ResumeState,
-    /// No path is dialled before then.
+    /// No path is dialled before this time.
     pub dial_at: Duration,
     /// When the kernel was last asked about the path.
     pub path_checked: Duration,
 }
 
-/// A resumption's life: `idle -> dialling -> idle`, or `dialling -> disowned -> idle`.
+/// The states of a resumption: `idle -> dialling -> idle`, or `dialling -> disowned -> idle`.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum ResumeState {
-    /// The control connection is heard.
+    /// The control connection works.
     Idle,
-    /// Every path is dialled, again and again.
+    /// Every path is dialled repeatedly.
     Dialling,
-    /// An endpoint at one of the peer's addresses does not know the session, and said this. Another path may still lead to the
-    /// peer: an address can have moved to another host.
+    /// An endpoint at one of the peer's addresses has answered that it does not know the session. Another
+    /// path may still lead to the peer: an address may have moved to another host.
     Disowned(String),
 }
 
-/// Resumptions that may wait for the other end's choice: one for each path it may have dialled.
+/// Most resumptions that wait for the peer's choice: one for each path that it may have dialled.
 const CANDIDATES_MAX: usize = limits::ADDRESSES_MAX + 1;
 
 #[derive(Default)]
 pub(super) struct Acceptor {
-    /// Addresses that the peer's connections came from.
+    /// Addresses from which the peer has connected.
     hosts: Vec<IpAddr>,
     /// When the peer last resumed the session.
     resumed_at: Option<Duration>,
-    /// Resumptions of the peer, which dials several paths at once and speaks on the one it keeps.
+    /// Resumption attempts of the peer, which dials several paths at once and sends on the one it keeps.
     pub candidates: Vec<Candidate>,
 }
 
@@ -63,7 +65,8 @@ pub(super) struct Candidate {
 }
 
 impl Connector {
-    /// Assigns all channels to the path on which the peer was reached; false where that is one of the paths already.
+    /// Assigns all channels to the path over which the peer was first reached; false if the paths include it
+    /// already.
     pub fn fall_back_to_target(&mut self) -> bool {
         if self.pairs.iter().any(|pair| pair.remote == self.target.address) {
             return false;
@@ -79,8 +82,8 @@ impl Resumption {
         Resumption { state: ResumeState::Idle, dial_at: now, path_checked: now }
     }
 
-    /// The control connection is lost or silent, or it is neither. What an endpoint said before the peer was heard again is no
-    /// reason to give the peer up the next time.
+    /// Notes whether the control connection is lost or silent. Once the peer is heard again, an earlier
+    /// `Disowned` answer no longer counts.
     pub fn set_needed(&mut self, needed: bool) {
         match (needed, &self.state) {
             (false, _) => self.state = ResumeState::Idle,
@@ -89,14 +92,14 @@ impl Resumption {
         }
     }
 
-    /// An endpoint that was dialled does not know the session. The first such answer is kept.
+    /// Notes an endpoint that does not know the session. The first such answer is kept.
     pub fn disown(&mut self, why: String) {
         if self.state == ResumeState::Dialling {
             self.state = ResumeState::Disowned(why);
         }
     }
 
-    /// What the endpoint said that does not know the session.
+    /// Takes the answer of the endpoint that does not know the session.
     pub fn take_disowned(&mut self) -> Option<String> {
         match std::mem::replace(&mut self.state, ResumeState::Dialling) {
             ResumeState::Disowned(why) => Some(why),
@@ -107,7 +110,7 @@ impl Resumption {
         }
     }
 
-    /// Whether the paths are to be dialled now; if so, the next time is a while later.
+    /// Whether the paths have to be dialled now. If so, sets the next time.
     pub fn take_due(&mut self, now: Duration) -> bool {
         let due = self.state == ResumeState::Dialling && now >= self.dial_at;
         if due {
@@ -124,7 +127,7 @@ impl Acceptor {
         }
     }
 
-    /// The peer has resumed the session on one path of several.
+    /// Adds a resumption attempt of the peer over one of several paths.
     pub fn add_candidate(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
         self.resumed_at = Some(now);
         self.note_host(conn.remote().ip());
@@ -134,8 +137,8 @@ impl Acceptor {
         self.candidates.push(Candidate { conn, established: Box::new(established) });
     }
 
-    /// Whether a peer at this address has just resumed the session: then it has dialled all paths at once, and hangs up on those
-    /// that were slower.
+    /// Whether a peer at this address has resumed the session lately. It has then dialled all paths at once,
+    /// and hangs up on the slower ones.
     pub fn raced_from(&self, host: IpAddr, now: Duration) -> bool {
         let lately = |at| now.saturating_sub(at) <= 2 * limits::HANDSHAKE_TIMEOUT;
         self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)

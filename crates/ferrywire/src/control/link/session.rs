@@ -1,4 +1,7 @@
-//! One peer's control connection: what it says, its loss, and how it is resumed over another path.
+//! One peer's control connection: its messages, its loss, and its resumption over another path.
+//!
+//! Invariant: an error found here never replaces an earlier one. Read next: `role.rs`,
+//! `connection.rs`.
 
 use super::{ControlConnection, Link, ResumeState, Role};
 use crate::control::dial::DialFailure;
@@ -17,8 +20,9 @@ impl Link {
         self.session.detach();
     }
 
-    /// A connection that fails is replaced by another; what else the peer does wrong ends the session. What came first
-    /// is the cause: a session that has ended finds fault with whatever is heard after.
+    /// Handles an error of the session. A failed connection is replaced by another; any other violation ends
+    /// the session. The first error is kept, since an ended session reports errors for everything received
+    /// later.
     pub(super) fn session_trouble(&mut self, error: &SessionError, now: Duration) {
         match error.is_resumable() {
             true => self.control_lost(&error.to_string(), false, now),
@@ -28,12 +32,12 @@ impl Link {
         }
     }
 
-    /// The handshake of a resumption has succeeded.
+    /// Handles a successful handshake of a resumption.
     pub fn attach(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
         if let Role::Acceptor(acceptor) = &mut self.role {
             return acceptor.add_candidate(conn, established, now);
         }
-        // The other end takes the connection on which it hears something.
+        // The accepting end keeps the connection on which it receives something first.
         if self.adopt(conn, established, now)
             && let Err(error) = self.session.greet(now)
         {
@@ -41,12 +45,12 @@ impl Link {
         }
     }
 
-    /// Whether the peer has just resumed the session from this address, among others.
+    /// Whether the peer has lately resumed the session from this address, among others.
     pub fn raced_from(&self, host: IpAddr, now: Duration) -> bool {
         matches!(&self.role, Role::Acceptor(acceptor) if acceptor.raced_from(host, now))
     }
 
-    /// Goes on over a connection; false where its handshake contradicts the session.
+    /// Continues the session over a connection; false if its handshake contradicts the session.
     pub(super) fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) -> bool {
         let attached = self.session.attach(established.secure, established.received, now);
         if let Err(error) = attached {
@@ -88,7 +92,7 @@ impl Link {
         matches!(self.resume_state(), ResumeState::Disowned(_)) && !self.dying()
     }
 
-    /// No path is left that might lead to an endpoint which knows the session.
+    /// Fails the session: no path is left that might lead to an endpoint which knows it.
     pub fn give_up(&mut self) {
         let Role::Connector(connector) = &mut self.role else { return };
         if let Some(why) = connector.resumption.take_disowned() {
@@ -100,7 +104,8 @@ impl Link {
         }
     }
 
-    /// What is told of a peer whose process has ended: a plugin may have ended it, which only that process tells.
+    /// Advice for a peer whose process has ended: a plugin may have ended it, and only that process printed
+    /// why.
     fn plugin_note(&self) -> String {
         let plugin = self.lanes.backend().filter(|backend| backend.ends_process());
         plugin.map_or_else(String::new, |plugin| {
@@ -116,13 +121,13 @@ impl Link {
         if self.dying() {
             return;
         }
-        // A peer that leaves too much unread is not read from, so its silence says nothing.
+        // This end does not read from a peer that leaves too much unread, so silence is no evidence then.
         let open = self.connection.as_open();
         let unread = open.and_then(|open| Some((open.unread_since?, open.output.len())));
         let unread_for = unread.map(|(since, bytes)| (now.saturating_sub(since), bytes));
         let silent = unread_for.map_or_else(|| self.session.silent_for(now), |_| Duration::ZERO);
         let closed_for = self.connection.closed_at().map(|at| now.saturating_sub(at));
-        // A process that ended has lost its channels too.
+        // If the process has ended, its channels are lost too.
         if !self.any_is_up() && closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
             let ended = "its host closed the control connection, and it did not come back: the process ended";
             self.fail(LossCause::ProcessEnded, format!("{ended}{}", self.plugin_note()));
@@ -164,7 +169,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// At that silence no path would be tried: the session was given up at once.
+    /// The old answer made the session fail at the next silence, before any path was tried.
     #[test]
     fn a_refused_resumption_says_nothing_once_the_peer_is_heard_again() {
         let builder = || Endpoint::builder().threads(0).channels(1);

@@ -1,4 +1,7 @@
-//! Channels on their way: announced, dialled, accepted, and when the peer is up.
+//! Setting up channels: announced, dialled, accepted; and when the peer counts as connected.
+//!
+//! Invariant: only the connecting end dials data connections, and only after the peer has confirmed the announcement. Read
+//! next: `channels.rs`.
 
 use super::channels::ChannelState;
 use super::{Link, Role, Stage};
@@ -18,7 +21,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 impl Link {
-    /// Connections that have to be made now.
+    /// Takes the connections that have to be dialled now.
     pub fn take_dials(&mut self, context: &Context, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
         if self.dying() {
@@ -29,7 +32,7 @@ impl Link {
         let paths: Vec<Pair> = connector.assigned.iter().map(|at| connector.pairs[*at].clone()).collect();
         for (index, path) in self.channels.indices().zip(&paths) {
             match &self.channels[index].state {
-                // Without a control connection the peer cannot be told.
+                // Without a control connection the announcement cannot be sent.
                 ChannelState::Down { dial_at } if *dial_at <= now && !self.connection.is_lost() => {
                     self.announce(index, path, now);
                 }
@@ -46,7 +49,7 @@ impl Link {
         out
     }
 
-    /// Control connections over every path, where the session has to be resumed.
+    /// Dials control connections over every path, if the session has to be resumed.
     fn take_resumptions(
         &mut self,
         context: &Context,
@@ -71,8 +74,8 @@ impl Link {
         }
     }
 
-    /// Binds a data connection and tells the peer of it, so that a rule for it can be in place before its
-    /// first packet. All channels go in one round trip.
+    /// Binds a data connection and announces it to the peer, so that a steering rule can be in place before
+    /// its first packet. The announcements of all channels share one round trip.
     fn announce(&mut self, index: u16, path: &Pair, now: Duration) {
         let generation = self.channels[index].generation;
         match Announced::new(&self.peer, path.nic.as_ref(), path.remote, &self.bulk_options()) {
@@ -86,7 +89,7 @@ impl Link {
         }
     }
 
-    /// The peer dials a data connection as soon as this end says that it expects the connection.
+    /// Confirms an announced data connection. The peer dials it then.
     pub(super) fn peer_announces(
         &mut self,
         channel: u16,
@@ -136,7 +139,7 @@ impl Link {
             settling.dial_failed |= matches!(record.state, ChannelState::Dialling);
         }
         if record.generation == generation && (record.state.is_down() || record.state.is_coming()) {
-            // The acceptor may have taken it up: a number is used once.
+            // The acceptor may have accepted this generation: use the next number.
             record.go_down(generation, now + limits::REDIAL_INTERVAL);
         }
         tracing::debug!(peer = self.peer.name(), channel = index, %error, "channel cannot be connected");
@@ -151,7 +154,7 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        // The peer may have lost, and fenced, the connection before its handshake ended here.
+        // The peer may have lost and fenced the connection before its handshake ended here.
         let record = &self.channels[index];
         if matches!(record.state, ChannelState::Dialling) && record.generation == generation {
             self.channel_up(context, conn, index, generation, now);
@@ -173,7 +176,8 @@ impl Link {
         if generation > current {
             match record.state {
                 ChannelState::Lane => {
-                    // The peer has given up that connection before its lane stood: nothing came over it, and it says nothing of lanes.
+                    // The peer has given that connection up before its lane was ready. Nothing was sent over
+                    // it, and the peer does not report it.
                     tracing::debug!(
                         peer = self.peer.name(),
                         channel = index,
@@ -183,7 +187,7 @@ impl Link {
                     record.state = ChannelState::Down { dial_at: now };
                     self.lanes.drop_setup_before(index, generation);
                 }
-                // The peer has given up the connection that this end still has; it will dial once more.
+                // The peer has given up the connection that is still open here. It will dial again.
                 ChannelState::Up { .. } => {
                     self.drop_channel(index, current, "the peer dialled it again");
                 }
@@ -197,8 +201,8 @@ impl Link {
         self.channel_up(context, conn, index, generation, now);
     }
 
-    /// The proof of membership is what lets a connection in. Its address may have been translated on the
-    /// way, even to another port of the same host, so that a difference proves nothing.
+    /// Logs a data connection from another address than announced. Only the proof of membership admits a
+    /// connection: NAT may change its address and port, so a difference is no evidence.
     fn compare_source(&self, remote: SocketAddr, channel: u16, generation: u32) {
         let announced = self.channels[channel].source.filter(|(current, _)| *current == generation);
         match announced {
@@ -225,7 +229,7 @@ impl Link {
         }
     }
 
-    /// The channel is complete: it goes to its worker.
+    /// Hands the complete channel to its worker.
     pub(in crate::control) fn carries_data(&mut self, context: &Context, channel: Channel, now: Duration) {
         let (index, generation) = (channel.index, channel.generation);
         if let Role::Acceptor(acceptor) = &mut self.role {
@@ -237,7 +241,7 @@ impl Link {
         let address = channel.conn().local().ip();
         let nic = context.transport.nic_name(address).unwrap_or_else(|| address.to_string());
         self.peer.counters(index).runs_over(nic);
-        // The home first: the worker that gets the channel sends small operations only if it is that.
+        // Choose the home first: the new channel's worker sends small operations only if it is the home.
         self.peer.choose_home();
         worker.command(Command::Add(Box::new(channel)));
         if generation > 0 {
@@ -246,7 +250,7 @@ impl Link {
         self.settle(now);
     }
 
-    /// Tells the waiting user that the peer is up, or that it cannot be reached.
+    /// Reports to the waiting user that the peer is connected, or that it cannot be reached.
     pub(super) fn settle(&mut self, now: Duration) {
         let Stage::Settling(settling) = &self.stage else { return };
         if self.ending.is_some() {
@@ -255,7 +259,7 @@ impl Link {
         let (up, all) = (self.channels.up().count(), self.channels.len());
         let waited = now.saturating_sub(settling.since);
         let (some, none) = self.lanes.settle_limits(limits::DIAL_TIMEOUT, limits::HANDSHAKE_TIMEOUT);
-        // A peer that came, sent what it had, and goes, does so before all channels are there.
+        // A peer that closes already may be gone before all its channels are connected.
         let visited = up > 0 && self.closing.peer_has_asked() && matches!(self.role, Role::Acceptor(_));
         if up == all || (up > 0 && waited > some) || visited {
             *self.peer.history.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
@@ -279,7 +283,8 @@ impl Link {
         }
     }
 
-    /// Whether dialling was tried, and has brought no connection; a peer that is slow to expect one has not been dialled.
+    /// Whether data connections were dialled and none was established. A peer that is slow to confirm has not
+    /// been dialled.
     fn leads_nowhere(&self) -> bool {
         let tried = matches!(&self.stage, Stage::Settling(settling) if settling.dial_failed);
         let leads = |state: &ChannelState| !state.is_down() && !matches!(state, ChannelState::Dialling);

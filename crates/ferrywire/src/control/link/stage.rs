@@ -1,4 +1,7 @@
-//! How far a link is, with the data that only that stage has.
+//! The stage of a link, with the data that only that stage has.
+//!
+//! Invariant: a waiting connect gets exactly one result, or none if it was withdrawn. Read next:
+//! `closing.rs`.
 
 use crate::control::accept_queue::{AcceptQueue, Permit};
 use crate::core::peer::PeerHandle;
@@ -6,8 +9,8 @@ use crate::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A link's life: `settling -> up -> draining -> leaving -> dying -> over`. A close that comes early skips `up`, an error of this
-/// end leads to `leaving` at once, and any other loss to `dying`.
+/// The stages of a link: `settling -> up -> draining -> leaving -> dying -> over`. An early close skips `up`;
+/// a local error leads directly to `leaving`, any other loss to `dying`.
 pub(super) enum Stage {
     /// The channels are being set up.
     Settling(Settling),
@@ -15,7 +18,7 @@ pub(super) enum Stage {
     Up,
     /// This end has asked the peer to finish, and waits for its answer.
     Draining { awaited: Option<Awaited>, peer_finished: bool },
-    /// The farewell is on its way, until then at the latest; the session ends with `last_words`.
+    /// The last message has been sent. The session ends with `last_words` once it has arrived, or at `until`.
     Leaving { awaited: Option<Awaited>, until: Duration, last_words: Error },
     /// The session has ended, and its channels are being closed.
     Dying { awaited: Option<Awaited> },
@@ -23,37 +26,37 @@ pub(super) enum Stage {
     Over { retry: Option<Retry> },
 }
 
-/// A link whose peer has not been up.
+/// A link whose peer is not up yet.
 pub(super) struct Settling {
     pub awaited: Awaited,
     pub since: Duration,
-    /// A data connection was dialled, and did not come about.
+    /// A data connection was dialled and not established.
     pub dial_failed: bool,
-    /// Both ends, as far as this one knows, could do without lanes.
+    /// Lanes are optional on both ends, as far as this end knows.
     pub lanes_optional: bool,
 }
 
-/// Where the user waits for a peer that has not been up.
+/// The user's wait for a peer that is not up yet.
 pub(super) enum Awaited {
-    /// The result of a connect; `without_lanes`: why a session without lanes takes the place of this one.
+    /// The result of a connect. `without_lanes` is why a session without lanes replaces this one.
     Connect { queue: Arc<AcceptQueue>, without_lanes: Option<String> },
     /// The next peer to accept.
     Accept(Permit),
 }
 
-/// A connect that goes on without lanes, for the reason that both ends were told.
+/// A connect that continues without lanes, for the reason that both ends logged.
 pub(super) struct Retry {
     pub queue: Arc<AcceptQueue>,
     pub why: String,
 }
 
 impl Stage {
-    /// The farewell has been said, or the session is lost.
+    /// Whether the last message has been sent, or the session is lost.
     pub fn is_ending(&self) -> bool {
         matches!(self, Stage::Leaving { .. } | Stage::Dying { .. } | Stage::Over { .. })
     }
 
-    /// Where the user waits, if the peer has not been up.
+    /// The user's wait, if the peer is not up yet.
     pub fn awaited(&mut self) -> Option<&mut Awaited> {
         match self {
             Stage::Settling(settling) => Some(&mut settling.awaited),
@@ -64,7 +67,7 @@ impl Stage {
         }
     }
 
-    /// The user has given the connect up: it gets no result.
+    /// Drops the wait of a withdrawn connect, which gets no result.
     pub fn forget_awaited(&mut self) {
         if let Stage::Draining { awaited, .. } | Stage::Leaving { awaited, .. } | Stage::Dying { awaited } =
             self
@@ -73,7 +76,7 @@ impl Stage {
         }
     }
 
-    /// Goes on to the stage that `next` makes of where the user waits.
+    /// Changes to the stage that `next` returns for the user's wait.
     pub fn advance(&mut self, next: impl FnOnce(Option<Awaited>) -> Stage) {
         let awaited = match std::mem::replace(self, Stage::Over { retry: None }) {
             Stage::Settling(settling) => Some(settling.awaited),
@@ -87,19 +90,19 @@ impl Stage {
 }
 
 impl Awaited {
-    /// Whether it is the connect whose result goes to this queue.
+    /// Whether this is the connect whose result goes to this queue.
     pub fn is_connect_of(&self, queue: &Arc<AcceptQueue>) -> bool {
         matches!(self, Awaited::Connect { queue: mine, .. } if Arc::ptr_eq(mine, queue))
     }
 
-    /// Lanes do not come about, and the connect goes on without. The accepting end only waits for that.
+    /// Notes that the connect continues without lanes. At the accepting end there is nothing to note.
     pub fn go_without_lanes(&mut self, why: String) {
         if let Awaited::Connect { without_lanes, .. } = self {
             *without_lanes = Some(why);
         }
     }
 
-    /// The peer is up.
+    /// Delivers the connected peer.
     pub fn put(self, peer: PeerHandle) {
         match self {
             Awaited::Connect { queue, .. } => queue.put(Ok(peer)),
@@ -107,7 +110,8 @@ impl Awaited {
         }
     }
 
-    /// The peer has not come up. A caller of connect learns why, unless the connect is tried again; a caller of accept waits on.
+    /// Handles a peer that has not come up. A connect gets the error, unless it is repeated without lanes; an
+    /// accept waits for the next peer.
     pub fn fail(self, error: Error) -> Option<Retry> {
         match self {
             Awaited::Connect { queue, without_lanes: Some(why) } => Some(Retry { queue, why }),
