@@ -1,4 +1,7 @@
-//! Copies between a slot and the ranges of one message, for lanes: on the host at once, on a GPU in a queue of its own.
+//! Copies between a slot and the ranges of one message, for lanes: on the host at once, on a GPU through a
+//! queue.
+//!
+//! Invariant: one message at a time in each direction.
 //!
 //! Read next: `unpack/copies.rs` of `ferrywire-memory`.
 
@@ -8,19 +11,24 @@ use ferrywire_memory::unpack::CopyQueue;
 use ferrywire_memory::{self as memory, Gpu, GpuCopy, MemoryLocation};
 use std::task::Poll;
 
-/// What copies each way, once something had to be copied. Dropped, it is done with all memory.
+/// Copy queues of a lane, one in each direction, created at first use. When they are dropped, nothing touches
+/// memory any more.
 pub struct Copiers {
     gpu: Option<Gpu>,
     queues: [Option<CopyQueue>; 2],
 }
 
 impl Copiers {
-    /// With the GPU whose memory is moved, if any is.
+    /// Creates the copiers. `gpu` is the GPU whose memory is moved, if any.
     pub fn new(gpu: Option<Gpu>) -> Copiers {
         Copiers { gpu, queues: [None, None] }
     }
 
-    /// Begins with a message, or goes on with it; ready when it is copied. One at a time each way.
+    /// Starts to copy a message, or continues. Ready when it is copied. One message at a time in each
+    /// direction.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] or [`Error::SimGpu`] if the GPU fails.
     pub fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
         let on_host = |run: &Run| run.memory.location() == MemoryLocation::Host;
         if on_host(slot) && ranges.iter().all(on_host) {
@@ -31,7 +39,7 @@ impl Copiers {
         }
     }
 
-    /// Nothing of the GPU's touches memory any more after this.
+    /// Ends all GPU copies: afterwards nothing touches memory any more.
     pub fn stop(&mut self) {
         self.queues = [None, None];
     }
@@ -47,7 +55,7 @@ impl Copiers {
         };
         let progress = ready.and_then(|mut ready| {
             let progress = go_on(&mut ready, || pieces(way, slot, ranges));
-            // One that has failed is of no more use.
+            // A queue that has failed is dropped.
             progress.inspect(|_| *copier = Some(ready))
         });
         match progress {
@@ -58,7 +66,7 @@ impl Copiers {
     }
 }
 
-/// Begins with a message if none is under way; whether it is copied.
+/// Starts to copy a message if none is being copied. Returns whether it is copied.
 fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> memory::Result<bool> {
     if !copier.copying() {
         copier.begin(&pieces())?;
@@ -66,7 +74,7 @@ fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> memor
     copier.is_done()
 }
 
-/// What the GPU copies between a slot and the ranges of one message.
+/// The GPU copies between a slot and the ranges of one message.
 fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<GpuCopy> {
     let mut at = slot.base() as u64;
     let mut out = Vec::with_capacity(ranges.len());

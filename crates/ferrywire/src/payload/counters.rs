@@ -1,11 +1,12 @@
-//! What a lane over devmem TCP has done, for reports: plain atomics, written by the lane's thread.
+//! Counters of lanes over devmem TCP, for reports: plain atomics, written by the lane's thread.
 //!
-//! The backend is a crate above. What it counts is plain data, and is here so that a channel's statistics name every number.
+//! The devmem backend is a crate above this one. The counters are plain data and are here so that a channel's
+//! statistics can include them.
 //! Invariant: one thread writes, any thread reads. Read next: `lane.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counters of one channel's lane, of its current connection: the numbers of [`DevmemStats`].
+/// Counters of one channel's lane over its current connection; see [`DevmemStats`].
 #[derive(Debug, Default)]
 pub struct DevmemCounters {
     /// [`DevmemStats::pool_bytes`].
@@ -38,42 +39,42 @@ pub struct DevmemCounters {
     pub waits: AtomicU64,
 }
 
-/// What a channel's lane over devmem TCP has done, over its current connection.
+/// Figures of a channel's lane over devmem TCP, over its current connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DevmemStats {
-    /// Bytes of the pool that the lane's NIC fills, shared by the lanes over it.
+    /// Bytes of the NIC's receive pool in GPU memory. The lanes over one NIC share it.
     pub pool_bytes: u64,
-    /// `recvmsg` calls, those in vain included.
+    /// `recvmsg` calls, including those that returned nothing.
     pub receive_calls: u64,
-    /// Calls that gave fragments back.
+    /// Calls that returned fragments to the kernel.
     pub release_calls: u64,
-    /// `sendmsg` calls, those in vain included.
+    /// `sendmsg` calls, including those that sent nothing.
     pub send_calls: u64,
     /// Fragments that arrived in the pool.
     pub fragments: u64,
-    /// Their bytes.
+    /// Bytes of these fragments.
     pub fragment_bytes: u64,
-    /// Fragments that were given back to the kernel.
+    /// Fragments that were returned to the kernel.
     pub released: u64,
-    /// Bytes of packets whose other bytes went to the pool, that the kernel copied to host memory.
+    /// Bytes that the kernel copied to host memory from packets whose other bytes went to the pool.
     pub linear_bytes: u64,
-    /// Bytes that the kernel copied to host memory because their packet had nothing in the pool.
+    /// Bytes that the kernel copied to host memory from packets without any bytes in the pool.
     pub plain_bytes: u64,
-    /// Launches on the GPU that gathered: kernels, or batches of copies.
+    /// GPU launches for gathers: kernels, or batches of copies.
     pub gathers: u64,
-    /// Payload that the NIC read from GPU memory, in bytes.
+    /// Payload bytes that the NIC read from GPU memory.
     pub device_sent_bytes: u64,
-    /// Payload of a GPU that was copied to host memory first.
+    /// Payload bytes from GPU memory that were copied to host memory before sending.
     pub staged_sent_bytes: u64,
-    /// Payload of host memory.
+    /// Payload bytes from host memory.
     pub host_sent_bytes: u64,
-    /// How often what had arrived had to wait for room to be gathered.
+    /// How often received bytes had to wait for room to be gathered.
     pub waits: u64,
 }
 
 impl DevmemCounters {
-    /// The numbers as they are now.
+    /// Reads the current values.
     pub fn snapshot(&self) -> DevmemStats {
         DevmemStats {
             pool_bytes: self.pool_bytes.load(Relaxed),
@@ -94,7 +95,7 @@ impl DevmemCounters {
     }
 }
 
-/// Adds, without a locked instruction's cost where only one thread writes.
+/// Adds `count` without an atomic read-modify-write. Only one thread may write the counter.
 pub fn add(counter: &AtomicU64, count: usize) {
     counter.store(counter.load(Relaxed) + count as u64, Relaxed);
 }

@@ -1,13 +1,12 @@
-//! A way for payload beside a channel's connection: messages posted in order, each into memory that the
-//! receiver has posted for it.
+//! A path for payload beside a channel's connection: messages in order, each into memory that the receiver
+//! has posted for it.
 //!
-//! A *posted* transport gives each channel a [`Lane`]; the channel's connection (its companion) goes on to
-//! carry heads, acknowledgements and small messages. A lane is driven by `core/posted/`, which holds all the
-//! rules: order, windows, credit, what an error means. An implementation only does what it is told and
-//! says what it saw.
+//! A backend gives each channel a [`Lane`]. The channel's connection carries headers, acknowledgements and
+//! small messages. `core/posted/` drives the lane and has all the rules: order, windows, credit, and what an
+//! error means. An implementation executes calls and reports results.
 //!
-//! Invariant: of each direction only the oldest request is ever tested, and nothing is posted beyond
-//! [`Lane::window`].
+//! Invariant: in each direction only the oldest request is tested, and no more than [`Lane::window`] requests
+//! are posted.
 //! Read next: `plugin/lane.rs`, then `core/posted/mod.rs`.
 
 use super::counters::DevmemCounters;
@@ -21,59 +20,60 @@ use std::time::Duration;
 
 const _: () = assert!(HANDLE_BYTES == ferrywire_proto::limits::LANE_HANDLE_BYTES);
 
-/// Why the kernel or a NIC cannot read memory that its owner has not taken back: what a failed operation says of its region.
+/// Why a transfer failed whose memory the kernel or a NIC cannot read although it is still registered.
 pub const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
 
-/// Which plugin and device carry a lane.
+/// The plugin and device of a lane.
 #[derive(Clone, Debug)]
 pub struct LaneBy {
-    /// Name of the plugin, or of what else carries it.
+    /// Name of the plugin or other backend.
     pub plugin: String,
     /// Version of the plugin's interface.
     pub version: String,
-    /// Index of the device here.
+    /// Index of the device on this host.
     pub device: i32,
     /// The device's own name.
     pub device_name: String,
-    /// Counters of the lane, where devmem TCP carries it.
+    /// Counters of a lane over devmem TCP.
     pub devmem: Option<Arc<DevmemCounters>>,
 }
 
-/// A posted request, as its lane knows it.
+/// Identifies a posted request to its lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(
-    /// The lane's own number of it.
+    /// The lane's own number for the request.
     pub usize,
 );
 
-/// What came of posting.
+/// The result of posting a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Post {
-    /// It is posted.
+    /// The request is posted.
     Posted(Ticket),
-    /// Not now: too many are posted, or the peer is not ready. With what was seen.
+    /// The request cannot be posted now: the window is full, or the peer is not ready. The text names the
+    /// sign.
     Full(&'static str),
-    /// The lane is of no use any more, and why.
+    /// The lane has failed for this reason and cannot be used any more.
     Failed(String),
 }
 
-/// What came of testing the oldest request.
+/// The result of testing the oldest request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// It is not done.
+    /// The request is not done.
     Pending,
-    /// It is done.
+    /// The request is done.
     Done,
-    /// The peer may be closing, or gone: what is under way may still arrive.
+    /// The peer may be closing or gone. Messages in flight may still arrive.
     Closing(String),
-    /// Of a send, the oldest or one behind it, whose memory cannot be read, and why. What was to come there never will:
-    /// the lane is of no use any more, and another one would fare no better with that memory.
+    /// The memory of the oldest send, or of one behind it, cannot be read. Its bytes can never be sent, so
+    /// the lane cannot be used any more. Another lane would fail on that memory too.
     Unreadable(Ticket, Error),
-    /// The lane is of no use any more, and why.
+    /// The lane has failed for this reason and cannot be used any more.
     Failed(String),
 }
 
-/// A run of bytes that one message moves from or to.
+/// A contiguous range of memory that is part of one message.
 #[derive(Clone)]
 pub struct Run {
     pub(crate) memory: Arc<Memory>,
@@ -82,29 +82,29 @@ pub struct Run {
 }
 
 impl Run {
-    /// The memory that it is part of.
+    /// The memory that the run lies in.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// Where in that memory it begins.
+    /// Offset of the run in that memory, in bytes.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// How long it is.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Its first byte; only to be touched where the memory may be.
+    /// Address of the first byte. Access it only while the memory may be accessed.
     pub fn base(&self) -> *mut u8 {
-        // What is made into a run was checked against its memory.
+        // The range was checked when the run was created.
         self.memory.span(self.offset, self.bytes as u64).unwrap_or(std::ptr::null_mut())
     }
 }
 
-/// Which way bytes are copied, between a slot and the ranges of one message.
+/// The direction of a copy between a slot and the ranges of one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// From the ranges to the slot.
@@ -113,16 +113,16 @@ pub enum Way {
     Unpack,
 }
 
-/// Why a receive is not gathered.
+/// Why a receive cannot be gathered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ungathered {
-    /// Its bytes cannot go where they belong; the lane goes on.
+    /// The bytes cannot be copied to their target. The lane can be used further.
     Target(Error),
-    /// The lane is of no use any more, and why.
+    /// The lane has failed for this reason and cannot be used any more.
     Failed(String),
 }
 
-/// Copies within host memory.
+/// Copies between a slot and ranges, all in host memory.
 pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
     let mut at = slot.base();
     let mut left = slot.bytes;
@@ -141,7 +141,7 @@ pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
     }
 }
 
-/// Which directions of a lane have requests that are posted and not given back.
+/// Whether requests of a lane are posted and not returned, in each direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlight {
     /// Sends.
@@ -151,87 +151,97 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// None.
+    /// No requests.
     pub const NOTHING: InFlight = InFlight { sends: false, receives: false };
 
-    /// Whether neither direction has any.
+    /// Whether neither direction has requests in flight.
     pub fn is_nothing(self) -> bool {
         self == InFlight::NOTHING
     }
 }
 
-/// Where the set-up of a lane stands.
+/// Progress of a lane's set-up.
 pub enum Progress {
-    /// It goes on.
+    /// The set-up has nothing new.
     Pending,
-    /// For the other end, once.
+    /// The handle to send to the other end; returned once.
     Handle(Box<[u8; HANDLE_BYTES]>),
-    /// It stands, and this carries it.
+    /// The lane is ready, with its plugin and device.
     Ready(Box<dyn Lane>, LaneBy),
-    /// There will be no lane, and why.
+    /// The set-up has failed, for this reason.
     Failed(String),
 }
 
-/// The set-up of one lane, turned by the control side: nothing here blocks.
+/// The set-up of one lane. The control thread polls it, so nothing here blocks.
 pub trait Setup: Send {
-    /// Whether a connection of its own has to be dialled for it: by the end that opened the session, once.
+    /// Whether the lane needs a connection of its own. If true, the end that opened the session dials one; it
+    /// is asked once.
     fn wants_connection(&mut self) -> bool {
         false
     }
 
-    /// That connection, proven at both ends.
+    /// Delivers that connection, proven at both ends.
+    ///
+    /// # Errors
+    /// Why the lane cannot be set up.
     fn connected(&mut self, _conn: Box<dyn Conn>) -> Result<(), String> {
         Err("it needs no connection, and the peer has dialled one".into())
     }
 
-    /// The other end's handle has come.
+    /// Delivers the other end's handle.
+    ///
+    /// # Errors
+    /// Why the lane cannot be set up.
     fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String>;
 
-    /// What has happened since it was last asked.
+    /// Returns progress since the last call. Does not block.
     fn poll(&mut self, now: Duration) -> Progress;
 
-    /// Time since it began.
+    /// Time since the set-up began.
     fn age(&self, now: Duration) -> Duration;
 }
 
-/// Both directions of one channel's payload. Used by one thread at a time.
+/// Both directions of one channel's payload. One thread at a time uses it.
 pub trait Lane: Send {
-    /// Requests per direction that may be posted and not given back.
+    /// Most requests in each direction that may be posted and not returned.
     fn window(&self) -> usize;
 
-    /// Of those that send.
+    /// Most sends that may be posted and not returned.
     fn send_window(&self) -> usize {
         self.window()
     }
 
-    /// Whether a connection of it may stand here before the other end can take anything: nothing is sent then before that
-    /// end has said something on the channel's connection, which it does first of all.
+    /// Whether this end of the lane may be ready while the other end cannot take payload yet. If true,
+    /// nothing is sent before the other end's first frame on the channel's connection, which it sends when it
+    /// is ready.
     fn may_stand_alone(&self) -> bool {
         false
     }
 
-    /// How long to leave it alone after it was asked in vain; `None`: for whoever asks to say.
+    /// How long to pause after a poll without progress; `None` leaves this to the caller.
     fn pause(&self) -> Option<Duration> {
         None
     }
 
-    /// Largest message.
+    /// Largest message in bytes.
     fn message_bytes_max(&self) -> usize;
 
-    /// A dead path under it, in words. A send that is done says nothing of that: the peer may lack it for ever.
+    /// A description of a dead path under the lane. A finished send proves nothing: the peer may never get
+    /// it.
     fn path_trouble(&self) -> Option<String> {
         None
     }
 
-    /// Whether such memory can be sent from (packed), or received into. What cannot goes through a slot; why is logged.
+    /// Whether the lane can send from this memory (pack), or receive into it (unpack). Other memory goes
+    /// through a slot, and the reason is logged.
     fn takes(&mut self, _way: Way, _run: &Run) -> bool {
         true
     }
 
-    /// Posts a message. Its memory stays as it is until the request is done or the lane closed.
+    /// Posts a send. The memory must not change until the request is done or the lane is closed.
     fn isend(&mut self, run: &Run) -> Post;
 
-    /// Posts room for the next message, which is exactly as long.
+    /// Posts a receive for the next message, which has exactly this length.
     fn irecv(&mut self, run: &Run) -> Post;
 
     /// Tests the oldest send.
@@ -240,42 +250,56 @@ pub trait Lane: Send {
     /// Tests the oldest receive that is not done.
     fn test_recv(&mut self, ticket: Ticket) -> Step;
 
-    /// Whether what arrives for this memory lies elsewhere, in fragments, until it is gathered.
+    /// Whether bytes received for this memory arrive elsewhere, in fragments, and must be gathered.
     fn scatters(&self, memory: &Memory) -> bool;
 
-    /// Begins to gather a receive that is done, the lane's `number`th.
+    /// Starts to gather the lane's receive `number`, which is done.
+    ///
+    /// # Errors
+    /// Why it cannot be gathered.
     fn gather(&mut self, number: u64, run: &Run) -> Result<(), Ungathered>;
 
-    /// Whether that is done. After an error nothing more can be gathered.
+    /// Whether that gather is finished. After an error no more can be gathered.
     fn gathered(&mut self, number: u64) -> Poll<Result<(), Error>>;
 
-    /// Gives the oldest finished receive back; what it brought has been taken.
+    /// Returns the oldest finished receive to the lane, since its bytes have been taken.
+    ///
+    /// # Errors
+    /// Why the lane has failed.
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String>;
 
-    /// Packs ranges into a slot, or unpacks a slot to them. Begins, and goes on when it is called again; one
-    /// at a time each way. The lane goes on after an error.
+    /// Packs ranges into a slot, or unpacks a slot to them. The first call starts the copy, further calls
+    /// continue it. One copy at a time in each direction. The lane can be used after an error.
     fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), Error>>;
 
-    /// Memory for slots through which messages of such memory go; for those that are thrown away, `None`.
+    /// Allocates memory for slots through which messages of memory `like` go; `None` for messages that are
+    /// discarded.
+    ///
+    /// # Errors
+    /// Why there is no memory.
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String>;
 
-    /// The same of the host, which [`Lane::copy`] reaches beside memory of a GPU: where the lane takes none of that.
+    /// Allocates host memory for slots that [`Lane::copy`] reaches as well as GPU memory, for a lane that
+    /// cannot use GPU memory.
+    ///
+    /// # Errors
+    /// Why there is no memory.
     fn host_slot_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
         self.slot_memory(None, bytes)
     }
 
-    /// Undoes what it keeps for memory whose region is gone, unless `busy` says that it is in use.
+    /// Undoes registrations of dropped regions, except memory that `busy` says is in use.
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool);
 
-    /// Closes both directions, whatever is in flight. Afterwards nothing touches any memory, once
-    /// [`Lane::has_released`] says so.
+    /// Closes both directions, whatever is in flight. Nothing touches any memory once [`Lane::has_released`]
+    /// returns true.
     fn close(&mut self, in_flight: InFlight);
 
-    /// Whether nothing reads the memory of messages any more that a closed lane was sending. Ask again.
+    /// Whether a closed lane no longer reads the memory of its sends. Poll until true.
     fn has_released(&mut self) -> bool {
         true
     }
 
-    /// Plugin, device and NIC, for errors.
+    /// Plugin, device and NIC, for error messages.
     fn describe(&self) -> String;
 }

@@ -1,10 +1,11 @@
-//! What carries payload beside a channel's connection, where anything does.
+//! Backends that carry payload beside a channel's connection.
 //!
-//! A channel is a byte stream ([`ferrywire_net`]), and plain TCP carries its payload there. A [`PayloadBackend`] gives each
-//! channel a [`Lane`] beside it: messages posted in order, each into memory that the receiver has posted for it. The engine
-//! has one backend, [`plugin`]; others are crates above, for which what is public here is made. It changes with the engine.
+//! A channel is a byte stream ([`ferrywire_net`]), which carries the payload of plain TCP too. A
+//! [`PayloadBackend`] gives each channel a [`Lane`] beside it: messages in order, each into memory that the
+//! receiver has posted for it. The engine includes one backend, [`plugin`]; crates above provide others
+//! through the public items here. These items change with the engine, without notice.
 //!
-//! Invariant: nothing here knows a peer or an operation. Read next: `lane.rs`, then `payload_backend.rs`.
+//! Invariant: this folder knows no peers and no operations. Read next: `lane.rs`, then `payload_backend.rs`.
 
 mod copying;
 mod counters;

@@ -1,8 +1,9 @@
-//! What moves the payload of an endpoint's channels over lanes beside their connections: a plugin, or a crate above.
+//! The interface of backends that move payload over lanes beside the channels' connections.
 //!
-//! The rest of the engine knows a backend by the trait [`PayloadBackend`]: what both ends of a session have to agree on, and
-//! how a channel gets its lane. `plugin/` implements it here, `ferrywire-devmem` does outside of the engine.
-//! Invariant: a session has one backend or none, decided when it is opened and the same at both ends.
+//! The engine uses a backend only by the trait [`PayloadBackend`]: what both ends of a session must agree on,
+//! and how a channel gets its lane. `plugin/` implements it here, `ferrywire-devmem` in a crate above.
+//! Invariant: a session has one backend or none. This is decided when the session is opened, and is equal at
+//! both ends.
 //! Read next: `lane.rs`, then `plugin/host.rs`.
 
 use super::lane::Setup;
@@ -20,83 +21,84 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A backend as all parts of an endpoint share it.
+/// A backend, shared by all parts of an endpoint.
 pub type SharedBackend = Arc<dyn PayloadBackend>;
 
-/// What a user says about a backend: [`Builder::payload_backend`](crate::Builder::payload_backend) takes it.
+/// Configuration of a backend, for [`Builder::payload_backend`](crate::Builder::payload_backend).
 pub trait BackendConfig: fmt::Debug + Send + Sync {
-    /// What the backend is called, in errors.
+    /// Name of the backend, for error messages.
     fn name(&self) -> &str;
 
-    /// Whether an endpoint that cannot have the backend is built without.
+    /// Whether an endpoint is built without the backend if it is not available.
     fn is_optional(&self) -> bool;
 
-    /// Makes the backend of an endpoint with this configuration, on a host with these NICs.
+    /// Creates the backend for an endpoint with this configuration, on a host with these NICs.
     ///
     /// # Errors
-    /// Why the endpoint cannot have it.
+    /// Why the backend is not available.
     fn open(&self, endpoint: &Config, nics: &[Nic]) -> Result<SharedBackend>;
 }
 
-/// What moves the payload of an endpoint's channels beside their connections.
+/// A backend that moves payload beside the channels' connections.
 ///
-/// Defaults describe a backend whose lanes are connections of the kernel's.
+/// The default methods suit a backend whose lanes are connections of the kernel.
 pub trait PayloadBackend: fmt::Debug + Send + Sync {
-    /// What the backend is called, in errors and between the ends.
+    /// Name of the backend, for error messages and for comparison between the ends.
     fn name(&self) -> &str;
 
-    /// How payload moves, as reports name it.
+    /// Name of the transport, for reports.
     fn transport(&self) -> &'static str;
 
-    /// The GPU whose memory it moves, beside the host's.
+    /// The GPU whose memory the backend moves besides host memory.
     fn gpu(&self) -> Option<MemoryLocation>;
 
     /// Largest message, and so the largest chunk, in bytes.
     fn message_bytes_max(&self) -> usize;
 
-    /// NICs that channels have to keep to, by name; `None`: to those that the endpoint has chosen.
+    /// Names of the NICs that channels must use; `None` for those that the endpoint has chosen.
     fn nics(&self) -> Option<Vec<String>> {
         None
     }
 
-    /// Variables of the environment that it was loaded with, and who set them.
+    /// The environment variables that the backend was loaded with, and who set them.
     fn environment(&self) -> &[Variable] {
         &[]
     }
 
-    /// Whether sessions may do without it.
+    /// Whether a session is possible without the backend.
     fn is_optional(&self) -> bool {
         false
     }
 
-    /// Whether the ends of a session find out if both can, so that reports say why payload goes over the backend, or over
-    /// TCP in its place.
+    /// Whether the ends negotiate if both can use the backend. If so, reports state why payload goes over the
+    /// backend or over TCP.
     fn is_negotiated(&self) -> bool {
         false
     }
 
-    /// What the other end has to have alike.
+    /// The terms that the other end has to match.
     fn terms(&self) -> Terms;
 
-    /// What the end that connects to an address offers, as bytes; where the backend cannot be used, why not.
+    /// What the connecting end offers for a session with this address, as bytes. If the backend is optional
+    /// and not available, the offer is the reason.
     ///
     /// # Errors
-    /// Why the backend cannot be used, where the endpoint has no use for a session without it.
+    /// Why the backend is not available, if the endpoint needs it.
     fn offer(&self, _address: SocketAddr, _transport: &dyn Transport) -> Result<Vec<u8>> {
         Ok(self.terms().encode())
     }
 
-    /// Compares with the other end's terms.
+    /// Compares the other end's terms.
     ///
     /// # Errors
     /// Why the ends cannot have a session over the backend.
     fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), Incompatible>;
 
-    /// Begins to set up the lane of a channel whose connection stands. `dials`: this end opened the session. `waker` is used
-    /// whenever polling the set-up would tell something new.
+    /// Starts to set up the lane of a channel whose connection is established. `dials` is true at the end
+    /// that opened the session. The set-up wakes `waker` whenever polling it would return something new.
     ///
     /// # Errors
-    /// Why there can be no lane.
+    /// Why the lane cannot be set up.
     fn begin(
         self: Arc<Self>,
         transport: &dyn Transport,
@@ -106,47 +108,49 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
         waker: Waker,
     ) -> Result<Box<dyn Setup>, String>;
 
-    /// Longest that a lane may take to come about.
+    /// Longest time for the set-up of a lane.
     fn setup_limit(&self) -> Duration;
 
-    /// Longest that the oldest message of a lane may stand still.
+    /// Longest time without progress of a lane's oldest message.
     fn stall_limit(&self) -> Duration;
 
-    /// Whether lanes make calls that may block, or never return. With such a backend a worker is turned by its own thread
-    /// alone; with another that holds while the worker has lanes, since nothing wakes a caller for what lanes bring.
+    /// Whether lanes make calls that may block or never return. If so, only a worker's own thread polls its
+    /// lanes. With other backends this holds only while the worker has lanes, because lanes raise no event
+    /// that would wake a caller.
     fn calls_may_block(&self) -> bool {
         false
     }
 
-    /// Calls that have not returned yet, where calls may block.
+    /// Calls that have not returned yet, if calls may block.
     fn inflight_calls(&self) -> Vec<InflightCall> {
         Vec::new()
     }
 
-    /// A call of [`inflight_calls`](PayloadBackend::inflight_calls) in words.
+    /// A description of a call from [`inflight_calls`](PayloadBackend::inflight_calls).
     fn describe_call(&self, call: &InflightCall) -> String {
         format!("{}: {}", self.name(), call.call)
     }
 
-    /// Whether the lane after a failed one would fail too. If not, the channel is dialled again, as one over TCP is.
+    /// Whether the next lane would fail too after one has failed. If not, the channel is dialled again, as
+    /// over TCP.
     fn fails_for_good(&self) -> bool {
         false
     }
 
-    /// Whether it ends its process where it cannot go on, and tells nobody at this end.
+    /// Whether the backend may end its process on a failure, without notice to this end.
     fn ends_process(&self) -> bool {
         false
     }
 
-    /// The endpoint is closed: what was set at NICs for it is undone, though somebody may hold the endpoint for ever.
-    /// Waits about so long at most for others who change those NICs.
+    /// Undoes the backend's settings at NICs, because the endpoint is closed; handles to the endpoint may
+    /// live on. Waits at most about `limit` for other processes that change these NICs.
     fn end(&self, _limit: Duration) {}
 }
 
-/// Why two ends cannot have a session over a backend, in words for the user.
+/// Why two ends cannot have a session over a backend; each variant holds the message for the user.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Incompatible {
-    /// The ends have different backends, or the same one with different settings.
+    /// The ends have different backends, or one backend with different settings.
     #[error("{0}")]
     Mismatch(String),
     /// Both ends are on one host, within which the backend cannot move GPU memory.
@@ -158,7 +162,7 @@ pub enum Incompatible {
 }
 
 impl Incompatible {
-    /// What the other end is told for a reason.
+    /// The code that tells the other end the reason.
     pub(crate) fn code(&self) -> RefusalCode {
         match self {
             Incompatible::Mismatch(_) => RefusalCode::PayloadMismatch,
@@ -168,8 +172,8 @@ impl Incompatible {
     }
 }
 
-/// What becomes of an offer at the end that accepts: the session's backend goes by what is left of it. `none`: why this
-/// end has no backend, where it would have taken one.
+/// Decides on an offer at the accepting end, and returns what the session's backend will be derived from.
+/// `none` is why this end has no backend, if one was requested.
 ///
 /// # Errors
 /// Why the two ends cannot have a session.
@@ -206,14 +210,14 @@ pub(crate) fn answer(
     }
 }
 
-/// Why ends whose payload goes over different things have no session.
+/// The error for two ends whose payload goes over different backends.
 pub fn different(here: &str, there: &str) -> String {
     format!(
         "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need the same"
     )
 }
 
-/// What an end without a backend is said to have, beside one that has this backend.
+/// What an end without a backend is said to use, in contrast to `backend`.
 fn beside(backend: &str) -> &'static str {
     if backend == DEVMEM { "tcp" } else { "no plugin" }
 }
@@ -225,7 +229,7 @@ mod tests {
     const SESSION: SessionConfig =
         SessionConfig { channels: 1, chunk_bytes: 1, window: 1, crc: false, extra: Vec::new() };
 
-    /// A backend that has terms, and no lanes.
+    /// A backend with terms and without lanes.
     #[derive(Debug)]
     struct Named(&'static str, bool);
 
@@ -283,7 +287,7 @@ mod tests {
         answer(None, none, offered, false, &SESSION).map(|extra| reason_without(&extra))
     }
 
-    /// What becomes of the offer of `theirs`, at an end that has `ours`.
+    /// The answer to the offer of `theirs` at an end with `ours`.
     fn between(ours: Option<&Named>, theirs: Option<&Named>) -> Result<Vec<u8>, Incompatible> {
         let ours = ours.map(|ours| ours as &dyn PayloadBackend);
         let offered = theirs.map_or_else(Vec::new, |theirs| theirs.terms().encode());
@@ -334,7 +338,7 @@ mod tests {
         assert_eq!(declined, Ok(Some("at the end that accepts: NIC eth1 has no queue to spare".into())));
         let never_tried = answered(None, &optional);
         assert_eq!(never_tried, Ok(Some("at the end that accepts: payload goes over tcp".into())));
-        // What the other end cannot is kept for both.
+        // The reason of the other end is kept for both.
         assert_eq!(answered(None, &without("at the end that connects: no NIC")), {
             Ok(Some("at the end that connects: no NIC".into()))
         });

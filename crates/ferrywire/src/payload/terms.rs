@@ -1,40 +1,43 @@
-//! What both ends of a session have to have alike where payload goes over lanes.
+//! The terms that both ends of a session must match if payload goes over lanes.
 //!
-//! The end that connects sends its terms with the session's configuration; the end that accepts compares
-//! them with its own, and refuses with the first difference in words. Invariant: pure.
+//! The connecting end sends its terms with the session's configuration. The accepting end compares them with
+//! its own, and refuses with a description of the first difference.
+//!
+//! Invariant: pure. Read next: `payload_backend.rs`.
 
 use super::payload_backend::Incompatible;
 use ferrywire_proto::handshake::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 
-/// What an end calls the kernel's devmem TCP in place of a plugin's name.
+/// The name for the kernel's devmem TCP, in place of a plugin's name.
 pub const DEVMEM: &str = "devmem";
 
 /// One end's terms: names with values, in a fixed order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms(Vec<(String, String)>);
 
-/// Longest plugin name that is told; the rest is cut off.
+/// Longest plugin name in characters; the rest is cut off.
 const NAME_BYTES_MAX: usize = 64;
 
-/// The name under which an end says whether it moves memory of a GPU; ends may differ in it.
+/// The term that states whether an end moves GPU memory; the ends may differ in it.
 const GPU: &str = "gpu";
-/// The name under which the end that connects says that without its backend will do.
+/// The term by which the connecting end states that its backend is optional.
 const OPTIONAL: &str = "optional";
 
-/// What an end that goes without a backend for this reason says in place of terms. As bytes of the handshake.
+/// The bytes that an end without a backend sends in place of terms, with the reason.
 pub fn without(why: &str) -> Vec<u8> {
     let mut why = clean(why);
     clip(&mut why, EXTRA_BYTES_MAX - WITHOUT.len());
     [WITHOUT, why.as_bytes()].concat()
 }
 
-/// The reason, where it is that.
+/// The reason, if the bytes are from [`without`].
 pub(crate) fn reason_without(bytes: &[u8]) -> Option<String> {
     bytes.strip_prefix(WITHOUT).map(|why| clean(&String::from_utf8_lossy(why)))
 }
 
 impl Terms {
-    /// Terms of a backend of this name; `list`: what else has to be alike; `gpu`: whether this end moves memory of one.
+    /// Creates the terms of a backend. `list` has the further terms that must match; `gpu` is whether this
+    /// end moves GPU memory.
     pub fn new(plugin: &str, list: &[(&str, String)], gpu: bool) -> Terms {
         let name: String = plugin.chars().take(NAME_BYTES_MAX).collect();
         let mut all = vec![("plugin".to_owned(), name)];
@@ -43,24 +46,24 @@ impl Terms {
         Terms(all)
     }
 
-    /// The same, saying that a session without will do.
+    /// Adds that the backend is optional.
     pub fn optional(mut self) -> Terms {
         self.0.push((OPTIONAL.to_owned(), "1".to_owned()));
         self
     }
 
-    /// Whether a session without will do.
+    /// Whether the backend is optional.
     pub fn is_optional(&self) -> bool {
         self.value(OPTIONAL) == Some("1")
     }
 
-    /// As bytes of the handshake.
+    /// Encodes the terms for the handshake.
     pub fn encode(&self) -> Vec<u8> {
         let lines: Vec<String> = self.0.iter().map(|(name, value)| format!("{name}={value}")).collect();
         lines.join("\n").into_bytes()
     }
 
-    /// Reads what [`Terms::encode`] gave, or whatever a peer sent.
+    /// Decodes terms. Accepts any bytes, as they come from a peer.
     pub fn decode(bytes: &[u8]) -> Terms {
         let text = String::from_utf8_lossy(bytes);
         let pairs = text.lines().filter_map(|line| line.split_once('='));
@@ -76,12 +79,12 @@ impl Terms {
         self.value("plugin").unwrap_or("an unknown plugin")
     }
 
-    /// Whether that end moves memory of a GPU.
+    /// Whether that end moves GPU memory.
     pub fn gpu(&self) -> bool {
         self.value(GPU) == Some("1")
     }
 
-    /// Compares with the other end's.
+    /// Compares these terms with the other end's.
     ///
     /// # Errors
     /// [`Incompatible::Mismatch`] where the two differ.
@@ -89,7 +92,7 @@ impl Terms {
         self.difference(theirs).map_or(Ok(()), |why| Err(Incompatible::Mismatch(why)))
     }
 
-    /// Where the two differ, for a person at the other end.
+    /// Describes the first difference, for a person at the other end; `None` if there is none.
     pub fn difference(&self, theirs: &Terms) -> Option<String> {
         let names = self.0.iter().chain(&theirs.0).map(|(name, _)| name.as_str());
         for name in names.filter(|name| ![GPU, OPTIONAL].contains(name)) {

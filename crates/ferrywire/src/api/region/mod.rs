@@ -98,7 +98,9 @@ impl Drop for Registration {
         }
         if self.memory.user_owned() && self.memory.used() {
             self.memory.let_user_free_it();
-            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory, !already_revoked)) {
+            if let Some(Err(error)) =
+                self.home.upgrade().map(|home| home.interrupt(&self.memory, !already_revoked))
+            {
                 tracing::error!(%error, "a dropped region may still be read");
             }
         }

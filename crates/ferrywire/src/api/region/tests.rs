@@ -107,23 +107,26 @@ fn a_descriptor_tells_where_the_bytes_live() {
     ] {
         let parsed = RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
         assert_eq!(parsed, region.descriptor());
-        assert_eq!((parsed.location(), parsed.len(), parsed.owner()), (location, region.len(), end.identity()));
+        assert_eq!(
+            (parsed.location(), parsed.len(), parsed.owner()),
+            (location, region.len(), end.identity())
+        );
     }
 }
 
 #[test]
 fn descriptors_of_other_versions_and_places_are_refused() {
     let good = endpoint().register(vec![0; 7]).unwrap().descriptor().to_bytes();
-    let parsed = |bytes: &[u8]| RemoteRegion::from_bytes(bytes).unwrap_err().to_string();
+    let refusal = |bytes: &[u8]| RemoteRegion::from_bytes(bytes).unwrap_err().to_string();
     let first_version = [&[1], &good[1..33]].concat();
-    assert!(parsed(&first_version).contains("another version"), "{}", parsed(&first_version));
-    assert!(parsed(&good[..35]).contains("35 bytes long"));
-    assert!(parsed(&[]).contains("0 bytes long"));
+    assert!(refusal(&first_version).contains("another version"), "{}", refusal(&first_version));
+    assert!(refusal(&good[..35]).contains("35 bytes long"));
+    assert!(refusal(&[]).contains("0 bytes long"));
     for (kind, index) in [(0, 1), (1, 16), (1, u16::MAX), (2, 64), (3, 0), (255, 0)] {
         let mut bytes = good.clone();
         bytes[33] = kind;
         bytes[34..].copy_from_slice(&index.to_le_bytes());
-        assert!(parsed(&bytes).contains("kind of memory"), "{kind} {index}");
+        assert!(refusal(&bytes).contains("kind of memory"), "{kind} {index}");
     }
 }
 

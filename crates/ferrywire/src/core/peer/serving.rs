@@ -80,7 +80,7 @@ mod tests {
             let request = serving.next().expect("one waits");
             assert_eq!((request.header.transfer, &*request.placements), (number, &[7][..]));
         }
-        assert_eq!(ask(all), Ok(false), "all slots are taken");
+        assert_eq!(ask(all), Ok(false), "all places are taken");
         assert_eq!(serving.next().map(|request| request.header.transfer), Some(all));
         assert!((0..served).all(|_| serving.next().is_none()));
         assert!((0..served).all(|number| ask(number) == Ok(true)));

@@ -1,4 +1,6 @@
-//! What a user says about the plugin to use.
+//! Configuration of an NCCL net plugin.
+//!
+//! Invariant: a file is loaded only if the user names it. Read next: `host.rs`.
 
 use crate::error::{Error, Result};
 use ferrywire_memory::MemoryLocation;
@@ -8,7 +10,7 @@ use ferrywire_proto::limits;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Which plugin carries payload, and how it is used.
+/// Configuration of the NCCL net plugin that carries payload.
 #[derive(Clone, Debug)]
 pub struct PluginConfig {
     pub(super) file: File,
@@ -23,29 +25,29 @@ pub struct PluginConfig {
     pub(super) set_before: Vec<String>,
 }
 
-/// Where its code is.
+/// The plugin's code.
 #[derive(Clone, Debug)]
 pub(super) enum File {
     Path(PathBuf),
-    /// As NCCL would find it.
+    /// The file that NCCL would load for this name.
     Named(Option<String>),
 }
 
 impl PluginConfig {
-    /// The plugin in this file.
+    /// Uses the plugin in this file.
     ///
     /// # Safety
-    /// Building an endpoint with it runs the file's code in this process: the caller trusts it. It also sets
-    /// variables of the environment that the plugin reads, so until then no other thread may be reading the
-    /// environment in another way than through the standard library.
+    /// Building an endpoint runs the file's code in this process, so the caller must trust it. Building also
+    /// sets environment variables that the plugin reads. Until then, no other thread may read the environment
+    /// except through the standard library.
     pub unsafe fn at(path: impl Into<PathBuf>) -> PluginConfig {
         PluginConfig::new(File::Path(path.into()))
     }
 
-    /// The plugin that NCCL would load for this value of `NCCL_NET_PLUGIN`.
+    /// Uses the plugin that NCCL would load for this value of `NCCL_NET_PLUGIN`.
     ///
     /// # Safety
-    /// As [`PluginConfig::at`].
+    /// As for [`PluginConfig::at`].
     pub unsafe fn named(name: Option<&str>) -> PluginConfig {
         PluginConfig::new(File::Named(name.map(str::to_owned)))
     }
@@ -65,68 +67,70 @@ impl PluginConfig {
         }
     }
 
-    /// Uses this version of the interface. Default: the newest that the file has.
+    /// Sets the version of the plugin interface. Default: the newest in the file.
     pub fn version(mut self, version: Version) -> PluginConfig {
         self.version = Some(version);
         self
     }
 
-    /// Largest message, and so the largest chunk, in bytes. The same at both ends. Default: 512 KiB, or what
-    /// `NCCL_DYNAMIC_CHUNK_SIZE` says. No more than a plugin was loaded with that this process has already, and over
-    /// GPUDirect-TCPX no more than 1 MiB, whatever both say: of 2,048 fragments in a message it ends the process.
+    /// Sets the largest message, and so the largest chunk, in bytes; equal at both ends. Default: 512 KiB, or
+    /// `NCCL_DYNAMIC_CHUNK_SIZE`. A plugin that this process has loaded before keeps its earlier value as the
+    /// maximum. Over GPUDirect-TCPX the maximum is 1 MiB: a message of 2,048 fragments ends the process.
     pub fn message_bytes_max(mut self, bytes: usize) -> PluginConfig {
         self.message_bytes_max = bytes;
         self
     }
 
-    /// Requests posted per channel and direction at most. The same at both ends. Default: 16, which are the most receives
-    /// where fragments are gathered by a GPU.
+    /// Sets the most requests posted per channel and direction; equal at both ends. Default: 16, which is the
+    /// maximum for receives that a GPU gathers.
     pub fn window(mut self, requests: usize) -> PluginConfig {
         self.window = requests;
         self
     }
 
-    /// The GPU whose memory is moved, beside host memory. It is made current for every call that a plugin
-    /// ties to a GPU.
+    /// Sets the GPU whose memory is moved besides host memory. It is current during every plugin call that
+    /// concerns a GPU.
     pub fn gpu(mut self, gpu: MemoryLocation) -> PluginConfig {
         self.gpu = Some(gpu);
         self
     }
 
-    /// How receives are gathered that arrive in fragments. Default: by a kernel of the GPU.
+    /// Sets how fragmented receives are gathered. Default: by a GPU kernel.
     pub fn unpack(mut self, mode: UnpackMode) -> PluginConfig {
         self.unpack = mode;
         self
     }
 
-    /// Longest that the oldest message of a channel may stand still, and that a call may take. Default: 30 s.
+    /// Sets the longest time without progress of a channel's oldest message, and the longest time of a plugin
+    /// call. Default: 30 s.
     pub fn stall_limit(mut self, limit: Duration) -> PluginConfig {
         self.stall_limit = limit;
         self
     }
 
-    /// Longest that the connections of a channel may take to come about. Default: 60 s.
+    /// Sets the longest time for the set-up of a channel's connections. Default: 60 s.
     pub fn setup_limit(mut self, limit: Duration) -> PluginConfig {
         self.setup_limit = limit;
         self
     }
 
-    /// Allows GPU memory between two ends on one host over GPUDirect-TCPX, which ends the process there: the
-    /// traffic never crosses a NIC. For simulators and network namespaces.
+    /// Allows GPU memory between two ends on one host over GPUDirect-TCPX, which ends the process if the
+    /// traffic does not cross a NIC. For simulators and network namespaces.
     pub fn allow_same_host_gpu(mut self, allow: bool) -> PluginConfig {
         self.allow_same_host_gpu = allow;
         self
     }
 
-    /// Names of variables that ferrywire set in the environment of this process before it started, as
-    /// [`Builder::plugin_environment`](crate::Builder::plugin_environment) of its parent said: they are not
-    /// told as the user's.
+    /// Names environment variables that ferrywire's parent process set for this one, from
+    /// [`Builder::plugin_environment`](crate::Builder::plugin_environment). They are not reported as set by
+    /// the user.
     pub fn set_before(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> PluginConfig {
         self.set_before = names.into_iter().map(Into::into).collect();
         self
     }
 
-    /// Refuses values that cannot work.
+    /// # Errors
+    /// [`Error::Invalid`] for the first value that is out of range.
     pub(super) fn check(&self) -> Result<()> {
         let (least, most) = (limits::LANE_MESSAGE_BYTES_MIN, limits::CHUNK_BYTES_MAX);
         if !(least..=most).contains(&self.message_bytes_max) {

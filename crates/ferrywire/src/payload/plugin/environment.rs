@@ -1,57 +1,59 @@
-//! The environment that a plugin of the TCPX family reads: set before it is loaded, where the user has not.
+//! Environment variables for plugins of the TCPX family: ferrywire sets those that the user has not set,
+//! before it loads the plugin.
 //!
-//! Such plugins read it once and keep it, and some of it is not optional: without a chunk size TCPX moves
-//! nothing, and says nothing. Other plugins do not look at these names.
+//! These plugins read the variables once and keep the values. Some are required: without a chunk size TCPX
+//! moves nothing and reports nothing. Other plugins ignore these names.
 //!
-//! Invariant: a variable that the user set stays as it is, and once a plugin is loaded nothing is set any more.
+//! Invariant: a variable that the user has set is not changed, and nothing is set after a plugin is loaded.
+//! Read next: `host.rs`.
 
 use std::env;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Who gave a variable its value.
+/// The origin of a variable's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SetBy {
-    /// It was there before.
+    /// The user: it was set before.
     User,
     /// ferrywire set it.
     Ferrywire,
 }
 
-/// A variable that the plugin sees.
+/// An environment variable that the plugin reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Variable {
-    /// Its name.
+    /// Name of the variable.
     pub name: &'static str,
-    /// Its value.
+    /// Value of the variable.
     pub value: String,
-    /// Who gave it.
+    /// Origin of the value.
     pub set_by: SetBy,
 }
 
-/// What the values follow from.
+/// The facts that determine the values.
 pub(super) struct Facts {
     pub message_bytes_max: usize,
-    /// NICs to use, by name.
+    /// Names of the NICs to use.
     pub nics: Vec<String>,
     pub cores: usize,
-    /// Mbit/s of the fastest of them, where one tells.
+    /// Speed of the fastest NIC in Mbit/s, if known.
     pub speed_mbps: Option<u32>,
     /// Variables that ferrywire set before this process started.
     pub set_before: Vec<String>,
 }
 
-/// The NICs that are to be its devices.
+/// Names of the NICs that become the plugin's devices.
 pub(super) const NICS: &str = "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME";
 pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
-/// Changes what travels on the wire between two plugins, so both ends need the same.
+/// Changes the wire format between two plugins, so both ends need one value.
 pub(super) const RECV_SYNC: &str = "NCCL_GPUDIRECTTCPX_RECV_SYNC";
-/// Messages up to so many bytes travel beside the data sockets; those into GPU memory then arrive nowhere.
+/// Messages up to this many bytes bypass the data sockets. Inline messages for GPU memory are lost.
 pub(super) const INLINE: &str = "NCCL_INLINE_THRESHOLD";
 const THREADS: &str = "NCCL_SOCKET_NTHREADS";
-/// More than a connection has sockets.
+/// Number of threads that leaves a connection without a data socket.
 const SOCKETS_AND_ONE: u64 = 9;
-/// Variables that are shown where the user has set them, though ferrywire never does.
+/// Variables that are reported if the user has set them. ferrywire never sets them.
 const SHOWN: [&str; 6] = [
     RECV_SYNC,
     INLINE,
@@ -60,14 +62,14 @@ const SHOWN: [&str; 6] = [
     "NCCL_GPUDIRECTTCPX_TX_BINDINGS",
     "NCCL_GPUDIRECTTCPX_RX_BINDINGS",
 ];
-/// Where the dp-manager's sockets are on machines that have one.
+/// Directory of the dp-manager's sockets, on machines that run it.
 const DP_MANAGER: &str = "/run/tcpx";
-/// A NIC of this speed needs several sockets per connection.
+/// Speed from which a NIC needs several sockets per connection.
 const FAST_MBPS: u32 = 100_000;
 
-/// Values for what may be missing.
+/// Values for variables that are not set.
 fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, String)> {
-    // At most eight sockets per comm, threads times sockets: more leave none.
+    // A comm has at most eight sockets, threads times sockets per thread; with more it has no data socket.
     let (threads, sockets) = match facts.speed_mbps {
         Some(speed) if speed >= FAST_MBPS && facts.cores >= 16 => (2, 2),
         _ => (1, 1),
@@ -76,11 +78,11 @@ fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, S
         (CHUNK_BYTES, facts.message_bytes_max.to_string()),
         (THREADS, threads.to_string()),
         ("NCCL_NSOCKS_PERTHREAD", sockets.to_string()),
-        // The default is 5 s in each accept; rules are in force much sooner.
+        // The default is 5 s in each accept; flow rules are in force much earlier.
         ("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS", "50000".to_owned()),
     ];
     if !facts.nics.is_empty() {
-        // Without the sign, eth1 would mean eth10 too.
+        // Without the equals sign, eth1 would also match eth10.
         wanted.push((NICS, format!("={}", facts.nics.join(","))));
     }
     if exists(Path::new(DP_MANAGER)) {
@@ -89,7 +91,7 @@ fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, S
     wanted
 }
 
-/// Decides, without setting anything.
+/// Decides all values without setting any.
 pub(super) fn decide(
     facts: &Facts,
     get: impl Fn(&str) -> Option<String>,
@@ -97,7 +99,7 @@ pub(super) fn decide(
 ) -> Vec<Variable> {
     let mut all = Vec::new();
     for (name, value) in wanted(facts, exists) {
-        // An empty one is as good as none to those who read it.
+        // The plugin treats an empty variable like a missing one.
         let set = get(name).filter(|value| !value.is_empty());
         let by_user = set.is_some() && !facts.set_before.iter().any(|before| before == name);
         let set_by = if by_user { SetBy::User } else { SetBy::Ferrywire };
@@ -109,7 +111,7 @@ pub(super) fn decide(
     all
 }
 
-/// Why TCPX cannot work with this environment, which the user must change.
+/// Why TCPX cannot work with these variables: the name and reason of one that the user must change.
 pub(super) fn unusable(all: &[Variable], gpu: bool) -> Option<(&'static str, String)> {
     let threads = value(all, THREADS).and_then(|value| value.parse().ok());
     match (inline_bytes(all), threads) {
@@ -128,28 +130,29 @@ fn value<'a>(all: &'a [Variable], name: &str) -> Option<&'a str> {
     all.iter().find(|each| each.name == name).map(|each| each.value.trim()).filter(|value| !value.is_empty())
 }
 
-/// Bytes up to which messages travel beside the data sockets; what is set where that is no number.
+/// Bytes up to which messages bypass the data sockets; the text of the variable if it is not a number.
 pub(super) fn inline_bytes(all: &[Variable]) -> Result<u32, &str> {
     value(all, INLINE).map_or(Ok(0), |value| value.parse().map_err(|_| value))
 }
 
-/// What plugins of this process see of its environment, as far as it is known here.
+/// The environment that the plugins of this process have read, as far as it is known.
 static SEEN: Mutex<Seen> = Mutex::new(Seen { ours: Vec::new(), loaded: None });
 
 pub(super) struct Seen {
-    /// What ferrywire has set.
+    /// Variables that ferrywire has set.
     ours: Vec<(&'static str, String)>,
-    /// What was there when a plugin was first loaded, which keeps it.
+    /// The variables when a plugin was first loaded, which keeps them.
     loaded: Option<Vec<Variable>>,
 }
 
-/// Held by whoever sets variables and loads a plugin, so that another does not set some while it reads.
+/// Locks the environment while variables are set and a plugin is loaded, so that no other endpoint changes
+/// them meanwhile.
 pub(super) fn seen() -> MutexGuard<'static, Seen> {
     SEEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Seen {
-    /// Decides for this process.
+    /// Decides all values for this process.
     pub fn decide(&self, facts: &Facts) -> Vec<Variable> {
         let users = |name: &str| {
             let value = env::var(name).ok()?;
@@ -158,10 +161,11 @@ impl Seen {
         self.loaded.clone().unwrap_or_else(|| decide(facts, users, Path::exists))
     }
 
-    /// Sets what is missing, unless a plugin was loaded before; returns all that the plugin will see.
+    /// Sets missing variables, unless a plugin was loaded before. Returns all variables that the plugin will
+    /// read.
     ///
     /// # Safety
-    /// No other thread reads the environment in another way than through the standard library.
+    /// No other thread reads the environment except through the standard library.
     pub unsafe fn set(&mut self, facts: &Facts) -> Vec<Variable> {
         let all = self.decide(facts);
         if self.is_loaded() {
@@ -177,12 +181,12 @@ impl Seen {
         all
     }
 
-    /// Whether a plugin has read its environment.
+    /// Whether a plugin has read the environment.
     pub fn is_loaded(&self) -> bool {
         self.loaded.is_some()
     }
 
-    /// One was loaded with this.
+    /// Notes the variables with which a plugin was loaded.
     pub fn note_loaded(&mut self, all: &[Variable]) {
         self.loaded.get_or_insert_with(|| all.to_vec());
     }
@@ -197,7 +201,7 @@ mod tests {
         Facts { message_bytes_max: 524_288, nics, cores: 104, speed_mbps, set_before: Vec::new() }
     }
 
-    fn told(all: &[Variable], name: &str) -> Option<(String, SetBy)> {
+    fn value_of(all: &[Variable], name: &str) -> Option<(String, SetBy)> {
         all.iter().find(|each| each.name.ends_with(name)).map(|each| (each.value.clone(), each.set_by))
     }
 
@@ -205,25 +209,25 @@ mod tests {
     fn what_is_missing_is_set_and_what_the_user_set_stays() {
         let user = |name: &str| (name == CHUNK_BYTES || name == RECV_SYNC).then(|| "1048576".to_owned());
         let all = decide(&facts(&["eth1", "eth2"], Some(200_000)), user, |_| true);
-        assert_eq!(told(&all, CHUNK_BYTES), Some(("1048576".into(), SetBy::User)));
-        assert_eq!(told(&all, "SOCKET_IFNAME"), Some(("=eth1,eth2".into(), SetBy::Ferrywire)));
-        assert_eq!(told(&all, "UNIX_CLIENT_PREFIX"), Some(("/run/tcpx".into(), SetBy::Ferrywire)));
-        assert_eq!(told(&all, "RECV_SYNC"), Some(("1048576".into(), SetBy::User)));
+        assert_eq!(value_of(&all, CHUNK_BYTES), Some(("1048576".into(), SetBy::User)));
+        assert_eq!(value_of(&all, "SOCKET_IFNAME"), Some(("=eth1,eth2".into(), SetBy::Ferrywire)));
+        assert_eq!(value_of(&all, "UNIX_CLIENT_PREFIX"), Some(("/run/tcpx".into(), SetBy::Ferrywire)));
+        assert_eq!(value_of(&all, "RECV_SYNC"), Some(("1048576".into(), SetBy::User)));
     }
 
     #[test]
     fn an_empty_variable_counts_as_missing() {
         let all = decide(&facts(&[], None), |_| Some(String::new()), |_| false);
-        assert_eq!(told(&all, CHUNK_BYTES), Some(("524288".into(), SetBy::Ferrywire)));
-        assert_eq!(told(&all, "SOCKET_IFNAME"), None);
+        assert_eq!(value_of(&all, CHUNK_BYTES), Some(("524288".into(), SetBy::Ferrywire)));
+        assert_eq!(value_of(&all, "SOCKET_IFNAME"), None);
     }
 
     #[test]
     fn what_ferrywire_set_before_the_start_is_not_told_as_the_users() {
         let set_before = vec![CHUNK_BYTES.to_owned()];
         let all = decide(&Facts { set_before, ..facts(&[], None) }, |_| Some("7".into()), |_| false);
-        assert_eq!(told(&all, CHUNK_BYTES), Some(("7".into(), SetBy::Ferrywire)));
-        assert_eq!(told(&all, "NTHREADS"), Some(("7".into(), SetBy::User)));
+        assert_eq!(value_of(&all, CHUNK_BYTES), Some(("7".into(), SetBy::Ferrywire)));
+        assert_eq!(value_of(&all, "NTHREADS"), Some(("7".into(), SetBy::User)));
     }
 
     #[test]
@@ -242,7 +246,7 @@ mod tests {
     fn never_more_than_eight_sockets() {
         for speed in [None, Some(10_000), Some(400_000)] {
             let all = decide(&facts(&["eth1"], speed), |_| None, |_| false);
-            let number = |name: &str| told(&all, name).unwrap().0.parse::<usize>().unwrap();
+            let number = |name: &str| value_of(&all, name).unwrap().0.parse::<usize>().unwrap();
             assert!(number("NTHREADS") * number("NSOCKS_PERTHREAD") <= 8);
         }
     }

@@ -1,6 +1,7 @@
-//! A loaded plugin as an endpoint uses it: its devices by NIC, its terms, what watches its calls.
+//! A loaded plugin, as an endpoint uses it: its devices, its terms, and its failures.
 //!
-//! Read next: `setup.rs`, how a channel gets its lane.
+//! Invariant: the plugin stays loaded while a lane or set-up uses it. Read next: `setup.rs`, how a channel
+//! gets its lane.
 
 use super::config::{File, PluginConfig};
 use super::environment::{self, Facts, SetBy, Variable};
@@ -25,32 +26,37 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Plugins, by how their names begin, that take so many requests per connection. They say so of the next one
-/// only, with a line in their log each time it is tried.
+/// Name prefixes of plugins with a fixed number of requests per connection. Such a plugin refuses a further
+/// request, and logs a line for each attempt.
 const REQUESTS_MAX: [(&str, usize); 2] = [("GPUDirectTCPX", 16), ("FastSocket", 16)];
 
-/// A plugin and what the endpoint has decided about it.
+/// A loaded plugin, with the endpoint's decisions about it.
 #[derive(Debug)]
 pub(crate) struct Host {
     pub plugin: Plugin,
     pub config: PluginConfig,
-    /// Largest message that both ends have agreed on.
+    /// Largest message, in bytes, that this end offers.
     pub message_bytes_max: usize,
     devices: Vec<Properties>,
-    /// Held open as long as the plugin may look for it.
+    /// Keeps the GPU open while the plugin may use it.
     gpu: Option<Gpu>,
     environment: Vec<Variable>,
-    /// Listeners that have to stay open because their accept did not end.
+    /// Number of listeners that stay open because their accept did not end.
     pub listeners_leaked: AtomicUsize,
-    /// Registrations that stay because a request of their direction was in flight when their lane was closed.
+    /// Number of registrations that stay because a request of their direction was in flight when their lane
+    /// was closed.
     pub registrations_leaked: AtomicUsize,
 }
 
 impl Host {
-    /// Sets the environment, loads the plugin and looks at its devices.
+    /// Sets the environment, loads the plugin and reads its devices.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for an unusable setting or device; the error of loading the plugin, or of a GPU
+    /// that cannot be opened.
     ///
     /// # Safety
-    /// The promises of [`PluginConfig::at`].
+    /// As for [`PluginConfig::at`].
     pub unsafe fn load(plugin: PluginConfig, config: &Config, nics: &[Nic]) -> Result<Host> {
         plugin.check()?;
         if config.threads == 0 {
@@ -65,8 +71,8 @@ impl Host {
         if another_is_there && !set_by_user(&environment, environment::CHUNK_BYTES) {
             message_bytes_max = message_bytes_max.min(plugin.message_bytes_max);
         }
-        // Before the plugin is there, which finds a simulated GPU through the environment, and a real one's driver
-        // where it is loaded.
+        // Open the GPU before the plugin is loaded: the plugin finds a simulated GPU through the environment,
+        // and a real GPU's driver only if that is loaded.
         let gpu = plugin.gpu.map(Gpu::open).transpose()?;
         // SAFETY: by the caller's promise the file is trusted.
         let loaded = unsafe {
@@ -136,12 +142,15 @@ impl Host {
         }
     }
 
-    /// Whether its set-up calls take turns.
+    /// Whether the plugin's set-up calls must not overlap.
     pub fn takes_turns(&self) -> bool {
         tcpx::takes_turns(self.plugin.name())
     }
 
-    /// The device that is this host's NIC with an address.
+    /// The device of this host's NIC with `address`.
+    ///
+    /// # Errors
+    /// Why there is no usable device.
     pub fn device_at(&self, address: IpAddr, nics: &[Nic]) -> Result<i32, String> {
         let nic = nics.iter().find(|nic| nic.address == address);
         let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
@@ -160,7 +169,8 @@ impl Host {
         }
     }
 
-    /// Refuses a device on which registering memory of our GPU would end the process.
+    /// # Errors
+    /// Why registering GPU memory on this device would end the process.
     fn takes_gpu_memory(&self, device: &Properties) -> Result<(), String> {
         let (name, nic) = (self.plugin.name(), &device.name);
         if self.config.gpu.is_none() || !tcpx::is(name) {
@@ -175,17 +185,20 @@ impl Host {
         }
     }
 
-    /// A device, if there is one with this index.
+    /// The device with this index, if there is one.
     pub fn device(&self, index: i32) -> Option<&Properties> {
         self.devices.get(usize::try_from(index).ok()?)
     }
 
-    /// Its GPU, opened.
+    /// The GPU, if one is configured.
     pub fn opened_gpu(&self) -> Option<&Gpu> {
         self.gpu.as_ref()
     }
 
-    /// Does something with its GPU current on this thread, if it has one.
+    /// Runs `body` with the GPU current on this thread, if there is one.
+    ///
+    /// # Errors
+    /// The error of `body` or of the driver.
     pub fn with_gpu_current<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
         match &self.gpu {
             Some(gpu) => gpu.with_current(body).map_err(|error| error.to_string())?,
@@ -193,7 +206,11 @@ impl Host {
         }
     }
 
-    /// The same for a call of the plugin that may leave the plugin's own context on the thread's stack.
+    /// Runs `body` as [`Host::with_gpu_current`] does, for a plugin call that may leave a context of its own
+    /// on the thread's stack.
+    ///
+    /// # Errors
+    /// The error of `body` or of the driver.
     pub fn with_gpu_current_alone<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
         match &self.gpu {
             Some(gpu) => gpu.with_current_alone(body).map_err(|error| error.to_string())?,
@@ -201,13 +218,13 @@ impl Host {
         }
     }
 
-    /// A queue of work of its GPU. May wait for the GPU.
+    /// Creates a work queue on the GPU. May wait for the GPU.
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
         let gpu = self.gpu.as_ref().ok_or("the plugin has no GPU")?;
         gpu.queue().map_err(|error| error.to_string())
     }
 
-    /// Memory of the engine's own, of its GPU if the place is one.
+    /// Allocates memory owned by the engine, on the host or on the GPU.
     pub fn memory(&self, location: MemoryLocation, bytes: usize) -> Result<Arc<Memory>, String> {
         let made = match &self.gpu {
             _ if location == MemoryLocation::Host => Memory::private(bytes),
@@ -217,7 +234,7 @@ impl Host {
         made.map_err(|error| format!("memory for slots: {error}"))
     }
 
-    /// Memory of the host that its GPU reaches too, if it has one. May wait for the GPU.
+    /// Allocates host memory that the GPU reaches too, if there is one. May wait for the GPU.
     pub fn host_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
         match &self.gpu {
             Some(gpu) => {
@@ -229,13 +246,13 @@ impl Host {
         }
     }
 
-    /// The allocation that memory of its GPU lies in.
+    /// The allocation that contains this GPU memory.
     pub fn allocation(&self, address: u64, bytes: u64) -> Option<Extent> {
         self.gpu.as_ref()?.allocation(address, bytes)
     }
 
-    /// What gathers the receives of a fresh connection, where they arrive in fragments of GPU memory. May
-    /// wait for the GPU.
+    /// Creates the gather of a new connection, if its receives arrive in fragments of GPU memory. May wait
+    /// for the GPU.
     pub fn gather_for(&self, comm: &RecvComm) -> Result<Option<Gather>, String> {
         let (Some(_), Some(handle)) = (&self.gpu, comm.device_handle()) else { return Ok(None) };
         let device = self.gpu_queue()?;
@@ -246,13 +263,13 @@ impl Host {
         gather.map(Some).map_err(|error| error.to_string())
     }
 
-    /// How long an attempt to set a lane up that is given up may take to answer.
+    /// How long a cancelled set-up attempt may continue.
     pub fn linger(&self) -> Duration {
         self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_TIMEOUT)
     }
 
-    /// Why a set-up call failed, with what the plugin has warned of since line `began` of its log, and the fix where the
-    /// cause is known; and whether it is.
+    /// Describes a failed set-up call: the error, the plugin's warnings since line `began` of its log, and a
+    /// fix if the cause is known. Also returns whether it is known.
     pub fn explain_failure(&self, error: &CallError, began: u64) -> (String, bool) {
         let said = log::lines_since(began);
         let warned = said.warning().map_or_else(String::new, |line| format!("; it warned: {}", line.text));
@@ -260,21 +277,22 @@ impl Host {
         (format!("{error}{warned}{}", fix.as_deref().unwrap_or_default()), fix.is_some())
     }
 
-    /// The call that has been under way for longest, in words, if that is longer than `least`. One that is older than a
-    /// set-up of this age concerns that set-up only where set-up calls take turns.
+    /// Describes the call that has not returned for longest, if that is longer than `least`. A call that
+    /// began before a set-up of this `age` concerns that set-up only if set-up calls must not overlap.
     pub fn longest_call(&self, least: Duration, age: Duration) -> Option<String> {
         let calls = self.inflight_calls();
         let concerns = |call: &&InflightCall| call.since > least && (call.since <= age || self.takes_turns());
         calls.iter().find(concerns).map(|call| self.describe_call(call))
     }
 
-    /// A listener stays open for good.
+    /// Counts and logs a listener that stays open for good.
     pub fn leaked_listener(&self, why: &str) {
         self.listeners_leaked.fetch_add(1, Ordering::Relaxed);
         tracing::warn!(plugin = self.plugin.name(), "a listener stays open until this process ends: {why}");
     }
 
-    /// So many registrations of a connection, which had requests in flight when it was closed, are not undone.
+    /// Counts and logs registrations of a connection that had requests in flight when it was closed; they are
+    /// not undone.
     pub fn leaked_registrations(&self, count: usize, comm: CommId) {
         if count == 0 {
             return;
@@ -404,7 +422,8 @@ impl PayloadBackend for Host {
     }
 }
 
-/// Refuses a window that a plugin is known never to fill.
+/// # Errors
+/// [`Error::Invalid`] for a window that the plugin is known never to fill.
 fn window_fits(name: &str, window: usize) -> Result<()> {
     match REQUESTS_MAX.iter().find(|(begin, most)| name.starts_with(begin) && window > *most) {
         Some((_, most)) => {
@@ -415,7 +434,8 @@ fn window_fits(name: &str, window: usize) -> Result<()> {
     }
 }
 
-/// Refuses NICs that a plugin does not have because it was loaded for those of another endpoint.
+/// # Errors
+/// [`Error::Invalid`] for a NIC that the plugin lacks because it was loaded for another endpoint's NICs.
 fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
     let lacking = nics.iter().find(|nic| !devices.iter().any(|device| device.name == **nic));
     match lacking.filter(|_| tcpx::is(name)) {
@@ -431,7 +451,9 @@ fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
     }
 }
 
-/// Refuses devices that get no bytes to a GPU, or do so in a way that nobody here completes.
+/// # Errors
+/// [`Error::Invalid`] for a device that takes no GPU memory, or needs a flush after each receive, which is
+/// not implemented.
 fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
     let refused = |why: String| Err(Error::invalid("GPU of the plugin", why));
     for device in devices {
@@ -449,7 +471,7 @@ fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
     Ok(())
 }
 
-/// The variables that a plugin would be loaded with; nothing is set.
+/// The variables with which a plugin would be loaded. Sets nothing.
 pub(crate) fn environment_for(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Vec<Variable> {
     environment::seen().decide(&facts(plugin, config, nics))
 }
@@ -470,7 +492,7 @@ fn set_by_user(environment: &[Variable], name: &str) -> bool {
     environment.iter().any(|variable| variable.name == name && variable.set_by == SetBy::User)
 }
 
-/// The chunk that the plugin was told, by whomever.
+/// The chunk size in bytes that the plugin reads, set by the user or by ferrywire.
 fn message_bytes_max(environment: &[Variable]) -> Result<usize> {
     let chunk = environment.iter().find(|variable| variable.name == environment::CHUNK_BYTES);
     let text = chunk.map_or("", |chunk| chunk.value.trim());

@@ -1,6 +1,6 @@
-//! A lane over two connections of a plugin: one that sends, one that receives.
+//! A lane over two connections of a plugin: one sends, the other receives.
 //!
-//! Invariant: what a plugin's answer means is decided in [`judge`] and [`post_of`], and nowhere else.
+//! Invariant: only [`judge`] and [`post_of`] interpret a plugin's results.
 //! Read next: `posted/mod.rs`, which drives it.
 
 use super::host::Host;
@@ -17,16 +17,16 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::task::Poll;
 
-/// Which way a connection goes.
+/// Direction of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     Send,
     Recv,
 }
 
-/// What a test says. The first sign of a peer that closes can be a receive's only one: TCPX reports it once
-/// beside data that are all there. Whatever comes with `done` has ended the request, and on a sending
-/// connection there is nothing that could still arrive.
+/// Interprets the result of a test: `Ok(done)`, or `Err(true)` for a failure that may be none. A closing
+/// peer's first sign may be a receive's only one: TCPX reports it once although all data has arrived. A
+/// result with `done` has ended the request, and on a sending connection nothing can arrive any more.
 pub(super) fn judge(direction: Direction, code: ResultCode, done: bool) -> Result<bool, bool> {
     match (direction, code, done) {
         (_, ResultCode::SUCCESS, done) => Ok(done),
@@ -35,7 +35,7 @@ pub(super) fn judge(direction: Direction, code: ResultCode, done: bool) -> Resul
     }
 }
 
-/// What posting says. Plugins tell a full window in two ways: no request, and result 3.
+/// Interprets the result of posting. Plugins report a full window in two ways: no request, or result 3.
 fn post_of(posted: Posted) -> Post {
     match posted {
         Posted::Request(request) => Post::Posted(Ticket(request.as_ptr() as usize)),
@@ -47,12 +47,12 @@ fn post_of(posted: Posted) -> Post {
 
 pub(crate) struct PluginLane {
     host: Arc<Host>,
-    /// Both are there until the lane is closed.
+    /// Both are set until the lane is closed.
     send: Option<SendComm>,
     recv: Option<RecvComm>,
     sources: Registrations,
     targets: Registrations,
-    /// What gathers receives that arrive in fragments; dropped before the connection is closed.
+    /// Gathers receives that arrive in fragments. Dropped before the connection is closed.
     gather: Option<Gather>,
     copiers: Copiers,
     device: i32,
@@ -77,7 +77,7 @@ impl PluginLane {
         }
     }
 
-    /// What carries it, for statistics.
+    /// The plugin and device, for statistics.
     pub fn by(&self) -> LaneBy {
         LaneBy {
             plugin: self.host.plugin.name().to_owned(),
@@ -113,7 +113,7 @@ fn closed() -> Post {
 impl Lane for PluginLane {
     fn window(&self) -> usize {
         let window = self.host.config.window;
-        // The fragments of each receive have a place of their own from its posting until it is given back.
+        // The fragments of each receive occupy a slot from posting until the receive is returned.
         self.gather.as_ref().map_or(window, |_| window.min(SLOTS))
     }
 
@@ -121,8 +121,8 @@ impl Lane for PluginLane {
         self.host.config.window
     }
 
-    /// A connect ends before the accept does: TCPX waits then for flow rules to be in force, and ends its process over
-    /// payload for a GPU that comes before.
+    /// `connect` returns before the peer's `accept` does. TCPX waits in `accept` until flow rules are in
+    /// force, and GPU payload that arrives earlier ends its process.
     fn may_stand_alone(&self) -> bool {
         true
     }
@@ -135,7 +135,7 @@ impl Lane for PluginLane {
         match (way, &self.send, &self.recv) {
             (Way::Pack, Some(comm), _) => self.sources.has(comm, run, &self.host),
             (Way::Unpack, _, Some(comm)) => self.targets.has(comm, run, &self.host),
-            // It fails when it is used.
+            // A closed connection fails when it is used.
             _ => true,
         }
     }
@@ -226,10 +226,10 @@ impl Lane for PluginLane {
 
     fn close(&mut self, in_flight: InFlight) {
         let (Some(send), Some(recv)) = (self.send.take(), self.recv.take()) else { return };
-        // Their GPU is done with pool and memory when they are gone.
+        // When these are dropped, the GPU no longer uses pool and memory.
         self.gather = None;
         self.copiers.stop();
-        // With requests in flight a registration may be in use: it goes with the connection, or stays.
+        // With requests in flight a registration may be in use: it ends with the connection, or stays.
         if in_flight.sends {
             self.host.leaked_registrations(self.sources.count(), send.id())
         } else {
@@ -256,7 +256,7 @@ impl Lane for PluginLane {
 
 impl Drop for PluginLane {
     fn drop(&mut self) {
-        // One that was never used has nothing in flight.
+        // A lane that was never used has nothing in flight.
         self.close(InFlight::NOTHING);
     }
 }

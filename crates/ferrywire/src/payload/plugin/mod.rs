@@ -1,14 +1,14 @@
-//! The posted transport: payload over an NCCL net plugin, everything else over TCP beside it.
+//! Payload over an NCCL net plugin; headers and small messages go over TCP beside it.
 //!
 //! ```text
 //!   Builder::plugin ── Host: environment, load, devices ── Setup: listen, accept, connect ── PluginLane
 //! ```
 //!
-//! A plugin's calls may block, or never return: they are made by threads of their own while a lane is set
-//! up, and by the channel's worker afterwards, which no caller turns. Both ends agree on plugin, sizes and
-//! environment before a session stands.
+//! A plugin's calls may block or never return. During set-up, dedicated threads make them; afterwards only
+//! the channel's worker thread does, never a caller. Both ends agree on plugin, sizes and environment before
+//! the session is open.
 //!
-//! Invariant: which file is loaded is the user's word alone; nothing of it comes from a peer.
+//! Invariant: only the user decides which file is loaded; a peer has no influence.
 //! Read next: `config.rs`, `host.rs`, `setup.rs`, `lane.rs`.
 
 mod config;

@@ -1,11 +1,12 @@
-//! Memory as one connection of a plugin knows it.
+//! Memory registrations of one plugin connection.
 //!
-//! A region is registered when a message first needs it: the whole pages around it, where sizes are `int`
-//! in overlapping parts, so that each message lies within one. It stays so until the region is gone. Of memory of a
-//! GPU only pages are registered that its allocation has whole: drivers export no others. A message beside them, or of
-//! memory that the plugin refuses, goes through a slot.
+//! A region is registered when a message first needs it. The registration covers the whole pages around the
+//! region. If the plugin's sizes are `int`, it is made in overlapping parts, so that each message lies within
+//! one. It lasts until the region is dropped. Of GPU memory, only pages inside the allocation are registered:
+//! drivers export no others. A message outside these pages, or in memory that the plugin refuses, goes
+//! through a slot.
 //!
-//! Invariant: what is registered is kept alive by the registration.
+//! Invariant: a registration keeps its memory alive.
 
 use super::host::Host;
 use crate::payload::lane::Run;
@@ -19,7 +20,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 const PAGE_BYTES: u64 = 4096;
-/// Where parts begin, in regions that cannot be registered in one.
+/// Distance between parts of a region that cannot be registered as one.
 const PART_BYTES: u64 = 1 << 30;
 
 const _: () = assert!(PART_BYTES + limits::CHUNK_BYTES_MAX as u64 + 2 * PAGE_BYTES < 1 << 31);
@@ -28,7 +29,7 @@ const _: () = assert!(PART_BYTES + limits::CHUNK_BYTES_MAX as u64 + 2 * PAGE_BYT
 #[derive(Default)]
 pub(super) struct Registrations {
     list: Vec<Registered>,
-    /// Somebody was warned of memory that cannot be used.
+    /// Whether a warning about unusable memory was logged.
     warned: bool,
 }
 
@@ -37,16 +38,16 @@ struct Registered {
     parts: Vec<Option<Result<Part, String>>>,
 }
 
-/// What is registered of a region.
+/// One registration of a region, or of a part of it.
 #[derive(Clone, Copy)]
 struct Part {
     handle: MemoryHandle,
-    /// Address and bytes.
+    /// Address and length in bytes.
     begin: u64,
     bytes: usize,
 }
 
-/// The pages of a region, or of one part of it: address and bytes.
+/// The pages of a region, or of one part of it: address and length in bytes.
 fn pages(base: u64, len: u64, part: Option<u64>) -> (u64, usize) {
     let begin = base / PAGE_BYTES * PAGE_BYTES + part.unwrap_or(0) * PART_BYTES;
     let rest = (base + len).next_multiple_of(PAGE_BYTES) - begin;
@@ -55,7 +56,7 @@ fn pages(base: u64, len: u64, part: Option<u64>) -> (u64, usize) {
     (begin, if part.is_some() { rest.min(most) } else { rest } as usize)
 }
 
-/// Those of them that an allocation has whole.
+/// The pages among these that lie inside the allocation.
 fn whole_pages((begin, bytes): (u64, usize), allocation: Extent) -> Option<(u64, usize)> {
     let end = (allocation.base + allocation.bytes) / PAGE_BYTES * PAGE_BYTES;
     let first = begin.max(allocation.base.next_multiple_of(PAGE_BYTES));
@@ -64,10 +65,10 @@ fn whole_pages((begin, bytes): (u64, usize), allocation: Extent) -> Option<(u64,
 }
 
 impl Registrations {
-    /// The registration that a message lies in; made if there is none.
+    /// The registration that contains a message; created if there is none.
     ///
     /// # Errors
-    /// Why the message's memory cannot be used. It stays so.
+    /// Why the message's memory cannot be registered. The result is final.
     pub fn of(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<MemoryHandle, String> {
         match self.look(comm, run, host) {
             Ok(part) if part.holds(run) => Ok(part.handle),
@@ -79,7 +80,7 @@ impl Registrations {
         }
     }
 
-    /// Whether there is one, or one can be made.
+    /// Whether the memory of the run is registered or can be.
     pub fn has(&mut self, comm: &Comm, run: &Run, host: &Host) -> bool {
         self.look(comm, run, host).is_ok_and(|part| part.holds(run))
     }
@@ -100,7 +101,7 @@ impl Registrations {
         self.list[at].parts[slot].get_or_insert_with(made).as_ref()
     }
 
-    /// Says once that payload takes the longer way.
+    /// Logs once as a warning that payload of this memory is copied.
     fn tell(&mut self, comm: &Comm, memory: &Memory, why: &str) {
         let (comm, location) = (comm.id(), memory.location());
         if std::mem::replace(&mut self.warned, true) {
@@ -112,7 +113,7 @@ impl Registrations {
 
     fn position(&mut self, memory: &Arc<Memory>) -> usize {
         if let Some(at) = self.list.iter().position(|each| Arc::ptr_eq(&each.memory, memory)) {
-            // The ones in use come to the front.
+            // Move used entries towards the front.
             self.list.swap(at, at / 2);
             return at / 2;
         }
@@ -121,7 +122,7 @@ impl Registrations {
         self.list.len() - 1
     }
 
-    /// Undoes those of regions that are gone and not in use.
+    /// Undoes registrations of dropped regions that are not in use.
     pub fn forget_revoked(&mut self, comm: &Comm, busy: &dyn Fn(&Arc<Memory>) -> bool) {
         let mut at = 0;
         while at < self.list.len() {
@@ -135,13 +136,13 @@ impl Registrations {
         }
     }
 
-    /// How many the plugin has.
+    /// Number of registrations at the plugin.
     pub fn count(&self) -> usize {
         let parts = self.list.iter().flat_map(|each| &each.parts);
         parts.filter(|part| matches!(part, Some(Ok(_)))).count()
     }
 
-    /// Undoes all. No request is in flight.
+    /// Undoes all registrations. The caller has no request in flight.
     pub fn undo_all(&mut self, comm: &Comm) {
         self.list.drain(..).for_each(|each| each.undo(comm));
     }
@@ -160,10 +161,10 @@ fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Res
         }
     };
     tracing::debug!(comm = %comm.id(), begin, bytes, "memory is registered");
-    // TCPX leaves a context behind where it fails.
+    // A failing call of TCPX leaves a context on the thread's stack.
     let handle = host.with_gpu_current_alone(|| {
-        // SAFETY: these pages hold the region, or what is used of it, which the registration keeps; what else is in
-        // the first and the last one is mapped, and no message touches it.
+        // SAFETY: these pages hold the region, or the usable part of it, which the registration keeps. The
+        // other bytes of the first and last page are mapped, and no message touches them.
         let handle = unsafe { comm.reg_mr(begin as *mut c_void, bytes, kind) };
         handle.map_err(|error| error.to_string())
     })?;
@@ -184,7 +185,7 @@ impl Part {
 impl Registered {
     fn undo(self, comm: &Comm) {
         for part in self.parts.into_iter().flatten().flatten() {
-            // SAFETY: it is this connection's, and no request uses it.
+            // SAFETY: the registration is this connection's, and no request uses it.
             if let Err(error) = unsafe { comm.dereg_mr(part.handle) } {
                 tracing::warn!(%error, "memory stays registered");
             }

@@ -1,21 +1,22 @@
-//! How a channel gets its lane: both ends listen once, tell each other the handle, connect and accept.
+//! Set-up of a channel's lane: both ends listen once, exchange handles, connect and accept.
 //!
 //! ```text
-//!   a thread:  listen ── handle ──> peer          (told to go on) accept ... accept ── close the listener
+//!   a thread:  listen ── handle ──> peer          (changed to go on) accept ... accept ── close the listener
 //!   a thread:                       handle <── peer          connect ... connect
 //! ```
 //!
-//! Each call runs on a thread of its own: some plugins block in `accept`, and a `connect` takes seconds. Who
-//! waits for the lane looks at the clock alone. An attempt that is given up goes on in its thread until the
-//! plugin answers; then what it made is closed there. One that never answers is left as it is after a while.
+//! Each call runs on its own thread: some plugins block in `accept`, and a `connect` takes seconds. The
+//! control thread only checks the clock. A cancelled attempt continues in its thread until the plugin
+//! answers; then its result is closed there. An attempt that gets no answer is abandoned after a while.
 //!
-//! Calls of GPUDirect-TCPX that touch what its connections share take turns (`setup_lock.rs`): `listen`, and `accept` once
-//! it was seen to poll. Not its first call, which only starts a thread of the plugin's: a plugin that blocks, does so
-//! there, and would keep all others from it. `connect` begins when this end's `listen` has returned, and touches its own
-//! attempt alone.
+//! Calls of GPUDirect-TCPX that use state shared between connections must not overlap (`setup_lock.rs`):
+//! `listen`, and `accept` after its first call. The first `accept` call is exempt: it only starts a thread of
+//! the plugin, and a plugin that blocks does so there, which would block all others. `connect` begins after
+//! this end's `listen` has returned, and uses only its own state.
 //!
-//! Invariant: a listener is closed only when its `accept` has ended; else it is leaked, and said so.
-//! Read next: `lane.rs`, what comes of it.
+//! Invariant: a listener is closed only after its `accept` has ended; otherwise it is leaked, and the leak is
+//! logged.
+//! Read next: `lane.rs`, the result.
 
 use super::host::Host;
 use super::lane::PluginLane;
@@ -39,38 +40,39 @@ pub(crate) struct PluginSetup {
     started: Duration,
     shared: Arc<Shared>,
     connecting: bool,
-    /// When it was first seen to have failed.
+    /// When the failure was first noticed.
     failed_at: Option<Duration>,
 }
 
 struct Shared {
     state: Mutex<State>,
-    told: Condvar,
-    /// Nobody waits for the lane any more.
+    changed: Condvar,
+    /// The control side no longer waits for the lane.
     given_up: AtomicBool,
-    /// Lines of the plugin's log from this number on are about the set-up.
+    /// Number of the first line in the plugin's log that concerns this set-up.
     log_began: u64,
-    /// Wakes whoever polls the set-up.
+    /// Wakes the thread that polls the set-up.
     waker: Waker,
 }
 
 #[derive(Default)]
 struct State {
     handle: Option<Handle>,
-    /// `listen` has returned: what the plugin keeps of the GPU is complete.
+    /// `listen` has returned, so the plugin's record of the GPU is complete.
     listens: bool,
-    /// The peer is there: `accept` has somebody to wait for.
+    /// The peer's handle has arrived, so `accept` has a peer to wait for.
     accept: bool,
     recv: Option<(RecvComm, Option<Gather>)>,
     send: Option<SendComm>,
     failed: Option<Failed>,
 }
 
-/// Why there is no lane.
+/// Why the lane cannot be set up.
 #[derive(Clone)]
 struct Failed {
     why: String,
-    /// The plugin does not say why, so it may follow from what has happened at the other end, which is about to say so.
+    /// The plugin gives no cause. The failure may be a consequence of one at the other end, which will report
+    /// that.
     may_follow: bool,
 }
 
@@ -81,11 +83,11 @@ impl From<String> for Failed {
 }
 
 impl PluginSetup {
-    /// Begins to listen on a device; `waker` is used whenever there is something new.
+    /// Starts to listen on a device. The set-up wakes `waker` whenever there is progress.
     pub fn start(host: &Arc<Host>, device: i32, now: Duration, waker: Waker) -> Result<PluginSetup, String> {
-        let (state, told, given_up) = Default::default();
+        let (state, changed, given_up) = Default::default();
         let log_began = log::next_sequence();
-        let shared = Arc::new(Shared { state, told, given_up, log_began, waker });
+        let shared = Arc::new(Shared { state, changed, given_up, log_began, waker });
         let setup = PluginSetup {
             host: host.clone(),
             device,
@@ -122,7 +124,7 @@ impl PluginSetup {
 }
 
 impl Setup for PluginSetup {
-    /// The peer's handle has come: connects to it, and waits for the peer.
+    /// Connects to the peer's handle, and accepts the peer.
     fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String> {
         if std::mem::replace(&mut self.connecting, true) {
             return Err("the peer told two handles for one channel".into());
@@ -135,12 +137,12 @@ impl Setup for PluginSetup {
             ));
         }
         self.shared.lock().accept = true;
-        self.shared.told.notify_all();
+        self.shared.changed.notify_all();
         let handle = Handle::from_bytes(handle);
         self.spawn("connect", move |host, device, shared| connect(host, device, shared, &handle))
     }
 
-    /// What has happened since it was last asked.
+    /// Returns progress since the last call.
     fn poll(&mut self, now: Duration) -> Progress {
         let mut state = self.shared.lock();
         if let Some(handle) = state.handle.take() {
@@ -170,7 +172,7 @@ impl Setup for PluginSetup {
             (None, _) => "connect has not ended",
             _ => "accept has not ended",
         };
-        // It may be another channel's, which this one's calls wait for.
+        // The call may be another channel's, for which this channel's calls wait.
         let call = self.host.longest_call(limit / 2, self.age(now));
         let call = call.map_or_else(String::new, |call| format!("; {call}"));
         Progress::Failed(format!(
@@ -181,7 +183,7 @@ impl Setup for PluginSetup {
         ))
     }
 
-    /// Time since it began.
+    /// Time since the set-up began.
     fn age(&self, now: Duration) -> Duration {
         now.saturating_sub(self.started)
     }
@@ -190,12 +192,12 @@ impl Setup for PluginSetup {
 impl Drop for PluginSetup {
     fn drop(&mut self) {
         self.shared.given_up.store(true, Ordering::SeqCst);
-        self.shared.told.notify_all();
+        self.shared.changed.notify_all();
         let (recv, send) = {
             let mut state = self.shared.lock();
             (state.recv.take(), state.send.take())
         };
-        // Nobody has used them; closing may block, though.
+        // The connections are unused. Closing them may block.
         if recv.is_some() || send.is_some() {
             let _detached = thread::Builder::new().name("ferrywire-close".into()).spawn(move || {
                 recv.into_iter().for_each(|(comm, gather)| close_recv(comm, gather));
@@ -214,11 +216,11 @@ impl Shared {
         self.given_up.load(Ordering::SeqCst)
     }
 
-    /// Waits until something has happened; false when it is given up before.
+    /// Waits until `happened` returns true; false if the set-up is cancelled first.
     fn wait_until(&self, happened: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
         while !happened(&state) && !self.given_up() {
-            let waited = self.told.wait_timeout(state, Duration::from_millis(100));
+            let waited = self.changed.wait_timeout(state, Duration::from_millis(100));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
         happened(&state)
@@ -233,7 +235,7 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), Failed> {
         let mut state = shared.lock();
         (state.handle, state.listens) = (Some(handle), true);
     }
-    shared.told.notify_all();
+    shared.changed.notify_all();
     shared.waker.wake();
     let accepted = if shared.wait_until(|state| state.accept) {
         until_ended(host, shared, || in_turn(host, listener.is_accepting(), || listener.accept()))
@@ -268,8 +270,8 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Makes a call of a plugin whose set-up calls take turns, unless another thread is in one: then there is no answer yet.
-/// A call that may wait for a peer is made at once.
+/// Makes a set-up call that must not overlap with others. Returns `None` if another thread is in such a call.
+/// A call that may wait for a peer is made without the lock.
 fn in_turn<T>(
     host: &Host,
     only_polls: bool,
@@ -284,7 +286,7 @@ fn in_turn<T>(
     }
 }
 
-/// Asks until there is an answer. Once nobody waits for it that is asked less often, and not for ever.
+/// Polls until there is an answer. After cancellation it polls less often, and for `linger` at most.
 fn until_ended<T>(
     host: &Host,
     shared: &Shared,

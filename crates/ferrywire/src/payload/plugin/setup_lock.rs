@@ -1,28 +1,30 @@
 //! The lock around set-up calls of plugins that are not safe to call from several threads at once.
 //!
-//! NCCL makes all set-up calls of a communicator from one thread, and GPUDirect-TCPX relies on it. The last `accept` of
-//! a connection imports the GPU's receive pool where it is not imported yet, and holds no lock in between: of calls
-//! that overlap each imports the pool, and each import unmaps the one before, which other connections have been given
-//! already; their data is lost. The first call for a GPU, a `listen`, likewise fills the plugin's record of the GPU.
-//! ferrywire makes the calls of each channel on a thread of its own; this lock makes them take turns.
+//! NCCL makes all set-up calls of a communicator from one thread, and GPUDirect-TCPX relies on that. The last
+//! `accept` of a connection imports the GPU's receive pool if it is not imported yet, without a lock. If such
+//! calls overlap, each imports the pool, and each import unmaps the one before, which other connections
+//! already use; their data is lost. The first call for a GPU, a `listen`, fills the plugin's record of the
+//! GPU in the same way. ferrywire makes each channel's calls on a thread of its own, so this lock serializes
+//! them.
 //!
-//! Invariant: the lock is held for one call that does not wait for a peer, and a wait for it is bounded.
-//! Read next: `setup.rs`, which says what calls are made under it.
+//! Invariant: the lock is held for one call that does not wait for a peer, and waits for the lock are
+//! bounded.
+//! Read next: `setup.rs`, the calls made under it.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// One per process: what a plugin shares between its connections it shares between endpoints too.
+/// One lock per process: a plugin shares its state between endpoints too.
 pub(super) static SETUP_LOCK: SetupLock = SetupLock::new();
 
-/// A lock that can be waited for with a limit.
+/// A lock with a timeout.
 #[derive(Debug)]
 pub(super) struct SetupLock {
     is_held: Mutex<bool>,
     released: Condvar,
 }
 
-/// The lock is held until this is dropped.
+/// The held lock; released when dropped.
 #[derive(Debug)]
 pub(super) struct Held<'a>(&'a SetupLock);
 
@@ -31,7 +33,7 @@ impl SetupLock {
         SetupLock { is_held: Mutex::new(false), released: Condvar::new() }
     }
 
-    /// Takes the lock; `None` where another thread has held it for all of `limit`.
+    /// Takes the lock; `None` if another thread holds it for all of `limit`.
     pub fn acquire(&self, limit: Duration) -> Option<Held<'_>> {
         let waited = self.released.wait_timeout_while(self.lock(), limit, |is_held| *is_held);
         let (mut is_held, _) = waited.unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! What a plugin's answers mean.
+//! Interpretation of a plugin's results.
 
 use super::lane::{Direction, judge};
 use super::tcpx;

@@ -1,14 +1,14 @@
-//! Which calls of a plugin have not returned for too long.
+//! Detects plugin calls that do not return.
 //!
-//! Time is counted by the watcher's own looks: a process that was stopped for a minute finds its calls a
-//! minute old, and they are as good as new.
-//! Invariant: pure; the same call is the same thread and beginning.
+//! Time is counted between checks, with a maximum per check. So a process that was stopped for a minute does
+//! not treat its calls as a minute old.
+//! Invariant: pure; a call is identified by its thread and its beginning.
 
 use ferrywire_ncclnet::InflightCall;
 use ferrywire_proto::limits;
 use std::time::Duration;
 
-/// The calls that were under way at the last look.
+/// The calls that were in flight at the last check.
 #[derive(Debug, Default)]
 pub(crate) struct CallWatch {
     seen: Vec<Seen>,
@@ -19,19 +19,19 @@ pub(crate) struct CallWatch {
 struct Seen {
     thread: i32,
     age: Duration,
-    /// Time that has passed in looks at it.
+    /// Time that has passed in checks of this call.
     watched: Duration,
 }
 
 impl CallWatch {
-    /// Looks at the calls that are under way now; returns those that were for longer than `limit`.
+    /// Checks the calls in flight. Returns those that have been watched for longer than `limit`.
     pub fn overdue(&mut self, calls: Vec<InflightCall>, limit: Duration, now: Duration) -> Vec<InflightCall> {
         let passed = now.saturating_sub(self.last_look).min(2 * limits::PATH_CHECK_INTERVAL);
         self.last_look = now;
         let before = std::mem::take(&mut self.seen);
         let mut overdue = Vec::new();
         for call in calls {
-            // One that is older than it was is the same one: another would have begun since.
+            // A call that is older than the last one on its thread is that call; a new one would be younger.
             let same = before.iter().find(|seen| seen.thread == call.thread && seen.age < call.since);
             let same = same.filter(|_| call.since >= passed);
             let watched = same.map_or(Duration::ZERO, |seen| seen.watched + passed);
