@@ -24,11 +24,10 @@ impl Link {
     /// the session. The first error is kept, since an ended session reports errors for everything received
     /// later.
     pub(super) fn session_trouble(&mut self, error: &SessionError, now: Duration) {
-        match error.is_resumable() {
-            true => self.control_lost(&error.to_string(), false, now),
-            false => {
-                self.ending.get_or_insert(Error::of_session(error, self.peer.name()));
-            }
+        if error.is_resumable() {
+            self.control_lost(&error.to_string(), false, now);
+        } else {
+            self.ending.get_or_insert(Error::of_session(error, self.peer.name()));
         }
     }
 

@@ -105,12 +105,14 @@ impl StreamQueue {
         let mut order = Order::default();
         let mut at = 0;
         while let Some(waiting) = list.waiting.get(at) {
-            let answer = match waiting.op.unsendable() {
-                true => Ok(true),
-                false if order.is_behind(waiting) => Ok(false),
-                false => waiting.ready.poll(),
+            let may_begin = if waiting.op.unsendable() {
+                Ok(true)
+            } else if order.is_behind(waiting) {
+                Ok(false)
+            } else {
+                waiting.ready.poll()
             };
-            match answer {
+            match may_begin {
                 Ok(false) => {
                     order.stays(waiting);
                     at += 1;

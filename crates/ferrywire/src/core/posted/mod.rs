@@ -1,17 +1,17 @@
-//! The payload of a channel that has a lane: what may be posted when, and what comes of it.
+//! The lane of a channel: which messages may be posted when, and what their results mean.
 //!
 //! ```text
 //!   sender     header in the stream ─── isend ─── done, and acknowledged: the memory is free
 //!   receiver   header in the stream ─── irecv ─── done ─── gathered ─── given back ─── counted
 //! ```
 //!
-//! Heads and messages travel apart, in one order. The receiver posts for headers it has seen and for
-//! nothing else; the sender begins a message only if the peer has posted for all but a window of those
-//! before it. Lengths come from headers: several plugins never write them. Frames behind one whose payload
-//! is missing wait, since what is acknowledged is a count.
+//! Headers and messages travel separately, in one order. The receiver posts only for headers that it has
+//! received. The sender may begin at most one window of messages beyond the receives that the peer has
+//! posted. Lengths come from headers, since several plugins never report them. Frames behind one whose
+//! payload is missing wait, since an acknowledgement is a count.
 //!
-//! Invariant: a message's memory is let go only after the lane is done with it, or closed.
-//! Read next: `sending.rs`, `receiving.rs`, then `channel/`, which owns this.
+//! Invariant: a message's memory is released only after the lane is done with it, or closed.
+//! Read next: `sending.rs`, `receiving.rs`; then `channel/`, which owns this.
 
 mod receiving;
 mod sending;
@@ -35,117 +35,125 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// What a turn has brought.
+/// Results of one pass over a lane.
 #[derive(Default)]
 pub(crate) struct Turned {
-    /// Payload bytes that were sent, and that arrived.
+    /// Payload bytes sent and received.
     pub sent_bytes: u64,
     pub received_bytes: u64,
-    /// Whether anything was posted, done or finished.
+    /// Whether any request was posted, tested as done, or returned.
     pub worked: bool,
     /// Acknowledged frames whose memory is free now.
     pub delivered: Vec<Entry>,
-    /// Frames whose payload cannot be sent, and why. Their headers were held.
+    /// Frames whose payload cannot be packed, with the reason. Their headers were not sent.
     pub given_up: Vec<(u64, Error)>,
-    /// The frame whose memory cannot be read, and why, where that has ended the lane. Its operation is to fail, or the next
-    /// lane would end of it too.
+    /// The frame whose unreadable memory has ended the lane, with the reason. Its operation must fail, or the
+    /// next lane would end on it too.
     pub unreadable: Option<(u64, Error)>,
     /// A message has made no progress for the stall limit, and that has ended the lane.
     pub stalled: bool,
-    /// Frames that have arrived whole, in order.
+    /// Frames whose header and payload have arrived, in order.
     pub arrived: Vec<Arrival>,
 }
 
-/// A channel's lane with its bookkeeping.
+/// A channel's lane, with the state of its messages.
 pub(crate) struct Posted {
     lane: Box<dyn Lane>,
     sending: Sending,
     receiving: Receiving,
     counters: Arc<LaneCounters>,
-    /// Time in which this process was stopped is nobody's standing still.
+    /// A clock that skips time in which this process was stopped: that is no stall.
     clock: Clock,
 }
 
 impl Posted {
-    /// `stall_limit` is the longest the oldest message of either direction may stand still.
+    /// Creates the state. `stall_limit` is the longest time without progress of the oldest message of each
+    /// direction.
     pub fn new(lane: Box<dyn Lane>, stall_limit: Duration, counters: Arc<LaneCounters>) -> Posted {
         let (sending, receiving) = (Sending::new(&*lane, stall_limit), Receiving::new(&*lane, stall_limit));
         Posted { lane, sending, receiving, counters, clock: Clock::new(Duration::ZERO) }
     }
 
-    /// Whether the other end waits to hear that our side of the lane stands.
+    /// Whether the peer waits for a frame that reports this end of the lane as ready.
     pub fn is_waited_for(&self) -> bool {
         self.lane.may_stand_alone()
     }
 
-    /// Whether the peer's side of the lane stands, as far as is known.
+    /// Whether the peer has reported its end of the lane as ready.
     pub fn is_heard(&self) -> bool {
         self.sending.is_heard()
     }
 
-    /// Frames with a payload for the lane that may be taken now.
+    /// Number of frames with a payload for the lane that may be taken now.
     pub fn room(&self) -> usize {
         self.sending.room()
     }
 
-    /// Whether anything is posted, or could be: then somebody has to ask.
+    /// Whether messages are posted or wait to be, so that the lane has to be polled.
     pub fn active(&self) -> bool {
         self.sending.active() || self.receiving.active()
     }
 
-    /// Bytes in the lane's hands, both ways: as long as they are many, nobody is late who asks a little later.
+    /// Payload bytes in flight, sent and received. With many of them a short pause between polls delays no
+    /// caller.
     pub fn bytes_in_flight(&self) -> usize {
         self.sending.bytes_in_flight() + self.receiving.bytes_in_flight()
     }
 
-    /// Whether messages are not sent yet.
+    /// Whether some messages are not sent yet.
     #[cfg(test)]
     pub fn is_sending(&self) -> bool {
         self.sending.active()
     }
 
-    /// Whether a message that the lane has, or is to have, is of memory that its user may have freed. Only the lane's
-    /// end takes it back.
+    /// Whether a message in the lane, or waiting for it, is in memory that its user may have freed. Only the
+    /// lane's end withdraws such a message.
     pub fn sends_what_is_gone(&self) -> bool {
         self.sending.uses(|memory| memory.is_gone())
     }
 
-    /// How long whoever turns it is to rest after a turn that brought nothing, where the lane says so.
+    /// How long to pause after a pass without progress, if the lane specifies that.
     pub fn pause(&self) -> Option<Duration> {
         self.lane.pause()
     }
 
-    /// A dead path under the lane, in words.
+    /// A description of a dead path under the lane.
     pub fn path_trouble(&self) -> Option<String> {
         self.lane.path_trouble().map(|why| format!("{}: {why}", self.lane.describe()))
     }
 
     // ---- sending ----
 
-    /// A frame was taken whose payload goes over the lane. In the order of their headers.
+    /// Takes the payload of a frame for the lane. Frames come in the order of their headers.
     pub fn admit(&mut self, frame: u64, entry: &Entry) {
         self.sending.admit(&mut *self.lane, frame, entry);
     }
 
-    /// Whether the header of this frame waits for its payload.
+    /// Whether the header of this frame waits until its payload is packed.
     pub fn holds_head(&self, frame: u64) -> bool {
         self.sending.holds_head(frame)
     }
 
-    /// The peer has placed this frame: gives the entry back, unless the lane is not done with its memory.
+    /// Returns the entry of an acknowledged frame, or keeps it while the lane uses its memory.
     pub fn acknowledged(&mut self, frame: u64, entry: Entry) -> Option<Entry> {
         self.counters.moved.fetch_add(1, Ordering::Relaxed);
         self.sending.acknowledged(frame, entry)
     }
 
-    /// How many receives the peer says it has posted, in the low half.
+    /// Handles the peer's count of posted receives, of which `low` is the low half.
+    ///
+    /// # Errors
+    /// A violation, if the count is impossible.
     pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
         self.sending.confirm(low)
     }
 
     // ---- receiving ----
 
-    /// Whether there is room for a message that a header tells of: a plugin does not check what it receives.
+    /// Checks the size of an announced message: a plugin does not check what it receives.
+    ///
+    /// # Errors
+    /// A violation, if the message exceeds the agreed size.
     pub fn fits(&self, header: &Header) -> Result<(), &'static str> {
         if header.is_posted() && header.len as usize > self.lane.message_bytes_max() {
             Err("it announces a message that is larger than was agreed")
@@ -154,27 +162,28 @@ impl Posted {
         }
     }
 
-    /// How many receives were posted here, for the peer.
+    /// Number of receives posted here, in its low half, for the header.
     pub fn told(&self) -> u32 {
         self.receiving.posted_count() as u32
     }
 
-    /// A frame's part of the stream is here.
+    /// Queues a frame whose stream bytes are here.
     pub fn expect(&mut self, arrival: Arrival) {
         self.receiving.expect(arrival);
     }
 
-    /// Frames that wait for payload, their own or that of one before them.
+    /// Frames that wait for a payload, their own or an earlier one's.
     pub fn waiting(&self) -> usize {
         self.receiving.waiting()
     }
 
-    /// Stops placing bytes where `gone` says. True while the lane may still write there: ask again.
+    /// Stops placing bytes into memory for which `gone` is true. Returns true while the lane may still write
+    /// there; poll until false.
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
         self.receiving.abandon(&*self.lane, gone)
     }
 
-    /// Undoes registrations of memory whose region is gone.
+    /// Undoes registrations of dropped regions that no message uses.
     pub fn forget_revoked(&mut self) {
         let (sending, receiving) = (&self.sending, &self.receiving);
         let uses =
@@ -184,10 +193,10 @@ impl Posted {
 
     // ---- both ----
 
-    /// Tests the oldest of each direction and posts what may be posted.
+    /// Makes one pass: tests the oldest request of each direction, and posts what may be posted.
     ///
     /// # Errors
-    /// Why the lane is of no use any more, with the state it was in.
+    /// Why the lane has failed, with a description of it.
     pub fn turn(&mut self, now: Duration, turned: &mut Turned) -> Result<(), String> {
         let now = self.clock.look(now);
         let result = self.sending.turn(&mut *self.lane, now, turned).and_then(|()| {
@@ -206,23 +215,23 @@ impl Posted {
         result.map_err(|why| format!("{}: {why}", self.lane.describe()))
     }
 
-    /// The connection beside the lane has ended: what was begun may still arrive.
+    /// Handles the end of the connection beside the lane. Messages in flight may still arrive.
     pub fn companion_closed(&mut self, now: Duration, why: &str) {
         let now = self.clock.look(now);
         self.receiving.closing(now, format!("the connection beside it ended: {why}"));
     }
 
-    /// The fill of both windows in words, for the errors of both ends.
+    /// Describes the fill of both windows, for the errors of both ends.
     pub fn state(&self) -> String {
         format!("{}; {}", self.sending.state(), self.receiving.state())
     }
 
-    /// Whether nothing reads the memory any more of which the closed lane was sending. Ask again.
+    /// Whether the closed lane no longer reads the memory of its sends. Poll until true.
     pub fn has_released(&mut self) -> bool {
         self.lane.has_released()
     }
 
-    /// Closes the lane. Gives back the acknowledged frames that it held.
+    /// Closes the lane. Returns the acknowledged frames that it kept.
     pub fn end(&mut self) -> Vec<Entry> {
         self.lane.close(InFlight { sends: self.sending.in_flight(), receives: self.receiving.in_flight() });
         self.receiving.clear();
@@ -230,12 +239,12 @@ impl Posted {
     }
 }
 
-/// Whole seconds, for errors.
+/// Formats seconds for errors.
 fn seconds(time: Duration) -> String {
     format!("{:.1} s", time.as_secs_f64())
 }
 
-/// The full count for a low half that the peer told, if it can be one.
+/// The full count for a low half from the peer, or `None` if it is impossible.
 fn widen(low: u32, known: u64, most: u64) -> Option<u64> {
     let count = wire::widen(low, known);
     (count >= known && count <= most).then_some(count)

@@ -1,11 +1,11 @@
 //! Frames of one channel that wait for their payload, or behind one that does.
 //!
-//! A frame's life: `waiting -> posted -> done -> gathered -> unpacked -> given back`; one without a payload
-//! on the lane only waits for its turn. All of them leave in the order in which their headers came. What cannot be
-//! brought to its place is refused, and the lane goes on.
+//! A frame's states: `waiting -> posted -> done -> gathered -> unpacked -> given back`. A frame without a
+//! payload on the lane only waits for earlier ones. Frames leave in the order of their headers. A payload
+//! that cannot be placed is refused, and the lane continues.
 //!
-//! Invariant: receives are posted in the order of headers, for headers that are here, at most a window at a
-//! time; a finished one counts until it is given back.
+//! Invariant: receives are posted in the order of headers, only for received headers, and at most a window at
+//! a time. A finished receive counts until it is returned to the lane.
 
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds};
@@ -21,36 +21,36 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-/// Of what has arrived one turn takes no more than this, but whole messages: each may be copied by the CPU, and the worker
-/// has other lanes, and requests to let go of memory.
+/// Bytes after which a pass takes no further message: the CPU may have to copy each, and the worker has other
+/// lanes, and requests to release memory.
 const BYTES_PER_TURN: u64 = 1 << 20;
 
-/// A frame as the stream brought it.
+/// A frame whose stream bytes are here.
 pub(crate) struct Arrival {
     pub header: Header,
     pub placements: Vec<u8>,
     pub landing: Option<Landing>,
     pub message: Vec<u8>,
     pub refusal: Option<Refusal>,
-    /// Where the payload goes, in its order. Nowhere if it is refused.
+    /// Target of the payload, in order. Empty if the frame is refused.
     pub target: Vec<Run>,
 }
 
 struct Frame {
     arrival: Arrival,
     state: State,
-    /// Its memory was taken away while the lane had a receive for it.
+    /// The memory was released while the lane had a receive for it.
     abandoned: bool,
 }
 
 enum State {
-    /// All of it is here.
+    /// The frame is complete.
     Whole,
     Waiting,
     Posted(Receive),
-    /// Done, and on its way from where it lies scattered.
+    /// Done, and being gathered from fragments.
     Gathering(Receive),
-    /// In its place, or in a slot, to be unpacked.
+    /// In its target, or in a slot to be unpacked.
     Done(Receive),
 }
 
@@ -66,10 +66,10 @@ pub(super) struct Receiving {
     window: usize,
     stall_limit: Duration,
     frames: VecDeque<Frame>,
-    /// Of the frames, how many were looked at for posting, and how many of those have all their payload.
+    /// Number of frames that were considered for posting, and number of those whose payload is complete.
     seen: usize,
     tested: usize,
-    /// Requests posted and not given back, now and at most.
+    /// Requests posted and not returned: now, and the maximum so far.
     outstanding: usize,
     most: usize,
     posted: u64,
@@ -77,10 +77,10 @@ pub(super) struct Receiving {
     moved_at: Duration,
     posted_at: Duration,
     refused_since: Option<Duration>,
-    /// Since when the peer seems to be closing, and what said so.
+    /// Since when the peer seems to be closing, and the sign of that.
     closing: Option<(Duration, String)>,
     closing_results: u64,
-    /// A frame has left whose memory was taken away: nothing of the lane's is to keep that any more.
+    /// A frame whose memory was released has left, so the lane may undo its registration.
     released: bool,
     slots: Slots,
 }
@@ -115,7 +115,7 @@ impl Receiving {
         self.outstanding > 0
     }
 
-    /// Bytes that are to come into posted receives.
+    /// Bytes that posted receives wait for.
     pub fn bytes_in_flight(&self) -> usize {
         let posted = self.frames.iter().filter(|frame| matches!(frame.state, State::Posted(_)));
         posted.map(|frame| frame.arrival.header.len as usize).sum()
@@ -142,7 +142,7 @@ impl Receiving {
         self.frames.push_back(Frame { arrival, state, abandoned: false });
     }
 
-    /// Whether memory that was taken away is of no more use since this was last asked.
+    /// Whether registrations may have become unused since the last call.
     pub fn has_let_go(&mut self) -> bool {
         std::mem::take(&mut self.released)
     }
@@ -159,7 +159,7 @@ impl Receiving {
         })
     }
 
-    /// `sends`: the lane has some in flight.
+    /// Makes one pass. `sends` is whether the lane has sends in flight.
     pub fn turn(
         &mut self,
         lane: &mut dyn Lane,
@@ -173,7 +173,7 @@ impl Receiving {
         self.look_after_closing(now)
     }
 
-    /// Tests the oldest request, and those behind it as long as they are done and others can wait for so much.
+    /// Tests the oldest request, and later ones while they are done, up to `BYTES_PER_TURN`.
     fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
         while self.tested < self.seen && turned.received_bytes < BYTES_PER_TURN {
             let frame = &mut self.frames[self.tested];
@@ -212,7 +212,7 @@ impl Receiving {
             let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
             turned.worked = true;
             turned.received_bytes += receive.run.bytes as u64;
-            // What is refused is left where it is, and given back.
+            // A refused payload stays where it is, and its request is returned.
             if frame.arrival.refusal.is_none() && lane.scatters(&receive.run.memory) {
                 frame.state = match lane.gather(receive.number, &receive.run) {
                     Ok(()) => State::Gathering(receive),
@@ -231,13 +231,15 @@ impl Receiving {
         Ok(())
     }
 
-    /// Takes what the oldest finished requests brought, gives them back, and hands on whole frames.
+    /// Places the payload of the oldest finished requests, returns the requests, and passes complete frames
+    /// on.
     fn finish(&mut self, lane: &mut dyn Lane, sends: bool, turned: &mut Turned) -> Result<(), String> {
         while self.tested > 0 {
             match self.frames[0].take(lane) {
                 Poll::Pending => return Ok(()),
                 Poll::Ready(Ok(())) => {}
-                // Over another lane it would fail again. What the GPU still does with its memory ends with this one.
+                // The payload would fail over another lane too. Closing this lane ends what the GPU still
+                // does with its memory.
                 Poll::Ready(Err(why)) => {
                     lane.close(InFlight { sends, receives: true });
                     turned.arrived.extend(self.frames.pop_front().map(|frame| frame.arrival));
@@ -259,7 +261,8 @@ impl Receiving {
         Ok(())
     }
 
-    /// Posts for the next headers, while there is room. Also when the peer closes: what has a header was sent.
+    /// Posts receives for the next headers, while the window has room. Also while the peer closes: a message
+    /// whose header is here was sent.
     fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
         while self.seen < self.frames.len() {
             let frame = &mut self.frames[self.seen];
@@ -277,7 +280,7 @@ impl Receiving {
                         return self.refused(refused, now);
                     }
                 }
-                // Those in hand may all have arrived, and be waiting for a GPU for however long.
+                // The earlier requests may all have arrived, and be waiting for a GPU for any time.
                 let before = self.frames.range(self.tested..self.seen);
                 if !before.into_iter().any(|frame| matches!(frame.state, State::Posted(_))) {
                     self.moved_at = now;
@@ -310,14 +313,14 @@ impl Receiving {
         Ok(())
     }
 
-    /// The peer closes, or is gone: what was announced has some time to arrive.
+    /// Notes that the peer is closing or gone. Announced messages have some time to arrive.
     pub fn closing(&mut self, now: Duration, why: String) {
         self.closing.get_or_insert((now, why));
     }
 
     fn look_after_closing(&mut self, now: Duration) -> Result<(), String> {
         let Some((since, why)) = &self.closing else { return Ok(()) };
-        // What waits for room in our own window the peer cannot send.
+        // The peer cannot send messages for which this end's window has no room.
         let has_room = self.outstanding < self.window;
         let missing = self.frames.iter().any(|frame| match frame.state {
             State::Posted(_) => true,
@@ -336,7 +339,8 @@ impl Receiving {
         }
     }
 
-    /// Stops placing bytes where `gone` says; true while a request may still write there.
+    /// Stops placing bytes into memory for which `gone` is true. Returns true while a request may still write
+    /// there.
     pub fn abandon(&mut self, lane: &dyn Lane, gone: &dyn Fn(&Landing) -> bool) -> bool {
         let mut touched = false;
         for frame in &mut self.frames {
@@ -358,14 +362,14 @@ impl Receiving {
         )
     }
 
-    /// The lane is closed.
+    /// Drops all frames: the lane is closed.
     pub fn clear(&mut self) {
         self.frames.clear();
     }
 }
 
 impl Arrival {
-    /// Where the message is to be received: in its place, or in a slot.
+    /// The memory to receive the message into: its target, or a slot.
     fn room(&self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<(Option<Slot>, Run), String> {
         match &self.target[..] {
             [run] if lane.takes(Way::Unpack, run) => Ok((None, run.clone())),
@@ -377,7 +381,7 @@ impl Arrival {
         }
     }
 
-    /// What is here cannot be brought to its place.
+    /// Refuses the frame: its payload cannot be placed.
     fn refuse(&mut self, error: &Error) {
         tracing::warn!(%error, "a payload cannot be placed");
         self.landing.iter().for_each(|landing| landing.fail(error));
@@ -386,17 +390,17 @@ impl Arrival {
 }
 
 impl Frame {
-    /// Brings what has arrived to its place; ready when the request can be given back.
+    /// Moves received bytes to their target. Ready when the request can be returned.
     ///
     /// # Errors
-    /// Why the lane is of no use any more; the frame is refused.
+    /// Why the lane has failed; the frame is refused.
     fn take(&mut self, lane: &mut dyn Lane) -> Poll<Result<(), String>> {
         if let State::Gathering(receive) = &self.state {
             match lane.gathered(receive.number) {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(error)) => {
                     self.arrival.refuse(&error);
-                    // Nothing is done to memory that is gone.
+                    // Freed memory is not touched, so the lane can continue.
                     if !matches!(error, Error::Cuda(CudaError::Freed { .. })) {
                         return Poll::Ready(Err(error.to_string()));
                     }
@@ -421,32 +425,31 @@ impl Frame {
         }
     }
 
-    /// Its memory is taken away. True while something may still write there.
+    /// Releases the frame's memory. Returns true while the lane or a copy may still write there.
     fn abandon(&mut self, lane: &dyn Lane) -> bool {
         let direct = |receive: &Receive| receive.slot.is_none() && !lane.scatters(&receive.run.memory);
         let touched = match &self.state {
             State::Whole | State::Waiting => false,
             State::Posted(receive) => direct(receive),
-            // Being copied, or about to be.
+            // A copy is in progress, or about to start.
             State::Gathering(_) | State::Done(_) => true,
         };
-        match touched {
-            // Refused if it arrives, and kept until then.
-            true if matches!(self.state, State::Posted(_)) => self.arrival.refusal = Some(Refusal::NoRegion),
-            true => {}
-            false if matches!(self.state, State::Whole) => {
-                // As in `staging/receiving.rs`: the sender must not be told of bytes that a closed receive does not have.
-                if matches!(&self.arrival.landing, Some(Landing::Sink { sink, .. }) if sink.closed()) {
-                    self.arrival.refusal.get_or_insert(Refusal::NoSink);
-                }
-                self.arrival.landing = None;
-            }
-            false => {
-                self.abandoned = true;
+        if touched {
+            if matches!(self.state, State::Posted(_)) {
+                // Refuse the frame when it arrives; keep it until then.
                 self.arrival.refusal = Some(Refusal::NoRegion);
-                self.arrival.landing = None;
-                self.arrival.target.clear();
             }
+        } else if matches!(self.state, State::Whole) {
+            // As in `staging/receiving.rs`: the sender must not be told that a closed receive has these bytes.
+            if matches!(&self.arrival.landing, Some(Landing::Sink { sink, .. }) if sink.closed()) {
+                self.arrival.refusal.get_or_insert(Refusal::NoSink);
+            }
+            self.arrival.landing = None;
+        } else {
+            self.abandoned = true;
+            self.arrival.refusal = Some(Refusal::NoRegion);
+            self.arrival.landing = None;
+            self.arrival.target.clear();
         }
         touched
     }

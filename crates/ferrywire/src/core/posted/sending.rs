@@ -1,11 +1,11 @@
-//! Messages of one channel on their way out.
+//! Messages of one channel to be sent.
 //!
-//! A message's life: `waiting -> packed -> posted -> done`. It is done for its frame when the peer has
-//! acknowledged that too, in whichever order the two come. One that is packed has its header held until then: should
-//! that fail, its frame goes out without it.
+//! A message's states: `waiting -> packed -> posted -> done`. Its frame is finished when the message is done
+//! and the peer has acknowledged the frame, in either order. The header of a message to be packed is held
+//! until the message is packed: if that fails, the frame is sent without it.
 //!
-//! Invariant: message n is begun only if n is less than the receives the peer has posted plus a window,
-//! and at most a window of messages are begun and not done; none before the peer's end of the lane is known to stand.
+//! Invariant: at most a window of messages are begun beyond the receives that the peer has posted, and at
+//! most a window are begun and not done; none before the peer's end of the lane is known to be ready.
 
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds, widen};
@@ -18,20 +18,20 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-/// A message from the moment its frame is taken.
+/// A message, from the moment its frame is taken.
 struct Outgoing {
     frame: u64,
     bytes: usize,
     source: Source,
-    /// Its frame, once the peer has acknowledged it.
+    /// The frame's entry, once the peer has acknowledged the frame.
     entry: Option<Entry>,
 }
 
 enum Source {
     Run(Run),
-    /// To be packed, one behind another.
+    /// Ranges to be packed one behind another.
     Ranges(Vec<Run>),
-    /// Packed, or being packed.
+    /// Packed, or being packed while `ranges` is not empty.
     Slot {
         slot: Slot,
         run: Run,
@@ -45,18 +45,18 @@ pub(super) struct Sending {
     waiting: VecDeque<Outgoing>,
     posted: VecDeque<(Ticket, Outgoing)>,
     begun: u64,
-    /// The other end's side of the lane stands.
+    /// The peer has reported its end of the lane as ready.
     heard: bool,
     confirmed: u64,
     done: u64,
-    /// Messages that are not packed yet.
+    /// Number of messages that are not packed yet.
     unpacked: usize,
     most: usize,
     /// When the oldest message became the oldest, or was posted.
     moved_at: Duration,
-    /// Since when the lane takes nothing although nothing is posted.
+    /// Since when the lane has refused requests although none is posted.
     refused_since: Option<Duration>,
-    /// Memory that was taken back meanwhile is not read any more.
+    /// A sent message was in released memory, so the lane may undo its registration.
     released: bool,
     slots: Slots,
 }
@@ -101,12 +101,12 @@ impl Sending {
         !self.posted.is_empty()
     }
 
-    /// Whether a message of memory that is taken back was sent since this was last asked: the lane need not keep it.
+    /// Whether registrations may have become unused since the last call.
     pub fn has_let_go(&mut self) -> bool {
         std::mem::take(&mut self.released)
     }
 
-    /// Bytes that the lane has and is not done with.
+    /// Bytes of posted messages that are not done.
     pub fn bytes_in_flight(&self) -> usize {
         self.posted.iter().map(|(_, message)| message.bytes).sum()
     }
@@ -161,7 +161,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Whether a message that is not done is of such memory, and not packed.
+    /// Whether an unfinished message reads such memory directly, not from a slot.
     pub fn uses(&self, which: impl Fn(&Arc<Memory>) -> bool) -> bool {
         let mut all = self.posted.iter().map(|(_, message)| message).chain(&self.waiting);
         all.any(|message| match &message.source {
@@ -192,7 +192,7 @@ impl Sending {
                 }
                 Step::Pending => return Ok(()),
                 Step::Unreadable(ticket, why) => return Err(self.unreadable(ticket, why, turned)),
-                // On this side there is no last answer to wait for: the peer may never have had the message.
+                // A send has no later result to wait for: the peer may never get the message.
                 Step::Closing(why) | Step::Failed(why) => return Err(self.failed(message, &why)),
             }
             let Some((_, message)) = self.posted.pop_front() else { return Ok(()) };
@@ -222,7 +222,7 @@ impl Sending {
             };
             if !was_packed {
                 self.unpacked -= 1;
-                // Its header may go.
+                // The message's header may be sent now.
                 turned.worked = true;
             }
             match lane.isend(&run) {
@@ -245,7 +245,7 @@ impl Sending {
         Ok(())
     }
 
-    /// The oldest message cannot be packed. Nobody has heard of it.
+    /// Gives up the oldest message, which cannot be packed. Its header was not sent.
     fn give_up(&mut self, error: Error, turned: &mut Turned) {
         let Some(message) = self.waiting.pop_front() else { return };
         if let Source::Slot { slot, .. } = message.source {
@@ -257,7 +257,7 @@ impl Sending {
         turned.given_up.push((message.frame, error));
     }
 
-    /// The lane is full. That cannot last while nothing is posted.
+    /// Handles a full lane. A lane that stays full with nothing posted has failed.
     fn refused(&mut self, how: &str, now: Duration) -> Result<(), String> {
         let since = *self.refused_since.get_or_insert(now);
         if !self.posted.is_empty() {
@@ -269,7 +269,8 @@ impl Sending {
         Ok(())
     }
 
-    /// The memory of a message cannot be read. Its header is out, so only the lane's end takes it back.
+    /// Handles a message whose memory cannot be read. Its header was sent, so only the lane's end withdraws
+    /// it.
     fn unreadable(&self, ticket: Ticket, why: Error, turned: &mut Turned) -> String {
         let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
         let said = format!("memory that it was to send cannot be read: {why}");
@@ -293,7 +294,7 @@ impl Sending {
         )
     }
 
-    /// The lane is closed: gives back what was acknowledged and not done.
+    /// Clears the state, since the lane is closed. Returns the acknowledged frames that were not done.
     pub fn clear(&mut self) -> Vec<Entry> {
         if self.in_flight() {
             self.slots.use_never_again();
@@ -314,10 +315,10 @@ impl Source {
 }
 
 impl Outgoing {
-    /// The run to send from; pending while it is being packed, or why it cannot be.
+    /// The run to send from. Pending while it is being packed; an error if that fails.
     ///
     /// # Errors
-    /// Why the lane is of no use any more.
+    /// Why the lane has failed.
     fn pack(&mut self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<Poll<Result<Run, Error>>, String> {
         if let Source::Ranges(ranges) = &mut self.source {
             let like = ranges.first().map(|range| range.memory.clone());
@@ -327,7 +328,7 @@ impl Outgoing {
         match &mut self.source {
             Source::Run(run) => Ok(Poll::Ready(Ok(run.clone()))),
             Source::Slot { run, ranges, .. } => {
-                // Packed once: a lane that is full is asked again with what is there.
+                // Pack only once: after a full lane the packed slot is posted again.
                 if !ranges.is_empty() {
                     match lane.copy(Way::Pack, run, ranges) {
                         Poll::Ready(Ok(())) => {}

@@ -1,6 +1,6 @@
-//! Registered memory that messages pass through where they are no single run at one end.
+//! Slots: registered memory for messages that are not one run of usable memory at this end.
 //!
-//! Invariant: a slot is lent to one message at a time.
+//! Invariant: a slot is lent to one message at a time. Read next: `sending.rs`, `receiving.rs`.
 
 use crate::payload::lane::{Lane, Run, Way};
 use ferrywire_memory::{Memory, MemoryLocation};
@@ -13,9 +13,9 @@ pub(super) struct Slot {
     index: usize,
 }
 
-/// As many slots as a window has requests, of each kind of memory that is needed.
+/// As many slots as a window has requests, for each memory location in use.
 pub(super) struct Slots {
-    /// Sent from (packed), or received into.
+    /// Whether messages are packed for sending, or unpacked after receiving.
     way: Way,
     count: usize,
     bytes: usize,
@@ -23,7 +23,7 @@ pub(super) struct Slots {
 }
 
 struct Pool {
-    /// Whose messages it is for; `None`: those that are thrown away.
+    /// The memory location of the messages; `None` for messages that are discarded.
     location: Option<MemoryLocation>,
     memory: Arc<Memory>,
     free: Vec<usize>,
@@ -39,7 +39,11 @@ impl Slots {
         Slots { way, count, bytes, pools: Vec::new() }
     }
 
-    /// Lends a slot for memory like this, made when it is first needed. There are enough for a window.
+    /// Lends a slot for messages in memory of this location. The slots are created at first use; there are
+    /// enough for a window.
+    ///
+    /// # Errors
+    /// Why there is no memory, or no slot.
     pub fn take(
         &mut self,
         lane: &mut dyn Lane,
@@ -63,7 +67,7 @@ impl Slots {
             Ok(memory) if self.is_taken(lane, &memory) => memory,
             Ok(memory) if memory.location() == MemoryLocation::Host => memory,
             Ok(refused) => {
-                // Nobody is to keep it.
+                // Undo the registration of the memory that is not used.
                 refused.revoke();
                 lane.forget_revoked(&|other| !Arc::ptr_eq(other, &refused));
                 lane.host_slot_memory(bytes)?
@@ -75,7 +79,7 @@ impl Slots {
         Ok(self.pools.len() - 1)
     }
 
-    /// Some of them may still be sent: a connection that is closed sends on what its kernel has.
+    /// Marks the slots' memory as not reusable: the kernel of a closed connection may still send from it.
     pub fn use_never_again(&self) {
         self.pools.iter().for_each(|pool| pool.memory.use_never_again());
     }
@@ -84,7 +88,7 @@ impl Slots {
         lane.takes(self.way, &Run { memory: memory.clone(), offset: 0, bytes: self.bytes })
     }
 
-    /// Takes a slot back.
+    /// Returns a slot.
     pub fn give_back(&mut self, slot: Slot) {
         self.pools[slot.pool].free.push(slot.index);
     }

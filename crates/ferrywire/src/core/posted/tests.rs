@@ -1,4 +1,4 @@
-//! The rules of a lane, on one that does as it is told and checks how it is used.
+//! The rules of a lane, tested with a scripted lane that checks its use.
 
 mod standstill;
 
@@ -24,10 +24,10 @@ const WINDOW: usize = 16;
 const CHUNK: usize = 64 << 10;
 const STALL: Duration = Duration::from_secs(30);
 
-/// What the fake lane is to do, and what it has seen.
+/// The script of the fake lane, and its record of calls.
 #[derive(Default)]
 struct Script {
-    /// Answers to tests of the oldest request, in turn; pending when there is none.
+    /// Results of tests of the oldest request, in order; pending when there are none.
     sends: VecDeque<Step>,
     receives: VecDeque<Step>,
     /// Refuses to post.
@@ -39,15 +39,15 @@ struct Script {
     sent: Vec<Vec<u8>>,
     received_into: Vec<(u64, usize)>,
     consumed: usize,
-    /// What is received lies elsewhere until it is gathered; the gathers that were begun, and which are done.
+    /// Received bytes lie elsewhere until they are gathered; the gathers begun, and whether each is done.
     scatters: bool,
-    /// Answers to what is packed and unpacked, in turn; done when there is none.
+    /// Results of packing and unpacking, in order; done when there are none.
     copies: VecDeque<Poll<Result<(), Error>>>,
     gathers: Vec<(u64, bool)>,
     closed: Option<InFlight>,
-    /// It may stand before the peer's end of it does.
+    /// The lane may be ready before the peer's end is.
     alone: bool,
-    /// Memory that it keeps something for.
+    /// Memory that the lane has registered.
     known: Vec<Arc<Memory>>,
 }
 
@@ -183,7 +183,7 @@ impl Bench {
         Bench { posted, script, now: Duration::ZERO }
     }
 
-    /// Lets time pass, with turns in between: without any, none does.
+    /// Lets time pass with passes in between: a clock that is not read does not advance.
     fn pass(&mut self, time: Duration) -> Result<(), String> {
         let end = self.now + time;
         while self.now < end {
@@ -202,7 +202,7 @@ impl Bench {
         look(&mut self.script.lock().unwrap())
     }
 
-    /// Takes frames as a channel does, up to the room there is; returns how many.
+    /// Takes frames as a channel does, up to the available room. Returns their number.
     fn take(&mut self, queue: &SendQueue, window: &mut Window<Entry>) -> usize {
         let first = window.next();
         let room = self.posted.room();
@@ -232,7 +232,7 @@ impl Bench {
     }
 }
 
-/// A queue with a write of so many chunks, and the bytes it writes.
+/// A queue with a write of `chunks` chunks, and the bytes it writes.
 fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
     let bytes: Vec<u8> = (0..chunks * CHUNK).map(|at| (at / 1000) as u8).collect();
     let memory = filled(&bytes);
@@ -270,7 +270,7 @@ fn frame(number: u64, target: &[(u64, usize)], memory: &Arc<Memory>) -> Arrival 
     Arrival { header, placements: Vec::new(), landing, message: Vec::new(), refusal: None, target }
 }
 
-/// A frame that the stream has brought whole.
+/// A frame without payload on the lane.
 fn whole(number: u64) -> Arrival {
     let header = Header { transfer: number, ..Header::new(Kind::Notify) };
     let (placements, message, target) = Default::default();
@@ -429,7 +429,7 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
     assert_eq!(bench.take(&queue, &mut first), 2);
     bench.turn().unwrap();
     let why = Error::invalid("region", "scripted");
-    // The second one, while the first is the one asked for.
+    // The second one fails while the first is tested.
     bench.script(|script| {
         let second = Ticket(script.posted_sends[1]);
         script.sends.push_back(Step::Unreadable(second, why.clone()));

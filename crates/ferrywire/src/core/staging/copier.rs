@@ -1,9 +1,9 @@
-//! Copies between pinned memory and a GPU that nobody waits for.
+//! Asynchronous copies between pinned memory and a GPU.
 //!
-//! A copier does its batches in the order in which they are enqueued. The mark behind a batch is a number
-//! that it writes into memory of the host once the batch is done: to look there costs a load, no call of a driver.
+//! A copier executes its batches in order. The mark behind a batch is a number that the copier writes to host
+//! memory once the batch is done, so that checking it costs a load and no driver call.
 //!
-//! Invariant: when a copier is dropped, it is done with all memory that was named to it.
+//! Invariant: a dropped copier no longer touches any memory that was passed to it.
 //! Read next: `cuda.rs`; `pipeline.rs`, the only user.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use ferrywire_memory::cuda::PinnedBuffer;
 use ferrywire_memory::sim::{MappedBuffer, SimStream};
 use ferrywire_memory::{Gpu, MemoryLocation};
 
-/// Which way a copier copies.
+/// The direction of a copier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
     /// From the GPU.
@@ -24,7 +24,7 @@ pub(super) enum Way {
     In,
 }
 
-/// One run: the same bytes in pinned memory and on the GPU.
+/// One run of a copy: its address in pinned memory, its address on the GPU, and its length in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
     pub host: usize,
@@ -32,38 +32,41 @@ pub(super) struct Run {
     pub bytes: usize,
 }
 
-/// A queue of copies of one GPU, one way.
+/// A queue of copies of one GPU in one direction.
 pub(super) trait Copier: Send {
-    /// Enqueues copies, and a mark behind them; not while it takes no more. Numbers rise.
+    /// Enqueues copies and a mark behind them. Marks increase. Call this only while `takes_more`.
+    ///
+    /// # Errors
+    /// The driver's error; the copier must then be dropped.
     ///
     /// # Safety
-    /// Both sides of each run stay allocated, and nobody else writes to the source or uses the target, until the
-    /// mark is reached or the copier is dropped.
+    /// Both sides of each run stay allocated, and no other code writes to the source or uses the target,
+    /// until the mark is reached or the copier is dropped.
     unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()>;
 
-    /// The last mark that was reached, and why no further one will be, if that is known.
+    /// The last mark that was reached, and an error if later ones are known never to be reached.
     fn reached(&mut self) -> (u64, Option<Error>);
 
-    /// Whether another batch should be enqueued now, and not when those before it are done.
+    /// Whether another batch should be enqueued now, not after the earlier ones.
     fn takes_more(&self) -> bool {
         true
     }
 
-    /// Ends the work that has begun, and begins no other; gives the last mark that was reached.
+    /// Finishes the work that has begun, and drops the rest. Returns the last mark that was reached.
     fn stop(&mut self) -> u64 {
         self.reached().0
     }
 
-    /// How often the driver was called to do something or asked about it.
+    /// Number of driver calls, including queries.
     fn calls(&self) -> u64;
 
-    /// Bytes of pinned memory that it has for itself.
+    /// Bytes of pinned memory that the copier uses itself.
     fn pinned_bytes(&self) -> usize {
         0
     }
 }
 
-/// Memory of the host that a GPU reaches.
+/// Host memory that a GPU reaches.
 pub(super) enum Pinned {
     Sim(MappedBuffer),
     Cuda(PinnedBuffer),
@@ -85,7 +88,10 @@ impl Pinned {
     }
 }
 
-/// Pinned memory near a GPU that is open. For set-up only.
+/// Allocates pinned memory near a GPU that is open. For set-up only: the call may wait for the GPU.
+///
+/// # Errors
+/// The GPU is not open, or the driver's error.
 pub(super) fn pinned(location: MemoryLocation, bytes: usize) -> Result<Pinned> {
     match Gpu::opened(location)? {
         Gpu::Sim(_) => Ok(Pinned::Sim(MappedBuffer::new(bytes, 4096)?)),
@@ -93,7 +99,10 @@ pub(super) fn pinned(location: MemoryLocation, bytes: usize) -> Result<Pinned> {
     }
 }
 
-/// A copier of a GPU that is open. For set-up only.
+/// Creates a copier of a GPU that is open. For set-up only: the call may wait for the GPU.
+///
+/// # Errors
+/// The GPU is not open, or the driver's error.
 pub(super) fn copier(location: MemoryLocation, way: Way) -> Result<Box<dyn Copier>> {
     match Gpu::opened(location)? {
         Gpu::Sim(gpu) => {
@@ -134,7 +143,7 @@ impl Copier for SimCopier {
         }
         self.calls += 1;
         let failed = self.stream.query().err().map(Error::from);
-        // What was done before the failure is done.
+        // Copies before the failure are done.
         (self.flag.load(Ordering::Acquire), failed)
     }
 
@@ -151,7 +160,7 @@ mod tests {
 
     const BYTES: usize = 4096;
 
-    /// A GPU of its own, its memory, and pinned memory.
+    /// A GPU, some of its memory, and pinned memory.
     fn scene(index: u32) -> (Arc<SimGpu>, ferrywire_memory::sim::SimBuffer, Pinned) {
         let gpu = SimGpu::open(index).unwrap();
         gpu.set_faults(SimFaults::default());
@@ -160,7 +169,7 @@ mod tests {
     }
 
     fn host(pinned: &Pinned) -> &[u8] {
-        // SAFETY: the ring has so many bytes, and the copier is not at work when the tests look.
+        // SAFETY: the ring has so many bytes, and the copier is idle when the tests read them.
         unsafe { std::slice::from_raw_parts(pinned.base() as *const u8, BYTES) }
     }
 
@@ -187,7 +196,7 @@ mod tests {
         let mut out = copier(MemoryLocation::SimGpu(11), Way::Out).unwrap();
         gpu.set_stall(true);
         for (at, mark) in [(0, 1), (BYTES / 2, 2)] {
-            // SAFETY: both sides outlive the copier, and nobody uses them before the mark.
+            // SAFETY: both sides outlive the copier, and no other code uses them before the mark.
             unsafe { out.copy(&[run(at)], mark) }.unwrap();
         }
         assert!(matches!(out.reached(), (0, None)), "nothing moves");
@@ -212,7 +221,7 @@ mod tests {
         let mut out = copier(MemoryLocation::SimGpu(12), Way::Out).unwrap();
         let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
         for mark in 1..=4 {
-            // SAFETY: both sides outlive the copier, and nobody uses them.
+            // SAFETY: both sides outlive the copier, and no other code uses them.
             let enqueued = unsafe { out.copy(&[run], mark) };
             assert!(enqueued.is_ok() || mark > 2, "{enqueued:?}");
         }
@@ -231,7 +240,7 @@ mod tests {
         unsafe { out.copy(&[run], 1) }.unwrap();
         drop(out);
         gpu.set_stall(false);
-        // The GPU does whatever it has to do before this.
+        // The GPU finishes its other work before this read.
         assert_eq!(gpu.read_to_vec(buffer.address(), 1).unwrap(), [7]);
         assert_eq!(host(&ring), [0; BYTES], "what had not begun was not done");
     }

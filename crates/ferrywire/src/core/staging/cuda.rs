@@ -1,10 +1,11 @@
-//! Copies of a CUDA GPU: by its multiprocessors, or by its copy engines.
+//! Copies of a CUDA GPU, by its multiprocessors or its copy engines.
 //!
-//! A copy engine disturbs nobody who computes, and is never held up by them. But every run is work for the driver, every
-//! mark stops it for some microseconds, and it reads what a core has just written, and still has in its own cache, at two
-//! thirds of its speed: 30 GB/s instead of 46 to a GPU from what was just received. A kernel reads the list of runs from
-//! mapped memory, writes the mark itself, and reads at 44. So whatever is worth a launch is the multiprocessors', unless
-//! they are busy; and whatever comes while a kernel is there.
+//! A copy engine does not disturb kernels and is not delayed by them. But each run costs a driver call, and
+//! each mark stops the engine for some microseconds. It also reads bytes that a core has just written, still
+//! in the core's cache, at two thirds of its speed: just received bytes go to a GPU at 30 GB/s instead of 46.
+//! A kernel reads the list of runs from mapped memory, writes the mark itself, and reads at 44 GB/s. So
+//! multiprocessors copy every batch that is worth a launch, unless they are busy, and every batch that comes
+//! while a kernel stays.
 //!
 //! Invariant: memory that its owner has freed is not touched. Read next: `kernel.rs`.
 
@@ -20,46 +21,47 @@ use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, deferred_free, pointer};
 use ferrywire_memory::unpack::Kernels;
 
-/// How long after the last copy, or the last question, the driver is asked whether copies have failed, and how many looks at
-/// their flag there are for one at the clock.
+/// Interval between driver queries for failed copies, after the last copy or query; and number of checks of
+/// the flag per check of the clock.
 const QUESTION_INTERVAL: Duration = Duration::from_millis(2);
 const LOOKS_PER_TIME: u32 = 16;
-/// Runs of a batch from which on the kernel copies them.
+/// Fewest runs of a batch that the kernel copies.
 const KERNEL_RUNS_MIN: usize = 3;
-/// Bytes of a batch from which on it does so however few there are.
+/// Fewest bytes of a batch that the kernel copies whatever the number of runs.
 const KERNEL_BYTES_MIN: usize = 128 << 10;
-/// Bytes of a run from which on copy engines are better than multiprocessors that have no time: each run is a call.
+/// Shortest run, in bytes, for which copy engines are better than busy multiprocessors: each run is a driver
+/// call.
 const ENGINE_RUN_BYTES_MIN: usize = 64 << 10;
 
-/// Whether launches return only when their kernels have ended, as some ask a driver to who look for mistakes: then nobody
-/// could post anything.
+/// Whether launches return only after their kernels have ended, which a debug setting of the driver causes.
+/// Then nothing could be posted to a running kernel.
 static LAUNCHES_BLOCK: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
-    /// Dropped before the memory that its work uses, and before the kernel, which then knows how far it came.
+    /// Dropped before the memory that its work uses, and before the kernel, which then knows its progress.
     stream: CudaStream,
-    /// The last mark that was reached.
+    /// The last mark that was reached, written by the GPU.
     flag: PinnedBuffer,
     kernel: Option<ListKernel>,
-    /// The mark before the first, the last that was given, and the one before that.
+    /// The mark before the first one, the last mark, and the one before that.
     before: u64,
     marked: u64,
     behind: u64,
-    /// Looks in vain, and since when the driver has not been called for copies.
+    /// Checks without progress, and the time of the last driver call for copies.
     looks: u32,
     asked: Instant,
     calls: u64,
     batch: Vec<GpuCopy>,
-    /// What of GPU memory the batch uses, from the first to the last byte of each allocation.
+    /// GPU memory that the batch uses, from the first to the last byte in each allocation.
     used: Vec<Range<u64>>,
     way: Way,
 }
 
 impl CudaCopier {
     pub fn new(gpu: &Arc<CudaGpu>, way: Way) -> Result<CudaCopier> {
-        // Whoever moves data loads none: a driver may wait for a stream before it does. Who prepared the GPU has told why there
-        // are none.
+        // A thread that moves data must not load kernels: a driver may wait for a stream before it loads.
+        // `Prepared` has logged why there are none.
         let kernels = Kernels::loaded(gpu).filter(|_| !*LAUNCHES_BLOCK);
         let kernel =
             kernels.map(|kernels| ListKernel::new(kernels, gpu)).transpose().unwrap_or_else(|error| {
@@ -86,15 +88,18 @@ impl CudaCopier {
 
     /// The last mark that was reached.
     fn told(&self) -> u64 {
-        // SAFETY: 8 bytes, page-aligned, alive as long as `self`; whoever writes there writes it whole.
+        // SAFETY: 8 bytes, page-aligned, alive as long as `self`; every writer writes all 8 bytes at once.
         let flag = unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) };
         flag.load(Ordering::Acquire).max(self.before)
     }
 
-    /// The runs as the GPU takes them: those of one allocation that touch on both sides as one. What lies side by side
-    /// may be of several allocations, over whose border no copy may go.
+    /// Converts runs to copies. Adjacent runs in one allocation become one copy. Adjacent runs may belong to
+    /// different allocations, and no copy may cross the border.
     ///
-    /// Sees that the memory of GPUs is there: one question per allocation and batch.
+    /// Checks that the GPU memory is still allocated: one query per allocation and batch.
+    ///
+    /// # Errors
+    /// [`CudaError::Freed`] for memory that its owner has freed.
     fn fill(&mut self, runs: &[Run]) -> Result<()> {
         self.batch.clear();
         self.used.clear();
@@ -125,9 +130,10 @@ impl CudaCopier {
         Ok(())
     }
 
-    /// Has the batch copied by the multiprocessors, if that is the better way, and if they have time for it.
+    /// Lets the multiprocessors copy the batch, if that is better and they have time. Returns whether they
+    /// do.
     ///
-    /// A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not.
+    /// A kernel may have to wait behind a stream that waits for this very transfer; a copy engine does not.
     ///
     /// # Safety
     /// As for [`Copier::copy`].
@@ -146,40 +152,40 @@ impl CudaCopier {
         unsafe { kernel.launch(&self.stream, &self.batch, leave, &self.flag, marks, there) }.map(|()| true)
     }
 
-    /// What comes next in the stream is not the kernel's: that may go.
+    /// Ends posting to the kernel, which may end then: later work in the stream is not the kernel's.
     fn bar(&mut self) {
         if let Some(kernel) = &mut self.kernel {
             kernel.bar();
         }
     }
 
-    /// Has it copied by the copy engines.
+    /// Lets the copy engines copy the batch.
     ///
     /// # Safety
     /// As for [`Copier::copy`].
     unsafe fn copy_by_engine(&mut self) -> Result<()> {
         self.bar();
-        // SAFETY: by the caller's promise, ranges of a ring, or of a placement that was checked, though its owner may have
-        // freed it since.
+        // SAFETY: by the caller's promise, ranges of a ring, or of a checked placement, though its owner may
+        // have freed it since.
         let calls = unsafe { self.stream.copy_each(&self.batch, self.way == Way::In) };
-        // What the driver says of memory that is gone does not say so.
+        // The driver's error for freed memory does not say that it is freed.
         let gone = || self.used.iter().find_map(|used| allocation(used).err());
         self.calls += calls.map_err(|error| gone().unwrap_or(error.into()))? as u64 + 1;
         // SAFETY: the device address of pinned memory, aligned to a page, which outlives the stream.
         Ok(unsafe { self.stream.write_flag_u64(self.flag.address(), self.marked) }?)
     }
 
-    /// Has the batch copied by the better of the two.
+    /// Copies the batch in the better of the two ways.
     ///
     /// # Safety
     /// As for [`Copier::copy`].
     unsafe fn enqueue(&mut self) -> Result<()> {
         // SAFETY: by the caller's promise.
-        match unsafe { self.copy_by_kernel() }? {
-            true => Ok(()),
-            // SAFETY: as above.
-            false => unsafe { self.copy_by_engine() },
+        if unsafe { self.copy_by_kernel() }? {
+            return Ok(());
         }
+        // SAFETY: as above.
+        unsafe { self.copy_by_engine() }
     }
 }
 
@@ -189,7 +195,7 @@ impl Drop for CudaCopier {
     }
 }
 
-/// Addresses of what the driver has there: its owner may have freed it without a word.
+/// The addresses of the allocation. Its owner may have freed it without notice.
 fn allocation(used: &Range<u64>) -> Result<Range<u64>> {
     let bytes = used.end - used.start;
     let found = pointer::stretch(used.start, bytes).map(|found| found.base..found.base + found.bytes);
@@ -208,7 +214,7 @@ impl Copier for CudaCopier {
         self.fill(runs)?;
         match &mut self.kernel {
             Some(kernel) if posts && kernel.fits(self.batch.len()) => {
-                // SAFETY: by the caller's promise; the memory was there after the kernel was seen to be.
+                // SAFETY: by the caller's promise. The memory was checked after the kernel was seen to run.
                 unsafe { kernel.post(&self.batch, mark) };
                 Ok(())
             }
@@ -231,7 +237,8 @@ impl Copier for CudaCopier {
         }
         let again = self.kernel.as_mut().and_then(|kernel| kernel.look(reached, &self.stream));
         if let Some(again) = again.filter(|_| failed.is_none()) {
-            // SAFETY: its mark is not reached, so what `copy` was promised holds; and no other batch came since.
+            // SAFETY: the mark is not reached, so the promise to `copy` still holds, and no other batch was
+            // enqueued since.
             let begun = unsafe {
                 match again {
                     Again::ByEither => self.enqueue(),
@@ -243,7 +250,8 @@ impl Copier for CudaCopier {
         (reached, failed)
     }
 
-    /// A kernel behind one of the same stream holds up those of other streams, which share a few queues of the hardware.
+    /// A kernel that waits behind another in its stream delays kernels of other streams that share a hardware
+    /// queue.
     fn takes_more(&self) -> bool {
         self.kernel.as_ref().is_none_or(ListKernel::takes_more)
     }

@@ -1,22 +1,27 @@
-//! Copies by a GPU's multiprocessors: lists of runs in mapped memory, and a kernel that takes one after the other.
+//! Copies by a GPU's multiprocessors: lists of runs in mapped memory, and a kernel that takes one after the
+//! other.
 //!
 //! ```text
 //!   CPU   launches ── is the memory there? ── posts a list ─────── sees the mark    posts another ─── ..
 //!   GPU      └ begins, waits .................... └ copies, writes the mark ┘  waits ... └ copies, .. ┘ waits, ends
 //! ```
 //!
-//! The memory is its owner's, who may free it at any time, and a kernel that touches what is gone takes the whole context
-//! with it. To ask before the launch is not enough: it may be freed in between. But `cuMemFree` waits until all that was
-//! launched before is done. So a list is posted for what is there once the kernel is under way. (`cuMemUnmap` and pools that
-//! shrink wait for nobody: who takes memory back that way while it is copied breaks kernels and copy engines alike.) A kernel
-//! does not wait long, in case a driver answers nobody meanwhile.
+//! The owner of the memory may free it at any time, and a kernel that touches freed memory destroys the whole
+//! context. A check before the launch is not enough: the memory may be freed in between. But `cuMemFree`
+//! waits until all earlier launches are done. So the memory is checked once the kernel is launched, and then
+//! the list is posted. (`cuMemUnmap` and shrinking pools do not wait: a user who frees memory that way during
+//! a copy breaks kernels and copy engines alike.) A kernel waits for a short time only, in case the driver
+//! blocks the check meanwhile.
 //!
-//! A launch costs this thread 10 to 20 microseconds, and the kernel begins up to a hundred later. So it stays for a while and
-//! takes further lists; not for long, since others wait for its end: whoever frees memory, or whose kernels need its place. When
-//! it goes while something is posted, it tells whether it has taken that.
+//! A launch costs this thread 10 to 20 microseconds, and the kernel begins up to 100 microseconds later. So
+//! the kernel stays for a while and takes further lists. It does not stay long, since a thread that frees
+//! memory, and other kernels, wait for its end. If it ends while a list is posted, it reports whether it has
+//! taken the list.
 //!
-//! Invariant: a list and its runs belong to one batch until its mark is reached, or the kernel says that it was not taken.
-//! Read next: `unpack/kernels.rs` of `ferrywire-memory`; `sm_backoff.rs` there, when nobody asks multiprocessors.
+//! Invariant: a list and its runs belong to one batch until its mark is reached, or the kernel reports that
+//! it was not taken.
+//! Read next: `unpack/kernels.rs` of `ferrywire-memory`; `sm_backoff.rs` there, when multiprocessors are
+//! avoided.
 
 use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;
@@ -28,15 +33,15 @@ use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// Work that is seen to have begun so long after its launch, or sooner, counts as in time: who had other things to do looks
-/// late.
+/// Longest time from launch to observed beginning that counts as in time. A thread with other work may
+/// observe it late.
 const IN_TIME: Duration = Duration::from_micros(250);
-/// By how much work may begin later where somebody else's stands in the same stream: some copies of a slot.
+/// Factor on the patience for a stream that is shared with other work: the time of some copies of a slot.
 const SHARED_PATIENCE: u32 = 30;
-/// How long nobody asks multiprocessors after a list that was not posted in time.
+/// How long multiprocessors are avoided after a list that was not posted in time.
 const LONG_REST: Duration = Duration::from_secs(60);
 
-/// Bytes of the runs of a list, and of all that CPU and GPU share.
+/// Bytes of the runs of a list, and of the memory that CPU and GPU share.
 const LIST_BYTES: usize = limits::STAGING_LIST_RUNS * size_of::<GpuCopy>();
 const DESK_BYTES: usize = size_of::<CopyDesk>() + LISTS * LIST_BYTES;
 
@@ -46,42 +51,42 @@ fn clock() -> Duration {
     START.elapsed()
 }
 
-/// How long a kernel stays without anything to do, and after which time it goes as soon as it has nothing to do.
+/// How long a kernel stays idle, and the age after which it ends as soon as it is idle.
 const STAYS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(1)];
-/// Blocks that a list is cut for, a power of two. Few of them read what lies in cores' caches faster than many do, and leave more
-/// to others.
+/// Number of blocks that a list is cut for, a power of two. Few blocks read what lies in the cores' caches
+/// faster than many do, and leave multiprocessors to other kernels.
 const BLOCKS: u64 = 2;
-/// Lists that may be under way: one is copied, and one is there when that is done.
+/// Most lists in flight: one being copied, and one ready behind it.
 const LISTS: usize = 2;
 
-/// What copies by the kernel need.
+/// The state of copies by the kernel.
 pub(super) struct ListKernel {
     kernels: Arc<Kernels>,
     words: Counter,
-    /// A desk, and the runs of its lists.
+    /// The shared memory: a desk, and the runs of its lists.
     desk: PinnedBuffer,
-    /// The kernel that has been launched, unless it is known to have ended.
+    /// The launched kernel, unless it is known to have ended.
     launched: Option<Launched>,
-    /// Lists that are under way, oldest first: their numbers, and the marks behind them.
+    /// Lists in flight, oldest first: their numbers, and the marks behind them.
     lists: VecDeque<(u64, u64)>,
-    /// Nothing is posted to the kernel that is under way: copies that stand behind it would be overtaken, or it would not see
-    /// them as they are.
+    /// Nothing may be posted to the running kernel: the list would overtake copies that are behind the
+    /// kernel, or the kernel would not see it correctly.
     barred: bool,
 }
 
 struct Launched {
-    /// The list that it was launched for.
+    /// The list for which the kernel was launched.
     first: u64,
     leave: Leave,
     at: Duration,
-    /// The mark of what this copier has enqueued before it, and since when that is reached.
+    /// The last mark before the kernel in this copier, and since when it is reached.
     behind: u64,
     first_since: Option<Duration>,
-    /// Whether it has begun, or is late, has been told.
+    /// Whether the beginning, or the delay, of the kernel was reported.
     settled: bool,
 }
 
-/// Who should copy what a kernel has left.
+/// How to repeat copies that a kernel has left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Again {
     ByEither,
@@ -105,18 +110,18 @@ impl ListKernel {
         Ok(ListKernel { kernels, words, desk, launched: None, lists, barred: false })
     }
 
-    /// Bytes of pinned memory that it has.
+    /// Bytes of pinned memory in use.
     pub fn pinned_bytes(&self) -> usize {
         self.desk.pinned_bytes()
     }
 
-    /// Whether so many runs are a list.
+    /// Whether this number of runs fits into a list.
     pub fn fits(&self, runs: usize) -> bool {
         runs <= limits::STAGING_LIST_RUNS
     }
 
-    /// Whether something can be enqueued: to the kernel that stays, or since there is none. To one whose first list is not
-    /// copied, which may have to wait for others for long, no other is posted.
+    /// Whether a batch can be enqueued: there is no kernel, or the one that stays takes another list. A
+    /// kernel whose first list is not copied yet takes no other: it may have to wait long.
     pub fn takes_more(&self) -> bool {
         let Some(launched) = self.launched.as_ref().filter(|_| self.posts()) else { return true };
         let first_is_done = self.lists.front().is_none_or(|(number, _)| *number > launched.first);
@@ -124,7 +129,7 @@ impl ListKernel {
         open && self.desk().closed.load(Ordering::Acquire) == 0
     }
 
-    /// Nothing is posted any more to the kernel that is there, which may go at once.
+    /// Ends posting to the running kernel, which may end at once.
     pub fn bar(&mut self) {
         if self.launched.is_some() && !self.barred && self.lists.len() < LISTS {
             self.post_none();
@@ -138,42 +143,45 @@ impl ListKernel {
         self.words.go_on(number + 1);
     }
 
-    /// Whether what comes next is posted to a kernel that is there already. If that takes it, then memory that is there after
-    /// this has been asked is not gone before it is copied.
+    /// Whether the next batch would be posted to a running kernel. If the kernel takes it, memory that is
+    /// checked after this call is not freed before it is copied.
     pub fn posts(&self) -> bool {
         let gone = self.lists.is_empty() && self.desk().ended.load(Ordering::Acquire) != 0;
         self.launched.is_some() && !gone
     }
 
-    /// Leave to have something copied; none while the multiprocessors have no time, unless there is no other way.
+    /// Permission to use the multiprocessors. `None` while they are busy, unless `needed`.
     pub fn leave(&self, needed: bool) -> Option<Leave> {
         self.kernels.crowd.leave(clock()).or(needed.then_some(Leave::NEEDED))
     }
 
-    /// Posts the copies and the mark behind them to the kernel that stays, which may go before it takes them: see
-    /// [`ListKernel::look`].
+    /// Posts copies and the mark behind them to the kernel that stays. The kernel may end before it takes
+    /// them; see [`ListKernel::look`].
     ///
     /// # Safety
-    /// As for [`Copier::copy`](super::copier::Copier::copy). The memory was there after it was seen that this is
-    /// [what comes next](ListKernel::posts), and so many runs fit.
+    /// As for [`Copier::copy`](super::copier::Copier::copy). The memory was checked after
+    /// [`posts`](ListKernel::posts) returned true, and the runs fit.
     pub unsafe fn post(&mut self, copies: &[GpuCopy], mark: u64) {
         debug_assert!(self.launched.is_some() && self.lists.len() < LISTS);
         let number = self.words.next();
         self.words.go_on(number + 1);
         self.lists.push_back((number, mark));
-        // SAFETY: by the caller's promise; of two lists at most one is under way, and not this one.
+        // SAFETY: by the caller's promise; of the two lists at most one is in flight, and not this one.
         unsafe { self.lay_out(number, copies) };
         self.desk().post(number, &CopyList::of(copies, mark, BLOCKS));
-        // Either the kernel sees what is posted, or `closed` is seen from now on.
+        // Either the kernel sees the list, or this thread sees `closed` from now on.
         fence(Ordering::SeqCst);
     }
 
-    /// Launches a kernel for the copies and the mark behind them, to which `told` is set; `there` says afterwards whether the
-    /// memory is there.
+    /// Launches a kernel for the copies and the mark behind them, which the GPU writes to `told`. `there`
+    /// checks the memory after the launch.
+    ///
+    /// # Errors
+    /// The error of the launch or of `there`.
     ///
     /// # Safety
-    /// As for [`Copier::copy`](super::copier::Copier::copy) if `there` says so; what is told outlives the stream. So many runs
-    /// fit, and no kernel is under way.
+    /// As for [`Copier::copy`](super::copier::Copier::copy) if `there` succeeds. `told` outlives the stream.
+    /// The runs fit, and no kernel is running.
     pub unsafe fn launch(
         &mut self,
         stream: &CudaStream,
@@ -195,9 +203,9 @@ impl ListKernel {
             told: told.address(),
             blocks: self.words.address(),
         };
-        // Others would stand behind one that stays.
+        // Other work in the stream would wait behind a kernel that stays.
         let stays = if self.barred || stream.has_others() { [Duration::ZERO; 2] } else { STAYS };
-        // SAFETY: what is posted stays until its mark is reached; the rest by the caller's promise.
+        // SAFETY: a posted list stays until its mark is reached; the rest by the caller's promise.
         unsafe { self.kernels.copy(stream, places, first, BLOCKS, stays) }?;
         self.launched =
             Some(Launched { first, leave, at: clock(), behind, first_since: None, settled: false });
@@ -214,12 +222,12 @@ impl ListKernel {
         }
     }
 
-    /// Puts the runs of a list where the GPU reads them.
+    /// Writes the runs of a list to the memory that the GPU reads.
     ///
     /// # Safety
-    /// So many fit, and nobody reads where this list's are.
+    /// The runs fit, and the GPU does not read this list's memory.
     unsafe fn lay_out(&mut self, number: u64, copies: &[GpuCopy]) {
-        // SAFETY: there is room behind the desk, aligned, that nobody reads, by the caller's promise.
+        // SAFETY: there is aligned room behind the desk that the GPU does not read, by the caller's promise.
         unsafe {
             let runs = self.desk.as_ptr().cast::<CopyDesk>().add(1).cast::<u8>();
             let runs = runs.add((number % 2) as usize * LIST_BYTES).cast::<GpuCopy>();
@@ -228,12 +236,13 @@ impl ListKernel {
     }
 
     fn desk(&self) -> &CopyDesk {
-        // SAFETY: it is at the beginning of the memory, aligned; what both sides see at once they write whole.
+        // SAFETY: the desk is at the beginning of the memory, aligned; shared words are written whole by both
+        // sides.
         unsafe { &*self.desk.as_ptr().cast::<CopyDesk>() }
     }
 
-    /// Sees how far the lists are. When the kernel has gone without the last of them, that is no longer under way, and this says
-    /// who should copy it.
+    /// Notes the progress of the lists. If the kernel has ended without the last one, that list is dropped,
+    /// and the result says how to repeat its copies.
     pub fn look(&mut self, reached: u64, stream: &CudaStream) -> Option<Again> {
         while self.lists.pop_front_if(|(_, mark)| *mark <= reached).is_some() {}
         self.settle(reached, stream);
@@ -253,20 +262,20 @@ impl ListKernel {
         self.lists.pop_front().map(|_| if in_vain { Again::ByEngine } else { Again::ByEither })
     }
 
-    /// The kernel has gone.
+    /// Notes that the kernel has ended.
     fn forget(&mut self) {
         if self.launched.take().is_none() {
             return;
         }
         match self.desk().ended.load(Ordering::Acquire) {
-            // Its context was lost, and the kernel with it.
+            // The context was lost, and the kernel with it.
             0 => self.words.lose_count(),
-            // It has told its blocks that there is no list of that number.
+            // The kernel has told its blocks that no list with that number will come.
             ended => self.words.go_on(ended + 1),
         }
     }
 
-    /// Sees whether what was launched has to wait for others.
+    /// Notes whether the launched kernel has to wait for other work.
     fn settle(&mut self, reached: u64, stream: &CudaStream) {
         let begun = self.desk().begun.load(Ordering::Relaxed) != 0;
         let first_is_done = |first| self.lists.front().is_none_or(|(number, _)| *number > first);
@@ -279,7 +288,7 @@ impl ListKernel {
         let waited = now.saturating_sub(since);
         let late = waited > PATIENCE && (!stream.has_others() || waited > SHARED_PATIENCE * PATIENCE);
         match (begun, late) {
-            // When it began is not known.
+            // The time of its beginning is not known.
             (true, _) if now.saturating_sub(launched.at) > IN_TIME => {}
             (true, _) => crowd.served(launched.leave, now),
             (false, true) => crowd.kept_waiting(launched.leave, now),
@@ -292,7 +301,7 @@ impl ListKernel {
 }
 
 impl Drop for ListKernel {
-    /// When all of the stream's work is done.
+    /// Called when all work of the stream is done.
     fn drop(&mut self) {
         self.forget();
     }

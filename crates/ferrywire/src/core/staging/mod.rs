@@ -6,13 +6,14 @@
 //!         └─ mark: may be sent                          └─ mark: is placed, may be acknowledged
 //! ```
 //!
-//! Each channel has, for each GPU and direction, a ring small enough to stay in cache and a copier of its own.
-//! Copies are enqueued in batches and nobody waits for them: behind each batch stands a mark, a number that
-//! the copier writes into host memory, and a pass of the progress engine looks how far it is. So the copies of one frame,
-//! the socket calls of another and the copies at the other end are under way at once.
+//! Each channel has a ring and a copier for each GPU and direction. The ring is small enough to stay in
+//! cache. Copies are enqueued in batches, and no thread waits for them: behind each batch is a mark, a number
+//! that the copier writes to host memory, and a pass of the progress engine checks it. So the copies of one
+//! frame, the socket calls of another, and the copies at the other end run at once.
 //!
-//! Invariant: a byte of a ring is either free, or belongs to one frame; what has a mark behind it that is not
-//! reached is neither sent nor counted as placed. Read next: `sending.rs`, `receiving.rs`, `pipeline.rs`.
+//! Invariant: a byte of a ring is free or belongs to one frame. Bytes before a mark that is not reached are
+//! neither sent nor counted as placed.
+//! Read next: `sending.rs`, `receiving.rs`, `pipeline.rs`.
 
 mod copier;
 mod cuda;
@@ -28,7 +29,7 @@ pub(crate) use prepared::Prepared;
 pub(crate) use receiving::Receiving;
 pub(crate) use sending::{Sending, Staged};
 
-/// What a channel stages, both ways.
+/// The staging of a channel, in both directions.
 #[derive(Default)]
 pub(crate) struct Staging {
     pub sending: Sending,
@@ -36,12 +37,12 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// Whether copies are under way, which nobody tells of when they are done: somebody has to look.
+    /// Whether copies are in flight. Their end raises no event, so a thread has to poll.
     pub fn copying(&self) -> bool {
         self.sending.copying() || self.receiving.active()
     }
 
-    /// Calls of the GPUs' drivers for copies, their marks, and questions after them.
+    /// Driver calls for copies, their marks, and queries.
     pub fn driver_calls(&self) -> u64 {
         self.sending.driver_calls() + self.receiving.driver_calls()
     }
@@ -51,14 +52,14 @@ impl Staging {
         self.sending.pinned_bytes() + self.receiving.pinned_bytes()
     }
 
-    /// Ends all copying: when this returns, nothing touches the memory that was staged.
+    /// Ends all copying. After this nothing touches the memory that was staged.
     pub fn end(&mut self) {
         self.sending.end();
         self.receiving.end();
     }
 }
 
-/// For tests: a GPU that stands still or fails in some of them, and the leave to use it.
+/// For tests: a GPU that some of them stall or fail, and the lock to use it.
 #[cfg(test)]
 const ALONE: u32 = 15;
 

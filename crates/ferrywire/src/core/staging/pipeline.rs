@@ -1,10 +1,11 @@
-//! What one channel has for one GPU and one direction: a ring of pinned memory, and a copier.
+//! The staging of one channel for one GPU and one direction: a ring of pinned memory, and a copier.
 //!
-//! Both are made when they are first needed, and kept as long as the channel. A copier that fails is
-//! thrown away, and the next copy gets a new one; the ring stays, since some of it may still be in use.
+//! Both are created at first use and kept as long as the channel. A failed copier is dropped, and the next
+//! copy gets a new one. The ring stays, since some of it may still be in use.
 //!
-//! Invariant: copies that a thrown away copier had not done will not be done, and are told so; those that were added after
-//! it are none of them. Read next: `sending.rs`, `receiving.rs`.
+//! Invariant: copies that a dropped copier had not done are never done, and are reported as lost; copies that
+//! were added later are not.
+//! Read next: `sending.rs`, `receiving.rs`.
 
 use super::copier::{self, Copier, Pinned, Run, Way};
 use super::ring::Ring;
@@ -24,22 +25,23 @@ pub(super) struct Pipeline {
     pub location: MemoryLocation,
     way: Way,
     pub ring: Ring,
-    /// The socket was lent some of its pages, and may still read them: that a frame is in its place only the peer says.
+    /// Pages of the ring were lent to the socket, which may still read them: only the peer reports a frame as
+    /// placed.
     pub lent: bool,
-    /// Runs of batches that wait until the copier takes more, and of the next one.
+    /// Runs of batches that wait for the copier, followed by those of the next batch.
     runs: Vec<Run>,
-    /// Those that wait.
+    /// Batches that wait for the copier.
     held: VecDeque<Batch>,
-    /// Runs and bytes of the next one.
+    /// Runs and bytes of the next batch.
     batch_runs: usize,
     batch_bytes: usize,
     marked: u64,
     reached: u64,
-    /// How long copies were under way.
+    /// Time during which copies were in flight.
     busy: Stopwatch,
-    /// Calls of copiers that were thrown away.
+    /// Driver calls of dropped copiers.
     past_calls: u64,
-    /// Why each copier failed, and the marks that never will be reached for it, until that was told.
+    /// For each failed copier, its error and the marks that will never be reached, until that was reported.
     failures: Vec<(Error, RangeInclusive<u64>)>,
 }
 
@@ -51,10 +53,10 @@ struct Batch {
     bytes: usize,
 }
 
-/// Bytes of all rings of this process.
+/// Bytes of all rings in this process.
 static RINGS_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// How large a new ring is: with many channels to many peers, each has to do with less.
+/// Size of a new ring in bytes: smaller when many rings exist already.
 fn ring_bytes(way: Way) -> usize {
     let bytes = match way {
         Way::Out => limits::STAGING_OUT_RING_BYTES,
@@ -70,8 +72,9 @@ impl Drop for Pipeline {
     fn drop(&mut self) {
         RINGS_BYTES.fetch_sub(self.ring.len(), Ordering::Relaxed);
         self.copier = None;
-        // A socket may still read there, whatever the peer has acknowledged: the pages go back to the system, which keeps
-        // them until nobody does. What was not lent nobody reads any more.
+        // A socket may still read lent pages, whatever the peer has acknowledged. So these pages are returned
+        // to the system, which keeps them while they are read. Pages that were not lent are read by no
+        // socket.
         if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| self.lent) {
             buffer.use_never_again();
         }
@@ -79,7 +82,7 @@ impl Drop for Pipeline {
 }
 
 impl Pipeline {
-    /// In numbers only; see [`Pipeline::prepare`].
+    /// Creates the state without memory; see [`Pipeline::prepare`].
     pub fn new(location: MemoryLocation, way: Way) -> Pipeline {
         Pipeline {
             copier: None,
@@ -100,7 +103,10 @@ impl Pipeline {
         }
     }
 
-    /// Makes what is missing; gives the address of the ring.
+    /// Creates the memory and the copier if missing. Returns the address of the ring.
+    ///
+    /// # Errors
+    /// The GPU is not open, or the driver's error.
     pub fn prepare(&mut self) -> Result<usize> {
         if self.pinned.is_none() {
             self.pinned = Some(copier::pinned(self.location, self.ring.len())?);
@@ -109,7 +115,7 @@ impl Pipeline {
         Ok(self.base())
     }
 
-    /// A new one where the last has failed.
+    /// Creates a copier if there is none, or the last one has failed.
     fn make_copier(&mut self) -> Result<()> {
         if self.copier.is_none() {
             self.copier = Some(copier::copier(self.location, self.way)?);
@@ -117,28 +123,28 @@ impl Pipeline {
         Ok(())
     }
 
-    /// The address of the ring, which has been prepared.
+    /// The address of the ring, which must be prepared.
     pub fn base(&self) -> usize {
         self.pinned.as_ref().map_or(0, Pinned::base)
     }
 
-    /// Bytes of pinned memory that it holds.
+    /// Bytes of pinned memory in use.
     pub fn pinned_bytes(&self) -> usize {
         let ring = self.pinned.as_ref().map_or(0, Pinned::bytes);
         ring + self.copier.as_ref().map_or(0, |copier| copier.pinned_bytes())
     }
 
-    /// Has so many runs fit into the next batch: a copier's list holds no more.
+    /// Makes room for this number of runs in the next batch: a copier's list is bounded.
     pub fn make_room(&mut self, runs: usize) {
         if self.batch_runs + runs > limits::STAGING_LIST_RUNS {
             self.flush();
         }
     }
 
-    /// Adds a copy to the next batch, in which there is room.
+    /// Adds a copy to the next batch. The batch must have room.
     ///
     /// # Safety
-    /// What [`Copier::copy`] demands of a run, from now on.
+    /// As [`Copier::copy`] requires of a run, from now on.
     pub unsafe fn add(&mut self, run: Run) {
         debug_assert!(self.batch_runs < limits::STAGING_LIST_RUNS);
         self.runs.push(run);
@@ -151,12 +157,12 @@ impl Pipeline {
         self.batch_bytes
     }
 
-    /// The mark that stands behind the copies of the next batch.
+    /// The mark behind the copies of the next batch.
     pub fn next_mark(&self) -> u64 {
         self.marked + 1
     }
 
-    /// Ends the batch with a mark behind it, and enqueues it: now, or as soon as the copier takes more.
+    /// Ends the batch with a mark, and enqueues it now or when the copier takes more.
     pub fn flush(&mut self) {
         if self.batch_runs == 0 {
             return;
@@ -168,8 +174,8 @@ impl Pipeline {
         self.enqueue();
     }
 
-    /// Enqueues batches that wait: as one, as many as a list of the copier's has room for, and from a GPU only until that
-    /// is worth a copy, since nothing of it is sent before all is there.
+    /// Enqueues waiting batches, joined up to the length of a copier's list. From a GPU they are joined only
+    /// up to a size that is worth a copy, since nothing of a batch is sent before all of it is copied.
     fn enqueue(&mut self) {
         let bytes_max = match self.way {
             Way::Out => limits::STAGING_BATCH_BYTES,
@@ -196,8 +202,8 @@ impl Pipeline {
         }
     }
 
-    /// Looks how far the copier has come. True if one has failed: then some marks are [lost](Pipeline::lost), until
-    /// [`Pipeline::settle`].
+    /// Checks the progress of the copier. Returns true if one has failed: then some marks are
+    /// [lost](Pipeline::lost) until [`Pipeline::settle`].
     pub fn look(&mut self) -> bool {
         if let Some(copier) = self.copier.as_mut().filter(|_| self.reached < self.marked) {
             let (reached, failed) = copier.reached();
@@ -213,15 +219,15 @@ impl Pipeline {
 
     fn fail(&mut self, error: Error) {
         if let Some(mut copier) = self.copier.take() {
-            // The batches before the one that failed are as good as ever.
+            // Batches before the failed one are valid.
             self.reached = self.reached.max(copier.stop());
             self.past_calls += copier.calls();
         }
         tracing::warn!(%error, location = %self.location, "copying between a GPU and the host failed");
-        // What waits goes with what it waits for, and its mark is never given again.
+        // Waiting batches fail with the one they wait for. The mark of the next batch is used up.
         self.marked += u64::from(self.batch_bytes > 0);
         self.forget();
-        // What another copier has done since the last failure is as good as ever, too.
+        // Batches that another copier has done since the last failure are valid too.
         let told = self.failures.last().map_or(0, |(_, lost)| *lost.end());
         self.failures.push((error, self.reached.max(told) + 1..=self.marked));
     }
@@ -231,7 +237,7 @@ impl Pipeline {
         mark <= self.reached && self.lost(mark..=mark).is_none()
     }
 
-    /// Why the copies before one of these marks will not be done, if so. For whoever asks between [`Pipeline::look`] and
+    /// Why the copies before one of these marks are lost, if they are. Valid between [`Pipeline::look`] and
     /// [`Pipeline::settle`].
     pub fn lost(&self, marks: RangeInclusive<u64>) -> Option<&Error> {
         let overlaps =
@@ -239,22 +245,22 @@ impl Pipeline {
         self.failures.iter().find(|(_, lost)| overlaps(lost)).map(|(failure, _)| failure)
     }
 
-    /// Whether copies are under way, or a failure of theirs is not told yet.
+    /// Whether copies are in flight, or a failure is not reported yet.
     pub fn copying(&self) -> bool {
         self.reached < self.marked || !self.failures.is_empty()
     }
 
-    /// How long copies were under way so far.
+    /// Time during which copies were in flight so far.
     pub fn busy(&self) -> Duration {
         self.busy.total()
     }
 
-    /// How often the driver was called for them.
+    /// Number of driver calls.
     pub fn calls(&self) -> u64 {
         self.past_calls + self.copier.as_ref().map_or(0, |copier| copier.calls())
     }
 
-    /// Failures have been told to all whose copies are lost. What was added since goes on.
+    /// Forgets the failures, which were reported to all lost copies. Copies added since then continue.
     pub fn settle(&mut self) {
         let Some((_, lost)) = self.failures.last() else { return };
         self.reached = self.reached.max(*lost.end());
@@ -262,12 +268,12 @@ impl Pipeline {
         self.busy.set(self.reached < self.marked);
     }
 
-    /// Why a copier has failed, if that is not told yet: the last one.
+    /// The last failure of a copier that is not reported yet.
     pub fn failure(&self) -> Option<&Error> {
         self.failures.last().map(|(failure, _)| failure)
     }
 
-    /// Ends all copying: when this returns, nothing touches the memory that was named here.
+    /// Ends all copying. After this nothing touches the memory that was passed here.
     pub fn end(&mut self) {
         self.past_calls = self.calls();
         self.copier = None;
@@ -276,7 +282,7 @@ impl Pipeline {
         self.busy.set(false);
     }
 
-    /// Forgets the runs that were not enqueued.
+    /// Drops the runs that were not enqueued.
     fn forget(&mut self) {
         self.runs.clear();
         self.held.clear();
@@ -284,7 +290,7 @@ impl Pipeline {
     }
 }
 
-/// A copier that takes nothing.
+/// A copier that fails.
 #[cfg(test)]
 struct Broken;
 
@@ -305,7 +311,7 @@ impl Copier for Broken {
 
 #[cfg(test)]
 impl Pipeline {
-    /// The next batch is not taken.
+    /// Makes the next batch fail.
     pub fn break_copier(&mut self) {
         self.copier = Some(Box::new(Broken));
     }
@@ -316,7 +322,7 @@ mod tests {
     use super::*;
     use std::sync::{Arc, Mutex, PoisonError};
 
-    /// What a copier was given, and what it has done of it: one batch at a time.
+    /// The batches that a copier was given, and its progress: one batch at a time.
     #[derive(Default)]
     struct Seen {
         batches: Vec<(u64, usize)>,
@@ -366,7 +372,7 @@ mod tests {
 
     fn add(line: &mut Pipeline, runs: usize) {
         for _ in 0..runs {
-            // SAFETY: nobody copies.
+            // SAFETY: nothing is copied.
             unsafe { line.add(Run { host: 0, device: 0, bytes: 1 }) };
         }
     }
@@ -387,7 +393,7 @@ mod tests {
         assert!(!line.look() && line.done(3) && !line.copying());
     }
 
-    /// It may wait for company: that is for its user to say.
+    /// Short parts may wait for more: their user decides when to flush.
     #[test]
     fn what_nobody_flushed_is_not_copied_with_what_was_held_back() {
         let (mut line, seen) = scene(Way::In);
@@ -400,7 +406,7 @@ mod tests {
         assert_eq!((line.next_mark(), line.batch_bytes(), seen.lock().unwrap().batches.len()), (2, 1, 1));
     }
 
-    /// A kernel has room for so many, and copy engines need a call of the driver for each.
+    /// A kernel's list is bounded, and copy engines need a driver call for each run.
     #[test]
     fn batches_that_waited_are_one_only_as_far_as_a_list_goes() {
         let (mut line, seen) = scene(Way::In);
@@ -422,7 +428,7 @@ mod tests {
         let (mut line, seen) = scene(Way::Out);
         let part = limits::STAGING_BATCH_BYTES / 2;
         for bytes in [1, part, part, part, 4 * part] {
-            // SAFETY: nobody copies.
+            // SAFETY: nothing is copied.
             unsafe { line.add(Run { host: 0, device: 0, bytes }) };
             line.flush();
         }
@@ -448,7 +454,7 @@ mod tests {
         assert_eq!((line.next_mark(), seen.lock().unwrap().batches.len()), (4, 1));
     }
 
-    /// They were told a failure that was none of theirs.
+    /// These copies used to be reported as failed, with the failure of another copier.
     #[test]
     fn what_is_added_before_a_failure_is_told_is_for_the_next_copier() {
         let (mut line, _) = scene(Way::In);
@@ -464,7 +470,7 @@ mod tests {
         assert!(line.look() && !line.done(1) && line.done(2));
         line.settle();
         assert!(line.done(2) && !line.copying());
-        // Nothing was told meanwhile.
+        // This time the failure is not reported in between.
         line.break_copier();
         add(&mut line, 1);
         line.flush();
@@ -478,7 +484,7 @@ mod tests {
         assert!(!line.look() && line.done(4) && !line.copying());
     }
 
-    /// It was given up with them, with the error of the first.
+    /// The copy used to be given up with the failed ones, with the first error.
     #[test]
     fn what_is_copied_between_two_failures_that_are_told_together_is_none_of_theirs() {
         let (mut line, _) = scene(Way::In);

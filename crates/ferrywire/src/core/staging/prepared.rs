@@ -1,9 +1,12 @@
-//! What staging of a GPU needs that is made when memory of it is registered, and kept as long as the endpoint.
+//! GPU resources for staging that are created when GPU memory is registered, and kept as long as the
+//! endpoint.
 //!
-//! A driver may wait for all of a GPU's work before it loads a kernel, and before the first streams copy. A stream that
-//! waits for a transfer would then wait for ever, if the transfer were the first to need either.
+//! A driver may wait for all of a GPU's work before it loads a kernel, and before the first copy of a new
+//! stream. If a transfer were the first to need either, a stream that waits for that transfer would wait for
+//! ever.
 //!
-//! Invariant: nothing is locked here while a driver is called, so that who registers memory of one GPU waits for no other.
+//! Invariant: no lock is held during a driver call, so that registering memory of one GPU never waits for
+//! another GPU. Read next: `cuda.rs`.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -11,12 +14,12 @@ use ferrywire_memory::MemoryLocation;
 use ferrywire_memory::cuda::CudaGpu;
 use ferrywire_memory::unpack::Kernels;
 
-/// GPUs, each with its kernels; none of one that could not load them.
+/// GPUs with their kernels; `None` for a GPU on which they could not be loaded.
 #[derive(Default)]
 pub(crate) struct Prepared(Mutex<Vec<(u32, Option<Arc<Kernels>>)>>);
 
 impl Prepared {
-    /// Loads what a GPU that is open needs; one that takes no kernel does without.
+    /// Prepares an open GPU. A GPU without kernels is used without them.
     pub fn prepare(&self, location: MemoryLocation) {
         let MemoryLocation::Cuda(index) = location else { return };
         let known =
@@ -26,7 +29,7 @@ impl Prepared {
         }
         let Some(gpu) = CudaGpu::opened(index) else { return };
         let (streams, kernels) = (gpu.prepare_streams(), Kernels::of(&gpu));
-        // Once: it is tried again whenever memory is registered.
+        // Warn only once: each registration of memory tries again.
         if known.is_none() {
             if let Err(error) = streams {
                 tracing::warn!(%error, "no streams on CUDA GPU {index} ahead of transfers");

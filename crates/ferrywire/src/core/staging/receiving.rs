@@ -1,10 +1,11 @@
-//! Payload for GPU memory on its way in: from the stream into a ring, and from there to the GPU.
+//! Received payload for GPU memory: from the stream into a ring, and from there to the GPU.
 //!
-//! A payload is received in *parts*, each by one socket call. A part's life:
-//! `open -> whole -> copying -> in its place`; its bytes of the ring are free again after that. A frame counts
-//! as placed when its last part is, and so do the frames behind it: an acknowledgement is a count.
+//! A payload is received in *parts*, each by one socket call. A part's states: `open -> whole -> copying ->
+//! placed`; then its bytes of the ring are free. A frame counts as placed when its last part is, and later
+//! frames wait for it: an acknowledgement is a count.
 //!
-//! Invariant: what a copy under way writes to is kept alive here.
+//! Invariant: the target memory of a copy in flight is kept alive here.
+//! Read next: `pipeline.rs`.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -23,12 +24,12 @@ use ferrywire_proto::wire::Refusal;
 /// A ring with the parts in it.
 struct Lane {
     line: Pipeline,
-    /// The mark behind each part, oldest first; none of one that is open.
+    /// The mark behind each part, oldest first; `None` for an open part.
     parts: VecDeque<Option<u64>>,
 }
 
 impl Lane {
-    /// Gives back the oldest parts whose copies are done.
+    /// Frees the oldest parts whose copies are done.
     fn free(&mut self) {
         while self.parts.front().is_some_and(|mark| mark.is_some_and(|mark| self.line.done(mark))) {
             self.parts.pop_front();
@@ -37,13 +38,13 @@ impl Lane {
     }
 }
 
-/// A whole frame that waits for its copies, or for a frame before it.
+/// A complete frame that waits for its copies, or for an earlier frame.
 struct Frame {
     arrival: Arrival,
     copy: Option<Copy>,
 }
 
-/// A mark of a lane, and the first of the same frame, if there are several.
+/// The last mark of a frame in a lane, and its first.
 #[derive(Clone, Copy)]
 struct Copy {
     lane: usize,
@@ -54,26 +55,26 @@ struct Copy {
 /// The frame that is being received.
 struct Current {
     lane: usize,
-    /// Runs of GPU memory that the rest of its payload goes to.
+    /// Runs of GPU memory for the rest of its payload.
     targets: VecDeque<IoVec>,
-    /// Payload that has no part yet.
+    /// Bytes of the payload that have no part yet.
     rest: usize,
     /// The part that is being filled.
     open: Option<IoVec>,
-    /// What stands behind the parts that are whole.
+    /// The marks behind the complete parts.
     copy: Option<Copy>,
 }
 
-/// What a channel receives into GPU memory.
+/// Payload that a channel receives into GPU memory.
 #[derive(Default)]
 pub(crate) struct Receiving {
     lanes: Vec<Lane>,
     current: Option<Current>,
     frames: VecDeque<Frame>,
-    /// Targets of frames that were broken off while they were being copied.
+    /// Landings of frames that were broken off while being copied.
     lingering: Vec<(Landing, Copy)>,
     staged_bytes: u64,
-    /// How long a payload waited for room.
+    /// Time during which a payload waited for room.
     stalled: Stopwatch,
 }
 
@@ -81,7 +82,10 @@ pub(crate) struct Receiving {
 unsafe impl Send for Receiving {}
 
 impl Receiving {
-    /// A frame's payload is about to come, for these runs of GPU memory; takes them.
+    /// Starts a frame's payload for these runs of GPU memory, which are taken.
+    ///
+    /// # Errors
+    /// The GPU is not open, or the driver's error.
     pub fn begin(&mut self, location: MemoryLocation, targets: &mut Vec<IoVec>) -> Result<()> {
         let lane = self.lanes.iter().position(|lane| lane.line.location == location).unwrap_or_else(|| {
             self.lanes.push(Lane { line: Pipeline::new(location, Way::In), parts: VecDeque::new() });
@@ -94,7 +98,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// Room for the next part of the payload, and whether it is the last one; nothing while the ring is full.
+    /// Room for the next part, and whether it is the last one; `None` while the ring is full.
     pub fn open_part(&mut self) -> Option<(IoVec, bool)> {
         let current = self.current.as_mut()?;
         let lane = &mut self.lanes[current.lane];
@@ -109,7 +113,7 @@ impl Receiving {
         Some((part, current.rest == 0))
     }
 
-    /// The open part is whole: it is copied with the next batch. True if the frame has more.
+    /// Ends the open part, which is copied with the next batch. Returns true if the frame has more.
     pub fn close_part(&mut self) -> bool {
         let Some(current) = &mut self.current else { return false };
         let Some(part) = current.open.take() else { return current.rest > 0 };
@@ -121,11 +125,11 @@ impl Receiving {
         while let Some(target) = current.targets.front_mut().filter(|_| left > 0) {
             let bytes = target.len.min(left);
             line.make_room(1);
-            // SAFETY: the frame's landing keeps the memory, here until the mark is reached; the part is left
-            // alone until then.
+            // SAFETY: the frame's landing keeps the memory, here until the mark is reached; the part is not
+            // reused until then.
             unsafe { line.add(Run { host, device: target.base as u64, bytes }) };
             (host, left) = (host + bytes, left - bytes);
-            // An address of the GPU: nobody here looks at what is there.
+            // An address of the GPU: the CPU does not access it.
             *target = IoVec::new(target.base.wrapping_add(bytes), target.len - bytes);
             if target.len == 0 {
                 current.targets.pop_front();
@@ -139,28 +143,28 @@ impl Receiving {
         current.rest > 0
     }
 
-    /// Whether anything was ever staged.
+    /// Whether any payload was ever staged.
     pub fn begun(&self) -> bool {
         !self.lanes.is_empty()
     }
 
-    /// Bytes of parts that became whole, and whose copies are not begun.
+    /// Bytes of complete parts whose copies have not started.
     pub fn gathered_bytes(&self) -> usize {
         self.lanes.iter().map(|lane| lane.line.batch_bytes()).sum()
     }
 
-    /// Begins the copies of all parts that became whole.
+    /// Starts the copies of all complete parts.
     pub fn flush(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.line.flush());
     }
 
-    /// A frame is here, with all the stream brings of it. It waits if it is staged, or behind one that is.
+    /// Queues a frame whose stream bytes are here. It waits for its copies, or behind a frame that does.
     pub fn expect(&mut self, arrival: Arrival) {
         let copy = self.current.take().and_then(|current| current.copy);
         self.frames.push_back(Frame { arrival, copy });
     }
 
-    /// The rest of the current frame's payload is thrown away; its landing is kept while parts are copied.
+    /// Discards the rest of the current frame's payload. Its landing is kept while parts are copied.
     pub fn break_off(&mut self, landing: Option<Landing>) {
         let Some(current) = self.current.take() else { return };
         self.stalled.set(false);
@@ -168,9 +172,9 @@ impl Receiving {
         if let Some(last) = parts.back_mut().filter(|_| current.open.is_some()) {
             *last = Some(0);
         }
-        // Whole parts that wait for company are copied while the landing is kept, and not after that.
+        // Copy the complete parts while the landing is kept, and not later.
         self.lanes[current.lane].line.flush();
-        // Nobody else looks while nothing is copied.
+        // Without copies in flight, no later poll would free them.
         self.lanes[current.lane].free();
         let line = &self.lanes[current.lane].line;
         if let Some(landing) = landing.filter(|_| line.copying()) {
@@ -184,18 +188,18 @@ impl Receiving {
         self.frames.len()
     }
 
-    /// Whether it has to be looked after.
+    /// Whether this has to be polled.
     pub fn active(&self) -> bool {
         !self.frames.is_empty() || self.copying() || self.gathered_bytes() > 0
     }
 
-    /// Whether copies are under way.
+    /// Whether copies are in flight.
     pub fn copying(&self) -> bool {
         self.lanes.iter().any(|lane| lane.line.copying())
     }
 
-    /// Looks how far the copies have come. True if those of the frame that is being received have failed: break
-    /// it off, before [`Receiving::free`].
+    /// Checks the progress of the copies. Returns true if those of the frame that is being received have
+    /// failed: break the frame off before [`Receiving::free`].
     pub fn look(&mut self) -> bool {
         let mut failed = false;
         for at in 0..self.lanes.len() {
@@ -206,7 +210,7 @@ impl Receiving {
         failed
     }
 
-    /// Frees what the copies are done with, and forgets failures: they have been told.
+    /// Frees the parts whose copies are done, and forgets failures, which were reported.
     pub fn free(&mut self) {
         for lane in &mut self.lanes {
             lane.line.settle();
@@ -216,8 +220,8 @@ impl Receiving {
         self.lingering.retain(|(_, copy)| !lanes[copy.lane].line.done(copy.mark));
     }
 
-    /// Copies of a lane have failed: refuses the frames of which any is lost. True if the one that is being received is one
-    /// of them; one of which nothing was to be copied yet goes on.
+    /// Refuses frames with a lost copy in this lane. Returns true if the frame that is being received is one
+    /// of them. A frame without any copy yet continues.
     fn fail(&mut self, at: usize) -> bool {
         let line = &self.lanes[at].line;
         let lost = |copy: Option<Copy>| {
@@ -233,7 +237,7 @@ impl Receiving {
         lost(self.current.as_ref().and_then(|current| current.copy)).is_some()
     }
 
-    /// Tells the landing of the current frame why its copies have failed.
+    /// Fails the landing of the current frame with the error of its copies.
     pub fn blame(&self, landing: &Landing) {
         let Some(current) = &self.current else { return };
         let line = &self.lanes[current.lane].line;
@@ -243,7 +247,7 @@ impl Receiving {
         }
     }
 
-    /// The next frame that has arrived, if its copies are done.
+    /// Takes the next frame, if its copies are done.
     pub fn next(&mut self) -> Option<Arrival> {
         if is_copied(&self.lanes, self.frames.front()?.copy) {
             self.frames.pop_front().map(|frame| frame.arrival)
@@ -252,7 +256,8 @@ impl Receiving {
         }
     }
 
-    /// Stops placing bytes where `gone` says. Gives a GPU that may still copy there: ask again.
+    /// Stops placing bytes into memory for which `gone` is true. Returns a GPU that may still copy there;
+    /// poll until `None`.
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
         let lingers = self.lingering.iter().find(|(landing, _)| gone(landing));
         let mut touched = lingers.map(|(_, copy)| copy.lane);
@@ -261,38 +266,38 @@ impl Receiving {
                 continue;
             };
             match (frame.copy.filter(|copy| !is_copied(&self.lanes, Some(*copy))), landing) {
-                // It is placed when its turn comes, soon.
+                // The frame is placed in order, soon.
                 (Some(copy), _) => touched = Some(copy.lane),
-                // Its bytes are in their place, and the operation waits to hear of them.
+                // The bytes are placed, and the operation waits for the frame to be counted.
                 (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
                 (None, Landing::Sink { .. }) => {
                     // The operation does not have these bytes, so the sender must not be told that it does.
                     frame.arrival.refusal.get_or_insert(Refusal::NoSink);
                     frame.arrival.landing = None;
                 }
-                // A write whose bytes were in their place before the region was taken back.
+                // A write whose bytes were placed before the region was released.
                 (None, Landing::Region { .. }) => frame.arrival.landing = None,
             }
         }
         touched.map(|lane| self.lanes[lane].line.location)
     }
 
-    /// Bytes that were staged so far.
+    /// Bytes staged so far.
     pub fn staged_bytes(&self) -> u64 {
         self.staged_bytes
     }
 
-    /// How long copies were under way.
+    /// Time during which copies were in flight.
     pub fn copying_time(&self) -> Duration {
         self.lanes.iter().map(|lane| lane.line.busy()).sum()
     }
 
-    /// How long a payload waited for room.
+    /// Time during which payloads waited for room.
     pub fn full_time(&self) -> Duration {
         self.stalled.total()
     }
 
-    /// How often drivers were called.
+    /// Number of driver calls.
     pub fn driver_calls(&self) -> u64 {
         self.lanes.iter().map(|lane| lane.line.calls()).sum()
     }
@@ -302,7 +307,7 @@ impl Receiving {
         self.lanes.iter().map(|lane| lane.line.pinned_bytes()).sum()
     }
 
-    /// Ends all copying; frames that wait are not placed.
+    /// Ends all copying. Waiting frames are not placed.
     pub fn end(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.line.end());
         self.frames.clear();
@@ -311,7 +316,7 @@ impl Receiving {
     }
 }
 
-/// Whether nothing is copied for a frame, or not any more.
+/// Whether a frame has no copies, or all of them are done.
 fn is_copied(lanes: &[Lane], copy: Option<Copy>) -> bool {
     copy.is_none_or(|copy| lanes[copy.lane].line.done(copy.mark))
 }
@@ -336,7 +341,7 @@ mod tests {
         Arrival { header, placements, landing, message, refusal: None, target }
     }
 
-    /// Receives a frame of one part; its copy is not begun.
+    /// Receives a frame of one part, without starting its copy.
     fn receive(receiving: &mut Receiving, key: u64, memory: &Arc<Memory>) {
         let target = IoVec::new(memory.span(0, memory.len()).unwrap(), memory.len() as usize);
         receiving.begin(memory.location(), &mut vec![target]).unwrap();
@@ -360,7 +365,7 @@ mod tests {
         Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap()
     }
 
-    /// It was told the failure of another's copy, and its writer was refused.
+    /// The frame used to be refused because of another frame's failed copy.
     #[test]
     fn a_frame_of_which_nothing_was_copied_yet_goes_on_when_the_copy_of_another_fails() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -391,7 +396,7 @@ mod tests {
         }
     }
 
-    /// A later part of it was copied well, and it was taken for placed.
+    /// The frame used to count as placed because a later part was copied.
     #[test]
     fn a_frame_of_which_one_part_is_lost_is_refused_though_the_next_one_is_copied() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -422,7 +427,7 @@ mod tests {
         }
     }
 
-    /// Whoever took its memory back had to wait for the other GPU, and lost the connection.
+    /// A thread that took the memory back had to wait for the other GPU, and lost the connection.
     #[test]
     fn what_is_copied_is_not_touched_any_more_though_another_gpu_stands_before_it() {
         let (_alone, stands) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -453,7 +458,7 @@ mod tests {
         );
     }
 
-    /// What a payload of so many parts has, the last of them open; the first is being copied.
+    /// Starts a payload of three parts: the first is being copied, the last one is open.
     fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {
         receiving.begin(MemoryLocation::SimGpu(GPU), &mut targets.to_vec()).unwrap();
         receiving.open_part().expect("the ring is empty");
@@ -464,7 +469,7 @@ mod tests {
         receiving.open_part().expect("the ring has room");
     }
 
-    /// No list held them: each of them was a call of the driver.
+    /// No list held the runs: each used to be a driver call.
     #[test]
     fn a_part_of_more_runs_than_a_list_holds_is_several_batches() {
         const RUNS: usize = limits::STAGING_LIST_RUNS + 1;
@@ -488,7 +493,7 @@ mod tests {
         assert!(!receiving.active() && receiving.lanes[0].line.ring.is_empty());
     }
 
-    /// They were copied later, when their operation had ended and its memory was the user's again.
+    /// These parts used to be copied later, when the operation had ended and its memory was the user's again.
     #[test]
     fn parts_that_wait_for_company_when_their_frame_is_broken_off_are_copied_before_its_landing_goes() {
         let gpu = SimGpu::open(GPU).unwrap();
@@ -502,7 +507,7 @@ mod tests {
         assert_eq!(line.next_mark(), 3, "the second part has a mark, which its landing waits for");
     }
 
-    /// A connection that brings nothing more may not be asked again.
+    /// A connection without further bytes may not be polled again.
     #[test]
     fn parts_that_wait_for_company_have_to_be_looked_after() {
         let gpu = SimGpu::open(GPU).unwrap();
@@ -518,12 +523,13 @@ mod tests {
         assert!(receiving.active());
     }
 
-    /// Their mark stood behind copies that nobody would make any more: nothing behind them was acknowledged.
+    /// The mark of these parts used to be behind copies that were never made: no later frame was
+    /// acknowledged.
     #[test]
     fn parts_that_wait_for_company_when_the_copies_before_fail_are_told_with_them() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
         gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
-        // Or the first might have failed before the second is whole.
+        // Otherwise the first copy might fail before the second part is complete.
         gpu.set_stall(true);
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
@@ -548,7 +554,7 @@ mod tests {
         assert!(!receiving.active());
     }
 
-    /// They filled the ring, and nobody looked: the channel read nothing any more.
+    /// These parts used to fill the ring, without a poll to free them, and the channel read nothing any more.
     #[test]
     fn parts_of_frames_that_were_broken_off_are_free_again() {
         let gpu = SimGpu::open(GPU).unwrap();

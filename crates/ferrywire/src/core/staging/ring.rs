@@ -1,18 +1,18 @@
-//! A ring of bytes, in numbers: spans are taken at one end and given back at the other.
+//! Allocation of a ring: spans are taken at one end and returned at the other.
 //!
-//! Invariant: spans that are taken do not overlap, each is contiguous and begins at a multiple of
-//! [`ALIGN_BYTES`]. Pure: it knows no memory. Read next: `pipeline.rs`, which puts memory under it.
+//! Invariant: spans do not overlap, and each is contiguous and begins at a multiple of [`ALIGN_BYTES`]. Pure
+//! arithmetic without memory. Read next: `pipeline.rs`, which adds the memory.
 
 use std::collections::VecDeque;
 
-/// Spans begin at multiples of this: a cache line, and what copy engines like.
+/// Spans begin at multiples of this: a cache line, which suits copy engines.
 const ALIGN_BYTES: usize = 64;
 
-/// Which bytes of a buffer are taken.
+/// The allocation state of a ring.
 #[derive(Debug)]
 pub(super) struct Ring {
     len: usize,
-    /// Offset and aligned length of each span, oldest first, and whether it was given back before an older one.
+    /// Offset and aligned length of each span, oldest first, and whether it was returned before an older one.
     spans: VecDeque<(usize, usize, bool)>,
 }
 
@@ -21,23 +21,23 @@ impl Ring {
         Ring { len, spans: VecDeque::new() }
     }
 
-    /// Bytes that it has, taken or not.
+    /// Size of the ring in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether nothing is taken.
+    /// Whether no span is taken.
     #[cfg(test)]
     pub fn is_empty(&self) -> bool {
         self.spans.is_empty()
     }
 
-    /// Whether a span of so many bytes could be taken now.
+    /// Whether a span of this length could be taken now.
     pub fn fits(&self, bytes: usize) -> bool {
         self.place(aligned(bytes)).is_some()
     }
 
-    /// Takes a span; gives its offset.
+    /// Takes a span. Returns its offset, or `None` if there is no room.
     pub fn take(&mut self, bytes: usize) -> Option<usize> {
         let bytes = aligned(bytes);
         let offset = self.place(bytes)?;
@@ -45,14 +45,14 @@ impl Ring {
         Some(offset)
     }
 
-    /// Gives the oldest span back.
+    /// Returns the oldest span.
     pub fn give_back(&mut self) {
         let oldest = self.spans.front().map(|(offset, ..)| *offset);
         debug_assert!(oldest.is_some(), "a span is given back once");
         self.give_back_at(oldest.unwrap_or(0));
     }
 
-    /// Gives a span back, in any order; its room is free once all older ones are given back.
+    /// Returns a span, in any order. Its room is free once all older spans are returned.
     pub fn give_back_at(&mut self, offset: usize) {
         let span = self.spans.iter_mut().find(|(at, _, given)| *at == offset && !given);
         debug_assert!(span.is_some(), "a span is given back once");
@@ -67,16 +67,18 @@ impl Ring {
             return (bytes <= self.len).then_some(0);
         };
         let head = last + len;
-        match last < tail {
-            // Gone round: free is what lies between the newest and the oldest.
-            true => (head + bytes <= *tail).then_some(head),
-            false if head + bytes <= self.len => Some(head),
-            false => (bytes <= *tail).then_some(0),
+        if last < tail {
+            // The spans wrap around: the free bytes lie between the newest and the oldest.
+            (head + bytes <= *tail).then_some(head)
+        } else if head + bytes <= self.len {
+            Some(head)
+        } else {
+            (bytes <= *tail).then_some(0)
         }
     }
 }
 
-/// A span of no bytes would be at the place of the next one.
+/// The aligned length. A span of 0 bytes would have the offset of the next one.
 fn aligned(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(ALIGN_BYTES)
 }

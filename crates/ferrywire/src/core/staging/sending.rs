@@ -1,10 +1,12 @@
-//! Payload in GPU memory on its way out: from the GPU into a ring, and from there into the stream.
+//! Payload from GPU memory to be sent: from the GPU into a ring, and from there into the stream.
 //!
-//! A staged frame's life: `reserved -> copying -> ready -> sent`, and `placed` where the pages of the ring are lent to
-//! the socket. Frames are sent in the order of their window, so the first that is not ready holds up those behind it.
+//! A staged frame's states: `reserved -> copying -> ready -> sent`, then `placed` if pages of the ring are
+//! lent to the socket. Frames are sent in the order of their window, so the first one that is not ready
+//! delays later ones.
 //!
-//! Invariant: a frame whose copy is under way is not sent, and so not acknowledged: its operation cannot end
+//! Invariant: a frame whose copy is in flight is not sent, and so not acknowledged. Its operation cannot end
 //! before the copy has, or the copier is dropped.
+//! Read next: `pipeline.rs`.
 
 use super::copier::{Run, Way};
 use super::pipeline::Pipeline;
@@ -14,49 +16,50 @@ use crate::error::Error;
 use ferrywire_proto::limits;
 use std::time::Duration;
 
-/// Where a frame's payload is staged.
+/// The bytes of a ring that hold a frame's payload.
 pub(crate) struct Staged {
     line: usize,
     offset: usize,
     /// Address in the ring.
     host: usize,
-    /// Some of it was lent to the socket.
+    /// Whether some of the bytes were lent to the socket.
     lent: bool,
     state: State,
 }
 
 enum State {
     Reserved,
-    /// Its copies are before this mark.
+    /// The copies are before this mark.
     Copying(u64),
-    /// There is nothing to send: the operation has failed.
+    /// The operation has failed: there is nothing to send.
     Lost,
     Ready,
 }
 
 impl Staged {
-    /// The bytes to send, once they are there.
+    /// Address of the bytes to send, once they are copied.
     pub fn base(&self) -> *mut u8 {
         self.host as *mut u8
     }
 
-    /// Whether some of it was lent to the socket, which may read it until the peer has placed the frame.
+    /// Whether some of the bytes were lent to the socket, which may read them until the peer has placed the
+    /// frame.
     pub fn is_lent(&self) -> bool {
         self.lent
     }
 }
 
-/// What a channel sends from GPU memory.
+/// Payload that a channel sends from GPU memory.
 #[derive(Default)]
 pub(crate) struct Sending {
     lines: Vec<Pipeline>,
     staged_bytes: u64,
-    /// How long there was no room for another frame.
+    /// Time during which there was no room for another frame.
     full: Stopwatch,
 }
 
 impl Sending {
-    /// Whether anything was ever staged.
+    /// Whether any payload was ever staged.
     pub fn begun(&self) -> bool {
         !self.lines.is_empty()
     }
@@ -66,7 +69,7 @@ impl Sending {
         self.lines.iter().all(|line| line.ring.fits(limits::STAGING_SLOT_BYTES))
     }
 
-    /// Takes room for a frame that has just left the queue. Arithmetic only: the queue is locked.
+    /// Reserves room for a frame that has just left the queue. Arithmetic only, because the queue is locked.
     pub fn reserve(&mut self, entry: &mut Entry) {
         let Some(location) = entry.gpu() else { return };
         let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {
@@ -77,14 +80,14 @@ impl Sending {
             Some(offset) => {
                 entry.staged = Some(Staged { line, offset, host: 0, lent: false, state: State::Reserved })
             }
-            // Room is looked for before a frame is taken.
+            // The caller checks for room before it takes a frame.
             None => drop(entry.give_up(&Error::Internal("a frame was to be staged without room".into()))),
         }
         self.full.set(!self.has_room());
     }
 
-    /// Begins the copies of all frames that were reserved, short ones of a GPU as one batch. Returns credit for messages
-    /// that will not be sent.
+    /// Starts the copies of all reserved frames; short ones of one GPU form one batch. Returns credit in
+    /// bytes for messages that will not be sent.
     pub fn begin<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>) -> u64 {
         let mut credit = 0;
         if self.lines.is_empty() {
@@ -117,8 +120,8 @@ impl Sending {
         credit
     }
 
-    /// Looks how far the copies have come. The frames of those that failed carry nothing, and their operations
-    /// have failed. Returns credit as [`Sending::begin`] does.
+    /// Checks the progress of the copies. Frames with failed copies are emptied, and their operations fail.
+    /// Returns credit as [`Sending::begin`] does.
     pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) -> u64 {
         let (mut failed, mut credit) = (false, 0);
         for line in &mut self.lines {
@@ -142,7 +145,7 @@ impl Sending {
         credit
     }
 
-    /// Whether a frame may be sent: anything but one whose copy is under way. Gives credit for a message that will not be
+    /// Whether a frame may be sent: no copy of it is in flight. Returns credit for a message that will not be
     /// sent after all.
     pub fn ready(&self, entry: &mut Entry, crc: bool) -> Option<u64> {
         let Some(staged) = &mut entry.staged else { return Some(0) };
@@ -153,7 +156,8 @@ impl Sending {
             State::Copying(_) | State::Reserved => return None,
         };
         staged.state = State::Ready;
-        // Dropped before that was seen, and maybe before it was copied: the bytes may be anybody's.
+        // The memory was dropped before this check, maybe before the copy: the bytes may be someone else's
+        // data.
         let credit = if copied && entry.is_of_gone_memory() {
             entry.give_up(&Error::invalid("region", DROPPED))
         } else {
@@ -165,40 +169,40 @@ impl Sending {
         Some(credit)
     }
 
-    /// Some of a frame is lent to the socket from here on.
+    /// Notes that some of a frame is lent to the socket.
     pub fn lend(&mut self, staged: &mut Staged) {
         self.lines[staged.line].lent = true;
         staged.lent = true;
     }
 
-    /// Nobody reads a frame's bytes any more: it was copied into the stream, or the peer has placed it.
+    /// Frees a frame's bytes of the ring: they were copied into the stream, or the peer has placed the frame.
     pub fn give_back(&mut self, staged: &Staged) {
         let line = &mut self.lines[staged.line];
         line.ring.give_back_at(staged.offset);
         self.full.set(!self.has_room());
     }
 
-    /// Whether copies are under way.
+    /// Whether copies are in flight.
     pub fn copying(&self) -> bool {
         self.lines.iter().any(Pipeline::copying)
     }
 
-    /// Bytes that were staged so far.
+    /// Bytes staged so far.
     pub fn staged_bytes(&self) -> u64 {
         self.staged_bytes
     }
 
-    /// How long copies were under way.
+    /// Time during which copies were in flight.
     pub fn copying_time(&self) -> Duration {
         self.lines.iter().map(Pipeline::busy).sum()
     }
 
-    /// How long its rings were full.
+    /// Time during which a ring was full.
     pub fn full_time(&self) -> Duration {
         self.full.total()
     }
 
-    /// How often drivers were called.
+    /// Number of driver calls.
     pub fn driver_calls(&self) -> u64 {
         self.lines.iter().map(Pipeline::calls).sum()
     }
@@ -222,8 +226,8 @@ fn copy_out(line: &mut Pipeline, entry: &Entry, mut host: usize) {
             continue;
         };
         let run = Run { host, device: device as u64, bytes: len as usize };
-        // SAFETY: the operation keeps its memory until the frame has been sent and acknowledged, which is after
-        // the copy; the span of the ring is this frame's until it is sent.
+        // SAFETY: the operation keeps its memory until the frame has been sent and acknowledged, which is
+        // after the copy; the span of the ring is this frame's until it is sent.
         unsafe { line.add(run) };
         host += len as usize;
     }
@@ -241,7 +245,7 @@ mod tests {
     use ferrywire_proto::window::Window;
     use std::sync::{Arc, Weak};
 
-    /// Has a write of all of the memory taken, as a channel does.
+    /// Takes a write of all of the memory, as a channel does.
     fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
         let piece = Piece { local: 0, remote: 0, len: memory.len() };
         take_pieces(memory, Pieces::One(piece), window, sending)
@@ -271,7 +275,7 @@ mod tests {
         shared
     }
 
-    /// No list held them: each run of them was a call of the driver.
+    /// No list held the runs: each used to be a driver call.
     #[test]
     fn frames_of_more_runs_than_a_list_holds_are_several_batches() {
         let gpu = SimGpu::open(10).unwrap();
@@ -287,7 +291,8 @@ mod tests {
         assert_eq!(sending.lines[0].next_mark(), 3);
     }
 
-    /// A peer that acknowledged what it had not read was sent what the ring's next user, of another peer, had put there.
+    /// A peer that acknowledged bytes before reading them was sent what the ring's next user had put there,
+    /// for another peer.
     #[test]
     fn what_a_peer_says_it_has_placed_may_still_be_read_by_a_socket() {
         let gpu = SimGpu::open(10).unwrap();
@@ -307,7 +312,8 @@ mod tests {
         }
     }
 
-    /// What was taken before the failure was told was not copied, and its operations failed.
+    /// Frames that were taken before the failure was reported used to be dropped, and their operations
+    /// failed.
     #[test]
     fn what_is_staged_behind_a_copy_that_fails_is_copied_all_the_same() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -315,7 +321,7 @@ mod tests {
         let [first, second, third] = [memory(), memory(), memory()];
         let (mut window, mut sending) =
             (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
-        // The copier comes with the first.
+        // The first frame creates the copier.
         let fine = take(&first, &mut window, &mut sending);
         sending.begin(window.from(0));
         let start = std::time::Instant::now();

@@ -1,4 +1,4 @@
-//! How long something was so, from its beginnings and ends: the clock is read when it changes, never between.
+//! A stopwatch for a condition: it reads the clock when the condition changes, never between.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ pub(super) struct Stopwatch {
 }
 
 impl Stopwatch {
-    /// It is so from now on, or not any more.
+    /// Sets whether the condition holds from now on.
     pub fn set(&mut self, on: bool) {
         match self.since {
             None if on => self.since = Some(Instant::now()),
@@ -21,7 +21,7 @@ impl Stopwatch {
         }
     }
 
-    /// How long it was so, up to when it last ended.
+    /// Time during which the condition held, up to its last end.
     pub fn total(&self) -> Duration {
         self.total
     }

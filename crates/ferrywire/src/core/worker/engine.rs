@@ -181,10 +181,11 @@ impl ProgressEngine {
     fn has_released(&mut self, now: Duration) -> bool {
         self.unreleased.retain_mut(|closed| {
             let late = now.saturating_sub(closed.since) > limits::CLOSED_RELEASE_TIMEOUT;
-            match closed.unreleased.has_released() {
-                true => return false,
-                false if late => closed.give_up(),
-                false => {}
+            if closed.unreleased.has_released() {
+                return false;
+            }
+            if late {
+                closed.give_up();
             }
             !late
         });
@@ -394,10 +395,9 @@ impl ProgressEngine {
         if slot.waits_for != Interest::READ || slot.polled {
             return None;
         }
-        match self.receive_at(worker, context, place) {
-            false if self.polls.is_multiple_of(2) => None,
-            worked => Some(worked),
-        }
+        let worked = self.receive_at(worker, context, place);
+        // In vain: poll all sockets in every other pass.
+        (worked || !self.polls.is_multiple_of(2)).then_some(worked)
     }
 
     fn react(&mut self, worker: &Worker, context: &Context, event: PollEvent) -> bool {

@@ -1,4 +1,4 @@
-//! What is not waited for without end, and what is not received at all or not yet.
+//! Stalls that are errors, and messages that are refused or must wait.
 
 use super::*;
 
@@ -55,7 +55,7 @@ fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
     assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
 }
 
-/// It was counted from when the one before had arrived, which waited for a GPU.
+/// The time used to count from the arrival of the message before, which waited for a GPU.
 #[test]
 fn a_message_stands_still_since_it_was_posted_for_while_others_are_gathered() {
     let memory = Memory::private(CHUNK).unwrap();
@@ -71,7 +71,7 @@ fn a_message_stands_still_since_it_was_posted_for_while_others_are_gathered() {
     assert!(why.contains("message 1 (10 bytes) has not arrived after 30.0 s"), "{why}");
 }
 
-/// It was taken for one that does not arrive, while our own window had no room for it.
+/// The message used to count as missing while this end's window had no room for it.
 #[test]
 fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
     let memory = Memory::private(CHUNK).unwrap();
