@@ -1,4 +1,4 @@
-//! Evil ends that answer: what a dialler is told, promised and left to wait for.
+//! Adversarial acceptors: what a connecting endpoint must withstand from the end that answers.
 
 use super::evil::{Evil, dial, goodbye};
 use super::scene::{Scene, endpoint};
@@ -13,7 +13,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-/// Answers the next connection; no outcome when it was refused.
+/// Answers the next connection; no outcome if it was refused.
 fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>) {
     eventually("a connection", || knocks(listener));
     let (mut stream, _) = listener.accept().unwrap();
@@ -32,7 +32,7 @@ fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>)
     }
 }
 
-/// Hears the next frame of a control connection.
+/// Reads the next frame of a control connection.
 fn hear_frame(control: &mut TcpStream, secure: &mut Secure) -> Frame<ControlMessage> {
     let mut incoming = vec![0; 2];
     control.read_exact(&mut incoming).unwrap();
@@ -42,7 +42,7 @@ fn hear_frame(control: &mut TcpStream, secure: &mut Secure) -> Frame<ControlMess
     Frame::decode(&secure.open(&mut incoming).unwrap().expect("a whole frame")).unwrap()
 }
 
-/// Hears which data connection will come, and from where.
+/// Reads the announcement of the next data connection: channel, generation and source.
 fn hear_dialling(control: &mut TcpStream, secure: &mut Secure) -> (u16, u32, SocketAddr) {
     loop {
         let numbered = hear_frame(control, secure).numbered;
@@ -52,13 +52,13 @@ fn hear_dialling(control: &mut TcpStream, secure: &mut Secure) -> (u16, u32, Soc
     }
 }
 
-/// Says a control message with this number.
+/// Sends a control message with this number.
 fn say_sealed(control: &mut TcpStream, secure: &mut Secure, number: u64, message: &ControlMessage) {
     let frame = Frame { received: 0, numbered: Some((number, message)) };
     control.write_all(&secure.seal(&frame.encode()).unwrap()).unwrap();
 }
 
-/// Answers one control connection and its channels as somebody who gives every session the same number.
+/// Answers one control connection and its channels, as an endpoint that gives every session one number.
 fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
     let mut streams = Vec::new();
     loop {
@@ -80,7 +80,7 @@ fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
     }
 }
 
-/// A listener for evil ends that answer, and what they know.
+/// A listener for adversarial acceptors, with their state.
 fn evil_desk() -> (SocketAddr, TcpListener, Shared) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -101,7 +101,7 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
     let (mut control, outcome) = answer(&listener, &desk);
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     desk.remember(&established);
-    // Both are heard of before either is answered.
+    // Both are announced before either is answered.
     let announced: Vec<_> = (0..2).map(|_| hear_dialling(&mut control, &mut established.secure)).collect();
     assert!(!knocks(&listener), "dialled before it was expected");
     let (mut said, mut streams) = (0, Vec::new());
@@ -122,7 +122,8 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
     connecting.wait(LIMIT).unwrap();
 }
 
-/// Only the end that opened a session dials its connections. Another one could be ourselves, at an address that leads back.
+/// Only the end that opened a session dials its connections. Otherwise an address that leads back could
+/// connect an endpoint to itself.
 #[test]
 fn whoever_was_dialled_does_not_dial_the_sessions_connections() {
     let dialler = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
@@ -147,7 +148,7 @@ fn a_peer_that_expects_no_data_connection_is_named_for_it() {
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     let mut end = None;
     eventually("it is given up", || {
-        // It says that it is alive, and nothing else.
+        // The peer sends heartbeats and nothing else.
         let alive = Frame { received: 0, numbered: None };
         let _ = control.write_all(&established.secure.seal(&alive.encode()).unwrap());
         thread::sleep(Duration::from_millis(50));
@@ -220,7 +221,7 @@ fn only_the_code_of_a_refusal_ends_a_session() {
     let resumed = answer(&listener, &desk);
     assert!(matches!(resumed.1, Some(Outcome::Control(_))), "{resumed:?}");
     assert_eq!(peer.error(), None);
-    // It goes by the code, whatever the text.
+    // The refusal's code decides, not its text.
     refuse(&desk, RefusalCode::UnknownSession, "never heard of it");
     resumed.0.shutdown(Shutdown::Both).unwrap();
     eventually("the peer is lost", || {
@@ -277,7 +278,7 @@ fn a_busy_end_is_dialled_again() {
     drop(peer);
 }
 
-/// Resumes the session, having received so much of it.
+/// Resumes the session, claiming to have received `received` messages of it.
 fn resume(scene: &Scene, evil: &Evil, received: u64) -> (TcpStream, Box<Established>) {
     let Established { session, data_key, .. } = &*evil.established;
     let purpose = Purpose::Resume { session: *session, received, data_key: data_key.clone() };
@@ -303,7 +304,7 @@ fn a_forged_resumption_does_not_end_a_session() {
     scene.unharmed();
 }
 
-/// Whatever is said after such a claim is said without a connection, which is no trouble of ours.
+/// Later messages are sent without a connection, which must not become the cause of the loss.
 #[test]
 fn a_resumption_that_claims_what_was_never_said_loses_the_peer_for_that() {
     let scene = Scene::new();

@@ -1,4 +1,4 @@
-//! The control session: gaps, forgeries, fences of what never was, floods.
+//! The control session: gaps, forgeries, fences of channels that never existed, floods.
 
 use super::evil::{Data, Evil, channel, data, dial, evil_config, goodbye};
 use super::scene::{Scene, endpoint};
@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Nobody waits so long because of what others do.
+/// No good peer may wait this long because of other peers.
 const HELD_UP: Duration = Duration::from_secs(5);
-/// So many are too many.
+/// Number of slow rounds that fails the test.
 const SLOW_MAX: usize = 3;
 
 fn fence(channel: u16, generation: u32) -> ControlMessage {
@@ -67,13 +67,14 @@ fn a_forged_control_message_loses_the_peer() {
     scene.unharmed();
 }
 
-/// An honest peer says so in answer to this end. Said before, it tells nothing of what the peer has yet to finish.
+/// An honest peer reports this in answer to a request. Reported early, it says nothing about what the peer
+/// has yet to finish.
 #[test]
 fn a_peer_that_says_it_has_finished_before_it_is_asked_has_not() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     evil.say(&ControlMessage::Drained);
-    // What is said after it shows that it was heard.
+    // The effect of a later message shows that the early report was read.
     evil.say(&fence(0, 0));
     evil.channel_lost_for("evil");
     let closed = evil.here.close(Duration::from_millis(100));
@@ -171,7 +172,7 @@ fn the_last_generation_of_a_channel_is_not_taken() {
     eventually("the channel is lost", || !evil.here.stats().lost_channels.is_empty());
     evil.say(&fence(0, 0));
     thread::sleep(Duration::from_millis(100));
-    // After it there is no other number, and each is used once.
+    // After the last generation there is no other number, and each is used once.
     let last = channel(evil.address, &evil.established, 0, u32::MAX);
     if let Ok(stream) = last {
         let _ = stream.shutdown(Shutdown::Both);
@@ -246,7 +247,7 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
         }
         true
     });
-    // A few rounds may be slow because this process was stopped in their middle.
+    // A few rounds may be slow because this process was stopped meanwhile.
     let (mut slow, mut rounds) = (0, 0);
     while !flooder.is_finished() && slow < SLOW_MAX {
         let start = Instant::now();
@@ -263,16 +264,17 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
     scene.unharmed();
 }
 
-/// More than sockets and the victim's limit hold of questions and answers.
+/// More requests and answers than sockets and the victim's limit hold.
 const QUESTIONS: u64 = 1_000_000;
 
-/// Questions that are written at once.
+/// Requests that are written at once.
 const BATCH: usize = 256;
 
-/// Makes the victim answer for as long as it listens, and reads none of the answers. Counts what was taken; says
-/// whether all was.
+/// Makes the victim answer for as long as it reads, and reads none of the answers. Counts the batches taken.
+/// Returns whether all were taken.
 fn ask_without_end(control: &mut TcpStream, secure: &mut Secure, taken: &AtomicU64) -> bool {
-    /// Answers that are claimed to have come: fewer than were given, and enough that few are kept.
+    /// How far the claimed count of received answers lags: fewer than were sent, and enough that few are
+    /// kept.
     const BEHIND: u64 = 8192;
     control.set_write_timeout(Some(LIMIT)).unwrap();
     let source = "1.2.3.4:5".parse().unwrap();
@@ -318,7 +320,7 @@ fn a_peer_that_reads_its_control_connection_late_is_heard_again() {
     thread::scope(|scope| {
         let Evil { control, established, here, .. } = &mut evil;
         let asks = scope.spawn(|| ask_without_end(control, &mut established.secure, &taken));
-        // It has come to a stop when nothing of it was taken for a while.
+        // The victim has stopped reading when no batch was taken for a while.
         let (mut before, mut looks) = (0, 0);
         while looks < 50 && !asks.is_finished() {
             thread::sleep(Duration::from_millis(10));
@@ -336,11 +338,11 @@ fn a_peer_that_reads_its_control_connection_late_is_heard_again() {
     scene.unharmed();
 }
 
-/// Ends of channels, each told with as many refusals as a window holds: together more than the kernel takes and a
-/// peer may leave unread beside what is kept for it.
+/// Number of lost channels, each with a window of refusals: together more than the kernel takes and a peer
+/// may leave unread, besides the messages that are kept for it.
 const LONG_FENCES: u32 = 600;
 
-/// The channel's next connection: one that is dialled too early is closed unheard.
+/// The channel's next connection. One that is dialled too early is closed without an answer.
 fn next_channel(evil: &Evil, generation: u32) -> Data {
     let mut next = None;
     eventually("the next connection is taken", || {
@@ -359,7 +361,7 @@ fn next_channel(evil: &Evil, generation: u32) -> Data {
 fn a_peer_to_which_we_have_much_to_say_ourselves_is_heard_though_it_reads_late() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    // The kernel holds as little of it as may be.
+    // Make the kernel buffer as little as possible.
     socket::set_int(evil.control.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 1).unwrap();
     for generation in 0..LONG_FENCES {
         evil.data[0].flood(data(scene.key() ^ 1, 0, 0), &[], limits::WINDOW_FRAMES_MAX as u64, |_, _| ());

@@ -1,4 +1,4 @@
-//! A peer that holds the secret, shakes hands as it should, and then says what it likes.
+//! A peer that has the secret, completes the handshake, and then violates the protocol.
 
 use super::scene::Scene;
 use super::{LIMIT, SECRET, eventually};
@@ -12,15 +12,15 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 
-/// Frames that are sent before acknowledgements are waited for: within its window.
+/// Frames that are sent before waiting for acknowledgements: fewer than the window.
 const FLOOD_BATCH: u64 = 400;
 
-/// What an evil peer was told on one data connection.
+/// What an adversarial peer has received on one data connection.
 #[derive(Default)]
 pub(super) struct Heard {
     pub refused: Vec<(u32, Refusal)>,
     pub acknowledged: u32,
-    /// Heads of all frames but acknowledgements.
+    /// Headers of all frames but acknowledgements.
     pub frames: Vec<Header>,
     pub closed: bool,
 }
@@ -59,7 +59,7 @@ impl Data {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// Sends many frames, as fast as acknowledgements come back.
+    /// Sends many frames, as fast as they are acknowledged.
     pub fn flood(&mut self, header: Header, body: &[u8], count: u64, number: impl Fn(u64, &mut Header)) {
         let before = self.frames_sent;
         for batch in 0..count.div_ceil(FLOOD_BATCH) {
@@ -78,7 +78,7 @@ impl Data {
         assert_eq!(u64::from(self.frames_sent - before), count);
     }
 
-    /// Waits until all frames are acknowledged; returns what was refused of them.
+    /// Waits until all frames are acknowledged. Returns the refusals.
     pub fn answers(&self) -> Vec<(u32, Refusal)> {
         eventually("all frames are acknowledged", || {
             let heard = self.heard();
@@ -107,7 +107,7 @@ pub(super) struct Evil {
     pub established: Box<Established>,
     pub said: u64,
     pub data: Vec<Data>,
-    /// The victim's handle.
+    /// The victim's handle of this peer.
     pub here: Peer,
 }
 
@@ -167,7 +167,7 @@ impl Evil {
         self.data[0].send(header, body);
     }
 
-    /// Says a control message in order.
+    /// Sends the next control message.
     pub fn say(&mut self, message: &ControlMessage) {
         self.said += 1;
         let frame = Frame { received: 0, numbered: Some((self.said, message)) };
@@ -183,14 +183,14 @@ impl Evil {
         &mut self.established.secure
     }
 
-    /// Waits until the victim has lost the channel, and checks that it says why.
+    /// Waits until the victim has lost the channel, and checks the reason.
     pub fn channel_lost_for(&self, cause: &str) {
         eventually("the channel is lost", || !self.here.stats().lost_channels.is_empty());
         let lost = self.here.stats().lost_channels;
         assert!(lost[0].contains(cause), "{lost:?} does not name: {cause}");
     }
 
-    /// Waits until the victim has lost the peer, and checks that it says why.
+    /// Waits until the victim has lost the peer, and checks the reason.
     pub fn lost_for(&self, cause: &str) {
         eventually("the peer is lost", || self.here.error().is_some());
         let error = self.here.error().unwrap();
@@ -200,7 +200,7 @@ impl Evil {
 }
 
 impl Drop for Evil {
-    /// Takes its leave where it is still heard: whoever is dropped after it would wait for it as long as an end may be silent.
+    /// Sends a last message: otherwise the victim's drop waits until the peer's silence is too long.
     fn drop(&mut self) {
         let farewell = goodbye();
         let frame = Frame { received: 0, numbered: Some((self.said + 1, &farewell)) };

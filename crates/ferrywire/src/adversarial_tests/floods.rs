@@ -1,4 +1,4 @@
-//! More of everything than a peer may send, wait for, or leave unfinished.
+//! Floods: more of everything than a peer may send, leave waiting, or leave unfinished.
 
 use super::evil::{Data, Evil, data, evil_config, limited};
 use super::scene::{REGION_BYTES, Scene};
@@ -43,7 +43,8 @@ fn notifications_past_the_limit_are_refused() {
     scene.unharmed();
 }
 
-/// A peer takes so many ahead of one that is missing: while a connection is lost that nobody has noticed yet.
+/// A peer takes this many frames ahead of a missing one: a connection may be lost and the loss not noticed
+/// yet.
 #[test]
 fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     let scene = Scene::new();
@@ -60,7 +61,7 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     for _ in 0..early + more {
         evil.here.notify(b"x").unwrap();
     }
-    // Whatever the first channel has sent is not acknowledged.
+    // Frames on the first channel are not acknowledged.
     eventually("both channels have sent", || evil.data.iter().all(|data| !data.heard().frames.is_empty()));
     let missing =
         evil.data.iter().position(|data| data.heard().frames.iter().any(|header| header.transfer == 0));
@@ -99,7 +100,7 @@ fn notifications_that_wait_for_bytes_are_charged_like_others() {
     let mut evil = Evil::new(&scene);
     let body = vec![7; limits::NOTIFY_BYTES_MAX];
     let header = Header { len: body.len() as u32, total: 1, ..Header::new(Kind::Notify) };
-    // 47 MiB of them.
+    // 47 MiB of notifications.
     evil.data[0].flood(header, &body, 6000, |index, header| header.transfer = index);
     let refused = limited(&evil.data[0].answers());
     assert!(refused >= 1900, "only {refused} long notifications were refused");
@@ -113,7 +114,7 @@ fn notifications_out_of_turn_are_not_kept_without_end() {
     let count = limits::REORDER_FRAMES_MAX as u64 + 1000;
     evil.data[0].flood(Header::new(Kind::Notify), &[], count, |index, header| header.transfer = index + 1);
     limited(&evil.data[0].answers());
-    // What was not even noted may be said again.
+    // A frame that was refused completely may be sent again.
     evil.send(Header { transfer: count, ..Header::new(Kind::Notify) }, &[]);
     assert_eq!(evil.data[0].answers().last(), Some(&(count as u32, Refusal::Limit)));
     scene.unharmed();
@@ -138,7 +139,7 @@ fn eager_messages_past_the_credit_are_refused() {
     let body = vec![7; limits::EAGER_BYTES_MAX];
     let header = Header { len: body.len() as u32, key: 5, ..Header::new(Kind::Send) };
     let fit = limits::EAGER_CREDIT_BYTES / (body.len() + limits::EAGER_OVERHEAD_BYTES);
-    // In order, so that they are unexpected, and with a gap, so that they are early.
+    // In order they are unexpected messages; with a gap, early ones.
     for gap in [0, 1000] {
         evil.data[0].flood(header, &body, 200, |index, header| header.offset = index + gap);
     }
@@ -159,7 +160,7 @@ fn a_notification_said_again_is_charged_once() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let body = vec![7; limits::NOTIFY_BYTES_MAX];
-    // Together they are past every limit, while the bytes that they follow never come.
+    // Together they exceed every limit, while the bytes that they follow never come.
     let follow = Header { transfer: 5, total: 1, len: body.len() as u32, ..Header::new(Kind::Notify) };
     evil.data[0].flood(follow, &body, 6000, |_, _| {});
     let refused = evil.data[0].answers();
@@ -186,7 +187,7 @@ fn announcements_past_the_limit_are_refused() {
     let mut evil = Evil::new(&scene);
     let held = limits::ANNOUNCED_SENDS_MAX as u64;
     let header = Header { key: 5, total: 1 << 40, ..Header::new(Kind::Announce) };
-    // From half of the way on every second number, so that they are early.
+    // From half-way on every second number, so that they are early.
     evil.data[0].flood(header, &[], held + 100, |index, header| {
         header.offset = if index < held / 2 { index } else { index * 2 };
         header.transfer = index;
@@ -218,7 +219,7 @@ fn matches_of_nothing_are_not_answered_without_end() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let count = limits::ANSWERS_WAITING_MAX as u64 + 10_000;
-    // The answers are never acknowledged, so that they stay with the victim.
+    // The answers are never acknowledged, so they stay with the victim.
     evil.data[0].flood(Header::new(Kind::Match), &[], count, |index, header| header.transfer = index);
     assert_eq!(evil.data[0].answers(), []);
     let waiting = evil.here.state().queue.waiting();
@@ -280,7 +281,7 @@ fn reads_from_outside_are_refused_wherever_their_answer_should_go() {
     scene.unharmed();
 }
 
-/// Asks so often for one byte of a region, with answers to this sink, and acknowledges so many.
+/// Sends `count` reads of one byte of a region, with answers to this sink, and acknowledges `ack` frames.
 fn ask_often(evil: &mut Evil, ack: usize, (region, sink): (u64, u64), count: usize) {
     let mut range = Vec::new();
     Placement { offset: 0, len: 1 }.encode_into(&mut range);
@@ -289,7 +290,7 @@ fn ask_often(evil: &mut Evil, ack: usize, (region, sink): (u64, u64), count: usi
     evil.data[0].flood(header, &range, count, |_, _| {});
 }
 
-/// Acknowledges what comes until this has come.
+/// Acknowledges frames until `arrived` returns true.
 fn acknowledge_until(evil: &mut Evil, what: &str, arrived: impl Fn(&[Header]) -> bool) {
     eventually(what, || {
         let heard = evil.data[0].heard().frames.clone();
@@ -306,7 +307,7 @@ fn reads_whose_answers_are_never_acknowledged_are_bounded() {
     ask_often(&mut evil, 0, (scene.key(), 9), taken + 100);
     assert_eq!(limited(&evil.data[0].answers()), 100);
     scene.good_peer_is_served();
-    // Those that waited are answered in their turn, and leave room for others.
+    // The waiting reads are answered in order, and make room for others.
     acknowledge_until(&mut evil, "all are answered", |heard| heard.len() == taken);
     ask_often(&mut evil, taken, (scene.key(), 9), 1);
     acknowledge_until(&mut evil, "one more is answered", |heard| heard.len() == taken + 1);

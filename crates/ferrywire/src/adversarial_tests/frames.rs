@@ -1,4 +1,4 @@
-//! Data frames that name places and counts they have no right to.
+//! Data frames with offsets and counts that the peer has no right to.
 
 use super::evil::{Evil, data};
 use super::scene::{BEFORE, REGION_BYTES, Scene};
@@ -103,7 +103,7 @@ fn a_sink_of_another_peer_is_no_target() {
     let mut bytes = vec![0; 3000];
     target.read_at(0, &mut bytes).unwrap();
     assert_eq!(bytes, [BEFORE; 3000]);
-    // The request is acknowledged too, else it is still under way.
+    // The request is acknowledged too; otherwise it stays in flight.
     asked.send(Header { ack: 1, ..to_sink(0, 1000) }, &[3; 1000]);
     assert_eq!(read.wait(LIMIT), Ok(1000));
     asked.send(Header { ack: 1, ..to_sink(0, 1000) }, &[0xee; 1000]);
@@ -113,7 +113,7 @@ fn a_sink_of_another_peer_is_no_target() {
     scene.unharmed();
 }
 
-/// A receive of the victim's, matched with a message of as many bytes: where its bytes go.
+/// Matches a receive of the victim with a message of as many bytes. Returns a maker of headers for its sink.
 fn matched(evil: &mut Evil, tag: u64, number: u64, bytes: u64) -> impl Fn(u64, usize) -> Header + use<> {
     let total = bytes;
     evil.send(Header { key: tag, offset: number, total, transfer: tag, ..Header::new(Kind::Announce) }, &[]);
@@ -127,7 +127,7 @@ fn matched(evil: &mut Evil, tag: u64, number: u64, bytes: u64) -> impl Fn(u64, u
     move |offset, len| Header { flags: wire::FLAG_SINK, ..data(sink, offset, len) }
 }
 
-/// It told of more bytes than there was room for.
+/// The receive used to report more bytes than it had room for.
 #[test]
 fn a_receive_is_not_filled_past_its_end() {
     let scene = Scene::new();
@@ -149,7 +149,7 @@ fn a_receive_is_not_filled_past_its_end() {
     scene.unharmed();
 }
 
-/// The bytes of the next message were added to those of the first.
+/// The bytes of the next message used to be added to those of the first.
 #[test]
 fn a_receive_that_has_begun_is_for_no_other_message() {
     let scene = Scene::new();
@@ -164,7 +164,7 @@ fn a_receive_that_has_begun_is_for_no_other_message() {
     assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
     evil.send(Header { key: 5, offset: 1, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
     assert_eq!(evil.here.recv(5, &target, 0, 100).unwrap().wait(LIMIT), Ok(50));
-    // One of which nothing has come is.
+    // A receive without any bytes is matched again.
     let again = evil.here.recv(6, &target, 0, 100).unwrap();
     let header = matched(&mut evil, 6, 2, 100)(0, 0);
     evil.send(Header { transfer: header.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);

@@ -1,8 +1,8 @@
-//! Peers that hold the secret, shake hands, and then do what no ferrywire does.
+//! Peers that have the secret, complete the handshake, and then violate the protocol.
 //!
-//! Each test ends in a refusal, or in the loss of the channel or peer that misbehaved, with a cause that
-//! names what it did. [`Scene::unharmed`] then checks that nothing else changed: memory around and outside
-//! the region, and the work of a good peer.
+//! Each test ends with a refusal, or with the loss of the channel or peer that misbehaved, for a reason that
+//! names the violation. [`Scene::unharmed`] then checks that nothing else changed: the memory around and
+//! outside the region, and the service to a good peer.
 //! Read next: `scene.rs` and `evil.rs`, then the tests: `frames.rs`, `floods.rs`, `control.rs`, `answering.rs`,
 //! `vanishing.rs`.
 
@@ -21,11 +21,11 @@ use std::time::{Duration, Instant};
 const SECRET: &str = "correct horse";
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Waits until something is so.
+/// Waits until the condition holds.
 fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let (start, mut patience) = (Instant::now(), StallTimer::new(LIMIT));
+    let (start, mut stall_timer) = (Instant::now(), StallTimer::new(LIMIT));
     while !so() {
-        assert!(!patience.is_over(start.elapsed()), "never came about: {what}");
+        assert!(!stall_timer.is_over(start.elapsed()), "never came about: {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }

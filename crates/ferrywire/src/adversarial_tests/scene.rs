@@ -5,9 +5,9 @@ use crate::{Endpoint, Peer, Region};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Size of the region that evil peers know, and of the guard on each side of it.
+/// Size of the region that adversarial peers know, and of the guard on each side of it, in bytes.
 pub(super) const REGION_BYTES: usize = 64 << 10;
-/// What all its bytes are before an attack.
+/// Value of all bytes before an attack.
 pub(super) const BEFORE: u8 = 0xaa;
 
 /// An endpoint under attack, and a good peer of it.
@@ -17,7 +17,7 @@ pub(super) struct Scene {
     pub good_here: Peer,
     pub good_end: Endpoint,
     pub victim: Endpoint,
-    /// The region lies in the middle of it.
+    /// The region is the middle third of this memory.
     memory: Vec<u8>,
 }
 
@@ -26,7 +26,7 @@ impl Scene {
         Scene::with_patience(3 * LIMIT)
     }
 
-    /// One whose endpoint gives silent peers up after so long.
+    /// A scene whose endpoint gives silent peers up after `limit`.
     pub fn with_patience(limit: Duration) -> Scene {
         let victim = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
         let victim = victim.secret(SECRET).threads(1).peer_timeout(limit).build().unwrap();
@@ -53,7 +53,7 @@ impl Scene {
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), self.memory.len()) }.to_vec()
     }
 
-    /// Nobody wrote to the memory, and the good peer is served as ever.
+    /// Checks that the memory is unchanged and that the good peer is served.
     pub fn unharmed(&self) {
         assert!(self.bytes().iter().all(|byte| *byte == BEFORE), "memory was written to");
         self.good_peer_is_served();
@@ -73,7 +73,7 @@ impl Scene {
     }
 }
 
-/// One that only connects.
+/// An endpoint that only connects.
 pub(super) fn endpoint() -> Endpoint {
     Endpoint::builder().secret(SECRET).threads(1).channels(2).build().unwrap()
 }

@@ -1,7 +1,7 @@
-//! Tests of a peer that is gone without a farewell, once it has handed everything to its plugin.
+//! A peer that disappears without a last message, after it has handed everything to its plugin.
 //!
-//! With `close_error=always` every receiving connection whose peer closes while anything is tested says so.
-//! The plugin's own log is read beside our count: what is not seen cannot be hidden.
+//! With `close_error=always` every receiving connection reports a closing peer if anything is tested then.
+//! The test also reads the plugin's own log, so a report that the engine misses is seen there.
 
 use crate::case::case;
 use crate::{Builder, Endpoint, Peer, PluginConfig, Region};
@@ -10,20 +10,20 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Longest any wait may be without progress, however busy the machine is.
+/// Longest wait without progress, however busy the machine is.
 const LIMIT: Duration = Duration::from_secs(60);
 /// Connections that are made and end in one process.
 const ROUNDS: u64 = 20;
-/// Those that are made, and missed, at once.
+/// Connections that are made, and lost, at once.
 const AT_ONCE: usize = 20;
 /// Small messages.
 const MANY: usize = 10_000;
-/// Room for one, and the longest.
+/// Room for one small message, and the longest one, in bytes.
 const SMALL_BYTES: usize = 96;
-/// Of those that are not waited for before the end: what is begun then must fit the windows.
+/// Messages that are not waited for before the end: those begun then must fit the windows.
 const LAST: usize = 8;
 
-/// The end that vanishes, and the one that does not.
+/// The end that disappears, and the other one.
 struct Ends {
     near_end: Endpoint,
     far_end: Endpoint,
@@ -33,7 +33,7 @@ struct Ends {
 
 fn builder() -> Builder {
     let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
-    // SAFETY: the file was built with these tests, and the process has just begun: nobody else looks at its
+    // SAFETY: the file was built with these tests, and the process has just begun: no other thread reads its
     // environment.
     Endpoint::builder().channels(1).threads(2).plugin(unsafe { PluginConfig::at(library) })
 }
@@ -45,31 +45,32 @@ impl Ends {
         let near = near_end.connect(far_end.listen_addresses()[0], LIMIT).unwrap();
         let far = far_end.accept(LIMIT).unwrap();
         let ends = Ends { near_end, far_end, near, far };
-        // Nothing is sent before the other end has said that it stands, and what is not sent is lost with this one.
+        // Nothing is sent before the other end has reported that it is ready, and unsent messages are lost
+        // with this end.
         let (source, target) = (ends.near_end.alloc_host(1).unwrap(), ends.far_end.alloc_host(1).unwrap());
         ends.near.write(&source, 0, &target.descriptor(), 0, 1).unwrap().wait(LIMIT).unwrap();
         ends
     }
 
-    /// The near end's connections end once all that was posted is sent, and the far end is told nothing.
+    /// Ends the near end's connections once everything is sent, without a message to the far end.
     fn vanish(&self) {
         let state = self.near.state();
         state.life.vanishes.store(true, Ordering::SeqCst);
         self.near_end.running().with_control(|control| control.break_off(state.info.session));
     }
 
-    /// Results of a closing peer that the far end's channel has had.
+    /// Results that report a closing peer, at the far end's channel.
     fn results_of_closing(&self) -> u64 {
         self.far.stats().channels[0].lane.as_ref().unwrap().closing_results
     }
 }
 
-/// How many of the lines that are kept are about a peer that closed.
+/// Number of log lines about a peer that closed.
 fn lines_of_closing() -> usize {
     log::last_lines().iter().filter(|line| line.text == "Connection closed by remote peer").count()
 }
 
-/// Bytes that differ from position to position and from salt to salt, none of them 0.
+/// Bytes that differ between positions and between salts; none is 0.
 fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
     (0..bytes as u64).map(|at| ((at * 7 + (at >> 8) * 13 + salt * 31) % 255) as u8 + 1).collect()
 }
@@ -80,7 +81,8 @@ fn contents(region: &Region) -> Vec<u8> {
     out
 }
 
-/// A round: the near end writes and vanishes at once, and the other end has it all. Gives the results that were absorbed.
+/// One round: the near end writes and disappears at once, and the far end gets all bytes. Returns the number
+/// of absorbed results.
 fn round(bytes: usize, salt: u64) -> u64 {
     let ends = Ends::new();
     let source = ends.near_end.register(pattern(bytes, salt)).unwrap();
@@ -94,7 +96,7 @@ fn round(bytes: usize, salt: u64) -> u64 {
     results
 }
 
-/// Several rounds at once: the other end misses each near end for two seconds before it gives it up.
+/// Several rounds at once: the far end waits two seconds for each lost near end before it gives up.
 fn rounds(count: u64, bytes: impl Fn(u64) -> usize + Sync) -> u64 {
     let (all, bytes): (Vec<u64>, _) = ((0..count).collect(), &bytes);
     let together = |batch: &[u64]| {
@@ -116,7 +118,7 @@ fn a_sender_that_vanishes_costs_at_most_one_result_and_no_byte() {
     });
 }
 
-/// Where the bytes of a small message lie, and how many they are.
+/// Offset and length of a small message.
 fn small(number: usize) -> (u64, u64) {
     ((number * SMALL_BYTES) as u64, (number % SMALL_BYTES) as u64 + 1)
 }
@@ -158,7 +160,7 @@ fn a_sender_that_vanishes_after_ten_thousand_small_messages_costs_at_most_one_re
     });
 }
 
-/// Connections with one small message each; a process makes some of them.
+/// Connections with one small message each, several per process.
 #[test]
 fn many_senders_vanish_as_one_does() {
     let long = std::env::var("FERRYWIRE_LONG").is_ok_and(|value| value == "1");

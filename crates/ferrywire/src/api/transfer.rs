@@ -1,7 +1,7 @@
 //! A posted operation, as its caller holds it.
 //!
-//! Invariant: dropping a [`Transfer`] does not end the operation. Read next: `../core/operation.rs`, its
-//! state.
+//! Invariant: dropping a [`Transfer`] does not end the operation.
+//! Read next: `../core/operation.rs`, its state.
 
 use super::peer::Connection;
 use super::wakeup::Wakeup;

@@ -1,8 +1,8 @@
 //! Lists of waiters for one event, and how each waiter is woken.
 //!
 //! Invariant: an added waiter is woken: at once if the event has happened, else when it does. A thread that
-//! signals an event without waiters pays one atomic load. Read next: `sleeper.rs`, for a caller that sleeps
-//! on a worker's sockets.
+//! signals an event without waiters pays one atomic load.
+//! Read next: `sleeper.rs`, for a caller that sleeps on a worker's sockets.
 
 use super::sleeper::{PassiveWaiter, Sleeper};
 use super::sync::{AtomicBool, Mutex, Thread, Wake};

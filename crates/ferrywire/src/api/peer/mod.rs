@@ -1,10 +1,12 @@
-//! A connected remote endpoint: what users call.
+//! The handle of a connected remote endpoint.
 //!
-//! [`Peer`] is the handle; [`PeerState`] is what its channels, its control session and its operations
-//! share.
+//! [`Peer`] is the user's handle; [`PeerState`] is the state that the peer's channels, its control session
+//! and its operations share.
 //!
-//! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
-//! Read next: in `../../core/`, `peer/state.rs`; `peer/frames.rs`, for what arrives; `queue/`, for what leaves.
+//! Invariant: a posted operation has been checked against the local region, and against the length and owner
+//! of the remote one.
+//! Read next, in `../../core/`: `peer/state.rs`; `peer/frames.rs` for arriving frames; `queue/` for frames to
+//! send.
 #![forbid(unsafe_code)]
 
 mod blocks;
@@ -38,29 +40,30 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-/// A connected remote endpoint. Clones share it; when the last is dropped the connection is closed
-/// after what was posted has been sent, or nothing of it has got on for 5 s.
+/// A connected remote endpoint. Clones share one connection. When the last clone is dropped, the connection
+/// is closed after all posted transfers are sent, or when they have made no progress for 5 s
+/// ([`limits::DRAIN_TIMEOUT`]).
 #[derive(Clone)]
 pub struct Peer {
     pub(crate) connection: Arc<Connection>,
     _handle: Arc<PeerHandle>,
-    /// When what is posted through this handle may begin.
+    /// Transfers posted through this handle begin after this event.
     after: Option<StreamEvent>,
 }
 
-/// A peer's state, with what runs its endpoint.
+/// A peer's state, with the running parts of its endpoint.
 pub(crate) struct Connection {
     pub state: Arc<PeerState>,
     pub running: Arc<Running>,
 }
 
 impl Connection {
-    /// The endpoint's facts.
+    /// The endpoint's configuration and shared parts.
     pub fn context(&self) -> &Context {
         self.running.context()
     }
 
-    /// Waits until `done`; see [`Running::wait`].
+    /// Waits until `done` returns true; see [`Running::wait`].
     pub fn wait(
         &self,
         limit: Duration,
@@ -71,17 +74,17 @@ impl Connection {
         self.running.wait(&self.state, limit, register, forget, done)
     }
 
-    /// Something was posted; see [`Running::kick`].
+    /// Handles a newly posted operation; see [`Running::kick`].
     pub fn kick(&self, bytes: u64) {
         self.running.kick(&self.state, bytes);
     }
 
-    /// A caller asks without waiting; see [`Running::nudge`].
+    /// Supports a poll without waiting; see [`Running::nudge`].
     pub fn nudge(&self) {
         self.running.nudge(&self.state);
     }
 
-    /// Ends an operation early, if it is not too late.
+    /// Ends an operation early, unless it has finished.
     pub fn cancel(&self, op: &Arc<Op>) {
         let state = &self.state;
         if op.ended() {
@@ -91,7 +94,7 @@ impl Connection {
         let children: Vec<_> = op.children().filter(|child| !child.ended()).collect();
         let reads = op.verb() == Verb::Read && !children.iter().any(|child| state.held.knows(child));
         if reads {
-            // The workers are asked once for all.
+            // One request to the workers covers all children.
             children.iter().for_each(|child| {
                 child.cancel();
                 state.end_sink(child);
@@ -115,7 +118,7 @@ impl Connection {
                 }
                 let op = op.clone();
                 let what = || format!("the memory of a cancelled operation with {}", state.name());
-                // The operation ends when the thread comes back; its memory is not free before.
+                // The operation ends when this thread's call returns; its memory is in use until then.
                 let is_its = move |landing: &Landing| landing.is_sink(&op);
                 if let Err(error) = worker::abandon(&self.running.workers, what, false, is_its) {
                     tracing::error!("{error}");
@@ -154,34 +157,34 @@ impl Peer {
         Transfer { op: op.clone(), connection: self.connection.clone() }
     }
 
-    /// The same peer; what is posted through this handle uses memory only once the stream has come to `event`: a write or send
-    /// reads its source then, a read or receive asks for what goes to its target then. The caller goes on at once.
-    /// Messages keep the order in which they were posted, so those behind such a send wait with it; a receive
-    /// has its place among those of its tag from then on.
+    /// Returns a handle of this peer whose transfers use memory only after `event`: a write or send reads its
+    /// source then, a read or receive requests data for its target then. Posting does not block. Messages
+    /// keep the order in which they were posted, so later messages wait for such a send. A receive enters the
+    /// queue of its tag when `event` happens.
     ///
-    /// When the GPU's work fails before, the operation fails with its error, and memory is not touched. A notification
-    /// of its own counts as posted when it begins.
+    /// If the GPU's work fails before `event`, the transfer fails with that error and touches no memory. A
+    /// standalone notification counts as posted when it begins.
     pub fn on_stream(&self, event: StreamEvent) -> Peer {
         Peer { after: Some(event), ..self.clone() }
     }
 
-    /// Its address and label, for people.
+    /// Address and label of the peer, for people.
     pub fn name(&self) -> String {
         self.state().info.name.clone()
     }
 
-    /// The label that it was given where it was built; empty without one.
+    /// The label that the peer's endpoint was built with; empty without one.
     pub fn label(&self) -> &str {
         &self.state().info.label
     }
 
-    /// The other end of its control connection, as it was set up: where it listens, if we connected, else a port that
-    /// it has just for this.
+    /// Remote address of the control connection when the session was opened: the peer's listening address if
+    /// this end connected, otherwise a temporary port of the peer.
     pub fn address(&self) -> SocketAddr {
         self.state().info.address
     }
 
-    /// The remote endpoint's identity: another one after a restart.
+    /// The remote endpoint's identity. A restarted endpoint has another one.
     pub fn identity(&self) -> Identity {
         self.state().info.identity
     }
@@ -191,12 +194,18 @@ impl Peer {
         self.state().info.same_host
     }
 
-    /// Why the peer is lost, if it is.
+    /// The error with which the peer was lost or closed; `None` while it is usable.
     pub fn error(&self) -> Option<Error> {
         self.state().failure()
     }
 
-    /// Writes `bytes` of `source` into the peer's region. Complete when they are in its memory.
+    /// Writes `bytes` bytes of `source`, from `source_offset` on, into the peer's region at `target_offset`.
+    /// The transfer ends when the bytes are in the peer's memory.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRegion`] for a range outside a region, [`Error::Invalid`] for a region of another
+    /// endpoint or a deregistered one, [`Error::UnsupportedMemory`] if the transport cannot reach `source`,
+    /// and the peer's error if it is lost or closed.
     pub fn write(
         &self,
         source: &Region,
@@ -208,8 +217,11 @@ impl Peer {
         self.write_run(source, source_offset, target, target_offset, bytes, None)
     }
 
-    /// Like [`Peer::write`], and delivers `message` to the peer once the bytes are in its memory. A message
-    /// has at least one byte.
+    /// Writes as [`Peer::write`] does, and delivers `message` to the peer once the bytes are in its memory.
+    ///
+    /// # Errors
+    /// As for [`Peer::write`], and [`Error::Invalid`] unless `message` has 1 to [`limits::NOTIFY_BYTES_MAX`]
+    /// bytes.
     pub fn write_notify(
         &self,
         source: &Region,
@@ -237,8 +249,11 @@ impl Peer {
         self.write_pieces(source, target, pieces, message)
     }
 
-    /// Writes the blocks of a prepared list, or those that `indices` name, as one operation. `message` is delivered
-    /// to the peer once all their bytes are in its memory, whatever regions they are of.
+    /// Writes the blocks of a list, or those at `indices`, as one transfer. `message`, if given, is delivered
+    /// to the peer once all their bytes are in its memory, even if they are of several regions.
+    ///
+    /// # Errors
+    /// As for [`Peer::write_notify`], and [`Error::Invalid`] for an index outside the list.
     pub fn write_blocks(
         &self,
         list: &BlockList,
@@ -265,7 +280,7 @@ impl Peer {
         self.post(op)
     }
 
-    /// Whether bytes may go this way; notes what the peer will have to stage.
+    /// Checks a write, and notes if the peer will have to stage it.
     fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
         self.check(source, target)?;
         if target.location() != MemoryLocation::Host && !self.state().writes_to_gpus() {
@@ -292,7 +307,10 @@ impl Peer {
         self.state().begin_posted(op).map_err(|_refused| self.state().gone())
     }
 
-    /// Reads `bytes` of the peer's region into `target`.
+    /// Reads `bytes` bytes of the peer's region, from `source_offset` on, into `target` at `target_offset`.
+    ///
+    /// # Errors
+    /// As for [`Peer::write`].
     pub fn read(
         &self,
         target: &Region,
@@ -307,7 +325,10 @@ impl Peer {
         self.read_pieces(target, source, pieces)
     }
 
-    /// Reads the blocks of a prepared list, or those that `indices` name, as one operation.
+    /// Reads the blocks of a list, or those at `indices`, as one transfer.
+    ///
+    /// # Errors
+    /// As for [`Peer::write_blocks`].
     pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer> {
         let mut chosen = list.select(Verb::Read, indices)?;
         match (chosen.len(), chosen.pop()) {
@@ -326,7 +347,7 @@ impl Peer {
         Ok(transfer)
     }
 
-    /// Asks for the bytes of a read that has begun.
+    /// Requests the bytes of a read that has begun.
     fn start_read(&self, op: Hold) -> Result<()> {
         self.state().queue.join(&op);
         let bytes = op.total;
@@ -334,11 +355,12 @@ impl Peer {
             return Ok(());
         }
         let start = |state: &Arc<PeerState>, op: Hold| {
-            // From here on the sink may be taken away at any moment, and the first request answered before the last.
+            // From now on the sink may be closed at any time, and the first request may be answered before
+            // the last one is queued.
             state.inbound.open_sink(op.clone(), op.total);
             state.ask(&op, op.key());
             if op.failing() {
-                // A caller that cancelled it may have come before the last request.
+                // A cancel may have come before the last request was queued.
                 state.stop_asking(&op);
             }
             if let Some(error) = state.failure() {
@@ -357,18 +379,25 @@ impl Peer {
         Ok(())
     }
 
-    /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+    /// Sends `bytes` bytes of `source`, from `offset` on, as a message with this tag. Messages of one tag
+    /// match the peer's receives of that tag in the order of posting.
+    ///
+    /// # Errors
+    /// As for [`Peer::write`].
     pub fn send(&self, tag: u64, source: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
         self.send_blocks(tag, source, &[(offset, bytes)])
     }
-    /// Sends one message gathered from `(offset, bytes)` pieces.
+    /// Sends one message that is gathered from `(offset, bytes)` pieces.
+    ///
+    /// # Errors
+    /// As for [`Peer::write`].
     pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
         self.check_local(source)?;
         self.check_there()?;
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
         let state = self.state();
-        // What is refused ends when the queue is not locked any more.
+        // A refused operation ends after the queue's lock is released.
         let mut refused = None;
         let posted = state.queue.post_send(self.after.is_some(), |number| {
             let op = self.op(Task::send(tag, number), pieces, memory);
@@ -382,12 +411,19 @@ impl Peer {
         Ok(self.transfer(&op))
     }
 
-    /// Receives the next message with this tag. The outcome is the message's length.
+    /// Receives the next message with this tag into `bytes` bytes of `target` at `offset`. The outcome is the
+    /// message's length; the transfer fails with [`Error::Truncated`] if the message is longer than `bytes`.
+    ///
+    /// # Errors
+    /// As for [`Peer::write`].
     pub fn recv(&self, tag: u64, target: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
         self.recv_blocks(tag, target, &[(offset, bytes)])
     }
 
     /// Receives one message, scattered over `(offset, bytes)` pieces.
+    ///
+    /// # Errors
+    /// As for [`Peer::write`].
     pub fn recv_blocks(&self, tag: u64, target: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
         self.check_local(target)?;
         let pieces = lined_up("target", target, blocks)?;
@@ -399,7 +435,7 @@ impl Peer {
                 let shared = Arc::clone(&op);
                 let replies = state.inbound.post(op);
                 state.reply(replies);
-                // A caller that cancelled it in between has found it nowhere.
+                // A cancel in the meantime did not find the operation in any queue.
                 let error = state.failure();
                 if (error.is_some() || shared.unsendable())
                     && let Some(op) = state.inbound.unpost(&shared)
@@ -426,7 +462,11 @@ impl Peer {
         Ok(transfer)
     }
 
-    /// Delivers a small message after everything posted to this peer before it.
+    /// Delivers a message of at most [`limits::NOTIFY_BYTES_MAX`] bytes, after everything posted to this peer
+    /// before.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if `message` is too long; the peer's error if it is lost or closed.
     pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
         self.check_open()?;
         self.check_there()?;
@@ -436,7 +476,11 @@ impl Peer {
         self.post(op)
     }
 
-    /// The next notification, if one is here. Those that came before a peer was lost are still given.
+    /// The next notification, if there is one. Notifications that arrived before the peer was lost are still
+    /// delivered.
+    ///
+    /// # Errors
+    /// The peer's error, once no notification is left.
     pub fn poll_notification(&self) -> Result<Option<Vec<u8>>> {
         self.context().origin.check()?;
         if let Some(message) = self.state().inbound.take_notification() {
@@ -450,6 +494,9 @@ impl Peer {
     }
 
     /// Waits for the next notification.
+    ///
+    /// # Errors
+    /// [`Error::Stalled`] after `timeout`; the peer's error if it is lost and no notification is left.
     pub fn wait_notification(&self, timeout: Duration) -> Result<Vec<u8>> {
         self.context().origin.check()?;
         let inbound = &self.state().inbound;
@@ -465,7 +512,7 @@ impl Peer {
             let Some(rest) = timeout.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
                 let what =
                     format!("a notification from {}: {}", self.state().info.name, self.state().describe());
-                // As it took no time where none was given.
+                // A zero timeout is reported as zero.
                 let waited = if timeout.is_zero() { timeout } else { waited };
                 let peer = Some(self.state().info.name.to_string());
                 return Err(Error::Stalled { what, peer, waited });
@@ -479,8 +526,8 @@ impl Peer {
         }
     }
 
-    /// Makes `wakeup` readable once [`Peer::poll_notification`] has something to give: a notification, or why none
-    /// will come any more. Also when it already has.
+    /// Makes `wakeup` readable once [`Peer::poll_notification`] returns a notification or an error, or at
+    /// once if it already does.
     pub fn arm(&self, wakeup: &Wakeup) {
         if self.context().origin.is_elsewhere() {
             return wakeup.wake();
@@ -492,7 +539,7 @@ impl Peer {
         }
     }
 
-    /// Counters and configuration in force.
+    /// Counters of the peer, and its configuration in use.
     pub fn stats(&self) -> PeerStats {
         let channels = self.state().counters.iter().enumerate();
         PeerStats {
@@ -508,11 +555,11 @@ impl Peer {
         }
     }
 
-    /// Finishes what was posted, on both sides, then closes. Nothing more can be posted to it from here on.
+    /// Finishes posted transfers, on both ends, then closes. From now on nothing can be posted.
     ///
     /// # Errors
-    /// [`Error::Stalled`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
-    /// what was posted to it had finished; it is closed all the same.
+    /// [`Error::Stalled`] if the peer did not finish within `timeout`; [`Error::PeerLost`] if it was lost, or
+    /// closed by the other end, before posted transfers had finished. The peer is closed in any case.
     pub fn close(&self, timeout: Duration) -> Result<()> {
         self.context().origin.check()?;
         self.connection.running.close_peer(self.state(), timeout)
@@ -522,20 +569,23 @@ impl Peer {
         Op::new(Arc::downgrade(self.state()), self.context().next_id(), task, pieces, memory)
     }
 
-    /// Whether this process may post anything.
+    /// # Errors
+    /// [`Error::Forked`] in a forked child, and an error if the peer is being closed.
     fn check_open(&self) -> Result<()> {
         self.context().origin.check()?;
         if self.state().life.closing.load(Ordering::SeqCst) { Err(self.state().gone()) } else { Ok(()) }
     }
 
-    /// Whether the region is ours, and the transport gets there.
+    /// # Errors
+    /// The region is not of this endpoint, or the transport cannot reach its memory.
     fn check_local(&self, local: &Region) -> Result<()> {
         self.check_open()?;
         local.belongs_to(self.context().identity)?;
         self.context().check_reach(local.location(), "local")
     }
 
-    /// Whether there is somebody to send to. A peer that is lost may have channels for a moment, until it has been told.
+    /// # Errors
+    /// The peer's error if it is lost. Its channels may still be open for a moment.
     fn check_there(&self) -> Result<()> {
         self.error().map_or(Ok(()), Err)
     }
@@ -552,7 +602,7 @@ impl Peer {
             );
             return Err(Error::invalid("remote region", why));
         }
-        // Which GPUs the other end reaches is for it to say.
+        // Only the other end knows which GPUs it reaches.
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! The descriptor of a region of another endpoint.
 //!
-//! Invariant: `from_bytes` accepts only what `to_bytes` of this version writes. Read next: `mod.rs`, local
-//! regions.
+//! Invariant: `from_bytes` accepts only what `to_bytes` of this version writes.
+//! Read next: `mod.rs`, local regions.
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};

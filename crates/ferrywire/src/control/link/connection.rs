@@ -1,7 +1,7 @@
 //! The control connection that carries a session at present.
 //!
-//! Invariant: unread output of a peer is bounded: past the bound this end stops reading. Read next:
-//! `session.rs`.
+//! Invariant: unread output of a peer is bounded: past the bound this end stops reading.
+//! Read next: `session.rs`.
 
 use ferrywire_net::Conn;
 use ferrywire_proto::limits;

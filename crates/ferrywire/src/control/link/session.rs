@@ -1,7 +1,7 @@
 //! One peer's control connection: its messages, its loss, and its resumption over another path.
 //!
-//! Invariant: an error found here never replaces an earlier one. Read next: `role.rs`,
-//! `connection.rs`.
+//! Invariant: an error found here never replaces an earlier one.
+//! Read next: `role.rs`, `connection.rs`.
 
 use super::{ControlConnection, Link, ResumeState, Role};
 use crate::control::dial::DialFailure;

@@ -1,7 +1,7 @@
 //! Setting up channels: announced, dialled, accepted; and when the peer counts as connected.
 //!
-//! Invariant: only the connecting end dials data connections, and only after the peer has confirmed the announcement. Read
-//! next: `channels.rs`.
+//! Invariant: only the connecting end dials data connections, and only after the peer has confirmed the announcement.
+//! Read next: `channels.rs`.
 
 use super::channels::ChannelState;
 use super::{Link, Role, Stage};

@@ -1,7 +1,7 @@
 //! The stage of a link, with the data that only that stage has.
 //!
-//! Invariant: a waiting connect gets exactly one result, or none if it was withdrawn. Read next:
-//! `closing.rs`.
+//! Invariant: a waiting connect gets exactly one result, or none if it was withdrawn.
+//! Read next: `closing.rs`.
 
 use crate::control::accept_queue::{AcceptQueue, Permit};
 use crate::core::peer::PeerHandle;

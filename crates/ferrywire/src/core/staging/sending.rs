@@ -156,8 +156,7 @@ impl Sending {
             State::Copying(_) | State::Reserved => return None,
         };
         staged.state = State::Ready;
-        // The memory was dropped before this check, maybe before the copy: the bytes may be someone else's
-        // data.
+        // The memory was dropped before this check, maybe before the copy: the staged bytes are not trusted.
         let credit = if copied && entry.is_of_gone_memory() {
             entry.give_up(&Error::invalid("region", DROPPED))
         } else {

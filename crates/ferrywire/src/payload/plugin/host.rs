@@ -1,7 +1,7 @@
 //! A loaded plugin, as an endpoint uses it: its devices, its terms, and its failures.
 //!
-//! Invariant: the plugin stays loaded while a lane or set-up uses it. Read next: `setup.rs`, how a channel
-//! gets its lane.
+//! Invariant: the plugin stays loaded while a lane or set-up uses it.
+//! Read next: `setup.rs`, how a channel gets its lane.
 
 use super::config::{File, PluginConfig};
 use super::environment::{self, Facts, SetBy, Variable};
