@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 /// Longest time from launch to observed beginning that counts as in time. A thread with other work may
 /// observe it late.
 const IN_TIME: Duration = Duration::from_micros(250);
-/// Factor on the patience for a stream that is shared with other work: the time of some copies of a slot.
+/// Factor on [`PATIENCE`] for a stream that is shared with other work: the time of some copies of a slot.
 const SHARED_PATIENCE: u32 = 30;
 /// How long multiprocessors are avoided after a list that was not posted in time.
 const LONG_REST: Duration = Duration::from_secs(60);

@@ -1,7 +1,7 @@
 //! Set-up of a channel's lane: both ends listen once, exchange handles, connect and accept.
 //!
 //! ```text
-//!   a thread:  listen ── handle ──> peer          (changed to go on) accept ... accept ── close the listener
+//!   a thread:  listen ── handle ──> peer          (handle is here) accept ... accept ── close the listener
 //!   a thread:                       handle <── peer          connect ... connect
 //! ```
 //!
