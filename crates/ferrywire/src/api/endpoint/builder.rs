@@ -108,8 +108,8 @@ impl Builder {
         self
     }
 
-    /// Sets the time within which the loss of a silent peer is reported, at least 3 s. The engine gives the
-    /// peer up one second, or a tenth of the time, earlier.
+    /// Sets the time within which the loss of a silent peer is reported, at least 3 s. The engine gives the peer
+    /// up a tenth of this time earlier, but at most one second.
     pub fn peer_timeout(mut self, limit: Duration) -> Builder {
         self.config.peer_timeout = limit;
         self

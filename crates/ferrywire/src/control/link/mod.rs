@@ -428,7 +428,7 @@ fn backend_of(
         let why = || format!("the other end does without {}, which this one needs{why}", backend.name());
         return (None, refused.then(|| Incompatible::Mismatch(why())));
     }
-    // Only the peer's terms tell whose memory moves within one host; the backend checks them here.
+    // The handshake compared the terms. Check them again, now that `same_host` is known.
     let agreed = backend.agree(&Terms::decode(&config.extra), same_host, config);
     (Some(backend), agreed.err())
 }
