@@ -1,4 +1,6 @@
-//! Cores, threads and the CPU time they take, and the identity of this boot.
+//! CPU affinity, CPU time of threads and of the process, and the boot id of this host.
+//!
+//! Every function reads or changes the calling thread or process only; nothing here keeps state.
 
 use std::ffi::CString;
 use std::fs;
@@ -11,23 +13,25 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::checked;
 
-/// The kernel's clock of a thread's CPU time, in the low bits of a clock id (`CPUCLOCK_PERTHREAD_MASK |
-/// CPUCLOCK_SCHED` of the kernel, the same in every release).
+/// The kernel's CPU clock of one thread, in the low bits of a clock id: `CPUCLOCK_PERTHREAD_MASK |
+/// CPUCLOCK_SCHED`, unchanged in every kernel release.
 const PER_THREAD_CPU_CLOCK: libc::clockid_t = 6;
 
-/// The cores that this thread may run on, in order.
+/// The cores that the current thread may run on, in ascending order.
 pub fn allowed_cores() -> io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
     Ok((0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect())
 }
 
-/// For how many cores this thread has time: as many as it may run on, or fewer where a container's quota of CPU time says so. Threads that
-/// used up the quota would all be stopped, the program's own among them.
+/// How many cores the current thread can keep busy: the cores of its affinity mask, or fewer where a
+/// container has a CPU quota. A thread count above the quota makes the kernel throttle the whole container,
+/// the application's threads included.
 pub fn cores_with_time() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Keeps the current thread on one core. `InvalidInput` when this host has no such core for us.
+/// Pins the current thread to one core. Returns `InvalidInput` when this host has no such core or the thread
+/// may not use it.
 pub fn pin_current_thread(core: usize) -> io::Result<()> {
     if core >= CpuSet::MAX_CPU {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
@@ -37,8 +41,8 @@ pub fn pin_current_thread(core: usize) -> io::Result<()> {
     Ok(sched_setaffinity(None, &set)?)
 }
 
-/// Does something on a thread that may use these cores only, and so may all threads that it starts. `InvalidInput` when
-/// none of them is one of ours.
+/// Runs `work` on a new thread that may use only `cores`; threads that `work` starts inherit the restriction.
+/// Returns `InvalidInput` when the current thread may use none of these cores.
 pub fn on_cores<T: Send>(cores: &[usize], work: impl FnOnce() -> T + Send) -> io::Result<T> {
     let mut set = CpuSet::new();
     cores.iter().filter(|core| **core < CpuSet::MAX_CPU).for_each(|core| set.set(*core));
@@ -52,34 +56,35 @@ pub fn on_cores<T: Send>(cores: &[usize], work: impl FnOnce() -> T + Send) -> io
     })
 }
 
-/// Lets the current thread's timed waits last longer than asked by at most this, instead of the usual 50 us.
+/// Sets the timer slack of the current thread: its timed waits end at most `most` late. The kernel's default
+/// is 50 us.
 pub fn sharpen_timers(most: Duration) -> io::Result<()> {
     let nanos = libc::c_ulong::try_from(most.as_nanos()).unwrap_or(libc::c_ulong::MAX).max(1);
     // SAFETY: no memory is passed.
     checked(unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, nanos) } as libc::ssize_t).map(drop)
 }
 
-/// The current thread, as the kernel numbers it. (The C library has `gettid` since glibc 2.30 only.)
+/// The kernel's id of the current thread. glibc has `gettid` only since 2.30, so this makes the system call.
 pub fn thread_id() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
 }
 
-/// Names the current thread, for `top -H` and debuggers; the kernel keeps the first 15 bytes.
+/// Names the current thread, for `top -H` and debuggers. The kernel keeps the first 15 bytes.
 pub fn name_current_thread(name: &str) -> io::Result<()> {
     Ok(rustix::thread::set_name(&CString::new(name)?)?)
 }
 
-/// CPU time of a process, by where it was spent.
+/// CPU time of a process, in user and in kernel mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuTime {
-    /// In the program.
+    /// Time in user mode.
     pub user: Duration,
-    /// In the kernel on its behalf.
+    /// Time in the kernel on behalf of the process.
     pub system: Duration,
 }
 
 impl CpuTime {
-    /// Of this process so far, all threads together.
+    /// The CPU time of all threads of this process since it started.
     pub fn of_process() -> io::Result<CpuTime> {
         // SAFETY: all zero is a valid `rusage`.
         let mut usage: libc::rusage = unsafe { mem::zeroed() };
@@ -88,7 +93,7 @@ impl CpuTime {
         Ok(CpuTime { user: duration_of(usage.ru_utime), system: duration_of(usage.ru_stime) })
     }
 
-    /// Both together.
+    /// User and kernel time together.
     pub fn total(&self) -> Duration {
         self.user + self.system
     }
@@ -103,13 +108,13 @@ fn duration_of(time: libc::timeval) -> Duration {
 pub struct ThreadClock(libc::clockid_t);
 
 impl ThreadClock {
-    /// Of the current thread.
+    /// The clock of the current thread.
     pub fn current() -> ThreadClock {
         let id = rustix::thread::gettid().as_raw_nonzero().get();
         ThreadClock((!id << 3) | PER_THREAD_CPU_CLOCK)
     }
 
-    /// What the thread has taken so far; an error once it has ended.
+    /// CPU time that the thread has used since it started. Returns an error once the thread has ended.
     pub fn read(&self) -> io::Result<Duration> {
         let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: the kernel writes one `timespec`, which outlives the call.
@@ -118,7 +123,8 @@ impl ThreadClock {
     }
 }
 
-/// A number that is the same in all processes of this host until it is booted again.
+/// The boot id: equal for all processes of this host until the next boot. Returns `InvalidData` when the
+/// kernel's text is not an id.
 pub fn boot_id() -> io::Result<[u8; 16]> {
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     parse_boot_id(text.trim()).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))

@@ -1,11 +1,11 @@
-//! Reading control messages out of a buffer that the kernel filled.
+//! Parses control messages (`struct cmsghdr`) out of a buffer that the kernel filled.
 //!
-//! Works on bytes with checked bounds only, so a truncated or hostile buffer ends the iteration.
-//! Invariant: every step advances by at least one header, so it always ends.
+//! Every access is bounds-checked, so a truncated or hostile buffer ends the iteration.
+//! Invariant: each step advances by at least one header, so the iteration always ends.
 
 /// Bytes of a `struct cmsghdr`: a length that counts this header, a level and a type.
 pub const HEADER_BYTES: usize = size_of::<libc::cmsghdr>();
-/// Control messages begin at multiples of this.
+/// Control messages begin at multiples of this many bytes.
 const ALIGNMENT: usize = size_of::<usize>();
 
 const _: () = assert!(HEADER_BYTES == size_of::<usize>() + 2 * size_of::<libc::c_int>());
@@ -18,18 +18,18 @@ pub struct ControlMessage<'a> {
     pub level: libc::c_int,
     /// `cmsg_type`, whose meaning depends on the level.
     pub kind: libc::c_int,
-    /// Its payload.
+    /// The payload, without header and padding.
     pub payload: &'a [u8],
 }
 
-/// The control messages in a buffer.
+/// Iterator over the control messages in a buffer.
 #[derive(Clone, Debug)]
 pub struct ControlMessages<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> ControlMessages<'a> {
-    /// Over as many bytes as the kernel said it wrote.
+    /// Iterates over `control`, which must be cut to the length that the kernel reported.
     pub fn new(control: &'a [u8]) -> ControlMessages<'a> {
         ControlMessages { rest: control }
     }
@@ -54,7 +54,7 @@ impl<'a> Iterator for ControlMessages<'a> {
     }
 }
 
-/// Appends a control message, for tests of readers.
+/// Appends a control message; for tests of parsers.
 pub fn append(control: &mut Vec<u8>, level: libc::c_int, kind: libc::c_int, payload: &[u8]) {
     control.extend((HEADER_BYTES + payload.len()).to_ne_bytes());
     control.extend(level.to_ne_bytes());

@@ -1,16 +1,18 @@
-//! Whether this process is a forked child of the one where something was made.
+//! Detects that an object is used in a forked child of the process that created it.
 //!
-//! A child has the memory of its parent, and none of its threads: locks stay as they were, and descriptors are shared.
-//! Invariant: asking costs a load, and takes no lock. Read next: [`Origin::check`].
+//! A child has a copy of its parent's memory, but none of its threads: locks stay in the state they had, and
+//! file descriptors are shared.
+//! Invariant: the check costs one atomic load and takes no lock.
+//! Read next: [`Origin::check`].
 
 use std::process;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Forks between the first process that asked and this one.
+/// Forks since the first call of [`Origin::here`]; a `pthread_atfork` handler counts them in the child.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// The process in which something was made.
+/// The process in which an object was created. Objects store one and check it on use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
     forks: u32,
@@ -18,7 +20,7 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// This process.
+    /// The current process. The first call installs the `pthread_atfork` handler.
     pub fn here() -> Origin {
         static COUNTING: Once = Once::new();
         COUNTING.call_once(|| {
@@ -31,27 +33,27 @@ impl Origin {
         Origin { forks: FORKS.load(Ordering::Relaxed), process: process::id() }
     }
 
-    /// Whether this is a child of that process.
+    /// Whether the current process is a forked child of the origin.
     pub fn is_elsewhere(self) -> bool {
         FORKS.load(Ordering::Relaxed) != self.forks
     }
 
     /// # Errors
-    /// In a child.
+    /// [`Forked`] when the current process is a forked child of the origin.
     pub fn check(self) -> Result<(), Forked> {
-        match self.is_elsewhere() {
-            false => Ok(()),
-            true => Err(Forked { built_in: self.process, here: process::id() }),
+        if self.is_elsewhere() {
+            return Err(Forked { built_in: self.process, here: process::id() });
         }
+        Ok(())
     }
 }
 
-/// Something was asked of what another process made, of which this is a child.
+/// An object of the parent process was used in a forked child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Forked {
-    /// That process.
+    /// Process id of the parent, which created the object.
     pub built_in: u32,
-    /// This one.
+    /// Process id of the child, which used it.
     pub here: u32,
 }
 

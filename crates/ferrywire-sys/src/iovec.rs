@@ -1,6 +1,6 @@
-//! A piece of memory as the kernel takes it.
+//! [`IoVec`]: one memory range in the layout of the kernel's `struct iovec`.
 //!
-//! Read next: `socket.rs`, which sends and receives such pieces.
+//! Read next: `socket.rs`, which sends and receives lists of them.
 
 use std::mem;
 
@@ -9,10 +9,10 @@ const _: () = assert!(mem::align_of::<IoVec>() == mem::align_of::<libc::iovec>()
 const _: () = assert!(mem::offset_of!(IoVec, base) == mem::offset_of!(libc::iovec, iov_base));
 const _: () = assert!(mem::offset_of!(IoVec, len) == mem::offset_of!(libc::iovec, iov_len));
 
-/// Pieces that one call takes (`UIO_MAXIOV`).
+/// Most entries that one system call takes (`UIO_MAXIOV`).
 pub const IOVECS_PER_CALL_MAX: usize = 1024;
 
-/// One piece of memory for a gathering send or scattering receive: exactly a `struct iovec`.
+/// One memory range of a gathering send or scattering receive, laid out as a `struct iovec`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct IoVec {
@@ -23,7 +23,7 @@ pub struct IoVec {
 }
 
 impl IoVec {
-    /// A piece over `len` bytes at `base`.
+    /// The range of `len` bytes at `base`. Creating one does not touch the memory.
     pub fn new(base: *mut u8, len: usize) -> IoVec {
         IoVec { base, len }
     }

@@ -1,9 +1,10 @@
-//! Pages lent to a socket: sent by reference, through a pipe that takes them from memory and gives them on.
+//! Zero-copy sends through a pipe: `vmsplice` and `splice`.
 //!
-//! `vmsplice` puts references to the pages of memory into a pipe, and `splice` moves them from there into a socket. No
-//! byte is copied on the way. Unlike `MSG_ZEROCOPY`, which the kernel undoes by a copy where both ends are on one host,
-//! the pages are read by whoever receives them, and nobody tells when that has been done.
-//! Read next: `ferrywire-net/src/tcp/lending.rs`, who waits for that.
+//! `vmsplice` puts references to pages into a pipe, and `splice` moves the references into a socket. The
+//! kernel copies no byte. `MSG_ZEROCOPY` differs: where both ends are on one host, the kernel copies after
+//! all. The price is that the receiving process reads the sender's pages, and the kernel reports no
+//! completion when it has done so.
+//! Read next: `ferrywire-net/src/tcp/lending.rs`, which tracks when the pages may be reused.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -12,41 +13,42 @@ use super::signal::without_sigpipe;
 use super::{checked, uninterrupted};
 use crate::IoVec;
 
-/// A pipe between memory and a socket.
+/// A pipe that carries page references from memory to a socket.
 #[derive(Debug)]
 pub struct PagePipe {
     read: OwnedFd,
     write: OwnedFd,
-    /// Bytes in it.
+    /// Bytes in the pipe.
     held: usize,
 }
 
 impl PagePipe {
-    /// A pipe with room for as many pages as so many bytes have.
+    /// Creates a pipe with room for `bytes` bytes' worth of pages.
     ///
-    /// Errors: `EPERM` when this user has too much memory in pipes.
+    /// Errors: `EPERM` when this user's pipes already hold too much memory.
     pub fn new(bytes: usize) -> io::Result<PagePipe> {
         let mut ends = [0; 2];
         // SAFETY: room for two descriptors.
         checked(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) } as _)?;
-        // SAFETY: descriptors that were just opened, and are nobody else's.
+        // SAFETY: descriptors that were just opened; no other code owns them.
         let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
         // SAFETY: no memory is passed.
         checked(unsafe { libc::fcntl(write.as_raw_fd(), libc::F_SETPIPE_SZ, bytes as libc::c_int) } as _)?;
         Ok(PagePipe { read, write, held: 0 })
     }
 
-    /// Bytes that are on their way through it.
+    /// Bytes in the pipe: taken from memory and not yet given to a socket.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// Puts references to the pages of a piece into it; gives the bytes that they have.
+    /// Puts references to the pages of `piece` into the pipe; returns how many bytes fit.
     ///
-    /// Errors: `WouldBlock` when it is full, `EFAULT` where the memory has no pages of its own (device mappings).
+    /// Errors: `WouldBlock` when the pipe is full, `EFAULT` when the memory has no pages of its own (device
+    /// mappings).
     ///
     /// # Safety
-    /// The memory is mapped, and nobody writes to it until whoever receives these bytes has read them.
+    /// The memory is mapped, and no code writes to it until the receiver has read these bytes.
     pub unsafe fn take(&mut self, piece: IoVec) -> io::Result<usize> {
         let vector = libc::iovec { iov_base: piece.base.cast(), iov_len: piece.len };
         let flags = libc::SPLICE_F_NONBLOCK;
@@ -56,8 +58,11 @@ impl PagePipe {
         Ok(taken)
     }
 
-    /// Moves what it holds, or some of it, into a socket, without blocking; gives the bytes. With `more`, other bytes
-    /// follow at once.
+    /// Moves bytes from the pipe into `socket` without blocking; returns how many were moved, which may be
+    /// fewer than [`held`](PagePipe::held). `more` tells the kernel that further bytes follow at once
+    /// (`SPLICE_F_MORE`).
+    ///
+    /// Errors: `WouldBlock` when the socket has no room or the pipe is empty.
     pub fn give(&mut self, socket: RawFd, more: bool) -> io::Result<usize> {
         let flags = libc::SPLICE_F_NONBLOCK | if more { libc::SPLICE_F_MORE } else { 0 };
         let (from, none) = (self.read.as_raw_fd(), std::ptr::null_mut());

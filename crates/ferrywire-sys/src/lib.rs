@@ -1,11 +1,11 @@
-//! The unsafe fence for Linux: every system call that rustix and socket2 do not offer safely.
+//! Linux system calls that rustix and socket2 do not offer safely.
 //!
-//! One file per kernel interface, each a few functions that are safe to call, or `unsafe` with the one
-//! promise that the kernel needs. Invariant: no policy here. What a number means for the engine is
-//! decided by the caller. Functions take raw descriptors: a wrong one gives `EBADF`, never undefined
-//! behaviour.
-//! Calls that only devmem TCP makes (netlink, flow rules) are in `ferrywire-devmem`, `sys/`.
-//! Read next: `socket.rs`, then `poll.rs`, which the workers wait in.
+//! One file per kernel interface. Each function is safe to call, or `unsafe` with the one promise that the
+//! kernel needs.
+//! Invariant: no policy here; the caller decides what a value means for the engine. Functions take raw
+//! descriptors: a wrong one returns `EBADF`, never undefined behaviour. System calls that only devmem TCP
+//! needs (netlink, flow rules) are in `ferrywire-devmem`, `sys/`.
+//! Read next: `socket.rs`, then `poll.rs`, in which the workers wait.
 
 pub mod affinity;
 pub mod cmsg;
@@ -28,12 +28,12 @@ pub use iovec::{IOVECS_PER_CALL_MAX, IoVec};
 
 use std::io;
 
-/// The result of a call that returns -1 and sets `errno` when it fails.
+/// Converts the result of a C call that returns -1 and sets `errno` on failure.
 pub fn checked(result: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-/// Repeats a call that was interrupted by a signal.
+/// Repeats a system call until no signal interrupts it (`EINTR`).
 pub fn uninterrupted(mut call: impl FnMut() -> libc::ssize_t) -> io::Result<usize> {
     loop {
         match checked(call()) {

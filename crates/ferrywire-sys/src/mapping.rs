@@ -1,21 +1,21 @@
-//! Ranges of addresses: without access, or as a view of memory that several ranges may show.
+//! Address ranges: without access, or as a view of memory that several ranges may share.
 //!
-//! Invariant: an [`AddressRange`] owns its addresses until it is dropped, so nothing else is ever mapped
-//! there meanwhile. All calls are safe, since nothing here makes a reference or touches a byte.
-//! Read next: `sim/allocation.rs` of `ferrywire-memory`, which makes two ranges of one memory.
+//! Invariant: an [`AddressRange`] owns its addresses until it is dropped, so no other mapping ever appears
+//! there in the meantime. All calls are safe, since they make no reference and touch no byte.
+//! Read next: `sim/allocation.rs` of `ferrywire-memory`, which maps one memory at two ranges.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use super::checked;
 
-/// The granule of mappings, and the smallest alignment of an [`AddressRange`].
+/// Granularity of mappings, in bytes, and the smallest alignment of an [`AddressRange`].
 pub const PAGE_BYTES: usize = 4096;
 
-/// What a program may do with the bytes of a range.
+/// Access rights of an address range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Nothing: touching them is `SIGSEGV`, naming them in a system call is `EFAULT`.
+    /// No access: a load or store raises `SIGSEGV`, a system call returns `EFAULT`.
     None,
     /// Read and write.
     ReadWrite,
@@ -30,13 +30,14 @@ impl Access {
     }
 }
 
-/// Memory with no name and no address yet: `len` zeroed bytes, gone with the last view and descriptor.
+/// Creates an anonymous memory file (`memfd`) of `len` zeroed bytes. The kernel frees it with its last
+/// mapping and descriptor.
 pub fn anonymous_file(len: usize) -> io::Result<OwnedFd> {
-    // It can be sealed: devices take its pages only once it cannot shrink any more.
+    // The file can be sealed: udmabuf takes pages only of a file that cannot shrink.
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name is a string with its end.
     let fd = checked(unsafe { libc::memfd_create(c"ferrywire".as_ptr(), flags) } as isize)?;
-    // SAFETY: the kernel has just made this descriptor, and nobody else has it.
+    // SAFETY: the kernel has just made this descriptor, and no other code owns it.
     let file = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
     let len = libc::off_t::try_from(len).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
     // SAFETY: no memory is passed.
@@ -44,8 +45,9 @@ pub fn anonymous_file(len: usize) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Asks for huge pages behind these addresses, before they are first touched: blocks scattered over much
-/// memory then miss the TLB far less. Only a wish, and none on kernels without them.
+/// Advises the kernel to back these addresses with huge pages; call it before they are first touched. Blocks
+/// scattered over a large region then cause far fewer TLB misses. The advice is best effort: kernels without
+/// huge pages ignore it.
 pub fn prefer_huge_pages(base: *mut u8, len: usize) {
     let start = (base as usize).next_multiple_of(PAGE_BYTES);
     let end = (base as usize + len) / PAGE_BYTES * PAGE_BYTES;
@@ -55,7 +57,7 @@ pub fn prefer_huge_pages(base: *mut u8, len: usize) {
     }
 }
 
-/// A range of addresses of this process, without access at first; freed when dropped.
+/// A range of virtual addresses, at first without access. Dropping it unmaps the addresses.
 #[derive(Debug)]
 pub struct AddressRange {
     base: usize,
@@ -63,7 +65,7 @@ pub struct AddressRange {
 }
 
 impl AddressRange {
-    /// Takes `len` bytes of address space (rounded up to whole pages) aligned to `align`, a power of two.
+    /// Reserves `len` bytes of address space (rounded up to whole pages), aligned to `align`, a power of two.
     pub fn reserve(len: usize, align: usize) -> io::Result<AddressRange> {
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let align = align.max(PAGE_BYTES);
@@ -77,23 +79,23 @@ impl AddressRange {
         Ok(whole.keep_only(base.next_multiple_of(align), len))
     }
 
-    /// The first address.
+    /// The first address of the range.
     pub fn base(&self) -> usize {
         self.base
     }
 
-    /// How many bytes it has, in whole pages.
+    /// Length in bytes, a multiple of [`PAGE_BYTES`].
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes; none is so.
+    /// Whether the range has no bytes; always false.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Gives the addresses zeroed memory of their own, which a child of this process does not get: pages that a
-    /// device was told of then stay this process's.
+    /// Maps zeroed private memory at the range. A forked child does not inherit the mapping, so pages whose
+    /// addresses a device knows are never shared with a child by copy-on-write.
     pub fn back(&mut self) -> io::Result<()> {
         let flags = libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_FIXED;
         map(self.base, self.len, Access::ReadWrite, flags, -1)?;
@@ -104,18 +106,18 @@ impl AddressRange {
         .map(drop)
     }
 
-    /// Shows `file` from its start at these addresses.
+    /// Maps `file`, from its start, at the range.
     pub fn show(&mut self, file: &OwnedFd, access: Access) -> io::Result<()> {
         map(self.base, self.len, access, libc::MAP_SHARED | libc::MAP_FIXED, file.as_raw_fd()).map(drop)
     }
 
-    /// Shows nothing any more, and keeps the addresses: whoever touches them late faults.
+    /// Removes the mapping but keeps the addresses reserved: a late access faults.
     pub fn withdraw(&mut self) -> io::Result<()> {
         let flags = libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_FIXED;
         map(self.base, self.len, Access::None, flags, -1).map(drop)
     }
 
-    /// Gives back what is before `base` and behind `len` bytes from it.
+    /// Unmaps the addresses before `base` and those after its first `len` bytes.
     fn keep_only(self, base: usize, len: usize) -> AddressRange {
         let (before, end) = (base - self.base, self.base + self.len);
         let behind = end - (base + len);
@@ -129,23 +131,24 @@ impl AddressRange {
 impl Drop for AddressRange {
     fn drop(&mut self) {
         if self.len > 0 {
-            // SAFETY: these addresses belong to this range alone; whoever dereferences a pointer into it
-            // has promised that the range outlives that.
+            // SAFETY: these addresses belong to this range alone; code that dereferences a pointer into the
+            // range has promised that the range outlives the access.
             unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };
         }
     }
 }
 
-/// `base` is 0, or the start of `len` bytes that an [`AddressRange`] owns (with `MAP_FIXED`).
+/// Maps `len` bytes; returns their address. `base` is 0, or the start of `len` bytes that an [`AddressRange`]
+/// owns (with `MAP_FIXED`).
 fn map(base: usize, len: usize, access: Access, flags: libc::c_int, fd: RawFd) -> io::Result<usize> {
     let flags = flags | libc::MAP_NORESERVE;
     // SAFETY: a new mapping goes where the kernel finds room, a fixed one only over addresses that the
     // calling range owns, so no mapping of others is replaced.
     let address = unsafe { libc::mmap(base as *mut libc::c_void, len, access.bits(), flags, fd, 0) };
-    match address == libc::MAP_FAILED {
-        true => Err(io::Error::last_os_error()),
-        false => Ok(address as usize),
+    if address == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
     }
+    Ok(address as usize)
 }
 
 #[cfg(test)]

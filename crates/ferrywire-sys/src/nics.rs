@@ -1,7 +1,7 @@
-//! The network interfaces of this host, and which of them the routing table would take.
+//! The network interfaces of this host, and the one that the routing table selects for an address.
 //!
-//! IPv6 link-local addresses are left out: without a scope nobody could dial them.
-//! Read next: `tcp/tuning.rs` of `ferrywire-net`, which judges a path by them.
+//! Invariant: IPv6 link-local addresses are never listed; they cannot be dialled without a scope id.
+//! Read next: `tcp/tuning.rs` of `ferrywire-net`, which classifies a path by these addresses.
 
 use std::ffi::{CStr, CString};
 use std::fs;
@@ -14,16 +14,16 @@ use std::time::{Duration, Instant};
 
 use super::checked;
 
-/// A network interface with one address.
+/// One address of a network interface. An interface with two addresses is two `Nic`s.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nic {
     /// Interface name, for example `eth1`.
     pub name: String,
-    /// Its address.
+    /// IP address of the interface.
     pub address: IpAddr,
-    /// Length of its subnet's prefix.
+    /// Prefix length of the address's subnet, in bits.
     pub prefix_len: u8,
-    /// Speed in Mbit/s where the driver tells one.
+    /// Link speed in Mbit/s; `None` where the driver does not report one.
     pub speed_mbps: Option<u32>,
     /// Whether it is the loopback interface.
     pub loopback: bool,
@@ -48,10 +48,10 @@ impl Nic {
     }
 }
 
-/// The port a route is asked for; nothing is ever sent to it.
+/// Port of the UDP socket that asks for a route; no packet is ever sent to it.
 const DISCARD_PORT: u16 = 9;
 
-/// Every address of every interface, loopback included, as one [`Nic`] each.
+/// Lists every address of every interface, loopback included, one [`Nic`] each.
 pub fn list() -> io::Result<Vec<Nic>> {
     let mut nics = addresses()?;
     for nic in &mut nics {
@@ -60,7 +60,7 @@ pub fn list() -> io::Result<Vec<Nic>> {
     Ok(nics)
 }
 
-/// Like [`list`], without the speeds, which drivers can take long to tell.
+/// [`list`] without the speeds, which some drivers take long to report.
 pub fn addresses() -> io::Result<Vec<Nic>> {
     let addresses = InterfaceAddresses::load()?;
     let mut nics = Vec::new();
@@ -74,28 +74,28 @@ pub fn addresses() -> io::Result<Vec<Nic>> {
     Ok(nics)
 }
 
-/// What [`addresses`] says, for those who ask hundreds of times: asked for anew once it is older than an interval. Without
-/// an interval it is always asked for.
+/// A cache of [`addresses`] for callers that need it hundreds of times. It lists the interfaces again once
+/// its answer is older than the interval; a zero interval disables the cache.
 #[derive(Debug, Default)]
 pub struct Recent {
     interval: Duration,
     last: Mutex<Option<(Instant, Arc<[Nic]>)>>,
-    /// How often the kernel was asked.
+    /// Number of times that the interfaces were listed.
     asked: AtomicUsize,
 }
 
 impl Recent {
-    /// Nothing is known yet.
+    /// An empty cache with this interval.
     pub const fn new(interval: Duration) -> Recent {
         Recent { interval, last: Mutex::new(None), asked: AtomicUsize::new(0) }
     }
 
-    /// How often the kernel was asked.
+    /// Number of times that the interfaces were listed; for tests.
     pub fn asked(&self) -> usize {
         self.asked.load(Ordering::Relaxed)
     }
 
-    /// Every address of every interface, as it was within the interval.
+    /// Every address of every interface, at most one interval old.
     pub fn addresses(&self) -> io::Result<Arc<[Nic]>> {
         self.at(Instant::now, || {
             self.asked.fetch_add(1, Ordering::Relaxed);
@@ -111,7 +111,7 @@ impl Recent {
         if self.interval.is_zero() {
             return ask().map(Arc::from);
         }
-        // Nothing is left half done by a panic.
+        // The lock's value is replaced in one assignment, so a panic leaves no half-written state.
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let now = now();
         if let Some((asked, nics)) = &*last
@@ -125,12 +125,13 @@ impl Recent {
     }
 }
 
-/// The local address that the routing table gives a connection towards `to`.
+/// The local address that the routing table selects for a connection to `to`.
 pub fn route(to: IpAddr) -> io::Result<IpAddr> {
     Ok(route_to(SocketAddr::new(to.to_canonical(), DISCARD_PORT))?.ip())
 }
 
-/// The same as an address to bind to, with any port. A link-local one names its link, and so does this.
+/// The local address that the routing table selects for a connection to `to`, with port 0, for `bind`. A
+/// link-local address keeps its scope id.
 pub fn route_to(to: SocketAddr) -> io::Result<SocketAddr> {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
@@ -140,7 +141,7 @@ pub fn route_to(to: SocketAddr) -> io::Result<SocketAddr> {
     Ok(local)
 }
 
-/// The kernel's number of a NIC, if there is one of that name.
+/// The kernel's index of the interface called `name`; `None` when there is none.
 pub fn index(name: &str) -> Option<u32> {
     let name = CString::new(name).ok()?;
     // SAFETY: the name is a C string that outlives the call.
@@ -148,18 +149,18 @@ pub fn index(name: &str) -> Option<u32> {
     (index != 0).then_some(index)
 }
 
-/// Which of the NICs has this address.
+/// The NIC with this address.
 pub fn with_address(nics: &[Nic], address: IpAddr) -> Option<&Nic> {
     let address = address.to_canonical();
     nics.iter().find(|nic| nic.address == address)
 }
 
-/// Whether the address is one of this host's own.
+/// Whether the address is a loopback address or that of one of `nics`.
 pub fn is_local(nics: &[Nic], address: IpAddr) -> bool {
     address.to_canonical().is_loopback() || with_address(nics, address).is_some()
 }
 
-/// A list made by `getifaddrs`.
+/// A list that `getifaddrs` allocated; dropping it frees the list.
 struct InterfaceAddresses {
     first: *mut libc::ifaddrs,
 }
@@ -207,7 +208,7 @@ unsafe fn nic_from(entry: &libc::ifaddrs) -> Option<Nic> {
     })
 }
 
-/// The IP address of a socket address; `None` for null and other families.
+/// The IP address in a socket address; `None` for null and for other address families.
 ///
 /// # Safety
 /// `address` must be null or point at a socket address of the length that its family has.

@@ -1,23 +1,25 @@
-//! NUMA: where a device is attached, and where pages are to be.
+//! NUMA: the node of a PCI device, and the preferred node of an address range.
 
 use super::checked;
 use super::mapping::AddressRange;
 use std::io;
 
-/// `MPOL_PREFERRED`: there if there is room, elsewhere if not.
+/// `MPOL_PREFERRED`: allocate on this node if it has room, else on another.
 const PREFERRED: libc::c_int = 1;
 const WORD_BITS: u32 = u64::BITS;
-/// Nodes that a mask has room for, as the kernel's own limit.
+/// Nodes that a mask has bits for; the kernel's own limit.
 const NODES_MAX: u32 = 1024;
 
-/// The node of a PCI device, by its address in sysfs (`0000:1b:00.0`), where the kernel knows.
+/// The NUMA node of a PCI device, given by its address in sysfs (`0000:1b:00.0`); `None` where the kernel
+/// does not know it.
 pub fn node_of_pci(address: &str) -> Option<u32> {
     let text = std::fs::read_to_string(format!("/sys/bus/pci/devices/{address}/numa_node")).ok()?;
-    // -1 stands for none.
+    // The kernel writes -1 for "no node", which does not parse as `u32`.
     text.trim().parse().ok()
 }
 
-/// Puts pages of a range that were never touched on a node, if it has room for them.
+/// Makes the kernel allocate pages of `range` on `node` while it has room. Pages that were touched before
+/// stay where they are.
 pub fn prefer_node(range: &mut AddressRange, node: u32) -> io::Result<()> {
     if node >= NODES_MAX {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -26,7 +28,7 @@ pub fn prefer_node(range: &mut AddressRange, node: u32) -> io::Result<()> {
     mask[(node / WORD_BITS) as usize] = 1 << (node % WORD_BITS);
     // SAFETY: the policy of the range's own pages, and a mask of that many bits; no byte is changed.
     checked(unsafe {
-        // One more than the highest bit: the kernel counts so.
+        // The kernel expects one more than the number of bits.
         let bits = u64::from(NODES_MAX) + 1;
         libc::syscall(libc::SYS_mbind, range.base(), range.len(), PREFERRED, mask.as_ptr(), bits, 0) as isize
     })

@@ -1,8 +1,9 @@
-//! Waiting for descriptors (epoll) and being woken by another thread (eventfd).
+//! Waiting for descriptors (`epoll`), and waking the waiting thread from another thread (`eventfd`).
 //!
-//! Level-triggered: what was not dealt with is reported again. An error is reported apart from
-//! readability, because a socket with zero-copy completions is in error and neither readable nor writable.
-//! Invariant: a wake that happens before [`Poller::wait`] returns is never lost.
+//! Readiness is level-triggered: a descriptor is reported until its cause is gone. Errors are reported apart
+//! from readability, because a socket with zero-copy completions has an error and is neither readable nor
+//! writable.
+//! Invariant: a wake before [`Poller::wait`] returns is never lost.
 //! Read next: `ferrywire-net/src/tcp/conn.rs`.
 
 use std::io;
@@ -15,42 +16,42 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::checked;
 
-/// The token under which a [`Waker`] is reported; no descriptor may have it.
+/// Token of the [`Waker`]'s own event; no descriptor may use it.
 pub const WAKE_TOKEN: u64 = u64::MAX;
-/// Descriptors reported by one call; the rest come with the next.
+/// Most events that one wait returns; the next wait returns the rest.
 const EVENTS_PER_WAIT_MAX: usize = 128;
 
-/// What a descriptor is ready for.
+/// A descriptor's readiness, as one wait reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// The token it was added with, or [`WAKE_TOKEN`].
+    /// The token that the descriptor was added with, or [`WAKE_TOKEN`].
     pub token: u64,
-    /// Bytes, the end of the stream or a connection can be received.
+    /// A receive will not block: bytes, the end of the stream or a new connection is there.
     pub readable: bool,
-    /// Bytes can be sent.
+    /// A send will not block.
     pub writable: bool,
-    /// It failed, or its error queue holds something (zero-copy completions). Reported without being asked
-    /// for, again and again until it is read.
+    /// The descriptor failed, or its error queue has entries (zero-copy completions). Reported whatever the
+    /// [`Interest`], and again until the queue is read.
     pub error: bool,
-    /// Both directions are closed. Reported without being asked for, until the descriptor is removed.
+    /// Both directions are closed. Reported whatever the [`Interest`], until the descriptor is removed.
     pub hangup: bool,
 }
 
-/// What is waited for on a descriptor.
+/// The events that a descriptor is registered for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Interest {
-    /// Something to receive.
+    /// Report when a receive will not block.
     pub read: bool,
-    /// Room to send.
+    /// Report when a send will not block.
     pub write: bool,
 }
 
 impl Interest {
-    /// Only something to receive.
+    /// Readability only.
     pub const READ: Interest = Interest { read: true, write: false };
-    /// Both directions.
+    /// Readability and writability.
     pub const BOTH: Interest = Interest { read: true, write: true };
-    /// Nothing but errors and hang-ups, which always are reported.
+    /// Errors and hang-ups only, which are always reported.
     pub const NONE: Interest = Interest { read: false, write: false };
 
     fn bits(self) -> u32 {
@@ -65,20 +66,20 @@ impl Interest {
     }
 }
 
-/// A set of descriptors to wait on. Adding, changing and removing work from any thread.
+/// An epoll instance and its waker. All methods may be called from any thread.
 #[derive(Debug)]
 pub struct Poller {
     epoll: OwnedFd,
     wake: Arc<Wake>,
-    /// Whether the kernel takes timeouts finer than a millisecond (Linux 5.11).
+    /// Whether `epoll_pwait2` works here (Linux 5.11): timeouts finer than a millisecond.
     fine: AtomicBool,
 }
 
-/// Ends a [`Poller::wait`] from another thread.
+/// Ends a [`Poller::wait`] from another thread. Clones wake the same poller.
 #[derive(Clone, Debug)]
 pub struct Waker(Arc<Wake>);
 
-/// A descriptor that is readable from the first wake until it is drained.
+/// An eventfd that is readable from the first [`wake`](Wake::wake) until [`drain`](Wake::drain).
 #[derive(Debug)]
 pub struct Wake {
     eventfd: OwnedFd,
@@ -86,7 +87,7 @@ pub struct Wake {
 }
 
 impl Poller {
-    /// An empty set, with its waker.
+    /// An empty set with its waker.
     pub fn new() -> io::Result<Poller> {
         // SAFETY: no memory is passed.
         let fd = checked(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) } as libc::ssize_t)?;
@@ -98,12 +99,12 @@ impl Poller {
         Ok(poller)
     }
 
-    /// A handle that ends `wait` from any thread.
+    /// A handle that ends [`Poller::wait`] from any thread.
     pub fn waker(&self) -> Waker {
         Waker(self.wake.clone())
     }
 
-    /// Starts to wait on a descriptor. `InvalidInput` for [`WAKE_TOKEN`].
+    /// Registers a descriptor. Returns `InvalidInput` for [`WAKE_TOKEN`].
     pub fn add(&self, fd: RawFd, token: u64, interest: Interest) -> io::Result<()> {
         if token == WAKE_TOKEN {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
@@ -111,19 +112,19 @@ impl Poller {
         self.control(libc::EPOLL_CTL_ADD, fd, token, interest)
     }
 
-    /// Changes what is waited for on a descriptor.
+    /// Replaces the interest of a registered descriptor.
     pub fn modify(&self, fd: RawFd, token: u64, interest: Interest) -> io::Result<()> {
         self.control(libc::EPOLL_CTL_MOD, fd, token, interest)
     }
 
-    /// Stops waiting on a descriptor. Closing it does the same.
+    /// Removes a descriptor. Closing the descriptor removes it too.
     pub fn remove(&self, fd: RawFd) -> io::Result<()> {
         self.control(libc::EPOLL_CTL_DEL, fd, 0, Interest::NONE)
     }
 
-    /// Waits until something is ready, the time is up or a waker is used.
+    /// Waits until a descriptor is ready, the timeout ends or a waker is used.
     ///
-    /// `events` is emptied first, and empty afterwards when the time was up. `None` waits for ever.
+    /// `events` is cleared first and stays empty on a timeout. `None` waits without a limit.
     pub fn wait(&self, events: &mut Vec<Event>, timeout: Option<Duration>) -> io::Result<()> {
         events.clear();
         let mut ready = [libc::epoll_event { events: 0, u64: 0 }; EVENTS_PER_WAIT_MAX];
@@ -161,7 +162,7 @@ impl Poller {
         let fine_timeout = timeout.filter(|limit| limit.subsec_nanos() % 1_000_000 != 0);
         if let Some(limit) = fine_timeout.filter(|_| self.fine.load(Ordering::Relaxed)) {
             match self.wait_fine(ready, limit) {
-                // An old kernel lacks it, and an old sandbox forbids what it does not know.
+                // Old kernels lack the call, and old sandboxes refuse calls that they do not know.
                 Err(e) if matches!(e.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
                     self.fine.store(false, Ordering::Relaxed);
                 }
@@ -201,7 +202,8 @@ impl Poller {
     }
 }
 
-/// A timeout for `epoll_wait`: rounded up, so that nobody spins through the last part of a millisecond.
+/// Converts a timeout for `epoll_wait`. Rounds up, so that no thread spins through the last part of a
+/// millisecond.
 fn whole_millis(timeout: Option<Duration>) -> libc::c_int {
     match timeout {
         None => -1,
@@ -224,37 +226,37 @@ impl Event {
 }
 
 impl Waker {
-    /// Makes the poller's present or next `wait` return, with [`WAKE_TOKEN`] among the events.
+    /// Makes the current or next [`Poller::wait`] return with [`WAKE_TOKEN`] among the events.
     ///
-    /// Only the first of several wakes in a row makes a system call. What the caller wrote before is
-    /// visible to the thread whose wait it ends.
+    /// Several wakes in a row make one system call. Memory that the caller wrote before is visible to the
+    /// woken thread.
     pub fn wake(&self) {
         self.0.wake();
     }
 }
 
 impl Wake {
-    /// One that nothing waits for yet.
+    /// An eventfd that is not readable yet.
     pub fn new() -> io::Result<Wake> {
         let eventfd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         Ok(Wake { eventfd, pending: AtomicBool::new(false) })
     }
 
-    /// What to wait on.
+    /// The descriptor to wait on.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.eventfd.as_fd()
     }
 
-    /// Makes it readable. Only the first of several in a row makes a system call.
+    /// Makes the descriptor readable. Several wakes in a row make one system call.
     pub fn wake(&self) {
         if !self.pending.swap(true, Ordering::AcqRel) {
-            // The counter can hold 2^64 - 2 wakes, and one is written between two drains: it never fails.
+            // The write cannot fail: the counter holds 2^64 - 2, and one wake is written between two drains.
             let written = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
             debug_assert_eq!(written, Ok(8));
         }
     }
 
-    /// Waits until it is readable; false when the time was up before.
+    /// Waits until the descriptor is readable; returns false when `limit` ended first.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
         let start = Instant::now();
         loop {
@@ -267,8 +269,8 @@ impl Wake {
         }
     }
 
-    /// Empties the counter, and only then lets wakers write again: in the other order a wake in between
-    /// would be swallowed, and every later one would think that it is still pending.
+    /// Empties the counter, then allows wakers to write again. In the reverse order a wake between the two
+    /// steps would be lost, and `pending` would suppress every later one.
     pub fn drain(&self) {
         let mut counter = [0; 8];
         let read = rustix::io::read(&self.eventfd, &mut counter);

@@ -1,12 +1,10 @@
-//! Random bytes that nobody can guess.
-//!
-//! Invariant: they come from the operating system.
+//! Cryptographically secure random bytes, from the operating system only.
 
 use std::io;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
-/// Random bytes from the operating system.
+/// `N` random bytes from the operating system.
 pub fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
@@ -20,10 +18,10 @@ pub fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A random number, for keys of regions and sessions that nobody may guess.
+/// A random number for keys of regions and sessions, which must be unguessable.
 ///
 /// # Panics
-/// When the operating system gives no random bytes, as the standard library does for its hash maps.
+/// When the operating system provides no random bytes; the standard library's hash maps panic then too.
 pub fn random_u64() -> u64 {
     u64::from_le_bytes(random_bytes().expect("the operating system gives random bytes"))
 }

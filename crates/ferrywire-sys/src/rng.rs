@@ -1,21 +1,21 @@
-//! The only source of chance of what is simulated: SplitMix64.
+//! A seeded random number generator (SplitMix64), the only source of randomness in simulations.
 //!
-//! Invariant: the same seed and the same calls give the same numbers, on every machine.
-//! Not for keys: those are from `random.rs`.
+//! Invariant: a seed and a sequence of calls give identical numbers on every machine. Never use it for keys;
+//! `random.rs` provides those.
 
 use std::time::Duration;
 
-/// A seeded generator.
+/// A generator, whose whole state is one number.
 #[derive(Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// One that begins with this seed.
+    /// A generator that starts from `seed`.
     pub fn new(seed: u64) -> Rng {
         Rng(seed)
     }
 
-    /// Any number.
+    /// A number from the whole range of `u64`.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -34,7 +34,7 @@ impl Rng {
         (self.number() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// True with this probability. Draws nothing when it cannot happen.
+    /// True with this probability. A probability of zero draws no number.
     pub fn chance(&mut self, probability: f64) -> bool {
         probability > 0.0 && self.fraction() < probability
     }
@@ -44,7 +44,7 @@ impl Rng {
         1 + self.below(max as u64) as usize
     }
 
-    /// A time in `0..=max`. Draws nothing when `max` is zero.
+    /// A duration in `0..=max`. A `max` of zero draws no number.
     pub fn up_to(&mut self, max: Duration) -> Duration {
         if max.is_zero() {
             return max;

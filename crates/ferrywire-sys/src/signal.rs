@@ -1,27 +1,29 @@
-//! Signals.
+//! `SIGPIPE`: ignoring it, and suppressing it for one call.
 //!
-//! Every send in `socket.rs` passes `MSG_NOSIGNAL`. `splice` has no such flag, so the engine holds the signal back around
-//! it; and a program that writes to pipes had better ignore it.
+//! Every send in `socket.rs` passes `MSG_NOSIGNAL`. `splice` has no such flag, so the engine blocks the
+//! signal around it. A program that writes to pipes should ignore the signal.
 
 use std::io;
 use std::mem;
 use std::ptr;
 
-/// Makes a write to a closed pipe an error (`EPIPE`) instead of the end of the process.
+/// Ignores `SIGPIPE` in this process: a write to a closed pipe then returns `EPIPE` instead of ending the
+/// process.
 pub fn ignore_sigpipe() -> io::Result<()> {
     // SAFETY: `SIG_IGN` is a valid disposition, and no handler runs.
     let previous = unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Runs a call that may find a closed socket, without `SIGPIPE` for this thread: the error says it all, and the
-/// program's own way with signals is left alone. A call may have done a part of its work and have met the end then:
-/// `whole` says that its result is not such a one.
+/// Runs `call` with `SIGPIPE` blocked for the current thread, and discards a signal that `call` raised. The
+/// process's signal disposition does not change. A call can transfer some bytes, meet the closed end and
+/// still succeed; `whole` returns true for a result that rules this out, so no pending signal is looked for.
 pub(crate) fn without_sigpipe<T>(call: impl FnOnce() -> T, whole: impl FnOnce(&T) -> bool) -> T {
     // SAFETY: all zero is a valid signal set.
     let (mut pipe, mut before, mut pending): (libc::sigset_t, libc::sigset_t, libc::sigset_t) =
         unsafe { (mem::zeroed(), mem::zeroed(), mem::zeroed()) };
-    // SAFETY: valid signal sets, and a valid signal. One that waits already is the program's.
+    // SAFETY: valid signal sets, and a valid signal. A signal that is pending before the call belongs to the
+    // program.
     let waits = unsafe {
         libc::sigemptyset(&mut pipe);
         libc::sigaddset(&mut pipe, libc::SIGPIPE);

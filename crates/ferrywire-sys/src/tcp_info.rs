@@ -1,7 +1,7 @@
-//! What the kernel knows about a TCP connection (`TCP_INFO`).
+//! `TCP_INFO`: the kernel's counters of a TCP connection.
 //!
-//! Invariant: older kernels return a shorter structure; what they do not fill reads as zero.
-//! Read next: `ferrywire-net/src/tcp/health.rs`, which turns it into a verdict on the path.
+//! Invariant: fields that an older kernel does not fill read as zero.
+//! Read next: `ferrywire-net/src/tcp/health.rs`, which decides from them whether a path is dead.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use super::socket;
 
-/// `tcpi_state` of a connection attempt that has not been answered.
+/// `tcpi_state` while a connection attempt is unanswered.
 pub const SYN_SENT: u8 = 2;
 
-/// Bytes read of the kernel's `struct tcp_info`.
+/// Bytes of the kernel's `struct tcp_info` that are read.
 const TCP_INFO_BYTES: usize = 168;
 
 /// The fields of `struct tcp_info` that the engine uses.
@@ -24,30 +24,30 @@ pub struct TcpInfo {
     pub retransmits: u8,
     /// Window or keepalive probes in a row without an answer.
     pub probes: u8,
-    /// How often the retransmission or probe timer was doubled. Answered window probes leave it as it is.
+    /// How often the retransmission or probe timer was doubled. An answered window probe does not reset it.
     pub backoff: u8,
-    /// Payload of a packet at most, in bytes, as the path allows it so far.
+    /// Most payload bytes of one packet (MSS), as far as the path's MTU is known.
     pub send_mss: u32,
-    /// Packets sent and not acknowledged.
+    /// Packets sent and not acknowledged by the peer's kernel.
     pub unacked: u32,
-    /// Time since the peer's kernel last acknowledged anything.
+    /// Time since the last acknowledgement from the peer's kernel.
     pub last_ack_recv: Duration,
-    /// Smoothed round trip.
+    /// Smoothed round-trip time.
     pub rtt: Duration,
-    /// The shortest round trip of the last minutes; zero if there was none yet.
+    /// Shortest round-trip time of the last minutes; zero before the first sample.
     pub min_rtt: Duration,
-    /// Packets retransmitted since the start.
+    /// Packets retransmitted since the connection began.
     pub total_retrans: u32,
-    /// Bytes that the peer's kernel has acknowledged since the start.
+    /// Bytes that the peer's kernel has acknowledged since the connection began.
     pub acked_bytes: u64,
-    /// Bytes written and never sent.
+    /// Bytes written to the socket and never sent.
     pub notsent_bytes: u32,
-    /// The latest estimate of the path's rate, in bytes per second.
+    /// Latest estimate of the delivery rate, in bytes per second.
     pub delivery_rate: u64,
 }
 
 impl TcpInfo {
-    /// Reads it from a TCP socket.
+    /// Reads `TCP_INFO` of a TCP socket.
     pub fn read(fd: RawFd) -> io::Result<TcpInfo> {
         let mut bytes = [0; TCP_INFO_BYTES];
         socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_INFO, &mut bytes)?;
@@ -76,21 +76,21 @@ impl TcpInfo {
         }
     }
 
-    /// Whether the peer's kernel owes us an answer.
+    /// Whether the peer's kernel has anything to acknowledge or answer.
     pub fn waiting(&self) -> bool {
         self.unacked > 0 || self.notsent_bytes > 0 || self.probes > 0
     }
 
-    /// Retransmissions or probes in a row without an answer.
+    /// Retransmissions or window probes in a row without an answer.
     ///
-    /// The backoff is left out: a peer that keeps its window shut answers every probe, and its backoff
-    /// grows all the same.
+    /// `backoff` is no evidence: a peer with a closed window answers every probe, and the backoff grows all
+    /// the same.
     pub fn unanswered(&self) -> u32 {
         u32::from(self.retransmits.max(self.probes))
     }
 }
 
-/// The `N` bytes at `at`, which lie inside by the constants above.
+/// The `N` bytes at offset `at`. The offsets are constants that lie within the structure.
 fn array<const N: usize>(bytes: &[u8; TCP_INFO_BYTES], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("N bytes were cut")
 }

@@ -1,7 +1,7 @@
-//! Host memory as a dma-buf: pages of a memory file that devices can read and write.
+//! Host memory as a dma-buf (`udmabuf`): pages of a memory file that devices can read and write.
 //!
-//! Where there is no GPU, and for simulated ones, this is what NICs receive into and send from.
-//! Read next: `netdev.rs`, which binds one to a NIC.
+//! NICs receive into and send from such memory where there is no GPU, and for simulated GPUs.
+//! Read next: `sys/netdev.rs` of `ferrywire-devmem`, which binds a dma-buf to a NIC.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -12,7 +12,7 @@ use super::checked;
 use super::mapping::PAGE_BYTES;
 
 const DEVICE: &str = "/dev/udmabuf";
-/// Largest one, in MiB, as far as the module's user wants.
+/// Module parameter with the largest dma-buf, in MiB.
 const LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";
 const FLAGS_CLOEXEC: u32 = 1;
 /// `UDMABUF_CREATE`: `_IOW('u', 0x42, struct udmabuf_create)`.
@@ -31,22 +31,23 @@ struct Create {
 const _: () = assert!(size_of::<Create>() == 24);
 const _: () = assert!(CREATE == 0x4018_7542);
 
-/// Whether this kernel has it, and shows it to this user.
+/// Whether this kernel has the udmabuf device and the current user can see it.
 pub fn is_there() -> bool {
     Path::new(DEVICE).exists()
 }
 
-/// Bytes that one may have at most, where the kernel tells: 64 MiB unless somebody changed it.
+/// Most bytes of one dma-buf, where the kernel tells: 64 MiB unless an administrator changed it.
 pub fn limit_bytes() -> Option<u64> {
     let mib: u64 = fs::read_to_string(LIMIT).ok()?.trim().parse().ok()?;
     mib.checked_mul(1 << 20)
 }
 
-/// A dma-buf of whole pages of a memory file, which must have been made with leave to seal it
-/// ([`anonymous_file`](super::mapping::anonymous_file) is). The file can never shrink again.
+/// Creates a dma-buf of `bytes` bytes at `offset` of a memory file. The file must allow sealing, as
+/// [`anonymous_file`](super::mapping::anonymous_file) does, and can never shrink afterwards.
 ///
 /// # Errors
-/// Each says what to do: no device, no right, not whole pages, too large, no sealing.
+/// The message says what to do: the device is missing, the user lacks the right, the range is not whole
+/// pages, it is too large, or the file cannot be sealed.
 pub fn from_memfd(memfd: BorrowedFd<'_>, offset: u64, bytes: u64) -> io::Result<OwnedFd> {
     let page = PAGE_BYTES as u64;
     if bytes == 0 || !offset.is_multiple_of(page) || !bytes.is_multiple_of(page) {
@@ -63,7 +64,7 @@ pub fn from_memfd(memfd: BorrowedFd<'_>, offset: u64, bytes: u64) -> io::Result<
     // SAFETY: this request reads one `Create`.
     let fd = checked(unsafe { libc::ioctl(device.as_raw_fd(), CREATE as _, &raw const create) } as isize)
         .map_err(|error| explained("make a dma-buf of host memory", &likely_cause(bytes), &error))?;
-    // SAFETY: the kernel has just made this descriptor, and nobody else has it.
+    // SAFETY: the kernel has just made this descriptor, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 

@@ -1,8 +1,8 @@
-//! `MSG_ZEROCOPY`: sends that leave the memory in place, and the notices of when it is free again.
+//! `MSG_ZEROCOPY`: sends that read the memory in place, and the completions that release it.
 //!
-//! The kernel numbers the zero-copy sends of a socket from 0 and reports ranges of finished numbers on the
-//! socket's error queue, which shows as `EPOLLERR`.
-//! Read next: `ferrywire-net/src/tcp/zero_copy.rs`, which maps numbers to bytes of the stream.
+//! The kernel numbers the zero-copy sends of a socket from 0. It reports ranges of completed numbers on the
+//! socket's error queue, which `epoll` shows as `EPOLLERR`.
+//! Read next: `ferrywire-net/src/tcp/zero_copy.rs`, which maps the numbers to bytes of the stream.
 
 use std::io;
 use std::mem;
@@ -18,29 +18,29 @@ const ORIGIN_ZEROCOPY: u8 = 5;
 const CODE_COPIED: u8 = 1;
 /// Bytes of a `struct sock_extended_err`.
 const EXTENDED_ERROR_BYTES: usize = 16;
-/// Room for the control data of one entry: an extended error and the address that may follow it.
+/// Buffer size for the control data of one entry: an extended error and the address that may follow it.
 const CONTROL_BYTES: usize = 128;
 
-/// Zero-copy sends that are finished with their memory.
+/// A range of zero-copy sends whose memory the kernel no longer reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// Number of the first send, counted from 0 per socket, wrapping.
+    /// Number of the first send; numbers start at 0 per socket and wrap.
     pub first: u32,
-    /// Number of the last one.
+    /// Number of the last send, inclusive.
     pub last: u32,
-    /// The kernel had to copy after all.
+    /// The kernel copied the memory instead.
     pub copied: bool,
 }
 
-/// Allows zero-copy sends on a socket.
+/// Allows zero-copy sends on a socket (`SO_ZEROCOPY`).
 pub fn enable(fd: RawFd) -> io::Result<()> {
     socket::set_int(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
 }
 
-/// Like [`socket::send`], leaving the memory in place. A success takes the next number.
+/// [`socket::send`] without a copy. Each success takes the next number.
 ///
-/// Errors besides those of a send: `ENOBUFS` when too many are unfinished or too much memory is locked,
-/// `EFAULT` when the memory cannot be pinned (device mappings).
+/// Errors besides those of a plain send: `ENOBUFS` when too many sends are incomplete or too much memory is
+/// locked, `EFAULT` when the memory cannot be pinned (device mappings).
 ///
 /// # Safety
 /// Each piece must stay readable until its number is reported by [`completion`], or the socket is closed.
@@ -49,8 +49,8 @@ pub unsafe fn send(fd: RawFd, pieces: &[IoVec]) -> io::Result<usize> {
     unsafe { socket::send(fd, pieces, libc::MSG_ZEROCOPY) }
 }
 
-/// Takes one entry off the error queue: `WouldBlock` when it is empty, `None` for an entry about something
-/// other than zero copy.
+/// Takes one entry off the error queue. Returns `WouldBlock` when the queue is empty, `Ok(None)` for an entry
+/// that is no zero-copy completion.
 pub fn completion(fd: RawFd) -> io::Result<Option<Completion>> {
     let mut control = [0_u64; CONTROL_BYTES / mem::size_of::<u64>()];
     // SAFETY: all zero is a valid `msghdr`: null pointers with zero lengths.
@@ -65,11 +65,11 @@ pub fn completion(fd: RawFd) -> io::Result<Option<Completion>> {
 }
 
 fn as_bytes(words: &[u64; CONTROL_BYTES / mem::size_of::<u64>()]) -> &[u8; CONTROL_BYTES] {
-    // SAFETY: the same bytes, initialised and borrowed alike; bytes need no alignment.
+    // SAFETY: the same bytes, initialised and borrowed for the same lifetime; bytes need no alignment.
     unsafe { &*words.as_ptr().cast() }
 }
 
-/// The completion in a control message, if it is one.
+/// The completion in a control message; `None` for other messages.
 pub fn parse(message: ControlMessage<'_>) -> Option<Completion> {
     let about = (message.level, message.kind);
     if !matches!(about, (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)) {
