@@ -1,10 +1,11 @@
-//! Byte streams between two ends: the traits of a network, real TCP, and a simulated one.
+//! Byte streams between two hosts: the traits of a network, real TCP, and a simulated network.
 //!
-//! A [`Transport`] listens and dials, a [`Conn`] is a reliable byte stream that never blocks. [`tcp`] is the real one;
-//! [`sim`] is an in-memory network with seeded faults and a clock of its own. Everything, handshakes and the control session
-//! included, goes through these traits, so that every scenario runs on both.
+//! A [`Transport`] listens and dials; a [`Conn`] is a reliable byte stream that never blocks. [`tcp`]
+//! implements both over kernel sockets, [`sim`] over memory, with seeded faults and a clock of its own. All
+//! traffic of the engine, handshakes and control sessions included, goes through these traits, so every
+//! scenario runs on both.
 //!
-//! Invariant: nothing here blocks, and nothing here knows a frame, a peer or a region.
+//! Invariant: no call blocks, and this crate knows nothing of frames, peers and regions.
 //! Read next: `stream.rs`, the traits; `tcp.rs`, then `tcp/conn.rs`, which sends and receives.
 
 pub mod sim;

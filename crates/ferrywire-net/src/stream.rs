@@ -1,6 +1,7 @@
-//! What a network is to the engine: a [`Transport`] that listens and dials, and a [`Conn`] that carries bytes.
+//! The traits of a network: [`Transport`] listens and dials, [`Conn`] carries bytes.
 //!
-//! Invariant: no call blocks; what cannot be done now is `WouldBlock`. Read next: `tcp.rs`, `sim/`.
+//! Invariant: no call blocks; a call that cannot proceed returns `WouldBlock`.
+//! Read next: `tcp.rs`, `sim/`.
 
 use std::fmt;
 use std::io;
@@ -13,57 +14,60 @@ use ferrywire_proto::limits;
 use ferrywire_sys::IoVec;
 use ferrywire_sys::nics::Nic;
 
-/// What is known about the path under a connection.
+/// State of the network path under a connection, for dead-path detection and reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PathHealth {
-    /// Data (or a window probe) is unacknowledged by the peer's kernel.
+    /// The peer's kernel has data or a window probe to acknowledge.
     pub waiting: bool,
-    /// Retransmissions or probes in a row without an answer.
+    /// Retransmissions or window probes in a row without an answer.
     pub unanswered: u32,
-    /// Time since the peer's kernel last acknowledged anything, while something waited.
+    /// How long this end has waited for an answer without one; zero when `waiting` is false.
     pub silent_for: Duration,
-    /// Smoothed round trip, zero where unknown.
+    /// Smoothed round-trip time; zero where unknown.
     pub rtt: Duration,
-    /// The shortest round trip of the last minutes, zero where unknown.
+    /// Shortest round-trip time of the last minutes; zero where unknown.
     pub min_rtt: Duration,
-    /// Bytes of the stream that the peer's kernel has acknowledged, give or take those of the handshake.
+    /// Bytes of the stream that the peer's kernel has acknowledged. The count may include TCP's SYN.
     pub acked_bytes: u64,
-    /// Payload of a packet at most, in bytes; zero where unknown.
+    /// Most payload bytes of one packet (MSS); zero where unknown.
     pub mss_bytes: u32,
 }
 
 impl PathHealth {
-    /// Whether there is every reason to give the path up.
+    /// Whether the path counts as dead: data waits, at least two retransmissions are unanswered, and the peer
+    /// has been silent for [`PATH_DEAD_AFTER`](limits::PATH_DEAD_AFTER).
     pub fn is_dead(&self) -> bool {
         self.waiting && self.unanswered >= UNANSWERED_MIN && self.silent_for >= limits::PATH_DEAD_AFTER
     }
 
-    /// The silence in words.
+    /// The silence as text for an error message.
     pub fn describe(&self) -> String {
         let (silent, unanswered) = (self.silent_for.as_secs_f64(), self.unanswered);
         format!("no answer from the peer's host for {silent:.1} s after {unanswered} retransmissions")
     }
 }
 
-/// Retransmissions without an answer before a path counts as dead.
+/// Unanswered retransmissions before a path counts as dead; a single one may be a lost packet.
 const UNANSWERED_MIN: u32 = 2;
 
 /// A reliable, ordered byte stream that never blocks.
 ///
-/// Errors: `WouldBlock` when nothing can be done now (also while connecting); anything else is final.
+/// Errors: `WouldBlock` when a call cannot proceed now, also while connecting. `EFAULT` concerns the memory
+/// of that call only. Every other error is final.
 pub trait Conn: Send {
-    /// Sends from the pieces in order; returns the bytes taken, at least 1.
+    /// Sends from `pieces` in order; returns the bytes taken, at least 1.
     ///
     /// # Safety
     /// Each piece must be readable for the length of the call.
     unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
 
-    /// Whether `send_stable` may spare a copy here; found out per connection, and remembered.
+    /// Whether [`send_stable`](Conn::send_stable) may avoid a copy on this connection.
     fn zero_copy(&self) -> bool {
         false
     }
 
-    /// Like `send`, of memory that the caller keeps unchanged until `released` has passed it.
+    /// Sends like [`send`](Conn::send), from memory that stays unchanged until [`released`](Conn::released)
+    /// has passed it.
     ///
     /// # Safety
     /// Each piece must stay readable until `released` counts its bytes, or the connection is dropped.
@@ -72,169 +76,171 @@ pub trait Conn: Send {
         unsafe { self.send(pieces) }
     }
 
-    /// Bytes of the stream, counted from its start, whose source memory is free again.
-    /// `u64::MAX` when `send` always copies.
+    /// How many bytes from the start of the stream have their source memory released. `u64::MAX` when sends
+    /// always copy.
     fn released(&mut self) -> u64 {
         u64::MAX
     }
 
-    /// Aborts the connection: nothing more of what `send_stable` was given is put on its way. What a NIC holds already is
-    /// read until [`released`](Conn::released) counts it.
+    /// Aborts the connection: the kernel starts no further packet from memory that `send_stable` was given. A
+    /// NIC may still read packets that it already holds, until [`released`](Conn::released) counts their
+    /// bytes.
     fn abort(&mut self) {
         self.shutdown();
     }
 
-    /// Whether `send_lent` may spare a copy here.
+    /// Whether [`send_lent`](Conn::send_lent) may avoid a copy.
     fn lends(&self) -> bool {
         false
     }
 
-    /// Like `send`, of pieces whose last one may be read where it is, until the other end has received it.
+    /// Sends like [`send`](Conn::send); the other end may read the last piece directly from its pages.
     ///
     /// # Safety
-    /// As of `send`; and nobody writes to the last piece until the other end is known to have received it. If that never
-    /// becomes known, not before its pages have been given back to the system.
+    /// The pieces must be readable for the length of the call. No code may write to the last piece until the
+    /// other end is known to have received it. Where that never becomes known, its pages must be returned to
+    /// the system first.
     unsafe fn send_lent(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
         // SAFETY: readable for longer than the call, as promised by the caller.
         unsafe { self.send(pieces) }
     }
 
-    /// Receives into the pieces in order; returns the bytes placed, 0 at the end of the stream.
+    /// Receives into `pieces` in order; returns the bytes received, 0 at the end of the stream.
     ///
     /// # Safety
     /// Each piece must be writable for the length of the call.
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
 
-    /// Sends from plain bytes; returns how many were taken, at least 1.
+    /// Sends from a byte slice; returns the bytes taken, at least 1.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         // SAFETY: `send` reads its pieces only, and the borrow keeps these bytes readable for the length of the call.
         unsafe { self.send(&[IoVec::new(bytes.as_ptr().cast_mut(), bytes.len())]) }
     }
 
-    /// Receives into plain bytes; returns how many were placed, 0 at the end of the stream.
+    /// Receives into a byte slice; returns the bytes received, 0 at the end of the stream.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         // SAFETY: the exclusive borrow keeps these bytes writable for the length of the call.
         unsafe { self.recv(&[IoVec::new(buffer.as_mut_ptr(), buffer.len())]) }
     }
 
-    /// Whether both ends have addresses of this host, and nothing slow between them.
+    /// Whether both ends have addresses of this host and the round trip between them is short.
     fn within_host(&self) -> bool {
         false
     }
 
-    /// Whether its round trip is known to be long.
+    /// Whether the round trip is known to be long.
     fn is_long(&self) -> bool {
         false
     }
 
-    /// Bytes handed to `send` that have not left this host yet.
+    /// Bytes taken by `send` that have not left this host yet.
     fn unsent_bytes(&self) -> usize {
         0
     }
 
-    /// The state of the path, for dead-path detection.
+    /// The state of the network path.
     fn health(&self) -> PathHealth;
 
-    /// Ends both directions at once. Idempotent. Nothing is received afterwards.
+    /// Shuts down both directions at once; nothing is received afterwards. Idempotent.
     fn shutdown(&mut self);
 
-    /// The descriptor to wait on, or `None` when the connection must be polled.
+    /// The descriptor to wait on; `None` when the connection must be polled.
     fn fd(&self) -> Option<RawFd>;
 
-    /// This end's address.
+    /// Local address.
     fn local(&self) -> SocketAddr;
 
-    /// The other end's address.
+    /// Remote address.
     fn remote(&self) -> SocketAddr;
 
-    /// Applies options; see [`Transport::tune`].
+    /// Applies options to the connection; see [`Transport::tune`].
     fn tune(&mut self, _options: &ConnOptions) {}
 
-    /// Sizes of its socket buffers as the kernel counts them, to send and to receive; zero without any.
+    /// Sizes of the send and receive socket buffers as the kernel counts them; zero where there are none.
     fn buffer_bytes(&self) -> (usize, usize) {
         (0, 0)
     }
 
-    /// Which congestion control carries it, for reports.
+    /// Name of the congestion control, for reports.
     fn congestion_control(&self) -> String {
         String::from("none")
     }
 }
 
-/// A connection that has its own address and port, and is not dialled yet: whoever waits for it can be
-/// told which one it will be.
+/// A connection that has a local port but is not dialled yet, so the peer can be told the port in advance.
 pub trait Bound: Send {
-    /// This end's address.
+    /// Local address and port of the future connection.
     fn local(&self) -> SocketAddr;
     /// Starts the connection, as [`Transport::dial`] does.
     fn connect(self: Box<Self>) -> io::Result<Box<dyn Conn>>;
 }
 
-/// Where connections arrive.
+/// Accepts incoming connections on one address.
 pub trait Listener: Send {
-    /// The next connection, or `None` when there is none now.
+    /// Accepts the next connection; `None` when none is waiting.
     fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>>;
-    /// The address that is listened on, with its real port.
+    /// The local address, with the port that was chosen.
     fn local(&self) -> SocketAddr;
-    /// The descriptor to wait on, or `None` when it must be polled.
+    /// The descriptor to wait on; `None` when the listener must be polled.
     fn fd(&self) -> Option<RawFd>;
 }
 
-/// What a data connection is tuned for; control connections use the default.
+/// Options of a connection. Control connections use the default, data connections set `bulk`.
 #[derive(Clone, Debug, Default)]
 pub struct ConnOptions {
-    /// Bulk data (large buffers, congestion control for short paths) rather than control.
+    /// Tune for bulk data (large buffers, congestion control by path) instead of control messages.
     pub bulk: bool,
-    /// The peer is known to run on this host, whatever the addresses say (a container, a namespace).
+    /// The peer runs on this host although its address does not show it (container, network namespace).
     pub same_host: bool,
-    /// The shortest round trip that another connection to the peer has seen; zero: none is known.
+    /// Shortest round-trip time of other connections to this peer; zero where unknown.
     pub round_trip: Duration,
-    /// Data connections that share a progress thread, and with it a core's cache.
+    /// Data connections of one progress thread, which share the cache of one core.
     pub per_thread: usize,
-    /// Congestion control by name; `None` chooses.
+    /// Congestion control by name; `None` lets the transport choose.
     pub congestion_control: Option<String>,
-    /// Socket buffer in bytes, each way; `None` chooses.
+    /// Size of each socket buffer in bytes; `None` lets the transport choose.
     pub socket_buffer_bytes: Option<usize>,
 }
 
-/// A network: makes listeners and connections.
+/// A network: creates listeners and connections, and knows this host's NICs.
 pub trait Transport: Send + Sync + fmt::Debug {
-    /// A short name for reports: `tcp`, `sim`.
+    /// A short name for reports: `tcp` or `sim`.
     fn name(&self) -> &'static str;
 
-    /// Listens on an address; port 0 chooses one.
+    /// Listens on an address; port 0 lets the system choose one.
     fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>>;
 
-    /// Starts a connection; bytes can move once the peer's host has answered.
-    /// `nic` binds the connection to that NIC and its address.
+    /// Starts a connection to `to`; bytes can move once the peer's host has answered. `nic` binds the
+    /// connection to that NIC and its address.
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>>;
 
-    /// Chooses the address and port of a connection that is dialled later.
+    /// Reserves a local address and port for a connection to `to` that is dialled later.
     fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>>;
 
-    /// Whether data connections can be given these options here; the error says what there is instead.
+    /// Whether data connections can have these options on this host. The error says which values are
+    /// available.
     fn check(&self, _options: &ConnOptions) -> io::Result<()> {
         Ok(())
     }
 
-    /// Applies options to an accepted connection, once it is known to be a data connection.
+    /// Applies options to an accepted connection, once it is known to carry data.
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions);
 
     /// The NICs of this host that have an address, loopback included.
     fn nics(&self) -> io::Result<Vec<Nic>>;
 
-    /// Name of the NIC that has this address now.
+    /// Name of the NIC that currently has this address.
     fn nic_name(&self, address: IpAddr) -> Option<String> {
         let nics = self.nics().unwrap_or_default();
         nics.into_iter().find(|nic| nic.address == address.to_canonical()).map(|nic| nic.name)
     }
 
-    /// The address and NIC the routing table would use towards `to`.
+    /// The local address that the routing table selects for a connection to `to`.
     fn route(&self, to: IpAddr) -> io::Result<IpAddr>;
 
-    /// Time since some fixed moment; the simulator's own in `sim`.
+    /// Time since a fixed moment; `sim` counts on its own clock.
     fn now(&self) -> Duration;
 }
 
-/// A shared network.
+/// A transport shared between threads.
 pub type SharedTransport = Arc<dyn Transport>;

@@ -1,9 +1,9 @@
-//! The real network: nonblocking TCP sockets.
+//! TCP over the kernel's nonblocking sockets.
 //!
-//! Every connection has `TCP_NODELAY` (the engine gathers its frames itself) and keepalive (the kernel ends
-//! a connection whose host is gone while nothing is in flight). `TCP_USER_TIMEOUT` is left alone on purpose:
-//! it also ends connections to peers that are alive and keep their window shut because their user is slow.
-//! A dead path is found by the engine instead, from [`Conn::health`].
+//! Every connection sets `TCP_NODELAY`, since the engine batches its frames itself, and keepalive, so that
+//! the kernel ends an idle connection whose host is gone. `TCP_USER_TIMEOUT` is left alone on purpose: it
+//! also ends connections to live peers whose window stays closed because their application is slow. The
+//! engine detects a dead path from [`Conn::health`] instead.
 //! Invariant: a descriptor is closed only when its connection or listener is dropped.
 //! Read next: `tcp/conn.rs`.
 
@@ -32,36 +32,37 @@ use ferrywire_sys::socket;
 
 pub use self::conn::TcpConn;
 
-/// Connections that the kernel keeps for us until they are accepted.
+/// Connections that the kernel queues until they are accepted.
 const BACKLOG: i32 = 1024;
-/// An idle connection is probed after this many seconds,
+/// Seconds without traffic before the first keepalive probe.
 const KEEPALIVE_IDLE_S: i32 = 2;
-/// then this often,
+/// Seconds between keepalive probes.
 const KEEPALIVE_INTERVAL_S: i32 = 1;
-/// and given up after this many probes without an answer.
+/// Unanswered keepalive probes before the kernel ends the connection.
 const KEEPALIVE_PROBES: i32 = 5;
 
-/// The moment that [`TcpTransport::now`] counts from.
+/// Zero of the clock [`TcpTransport::now`].
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// TCP through the kernel's sockets.
+/// The transport over the kernel's TCP sockets.
 #[derive(Debug, Default)]
 pub struct TcpTransport {
-    /// It has been said that connections cannot be bound to a device.
+    /// The log already says that connections cannot be bound to a device.
     device_refusal_told: AtomicBool,
-    /// This host's, which paths are judged by.
+    /// Cached addresses of this host; a path is classified by them.
     addresses: Arc<Recent>,
     zero_copy: ZeroCopyPolicy,
 }
 
-/// Where large payload of host memory is sent without a copy.
+/// On which connections large payload in host memory is sent with `MSG_ZEROCOPY`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroCopyPolicy {
-    /// Between hosts, until the kernel says that it copies all the same (veth, NICs without scatter-gather).
+    /// Connections between hosts, until the kernel reports that it copies anyway (veth, NICs without
+    /// scatter-gather).
     #[default]
     Auto,
-    /// On every connection, within a host too, and whatever the kernel says: to measure what it costs, and to test what
-    /// memory must stay unchanged for.
+    /// Every connection, also within a host, whatever the kernel reports. For measurements, and for tests of
+    /// the memory that must stay unchanged.
     Always,
 }
 
@@ -115,7 +116,7 @@ impl Transport for TcpTransport {
     }
 }
 
-/// A socket on its way to be a connection.
+/// A socket that is not connected yet, and all that the connection needs.
 struct Prepared {
     socket: Socket,
     path: Path,
@@ -140,7 +141,7 @@ impl Prepared {
     }
 }
 
-/// A connection with a port of its own.
+/// A socket that is bound to its local port and not dialled yet.
 struct TcpBound {
     prepared: Prepared,
     local: SocketAddr,
@@ -157,24 +158,24 @@ impl Bound for TcpBound {
 }
 
 impl TcpTransport {
-    /// Asks for this host's addresses at most once an interval, whatever the number of connections. Those that are newer
-    /// may not be known yet.
+    /// A transport that caches this host's addresses for `interval`, so that many connections list the
+    /// interfaces once. An address added within the interval may not be known yet.
     pub fn asking_once_in(interval: Duration) -> TcpTransport {
         TcpTransport { addresses: Arc::new(Recent::new(interval)), ..TcpTransport::default() }
     }
 
-    /// Sends without copies as `policy` says.
+    /// Sets on which connections sends avoid a copy.
     pub fn zero_copy(mut self, policy: ZeroCopyPolicy) -> TcpTransport {
         self.zero_copy = policy;
         self
     }
 
-    /// How often the kernel was asked for those.
+    /// Number of times that the kernel was asked for this host's addresses; for tests.
     pub fn addresses_asked(&self) -> usize {
         self.addresses.asked()
     }
 
-    /// This host's addresses, one NIC each, without speeds.
+    /// This host's addresses, one [`Nic`] each, without link speeds.
     pub fn addresses(&self) -> io::Result<Arc<[Nic]>> {
         self.addresses.addresses()
     }
@@ -182,7 +183,8 @@ impl TcpTransport {
     fn connect(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<TcpConn> {
         let prepared = self.prepare(nic, to, options)?;
         if let Some(nic) = nic {
-            // The port is chosen by connect(), which can share one among destinations. Only a hint.
+            // connect() then chooses the port, and may share it among destinations. Best effort: on failure
+            // bind() chooses.
             let fd = prepared.socket.as_raw_fd();
             let _ = socket::set_int(fd, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
             prepared.bind(SocketAddr::new(nic.address, 0))?;
@@ -190,7 +192,7 @@ impl TcpTransport {
         prepared.connect()
     }
 
-    /// A tuned socket, bound to its device.
+    /// A socket with its options set before connecting, bound to the NIC's device.
     fn prepare(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Prepared> {
         let to = canonical(to);
         let nics = self.addresses()?;
@@ -205,8 +207,8 @@ impl TcpTransport {
         Ok(Prepared { socket, path, to, options, addresses, zero_copy: self.zero_copy })
     }
 
-    /// Binds a connection to the NIC, unless the peer is on this host: such packets travel over loopback,
-    /// where a socket bound to another device would not see the answer.
+    /// Binds a socket to the NIC's device. Sockets to an address of this host stay unbound: their packets
+    /// travel over loopback, and a socket bound to another device would never see the answer.
     fn bind_to_device(&self, socket: &Socket, nic: &Nic, to: SocketAddr, local_peer: bool) -> io::Result<()> {
         if nic.address.is_ipv4() != to.is_ipv4() {
             let why = format!("{} of {} and {to} are of different families", nic.address, nic.name);
@@ -228,7 +230,7 @@ impl TcpTransport {
     }
 }
 
-/// A listening TCP socket.
+/// A listening TCP socket, with the options of its future connections.
 #[derive(Debug)]
 pub struct TcpListener {
     socket: Socket,
@@ -257,7 +259,7 @@ impl Listener for TcpListener {
         loop {
             match self.socket.accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
                 Ok((socket, remote)) => {
-                    // One that is gone already is the dialler's business; the next may be fine.
+                    // A connection that is already gone is skipped; the dialling end notices it.
                     if let Ok(conn) = accepted(socket, &remote, self) {
                         return Ok(Some(Box::new(conn)));
                     }
@@ -284,7 +286,8 @@ fn accepted(socket: Socket, remote: &socket2::SockAddr, listener: &TcpListener) 
     TcpConn::established(socket, remote, None, listener.addresses.clone(), listener.zero_copy)
 }
 
-/// A connection that has its port before it is dialled shares it with no other, whatever their destinations.
+/// Explains `EADDRINUSE`: a connection whose port is bound before it is dialled shares the port with no other
+/// connection, whatever their destinations.
 fn no_port_left(error: io::Error, address: IpAddr) -> io::Error {
     if error.kind() != io::ErrorKind::AddrInUse {
         return error;
@@ -293,7 +296,7 @@ fn no_port_left(error: io::Error, address: IpAddr) -> io::Error {
     io::Error::new(io::ErrorKind::AddrInUse, why)
 }
 
-/// Errors that accept() passes on from a connection that failed before it was taken.
+/// Whether accept() reports a failure of the incoming connection, not of the listener.
 fn is_about_the_connection(error: &io::Error) -> bool {
     const PASSED_ON: [i32; 10] = [
         libc::EINTR,
@@ -327,7 +330,7 @@ fn ip_address(address: &socket2::SockAddr) -> io::Result<SocketAddr> {
     address.as_socket().ok_or_else(|| io::Error::from(io::ErrorKind::AddrNotAvailable))
 }
 
-/// IPv4 addresses that an IPv6 listener reports as mapped ones, in their own form.
+/// Converts an IPv4-mapped IPv6 address, as an IPv6 listener reports it, to IPv4.
 fn canonical(address: SocketAddr) -> SocketAddr {
     match address.ip().to_canonical() {
         IpAddr::V4(v4) => SocketAddr::new(v4.into(), address.port()),

@@ -1,10 +1,10 @@
-//! What may go wrong in a simulated network, and how often.
+//! The faults of a simulated network: which, and how often.
 //!
-//! Faults by chance are a value ([`Faults`]), so that a scenario can be repeated from its seed alone;
-//! faults on demand are methods of [`SimNet`](super::SimNet) that take the small enums below.
-//! Invariant: what destroys something is bounded by `disruptions_max`, so that a scenario under
-//! random faults always comes to rest.
-//! Read next: `state.rs`, where they strike.
+//! Faults by chance are a value ([`Faults`]), so a seed alone repeats a scenario. Faults on demand are
+//! methods of [`SimNet`](super::SimNet) that take the small enums below.
+//! Invariant: `disruptions_max` bounds every fault that destroys something, so a scenario with random faults
+//! always comes to rest.
+//! Read next: `state.rs`, which applies them.
 
 use std::time::Duration;
 
@@ -15,15 +15,15 @@ use ferrywire_sys::rng::Rng;
 pub struct Faults {
     /// A send takes, or a receive gives, only a random prefix of at least one byte.
     pub partial: f64,
-    /// A send, receive or accept that could do something says that it cannot. Keep it below 1.
+    /// A send, receive or accept that could proceed returns `WouldBlock`. Must be below 1.
     pub would_block: f64,
-    /// Most extra delay of what is sent, chosen for each segment; order is kept.
+    /// Longest extra delay, drawn per segment; segments stay in order.
     pub jitter: Duration,
-    /// Per send: the connection is reset, for both ends at once or for one of them later.
+    /// Per send: the connection is reset. Both ends learn of it at once, or one of them later.
     pub reset: f64,
-    /// On a reset, an end also loses what had arrived but was not read.
+    /// Upon a reset, an end also loses bytes that had arrived and were not read.
     pub reset_drops_unread: f64,
-    /// Per send: nothing moves on the connection for up to `stall_max`.
+    /// Per send: no byte moves on the connection for up to `stall_max`.
     pub stall: f64,
     /// Longest stall.
     pub stall_max: Duration,
@@ -35,21 +35,22 @@ pub struct Faults {
     pub refuse_dial: f64,
     /// A dial is never answered.
     pub time_out_dial: f64,
-    /// A closing end loses its bytes in flight, and the other end sees a reset instead of the end of
-    /// the stream. Without it they arrive first, late.
+    /// An end that closes loses its bytes in flight, and the other end sees a reset. Otherwise the bytes
+    /// arrive, then the end of the stream.
     pub abrupt_close: f64,
-    /// Per send on a data connection, past `corrupt_after_bytes`: one bit of it is flipped.
+    /// Per send on a data connection: one bit is flipped, after the first `corrupt_after_bytes` of the
+    /// stream.
     pub corrupt: f64,
     /// Bytes at the start of each direction of a connection that are never corrupted.
     pub corrupt_after_bytes: u64,
-    /// Resets and stalls strike data connections only.
+    /// Resets and stalls hit data connections only.
     pub bulk_only: bool,
-    /// How many resets, cuts, failed dials and corruptions there may be, all together.
+    /// Most resets, cuts, failed dials and corruptions, all together.
     pub disruptions_max: u32,
 }
 
 impl Faults {
-    /// A mix chosen by a seed: mild or rough, all kinds except corruption, at most 32 disruptions.
+    /// A mix of faults drawn from `seed`: mild or rough, all kinds except corruption, at most 32 disruptions.
     pub fn random(seed: u64) -> Faults {
         let mut rng = Rng::new(seed ^ 0x0066_6175_6c74_7321);
         Faults {
@@ -70,7 +71,7 @@ impl Faults {
         }
     }
 
-    /// Only what a healthy network does too: partial sends and receives, spurious refusals, jitter.
+    /// The faults of a healthy network: partial sends and receives, spurious `WouldBlock`, jitter.
     pub fn benign(seed: u64) -> Faults {
         let mut rng = Rng::new(seed ^ 0x6265_6e69_676e);
         Faults {
@@ -82,7 +83,7 @@ impl Faults {
     }
 }
 
-/// Zero in half of all cases, else up to `max`.
+/// Zero in half of all cases, else a number up to `max`.
 fn rarely(rng: &mut Rng, max: f64) -> f64 {
     let value = rng.fraction() * max;
     if rng.chance(0.5) { value } else { 0.0 }
@@ -96,9 +97,9 @@ fn sometimes(rng: &mut Rng, max: Duration) -> Duration {
 /// When the two ends of a connection learn of its reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResetSeen {
-    /// Both at once, whatever the path between them.
+    /// Both ends at once, whatever the state of the path.
     AtOnce,
-    /// One end at once; the other when a packet gets through to it, at the earliest after this time.
+    /// One end at once. The other end when a packet reaches it, at the earliest after this time.
     OtherEndAfter(Duration),
 }
 

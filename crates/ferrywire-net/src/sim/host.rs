@@ -1,8 +1,8 @@
-//! The engine's traits over the simulated network: [`SimHost`] is a host's view of it.
+//! The network traits over the simulator: [`SimHost`] is one host's view of the network.
 //!
-//! The only unsafe code of the simulator is here: copying from and into the caller's pieces.
-//! Invariant: every call holds the network's one lock throughout, so that each is one event.
-//! Read next: `traffic.rs`, which does the work.
+//! This file holds the simulator's only unsafe code: it copies from and into the caller's pieces.
+//! Invariant: each call holds the network's single lock throughout, so each call is one event.
+//! Read next: `traffic.rs`, which implements the calls.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -28,12 +28,12 @@ impl SimHost {
         SimHost { net, index, host_name: host_name.into() }
     }
 
-    /// The network it is part of.
+    /// The network that the host is part of.
     pub fn net(&self) -> &Arc<SimNet> {
         &self.net
     }
 
-    /// Its name, as [`SimNet::kill`] and the like take it.
+    /// The host's name, which [`SimNet::kill`] and similar calls take.
     pub fn host_name(&self) -> &str {
         &self.host_name
     }
@@ -87,7 +87,7 @@ impl Transport for SimHost {
     }
 }
 
-/// A port kept for a connection.
+/// A local port that is reserved for a connection.
 struct SimBound {
     net: Arc<SimNet>,
     host: usize,
@@ -109,7 +109,7 @@ impl Bound for SimBound {
 }
 
 impl Drop for SimBound {
-    /// The connection, if there is one by now, keeps the port taken.
+    /// Frees the reservation; a connection that was dialled keeps the port taken.
     fn drop(&mut self) {
         self.net.lock().hosts[self.host].bound.remove(&self.local.port());
     }
@@ -147,7 +147,7 @@ impl Drop for SimListener {
     }
 }
 
-/// One end of a link.
+/// One end of a simulated connection.
 struct SimConn {
     net: Arc<SimNet>,
     link: u64,
@@ -215,7 +215,7 @@ impl Drop for SimConn {
     }
 }
 
-/// The bytes of all pieces; none at all is a mistake, as it could not be told from the end.
+/// Total bytes of the pieces. Zero is an error: a receive of 0 bytes would look like the end of the stream.
 fn total(pieces: &[IoVec]) -> io::Result<usize> {
     let total = pieces.iter().map(|piece| piece.len).sum();
     if total == 0 { Err(ErrorKind::InvalidInput.into()) } else { Ok(total) }

@@ -1,9 +1,10 @@
-//! A simulated connection: two ends, two pipes, and what a kernel does when one end goes away.
+//! A simulated connection: two ends, two pipes, and the kernel's reaction when an end goes away.
 //!
-//! A link's life: `Connecting -> Up -> (ended by its ends)`, or `Connecting -> Failing`.
-//! Pure: time and the state of the path come in as values, so that everything due up to a moment
-//! can be worked off late without a difference ([`Link::settle`]).
-//! Invariant: the path does not change between two calls of `settle`; who changes it settles first.
+//! States: `Connecting -> Up -> (ended by its ends)`, or `Connecting -> Failing`. The code is pure: time and
+//! the state of the path are arguments, so events due up to a moment can be processed late with an unchanged
+//! result ([`Link::settle`]).
+//! Invariant: the path does not change between two calls of `settle`; code that changes a path settles its
+//! links first.
 //! Read next: `state.rs`, which owns all links.
 
 use std::io::ErrorKind;
@@ -35,34 +36,34 @@ impl Path {
     }
 }
 
-/// How far a link has come.
+/// State of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// The dialler asks; `tries` went unanswered.
+    /// The dialling end has sent its request; `tries` requests were unanswered.
     Connecting { tries: u32 },
-    /// The dialler will learn of a failure.
+    /// The dialling end learns of a failure at this moment.
     Failing { at: Duration, kind: ErrorKind },
-    /// The dialler may send from this moment.
+    /// The dialling end may send from this moment on.
     Up { at: Duration },
 }
 
-/// One end.
+/// One end of a link.
 #[derive(Debug)]
 pub(super) struct End {
     pub(super) host: usize,
     pub(super) nic: usize,
     pub(super) address: SocketAddr,
-    /// Its owner has ended it.
+    /// The owner has shut down this end.
     pub(super) shut: bool,
     /// A reset has arrived.
     pub(super) reset: bool,
     /// The other end's last byte has arrived.
     pub(super) fin: bool,
-    /// Nobody holds it.
+    /// The end has no owner any more.
     pub(super) dropped: bool,
-    /// What it would tell the other end, if its host were not frozen.
+    /// The mark (`Fin` or `Rst`) that this end sends to the other once its host is not frozen.
     pub(super) farewell: Option<Payload>,
-    /// It has answered bytes for nobody with a reset.
+    /// This end has answered unwanted bytes with a reset.
     rejected: bool,
 }
 
@@ -81,13 +82,13 @@ impl End {
         }
     }
 
-    /// Whether its kernel has no use for further bytes.
+    /// Whether the end's kernel discards further bytes.
     fn is_gone(&self) -> bool {
         self.reset || (self.shut && self.farewell.is_none())
     }
 }
 
-/// What happens next on a link.
+/// The next event of a link.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     /// The first segment in flight from this end arrives.
@@ -96,22 +97,22 @@ enum Step {
     Acknowledge(usize),
 }
 
-/// A connection.
+/// A simulated connection.
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) id: u64,
     pub(super) ends: [End; 2],
-    /// By sending end.
+    /// The two directions, indexed by sending end.
     pub(super) pipes: [Pipe; 2],
     pub(super) phase: Phase,
     pub(super) dialled_at: Duration,
     pub(super) stalled_until: Duration,
-    /// Known to carry bulk data.
+    /// The connection carries bulk data.
     pub(super) bulk: bool,
 }
 
 impl Link {
-    /// A link that nobody has answered yet; its acceptor counts as dropped until somebody does.
+    /// A link whose request is not answered; its accepting end counts as dropped until it is accepted.
     pub(super) fn new(id: u64, ends: [End; 2], capacity: usize, now: Duration) -> Link {
         let mut link = Link {
             id,
@@ -130,7 +131,7 @@ impl Link {
         matches!(self.phase, Phase::Up { .. })
     }
 
-    /// Whether an end can move bytes: `WouldBlock` while connecting, else the final error.
+    /// Whether an end can move bytes. Returns `WouldBlock` while connecting, afterwards the final error.
     pub(super) fn check_connected(&self, end: usize, now: Duration) -> Result<(), ErrorKind> {
         match self.phase {
             Phase::Failing { at, kind } if now >= at => Err(kind),
@@ -139,7 +140,7 @@ impl Link {
         }
     }
 
-    /// Works off everything due up to `now`.
+    /// Processes all events due up to `now`.
     pub(super) fn settle(&mut self, path: Path, now: Duration, trace: &mut Trace) {
         while let Some((at, step)) = self.next_step().filter(|(at, _)| *at <= now) {
             match step {
@@ -149,7 +150,7 @@ impl Link {
         }
     }
 
-    /// When something happens next by itself, after now.
+    /// When the next event is due, after `now`.
     pub(super) fn next_at(&self, now: Duration) -> Option<Duration> {
         let phase = match self.phase {
             Phase::Failing { at, .. } | Phase::Up { at } => Some(at),
@@ -203,14 +204,14 @@ impl Link {
         }
     }
 
-    /// A kernel answers bytes for nobody with a reset, once.
+    /// Answers bytes that no process will read with a reset, once, as a kernel does.
     fn reject(&mut self, end: usize, at: Duration, path: Path) {
         if !std::mem::replace(&mut self.ends[end].rejected, true) {
             self.tell(end, Payload::Rst, at, path);
         }
     }
 
-    /// Puts a mark from `end` behind its bytes in flight.
+    /// Sends a mark (`Fin` or `Rst`) from `end`, behind its bytes in flight.
     pub(super) fn tell(&mut self, end: usize, mark: Payload, at: Duration, path: Path) {
         self.pipes[end].enqueue(mark, (at, at + path.latency), !path.open[end]);
     }
@@ -222,13 +223,13 @@ impl Link {
         }
     }
 
-    /// This end is reset: what it had in flight is gone, what had arrived can still be read.
+    /// Resets an end: its bytes in flight are lost, bytes that have arrived can still be read.
     pub(super) fn reset_end(&mut self, end: usize) {
         self.ends[end].reset = true;
         self.pipes[end].clear_flight();
     }
 
-    /// The path was cut somewhere.
+    /// Loses the bytes in flight in each direction that the path no longer carries.
     pub(super) fn lose(&mut self, path: Path) {
         for from in [0, 1] {
             if !path.open[from] {
@@ -238,7 +239,7 @@ impl Link {
         }
     }
 
-    /// The path was healed somewhere.
+    /// Resends lost bytes, and repeats lost acknowledgements, in each direction that the path carries again.
     pub(super) fn recover(&mut self, path: Path, now: Duration) {
         for from in [0, 1] {
             if path.open[from] {

@@ -1,8 +1,8 @@
 //! An in-memory network of several hosts, with seeded faults and a clock of its own.
 //!
-//! It is here because everything above the transport traits must be tested against what networks
-//! really do (partial sends, late bytes, resets, paths that die silently, hosts that stop) without a
-//! socket and without a sleep, and because a failure must be repeatable from one printed number.
+//! Everything above the transport traits must be tested against real network behaviour (partial sends, late
+//! bytes, resets, paths that die silently, hosts that stop) without sockets and sleeps. A failure must be
+//! repeatable from one printed number.
 //!
 //! ```text
 //!   SimHost "a"                                     SimHost "b"
@@ -11,10 +11,10 @@
 //!        NIC: bandwidth, cut out / in     SimNet: seed, clock, Faults
 //! ```
 //!
-//! Invariant: the same seed and the same calls in the same order give the same events, which
-//! [`SimNet::fingerprint`] shows. A connection's bytes arrive in order, once and unchanged, unless it
-//! is reset or a corruption was asked for.
-//! Read next: `faults.rs` for what can go wrong, `host.rs` for the traits, `link.rs` for a connection.
+//! Invariant: a seed and a sequence of calls always give identical events, which [`SimNet::fingerprint`]
+//! shows. The bytes of a connection arrive in order, once and unchanged, unless the connection is reset or a
+//! corruption was requested.
+//! Read next: `faults.rs` for the faults, `host.rs` for the traits, `link.rs` for a connection.
 
 mod faults;
 mod host;
@@ -35,20 +35,20 @@ pub use faults::{DialFault, Faults, ResetSeen, Side};
 pub use host::SimHost;
 use state::State;
 
-/// A connection of a [`SimNet`], in the order in which they were dialled.
+/// Id of a connection of a [`SimNet`], in the order of the dials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnId(u64);
 
-/// What [`SimNet::connections`] tells of one.
+/// One connection, as [`SimNet::connections`] lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConnInfo {
-    /// Names it to the other methods.
+    /// The connection's id, which other methods take.
     pub id: ConnId,
     /// The address it was dialled from.
     pub dialler: SocketAddr,
     /// The address it was dialled to.
     pub acceptor: SocketAddr,
-    /// Whether either end said that it carries bulk data.
+    /// Whether either end declared the connection as carrying bulk data.
     pub bulk: bool,
     /// Whether the acceptor's host has answered.
     pub established: bool,
@@ -58,11 +58,11 @@ pub struct ConnInfo {
     pub sent_by_acceptor: u64,
 }
 
-/// A simulated network. Its methods may be called from any thread; NICs are named by their address
-/// and hosts by their name, and naming one that does not exist panics.
+/// A simulated network. Its methods may be called from any thread. They name a NIC by its address and a host
+/// by its name, and panic when that NIC or host does not exist.
 pub struct SimNet {
     seed: u64,
-    /// Set when the clock is the process's own.
+    /// Start of the process's clock, in real time; `None` with virtual time.
     epoch: Option<Instant>,
     state: Mutex<State>,
 }
@@ -73,17 +73,17 @@ impl SimNet {
         Arc::new(SimNet { seed, epoch: None, state: Mutex::new(State::new(seed)) })
     }
 
-    /// A network on the process's clock, for use with threads. Not repeatable.
+    /// A network on the process's clock, for tests with threads. Its events are not repeatable.
     pub fn real_time(seed: u64) -> Arc<SimNet> {
         Arc::new(SimNet { seed, epoch: Some(Instant::now()), state: Mutex::new(State::new(seed)) })
     }
 
-    /// The seed it was made with.
+    /// The seed of the network.
     pub fn seed(&self) -> u64 {
         self.seed
     }
 
-    /// Adds a host with its NICs, in /24 subnets (/64 for IPv6), besides a loopback one named `lo`.
+    /// Adds a host with these NICs and a loopback NIC named `lo`. Subnets are /24, or /64 for IPv6.
     pub fn host(self: &Arc<Self>, name: &str, nics: &[(&str, IpAddr)]) -> Arc<SimHost> {
         let index = self.lock().add_host(name, nics);
         Arc::new(SimHost::new(Arc::clone(self), index, name))
@@ -104,7 +104,7 @@ impl SimNet {
         self.lock().clock
     }
 
-    /// Moves the clock, through everything that happens on the way; in real time, sleeps.
+    /// Moves the clock by `by` and processes the events on the way. In real time, sleeps.
     pub fn advance(&self, by: Duration) {
         if self.epoch.is_some() {
             return std::thread::sleep(by);
@@ -114,12 +114,12 @@ impl SimNet {
         state.catch_up(target);
     }
 
-    /// When something next arrives, connects, fails or heals by itself; `None` when at rest.
+    /// Time of the next arrival, connect, failure or heal; `None` when the network is at rest.
     pub fn next_event(&self) -> Option<Duration> {
         self.lock().next_event()
     }
 
-    /// Advances to the next event; false when at rest.
+    /// Advances to the next event. Returns false when the network is at rest.
     pub fn step(&self) -> bool {
         let Some(next) = self.next_event() else {
             return false;
@@ -130,26 +130,27 @@ impl SimNet {
 
     // --- What the network is like ---------------------------------------------------------------
 
-    /// Sets the faults by chance from now on; their disruptions are counted anew.
+    /// Sets the random faults from now on, and resets the count of disruptions.
     pub fn set_faults(&self, faults: Faults) {
         let mut state = self.lock();
         state.faults = faults;
         state.disruptions = 0;
     }
 
-    /// Sets the one-way latency between any two NICs, 50 us unless set.
+    /// Sets the one-way latency between any two NICs; 50 us by default.
     pub fn set_latency(&self, latency: Duration) {
         self.lock().latency = latency;
     }
 
-    /// Adds to the one-way latency of everything through a NIC.
+    /// Adds to the one-way latency of all packets through a NIC.
     pub fn set_nic_latency(&self, nic: IpAddr, extra: Duration) {
         let mut state = self.lock();
         let nic = state.nic_of(nic);
         state.nics[nic].extra_latency = extra;
     }
 
-    /// Limits a NIC, each way; all of its connections share it. Its [`Nic`] then tells the speed.
+    /// Limits the rate of a NIC in each direction; its connections share the rate, and its [`Nic`] reports
+    /// the speed.
     ///
     /// [`Nic`]: crate::Nic
     pub fn set_bandwidth(&self, nic: IpAddr, bytes_per_second: Option<u64>) {
@@ -159,35 +160,35 @@ impl SimNet {
         state.nics[nic].nic.speed_mbps = bytes_per_second.map(|rate| (rate / 125_000).max(1) as u32);
     }
 
-    /// Sets how many bytes of each direction may be unacknowledged or unread, for connections dialled
-    /// from now on; 256 KiB unless set. The options of a dial do not change it.
+    /// Sets the bytes of each direction that may be unacknowledged or unread, for connections dialled from
+    /// now on; 256 KiB by default. The options of a dial do not change the value.
     pub fn set_buffer_bytes(&self, bytes: usize) {
         self.lock().buffer_bytes = bytes;
     }
 
-    /// Whether only NICs of the same subnet reach each other; unless set, all do.
+    /// Sets whether only NICs of one subnet reach each other; by default all NICs do.
     pub fn isolate_subnets(&self, isolated: bool) {
         self.lock().change(|state| state.isolated = isolated);
     }
 
     // --- Paths and connections that break -------------------------------------------------------
 
-    /// Cuts a NIC: nothing leaves or reaches it any more, and nobody is told.
+    /// Cuts a NIC silently: no packet leaves or reaches it.
     pub fn cut(&self, nic: IpAddr) {
         self.cut_ways(nic, (true, true), None);
     }
 
-    /// Cuts a NIC for a time.
+    /// Cuts a NIC silently for a time.
     pub fn cut_for(&self, nic: IpAddr, lasting: Duration) {
         self.cut_ways(nic, (true, true), Some(lasting));
     }
 
-    /// Cuts what a NIC sends; it still receives.
+    /// Cuts the outgoing direction of a NIC; it still receives.
     pub fn cut_outgoing(&self, nic: IpAddr) {
         self.cut_ways(nic, (true, false), None);
     }
 
-    /// Cuts what a NIC receives; it still sends.
+    /// Cuts the incoming direction of a NIC; it still sends.
     pub fn cut_incoming(&self, nic: IpAddr) {
         self.cut_ways(nic, (false, true), None);
     }
@@ -198,7 +199,7 @@ impl SimNet {
         state.cut(nic, ways, lasting);
     }
 
-    /// Takes a NIC away for good: it is cut, and its host knows of it no more.
+    /// Removes a NIC for good: it is cut, and its host no longer lists it.
     pub fn delete(&self, nic: IpAddr) {
         self.cut(nic);
         let mut state = self.lock();
@@ -207,14 +208,14 @@ impl SimNet {
         state.hosts[host].nics.retain(|each| *each != nic);
     }
 
-    /// Ends every cut of a NIC. What was lost is sent again when its retransmission timer next fires.
+    /// Ends every cut of a NIC. Lost bytes are sent again when their retransmission timer next fires.
     pub fn heal(&self, nic: IpAddr) {
         let mut state = self.lock();
         let nic = state.nic_of(nic);
         state.heal(nic);
     }
 
-    /// Every connection that either end still holds.
+    /// Every connection that at least one end still owns.
     pub fn connections(&self) -> Vec<ConnInfo> {
         let state = self.lock();
         let info = |link: &link::Link| ConnInfo {
@@ -229,12 +230,12 @@ impl SimNet {
         state.links.values().map(info).collect()
     }
 
-    /// Resets a connection; bytes in flight are lost. `first` is the end that learns of it at once.
+    /// Resets a connection; bytes in flight are lost. The end `first` learns of it at once.
     pub fn reset(&self, conn: ConnId, first: Side, seen: ResetSeen) {
         self.lock().reset(conn.0, first.index(), seen);
     }
 
-    /// Resets every connection of a NIC; its own ends learn of it at once. Returns how many.
+    /// Resets every connection of a NIC, whose own ends learn of it at once. Returns how many.
     pub fn reset_nic(&self, nic: IpAddr, seen: ResetSeen) -> usize {
         let mut state = self.lock();
         let nic = state.nic_of(nic);
@@ -246,24 +247,24 @@ impl SimNet {
         ids.len()
     }
 
-    /// Nothing moves on a connection for a while.
+    /// Stalls a connection: no byte moves for `lasting`.
     pub fn stall(&self, conn: ConnId, lasting: Duration) {
         self.lock().stall(conn.0, lasting);
     }
 
-    /// Flips one bit of the first byte that `from` sends at or after this offset of its stream.
+    /// Flips one bit of the first byte that `from` sends at or after `offset` of its stream.
     pub fn corrupt(&self, conn: ConnId, from: Side, offset: u64) {
         if let Some(link) = self.lock().links.get_mut(&conn.0) {
             link.pipes[from.index()].corrupt_from(offset);
         }
     }
 
-    /// Corrupts the next `times` sends on data connections that have sent `after_bytes` already.
+    /// Corrupts the next `times` sends on data connections that have already sent `after_bytes`.
     pub fn corrupt_bulk(&self, after_bytes: u64, times: u32) {
         self.lock().corrupt_bulk = (after_bytes, times);
     }
 
-    /// The next `count` dials to a NIC fail.
+    /// Makes the next `count` dials to a NIC fail.
     pub fn fail_dials(&self, nic: IpAddr, fault: DialFault, count: usize) {
         let mut state = self.lock();
         let nic = state.nic_of(nic);
@@ -272,29 +273,29 @@ impl SimNet {
 
     // --- Hosts that break -----------------------------------------------------------------------
 
-    /// Kills a host's process: its listeners are gone, its connections reset, its own calls fail.
+    /// Kills a host's process: its listeners close, its connections are reset, and its own calls fail.
     pub fn kill(&self, host: &str) {
         let mut state = self.lock();
         let host = state.host_of(host);
         state.kill(host);
     }
 
-    /// Lets a killed host listen and dial again.
+    /// Lets a killed host listen and dial again. Connections that were reset stay lost.
     pub fn revive(&self, host: &str) {
         let mut state = self.lock();
         let host = state.host_of(host);
         state.revive(host);
     }
 
-    /// Stops a host's process: it sends, receives and accepts nothing, while its kernel still
-    /// acknowledges until its buffers are full.
+    /// Freezes a host's process: it sends, receives and accepts nothing. Its kernel still acknowledges bytes
+    /// until its buffers are full.
     pub fn freeze(&self, host: &str) {
         let mut state = self.lock();
         let host = state.host_of(host);
         state.freeze(host);
     }
 
-    /// Lets a frozen host go on.
+    /// Ends a freeze.
     pub fn thaw(&self, host: &str) {
         let mut state = self.lock();
         let host = state.host_of(host);
@@ -308,7 +309,7 @@ impl SimNet {
         self.lock().trace.lines()
     }
 
-    /// A hash over every event so far: equal for equal histories.
+    /// A hash over all events so far: equal for equal histories.
     pub fn fingerprint(&self) -> u64 {
         self.lock().trace.fingerprint()
     }

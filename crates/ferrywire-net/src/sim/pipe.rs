@@ -1,20 +1,20 @@
-//! One direction of a simulated connection: what a pair of kernels would hold of it.
+//! One direction of a simulated connection: the bytes and acknowledgements that two kernels would hold.
 //!
-//! Bytes go `in flight -> arrived -> read`, and acknowledgements come back. A cut path loses what is
-//! in flight; it stays here and is sent again when the path heals, as TCP would.
-//! Invariants: bytes arrive in order and once; `acked <= delivered <= sent`, `consumed <= delivered`;
-//! no more than `capacity` bytes are unacknowledged or unread.
+//! Bytes go `in flight -> arrived -> read`, and acknowledgements come back. A cut path loses the bytes in
+//! flight; they stay in this pipe and are sent again when the path heals, as TCP would.
+//! Invariants: bytes arrive in order and once; `acked <= delivered <= sent`, `consumed <= delivered`; at most
+//! `capacity` bytes are unacknowledged or unread.
 //! Read next: `link.rs`, which joins two of these.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// First retransmission timeout; each further one waits twice as long.
+/// First retransmission timeout; each further one is twice as long.
 const RETRANSMIT_FIRST: Duration = Duration::from_millis(200);
 /// Longest wait between two retransmissions.
 const RETRANSMIT_GAP_MAX: Duration = Duration::from_secs(120);
 
-/// What travels.
+/// Content of a segment.
 #[derive(Debug)]
 pub(super) enum Payload {
     Bytes(Vec<u8>),
@@ -30,7 +30,7 @@ impl Payload {
     }
 }
 
-/// Something on its way.
+/// A segment in flight.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) payload: Payload,
@@ -38,7 +38,7 @@ pub(super) struct Segment {
     pub(super) leaves: Duration,
     /// When it arrives.
     pub(super) due: Duration,
-    /// Fell to a cut path; waits to be sent again.
+    /// Lost to a cut path; waits for its retransmission.
     pub(super) lost: bool,
 }
 
@@ -47,16 +47,16 @@ pub(super) struct Pipe {
     capacity: usize,
     pub(super) in_flight: VecDeque<Segment>,
     pub(super) arrived: VecDeque<u8>,
-    /// Acknowledgements on their way back: when they arrive, and up to which byte.
+    /// Acknowledgements in flight: when each arrives, and up to which byte it acknowledges.
     pub(super) acks: VecDeque<(Duration, u64)>,
     pub(super) sent: u64,
     pub(super) delivered: u64,
     consumed: u64,
     acked: u64,
-    /// Since when the retransmission timer runs.
+    /// When the retransmission timer was started; `None` when no byte waits.
     waiting_since: Option<Duration>,
     pub(super) last_ack: Duration,
-    /// Since when the sender finds no room.
+    /// Since when the sender has found no room.
     pub(super) full_since: Option<Duration>,
     corrupt_at: Option<u64>,
 }
@@ -79,7 +79,7 @@ impl Pipe {
         }
     }
 
-    /// Bytes that can be taken now.
+    /// Bytes that the sender can write now.
     pub(super) fn room(&self) -> usize {
         let held = (self.sent - self.acked.min(self.consumed)) as usize;
         self.capacity.saturating_sub(held)
@@ -89,7 +89,7 @@ impl Pipe {
         self.acked < self.sent
     }
 
-    /// Takes bytes onto the wire; flips one bit where that was asked for, and says so.
+    /// Puts bytes in flight. Flips one bit where a corruption was requested, and returns whether it did.
     pub(super) fn push(
         &mut self,
         mut bytes: Vec<u8>,
@@ -105,13 +105,13 @@ impl Pipe {
         corrupted
     }
 
-    /// Puts something behind everything already in flight.
+    /// Puts a segment in flight, behind all others.
     pub(super) fn enqueue(&mut self, payload: Payload, (leaves, due): (Duration, Duration), lost: bool) {
         let behind = self.in_flight.back().map_or(Duration::ZERO, |segment| segment.due);
         self.in_flight.push_back(Segment { payload, leaves, due: due.max(behind), lost });
     }
 
-    /// Flips a bit of the first byte sent at or after this offset of the stream.
+    /// Flips one bit of the first byte that is sent at or after `offset` of the stream.
     pub(super) fn corrupt_from(&mut self, offset: u64) {
         self.corrupt_at = Some(offset);
     }
@@ -126,7 +126,7 @@ impl Pipe {
         true
     }
 
-    /// Bytes have reached the receiving kernel, which keeps them unless nobody will read them.
+    /// Delivers bytes to the receiving kernel. `keep` is false when no process will read them.
     pub(super) fn deliver(&mut self, bytes: &[u8], keep: bool) {
         self.delivered += bytes.len() as u64;
         if keep {
@@ -134,13 +134,14 @@ impl Pipe {
         }
     }
 
-    /// The reader has copied this many bytes.
+    /// Removes bytes that the reader has copied.
     pub(super) fn consume(&mut self, count: usize) {
         self.arrived.drain(..count);
         self.consumed += count as u64;
     }
 
-    /// Sends an acknowledgement of everything delivered; it overtakes later ones, being cumulative.
+    /// Sends an acknowledgement of everything delivered. It replaces those that would arrive later, being
+    /// cumulative.
     pub(super) fn send_ack(&mut self, due: Duration) {
         while self.acks.back().is_some_and(|(at, _)| *at >= due) {
             self.acks.pop_back();
@@ -148,7 +149,7 @@ impl Pipe {
         self.acks.push_back((due, self.delivered));
     }
 
-    /// Bytes that the other end has acknowledged.
+    /// Bytes of the stream that the other end has acknowledged.
     pub(super) fn acked(&self) -> u64 {
         self.acked
     }
@@ -159,18 +160,18 @@ impl Pipe {
         self.waiting_since = self.is_waiting().then_some(at);
     }
 
-    /// The path is gone: nothing in flight arrives.
+    /// Marks all segments in flight as lost: the path was cut.
     pub(super) fn lose_in_flight(&mut self) {
         self.in_flight.iter_mut().for_each(|segment| segment.lost = true);
     }
 
-    /// The connection is gone: nothing in flight will ever arrive.
+    /// Discards everything in flight: the connection is gone.
     pub(super) fn clear_flight(&mut self) {
         self.in_flight.clear();
         self.acks.clear();
     }
 
-    /// The path is back: what was lost goes out when the retransmission timer next fires.
+    /// Schedules lost segments for when the retransmission timer next fires: the path has healed.
     pub(super) fn resend(&mut self, now: Duration, latency: Duration, rto: Duration) {
         let due = self.next_retry(now, rto) + latency;
         if self.in_flight.iter().all(|segment| !segment.lost) {
@@ -182,17 +183,17 @@ impl Pipe {
         }
     }
 
-    /// The path is back in both directions: acknowledgements that were lost are repeated.
+    /// Repeats lost acknowledgements: the path has healed in both directions.
     pub(super) fn acknowledge_again(&mut self, now: Duration, rtt: Duration, rto: Duration) {
         if self.acked < self.delivered && self.acks.is_empty() {
             self.acks.push_back((self.next_retry(now, rto) + rtt, self.delivered));
         }
     }
 
-    /// Retransmissions so far that nothing answered.
+    /// Retransmissions in a row that were not answered.
     pub(super) fn unanswered(&self, now: Duration, rto: Duration) -> u32 {
         let Some(since) = self.waiting_since else { return 0 };
-        // What still queues in the sending host is not waited for yet.
+        // A segment that still queues in the sending host is not waited for yet.
         let first = self.in_flight.front().filter(|segment| !segment.lost);
         let since = first.map_or(since, |segment| since.max(segment.leaves));
         retries(now.saturating_sub(since), rto)
@@ -211,12 +212,12 @@ impl Pipe {
     }
 }
 
-/// The retransmission timeout of a path.
+/// Retransmission timeout of a path with this round trip.
 pub(super) fn retransmit_timeout(rtt: Duration) -> Duration {
     RETRANSMIT_FIRST.max(rtt * 2)
 }
 
-/// Retransmissions in this much silence: one at 1, 3, 7, 15... timeouts.
+/// Number of retransmissions within `silence`: one after 1, 3, 7, 15... timeouts.
 pub(super) fn retries(silence: Duration, rto: Duration) -> u32 {
     let (mut count, mut at, mut gap) = (0, rto, rto * 2);
     while at <= silence {

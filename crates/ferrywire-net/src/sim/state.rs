@@ -1,8 +1,9 @@
-//! The whole simulated network: hosts, NICs, connections, the clock and what will happen.
+//! The whole simulated network: hosts, NICs, connections, the clock and the scheduled events.
 //!
-//! This half holds the topology, the path between two NICs, and what breaks it; `traffic.rs` holds
-//! what an end of a connection can do. Invariants: every collection is ordered, so that nothing
-//! depends on a hash; everything due is worked off before anything changes a path.
+//! This file holds the topology, the path between two NICs, and the faults of paths; `traffic.rs` holds the
+//! operations of one end of a connection.
+//! Invariants: every collection is ordered, so no result depends on a hash; all due events are processed
+//! before a path changes.
 //! Read next: `link.rs` for one connection, `traffic.rs` for the calls.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -17,45 +18,45 @@ use super::trace::Trace;
 use crate::Nic;
 use ferrywire_sys::rng::Rng;
 
-/// Bytes of one direction that may be unacknowledged or unread, unless told otherwise.
+/// Default of the bytes of one direction that may be unacknowledged or unread.
 pub(super) const BUFFER_BYTES_DEFAULT: usize = 256 << 10;
-/// One-way latency, unless told otherwise.
+/// Default of the one-way latency.
 pub(super) const LATENCY_DEFAULT: Duration = Duration::from_micros(50);
-/// Connections that wait to be accepted, per listener.
+/// Connections per listener that wait to be accepted.
 pub(super) const BACKLOG_MAX: usize = 1024;
-/// First wait for an answer to a dial; each further one is twice as long.
+/// First wait for the answer to a connection request; each further wait is twice as long.
 pub(super) const DIAL_RETRY_FIRST: Duration = Duration::from_secs(1);
-/// Unanswered dials before `TimedOut`.
+/// Unanswered requests before the dial fails with `TimedOut`.
 const DIAL_TRIES_MAX: u32 = 7;
 
-/// A network interface and what is wrong with it.
+/// A NIC and its faults.
 #[derive(Debug)]
 pub(super) struct NicState {
     pub(super) host: usize,
     pub(super) nic: Nic,
     pub(super) bytes_per_second: Option<u64>,
-    /// When it will have sent, and received, all it was given.
+    /// When the NIC will have sent, and received, all bytes queued at it.
     pub(super) sends_free_at: Duration,
     pub(super) receives_free_at: Duration,
     pub(super) extra_latency: Duration,
     pub(super) cut_out: bool,
     pub(super) cut_in: bool,
     pub(super) cut_since: Duration,
-    /// Tells a timed heal whether it still concerns the present cut.
+    /// Number of the current cut, so that a timed heal of an earlier cut has no effect.
     cut_epoch: u64,
-    /// What the next dials to it meet.
+    /// Faults of the next dials to this NIC.
     pub(super) dial_faults: VecDeque<DialFault>,
 }
 
 #[derive(Debug)]
 pub(super) struct HostState {
     pub(super) name: String,
-    /// Loopback first, then in the order given.
+    /// Indices of the host's NICs: loopback first, then in the order given.
     pub(super) nics: Vec<usize>,
     pub(super) killed: bool,
     pub(super) frozen: bool,
     pub(super) next_port: u16,
-    /// Ports bound for connections that are not dialled yet.
+    /// Ports reserved for connections that are not dialled yet.
     pub(super) bound: BTreeSet<u16>,
 }
 
@@ -67,10 +68,10 @@ pub(super) struct ListenerState {
     pub(super) backlog: VecDeque<(u64, Duration)>,
 }
 
-/// Something that happens at its time.
+/// A scheduled event.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// The request to connect arrives.
+    /// A connection's request arrives.
     Request(u64),
     /// A cut ends.
     Heal { nic: usize, epoch: u64 },
@@ -91,7 +92,7 @@ pub(super) struct State {
     pub(super) links: BTreeMap<u64, Link>,
     events: BTreeMap<(Duration, u64), Event>,
     next_id: u64,
-    /// Corruptions asked for: past this byte of a data connection, so many times.
+    /// Requested corruptions: the number of bytes a data connection must have sent, and how many remain.
     pub(super) corrupt_bulk: (u64, u32),
     pub(super) trace: Trace,
 }
@@ -131,7 +132,7 @@ impl State {
 
     // --- Time ---------------------------------------------------------------------------------
 
-    /// Moves the clock, through everything scheduled on the way.
+    /// Moves the clock to `now` and processes the events scheduled on the way.
     pub(super) fn catch_up(&mut self, now: Duration) {
         while let Some(entry) = self.events.first_entry().filter(|entry| entry.key().0 <= now) {
             let ((at, _), event) = entry.remove_entry();
@@ -154,7 +155,7 @@ impl State {
         }
     }
 
-    /// When something next happens by itself.
+    /// When the next event is due.
     pub(super) fn next_event(&mut self) -> Option<Duration> {
         self.settle_all();
         let scheduled = self.events.keys().next().map(|(at, _)| *at);
@@ -222,14 +223,14 @@ impl State {
         });
     }
 
-    /// The NIC that a host means by an address; loopback is its own.
+    /// The NIC that an address means on host `from_host`; a loopback address means that host's own.
     pub(super) fn find_nic(&self, from_host: usize, address: IpAddr) -> Option<usize> {
         self.nics
             .iter()
             .position(|nic| nic.nic.address == address && (!nic.nic.loopback || nic.host == from_host))
     }
 
-    /// A NIC that the caller names; unknown is the caller's mistake.
+    /// Index of the NIC with this address. Panics when there is none, which is the caller's mistake.
     pub(super) fn nic_of(&self, address: IpAddr) -> usize {
         assert!(!address.is_loopback(), "loopback addresses belong to every host");
         self.find_nic(0, address).unwrap_or_else(|| panic!("no NIC has the address {address}"))
@@ -240,7 +241,7 @@ impl State {
         found.unwrap_or_else(|| panic!("no host is named {name}"))
     }
 
-    /// The NIC of a host towards an address: the one in its subnet, else the first.
+    /// The NIC that a host uses towards an address: the one in its subnet, else the first.
     pub(super) fn route(&self, host: usize, to: IpAddr) -> io::Result<usize> {
         let nics = &self.hosts[host].nics;
         let matching = nics.iter().find(|nic| self.nics[**nic].nic.reaches(to));
@@ -263,7 +264,7 @@ impl State {
         Some(Path { open: [self.flows(a, b), self.flows(b, a)], latency })
     }
 
-    /// Silently breaks a NIC, one way or both; until healed, or for a time.
+    /// Cuts a NIC silently, in one direction or both, until it is healed or for a time.
     pub(super) fn cut(&mut self, nic: usize, (out, into): (bool, bool), lasting: Option<Duration>) {
         self.settle_all();
         let (now, state) = (self.clock, &mut self.nics[nic]);
@@ -297,7 +298,8 @@ impl State {
         }
     }
 
-    /// Changes what paths are made of, with everything due done before and lost things known after.
+    /// Changes what paths consist of. Due events are processed before the change, and losses are applied
+    /// after it.
     pub(super) fn change(&mut self, change: impl FnOnce(&mut State)) {
         self.settle_all();
         change(self);
@@ -358,7 +360,7 @@ impl State {
         self.listeners.iter().find(|(_, listener)| hears(listener)).map(|(id, _)| *id)
     }
 
-    /// Resets a connection; `first` is the end that learns of it at once.
+    /// Resets a connection; the end `first` learns of it at once.
     pub(super) fn reset(&mut self, id: u64, first: usize, seen: ResetSeen) {
         self.settle(id);
         let (now, Some(path)) = (self.clock, self.path(id)) else {
@@ -388,7 +390,7 @@ impl State {
         }
     }
 
-    /// A host's process dies: its listeners are gone, its connections reset.
+    /// Kills a host's process: its listeners close and its connections are reset.
     pub(super) fn kill(&mut self, host: usize) {
         note!(self, "{} killed", self.hosts[host].name);
         self.hosts[host].killed = true;
@@ -430,7 +432,7 @@ impl State {
         }
     }
 
-    /// Nobody holds this end any more; a link that nobody holds is forgotten.
+    /// Drops the ownership of one end; a link without owners is removed.
     pub(super) fn drop_end(&mut self, id: u64, end: usize) {
         let Some(link) = self.links.get_mut(&id) else {
             return;

@@ -1,6 +1,5 @@
-//! Holds the simulator to what it promises, since every other scenario stands on it.
+//! Tests of the simulator's own guarantees, on which all other scenarios rely: streams, paths, resets.
 //!
-//! Here: streams, paths and resets.
 //! Read next: `tests/hosts.rs` for hosts, NICs and dials.
 
 mod hosts;
@@ -39,7 +38,7 @@ fn recv(conn: &mut dyn Conn, limit: usize) -> io::Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Two hosts with two NICs each, and a connection over the first.
+/// Two hosts with two NICs each, connected over the first NIC of each.
 struct Pair {
     net: Arc<SimNet>,
     a: Arc<SimHost>,
@@ -79,7 +78,7 @@ impl Pair {
     }
 }
 
-/// Sends `total` bytes from the dialler and reads them; in virtual time, a step at a time.
+/// Sends `total` bytes from the dialling end and reads them at the other, in virtual time, step by step.
 fn pump(pair: &mut Pair, total: usize) -> io::Result<Vec<u8>> {
     let bytes: Vec<u8> = (0..total).map(|i| (i * 7 + i / 251) as u8).collect();
     let (mut sent, mut received) = (0, Vec::new());

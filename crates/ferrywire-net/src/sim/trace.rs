@@ -1,12 +1,13 @@
-//! What happened lately in a simulated network, for the message of a failed test.
+//! The latest events of a simulated network, for the message of a failed test.
 //!
-//! Invariant: bounded; the fingerprint covers everything since the start, also what was forgotten.
-//! Read next: `state.rs`, which writes here.
+//! Invariant: the list is bounded; the fingerprint covers all events since the start, also those no longer in
+//! the list.
+//! Read next: `state.rs`, which records events here.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Events that are remembered.
+/// Events that the list keeps.
 pub(super) const TRACE_EVENTS_MAX: usize = 200;
 
 /// A ring of the last events and a hash over all of them.

@@ -1,8 +1,8 @@
-//! What the owner of one end of a simulated connection can do: dial, accept, send, receive, close.
+//! The operations of one end of a simulated connection: dial, accept, send, receive, close.
 //!
-//! Each call first works off what is due, then answers as the kernel would, then lets chance strike.
-//! Invariant: chance strikes only after a call has done its work, never half-way.
-//! Read next: `host.rs`, which puts the engine's traits over these.
+//! Each call first processes the due events, then does its work as a kernel would, then draws random faults.
+//! Invariant: random faults hit only after a call has done its work, never in the middle.
+//! Read next: `host.rs`, which implements the network traits over these.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr};
@@ -14,13 +14,13 @@ use super::pipe::{Payload, retries};
 use super::state::{DIAL_RETRY_FIRST, Event, ListenerState, State, note};
 use crate::{Nic, PathHealth};
 
-/// Larger sends are cut into pieces of this size on the wire.
+/// Largest segment in bytes; longer sends are split.
 const SEGMENT_BYTES_MAX: usize = 16 << 10;
-/// The kernel's patience with a dial that nobody answers.
+/// How long the simulated kernel retries an unanswered dial.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(127);
-/// How long it takes to learn that an address does not exist.
+/// How long a dial to an address that does not exist takes to fail.
 const NO_ROUTE_AFTER: Duration = Duration::from_secs(3);
-/// Longest time until the second end learns of a random reset.
+/// Longest delay until the second end learns of a random reset.
 const RESET_DELAY_MAX: Duration = Duration::from_millis(50);
 
 impl State {
@@ -61,7 +61,7 @@ impl State {
         }
     }
 
-    /// The address of a connection that is dialled later; its port is kept for it.
+    /// Reserves a local address and port for a connection that is dialled later.
     pub(super) fn bind(&mut self, host: usize, nic: Option<&Nic>, to: SocketAddr) -> io::Result<SocketAddr> {
         self.check_alive(host)?;
         let from = match nic {
@@ -73,7 +73,7 @@ impl State {
         Ok(SocketAddr::new(self.nics[from].nic.address, port))
     }
 
-    /// Dials from an address that [`State::bind`] gave.
+    /// Dials from an address that [`State::bind`] returned.
     pub(super) fn dial(
         &mut self,
         host: usize,
@@ -100,7 +100,7 @@ impl State {
         own.ok_or_else(|| ErrorKind::AddrNotAvailable.into())
     }
 
-    /// Sends the request to connect, or decides how it fails.
+    /// Sends the connection request, or schedules its failure.
     fn ask(&mut self, id: u64, target: Option<usize>) {
         let (now, Some(path)) = (self.clock, self.path(id)) else {
             return;
@@ -173,7 +173,7 @@ impl State {
         self.some_of(wanted.min(room))
     }
 
-    /// All or a part of what is possible, as chance will have it.
+    /// All of `possible`, or a random part of it.
     fn some_of(&mut self, possible: usize) -> io::Result<usize> {
         if possible == 0 || self.rng.chance(self.faults.would_block) {
             return Err(ErrorKind::WouldBlock.into());
@@ -182,7 +182,7 @@ impl State {
         Ok(if partial { self.rng.prefix(possible) } else { possible })
     }
 
-    /// Sends bytes that `send_allowed` let through.
+    /// Sends bytes that `send_allowed` permitted.
     pub(super) fn send(&mut self, id: u64, end: usize, bytes: &[u8]) {
         note!(self, "c{id} end {end} sends {}", bytes.len());
         let Some(path) = self.path(id) else { return };
@@ -200,7 +200,7 @@ impl State {
         self.strike(id);
     }
 
-    /// When a segment has left the sending NIC, and when it has arrived.
+    /// When a segment leaves the sending NIC, and when it has arrived.
     fn wire_times(&mut self, id: u64, end: usize, len: usize, path: Path) -> (Duration, Duration) {
         let ends = &self.links[&id].ends;
         let (from, to) = (ends[end].nic, ends[1 - end].nic);
@@ -218,7 +218,7 @@ impl State {
         (leaves, due)
     }
 
-    /// How many of `wanted` bytes a receive gives now; 0 at the end of the stream.
+    /// How many of `wanted` bytes a receive returns now; 0 at the end of the stream.
     pub(super) fn recv_allowed(&mut self, id: u64, end: usize, wanted: usize) -> io::Result<usize> {
         self.settle(id);
         let now = self.clock;
@@ -241,7 +241,7 @@ impl State {
         self.some_of(wanted.min(arrived))
     }
 
-    /// Forgets bytes that `recv_allowed` let through and that have been copied.
+    /// Removes bytes that `recv_allowed` permitted and the caller has copied.
     pub(super) fn consume(&mut self, id: u64, end: usize, count: usize) {
         note!(self, "c{id} end {end} receives {count}");
         if let Some(link) = self.links.get_mut(&id) {
@@ -251,14 +251,14 @@ impl State {
 
     // --- Chance -------------------------------------------------------------------------------
 
-    /// Whether a disruption of this probability happens, within their limit.
+    /// Draws a disruption of this probability, within the limit on disruptions.
     fn disrupts(&mut self, probability: f64) -> bool {
         let happens = self.disruptions < self.faults.disruptions_max && self.rng.chance(probability);
         self.disruptions += u32::from(happens);
         happens
     }
 
-    /// Marks a byte of the next `len` for corruption, by chance or as asked for.
+    /// Marks one of the next `len` bytes for corruption, at random or as requested.
     fn maybe_corrupt(&mut self, id: u64, end: usize, len: usize) {
         let Some(link) = self.links.get(&id).filter(|link| link.bulk) else {
             return;
@@ -276,7 +276,7 @@ impl State {
         }
     }
 
-    /// What may befall a connection after a send.
+    /// Draws the random faults that follow a send.
     fn strike(&mut self, id: u64) {
         let Some(link) = self.links.get(&id) else { return };
         let (nics, spared) = (link.ends.each_ref().map(|end| end.nic), self.faults.bulk_only && !link.bulk);
@@ -309,7 +309,8 @@ impl State {
 
     // --- Ending -------------------------------------------------------------------------------
 
-    /// Ends one end; dropping it with unread bytes tells the other end so, as a kernel does.
+    /// Ends one end of a connection. Dropping an end with unread bytes sends a reset instead of the end of
+    /// the stream, as a kernel does.
     pub(super) fn close(&mut self, id: u64, end: usize, dropping: bool) {
         self.settle(id);
         let Some(link) = self.links.get_mut(&id) else {
@@ -353,7 +354,7 @@ impl State {
         link.tell(end, farewell, now, path);
     }
 
-    /// A frozen host goes on: its ends say what they could not.
+    /// Ends a host's freeze: its ends send the marks that were withheld.
     pub(super) fn thaw(&mut self, host: usize) {
         note!(self, "{} thawed", self.hosts[host].name);
         self.hosts[host].frozen = false;
@@ -406,7 +407,7 @@ impl State {
         let Some(since) = pipe.full_since.zip(broken_since).map(|(full, broken)| full.max(broken)) else {
             return quiet;
         };
-        // The other end reads nothing and its window is shut: the kernel probes, and gets no answer.
+        // The other end reads nothing and its window is closed: the kernel's probes are not answered.
         let silence = now.saturating_sub(since);
         PathHealth { waiting: true, unanswered: retries(silence, path.rto()), silent_for: silence, ..quiet }
     }
@@ -416,7 +417,7 @@ fn overlap(a: SocketAddr, b: SocketAddr) -> bool {
     a.port() == b.port() && (a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified())
 }
 
-/// How long a NIC of this speed is busy with this many bytes.
+/// How long a NIC of this rate needs for `len` bytes.
 fn wire_time(len: usize, bytes_per_second: Option<u64>) -> Duration {
     let nanos = |rate: u64| len as u64 * 1_000_000_000 / rate.max(1);
     bytes_per_second.map_or(Duration::ZERO, |rate| Duration::from_nanos(nanos(rate)))

@@ -1,8 +1,8 @@
 //! One TCP connection.
 //!
-//! Its life: connecting -> open -> failed | shut. The kernel keeps the state; what is kept here is what the
-//! kernel forgets: an error is told by one call only, and later ones see an ordinary end of the stream.
-//! Invariant: the end of the stream is reported only when the peer ended it, or we did.
+//! States: connecting -> open -> failed | shut. The kernel keeps the state, but reports an error to one call
+//! only; later calls would see an ordinary end of the stream. So this file remembers the first error.
+//! Invariant: the end of the stream is reported only when the peer or this end has ended it.
 //! Read next: `health.rs` and `zero_copy.rs`.
 
 use std::cell::{Cell, OnceCell};
@@ -24,7 +24,7 @@ use ferrywire_sys::nics::{self, Recent};
 use ferrywire_sys::tcp_info::{self, TcpInfo};
 use ferrywire_sys::{socket, zerocopy};
 
-/// Shorter sends are copied: pinning their pages would cost more than the copy.
+/// Smallest zero-copy send in bytes. Pinning the pages of a shorter one costs more than a copy.
 const ZERO_COPY_BYTES_MIN: usize = 64 << 10;
 
 /// A TCP connection, dialled or accepted.
@@ -33,26 +33,26 @@ pub struct TcpConn {
     socket: Socket,
     local: SocketAddr,
     remote: SocketAddr,
-    /// Whether both ends have addresses of this host, once that is asked: of an accepted connection not before the dialler has
-    /// proven itself, since the kernel lists every interface for it.
+    /// Whether both ends have addresses of this host; computed at first need. An accepted connection computes
+    /// it only after the dialling end has proven itself, since the kernel has to list every interface.
     within_host: OnceCell<bool>,
-    /// No byte has moved yet.
+    /// No byte has moved in either direction yet.
     connecting: bool,
-    /// How a data connection is tuned as its round trip becomes known.
+    /// Tuning of a data connection, revised as its round trip becomes known.
     tuning: Option<Tuning>,
-    /// The first error, which the kernel tells only once.
+    /// The first error, as `errno`; the kernel reports it only once.
     failure: Option<i32>,
     shut: bool,
     sent_bytes: u64,
     zero_copy: ZeroCopy,
     lending: Lending,
     watch: Cell<Watch>,
-    /// This host's, when it is tuned.
+    /// Cached addresses of this host, needed for tuning.
     addresses: Arc<Recent>,
 }
 
 impl TcpConn {
-    /// A connection that has been started along a path.
+    /// Starts to connect a prepared socket.
     pub(super) fn dialled(prepared: Prepared) -> io::Result<TcpConn> {
         let Prepared { socket, path, to, options, addresses, zero_copy } = prepared;
         let within_host = Some(path == Path::SameHost);
@@ -62,7 +62,7 @@ impl TcpConn {
         Ok(conn)
     }
 
-    /// A connection that both hosts have agreed on, and whether it stays within this host, if that is known.
+    /// Wraps a connected socket. `within_host` says whether both ends are on this host, where that is known.
     pub(super) fn established(
         socket: Socket,
         remote: SocketAddr,
@@ -94,7 +94,8 @@ impl TcpConn {
         })
     }
 
-    /// Turns zero copy on where the path would leave it off, until the kernel says that it copies.
+    /// Test hook: turns zero copy on for a path that would not use it, until the kernel reports that it
+    /// copies.
     #[cfg(test)]
     pub(super) fn force_zero_copy(&mut self) {
         zerocopy::enable(self.descriptor()).expect("Linux has had it since 4.14");
@@ -106,7 +107,8 @@ impl TcpConn {
         self.socket.as_raw_fd()
     }
 
-    /// Where the kernel does not tell its addresses, the other end is taken for this host's.
+    /// Whether the remote address belongs to this host. If the kernel does not list its addresses, the answer
+    /// is yes: a copy is always correct.
     fn has_local_peer(&self) -> bool {
         *self.within_host.get_or_init(|| {
             self.addresses.addresses().map_or(true, |nics| nics::is_local(&nics, self.remote.ip()))
@@ -117,7 +119,7 @@ impl TcpConn {
         self.zero_copy.always() || !self.has_local_peer()
     }
 
-    /// Bytes have moved: the first ones prove the connection.
+    /// Notes that bytes have moved; the first ones prove that the connection is established.
     fn moved(&mut self, bytes: usize) -> usize {
         self.connecting = false;
         let fd = self.descriptor();
@@ -127,9 +129,10 @@ impl TcpConn {
         bytes
     }
 
-    /// The error to tell the caller: `WouldBlock` while connecting, and the first failure for ever after.
+    /// The error that the caller gets: `WouldBlock` while connecting, and afterwards the first failure, on
+    /// every call.
     fn judged(&mut self, error: io::Error) -> io::Error {
-        // Memory that cannot be touched is not the connection's failure: it goes on with other memory.
+        // Inaccessible memory is no failure of the connection, which goes on with other memory.
         if error.kind() == io::ErrorKind::WouldBlock || error.raw_os_error() == Some(libc::EFAULT) {
             return error;
         }
@@ -148,19 +151,21 @@ impl TcpConn {
         TcpInfo::read(self.descriptor()).is_ok_and(|info| info.state == tcp_info::SYN_SENT)
     }
 
-    /// Nothing was placed: the end of the stream, unless there was a failure or no room.
+    /// The result of a receive of 0 bytes: the end of the stream, unless the connection failed or the pieces
+    /// were empty.
     fn ended(&self, pieces: &[IoVec]) -> io::Result<usize> {
         if total_bytes(pieces) == 0 {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
         match self.failure {
-            // EPIPE: we had written to a peer that had ended its stream before, in order.
+            // EPIPE: this end wrote to a peer that had ended its stream in order; what the peer sent before
+            // is complete.
             None | Some(libc::EPIPE) => Ok(0),
             Some(errno) => Err(io::Error::from_raw_os_error(errno)),
         }
     }
 
-    /// Counts what a send took; nothing taken means that there was nothing to send.
+    /// Counts the bytes of a send. A send of 0 bytes is a caller's mistake: its pieces were empty.
     fn took(&mut self, result: io::Result<usize>) -> io::Result<usize> {
         match result {
             Ok(0) => Err(io::Error::from(io::ErrorKind::InvalidInput)),
@@ -172,7 +177,7 @@ impl TcpConn {
         }
     }
 
-    /// Reads the kernel's notices about zero-copy sends, which also clears `EPOLLERR`.
+    /// Reads the zero-copy completions from the error queue, which also clears `EPOLLERR`.
     fn drain_completions(&mut self) {
         while self.zero_copy.is_unfinished() {
             match zerocopy::completion(self.descriptor()) {
@@ -192,7 +197,7 @@ impl Conn for TcpConn {
         let result = match self.lending.held() {
             // SAFETY: promised by the caller.
             0 => unsafe { socket::send(fd, pieces, 0) },
-            // The first of these bytes are on their way.
+            // The pipe already holds the first of these bytes.
             _ => self.lending.go_on(fd),
         };
         self.took(result)
@@ -209,7 +214,8 @@ impl Conn for TcpConn {
             return unsafe { self.send(pieces) };
         }
         let start = self.sent_bytes;
-        // SAFETY: the caller keeps the memory until `released` passes it, which waits for the completion.
+        // SAFETY: the caller keeps the memory unchanged until `released` passes it, and `released` counts a
+        // send only after its completion.
         match unsafe { zerocopy::send(self.descriptor(), pieces) } {
             Err(e) if matches!(e.raw_os_error(), Some(libc::ENOBUFS | libc::EFAULT)) => {
                 if e.raw_os_error() == Some(libc::EFAULT) {
@@ -240,7 +246,7 @@ impl Conn for TcpConn {
         // SAFETY: promised by the caller.
         let sent = unsafe { self.lending.send(fd, pieces, &mut late) };
         if let Some(error) = late {
-            // Told by the next call.
+            // The next call reports the error.
             self.judged(error);
         }
         match sent {
@@ -265,7 +271,7 @@ impl Conn for TcpConn {
 
     fn abort(&mut self) {
         self.shut = true;
-        // Fails only when the connection has ended already.
+        // Fails only when the connection has already ended.
         let _ = socket::abort(self.descriptor());
     }
 
@@ -296,7 +302,7 @@ impl Conn for TcpConn {
     fn shutdown(&mut self) {
         if !self.shut {
             self.shut = true;
-            // Fails only when the connection has ended already.
+            // Fails only when the connection has already ended.
             let _ = socket::shutdown(self.descriptor());
         }
     }
@@ -338,8 +344,9 @@ impl Conn for TcpConn {
 }
 
 impl Drop for TcpConn {
-    /// A drop ends the promise that memory stays unchanged. What the kernel has not finished sending must
-    /// then never be sent, or the peer would receive whatever is there later: such a connection is aborted.
+    /// After the drop the memory may change. Sends that the kernel has not completed must then never go out,
+    /// or the peer would receive the changed bytes. So a connection with incomplete zero-copy sends is
+    /// aborted.
     fn drop(&mut self) {
         self.drain_completions();
         if self.zero_copy.is_unfinished() {
@@ -348,7 +355,7 @@ impl Drop for TcpConn {
     }
 }
 
-/// The bytes of the pieces that one call looks at.
+/// Total bytes of the pieces that one system call uses.
 fn total_bytes(pieces: &[IoVec]) -> usize {
     let looked_at = &pieces[..pieces.len().min(IOVECS_PER_CALL_MAX)];
     looked_at.iter().fold(0, |total, piece| total.saturating_add(piece.len))

@@ -1,10 +1,11 @@
-//! How long a peer's kernel has owed us an answer.
+//! How long the peer's kernel has failed to answer.
 //!
-//! The kernel tells for how long the peer has been silent, which by itself is no evidence: after an idle
-//! minute it is a minute when the first packet is lost, and a peer that keeps its window shut is asked
-//! again only after ever longer waits. So silence counts from the first look that found us waiting.
-//! A watch's life: idle -> waiting -> idle; looks that are far apart begin a new wait.
-//! Invariant: silence is never reported longer than the kernel has seen it, nor longer than we waited.
+//! The kernel's time since the last acknowledgement is no evidence by itself: after an idle minute it is a
+//! minute when the first packet is lost, and a peer with a closed window is probed at ever longer intervals.
+//! So silence counts from the first sample that found data waiting. States: idle -> waiting -> idle; samples
+//! that are far apart start a new wait.
+//! Invariant: the reported silence is no longer than the kernel's time since the last acknowledgement, and no
+//! longer than data has waited.
 
 use std::time::Duration;
 
@@ -12,11 +13,11 @@ use crate::PathHealth;
 use ferrywire_proto::limits::PATH_CHECK_INTERVAL;
 use ferrywire_sys::tcp_info::TcpInfo;
 
-/// Looks further apart than this say nothing about the time between them.
+/// Two samples further apart than this say nothing about the time between them.
 const LOOKS_APART_MAX: Duration = Duration::from_millis(500);
 const _: () = assert!(LOOKS_APART_MAX.as_millis() >= 2 * PATH_CHECK_INTERVAL.as_millis());
 
-/// What earlier looks at a connection have found.
+/// The earlier samples of one connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Watch {
     looked_at: Duration,
@@ -24,14 +25,14 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// Takes in what the kernel says now.
+    /// Takes a sample and returns the path's health at `now`.
     pub(super) fn look(&mut self, now: Duration, info: &TcpInfo) -> PathHealth {
         let apart = now.saturating_sub(self.looked_at);
         self.looked_at = now;
         let since = self.waiting_since.filter(|_| apart <= LOOKS_APART_MAX).unwrap_or(now);
         self.waiting_since = info.waiting().then_some(since);
         let waited = self.waiting_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
-        // A single window probe is answered within a round trip, however long ago the one before was.
+        // One window probe is answered within a round trip, however long ago the previous probe was.
         let only_asked = info.unacked == 0 && info.probes < 2;
         PathHealth {
             waiting: info.waiting(),
@@ -57,7 +58,8 @@ mod tests {
         Duration::from_millis(count)
     }
 
-    /// The silence after looks every 200 ms that find `info`, silent for `silent` at first.
+    /// The silence that is reported after `looks` samples, 200 ms apart, of `info`; the kernel's silence
+    /// begins at `silent`.
     fn silence_after(looks: u64, info: TcpInfo, silent: Duration) -> Duration {
         let mut watch = Watch::default();
         let look = |i| {

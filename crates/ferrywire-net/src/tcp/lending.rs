@@ -1,8 +1,9 @@
-//! Sends that leave their last piece where it is; see [`Conn::send_lent`](crate::Conn::send_lent).
+//! Sends that pass the pages of their last piece by reference; see
+//! [`Conn::send_lent`](crate::Conn::send_lent).
 //!
-//! What the socket has no room for waits in a pipe. The stream goes on with it: whoever sends next offers the same bytes
-//! again, and finds them taken.
-//! Invariant: the bytes in the pipe are the next of the stream.
+//! Page references that the socket has no room for wait in a pipe. The next send offers the bytes again and
+//! finds them taken.
+//! Invariant: the bytes in the pipe are the next bytes of the stream.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -13,7 +14,7 @@ use ferrywire_proto::limits;
 use ferrywire_sys::lending::PagePipe;
 use ferrywire_sys::socket;
 
-/// What a system that does not let us says.
+/// `errno` values of systems that refuse the pipe or `splice`.
 const REFUSALS: [i32; 4] = [libc::EPERM, libc::EACCES, libc::ENOSYS, libc::EINVAL];
 
 static PIPES: AtomicUsize = AtomicUsize::new(0);
@@ -21,11 +22,11 @@ static PIPES: AtomicUsize = AtomicUsize::new(0);
 /// The pipe of one connection.
 #[derive(Debug, Default)]
 pub(super) enum Lending {
-    /// Nothing was lent yet.
+    /// No piece was lent yet, so there is no pipe.
     #[default]
     Fresh,
     Open(PagePipe),
-    /// It cannot be done here.
+    /// This system, or the bound on pipes, does not allow a pipe here.
     Off,
 }
 
@@ -34,7 +35,7 @@ impl Lending {
         !matches!(self, Lending::Off)
     }
 
-    /// Bytes that are in the pipe: the first of what is offered next.
+    /// Bytes in the pipe; they are the first bytes of the next send.
     pub(super) fn held(&self) -> usize {
         match self {
             Lending::Open(pipe) => pipe.held(),
@@ -64,7 +65,7 @@ impl Lending {
         drop(std::mem::replace(self, Lending::Off));
     }
 
-    /// Sends the bytes in the pipe; gives how many went.
+    /// Moves bytes from the pipe to the socket; returns how many.
     pub(super) fn go_on(&mut self, fd: RawFd) -> io::Result<usize> {
         match self {
             Lending::Open(pipe) if pipe.held() > 0 => pipe.give(fd, false),
@@ -72,11 +73,11 @@ impl Lending {
         }
     }
 
-    /// Sends pieces, of which the last is lent; gives the bytes that went. None: it cannot be done here, and nothing was.
-    /// An error behind some of the bytes is left in `late`.
+    /// Sends `pieces`, the last one by reference; returns the bytes taken. `None` means that lending does not
+    /// work here and no byte was taken. An error after some bytes were taken is stored in `late`.
     ///
     /// # Safety
-    /// As of [`Conn::send_lent`](crate::Conn::send_lent).
+    /// The caller keeps the promise of [`Conn::send_lent`](crate::Conn::send_lent).
     pub(super) unsafe fn send(
         &mut self,
         fd: RawFd,
@@ -112,10 +113,10 @@ impl Lending {
         Some(Ok(sent + lent_bytes))
     }
 
-    /// Sends some of a piece, which is sent up to `done`.
+    /// Sends some bytes of `piece`, from offset `done` on.
     ///
     /// # Safety
-    /// As of [`Lending::send`].
+    /// The caller keeps the promise of [`Lending::send`].
     unsafe fn send_some(&mut self, fd: RawFd, piece: IoVec, done: usize) -> Option<io::Result<usize>> {
         let pipe = self.pipe()?;
         if pipe.held() == 0 {
@@ -130,7 +131,7 @@ impl Lending {
         let more = done + pipe.held() < piece.len;
         let given = pipe.give(fd, more);
         if given.as_ref().is_err_and(|error| REFUSALS.contains(&error.raw_os_error().unwrap_or(0))) {
-            // What is in the pipe is offered again, and copied.
+            // The next send offers the bytes in the pipe again, and copies them.
             self.turn_off();
             return None;
         }

@@ -1,4 +1,4 @@
-//! The transport's promises, over loopback; `veth.rs` has those that need two hosts.
+//! Tests of the TCP transport over loopback; `veth.rs` holds those that need two hosts.
 
 mod lending;
 mod veth;
@@ -15,7 +15,7 @@ use ferrywire_sys::poll::{Event, Interest, Poller};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// How far a connection's window can be opened: so many bits beyond the 16 of the header.
+/// The window scale of a connection: how many bits its window can have beyond the header's 16.
 fn window_scale(fd: RawFd) -> u8 {
     let mut info = [0; 8];
     socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_INFO, &mut info).unwrap();
@@ -40,12 +40,12 @@ fn bulk() -> ConnOptions {
     ConnOptions { bulk: true, ..ConnOptions::default() }
 }
 
-/// Repeats what would block.
+/// Repeats a call until it no longer returns `WouldBlock`.
 fn eventually<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let (start, mut patience) = (Instant::now(), StallTimer::new(DEADLINE));
+    let (start, mut stall_timer) = (Instant::now(), StallTimer::new(DEADLINE));
     loop {
         match call() {
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock && !patience.is_over(start.elapsed()) => {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock && !stall_timer.is_over(start.elapsed()) => {
                 thread::yield_now()
             }
             result => return result,
@@ -54,9 +54,9 @@ fn eventually<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let (start, mut patience) = (Instant::now(), StallTimer::new(DEADLINE));
+    let (start, mut stall_timer) = (Instant::now(), StallTimer::new(DEADLINE));
     while !condition() {
-        assert!(!patience.is_over(start.elapsed()), "not within {DEADLINE:?}: {what}");
+        assert!(!stall_timer.is_over(start.elapsed()), "not within {DEADLINE:?}: {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -114,7 +114,7 @@ fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|i| (i % 251) as u8).collect()
 }
 
-/// Sends until the kernel takes no more; returns what it took.
+/// Sends until the socket is full; returns the bytes sent.
 fn fill(mut send: impl FnMut() -> io::Result<usize>) -> usize {
     let mut sent = 0;
     loop {
@@ -213,9 +213,9 @@ fn writing_to_a_peer_that_has_ended_does_not_spoil_what_it_said() {
     assert_eq!(recv_into(&mut near, &mut [0; 8]).unwrap(), 0);
 }
 
-/// Sends a byte of a page that cannot be read.
+/// Sends from a page without read access.
 fn send_what_cannot_be_read(conn: &mut dyn Conn) -> io::Error {
-    // SAFETY: a mapping of our own, which nobody else knows.
+    // SAFETY: a fresh mapping, which no other code knows.
     unsafe {
         let (flags, anywhere) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, std::ptr::null_mut());
         let page = libc::mmap(anywhere, 4096, libc::PROT_NONE, flags, -1, 0);
@@ -250,11 +250,9 @@ fn a_reset_after_memory_that_could_not_be_read_is_told_as_one() {
             ready(&near, Interest::READ, DEADLINE).is_some_and(|event| event.hangup)
         });
         for sends in [sends_first, !sends_first] {
-            let error = match sends {
-                true => send_from(&mut near, &mut [0; 8]).unwrap_err(),
-                false => recv_into(&mut near, &mut [0; 8]).unwrap_err(),
-            };
-            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+            let result =
+                if sends { send_from(&mut near, &mut [0; 8]) } else { recv_into(&mut near, &mut [0; 8]) };
+            assert_eq!(result.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
         }
     }
 }
@@ -339,7 +337,7 @@ fn a_healthy_connection_waits_for_nothing() {
     until("everything is acknowledged", || !near.health().waiting);
     let PathHealth { unanswered, silent_for, rtt, acked_bytes, .. } = near.health();
     assert_eq!(unanswered, 0);
-    // The kernel may count the one that opened it.
+    // The kernel may count the SYN as a byte.
     assert!((1000..=1001).contains(&acked_bytes), "{acked_bytes}");
     assert!(silent_for < Duration::from_secs(1));
     assert!(rtt > Duration::ZERO && rtt < Duration::from_secs(1));

@@ -1,15 +1,20 @@
-//! Socket options by the kind of path: what moves bulk data fastest within a host, within a network, and
-//! beyond.
+//! Socket options by path: what moves bulk data fastest within a host, within a network, and beyond.
 //!
-//! On short clean paths cubic beats a default of bbr by half and more; on long ones with a little loss it carries
-//! a fraction of bbr's. A subnet can span either, so the round trip decides. Within one host the two ends of a
-//! connection take turns on a core: about 2 MiB in flight to a core make turns few and keep the payload in its
-//! cache, more pushes it out. A host can be one in name only (two ends of a test bed, with a line between them),
-//! so here too a long round trip outweighs it. Elsewhere the kernel's autotuning knows better, and where the round
-//! trip is long, a buffer that is large from the start. What is to be small is set once the connection is under way:
-//! a receive buffer that is set before bounds the window for good.
-//! Invariant: what was asked for by name or number is never changed.
-//! Read next: `conn.rs`, which tells when bytes have moved.
+//! Congestion control: on short clean paths cubic is at least half again as fast as a default of bbr; on long
+//! paths with a little loss cubic reaches a fraction of bbr's rate. A subnet may contain both kinds of path,
+//! so the round trip decides.
+//!
+//! Buffers within one host: the two ends of a connection alternate on a core. About 2 MiB in flight per core
+//! keep the number of context switches low and the payload in the cache; more evicts it. Two addresses of one
+//! host can still have a long line between them (a test bed), so a long round trip outweighs the addresses
+//! here too.
+//!
+//! Buffers between hosts: the kernel's autotuning is best on short paths; on long ones a buffer that is large
+//! from the start. A small buffer is set only after the connection is established, because a receive buffer
+//! set earlier bounds the window for good.
+//!
+//! Invariant: an option that the user asked for by name or number is never changed.
+//! Read next: `conn.rs`, which reports to this file that bytes have moved.
 
 use std::fs;
 use std::io;
@@ -23,39 +28,41 @@ use ferrywire_proto::schedule;
 use ferrywire_sys::tcp_info::TcpInfo;
 use ferrywire_sys::{nics, socket};
 
-/// Data a bulk connection between hosts may hold unsent: enough to keep the NIC busy, and little to lose
-/// or to wait behind.
+/// Most unsent bytes in the socket of a bulk connection between hosts: enough to keep the NIC busy, and
+/// little to resend or to wait behind.
 const UNSENT_BYTES_MAX: libc::c_int = 256 << 10;
-/// A round trip below this is a data centre's: cubic, losing one segment of 10,000, still carries some 3 Gbit/s
-/// on each connection.
+/// Round trips below this are a data centre's. Cubic then still carries about 3 Gbit/s per connection when it
+/// loses one segment of 10,000.
 const SHORT_ROUND_TRIP: Duration = Duration::from_micros(500);
-/// Socket buffers of a bulk connection whose round trip is longer, if the system's autotuning ends below: at
-/// 10 ms they carry 6 Gbit/s, and are there at once, where autotuning takes many round trips.
+/// Socket buffer in bytes of a bulk connection with a long round trip, unless autotuning goes higher. At 10
+/// ms it carries 6 Gbit/s, at once; autotuning would need many round trips.
 const LONG_PATH_BUFFER_BYTES: usize = 8 << 20;
-/// What large buffers are brought back to on a path that proves short, where the kernel sizes them from then on.
+/// Size in bytes to which large buffers shrink when a path proves short; the kernel's autotuning starts from
+/// there.
 const SHORT_PATH_BUFFER_BYTES: usize = 2 << 20;
-/// The round trip is looked at again, ever more rarely, until so many sends and receives are done: the first one
-/// may have waited for the address resolution.
+/// The round trip is sampled at growing intervals until this many sends and receives are done. The first
+/// sample may include address resolution.
 const LATE_MOVES_MAX: u32 = 1024;
-/// After so many the handshakes are over, and a round trip is believed to be long: on a busy machine each of the
-/// first may have waited for a core. A short one is believed at once, since none seems shorter than it is.
+/// After this many sends and receives the handshakes are over and a long round trip is believed. On a busy
+/// machine each of the first may have waited for a core. A short round trip is believed at once, since no
+/// delay makes a path seem shorter than it is.
 const PROVEN_MOVES: u32 = 16;
-/// The congestion control for short paths.
+/// Congestion control for short paths.
 const SHORT_PATH_CONTROL: &str = "cubic";
 
-/// How far a connection goes.
+/// How far a connection reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Path {
     /// Both ends are on this host.
     SameHost,
-    /// The other end is a short round trip away; or, not known yet, in a subnet of ours.
+    /// The round trip is short; while it is unknown, the remote address is in a subnet of this host.
     Near,
-    /// Further away; or, not known yet, in no subnet of ours.
+    /// The round trip is long; while it is unknown, the remote address is in no subnet of this host.
     Far,
 }
 
 impl Path {
-    /// Judges by addresses: `from` is the local one, if it is chosen already.
+    /// Classifies a path by its addresses. `from` is the local address, where it is already chosen.
     pub(super) fn towards(nics: &[Nic], from: Option<IpAddr>, to: IpAddr) -> Path {
         if nics::is_local(nics, to) {
             return Path::SameHost;
@@ -65,7 +72,7 @@ impl Path {
         if nics.iter().any(connected) { Path::Near } else { Path::Far }
     }
 
-    /// With a round trip, which may differ from what addresses suggest; zero: none known.
+    /// Classifies the path by its round trip, which outweighs the addresses; zero means that it is unknown.
     fn given(self, round_trip: Duration) -> Path {
         match self {
             unknown if round_trip == Duration::ZERO => unknown,
@@ -76,12 +83,12 @@ impl Path {
     }
 }
 
-/// The shortest round trip that a connection has seen; zero: none.
+/// The shortest round trip that this connection has measured; zero means none.
 pub(super) fn round_trip(fd: RawFd) -> Duration {
     TcpInfo::read(fd).map_or(Duration::ZERO, |info| info.min_rtt)
 }
 
-/// The shorter of two round trips of which either may not be known.
+/// The shorter of two round trips; zero means unknown.
 pub(super) fn shorter(one: Duration, other: Duration) -> Duration {
     if one.is_zero() || other.is_zero() { one.max(other) } else { one.min(other) }
 }
@@ -90,15 +97,15 @@ fn is_long(round_trip: Duration) -> bool {
     round_trip >= SHORT_ROUND_TRIP
 }
 
-/// Applies the options to a connection along a path, judged by its addresses, and with a round trip if one is
-/// known (else zero). Fails only for what was asked for by name or number.
+/// Applies all options to a connection. `path` is the classification by addresses, `round_trip` is zero where
+/// unknown. Returns an error only for an option that the user asked for by name or number.
 pub(super) fn apply(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) -> io::Result<()> {
     prepare(fd, path, round_trip, options)?;
     complete(fd, path, round_trip, options);
     Ok(())
 }
 
-/// What has to be there before a connection is dialled: then the kernel chooses how far its window will reach.
+/// Applies the options that must precede the dial; the kernel fixes the window's scale when it dials.
 pub(super) fn prepare(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) -> io::Result<()> {
     if let Some(bytes) = options.socket_buffer_bytes {
         set_buffers(fd, bytes).map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
@@ -115,20 +122,21 @@ pub(super) fn prepare(fd: RawFd, path: Path, round_trip: Duration, options: &Con
     Ok(())
 }
 
-/// What has to wait until it is dialled: a path that seems short may prove long.
+/// Applies the options that must follow the dial: a buffer bound, which a path that proves long could not
+/// undo.
 pub(super) fn complete(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) {
     if options.bulk && !is_long(round_trip) {
         fit(fd, path, false, options);
     }
 }
 
-/// What a data connection was tuned for, and is tuned for anew when its round trip says otherwise.
+/// The tuning of one data connection, revised when its round trip disagrees with it.
 ///
-/// Its life: judged by addresses, and by what the peer's other connections have seen -> judged by its own
-/// round trip, ever more rarely -> judged.
+/// States: judged by addresses and by the round trip of the peer's other connections -> judged by its own
+/// round trip, at growing intervals -> final.
 #[derive(Debug)]
 pub(super) struct Tuning {
-    /// By its addresses.
+    /// Classification by addresses.
     path: Path,
     options: ConnOptions,
     judged: Path,
@@ -137,18 +145,19 @@ pub(super) struct Tuning {
 }
 
 impl Tuning {
-    /// Of a connection that these were applied to; nothing for one that carries no bulk.
+    /// The tuning of a connection to which these options were applied; `None` for a connection without bulk
+    /// data.
     pub(super) fn new(path: Path, round_trip: Duration, options: &ConnOptions) -> Option<Tuning> {
         let (judged, long) = (path.given(round_trip), is_long(round_trip));
         options.bulk.then(|| Tuning { path, options: options.clone(), judged, long, moves: 0 })
     }
 
-    /// Whether it is tuned for a path that is known to be long.
+    /// Whether the connection is tuned for a long path.
     pub(super) fn is_long(&self) -> bool {
         self.long
     }
 
-    /// After each send or receive.
+    /// Notes a send or a receive; samples the round trip at every power of two of their number.
     pub(super) fn moved(&mut self, fd: RawFd) {
         if self.moves >= LATE_MOVES_MAX {
             return;
@@ -188,14 +197,14 @@ impl Tuning {
     }
 }
 
-/// Fits buffers to the length of a path, unless they were asked for, and the bound on what waits in them.
+/// Sets the buffers for the path's length, unless the user set their size, and the bound on unsent bytes.
 fn fit(fd: RawFd, path: Path, long: bool, options: &ConnOptions) {
     let same_host = path == Path::SameHost || options.same_host;
     let fitted = match options.socket_buffer_bytes {
         Some(_) => Ok(()),
         None if long => fit_for_long_path(fd),
         None if same_host => set_buffers(fd, same_host_buffer_bytes(path, options)),
-        // Older kernels refuse, and have what was set.
+        // Kernels before 5.16 refuse, and keep the buffers that were set.
         None => socket::autotune_buffers(fd).or(Ok(())),
     };
     let unsent_bytes = if same_host && !long { 0 } else { UNSENT_BYTES_MAX };
@@ -206,7 +215,7 @@ fn fit(fd: RawFd, path: Path, long: bool, options: &ConnOptions) {
     }
 }
 
-/// Large buffers; where that takes a privilege that we lack, the kernel's own.
+/// Sets large buffers; without CAP_NET_ADMIN, turns the kernel's autotuning on.
 fn fit_for_long_path(fd: RawFd) -> io::Result<()> {
     let [send, receive] = ["wmem", "rmem"].map(|name| LONG_PATH_BUFFER_BYTES.max(autotuned_bytes_max(name)));
     match socket::force_buffers(fd, send, receive) {
@@ -215,14 +224,15 @@ fn fit_for_long_path(fd: RawFd) -> io::Result<()> {
     }
 }
 
-/// Makes forced buffers small again, which the kernel's own sizing never does. Without the privilege none were.
+/// Shrinks buffers that were forced to be large, which autotuning never does. Without CAP_NET_ADMIN none were
+/// forced.
 fn take_back(fd: RawFd, options: &ConnOptions) {
     if options.socket_buffer_bytes.is_none() {
         let _ = socket::force_buffers(fd, SHORT_PATH_BUFFER_BYTES, SHORT_PATH_BUFFER_BYTES);
     }
 }
 
-/// Sets both buffers; says once, aloud, that the system allows ordinary users less.
+/// Sets both buffers; warns once per process when the system's limits cut them short.
 fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
     static TOLD: AtomicBool = AtomicBool::new(false);
     socket::set_buffers(fd, bytes)?;
@@ -234,7 +244,8 @@ fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// What is missing to buffers of so many bytes, when the kernel, which counts them doubled, gave these.
+/// The text of the warning when the kernel allows less than `bytes`; `given` are the sizes in force, which
+/// the kernel counts doubled.
 fn shortfall(bytes: usize, given: (usize, usize)) -> Option<String> {
     let short = [("wmem_max", given.0), ("rmem_max", given.1)].into_iter().filter(|(_, of)| *of < 2 * bytes);
     let short: Vec<_> = short.map(|(name, of)| format!("net.core.{name} ({})", of / 2)).collect();
@@ -243,7 +254,8 @@ fn shortfall(bytes: usize, given: (usize, usize)) -> Option<String> {
         .then(|| format!("socket buffers of {bytes} bytes were cut short by {}; {hint}", short.join(" and ")))
 }
 
-/// What the kernel's own sizing of a buffer can reach. It doubles what is asked for, and counts this doubled.
+/// Largest buffer in bytes, as asked for, that autotuning reaches. The system's limit counts a buffer
+/// doubled.
 fn autotuned_bytes_max(name: &str) -> usize {
     let limits = fs::read_to_string(format!("/proc/sys/net/ipv4/tcp_{name}")).unwrap_or_default();
     let last: Option<usize> = limits.split_whitespace().last().and_then(|max| max.parse().ok());
@@ -251,12 +263,13 @@ fn autotuned_bytes_max(name: &str) -> usize {
 }
 
 fn same_host_buffer_bytes(path: Path, options: &ConnOptions) -> usize {
-    // Between addresses of this host what is in flight on all connections of a thread is bounded together.
+    // Between addresses of this host, a bound on the bytes in flight of all connections of a thread exists
+    // already.
     let sharing = if path == Path::SameHost { 1 } else { options.per_thread };
     schedule::local_bytes(sharing) as usize
 }
 
-/// Whether this host gives us a congestion control. Asked of the kernel, which may load it for us.
+/// Whether this host offers a congestion control. Setting one may make the kernel load its module.
 pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
     socket::set_congestion_control(fd, name).map_err(|e| {
         let listed = |list: &str| {
@@ -276,14 +289,15 @@ pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
     })
 }
 
-/// Without it the system's own choice stays; the connection reports which one is in force.
+/// Selects the congestion control for short paths. On failure the system's default stays; the connection
+/// reports the one in force.
 fn prefer_short_path_control(fd: RawFd) {
     if let Err(e) = socket::set_congestion_control(fd, SHORT_PATH_CONTROL) {
         tracing::debug!("congestion control {SHORT_PATH_CONTROL} is not to be had: {e}");
     }
 }
 
-/// A connection that proved long gets what the system gives to every new one.
+/// Gives a connection that proved long the congestion control that new sockets get.
 fn restore_system_control(fd: RawFd) {
     let fresh = super::new_socket(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0));
     let system = fresh.and_then(|fresh| socket::congestion_control(fresh.as_raw_fd()));
@@ -351,14 +365,14 @@ mod tests {
         super::super::new_socket(([0, 0, 0, 0], 0).into()).unwrap()
     }
 
-    /// A socket to which options were applied, and its tuning.
+    /// A socket with these options applied, and its tuning.
     fn tuned(path: Path, round_trip: Duration, options: &ConnOptions) -> (socket2::Socket, Tuning) {
         let socket = new_socket();
         apply(socket.as_raw_fd(), path, round_trip, options).unwrap();
         (socket, Tuning::new(path, round_trip, options).unwrap())
     }
 
-    /// Shows a tuning such round trips, one for each look.
+    /// Shows `tuning` a round trip of `round_trip` after each of `moves` sends.
     fn seen(tuning: &mut Tuning, socket: &socket2::Socket, moves: u32, round_trip: Duration) {
         tuning.moves = moves;
         tuning.judge(socket.as_raw_fd(), round_trip);
@@ -455,7 +469,7 @@ mod tests {
                 let options = ConnOptions { same_host: true, per_thread, ..bulk() };
                 let (socket, _) = tuned(path, Duration::ZERO, &options);
                 let (in_flight, chunk) = schedule::local_share(0, sharing, 0, usize::MAX);
-                // The kernel counts buffers doubled, for what it needs beside the bytes.
+                // The kernel counts buffers doubled, for its own overhead.
                 let (send, receive) = buffers(&socket);
                 let cut = shortfall(in_flight as usize, (send, receive)).is_some();
                 let given = same_host_buffer_bytes(path, &options);

@@ -1,9 +1,9 @@
-//! Which bytes of a stream are still read by the kernel, and whether zero copy is worth it here.
+//! Which bytes of a stream the kernel may still read, and whether zero copy pays on this connection.
 //!
-//! Loopback, veth and NICs without scatter-gather copy the memory after all, only at a higher price, and
-//! say so in the completions. The first completions of a connection are its probe.
-//! A connection's life: probing -> kept | turned off, for ever.
-//! Invariant: `released` never passes a byte of an unfinished send.
+//! Loopback, veth and NICs without scatter-gather copy the memory anyway, at a higher price, and the
+//! completions say so. The first completions of a connection are its probe. States: probing -> on | off, for
+//! good.
+//! Invariant: `released` never passes a byte of an incomplete send.
 
 use std::collections::VecDeque;
 
@@ -12,7 +12,7 @@ use ferrywire_sys::zerocopy::Completion;
 
 /// Completions that decide whether zero copy stays on.
 const PROBES: u32 = 8;
-/// Unfinished zero-copy sends; past this, memory is copied.
+/// Incomplete zero-copy sends per connection; further sends are copied.
 const UNFINISHED_MAX: usize = 1024;
 
 /// The zero-copy state of one connection.
@@ -21,14 +21,14 @@ pub(super) struct ZeroCopy {
     usable: bool,
     policy: ZeroCopyPolicy,
     probes_seen: u32,
-    /// Number of the oldest send in `unfinished`, as the kernel counts.
+    /// The kernel's number of the oldest send in `unfinished`.
     first_number: u32,
     unfinished: VecDeque<Send>,
 }
 
 #[derive(Debug)]
 struct Send {
-    /// Where it begins in the stream.
+    /// Offset of the send's first byte in the stream.
     start: u64,
     finished: bool,
 }
@@ -38,37 +38,38 @@ impl ZeroCopy {
         ZeroCopy { usable, policy, ..ZeroCopy::default() }
     }
 
-    /// Whether it is used whatever the path and the kernel's notices say.
+    /// Whether the policy keeps zero copy on, whatever the path and the completions say.
     pub(super) fn always(&self) -> bool {
         self.policy == ZeroCopyPolicy::Always
     }
 
-    /// Whether zero copy may spare a copy.
+    /// Whether zero copy is on.
     pub(super) fn usable(&self) -> bool {
         self.usable
     }
 
-    /// Whether the next send may be a zero-copy one.
+    /// Whether the next send may be a zero-copy send.
     pub(super) fn has_room(&self) -> bool {
         self.usable && self.unfinished.len() < UNFINISHED_MAX
     }
 
-    /// Never again on this connection.
+    /// Turns zero copy off for the rest of the connection.
     pub(super) fn turn_off(&mut self) {
         self.usable = false;
     }
 
-    /// Whether the kernel may still read memory of ours.
+    /// Whether the kernel may still read memory of an earlier send.
     pub(super) fn is_unfinished(&self) -> bool {
         !self.unfinished.is_empty()
     }
 
-    /// A zero-copy send was taken, from `start` on in the stream.
+    /// Records a zero-copy send that starts at offset `start` of the stream.
     pub(super) fn sent(&mut self, start: u64) {
         self.unfinished.push_back(Send { start, finished: false });
     }
 
-    /// The kernel is done with some sends, in any order. Numbers of none of ours are ignored.
+    /// Records a completion; completions come in any order. Numbers that belong to no send of this connection
+    /// are ignored.
     pub(super) fn finish(&mut self, completion: Completion) {
         let skip = completion.first.wrapping_sub(self.first_number) as usize;
         let count = completion.last.wrapping_sub(completion.first) as usize + 1;
@@ -84,7 +85,7 @@ impl ZeroCopy {
         }
     }
 
-    /// Bytes from the stream's start whose memory is free, of `sent_bytes` sent.
+    /// Bytes from the start of the stream whose memory is released; `sent_bytes` were sent in all.
     pub(super) fn released(&self, sent_bytes: u64) -> u64 {
         self.unfinished.front().map_or(sent_bytes, |send| send.start)
     }

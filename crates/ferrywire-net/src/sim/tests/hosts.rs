@@ -1,4 +1,4 @@
-//! Hosts that freeze and die, NICs that are slow, dials that fail.
+//! Tests of hosts that freeze and die, slow NICs, and dials that fail.
 //!
 //! Read next: `../mod.rs`.
 

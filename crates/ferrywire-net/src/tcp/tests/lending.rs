@@ -1,14 +1,14 @@
-//! Memory that is lent to the kernel: it is read where it lies, in its place in the stream.
+//! Tests of lent memory: it is read in place, and its bytes keep their order in the stream.
 
 use super::*;
 
 const LENT_BYTES: usize = 700_000;
 
-/// A head that is copied, and a payload that is lent.
+/// Sends a header, which is copied, and a payload, which is lent.
 fn send_lent(conn: &mut dyn Conn, head: &mut [u8], payload: &mut [u8]) -> io::Result<usize> {
     let pieces = [&mut *head, payload].map(|bytes| IoVec::new(bytes.as_mut_ptr(), bytes.len()));
     let first = usize::from(head.is_empty());
-    // SAFETY: the callers keep the payload as it is until it has been received, or do not mind.
+    // SAFETY: the callers keep the payload unchanged until it is received, or change it on purpose.
     unsafe { conn.send_lent(&pieces[first..]) }
 }
 
@@ -31,7 +31,7 @@ fn lent_bytes_keep_their_place_while_the_other_end_is_slow() {
     let (mut near, mut far) = pair_with(&bulk());
     let frames = 20;
     let reader = thread::spawn(move || {
-        // Slower than the other end, so that it finds the socket full again and again.
+        // The reader is slower than the sender, so the sender often finds the socket full.
         let (mut all, mut part) = (Vec::new(), vec![0; 30_000]);
         while all.len() < frames * (64 + LENT_BYTES) {
             let bytes = eventually(|| recv_into(far.as_mut(), &mut part)).unwrap();
@@ -49,7 +49,7 @@ fn lent_bytes_keep_their_place_while_the_other_end_is_slow() {
             let of_head = sent.min(head.len());
             let rest = &mut payload[sent - of_head..];
             sent += eventually(|| match at % 4 == 3 {
-                // The same bytes by the other way, as one would who does not lend any more.
+                // Offers the rest without lending, as an engine does that has stopped to lend.
                 true if of_head == 64 => send_from(&mut near, rest),
                 _ => send_lent(&mut near, &mut head[of_head..], rest),
             })

@@ -1,4 +1,4 @@
-//! Between two network namespaces: two hosts as far as TCP can tell.
+//! Tests between two network namespaces, which TCP sees as two hosts.
 
 use std::fs::{self, File};
 use std::net::SocketAddrV6;
@@ -13,7 +13,7 @@ use ferrywire_proto::limits::PATH_CHECK_INTERVAL;
 
 const NEAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 1);
 const FAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 2);
-/// In their subnet, and nobody's.
+/// An address of the subnet that no host has.
 const NOBODY: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 3);
 
 /// Two network namespaces joined by a veth pair, removed when dropped.
@@ -81,7 +81,7 @@ fn ip(arguments: &str) -> Option<()> {
     command.status().is_ok_and(|status| status.success()).then_some(())
 }
 
-/// Runs something on a thread inside a namespace; sockets made there stay there.
+/// Runs `action` on a thread inside a namespace; sockets opened there stay in the namespace.
 fn within<T: Send>(name: &str, action: impl FnOnce() -> T + Send) -> T {
     let inside = || {
         let namespace = File::open(format!("/run/netns/{name}")).expect("`ip netns add` has made it");
@@ -132,7 +132,7 @@ fn veth_copies_so_zero_copy_turns_itself_off() {
     });
 }
 
-/// What the kernel has said before it does not matter.
+/// A list of addresses from before must not decide whether a new address is local.
 #[test]
 fn an_address_that_is_new_is_known_as_this_hosts_when_a_connection_comes_from_it() {
     const NEW: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 9);
@@ -178,8 +178,8 @@ fn connecting_would_block_until_there_is_an_answer() {
     assert_eq!(recv_into(conn.as_mut(), &mut [0; 8]).unwrap_err().kind(), failed.kind());
 }
 
-/// Breaks the path in some way under a connection that then sends: looks at it must find it dead.
-/// Not where a process is stopped in its middle for so long that the kernels find it dead themselves.
+/// Checks that a broken path is found dead by health samples. A try does not count when the test process was
+/// stopped so long that the kernel ended the connection first.
 fn is_found_dead(break_path: impl Fn(&Namespaces)) {
     const TRIES: usize = 10;
     let found = (0..TRIES).any(|_| match Namespaces::new() {
@@ -189,7 +189,7 @@ fn is_found_dead(break_path: impl Fn(&Namespaces)) {
     assert!(found, "never found dead by looks at it");
 }
 
-/// Whether it is found dead before the connection ends without that.
+/// Whether the path was found dead before the kernel ended the connection.
 fn looks_find_dead(namespaces: &Namespaces, break_path: impl Fn(&Namespaces)) -> bool {
     let (mut near, mut far) = namespaces.pair();
     send_all(near.as_mut(), &mut pattern(1000));

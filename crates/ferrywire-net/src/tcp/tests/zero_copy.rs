@@ -1,4 +1,4 @@
-//! Zero copy where the kernel always copies: its bookkeeping, and how it turns itself off.
+//! Tests of zero copy over loopback, where the kernel always copies: bookkeeping, and turning itself off.
 
 use super::*;
 
@@ -53,7 +53,7 @@ fn completions_show_as_an_error_until_they_are_read() {
     assert_eq!(ready(&near, Interest::READ, Duration::ZERO), None);
 }
 
-/// The kernel went on sending whatever was in the memory, for as long as the peer took it.
+/// Regression: the kernel went on sending the memory's later contents for as long as the peer received.
 #[test]
 fn an_aborted_connection_has_released_its_memory_and_sends_nothing_more() {
     let mut bytes = pattern(256 << 10);
@@ -61,7 +61,7 @@ fn an_aborted_connection_has_released_its_memory_and_sends_nothing_more() {
     assert!(near.released() < sent as u64);
     near.abort();
     until("everything is released", || near.released() == sent as u64);
-    // What the peer's kernel had before it can still be received, and nothing else.
+    // The peer still receives the bytes that its kernel had before the abort, and no others.
     let mut received = vec![0; sent];
     let mut got = 0;
     let ended = loop {
