@@ -1,40 +1,40 @@
-//! What a plugin's own warnings say of why it failed.
+//! Why a plugin failed, according to its own warnings.
 //!
-//! Plugins return a number, or end the process; the reason stands in their log alone. The log is another program's text,
-//! and no typed source of the reason exists: what is read out of it is a hint to the user, and decides nothing else.
-//! Its texts are known for GPUDirect-TCPX 3.1.9, from its source. They are looked for in warnings only: lines about the start name the GPU and
-//! the manager's sockets in every run.
+//! Plugins return a number, or end the process; only their log names the reason. The log is another program's
+//! text, and no typed source of the reason exists: the text yields a hint for the user, and decides nothing
+//! else. This file knows the texts of GPUDirect-TCPX 3.1.9, from its source. Only warnings are searched: the
+//! start-up lines of every run mention the GPU and the manager's sockets.
 //!
-//! Invariant: nothing is guessed. A warning that is not known has no cause, and so no fix.
-//! Read next: `ending.rs`, which tells how a plugin ended its process.
+//! Invariant: an unknown warning has no cause and no fix; this file never guesses.
+//! Read next: `ending.rs`, which reports how a plugin ended its process.
 
 use super::log::{LogLevel, LogLine};
 
-/// The variable that names the folder of the manager's sockets.
+/// Environment variable with the folder of the manager's sockets.
 const MANAGER_FOLDER: &str = "NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX";
 
-/// Why a plugin failed, as far as one of its warnings tells.
+/// Why a plugin failed, as one of its warnings states.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LoggedCause {
-    /// The daemon that manages receive pools and flow rules does not listen in its folder.
+    /// The receive-datapath manager, which owns receive pools and flow rules, does not listen in its folder.
     ManagerMissing,
-    /// That daemon answers, and does not do what it was asked.
+    /// The manager answered and refused a request.
     ManagerRefused,
-    /// Payload for a GPU arrived in host memory.
+    /// Payload for a GPU was placed in host memory.
     LandedOnHost,
     /// A message arrived in more fragments than the plugin's table holds.
     TooManyFragments,
-    /// A receive brought no payload.
+    /// A receive completed without payload.
     NoData,
-    /// None of the interfaces it may use is there.
+    /// None of the configured interfaces exists.
     NoInterface,
-    /// There is no GPU.
+    /// This host has no GPU.
     NoGpu,
 }
 
 impl LoggedCause {
-    /// What a line says, if it is a warning with a known text.
+    /// The cause that a line states; `None` unless the line is a warning with a known text.
     pub fn of(line: &LogLine) -> Option<LoggedCause> {
         if !matches!(line.level, LogLevel::Warn | LogLevel::Abort) {
             return None;
@@ -60,7 +60,7 @@ impl LoggedCause {
         causes.iter().find(|(fits, _)| *fits).map(|(_, cause)| *cause)
     }
 
-    /// What to do about it.
+    /// The fix that the user should apply.
     pub fn fix(self) -> String {
         let folder = std::env::var(MANAGER_FOLDER).ok().filter(|folder| !folder.is_empty());
         let folder = folder.unwrap_or_else(|| "/tmp".to_owned());
@@ -102,7 +102,7 @@ mod tests {
         LoggedCause::of(&LogLine::new(level, None, None, b"x.cc", 1, text.as_bytes()))
     }
 
-    /// The texts of GPUDirect-TCPX 3.1.9.
+    /// The texts are those of GPUDirect-TCPX 3.1.9.
     #[test]
     fn warnings_tell_their_cause() {
         let rule = "update flow steering rule: local 10.0.0.1<1> <- remote 10.0.0.2<2>, failed against \
@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// Each of these was taken for a cause before.
+    /// Regression: each of these lines was once taken for a cause.
     #[test]
     fn what_stands_in_every_log_is_no_cause() {
         let every_run = [

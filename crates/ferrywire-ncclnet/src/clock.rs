@@ -1,8 +1,8 @@
-//! Which plugin calls are under way, on which thread, since when.
+//! The plugin calls in flight: on which thread, and since when.
 //!
-//! A plugin's call may block, spin for ever, or end the process. Each thread notes the call it is in, so
-//! that a watchdog on another thread can tell what hangs, and the logger can tell who speaks.
-//! Invariant: noting a call takes no lock and a few nanoseconds; it happens around every `test`.
+//! A plugin's call may block, spin for ever, or end the process. Each thread records the call it is in, so
+//! that a watchdog on another thread can name the call that hangs, and the logger the plugin that logs.
+//! Invariant: recording a call takes no lock and only nanoseconds, since it surrounds every `test`.
 //! Read next: `net.rs`, which makes the calls.
 
 use std::cell::Cell;
@@ -16,7 +16,7 @@ use ferrywire_sys::affinity::thread_id;
 
 macro_rules! calls {
     ($($name:ident $word:literal,)+) => {
-        /// A function of a plugin's table.
+        /// A function in a plugin's table.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[allow(missing_docs)]
         #[repr(u8)]
@@ -27,7 +27,7 @@ macro_rules! calls {
         impl Call {
             const ALL: &[Call] = &[$(Call::$name,)+];
 
-            /// Its name in the C interface.
+            /// Name in the C interface.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Call::$name => $word,)+
@@ -67,27 +67,27 @@ impl fmt::Display for Call {
     }
 }
 
-/// A call that has not returned yet.
+/// A plugin call that has not returned yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct InflightCall {
     /// Name of the plugin.
     pub plugin: String,
-    /// The function.
+    /// The function that was called.
     pub call: Call,
-    /// The device it is about, where it is about one.
+    /// The device that the call concerns; `None` for calls about the whole plugin.
     pub device: Option<i32>,
-    /// The thread, as the kernel numbers it.
+    /// The kernel's id of the calling thread.
     pub thread: i32,
-    /// How long it has been under way, exact to some milliseconds.
+    /// Time since the call began, accurate to a few milliseconds.
     pub since: Duration,
 }
 
-/// Every plugin call of this process that has not returned yet, longest first.
+/// Every plugin call of this process that has not returned yet, the longest first.
 pub fn inflight_calls() -> Vec<InflightCall> {
     under_way(None)
 }
 
-/// A plugin as it is known to this module: an index into its names.
+/// Index of a plugin's name in this module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PluginId(u8);
 
@@ -95,10 +95,10 @@ const _: () = assert!(PLUGINS_MAX <= u8::MAX as usize);
 
 static NAMES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static THREADS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
-/// The last call that a thread ended in, and the thread.
+/// The call that the last ending thread was in, and the thread's id.
 static ENDED: Mutex<Option<(Noted, i32)>> = Mutex::new(None);
 
-/// A number for a further plugin; `None` past the limit.
+/// Registers a plugin; `None` when [`PLUGINS_MAX`] are registered.
 pub(super) fn register(name: &str) -> Option<PluginId> {
     let mut names = locked(&NAMES);
     let id = u8::try_from(names.len()).ok().filter(|_| names.len() < PLUGINS_MAX)?;
@@ -106,15 +106,15 @@ pub(super) fn register(name: &str) -> Option<PluginId> {
     Some(PluginId(id))
 }
 
-/// The plugin has another name now.
+/// Changes a plugin's name.
 pub(super) fn rename(id: PluginId, name: &str) {
     if let Some(known) = locked(&NAMES).get_mut(usize::from(id.0)) {
         name.clone_into(known);
     }
 }
 
-/// The plugin and the device of the call that this thread is in. On threads of a plugin's own it is the
-/// plugin itself, if only one is loaded.
+/// The plugin and device of the call that the current thread is in. On a thread that is in no call, such as
+/// one that a plugin started: the only plugin, if just one is loaded.
 pub(super) fn speaker() -> (Option<String>, Option<i32>) {
     let word = OWN.try_with(|own| own.slot.word.load(Ordering::Relaxed)).unwrap_or(0);
     let names = locked(&NAMES);
@@ -125,28 +125,29 @@ pub(super) fn speaker() -> (Option<String>, Option<i32>) {
     }
 }
 
-/// The call that this thread, which ends the process, has not come back from.
+/// The plugin call in which the current thread ends the process.
 pub(super) fn ending_call() -> Option<(String, Call, Option<i32>)> {
-    // The C library ends a thread's own values before it runs handlers, so the slot is gone, and told here.
+    // The C library destroys thread-local values before it runs exit handlers, so the slot may be gone
+    // already; its destructor has stored the call in `ENDED`.
     let own = OWN.try_with(|own| own.slot.read()).ok().flatten().map(|(noted, ..)| noted);
     let thread = thread_id();
     let ended = locked(&ENDED).filter(|(_, of)| *of == thread).map(|(noted, _)| noted);
     own.or(ended).map(|noted| (name_of(noted.plugin), noted.call, noted.device))
 }
 
-/// A plugin's name.
+/// Name of a plugin.
 pub(super) fn name_of(plugin: PluginId) -> String {
     locked(&NAMES).get(usize::from(plugin.0)).cloned().unwrap_or_default()
 }
 
-/// Notes that this thread is in a call, until the value is dropped.
+/// Records that the current thread is in a call, until the returned value is dropped.
 pub(super) fn enter(plugin: PluginId, call: Call, device: Option<i32>) -> Entered {
-    // A thread that is ending has no slot any more; its last calls go unnoted.
+    // A thread that is ending has no slot any more; its last calls are not recorded.
     let _ = OWN.try_with(|own| own.begin(plugin, call, device));
     Entered
 }
 
-/// Calls under way, of one plugin or of all.
+/// The calls in flight of one plugin, or of all.
 pub(super) fn under_way(plugin: Option<PluginId>) -> Vec<InflightCall> {
     let seen: Vec<_> = locked(&THREADS).iter().filter_map(|slot| slot.read()).collect();
     let names = locked(&NAMES);
@@ -173,7 +174,7 @@ impl Drop for Entered {
     }
 }
 
-/// What one thread tells the others. `word` is 0 while it is in no call.
+/// A thread's current call, readable by other threads. `word` is 0 while the thread is in no call.
 #[repr(align(64))]
 struct Slot {
     word: AtomicU64,
@@ -182,7 +183,7 @@ struct Slot {
 }
 
 impl Slot {
-    /// A call and when it began, if it is the same before and after the time was read.
+    /// The call and its start time. `None` when the call changed between reading the two.
     fn read(&self) -> Option<(Noted, u64, i32)> {
         let word = self.word.load(Ordering::Acquire);
         let started_ns = self.started_ns.load(Ordering::Acquire);
@@ -191,7 +192,7 @@ impl Slot {
     }
 }
 
-/// The thread's own end of its slot.
+/// The owning thread's handle of its slot.
 struct Own {
     slot: Arc<Slot>,
     calls: Cell<u64>,
@@ -208,7 +209,8 @@ impl Own {
     fn begin(&self, plugin: PluginId, call: Call, device: Option<i32>) {
         self.calls.set(self.calls.get().wrapping_add(1));
         let word = Noted { plugin, call, device }.pack(self.calls.get());
-        // A reader that sees the new time sees the 0 of the last call's end too, and so another word.
+        // A reader that combined the previous call's word with this time reads a different word the second
+        // time: the 0 that ended that call was stored before the time.
         self.slot.started_ns.store(now_ns(), Ordering::Release);
         self.slot.word.store(word, Ordering::Release);
     }
@@ -227,7 +229,8 @@ thread_local! {
     static OWN: Own = Own::new();
 }
 
-/// A call in one word: its number 31..63, device + 1 in 16..31, call in 8..15, plugin + 1 in 0..7.
+/// A call packed into one word: its number in bits 31..63, device + 1 in 16..31, call in 8..15, plugin + 1 in
+/// 0..7.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Noted {
     plugin: PluginId,
@@ -237,7 +240,7 @@ struct Noted {
 
 impl Noted {
     fn pack(self, number: u64) -> u64 {
-        // Devices are few; one out of range is a mistake of the caller's that the plugin will answer.
+        // Device indices are small. One out of range is the caller's mistake, and the plugin will reject it.
         let device = self.device.and_then(|device| u64::try_from(device).ok()).map_or(0, |device| device + 1);
         let device = device.min(0x7fff);
         number << 31 | device << 16 | (self.call as u64) << 8 | (u64::from(self.plugin.0) + 1)
@@ -251,7 +254,7 @@ impl Noted {
     }
 }
 
-/// The coarse clock: a watchdog counts seconds, and this is read around every `test`.
+/// The coarse monotonic clock, in nanoseconds: cheap enough for every `test`, precise enough for a watchdog.
 fn now_ns() -> u64 {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a whole timespec on this stack, and this clock always exists.

@@ -1,12 +1,13 @@
-//! Connections of a plugin: listening, being made, sending, receiving.
+//! Connections of a plugin: listening, connecting, sending, receiving.
 //!
-//! What is undefined behaviour in some plugins is refused here: one more `accept` or `connect` after the
-//! last answer, closing a listener whose `accept` is unfinished. Invariants: the handle and the device
-//! handle of an attempt stay at one address until it is over, and are never freed while the plugin may
-//! still look at them; a connection that is dropped without `close` is leaked, and said so.
+//! This file refuses calls that are undefined behaviour in some plugins: another `accept` or `connect` after
+//! the final answer, and closing a listener whose `accept` is unfinished.
+//! Invariants: the handle and the device handle of an attempt stay at one address until the attempt is over,
+//! and are never freed while the plugin may still read them; a connection that is dropped without `close` is
+//! leaked and logged.
 //!
-//! A connection may move to another thread, and is used by one at a time.
-//! Read next: `request.rs`, what is done with them.
+//! A connection may move to another thread, but only one thread may use it at a time.
+//! Read next: `request.rs`, which posts requests on connections.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -20,10 +21,10 @@ use super::clock::Call;
 use super::error::{CallError, Cause};
 use super::net::Plugin;
 
-/// Kind of a connection.
+/// Role of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CommKind {
-    /// Waits for one peer.
+    /// Listens for one peer.
     Listen,
     /// Sends.
     Send,
@@ -31,12 +32,12 @@ pub enum CommKind {
     Recv,
 }
 
-/// A connection's name in errors and logs; unique in the process.
+/// Name of a connection in errors and logs, unique in the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CommId {
-    /// What it does.
+    /// Role of the connection.
     pub kind: CommKind,
-    /// Counts all connections of the process.
+    /// Number of the connection, counted over the whole process.
     pub number: u32,
 }
 
@@ -58,19 +59,19 @@ impl CommId {
     }
 }
 
-/// The address of a listener, in the plugin's own form. To be sent to the peer as it is; never compared,
-/// never hashed: parts of it may be whatever was in memory.
+/// Address of a listener, in the plugin's own format. Send it to the peer unchanged. Never compare or hash
+/// it: unused bytes may hold anything.
 #[derive(Clone, Copy)]
 #[repr(C, align(16))]
 pub struct Handle([u8; HANDLE_BYTES]);
 
 impl Handle {
-    /// Its bytes, for the peer.
+    /// The bytes to send to the peer.
     pub fn bytes(&self) -> &[u8; HANDLE_BYTES] {
         &self.0
     }
 
-    /// From the peer's bytes.
+    /// A handle from the bytes that the peer sent.
     pub fn from_bytes(bytes: [u8; HANDLE_BYTES]) -> Handle {
         Handle(bytes)
     }
@@ -82,23 +83,23 @@ impl fmt::Debug for Handle {
     }
 }
 
-/// Where an attempt stands.
+/// State of an attempt to connect or accept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Attempt {
     Fresh,
-    UnderWay,
+    InFlight,
     Over,
 }
 
-/// The memory of one attempt that the plugin may keep a pointer to.
+/// Memory of one attempt to which the plugin may keep pointers.
 struct Lent {
     handle: Handle,
     device_handle: DeviceHandle,
-    /// What the device-handle argument points at: null, or `device_handle`, or what the plugin set.
+    /// Target of the device-handle argument: null, `device_handle`, or a pointer that the plugin has set.
     device_pointer: *mut DeviceHandle,
 }
 
-/// Owns a [`Lent`] by address. Dropping it leaks: only [`Lending::take_back`] frees.
+/// Owns a [`Lent`] by address. Dropping it leaks the memory; only [`Lending::take_back`] frees it.
 struct Lending(NonNull<Lent>);
 
 impl Lending {
@@ -106,7 +107,7 @@ impl Lending {
         let device_handle = device.unwrap_or(DeviceHandle::zeroed());
         let lent = Box::into_raw(Box::new(Lent { handle, device_handle, device_pointer: ptr::null_mut() }));
         if device.is_some() {
-            // SAFETY: just made, and nobody else's.
+            // SAFETY: just allocated, and no other code has the pointer.
             unsafe { (*lent).device_pointer = &raw mut (*lent).device_handle };
         }
         // SAFETY: a box is not null.
@@ -114,7 +115,7 @@ impl Lending {
     }
 
     fn handle(&self) -> *mut c_void {
-        // SAFETY: it is alive until take_back, which consumes.
+        // SAFETY: the memory lives until `take_back`, which consumes `self`.
         unsafe { (&raw mut (*self.0.as_ptr()).handle).cast() }
     }
 
@@ -123,14 +124,15 @@ impl Lending {
         unsafe { &raw mut (*self.0.as_ptr()).device_pointer }
     }
 
-    /// What the plugin has said, if it has.
+    /// The device handle that the plugin has provided, if any.
     fn device_handle(&self) -> Option<DeviceHandle> {
-        // SAFETY: alive, and not being called; a pointer that the plugin set is to one of its own.
+        // SAFETY: the memory is alive, and no call is running; a pointer that the plugin set is to memory of
+        // its own.
         unsafe { (*self.0.as_ptr()).device_pointer.as_ref().copied() }
     }
 
     fn take_back(self) {
-        // SAFETY: it came from a box, and the plugin has answered for the last time.
+        // SAFETY: the pointer came from a box, and the plugin has given its final answer.
         drop(unsafe { Box::from_raw(self.0.as_ptr()) });
     }
 }
@@ -157,13 +159,13 @@ impl Plugin {
         Ok((ListenComm { base, lending: Some(lending), attempt: Attempt::Fresh }, handle))
     }
 
-    /// Begins to connect to a listener. Nothing happens before the first [`Connecting::poll`].
+    /// Starts to connect to a listener. The plugin is first called by [`Connecting::poll`].
     pub fn connect(&self, device: i32, handle: &Handle) -> Connecting {
         let lending = Some(Lending::new(*handle, None));
         Connecting { plugin: self.clone(), device, lending, attempt: Attempt::Fresh, not_sync: PhantomData }
     }
 
-    /// What `accept` is given: nothing, but for devices that unpack a handle with type and version set.
+    /// The device handle to pass to `accept`: type and version for a device that unpacks, otherwise none.
     fn device_template(&self, device: i32) -> Result<Option<DeviceHandle>, CallError> {
         if self.version() < Version::V7 {
             return Ok(None);
@@ -177,7 +179,7 @@ impl Plugin {
     }
 }
 
-/// What every open connection has.
+/// State that every open connection has.
 struct Base {
     plugin: Plugin,
     id: CommId,
@@ -188,7 +190,7 @@ struct Base {
 }
 
 impl Base {
-    /// One that was counted.
+    /// Wraps a connection that `count_opening` has counted.
     fn open(plugin: &Plugin, kind: CommKind, device: i32, raw: NonNull<c_void>) -> Base {
         let id = CommId::next(kind);
         tracing::debug!(plugin = plugin.name(), device, "{id} opened");
@@ -203,11 +205,11 @@ impl Base {
         self.plugin.error(call, Some(self.device), Some(self.id), cause)
     }
 
-    /// Closes once, whatever the plugin says to it.
+    /// Closes the connection. It counts as closed whatever the plugin answers.
     fn close(&mut self, call: Call, close: Close) -> Result<(), CallError> {
         self.closed = true;
         let raw = self.raw.as_ptr();
-        // SAFETY: the connection is open, and nobody uses it after this.
+        // SAFETY: the connection is open, and this is its last use.
         let answer = self.call(call, || unsafe { close(raw) });
         self.plugin.count_closed();
         answer
@@ -229,7 +231,7 @@ impl fmt::Debug for Base {
     }
 }
 
-/// A listener: for one peer.
+/// A listener, for one peer.
 #[derive(Debug)]
 pub struct ListenComm {
     base: Base,
@@ -237,26 +239,26 @@ pub struct ListenComm {
     attempt: Attempt,
 }
 
-// SAFETY: a plugin's connection is tied to no thread; it is not Sync, so one uses it at a time.
+// SAFETY: a plugin's connection is tied to no thread; it is not `Sync`, so only one thread uses it at a time.
 unsafe impl Send for ListenComm {}
 
 impl ListenComm {
-    /// Its name.
+    /// Name of the listener.
     pub fn id(&self) -> CommId {
         self.base.id
     }
 
-    /// The peer, or `None`: ask again, it may take seconds.
+    /// Accepts the peer; `None` means to call again, possibly for seconds.
     ///
-    /// Some plugins block in here: not for a thread that has other things to do. After a peer or an error it
-    /// is over, and asking again is refused.
+    /// Some plugins block in `accept`, so call it on a thread of its own. After a connection or an error the
+    /// attempt is over, and a further call returns [`Cause::Misuse`].
     pub fn accept(&mut self) -> Result<Option<RecvComm>, CallError> {
         let Some(lending) = self.lending.as_ref().filter(|_| self.attempt != Attempt::Over) else {
             return Err(self.base.error(Call::Accept, Cause::Misuse("this listener has had its one answer")));
         };
         let (mut comm, base) = (ptr::null_mut(), &self.base);
-        self.attempt = Attempt::UnderWay;
-        // The listener is open meanwhile, which counts.
+        self.attempt = Attempt::InFlight;
+        // The listener is already counted as open, so the plugin cannot be finalized during this call.
         let accept = base.plugin.functions().accept;
         let (raw, device) = (base.raw.as_ptr(), lending.device_argument());
         // SAFETY: the listener is open, and the device argument is the same in each call.
@@ -273,13 +275,13 @@ impl ListenComm {
         Ok(Some(RecvComm(Comm { base, device_handle, lending: self.lending.take() })))
     }
 
-    /// Whether [`ListenComm::accept`] has been called and has not answered yet.
+    /// Whether [`ListenComm::accept`] was called and has not given its final answer.
     pub fn is_accepting(&self) -> bool {
-        self.attempt == Attempt::UnderWay
+        self.attempt == Attempt::InFlight
     }
 
-    /// Closes it. Refused, and left open for good, while an `accept` is unfinished: a thread of the
-    /// plugin's may be waiting in it.
+    /// Closes the listener. While an `accept` is unfinished, returns [`Cause::Misuse`] and leaves the
+    /// listener open for good: a thread of the plugin may be waiting in it.
     pub fn close(mut self) -> Result<(), CallError> {
         if self.is_accepting() {
             let why = "its accept is unfinished, so it has to stay open until the process ends";
@@ -295,7 +297,7 @@ impl ListenComm {
     }
 }
 
-/// An attempt to connect. May be abandoned at any moment by dropping it.
+/// An attempt to connect. Dropping it abandons the attempt, at any moment.
 #[derive(Debug)]
 pub struct Connecting {
     plugin: Plugin,
@@ -305,11 +307,12 @@ pub struct Connecting {
     not_sync: NotSync,
 }
 
-// SAFETY: as for ListenComm.
+// SAFETY: see ListenComm.
 unsafe impl Send for Connecting {}
 
 impl Connecting {
-    /// The connection, or `None`: ask again. After an answer it is over, and asking again is refused.
+    /// Continues to connect; `None` means to call again. After a connection or an error the attempt is over,
+    /// and a further call returns [`Cause::Misuse`].
     pub fn poll(&mut self) -> Result<Option<SendComm>, CallError> {
         let Some(lending) = self.lending.as_ref().filter(|_| self.attempt != Attempt::Over) else {
             let cause = Cause::Misuse("this attempt has had its one answer");
@@ -319,7 +322,7 @@ impl Connecting {
         if self.attempt == Attempt::Fresh {
             plugin.count_opening(Call::Connect, self.device)?;
         }
-        self.attempt = Attempt::UnderWay;
+        self.attempt = Attempt::InFlight;
         let connect = plugin.functions().connect;
         let (handle, device) = (lending.handle(), lending.device_argument());
         // SAFETY: handle and device argument are the same in each call; configuration and context are the
@@ -343,17 +346,18 @@ impl Drop for Connecting {
     fn drop(&mut self) {
         match (self.lending.take(), self.attempt) {
             (Some(lending), Attempt::Fresh) => lending.take_back(),
-            (Some(_), Attempt::UnderWay) => {
-                // It counts as open from here on: a thread of the plugin's may be in it.
+            (Some(_), Attempt::InFlight) => {
+                // The connection counts as open from now on: a thread of the plugin may still be in it.
                 tracing::debug!(plugin = self.plugin.name(), "connect was abandoned; its handle is leaked");
             }
-            // After an error a plugin has no use for it, but 200 bytes are not worth being sure.
+            // After an error a plugin should not read the handle again. Leaking 200 bytes is safer than
+            // relying on it.
             _ => {}
         }
     }
 }
 
-/// What sending and receiving connections share.
+/// State and methods that sending and receiving connections share.
 #[derive(Debug)]
 pub struct Comm {
     base: Base,
@@ -367,36 +371,36 @@ impl fmt::Debug for Lending {
     }
 }
 
-/// A connection that sends.
+/// A sending connection.
 #[derive(Debug)]
 pub struct SendComm(Comm);
 
-/// A connection that receives.
+/// A receiving connection.
 #[derive(Debug)]
 pub struct RecvComm(Comm);
 
-// SAFETY: as for ListenComm.
+// SAFETY: see ListenComm.
 unsafe impl Send for SendComm {}
-// SAFETY: as for ListenComm.
+// SAFETY: see ListenComm.
 unsafe impl Send for RecvComm {}
 
 impl Comm {
-    /// Its plugin.
+    /// The connection's plugin.
     pub fn plugin(&self) -> &Plugin {
         &self.base.plugin
     }
 
-    /// Its name.
+    /// Name of the connection.
     pub fn id(&self) -> CommId {
         self.base.id
     }
 
-    /// The device it runs over.
+    /// The device that carries the connection.
     pub fn device(&self) -> i32 {
         self.base.device
     }
 
-    /// What the plugin says about the GPU's part, if there is one.
+    /// The device handle that the plugin provided, which describes the GPU's part; `None` without one.
     pub fn device_handle(&self) -> Option<DeviceHandle> {
         self.device_handle
     }
@@ -409,7 +413,7 @@ impl Comm {
         self.base.call(call, run)
     }
 
-    /// An error about this connection.
+    /// Makes an error about this connection.
     pub fn error(&self, call: Call, cause: Cause) -> CallError {
         self.base.error(call, cause)
     }
@@ -440,7 +444,7 @@ impl std::ops::Deref for RecvComm {
 }
 
 impl SendComm {
-    /// Closes it; what it sent may not have arrived. Requests in flight are gone with it.
+    /// Closes the connection. Sent data may not have arrived; requests in flight are lost.
     pub fn close(self) -> Result<(), CallError> {
         let close = self.plugin().functions().close_send;
         self.0.close(Call::CloseSend, close)
@@ -448,14 +452,14 @@ impl SendComm {
 }
 
 impl RecvComm {
-    /// Closes it. Requests in flight are gone with it.
+    /// Closes the connection. Requests in flight are lost.
     pub fn close(self) -> Result<(), CallError> {
         let close = self.plugin().functions().close_recv;
         self.0.close(Call::CloseRecv, close)
     }
 }
 
-/// The profiler that plugins of v10 and later are given: it starts nothing and is always content.
+/// The profiler callback for plugins of v10 and later: it records nothing and always succeeds.
 pub(super) unsafe extern "C" fn no_profiler(
     e_handle: PP,
     kind: c_int,
@@ -464,7 +468,7 @@ pub(super) unsafe extern "C" fn no_profiler(
     _ext_data: P,
 ) -> ResultCode {
     if kind == PROFILE_START && !e_handle.is_null() {
-        // SAFETY: an event that starts is given where its handle goes.
+        // SAFETY: for a start event, `e_handle` points at the place for the event's handle.
         unsafe { *e_handle = ptr::null_mut() };
     }
     ResultCode::SUCCESS

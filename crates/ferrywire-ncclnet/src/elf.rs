@@ -1,7 +1,8 @@
-//! Whether a file is a whole shared library for this machine, found out before the loader maps it.
+//! Checks that a file is a complete shared library for this machine, before the loader maps it.
 //!
-//! The loader believes the headers: a truncated library is mapped past its end and the process dies by
-//! SIGBUS, before anything could be reported. Invariant: nothing is mapped and nothing executed here.
+//! The loader trusts the headers: it maps a truncated library past the end of the file, and the process dies
+//! of SIGBUS before any error can be reported.
+//! Invariant: nothing is mapped or executed here.
 //! Read next: `load.rs`.
 
 use std::fs::File;
@@ -20,30 +21,30 @@ compile_error!("name this processor's ELF machine here");
 const MAGIC: &[u8] = b"\x7fELF";
 const MACHINE: u16 = if cfg!(target_arch = "aarch64") { EM_AARCH64 } else { EM_X86_64 };
 
-/// What is wrong with a file that should be a shared library.
+/// Why a file cannot be loaded as a shared library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Defect {
-    /// It does not begin as an ELF file does.
+    /// The file does not start with the ELF magic.
     NotElf,
-    /// An ELF file, but of another kind.
+    /// An ELF file of another kind; the text says which.
     Other(&'static str),
-    /// It ends before what its headers promise.
+    /// The file ends before the end that its headers state.
     Truncated {
-        /// What is there.
+        /// Size of the file in bytes.
         file_bytes: u64,
-        /// What there should be at least.
+        /// Smallest size that the headers require, in bytes.
         needed_bytes: u64,
     },
 }
 
-/// Checks the headers of a file.
+/// Checks the headers of a file. Returns an I/O error when the file cannot be read.
 pub fn check(file: &File) -> io::Result<Result<(), Defect>> {
     let file_bytes = file.metadata()?.len();
     if file_bytes >= MAGIC.len() as u64 {
         file.read_exact_at(&mut [0; MAGIC.len()], 0)?;
     }
     match check_headers(&ReadCache::new(file), file_bytes) {
-        // The reader does not say why it has failed.
+        // The reader gives no reason for a failure. When the file is long enough, the read itself has failed.
         Err(Defect::Truncated { needed_bytes, .. }) if needed_bytes <= file_bytes => {
             Err(io::Error::other("its headers cannot be read"))
         }
@@ -95,7 +96,7 @@ mod tests {
         check(&file).unwrap()
     }
 
-    /// A header and two segments, the last of which ends at `end`.
+    /// An ELF header and two segments; the last segment ends at `end`.
     fn library(end: u64) -> Vec<u8> {
         let mut bytes = vec![0u8; size_of::<Header>() + 2 * size_of::<Segment>()];
         let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
@@ -124,7 +125,7 @@ mod tests {
         }
     }
 
-    /// It was told as a file that is no ELF file.
+    /// Regression: an unreadable file was reported as no ELF file.
     #[test]
     fn what_cannot_be_read_is_an_error_of_the_system() {
         let folder = File::open("/").unwrap();

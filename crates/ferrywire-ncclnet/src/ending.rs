@@ -1,13 +1,14 @@
-//! How a plugin ends the process it runs in: what explains it, and a hook that tells it.
+//! How a plugin ended its process: an explanation for errors, and an exit hook that prints it.
 //!
 //! Plugins call `exit` where they should return an error, inside a call or on a thread of their own, often
-//! without a word. Who supervises the process hears of it there ([`super::log::tee_to_fd`], [`super::SupervisedProcess`]).
-//! In a program that hosts a plugin itself, the hook prints one line to standard error: plugin, call, device,
-//! what the plugin warned of last, and the fix where the cause is known. Against signals only a process of its own helps.
+//! without a message. A supervisor learns of it through [`super::log::tee_to_fd`] and
+//! [`super::SupervisedProcess`]. In a program that hosts a plugin itself, the hook prints one line to
+//! standard error: plugin, call, device, the plugin's last warnings, and the fix where the cause is known.
+//! Only a process of its own protects against signals.
 //!
-//! Invariant: an end that the program itself wants is not told: the thread that ends the process has to be in
-//! a plugin's call, or code of a plugin has to be on its stack.
-//! Read next: `cause.rs`, what warnings tell; `clock.rs`, which knows the calls; `supervised.rs`.
+//! Invariant: an exit that the program itself wants is not reported: the exiting thread must be in a plugin's
+//! call, or have a plugin's code on its stack.
+//! Read next: `cause.rs`, the causes that warnings state; `clock.rs`, which knows the calls; `supervised.rs`.
 
 use std::ffi::{c_int, c_void};
 use std::panic::catch_unwind;
@@ -17,22 +18,22 @@ use super::clock::{self, PluginId};
 use super::log::{self, LastLines, LogLine};
 use super::supervised;
 
-/// How a process that hosts a plugin came to its end.
+/// How a process that hosted a plugin ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EndKind {
-    /// It called `exit`.
+    /// The process called `exit`.
     Exit,
-    /// This signal ended it.
+    /// This signal ended the process.
     Signal(i32),
-    /// A call of the plugin did not return, so that the process was ended.
+    /// A plugin call did not return, so the supervisor ended the process.
     CallHangs,
-    /// It said nothing any more, so that it was ended.
+    /// The process stopped responding, so the supervisor ended it.
     Silent,
 }
 
-/// What a plugin had logged when its process ended, and what follows from it: the fix, where one of its last warnings
-/// tells the cause; else the likely cause, where the kind of the end alone tells one.
+/// A plugin's last log lines before its process ended, followed by the fix when a warning states a known
+/// cause, else by the likely cause when the kind of end suggests one.
 pub fn explained(end: EndKind, logged: &LastLines) -> String {
     let told = logged.told();
     match (logged.cause(), likely(end)) {
@@ -54,16 +55,16 @@ fn likely(end: EndKind) -> Option<&'static str> {
     }
 }
 
-/// Where the libraries of plugins lie.
+/// Base address of each plugin's library.
 static LIBRARIES: Mutex<Vec<(usize, PluginId)>> = Mutex::new(Vec::new());
 
-/// From now on an `exit` by this plugin, whose table is at `address`, is told.
+/// Reports an `exit` by this plugin from now on. `address` is that of its table.
 pub(super) fn watch(plugin: PluginId, address: *const c_void) {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         supervised::report();
-        // SAFETY: the handler does not unwind, and is there for as long as the code around it. Where there is
-        // no room for it, nothing is told.
+        // SAFETY: the handler does not unwind and lives as long as the code around it. When the C library has
+        // no room for the handler, exits are not reported.
         let _ = unsafe { libc::atexit(at_exit) };
     });
     if let Some(base) = base_of(address) {
@@ -73,16 +74,15 @@ pub(super) fn watch(plugin: PluginId, address: *const c_void) {
 
 extern "C" fn at_exit() {
     let _ = catch_unwind(|| {
-        if let Some(line) = told() {
-            // SAFETY: the bytes are a whole string of ours.
+        if let Some(line) = exit_message() {
+            // SAFETY: the bytes are a whole string that this function owns.
             unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
         }
     });
 }
 
-/// What there is to say about this end of the process; `None` where it is none of a plugin's, or somebody
-/// else says it.
-fn told() -> Option<String> {
+/// The line that reports this exit; `None` when no plugin caused it or a supervisor reports it.
+fn exit_message() -> Option<String> {
     let (plugin, place) = match clock::ending_call() {
         Some((plugin, call, Some(device))) => (plugin, format!("in {call} on device {device}")),
         Some((plugin, call, None)) => (plugin, format!("in {call}")),
@@ -97,11 +97,11 @@ fn told() -> Option<String> {
     Some(format!("ferrywire: plugin {plugin} ended this process by exit {place}; {explained}\n"))
 }
 
-/// The plugin whose code has called what runs here.
+/// The plugin whose code is on the current thread's stack.
 fn plugin_on_stack() -> Option<PluginId> {
     let libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let mut search = Search { libraries, found: None };
-    // SAFETY: the frames of this thread are looked at, and `search` outlives the call.
+    // SAFETY: only this thread's frames are read, and `search` outlives the call.
     unsafe { _Unwind_Backtrace(look, (&raw mut search).cast()) };
     search.found
 }
@@ -123,22 +123,22 @@ unsafe extern "C" {
 }
 
 /// # Safety
-/// A frame of the unwinder's, and a [`Search`].
+/// `frame` comes from the unwinder, and `search` points at a [`Search`].
 unsafe extern "C" fn look(frame: *mut c_void, search: *mut c_void) -> c_int {
     // SAFETY: by the caller's promise.
     let (code, search) = unsafe { (_Unwind_GetIP(frame), &mut *search.cast::<Search>()) };
-    // The address is behind the call, which may be a function's last instruction.
+    // The return address lies behind the call, which may be the last instruction of a function.
     let base = base_of(std::ptr::without_provenance(code.saturating_sub(1)));
     search.found = search.libraries.iter().find(|(library, _)| Some(*library) == base).map(|(_, id)| *id);
     if search.found.is_some() { STOP } else { CONTINUE }
 }
 
-/// Where the library begins that holds an address.
+/// Base address of the library that contains `address`.
 fn base_of(address: *const c_void) -> Option<usize> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
     // SAFETY: any address may be asked for; the pointer is to a whole Dl_info.
     let found = unsafe { libc::dladdr(address, info.as_mut_ptr()) } != 0;
-    // SAFETY: pointers alone, null until they are set.
+    // SAFETY: the struct holds only pointers, which are null until dladdr sets them.
     found.then(|| unsafe { info.assume_init() }.dli_fbase as usize)
 }
 
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    /// "unix" and "GPU" stand in the first lines of every run.
+    /// The first lines of every run contain "unix" and "GPU".
     #[test]
     fn nothing_is_guessed() {
         let start = logged(LogLevel::Info, "NET/GPUDirectTCPX : unix client prefix /run/tcpx");

@@ -1,7 +1,7 @@
-//! What can go wrong with a plugin: loading it, and calling it.
+//! Errors of loading and calling a plugin.
 //!
-//! Each error is one line that names the file or the plugin, the call, the device and the connection it was
-//! about, and what to try. Errors are values, so that tests compare them and a transport can act on them.
+//! Each error prints as one line: the file or plugin, the call, device and connection, the cause, and what to
+//! try. Errors are values, so tests compare them and transports act on their fields.
 //! Read next: `load.rs`.
 
 use std::fmt;
@@ -16,146 +16,146 @@ use super::log::LastLines;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// There is no file of that name.
+    /// The file does not exist.
     #[error("{path}: there is no such file")]
     Missing {
-        /// As given.
+        /// Path, as the caller gave it.
         path: String,
     },
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("{path}: {why}")]
     Unreadable {
-        /// As given.
+        /// Path, as the caller gave it.
         path: String,
-        /// The system's words.
+        /// The operating system's message.
         why: String,
     },
-    /// A text file, an archive, a picture.
+    /// The file is no ELF file (text, archive, image).
     #[error("{path}: not a shared library (it does not begin with an ELF header)")]
     NotElf {
-        /// As given.
+        /// Path, as the caller gave it.
         path: String,
     },
-    /// ELF, but nothing that can be loaded here.
+    /// The file is an ELF file that cannot be loaded on this machine.
     #[error("{path}: cannot be loaded: {why}")]
     WrongElf {
-        /// As given.
+        /// Path, as the caller gave it.
         path: String,
-        /// What it is.
+        /// Kind of the ELF file.
         why: &'static str,
     },
-    /// The file ends before what its headers promise.
+    /// The file ends before the end that its headers state.
     #[error(
         "{path}: truncated: it has {file_bytes} bytes, and its headers speak of {needed_bytes}; copy it again"
     )]
     Truncated {
-        /// As given.
+        /// Path, as the caller gave it.
         path: String,
-        /// What is there.
+        /// Size of the file in bytes.
         file_bytes: u64,
-        /// What there should be at least.
+        /// Smallest size that the headers require, in bytes.
         needed_bytes: u64,
     },
-    /// The loader refused it: an undefined symbol, a missing library.
+    /// The loader rejected the file, for example for an undefined symbol or a missing library.
     #[error("{path}: cannot be loaded: {why}")]
     Refused {
-        /// As given.
+        /// Path, as the caller gave it.
         path: String,
         /// Whether no file of that name is where the loader looks.
         is_absent: bool,
-        /// The loader's words.
+        /// The loader's message.
         why: String,
     },
-    /// None of the names that the rule gives could be opened.
+    /// None of the files that NCCL's naming rule yields could be opened.
     #[error("no plugin {name:?}: {tried}")]
     NotFound {
-        /// As given.
+        /// Name, as the caller gave it.
         name: String,
-        /// Each file that was tried, and why it was not that.
+        /// Each file that was tried, with its error.
         tried: String,
     },
-    /// The name cannot be used.
+    /// The name is not valid; the text says why.
     #[error("{0}")]
     BadName(String),
-    /// The name says that no plugin is wanted.
+    /// The name is `none`: no plugin is wanted.
     #[error("the name \"none\" asks for no plugin")]
     NoneWanted,
-    /// A library without any table that can be used.
+    /// The library exports no table of a supported version.
     #[error("{path}: exports no ncclNetPlugin_v4 to v12{}", other_tables(.older))]
     NoTable {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// Versions below 4 that it does export.
+        /// Exported versions below 4.
         older: Vec<u32>,
     },
-    /// The version asked for is not among those it exports.
+    /// The library does not export the requested version.
     #[error("{path}: exports no ncclNetPlugin_{wanted}; it has {}", listed(.exported))]
     NoSuchVersion {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// What was asked for.
+        /// The requested version.
         wanted: Version,
-        /// What there is.
+        /// The exported versions.
         exported: Vec<Version>,
     },
-    /// The table's name is a null pointer.
+    /// The plugin's name in the table is a null pointer.
     #[error("{path}: its {version} table has no name (a null pointer)")]
     NullName {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// The table.
+        /// Version of the table.
         version: Version,
     },
-    /// A function that every plugin must have is missing.
+    /// A mandatory function is missing in the table.
     #[error("{path}: its {version} table has no {slot} function (a null pointer)")]
     MissingSlot {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// The table.
+        /// Version of the table.
         version: Version,
-        /// The function.
+        /// Name of the missing function.
         slot: &'static str,
     },
-    /// `init` or `devices` failed.
+    /// The plugin's `init` or `devices` failed.
     #[error("{path}: {error}{}", last_words(.said))]
     Failed {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// The call.
+        /// The failed call.
         error: Box<CallError>,
-        /// What the plugin has logged meanwhile.
+        /// Lines that the plugin logged since `init` began.
         said: Box<LastLines>,
     },
-    /// It works, but has nothing to offer.
+    /// The plugin started, but offers no device.
     #[error("{path}: plugin {plugin} ({version}) has no devices (it says {count}){}", last_words(.said))]
     NoDevices {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// Its name.
+        /// Name of the plugin.
         plugin: String,
-        /// The table.
+        /// Version of the table.
         version: Version,
-        /// What it gave as their number.
+        /// The number of devices that the plugin reported.
         count: i32,
-        /// What the plugin has logged meanwhile.
+        /// Lines that the plugin logged since `init` began.
         said: Box<LastLines>,
     },
-    /// A limit of this process.
+    /// A limit of this process was reached.
     #[error("{path}: {why}")]
     Limit {
-        /// The file.
+        /// Path of the library.
         path: String,
-        /// Which limit.
+        /// The limit, with its name and value.
         why: String,
     },
 }
 
 fn other_tables(older: &[u32]) -> String {
     let names: Vec<String> = older.iter().map(|version| format!("ncclNetPlugin_v{version}")).collect();
-    match names.is_empty() {
-        true => ": not an NCCL net plugin".to_owned(),
-        false => format!(": only {}, which is too old", names.join(" and ")),
+    if names.is_empty() {
+        return ": not an NCCL net plugin".to_owned();
     }
+    format!(": only {}, which is too old", names.join(" and "))
 }
 
 fn listed(versions: &[Version]) -> String {
@@ -163,7 +163,7 @@ fn listed(versions: &[Version]) -> String {
     names.join(", ")
 }
 
-/// The warning that tells most, with what to do about it; without one the last line.
+/// The most informative warning, with its fix when the cause is known; without a warning, the last line.
 fn last_words(said: &LastLines) -> String {
     let line = said.warning().or_else(|| said.iter().next_back());
     let said_last = line.map_or_else(String::new, |line| format!("; it said last: {}", line.text));
@@ -171,48 +171,48 @@ fn last_words(said: &LastLines) -> String {
     said_last + &fix
 }
 
-/// A call of a plugin that did not do what it is for.
+/// A plugin call that failed or was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     /// The plugin's name.
     pub plugin: Arc<str>,
-    /// The table in use.
+    /// Version of the table in use.
     pub version: Version,
-    /// The function.
+    /// The function that was called.
     pub call: Call,
-    /// The device, where it was about one.
+    /// The device that the call concerns; `None` for calls about the whole plugin.
     pub device: Option<i32>,
-    /// The device's own name, where it is known.
+    /// The device's name, where it is known.
     pub nic: Option<Arc<str>>,
-    /// The connection, where it was about one.
+    /// The connection that the call concerns, if any.
     pub comm: Option<CommId>,
-    /// What happened.
+    /// Why the call failed.
     pub cause: Cause,
 }
 
-/// What made a call fail.
+/// Why a plugin call failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Cause {
-    /// The plugin returned this.
+    /// The plugin returned this code.
     Result(ResultCode),
-    /// The plugin's table has no such function; it is optional.
+    /// The plugin's table lacks this optional function.
     Missing,
-    /// Not called: a size does not fit into what this version of the interface can say.
+    /// Refused before the call: the size exceeds the range of this version's argument.
     TooLarge {
-        /// The size asked for.
+        /// The requested size in bytes.
         bytes: usize,
-        /// What is possible.
+        /// The largest possible size in bytes.
         limit: usize,
     },
-    /// Not called: at this point the call would be undefined behaviour in some plugins.
+    /// Refused before the call: the call would now be undefined behaviour in some plugins.
     Misuse(&'static str),
-    /// The plugin said success and did not do what success means.
+    /// The plugin returned success, but its results contradict it.
     BadAnswer(&'static str),
 }
 
 impl CallError {
-    /// What the plugin returned, if it was called and failed.
+    /// The code that the plugin returned; `None` when the failure has another cause.
     pub fn code(&self) -> Option<ResultCode> {
         match self.cause {
             Cause::Result(code) => Some(code),

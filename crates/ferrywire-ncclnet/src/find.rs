@@ -1,27 +1,28 @@
-//! Which library a plugin's name means: the rule by which NCCL 2.27 to 2.30 looks for it.
+//! Which files a plugin's name may mean: the search rule of NCCL 2.27 to 2.30.
 //!
-//! What users put into `NCCL_NET_PLUGIN` finds the same file here as it does there. Invariant: pure; no
-//! file is looked at.
+//! A value of `NCCL_NET_PLUGIN` selects the file here that it selects in NCCL.
+//! Invariant: pure; no file is accessed.
 //! Read next: `load.rs`, which tries the candidates.
 
 use ferrywire_proto::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_NAMES_MAX};
 
-/// Something to open.
+/// A candidate to open.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Candidate {
-    /// A file: a path, or a name without `/` that the loader searches for.
+    /// A file: a path, or a name without `/`, which the loader searches for.
     File(String),
-    /// The running program itself.
+    /// The running program, which may export the tables itself.
     Program,
 }
 
-/// What is opened when nobody names a plugin.
+/// The file that is opened when no plugin is named.
 const UNNAMED: &str = "libnccl-net.so";
 
-/// The candidates for the value of `NCCL_NET_PLUGIN`, first choice first; none for `none`.
+/// The candidates for a value of `NCCL_NET_PLUGIN`, in order of preference; empty for `none`. Returns an
+/// error text for an invalid value.
 ///
-/// Each item of a list with commas is taken as given, and then as `libnccl-net-ITEM.so`, unless it holds a
-/// `/` or is a `lib....so` already.
+/// Each item of a comma-separated list is tried as given, then as `libnccl-net-ITEM.so`. An item with a `/`,
+/// or of the form `lib....so`, is tried only as given.
 pub fn candidates(named: Option<&str>) -> Result<Vec<Candidate>, String> {
     let Some(list) = named else {
         return Ok(vec![Candidate::File(UNNAMED.to_owned())]);
@@ -73,7 +74,7 @@ mod tests {
     #[test]
     fn a_short_name_is_tried_as_given_and_then_spelled_out() {
         assert_eq!(names(Some("gpudirecttcpx")), ["gpudirecttcpx", "libnccl-net-gpudirecttcpx.so"]);
-        // Only both ends together make a name whole.
+        // A name is complete only with both `lib` and `.so`.
         assert_eq!(names(Some("libx")), ["libx", "libnccl-net-libx.so"]);
         assert_eq!(names(Some("x.so")), ["x.so", "libnccl-net-x.so.so"]);
         assert_eq!(names(Some("libx.so.1")), ["libx.so.1", "libnccl-net-libx.so.1.so"]);

@@ -1,20 +1,20 @@
-//! The functions of any table behind one face: what differs between versions ends here.
+//! The functions of any table behind one interface, which hides the differences between versions.
 //!
-//! Each function has an enum with one variant per signature. A variant is chosen by the *type* of the slot
-//! it came from, so a table cannot be called with another version's arguments. Sizes that an older
-//! signature cannot express are refused before the call.
-//! Read next: `net.rs`, which makes the calls and accounts for them.
+//! Each function has an enum with one variant per signature. The *type* of a slot selects the variant, so a
+//! table cannot be called with another version's arguments. A size that an older signature cannot express is
+//! refused before the call.
+//! Read next: `net.rs`, which makes and records the calls.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
 use super::abi::*;
 
-/// A size is larger than the signature can say.
+/// A size exceeds the range of the signature's argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DoesNotFit;
 
-/// Enums of signatures, each made from a function pointer of one of them.
+/// Defines enums of signatures, with a conversion from each function pointer type.
 macro_rules! forms {
     ($( $(#[$meta:meta])* enum $name:ident { $($variant:ident($signature:ty)),+ } )+) => {$(
         $(#[$meta])*
@@ -47,7 +47,7 @@ forms! {
     enum MakeVDevice { V9(MakeVDeviceV9), V12(MakeVDeviceV12) }
 }
 
-/// Every function of a table; `None` where it is optional and missing.
+/// Every function of a table; `None` for an optional function that is missing.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct Functions {
@@ -74,9 +74,9 @@ pub struct Functions {
     pub set_net_attr: Option<SetNetAttr>,
 }
 
-/// A table whose functions can be taken over.
+/// A table whose functions can be extracted.
 pub trait Callable: Table {
-    /// Its functions, or the name of a mandatory one that is missing.
+    /// The table's functions, or the name of a mandatory function that is missing.
     fn functions(&self) -> Result<Functions, &'static str>;
 }
 
@@ -128,16 +128,16 @@ callable! {
     NetV12 { reg_mr_dma_buf, get_device_mr, irecv_consumed, make_v_device, set_net_attr } { finalize "finalize" }
 }
 
-/// A buffer of a grouped receive, as the calls below take them: one array per part.
+/// The buffers of a grouped receive as the C functions take them: one array per property.
 #[derive(Debug)]
 pub struct Buffers<'a> {
-    /// Where.
+    /// Address of each buffer.
     pub data: &'a mut [*mut c_void],
-    /// How much, one per buffer.
+    /// Size of each buffer in bytes.
     pub sizes: &'a [usize],
-    /// Tags, one per buffer.
+    /// Tag of each buffer.
     pub tags: &'a mut [c_int],
-    /// Registrations, one per buffer.
+    /// Registration of each buffer.
     pub mhandles: &'a mut [*mut c_void],
 }
 
@@ -157,7 +157,7 @@ fn ints(sizes: &[usize]) -> Result<[c_int; GROUP], DoesNotFit> {
 
 impl Init {
     /// # Safety
-    /// As the C function: the pointers are valid, `config` for as long as the context lives.
+    /// The promises of the C function: the pointers are valid, `config` for as long as the context lives.
     pub unsafe fn call(
         self,
         context: PP,
@@ -212,7 +212,7 @@ impl Listen {
 
 impl Connect {
     /// # Safety
-    /// `handle` has 128 bytes and is the same in all calls of an attempt, as is what `dh` points at.
+    /// `handle` has 128 bytes. It and the target of `dh` stay at one address in all calls of an attempt.
     pub unsafe fn call(
         self,
         context: P,
@@ -236,7 +236,7 @@ impl Connect {
 
 impl Accept {
     /// # Safety
-    /// `listen_comm` is open, and `dh` points at the same memory in all calls of an attempt.
+    /// `listen_comm` is open, and `dh` points at one address in all calls of an attempt.
     pub unsafe fn call(self, listen_comm: P, comm: PP, dh: Dh) -> ResultCode {
         // SAFETY: by the caller's promise.
         unsafe {
@@ -250,7 +250,7 @@ impl Accept {
 
 impl RegMr {
     /// # Safety
-    /// The memory is of that kind and stays valid until it is deregistered.
+    /// The memory is of the stated kind and stays valid until it is deregistered.
     pub unsafe fn call(
         self,
         comm: P,
@@ -271,7 +271,7 @@ impl RegMr {
 
 impl Isend {
     /// # Safety
-    /// The memory is registered as `mhandle` and stays as it is until the request is done.
+    /// The memory is registered as `mhandle` and stays unchanged until the request is done.
     pub unsafe fn call(
         self,
         comm: P,
@@ -295,7 +295,8 @@ impl Isend {
 
 impl Irecv {
     /// # Safety
-    /// Between 1 and [`GROUP`] buffers, one for v4; registered, and nobody else's until the request is done.
+    /// Between 1 and [`GROUP`] buffers, 1 for v4. They are registered, and no other code uses them until the
+    /// request is done.
     pub unsafe fn call(
         self,
         comm: P,
@@ -304,8 +305,8 @@ impl Irecv {
     ) -> Result<ResultCode, DoesNotFit> {
         let n = int(buffers.data.len())?;
         let Buffers { data, tags, mhandles, .. } = buffers;
-        // SAFETY: by the caller's promise. Plugins read the arrays during the call only, and take tables
-        // of profiler handles that are null.
+        // SAFETY: by the caller's promise. Plugins read the arrays only during the call, and accept null
+        // profiler handles.
         Ok(unsafe {
             match self {
                 Irecv::V4(irecv) => irecv(comm, data[0], int(buffers.sizes[0])?, mhandles[0], request),
@@ -338,7 +339,7 @@ fn copied(sizes: &[usize]) -> [usize; GROUP] {
 
 impl Iflush {
     /// # Safety
-    /// As [`Irecv::call`], for buffers that were received into.
+    /// The promise of [`Irecv::call`], for buffers that were received into.
     pub unsafe fn call(
         self,
         comm: P,
@@ -361,7 +362,7 @@ impl Iflush {
 }
 
 impl MakeVDevice {
-    /// How many devices it may merge.
+    /// Most devices that one virtual device may merge.
     pub fn limit(self) -> usize {
         match self {
             MakeVDevice::V9(_) => VIRTUAL_DEVICES_MAX_V9,
@@ -370,7 +371,7 @@ impl MakeVDevice {
     }
 
     /// # Safety
-    /// `device` can be written; at most [`MakeVDevice::limit`] devices.
+    /// `device` is writable, and there are at most [`MakeVDevice::limit`] devices.
     pub unsafe fn call(self, device: *mut c_int, devices: &[c_int]) -> ResultCode {
         let ndevs = devices.len() as c_int;
         // SAFETY: by the caller's promise.

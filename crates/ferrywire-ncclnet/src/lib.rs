@@ -6,16 +6,17 @@
 //!                                        └───── connect <──────┘ Connecting ── poll ──> SendComm ─ isend ┘
 //! ```
 //!
-//! ferrywire stands on both sides of the interface: it hosts foreign plugins as a transport, and it is such
-//! a plugin itself. Both sides, and the simulated plugin of the tests, take their types from [`abi`], so
-//! that an offset is written down once.
+//! ferrywire is on both sides of the interface: it hosts foreign plugins as a transport, and it is a plugin
+//! itself. Both sides, and the simulated plugin of the tests, take their types from [`abi`], so each offset
+//! is written down once.
 //!
-//! A plugin is foreign code in this process: it may block, write where it should not, or end the process.
-//! What can be checked is checked here; against the rest only a process of its own helps, a [`SupervisedProcess`].
-//! [`inflight_calls`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last, and
-//! an `exit` by a plugin is told on standard error where nobody supervises (`ending.rs`).
+//! A plugin is foreign code in this process: it may block, write to wrong addresses, or end the process. This
+//! crate checks everything that can be checked; only a process of its own, a [`SupervisedProcess`], protects
+//! against the rest. [`inflight_calls`] shows a watchdog the call that hangs, [`log::tee_to_fd`] shows a
+//! supervisor the plugin's last lines, and without a supervisor an `exit` by a plugin is reported on standard
+//! error (`ending.rs`).
 //!
-//! Invariant: nothing here knows about endpoints or channels, and nothing here decides what an answer means.
+//! Invariant: this crate knows nothing of endpoints and channels, and does not interpret a plugin's answers.
 //! Read next: [`abi`], then `load.rs`, `net.rs`, `comm.rs`, `request.rs`.
 
 pub mod abi;

@@ -1,9 +1,9 @@
-//! Opening a plugin's library: by path, or by NCCL's own rule for names.
+//! Opening a plugin's library, by path or by NCCL's naming rule.
 //!
-//! Files that cannot be plugins are told apart before the loader sees them. Invariants: `SIGPIPE` is ignored
-//! before a plugin's code runs, since plugins write to sockets of dead peers; a table is read with the
-//! struct of exactly its version; a library whose `init` was called is never unloaded, since its threads
-//! may run in it.
+//! Files that cannot be plugins are rejected before the loader sees them.
+//! Invariants: `SIGPIPE` is ignored before a plugin's code runs, since plugins write to sockets of dead
+//! peers; a table is read with the struct of exactly its version; a library whose `init` was called is never
+//! unloaded, since its threads may still run its code.
 //! Read next: `net.rs`.
 
 use std::ffi::{CStr, c_char, c_void};
@@ -21,13 +21,13 @@ use super::{elf, sanitize};
 use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 use ferrywire_sys::signal;
 
-/// The version that NCCL 2.30 does without: it takes v6 and newer.
+/// The oldest version that NCCL 2.30 supports.
 const NCCL_OLDEST: Version = Version::V6;
-/// Versions from before this crate's time, named where nothing better is found.
+/// Versions that this crate does not support; error messages name them.
 const TOO_OLD: [(u32, &CStr); 3] =
     [(1, c"ncclNetPlugin_v1"), (2, c"ncclNetPlugin_v2"), (3, c"ncclNetPlugin_v3")];
 
-/// A plugin's file, opened but not started.
+/// A plugin's library, opened but not started.
 #[derive(Debug)]
 pub struct Library {
     handle: Handle,
@@ -35,26 +35,27 @@ pub struct Library {
 }
 
 impl Library {
-    /// Opens the file at `path`.
+    /// Opens the library at `path`.
     ///
-    /// From now on this process ignores `SIGPIPE`.
+    /// From then on this process ignores `SIGPIPE`.
     ///
     /// # Safety
-    /// The file's code runs in this process, with all it may do: the caller trusts it. The environment is
-    /// not changed while it runs.
+    /// The file's code runs in this process with all its rights: the caller trusts it. No thread changes the
+    /// environment during the call.
     pub unsafe fn open(path: impl AsRef<Path>) -> Result<Library, LoadError> {
         let path = path.as_ref();
         check(path)?;
-        // Without a slash the loader would search its own directories.
+        // For a name without a slash the loader would search its own directories.
         let name = if path.components().count() > 1 { path.to_owned() } else { Path::new(".").join(path) };
         // SAFETY: by the caller's promise.
         unsafe { open(Some(name), path.display().to_string()) }
     }
 
-    /// Opens the plugin that NCCL would take for this value of `NCCL_NET_PLUGIN`; `None`: not set.
+    /// Opens the plugin that NCCL would select for this value of `NCCL_NET_PLUGIN`; `None` means that it is
+    /// not set.
     ///
     /// # Safety
-    /// As [`Library::open`].
+    /// The promise of [`Library::open`].
     pub unsafe fn find(name: Option<&str>) -> Result<Library, LoadError> {
         let candidates = candidates(name).map_err(LoadError::BadName)?;
         let mut failed = Vec::new();
@@ -69,17 +70,17 @@ impl Library {
         Err(none_of(name.unwrap_or("(not named)"), failed))
     }
 
-    /// Where it was found.
+    /// Path of the library.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// The versions it exports, newest first.
+    /// The versions that the library exports, newest first.
     pub fn versions(&self) -> Vec<Version> {
         Version::NEWEST_FIRST.into_iter().filter(|version| self.address(version.symbol()).is_some()).collect()
     }
 
-    /// Versions it exports that are older than any this crate can use.
+    /// Exported versions that are too old for this crate.
     pub fn older_versions(&self) -> Vec<u32> {
         TOO_OLD
             .iter()
@@ -88,18 +89,17 @@ impl Library {
             .collect()
     }
 
-    /// The version that NCCL 2.30 would use.
+    /// The version that NCCL 2.30 would select; `None` when it would reject the library.
     pub fn nccl_choice(&self) -> Option<Version> {
         self.versions().first().copied().filter(|newest| *newest >= NCCL_OLDEST)
     }
 
-    /// Starts it with its newest version, or with the one that is wanted.
+    /// Starts the plugin with the version `wanted`, or else with its newest one.
     ///
-    /// Each table of a library is started once per process: a second load gives the same plugin again, or
-    /// the same error.
+    /// A table is started once per process: a second load returns the first load's plugin or error.
     ///
     /// # Safety
-    /// As [`Library::open`]: this runs the plugin's `init` and `devices`.
+    /// The promise of [`Library::open`]: this call runs the plugin's `init` and `devices`.
     pub unsafe fn load(self, wanted: Option<Version>) -> Result<Plugin, LoadError> {
         let version = self.choose(wanted)?;
         let address = self.address(version.symbol()).ok_or_else(|| self.no_table())?;
@@ -131,7 +131,7 @@ impl Library {
         LoadError::NoTable { path: self.path.clone(), older: self.older_versions() }
     }
 
-    /// With the path of the file in which the loader found it.
+    /// Replaces the path by that of the file which the loader found.
     fn found(mut self) -> Library {
         let table = Version::NEWEST_FIRST.into_iter().find_map(|version| self.address(version.symbol()));
         if let Some(file) = table.and_then(file_of) {
@@ -141,7 +141,7 @@ impl Library {
     }
 }
 
-/// The file that an address was mapped from.
+/// Path of the file from which an address was mapped.
 fn file_of(address: *const c_void) -> Option<String> {
     let mut info = libc::Dl_info {
         dli_fname: std::ptr::null(),
@@ -155,13 +155,13 @@ fn file_of(address: *const c_void) -> Option<String> {
     found.then(|| unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned())
 }
 
-/// A table as it was found, before `init`.
+/// A table that was found in a library, before `init`.
 pub(super) struct FoundTable {
     pub version: Version,
     pub path: String,
     pub name: String,
     pub functions: Functions,
-    /// Also what tells one loaded table from another.
+    /// Address of the table, which also identifies it among the loaded ones.
     pub address: *const c_void,
 }
 
@@ -189,7 +189,7 @@ impl FoundTable {
 /// # Safety
 /// A table of any version is at `address`.
 pub(super) unsafe fn name_at(address: *const c_void) -> Option<String> {
-    // SAFETY: by the caller's promise; the name, if there is one, ends with 0.
+    // SAFETY: by the caller's promise; the name is null or ends with 0.
     unsafe { sanitize::read(*address.cast::<*const c_char>(), PLUGIN_NAME_BYTES_MAX) }
 }
 
@@ -215,7 +215,7 @@ pub(super) unsafe fn functions_at(
     }
 }
 
-/// Refuses what cannot be a shared library, which the loader might crash on.
+/// Rejects a file that cannot be a shared library; the loader might crash on it.
 fn check(path: &Path) -> Result<(), LoadError> {
     let shown = path.display().to_string();
     let unreadable = |why: String| LoadError::Unreadable { path: shown.clone(), why };
@@ -238,7 +238,7 @@ fn check(path: &Path) -> Result<(), LoadError> {
 }
 
 /// # Safety
-/// As [`Library::open`].
+/// The promise of [`Library::open`].
 unsafe fn open_candidate(candidate: &Candidate) -> Result<Library, LoadError> {
     // SAFETY: by the caller's promise, in every arm.
     unsafe {
@@ -251,7 +251,7 @@ unsafe fn open_candidate(candidate: &Candidate) -> Result<Library, LoadError> {
 }
 
 /// # Safety
-/// As [`Library::open`].
+/// The promise of [`Library::open`].
 unsafe fn open(name: Option<PathBuf>, shown: String) -> Result<Library, LoadError> {
     let refused = |why: String| LoadError::Refused { path: shown.clone(), is_absent: false, why };
     signal::ignore_sigpipe().map_err(|error| refused(format!("SIGPIPE cannot be ignored: {error}")))?;
@@ -265,22 +265,23 @@ unsafe fn open(name: Option<PathBuf>, shown: String) -> Result<Library, LoadErro
     Ok(Library { handle, path: shown })
 }
 
-/// Whether the loader has found no file of this name. It found one where a library that the file needs is missing.
+/// Whether the loader found no file of this name. False where it found the file, and not a library that the
+/// file needs.
 ///
-/// The loader's words are read, since it has no other source: `dlerror` gives text alone, and the folders of its cache are
-/// not told. What is read chooses which of several errors is shown, and nothing else.
+/// The loader's message is the only source: `dlerror` returns nothing but text, and the directories of the
+/// loader's cache are unknown. The answer selects which of several errors is shown, and decides nothing else.
 fn is_absent(said: &str, name: Option<&Path>) -> bool {
     let own = name.and_then(|name| said.strip_prefix(&format!("{}: ", name.display())));
     own.is_some_and(|words| words.contains("No such file"))
 }
 
-/// What the loader said, in one line, without the path that precedes it.
+/// The loader's message as one line, without the path at its start.
 fn loaders_words(said: &str, name: Option<&Path>) -> String {
     let prefix = name.map(|name| format!("{}: ", name.display())).unwrap_or_default();
     sanitize::plain(said.strip_prefix(&prefix).unwrap_or(said).as_bytes())
 }
 
-/// One error of several: the only one that found a file at all, or all of them together.
+/// Combines the errors of several candidates: the error of the only file that exists, or else all of them.
 fn none_of(name: &str, mut failed: Vec<LoadError>) -> LoadError {
     let absent = |error: &LoadError| match error {
         LoadError::Missing { .. } | LoadError::Refused { is_absent: true, .. } => true,

@@ -1,7 +1,7 @@
-//! A plugin that was started, with one face for all versions.
+//! A started plugin, with one interface for all versions.
 //!
-//! Invariants: `init` runs once per table and process; every call is noted in `clock.rs` while it runs and
-//! ends in one [`CallError`] if it fails; nothing is taken from a plugin that it did not write.
+//! Invariants: `init` runs once per table and process; `clock.rs` records every call while it runs; a failed
+//! call returns one [`CallError`]; a value that the plugin did not write is never used.
 //! Read next: `comm.rs`, the connections.
 
 use std::ffi::{c_int, c_void};
@@ -20,19 +20,19 @@ use super::properties::{self, Properties};
 use super::{comm, ending, log};
 use ferrywire_proto::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
 
-/// What stands against the end of a plugin.
+/// Counts what must end before the plugin may be finalized.
 #[derive(Debug, Default)]
 struct Uses {
-    /// Connections, and attempts at them that the plugin has not answered.
+    /// Open connections, and attempts that the plugin has not answered.
     open: usize,
     finalized: bool,
 }
 
-/// A started plugin. Clones are the same plugin; it stays loaded until the process ends.
+/// A started plugin. Clones refer to one plugin, which stays loaded until the process ends.
 ///
-/// Its functions may be called from any thread, and several at once as far as the plugin's own allow it: `accept` of
-/// GPUDirect-TCPX has to be called by one thread at a time, whatever the listener (`docs/plugins.md`). Connections
-/// may be used by one thread at a time.
+/// Any thread may call its functions, and several at once as far as the plugin allows: only one thread at a
+/// time may call `accept` of GPUDirect-TCPX, whatever the listener (`docs/plugins.md`). Only one thread
+/// at a time may use a connection.
 #[derive(Clone, Debug)]
 pub struct Plugin(Arc<Inner>);
 
@@ -44,9 +44,9 @@ struct Inner {
     functions: Functions,
     name: Arc<str>,
     name_before_init: String,
-    /// Given by `init` from v11 on, else null.
+    /// The plugin's context, which `init` returns since v11; null before.
     context: *mut c_void,
-    /// Lent to the plugin for as long as it runs.
+    /// Configuration that the plugin may read for as long as it runs.
     config: *mut CommConfig,
     devices: c_int,
     nics: Mutex<Vec<Option<Arc<str>>>>,
@@ -62,7 +62,7 @@ unsafe impl Sync for Inner {}
 
 const FINALIZED: Cause = Cause::Misuse("the plugin was finalized");
 
-/// Every table whose `init` was called, by its address, with what came of it.
+/// Every table whose `init` was called, by address, with the outcome.
 static STARTED: Mutex<Vec<(usize, Result<Plugin, LoadError>)>> = Mutex::new(Vec::new());
 
 fn started() -> MutexGuard<'static, Vec<(usize, Result<Plugin, LoadError>)>> {
@@ -70,32 +70,32 @@ fn started() -> MutexGuard<'static, Vec<(usize, Result<Plugin, LoadError>)>> {
 }
 
 impl Plugin {
-    /// Its name, as it was after `init`; some plugins change it there.
+    /// Name after `init`, which may change it.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Its name before `init`, by which `NCCL_NET` would select it.
+    /// Name before `init`, with which `NCCL_NET` selects the plugin.
     pub fn name_before_init(&self) -> &str {
         &self.0.name_before_init
     }
 
-    /// The version of the interface in use.
+    /// Version of the interface in use.
     pub fn version(&self) -> Version {
         self.0.version
     }
 
-    /// The file it was loaded from.
+    /// Path of the library.
     pub fn path(&self) -> &str {
         &self.0.path
     }
 
-    /// Devices when it was started; their indices are below. At least one.
+    /// Number of devices when the plugin started, at least 1; indices count from 0.
     pub fn devices(&self) -> i32 {
         self.0.devices
     }
 
-    /// Asks again how many devices there are; virtual ones may have been added.
+    /// Asks the plugin for the current number of devices; virtual devices may have been added.
     pub fn count_devices(&self) -> Result<i32, CallError> {
         let mut count = 0;
         let devices = self.0.functions.devices;
@@ -104,7 +104,7 @@ impl Plugin {
         Ok(count)
     }
 
-    /// What the plugin says about a device.
+    /// The plugin's description of a device.
     pub fn properties(&self, device: i32) -> Result<Properties, CallError> {
         let call = self.0.functions.get_properties;
         let mut properties = None;
@@ -126,7 +126,8 @@ impl Plugin {
         Ok(properties)
     }
 
-    /// Merges devices into a virtual one; gives its index. v9 and later, where the plugin can.
+    /// Merges devices into a virtual device and returns its index. Needs v9 and a plugin that supports it,
+    /// else returns [`Cause::Missing`].
     pub fn make_v_device(&self, devices: &[i32]) -> Result<i32, CallError> {
         let error = |cause| self.error(Call::MakeVDevice, devices.first().copied(), None, cause);
         let call = self.0.functions.make_v_device.ok_or_else(|| error(Cause::Missing))?;
@@ -139,7 +140,8 @@ impl Plugin {
         if made < 0 { Err(error(Cause::BadAnswer("gave no device"))) } else { Ok(made) }
     }
 
-    /// A hint about the traffic to come. v11 and later, where the plugin takes it.
+    /// Gives the plugin a hint about future traffic. Needs v11 and a plugin that supports it, else returns
+    /// [`Cause::Missing`].
     pub fn set_net_attr(&self, attributes: &NetAttr) -> Result<(), CallError> {
         let missing = || self.error(Call::SetNetAttr, None, None, Cause::Missing);
         let call = self.0.functions.set_net_attr.ok_or_else(missing)?;
@@ -150,7 +152,7 @@ impl Plugin {
 
     /// Ends the plugin's context; v11 and later. The library stays loaded, and a later load starts it again.
     ///
-    /// Refused while connections are open, or being made.
+    /// Returns [`Cause::Misuse`] while connections are open or being made.
     pub fn finalize(self) -> Result<(), CallError> {
         let error = |cause| self.error(Call::Finalize, None, None, cause);
         let finalize = self.0.functions.finalize.ok_or_else(|| error(Cause::Missing))?;
@@ -166,39 +168,39 @@ impl Plugin {
         self.note(Call::Finalize, None, None, || unsafe { finalize(self.0.context) })
     }
 
-    /// Connections, listening ones too, that were opened and not closed, and attempts to connect that the plugin has
-    /// not answered.
+    /// Connections, listeners included, that were opened and not closed, and attempts to connect that the
+    /// plugin has not answered.
     pub fn open_comms(&self) -> usize {
         self.uses().open
     }
 
-    /// Calls of this plugin that have not returned yet, on any thread, longest first.
+    /// Calls of this plugin that have not returned yet, on any thread, the longest first.
     pub fn inflight_calls(&self) -> Vec<InflightCall> {
         clock::under_way(Some(self.0.id))
     }
 
-    /// Largest memory that one registration can cover.
+    /// Largest range in bytes that one registration can cover.
     pub fn registration_bytes_max(&self) -> usize {
         if self.0.version < Version::V8 { c_int::MAX as usize } else { usize::MAX }
     }
 
-    /// Largest message that one send or receive can carry, as far as the interface goes.
+    /// Largest message in bytes that the interface's version allows; a plugin may allow less.
     pub fn message_bytes_max(&self) -> usize {
         if self.0.version < Version::V9 { c_int::MAX as usize } else { usize::MAX }
     }
 
-    /// Whether finished receives must be given back with `irecv_consumed`.
+    /// Whether the plugin wants `irecv_consumed` for each completed receive.
     pub fn has_irecv_consumed(&self) -> bool {
         self.0.functions.irecv_consumed.is_some()
     }
 
-    /// Whether memory can be registered by a dma-buf.
+    /// Whether memory can be registered by its dma-buf.
     pub fn has_reg_mr_dma_buf(&self) -> bool {
         self.0.functions.reg_mr_dma_buf.is_some()
     }
 }
 
-/// For the connections, in `comm.rs`.
+/// Functions for the connections in `comm.rs`.
 impl Plugin {
     pub(super) fn functions(&self) -> &Functions {
         &self.0.functions
@@ -220,7 +222,8 @@ impl Plugin {
         self.0.uses.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection is about to be made by this call: the plugin is not ended before [`Plugin::count_closed`].
+    /// Counts a connection that `call` is about to make. The plugin cannot be finalized before
+    /// [`Plugin::count_closed`].
     pub(super) fn count_opening(&self, call: Call, device: i32) -> Result<(), CallError> {
         let mut uses = self.uses();
         if uses.finalized {
@@ -230,12 +233,12 @@ impl Plugin {
         Ok(())
     }
 
-    /// It is closed, or was not made.
+    /// Uncounts a connection that was closed, or was not made.
     pub(super) fn count_closed(&self) {
         self.uses().open -= 1;
     }
 
-    /// A call that is about the plugin or a device.
+    /// Makes a call about the plugin or a device.
     pub(super) fn call(
         &self,
         call: Call,
@@ -248,7 +251,7 @@ impl Plugin {
         self.note(call, device, None, run)
     }
 
-    /// A call that is noted while it runs, and whose result is looked at.
+    /// Makes a call, records it while it runs, and converts its result.
     pub(super) fn note(
         &self,
         call: Call,
@@ -259,10 +262,10 @@ impl Plugin {
         let noted = clock::enter(self.0.id, call, device);
         let code = run();
         drop(noted);
-        match code.is_success() {
-            true => Ok(()),
-            false => Err(self.error(call, device, comm, Cause::Result(code))),
+        if !code.is_success() {
+            return Err(self.error(call, device, comm, Cause::Result(code)));
         }
+        Ok(())
     }
 
     pub(super) fn error(
@@ -301,12 +304,12 @@ impl Plugin {
     }
 }
 
-/// Starting one.
+/// Starting a plugin.
 impl Plugin {
     /// # Safety
     /// The table is one of the library's, and the library is trusted to run here.
     pub(super) unsafe fn start(library: Handle, found: FoundTable) -> Result<Plugin, LoadError> {
-        // One at a time, as NCCL does it; so the second of two sees what came of the first.
+        // One start at a time, as in NCCL, so a second start of a table finds the first one's outcome.
         let mut started = started();
         let key = found.address as usize;
         if let Some((_, outcome)) = started.iter().find(|(table, _)| *table == key) {
@@ -318,7 +321,7 @@ impl Plugin {
             return Err(LoadError::Limit { path: found.path, why });
         };
         ending::watch(id, found.address);
-        // From here on its threads may run in it: it is never closed.
+        // From now on the plugin's threads may run the library's code, so the library is never closed.
         std::mem::forget(library);
         // SAFETY: by the caller's promise.
         let outcome = unsafe { Plugin::init(id, found) };
@@ -346,12 +349,13 @@ impl Plugin {
         let began = log::next_sequence();
         // SAFETY: the context can be written; configuration and logger live until the process ends.
         let code = unsafe { inner.call_init() };
-        // SAFETY: the table is still there, and its name is in its place.
+        // SAFETY: the table still exists, and its name is in slot 0.
         if let Some(name) = unsafe { name_at(inner.table) } {
             clock::rename(id, &name);
             inner.name = name.into();
         }
-        // SAFETY: the table is still there. NCCL reads its slots at each call: `init` may have changed them.
+        // SAFETY: the table still exists. Like NCCL, which reads a slot at each call, this respects a change
+        // by `init`.
         let functions = unsafe { functions_at(inner.version, inner.table) };
         let mut plugin = Plugin(Arc::new(inner));
         if !code.is_success() {
@@ -391,7 +395,7 @@ impl Inner {
     /// As [`Plugin::start`].
     unsafe fn call_init(&mut self) -> ResultCode {
         let _noted = clock::enter(self.id, Call::Init, None);
-        // Any number does; v11 plugins only tell communicators apart by it.
+        // Any number works; v11 plugins only use it to distinguish communicators.
         let comm_id = u64::from(std::process::id()) << 8 | 1;
         // SAFETY: by the caller's promise; the configuration is never freed.
         unsafe {

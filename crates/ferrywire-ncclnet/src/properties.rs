@@ -1,7 +1,7 @@
-//! What a plugin says about a device, in one form for all versions.
+//! Device properties in one form for all versions.
 //!
-//! Invariant: the room given to the plugin is larger than any version's struct and zeroed, and what it wrote
-//! is read with the struct of exactly its version; strings are copied at once.
+//! Invariant: the buffer given to the plugin is zeroed and larger than any version's struct; its contents are
+//! read with the struct of exactly the plugin's version; strings are copied at once.
 //! Read next: `functions.rs`.
 
 use std::ffi::{c_char, c_int};
@@ -11,62 +11,62 @@ use super::functions::GetProperties;
 use super::sanitize;
 use ferrywire_proto::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_PATH_BYTES_MAX, PLUGIN_PROPERTIES_BYTES};
 
-/// A device of a plugin. What the plugin's version cannot say has the value that NCCL then assumes.
+/// A device of a plugin. A property that the plugin's version lacks has the value that NCCL assumes.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Properties {
-    /// The NIC's name. Devices need not come in the order in which they were configured: map by name.
+    /// Name of the NIC. Map devices by name: they may not come in the configured order.
     pub name: String,
-    /// Its directory in sysfs; `None` for a virtual one.
+    /// The device's directory in sysfs; `None` for a virtual device.
     pub pci_path: Option<String>,
     /// Equal for devices that share a port.
     pub guid: u64,
-    /// `PTR_*` bits: the kinds of memory it takes.
+    /// Kinds of memory that the device accepts, as `PTR_*` bits.
     pub ptr_support: c_int,
-    /// A registration inside another costs next to nothing.
+    /// A registration within another one is almost free.
     pub reg_is_global: bool,
-    /// Every receive into GPU memory needs a flush.
+    /// Every receive into GPU memory must be flushed.
     pub force_flush: bool,
-    /// Mbit/s.
+    /// Link speed in Mbit/s.
     pub speed_mbps: c_int,
     /// Port number.
     pub port: c_int,
-    /// Microseconds.
+    /// Latency in microseconds.
     pub latency_us: f32,
-    /// Connections it can carry; advisory.
+    /// Most connections of the device; advisory.
     pub max_comms: c_int,
-    /// Buffers of one grouped receive.
+    /// Most buffers of a grouped receive.
     pub max_recvs: c_int,
     /// One of the `DEVICE_*` types.
     pub device_type: c_int,
     /// One of the `DEVICE_VERSION_*`.
     pub device_version: c_int,
-    /// The devices behind it; itself for a plain one.
+    /// Devices behind a virtual device; a plain device lists itself.
     pub devices: Vec<c_int>,
-    /// Largest message between two ranks.
+    /// Largest message between two ranks, in bytes.
     pub max_p2p_bytes: usize,
-    /// Largest message of a collective.
+    /// Largest message of a collective, in bytes.
     pub max_coll_bytes: usize,
-    /// 1 in every plugin known.
+    /// Most requests in one multi-request; 1 in every known plugin.
     pub max_multi_request: c_int,
-    /// Rail, where known.
+    /// Rail of the device, where known.
     pub rail: Option<i16>,
-    /// Plane, where known.
+    /// Plane of the device, where known.
     pub plane: Option<i16>,
 }
 
 impl Properties {
-    /// Whether it takes memory of this kind.
+    /// Whether the device accepts memory of this kind.
     pub fn takes(&self, kind: PointerType) -> bool {
         self.ptr_support & kind as c_int != 0
     }
 
-    /// Whether received bytes are scattered and have to be gathered.
+    /// Whether received bytes are scattered and must be gathered.
     pub fn unpacks(&self) -> bool {
         self.device_type == DEVICE_UNPACK
     }
 
-    /// Why NCCL would drop the plugin for this device, if it would.
+    /// Why NCCL would drop the plugin because of this device; `None` if it would not.
     pub fn refused_by_nccl(&self) -> Option<String> {
         match (self.device_type, self.device_version) {
             (DEVICE_HOST, _) | (DEVICE_UNPACK, DEVICE_VERSION_UNPACK) => None,
@@ -79,17 +79,17 @@ impl Properties {
     }
 }
 
-/// Zeroed room for properties of any version.
+/// A zeroed buffer for the properties of any version.
 #[repr(C, align(8))]
 struct Room([u8; PLUGIN_PROPERTIES_BYTES]);
 
 const _: () = assert!(size_of::<PropertiesV12>() * 2 <= PLUGIN_PROPERTIES_BYTES);
 const _: () = assert!(align_of::<PropertiesV12>() <= align_of::<Room>());
 
-/// Asks a plugin.
+/// Asks a plugin for the properties of a device; `None` when the device has no name.
 ///
 /// # Safety
-/// The plugin is loaded and started; what it writes is what its version says.
+/// The plugin is loaded and started, and writes the struct of its version.
 pub unsafe fn read(call: GetProperties, device: c_int) -> Result<Option<Properties>, ResultCode> {
     let mut room = Box::new(Room([0; PLUGIN_PROPERTIES_BYTES]));
     let at = (&raw mut *room).cast();
@@ -113,36 +113,38 @@ pub unsafe fn read(call: GetProperties, device: c_int) -> Result<Option<Properti
     })
 }
 
-/// Some plugins write the properties of v6 through their v4 table; what lies behind v4's end tells.
+/// Reads v4 properties. Some plugins write v6 properties through their v4 table; bytes behind v4's end reveal
+/// it.
 ///
 /// # Safety
-/// As [`Normal::normal`].
+/// The promise of [`Normal::normal`].
 unsafe fn of_v4(room: &Room, device: c_int) -> Option<Properties> {
     let at = room.0.as_ptr();
     let longer = room.0[size_of::<PropertiesV4>()..size_of::<PropertiesV6>()].iter().any(|&byte| byte != 0);
     // SAFETY: the room is aligned, initialised and large enough for both.
     let normal = unsafe {
-        match longer {
-            true => (*at.cast::<PropertiesV6>()).normal(device),
-            false => (*at.cast::<PropertiesV4>()).normal(device),
+        if longer {
+            (*at.cast::<PropertiesV6>()).normal(device)
+        } else {
+            (*at.cast::<PropertiesV4>()).normal(device)
         }
     };
-    // The v4 receive takes one buffer, whatever the properties say.
+    // A v4 receive takes one buffer, whatever the properties say.
     normal.map(|properties| Properties { max_recvs: 1, ..properties })
 }
 
 trait Normal {
-    /// One form of all; `None` if the device has no name.
+    /// Converts a version's struct; `None` if the device has no name.
     ///
     /// # Safety
     /// The strings are null or end with 0.
     unsafe fn normal(&self, device: c_int) -> Option<Properties>;
 }
 
-/// What no version before v5 can say, and v5's defaults.
+/// Values for properties that older versions lack.
 ///
 /// # Safety
-/// As [`Normal::normal`].
+/// The promise of [`Normal::normal`].
 unsafe fn base(name: *const c_char, pci_path: *const c_char, device: c_int) -> Option<Properties> {
     Some(Properties {
         // SAFETY: by the caller's promise.
@@ -173,12 +175,12 @@ fn known(id: i16) -> Option<i16> {
     (id != RAIL_UNKNOWN).then_some(id)
 }
 
-/// The members of a virtual device, as many as there can be.
+/// The merged devices of a virtual device; a number beyond the array is cut.
 fn members(ndevs: c_int, devs: &[c_int]) -> Vec<c_int> {
     devs[..usize::try_from(ndevs).unwrap_or(0).min(devs.len())].to_vec()
 }
 
-/// `Normal` for a struct: plain fields under their own names, and others by what makes them.
+/// Implements `Normal` for a struct: plain fields by name, other fields by an expression.
 macro_rules! normal {
     ($( $name:ident { $($field:ident),* } { $($other:ident = |$this:ident| $value:expr),* } )+) => {$(
         impl Normal for $name {

@@ -1,9 +1,9 @@
-//! What is done with connections: registering memory, posting requests, testing them.
+//! Requests on connections: registering memory, posting, testing.
 //!
-//! Nothing is decided here. Whether a refused request means a full window, and what an error of `test`
-//! means, depends on the plugin and on what the peer has agreed to: that is the transport's to say.
-//! Invariant: `done` and the sizes that `test` may leave unwritten are set before each call, so that what
-//! is returned is what the plugin wrote.
+//! This file makes no decisions. Whether a refused request means a full window, and how to handle an error of
+//! `test`, depends on the plugin and on the agreement with the peer: the transport decides.
+//! Invariant: `done` and the sizes are preset before each `test`, which may leave them unwritten, so a
+//! returned value is one that the plugin wrote.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -15,89 +15,92 @@ use super::error::{CallError, Cause};
 use super::functions::{Buffers, DoesNotFit};
 use ferrywire_proto::limits::{GROUPED_RECEIVES_MAX, TESTED_SIZES_MAX};
 
-/// A registration, as the plugin knows it. Some plugins have none for host memory: it may be null.
+/// The plugin's handle of a registration. May be null: some plugins have none for host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryHandle(pub *mut c_void);
 
-// SAFETY: it is only a value to be given back to the plugin; the functions that take it are unsafe.
+// SAFETY: the pointer is only a value that is passed back to the plugin; the functions that take it are
+// unsafe.
 unsafe impl Send for MemoryHandle {}
 // SAFETY: as above.
 unsafe impl Sync for MemoryHandle {}
 
-/// A posted request, as the plugin knows it. Plugins use the same addresses again: it does not identify a
-/// request over time.
+/// The plugin's handle of a posted request. Plugins reuse addresses, so it does not identify a request over
+/// time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request(NonNull<c_void>);
 
-// SAFETY: as MemoryHandle.
+// SAFETY: see MemoryHandle.
 unsafe impl Send for Request {}
 
 impl Request {
-    /// From a pointer that [`Request::as_ptr`] gave.
+    /// A request from a pointer that [`Request::as_ptr`] returned.
     pub fn from_ptr(pointer: NonNull<c_void>) -> Request {
         Request(pointer)
     }
 
-    /// The plugin's own pointer.
+    /// The plugin's pointer.
     pub fn as_ptr(self) -> *mut c_void {
         self.0.as_ptr()
     }
 }
 
-/// What came of posting a request.
+/// Outcome of posting a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Posted {
-    /// It is posted.
+    /// The request is posted.
     Request(Request),
-    /// Success without a request: not now, try again. For a flush: nothing to do.
+    /// The plugin returned success without a request: post again later. For a flush: nothing to do.
     Null,
-    /// Refused. From some plugins [`ResultCode::INTERNAL_ERROR`] means a full window; or it was never
-    /// called, because a size does not fit or the function is missing.
+    /// The request was refused. From some plugins [`ResultCode::INTERNAL_ERROR`] means a full window. The
+    /// plugin was not called at all if a size does not fit or the function is missing.
     Refused(CallError),
 }
 
-/// What came of testing a request, exactly as observed.
+/// Outcome of testing a request, exactly as the plugin reported it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tested {
-    /// What the function returned; `done` may be set beside an error.
+    /// Return value of `test`; `done` may be set beside an error.
     pub code: ResultCode,
-    /// Whether the plugin wrote that it is done.
+    /// Whether the plugin reported the request as done.
     pub done: bool,
     sizes: [c_int; GROUPED_RECEIVES_MAX],
 }
 
 impl Tested {
-    /// The size of the request's n-th buffer, if the plugin wrote one. Several plugins never do.
+    /// Received size of the request's n-th buffer in bytes; `None` when the plugin wrote none, as several
+    /// never do.
     pub fn size(&self, n: usize) -> Option<c_int> {
         self.sizes.get(n).copied().filter(|&size| size != NOT_WRITTEN)
     }
 }
 
-/// A size that no plugin writes.
+/// Preset size that no plugin writes.
 const NOT_WRITTEN: c_int = -0x7777_7777;
 
-/// A buffer to receive into, or to flush.
+/// A buffer of a receive or a flush.
 #[derive(Clone, Copy, Debug)]
 pub struct RecvBuffer {
-    /// Where.
+    /// Address of the buffer.
     pub data: *mut c_void,
-    /// How much; in some plugins no limit to what the peer can write.
+    /// Size in bytes. Some plugins let the peer write past it.
     pub bytes: usize,
-    /// Chooses among the buffers of one grouped receive only; several plugins ignore it.
+    /// Selects a buffer within a grouped receive; several plugins ignore it.
     pub tag: c_int,
-    /// Its registration.
+    /// Registration that covers the buffer.
     pub memory: MemoryHandle,
 }
 
 impl Comm {
     /// Registers memory for this connection.
     ///
-    /// Before v8 at most [`registration_bytes_max`](super::Plugin::registration_bytes_max). Plugins may ask
-    /// for an alignment, and take the CUDA device that is current on this thread.
+    /// Before v8 a registration covers at most
+    /// [`registration_bytes_max`](super::Plugin::registration_bytes_max) bytes. A plugin may require an
+    /// alignment, and uses the current thread's CUDA device.
     ///
     /// # Safety
-    /// `bytes` bytes at `data` are memory of that kind, and stay so until they are deregistered or the
-    /// connection is closed.
+    /// `bytes` bytes at `data` are memory of the stated kind, until they are deregistered or the connection
+    /// is closed.
     pub unsafe fn reg_mr(
         &self,
         data: *mut c_void,
@@ -113,10 +116,11 @@ impl Comm {
         Ok(MemoryHandle(handle))
     }
 
-    /// Registers memory that is also known as a dma-buf. v6 and later, where the plugin can.
+    /// Registers memory by its dma-buf. Needs v6 and a plugin that supports it, else returns
+    /// [`Cause::Missing`].
     ///
     /// # Safety
-    /// As [`Comm::reg_mr`]; the descriptor is the dma-buf of that memory.
+    /// The promise of [`Comm::reg_mr`]; the descriptor is the dma-buf of that memory.
     pub unsafe fn reg_mr_dma_buf(
         &self,
         data: *mut c_void,
@@ -135,20 +139,20 @@ impl Comm {
         Ok(MemoryHandle(handle))
     }
 
-    /// Undoes a registration.
+    /// Deregisters memory.
     ///
     /// # Safety
-    /// It is one of this connection's, and no request uses it.
+    /// The registration belongs to this connection, and no request uses it.
     pub unsafe fn dereg_mr(&self, handle: MemoryHandle) -> Result<(), CallError> {
         let (dereg_mr, raw) = (self.plugin().functions().dereg_mr, self.raw());
         // SAFETY: by the caller's promise.
         self.call(Call::DeregMr, || unsafe { dereg_mr(raw, handle.0) })
     }
 
-    /// What a GPU kernel needs to use a registration; `None` if the plugin gives nothing. v7 and later.
+    /// The registration's handle for GPU kernels; `None` if the plugin provides none. v7 and later.
     ///
     /// # Safety
-    /// The registration is one of this connection's.
+    /// The registration belongs to this connection.
     pub unsafe fn get_device_mr(&self, handle: MemoryHandle) -> Result<Option<NonNull<c_void>>, CallError> {
         let missing = || self.error(Call::GetDeviceMr, Cause::Missing);
         let (get, raw) = (self.plugin().functions().get_device_mr.ok_or_else(missing)?, self.raw());
@@ -158,13 +162,13 @@ impl Comm {
         Ok(NonNull::new(device_handle))
     }
 
-    /// Asks for a request's progress, and in many plugins makes it.
+    /// Asks whether a request is done; in many plugins this also drives its progress.
     ///
-    /// In many plugins only the oldest request of a connection may be tested, and nothing moves unless it
+    /// Many plugins allow only the oldest request of a connection to be tested, and make progress only if it
     /// is tested often.
     ///
     /// # Safety
-    /// The request is one of this connection's and has not been done yet.
+    /// The request belongs to this connection and was not reported as done before.
     pub unsafe fn test(&self, request: Request) -> Tested {
         let mut sizes = [NOT_WRITTEN; TESTED_SIZES_MAX];
         // SAFETY: by the caller's promise.
@@ -174,10 +178,11 @@ impl Comm {
         Tested { code, done, sizes: first }
     }
 
-    /// [`Comm::test`] for a flush, and for whoever wants no sizes: the plugin is given nowhere to write them.
+    /// [`Comm::test`] without sizes, for flushes and callers that ignore them: the plugin gets a null
+    /// pointer.
     ///
     /// # Safety
-    /// As [`Comm::test`].
+    /// The promise of [`Comm::test`].
     pub unsafe fn test_without_sizes(&self, request: Request) -> Tested {
         // SAFETY: by the caller's promise.
         let (code, done) = unsafe { self.test_into(request, ptr::null_mut()) };
@@ -185,7 +190,7 @@ impl Comm {
     }
 
     /// # Safety
-    /// As [`Comm::test`]; `sizes` is null or has room for [`TESTED_SIZES_MAX`].
+    /// The promise of [`Comm::test`]; `sizes` is null or has room for [`TESTED_SIZES_MAX`] entries.
     unsafe fn test_into(&self, request: Request, sizes: *mut c_int) -> (ResultCode, bool) {
         let test = self.plugin().functions().test;
         let mut done = 0;
@@ -196,7 +201,7 @@ impl Comm {
         (code, done != 0)
     }
 
-    /// A call that may not be possible for a size.
+    /// Makes a call whose size may not fit the signature.
     fn fitting(
         &self,
         call: Call,
@@ -228,11 +233,11 @@ impl Comm {
 }
 
 impl SendComm {
-    /// Posts a message. It may not move before it is tested.
+    /// Posts a send. Data may not move before the request is tested.
     ///
     /// # Safety
-    /// `bytes` bytes at `data` lie in the registered memory, and stay as they are until the request is done
-    /// or the connection closed. The receiver has posted room for them: some plugins write past its end.
+    /// `bytes` bytes at `data` lie in the registered memory and stay unchanged until the request is done or
+    /// the connection is closed. The receiver has posted enough room: some plugins write past its end.
     pub unsafe fn isend(&self, data: *mut c_void, bytes: usize, tag: c_int, memory: MemoryHandle) -> Posted {
         let (isend, raw) = (self.plugin().functions().isend, self.raw());
         // SAFETY: by the caller's promise.
@@ -243,11 +248,11 @@ impl SendComm {
 }
 
 impl RecvComm {
-    /// Posts a receive into one buffer, or a grouped one where the plugin's `max_recvs` allows.
+    /// Posts a receive into one buffer, or into several as far as the plugin's `max_recvs` allows.
     ///
     /// # Safety
-    /// The buffers lie in registered memory and are nobody else's until the request is done, and consumed
-    /// where the plugin asks for that, or the connection closed.
+    /// The buffers lie in registered memory. No other code uses them until the request is done (and consumed,
+    /// if the plugin requires that) or the connection is closed.
     pub unsafe fn irecv(&self, buffers: &[RecvBuffer]) -> Posted {
         if let Err(error) = self.groupable(Call::Irecv, buffers) {
             return Posted::Refused(error);
@@ -260,12 +265,12 @@ impl RecvComm {
         })
     }
 
-    /// Makes what was received visible to the GPU. [`Posted::Null`]: it is already.
+    /// Makes received bytes visible to the GPU. [`Posted::Null`] means that they already are.
     ///
-    /// Not for plugins that unpack: TCPX takes the request slot for something else and dies.
+    /// Must not be used with plugins that unpack: TCPX misinterprets the request slot and ends the process.
     ///
     /// # Safety
-    /// As [`RecvComm::irecv`], of which these were the buffers.
+    /// The promise of [`RecvComm::irecv`]; `buffers` are those of the receive.
     pub unsafe fn iflush(&self, buffers: &[RecvBuffer]) -> Posted {
         let Some(iflush) = self.plugin().functions().iflush else {
             return Posted::Refused(self.error(Call::Iflush, Cause::Missing));
@@ -280,11 +285,11 @@ impl RecvComm {
         })
     }
 
-    /// Tells the plugin that the GPU has taken the data of a finished receive. v7 and later; where it
-    /// exists, for every receive, in order.
+    /// Tells the plugin that the GPU has consumed a completed receive. v7 and later. Where the function
+    /// exists, it is mandatory for every receive, in order.
     ///
     /// # Safety
-    /// The request is a finished receive of this connection's, of `n` buffers, and not yet consumed.
+    /// The request is a completed receive of this connection, of `n` buffers, and not yet consumed.
     pub unsafe fn irecv_consumed(&self, n: usize, request: Request) -> Result<(), CallError> {
         let missing = || self.error(Call::IrecvConsumed, Cause::Missing);
         let (consumed, raw) = (self.plugin().functions().irecv_consumed.ok_or_else(missing)?, self.raw());
@@ -308,7 +313,7 @@ fn largest(buffers: &[RecvBuffer]) -> usize {
     buffers.iter().map(|buffer| buffer.bytes).max().unwrap_or(0)
 }
 
-/// Buffers as the C functions take them: one array per part.
+/// Buffers as the C functions take them: one array per property.
 struct Parts {
     n: usize,
     data: [*mut c_void; GROUPED_RECEIVES_MAX],

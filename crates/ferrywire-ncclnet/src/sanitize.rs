@@ -1,22 +1,22 @@
-//! Strings that plugins give: bounded, without control characters, valid UTF-8 whatever they hold.
+//! Sanitizing strings from plugins: bounded, without control characters, always valid UTF-8.
 
 use std::ffi::c_char;
 
-/// The C string at `text`, up to `limit_bytes`; `None` for a null pointer.
+/// Reads the C string at `text`, at most `limit_bytes`; `None` for a null pointer.
 ///
 /// # Safety
-/// `text` is null, or readable up to and including its 0, or for `limit_bytes`.
+/// `text` is null, or readable up to its terminating 0 or for `limit_bytes`, whichever comes first.
 pub unsafe fn read(text: *const c_char, limit_bytes: usize) -> Option<String> {
     if text.is_null() {
         return None;
     }
     // SAFETY: the caller's promise is strnlen's.
     let bytes = unsafe { libc::strnlen(text, limit_bytes) };
-    // SAFETY: so many bytes before the 0 can be read.
+    // SAFETY: the bytes before the terminating 0 are readable.
     Some(plain(unsafe { std::slice::from_raw_parts(text.cast(), bytes) }))
 }
 
-/// Text that can neither end a line early nor reach a terminal's controls, and is no longer than `bytes`.
+/// Sanitizes text: no line breaks and no terminal controls. The result is at most as long as `bytes`.
 pub fn plain(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len());
     for chunk in bytes.utf8_chunks() {

@@ -1,15 +1,15 @@
-//! A process of its own for what hosts a plugin, for programs that must outlive one.
+//! A supervised child process that hosts a plugin, for programs that must outlive the plugin.
 //!
 //! ```text
 //!   the caller's program ── SupervisedProcess::spawn ──> a program that hosts the plugin: exits, crashes
 //!          └──── SupervisedProcess::wait: how it ended <── lines of the plugin's log, over a pipe ──┘
 //! ```
 //!
-//! The other program may be the same file with other arguments. It does nothing for this: when it loads a
-//! plugin it finds the pipe in its environment. What the two have to say to each other besides is their own
-//! affair. A call that never returns is no end: the engine over there gives it up, as it does anywhere.
+//! The child may be the same program with other arguments. It needs no code for this: when it loads a plugin,
+//! it finds the pipe in its environment. Any other communication between the two programs is their own. A
+//! call that never returns does not end the child; the engine in it abandons the call, as everywhere.
 //!
-//! Invariant: nothing that the plugin does ends, blocks or changes the caller's process.
+//! Invariant: nothing that the plugin does can end, block or change the caller's process.
 //! Read next: `ending.rs`.
 
 use std::io::{self, BufRead, BufReader, PipeReader};
@@ -22,37 +22,37 @@ use std::thread::{self, JoinHandle};
 use super::ending::{EndKind, explained};
 use super::log::{self, LastLines, LogLine};
 
-/// `pid:descriptor`: the process that watches, and where the lines go.
+/// Environment variable with `pid:descriptor`: the supervising process, and the pipe for log lines.
 const VARIABLE: &str = "FERRYWIRE_PLUGIN_WATCHED";
-/// The source file that a line about an exit has: no plugin's has such a name.
+/// Source file of the line that reports an exit; no plugin's source file has this name.
 const EXIT: &str = "(exit)";
 
-/// Whether the lines go to a process that watches this one.
+/// Whether log lines go to a supervising process.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// A child process that hosts a plugin. Dropping this leaves the process alone.
+/// A child process that hosts a plugin. Dropping this value leaves the process running.
 #[derive(Debug)]
 pub struct SupervisedProcess {
     child: Child,
     said: JoinHandle<(LastLines, Option<String>)>,
 }
 
-/// How it ended.
+/// How the child process ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExitReport {
-    /// As the system tells it.
+    /// Exit status from the operating system.
     pub status: ExitStatus,
-    /// Where the plugin called `exit`, if it did: "in isend on device 0".
+    /// The place where the plugin called `exit`, for example "in isend on device 0"; `None` if it did not.
     pub exit: Option<String>,
-    /// What plugins logged last.
+    /// The last lines that plugins logged.
     pub last_lines: LastLines,
 }
 
 impl SupervisedProcess {
-    /// Starts the program. Its standard streams, environment and arguments are what the command says.
+    /// Starts the program. The command sets its standard streams, environment and arguments.
     ///
     /// # Errors
-    /// The system's, when it starts no process.
+    /// The operating system's error when the process cannot be started.
     pub fn spawn(mut command: Command) -> io::Result<SupervisedProcess> {
         let (reader, writer) = io::pipe()?;
         let descriptor = writer.as_raw_fd();
@@ -72,15 +72,15 @@ impl SupervisedProcess {
         Ok(SupervisedProcess { child, said })
     }
 
-    /// The process: for its streams, or to end it.
+    /// The child process, for its streams or to end it.
     pub fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
-    /// Waits until it ends, and until no process that it left behind holds the pipe.
+    /// Waits until the child has ended, and until no process that it left behind holds the pipe.
     ///
     /// # Errors
-    /// The system's.
+    /// The operating system's error of the wait.
     pub fn wait(mut self) -> io::Result<ExitReport> {
         let status = self.child.wait()?;
         let (last_lines, exit) = self.said.join().unwrap_or_default();
@@ -89,8 +89,8 @@ impl SupervisedProcess {
 }
 
 impl ExitReport {
-    /// What a plugin did to the process, in one line with its last words and what follows from them; `None` where
-    /// the program ended as it wanted.
+    /// One line for a child that a plugin ended: the end, the plugin's last lines, and the fix or likely
+    /// cause. `None` where the program ended by itself.
     pub fn cause(&self) -> Option<String> {
         let (how, end) = match (&self.exit, self.status.signal()) {
             (Some(place), _) => (format!("the plugin ended its process by exit {place}"), EndKind::Exit),
@@ -119,7 +119,7 @@ pub fn signal_name(signal: i32) -> String {
     format!(" ({name})")
 }
 
-/// What plugins logged last, and where one called `exit`.
+/// Reads the pipe to its end: the last lines, and the place where a plugin called `exit`.
 fn last_lines(reader: PipeReader) -> (LastLines, Option<String>) {
     let (mut kept, mut exit) = Default::default();
     for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
@@ -132,17 +132,17 @@ fn last_lines(reader: PipeReader) -> (LastLines, Option<String>) {
     (kept, exit)
 }
 
-/// From now on lines go to the process that watches this one, if there is one.
+/// Sends log lines to the supervising process from now on, if there is one.
 pub(super) fn report() {
-    let told = std::env::var(VARIABLE).ok();
-    let parts = told.as_deref().and_then(|told| told.split_once(':'));
+    let value = std::env::var(VARIABLE).ok();
+    let parts = value.as_deref().and_then(|value| value.split_once(':'));
     let Some((watcher, descriptor)) = parts.and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)))
     else {
         return;
     };
     // SAFETY: no memory is passed.
     let parent = unsafe { libc::getppid() };
-    // Where the variable came down from further above, the descriptor is something else here.
+    // An inherited variable of an ancestor names a descriptor that is something else in this process.
     if parent == watcher && !log::is_teed() {
         // SAFETY: as above; a descriptor that is not there is an error, and is not used.
         let own = unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
@@ -151,7 +151,7 @@ pub(super) fn report() {
     }
 }
 
-/// Tells the process that watches this one where a plugin called `exit`; false where there is none.
+/// Reports to the supervising process where a plugin called `exit`; false where no process supervises.
 pub(super) fn tell_exit(plugin: &str, place: &str) -> bool {
     let watched = WATCHED.load(Ordering::Relaxed);
     if watched {

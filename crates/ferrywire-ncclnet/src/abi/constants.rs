@@ -1,31 +1,33 @@
-//! The numbers of the interface.
+//! Constants of the ncclNet interface: result codes, memory and device types, sizes, log levels.
+//!
+//! The values are NCCL's own.
 
 use std::ffi::c_int;
 use std::fmt;
 
-/// What every function of a table returns.
+/// Return value of every function in a plugin's table (`ncclResult_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(transparent)]
 pub struct ResultCode(pub c_int);
 
 impl ResultCode {
-    /// It worked.
+    /// The call succeeded.
     pub const SUCCESS: ResultCode = ResultCode(0);
     /// A CUDA call failed.
     pub const UNHANDLED_CUDA_ERROR: ResultCode = ResultCode(1);
     /// A system call failed.
     pub const SYSTEM_ERROR: ResultCode = ResultCode(2);
-    /// Internal error; some plugins say so when a window is full.
+    /// Internal error. Some plugins return it when their request window is full.
     pub const INTERNAL_ERROR: ResultCode = ResultCode(3);
-    /// A wrong argument.
+    /// An argument is wrong.
     pub const INVALID_ARGUMENT: ResultCode = ResultCode(4);
-    /// A call at the wrong time.
+    /// The call is not allowed at this point.
     pub const INVALID_USAGE: ResultCode = ResultCode(5);
     /// The peer failed.
     pub const REMOTE_ERROR: ResultCode = ResultCode(6);
-    /// Not finished.
+    /// The operation has not finished.
     pub const IN_PROGRESS: ResultCode = ResultCode(7);
-    /// Too late (newest versions only).
+    /// The operation timed out (newest versions only).
     pub const TIMEOUT: ResultCode = ResultCode(8);
 
     /// Whether it is [`ResultCode::SUCCESS`].
@@ -52,7 +54,7 @@ impl fmt::Display for ResultCode {
     }
 }
 
-/// Kind of memory that `regMr` is told.
+/// Kind of memory that is passed to `regMr`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(i32)]
 pub enum PointerType {
@@ -81,16 +83,16 @@ pub const DEVICE_GIN_GDAKI: c_int = 3;
 pub const DEVICE_GIN_GPI: c_int = 4;
 /// `net_device_version` of an ordinary NIC.
 pub const DEVICE_VERSION_NONE: c_int = 0x0;
-/// `net_device_version` of the only unpack layout there is.
+/// `net_device_version` of the unpack layout; only one exists.
 pub const DEVICE_VERSION_UNPACK: c_int = 0x7;
 
-/// Bytes of a connection handle.
+/// Size of a connection handle in bytes.
 pub const HANDLE_BYTES: usize = 128;
-/// Bytes of a connection handle that the oldest hosts of the v4 table give.
+/// Size of a connection handle in bytes that the oldest hosts of v4 plugins provide.
 pub const HANDLE_BYTES_V4: usize = 64;
-/// Requests per communicator that NCCL may have posted (8 before NCCL 2.19).
+/// Most outstanding requests per communicator that NCCL posts (8 before NCCL 2.19).
 pub const REQUESTS_MAX: usize = 32;
-/// What `*request` may hold when `irecv` is called (v9 and later): the plugin may complete early.
+/// Value of `*request` on entry to `irecv`, v9 and later: the plugin may complete the receive early.
 pub const OPTIONAL_RECV_COMPLETION: usize = 0x1;
 /// Upper bound of `max_p2p_bytes` and `max_coll_bytes`.
 pub const NET_SIZE_BYTES_MAX: usize = 1 << 40;
@@ -100,11 +102,11 @@ pub const MESSAGE_BYTES_MAX_V6: usize = 1 << 30;
 pub const VIRTUAL_DEVICES_MAX_V9: usize = 4;
 /// Devices that one virtual device may merge, v12.
 pub const VIRTUAL_DEVICES_MAX_V12: usize = 8;
-/// `CommConfig::traffic_class` that nobody has set.
+/// `CommConfig::traffic_class` that is not set.
 pub const TRAFFIC_CLASS_UNDEFINED: c_int = -1;
-/// A field of `NetAttr` that nobody has set; all bits of the unsigned ones.
+/// Field of `NetAttr` that is not set; for unsigned fields, the value with these bits.
 pub const ATTRIBUTE_UNDEFINED: i32 = -1;
-/// `rail_id` and `plane_id` that are not known.
+/// `rail_id` or `plane_id` that is unknown.
 pub const RAIL_UNKNOWN: i16 = -1;
 
 /// Log level: never printed.
@@ -113,18 +115,18 @@ pub const LOG_NONE: c_int = 0;
 pub const LOG_VERSION: c_int = 1;
 /// Log level: warnings and errors.
 pub const LOG_WARN: c_int = 2;
-/// Log level: what is going on.
+/// Log level: informational.
 pub const LOG_INFO: c_int = 3;
-/// Log level: the plugin is about to give up.
+/// Log level: the plugin is about to abort.
 pub const LOG_ABORT: c_int = 4;
-/// Log level: everything.
+/// Log level: most detailed.
 pub const LOG_TRACE: c_int = 5;
 
 /// Log subsystem bits, as the second argument of the logger.
 pub mod subsystem {
     use std::ffi::c_ulong;
 
-    /// Start.
+    /// Initialization.
     pub const INIT: c_ulong = 0x1;
     /// Collectives.
     pub const COLL: c_ulong = 0x2;
@@ -160,13 +162,13 @@ pub mod subsystem {
     pub const ALL: c_ulong = c_ulong::MAX;
 }
 
-/// Profiler event: begins.
+/// Profiler event: starts.
 pub const PROFILE_START: c_int = 0;
-/// Profiler event: ends.
+/// Profiler event: stops.
 pub const PROFILE_STOP: c_int = 1;
-/// Profiler event: has news.
+/// Profiler event: is updated.
 pub const PROFILE_UPDATE: c_int = 2;
-/// Profiler event: has news and ends.
+/// Profiler event: is updated, then stops.
 pub const PROFILE_UPDATE_AND_STOP: c_int = 3;
 
 const _: () = assert!(PTR_HOST & PTR_CUDA == 0 && (PTR_HOST | PTR_CUDA) & PTR_DMABUF == 0);

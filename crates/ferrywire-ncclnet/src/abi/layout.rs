@@ -1,6 +1,6 @@
-//! One macro: a C struct with the offset of each field beside it, all of them checked by the compiler.
+//! A macro for C structs: each field has its offset beside it, and the compiler checks all of them.
 //!
-//! Invariant: what it makes is `repr(C)` and valid with all bytes zero, which is what `zeroed` relies on.
+//! Invariant: the structs are `repr(C)` and valid with all bytes zero, on which `zeroed` relies.
 
 /// Defines `repr(C)` structs as `struct Name: size, align { offset field: type, ... }`.
 macro_rules! layout {

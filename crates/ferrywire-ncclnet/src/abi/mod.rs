@@ -7,9 +7,9 @@
 //! | file | holds |
 //! |---|---|
 //! | `constants` | result codes, pointer types, device types, sizes, log levels |
-//! | `signatures` | the type of each function, named after the first version that has it so |
+//! | `signatures` | the type of each function, named after the first version with this signature |
 //! | `tables` | [`NetV4`] to [`NetV12`] |
-//! | `properties` | [`PropertiesV4`] to [`PropertiesV12`], what a device says about itself |
+//! | `properties` | [`PropertiesV4`] to [`PropertiesV12`], a device's description |
 //! | `structs` | device handle, virtual devices, communicator configuration, attributes |
 //!
 //! Invariant: every size and every offset is written next to its field and checked by the compiler. A
@@ -37,7 +37,8 @@ pub use version::Version;
 const _: () = assert!(size_of::<*mut std::ffi::c_void>() == 8 && size_of::<usize>() == 8);
 const _: () = assert!(size_of::<std::ffi::c_int>() == 4 && size_of::<std::ffi::c_ulong>() == 8);
 
-/// A table that a library exports: a static with raw pointers, which Rust would else not allow to share.
+/// A table that a library exports. The static holds raw pointers, which Rust would not let threads share
+/// otherwise.
 ///
 /// ```
 /// use ferrywire_ncclnet::abi::{Exported, NetV7};
@@ -68,6 +69,6 @@ impl<T: Table> Exported<T> {
     }
 }
 
-// SAFETY: a table is never written after it was made, and whoever made it promised that its name and its
+// SAFETY: a table is never written after it was made, and the caller of `new` promised that its name and its
 // functions may be used from any thread.
 unsafe impl<T: Table> Sync for Exported<T> {}

@@ -1,7 +1,7 @@
-//! What `getProperties` writes, one struct per layout.
+//! Device properties that `getProperties` writes, one struct per layout.
 //!
-//! Fields were put into the middle twice (v8 and v9), so that reading one version's bytes as another's
-//! gives wrong numbers, not an error. v5 = v6 and v9 = v10 are the same.
+//! v8 and v9 inserted fields in the middle, so reading one version's bytes with another's struct yields wrong
+//! numbers instead of an error. v5 and v6 share a layout, and so do v9 and v10.
 
 use std::ffi::{c_char, c_float, c_int};
 
@@ -12,17 +12,17 @@ layout! {
     pub struct PropertiesV4: 40, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         28 speed: c_int,
         /// Port number.
         32 port: c_int,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         36 max_comms: c_int,
     }
 
@@ -30,21 +30,21 @@ layout! {
     pub struct PropertiesV6: 48, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         28 speed: c_int,
         /// Port number.
         32 port: c_int,
-        /// Microseconds.
+        /// Latency in microseconds.
         36 latency: c_float,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         40 max_comms: c_int,
-        /// Greatest n of `irecv`.
+        /// Most buffers of one `irecv`.
         44 max_recvs: c_int,
     }
 
@@ -52,21 +52,21 @@ layout! {
     pub struct PropertiesV7: 56, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         28 speed: c_int,
         /// Port number.
         32 port: c_int,
-        /// Microseconds.
+        /// Latency in microseconds.
         36 latency: c_float,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         40 max_comms: c_int,
-        /// Greatest n of `irecv`.
+        /// Most buffers of one `irecv`.
         44 max_recvs: c_int,
         /// One of the `DEVICE_*` types.
         48 net_device_type: c_int,
@@ -78,23 +78,23 @@ layout! {
     pub struct PropertiesV8: 64, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration inside another costs next to nothing.
+        /// 1: a registration within another one is almost free.
         28 reg_is_global: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         32 speed: c_int,
         /// Port number.
         36 port: c_int,
-        /// Microseconds.
+        /// Latency in microseconds.
         40 latency: c_float,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         44 max_comms: c_int,
-        /// Greatest n of `irecv`.
+        /// Most buffers of one `irecv`.
         48 max_recvs: c_int,
         /// One of the `DEVICE_*` types.
         52 net_device_type: c_int,
@@ -106,35 +106,35 @@ layout! {
     pub struct PropertiesV9: 104, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration inside another costs next to nothing.
+        /// 1: a registration within another one is almost free.
         28 reg_is_global: c_int,
         /// 1: every receive into GPU memory needs a flush.
         32 force_flush: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         36 speed: c_int,
         /// Port number.
         40 port: c_int,
-        /// Microseconds.
+        /// Latency in microseconds.
         44 latency: c_float,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         48 max_comms: c_int,
-        /// Greatest n of `irecv`.
+        /// Most buffers of one `irecv`.
         52 max_recvs: c_int,
         /// One of the `DEVICE_*` types.
         56 net_device_type: c_int,
         /// One of the `DEVICE_VERSION_*`.
         60 net_device_version: c_int,
-        /// The devices behind it; a plain one names itself.
+        /// Devices behind a virtual device; a plain device names itself.
         64 v_props: VDevicePropsV9,
-        /// Largest message between two ranks.
+        /// Largest message between two ranks, in bytes.
         88 max_p2p_bytes: usize,
-        /// Largest message of a collective.
+        /// Largest message of a collective, in bytes.
         96 max_coll_bytes: usize,
     }
 
@@ -142,37 +142,37 @@ layout! {
     pub struct PropertiesV11: 112, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration inside another costs next to nothing.
+        /// 1: a registration within another one is almost free.
         28 reg_is_global: c_int,
         /// 1: every receive into GPU memory needs a flush.
         32 force_flush: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         36 speed: c_int,
         /// Port number.
         40 port: c_int,
-        /// Microseconds.
+        /// Latency in microseconds.
         44 latency: c_float,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         48 max_comms: c_int,
-        /// Greatest n of `irecv`.
+        /// Most buffers of one `irecv`.
         52 max_recvs: c_int,
         /// One of the `DEVICE_*` types.
         56 net_device_type: c_int,
         /// One of the `DEVICE_VERSION_*`.
         60 net_device_version: c_int,
-        /// The devices behind it; a plain one names itself.
+        /// Devices behind a virtual device; a plain device names itself.
         64 v_props: VDevicePropsV9,
-        /// Largest message between two ranks.
+        /// Largest message between two ranks, in bytes.
         88 max_p2p_bytes: usize,
-        /// Largest message of a collective.
+        /// Largest message of a collective, in bytes.
         96 max_coll_bytes: usize,
-        /// 1 in every plugin known.
+        /// Most requests in one multi-request; 1 in every known plugin.
         104 max_multi_request_size: c_int,
     }
 
@@ -180,46 +180,46 @@ layout! {
     pub struct PropertiesV12: 128, 8 {
         /// The NIC's name, unique.
         0 name: *const c_char,
-        /// Its directory in sysfs, or null.
+        /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
         /// Equal for devices that share a port.
         16 guid: u64,
         /// `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration inside another costs next to nothing.
+        /// 1: a registration within another one is almost free.
         28 reg_is_global: c_int,
         /// 1: every receive into GPU memory needs a flush.
         32 force_flush: c_int,
-        /// Mbit/s.
+        /// Link speed in Mbit/s.
         36 speed: c_int,
         /// Port number.
         40 port: c_int,
-        /// Microseconds.
+        /// Latency in microseconds.
         44 latency: c_float,
-        /// Communicators it can carry.
+        /// Most communicators of the device.
         48 max_comms: c_int,
-        /// Greatest n of `irecv`.
+        /// Most buffers of one `irecv`.
         52 max_recvs: c_int,
         /// One of the `DEVICE_*` types.
         56 net_device_type: c_int,
         /// One of the `DEVICE_VERSION_*`.
         60 net_device_version: c_int,
-        /// The devices behind it; a plain one names itself.
+        /// Devices behind a virtual device; a plain device names itself.
         64 v_props: VDevicePropsV12,
-        /// Largest message between two ranks.
+        /// Largest message between two ranks, in bytes.
         104 max_p2p_bytes: usize,
-        /// Largest message of a collective.
+        /// Largest message of a collective, in bytes.
         112 max_coll_bytes: usize,
-        /// 1 in every plugin known.
+        /// Most requests in one multi-request; 1 in every known plugin.
         120 max_multi_request_size: c_int,
-        /// Rail, -1 if not known.
+        /// Rail of the device; -1 if unknown.
         124 rail_id: i16,
-        /// Plane, -1 if not known.
+        /// Plane of the device; -1 if unknown.
         126 plane_id: i16,
     }
 }
 
-/// Properties of a device, v5: as v6.
+/// Properties of a device, v5: the layout of v6.
 pub type PropertiesV5 = PropertiesV6;
-/// Properties of a device, v10: as v9.
+/// Properties of a device, v10: the layout of v9.
 pub type PropertiesV10 = PropertiesV9;

@@ -1,8 +1,8 @@
-//! The type of each function of a table.
+//! The type of each function in a plugin's table.
 //!
-//! A name ends in the first version that has the function in this form; a later form has its own. Without
-//! a number a function is the same in every version that has it. `PP` stands for "pointer to an opaque
-//! pointer": an output, or an array of them.
+//! A name ends in the first version with this signature; a later signature has a name of its own. A name
+//! without a number has one signature in every version. `PP` stands for "pointer to an opaque pointer": an
+//! output, or an array of opaque pointers.
 
 use std::ffi::{c_char, c_int, c_ulong, c_void};
 
@@ -12,14 +12,14 @@ use super::structs::{CommConfig, DeviceHandle, NetAttr, VDevicePropsV9, VDeviceP
 
 /// An opaque pointer: context, communicator, data, memory handle or request.
 pub type P = *mut c_void;
-/// Where an opaque pointer is written to, or an array of them.
+/// Pointer to an opaque pointer: an output, or the first of an array.
 pub type PP = *mut *mut c_void;
-/// The device-handle argument: the host's pointer, which the plugin may read or set. May be null itself.
+/// The device-handle argument: points at a pointer that the plugin may read or set. May be null.
 pub type Dh = *mut *mut DeviceHandle;
 
-/// The logger that a host gives: level, subsystem bits, file, line, format, and what the format asks for.
+/// The host's logger. Arguments: level, subsystem bits, file, line, format, and the format's values.
 ///
-/// Hosts may give none. Text that is finished goes as the argument of `"%s"`, never as the format.
+/// A host may pass none. Finished text must be passed as the value of `"%s"`, never as the format.
 pub type Log = Option<
     unsafe extern "C" fn(
         level: c_int,
@@ -30,7 +30,7 @@ pub type Log = Option<
         ...
     ),
 >;
-/// The profiler callback that a host of v10 and later gives.
+/// The profiler callback that hosts of v10 and later pass.
 pub type Prof = Option<
     unsafe extern "C" fn(e_handle: PP, kind: c_int, p_handle: P, plugin_id: i64, ext_data: P) -> ResultCode,
 >;
@@ -39,7 +39,7 @@ pub type Prof = Option<
 pub type InitV4 = unsafe extern "C" fn(log: Log) -> ResultCode;
 /// `init`, v10.
 pub type InitV10 = unsafe extern "C" fn(log: Log, prof: Prof) -> ResultCode;
-/// `init`, v11 and v12: once per communicator, with a context to be given back.
+/// `init`, v11 and v12: called once per communicator; returns a context, which later calls pass back.
 pub type InitV11 = unsafe extern "C" fn(
     context: PP,
     comm_id: u64,
@@ -48,7 +48,7 @@ pub type InitV11 = unsafe extern "C" fn(
     prof: Prof,
 ) -> ResultCode;
 
-/// `devices`: how many there are.
+/// `devices`: writes the number of devices.
 pub type Devices = unsafe extern "C" fn(ndev: *mut c_int) -> ResultCode;
 
 /// `getProperties`, v4.
@@ -167,7 +167,7 @@ pub type IrecvV10 = unsafe extern "C" fn(
 /// `iflush`, v4: a single buffer.
 pub type IflushV4 =
     unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
-/// `iflush`, v5 to v12; sizes stay `int`.
+/// `iflush`, v5 to v12; sizes are `int` in all of them.
 pub type IflushV5 = unsafe extern "C" fn(
     comm: P,
     n: c_int,
@@ -177,7 +177,7 @@ pub type IflushV5 = unsafe extern "C" fn(
     request: PP,
 ) -> ResultCode;
 
-/// `test`; sizes stay `int`, and may be null.
+/// `test`: asks whether a request is done. `sizes` counts in `int` in every version, and may be null.
 pub type Test = unsafe extern "C" fn(request: P, done: *mut c_int, sizes: *mut c_int) -> ResultCode;
 /// `closeSend`, `closeRecv` and `closeListen`.
 pub type Close = unsafe extern "C" fn(comm: P) -> ResultCode;

@@ -1,67 +1,67 @@
-//! Structures that functions of a table take, other than properties.
+//! Structs that the functions of a table take, except properties.
 
 use std::ffi::{c_int, c_void};
 
 use super::constants::{VIRTUAL_DEVICES_MAX_V9, VIRTUAL_DEVICES_MAX_V12};
 
 layout! {
-    /// What `connect` and `accept` may say about the GPU's part in a connection (v7 and later).
+    /// The GPU's part in a connection, as `connect` or `accept` may describe it (v7 and later).
     ///
-    /// `accept` of an unpack device gets one that is zeroed except for type and version, and completes it.
+    /// `accept` of an unpack device receives a handle with only type and version set, and fills in the rest.
     pub struct DeviceHandle: 32, 8 {
         /// One of the `DEVICE_*` types.
         0 net_device_type: c_int,
         /// One of the `DEVICE_VERSION_*`.
         4 net_device_version: c_int,
-        /// Device memory of the plugin's own form.
+        /// Device memory, in a layout of the plugin's own.
         8 handle: *mut c_void,
         /// Bytes at `handle`.
         16 size: usize,
-        /// 1: the host must go on testing requests.
+        /// 1: the host must keep testing requests for the GPU to make progress.
         24 needs_proxy_progress: c_int,
     }
 
-    /// The devices of a virtual one, v9 to v11.
+    /// The devices of a virtual device, v9 to v11.
     pub struct VDevicePropsV9: 20, 4 {
-        /// How many of `devs` count.
+        /// Number of valid entries in `devs`.
         0 ndevs: c_int,
-        /// Their indices.
+        /// Indices of the merged devices.
         4 devs: [c_int; VIRTUAL_DEVICES_MAX_V9],
     }
 
-    /// The devices of a virtual one, v12.
+    /// The devices of a virtual device, v12.
     pub struct VDevicePropsV12: 36, 4 {
-        /// How many of `devs` count.
+        /// Number of valid entries in `devs`.
         0 ndevs: c_int,
-        /// Their indices.
+        /// Indices of the merged devices.
         4 devs: [c_int; VIRTUAL_DEVICES_MAX_V12],
     }
 
-    /// Configuration of a communicator: in `connect` of v10, in `init` of v11 and v12.
+    /// Configuration of a communicator: an argument of `connect` in v10, of `init` in v11 and v12.
     pub struct CommConfig: 4, 4 {
-        /// Traffic class, -1 where nobody has set one.
+        /// Traffic class, or [`TRAFFIC_CLASS_UNDEFINED`](super::TRAFFIC_CLASS_UNDEFINED).
         0 traffic_class: c_int,
     }
 
     /// One direction of [`NetAttr`].
     pub struct NetDirectionAttr: 16, 4 {
-        /// Most peers that are active at once.
+        /// Most peers active at once.
         0 max_concurrent_peers: i32,
-        /// Fewest.
+        /// Fewest peers active at once.
         4 min_concurrent_peers: i32,
-        /// Most flows to one of them.
+        /// Most flows to one peer.
         8 max_flows_per_peer: i32,
-        /// Fewest.
+        /// Fewest flows to one peer.
         12 min_flows_per_peer: i32,
     }
 
-    /// A hint about the traffic to come (v11 and v12).
+    /// A hint to the plugin about future traffic (v11 and v12).
     pub struct NetAttr: 44, 4 {
-        /// What will be sent.
+        /// Expected outgoing traffic.
         0 send: NetDirectionAttr,
-        /// What will be received.
+        /// Expected incoming traffic.
         16 recv: NetDirectionAttr,
-        /// Bits of the operations.
+        /// Bits of the collective operations.
         32 op: u32,
         /// Bits of the algorithms.
         36 algo: u32,
@@ -70,7 +70,7 @@ layout! {
     }
 }
 
-/// The virtual devices of v10: as v9.
+/// The virtual devices of v10: the layout of v9.
 pub type VDevicePropsV10 = VDevicePropsV9;
-/// The virtual devices of v11: as v9.
+/// The virtual devices of v11: the layout of v9.
 pub type VDevicePropsV11 = VDevicePropsV9;

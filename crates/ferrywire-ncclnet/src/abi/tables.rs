@@ -1,7 +1,6 @@
 //! The function tables, one struct per version.
 //!
-//! Slot 0 is the name, every other slot a function pointer that may be null. What is new against the
-//! version before:
+//! Slot 0 is the name; every other slot is a function pointer, which may be null. Changes by version:
 //!
 //! | version | new |
 //! |---|---|
@@ -14,8 +13,8 @@
 //! | v11 | contexts, `finalize`, `setNetAttr` |
 //! | v12 | other properties, larger virtual devices |
 //!
-//! May be null: `regMrDmaBuf` (without DMABUF support), `getDeviceMr`, `irecvConsumed`, `makeVDevice`,
-//! `setNetAttr`, and `iflush` in plugins without GPU memory.
+//! Slots that may be null: `regMrDmaBuf` (without DMABUF support), `getDeviceMr`, `irecvConsumed`,
+//! `makeVDevice`, `setNetAttr`, and `iflush` in plugins without GPU memory.
 
 use std::ffi::c_char;
 
@@ -27,10 +26,10 @@ use super::signatures::*;
 /// # Safety
 /// Only for the structs that are laid out as `ncclNet_vN_t` of [`Table::VERSION`].
 pub unsafe trait Table: Copy + 'static {
-    /// The version whose layout this is.
+    /// The version with this layout.
     const VERSION: Version;
 
-    /// The plugin's name; it may be null, and a plugin may change it in `init`.
+    /// The plugin's name. May be null, and `init` may change it.
     fn name(&self) -> *const c_char;
 }
 
@@ -267,8 +266,8 @@ layout! {
     }
 }
 
-// Where versions differ, once more side by side: a table whose literal offsets were shifted together with
-// its fields would pass its own checks.
+// Checks once more, side by side, where versions differ: a table whose literal offsets were shifted together
+// with its fields would pass its own checks.
 const _: () = {
     use std::mem::offset_of;
     assert!(offset_of!(NetV4, dereg_mr) == 64 && offset_of!(NetV5, dereg_mr) == 64);
@@ -281,6 +280,6 @@ const _: () = {
     assert!(offset_of!(NetV9, make_v_device) == 152 && offset_of!(NetV10, make_v_device) == 152);
     assert!(offset_of!(NetV11, finalize) == 160 && offset_of!(NetV11, set_net_attr) == 168);
     assert!(offset_of!(NetV12, finalize) == 160 && offset_of!(NetV12, set_net_attr) == 168);
-    // A slot that may be null is a pointer, nothing more.
+    // An optional function must have the size of a pointer, so that null means "missing".
     assert!(size_of::<Option<Test>>() == 8);
 };

@@ -1,4 +1,4 @@
-//! The versions of the interface.
+//! Versions of the ncclNet interface.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -20,7 +20,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// Every version, newest first: the order in which they are looked for.
+    /// Every version, newest first: the order in which a library is searched for them.
     pub const NEWEST_FIRST: [Version; 9] = [
         Version::V12,
         Version::V11,
@@ -33,7 +33,7 @@ impl Version {
         Version::V4,
     ];
 
-    /// 4 to 12.
+    /// The version's number, 4 to 12.
     pub const fn number(self) -> u32 {
         self as u32
     }
@@ -63,7 +63,7 @@ impl fmt::Display for Version {
 impl FromStr for Version {
     type Err = String;
 
-    /// `v7` or `7`.
+    /// Parses `v7` or `7`.
     fn from_str(text: &str) -> Result<Version, String> {
         let number = text.strip_prefix('v').unwrap_or(text);
         let known = Version::NEWEST_FIRST.into_iter().find(|version| version.number().to_string() == number);

@@ -1,8 +1,8 @@
-//! The lines of a log that are worth telling when its plugin has died.
+//! The log lines that explain how a plugin ended.
 //!
-//! What a plugin says of its end need not be its last line: threads of its own may go on for a moment, and
-//! some warn of every piece they receive. So places, not lines, are told: the newest line of each place
-//! before a second line of any.
+//! The explaining line need not be the last: the plugin's own threads may go on for a moment, and some
+//! plugins warn about every piece that they receive. So the lines are chosen by place (source line and
+//! level): the newest line of each place comes before a second line of any.
 
 use std::collections::VecDeque;
 
@@ -14,17 +14,17 @@ fn is_warning(line: &LogLine) -> bool {
     matches!(line.level, LogLevel::Warn | LogLevel::Abort)
 }
 
-/// A bounded memory of lines, oldest first.
+/// A bounded list of log lines, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LastLines(VecDeque<LogLine>);
 
 impl LastLines {
-    /// With nothing in it.
+    /// An empty list.
     pub const fn new() -> LastLines {
         LastLines(VecDeque::new())
     }
 
-    /// Keeps a line. One place that floods does not wash everything else out.
+    /// Adds a line. Lines of one place cannot displace those of all others.
     pub fn keep(&mut self, line: LogLine) {
         let of_place = self.0.iter().filter(|kept| kept.same_place(&line)).count();
         if of_place >= PLUGIN_LOG_LINES_PER_PLACE {
@@ -36,25 +36,25 @@ impl LastLines {
         self.0.push_back(line);
     }
 
-    /// All that is kept, oldest first.
+    /// All lines, oldest first.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &LogLine> {
         self.0.iter()
     }
 
-    /// The newest of the last warnings whose cause is known.
+    /// The newest of the last warnings with a known cause.
     pub fn cause(&self) -> Option<(LoggedCause, &LogLine)> {
         let mut last = self.last_of(is_warning);
         last.sort_unstable();
         last.into_iter().rev().find_map(|at| LoggedCause::of(&self.0[at]).map(|cause| (cause, &self.0[at])))
     }
 
-    /// The warning that tells most: one whose cause is known, else the newest one.
+    /// The most informative warning: one with a known cause, else the newest.
     pub fn warning(&self) -> Option<&LogLine> {
         self.cause().map(|(_, line)| line).or_else(|| self.0.iter().rev().find(|line| is_warning(line)))
     }
 
-    /// What was logged last, in words: the warning whose cause is known, else at most [`PLUGIN_LOG_LINES_TOLD`]
-    /// warnings, or other lines where there is no warning.
+    /// The last lines as text: the warning with a known cause; else at most [`PLUGIN_LOG_LINES_TOLD`]
+    /// warnings; else other lines.
     pub fn told(&self) -> String {
         if let Some((_, line)) = self.cause() {
             return format!("it warned: {}", line.text);
@@ -65,19 +65,21 @@ impl LastLines {
         }
         last.sort_unstable();
         let texts: Vec<&str> = last.into_iter().map(|at| self.0[at].text.as_str()).collect();
-        match texts.is_empty() {
-            true => "it had logged nothing".to_owned(),
-            false => format!("it logged last: {}", texts.join(" | ")),
+        if texts.is_empty() {
+            return "it had logged nothing".to_owned();
         }
+        format!("it logged last: {}", texts.join(" | "))
     }
 
-    /// Where the last of these lines stand, those of different places first; at most [`PLUGIN_LOG_LINES_TOLD`].
+    /// Indices of at most [`PLUGIN_LOG_LINES_TOLD`] last lines that `wanted` accepts, those of different
+    /// places first.
     fn last_of(&self, wanted: impl Fn(&LogLine) -> bool) -> Vec<usize> {
         let places = self.by_age_in_their_place().into_iter().map(|(_, at)| at);
         places.filter(|&at| wanted(&self.0[at])).take(PLUGIN_LOG_LINES_TOLD).collect()
     }
 
-    /// Each line's place among the lines, those that are the newest of their place first, newest first.
+    /// Each line's index with the number of newer lines of its place, sorted by that number, then newest
+    /// first.
     fn by_age_in_their_place(&self) -> Vec<(usize, usize)> {
         let newer = |at: usize| self.0.range(at + 1..).filter(|line| line.same_place(&self.0[at])).count();
         let mut lines: Vec<_> = (0..self.0.len()).rev().map(|at| (newer(at), at)).collect();
@@ -131,7 +133,7 @@ mod tests {
         assert_eq!(LastLines::new().told(), "it had logged nothing");
     }
 
-    /// The line that TCPX logs last is the way its error took through the source, and no warning.
+    /// TCPX's last lines trace its error through the source. They are informational, not warnings.
     #[test]
     fn a_warning_is_told_before_what_only_informs_and_a_known_cause_before_all() {
         let info =

@@ -1,4 +1,4 @@
-//! One line of a plugin's log, and how it looks in a pipe.
+//! One line of a plugin's log, and its text form in a pipe.
 
 use std::ffi::c_int;
 use std::fmt::Write;
@@ -7,27 +7,27 @@ use crate::abi;
 use crate::sanitize::plain;
 use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 
-/// How serious a plugin thinks a line is.
+/// Severity that a plugin gives a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LogLevel {
-    /// Never printed by NCCL.
+    /// A level that NCCL never prints.
     None,
-    /// Version of the plugin.
+    /// The plugin's version.
     Version,
-    /// A warning, or an error.
+    /// Warning or error.
     Warn,
-    /// What is going on.
+    /// Informational.
     Info,
-    /// The plugin gives up.
+    /// The plugin aborts.
     Abort,
-    /// Everything.
+    /// Most detailed.
     Trace,
-    /// A number that has no name.
+    /// A level without a name.
     Unknown,
 }
 
 impl LogLevel {
-    /// From the logger's first argument.
+    /// The level for the logger's first argument.
     pub fn of(level: c_int) -> LogLevel {
         match level {
             abi::LOG_NONE => LogLevel::None,
@@ -40,7 +40,7 @@ impl LogLevel {
         }
     }
 
-    /// Where it stands in `tracing`.
+    /// The matching level of `tracing`.
     pub fn tracing(self) -> tracing::Level {
         match self {
             LogLevel::Abort => tracing::Level::ERROR,
@@ -69,24 +69,24 @@ impl LogLevel {
     }
 }
 
-/// One line that a plugin logged. Texts hold no control characters.
+/// One line that a plugin logged. No field contains control characters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogLine {
-    /// Its number in this process, all plugins together.
+    /// Number of the line in this process, over all plugins.
     pub sequence: u64,
-    /// Its level.
+    /// Severity of the line.
     pub level: LogLevel,
-    /// Who logged it, if that can be told.
+    /// The plugin that logged the line, where it is known.
     pub plugin: Option<String>,
-    /// The device whose call it was logged in, if it was in one.
+    /// The device of the call in which the line was logged; `None` outside of calls.
     pub device: Option<i32>,
-    /// The source file, without directories.
+    /// Source file, without directories.
     pub file: String,
-    /// The line in it.
+    /// Line number in the source file.
     pub line: i32,
-    /// Lines of this place that were held back since the last one that passed.
+    /// Number of lines of this place that were suppressed since the previous one that passed.
     pub held_back: u64,
-    /// The text.
+    /// Message text.
     pub text: String,
 }
 
@@ -105,12 +105,12 @@ impl LogLine {
         LogLine { sequence: 0, level, plugin, device, file, line, held_back: 0, text }
     }
 
-    /// Whether the same statement of the plugin's source wrote both.
+    /// Whether one statement in the plugin's source wrote both lines.
     pub(super) fn same_place(&self, other: &LogLine) -> bool {
         (self.level, self.line, &self.file) == (other.level, other.line, &other.file)
     }
 
-    /// As one line for a pipe.
+    /// Formats the line for a pipe.
     pub(super) fn to_line(&self) -> String {
         let LogLine { sequence, file, line, held_back, text, .. } = self;
         let level = self.level.word();
@@ -123,7 +123,7 @@ impl LogLine {
         written
     }
 
-    /// Reads a line that was written by [`tee_to_fd`](super::tee_to_fd).
+    /// Parses a line that [`tee_to_fd`](super::tee_to_fd) wrote; `None` for other text.
     pub fn parse(written: &str) -> Option<LogLine> {
         let mut fields = written.trim_end_matches('\n').splitn(8, '\t');
         let mut next = || fields.next();
@@ -139,12 +139,12 @@ impl LogLine {
         })
     }
 
-    /// Hands it to `tracing`.
+    /// Emits the line as a `tracing` event.
     pub(super) fn trace(&self) {
         let LogLine { device, file, line, held_back, text, .. } = self;
         let plugin = self.plugin.as_deref().unwrap_or("?");
         let held_back = Some(*held_back).filter(|&count| count > 0);
-        // The level of an event is a constant of its place.
+        // `tracing` needs a constant level per call site.
         macro_rules! event {
             ($level:expr) => {
                 tracing::event!(target: "ferrywire::plugin", $level, plugin, device, at = format_args!("{file}:{line}"), held_back, "{text}")

@@ -1,7 +1,8 @@
-//! What plugins log: to `tracing`, to a short memory for reports of how one died, and to a supervisor.
+//! Plugin logs: to `tracing`, to a short history for error reports, and to a supervisor.
 //!
-//! A plugin gets one C function to log with, and no pointer of ours comes back through it. Who speaks is
-//! the plugin whose call the thread is in; on a plugin's own threads, the only plugin loaded, if it is.
+//! A plugin gets one C function to log with, without a context pointer. So a line is attributed to the plugin
+//! whose call the current thread is in; on a plugin's own threads, to the only plugin that is loaded, if
+//! there is just one.
 //!
 //! | plugin's level | `tracing` |
 //! |---|---|
@@ -10,11 +11,11 @@
 //! | version, info, unknown ones | info |
 //! | trace, none | trace |
 //!
-//! Some plugins warn once per received piece. A *place* is a source line at a level: of each place
+//! Some plugins warn once per received piece. A *place* is a source line at one level. Of each place
 //! [`PLUGIN_LOG_BURST_LINES`] lines pass per [`PLUGIN_LOG_INTERVAL`], whatever their text; the rest is
-//! counted, and the next line that passes says in `held_back` how many there were. `abort` always passes.
+//! counted, and the next line that passes carries the number in `held_back`. `abort` always passes.
 //!
-//! Invariant: nothing unwinds into the plugin, and no lock is held while `tracing` runs.
+//! Invariant: no panic unwinds into the plugin, and no lock is held while `tracing` runs.
 //! Read next: `log.c`, which formats; `throttle.rs`; `line.rs`; `last.rs`.
 
 mod last;
@@ -49,49 +50,49 @@ unsafe extern "C" {
     fn ferrywire_nccl_log_into(sink: Option<Sink>);
 }
 
-/// Where `log.c` hands a finished text on.
+/// Function to which `log.c` passes a formatted text.
 type Sink = unsafe extern "C" fn(c_int, *const c_char, c_int, *const c_char, usize);
 
-/// The function that a plugin is given in `init`. Any thread may call it at any time.
+/// The logger that `init` passes to a plugin. Any thread may call it at any time.
 pub fn logger() -> abi::Log {
     // SAFETY: the sink takes what log.c gives, and lives for ever.
     unsafe { ferrywire_nccl_log_into(Some(sink)) };
     Some(ferrywire_nccl_log)
 }
 
-/// The last lines of all plugins, oldest first, at most [`PLUGIN_LOG_LINES_KEPT`].
+/// The last lines of all plugins, oldest first; at most [`PLUGIN_LOG_LINES_KEPT`].
 pub fn last_lines() -> Vec<LogLine> {
     state().kept.iter().cloned().collect()
 }
 
-/// From now on every line that passes is written to this descriptor too, for a process that supervises
-/// this one and outlives it. `None` ends that.
+/// Writes every passing line to a descriptor too, for a supervisor that outlives this process. `None` stops
+/// it.
 ///
 /// Each line is one `write`, in the form that [`LogLine::parse`] reads, and short enough not to mix with
-/// others in a pipe. What cannot be written is lost; make the descriptor non-blocking if its reader may
-/// stop reading.
+/// others in a pipe. A line that cannot be written is lost. Make the descriptor non-blocking if its reader
+/// may stop reading.
 pub fn tee_to_fd(fd: Option<RawFd>) {
     TEE.store(fd.unwrap_or(-1), Ordering::Relaxed);
 }
 
-/// Whether somebody supervises this process.
+/// Whether lines are written to a supervisor.
 pub(super) fn is_teed() -> bool {
     TEE.load(Ordering::Relaxed) >= 0
 }
 
-/// A line of ours about a plugin, for the supervisor alone.
+/// Writes a line about a plugin to the supervisor only.
 pub(super) fn tell_supervisor(plugin: &str, file: &str, text: &str) {
     let plugin = Some(plugin.to_owned());
     let line = LogLine::new(LogLevel::Abort, plugin, None, file.as_bytes(), 0, text.as_bytes());
     write_to(TEE.load(Ordering::Relaxed), &line);
 }
 
-/// Lines logged since `sequence`.
+/// The kept lines whose number is at least `sequence`.
 pub fn lines_since(sequence: u64) -> LastLines {
     last_lines().into_iter().filter(|line| line.sequence >= sequence).collect()
 }
 
-/// The number that the next line will have.
+/// The number of the next line.
 pub fn next_sequence() -> u64 {
     state().next_sequence
 }
@@ -147,7 +148,7 @@ impl State {
         self.admit(place, line, now)
     }
 
-    /// Keeps the line; gives it back, numbered, if it is to be told now.
+    /// Numbers and keeps the line; returns it when the throttle lets it pass.
     fn admit(&mut self, place: u64, mut line: LogLine, now: Duration) -> Option<LogLine> {
         line.sequence = self.next_sequence;
         self.next_sequence += 1;
@@ -169,7 +170,7 @@ fn tell(line: &LogLine) {
 fn write_to(fd: RawFd, line: &LogLine) {
     if fd >= 0 {
         let written = line.to_line();
-        // SAFETY: the bytes are a whole string of ours; a wrong descriptor gives EBADF.
+        // SAFETY: the bytes are a whole string that this function owns; a wrong descriptor gives EBADF.
         unsafe { libc::write(fd, written.as_ptr().cast(), written.len()) };
     }
 }

@@ -1,4 +1,4 @@
-//! How many lines of one place pass. Pure: the time is an argument.
+//! Limits how many log lines of one place pass. Pure: the time is an argument.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -19,7 +19,8 @@ struct Place {
 }
 
 impl Throttle {
-    /// `None` if this line is to be held back; else how many of its place were since the last that passed.
+    /// `None` to suppress this line; otherwise the number of lines suppressed at its place since the last
+    /// that passed.
     pub fn admit(&mut self, place: u64, now: Duration) -> Option<u64> {
         self.make_room(now);
         let place = self.places.entry(place).or_insert(Place { began: now, passed: 0, held_back: 0 });
@@ -35,7 +36,7 @@ impl Throttle {
         Some(std::mem::take(&mut place.held_back))
     }
 
-    /// Forgets places that hold nothing back; where all do, all of them.
+    /// Forgets the places whose interval is over; if none is, all places.
     fn make_room(&mut self, now: Duration) {
         if self.places.len() < PLUGIN_LOG_PLACES_MAX {
             return;

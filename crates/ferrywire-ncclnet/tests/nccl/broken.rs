@@ -1,4 +1,4 @@
-//! Plugins and files with something wrong: each is told apart, in one line.
+//! Defective plugins and files: each defect is reported as its own one-line error.
 
 use std::path::Path;
 use std::time::Duration;
@@ -9,11 +9,11 @@ use ferrywire_ncclnet::{Call, Cause, Library, LoadError, Plugin, inflight_calls}
 use crate::compile::{alone, broken, compile};
 
 fn load(path: &Path, version: Option<Version>) -> Result<Plugin, LoadError> {
-    // SAFETY: broken.c is ours; what is not made of it is refused before it is loaded.
+    // SAFETY: broken.c is part of this test; every other file is refused before it is loaded.
     unsafe { Library::open(path)?.load(version) }
 }
 
-/// Loads what must not load; gives what was said, which is one line.
+/// Loads a plugin that must not load; returns the error, which is one line.
 fn refused(path: &Path) -> (LoadError, String) {
     let error = load(path, None).expect_err("there is something wrong");
     let said = error.to_string();
@@ -60,7 +60,7 @@ fn a_truncated_library_is_told_at_every_length() {
     for eighths in 1..8 {
         let path = directory.path().join(format!("libcut{eighths}.so"));
         std::fs::write(&path, &whole[..whole.len() * eighths / 8]).expect("written");
-        // Past the last segment nothing is lacking that the loader needs.
+        // Bytes behind the last segment may be missing: the loader does not need them.
         match load(&path, None) {
             Err(LoadError::Truncated { file_bytes, needed_bytes, .. }) => assert!(file_bytes < needed_bytes),
             Err(other) => panic!("{eighths}/8: {other}"),
@@ -126,7 +126,7 @@ fn a_failing_init_is_told_with_its_last_words_and_not_repeated() {
     assert_eq!(inits(&path), 1, "init runs once per process");
 }
 
-/// The last line is the way that the error took through the source.
+/// The last line that TCPX logs is a trace of the error through its source.
 #[test]
 fn a_failing_init_is_told_with_its_last_warning() {
     let (_, said) = refused(&broken("INIT_WARNS_AND_FAILS"));
@@ -246,7 +246,8 @@ fn names_are_looked_up_as_nccl_does() {
         let path = broken("NOTHING");
         let found = find(&format!("nobody-has-this,{}", path.display())).expect("the second of the list");
         assert_eq!(found.path(), path.to_str().expect("text"));
-        // The loader's own search finds this one, which is no plugin: of several errors the telling one.
+        // The loader's search finds this file, which is no plugin; of several errors this one is the most
+        // informative.
         let foreign = find("libc.so.6").expect_err("not a plugin");
         assert!(matches!(foreign, LoadError::NoTable { .. }), "{foreign}");
         let text = find(&format!("{}/Cargo.toml", env!("CARGO_MANIFEST_DIR"))).expect_err("text");

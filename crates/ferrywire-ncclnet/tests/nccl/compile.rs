@@ -1,20 +1,20 @@
-//! Compiles a C plugin; runs a test in a process of its own.
+//! Compiles C plugins, and runs a test in a process of its own.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The library made of `source` with these `-D` options.
+/// Compiles `source` into a library with these `-D` options; returns its path.
 pub fn compile(source: &str, defines: &[&str]) -> PathBuf {
-    // The command's tests use this file too.
+    // The tests of the command use this file too.
     compile_in("../ferrywire-ncclnet/tests/nccl", source, defines)
 }
 
-/// The same, of a source in a directory that is named from this package's.
+/// Compiles a source in a directory that is given relative to this package's.
 pub fn compile_in(folder: &str, source: &str, defines: &[&str]) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let stem =
         format!("{}-{}", source.trim_end_matches(".c"), defines.join("-").replace(['=', '"', ' '], "-"));
-    // Under a name of this process first: other test processes may be compiling or loading the same.
+    // Compiles to a name of this process first: other test processes may compile or load the same library.
     let own = directory.join(format!("{stem}.{}.{:?}.tmp", std::process::id(), std::thread::current().id()));
     let library = directory.join(format!("lib{stem}.so"));
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(source);
@@ -31,7 +31,7 @@ pub fn compile_in(folder: &str, source: &str, defines: &[&str]) -> PathBuf {
     library
 }
 
-/// The library `broken.c` with this case.
+/// The library that `broken.c` becomes for this case.
 pub fn broken(case: &str) -> PathBuf {
     compile("broken.c", &[&format!("CASE_{case}")])
 }

@@ -1,4 +1,5 @@
-//! A plugin that ends the process by `exit`: one line says so, and none when the program itself wants the end.
+//! Plugins that end the process by `exit`: one line reports it. An exit that the program wants is not
+//! reported.
 
 use std::io::BufRead;
 use std::os::fd::AsRawFd;
@@ -8,10 +9,10 @@ use ferrywire_ncclnet::{Call, Library, SupervisedProcess, log};
 
 use crate::compile::broken;
 
-/// What [`a_program`] is to do.
+/// Environment variable with the task of [`a_program`].
 const TASK: &str = "FERRYWIRE_TEST_ENDING";
 
-/// Loads the plugin that the variable names and does with it what the case is about.
+/// Loads the plugin that the variable names, and makes it do what the case is about.
 #[test]
 #[ignore = "the other process of these tests"]
 fn a_program() {
@@ -37,7 +38,7 @@ fn a_program() {
     }
 }
 
-/// The command that runs it.
+/// The command that runs [`a_program`] with a task.
 fn command(case: &str, ending: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "ending::a_program", "--ignored", "--nocapture"]);
@@ -45,7 +46,7 @@ fn command(case: &str, ending: &str) -> Command {
     command
 }
 
-/// Runs it; gives its exit status and what ferrywire said on standard error.
+/// Runs [`a_program`] with a task; returns its exit status and what ferrywire wrote to standard error.
 fn ended(case: &str, ending: &str) -> (Option<i32>, Vec<String>) {
     let output = command(case, ending).stderr(Stdio::piped()).output().expect("it runs");
     let said = String::from_utf8_lossy(&output.stderr);
@@ -89,7 +90,8 @@ fn a_supervisor_tells_it_itself() {
     assert_eq!(ended("LISTEN_EXITS", "supervised"), (Some(1), Vec::new()));
 }
 
-/// The same in a watched process: its exit status, what is said of the plugin, and its lines on standard error.
+/// Runs [`a_program`] as a supervised process; returns its exit status, the reported cause, and the lines on
+/// standard error.
 fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
     let mut command = command(case, ending);
     command.stderr(Stdio::piped());

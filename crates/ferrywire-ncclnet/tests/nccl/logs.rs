@@ -1,4 +1,4 @@
-//! What plugins log reaches `tracing`, the memory of last lines, and a supervisor's pipe.
+//! Plugin logs reach `tracing`, the list of last lines, and a supervisor's pipe.
 
 use std::fmt::Debug;
 use std::io::Read;
@@ -19,7 +19,7 @@ fn load_the_talkative() {
     loaded.expect("loads");
 }
 
-/// Loads it with a pipe for a supervisor; gives what came through.
+/// Loads the plugin with a supervisor's pipe; returns the lines that came through it.
 fn through_a_pipe() -> Vec<LogLine> {
     let (mut reader, writer) = std::io::pipe().expect("a pipe");
     let collected = std::thread::spawn(move || {
@@ -59,7 +59,7 @@ fn a_supervisor_gets_every_line_that_passes() {
         ];
         assert_eq!(texts(&lines, "formats.c"), formatted);
         assert_eq!(texts(&lines, "?"), ["no file"]);
-        // Everything that gives up is told, whatever was said before.
+        // Lines at level abort always pass, whatever was logged before.
         assert_eq!(texts(&lines, "abort.c").len(), 40);
         assert_eq!(texts(&lines, "thread.c"), ["from a thread of the plugin's own"]);
     });
@@ -72,7 +72,7 @@ fn a_flood_is_counted_instead_of_told() {
         let flood: Vec<_> = lines.iter().filter(|line| line.file == "flood.c").collect();
         let bursts = flood.len() as u64;
         assert!((PLUGIN_LOG_BURST_LINES..1000).contains(&bursts), "{bursts}");
-        // What passed and what was held back in between make up what was said, to the line.
+        // Passed and suppressed lines together are exactly the logged lines.
         let last = flood.last().expect("some");
         let number: u64 = last.text.trim_start_matches("flood ").parse().expect("a number");
         let held_back: u64 = flood.iter().map(|line| line.held_back).sum();

@@ -1,7 +1,8 @@
-//! Plugins written in C, one per version and one per defect, compiled here and loaded as any other.
+//! Plugins written in C, one per version and one per defect. The tests compile and load them like any other
+//! plugin.
 //!
-//! `plugin.c` checks every argument of every call, for each version; `broken.c` has one thing wrong each.
-//! Both declare the interface for themselves, so that a mistake on the Rust side is not made twice.
+//! `plugin.c` checks every argument of every call, for each version; each case of `broken.c` has one defect.
+//! Both declare the interface by themselves, so a mistake on the Rust side is not repeated in them.
 
 mod broken;
 mod compile;

@@ -1,4 +1,4 @@
-//! Every function of every version, called through the one face and checked by `plugin.c` on the other side.
+//! Calls every function of every version through the common interface; `plugin.c` checks the arguments.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
@@ -35,7 +35,7 @@ fn request(n: usize) -> *mut c_void {
     at(0x4e90_0000 + n)
 }
 
-/// One version's round.
+/// The calls of one version.
 struct Round {
     version: Version,
     plugin: Plugin,
@@ -54,7 +54,7 @@ fn round(version: Version) {
     round.ending(send, recv);
 }
 
-/// The number of checks that the plugin made, and those that failed.
+/// The number of checks that the plugin made, and the number of those that failed.
 fn checks(library: &libloading::Library) -> (c_int, String) {
     // SAFETY: plugin.c defines them with these types.
     unsafe {
@@ -175,9 +175,10 @@ impl Round {
             assert_eq!(recv.reg_mr(data(0), bytes, PointerType::Cuda), Ok(MemoryHandle(at(0))));
             let dma_buf = recv.reg_mr_dma_buf(data(0), 0x2_2345_6789, PointerType::Cuda, 0x33_4455_6677, 77);
             assert_eq!(self.plugin.has_reg_mr_dma_buf(), self.since(Version::V6));
-            match self.since(Version::V6) {
-                true => assert_eq!(dma_buf, Ok(memory(1))),
-                false => missing(dma_buf.expect_err("not in this version"), Call::RegMrDmaBuf, recv),
+            if self.since(Version::V6) {
+                assert_eq!(dma_buf, Ok(memory(1)));
+            } else {
+                missing(dma_buf.expect_err("not in this version"), Call::RegMrDmaBuf, recv);
             }
             assert_eq!(send.dereg_mr(memory(0)), Ok(()));
             assert_eq!(recv.dereg_mr(memory(1)), Ok(()));
@@ -284,13 +285,12 @@ impl Round {
         }
         let merge: Vec<i32> = (0..if self.since(Version::V12) { 8 } else { 4 }).map(|i| i * 11).collect();
         let made = plugin.make_v_device(&merge);
-        match self.since(Version::V9) {
-            true => {
-                assert_eq!(made, Ok(42));
-                let many = plugin.make_v_device(&[0; 9]).expect_err("too many");
-                assert!(matches!(many.cause, Cause::Misuse(_)), "{version}: {many}");
-            }
-            false => assert_eq!(made.expect_err("not in this version").cause, Cause::Missing),
+        if self.since(Version::V9) {
+            assert_eq!(made, Ok(42));
+            let many = plugin.make_v_device(&[0; 9]).expect_err("too many");
+            assert!(matches!(many.cause, Cause::Misuse(_)), "{version}: {many}");
+        } else {
+            assert_eq!(made.expect_err("not in this version").cause, Cause::Missing);
         }
         self.attributes();
     }
@@ -304,9 +304,10 @@ impl Round {
         };
         let attributes = NetAttr { send: direction(1), recv: direction(5), op: 9, algo: 10, proto: 11 };
         let set = self.plugin.set_net_attr(&attributes);
-        match self.since(Version::V11) {
-            true => assert_eq!(set, Ok(())),
-            false => assert_eq!(set.expect_err("not in this version").cause, Cause::Missing),
+        if self.since(Version::V11) {
+            assert_eq!(set, Ok(()));
+        } else {
+            assert_eq!(set.expect_err("not in this version").cause, Cause::Missing);
         }
     }
 
@@ -322,13 +323,12 @@ impl Round {
         assert_eq!((error.code(), error.comm), (Some(ResultCode::SYSTEM_ERROR), Some(id)));
         assert_eq!(self.plugin.open_comms(), 0);
         let ended = self.plugin.clone().finalize();
-        match self.since(Version::V11) {
-            true => {
-                assert_eq!(ended, Ok(()));
-                let after = self.plugin.listen(DEVICE).expect_err("it was finalized");
-                assert!(matches!(after.cause, Cause::Misuse(_)), "{after}");
-            }
-            false => assert_eq!(ended.expect_err("not in this version").cause, Cause::Missing),
+        if self.since(Version::V11) {
+            assert_eq!(ended, Ok(()));
+            let after = self.plugin.listen(DEVICE).expect_err("it was finalized");
+            assert!(matches!(after.cause, Cause::Misuse(_)), "{after}");
+        } else {
+            assert_eq!(ended.expect_err("not in this version").cause, Cause::Missing);
         }
         self.checked(before);
     }
