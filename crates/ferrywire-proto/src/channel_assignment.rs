@@ -1,28 +1,29 @@
-//! Which NIC each channel of a peer goes over: evenly, or by speed where every NIC tells its own.
+//! Which NIC carries each channel of a peer: evenly, or by speed where the speeds of all NICs are known.
 //!
-//! The engine deals so when it connects, and a topology's plan shows it: this is the one place for both.
-//! Read next: the engine's `control/pairs.rs`, for what is dealt to; the crate `ferrywire-host`.
+//! Both the engine, when it connects, and the topology plan that users see call this function.
+//! Read next: the engine's `control/pairs.rs`, which makes the list of NIC pairs; the crate `ferrywire-host`.
 
-/// For each of so many channels the NIC, by its place among those with these speeds. Of equals the one at `first` comes
-/// first, and the others follow in their order.
+/// Assigns `channels` channels to NICs with these speeds in Mbit/s; returns the index of a NIC for each
+/// channel. Among equal NICs the one at `first` comes first, the others follow in order.
 ///
-/// A NIC that has no channel yet goes before all that have: a slow one only takes less, it is not left out.
+/// A NIC without a channel comes before all NICs that have one, so a slow NIC carries less but is never left
+/// out.
 pub fn spread(speeds_mbps: &[Option<u32>], first: usize, channels: usize) -> Vec<usize> {
     let count = speeds_mbps.len();
-    let told: Option<Vec<u64>> = speeds_mbps.iter().map(|speed| speed.map(u64::from)).collect();
-    let speeds = told.unwrap_or_else(|| vec![1; count]);
+    let reported: Option<Vec<u64>> = speeds_mbps.iter().map(|speed| speed.map(u64::from)).collect();
+    let speeds = reported.unwrap_or_else(|| vec![1; count]);
     let fastest = speeds.iter().copied().max().unwrap_or(1);
-    // What one channel weighs there, beside 1000 on the fastest.
+    // Load that one channel adds to a NIC, relative to 1000 on the fastest NIC.
     let weights: Vec<u64> = speeds.iter().map(|speed| fastest * 1000 / (*speed).max(1)).collect();
     let mut own = vec![0u64; count];
-    let mut dealt = Vec::with_capacity(channels);
+    let mut assigned = Vec::with_capacity(channels);
     for _ in 0..channels {
         let load = |at: &usize| (own[*at] > 0, (own[*at] + 1) * weights[*at]);
         let Some(at) = (0..count).map(|at| (first + at) % count).min_by_key(load) else { break };
         own[at] += 1;
-        dealt.push(at);
+        assigned.push(at);
     }
-    dealt
+    assigned
 }
 
 #[cfg(test)]

@@ -1,16 +1,15 @@
-//! A clock that stands still while nobody looks at it: the control side's, and each lane's; and how much silence
-//! it may show.
+//! A clock that stops while the process does not read it, for the control thread and for lanes.
 //!
-//! A process that was stopped (SIGSTOP, a suspended machine, callers that drive and did not) has heard
-//! nobody, and that says nothing about its peers: what they said meanwhile is still to be read, and if they
-//! were stopped too, as on one machine, they have yet to speak.
-//! Invariant: between two looks at most `limits::CONTROL_TURNS_APART_MAX` passes, so that deadlines are
-//! reached however rarely we get our turn.
+//! A process that was stopped (SIGSTOP, a suspended machine, an application that did not drive progress) has
+//! received nothing, and this is no evidence against its peers: their messages are still unread, and peers on
+//! the same machine may have been stopped too.
+//! Invariant: between two readings at most `limits::CONTROL_TURNS_APART_MAX` counts. So deadlines are
+//! reached, however rarely the process runs.
 
 use crate::limits;
 use std::time::Duration;
 
-/// A clock; times given to links and dials are its own.
+/// A clock. Links and dials measure all their times on it.
 #[derive(Debug)]
 pub struct Clock {
     looked_at: Duration,
@@ -18,17 +17,17 @@ pub struct Clock {
 }
 
 impl Clock {
-    /// One that begins at this time of the other clock.
+    /// A clock that starts at the time `real` of the transport's clock.
     pub fn new(real: Duration) -> Clock {
         Clock { looked_at: real, missed: Duration::ZERO }
     }
 
-    /// The time as of the last look.
+    /// The time at the last reading.
     pub fn now(&self) -> Duration {
         self.looked_at.saturating_sub(self.missed)
     }
 
-    /// The time, at this time of the transport's clock.
+    /// Reads the clock; `real` is the current time of the transport's clock.
     pub fn look(&mut self, real: Duration) -> Duration {
         let apart = real.saturating_sub(self.looked_at);
         self.missed += apart.saturating_sub(limits::CONTROL_TURNS_APART_MAX);
@@ -37,7 +36,7 @@ impl Clock {
     }
 }
 
-/// Silence after which a peer is given up, so that whoever waits for it is told within `limit`.
+/// Silence after which a peer is declared lost, so that its users learn of it within `limit`.
 pub fn silence_max(limit: Duration) -> Duration {
     limit - limits::PEER_TIMEOUT_MARGIN.min(limit / 10)
 }

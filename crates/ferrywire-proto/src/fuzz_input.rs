@@ -1,18 +1,18 @@
-//! Arbitrary bytes, of which some are spent on choices.
+//! Fuzz input: arbitrary bytes, some of which decide a fuzz target's choices.
 
-/// Bytes that choices are made of; zeros when they are used up.
+/// Remaining input bytes. Numbers read as zero when the bytes are used up.
 #[derive(Debug)]
 pub struct Input<'a>(pub &'a [u8]);
 
 impl<'a> Input<'a> {
-    /// The next bytes, at most as many as there are.
+    /// Takes the next `len` bytes, or fewer at the end of the input.
     pub fn take(&mut self, len: usize) -> &'a [u8] {
         let (now, later) = self.0.split_at(len.min(self.0.len()));
         self.0 = later;
         now
     }
 
-    /// As many bytes.
+    /// Takes `N` bytes, padded with zeros at the end of the input.
     pub fn array<const N: usize>(&mut self) -> [u8; N] {
         let mut array = [0; N];
         let bytes = self.take(N);
@@ -20,32 +20,32 @@ impl<'a> Input<'a> {
         array
     }
 
-    /// A number.
+    /// Takes a number of 1 byte.
     pub fn u8(&mut self) -> u8 {
         u8::from_le_bytes(self.array())
     }
 
-    /// A number.
+    /// Takes a number of 2 bytes.
     pub fn u16(&mut self) -> u16 {
         u16::from_le_bytes(self.array())
     }
 
-    /// A number.
+    /// Takes a number of 4 bytes.
     pub fn u32(&mut self) -> u32 {
         u32::from_le_bytes(self.array())
     }
 
-    /// A number.
+    /// Takes a number of 8 bytes.
     pub fn u64(&mut self) -> u64 {
         u64::from_le_bytes(self.array())
     }
 
-    /// Whether all are used up.
+    /// Whether the input is used up.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// A few changes to bytes that were fine: altered, cut, longer.
+    /// Corrupts valid bytes a little: changes, cuts or extends them.
     pub fn spoil(&mut self, bytes: &mut Vec<u8>) {
         for _ in 0..self.u8() % 4 {
             let at = usize::from(self.u16());
@@ -59,7 +59,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// What is shown to people has no control characters.
+/// Asserts that a text has no control characters, as every text shown to users.
 pub fn check_text(text: &str) {
     assert!(!text.chars().any(char::is_control), "{text:?}");
 }

@@ -1,8 +1,8 @@
-//! Which endpoint: new at each start, so that one that restarted is another.
+//! The identity of an endpoint: random at each start, so a restarted endpoint is a different peer.
 
 use std::fmt;
 
-/// The random name of an endpoint: new at each start, so a restarted peer is a new one.
+/// The random identity of an endpoint. It changes at each start, so a restarted endpoint is a different peer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity(pub [u8; 16]);
 

@@ -1,10 +1,12 @@
-//! ferrywire's protocol without a socket, a thread or a clock: bytes and times come in, bytes come out.
+//! ferrywire's protocol without sockets, threads and clocks: bytes and times come in, bytes come out.
 //!
-//! [`wire`] is what travels on a channel, [`window`] and [`transfer`] count it at both ends, [`schedule`] says how large
-//! the next chunk is and who may take it. [`outbox`] and [`inbox`] are what a peer is to be sent and what comes from it. [`handshake`] opens a connection,
-//! [`session`] is the control session on it.
-//! Invariant: nothing here does I/O, reads a clock or knows an address of memory; what a peer sends can only become an
-//! error. Read next: `wire.rs`, then `window.rs`.
+//! [`wire`] defines the frames of a channel, [`window`] and [`transfer`] count them at both ends, and
+//! [`schedule`] decides how large the next chunk is and which channel takes it. [`outbox`] holds what a peer
+//! is to be sent, [`inbox`] what it has sent. [`handshake`] opens a connection, and [`session`] is the
+//! control session on it.
+//! Invariant: no function here does I/O, reads a clock or accesses memory by address; a peer's bytes can
+//! cause an error and nothing worse.
+//! Read next: `wire.rs`, then `window.rs`.
 #![forbid(unsafe_code)]
 
 pub mod channel_assignment;

@@ -1,10 +1,12 @@
-//! What [`outbox`](crate::outbox) and [`inbox`](crate::inbox) know of an operation: its geometry and whether it may go on.
+//! The view that [`outbox`](crate::outbox) and [`inbox`](crate::inbox) have of an operation: its geometry,
+//! and whether it may go on.
 //!
-//! Both are generic over a *handle* to the operation. The engine's handle keeps memory alive and ends the operation when
-//! the last one goes; a test's handle is a number with a few fields.
+//! Both are generic over a *handle* to the operation. The engine's handle keeps memory alive, and dropping
+//! the last handle ends the operation; a test's handle is a number with a few fields.
 //!
-//! Invariant: a handle stands for one token of its operation. It is moved, never copied; where one operation needs another
-//! token, as each chunk of it does, that comes from [`Operation::retain`]. Read next: `outbox/mod.rs`.
+//! Invariant: a handle stands for one token of its operation. Handles are moved, never copied;
+//! [`Operation::retain`] makes another one, for example for each chunk.
+//! Read next: `outbox/mod.rs`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,18 +14,18 @@ use std::sync::Arc;
 use crate::outbox::Epoch;
 use crate::transfer::Piece;
 
-/// What an operation does.
+/// Kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
     /// Writes to a region of the peer.
     Write,
     /// Sends a tagged message.
     Send,
-    /// Answers a peer's read: writes to its sink.
+    /// Serves a peer's read: writes to the peer's sink.
     Serve,
-    /// Sends a notification alone.
+    /// Sends a standalone notification.
     Notify,
-    /// Waits for a peer's data, asked for by us.
+    /// Waits for the data of a read.
     Read,
     /// Waits for a tagged message.
     Recv,
@@ -42,43 +44,46 @@ impl fmt::Display for Verb {
     }
 }
 
-/// A handle to an operation, which stands for one of its tokens.
+/// A handle to an operation; each handle stands for one token.
 pub trait Operation: Sized {
-    /// The number under which the peer hears of it. The children of a write share their parent's.
+    /// Id of the operation on the wire. The children of a write share their parent's.
     fn id(&self) -> u64;
-    /// What it does.
+    /// Kind of the operation.
     fn verb(&self) -> Verb;
-    /// Target region or sink; of a send and a receive the tag.
+    /// Key of the target region or sink; for a send or a receive, the tag.
     fn key(&self) -> u64;
-    /// Of a send its number among the messages to the peer; of an answer to a read, where it starts in the sink.
+    /// For a send, its number among the messages to the peer; for a served read, the offset in the peer's
+    /// sink.
     fn number(&self) -> u64;
-    /// Bytes of all pieces; of a parent, of all its children.
+    /// Bytes of all pieces; for a parent, of all its children.
     fn total(&self) -> u64;
-    /// Bytes that are cut for it: a parent leaves them to its children.
+    /// Bytes to cut into chunks; 0 for a parent, whose children are cut.
     fn bytes_to_cut(&self) -> u64;
-    /// Which bytes go where.
+    /// The pieces of the message: local and remote ranges.
     fn pieces(&self) -> &[Piece];
-    /// Bytes of the notification that goes with it.
+    /// Bytes of the attached notification.
     fn message_bytes(&self) -> usize;
-    /// Whether the peer counts its bytes, since a notification of its own or of its parent follows them.
+    /// Whether the peer counts the placed bytes, because a notification of the operation or of its parent
+    /// follows them.
     fn is_counted(&self) -> bool;
-    /// Whether it is a child: its parent's notification comes behind all children.
+    /// Whether the operation is a child; its parent's notification follows all children.
     fn is_child(&self) -> bool;
-    /// Whether its bytes are in memory of a GPU.
+    /// Whether the local bytes are in GPU memory.
     fn on_gpu(&self) -> bool;
-    /// Whether it has failed or is to end early, so that nothing more of it is begun.
+    /// Whether the operation has failed or is cancelled, so that no further part of it starts.
     fn is_failing(&self) -> bool;
-    /// Whether nothing more of it may be sent: it is failing, or its memory was taken back, which it notes as its failure.
+    /// Whether no more may be sent: the operation is failing, or its memory was revoked, which this call
+    /// records as its failure.
     fn is_unsendable(&self) -> bool;
-    /// Whether a frame of it that was sent before must not be sent again. That is then noted as its failure.
+    /// Whether a frame that was sent before must not be sent again. If so, this call records the failure.
     fn forbids_resend(&self) -> bool;
-    /// The epoch that it has joined, and leaves at its end.
+    /// Stores the epoch that the operation has joined and leaves at its end.
     fn set_epoch(&self, epoch: Arc<Epoch>);
-    /// The peer's sink that an announced send has met.
+    /// Stores the peer's sink, after an announced send was matched.
     fn set_sink(&self, sink: u64);
-    /// It left the queue before a byte of it was cut.
+    /// Notes that the operation left the queue before any byte of it was cut.
     fn set_uncut(&self);
-    /// Another token of the operation.
+    /// Another handle, with a token of its own.
     fn retain(&self) -> Self;
 }
 

@@ -1,15 +1,16 @@
-//! Which channel carries the next chunk, and how large it is.
+//! Which channel carries the next chunk, and how large the chunk is.
 //!
-//! Channels pull: a channel takes the next chunk when it is ready for one, so a fast NIC takes more and
-//! a slow one less, with no plan to go wrong. Two rules keep the end of a transfer short: chunks shrink
-//! as the rest shrinks, and a channel whose backlog is longer than the others' leaves the rest to them.
+//! Channels pull: each takes the next chunk when it is ready, so a fast NIC carries more and a slow one less,
+//! without a plan that could be wrong. Two rules keep the end of a transfer short: chunks shrink as the rest
+//! shrinks, and a channel whose backlog is much longer than the others' leaves the rest to them.
 //!
-//! Pure: numbers in, numbers out. Read next: `outbox/`, which applies the rules.
+//! Pure: numbers in, numbers out.
+//! Read next: `outbox/`, which applies the rules.
 
 use crate::limits;
 use std::time::Duration;
 
-/// Bytes of the next chunk: an equal share of the rest, within the bounds, whole pages.
+/// Size of the next chunk in bytes: half of an equal share of the rest, in whole pages, within the bounds.
 pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_min: usize, chunk_bytes_max: usize) -> u64 {
     let max = chunk_bytes_max as u64;
     let min = (chunk_bytes_min as u64).min(max);
@@ -17,69 +18,70 @@ pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_min: usize, chunk_byt
     share.clamp(min, max)
 }
 
-/// Whether a channel with `backlog` bytes accepted and not yet acknowledged may take another chunk,
-/// when the least loaded live channel of the peer has `least`.
+/// Whether a channel with `backlog` unacknowledged bytes may take another chunk, when the least loaded live
+/// channel of the peer has `least`.
 ///
-/// A channel ahead of the others by more than it would take to even out waits, unless all is quiet.
+/// A channel that is far ahead of the others waits until they catch up.
 pub fn may_take(backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
     backlog <= least.saturating_add(SPREAD_CHUNKS * chunk_bytes_max as u64)
 }
 
-/// Chunks by which one channel's backlog may exceed the least loaded one's.
+/// Backlog, in chunks, by which a channel may be ahead of the least loaded one.
 const SPREAD_CHUNKS: u64 = 8;
 
-/// Bytes of small operations that a channel may take now, of those that all channels of a peer share:
-/// as many as keep it within `SMALL_SPREAD_BYTES` of the least loaded one, so that each thread has some.
+/// Bytes of small operations that a channel may take now from the peer's queue. The share keeps the channel
+/// within `SMALL_SPREAD_BYTES` of the least loaded one, so every thread gets some.
 pub fn small_share(backlog: u64, least: u64) -> u64 {
     least.saturating_add(SMALL_SPREAD_BYTES).saturating_sub(backlog)
 }
 
-/// Backlog of small operations by which a channel may be ahead of the least loaded one.
+/// Backlog of small operations, in bytes, by which a channel may be ahead of the least loaded one.
 const SMALL_SPREAD_BYTES: u64 = 256 << 10;
 
-/// Bytes of bulk that a channel may take now whose two ends are on this host, and its longest chunk, where so many
-/// channels have such a bound of their own on one thread.
+/// Bytes of bulk that a channel within this host may take now, and its longest chunk in bytes. `sharing`
+/// channels of one thread each have such a bound.
 ///
-/// The threads at its ends take turns on a core, or share a cache, which holds what is `in_flight` between
-/// the two. A bound on that, no larger than the socket buffers, keeps it there. It also lets
-/// the kernel take each call whole: a partial one ends at an odd byte, and the pages into which the kernel copies
-/// what a thread sends are shared by all its connections, so from then on everything lies askew in them and is
-/// copied out at half the speed. What lies in a ring at an end that stages, and is copied there, comes on top.
+/// The threads at the two ends alternate on a core or share a cache, which holds the bytes in flight between
+/// them. A bound no larger than the socket buffers keeps these bytes in the cache. It also lets the kernel
+/// take each call whole. A partial call ends at an odd byte; the kernel copies sent bytes into pages that all
+/// connections of a thread share, so all later bytes are misaligned and are copied out at half the speed. A
+/// staging end adds its ring to the bound, since bytes wait there while they are copied.
 pub fn local_share(in_flight: u64, sharing: usize, ends_staged: u64, chunk_bytes_max: usize) -> (u64, usize) {
     let local = local_bytes(sharing);
     let bound = local + ends_staged * limits::STAGING_OUT_RING_BYTES as u64;
     (bound.saturating_sub(in_flight), chunk_bytes_max.min(local as usize / 2))
 }
 
-/// Bulk in flight on each of so many channels of two threads of one host, and the size of their socket buffers.
+/// Bytes of bulk in flight on each of `sharing` channels between two threads of one host; also the size of
+/// their socket buffers.
 pub fn local_bytes(sharing: usize) -> u64 {
     (LOCAL_BYTES / sharing.max(1) as u64).max(LOCAL_BYTES_MIN)
 }
 
-/// Bulk in flight between two threads of one host, and the least of one channel.
+/// Bytes of bulk in flight between two threads of one host; below, the least for one channel.
 const LOCAL_BYTES: u64 = 2 << 20;
 const LOCAL_BYTES_MIN: u64 = 512 << 10;
 
-/// Bytes of bulk that a channel with `backlog` bytes may take where payload is staged: an equal share of what is
-/// queued and of what all `channels` have together.
+/// Bytes of bulk that a channel with `backlog` bytes may take where payload is staged: an equal share of the
+/// queue and of the backlogs of all `channels`.
 ///
-/// A copy and its mark are begun long before the first byte can be sent, so a channel would take much more than it
-/// sends, and a few of them everything there is.
+/// Copies start long before the first byte can be sent. Without this bound a channel would take much more
+/// than it sends, and a few channels would take everything.
 pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: u64) -> u64 {
     if queued == 0 {
-        // What waits then has no bytes: a notification behind all that is cut.
+        // A queue without bytes holds a notification that follows bytes cut earlier; any channel may take it.
         return 1;
     }
-    // Rounded up: whatever is queued, who has least may take of it.
+    // Rounded up, so that the least loaded channel may always take some.
     queued.saturating_add(backlog_of_all).div_ceil(channels.max(1) as u64).saturating_sub(backlog)
 }
 
-/// Shortest and longest chunk of staged payload, while `in_flight` bytes of several operations are queued or under way, or of
-/// one that is `alone`.
+/// Shortest and longest chunk of staged payload in bytes. `in_flight` bytes are queued or in flight; `alone`
+/// says that they belong to one operation.
 ///
-/// Of several a channel copies half of an equal share while another half is on the wire, in whole steps, or of a message a
-/// little would be left for a chunk of its own: each costs a GPU a moment. Who is alone waits for the first chunk's copy and
-/// for the last one's, so it is cut finely.
+/// With several operations a channel copies half of its share while the other half is on the wire. The size
+/// is a whole number of steps, so no message leaves a small rest for a chunk of its own: each chunk costs the
+/// GPU some time. A single operation waits for the copies of its first and last chunk, so it is cut finely.
 pub fn staged_chunk_bytes(in_flight: u64, alone: bool, channels: usize) -> (usize, usize) {
     let (step, longest) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
     if alone {
@@ -89,38 +91,37 @@ pub fn staged_chunk_bytes(in_flight: u64, alone: bool, channels: usize) -> (usiz
     (half.next_multiple_of(step).clamp(step, longest), longest)
 }
 
-/// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
+/// Default number of channels per peer: enough to busy every core and NIC pair, few enough to stay in the
+/// cache.
 pub fn channels_default(cores: usize, pairs: usize) -> usize {
     workers(cores).next_multiple_of(pairs.max(1)).min(limits::CHANNELS_MAX)
 }
 
-/// Progress threads: one per core that can be kept busy.
+/// Default number of progress threads: one per core that can be kept busy.
 pub fn threads_default(cores: usize) -> usize {
     workers(cores)
 }
 
-/// How long a thread without work spins before it sleeps.
+/// How long an idle progress thread spins before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spin {
-    /// Mostly.
+    /// Spin time in general.
     pub usual: Duration,
-    /// While there is enough under way, see [`is_deep_bulk`].
+    /// Spin time while [`is_deep_bulk`] holds.
     pub in_deep_bulk: Duration,
 }
 
-/// How long threads spin where so many have so many cores.
+/// How long `threads` progress threads spin on a host with `cores` cores.
 ///
-/// To be woken takes longer than to send 64 KiB, and where cores are left over a thread had better wait for the next message
-/// of a few in flight. In deep bulk a wake that is some microseconds late delays nothing, and spinning costs half of a core.
-/// But where threads share cores with whatever else moves the bytes, a yield is the better way to take turns.
+/// Waking a thread takes longer than sending 64 KiB, so where cores are spare a thread should wait for the
+/// next of a few messages. In deep bulk a wake that is some microseconds late delays nothing, while spinning
+/// costs half a core. Where threads share cores with other senders and receivers, yielding is the better way
+/// to alternate.
 pub fn spin(cores: usize, threads: usize) -> Spin {
-    match cores >= 2 * threads.max(1) && cores > 4 {
-        true => SPIN_ON_SPARE_CORES,
-        false => SPIN,
-    }
+    if cores >= 2 * threads.max(1) && cores > 4 { SPIN_ON_SPARE_CORES } else { SPIN }
 }
 
-/// Whether so many bytes under way are several chunks for each channel.
+/// Whether `bytes` in flight are several chunks for each channel.
 pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
     bytes >= channels as u64 * DEEP_BYTES
 }
@@ -129,7 +130,7 @@ const SPIN: Spin = Spin { usual: Duration::from_micros(50), in_deep_bulk: Durati
 const SPIN_ON_SPARE_CORES: Spin = Spin { usual: Duration::from_micros(500), in_deep_bulk: Duration::ZERO };
 const DEEP_BYTES: u64 = 2 << 20;
 
-/// All cores of a small host, half of those of a large one: the rest has other work.
+/// All cores of a small host, half of the cores of a large one; the rest is left to other work.
 fn workers(cores: usize) -> usize {
     match cores {
         0..=8 => cores.max(1),
@@ -196,10 +197,10 @@ mod tests {
     #[test]
     fn what_is_staged_is_shared_equally() {
         assert_eq!(staged_share(1 << 20, 0, 4, 0), 256 << 10);
-        // Who has more than the others waits, until they have as much.
+        // A channel with more than the others waits until they have as much.
         assert_eq!(staged_share(1 << 20, 8 << 20, 4, 8 << 20), 0);
         assert_eq!(staged_share(1 << 20, 8 << 20, 4, 0), 9 << 18);
-        // All alone it takes everything.
+        // A single channel may take everything.
         assert_eq!(staged_share(1 << 30, 0, 1, 0), 1 << 30);
     }
 
@@ -210,13 +211,13 @@ mod tests {
         assert_eq!(staged_chunk_bytes(1 << 40, true, 16), (finest, slot / 2));
         assert_eq!(staged_chunk_bytes(0, false, 16), (finest, slot));
         assert_eq!(shortest(16 << 20, 16), 512 << 10);
-        // Of 16 messages of 1 MiB one has just ended: those that follow it are not cut into 480, 480 and 64 KiB.
+        // When one of 16 messages of 1 MiB has just ended, the next are not cut into 480, 480 and 64 KiB.
         assert_eq!(shortest(15 << 20, 16), 512 << 10);
         assert_eq!([shortest(1 << 40, 16), shortest(1 << 40, 0)], [slot; 2]);
     }
 
     proptest! {
-        /// Whatever is queued finds somebody who may take it, a chunk at a time.
+        /// Some channel may always take a chunk of what is queued.
         #[test]
         fn the_least_loaded_channel_may_take_what_is_staged(
             queued in 0u64..1 << 40,

@@ -1,14 +1,15 @@
-//! A deadline that only counts time in which whoever waits has run.
+//! A timeout that counts only time in which the waiting thread runs.
 //!
-//! A process that was stopped for a minute has not waited for a minute: what it waits for, mostly another of
-//! its own threads, was stopped with it. Invariant: between two looks at most `LOOKS_APART_MAX` counts.
+//! A process that was stopped for a minute has not waited for a minute: the thread that it waits for, mostly
+//! one of its own, was stopped too.
+//! Invariant: between two calls at most `LOOKS_APART_MAX` counts.
 
 use std::time::Duration;
 
-/// Longer times between two looks count as this long.
+/// Longest time between two calls that counts.
 const LOOKS_APART_MAX: Duration = Duration::from_millis(100);
 
-/// The time waited, of the time that a wait may take.
+/// Compares the time waited so far with a limit.
 #[derive(Debug)]
 pub struct StallTimer {
     limit: Duration,
@@ -17,12 +18,12 @@ pub struct StallTimer {
 }
 
 impl StallTimer {
-    /// One that is over after this time.
+    /// A timer with this limit.
     pub fn new(limit: Duration) -> StallTimer {
         StallTimer { limit, waited: Duration::ZERO, looked_at: None }
     }
 
-    /// Whether it is over, now. Ask often.
+    /// Whether the limit is reached at `now`. Call this often: long gaps between calls do not count.
     pub fn is_over(&mut self, now: Duration) -> bool {
         let apart = self.looked_at.map_or(Duration::ZERO, |at| now.saturating_sub(at));
         self.waited += apart.min(LOOKS_APART_MAX);
@@ -30,7 +31,7 @@ impl StallTimer {
         self.waited >= self.limit
     }
 
-    /// The time that has counted.
+    /// The time that has counted so far.
     pub fn waited(&self) -> Duration {
         self.waited
     }

@@ -1,5 +1,5 @@
-//! The synchronization types of what two threads may call at once.
+//! Synchronization types for code that several threads call at once.
 //!
-//! The engine's `tests/model` compiles the files that import these names with loom's types under the same names.
+//! The engine's `tests/model` compiles files that use these names with loom's types instead.
 
 pub(crate) use std::sync::atomic::AtomicU64;

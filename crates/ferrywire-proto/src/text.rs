@@ -1,8 +1,8 @@
-//! What messages for people have in common.
+//! Formatting shared by messages for users.
 
 use std::time::Duration;
 
-/// A duration as messages have it: what is left of a limit of 30 s reads as `30s`, not `29.99999996s`.
+/// Rounds a duration for a message: the rest of a limit of 30 s reads as `30s`, not `29.99999996s`.
 pub fn rounded(duration: Duration) -> Duration {
     let unit_ns: u128 = match duration.as_nanos() {
         0..1_000_000 => 1000,

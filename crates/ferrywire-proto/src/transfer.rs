@@ -1,38 +1,40 @@
-//! A transfer as geometry: which bytes here belong to which bytes there, cut into chunks.
+//! The geometry of a transfer: which local bytes belong to which remote bytes, and how they are cut into
+//! chunks.
 //!
-//! A message is a list of [`Piece`]s. A [`Cutter`] walks it once and hands out [`Chunk`]s: runs of the
-//! message with a bounded number of bytes and placements. A [`Scatter`] is the receiving side of a
-//! message that is addressed by position (a receive, a read): it turns a range of the message into
-//! ranges of local memory.
+//! A message is a list of [`Piece`]s. A [`Cutter`] walks it once and hands out [`Chunk`]s, runs of the
+//! message with a bounded number of bytes and placements. A [`Scatter`] is the receiving side of a message
+//! that is addressed by position (a receive, a read): it maps a range of the message to ranges of local
+//! memory.
 //!
-//! Invariant: the chunks of a message cover each of its bytes exactly once, in order.
-//! Pure: numbers only. Read next: `schedule.rs` (how large a chunk), `outbox/` (who cuts).
+//! Invariant: the chunks of a message cover each of its bytes exactly once, in order. Pure: numbers only.
+//! Read next: `schedule.rs` for the size of chunks, `outbox/`, which cuts them.
 
 use crate::wire::Placement;
 use std::sync::Arc;
 
-/// `len` bytes at `local` of the region here, and at `remote` of the target there.
+/// `len` bytes at offset `local` of the local region and at offset `remote` of the remote target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
     /// Offset in the local region, in bytes.
     pub local: u64,
     /// Offset in the remote target, in bytes.
     pub remote: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
 }
 
-/// The pieces of one message; the usual single one without an allocation.
+/// The pieces of one message; a single piece needs no allocation.
 #[derive(Clone, Debug)]
 pub enum Pieces {
-    /// One run.
+    /// A single piece.
     One(Piece),
-    /// Several, shared with a prepared block list.
+    /// Several pieces, shared with a prepared block list.
     Many(Arc<[Piece]>),
 }
 
 impl Pieces {
-    /// Pieces in this order, joined where they touch on both sides; one empty piece where none has bytes.
+    /// The pieces in this order. Pieces that touch on both sides are joined; a message without bytes becomes
+    /// one empty piece.
     pub fn joined(pieces: impl IntoIterator<Item = Piece>) -> Pieces {
         let mut merged = merge(pieces);
         match merged.len() {
@@ -42,7 +44,7 @@ impl Pieces {
         }
     }
 
-    /// The pieces in order.
+    /// The pieces, in order.
     pub fn as_slice(&self) -> &[Piece] {
         match self {
             Pieces::One(piece) => std::slice::from_ref(piece),
@@ -50,13 +52,13 @@ impl Pieces {
         }
     }
 
-    /// Bytes of the whole message.
+    /// Total length of the message in bytes.
     pub fn total(&self) -> u64 {
         self.as_slice().iter().map(|piece| piece.len).sum()
     }
 }
 
-/// Drops empty pieces and joins those that touch on both sides.
+/// Drops empty pieces, and joins pieces that touch on both sides.
 pub fn merge(pieces: impl IntoIterator<Item = Piece>) -> Vec<Piece> {
     let mut out: Vec<Piece> = Vec::new();
     for piece in pieces {
@@ -76,28 +78,28 @@ pub fn merge(pieces: impl IntoIterator<Item = Piece>) -> Vec<Piece> {
 /// Bounds of one chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkLimits {
-    /// Most bytes.
+    /// Most bytes of the chunk.
     pub bytes: u64,
-    /// Most pieces, and so most placements.
+    /// Most pieces of the chunk, and so most placements.
     pub segments: usize,
 }
 
-/// A run of a message: `bytes` from `within` bytes into piece `first` on.
+/// A run of a message: `bytes` bytes, starting `within` bytes into piece `first`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
     first: u32,
     within: u64,
-    /// Bytes of the chunk.
+    /// Length of the chunk in bytes.
     pub bytes: u32,
-    /// Its position in the message.
+    /// Offset of the chunk in the message, in bytes.
     pub position: u64,
 }
 
 impl Chunk {
-    /// A chunk without bytes, for messages without bytes.
+    /// The chunk of a message without bytes.
     pub const EMPTY: Chunk = Chunk { first: 0, within: 0, bytes: 0, position: 0 };
 
-    /// The chunk's runs as `(local, remote, len)`.
+    /// The chunk's runs, in order.
     fn runs<'a>(&self, pieces: &'a [Piece]) -> impl Iterator<Item = Piece> + use<'a> {
         let mut left = u64::from(self.bytes);
         let mut within = self.within;
@@ -118,7 +120,7 @@ impl Chunk {
         self.runs(pieces).map(|run| (run.local, run.len))
     }
 
-    /// Remote placements of the chunk, in order, those that touch joined.
+    /// Remote placements of the chunk, in order; placements that touch are joined.
     pub fn placements(&self, pieces: &[Piece]) -> Vec<Placement> {
         let mut out: Vec<Placement> = Vec::new();
         for run in self.runs(pieces) {
@@ -130,14 +132,14 @@ impl Chunk {
         out
     }
 
-    /// The single remote offset, when the chunk is one run.
+    /// The remote offset of a chunk that is one run; `None` for several runs.
     pub fn single(&self, pieces: &[Piece]) -> Option<u64> {
         let piece = pieces.get(self.first as usize)?;
         (piece.len - self.within >= u64::from(self.bytes)).then_some(piece.remote + self.within)
     }
 }
 
-/// Walks a message once, handing out its chunks.
+/// Walks a message once and hands out its chunks.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cutter {
     piece: usize,
@@ -151,7 +153,7 @@ impl Cutter {
         self.position
     }
 
-    /// The next chunk within the limits, or `None` at the end.
+    /// The next chunk within the limits; `None` at the end.
     pub fn next(&mut self, pieces: &[Piece], limits: ChunkLimits) -> Option<Chunk> {
         let start = *self;
         let mut bytes = 0;
@@ -181,7 +183,7 @@ impl Cutter {
     }
 }
 
-/// Local memory for a message that is addressed by position.
+/// Maps positions of a message to local memory.
 #[derive(Clone, Debug)]
 pub struct Scatter {
     ranges: Vec<(u64, u64)>,
@@ -190,7 +192,7 @@ pub struct Scatter {
 }
 
 impl Scatter {
-    /// From `(offset, len)` ranges of a region, in the message's order. Empty ranges are dropped.
+    /// A map over `(offset, len)` ranges of a region, in the message's order. Empty ranges are dropped.
     pub fn new(ranges: impl IntoIterator<Item = (u64, u64)>) -> Scatter {
         let ranges: Vec<(u64, u64)> = ranges.into_iter().filter(|(_, len)| *len > 0).collect();
         let mut total = 0;
@@ -202,7 +204,7 @@ impl Scatter {
         Scatter { ranges, starts, total }
     }
 
-    /// Local `(offset, len)` ranges of `len` bytes from `position` on, or `None` if they do not fit.
+    /// Local `(offset, len)` ranges of `len` bytes at `position`; `None` when they exceed the ranges.
     pub fn locate(&self, position: u64, len: u64) -> Option<impl Iterator<Item = (u64, u64)> + '_> {
         if position.checked_add(len)? > self.total {
             return None;

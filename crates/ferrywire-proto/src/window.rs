@@ -1,10 +1,11 @@
-//! The frames of one channel that are sent and not yet acknowledged: a bounded FIFO.
+//! The window of one channel: frames that are sent and not acknowledged, as a bounded FIFO.
 //!
-//! Only the oldest entry can be released, and only by the peer's count; entries leave in the order in
-//! which they came, so a count is all that an acknowledgement needs. When a channel is lost, what the
-//! peer had placed is released and the rest is taken out, oldest first, to travel elsewhere.
+//! Only the peer's count releases entries, the oldest first, so an acknowledgement needs nothing but a count.
+//! When a channel is lost, the entries that the peer has placed are released. The rest is taken out, oldest
+//! first, and sent over other channels.
 //!
-//! Pure: no sockets, no clock. Read next: the engine's `core/queue/`, which fills it, and `core/channel/`, which empties it.
+//! Pure: no sockets, no clock.
+//! Read next: the engine's `core/queue/`, which fills the window, and `core/channel/`, which empties it.
 
 use std::collections::VecDeque;
 
@@ -19,17 +20,18 @@ pub struct Window<T> {
 }
 
 impl<T> Window<T> {
-    /// An empty window with room for so many entries and, after the first entry, so many bytes.
+    /// An empty window. Its first entry always fits; further ones while there are fewer than `frames_max`
+    /// entries and `bytes_max` bytes.
     pub fn new(frames_max: usize, bytes_max: usize) -> Window<T> {
         Window { entries: VecDeque::new(), first: 0, bytes: 0, frames_max: frames_max.max(1), bytes_max }
     }
 
-    /// Whether another entry may be posted.
+    /// Whether another entry fits.
     pub fn has_room(&self) -> bool {
         self.entries.len() < self.frames_max && (self.bytes < self.bytes_max || self.entries.is_empty())
     }
 
-    /// Posts an entry; returns its number. Check `has_room` first: posting past the bound is a bug.
+    /// Adds an entry and returns its number. Check `has_room` first; exceeding the bound is a bug.
     pub fn post(&mut self, entry: T, bytes: usize) -> u64 {
         debug_assert!(self.has_room());
         self.entries.push_back((entry, bytes));
@@ -37,17 +39,17 @@ impl<T> Window<T> {
         self.next() - 1
     }
 
-    /// The number that the next entry will get.
+    /// Number of the next entry.
     pub fn next(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
-    /// The number of the oldest entry.
+    /// Number of the oldest entry.
     pub fn first(&self) -> u64 {
         self.first
     }
 
-    /// Whether nothing is in flight.
+    /// Whether the window is empty.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -57,24 +59,24 @@ impl<T> Window<T> {
         self.bytes
     }
 
-    /// The entry with this number, if it is in flight.
+    /// The entry with this number; `None` when it is not in flight.
     pub fn get_mut(&mut self, number: u64) -> Option<&mut T> {
         let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
         self.entries.get_mut(index).map(|(entry, _)| entry)
     }
 
-    /// The entries from this number on, oldest first.
+    /// The entries from `number` on, oldest first.
     pub fn from(&mut self, number: u64) -> impl Iterator<Item = &mut T> {
         let skip = number.saturating_sub(self.first) as usize;
         self.entries.iter_mut().skip(skip).map(|(entry, _)| entry)
     }
 
-    /// Whether the peer may claim to have received `count` frames, of which `sent` went out.
+    /// Whether a peer's count is plausible: at most `sent` frames have left this end.
     pub fn may_acknowledge(&self, count: u64, sent: u64) -> bool {
         count >= self.first && count <= sent && sent <= self.next()
     }
 
-    /// Releases the oldest entry if its number is below `count`.
+    /// Releases the oldest entry when its number is below `count`.
     pub fn release(&mut self, count: u64) -> Option<(u64, T)> {
         if self.first >= count {
             return None;
@@ -85,7 +87,7 @@ impl<T> Window<T> {
         Some((self.first - 1, entry))
     }
 
-    /// Takes out everything, oldest first, with its numbers.
+    /// Takes out all entries with their numbers, oldest first.
     pub fn drain(&mut self) -> Vec<(u64, T)> {
         let first = self.first;
         self.first = self.next();

@@ -1,11 +1,12 @@
-//! Frames on a data channel: what is written before, and instead of, payload.
+//! The frames of a data channel.
 //!
-//! A frame is a [`Header`], then `segments` placement descriptors, then `len` payload bytes, then
-//! `notify` message bytes. Every frame but [`Kind::Ack`] takes a place in the channel's window and is
-//! acknowledged by count; each header also carries the count received the other way.
+//! A frame is a [`Header`], then `segments` placement descriptors, then `len` payload bytes, then `notify`
+//! message bytes. Every frame but [`Kind::Ack`] occupies an entry in the channel's window and is acknowledged
+//! by count; each header also carries the count of the other direction.
 //!
-//! Invariant: [`Header::decode`] accepts nothing that breaks a limit of `limits.rs`, so what it returns
-//! can be used to size buffers. Pure: bytes in, values out. Read next: `window.rs`, the engine's `channel/`.
+//! Invariant: [`Header::decode`] rejects every header that breaks a limit of `limits.rs`, so its result may
+//! size buffers. Pure: bytes in, values out.
+//! Read next: `window.rs`, the engine's `channel/`.
 
 use crate::limits;
 
@@ -18,34 +19,35 @@ pub const REFUSAL_BYTES: usize = 8;
 
 const MAGIC: u16 = 0xfe77;
 const PLACEMENTS_CRC_AT: usize = 52;
-/// Under [`FLAG_CRC`] the header's own checksum, which covers all the rest of it: a wrong offset or count
-/// must not be acted on.
+/// Offset of the header's own checksum, used with [`FLAG_CRC`]. It covers all other bytes of the header,
+/// since a wrong offset or count must not be acted on.
 const HEAD_CRC_AT: usize = 56;
 const POSTED_AT: usize = 60;
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Payload for the region or sink `key`: at `offset`, or where the descriptors say.
+    /// Payload for the region or sink `key`, at `offset` or at the descriptors' offsets.
     Data = 1,
-    /// Acknowledgement alone; its payload lists refused frames.
+    /// Acknowledgement only; its payload lists refused frames.
     Ack = 2,
-    /// A message delivered once `total` bytes of `transfer` are placed. Where `total` is 0, `transfer`
-    /// numbers the messages, which are delivered in that order; all ones: the transfer has failed.
+    /// A notification, delivered once `total` bytes of `transfer` are placed. With `total` 0 it is
+    /// standalone: `transfer` is its number, and notifications are delivered by number. With [`WITHDRAWN`]
+    /// the transfer has failed.
     Notify = 3,
-    /// An eager message with tag `key`; `offset` is its number in the sender's order.
+    /// An eager message with tag `key`; `offset` is its number among the sender's messages.
     Send = 4,
-    /// A message with tag `key` of `total` bytes waits at the sender; `offset` as for `Send`. All ones: it does not, or not any
-    /// longer.
+    /// Announces a message with tag `key` and `total` bytes; `offset` is its number, as in `Send`. With
+    /// [`WITHDRAWN`] the announcement is taken back.
     Announce = 5,
-    /// The announced message `transfer` may go to sink `key`.
+    /// The announced message `transfer` is matched, and may go to sink `key`.
     Match = 6,
-    /// `total` bytes of eager credit are given back.
+    /// Returns `total` bytes of eager credit.
     Credit = 7,
-    /// Asks for the descriptors' ranges of region `key`, to be written to sink `total` at `offset`.
+    /// Requests the descriptors' ranges of region `key`, to be written to sink `total` at `offset`.
     Read = 8,
-    /// `transfer` (a read or an announced send) cannot be served; `key` is the reason's code.
+    /// Refuses `transfer`, a read or an announced send; `key` is the reason's code.
     Refuse = 9,
 }
 
@@ -58,72 +60,73 @@ impl Kind {
     }
 }
 
-/// Header, descriptors and what is behind them each carry a checksum.
+/// Header, descriptors and the bytes behind them each carry a checksum.
 pub const FLAG_CRC: u8 = 1;
-/// The receiver counts the payload towards `total` of `transfer`, for a notification that follows.
+/// The receiver counts the payload towards `total` of `transfer`; a notification follows them.
 pub const FLAG_COUNTED: u8 = 2;
-/// `key` is a sink: an ephemeral target made by a matching receive or read.
+/// `key` is a sink: the temporary target of a matched receive or a read.
 pub const FLAG_SINK: u8 = 4;
-/// The payload does not follow here: it is the next message of the channel's lane.
+/// The payload is not in the stream: it is the next message of the channel's lane.
 pub const FLAG_POSTED: u8 = 8;
-/// The `total` of an announcement whose send was cancelled before it was met, and of a notification whose transfer has
-/// failed.
+/// `total` of an announcement whose send was cancelled before it was matched, and of a notification whose
+/// transfer has failed.
 pub const WITHDRAWN: u64 = u64::MAX;
 
 const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK | FLAG_POSTED;
 
-/// The fixed part of a frame. The meaning of `transfer`, `key`, `offset`, `total` is the [`Kind`]'s.
+/// The fixed part of a frame. The [`Kind`] defines the meaning of `transfer`, `key`, `offset` and `total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is.
+    /// Kind of the frame.
     pub kind: Kind,
     /// `FLAG_*` bits.
     pub flags: u8,
-    /// Placement descriptors that follow (0: one placement, at `offset`).
+    /// Number of placement descriptors that follow; 0 means one placement, at `offset`.
     pub segments: u16,
-    /// Payload bytes, descriptors and notification apart.
+    /// Payload bytes, without descriptors and notification.
     pub len: u32,
-    /// Low 32 bits of the number of frames received and placed, the other way.
+    /// Frames received and placed in the other direction, low 32 bits of their number.
     pub ack: u32,
-    /// CRC-32 of payload and notification, under [`FLAG_CRC`].
+    /// CRC-32 of payload and notification, with [`FLAG_CRC`].
     pub crc: u32,
-    /// The sender's number of the transfer.
+    /// The sender's id of the transfer.
     pub transfer: u64,
-    /// Region, sink or tag.
+    /// Key of a region or sink, or a tag.
     pub key: u64,
     /// Offset in the target, or a message's number.
     pub offset: u64,
     /// Total length, or another 64-bit value.
     pub total: u64,
-    /// Bytes of a notification behind the payload, delivered when the payload is placed.
+    /// Bytes of the notification behind the payload, which is delivered when the payload is placed.
     pub notify: u16,
-    /// CRC-32 of the descriptors, under [`FLAG_CRC`]: checked before anything is placed by them.
+    /// CRC-32 of the descriptors, with [`FLAG_CRC`]; checked before they are used.
     pub placements_crc: u32,
-    /// Low 32 bits of the number of receives posted on the channel's lane, the other way; 0 without a lane.
+    /// Receives posted on the channel's lane in the other direction, low 32 bits of their number; 0 without a
+    /// lane.
     pub posted: u32,
 }
 
-/// Why bytes are not a frame.
+/// Why bytes are not a valid header or frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// The stream is out of step or was never ours.
+    /// The bytes do not start like a header: the stream is out of step, or another protocol.
     #[error("not a frame header")]
     NotAHeader,
-    /// A field breaks its limit or contradicts another.
+    /// A field breaks its limit or contradicts another field.
     #[error("frame field out of range: {0}")]
     OutOfRange(&'static str),
-    /// The checksum differs.
+    /// A checksum differs.
     #[error("checksum mismatch: expected {expected:08x}, computed {computed:08x}")]
     Checksum {
-        /// What the header says.
+        /// The checksum in the header.
         expected: u32,
-        /// What arrived.
+        /// The checksum of the received bytes.
         computed: u32,
     },
 }
 
 impl Header {
-    /// A header of this kind with everything else zero.
+    /// A header of this kind; all other fields are zero.
     pub fn new(kind: Kind) -> Header {
         Header {
             kind,
@@ -142,27 +145,27 @@ impl Header {
         }
     }
 
-    /// Whether the payload travels over the lane.
+    /// Whether the payload travels on the lane.
     pub fn is_posted(&self) -> bool {
         self.flags & FLAG_POSTED != 0
     }
 
-    /// Bytes that follow the header before the payload.
+    /// Bytes of the placement descriptors, which follow the header.
     pub fn placement_bytes(&self) -> usize {
         usize::from(self.segments) * PLACEMENT_BYTES
     }
 
-    /// Bytes of the frame beside the header, over whatever they travel.
+    /// Bytes of the frame without its header, on the channel and the lane together.
     pub fn body_bytes(&self) -> usize {
         self.placement_bytes() + self.len as usize + usize::from(self.notify)
     }
 
-    /// Bytes that follow the header in the stream.
+    /// Bytes that follow the header on the channel.
     pub fn stream_bytes(&self) -> usize {
         self.body_bytes() - if self.is_posted() { self.len as usize } else { 0 }
     }
 
-    /// The header as it travels.
+    /// Encodes the header.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0u8; HEADER_BYTES];
         out[0] = self.kind as u8;
@@ -183,7 +186,7 @@ impl Header {
         out
     }
 
-    /// Reads a header and checks every field against its limit.
+    /// Decodes a header, and checks every field against its limit.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
         let kind = Kind::parse(bytes[0]).ok_or(WireError::NotAHeader)?;
         let sealed = bytes[1] & FLAG_CRC != 0;
@@ -261,7 +264,7 @@ impl Header {
     }
 }
 
-/// Writes the checksum of an encoded header that carries one.
+/// Writes the checksum into an encoded header with [`FLAG_CRC`].
 fn seal(encoded: &mut [u8; HEADER_BYTES]) {
     if encoded[1] & FLAG_CRC != 0 {
         let crc = head_crc(encoded);
@@ -269,7 +272,7 @@ fn seal(encoded: &mut [u8; HEADER_BYTES]) {
     }
 }
 
-/// The checksum of a header: of all its bytes but the checksum's own.
+/// The checksum of a header: over all bytes except the checksum.
 fn head_crc(encoded: &[u8; HEADER_BYTES]) -> u32 {
     let mut crc = crc32fast::Hasher::new();
     crc.update(&encoded[..HEAD_CRC_AT]);
@@ -277,24 +280,24 @@ fn head_crc(encoded: &[u8; HEADER_BYTES]) -> u32 {
     crc.finalize()
 }
 
-/// Where a piece of the payload goes: `len` bytes at `offset` of the target.
+/// Destination of a part of the payload: `len` bytes at `offset` of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// Offset in the target, in bytes.
     pub offset: u64,
-    /// Bytes of the payload.
+    /// Length in bytes.
     pub len: u32,
 }
 
 impl Placement {
-    /// Appends the encoded descriptor.
+    /// Appends the encoded descriptor to `out`.
     pub fn encode_into(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.offset.to_le_bytes());
         out.extend_from_slice(&self.len.to_le_bytes());
     }
 }
 
-/// Reads descriptors; a partial one at the end is ignored, the caller has counted them.
+/// Decodes descriptors. A partial one at the end is ignored; the caller has checked the length.
 pub fn placements(bytes: &[u8]) -> impl Iterator<Item = Placement> + '_ {
     bytes
         .chunks_exact(PLACEMENT_BYTES)
@@ -305,24 +308,24 @@ pub fn placements(bytes: &[u8]) -> impl Iterator<Item = Placement> + '_ {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Refusal {
-    /// No such region, or not any more.
+    /// The region does not exist, or not any more.
     NoRegion = 1,
-    /// Offset and length are not inside the region.
+    /// Offset and length exceed the region.
     OutOfRegion = 2,
-    /// The receive or read it belongs to is over.
+    /// The receive or read has ended.
     NoSink = 3,
-    /// A limit of the peer was reached.
+    /// A limit of the refusing end is reached.
     Limit = 4,
-    /// Its bytes live where the transport does not reach.
+    /// The memory is not accessible to the channel's transport.
     OutOfReach = 5,
-    /// The copy to the GPU's memory failed.
+    /// The copy to GPU memory failed.
     Gpu = 6,
-    /// Anything else.
+    /// Any other reason.
     Other = 255,
 }
 
 impl Refusal {
-    /// From its code; unknown codes are [`Refusal::Other`].
+    /// Decodes a reason; unknown codes become [`Refusal::Other`].
     pub fn parse(code: u8) -> Refusal {
         match code {
             1 => Refusal::NoRegion,
@@ -335,7 +338,7 @@ impl Refusal {
         }
     }
 
-    /// What a user reads.
+    /// The reason as text for users.
     pub fn text(self) -> &'static str {
         match self {
             Refusal::NoRegion => {
@@ -355,7 +358,7 @@ impl Refusal {
     }
 }
 
-/// Encodes the refused frames of an [`Kind::Ack`]: the low 32 bits of each number, and why.
+/// Encodes the refused frames of a [`Kind::Ack`]: the low 32 bits of each number, and the reason.
 pub fn encode_refusals(refused: &[(u64, Refusal)]) -> Vec<u8> {
     let mut out = Vec::with_capacity(refused.len() * REFUSAL_BYTES);
     for (number, why) in refused {
@@ -365,12 +368,12 @@ pub fn encode_refusals(refused: &[(u64, Refusal)]) -> Vec<u8> {
     out
 }
 
-/// Reads what [`encode_refusals`] wrote.
+/// Decodes the list that [`encode_refusals`] made.
 pub fn refusals(bytes: &[u8]) -> impl Iterator<Item = (u32, Refusal)> + '_ {
     bytes.chunks_exact(REFUSAL_BYTES).map(|piece| (u32_at(piece, 0), Refusal::parse(piece[4])))
 }
 
-/// The full count whose low 32 bits are `low`, given that it is at most 2^31 from `near`.
+/// Restores a full count from its low 32 bits; the count is at most 2^31 away from `near`.
 pub fn widen(low: u32, near: u64) -> u64 {
     let delta = low.wrapping_sub(near as u32) as i32;
     near.wrapping_add_signed(i64::from(delta))

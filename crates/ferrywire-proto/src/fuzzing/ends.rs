@@ -1,4 +1,5 @@
-//! Both ends of handshakes: what the attackers attack, what holds for every outcome, and the wire between them.
+//! Both ends of handshakes that the fuzz targets attack, checks for every outcome, and the wire between the
+//! ends.
 
 use super::{Input, KNOWN, OPENED, SECRET, check_text};
 use crate::handshake::{
@@ -10,7 +11,7 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-/// Both ends of a handshake, as those see them who only move bytes.
+/// Either end of a handshake, as seen by code that only moves bytes.
 pub(super) trait End {
     fn want(&self) -> usize;
     fn feed(&mut self, bytes: &[u8]) -> Result<(), HandshakeError>;
@@ -43,13 +44,13 @@ macro_rules! end {
 
 end!(Initiator, Responder<Gate>);
 
-/// Who comes in at the fuzzed responders.
+/// The admission of the fuzzed responders; it records decisions.
 #[derive(Clone, Debug)]
 pub(super) struct Gate {
     secret: Option<Vec<u8>>,
     pub needed: bool,
     pub known: Option<KnownSession>,
-    /// How often it was asked for a decision.
+    /// Number of decisions that a responder has asked for.
     pub decided: Rc<Cell<u32>>,
 }
 
@@ -138,7 +139,8 @@ pub(super) fn check_outcome(outcome: &Outcome) {
     }
 }
 
-/// Feeds what is wanted of `bytes`, in fragments; stops at an error, at the end, or when none are left.
+/// Feeds the bytes that `end` wants, in fragments; stops at an error, when the handshake is over, or at the
+/// end of `bytes`.
 pub(super) fn feed(end: &mut impl End, bytes: &[u8], input: &mut Input<'_>) -> Result<(), HandshakeError> {
     let mut rest = bytes;
     let mut fed = 0;
@@ -170,7 +172,7 @@ pub(super) fn feed(end: &mut impl End, bytes: &[u8], input: &mut Input<'_>) -> R
 }
 
 thread_local! {
-    /// A session between two ends that hold the secret, made once.
+    /// A session between two ends that hold the secret, established once per thread.
     static SESSION: KnownSession = {
         let (initiator, _) = shake_hands();
         KnownSession {
@@ -191,7 +193,7 @@ pub(super) fn dial() -> Initiator {
     Initiator::control(Some(SECRET), me(1), purpose).expect("this hello can be sent")
 }
 
-/// An undisturbed handshake.
+/// Runs a handshake without interference.
 pub(super) fn shake_hands() -> (Established, Established) {
     let (mut one, mut two) = (dial(), Responder::new(Gate::new(Some(SECRET))));
     match join(&mut one, &mut two, &mut Wire::default(), &mut Input(&[])) {
@@ -200,12 +202,12 @@ pub(super) fn shake_hands() -> (Established, Established) {
     }
 }
 
-/// Somebody between two ends.
+/// The wire between two ends, which may alter or drop bytes.
 #[derive(Default)]
 pub(super) struct Wire {
-    /// Way, position and mask of what is altered.
+    /// Direction, position and XOR mask of each altered byte.
     pub alterations: Vec<(bool, usize, u8)>,
-    /// Way and position after which nothing passes.
+    /// Direction and position from which on no byte passes.
     pub cut: Option<(bool, usize)>,
     passed: [usize; 2],
     pub disturbed: [bool; 2],
@@ -229,7 +231,7 @@ impl Wire {
 
 type Ending = Result<Outcome, HandshakeError>;
 
-/// Joins two ends until neither goes on.
+/// Moves bytes between two ends until neither makes progress.
 pub(super) fn join(
     one: &mut Initiator,
     two: &mut Responder<Gate>,

@@ -1,4 +1,4 @@
-//! Data frames, and the pure parts that act on them, against models.
+//! Fuzz targets for data frames, and for the pure code that acts on them, compared with models.
 
 use super::{Input, check_text};
 use crate::limits;
@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 pub(super) fn headers(input: &mut Input<'_>) {
     let mut bytes: [u8; HEADER_BYTES] = input.array();
     if input.u8() & 1 == 0 {
-        // Past the magic, which random bytes do not find.
+        // Starts behind the magic, which random bytes would rarely hit.
         let sample = Header::new(Kind::Data).encode();
         bytes[50..].copy_from_slice(&sample[50..]);
         bytes[0] %= 11;
@@ -70,7 +70,7 @@ pub(super) fn windows(input: &mut Input<'_>) {
                 }
             }
             2 => {
-                // As a channel does with a count from the wire.
+                // Widens a count from the wire, as a channel does.
                 let count = wire::widen(input.u32() % 300, window.first());
                 let sent = next - u64::from(input.u8()).min(model.len() as u64);
                 if window.may_acknowledge(count, sent) {
@@ -109,7 +109,7 @@ pub(super) fn geometry(input: &mut Input<'_>) {
     let merged = merge(pieces.iter().copied());
     assert_eq!(merged.iter().map(|piece| piece.len).sum::<u64>(), total);
     assert!(merged.iter().all(|piece| piece.len > 0));
-    // Where a byte of the message lies, by walking.
+    // Finds the place of a byte of the message by walking the list.
     let at = |list: &[Piece], mut position: u64| {
         for piece in list {
             if position < piece.len {

@@ -1,12 +1,11 @@
-//! An insider: an independent implementation of the handshake that holds the secret and then says what it
-//! likes.
+//! An attacker with the secret: an independent implementation of the handshake that then sends anything.
 
 use super::ends::{Gate, check_outcome, config, dial, feed, known, resume};
 use super::{Input, KNOWN, OPENED, PREAMBLE_BYTES, SECRET};
 use crate::handshake::{Established, Outcome, PROTOCOL_VERSION, Responder};
 use crate::limits;
 
-/// Written down a second time, so that the insider shares no code with what it attacks.
+/// Repeated here, so that the attacker shares no code with the code under attack.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const SECRET_CONTEXT: &str = "ferrywire control secret v1";
 const _: () = assert!(PROTOCOL_VERSION == 3, "the insider speaks version 3");
@@ -16,10 +15,8 @@ fn noise(initiator: bool) -> snow::HandshakeState {
     let preamble = &dial().take_output()[..PREAMBLE_BYTES];
     let builder = snow::Builder::new(NOISE.parse().expect("a name of Noise's"));
     let builder = builder.psk(0, &key).and_then(|builder| builder.prologue(preamble));
-    let state = builder.and_then(|builder| match initiator {
-        true => builder.build_initiator(),
-        false => builder.build_responder(),
-    });
+    let state = builder
+        .and_then(|builder| if initiator { builder.build_initiator() } else { builder.build_responder() });
     state.expect("these parameters are complete")
 }
 
@@ -42,7 +39,7 @@ fn framed(message: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A hello as it travels, written down a second time.
+/// An encoded hello, written independently of the code under attack.
 fn plain_hello(input: &mut Input<'_>) -> Vec<u8> {
     let mut bytes = vec![7; 32];
     bytes.extend_from_slice(b"\x03gpu");
@@ -69,7 +66,7 @@ fn plain_config(input: &mut Input<'_>, bytes: &mut Vec<u8>) {
     bytes.extend(std::iter::repeat_n(5, usize::from(extra)));
 }
 
-/// What [`dial`] proposed, or less.
+/// A configuration that asks for at most what [`dial`] proposes.
 fn settled_config(input: &mut Input<'_>, bytes: &mut Vec<u8>) {
     bytes.extend_from_slice(&(1 + u16::from(input.u8() % 16)).to_le_bytes());
     bytes.extend_from_slice(&(1u32 << 20).to_le_bytes());
@@ -134,10 +131,7 @@ pub(super) fn answers(input: &mut Input<'_>) {
     }
     input.spoil(&mut welcome);
     let resuming = input.u8() & 1 == 1;
-    let mut initiator = match resuming {
-        true => resume(KNOWN, 0, known().data_key),
-        false => dial(),
-    };
+    let mut initiator = if resuming { resume(KNOWN, 0, known().data_key) } else { dial() };
     let mut noise = noise(false);
     let knock = initiator.take_output();
     noise.read_message(&knock[PREAMBLE_BYTES + 2..], &mut vec![0; knock.len()]).expect("an authentic knock");
@@ -161,7 +155,7 @@ pub(super) fn answers(input: &mut Input<'_>) {
     }
 }
 
-/// Whatever the other end settles, it is no more than [`dial`] proposes.
+/// Checks that the settled configuration stays within the proposal of [`dial`].
 fn check_settled(outcome: &Outcome) {
     let (Outcome::Control(established), proposed) = (outcome, config()) else { return };
     let Established { config, received, .. } = &**established;

@@ -1,8 +1,10 @@
-//! What the fuzzer feeds: one function for each part of the engine that reads what others wrote.
+//! Fuzz targets: one function per part of the protocol that parses a peer's bytes.
 //!
-//! Each takes arbitrary bytes, spends some of them on choices, and panics when an invariant is broken. Not a
-//! part of the API; `fuzz/smoke` runs it. What the kernel writes is `ferrywire_sys::fuzzing`'s.
-//! Read next: `ends.rs`, then whoever attacks: `strangers.rs`, `insider.rs`, `sessions.rs`, `frames.rs`.
+//! Each target takes arbitrary bytes, spends some of them on choices, and panics when an invariant is broken.
+//! The targets are not part of the API; `fuzz/smoke` runs them. Targets for the kernel's bytes are in
+//! `ferrywire_sys::fuzzing`.
+//! Read next: `ends.rs`, then the attackers: `strangers.rs` (without the secret), `insider.rs` (with it),
+//! `sessions.rs`, `frames.rs`.
 
 mod ends;
 mod frames;
@@ -13,13 +15,13 @@ mod strangers;
 use crate::fuzz_input::{Input, check_text};
 
 const SECRET: &[u8] = b"correct horse";
-/// The session that the responders know, and the one that they open.
+/// Id of the session that responders know; `OPENED` is the id of the session that they open.
 const KNOWN: u64 = 77;
 const OPENED: u64 = 78;
-/// Preamble, then the first frame of a handshake.
+/// The preamble precedes the first frame of a handshake.
 const PREAMBLE_BYTES: usize = 16;
 
-/// Handshakes: strangers at both ends, bytes altered on their way, and insiders who say what they like.
+/// Handshakes: attackers without the secret at either end, altered bytes, and attackers that hold the secret.
 pub fn hello(data: &[u8]) {
     let mut input = Input(data);
     match input.u8() % 5 {
@@ -31,7 +33,7 @@ pub fn hello(data: &[u8]) {
     }
 }
 
-/// Control sessions: foreign bytes for the encryption, any plain content, and a peer who holds the key.
+/// Control sessions: random bytes for the decryption, any plain content, and a peer that holds the key.
 pub fn control(data: &[u8]) {
     let mut input = Input(data);
     match input.u8() % 3 {
@@ -41,7 +43,7 @@ pub fn control(data: &[u8]) {
     }
 }
 
-/// Data frames and the pure parts that act on them, against models.
+/// Data frames, and the pure code that acts on them, compared with models.
 pub fn wire(data: &[u8]) {
     let mut input = Input(data);
     match input.u8() % 4 {

@@ -1,4 +1,5 @@
-//! Control sessions: foreign bytes for the encryption, any plain content, and a peer who holds the key.
+//! Fuzz targets for control sessions: random bytes for the decryption, any plain content, and a peer with the
+//! key.
 
 use super::ends::shake_hands;
 use super::{Input, OPENED, check_text};
@@ -9,7 +10,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 thread_local! {
-    /// The encryption of a connection on which nothing was ever said, made once.
+    /// The encryption of a connection without any message yet, established once per thread.
     static UNSAID: RefCell<Secure> = RefCell::new(shake_hands().0.secure);
 }
 
@@ -77,7 +78,7 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
     }
 }
 
-/// A session whose peer seals whatever it likes.
+/// A session whose peer holds the key and seals arbitrary content.
 pub(super) fn evil_peer(input: &mut Input<'_>) {
     let (one, two) = shake_hands();
     let (mut evil, mut now) = (two.secure, Duration::from_secs(100));

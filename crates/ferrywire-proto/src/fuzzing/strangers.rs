@@ -1,4 +1,4 @@
-//! Strangers who do not hold the secret, at either end, and somebody on the wire who alters what passes.
+//! Attackers without the secret, at either end or on the wire between two ends.
 
 use super::ends::{Gate, Wire, dial, feed, join, known, resume, shake_hands};
 use super::{Input, KNOWN, PREAMBLE_BYTES, SECRET};
@@ -27,7 +27,7 @@ pub(super) fn dials(input: &mut Input<'_>) {
     assert!(responder.take_output().len() <= limits::HANDSHAKE_BYTES_MAX);
 }
 
-/// A key that is no session's here: the same for the life of the process.
+/// The key of a session that the responders do not know; one per thread.
 fn foreign_key() -> DataKey {
     thread_local!(static KEY: DataKey = shake_hands().0.data_key);
     KEY.with(Clone::clone)

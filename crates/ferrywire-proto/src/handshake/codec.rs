@@ -1,9 +1,9 @@
-//! The messages of a control handshake as bytes: [`Hello`], what the initiator wants, the welcome.
+//! Encoding of the control handshake's messages: [`Hello`], the initiator's request, the welcome.
 //!
-//! All integers are little-endian; texts and lists carry their length. [`Reader`] checks every length,
-//! refuses what is left over, and is used by the control session's messages too.
-//! Invariant: what was decoded is within every limit and printable; nothing here can panic.
-//! Read next: `responder.rs`, which acts on these.
+//! All integers are little-endian; texts and lists carry their length. [`Reader`] checks every length and
+//! rejects trailing bytes; the control session's messages use it too.
+//! Invariant: a decoded value is within every limit and printable; no function here can panic.
+//! Read next: `responder.rs`, which acts on these messages.
 
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
@@ -12,25 +12,25 @@ use super::error::printable;
 use super::{HandshakeError, PROOF_BYTES};
 use crate::limits::{ADDRESSES_MAX, CHANNELS_MAX, CHUNK_BYTES_MAX, HANDSHAKE_BYTES_MAX};
 
-/// Longest label of an endpoint.
+/// Longest label of an endpoint, in bytes.
 pub const LABEL_BYTES_MAX: usize = 64;
-/// Longest interface name (`IFNAMSIZ` less its zero).
+/// Longest interface name in bytes (`IFNAMSIZ` without the terminating zero).
 pub const NIC_NAME_BYTES_MAX: usize = 15;
-/// Longest free-form part of a configuration.
+/// Most bytes of a configuration's free-form part.
 pub const EXTRA_BYTES_MAX: usize = 256;
-/// How further bytes begin that decline what was proposed, or propose nothing; the reason follows.
+/// Prefix of a free-form part that declines the proposal, or proposes nothing; the reason follows it.
 pub const WITHOUT: &[u8] = b"without=";
 
-/// A family, an IPv6 address and a port.
+/// Bytes of an encoded address at most: family, IPv6 address and port.
 const ADDRESS_BYTES_MAX: usize = 1 + 16 + 2;
-/// The largest [`Hello`].
+/// Bytes of an encoded [`Hello`] at most.
 pub(super) const HELLO_BYTES_MAX: usize =
     16 + 16 + 1 + LABEL_BYTES_MAX + 4 + 1 + ADDRESSES_MAX * (ADDRESS_BYTES_MAX + 1 + NIC_NAME_BYTES_MAX);
-/// The largest [`Config`].
+/// Bytes of an encoded [`Config`] at most.
 const CONFIG_BYTES_MAX: usize = 2 + 4 + 4 + 1 + 2 + EXTRA_BYTES_MAX;
-/// The largest [`Opening`].
+/// Bytes of an encoded [`Opening`] at most.
 pub(super) const OPENING_BYTES_MAX: usize = HELLO_BYTES_MAX + 1 + 16 + PROOF_BYTES + CONFIG_BYTES_MAX;
-/// The largest [`Welcome`].
+/// Bytes of an encoded [`Welcome`] at most.
 pub(super) const WELCOME_BYTES_MAX: usize = 8 + 8 + PROOF_BYTES + CONFIG_BYTES_MAX;
 
 const _: () = assert!(ADDRESSES_MAX <= u8::MAX as usize);
@@ -39,38 +39,38 @@ const _: () = assert!(NIC_NAME_BYTES_MAX <= u8::MAX as usize);
 const _: () = assert!(OPENING_BYTES_MAX + 256 <= HANDSHAKE_BYTES_MAX);
 const _: () = assert!(HELLO_BYTES_MAX + WELCOME_BYTES_MAX + 512 <= HANDSHAKE_BYTES_MAX);
 
-/// One address on which an endpoint listens.
+/// An address on which an endpoint listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListenAddress {
-    /// Address and port. An IPv6 scope means nothing to another host and is not carried.
+    /// Address and port. The scope of an IPv6 address is not sent: it means nothing to another host.
     pub address: SocketAddr,
-    /// The NIC it belongs to, at most 15 bytes.
+    /// Name of the NIC with this address, at most 15 bytes.
     pub nic: String,
 }
 
-/// Who one end is.
+/// How an endpoint introduces itself in a handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hello {
-    /// The endpoint, for as long as its process lives.
+    /// Identity of the endpoint, which lasts as long as its process.
     pub identity: [u8; 16],
-    /// The host's boot: two endpoints with the same one are on the same host. All zero where it could not be read.
+    /// Boot id of the host: endpoints with equal ids share a host. All zero where it could not be read.
     pub boot_id: [u8; 16],
-    /// What people call it: printable, at most 64 bytes, may be empty.
+    /// Label for users: printable, at most 64 bytes, may be empty.
     pub label: String,
-    /// Where it listens; may be empty. At most `ADDRESSES_MAX`.
+    /// Addresses on which the endpoint listens, at most `ADDRESSES_MAX`; may be empty.
     pub addresses: Vec<ListenAddress>,
-    /// After this much silence it gives its peers up.
+    /// Silence in milliseconds after which the endpoint declares a peer lost.
     pub peer_timeout_ms: u32,
 }
 
 impl Hello {
-    /// Whether both are on one host; `None` where one of them could not read its boot id.
+    /// Whether both endpoints share a host; `None` where a boot id is unknown.
     pub fn shares_host(&self, other: &Hello) -> Option<bool> {
         let known = |hello: &Hello| hello.boot_id != [0; 16];
         (known(self) && known(other)).then(|| self.boot_id == other.boot_id)
     }
 
-    /// Refuses a hello that could not be sent.
+    /// Returns an error for a hello that cannot be encoded.
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
         let unusable = |what, why: String| Err(HandshakeError::Unusable { what, why });
         if self.label.len() > LABEL_BYTES_MAX || !self.label.chars().all(printable) {
@@ -117,23 +117,24 @@ impl Hello {
     }
 }
 
-/// What both ends of a session agree on. The initiator proposes, the responder accepts or refuses.
+/// The configuration of a session. The initiator proposes one; the responder accepts it, perhaps reduced, or
+/// refuses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Data connections, 1 to `CHANNELS_MAX`.
+    /// Number of data connections, 1 to `CHANNELS_MAX`.
     pub channels: u16,
-    /// Upper size of a chunk, 1 to `CHUNK_BYTES_MAX`.
+    /// Largest chunk in bytes, 1 to `CHUNK_BYTES_MAX`.
     pub chunk_bytes: u32,
-    /// The window of each channel, at least 1; its unit is the engine's.
+    /// Window of each channel, at least 1, in a unit that the engine chooses.
     pub window: u32,
-    /// Whether data frames carry a checksum.
+    /// Whether data frames carry checksums.
     pub crc: bool,
-    /// More of the engine's own, at most 256 bytes.
+    /// Free-form data of the engine, at most 256 bytes.
     pub extra: Vec<u8>,
 }
 
 impl Config {
-    /// What is wrong with it, if anything.
+    /// Why the configuration is invalid; `None` when it is valid.
     pub(super) fn fault(&self) -> Option<String> {
         let outside = |name: &str, value: usize, range: RangeInclusive<usize>| {
             (!range.contains(&value))
@@ -145,8 +146,8 @@ impl Config {
             .or_else(|| outside("extra bytes", self.extra.len(), 0..=EXTRA_BYTES_MAX))
     }
 
-    /// Where this one, as it was settled, goes beyond what was proposed. Less is fine; checksums and what
-    /// is free-form stay as they were.
+    /// How this settled configuration exceeds the proposal; `None` when it does not. Smaller values are
+    /// allowed; the checksum flag and the free-form part may not change.
     pub(super) fn overreach(&self, proposed: &Config) -> Option<String> {
         let more = |name: &str, settled: u32, proposed: u32| {
             (settled > proposed).then(|| format!("{name} = {settled}, where {proposed} was proposed"))
@@ -165,7 +166,7 @@ impl Config {
             })
     }
 
-    /// Refuses a configuration that could not be sent.
+    /// Returns an error for a configuration that cannot be encoded.
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
         self.fault().map_or(Ok(()), |why| Err(HandshakeError::Unusable { what: "configuration", why }))
     }
@@ -189,16 +190,16 @@ impl Config {
     }
 }
 
-/// What the initiator asks for, once both ends have proven that they hold the same secret.
+/// The initiator's request, sent after both ends have proven that they hold the secret.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Request {
-    /// A new session, with the initiator's share of its key.
+    /// Open a new session; carries the initiator's share of its key.
     New { share: [u8; 32], config: Config },
-    /// To go on with a session: numbered messages received so far, and proof of its key.
+    /// Resume a session; carries the number of messages received so far and the proof of the session's key.
     Resume { session: u64, received: u64, proof: [u8; 32] },
 }
 
-/// The initiator's sealed message.
+/// The initiator's sealed message: its hello and its request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Opening {
     pub(super) hello: Hello,
@@ -243,7 +244,7 @@ impl Opening {
 pub(super) struct Welcome {
     pub(super) session: u64,
     pub(super) received: u64,
-    /// For a new session the responder's share of its key, for a resumed one the proof of its key.
+    /// The responder's share of a new session's key, or its proof of a resumed session's key.
     pub(super) token: [u8; 32],
     pub(super) config: Config,
 }
@@ -268,14 +269,14 @@ impl Welcome {
     }
 }
 
-/// Appends a text of at most 255 bytes with its length.
+/// Appends a text of at most 255 bytes, preceded by its length.
 fn put_text(into: &mut Vec<u8>, text: &str) {
     debug_assert!(text.len() <= usize::from(u8::MAX));
     into.push(text.len() as u8);
     into.extend_from_slice(text.as_bytes());
 }
 
-/// Appends an address: 4 or 6, the address, the port.
+/// Appends an address: the family (4 or 6), the address, the port.
 pub fn put_address(into: &mut Vec<u8>, address: SocketAddr) {
     match address.ip() {
         IpAddr::V4(ip) => {
@@ -290,7 +291,7 @@ pub fn put_address(into: &mut Vec<u8>, address: SocketAddr) {
     into.extend_from_slice(&address.port().to_le_bytes());
 }
 
-/// Takes values off the front of bytes that anybody may have written.
+/// Decodes values from the front of untrusted bytes.
 #[derive(Clone, Debug)]
 pub struct Reader<'a> {
     rest: &'a [u8],
@@ -298,17 +299,17 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// A reader of `bytes`, which are `what` in errors.
+    /// A reader of `bytes`; errors call the message `what`.
     pub fn new(bytes: &'a [u8], what: &'static str) -> Reader<'a> {
         Reader { rest: bytes, what }
     }
 
-    /// An error about what is being read.
+    /// An error about the message being read.
     pub fn malformed(&self, why: impl Into<String>) -> HandshakeError {
         HandshakeError::malformed(self.what, why)
     }
 
-    /// The next `len` bytes.
+    /// Takes `len` bytes.
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], HandshakeError> {
         let Some((head, rest)) = self.rest.split_at_checked(len) else {
             return Err(self.malformed(format!("ends {} bytes early", len - self.rest.len())));
@@ -317,34 +318,34 @@ impl<'a> Reader<'a> {
         Ok(head)
     }
 
-    /// The next `N` bytes.
+    /// Takes `N` bytes.
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N], HandshakeError> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    /// One byte.
+    /// Takes a number of 1 byte.
     pub fn u8(&mut self) -> Result<u8, HandshakeError> {
         Ok(u8::from_le_bytes(self.array()?))
     }
 
-    /// Two bytes.
+    /// Takes a number of 2 bytes.
     pub fn u16(&mut self) -> Result<u16, HandshakeError> {
         Ok(u16::from_le_bytes(self.array()?))
     }
 
-    /// Four bytes.
+    /// Takes a number of 4 bytes.
     pub fn u32(&mut self) -> Result<u32, HandshakeError> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    /// Eight bytes.
+    /// Takes a number of 8 bytes.
     pub fn u64(&mut self) -> Result<u64, HandshakeError> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// A byte that is 0 or 1.
+    /// Takes a byte that must be 0 or 1.
     pub fn flag(&mut self) -> Result<bool, HandshakeError> {
         match self.u8()? {
             0 => Ok(false),
@@ -353,14 +354,14 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A text of at most `bytes_max` (and 255) bytes, after its length.
+    /// Takes a length and a text of at most `bytes_max` bytes, and at most 255.
     pub fn text(&mut self, bytes_max: usize) -> Result<String, HandshakeError> {
         let len = usize::from(self.u8()?);
         self.within("text bytes", len, 0..=bytes_max)?;
         self.printable(len)
     }
 
-    /// A text of `len` bytes that may be shown to people.
+    /// Takes a text of `len` bytes, which must be printable.
     pub fn printable(&mut self, len: usize) -> Result<String, HandshakeError> {
         match std::str::from_utf8(self.take(len)?) {
             Ok(text) if text.chars().all(printable) => Ok(String::from(text)),
@@ -368,7 +369,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// An address and its port.
+    /// Takes an address and a port.
     pub fn address(&mut self) -> Result<SocketAddr, HandshakeError> {
         let ip = match self.u8()? {
             4 => IpAddr::from(self.array::<4>()?),
@@ -378,7 +379,7 @@ impl<'a> Reader<'a> {
         Ok(SocketAddr::new(ip, self.u16()?))
     }
 
-    /// Refuses a count or length outside its range.
+    /// Returns an error when a count or length is outside its range.
     pub fn within(
         &self,
         name: &str,
@@ -391,7 +392,7 @@ impl<'a> Reader<'a> {
         Err(self.malformed(format!("{value} {name}, must be {} to {}", range.start(), range.end())))
     }
 
-    /// Refuses what is left over.
+    /// Returns an error when bytes are left.
     pub fn end(&self) -> Result<(), HandshakeError> {
         match self.rest.len() {
             0 => Ok(()),

@@ -1,120 +1,120 @@
-//! What can go wrong while a connection opens, and what each end tells the other about it.
+//! Errors of a handshake, and the refusals that one end sends to the other.
 //!
-//! A [`HandshakeError`] says what this end saw. A [`Refusal`] is what it tells the other end, in clear,
-//! because the other end may hold another secret or speak another version.
-//! Invariant: text that a stranger wrote is kept only after [`clean`], never longer than a line.
-//! Read next: `initiator.rs` and `responder.rs`, which raise these.
+//! A [`HandshakeError`] is what this end observed. A [`Refusal`] is what it sends to the other end,
+//! unencrypted, since the other end may hold another secret or use another version.
+//! Invariant: text from an unauthenticated peer is kept only after [`clean`], and never longer than a line.
+//! Read next: `initiator.rs` and `responder.rs`, which return these.
 
 use std::fmt;
 
 use super::PROTOCOL_VERSION;
 use crate::identity::Identity;
 
-/// Longest text of a refusal.
+/// Longest text of a refusal, in bytes.
 pub const REFUSAL_TEXT_BYTES_MAX: usize = 256;
 /// Length field that announces a refusal instead of a message.
 pub(super) const REFUSAL_MARK: u16 = 0xffff;
 
-/// Why a connection did not open. `PartialEq`, so that tests compare it whole.
+/// Why a handshake failed. Implements `PartialEq`, so tests compare whole errors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HandshakeError {
-    /// The other end speaks something else.
+    /// The other end uses another protocol.
     #[error("not ferrywire: it {verb} \"{start}\"{}", guess.map(|name| format!(" ({name}?)")).unwrap_or_default())]
     NotFerrywire {
         /// "opened with" or "answered with".
         verb: &'static str,
-        /// Its first bytes, made printable.
+        /// First bytes of the other end, made printable.
         start: String,
-        /// Which protocol they look like.
+        /// The protocol that these bytes look like.
         guess: Option<&'static str>,
     },
-    /// It speaks another version of the protocol.
+    /// The other end uses another version of the protocol.
     #[error("it speaks protocol version {theirs}, we speak {ours}: install the same ferrywire on both")]
     Version {
         /// The other end's version.
         theirs: u16,
-        /// Our version.
+        /// This end's version.
         ours: u16,
     },
-    /// It opened a kind of connection that does not exist.
+    /// The other end opened an unknown kind of connection.
     #[error("it opened a connection of unknown kind {0}")]
     UnknownKind(u8),
-    /// It does not hold our secret.
+    /// The other end does not hold this end's secret.
     #[error("wrong secret: {0}")]
     WrongSecret(Mismatch),
-    /// It does not hold our secret: its first answer is not authentic.
+    /// The other end does not hold this end's secret: its first answer does not authenticate.
     #[error("it could not prove our secret: altered on its way, replayed, or from somebody without the key")]
     SecretUnproven,
-    /// Something did not authenticate: altered, replayed, or made by somebody without the key.
+    /// A message did not authenticate: it was altered, replayed, or made without the key.
     #[error("it could not prove {0}: altered on its way, replayed, or from somebody without the key")]
     Unproven(&'static str),
-    /// Bytes that no ferrywire of this version sends.
+    /// A message that no ferrywire of this version sends.
     #[error("malformed handshake: {what}: {why}")]
     Malformed {
-        /// Which message.
+        /// The malformed message.
         what: &'static str,
-        /// What is wrong with it.
+        /// Why it is malformed.
         why: String,
     },
-    /// A message has a length it cannot have.
+    /// A message has an impossible length.
     #[error("malformed handshake: {what} of {bytes} bytes, expected {min}..={max}")]
     Length {
-        /// Which message.
+        /// The message.
         what: &'static str,
-        /// The length it announced.
+        /// Its announced length in bytes.
         bytes: usize,
-        /// Shortest possible.
+        /// Shortest possible length in bytes.
         min: usize,
-        /// Longest possible.
+        /// Longest possible length in bytes.
         max: usize,
     },
-    /// The answer to a proposal goes beyond it.
+    /// The responder's settled configuration exceeds the proposal.
     #[error("its welcome is not what was asked for: {0}")]
     Overreach(String),
-    /// It is not the end that was asked for.
+    /// The other end is not the endpoint that was dialled.
     #[error("it is {0} now: it restarted since the metadata were made")]
     Another(Identity),
-    /// The other end refused us.
+    /// The other end refused this end.
     #[error("{}: it says \"{}\"", .0.code, .0.text)]
     Refused(Refusal),
-    /// We refused the other end.
+    /// This end refused the other end.
     #[error("{}: {}", .0.code, .0.text)]
     Declined(Refusal),
-    /// The connection ended in the middle.
+    /// The connection closed in the middle of the handshake; the text names the awaited message.
     #[error("the connection was closed while waiting for {0}")]
     Closed(&'static str),
-    /// Nothing came in time.
+    /// The handshake timed out; the text names the awaited message.
     #[error("no answer in time while waiting for {0}: busy, stopped, or not ferrywire")]
     Late(&'static str),
-    /// What this end wants to send cannot be sent.
+    /// This end's own value cannot be sent.
     #[error("{what}: {why}")]
     Unusable {
-        /// Which value.
+        /// Name of the value.
         what: &'static str,
-        /// What is wrong with it.
+        /// Why it cannot be sent.
         why: String,
     },
-    /// The operating system gave no random bytes.
+    /// The operating system provided no random bytes.
     #[error("no random bytes from the operating system")]
     Random,
-    /// The Noise library refused to work.
+    /// The Noise library returned an error.
     #[error("the noise handshake could not be set up")]
     Noise,
-    /// The state machine was fed more than it wanted, or after its end.
+    /// The caller fed more bytes than wanted, or went on after the end.
     #[error("fed more than was wanted")]
     Misuse,
 }
 
-/// How two secrets differ, as far as can be told.
+/// How the two ends' secrets differ, as far as this end can tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mismatch {
-    /// Both ends have one, not the same.
+    /// Both ends have a secret, and the secrets differ.
     Different,
-    /// This end has a secret, the other does not.
+    /// This end has a secret, the other end has none.
     TheyHaveNone,
-    /// The other end has a secret, this one does not.
+    /// The other end has a secret, this end has none.
     WeHaveNone,
-    /// This end takes nobody without a secret, and was given none.
+    /// This end requires a secret, and has none configured.
     NeededHere,
 }
 
@@ -130,7 +130,7 @@ impl fmt::Display for Mismatch {
 }
 
 impl Mismatch {
-    /// The same, as told to the other end.
+    /// The text for the other end, which sees the difference from its own side.
     fn told(self) -> &'static str {
         match self {
             Mismatch::Different => "the two ends hold different ones",
@@ -141,26 +141,26 @@ impl Mismatch {
     }
 }
 
-/// Why one end does not want the other.
+/// Why one end refuses the other, for programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RefusalCode {
-    /// Another protocol version.
+    /// The protocol versions differ.
     Version,
-    /// Another secret.
+    /// The secrets differ.
     Secret,
-    /// Not now; another try may succeed.
+    /// The endpoint is busy; another attempt may succeed.
     Busy,
-    /// The session does not exist here: this process restarted, or gave the peer up.
+    /// The endpoint does not know the session: it restarted, or declared the peer lost.
     UnknownSession,
-    /// A limit is reached.
+    /// A limit was reached.
     Limit,
-    /// The configuration is not acceptable.
+    /// The configuration was not accepted.
     Config,
-    /// The handshake was malformed or not authentic.
+    /// The handshake was malformed or did not authenticate.
     Malformed,
-    /// The ends move payload over different things, or over the same with different settings.
+    /// The ends use different payload backends, or one backend with different settings.
     PayloadMismatch,
-    /// Both ends are on one host, within which the plugin cannot move GPU memory.
+    /// Both ends are on one host, where the plugin cannot move GPU memory.
     SameHost,
     /// A code of a later version.
     Other(u8),
@@ -209,24 +209,24 @@ impl fmt::Display for RefusalCode {
     }
 }
 
-/// What one end tells the other before it hangs up. Readable whatever secret or version it has.
+/// The message that one end sends before it closes the connection. Readable with any secret and version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Why, for programs.
+    /// Reason for programs.
     pub code: RefusalCode,
-    /// Why, for people: printable, at most 256 bytes.
+    /// Reason for users: printable, at most 256 bytes.
     pub text: String,
 }
 
 impl Refusal {
-    /// A refusal; the text is made printable and cut to its limit.
+    /// A refusal with this text, made printable and cut to its limit.
     pub fn new(code: RefusalCode, text: impl AsRef<str>) -> Refusal {
         let mut text = clean(text.as_ref());
         clip(&mut text, REFUSAL_TEXT_BYTES_MAX);
         Refusal { code, text }
     }
 
-    /// On the wire: 0xffff, code u8, length u16 LE, text.
+    /// Encodes the refusal: 0xffff, code u8, length u16 LE, text.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = REFUSAL_MARK.to_le_bytes().to_vec();
         bytes.push(self.code.to_byte());
@@ -235,7 +235,7 @@ impl Refusal {
         bytes
     }
 
-    /// From the parts that follow the mark. The text is a stranger's.
+    /// Decodes the parts after the mark. The text comes from an unauthenticated peer.
     pub(super) fn decode(code: u8, text: &[u8]) -> Refusal {
         Refusal::new(RefusalCode::from_byte(code), String::from_utf8_lossy(text))
     }
@@ -246,17 +246,17 @@ impl HandshakeError {
         HandshakeError::Malformed { what, why: why.into() }
     }
 
-    /// A connection that does not open with our magic.
+    /// The error for a connection that does not start with the magic.
     pub(super) fn foreign(opening: &[u8]) -> HandshakeError {
         HandshakeError::NotFerrywire { verb: "opened with", start: shown(opening), guess: guess(opening) }
     }
 
-    /// An answer that is no frame of ours.
+    /// The error for an answer that is no ferrywire frame.
     pub fn foreign_answer(answer: &[u8]) -> HandshakeError {
         HandshakeError::NotFerrywire { verb: "answered with", start: shown(answer), guess: guess(answer) }
     }
 
-    /// What to tell the other end. Nothing to those that would not understand it.
+    /// The refusal to send to the other end; `None` when the other end would not understand it.
     pub(super) fn refusal(&self) -> Option<Refusal> {
         let malformed = |text: String| Some(Refusal::new(RefusalCode::Malformed, text));
         match self {
@@ -281,7 +281,7 @@ impl HandshakeError {
         }
     }
 
-    /// The other end's reason, if it refused us.
+    /// The other end's reason; `None` when this end did not fail by a refusal.
     pub fn refused_with(&self) -> Option<RefusalCode> {
         match self {
             HandshakeError::Refused(refusal) => Some(refusal.code),
@@ -290,22 +290,22 @@ impl HandshakeError {
     }
 }
 
-/// Whether a character may reach a terminal: no control, format, private or combining character.
+/// Whether a character is safe for a terminal: no control, format, private-use or combining character.
 pub(super) fn printable(character: char) -> bool {
     matches!(character, '"' | '\'' | '\\') || character.escape_debug().len() == 1
 }
 
-/// The same text with everything unprintable replaced: a stranger may have written it.
+/// Replaces every unprintable character of an untrusted text.
 pub fn clean(text: &str) -> String {
     text.chars().map(|character| if printable(character) { character } else { '?' }).collect()
 }
 
-/// Cuts a text to at most `bytes_max` bytes, between characters.
+/// Cuts a text to at most `bytes_max` bytes, at a character boundary.
 pub fn clip(text: &mut String, bytes_max: usize) {
     text.truncate(text.floor_char_boundary(bytes_max));
 }
 
-/// Foreign bytes in print: ASCII as it is, the rest as dots.
+/// Untrusted bytes as text: printable ASCII unchanged, all else as dots.
 fn shown(bytes: &[u8]) -> String {
     let byte = |byte: &u8| {
         if byte.is_ascii_graphic() || *byte == b' ' { char::from(*byte) } else { '.' }
@@ -314,7 +314,7 @@ fn shown(bytes: &[u8]) -> String {
     String::from(text.trim_end_matches('.'))
 }
 
-/// The protocol that these first bytes look like.
+/// The protocol that the first bytes look like.
 fn guess(start: &[u8]) -> Option<&'static str> {
     const KNOWN: [(&[u8], &str); 14] = [
         (b"HTTP/", "HTTP"),

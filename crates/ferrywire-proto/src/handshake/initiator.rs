@@ -1,8 +1,8 @@
-//! The end that dials: opens or resumes a control session, or adds a data connection to one.
+//! The dialling end of a handshake: opens or resumes a control session, or adds a data connection to one.
 //!
 //! States: control `Answer -> Welcome -> Over`, data `Challenge -> Accept -> Over`.
-//! Invariant: a session counts as open only after the other end has proven the secret, and as resumed
-//! only after it has proven the session's key; what it settled lies within what was proposed.
+//! Invariants: a session counts as open only after the other end has proven the secret, and as resumed only
+//! after it has proven the session's key; the settled configuration lies within the proposal.
 //! Read next: `responder.rs`, the other half of each step.
 
 use snow::HandshakeState;
@@ -17,19 +17,19 @@ use super::{
 };
 use crate::identity::Identity;
 
-/// What a control connection is opened for.
+/// Why a control connection is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// A new session with this configuration.
+    /// To open a new session.
     New {
-        /// What we propose.
+        /// The proposed configuration.
         config: Config,
     },
-    /// To go on with a session whose connection is gone.
+    /// To resume a session whose connection is lost.
     Resume {
-        /// The session.
+        /// Id of the session.
         session: u64,
-        /// Numbered messages of the peer that we have received.
+        /// Number of the peer's numbered messages that this end has received.
         received: u64,
         /// The session's key.
         data_key: DataKey,
@@ -38,15 +38,15 @@ pub enum Purpose {
 
 /// The dialling end of one connection's handshake.
 ///
-/// Write [`Initiator::take_output`], read at most [`Initiator::want`] bytes, [`Initiator::feed`] them,
-/// until [`Initiator::finished`] gives the outcome or `feed` an error.
+/// Write [`Initiator::take_output`], read at most [`Initiator::want`] bytes and [`Initiator::feed`] them.
+/// Repeat until [`Initiator::finished`] returns the outcome or `feed` an error.
 #[derive(Debug)]
 pub struct Initiator {
     intake: Intake,
     output: Vec<u8>,
     stage: Stage,
     outcome: Option<Outcome>,
-    /// Nobody else is asked for a session.
+    /// Only an endpoint with this identity is asked for a session.
     wanted: Option<Identity>,
 }
 
@@ -59,7 +59,7 @@ enum Stage {
     Over,
 }
 
-/// What the welcome has to answer.
+/// The values against which the welcome is checked.
 #[derive(Debug)]
 enum Asked {
     New { share: [u8; 32], proposed: Config },
@@ -67,7 +67,7 @@ enum Asked {
 }
 
 impl Initiator {
-    /// Opens a control connection, as `hello`, for `purpose`.
+    /// Opens a control connection for `purpose`; `hello` introduces this end.
     pub fn control(
         secret: Option<&[u8]>,
         hello: Hello,
@@ -84,9 +84,9 @@ impl Initiator {
         Ok(initiator)
     }
 
-    /// Opens the data connection of a channel; `generation` counts its connections.
+    /// Opens the data connection of a channel; `generation` counts the channel's connections.
     ///
-    /// Never the same generation twice in a session: a recorded acceptance would fit again.
+    /// A generation must never repeat within a session: a recorded acceptance would be valid again.
     pub fn data(session: u64, key: DataKey, channel: u16, generation: u32) -> Initiator {
         let opening = DataOpening { session, channel, generation };
         let mut initiator = Initiator::new(Kind::Data, Stage::Challenge { opening, key });
@@ -99,18 +99,19 @@ impl Initiator {
         Initiator { intake: Intake::of_initiator(), output, stage, outcome: None, wanted: None }
     }
 
-    /// Asks for a session only if the other end is this one: any other is to have no session that ends at once.
+    /// Restricts the handshake to the endpoint `wanted`. Another endpoint never gets a request, so it opens
+    /// no session that would end at once.
     pub fn of_one_end(self, wanted: Option<Identity>) -> Initiator {
         Initiator { wanted, ..self }
     }
 
-    /// Bytes to read next, exactly; never more than the handshake. 0 when it is over.
+    /// Number of bytes to read next; never beyond the handshake, and 0 when it is over.
     pub fn want(&self) -> usize {
         if matches!(self.stage, Stage::Over) { 0 } else { self.intake.want() }
     }
 
-    /// Takes what was read, at most [`Initiator::want`] bytes. After an error the connection is useless;
-    /// write what is left in the output, then close it.
+    /// Takes bytes that were read, at most [`Initiator::want`]. After an error, write the remaining output,
+    /// then close the connection.
     pub fn feed(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         if bytes.len() > self.want() {
             return Err(HandshakeError::Misuse);
@@ -125,22 +126,22 @@ impl Initiator {
         result
     }
 
-    /// Bytes to write, in order; empty when there is nothing to say.
+    /// Takes the bytes to write, in order; empty when there is nothing to send.
     pub fn take_output(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.output)
     }
 
-    /// The outcome, once.
+    /// Takes the outcome when the handshake has succeeded; returns it once.
     pub fn finished(&mut self) -> Option<Outcome> {
         self.outcome.take()
     }
 
-    /// What it means that the other end closed the connection now.
+    /// The error for a connection that the other end closes now.
     pub fn closed(&self) -> HandshakeError {
         self.intake.closed(&self.expect())
     }
 
-    /// What it means that the handshake's deadline passed now.
+    /// The error for a handshake that times out now.
     pub fn late(&self) -> HandshakeError {
         match self.closed() {
             HandshakeError::Closed(what) => HandshakeError::Late(what),
@@ -269,7 +270,7 @@ fn never_said() -> String {
     String::from("it has received messages of a session that is new")
 }
 
-/// The request for a purpose, and what its welcome has to answer.
+/// The request for a purpose, and the values against which its welcome is checked.
 fn ask(purpose: Purpose, handshake: &[u8; 32]) -> Result<(Request, Asked), HandshakeError> {
     match purpose {
         Purpose::New { config } => {

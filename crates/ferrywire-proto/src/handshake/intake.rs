@@ -1,8 +1,8 @@
-//! Takes a handshake's incoming bytes apart: a preamble, then frames, a refusal in place of any frame.
+//! Splits a handshake's incoming bytes: a preamble, then frames; a refusal may replace any frame.
 //!
-//! The length of the next frame is checked against what the state machine expects there, so the buffer
-//! never holds more than one message of a known bound.
-//! Invariant: `want` is exact; what follows the handshake on the connection is never taken.
+//! The length of the next frame is checked against the state machine's expectation, so the buffer never holds
+//! more than one message of a known bound.
+//! Invariants: `want` is exact; bytes behind the handshake are never taken.
 //! Read next: `initiator.rs`.
 
 use std::ops::RangeInclusive;
@@ -11,19 +11,19 @@ use super::error::{REFUSAL_MARK, REFUSAL_TEXT_BYTES_MAX};
 use super::{HandshakeError, PREAMBLE_BYTES, Refusal};
 use crate::limits::HANDSHAKE_BYTES_MAX;
 
-/// How much of an answer that is not ours is looked at, to say what it is.
+/// Bytes of a foreign answer that are examined to guess its protocol.
 const FOREIGN_BYTES: usize = 16;
 
 /// The frame that is expected next.
 #[derive(Clone, Debug)]
 pub(super) struct Expect {
-    /// Its name in errors.
+    /// Name of the frame in errors.
     pub(super) what: &'static str,
-    /// Lengths it may have.
+    /// Lengths that the frame may have, in bytes.
     pub(super) bytes: RangeInclusive<usize>,
 }
 
-/// What came in whole.
+/// A complete part of the handshake.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Incoming {
     Preamble(Vec<u8>),
@@ -31,7 +31,7 @@ pub(super) enum Incoming {
     Refusal(Refusal),
 }
 
-/// Where in the stream we are.
+/// The part that is being read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Preamble,
@@ -42,28 +42,28 @@ enum Part {
     Foreign,
 }
 
-/// The incoming half of a handshake.
+/// The incoming direction of a handshake.
 #[derive(Debug)]
 pub(super) struct Intake {
     part: Part,
     buffer: Vec<u8>,
     total: usize,
-    /// Whether nothing whole has come yet, so that this may be another protocol's answer.
+    /// Whether no part is complete yet, so the bytes may be another protocol's answer.
     first: bool,
 }
 
 impl Intake {
-    /// For the end that answers: a preamble comes first.
+    /// For a responder, which receives a preamble first.
     pub(super) fn of_responder() -> Intake {
         Intake { part: Part::Preamble, buffer: Vec::new(), total: 0, first: true }
     }
 
-    /// For the end that dialled: frames only.
+    /// For an initiator, which receives frames only.
     pub(super) fn of_initiator() -> Intake {
         Intake { part: Part::Length, buffer: Vec::new(), total: 0, first: true }
     }
 
-    /// Bytes that complete the present part.
+    /// Bytes that complete the current part.
     pub(super) fn want(&self) -> usize {
         let part_bytes = match self.part {
             Part::Preamble => PREAMBLE_BYTES,
@@ -76,7 +76,7 @@ impl Intake {
         part_bytes.saturating_sub(self.buffer.len())
     }
 
-    /// Takes up to [`Intake::want`] bytes off `bytes`; returns what became whole.
+    /// Takes up to [`Intake::want`] bytes off `bytes`; returns a part that became complete.
     pub(super) fn take(
         &mut self,
         bytes: &mut &[u8],
@@ -93,7 +93,7 @@ impl Intake {
         if self.want() > 0 { Ok(None) } else { self.complete(expect) }
     }
 
-    /// What an ended connection means here.
+    /// The error for a connection that closes at this point.
     pub(super) fn closed(&self, expect: &Expect) -> HandshakeError {
         match self.part {
             Part::Foreign => HandshakeError::foreign_answer(&self.buffer),

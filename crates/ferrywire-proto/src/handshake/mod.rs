@@ -1,10 +1,10 @@
-//! How a connection on the one port proves what it is, before anything else is said on it.
+//! Handshakes: how a connection authenticates before it carries anything else.
 //!
-//! Every connection opens with a 16-byte `Preamble`. A *control* connection then runs a Noise
-//! handshake keyed by the shared secret, swaps [`Hello`]s, and opens or resumes a session. A *data*
-//! connection proves by a challenge that it belongs to a session that exists. [`Initiator`] dials,
-//! [`Responder`] answers; both are state machines over bytes, without sockets and without a clock, so
-//! that tests and the fuzzer reach every branch.
+//! Every connection opens with a 16-byte `Preamble`. A *control* connection then runs a Noise handshake keyed
+//! by the shared secret, exchanges [`Hello`]s, and opens or resumes a session. A *data* connection proves by
+//! a challenge that it belongs to an existing session. [`Initiator`] dials, [`Responder`] answers. Both are
+//! state machines over bytes, without sockets and without a clock, so tests and the fuzzer reach every
+//! branch.
 //!
 //! ```text
 //! control   I -> R   preamble, [noise 1]                  both ends: who knows the secret?
@@ -18,14 +18,14 @@
 //! [..] is a u16 LE length and that many bytes; length 0xffff is a refusal and ends the connection.
 //! ```
 //!
-//! A session has a key of its own, [`DataKey`]. It is not taken from the handshake's hash alone, which
-//! everybody who knows the secret can compute from what passed on the wire: each end adds 32 random
-//! bytes sent under the handshake's encryption, so the key is as secret as the control session itself.
+//! Each session has a key of its own, [`DataKey`]. The handshake's hash alone would not do: anyone who knows
+//! the secret can compute it from the bytes on the wire. So each end adds 32 random bytes under the
+//! handshake's encryption, and the key is as secret as the control session itself.
 //!
-//! Invariants: nothing past the handshake is ever read ([`Initiator::want`]); nobody is asked to decide
-//! anything ([`Admission`]) before the other end has proven itself; what a stranger can make us hold is
-//! at most `HANDSHAKE_BYTES_MAX`.
-//! Read next: `responder.rs`, then `session/mod.rs` for what follows on a control connection.
+//! Invariants: no byte behind the handshake is read ([`Initiator::want`]); the [`Admission`] decides only
+//! about an end that has proven itself; an unauthenticated peer makes this end hold at most
+//! `HANDSHAKE_BYTES_MAX`.
+//! Read next: `responder.rs`, then `session/mod.rs` for the traffic of a control connection.
 
 mod codec;
 mod error;
@@ -49,20 +49,20 @@ pub use secure::{Secure, SecureError};
 use snow::HandshakeState;
 use snow::resolvers::{CryptoResolver, DefaultResolver};
 
-/// The version of everything on the wire: preamble, handshake, control messages and data frames.
+/// The version of all formats: preamble, handshake, control messages and data frames.
 pub const PROTOCOL_VERSION: u16 = 3;
 
 /// First bytes of every connection.
 const MAGIC: [u8; 8] = *b"FERRYWR\0";
-/// Size of a [`Preamble`].
+/// Bytes of a [`Preamble`].
 const PREAMBLE_BYTES: usize = 16;
-/// Ephemeral key and tag: the first Noise message, and the overhead of the second.
+/// Bytes of the first Noise message (ephemeral key and tag), and the overhead of the second.
 const NOISE_BYTES: usize = 48;
-/// Tag of a sealed message.
+/// Bytes of a sealed message's tag.
 const TAG_BYTES: usize = 16;
-/// A data connection's random challenge.
+/// Bytes of the random challenge for a data connection.
 const CHALLENGE_BYTES: usize = 16;
-/// A keyed hash, and each end's share of a session's key.
+/// Bytes of a keyed hash, and of each end's share of a session's key.
 const PROOF_BYTES: usize = 32;
 
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
@@ -70,61 +70,61 @@ const SECRET_CONTEXT: &str = "ferrywire control secret v1";
 const NO_SECRET_CONTEXT: &str = "ferrywire control without a secret v1";
 const DATA_KEY_CONTEXT: &str = "ferrywire data key of a session v1";
 
-/// What a finished handshake has established.
+/// What a successful handshake has established.
 #[derive(Debug)]
 pub enum Outcome {
-    /// A control connection: what follows on it is the session's.
+    /// A control connection; session traffic follows.
     Control(Box<Established>),
-    /// A data connection: what follows on it are data frames.
+    /// A data connection; data frames follow.
     Data {
-        /// The session it belongs to.
+        /// The session that the connection belongs to.
         session: u64,
-        /// The channel it carries.
+        /// The channel that the connection carries.
         channel: u16,
-        /// How often that channel was dialled before.
+        /// Number of earlier dials of this channel.
         generation: u32,
     },
 }
 
-/// A control connection on which both ends have proven themselves.
+/// A control connection whose ends have both proven that they hold the secret.
 #[derive(Debug)]
 pub struct Established {
-    /// Seals and opens what follows.
+    /// Encryption of the session traffic that follows.
     pub secure: Secure,
-    /// Who is at the other end.
+    /// The peer's hello.
     pub peer_hello: Hello,
     /// The session that was opened or resumed.
     pub session: u64,
-    /// Numbered messages of ours that the peer has received; 0 for a new session.
+    /// Number of this end's numbered messages that the peer has received; 0 for a new session.
     pub received: u64,
-    /// The session's key, the same for all of its life.
+    /// The session's key, constant over its lifetime.
     pub data_key: DataKey,
     /// The session's configuration, as the responder accepted it.
     pub config: Config,
-    /// Whether the session existed before.
+    /// Whether an existing session was resumed.
     pub resumed: bool,
 }
 
-/// The key by which data connections and resumptions prove that they belong to a session.
+/// The key with which data connections and resumptions prove that they belong to a session.
 ///
-/// Compared in constant time, and never printed.
+/// Compared in constant time; `Debug` never prints it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct DataKey(blake3::Hash);
 
 impl DataKey {
-    /// The key of a session opened by a handshake with this hash, with both ends' random shares.
+    /// Derives the key from the hash of the handshake that opened the session and both ends' random shares.
     fn derive(handshake: &[u8; 32], initiator_share: &[u8; 32], responder_share: &[u8; 32]) -> DataKey {
         let material = [&handshake[..], initiator_share, responder_share].concat();
         DataKey(blake3::Hash::from_bytes(blake3::derive_key(DATA_KEY_CONTEXT, &material)))
     }
 
-    /// A key with these bytes.
+    /// A key with fixed bytes, for tests.
     #[cfg(test)]
     pub fn from_bytes(bytes: [u8; 32]) -> DataKey {
         DataKey(blake3::Hash::from_bytes(bytes))
     }
 
-    /// Proof of the key's knowledge, for this purpose and these values.
+    /// A keyed hash of `values` that proves knowledge of the key for one purpose.
     fn prove(&self, purpose: &str, values: &[u8]) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new_keyed(self.0.as_bytes());
         hasher.update(purpose.as_bytes()).update(values);
@@ -154,7 +154,7 @@ impl std::fmt::Debug for DataKey {
     }
 }
 
-/// What a connection is for.
+/// Kind of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Control,
@@ -198,7 +198,7 @@ impl Preamble {
     }
 }
 
-/// Which session and channel a data connection claims.
+/// The session and channel that a data connection claims to belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct DataOpening {
     session: u64,
@@ -234,7 +234,7 @@ fn random_bytes<const N: usize>() -> Result<[u8; N], HandshakeError> {
     Ok(bytes)
 }
 
-/// The pre-shared key of a control handshake. No secret is a key as well, which everybody has.
+/// The pre-shared key of a control handshake. Without a secret the key is a constant that everyone knows.
 fn pre_shared_key(secret: Option<&[u8]>) -> [u8; 32] {
     match secret {
         Some(secret) => blake3::derive_key(SECRET_CONTEXT, secret),
@@ -242,20 +242,18 @@ fn pre_shared_key(secret: Option<&[u8]>) -> [u8; 32] {
     }
 }
 
-/// One end of a control handshake, before its first message.
+/// Starts the Noise handshake of one end.
 fn noise(secret: Option<&[u8]>, initiator: bool) -> Result<Box<HandshakeState>, HandshakeError> {
     let key = pre_shared_key(secret);
     let params = NOISE.parse().map_err(|_| HandshakeError::Noise)?;
     let prologue = Preamble::encode(Kind::Control);
     let builder = snow::Builder::new(params).psk(0, &key).and_then(|builder| builder.prologue(&prologue));
-    let state = builder.and_then(|builder| match initiator {
-        true => builder.build_initiator(),
-        false => builder.build_responder(),
-    });
+    let state = builder
+        .and_then(|builder| if initiator { builder.build_initiator() } else { builder.build_responder() });
     state.map(Box::new).map_err(|_| HandshakeError::Noise)
 }
 
-/// The next Noise message, with this payload.
+/// Makes the next Noise message with this payload.
 fn noise_write(noise: &mut HandshakeState, payload: &[u8]) -> Result<Vec<u8>, HandshakeError> {
     let mut message = vec![0; payload.len() + NOISE_BYTES];
     let len = noise.write_message(payload, &mut message).map_err(|error| match error {
@@ -267,7 +265,7 @@ fn noise_write(noise: &mut HandshakeState, payload: &[u8]) -> Result<Vec<u8>, Ha
     Ok(message)
 }
 
-/// The payload of a Noise message, or `None` when it was made with another key or altered.
+/// Opens a Noise message; `None` when it was altered or made with another key.
 fn noise_read(noise: &mut HandshakeState, message: &[u8]) -> Option<Vec<u8>> {
     let mut payload = vec![0; message.len()];
     let len = noise.read_message(message, &mut payload).ok()?;
@@ -275,7 +273,7 @@ fn noise_read(noise: &mut HandshakeState, message: &[u8]) -> Option<Vec<u8>> {
     Some(payload)
 }
 
-/// The finished handshake's hash, which binds resumptions to this very connection.
+/// Hash of the finished handshake, which binds a resumption to this connection.
 fn handshake_hash(noise: &HandshakeState) -> Result<[u8; 32], HandshakeError> {
     noise.get_handshake_hash().try_into().map_err(|_| HandshakeError::Noise)
 }

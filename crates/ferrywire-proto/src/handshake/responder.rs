@@ -1,9 +1,9 @@
-//! The end that answers: finds out what a new connection is, and whether to let it in.
+//! The accepting end of a handshake: identifies a new connection, and admits or refuses it.
 //!
 //! States: `Preamble`, then control `Knock -> Opening -> Over`, data `Claim -> Proof -> Over`.
-//! Invariant: the [`Admission`] decides only about ends that have proven the secret or the session's
-//! key; before that it is only looked at.
-//! Read next: `session/mod.rs`, for what follows on a control connection.
+//! Invariant: the [`Admission`] decides only about an end that has proven the secret or the session's key;
+//! before that it is only queried.
+//! Read next: `session/mod.rs`, for the traffic of a control connection.
 
 use snow::HandshakeState;
 
@@ -15,40 +15,40 @@ use super::{
     noise, noise_read, noise_write,
 };
 
-/// A session that exists here.
+/// A session that this endpoint knows.
 #[derive(Clone, Debug)]
 pub struct KnownSession {
-    /// Its key.
+    /// The session's key.
     pub data_key: DataKey,
-    /// The peer it is with.
+    /// Identity of the session's peer.
     pub identity: [u8; 16],
-    /// Numbered messages of the peer that we have received.
+    /// Number of the peer's numbered messages that this end has received.
     pub received: u64,
-    /// What was agreed on.
+    /// The settled configuration.
     pub config: Config,
 }
 
-/// Who may come in: what the handshake asks of the endpoint it answers for.
+/// The endpoint's decisions and facts for a responder.
 pub trait Admission {
-    /// Who we are.
+    /// How this endpoint introduces itself.
     fn hello(&self) -> Hello;
-    /// The shared secret, if there is one. With one, only its holders come in.
+    /// The shared secret; with one, only peers that hold it are admitted.
     fn secret(&self) -> Option<Vec<u8>>;
-    /// Whether everybody is refused when there is no secret.
+    /// Whether all peers are refused while there is no secret.
     fn secret_needed(&self) -> bool;
-    /// A session that exists. May be asked on behalf of a stranger.
+    /// Looks up a session. The peer may not be authenticated yet.
     fn lookup(&self, session: u64) -> Option<KnownSession>;
-    /// Opens a session for a peer that has proven the secret: its id and the configuration accepted.
+    /// Opens a session for a peer that has proven the secret; returns its id and the accepted configuration.
     fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal>;
-    /// Lets a peer that has proven its session's key resume it; the peer is about to be welcomed.
+    /// Admits a peer that has proven the session's key and is about to resume it.
     fn decide_resume(&mut self, _session: u64, _peer: &Hello) -> Result<(), Refusal> {
         Ok(())
     }
-    /// Takes a data connection that has proven its session's key.
+    /// Admits a data connection that has proven the session's key.
     fn decide_data(&mut self, session: u64, channel: u16, generation: u32) -> Result<(), Refusal>;
 }
 
-/// The answering end of one connection's handshake. Driven as [`super::Initiator`] is.
+/// The accepting end of one connection's handshake; drive it like [`super::Initiator`].
 #[derive(Debug)]
 pub struct Responder<A> {
     admission: A,
@@ -69,19 +69,19 @@ enum Stage {
 }
 
 impl<A: Admission> Responder<A> {
-    /// Answers one new connection.
+    /// The accepting end of a new connection.
     pub fn new(admission: A) -> Responder<A> {
         let (intake, stage) = (Intake::of_responder(), Stage::Preamble);
         Responder { admission, intake, output: Vec::new(), stage, outcome: None }
     }
 
-    /// Bytes to read next, exactly; never more than the handshake. 0 when it is over.
+    /// Number of bytes to read next; never beyond the handshake, and 0 when it is over.
     pub fn want(&self) -> usize {
         if matches!(self.stage, Stage::Over) { 0 } else { self.intake.want() }
     }
 
-    /// Takes what was read, at most [`Responder::want`] bytes. After an error the output may hold a
-    /// refusal: write it, then close the connection.
+    /// Takes bytes that were read, at most [`Responder::want`]. After an error the output may hold a refusal:
+    /// write it, then close the connection.
     pub fn feed(&mut self, bytes: &[u8]) -> Result<(), HandshakeError> {
         if bytes.len() > self.want() {
             return Err(HandshakeError::Misuse);
@@ -97,22 +97,22 @@ impl<A: Admission> Responder<A> {
         result
     }
 
-    /// Bytes to write, in order; empty when there is nothing to say.
+    /// Takes the bytes to write, in order; empty when there is nothing to send.
     pub fn take_output(&mut self) -> Vec<u8> {
         std::mem::take(&mut self.output)
     }
 
-    /// The outcome, once. The output must still be written.
+    /// Takes the outcome when the handshake has succeeded; returns it once. Write the output too.
     pub fn finished(&mut self) -> Option<Outcome> {
         self.outcome.take()
     }
 
-    /// What it means that the other end closed the connection now.
+    /// The error for a connection that the other end closes now.
     pub fn closed(&self) -> HandshakeError {
         self.intake.closed(&self.expect())
     }
 
-    /// What it means that the handshake's deadline passed now.
+    /// The error for a handshake that times out now.
     pub fn late(&self) -> HandshakeError {
         match self.closed() {
             HandshakeError::Closed(what) => HandshakeError::Late(what),
@@ -120,9 +120,10 @@ impl<A: Admission> Responder<A> {
         }
     }
 
-    /// Ends the handshake from this side, for instance because there are too many: the output is then
-    /// the refusal, unless the connection has shown that it is not ours. Who has said nothing yet may be one that we were too
-    /// busy to hear, and has to know that it can try again.
+    /// Ends the handshake from this end, for example because too many are pending. The output is then the
+    /// refusal, unless the connection has shown that it speaks another protocol. A connection without any
+    /// bytes yet gets the refusal too: this end may have been too busy to read it, and the peer should know
+    /// that it can retry.
     pub fn refuse(&mut self, refusal: Refusal) -> HandshakeError {
         let foreign = matches!(self.closed(), HandshakeError::NotFerrywire { .. });
         if !foreign && !matches!(self.stage, Stage::Over) {
@@ -296,7 +297,7 @@ fn opening_stage(noise: Box<HandshakeState>) -> Result<Stage, HandshakeError> {
     Ok(Stage::Opening { secure, handshake })
 }
 
-/// Why a first message does not fit our secret: whether it was made without any.
+/// Why a first message does not fit this end's secret; tests whether it was made without a secret.
 fn mismatch(have_secret: bool, message: &[u8]) -> Mismatch {
     if !have_secret {
         return Mismatch::WeHaveNone;

@@ -1,31 +1,31 @@
-//! The encryption of a control connection once its handshake is done.
+//! Encryption of a control connection after its handshake.
 //!
-//! Frames are a u16 LE length and a Noise transport message. Their order is part of the encryption, so
-//! nothing can be dropped, repeated or reordered without [`Secure::open`] failing.
-//! Invariant: after an error the connection is over; a session goes on over a new one.
-//! Read next: `session/mod.rs`, which decides what is sealed.
+//! A frame is a u16 LE length and a Noise transport message. The order of the messages is part of the
+//! encryption, so [`Secure::open`] fails when one was dropped, repeated or reordered.
+//! Invariant: after an error the connection is over; the session resumes over another.
+//! Read next: `session/mod.rs`, which produces the plain text.
 
 use super::TAG_BYTES;
 use crate::limits::CONTROL_MESSAGE_BYTES_MAX;
 
-/// Why a sealed connection cannot go on.
+/// Why an encrypted connection cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SecureError {
-    /// A message does not authenticate.
+    /// A message did not authenticate.
     #[error("a control message does not authenticate: altered on its way, or not from the peer")]
     Forged,
-    /// A message has a length it cannot have.
+    /// A message has an impossible length.
     #[error("a control message of {bytes} bytes; at most {CONTROL_MESSAGE_BYTES_MAX}")]
     Length {
-        /// Its length without the tag.
+        /// Bytes of the message without its tag.
         bytes: usize,
     },
-    /// More messages than one key may seal.
+    /// One key has sealed its maximum of messages.
     #[error("the connection's key is used up")]
     Exhausted,
 }
 
-/// Seals what goes out and opens what comes in.
+/// Seals outgoing messages and opens incoming ones.
 pub struct Secure(Box<snow::TransportState>);
 
 impl std::fmt::Debug for Secure {
@@ -39,12 +39,12 @@ impl Secure {
         Ok(Secure(Box::new(noise.into_transport_mode()?)))
     }
 
-    /// Bytes of the frame that carries so many.
+    /// Bytes of the frame that carries `plain_bytes` bytes.
     pub fn sealed_bytes(plain_bytes: usize) -> usize {
         2 + plain_bytes + TAG_BYTES
     }
 
-    /// The frame that carries `plain`: its length, then the sealed bytes.
+    /// Seals `plain`; returns the frame: its length, then the sealed bytes.
     pub fn seal(&mut self, plain: &[u8]) -> Result<Vec<u8>, SecureError> {
         let bytes = plain.len();
         if bytes > CONTROL_MESSAGE_BYTES_MAX {
@@ -57,7 +57,8 @@ impl Secure {
         Ok(frame)
     }
 
-    /// Takes one whole frame off the front of `incoming` and opens it; `None` while it is incomplete.
+    /// Takes one complete frame off the front of `incoming` and opens it; `None` while the frame is
+    /// incomplete.
     pub fn open(&mut self, incoming: &mut Vec<u8>) -> Result<Option<Vec<u8>>, SecureError> {
         let Some(length) = incoming.first_chunk::<2>() else {
             return Ok(None);
@@ -74,7 +75,7 @@ impl Secure {
         Ok(Some(plain))
     }
 
-    /// Opens one message without its length.
+    /// Opens one message that comes without its length.
     pub(super) fn open_message(&mut self, sealed: &[u8]) -> Result<Vec<u8>, SecureError> {
         let mut plain = vec![0; sealed.len()];
         let bytes = self.0.read_message(sealed, &mut plain).map_err(|_| SecureError::Forged)?;

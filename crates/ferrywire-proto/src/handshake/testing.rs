@@ -1,4 +1,4 @@
-//! What an endpoint decides in a handshake, for tests that answer one.
+//! An [`Admission`] for tests that answer handshakes.
 #![allow(missing_docs)]
 
 use std::collections::HashMap;
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::{Admission, Config, Established, Hello, KnownSession, ListenAddress, Refusal};
 
-/// What one endpoint would hold: who it is, its secret and its sessions.
+/// The state of one endpoint: its identity, secret and sessions.
 #[derive(Debug)]
 pub struct Desk {
     pub hello: Hello,
@@ -14,13 +14,13 @@ pub struct Desk {
     pub secret_needed: bool,
     pub sessions: HashMap<u64, KnownSession>,
     pub refuse: Option<Refusal>,
-    /// What is settled for a new session, whatever was proposed.
+    /// The configuration of every new session, whatever the proposal; `None` accepts the proposal.
     pub settle: Option<Config>,
-    /// What was decided, in order.
+    /// The decisions made, in order.
     pub decided: Vec<String>,
 }
 
-/// A desk shared by a test and the responders it drives.
+/// An endpoint's state, shared by a test and its responders.
 #[derive(Clone, Debug)]
 pub struct Shared(Arc<Mutex<Desk>>);
 
@@ -37,7 +37,7 @@ impl Shared {
         self.0.lock().unwrap()
     }
 
-    /// Remembers an established session, as an endpoint does.
+    /// Stores an established session, as an endpoint does.
     pub fn remember(&self, established: &Established) {
         let Established { data_key, peer_hello, config, session, .. } = established;
         let (data_key, config) = (data_key.clone(), config.clone());

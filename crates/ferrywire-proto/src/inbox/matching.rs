@@ -1,11 +1,13 @@
-//! Matching of messages and receives, in the order in which the peer posted its sends.
+//! Matching messages and receives by tag, in the order in which the peer posted its sends.
 //!
-//! Each message has a number, and one that comes early waits. A short message comes whole and is held until a receive
-//! meets it, charged to the peer's credit; of a large one only the announcement comes, and its data are asked for with
-//! the key of the receive that met it.
+//! Each message has a number, and a message that arrives early waits for those before it. A short message
+//! arrives whole (eager) and is held until a receive matches it, charged to the peer's credit. Of a long
+//! message only an announcement arrives; once a receive matches it, its data is requested under that
+//! receive's key.
 //!
-//! Invariant: messages and receives of one tag meet in their orders; what is held of the peer's is bounded by its credit
-//! and by how far ahead it may be. Read next: `reassembly.rs`, for large messages.
+//! Invariants: messages and receives of one tag match in order; the peer's held messages are bounded by its
+//! credit and by the reorder limit.
+//! Read next: `reassembly.rs`, for long messages.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -14,7 +16,7 @@ use crate::limits::{self, PeerLimits};
 use crate::operation::Operation;
 use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 
-/// A message of the peer that no receive has met.
+/// A message of the peer that no receive has matched.
 #[derive(Debug)]
 pub(super) enum Arrived {
     Eager(Message),
@@ -41,17 +43,18 @@ impl Arrived {
 
 #[derive(Debug)]
 pub(super) struct Matching<O> {
-    /// Receives by tag, in the order of posting.
+    /// Posted receives by tag, in the order of posting.
     posted: HashMap<u64, VecDeque<O>>,
-    /// By tag and number: a peer may take back any of very many.
+    /// Unmatched messages by tag and number, so that a peer can take back any one of very many.
     pub(super) unexpected: HashMap<u64, BTreeMap<u64, Arrived>>,
     pub(super) announced_held: usize,
-    /// Those that came before their turn; nothing where one was taken back or refused, which has its turn all the same.
+    /// Messages that arrived early. `None` stands for one that was taken back or refused; its number still
+    /// counts as used.
     pub(super) early: BTreeMap<u64, Option<Arrived>>,
     pub(super) next_number: u64,
-    /// Credit that eager messages hold until they are received.
+    /// Credit in bytes that unmatched eager messages use.
     pub(super) eager_held: usize,
-    /// What the peer was given back for messages that are held again: it is taken off what is given back next.
+    /// Credit that was returned for messages which are held again. It is deducted from the next returns.
     pub(super) credit_owed: usize,
     pub(super) consumed: usize,
     limits: PeerLimits,
@@ -74,7 +77,7 @@ impl<O> Matching<O> {
 }
 
 impl<O: Operation> Matching<O> {
-    /// A whole eager message, or the announcement of a large one, arrived.
+    /// Takes an eager message or an announcement that has arrived.
     pub fn message(&mut self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply<O>>, Refusal> {
         let cost = match header.kind {
             Kind::Send => bytes.len() + limits::EAGER_OVERHEAD_BYTES,
@@ -92,9 +95,9 @@ impl<O: Operation> Matching<O> {
         if number < self.next_number || self.early.contains_key(&number) {
             return Err(Refusal::Other);
         }
-        // The one that is due makes room: those that wait for it do not count against it.
+        // The message that is due is exempt from the reorder limit: it lets the waiting ones go.
         let ahead = if number > self.next_number { self.early.len() } else { 0 };
-        // Only a peer that disregards its credit, or how far ahead it may be, gets here.
+        // A peer that respects its credit and the reorder limit never gets here.
         if self.eager_held + cost > self.limits.eager_credit_bytes + self.credit_owed
             || ahead >= self.limits.early_frames_max
         {
@@ -109,7 +112,7 @@ impl<O: Operation> Matching<O> {
                 refuse.transfer = transfer;
                 refuse.key = Refusal::Limit as u64;
                 replies.push(Reply::Frame(refuse));
-                // The number has had its turn, or those behind it would wait for ever.
+                // The number counts as used, or all later messages would wait for ever.
                 None
             }
             arrived => arrived,
@@ -133,7 +136,7 @@ impl<O: Operation> Matching<O> {
         }
     }
 
-    /// Posts a receive behind those of its tag, or `first`, ahead of them.
+    /// Posts a receive behind the others of its tag, or ahead of them with `first`.
     pub fn post(&mut self, op: O, first: bool) -> Vec<Reply<O>> {
         let mut replies = Vec::new();
         match take_first(&mut self.unexpected, op.key()) {
@@ -149,7 +152,7 @@ impl<O: Operation> Matching<O> {
         replies
     }
 
-    /// A message whose receive could not take it is for the next receive that has met no other.
+    /// Offers a message whose receive could not take it to the next unmatched receive.
     pub fn return_message(&mut self, message: Message) -> Vec<Reply<O>> {
         let mut replies = Vec::new();
         self.eager_held += message.cost();
@@ -158,7 +161,7 @@ impl<O: Operation> Matching<O> {
         replies
     }
 
-    /// Takes a posted receive out that has met no message yet.
+    /// Removes a posted receive that has matched no message yet.
     pub fn unpost(&mut self, tag: u64, is_it: impl Fn(&O) -> bool) -> Option<O> {
         let list = self.posted.get_mut(&tag)?;
         let taken = list.iter().position(is_it).and_then(|at| list.remove(at));
@@ -168,14 +171,15 @@ impl<O: Operation> Matching<O> {
         taken
     }
 
-    /// A receive and its message have found each other.
+    /// Pairs a receive with its message.
     fn meet(&mut self, op: O, arrived: Arrived, replies: &mut Vec<Reply<O>>) {
         match arrived {
             Arrived::Eager(message) => {
                 let (cost, message_bytes) = (message.cost(), message.bytes.len() as u64);
-                replies.push(match message_bytes <= op.total() {
-                    true => Reply::Place(op, message),
-                    false => Reply::Truncated { op, message_bytes },
+                replies.push(if message_bytes <= op.total() {
+                    Reply::Place(op, message)
+                } else {
+                    Reply::Truncated { op, message_bytes }
                 });
                 self.consume(cost, replies);
             }
@@ -197,7 +201,8 @@ impl<O: Operation> Matching<O> {
         }
     }
 
-    /// An eager message has been received: its credit goes back to the peer, a quarter of all at a time.
+    /// Returns the credit of a received eager message to the peer, in portions of a quarter of the total
+    /// credit.
     fn consume(&mut self, cost: usize, replies: &mut Vec<Reply<O>>) {
         let owed = cost.min(self.credit_owed);
         self.credit_owed -= owed;
@@ -210,8 +215,8 @@ impl<O: Operation> Matching<O> {
         }
     }
 
-    /// The peer is gone: gives back the receives that wait. What has arrived whole can still be received; the rest of an
-    /// announced message will not come.
+    /// Closes the inbox of a lost peer; returns its waiting receives. Complete messages can still be
+    /// received; announced ones are discarded, since their data will not arrive.
     pub fn close(&mut self) -> Vec<O> {
         let ops = self.posted.drain().flat_map(|(_, list)| list).collect();
         for list in self.unexpected.values_mut() {
@@ -228,8 +233,8 @@ impl<O: Operation> Matching<O> {
         assert_eq!((self.announced_held, self.eager_held, self.credit_owed), (0, 0, 0));
     }
 
-    /// The peer takes a message back: true if its number has been heard of, so that nothing waits for that. One that a
-    /// receive has met cannot be taken back here: its sender answers the match.
+    /// Handles a withdrawn announcement. Returns true when the number was already seen, so that no later
+    /// message waits for it. A matched announcement is left alone: its sender answers the match.
     fn take_back(&mut self, tag: u64, number: u64) -> bool {
         if let Some(early) = self.early.get_mut(&number) {
             early.take_if(|early| early.is_announced());

@@ -1,10 +1,12 @@
-//! Notifications of a peer: those that come with bytes, those that follow the bytes of a transfer, and those in turn.
+//! Notifications of a peer: those that come with bytes, those that follow a transfer's bytes, and standalone
+//! ones.
 //!
-//! One that follows waits until all bytes of its transfer are counted, over whatever channels they come. One that stands
-//! alone has a number and waits for those before it.
+//! A notification that follows a transfer waits until all bytes of the transfer are counted, on whichever
+//! channels they arrive. A standalone notification has a number and waits for those before it.
 //!
-//! Invariant: each is given out once; what is held is charged to a limit, those that are early apart, so that nothing
-//! holds up the one that they wait for. Read next: `matching.rs`.
+//! Invariants: each notification is delivered once; each is charged to a limit. Early ones have a limit of
+//! their own, so they cannot block the notification that they wait for.
+//! Read next: `matching.rs`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -13,17 +15,17 @@ use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 
 #[derive(Debug)]
 pub(super) struct Notifications {
-    /// Those that the user may take.
+    /// Notifications that the user may take.
     ready: VecDeque<Vec<u8>>,
-    /// Bytes of those, and of those in `following`.
+    /// Bytes of the notifications in `ready` and `following`.
     pub(super) held_bytes: usize,
-    /// Bytes of those that came before their turn, which the user cannot take yet.
+    /// Bytes of early notifications, which the user cannot take yet.
     pub(super) early_bytes: usize,
-    /// Bytes placed of transfers that a notification will follow.
+    /// Bytes placed so far of each transfer that a notification will follow.
     counted: HashMap<u64, u64>,
-    /// Those that wait for the bytes of their transfer: how many, and the message.
+    /// Notifications that wait for the bytes of their transfer: the number of bytes, and the message.
     following: HashMap<u64, (u64, Vec<u8>)>,
-    /// Those that came before their turn; nothing where one was refused.
+    /// Standalone notifications that arrived early; `None` stands for a refused one.
     early: BTreeMap<u64, Option<Vec<u8>>>,
     next: u64,
     limits: PeerLimits,
@@ -43,7 +45,8 @@ impl Notifications {
         }
     }
 
-    /// Bytes of a transfer with a notification were placed; true if that released the notification.
+    /// Counts placed bytes of a transfer that a notification follows; returns whether they released the
+    /// notification.
     pub fn count(&mut self, header: &Header) -> Result<bool, Refusal> {
         if self.counted.len() >= limits::COUNTED_TRANSFERS_MAX && !self.counted.contains_key(&header.transfer)
         {
@@ -61,14 +64,14 @@ impl Notifications {
         Ok(true)
     }
 
-    /// A notification arrived: with its bytes, on its own, or to follow a transfer's bytes.
+    /// Takes a notification that has arrived: with bytes, standalone, or to follow a transfer's bytes.
     pub fn arrive(&mut self, header: &Header, message: Vec<u8>) -> Result<(), Refusal> {
         let alone = header.kind == Kind::Notify && header.total == 0;
         if header.kind == Kind::Notify && header.total == WITHDRAWN {
             self.forget(header.transfer);
             return Ok(());
         }
-        // One that is here already holds its place: another would be charged, and never taken.
+        // A repeated notification is refused: it would be charged and never taken.
         let known = if alone {
             header.transfer < self.next || self.early.contains_key(&header.transfer)
         } else {
@@ -77,8 +80,8 @@ impl Notifications {
         if known {
             return Err(Refusal::Other);
         }
-        // The user cannot take those that are early: while a lost connection is noticed there may be very many. So they
-        // count apart, and do not hold up the one that they wait for.
+        // The user cannot take early notifications, and very many may come before a lost connection is
+        // noticed. So they are counted separately, and do not block the one that they wait for.
         let early = alone && header.transfer > self.next;
         if early && self.early.len() >= self.limits.early_frames_max {
             return Err(Refusal::Limit);
@@ -87,7 +90,7 @@ impl Notifications {
         if fits {
             *if early { &mut self.early_bytes } else { &mut self.held_bytes } += message.len();
         }
-        // One that is refused has had its turn all the same.
+        // The number of a refused notification counts as used.
         if early {
             self.early.insert(header.transfer, fits.then_some(message));
         } else if alone {
@@ -100,7 +103,7 @@ impl Notifications {
         if fits { Ok(()) } else { Err(Refusal::Limit) }
     }
 
-    /// The next one.
+    /// Takes the next notification that is ready.
     pub fn take(&mut self) -> Option<Vec<u8>> {
         let message = self.ready.pop_front()?;
         self.held_bytes -= message.len();
@@ -111,18 +114,19 @@ impl Notifications {
         self.ready.is_empty()
     }
 
-    /// The peer is gone: what has not been released will not be.
+    /// Closes the notifications of a lost peer: those that are not released are discarded.
     pub fn close(&mut self) {
         self.following.clear();
         self.counted.clear();
     }
 
-    /// Whether one of so many bytes may be held.
+    /// Whether a notification of `bytes` bytes may be held.
     fn has_room(&self, early: bool, bytes: usize) -> bool {
         let (held, bytes_max) = (self.ready.len() + self.following.len(), self.limits.notification_bytes_max);
         if early {
-            // Their turn makes them held ones, whatever is held by then: without a bound on both together a peer could go on
-            // for ever, by one that is refused in its turn and many behind it.
+            // Early notifications become ready in their turn, however many are held by then. So both together
+            // are bounded: otherwise a peer could grow the list without end by one refused notification and
+            // many behind it.
             return held + self.early.len() < limits::NOTIFICATIONS_HELD_MAX + self.limits.early_frames_max
                 && self.early_bytes + bytes <= bytes_max
                 && self.held_bytes + self.early_bytes + bytes <= 2 * bytes_max;
@@ -130,7 +134,7 @@ impl Notifications {
         held < limits::NOTIFICATIONS_HELD_MAX && self.held_bytes + bytes <= bytes_max
     }
 
-    /// Those that have waited for one before them can be taken.
+    /// Moves early notifications that are due to `ready`.
     fn deliver_in_turn(&mut self) {
         while let Some(message) = self.early.remove(&self.next) {
             self.next += 1;
@@ -153,7 +157,7 @@ impl Notifications {
         self.ready.push_back(message);
     }
 
-    /// A transfer with a notification has failed: neither its last bytes nor the message count.
+    /// Discards the counts and the notification of a failed transfer.
     fn forget(&mut self, transfer: u64) {
         self.counted.remove(&transfer);
         if let Some((_, message)) = self.following.remove(&transfer) {

@@ -1,4 +1,4 @@
-//! Matching and notifications at their limits.
+//! Tests of matching and notifications at their limits.
 
 use super::*;
 use crate::operation::testing::Model;
@@ -10,7 +10,7 @@ fn notify(inbox: &mut Inbox<Model>, number: u64) -> Result<(), Refusal> {
     inbox.notified(&header, number.to_le_bytes().to_vec())
 }
 
-/// They were refused as if the user had read none of them: for as long as it takes to notice a lost connection.
+/// Regression: until the loss of a connection was noticed, early notifications were refused as if unread.
 #[test]
 fn notifications_that_wait_for_one_before_them_are_not_held_against_their_reader() {
     let mut inbox = Inbox::default();
@@ -23,13 +23,13 @@ fn notifications_that_wait_for_one_before_them_are_not_held_against_their_reader
     for number in 0..many {
         assert_eq!(inbox.take_notification(), Some(number.to_le_bytes().to_vec()));
     }
-    // Those that could be read and are not are.
+    // Notifications that the user could read but does not are bounded.
     let unread = limits::NOTIFICATIONS_HELD_MAX as u64;
     let outcomes: Vec<_> = (many..=many + unread).map(|number| notify(&mut inbox, number)).collect();
     assert!(outcomes[..unread as usize].iter().all(Result::is_ok));
     assert_eq!(outcomes[unread as usize], Err(Refusal::Limit));
     while inbox.take_notification().is_some() {}
-    // As many bytes of them as there may be.
+    // Early notifications use up their limit in bytes.
     let next = many + unread + 1;
     let long = |inbox: &mut Inbox<Model>, number| {
         let header = Header { transfer: number, ..Header::new(Kind::Notify) };
@@ -41,13 +41,14 @@ fn notifications_that_wait_for_one_before_them_are_not_held_against_their_reader
     assert_eq!(long(&mut inbox, next), Ok(()));
     let taken = std::iter::from_fn(|| inbox.take_notification()).count() as u64;
     assert_eq!(taken, early - next);
-    // The one that was refused has had its turn, and nothing is charged any more.
+    // The refused notification's number counts as used, and nothing stays charged.
     assert_eq!(long(&mut inbox, early + 1), Ok(()));
     assert!(inbox.take_notification().is_some());
     assert_eq!((inbox.notifications.held_bytes, inbox.notifications.early_bytes), (0, 0));
 }
 
-/// One that was refused in its turn made all those behind it held ones, and room for as many again: without end.
+/// Regression: one refused notification made all those behind it ready, and gave room for as many again,
+/// without end.
 #[test]
 fn notifications_that_were_early_still_count_once_it_is_their_turn() {
     let limits = PeerLimits { notification_bytes_max: 1000, ..PeerLimits::default() };
@@ -67,7 +68,7 @@ fn notifications_that_were_early_still_count_once_it_is_their_turn() {
     assert_eq!(accepted, 20, "as many bytes as may be held, and once more");
     let taken = std::iter::from_fn(|| inbox.take_notification()).count();
     assert_eq!(taken, accepted);
-    // Each has had its turn, those that were refused too.
+    // Every number counts as used, also those of refused notifications.
     let header = Header { transfer: next, ..Header::new(Kind::Notify) };
     assert_eq!(inbox.notified(&header, vec![7; 100]), Ok(()));
     assert!(inbox.take_notification().is_some());
@@ -85,7 +86,7 @@ fn a_message_that_is_taken_back_is_held_no_longer_wherever_it_waits() {
     for number in [0, 1, 2, 5] {
         assert_eq!(say(&mut inbox, number, 9), Ok(0));
     }
-    // In its turn, ahead of it, and before it was heard of at all.
+    // Withdrawn in its turn, ahead of its turn, and before its announcement.
     for number in [1, 5, 3] {
         assert_eq!(say(&mut inbox, number, WITHDRAWN), Ok(0));
     }
@@ -99,7 +100,8 @@ fn a_message_that_is_taken_back_is_held_no_longer_wherever_it_waits() {
     assert!(messages.announced_held == 0 && messages.unexpected.is_empty() && messages.early.is_empty());
 }
 
-/// It was refused for those that waited for it, and never had its turn: nothing behind it was heard of again.
+/// Regression: the due message was refused because of the waiting ones, so no later message was ever
+/// delivered.
 #[test]
 fn a_number_that_is_due_is_taken_however_many_wait_for_it() {
     let mut inbox = Inbox::<Model>::default();
@@ -125,7 +127,7 @@ fn a_number_that_is_due_is_taken_however_many_wait_for_it() {
     assert!(inbox.messages.early.is_empty());
 }
 
-/// What was held of them was charged to no limit.
+/// Regression: returned messages were charged to no limit.
 #[test]
 fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
     const CREDIT: usize = limits::EAGER_CREDIT_BYTES;
@@ -133,7 +135,7 @@ fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
     let bytes = vec![7; limits::EAGER_BYTES_MAX];
     let cost = bytes.len() + limits::EAGER_OVERHEAD_BYTES;
     let mut credit = CREDIT;
-    // With `fail`, the memory of the receive is not there any more.
+    // With `fail`, the receive's memory is revoked.
     let answer = |inbox: &mut Inbox<Model>, replies: Vec<Reply<Model>>, fail: bool, credit: &mut usize| {
         let mut replies = VecDeque::from(replies);
         while let Some(reply) = replies.pop_front() {
@@ -147,7 +149,7 @@ fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
     };
     let receive = || Model::receive(1, 7, bytes.len() as u64);
     let mut sent = 0;
-    // As an honest peer sends: as long as it has credit.
+    // The peer is honest: it sends while it has credit.
     while credit >= cost {
         let replies = inbox.post(receive());
         answer(&mut inbox, replies, true, &mut credit);
@@ -158,7 +160,7 @@ fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
         answer(&mut inbox, replies, true, &mut credit);
         assert!(sent as usize <= CREDIT / cost + 1, "more is held than there is credit for");
     }
-    // Received in the end, all of them; all credit is back, but what is too little to tell of.
+    // All messages are received in the end, and all credit is back, except for less than one portion.
     while inbox.holds_anything() {
         let replies = inbox.post(receive());
         answer(&mut inbox, replies, false, &mut credit);
@@ -168,7 +170,8 @@ fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
     assert_eq!(credit + messages.consumed, CREDIT);
 }
 
-/// The caller is told of each receive what to do, in order: the target is there before its data are asked for.
+/// The inbox tells the caller what to do for each receive, in order: the target exists before its data is
+/// requested.
 #[test]
 fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
     let mut inbox = Inbox::default();
@@ -182,7 +185,7 @@ fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
     for id in 1..=3 {
         assert!(inbox.post(Model::receive(id, 7, 100)).is_empty());
     }
-    // Ahead of their turn: nothing happens.
+    // Messages ahead of their turn cause no action.
     assert!(inbox.message(&announce(1, 0), Vec::new()).unwrap().is_empty());
     assert!(inbox.message(&announce(2, 101), Vec::new()).unwrap().is_empty());
     let replies = inbox.message(&announce(0, 100), Vec::new()).unwrap();
@@ -211,7 +214,7 @@ fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
     );
 }
 
-/// The sender was told that the receive had the message, and the receive that it was cancelled.
+/// Regression: the sender was told that the receive had the message, and the receive that it was cancelled.
 #[test]
 fn the_last_bytes_of_a_closed_target_are_refused_and_counted_ones_cannot_be_closed() {
     let target = Reassembly::new([(0, 100)], 100);

@@ -1,4 +1,4 @@
-//! An operation as a few numbers, for tests; its handles are counted.
+//! A model operation for tests: a few numbers, and a count of its handles.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -9,7 +9,7 @@ use super::{Operation, Verb};
 use crate::outbox::Epoch;
 use crate::transfer::{Piece, Pieces};
 
-/// What a test says of an operation, and what is noted of it.
+/// The properties that a test gives an operation, and its recorded events.
 pub(crate) struct Facts {
     pub id: u64,
     pub verb: Verb,
@@ -22,22 +22,22 @@ pub(crate) struct Facts {
     pub total: u64,
     pub on_gpu: bool,
     pub cancelled: Cell<bool>,
-    /// Why it failed, if it did; the first reason stays.
+    /// Reason of the failure; the first one stays.
     pub failure: RefCell<Option<String>>,
     pub epoch: RefCell<Option<Arc<Epoch>>>,
     pub sink: Cell<u64>,
     pub uncut: Cell<bool>,
-    /// A receive whose memory is gone when a short message comes.
+    /// Whether the receive's memory is revoked before a short message arrives.
     pub is_unplaceable: bool,
     pub children: RefCell<Vec<Rc<Facts>>>,
     pub moved: Cell<u64>,
     pub has_ended: Cell<bool>,
-    /// Handles that are not dropped yet.
+    /// Number of handles that are not dropped.
     pub tokens: Cell<usize>,
 }
 
 impl fmt::Debug for Facts {
-    /// Without parent and children, which know each other.
+    /// Omits parent and children, which refer to each other.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Facts { id, verb, key, number, total, pieces, message, .. } = self;
         write!(
@@ -76,7 +76,7 @@ impl Facts {
     }
 }
 
-/// A handle, which holds a token.
+/// A handle, with one token.
 #[derive(Debug)]
 pub(crate) struct Model(pub Rc<Facts>);
 
@@ -115,7 +115,7 @@ impl Model {
         Model::new(id, Verb::Recv, tag, len)
     }
 
-    /// Changes the operation before anything else knows of it.
+    /// Changes the operation before it is posted.
     pub fn with(mut self, change: impl FnOnce(&mut Facts)) -> Model {
         change(Rc::get_mut(&mut self.0).expect("the only handle"));
         self

@@ -1,24 +1,27 @@
-//! When a standalone notification may go out: once everything posted before it has ended.
+//! Ordering of standalone notifications: each is sent once everything posted before it has ended.
 //!
-//! Operations posted between two standalone notifications are an *epoch*, which ends when they have. The notification behind
-//! an epoch goes out at the end of that epoch and of all before it. An operation keeps its [`Epoch`], a counter, and leaves
-//! it at its end without the outbox; only the last of an epoch that a notification waits for has something to do there.
+//! The operations posted between two standalone notifications form an *epoch*, which ends when all of them
+//! have ended. A notification is sent at the end of the epoch before it and of all earlier epochs. An
+//! operation holds its [`Epoch`], a counter, and leaves it at its end without the outbox's lock; only the
+//! last operation of an epoch that a notification waits for has to tell the outbox.
 //!
-//! An epoch's life: `open -> closed -> over`. Operations join while it is open, and leave at any time; a notification closes
-//! it. Invariant: notifications go out in the order in which they were posted, each after all operations of the epochs before
-//! it. Read next: `sequencer.rs`, which numbers them.
+//! States of an epoch: `open -> closed -> over`. Operations join while it is open and leave at any time; a
+//! notification closes it.
+//! Invariant: notifications are sent in the order of posting, each after all operations of the epochs before
+//! it.
+//! Read next: `sequencer.rs`, which numbers them.
 
 use std::collections::VecDeque;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Set in an epoch's counter once a notification waits for its end: nothing joins it any more.
+/// Bit of the counter: a notification waits for the epoch's end, and no operation may join.
 const CLOSED: u64 = 1;
-/// One operation in an epoch's counter.
+/// Counter step for one operation.
 const OPERATION: u64 = 2;
 
-/// How many operations of an epoch have not ended, and whether a notification waits for them.
+/// Counts the unfinished operations of an epoch, and notes whether a notification waits for them.
 #[derive(Debug, Default)]
 pub struct Epoch(AtomicU64);
 
@@ -28,14 +31,15 @@ impl Epoch {
         debug_assert!(before & CLOSED == 0, "an operation joins an epoch that is closed");
     }
 
-    /// An operation of this epoch has ended. True if the epoch is over with it and a notification waits for that: then the
-    /// outbox has to be asked for it, with [`Outbox::release_notifications`](super::Outbox::release_notifications).
+    /// Removes an operation that has ended. Returns true if it was the last and a notification waits: the
+    /// caller must then call [`Outbox::release_notifications`](super::Outbox::release_notifications).
     #[must_use]
     pub fn leave(&self) -> bool {
         self.0.fetch_sub(OPERATION, Ordering::AcqRel) == OPERATION | CLOSED
     }
 
-    /// A notification waits from now on. One counter decides whether it finds the epoch over, or the last that leaves finds it.
+    /// Marks that a notification waits. The single counter decides: either the caller finds the epoch empty,
+    /// or the last `leave` returns true.
     fn close(&self) {
         self.0.fetch_or(CLOSED, Ordering::AcqRel);
     }
@@ -48,7 +52,7 @@ impl Epoch {
 #[derive(Debug)]
 pub(super) struct Epochs<O> {
     open: Arc<Epoch>,
-    /// Closed epochs, each with the notification that waits for it.
+    /// Closed epochs, oldest first, each with the notification that waits for it.
     closed: VecDeque<(Arc<Epoch>, O)>,
 }
 
@@ -59,13 +63,14 @@ impl<O> Default for Epochs<O> {
 }
 
 impl<O> Epochs<O> {
-    /// An operation begins. It has to leave the epoch at its end.
+    /// Adds an operation to the open epoch; it must leave at its end.
     pub fn join(&mut self) -> Arc<Epoch> {
         self.open.join();
         self.open.clone()
     }
 
-    /// A standalone notification is posted: gives it back if it may go out at once, and keeps it until [`Epochs::next`] else.
+    /// Takes a standalone notification; returns it if it may be sent at once, else keeps it for
+    /// [`Epochs::next`].
     pub fn post(&mut self, notification: O) -> Option<O> {
         if self.closed.is_empty() && self.open.is_empty() {
             return Some(notification);
@@ -73,17 +78,17 @@ impl<O> Epochs<O> {
         let epoch = mem::take(&mut self.open);
         epoch.close();
         self.closed.push_back((epoch, notification));
-        // The last operation may have left before the epoch was closed.
+        // The last operation may have left before `close`.
         self.next()
     }
 
-    /// The next notification that may go out.
+    /// Takes the next notification that may be sent.
     pub fn next(&mut self) -> Option<O> {
         let (_, notification) = self.closed.pop_front_if(|(epoch, _)| epoch.is_empty())?;
         Some(notification)
     }
 
-    /// The peer is gone: gives all notifications back.
+    /// Returns all waiting notifications; the peer is lost.
     pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
         mem::take(&mut self.closed).into_iter().map(|(_, notification)| notification)
     }
@@ -100,7 +105,7 @@ mod tests {
     use std::sync::Barrier;
     use std::thread;
 
-    /// One that each took for the other's would wait for ever.
+    /// If each side left the notification to the other, it would wait for ever.
     #[test]
     fn an_epoch_that_ends_as_it_is_closed_is_found_over_by_the_one_or_the_other() {
         const ROUNDS: usize = 20_000;
@@ -142,7 +147,7 @@ mod tests {
         assert!(first.leave());
         let released: Vec<_> = std::iter::from_fn(|| epochs.next()).collect();
         assert_eq!(released, [1, 2, 3]);
-        // Without a notification behind it the last has nothing to do.
+        // No notification waits for this epoch, so its last operation returns false.
         let [third, fourth] = [epochs.join(), epochs.join()];
         assert!(!third.leave());
         assert!(!fourth.leave());

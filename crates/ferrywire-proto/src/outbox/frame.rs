@@ -1,46 +1,47 @@
-//! A frame that is to be sent: what its header says, and where its payload comes from.
+//! A frame to be sent: its header, and the source of its payload.
 //!
-//! Invariant: the payload's pieces are exactly the bytes that the header announces. Read next: `mod.rs`.
+//! Invariant: the pieces of the payload have exactly the bytes that the header announces.
+//! Read next: `mod.rs`.
 
 use crate::limits;
 use crate::operation::{Operation, Verb};
 use crate::transfer::{Chunk, ChunkLimits, Cutter};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, WITHDRAWN};
 
-/// Where a frame's payload comes from.
+/// Source of a frame's payload.
 #[derive(Debug)]
 pub enum Body {
-    /// Nothing, or the operation's notification.
+    /// No payload, or the operation's notification.
     None,
     /// A run of the operation's message.
     Chunk(Chunk),
 }
 
-/// A frame, not encoded yet.
+/// A frame that is not encoded yet.
 #[derive(Debug)]
 pub struct Frame<O> {
-    /// What it says.
+    /// The header.
     pub header: Header,
     /// Encoded placement descriptors.
     pub placements: Box<[u8]>,
-    /// Where its payload comes from.
+    /// Source of the payload.
     pub body: Body,
-    /// The operation that it is of, with a token of its own.
+    /// The operation that the frame belongs to, with a token of its own.
     pub op: Option<O>,
 }
 
 impl<O> Frame<O> {
-    /// One without payload or operation.
+    /// A frame without payload and operation.
     pub fn bare(header: Header) -> Frame<O> {
         Frame { header, placements: Box::default(), body: Body::None, op: None }
     }
 
-    /// Bytes of it, over whatever they travel.
+    /// Bytes of the whole frame, on the channel and its lane together.
     pub fn bytes(&self) -> usize {
         HEADER_BYTES + self.header.body_bytes()
     }
 
-    /// The payload cannot be had: the frame becomes one that says nothing. Returns the credit that it does not need.
+    /// Replaces the payload, which is not available, by nothing. Returns the credit that becomes free.
     fn withdraw(&mut self) -> u64 {
         let (header, credit) = withdrawn(&self.header);
         self.header = header;
@@ -51,7 +52,7 @@ impl<O> Frame<O> {
 }
 
 impl<O: Operation> Frame<O> {
-    /// Whether its payload is to be copied out of a GPU before it can be sent.
+    /// Whether the payload must be copied out of a GPU before it is sent.
     pub(super) fn is_staged(&self) -> bool {
         self.header.len > 0
             && !self.header.is_posted()
@@ -59,7 +60,8 @@ impl<O: Operation> Frame<O> {
             && self.op.as_ref().is_some_and(O::on_gpu)
     }
 
-    /// Before it is sent again: it carries nothing if its operation forbids that. Returns credit that is free then.
+    /// Prepares a frame for being sent again: empties it if its operation forbids that. Returns the credit
+    /// that becomes free.
     pub(super) fn withdraw_if_forbidden(&mut self) -> u64 {
         let forbidden =
             matches!(self.body, Body::Chunk(_)) && self.op.as_ref().is_some_and(O::forbids_resend);
@@ -67,8 +69,8 @@ impl<O: Operation> Frame<O> {
     }
 }
 
-/// What takes the place of a frame whose payload cannot be had, so that those behind it keep their numbers, and the credit
-/// that is not needed after all. An eager message keeps its turn, and is taken back.
+/// The header that replaces a frame without available payload, and the credit that becomes free. Later frames
+/// keep their numbers. An eager message keeps its number too, and is withdrawn.
 pub fn withdrawn(header: &Header) -> (Header, u64) {
     match header.kind {
         Kind::Send => {
@@ -79,23 +81,23 @@ pub fn withdrawn(header: &Header) -> (Header, u64) {
     }
 }
 
-/// What an eager message of so many bytes takes of the credit.
+/// Credit that an eager message of `bytes` bytes costs.
 pub(super) fn eager_cost(bytes: u64) -> usize {
     bytes as usize + limits::EAGER_OVERHEAD_BYTES
 }
 
-/// All of an operation as one chunk.
+/// The whole operation as one chunk.
 pub(super) fn whole(op: &impl Operation) -> Chunk {
     let all = ChunkLimits { bytes: op.total(), segments: limits::SEGMENTS_PER_CHUNK_MAX };
     Cutter::default().next(op.pieces(), all).unwrap_or(Chunk::EMPTY)
 }
 
-/// One frame for a whole operation, its notification included.
+/// One frame for a whole operation and its notification.
 pub(super) fn small_frame<O: Operation>(op: O) -> Frame<O> {
     let (chunk, key) = (whole(&op), op.key());
     let (notify, is_child) = (op.message_bytes() as u16, op.is_child());
     let mut frame = chunk_frame(op, chunk, key);
-    // The notification of a parent comes behind all its children.
+    // The notification of a parent follows all its children, so the peer counts a child's bytes.
     if !is_child {
         frame.header.flags &= !wire::FLAG_COUNTED;
     }
@@ -133,8 +135,8 @@ pub(super) fn chunk_frame<O: Operation>(op: O, chunk: Chunk, key: u64) -> Frame<
     Frame { header, placements: placements.into(), body: Body::Chunk(chunk), op: Some(op) }
 }
 
-/// A notification of its own: delivered once `total` bytes of `transfer` are placed, or, with no bytes to
-/// wait for, in its turn, for which `transfer` is its number.
+/// A frame for a notification. With `total`, it is delivered once `total` bytes of `transfer` are placed;
+/// without, `transfer` is its number and it is delivered in its turn.
 pub(super) fn message_frame<O: Operation>(op: O, transfer: u64, total: u64) -> Frame<O> {
     let mut header = Header::new(Kind::Notify);
     header.transfer = transfer;

@@ -1,11 +1,13 @@
-//! What a peer's channels have yet to send. All channels of a peer pull from one outbox.
+//! The sending side of one peer: all frames that its channels have yet to send. Each channel pulls from here.
 //!
-//! In this order: frames of lost channels, the engine's own frames (behind them notifications that were held back), and the
-//! two queue classes, small operations and bulk. Small operations do not wait behind bulk, nor starve it.
+//! Order: frames of lost channels, the engine's own frames (followed by notifications that were too far
+//! ahead), then the two queue classes, small operations and bulk. Small operations neither wait behind bulk
+//! nor starve it.
 //!
-//! Invariant: each frame pulled is in exactly one window, or back here, until the peer has acknowledged it; each handle that
-//! comes in leaves once, in a frame, among those dropped, or given back.
-//! Pure: no lock, no memory, no clock. Read next: `frame.rs`, what is pulled; `window.rs`, where it goes.
+//! Invariants: each pulled frame is in exactly one window, or back in the outbox, until the peer has
+//! acknowledged it; each handle that enters leaves once: in a frame, in the list of dropped ones, or returned
+//! to the caller. Pure: no lock, no memory access, no clock.
+//! Read next: `frame.rs`, the frames; `window.rs`, which holds them after the pull.
 
 mod epochs;
 mod frame;
@@ -30,32 +32,32 @@ use frame::{chunk_frame, eager_cost, message_frame, small_frame, whole};
 use read_flow_control::ReadFlowControl;
 use sequencer::Sequencer;
 
-/// Bytes of small operations after which a bulk chunk has its turn.
+/// Bytes of small operations after which a bulk chunk is pulled.
 const SMALL_RUN_BYTES: u64 = 512 << 10;
 
-/// What a channel may take in one pull.
+/// Limits of one pull by a channel.
 #[derive(Clone, Copy, Debug)]
 pub struct Pull {
-    /// Bytes of frames.
+    /// Most bytes of frames.
     pub bytes: u64,
-    /// Channels among which bulk is cut.
+    /// Channels among which bulk is divided.
     pub channels: usize,
-    /// The longest chunk.
+    /// Longest chunk in bytes.
     pub chunk_bytes: usize,
-    /// The shortest and the longest, of payload that is staged.
+    /// Shortest and longest chunk of staged payload, in bytes.
     pub staged_bytes: (usize, usize),
-    /// Bytes of small operations that may be taken.
+    /// Most bytes of small operations.
     pub small: u64,
-    /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
+    /// Whether bulk may be pulled; false for a channel that is too far ahead of the others.
     pub bulk: bool,
-    /// Messages that the channel's lane has room for; `None` without a lane.
+    /// Messages that fit the window of the channel's lane; `None` without a lane.
     pub messages: Option<usize>,
 }
 
 #[derive(Debug)]
 struct Bulk<O> {
     op: O,
-    /// The region or sink that it goes to.
+    /// Key of the target region or sink.
     key: u64,
     cutter: Cutter,
 }
@@ -65,7 +67,7 @@ impl<O: Operation> Bulk<O> {
         self.op.bytes_to_cut() - self.cutter.position()
     }
 
-    /// It leaves before it is cut to its end.
+    /// Removes the operation before all of it is cut.
     fn leave(self) -> O {
         if self.cutter.position() == 0 {
             self.op.set_uncut();
@@ -74,24 +76,24 @@ impl<O: Operation> Bulk<O> {
     }
 }
 
-/// What the peer's answer to an announced send leads to.
+/// Outcome of the peer's match of an announced send.
 #[derive(Debug)]
 pub enum Matched<O> {
-    /// So many bytes of the send are queued.
+    /// The send is queued; this many bytes follow.
     Queued(u64),
     /// The send has no bytes, and has ended.
     Empty(O),
-    /// It is not announced, or was withdrawn.
+    /// No such send is announced, or it was withdrawn.
     Unknown,
 }
 
-/// Tagged messages to the peer.
+/// Tagged sends to the peer.
 #[derive(Debug)]
 struct Sends<O> {
     next_number: u64,
     sequencer: Sequencer<O>,
     credit: usize,
-    /// Sends that are announced and not matched.
+    /// Sends that are announced and not matched yet, by id.
     announced: HashMap<u64, O>,
 }
 
@@ -100,12 +102,13 @@ struct Sends<O> {
 pub struct Outbox<O> {
     resend: VecDeque<Frame<O>>,
     own: VecDeque<Frame<O>>,
-    /// Notifications that were too far ahead: no frames of our own, which are counted, and in their turn before small ones.
+    /// Notifications that were too far ahead and may now be sent. Kept apart from `own`, whose length is
+    /// bounded, and pulled before `small`.
     admitted: VecDeque<(u64, O)>,
     small: VecDeque<O>,
     bulk: VecDeque<Bulk<O>>,
     small_run: u64,
-    /// Bytes of bulk operations that are not cut yet.
+    /// Bytes of queued bulk operations that are not cut yet.
     bulk_bytes: u64,
     epochs: Epochs<O>,
     sends: Sends<O>,
@@ -116,7 +119,7 @@ pub struct Outbox<O> {
 }
 
 impl<O> Outbox<O> {
-    /// An empty one, for a peer with the same limits.
+    /// An empty outbox. The peer's inbox must have equal limits.
     pub fn new(limits: PeerLimits) -> Outbox<O> {
         Outbox {
             resend: VecDeque::new(),
@@ -140,42 +143,42 @@ impl<O> Outbox<O> {
         }
     }
 
-    /// Items that wait to be pulled.
+    /// Number of queued items.
     pub fn len(&self) -> usize {
         self.resend.len() + self.own.len() + self.admitted.len() + self.small.len() + self.bulk.len()
     }
 
-    /// Whether nothing waits to be pulled.
+    /// Whether nothing is queued.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Small operations that wait to be pulled.
+    /// Number of queued small operations.
     pub fn small_len(&self) -> usize {
         self.small.len()
     }
 
-    /// Bulk operations that wait to be pulled.
+    /// Number of queued bulk operations.
     pub fn bulk_len(&self) -> usize {
         self.bulk.len()
     }
 
-    /// Bytes of bulk operations that are not cut yet.
+    /// Bytes of queued bulk operations that are not cut yet.
     pub fn bulk_bytes(&self) -> u64 {
         self.bulk_bytes
     }
 
-    /// Frames of our own that wait, such as answers to the peer.
+    /// Number of queued frames of the engine's own, such as answers to the peer.
     pub fn answers_len(&self) -> usize {
         self.own.len()
     }
 
-    /// Whether requests of reads wait for others to be answered.
+    /// Whether read requests wait for earlier ones to be answered.
     pub fn keeps_back(&self) -> bool {
         self.reads.keeps_back()
     }
 
-    /// Bytes of eager messages that the peer takes now.
+    /// Eager credit in bytes that is left.
     pub fn eager_credit_bytes(&self) -> usize {
         self.sends.credit
     }
@@ -185,22 +188,22 @@ impl<O: Operation> Outbox<O> {
     /// Queues an operation.
     ///
     /// # Errors
-    /// The operation, when the peer is gone.
+    /// Returns the operation when the peer is lost.
     pub fn post(&mut self, op: O) -> Result<(), O> {
         if self.closed {
             return Err(op);
         }
-        // What the peer reads is no matter of our notifications.
+        // A served read belongs to the peer: this end's notifications do not wait for it.
         if !matches!(op.verb(), Verb::Notify | Verb::Serve) {
             self.join(&op);
         }
         self.post_joined(op)
     }
 
-    /// Queues an operation that joined its epoch before.
+    /// Queues an operation that has joined its epoch already.
     ///
     /// # Errors
-    /// The operation, when the peer is gone.
+    /// Returns the operation when the peer is lost.
     pub fn post_joined(&mut self, op: O) -> Result<(), O> {
         if self.closed {
             return Err(op);
@@ -213,10 +216,10 @@ impl<O: Operation> Outbox<O> {
         Ok(())
     }
 
-    /// Queues what follows the children of an operation, which are queued or done: its notification.
+    /// Queues the notification of a parent, whose children are queued or done.
     ///
     /// # Errors
-    /// The operation, when the peer is gone.
+    /// Returns the operation when the peer is lost.
     pub fn post_behind_children(&mut self, parent: O) -> Result<(), O> {
         if self.closed {
             return Err(parent);
@@ -226,13 +229,13 @@ impl<O: Operation> Outbox<O> {
         Ok(())
     }
 
-    /// Lets later notifications wait for an operation that is not queued itself.
+    /// Makes later notifications wait for an operation that is not queued itself.
     pub fn join(&mut self, op: &O) {
         op.set_epoch(self.epochs.join());
     }
 
-    /// Numbers a send, which `make` makes, and lets later notifications wait for it. It is not queued by this. `None` when
-    /// the peer is gone, or `make` makes nothing.
+    /// Gives the next number to a send that `make` creates, and makes later notifications wait for it. Does
+    /// not queue it. `None` when the peer is lost or `make` returns `None`.
     pub fn number_send(&mut self, make: impl FnOnce(u64) -> Option<O>) -> Option<O> {
         if self.closed {
             return None;
@@ -246,7 +249,7 @@ impl<O: Operation> Outbox<O> {
     /// Queues a frame of the engine's own.
     ///
     /// # Errors
-    /// The frame, when the peer is gone.
+    /// Returns the frame when the peer is lost.
     pub fn push_own(&mut self, frame: Frame<O>) -> Result<(), Frame<O>> {
         if self.closed {
             return Err(frame);
@@ -255,10 +258,10 @@ impl<O: Operation> Outbox<O> {
         Ok(())
     }
 
-    /// Queues a request of a read, or keeps it back while the peer has so many.
+    /// Queues a read request, or holds it back while too many are outstanding.
     ///
     /// # Errors
-    /// The request, when the peer is gone.
+    /// Returns the request when the peer is lost.
     pub fn ask(&mut self, request: Frame<O>, read: Read) -> Result<(), Frame<O>> {
         if self.closed {
             return Err(request);
@@ -268,65 +271,68 @@ impl<O: Operation> Outbox<O> {
         Ok(())
     }
 
-    /// So many bytes of a read are here: the next requests may go out.
+    /// Notes that the first `moved` bytes of a read have arrived; held-back requests may follow.
     pub fn answered(&mut self, read: Read, moved: u64) {
         self.reads.answered(read, moved);
         self.ask_on();
     }
 
-    /// A read asks for nothing more: gives back what it has not asked for, and others have its room.
+    /// Ends the requests of a read: returns its held-back ones, and lets other reads use its share.
     pub fn forget_requests(&mut self, read: Read) -> Vec<Frame<O>> {
         let kept = self.reads.forget(read);
         self.ask_on();
         kept
     }
 
-    /// Takes back what a lost channel did not deliver, oldest first, ahead of everything else. Not once it is closed: what
-    /// comes then is given back by nothing.
+    /// Queues the undelivered frames of a lost channel, oldest first, ahead of everything else. Must not be
+    /// called after [`Outbox::close`], which would never return them.
     pub fn resend(&mut self, frames: impl DoubleEndedIterator<Item = Frame<O>>) {
         debug_assert!(!self.closed, "nothing is sent again to a peer that is gone");
         frames.rev().for_each(|frame| self.resend.push_front(frame));
     }
 
-    /// Whether the peer is gone.
+    /// Whether the peer is lost.
     pub fn is_closed(&self) -> bool {
         self.closed
     }
 
-    /// An operation was the last of its epoch: the notification that waited for it may go out, and others behind it.
+    /// Queues the notifications whose epochs are over; to be called when [`Epoch::leave`] returns true.
     pub fn release_notifications(&mut self) {
         while let Some(op) = self.epochs.next() {
             self.small.push_back(op);
         }
     }
 
-    /// The peer has this frame: if it has a number, those may go out that were too far ahead of it. True if there are any.
+    /// Notes that the peer has this frame. If the frame is numbered, later ones that were too far ahead may
+    /// follow; returns whether any do.
     pub fn had(&mut self, header: &Header) -> bool {
         if !is_numbered(header) {
             return false;
         }
         let message = header.kind != Kind::Notify;
-        let admitted = match message {
-            true => self.sends.sequencer.had(header.offset),
-            false => self.notifications.had(header.transfer),
+        let admitted = if message {
+            self.sends.sequencer.had(header.offset)
+        } else {
+            self.notifications.had(header.transfer)
         };
         let any = !admitted.is_empty();
         for (number, op) in admitted {
-            match message {
-                true => self.small.push_back(op),
-                false => self.admitted.push_back((number, op)),
+            if message {
+                self.small.push_back(op);
+            } else {
+                self.admitted.push_back((number, op));
             }
         }
         any
     }
 
-    /// The peer has consumed eager messages, or a frame was given up that had taken credit.
+    /// Returns eager credit: the peer has consumed messages, or a frame that had used credit was withdrawn.
     pub fn return_credit(&mut self, bytes: u64) {
         self.sends.credit =
             self.limits.eager_credit_bytes.min(self.sends.credit.saturating_add(bytes as usize));
     }
 
-    /// The peer has matched an announced send: its data go to this sink, if it has any.
+    /// Handles the peer's match of an announced send: its data go to `sink`, if it has any.
     pub fn matched(&mut self, transfer: u64, sink: u64) -> Matched<O> {
         let Some(op) = self.sends.announced.remove(&transfer) else { return Matched::Unknown };
         op.set_sink(sink);
@@ -338,7 +344,8 @@ impl<O: Operation> Outbox<O> {
         Matched::Queued(bytes)
     }
 
-    /// Takes an announced send out that is cancelled before a receive has met it, and tells the peer, which holds it.
+    /// Cancels an announced send that no receive has matched yet, and tells the peer to discard the
+    /// announcement.
     pub fn take_back(&mut self, transfer: u64) -> Option<O> {
         let op = self.sends.announced.remove(&transfer)?;
         let mut header = Header::new(Kind::Announce);
@@ -348,19 +355,19 @@ impl<O: Operation> Outbox<O> {
         Some(op)
     }
 
-    /// Takes an announced send out, because it is refused.
+    /// Removes an announced send that the peer has refused.
     pub fn withdraw(&mut self, transfer: u64) -> Option<O> {
         self.sends.announced.remove(&transfer)
     }
 
-    /// Takes out what is not cut yet of an operation with this verb.
+    /// Removes the part of an operation of this kind that is not cut yet.
     pub fn take_out(&mut self, verb: Verb, is_it: impl Fn(&O) -> bool) -> Option<O> {
         if let Some(at) = self.bulk.iter().position(|bulk| is_it(&bulk.op)) {
             let bulk = self.bulk.remove(at)?;
             self.bulk_bytes -= bulk.bytes_left();
             return Some(bulk.leave());
         }
-        // A send keeps its turn, and is withdrawn in it; so does what waits as a notification.
+        // A send keeps its number and is withdrawn when pulled; so is a queued notification.
         if verb != Verb::Write && verb != Verb::Serve {
             return None;
         }
@@ -368,7 +375,7 @@ impl<O: Operation> Outbox<O> {
         self.small.remove(at)
     }
 
-    /// Closes the outbox for good and gives all operations back.
+    /// Closes the outbox for good; returns all operations.
     pub fn close(&mut self) -> Vec<O> {
         self.closed = true;
         self.bulk_bytes = 0;
@@ -384,8 +391,8 @@ impl<O: Operation> Outbox<O> {
         ops
     }
 
-    /// The next frame; with `gpu`, also one whose payload is in memory of a GPU. Operations that ended without needing a
-    /// frame are added to `dropped`.
+    /// Takes the next frame; with `gpu`, also frames with payload in GPU memory. Operations that ended
+    /// without needing a frame are added to `dropped`.
     pub fn next(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         if let Some(mut frame) = self.resend.pop_front_if(|frame| gpu || !frame.is_staged()) {
             let credit = frame.withdraw_if_forbidden();
@@ -434,7 +441,7 @@ impl<O: Operation> Outbox<O> {
         None
     }
 
-    /// A send goes out whole if it is small and credit allows; else it is announced and waits.
+    /// Sends a message eagerly if it is short and credit allows; otherwise announces it.
     fn send_frame(&mut self, op: O, lane: bool, dropped: &mut Vec<O>) -> Frame<O> {
         let mut header = Header::new(Kind::Announce);
         header.transfer = op.id();
@@ -448,7 +455,7 @@ impl<O: Operation> Outbox<O> {
         }
         let cost = eager_cost(op.total());
         if op.total() > self.limits.eager_bytes_max as u64
-            // What a lane could reach itself is not staged.
+            // Payload that the lane can send from GPU memory is not staged.
             || (lane && op.on_gpu() && op.total() > 0)
             || cost > self.sends.credit
             || op.pieces().len() > limits::SEGMENTS_PER_CHUNK_MAX
@@ -465,16 +472,16 @@ impl<O: Operation> Outbox<O> {
     fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         loop {
             let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
-            let (min, max) = match bulk.op.on_gpu() && pull.messages.is_none() {
-                true => (pull.staged_bytes.0, pull.chunk_bytes.min(pull.staged_bytes.1)),
-                false => (limits::CHUNK_BYTES_MIN, pull.chunk_bytes),
+            let is_staged = bulk.op.on_gpu() && pull.messages.is_none();
+            let (min, max) = if is_staged {
+                (pull.staged_bytes.0, pull.chunk_bytes.min(pull.staged_bytes.1))
+            } else {
+                (limits::CHUNK_BYTES_MIN, pull.chunk_bytes)
             };
             let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
-            let chunk = match bulk.op.is_unsendable() {
-                true => None,
-                false => bulk.cutter.next(bulk.op.pieces(), limits),
-            };
+            let chunk =
+                if bulk.op.is_unsendable() { None } else { bulk.cutter.next(bulk.op.pieces(), limits) };
             let Some(chunk) = chunk else {
                 let bulk = self.bulk.pop_front()?;
                 self.bulk_bytes -= bulk.bytes_left();
@@ -488,7 +495,7 @@ impl<O: Operation> Outbox<O> {
             };
             self.bulk_bytes -= u64::from(chunk.bytes);
             let (key, last) = (bulk.key, bulk.cutter.position() == bulk.op.total());
-            // Its own token goes with the last frame of it, be that a chunk or its notification.
+            // The operation's own token travels with its last frame, which is a chunk or the notification.
             if last && bulk.op.message_bytes() == 0 {
                 return self.bulk.pop_front().map(|bulk| chunk_frame(bulk.op, chunk, key));
             }
@@ -496,7 +503,7 @@ impl<O: Operation> Outbox<O> {
         }
     }
 
-    /// Requests of reads that need not be kept back any longer go out.
+    /// Queues read requests that need not be held back any longer.
     fn ask_on(&mut self) {
         while let Some(frame) = self.reads.next() {
             self.own.push_back(frame);
@@ -517,13 +524,13 @@ impl<O: Operation> Outbox<O> {
         self.bulk.push_back(Bulk { op, key, cutter: Cutter::default() });
     }
 
-    /// Announced sends that are not matched.
+    /// Number of announced sends that are not matched.
     #[cfg(test)]
     pub(crate) fn announced_len(&self) -> usize {
         self.sends.announced.len()
     }
 
-    /// Nothing is held that waits for the peer or for an operation.
+    /// Asserts that the outbox holds nothing that waits for the peer or for an operation.
     #[cfg(test)]
     pub(crate) fn check_idle(&self) {
         assert!(self.is_empty() && self.sends.announced.is_empty() && self.bulk_bytes == 0);
@@ -536,7 +543,7 @@ impl<O: Operation> Outbox<O> {
     }
 }
 
-/// Whether a frame has a number that others wait for.
+/// Whether a frame has a number, so that later frames wait for it.
 pub fn is_numbered(header: &Header) -> bool {
     match header.kind {
         Kind::Send | Kind::Announce => true,

@@ -1,12 +1,14 @@
-//! Requests of reads: so many are with the peer at once, and the rest is kept back.
+//! Flow control of read requests: how many are outstanding at the peer, and which are held back.
 //!
-//! A request counts from when it may be sent until its bytes are here, or its read has ended. A peer answers the requests
-//! of one read in their order, so that the bytes that are here are taken for the answers to the first of them.
+//! A request counts as outstanding from when it may be sent until its bytes have arrived or its read has
+//! ended. A peer answers the requests of one read in order, so arrived bytes are attributed to the first
+//! ones.
 //!
-//! Short reads go before long ones, and neither kind takes all the room: a short one does not wait behind many long ones, as
-//! nothing short waits behind bulk.
+//! Short reads go before long ones, and neither kind may use the whole limit: a short read does not wait
+//! behind many long ones.
 //!
-//! Invariant: what is counted, or kept, is of a read under way: it leaves with its read, however that ends.
+//! Invariant: every counted or held-back request belongs to a read in flight, and is removed with it, however
+//! the read ends.
 //! Read next: the engine's `peer/read_requests.rs`, which makes requests.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,10 +17,10 @@ use super::Frame;
 use crate::limits::PeerLimits;
 use crate::wire;
 
-/// A read as its requests know it.
+/// The identity and size of a read.
 #[derive(Clone, Copy, Debug)]
 pub struct Read {
-    /// The operation's id.
+    /// Id of the operation.
     pub id: u64,
     /// Bytes of the whole read.
     pub total: u64,
@@ -33,9 +35,9 @@ pub(super) struct ReadFlowControl<O> {
 
 #[derive(Debug)]
 struct Requests<O> {
-    /// By read and place in it: what was posted first goes first.
+    /// Held-back requests by read and offset, so that earlier reads go first.
     kept: BTreeMap<(u64, u64), Frame<O>>,
-    /// The read of each request that counts, and where its bytes end there.
+    /// Outstanding requests: the id of the read, and the offset at which the request ends.
     asked: BTreeSet<(u64, u64)>,
 }
 
@@ -62,7 +64,7 @@ impl<O> ReadFlowControl<O> {
         !self.short.kept.is_empty() || !self.long.kept.is_empty()
     }
 
-    /// The next request that may be sent; from here on it counts.
+    /// Takes the next request that may be sent, and counts it as outstanding.
     pub fn next(&mut self) -> Option<Frame<O>> {
         if self.short.asked.len() + self.long.asked.len() >= self.limits.reads_asked_max {
             return None;
@@ -71,30 +73,30 @@ impl<O> ReadFlowControl<O> {
         self.short.next(of_a_kind_max).or_else(|| self.long.next(of_a_kind_max))
     }
 
-    /// What so many bytes of a read answer, which are here, counts no longer.
+    /// Uncounts the requests that the first `moved` bytes of a read have answered.
     pub fn answered(&mut self, read: Read, moved: u64) {
         self.of(read).uncount(read.id, moved);
     }
 
-    /// A read has ended, or asks for no more: gives back what it has not sent.
+    /// Removes all requests of a read; returns those that were held back.
     pub fn forget(&mut self, read: Read) -> Vec<Frame<O>> {
         self.of(read).forget(read.id)
     }
 
-    /// The peer is gone.
+    /// Returns all held-back requests; the peer is lost.
     pub fn close(&mut self) -> impl Iterator<Item = Frame<O>> + use<O> {
         let (short, long) = (std::mem::take(&mut self.short), std::mem::take(&mut self.long));
         short.kept.into_values().chain(long.kept.into_values())
     }
 
-    /// Requests that count.
+    /// Numbers of outstanding requests of short and of long reads.
     #[cfg(test)]
     pub fn asked(&self) -> (usize, usize) {
         (self.short.asked.len(), self.long.asked.len())
     }
 }
 
-/// Requests of one kind, short or long, that are with the peer at once, of so many together.
+/// Most outstanding requests of one kind, short or long: three quarters of the limit on both.
 const fn of_a_kind_max(reads_asked_max: usize) -> usize {
     reads_asked_max / 4 * 3
 }
@@ -133,7 +135,7 @@ mod tests {
     use crate::limits;
     use crate::wire::{Header, Kind, Placement};
 
-    /// Of a long read the requests are of ten thousand bytes each.
+    /// A read with this many requests; those of a long read have 10,000 bytes each.
     fn read(id: u64, requests: u64) -> Read {
         Read { id, total: if requests == 1 { 10 } else { LONG * requests } }
     }
@@ -155,7 +157,7 @@ mod tests {
         std::iter::from_fn(|| control.next()).count()
     }
 
-    /// One read of so many would wait for its own end.
+    /// Regression: a read with so many requests would wait for its own end.
     #[test]
     fn a_read_of_more_requests_than_are_asked_at_once_goes_on_as_they_are_answered() {
         let (mut control, many) = (ReadFlowControl::new(PeerLimits::default()), 3 * OF_A_KIND_MAX as u64);
@@ -197,7 +199,7 @@ mod tests {
         assert_eq!(control.next().map(|frame| frame.header.transfer), Some(1));
         (2..=many).for_each(|id| keep(&mut control, read(id, 1), 1));
         assert_eq!(sent(&mut control), limits::OUTSTANDING_READS_MAX - OF_A_KIND_MAX - 1);
-        // As the long ones end, short ones take their room, but for what is left to them.
+        // As the long ones end, short ones take their share, except for what is reserved for long ones.
         control.answered(read(0, many), many * LONG);
         assert_eq!(
             sent(&mut control),

@@ -1,28 +1,30 @@
-//! Numbered frames, which a peer takes in their order: how far ahead of one that is missing others may go.
+//! Numbering of frames that a peer takes in order, and the limit on how far they run ahead of a missing one.
 //!
-//! Over several channels a frame may be late for as long as it takes to notice that its connection is lost. What a peer
-//! has to hold meanwhile is bounded, and what it refused would be lost: so it is not sent before the missing one is there.
+//! With several channels a frame may be late until the loss of its connection is noticed. The peer can hold
+//! only a bounded amount behind it and would refuse the rest, so the rest is not sent before the missing
+//! frame has arrived.
 //!
-//! Invariant: from the first number that the peer is not known to have, no more are sent than it holds.
-//! Read next: `inbox/`, which holds them.
+//! Invariant: beyond the first number whose arrival is not confirmed, no more is sent than the peer can hold.
+//! Read next: `inbox/`, which holds the frames.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::limits::PeerLimits;
 use crate::operation::Operation;
 
-/// The numbers of one kind, from 0.
+/// The numbers of one kind of frame, from 0.
 #[derive(Debug)]
 pub(super) struct Sequencer<O> {
-    /// The first that the peer is not known to have, and those behind it that it has.
+    /// The first number whose arrival is not confirmed; `had` has the later ones that are.
     first: u64,
     had: BTreeSet<u64>,
-    /// Bytes of each from the first on, where they count, and where all those end.
+    /// Sizes in bytes from number `first` on, where sizes count; `begin` and `end` are the sums up to `first`
+    /// and up to `next`.
     sizes: VecDeque<usize>,
     begin: u64,
     end: u64,
     next: u64,
-    /// Too far ahead, each with the end of its bytes.
+    /// Operations that are too far ahead, by number, each with the sum of sizes up to its end.
     late: BTreeMap<u64, (u64, O)>,
     limits: PeerLimits,
 }
@@ -43,7 +45,7 @@ impl<O> Sequencer<O> {
 }
 
 impl<O: Operation> Sequencer<O> {
-    /// Gives an operation its number, if it may go out now.
+    /// Numbers an operation; returns it if it may be sent now, else keeps it.
     pub fn number(&mut self, op: O) -> Option<(u64, O)> {
         let number = self.next;
         self.next += 1;
@@ -52,7 +54,7 @@ impl<O: Operation> Sequencer<O> {
         self.admit(number, self.end, op).map(|op| (number, op))
     }
 
-    /// Gives an operation that has its number back, if it may go out now.
+    /// Returns an operation that already has a number if it may be sent now, else keeps it.
     pub fn admit_numbered(&mut self, op: O) -> Option<O> {
         self.admit(op.number(), 0, op)
     }
@@ -71,11 +73,12 @@ impl<O: Operation> Sequencer<O> {
                 && end.saturating_sub(self.begin) <= self.limits.notification_bytes_max as u64)
     }
 
-    /// The peer has this one: gives back those that may go out now.
+    /// Notes that the peer has a number; returns the operations that may be sent now.
     pub fn had(&mut self, number: u64) -> Vec<(u64, O)> {
-        match number == self.first {
-            true => self.pass(),
-            false => drop((number > self.first).then(|| self.had.insert(number))),
+        if number == self.first {
+            self.pass();
+        } else if number > self.first {
+            self.had.insert(number);
         }
         while self.had.remove(&self.first) {
             self.pass();
@@ -101,7 +104,7 @@ impl<O: Operation> Sequencer<O> {
         self.late.is_empty() && self.had.is_empty() && self.begin == self.end
     }
 
-    /// The peer is gone.
+    /// Returns all kept operations; the peer is lost.
     pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
         std::mem::take(&mut self.late).into_values().map(|(_, op)| op)
     }
@@ -126,13 +129,13 @@ mod tests {
             let goes_out = sequencer.number(note(limits::NOTIFY_BYTES_MAX)).is_some();
             assert_eq!(goes_out, number < fit, "{number}");
         }
-        // Those behind the missing one make no room.
+        // Confirming numbers behind the missing one makes no room.
         assert!((1..5).all(|number| sequencer.had(number).is_empty()));
         let numbers = |admitted: Vec<(u64, Model)>| -> Vec<u64> {
             admitted.into_iter().map(|(number, _)| number).collect()
         };
         assert_eq!(numbers(sequencer.had(0)), [0, 1, 2, 3, 4].map(|at| fit + at));
-        // One that is said to be there again changes nothing.
+        // Confirming a number twice changes nothing.
         assert!(sequencer.had(0).is_empty() && sequencer.had(4).is_empty());
         assert_eq!(numbers(sequencer.had(5)), [fit + 5]);
         assert_eq!(sequencer.close().count(), 4);

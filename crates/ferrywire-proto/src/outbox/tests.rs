@@ -1,4 +1,4 @@
-//! The order in which frames leave, and the handles that they take along.
+//! Tests of the order in which frames leave, and of the handles in them.
 
 use super::*;
 use crate::operation::testing::Model;
@@ -20,7 +20,7 @@ fn outbox() -> Outbox<Model> {
     Outbox::new(PeerLimits::default())
 }
 
-/// All frames there are; nothing is dropped.
+/// All frames that can be pulled; no operation is dropped.
 fn frames(outbox: &mut Outbox<Model>) -> Vec<Frame<Model>> {
     let mut dropped = Vec::new();
     let frames = std::iter::from_fn(|| outbox.next(pull(), true, &mut dropped)).collect();
@@ -40,14 +40,15 @@ fn write(id: u64, bytes: u64) -> Model {
     Model::new(id, Verb::Write, 9, bytes)
 }
 
-/// The operation has ended.
+/// Ends an operation.
 fn leave(outbox: &mut Outbox<Model>, op: &Model) {
     if op.0.epoch.borrow().as_ref().expect("it has joined one").leave() {
         outbox.release_notifications();
     }
 }
 
-/// While many were released an answer to the peer was dropped, as if those were answers that it does not read.
+/// Regression: while many notifications were released, an answer to the peer was dropped as if the peer read
+/// none.
 #[test]
 fn notifications_that_go_out_late_are_no_answers() {
     let mut outbox = outbox();
@@ -73,14 +74,14 @@ fn a_standalone_notification_waits_for_all_that_was_posted_before_it_and_for_not
     outbox.post(notify(11)).unwrap();
     outbox.post(notify(12)).unwrap();
     assert_eq!(kinds(&frames(&mut outbox)), [(Kind::Data, 1, 10), (Kind::Data, 2, 10), (Kind::Data, 3, 10)]);
-    // Behind the last write of all, but the first two are not there yet.
+    // The last write is delivered, but the first two are not.
     leave(&mut outbox, &copies[2]);
     leave(&mut outbox, &copies[1]);
     assert!(frames(&mut outbox).is_empty());
     leave(&mut outbox, &copies[0]);
     let ids: Vec<_> = frames(&mut outbox).iter().map(|frame| frame.op.as_ref().unwrap().id()).collect();
     assert_eq!(ids, [10, 11, 12]);
-    // With nothing before it, at once; a serve is none of ours.
+    // With no operation before it the notification is sent at once; a served read does not count.
     outbox.post(Model::new(4, Verb::Serve, 5, 10)).unwrap();
     outbox.post(notify(13)).unwrap();
     assert_eq!(kinds(&frames(&mut outbox)), [(Kind::Data, 4, 10), (Kind::Notify, 3, 0)]);
@@ -102,7 +103,7 @@ fn what_a_lost_channel_did_not_deliver_goes_first_and_in_its_order() {
     assert_eq!(order, [1, 2, 3, 4, 0, 5]);
 }
 
-/// Newer bytes may be at its target by now.
+/// The write's target may hold newer bytes by now.
 #[test]
 fn of_a_cancelled_write_nothing_is_sent_again_and_a_failed_message_keeps_its_turn() {
     let mut outbox = outbox();
@@ -128,7 +129,7 @@ fn of_a_cancelled_write_nothing_is_sent_again_and_a_failed_message_keeps_its_tur
     assert!(cancelled.0.has_failed());
 }
 
-/// Each chunk has a token of its own, and the last one the operation's.
+/// Each chunk has a token of its own; the last one has the operation's.
 #[test]
 fn every_handle_that_comes_in_leaves_once() {
     let mut outbox = outbox();
@@ -144,7 +145,7 @@ fn every_handle_that_comes_in_leaves_once() {
     assert_eq!(facts.tokens.get(), 6);
     drop(sent);
     assert_eq!(facts.tokens.get(), 0);
-    // One that is taken out, and one that the closed outbox gives back.
+    // One operation is taken out, and one returned by the closed outbox.
     let [first, second] = [2, 3].map(|id| write(id, bytes));
     let copies = [first.retain(), second.retain()];
     outbox.post(first).unwrap();

@@ -1,13 +1,13 @@
-//! One end of one channel: its window, and what it has received.
+//! One end of one channel: its window and its receive state.
 //!
-//! Invariant: a side that is not up neither sends nor places anything.
+//! Invariant: an end that is not up neither sends nor places anything.
 
 use crate::operation::testing::Model;
 use crate::outbox::Frame;
 use crate::window::Window;
 use crate::wire::Refusal;
 
-/// A frame's number, and why it was refused.
+/// Number of a refused frame, and the reason.
 pub(super) type Refused = (u64, Refusal);
 
 pub(super) struct Side {
@@ -15,15 +15,15 @@ pub(super) struct Side {
     pub window: Window<Frame<Model>>,
     /// Number of the first frame that the socket has not taken.
     pub sent: u64,
-    /// When what was sent last arrives.
+    /// Arrival time of the frame that was sent last.
     pub last_arrival: u64,
-    /// Frames received and placed, or refused.
+    /// Number of frames received and placed, or refused.
     pub received: u64,
-    /// Refused ones that the peer was not told of, and those that it was.
+    /// Refused frames that the peer was not told about; `told` has those that it was.
     pub refused: Vec<Refused>,
     pub told: Vec<Refused>,
     pub ack_is_due: bool,
-    /// What was in the window when the channel was closed.
+    /// Content of the window when the channel was closed.
     pub ours: Option<Vec<(u64, Frame<Model>)>>,
     /// What the peer had placed and refused.
     pub theirs: Option<(u64, Vec<Refused>)>,
@@ -47,7 +47,7 @@ impl Side {
         }
     }
 
-    /// The count that a frame may carry: refused frames are covered only once their refusals are told.
+    /// The count that a frame may carry. A refused frame is covered only once the peer was told about it.
     pub fn acknowledges(&self) -> u32 {
         self.refused.first().map_or(self.received, |(number, _)| *number) as u32
     }

@@ -1,4 +1,4 @@
-//! One end: outbox, inbox, sinks and memory, put together as the engine's `core/peer/` does.
+//! One end: outbox, inbox, sinks and memory, combined as in the engine's `core/peer/`.
 //!
 //! Invariant: an operation ends once, when its last token comes back.
 
@@ -13,9 +13,9 @@ use crate::outbox::{Body, Frame, Matched, Outbox, Read};
 use crate::transfer::{Piece, Pieces};
 use crate::wire::{self, Header, Kind, Placement, Refusal, WITHDRAWN};
 
-/// The key of each end's only region.
+/// Key of the single region of each end.
 pub(super) const REGION: u64 = 77;
-/// Bytes of one request of a read.
+/// Bytes of one read request.
 const READ_REQUEST_BYTES: u64 = 300;
 
 struct Sink {
@@ -28,12 +28,13 @@ pub(super) struct End {
     pub inbox: Inbox<Model>,
     sinks: HashMap<u64, Sink>,
     pub memory: Vec<u8>,
-    /// How often each byte was placed by the peer.
+    /// How often the peer has placed each byte.
     pub placed: Vec<u8>,
     next_id: u64,
-    /// Operations that have ended since this was last looked at.
+    /// Operations that have ended since the last check.
     pub ended: Vec<Rc<Facts>>,
-    /// Tags whose receives may meet messages out of order, since one had to be posted or held again.
+    /// Tags whose receives may match messages out of order, because a receive was posted again or a message
+    /// held again.
     pub disordered: HashSet<u64>,
 }
 
@@ -55,13 +56,13 @@ impl End {
         }
     }
 
-    /// An id that no other operation of this end has.
+    /// A new operation id of this end.
     pub fn id(&mut self) -> u64 {
         self.next_id += 1;
         self.next_id
     }
 
-    /// Whether nothing waits for anything.
+    /// Asserts that the end waits for nothing.
     pub fn check_idle(&self) {
         assert!(self.sinks.is_empty(), "a sink is left");
         self.outbox.check_idle();
@@ -70,7 +71,7 @@ impl End {
 
     // ---- operations ----
 
-    /// A token comes back; if it was the last, the operation has ended.
+    /// Takes a token back; the last one ends its operation.
     pub fn release(&mut self, op: Model) {
         let facts = op.0.clone();
         drop(op);
@@ -131,7 +132,7 @@ impl End {
         self.outbox.post(op).expect("it is open");
     }
 
-    /// A write of several parts, with one notification behind all of them. Returns the parent.
+    /// Writes several children with one notification behind all of them; returns the parent.
     pub fn write_joined(&mut self, parts: Vec<Pieces>, message: Vec<u8>) -> Rc<Facts> {
         let id = self.id();
         let nothing = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
@@ -143,7 +144,7 @@ impl End {
         self.outbox.join(&parent);
         for pieces in parts {
             let child = Model::over(id, Verb::Write, REGION, pieces);
-            // The token that the child gives back at its end.
+            // The child returns this token at its end.
             std::mem::forget(parent.retain());
             let child = child.with(|facts| facts.parent = Some(parent.0.clone()));
             parent.0.children.borrow_mut().push(child.0.clone());
@@ -270,7 +271,7 @@ impl End {
 
     // ---- frames ----
 
-    /// A whole frame is here.
+    /// Handles a complete frame.
     pub fn arrived(&mut self, header: &Header, placements: &[u8], body: &[u8]) -> Result<(), Refusal> {
         match header.kind {
             Kind::Data => self.data_arrived(header, placements, body),
@@ -416,7 +417,7 @@ impl End {
         }
     }
 
-    /// The peer has placed this frame, or refused it.
+    /// Handles that the peer has placed or refused a frame.
     pub fn delivered(&mut self, frame: Frame<Model>, refusal: Option<Refusal>) {
         self.outbox.had(&frame.header);
         let Some(op) = frame.op else { return };
@@ -431,12 +432,12 @@ impl End {
         self.release(op);
     }
 
-    /// An operation ended without needing a frame.
+    /// Takes back an operation that ended without needing a frame.
     pub fn dropped(&mut self, op: Model) {
         self.cut_short(op);
     }
 
-    /// Bytes that follow a frame's placements.
+    /// The bytes that follow a frame's placements.
     pub fn body(&self, frame: &Frame<Model>) -> Vec<u8> {
         let mut body = Vec::new();
         let Some(op) = &frame.op else { return body };
@@ -452,7 +453,7 @@ impl End {
     }
 }
 
-/// A frame of the operation was refused by the peer.
+/// Fails an operation because the peer refused one of its frames.
 pub(super) fn refused(facts: &Facts, refusal: Refusal) {
     facts.fail(&format!("refused: {refusal:?}"));
 }

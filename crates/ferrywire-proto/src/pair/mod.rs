@@ -1,10 +1,13 @@
-//! Two ends of a peer in virtual time: outboxes, inboxes and a window per channel, over channels that are slow and get lost.
+//! Two connected ends in virtual time: outboxes, inboxes and windows, over channels that are slow and get
+//! lost.
 //!
-//! A [`Pair`] delivers frames. Each channel keeps its order and has a delay of its own, so frames of different channels
-//! overtake each other. A channel may be lost at any moment; each end then tells the other how many frames it had placed, and
-//! the rest goes over the others. `plan.rs` posts random operations, and knows what has to come of each.
+//! A [`Pair`] delivers frames. Each channel keeps its order and has a delay of its own, so frames of
+//! different channels overtake each other. A channel may be lost at any moment; each end then tells the other
+//! how many frames it has placed, and the rest is sent over other channels. `plan.rs` posts random operations
+//! and knows their expected results.
 //!
-//! Invariant: a seed says everything that happens. Read next: `end.rs`, then `plan.rs`.
+//! Invariant: the seed determines every event.
+//! Read next: `end.rs`, then `plan.rs`.
 
 mod channel;
 mod end;
@@ -24,7 +27,7 @@ use channel::{Refused, Side};
 use end::End;
 use rng::{Draw, Rng};
 
-/// What a seed chooses of the two ends and the network between them.
+/// Properties of the ends and the network, drawn from the seed.
 struct Settings {
     limits: PeerLimits,
     channels: usize,
@@ -33,11 +36,11 @@ struct Settings {
     window_bytes: usize,
     /// Longest delay of each channel.
     delays: Vec<u64>,
-    /// Of a hundred, how often a socket takes a frame at once.
+    /// Percentage of cases in which a socket takes a frame at once.
     socket_percent: u64,
 }
 
-/// A frame on its way.
+/// A frame in flight.
 struct Packet {
     header: [u8; HEADER_BYTES],
     placements: Box<[u8]>,
@@ -45,9 +48,9 @@ struct Packet {
 }
 
 enum Event {
-    /// Random operations are posted.
+    /// Post random operations.
     Act,
-    /// Something waits for a socket, for room or for a GPU.
+    /// Retry what waits for a socket, for room or for a GPU.
     Tick,
     Arrive {
         to: usize,
@@ -55,7 +58,7 @@ enum Event {
         generation: u32,
         packet: Packet,
     },
-    /// An acknowledgement has waited long enough for a frame to ride on.
+    /// Send an acknowledgement on its own: no frame came along to carry it.
     Acknowledge {
         end: usize,
         channel: usize,
@@ -67,7 +70,7 @@ enum Event {
         channel: usize,
         generation: u32,
     },
-    /// The other end has said what it had placed.
+    /// The other end's counts of placed frames arrive.
     Fence {
         to: usize,
         channel: usize,
@@ -80,7 +83,7 @@ enum Event {
     },
 }
 
-/// Events by time; those of one time in the order in which they were made.
+/// Events ordered by time, then by creation.
 struct Timed(u64, u64, Event);
 
 impl PartialEq for Timed {
@@ -103,7 +106,7 @@ impl Ord for Timed {
     }
 }
 
-/// A frame that an end has to send again, before anything else.
+/// A frame that an end must send again, before anything else.
 struct Again {
     op: Option<*const Facts>,
     header: Header,
@@ -122,7 +125,7 @@ impl Again {
         }
     }
 
-    /// Whether it is this one, perhaps without its payload.
+    /// Whether `frame` is this one, perhaps without its payload.
     fn is(&self, frame: &Frame<Model>) -> bool {
         let now = Again::of(frame);
         self.op == now.op && (self.header == now.header || (self.op.is_some() && now.header.len == 0))
@@ -137,12 +140,12 @@ struct Pair {
     events: BinaryHeap<Reverse<Timed>>,
     ticks: bool,
     ends: [End; 2],
-    /// By end and channel.
+    /// Channel ends, by end and channel.
     sides: [Vec<Side>; 2],
     generations: Vec<u32>,
-    /// By end: what was in lost channels, and was not pulled since.
+    /// By end: frames of lost channels that were not pulled again yet.
     again: [VecDeque<Again>; 2],
-    /// Frames that were sent again.
+    /// Number of frames that were sent again.
     resent: u64,
 }
 
@@ -170,7 +173,7 @@ impl Pair {
         self.events.push(Reverse(Timed(self.now + delay, self.made, event)));
     }
 
-    /// Something is lost on this channel; its ends notice it one after the other.
+    /// Loses a channel; its ends notice it one after the other.
     fn lose(&mut self, channel: usize) {
         let generation = self.generations[channel];
         if !self.sides.iter().all(|sides| sides[channel].is_up) {
@@ -182,7 +185,7 @@ impl Pair {
         self.after(later, Event::Close { end: 1 - first, channel, generation });
     }
 
-    /// Lets the next thing happen; `None` when nothing is left that could.
+    /// Processes the next event; `None` when no event is left.
     fn step(&mut self) -> Option<Event> {
         self.pump();
         let Reverse(Timed(at, _, event)) = self.events.pop()?;
@@ -229,7 +232,7 @@ impl Pair {
 
     // ---- sending ----
 
-    /// Channels take what they have room for, and sockets what they want to.
+    /// Fills the windows of all channels, and gives sockets what they take.
     fn pump(&mut self) {
         let mut waits = false;
         for end in 0..2 {
@@ -316,7 +319,7 @@ impl Pair {
         self.transmit(end, channel, packet);
     }
 
-    /// Channels are independent, and each keeps its order.
+    /// Sends a packet. Channels are independent, and each keeps its order.
     fn transmit(&mut self, from: usize, channel: usize, packet: Packet) {
         let delay = self.rng.below(self.settings.delays[channel] + 1);
         let side = &mut self.sides[from][channel];
@@ -344,8 +347,8 @@ impl Pair {
         let result = self.ends[end].arrived(&header, &packet.placements, &packet.body);
         let side = &mut self.sides[end][channel];
         if let Err(refusal) = result {
-            // Both ends keep to the same limits, and all regions are there. What is left are data for receives and reads that
-            // are cancelled, and announcements that come after the word that takes them back.
+            // Both ends keep to equal limits, and all regions exist. So a refusal can only concern data for
+            // cancelled receives and reads, and announcements that arrive after their withdrawal.
             let may_be = match header.kind {
                 Kind::Data => Refusal::NoSink,
                 _ => Refusal::Other,
@@ -384,7 +387,7 @@ impl Pair {
         self.resolve(end, channel);
     }
 
-    /// Both ends have closed the connection and said what they placed: the rest travels again.
+    /// Resends the rest, after both ends have closed the connection and told what they placed.
     fn resolve(&mut self, end: usize, channel: usize) {
         let side = &mut self.sides[end][channel];
         let (Some(ours), Some((placed, refused))) =
@@ -411,7 +414,7 @@ impl Pair {
         }
     }
 
-    /// Nothing is on its way: both ends know the same of each other.
+    /// Asserts that nothing is in flight and both ends agree.
     fn check_quiet(&self) {
         for [from, to] in [[0, 1], [1, 0]] {
             let (told, known) = (self.ends[from].outbox.announced_len(), self.ends[to].inbox.announced_len());
@@ -419,7 +422,7 @@ impl Pair {
         }
     }
 
-    /// Everything has come to rest.
+    /// Asserts that everything has come to rest.
     fn check_idle(&self) {
         assert!(self.events.is_empty());
         for (end, sides) in self.ends.iter().zip(&self.sides) {

@@ -1,11 +1,12 @@
-//! Random operations between two ends, and what has to come of them.
+//! Random operations between two ends, and their expected results.
 //!
-//! What holds for every seed: each operation ends once, with all its tokens back. What has ended well is where it should be,
-//! each byte placed once, and what has ended touches no memory any more. Messages of a tag meet receives in their order.
-//! A notification comes once, after all that it stands behind. When everything has come to rest nothing is left.
+//! For every seed: each operation ends once, with all its tokens back. A successful operation has placed each
+//! byte once, in its place; an ended operation touches no memory any more. Messages of one tag match receives
+//! in order. A notification is delivered once, after everything that it follows. When all events are
+//! processed, nothing is left over.
 //!
-//! Memory is never used for two operations, so that what was placed can be told from the memory alone.
-//! Invariant: the expectations are made of what was posted, never of what the two ends hold.
+//! No two operations share memory, so memory alone shows what was placed.
+//! Invariant: expectations derive from what was posted, never from the state of the two ends.
 
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
@@ -19,25 +20,25 @@ use crate::transfer::{Piece, Pieces};
 
 /// Longest message, write or read, in bytes.
 const BYTES_MAX: u64 = 2500;
-/// Events after which a pair should have come to rest.
+/// Number of events after which a pair should have come to rest.
 const EVENTS_MAX: usize = 200_000;
 
-/// An operation that was posted.
+/// A posted operation.
 struct Record {
     end: usize,
     facts: Rc<Facts>,
-    /// How often its notification was delivered.
+    /// How often the operation's notification was delivered.
     delivered: u32,
-    /// What had been placed into its target when it ended, in placements of a byte.
+    /// Byte placements in the operation's target when it ended.
     placed: Option<u64>,
 }
 
-/// What a seed lets happen.
+/// Kinds of operations and faults that the seed enables.
 struct Mix {
     actions: u64,
     cancel_percent: u64,
     lose_percent: u64,
-    /// Whether writes have notifications too.
+    /// Whether writes may have notifications.
     notified_writes: bool,
     unplaceable_percent: u64,
 }
@@ -46,11 +47,11 @@ struct Plan {
     pair: Pair,
     mix: Mix,
     records: Vec<Record>,
-    /// By address, which no two operations share while their records are kept.
+    /// Records by address of the facts, which no two operations share while their records are kept.
     index: HashMap<*const Facts, usize>,
-    /// Ends and tags of whose messages some were cancelled, or could not be placed.
+    /// Ends and tags of which some messages were cancelled or could not be placed.
     inexact: HashSet<(usize, u64)>,
-    /// The last standalone notification that each end got.
+    /// The last standalone notification that each end received.
     heard: [Option<usize>; 2],
 }
 
@@ -61,7 +62,8 @@ impl Plan {
         let eager_bytes_max = rng.below(200);
         let limits = PeerLimits {
             early_frames_max: rng.between(1, 8) as usize,
-            // What follows bytes is held as long as those take, and is refused past this: a matter of its own.
+            // A notification that follows bytes is held until they arrive, and is refused beyond the limit;
+            // another test covers that.
             notification_bytes_max: if notified_writes { 1 << 16 } else { rng.between(44, 150) as usize },
             eager_bytes_max: eager_bytes_max as usize,
             eager_credit_bytes: (eager_bytes_max + 128 + rng.below(1500)) as usize,
@@ -103,7 +105,7 @@ impl Plan {
 
     // ---- memory ----
 
-    /// New memory of an end, with something before it that nothing may touch.
+    /// Allocates memory of an end, preceded by bytes that no operation may touch.
     fn memory(&mut self, end: usize, bytes: u64, is_source: bool) -> u64 {
         let gap = self.rng().between(1, 9);
         let memory = &mut self.pair.ends[end].memory;
@@ -127,7 +129,7 @@ impl Plan {
         }
     }
 
-    /// Pieces of so many bytes, each in memory of its own at both ends.
+    /// Pieces of `bytes` bytes in all, each in memory of its own at both ends.
     fn pieces(&mut self, end: usize, bytes: u64, has_remote: bool, is_source: bool) -> Pieces {
         let count = self.rng().between(1, 4).min(bytes.max(1));
         let (mut left, mut pieces) = (bytes, Vec::new());
@@ -148,7 +150,7 @@ impl Plan {
         self.records.push(Record { end, facts, delivered: 0, placed: None });
     }
 
-    /// The message of a notification: which record it is of, and something to make it longer.
+    /// Message of a notification: the index of its record, and padding.
     fn message(&mut self) -> Vec<u8> {
         let mut message = (self.records.len() as u32).to_le_bytes().to_vec();
         let more = self.rng().below(40) as usize;
@@ -184,13 +186,13 @@ impl Plan {
         if open.is_empty() {
             return;
         }
-        // Those of which some bytes are here and some on their way have most to go wrong.
+        // Receives with some bytes placed and others in flight are the most fragile.
         let half: Vec<_> =
             open.iter().copied().filter(|at| self.records[*at].facts.moved.get() > 0).collect();
         if !half.is_empty() && self.rng().percent(60) {
             open = half;
             if self.mix.lose_percent > 0 && self.rng().percent(50) {
-                // What is refused from here on may be told by the fence alone.
+                // From here on only the fence can report a refusal.
                 let channel = self.pair.rng.below(self.pair.settings.channels as u64) as usize;
                 self.pair.lose(channel);
             }
@@ -230,7 +232,7 @@ impl Plan {
     fn write_joined(&mut self, end: usize) {
         let count = self.rng().between(2, 4);
         let parts = (0..count).map(|_| {
-            // A parent of no bytes has nothing that its notification could follow.
+            // The notification of an empty parent would have nothing to follow.
             let bytes = self.bytes().max(1);
             self.pieces(end, bytes, true, true)
         });
@@ -285,11 +287,11 @@ impl Plan {
 
     // ---- what has to hold ----
 
-    /// After each event: what has ended, and what was delivered.
+    /// Checks, after each event, the operations that have ended and the notifications that were delivered.
     fn observe(&mut self) {
         for end in 0..2 {
             for facts in std::mem::take(&mut self.pair.ends[end].ended) {
-                // Children are looked at with their parent, and nobody waits for what the peer reads.
+                // Children are checked with their parent, and served reads have no record.
                 let Some(at) = self.index.get(&Rc::as_ptr(&facts)).copied() else { continue };
                 self.check_ended(at);
                 self.records[at].placed = Some(self.placed(&facts, end));
@@ -300,7 +302,7 @@ impl Plan {
         }
     }
 
-    /// Where the bytes of an operation go to: the end, and pieces with their source.
+    /// The end and the pieces that an operation writes to, each with its source.
     fn targets(facts: &Facts, end: usize) -> (usize, Vec<Piece>) {
         let children = facts.children.borrow();
         let pieces = children.iter().flat_map(|child| child.pieces.as_slice().to_vec());
@@ -334,7 +336,7 @@ impl Plan {
         }
     }
 
-    /// Each byte of a write or read is in its place, and was placed once.
+    /// Checks that each byte of a write or read was placed once, in its place.
     fn check_bytes(&self, facts: &Facts, end: usize) {
         let (end, pieces) = Plan::targets(facts, end);
         let (here, there) = (&self.pair.ends[end], &self.pair.ends[1 - end]);
@@ -392,7 +394,7 @@ impl Plan {
     fn play(&mut self) {
         self.pair.after(0, Event::Act);
         self.run();
-        // What no receive was posted for is received; what was posted for nothing is cancelled.
+        // Receives every message that has no receive, and cancels every receive that has no message.
         loop {
             let waiting: Vec<_> = (0..2)
                 .flat_map(|end| {
@@ -418,7 +420,7 @@ impl Plan {
         self.check();
     }
 
-    /// At the end of all.
+    /// Checks everything at the end of a run.
     fn check(&self) {
         for Record { end, facts, delivered, placed } in &self.records {
             assert!(facts.has_ended.get(), "{facts:?} has not ended");
@@ -433,7 +435,7 @@ impl Plan {
         self.pair.check_idle();
     }
 
-    /// Nothing is placed but into targets, and there once.
+    /// Checks that bytes were placed only in targets, and only once.
     fn check_all_memory(&self) {
         let mut allowed = [0, 1].map(|end| vec![0; self.pair.ends[end].placed.len()]);
         for Record { end, facts, .. } in &self.records {
@@ -460,7 +462,7 @@ impl Plan {
         bytes.take(len as usize).map(|at| memory[at as usize]).collect()
     }
 
-    /// Messages of one tag have met receives in their order, and both ends say the same of them.
+    /// Checks that the messages of one tag matched receives in order, and that both ends agree on each.
     fn check_messages(&self, receiver: usize, tag: u64) {
         let sends = self.of_tag(1 - receiver, Verb::Send, tag);
         let receives = self.of_tag(receiver, Verb::Recv, tag);
@@ -509,7 +511,7 @@ impl Plan {
     }
 }
 
-/// Tells the seed of a failure.
+/// Prints the seed when a run fails.
 struct Seed(u64);
 
 impl Drop for Seed {
@@ -524,7 +526,8 @@ fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// Whatever the delays, losses, cancels and limits: see the head of this file.
+/// Runs random plans for many seeds, or for the seed in `FERRYWIRE_SEED`. The comment at the top of this file
+/// lists what must hold.
 #[test]
 fn two_ends_keep_every_promise_over_channels_that_are_slow_and_get_lost() {
     let seeds = match (number("FERRYWIRE_SEED"), number("FERRYWIRE_SEEDS")) {

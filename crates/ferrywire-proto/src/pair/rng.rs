@@ -1,6 +1,7 @@
-//! What a pair draws from the generator of everything that is simulated.
+//! Draws for a pair, from the generator that all simulations use.
 //!
-//! Invariant: the same seed and the same calls give the same numbers. Read next: `plan.rs`, which draws.
+//! Invariant: a seed and a sequence of calls give identical numbers.
+//! Read next: `plan.rs`, which draws.
 
 pub(super) use ferrywire_sys::rng::Rng;
 
@@ -8,7 +9,7 @@ pub(super) trait Draw {
     /// A number in `least..=most`.
     fn between(&mut self, least: u64, most: u64) -> u64;
 
-    /// True so many times in a hundred.
+    /// True in `chance` of a hundred cases.
     fn percent(&mut self, chance: u64) -> bool;
 }
 

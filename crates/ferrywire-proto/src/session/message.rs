@@ -1,9 +1,9 @@
-//! What the two ends of a control session say to each other, as bytes.
+//! Messages of a control session, and their encoding.
 //!
-//! A [`Frame`] is the plain content of one sealed message: a kind, how much of the other end's numbered
-//! messages has been received, and, except for heartbeats, a number and a [`ControlMessage`].
-//! Invariant: every length is checked and every text printable before anything is handed on.
-//! Read next: `session/mod.rs`, which numbers, keeps and repeats them.
+//! A [`Frame`] is the plain content of one sealed message: a kind, the number of messages received from the
+//! other end, and, except in heartbeats, a number and a [`ControlMessage`].
+//! Invariant: every length is checked, and every text printable, before a message is handed out.
+//! Read next: `session/mod.rs`, which numbers, keeps and repeats messages.
 
 use std::net::SocketAddr;
 
@@ -11,11 +11,11 @@ use super::SessionError;
 use crate::handshake::{HandshakeError, Reader, clean, clip, put_address};
 use crate::limits::{CONTROL_MESSAGE_BYTES_MAX, LANE_HANDLE_BYTES, WINDOW_FRAMES_MAX};
 
-/// Longest reason given in a message; longer ones are cut.
+/// Longest reason in a message, in bytes; longer ones are cut.
 pub const REASON_BYTES_MAX: usize = 1024;
-/// Most refusals one fence can report: a channel has no more frames in flight.
+/// Most refusals in one fence: a channel has no more frames in flight.
 pub const FENCE_REFUSED_MAX: usize = WINDOW_FRAMES_MAX;
-/// Kind, received, number.
+/// Bytes of kind, received count and number.
 const HEADER_BYTES: usize = 1 + 8 + 8;
 
 const _: () = assert!(
@@ -28,7 +28,7 @@ const _: () = assert!(
 pub enum FenceCause {
     /// The connection failed at the sender.
     Lost,
-    /// The receiver's own fence: the sender had the connection until that arrived.
+    /// The sender answers the receiver's fence; until then it had the connection.
     Answer,
     /// The sender never had the connection.
     NeverUp,
@@ -36,77 +36,78 @@ pub enum FenceCause {
     LaneFailed,
     /// A message of the lane made no progress at the sender for the lane's stall limit.
     LaneStalled,
-    /// The sender cannot read memory that the lane was to send: another lane may work.
+    /// The sender cannot read memory that the lane should send; another lane may work.
     SourceUnreadable,
 }
 
 /// Why the sender of a [`ControlMessage::Goodbye`] ends the session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GoodbyeCause {
-    /// It has closed the session in an orderly way.
+    /// The sender has closed the session in an orderly way.
     Closed,
-    /// It has given the session up.
+    /// The sender has given up the session.
     GaveUp,
-    /// It has given the session up because a lane made no progress.
+    /// The sender has given up the session because a lane made no progress.
     LaneStalled,
-    /// It has given the session up because lanes cannot be set up. The initiator may open a session without lanes.
+    /// The sender has given up the session because lanes cannot be set up. The initiator may open a session
+    /// without lanes.
     WithoutLanes,
 }
 
-/// A numbered message: delivered exactly once and in order, over however many connections it takes.
+/// A numbered message: delivered exactly once and in order, over any number of connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlMessage {
-    /// A channel's connection is over. Nothing more will be placed from it.
+    /// A channel's connection is over; no more frames are placed from it.
     Fence {
         /// The channel.
         channel: u16,
-        /// Which of its connections.
+        /// Number of the channel's connection.
         generation: u32,
-        /// Frames of that connection that were placed, counted from its start.
+        /// Number of the connection's frames that were placed.
         placed: u64,
-        /// Frames that were refused instead, each with why; at most `FENCE_REFUSED_MAX`.
+        /// Frames that were refused instead, each with the reason's code; at most `FENCE_REFUSED_MAX`.
         refused: Vec<(u64, u8)>,
         /// Why the connection is over, for programs.
         cause: FenceCause,
-        /// Why the connection is over, for people; cut to `REASON_BYTES_MAX`.
+        /// Why the connection is over, for users; cut to `REASON_BYTES_MAX`.
         reason: String,
     },
-    /// A data connection is about to be dialled: the sender has bound it, and waits for [`Expected`].
+    /// The sender has bound a data connection, and dials it once it receives [`Expected`].
     ///
     /// [`Expected`]: ControlMessage::Expected
     Dialling {
         /// The channel.
         channel: u16,
-        /// Which of its connections.
+        /// Number of the channel's connection.
         generation: u32,
-        /// The address and port it will come from.
+        /// Address and port from which the connection will come.
         source: SocketAddr,
     },
-    /// The answer to a `Dialling`: whatever has to be in place for that connection is, so dial it.
+    /// Answers a `Dialling`: the receiver is prepared for the connection, which may be dialled now.
     Expected {
         /// The channel.
         channel: u16,
-        /// Which of its connections.
+        /// Number of the channel's connection.
         generation: u32,
     },
-    /// The sender listens for the lane of a channel, whose connection is there.
+    /// The sender listens for the lane of a channel whose connection is established.
     Lane {
         /// The channel.
         channel: u16,
-        /// Which of its connections.
+        /// Number of the channel's connection.
         generation: u32,
-        /// What a plugin needs to connect, in its own form.
+        /// The plugin's handle, which the other end's plugin needs to connect.
         handle: Box<[u8; LANE_HANDLE_BYTES]>,
     },
     /// The sender starts no more transfers, and asks the peer to finish its own.
     Drain,
     /// The sender has nothing in flight any more.
     Drained,
-    /// The session is over.
+    /// The session ends.
     Goodbye {
-        /// Why, for programs.
+        /// Why the session ends, for programs.
         cause: GoodbyeCause,
-        /// Why, for people; cut to `REASON_BYTES_MAX`.
+        /// Why the session ends, for users; cut to `REASON_BYTES_MAX`.
         reason: String,
     },
 }
@@ -157,7 +158,7 @@ impl ControlMessage {
         }
     }
 
-    /// Refuses a message that could not be sent.
+    /// Returns an error for a message that cannot be encoded.
     pub(super) fn check(&self) -> Result<(), SessionError> {
         match self {
             ControlMessage::Fence { refused, .. } if refused.len() > FENCE_REFUSED_MAX => {
@@ -231,14 +232,14 @@ impl ControlMessage {
 /// The plain content of one sealed message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame<M> {
-    /// Numbered messages of the other end that the sender has received.
+    /// Number of messages that the sender has received from the other end.
     pub received: u64,
-    /// The message and its number, from 1; `None` is a heartbeat.
+    /// The message and its number, counted from 1; `None` in a heartbeat.
     pub numbered: Option<(u64, M)>,
 }
 
 impl Frame<&ControlMessage> {
-    /// As bytes.
+    /// Encodes the frame.
     pub fn encode(&self) -> Vec<u8> {
         let kind = self.numbered.map_or(HEARTBEAT, |(_, message)| message.kind());
         let mut bytes = vec![kind];
@@ -252,7 +253,7 @@ impl Frame<&ControlMessage> {
 }
 
 impl Frame<ControlMessage> {
-    /// Of bytes that a peer sent.
+    /// Decodes a frame that a peer sent.
     pub fn decode(bytes: &[u8]) -> Result<Frame<ControlMessage>, SessionError> {
         let mut reader = Reader::new(bytes, "a control message");
         let (kind, received) = (reader.u8()?, reader.u64()?);

@@ -1,9 +1,9 @@
-//! The control session between two processes: it outlives the connections that carry it.
+//! The control session between two endpoints, which outlives the connections that carry it.
 //!
-//! Messages are numbered from 1 and kept until the other end has said that it received them; every
-//! frame, heartbeats included, says how many were. When the connection dies the session is resumed over
-//! another ([`crate::handshake`]): each end learns how many messages the other has received, and says
-//! the rest again. No sockets, no clock: bytes and `now` come in, bytes and messages go out.
+//! Messages are numbered from 1 and kept until the other end acknowledges them; every frame, heartbeats
+//! included, carries the number of received messages. When the connection dies the session resumes over
+//! another ([`crate::handshake`]): each end learns how many messages the other has received, and repeats the
+//! rest. No sockets, no clock: bytes and `now` come in, bytes and messages go out.
 //!
 //! ```text
 //! push -> kept ------ seal --> output          on_bytes -> open -> number = received + 1 -> out
@@ -11,9 +11,10 @@
 //!           | attach: said again                                  > received + 1: an error
 //! ```
 //!
-//! Invariant: every message pushed is handed out by the other end exactly once and in order, as long as
-//! connections can be made. A gap, a doubled key or an acknowledgement of the unsaid ends the session.
-//! Read next: `session/message.rs` for what is said, the engine's `control/link/` for what is done about it.
+//! Invariant: each pushed message is handed out at the other end exactly once and in order, as long as
+//! connections can be made. A gap, a repeated key, or an acknowledgement of an unsent message ends the
+//! session.
+//! Read next: `session/message.rs` for the messages, the engine's `control/link/` for the actions they cause.
 
 mod message;
 
@@ -28,8 +29,8 @@ use std::time::Duration;
 use crate::handshake::{Secure, SecureError};
 use crate::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX, HEARTBEAT_INTERVAL};
 
-/// Received messages after which an acknowledgement goes out at once: well before the other end has to
-/// keep too many.
+/// Number of received messages after which an acknowledgement is sent at once, well before the other end has
+/// to keep too many.
 const ACK_MESSAGES: u64 = CONTROL_UNACKED_MAX as u64 / 4;
 
 const _: () = assert!(ACK_MESSAGES > 0);
@@ -37,47 +38,47 @@ const _: () = assert!(ACK_MESSAGES > 0);
 /// Why a session, or the connection under it, cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
-    /// The connection's encryption failed. The session can be resumed over another.
+    /// The connection's encryption failed. The session can resume over another connection.
     #[error(transparent)]
     Connection(#[from] SecureError),
     /// A message that no ferrywire of this version sends.
     #[error("malformed: {0}")]
     Malformed(String),
-    /// A message of a kind that does not exist.
+    /// A message of an unknown kind.
     #[error("a control message of unknown kind {0}")]
     UnknownKind(u8),
     /// Messages are missing.
     #[error("control message {got} arrived where {expected} was due")]
     Gap {
-        /// The number that was due.
+        /// The expected number.
         expected: u64,
-        /// The number that came.
+        /// The received number.
         got: u64,
     },
-    /// The peer says it received what was never said.
+    /// The peer acknowledges a message that was never sent.
     #[error("it acknowledges {received} control messages, of {sent} sent")]
     AheadOfUs {
-        /// What it claims.
+        /// The number that the peer acknowledges.
         received: u64,
-        /// What we have sent.
+        /// The number of messages sent.
         sent: u64,
     },
-    /// Too many messages wait for the peer.
+    /// Too many messages wait for the peer's acknowledgement.
     #[error("{CONTROL_UNACKED_MAX} control messages are unacknowledged")]
     Full,
-    /// Too much waits for the peer.
+    /// Too many bytes of messages wait for the peer's acknowledgement.
     #[error("{CONTROL_UNACKED_BYTES_MAX} bytes of control messages are unacknowledged")]
     FullOfBytes,
-    /// A message of ours that cannot be sent.
+    /// This end's message cannot be sent.
     #[error("{0} cannot be sent")]
     Unusable(String),
-    /// Bytes came although there is no connection.
+    /// Bytes arrived although the session has no connection.
     #[error("control bytes without a connection")]
     Detached,
 }
 
 impl SessionError {
-    /// Whether only the connection is lost, so that the session may be resumed over another.
+    /// Whether only the connection is lost, so that the session can resume over another.
     pub fn is_resumable(&self) -> bool {
         matches!(self, SessionError::Connection(_))
     }
@@ -88,72 +89,72 @@ impl SessionError {
 pub struct Session {
     id: u64,
     link: Option<Link>,
-    /// Messages the peer is not known to have, oldest first; the last one has number `sent`.
+    /// Unacknowledged messages, oldest first; the last one has number `sent`.
     kept: VecDeque<Kept>,
-    /// Bytes that saying all of them takes.
+    /// Bytes of frames that repeat all of them.
     kept_bytes: usize,
-    /// Messages ever pushed.
+    /// Number of messages pushed so far.
     sent: u64,
-    /// Messages of the peer handed out.
+    /// Number of the peer's messages handed out so far.
     received: u64,
     last_heard: Duration,
 }
 
-/// A message, and the bytes that saying it takes.
+/// An unacknowledged message, and the bytes of the frame that repeats it.
 #[derive(Debug)]
 struct Kept {
     message: ControlMessage,
     bytes: usize,
 }
 
-/// The connection that carries a session now.
+/// The connection that currently carries the session.
 #[derive(Debug)]
 struct Link {
     secure: Secure,
     incoming: Vec<u8>,
     output: Vec<u8>,
     last_said: Duration,
-    /// What the peer has been told of `received`.
+    /// The value of `received` that was last sent to the peer.
     acknowledged: u64,
 }
 
 impl Session {
-    /// A session that nothing has been said on, without a connection.
+    /// A new session without messages and without a connection.
     pub fn new(id: u64, now: Duration) -> Session {
         let kept = VecDeque::new();
         Session { id, link: None, kept, kept_bytes: 0, sent: 0, received: 0, last_heard: now }
     }
 
-    /// Its id.
+    /// Id of the session.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Numbered messages of the peer handed out so far: what a resumption tells the peer.
+    /// Number of the peer's messages handed out so far; a resumption sends it to the peer.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// Messages that the peer is not known to have.
+    /// Number of messages that the peer has not acknowledged.
     pub fn unacknowledged(&self) -> usize {
         self.kept.len()
     }
 
-    /// Bytes that saying all of those takes. What an honest peer has yet to read is part of them, heartbeats apart.
+    /// Bytes of frames that repeat the unacknowledged messages. An honest peer's unread bytes are part of
+    /// them, heartbeats excepted.
     pub fn unacknowledged_bytes(&self) -> usize {
         self.kept_bytes
     }
 
-    /// Whether a connection carries it now.
+    /// Whether a connection currently carries the session.
     pub fn is_attached(&self) -> bool {
         self.link.is_some()
     }
 
-    /// Says a message, now or as soon as there is a connection.
+    /// Sends a message, now or once there is a connection.
     ///
-    /// Fails with [`SessionError::Full`], or [`SessionError::FullOfBytes`], when the peer has left too many
-    /// unacknowledged, or too much. After a
-    /// [`SessionError::Connection`] the message is kept all the same, for the next connection.
+    /// Returns [`SessionError::Full`] or [`SessionError::FullOfBytes`] when too many messages or bytes are
+    /// unacknowledged. After a [`SessionError::Connection`] the message is kept for the next connection.
     pub fn push(&mut self, message: ControlMessage, now: Duration) -> Result<(), SessionError> {
         message.check()?;
         if self.kept.len() >= CONTROL_UNACKED_MAX {
@@ -173,9 +174,9 @@ impl Session {
         self.settle(said)
     }
 
-    /// Goes on over a connection whose handshake has just finished. Replaces the one before, if any.
+    /// Continues over a connection whose handshake has just finished; an earlier connection is replaced.
     ///
-    /// `peer_received` is what the handshake said; what it does not cover is said again.
+    /// `peer_received` comes from the handshake; later messages are repeated.
     pub fn attach(&mut self, secure: Secure, peer_received: u64, now: Duration) -> Result<(), SessionError> {
         self.link = None;
         self.last_heard = now;
@@ -191,15 +192,15 @@ impl Session {
         self.settle(said)
     }
 
-    /// The connection is gone. What was said and not acknowledged is kept for the next one.
+    /// Notes that the connection is lost. Unacknowledged messages are kept for the next one.
     pub fn detach(&mut self) {
         self.link = None;
     }
 
-    /// Takes bytes of the connection, any part of them at a time; appends what they say to `out`.
+    /// Takes received bytes in any portions; appends their messages to `out`.
     ///
-    /// Messages handed out before an error count as received and are to be acted on. After an error the
-    /// connection is detached: close it.
+    /// Messages handed out before an error count as received and must be acted on. An error detaches the
+    /// connection: close it.
     pub fn on_bytes(
         &mut self,
         bytes: &[u8],
@@ -212,33 +213,35 @@ impl Session {
         self.settle(taken)
     }
 
-    /// Says a heartbeat when nothing was said for a while. To be called at [`Session::next_deadline`].
+    /// Sends a heartbeat when one is due. Call this at [`Session::next_deadline`].
     pub fn tick(&mut self, now: Duration) -> Result<(), SessionError> {
         let due = self.next_deadline().is_some_and(|deadline| deadline <= now);
         if due { self.heartbeat(now) } else { Ok(()) }
     }
 
-    /// Bytes to write on the connection, in order.
+    /// Takes the bytes to write on the connection, in order.
     pub fn take_output(&mut self) -> Vec<u8> {
         self.link.as_mut().map(|link| std::mem::take(&mut link.output)).unwrap_or_default()
     }
 
-    /// How long the peer has said nothing, connections or not.
+    /// Time since the last message from the peer, with or without a connection.
     pub fn silent_for(&self, now: Duration) -> Duration {
         now.saturating_sub(self.last_heard)
     }
 
-    /// Nobody listened until now, so that it says nothing about the peer that nothing was heard.
+    /// Restarts the measurement of silence: this end did not read until `now`, so the silence before says
+    /// nothing about the peer.
     pub fn not_heard_until(&mut self, now: Duration) {
         self.last_heard = now;
     }
 
-    /// When [`Session::tick`] has something to do; `None` without a connection.
+    /// When [`Session::tick`] is due; `None` without a connection.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.link.as_ref().map(|link| link.last_said + HEARTBEAT_INTERVAL)
     }
 
-    /// Says something at once: on a connection just made, for the other end to know which one it is.
+    /// Sends a heartbeat at once. On a new connection it tells the other end which session the connection
+    /// carries.
     pub fn greet(&mut self, now: Duration) -> Result<(), SessionError> {
         self.heartbeat(now)
     }
@@ -280,7 +283,7 @@ impl Session {
         Ok(())
     }
 
-    /// Drops what the peer has. An older count than before is stale, not wrong.
+    /// Drops acknowledged messages. A count lower than an earlier one is stale, not wrong.
     fn acknowledge(&mut self, received: u64) -> Result<(), SessionError> {
         if received > self.sent {
             return Err(SessionError::AheadOfUs { received, sent: self.sent });
@@ -298,7 +301,7 @@ impl Session {
         self.settle(said)
     }
 
-    /// Gives the connection up after an error.
+    /// Detaches the connection after an error.
     fn settle(&mut self, result: Result<(), SessionError>) -> Result<(), SessionError> {
         if result.is_err() {
             self.link = None;

@@ -1,4 +1,4 @@
-//! Handshakes that must not succeed: strangers, other versions, alterations, cuts, garbage.
+//! Handshakes that must fail: peers without the secret, other versions, alterations, cuts, garbage.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::limits::HANDSHAKE_BYTES_MAX;
 
 const SECRET: Option<&str> = Some("correct horse");
 
-/// A whole handshake of each kind, and how each of its messages ends on the wire.
+/// A complete handshake of each kind, and the end of each of its messages on the wire.
 pub(super) struct Kinds {
     pub(super) desk: Shared,
     pub(super) data_key: DataKey,
@@ -37,9 +37,9 @@ impl Kinds {
 /// One frame of an undisturbed handshake.
 struct Framed {
     what: &'static str,
-    /// What its receiver says when its body is altered.
+    /// The receiver's error when the frame's body is altered.
     error: HandshakeError,
-    /// Where its length stands in what is sent that way.
+    /// Offset of the frame's length in its direction.
     start: usize,
     bytes: usize,
     range: std::ops::RangeInclusive<usize>,
@@ -82,7 +82,7 @@ fn frames(kind: usize, backwards: bool, sent: &[u8]) -> Vec<Framed> {
     frames
 }
 
-/// What the receiving end must say about a byte altered at `at`.
+/// The receiving end's error when the byte at `at` is altered.
 fn expected(frames: &[Framed], backwards: bool, sent: &[u8], at: usize, mask: u8) -> HandshakeError {
     if !backwards && at < PREAMBLE_BYTES {
         return preamble_error(sent, at, mask);
@@ -127,7 +127,7 @@ fn preamble_error(sent: &[u8], at: usize, mask: u8) -> HandshakeError {
     }
 }
 
-/// What the end that sent the disturbed bytes must see: the other's refusal, or that it hung up.
+/// The error of the end whose bytes were disturbed: the other's refusal, or a closed connection.
 fn check_sender(end: End, other: &HandshakeError) {
     match end {
         Ok(_) => {}
@@ -148,8 +148,8 @@ fn every_altered_byte_gives_its_exact_error() {
             let course = kinds.join(kind, &wire);
             let sent = if backwards { &course.to_initiator } else { &course.to_responder };
             let mut error = expected(&frames, backwards, sent, at, mask);
-            // An altered session id names none; altering anything else that is sent in clear shows in the
-            // proof, which the responder is the first to check.
+            // An altered session id names no session. Any other alteration of clear text invalidates the
+            // proof, which the responder checks first.
             let in_data = kind == 2 && (18..26).contains(&at) && !backwards;
             if in_data {
                 let session = 77 ^ (u64::from(mask) << (8 * (at - 18)));
@@ -157,9 +157,10 @@ fn every_altered_byte_gives_its_exact_error() {
                 error = HandshakeError::Declined(Refusal::new(RefusalCode::UnknownSession, text));
             }
             let challenged = kind == 2 && backwards && (2..18).contains(&at);
-            let (receiver, sender) = match backwards != challenged {
-                true => (course.initiator, course.responder),
-                false => (course.responder, course.initiator),
+            let (receiver, sender) = if backwards != challenged {
+                (course.initiator, course.responder)
+            } else {
+                (course.responder, course.initiator)
             };
             assert_eq!(
                 receiver.unwrap_err(),

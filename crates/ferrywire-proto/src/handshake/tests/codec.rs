@@ -1,4 +1,5 @@
-//! The handshake's messages as bytes: what is written is read back, and nothing else is.
+//! Encoding of the handshake's messages: a decoded message equals the encoded one, and all other bytes are
+//! rejected.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -138,7 +139,7 @@ fn counts_and_flags_outside_their_range_are_refused() {
     }
 }
 
-/// Hosts that do not tell are not all the same one.
+/// Hosts without a readable boot id are not taken for one host.
 #[test]
 fn ends_share_a_host_only_where_both_know_theirs() {
     let boot = |boot_id: u8| Hello { boot_id: [boot_id; 16], ..crate::handshake::testing::hello(1) };

@@ -15,27 +15,27 @@ pub fn dial(secret: Option<&str>) -> Initiator {
     Initiator::control(secret.map(str::as_bytes), hello(1), purpose).unwrap()
 }
 
-/// What happens to bytes between the two ends.
+/// Disturbances of the bytes between the two ends.
 #[derive(Clone, Debug, Default)]
 pub struct Wire {
-    /// Longest reads, in turn; empty reads all that is wanted.
+    /// Longest reads, in turn; an empty list reads all wanted bytes.
     pub fragments: Vec<usize>,
-    /// XORs one byte of one way.
+    /// Byte to change in one direction: its position and the XOR mask.
     pub alter: Option<(usize, u8)>,
-    /// One way ends after so many bytes.
+    /// Position in one direction after which all bytes are lost.
     pub cut: Option<usize>,
-    /// The way that `alter` and `cut` mean: to the initiator instead of to the responder.
+    /// Direction of `alter` and `cut`: true towards the initiator.
     pub backwards: bool,
 }
 
 pub type End = Result<Outcome, HandshakeError>;
 
-/// How a handshake went.
+/// Result of a handshake.
 #[derive(Debug)]
 pub struct Course {
     pub initiator: End,
     pub responder: End,
-    /// Everything that was sent each way, as it was sent.
+    /// All bytes sent in each direction.
     pub to_responder: Vec<u8>,
     pub to_initiator: Vec<u8>,
 }
@@ -77,7 +77,7 @@ impl Pipe {
     }
 }
 
-/// Joins the two ends until neither can go on, then tells the unfinished that the connection ended.
+/// Moves bytes between the ends until neither makes progress, then closes the connection for unfinished ends.
 pub fn join<A: Admission>(mut initiator: Initiator, mut responder: Responder<A>, wire: &Wire) -> Course {
     let (mut forth, mut back) = (Pipe::default(), Pipe::default());
     let (mut first, mut second) = (None, None);
@@ -111,7 +111,7 @@ pub fn join<A: Admission>(mut initiator: Initiator, mut responder: Responder<A>,
     }
 }
 
-/// A session between two ends that hold the same secret, and the desk that remembers it.
+/// A session between two ends with one secret, and the responder's state, which knows it.
 pub fn session(secret: Option<&str>) -> (Shared, Established, Established) {
     let desk = Shared::new(secret);
     let (initiator, responder) =
@@ -120,7 +120,7 @@ pub fn session(secret: Option<&str>) -> (Shared, Established, Established) {
     (desk, initiator, responder)
 }
 
-/// A dialler that resumes a session.
+/// An initiator that resumes a session.
 pub fn redial(secret: Option<&str>, session: u64, received: u64, data_key: &DataKey) -> Initiator {
     let purpose = Purpose::Resume { session, received, data_key: data_key.clone() };
     Initiator::control(secret.map(str::as_bytes), hello(1), purpose).unwrap()

@@ -51,7 +51,7 @@ fn two_sessions_have_different_keys() {
 
 #[test]
 fn the_data_key_needs_both_ends_shares() {
-    // The handshake's hash follows from the secret and from what a listener sees. The shares do not.
+    // The handshake's hash follows from the secret and the bytes on the wire; the shares do not.
     let shares = |initiator: u8, responder: u8| DataKey::derive(&[7; 32], &[initiator; 32], &[responder; 32]);
     assert_eq!(shares(1, 2), shares(1, 2));
     assert_ne!(shares(1, 2), shares(1, 3));
@@ -240,7 +240,7 @@ fn a_responder_can_be_told_to_refuse() {
             answer = rest;
         }
         assert_eq!(result, Err(HandshakeError::Refused(busy.clone())));
-        // Nothing more is said, and nothing to others.
+        // No further bytes are sent on the connection, and none to other protocols.
         responder.refuse(busy.clone());
         let mut foreign = Responder::new(Shared::new(SECRET));
         foreign.feed(b"GET / HTTP/1.1").unwrap();

@@ -1,11 +1,11 @@
-//! Handshakes by somebody who listened, or who holds the secret but not the session's key.
+//! Handshakes by an attacker who recorded others, or who holds the secret but not the session's key.
 
 use super::adversarial::Kinds;
 use super::*;
 
 const SECRET: Option<&str> = Some("correct horse");
 
-/// Feeds recorded bytes to a fresh responder, as far as it wants them.
+/// Feeds recorded bytes to a new responder, as far as it wants them.
 fn replay(desk: &Shared, mut recorded: &[u8]) -> (Option<Outcome>, Result<(), HandshakeError>) {
     let mut responder = Responder::new(desk.clone());
     while responder.want() > 0 && !recorded.is_empty() {
@@ -41,8 +41,8 @@ fn a_recorded_answer_played_again_does_not_complete() {
     for (kind, error) in errors.into_iter().enumerate() {
         let recorded = kinds.join(kind, &Wire::default()).to_initiator;
         let mut initiator = kinds.dials().into_iter().nth(kind).unwrap();
-        // A data challenge may be repeated; the acceptance then fits, as it did when it was recorded, but
-        // whoever repeats it cannot know what the session's key makes of a channel or generation not seen.
+        // A repeated challenge makes a recorded acceptance valid again. Without the session's key an attacker
+        // still cannot make one for another channel or generation.
         if kind == 2 {
             initiator = Initiator::data(77, kinds.data_key.clone(), 4, 6);
         }
@@ -74,7 +74,7 @@ fn a_resumption_with_another_key_or_identity_is_refused() {
     assert_eq!(desk.desk().decided, ["new gpu1"]);
 }
 
-/// An admission that welcomes back whoever asks, without having the session's key.
+/// An admission that resumes any session without holding its key.
 struct Impostor(Shared);
 
 impl Admission for Impostor {

@@ -1,5 +1,5 @@
-//! A model of two processes whose connections keep dying: at any byte, in either direction, in the middle
-//! of a handshake or of a message. Whatever happens, each end hears what the other said, once, in order.
+//! A model of two processes whose connections keep dying: at any byte, in either direction, within a
+//! handshake or a message. Each end must receive the other's messages once and in order.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -22,11 +22,11 @@ struct Life {
     cuts: [usize; 2],
     /// Longest reads, in turn.
     fragments: Vec<usize>,
-    /// Which end says how much, round by round.
+    /// Which end sends how many messages, by round.
     pushes: Vec<(usize, u32)>,
-    /// After so many rounds another connection is made, although this one still carries something.
+    /// Rounds after which the next connection is made, although this one still carries bytes.
     rounds: usize,
-    /// Whether each end notices that the connection is gone, before there is a new one.
+    /// Whether each end notices the loss before there is a new connection.
     noticed: [bool; 2],
     /// Whether time passes, so that heartbeats are due.
     slow: bool,
@@ -69,7 +69,7 @@ impl Pipe {
     }
 }
 
-/// The handshake of one end, as long as it lasts.
+/// The handshake of one end, while it lasts.
 enum Hand {
     Dialling(Initiator),
     Answering(Responder<Shared>),
@@ -84,7 +84,7 @@ struct Model {
     heard: [Vec<ControlMessage>; 2],
     now: Duration,
     resumed: usize,
-    /// What the connection before still carries to each end.
+    /// Bytes that the previous connection still carries to each end.
     under_way: [Vec<u8>; 2],
 }
 
@@ -107,7 +107,7 @@ impl Model {
         }
     }
 
-    /// Dials, shakes hands, and talks until the connection dies or nothing is left to say.
+    /// Dials, shakes hands and exchanges messages until the connection dies or no message is left.
     fn live(&mut self, life: &Life) {
         self.desk.desk().sessions.get_mut(&77).unwrap().received = self.ends[1].received();
         let mut hands = [
@@ -115,7 +115,7 @@ impl Model {
             Hand::Answering(Responder::new(self.desk.clone())),
         ];
         self.arrive_late();
-        // `pipes[end]` is what `end` reads.
+        // `pipes[end]` holds the bytes that `end` reads.
         let mut pipes = life.cuts.map(|left| Pipe { waiting: VecDeque::new(), left });
         let mut fragments = life.fragments.iter().copied().cycle();
         let mut pushes = life.pushes.iter();
@@ -142,7 +142,8 @@ impl Model {
         }
     }
 
-    /// What is left of the old connection arrives after the counts for the new one were taken, so that
+    /// Delivers the rest of the old connection after the counts for the new one were taken, so some messages
+    /// are repeated.
     /// some of it is said again.
     fn arrive_late(&mut self) {
         for end in 0..2 {
@@ -153,7 +154,7 @@ impl Model {
         }
     }
 
-    /// One end writes what it has to say and reads a fragment; whether anything moved.
+    /// Lets one end write its output and read a fragment; returns whether any byte moved.
     fn step(&mut self, end: usize, hands: &mut [Hand; 2], pipes: &mut [Pipe; 2], longest: usize) -> bool {
         let other = 1 - end;
         let (written, read) = match &mut hands[end] {
@@ -196,7 +197,7 @@ impl Model {
         self.resumed += 1;
     }
 
-    /// Each end has heard a prefix of what the other said, and knows no more than that.
+    /// Asserts that each end has received a prefix of the other's messages, and acknowledges no more.
     fn check(&self) {
         for end in 0..2 {
             let (said, heard) = (&self.said[end], &self.heard[end]);
@@ -245,7 +246,7 @@ proptest! {
     }
 }
 
-/// Every single byte of a resumption and of what follows is once the last one to arrive.
+/// Cuts the connection after every single byte of a resumption and of the messages behind it.
 #[test]
 fn a_connection_may_die_at_every_byte() {
     for direction in 0..2 {

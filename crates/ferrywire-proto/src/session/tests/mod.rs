@@ -1,4 +1,4 @@
-//! What a control session says, keeps and refuses.
+//! Tests of the messages that a control session sends, keeps and rejects.
 
 mod links;
 
@@ -38,7 +38,7 @@ fn pair() -> (Session, Session) {
     (one, two)
 }
 
-/// A session, and the bare encryption of its peer.
+/// A session, and its peer's bare encryption.
 fn half() -> (Session, Secure) {
     let (_, initiator, responder) = handshake(None);
     let mut session = Session::new(77, T0);
