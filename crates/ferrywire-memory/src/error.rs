@@ -1,71 +1,71 @@
-//! Why memory cannot be had, read or written.
+//! Errors of memory: allocation, access, GPUs.
 
 use super::cuda::CudaError;
 use super::sim::SimGpuError;
 use super::unpack::UnpackError;
 
-/// Result of a call about memory.
+/// Result of an operation on memory.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call about memory failed. `PartialEq`, so that tests compare it whole.
+/// Why an operation on memory failed. Implements `PartialEq`, so tests compare whole errors.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// A value given by the caller cannot be used.
+    /// An argument is not valid.
     #[error("{what}: {why}")]
     Invalid {
         /// The argument or option.
         what: String,
-        /// Why it cannot be used, and what would do.
+        /// Why it is not valid, and which values are.
         why: String,
     },
-    /// Offset and length do not lie inside the region they name.
+    /// Offset and length exceed the region.
     #[error("bytes {offset}..{end} are outside the {side} region of {region_bytes} bytes", end = offset.saturating_add(*len))]
     OutOfRegion {
         /// "source" or "target".
         side: &'static str,
-        /// First byte asked for.
+        /// Offset of the first byte.
         offset: u64,
-        /// Bytes asked for.
+        /// Length in bytes.
         len: u64,
-        /// Size of the region.
+        /// Size of the region in bytes.
         region_bytes: u64,
     },
-    /// A simulated GPU of this process.
+    /// A simulated GPU failed.
     #[error("{0}")]
     SimGpu(#[from] SimGpuError),
-    /// A GPU of this host, or its driver.
+    /// A CUDA GPU or its driver failed.
     #[error("{0}")]
     Cuda(#[from] CudaError),
-    /// A plugin said something about a scattered receive that cannot be true.
+    /// A plugin described a scattered receive wrongly.
     #[error("{0}")]
     Unpack(Box<UnpackError>),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
-        /// The call and the thing it was applied to.
+        /// The call, and the object of the call.
         what: String,
-        /// The system's own words.
+        /// The system's message.
         message: String,
-        /// The system's number (`errno`), where it gave one.
+        /// The system's error number (`errno`), where there is one.
         code: Option<i32>,
     },
-    /// A limit with a name was reached.
+    /// A named limit was reached.
     #[error("limit {name} = {limit} reached: {why}")]
     Limit {
-        /// The constant's name.
+        /// Name of the limit's constant.
         name: &'static str,
-        /// Its value.
+        /// Value of the limit.
         limit: u64,
-        /// What hit it and what to try.
+        /// The cause, and what to try.
         why: String,
     },
-    /// An invariant of ferrywire was broken.
+    /// An invariant of ferrywire was violated.
     #[error("internal error, please report: {0}")]
     Internal(String),
 }
 
 impl Error {
-    /// An [`Error::Invalid`].
+    /// An [`Error::Invalid`] about the argument `what`.
     pub fn invalid(what: impl Into<String>, why: impl Into<String>) -> Error {
         Error::Invalid { what: what.into(), why: why.into() }
     }

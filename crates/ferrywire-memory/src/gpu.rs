@@ -1,7 +1,8 @@
-//! A GPU, real or simulated, as the rest of the engine knows it.
+//! A GPU, CUDA or simulated, behind one interface.
 //!
-//! Invariant: whoever needs a GPU, and not one of the two kinds, asks here; what the kinds do differently is in
-//! `cuda` and `sim`. Read next: `lib.rs`, for memory; `unpack/device.rs`, for queues of work.
+//! Invariant: code that works on either kind calls this file; differences between the kinds are in `cuda` and
+//! `sim`.
+//! Read next: `registration.rs` for memory, `unpack/device.rs` for queues of work.
 
 use super::MemoryLocation;
 use super::cuda::{self, CudaError, CudaGpu};
@@ -16,19 +17,19 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct GpuCopy {
-    /// Where from: memory of any GPU of the same kind, or host memory that GPUs reach.
+    /// Source address: memory of any GPU of this kind, or host memory that GPUs can access.
     pub source: u64,
-    /// Where to.
+    /// Target address, of the same kinds of memory.
     pub target: u64,
-    /// How much.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
-/// A dma-buf of `bytes` bytes of memory at `address`, in whole pages, which NICs can be bound to. It stays when the
-/// memory is freed.
+/// Exports `bytes` bytes of GPU memory at `address`, in whole pages, as a dma-buf to which NICs can be bound.
+/// The dma-buf outlives the memory's allocation.
 ///
 /// # Errors
-/// [`Error::Invalid`] for host memory, and the GPU's reasons.
+/// [`Error::Invalid`] for host memory; the GPU's error otherwise.
 pub fn dmabuf_fd(location: MemoryLocation, address: u64, bytes: u64) -> Result<OwnedFd> {
     match location {
         MemoryLocation::SimGpu(_) => Ok(sim::dmabuf_fd(address, bytes)?),
@@ -41,17 +42,17 @@ pub fn dmabuf_fd(location: MemoryLocation, address: u64, bytes: u64) -> Result<O
     }
 }
 
-/// A GPU that is open, and stays so as long as this is held.
+/// An open GPU, which stays open while this value lives.
 #[derive(Clone, Debug)]
 pub enum Gpu {
-    /// A simulated one.
+    /// A simulated GPU.
     Sim(Arc<SimGpu>),
-    /// A CUDA device.
+    /// A CUDA GPU.
     Cuda(Arc<CudaGpu>),
 }
 
 impl Gpu {
-    /// The GPU of a place, opened if nobody has.
+    /// The GPU of a memory location; opens it at first need.
     pub fn open(location: MemoryLocation) -> Result<Gpu> {
         match location {
             MemoryLocation::SimGpu(index) => Ok(Gpu::Sim(SimGpu::open(index)?)),
@@ -60,7 +61,7 @@ impl Gpu {
         }
     }
 
-    /// The GPU of a place, if somebody holds it open.
+    /// The GPU of a memory location, which must be open.
     pub fn opened(location: MemoryLocation) -> Result<Gpu> {
         match location {
             MemoryLocation::SimGpu(index) => {
@@ -73,7 +74,7 @@ impl Gpu {
         }
     }
 
-    /// Copies its memory to the host, and waits.
+    /// Copies GPU memory to the host, and waits.
     pub fn read_into_slice(&self, source: u64, target: &mut [u8]) -> Result<()> {
         match self {
             Gpu::Sim(gpu) => Ok(gpu.read_into_slice(source, target)?),
@@ -81,7 +82,7 @@ impl Gpu {
         }
     }
 
-    /// Copies from the host to its memory, and waits.
+    /// Copies host memory to the GPU, and waits.
     pub fn write_from_slice(&self, target: u64, source: &[u8]) -> Result<()> {
         match self {
             Gpu::Sim(gpu) => Ok(gpu.write_from_slice(target, source)?),
@@ -89,7 +90,8 @@ impl Gpu {
         }
     }
 
-    /// The allocation that memory of such a GPU lies in; pieces side by side count as one.
+    /// The allocation that contains `address`, on any GPU of this kind; `None` for other memory. On CUDA GPUs
+    /// adjacent pieces are included until it holds `bytes` bytes.
     pub fn allocation(&self, address: u64, bytes: u64) -> Option<Extent> {
         match self {
             Gpu::Sim(_) => SimGpu::of(address).map(|(_, base, bytes)| Extent { base, bytes }),
@@ -100,7 +102,7 @@ impl Gpu {
         }
     }
 
-    /// Does something with the GPU current on this thread.
+    /// Runs `body` with this GPU current on the thread.
     pub fn with_current<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
         match self {
             Gpu::Sim(gpu) => Ok(sim::with_current(gpu.index(), body)?),
@@ -108,7 +110,7 @@ impl Gpu {
         }
     }
 
-    /// The same for code of others that may leave more current than it found.
+    /// Runs foreign code with this GPU current; contexts that the code leaves on the thread are removed.
     pub fn with_current_alone<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
         match self {
             Gpu::Sim(_) => self.with_current(body),
@@ -116,8 +118,8 @@ impl Gpu {
         }
     }
 
-    /// Host memory that it reaches too, and that nobody else is given afterwards: something may still be sent of it when
-    /// it is dropped. For set-up.
+    /// Host memory that this GPU can access and that is never reused, since a send may still read it when it
+    /// is dropped. For set-up only.
     pub fn map_once(&self, bytes: usize) -> Result<Mapped> {
         match self {
             Gpu::Sim(gpu) => SimQueue::new(gpu).map(bytes),
@@ -125,7 +127,7 @@ impl Gpu {
         }
     }
 
-    /// A queue of work of its own. For set-up.
+    /// A new queue of work on this GPU. For set-up only.
     pub fn queue(&self) -> Result<Box<dyn GatherDevice>> {
         match self {
             Gpu::Sim(gpu) => Ok(Box::new(SimQueue::new(gpu))),

@@ -4,11 +4,11 @@ use crate::error::{Error, Result};
 use ferrywire_sys::mapping;
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 
-/// Alignment of buffers that are at least so large: a huge page.
+/// Smallest size in bytes of a buffer that is aligned to a huge page, and that alignment.
 const ALIGN_BYTES: usize = 2 << 20;
 const PAGE_BYTES: usize = 4096;
 
-/// Zeroed, aligned host memory.
+/// Zeroed host memory, aligned to a page or a huge page.
 pub struct HostBuffer {
     base: *mut u8,
     len: usize,
@@ -19,7 +19,7 @@ pub struct HostBuffer {
 unsafe impl Send for HostBuffer {}
 
 impl HostBuffer {
-    /// `len` zeroed bytes.
+    /// Allocates `len` zeroed bytes. Returns [`Error::Io`] when the system has no memory.
     pub fn zeroed(len: usize) -> Result<HostBuffer> {
         let align = if len >= ALIGN_BYTES { ALIGN_BYTES } else { PAGE_BYTES };
         let layout = Layout::from_size_align(len.max(1), align).map_err(|_| {
@@ -38,13 +38,13 @@ impl HostBuffer {
         }
         if huge {
             mapping::prefer_huge_pages(base, len);
-            // SAFETY: `len` bytes were just allocated here, and nobody else knows of them.
+            // SAFETY: `len` bytes were just allocated here, and no other code has the address.
             unsafe { base.write_bytes(0, len) };
         }
         Ok(HostBuffer { base, len, layout })
     }
 
-    /// The first byte.
+    /// Address of the first byte.
     pub fn base(&self) -> *mut u8 {
         self.base
     }

@@ -1,11 +1,13 @@
-//! Where bytes live: registered memory ("regions"), and the table that incoming frames look them up in.
+//! Registered memory ("regions") on hosts and GPUs, and the table in which incoming frames look it up.
 //!
-//! A registered `Memory` has a key of 64 random bits, which is a peer's right to it, and dies with it.
+//! A registered [`Memory`] has a key of 64 random bits. The key gives a peer access, and becomes void when
+//! the region is deregistered.
 //!
-//! Invariant: an address is only ever computed by `Memory::span`, after its bounds check, and the
-//! `Memory` it points into is kept alive by whoever holds the pointer.
-//! Read next: `registration.rs` ([`Memory`], [`RegionTable`]), `host.rs` (the allocation), the engine's `channel/` (who fills it), [`cuda`] (real GPUs), [`sim`] (a GPU to
-//! try things with), [`unpack`] (receives that arrive in fragments).
+//! Invariant: only [`Memory::span`] computes an address, after its bounds check, and the holder of the
+//! pointer keeps the [`Memory`] alive.
+//! Read next: `registration.rs` ([`Memory`], [`RegionTable`]), `host.rs` (allocation), the engine's
+//! `channel/` (which fills memory), [`cuda`] (CUDA GPUs), [`sim`] (simulated GPUs), [`unpack`] (receives that
+//! arrive in fragments).
 
 pub mod cuda;
 mod error;

@@ -1,6 +1,6 @@
-//! Where the bytes of a region live.
+//! Memory locations: host, CUDA GPU, simulated GPU.
 //!
-//! Read next: `lib.rs`, for regions.
+//! Read next: `registration.rs`, for regions.
 
 use crate::cuda::pointer;
 use crate::error::Result;
@@ -8,15 +8,15 @@ use crate::sim::{SimGpu, SimGpuError};
 use ferrywire_proto::limits;
 use std::fmt;
 
-/// Where the bytes of a region live.
+/// Where the bytes of a region are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryLocation {
     /// Host memory.
     Host,
-    /// Memory of the simulated GPU with this number.
+    /// Memory of simulated GPU number N.
     SimGpu(u32),
-    /// Memory of the CUDA GPU with this number in its process.
+    /// Memory of CUDA GPU number N of this process.
     Cuda(u32),
 }
 
@@ -37,7 +37,8 @@ const _: () = assert!(limits::SIM_GPUS_MAX <= u16::MAX as usize);
 const _: () = assert!(limits::CUDA_GPUS_MAX <= u16::MAX as usize);
 
 impl MemoryLocation {
-    /// Where `bytes` bytes at an address of this process live.
+    /// The location of `bytes` bytes at an address of this process. Returns an error for a range that spans
+    /// several locations.
     pub fn of(base: *mut u8, bytes: u64) -> Result<MemoryLocation> {
         let address = base as u64;
         let Some((index, first, len)) = SimGpu::of(address) else {
@@ -51,7 +52,7 @@ impl MemoryLocation {
         Ok(MemoryLocation::SimGpu(index))
     }
 
-    /// As descriptors tell it: a kind and a number.
+    /// Encodes the location for a region's descriptor: a kind and a number.
     pub fn encode(self) -> (u8, u16) {
         match self {
             MemoryLocation::Host => (HOST, 0),
@@ -60,7 +61,7 @@ impl MemoryLocation {
         }
     }
 
-    /// Reads what [`MemoryLocation::encode`] gave.
+    /// Decodes a location from [`MemoryLocation::encode`]; `None` for an unknown kind.
     pub fn parse(kind: u8, index: u16) -> Option<MemoryLocation> {
         match (kind, index) {
             (HOST, 0) => Some(MemoryLocation::Host),

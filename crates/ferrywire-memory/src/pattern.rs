@@ -1,23 +1,23 @@
-//! Bytes that tell where they belong.
+//! Verification patterns: each byte is determined by its offset.
 //!
-//! The same sequence is made by [`WordPattern`] on the host, by kernels on CUDA GPUs and by the engine of simulated ones, so
-//! that what one kind of memory is filled with can be looked for in another.
+//! [`WordPattern`] on the host, kernels on CUDA GPUs and the engine of simulated GPUs produce identical
+//! bytes. So a pattern written to one kind of memory can be verified in another.
 //! Read next: `cuda/pattern.rs`, `sim/work.rs`.
 
 use super::unpack::PatternParameters;
 
-/// Words looked at together when comparing.
+/// Bytes that one step of a comparison examines.
 const GROUP_BYTES: usize = 512;
 
 /// An endless sequence of 8-byte words: with `sum = key + w * step`, word `w` is `sum ^ sum << 32 ^ flip`, in
 /// little-endian order. The sum form lets the compiler fill and compare with vector instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WordPattern {
-    /// Word 0, before its halves are mixed.
+    /// Value of word 0 before its halves are mixed.
     pub key: u64,
-    /// Distance of neighbouring words.
+    /// Difference between neighbouring words.
     pub step: u64,
-    /// Bits that are turned in every word.
+    /// Bits that are inverted in every word.
     pub flip: u64,
 }
 
@@ -31,12 +31,12 @@ impl WordPattern {
         sum ^ (sum << 32) ^ self.flip
     }
 
-    /// The byte at `offset`.
+    /// The pattern's byte at `offset`.
     pub fn byte(self, offset: u64) -> u8 {
         self.word_at(self.sum(offset / 8)).to_le_bytes()[(offset % 8) as usize]
     }
 
-    /// Writes the bytes from `offset` on.
+    /// Writes the pattern's bytes from `offset` on.
     pub fn fill(self, offset: u64, into: &mut [u8]) {
         let head = head_bytes(offset, into.len());
         let (first, rest) = into.split_at_mut(head);
@@ -54,7 +54,7 @@ impl WordPattern {
         last.copy_from_slice(&bytes[..last.len()]);
     }
 
-    /// The first byte that is not what it should be from `offset` on, as an index into `found`.
+    /// Index in `found` of the first byte that differs from the pattern, which starts at `offset`.
     pub fn first_difference(self, offset: u64, found: &[u8]) -> Option<usize> {
         let mut at = head_bytes(offset, found.len());
         if let Some(i) = self.scan(offset, &found[..at]) {
@@ -89,26 +89,26 @@ impl WordPattern {
     }
 }
 
-/// Bytes up to the next word boundary.
+/// Bytes up to the next word boundary, at most `available`.
 fn head_bytes(offset: u64, available: usize) -> usize {
     available.min((offset.wrapping_neg() % 8) as usize)
 }
 
-/// Some bytes of a region and the part of a pattern that belongs there.
+/// A range of a region, and the part of a pattern that belongs there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
     /// The pattern.
     pub pattern: WordPattern,
-    /// Its first byte here.
+    /// Offset of the first byte in the pattern.
     pub from: u64,
-    /// Where in the region.
+    /// Offset of the first byte in the region.
     pub offset: u64,
-    /// How many bytes.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 impl PatternParameters {
-    /// The pattern without the place where it is written.
+    /// The pattern alone, without address and length.
     pub fn pattern(&self) -> WordPattern {
         WordPattern { key: self.key, step: self.step, flip: self.flip }
     }

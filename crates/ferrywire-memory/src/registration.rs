@@ -1,7 +1,8 @@
-//! Registered memory, and the table that incoming frames look it up in.
+//! Registered memory, and the table in which incoming frames look it up.
 //!
-//! Invariant: an address is made of an offset only in [`Memory::span`], after its bounds check; what it points into is kept alive
-//! by the [`Memory`]. Read next: `place.rs`, where bytes live; `gpu.rs`.
+//! Invariant: only [`Memory::span`] turns an offset into an address, after its bounds check; the [`Memory`]
+//! keeps the bytes behind it alive.
+//! Read next: `location.rs`, `gpu.rs`.
 
 use crate::cuda::CudaBuffer;
 use crate::error::{Error, Result};
@@ -16,10 +17,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-/// Whatever keeps memory alive, until it is dropped.
+/// Any value that keeps user memory alive until it is dropped.
 pub type Owner = Box<dyn Any + Send + Sync>;
 
-/// What keeps the bytes of a region alive.
+/// Owner of a region's bytes.
 enum Keeper {
     Owned {
         _buffer: HostBuffer,
@@ -36,69 +37,70 @@ enum Keeper {
     Cuda {
         buffer: CudaBuffer,
     },
-    /// The user, who promised so when registering, or somebody that the user gave us; of GPU memory, with the GPU.
+    /// The user, who promised it at registration, or a value that the user handed over; for GPU memory, also
+    /// the GPU.
     User {
         _gpu: Option<Gpu>,
         owner: Mutex<Option<Owner>>,
     },
 }
 
-/// A span of registered memory, shared by handles and by transfers under way.
+/// Registered memory, shared by handles and by transfers in flight.
 pub struct Memory {
     base: *mut u8,
     len: u64,
     location: MemoryLocation,
     key: u64,
     revoked: AtomicBool,
-    /// Nothing may be placed into it any more, whoever waits for that.
+    /// The region is deregistered: nothing may be placed in it.
     taken_back: AtomicBool,
-    /// Its user has dropped the last handle, and may have freed it, whatever has not ended.
+    /// The user has dropped the last handle, and may have freed the bytes although operations are unfinished.
     gone: AtomicBool,
-    /// Operations under way that name it.
+    /// Number of operations in flight that use the memory.
     users: AtomicUsize,
-    /// Callers who read or write it at this moment.
+    /// Number of application threads that currently access the memory.
     callers: AtomicUsize,
     keeper: Keeper,
 }
 
-// SAFETY: the pointer is only dereferenced through bounds-checked spans of host memory; the bytes behind
-// it are plain memory that the network may change at any time, which every reader has to expect.
+// SAFETY: the pointer is only dereferenced in bounds-checked spans of host memory. Those bytes are plain
+// memory that the network may change at any time, as every reader must expect.
 unsafe impl Send for Memory {}
-// SAFETY: as above; all fields but the bytes themselves are immutable or atomic.
+// SAFETY: as above; all fields but the bytes are immutable or atomic.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Where the bytes live. Only host memory may be touched through its address.
+    /// Location of the bytes. Only host memory may be accessed through its address.
     pub fn location(&self) -> MemoryLocation {
         self.location
     }
 
-    /// The address of `len` bytes at `offset`, or `None` if they are not all inside.
+    /// Address of `len` bytes at `offset`; `None` when they exceed the region.
     pub fn span(&self, offset: u64, len: u64) -> Option<*mut u8> {
         if offset.checked_add(len)? > self.len {
             return None;
         }
-        // SAFETY: offset <= len of the allocation, just checked.
+        // SAFETY: `offset` is within the allocation, as just checked.
         Some(unsafe { self.base.add(offset as usize) })
     }
 
-    /// Copies bytes at `offset` into `into`, if they are all inside. Memory of a GPU is read through its copy engine,
-    /// and waited for.
+    /// Copies bytes at `offset` into `into`; does nothing when they exceed the region. For GPU memory, uses
+    /// the copy engine and waits.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let Some(from) = self.span(offset, into.len() as u64) else {
             return Ok(());
         };
         match self.location {
-            // SAFETY: the span is inside live host memory, and `into` is the caller's. `into` may be part of the region: its
-            // user has the buffer too, and `copy` allows that both overlap.
+            // SAFETY: the span is inside live host memory, and `into` is the caller's. `into` may be part of
+            // the region, since the user has the buffer too; `copy` allows the overlap.
             MemoryLocation::Host => unsafe { std::ptr::copy(from, into.as_mut_ptr(), into.len()) },
             location => Gpu::opened(location)?.read_into_slice(from as u64, into)?,
         }
         Ok(())
     }
 
-    /// Copies `from` to `offset`, if it all fits. Memory of a GPU is written through its copy engine, and
-    /// waited for.
+    /// Copies `from` to `offset`; does nothing when it exceeds the region. For GPU memory, uses the copy
+    /// engine and waits.
     pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
         let Some(to) = self.span(offset, from.len() as u64) else {
             return Ok(());
@@ -111,7 +113,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The offset of an address that [`Memory::span`] gave.
+    /// Offset of an address that [`Memory::span`] returned.
     pub fn offset_of(&self, address: *mut u8) -> u64 {
         (address as u64).wrapping_sub(self.base as u64)
     }
@@ -126,30 +128,30 @@ impl Memory {
         self.len == 0
     }
 
-    /// The first byte.
+    /// Address of the first byte.
     pub fn base(&self) -> *mut u8 {
         self.base
     }
 
-    /// What a peer names it by; 0 of memory that no peer can name.
+    /// Key by which peers name the region; 0 for memory that no peer can name.
     pub fn key(&self) -> u64 {
         self.key
     }
 
-    /// Host memory of the engine's own, which no peer can name.
+    /// Allocates host memory for the engine, which no peer can name.
     pub fn private(bytes: usize) -> Result<Arc<Memory>> {
         let buffer = HostBuffer::zeroed(bytes)?;
         let (base, len) = (buffer.base(), buffer.bytes() as u64);
         Ok(Arc::new(Memory::new(base, len, MemoryLocation::Host, 0, Keeper::Owned { _buffer: buffer })))
     }
 
-    /// Host memory of the engine's own that a GPU reaches too, and that no peer can name.
+    /// Wraps host memory that a GPU can access too, for the engine; no peer can name it.
     pub fn mapped(mapped: unpack::Mapped, bytes: usize) -> Arc<Memory> {
         let base = mapped.at(0, bytes);
         Arc::new(Memory::new(base, bytes as u64, MemoryLocation::Host, 0, Keeper::Mapped { _mapped: mapped }))
     }
 
-    /// Memory of the engine's own on a GPU, which no peer can name.
+    /// Allocates GPU memory for the engine, which no peer can name.
     pub fn private_on(gpu: &Gpu, bytes: usize) -> Result<Arc<Memory>> {
         let (base, len, location, keeper) = match gpu {
             Gpu::Sim(gpu) => of_sim(gpu.alloc(bytes, PAGE_BYTES)?),
@@ -163,75 +165,75 @@ impl Memory {
         Memory { base, len, location, key, revoked, taken_back, gone, users, callers, keeper }
     }
 
-    /// Something may still be sent of it when it is dropped: nobody else gets it then.
+    /// Prevents reuse of GPU memory: a send may still read it when it is dropped.
     pub fn use_never_again(&self) {
         if let Keeper::Cuda { buffer } = &self.keeper {
             buffer.use_never_again();
         }
     }
 
-    /// Peers may not touch it any more, and lanes need not know it.
+    /// Ends the access of peers, and of lanes that register memory.
     pub fn revoke(&self) {
         self.revoked.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the region may not be touched by peers any more.
+    /// Whether peers may no longer access the region.
     pub fn revoked(&self) -> bool {
         self.revoked.load(Ordering::SeqCst)
     }
 
-    /// An operation on the memory begins. It looks at [`Memory::revoked`] afterwards, so that either it
-    /// sees the end of the region or the end of the region sees it.
+    /// Counts an operation that starts. The operation checks [`Memory::revoked`] afterwards, so either it
+    /// sees the deregistration, or the deregistration sees it.
     pub fn enter(&self) {
         self.users.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// An operation on the memory has ended.
+    /// Uncounts an operation that has ended.
     pub fn leave(&self) {
         self.users.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// What it is, for messages.
+    /// Text for messages.
     pub fn describe(&self) -> String {
         format!("a region of {} bytes", self.len)
     }
 
-    /// Whether operations on the memory are under way.
+    /// Whether operations on the memory are in flight.
     pub fn used(&self) -> bool {
         self.users.load(Ordering::SeqCst) > 0
     }
 
-    /// Whether the user owns the bytes, so that they may vanish after deregistration.
+    /// Whether the user owns the bytes, so they may be freed after deregistration.
     pub fn user_owned(&self) -> bool {
         matches!(self.keeper, Keeper::User { .. })
     }
 
-    /// Whether it was deregistered, so that what it waits for does not come any more.
+    /// Whether the region is deregistered, so bytes that it waits for will not arrive.
     pub fn taken_back(&self) -> bool {
         self.taken_back.load(Ordering::SeqCst)
     }
 
-    /// Whether the bytes are the user's again, or are asked for: what is not sent yet must not be.
+    /// Whether the bytes belong to the user again, or soon will: unsent bytes must not be sent.
     pub fn lost_to_user(&self) -> bool {
         self.user_owned() && self.taken_back()
     }
 
-    /// The memory is deregistered: nothing may be placed into it any more.
+    /// Deregisters the memory: nothing may be placed in it any more.
     pub fn take_back(&self) {
         self.taken_back.store(true, Ordering::SeqCst);
     }
 
-    /// Its user has dropped the last handle.
+    /// Notes that the user has dropped the last handle.
     pub fn let_user_free_it(&self) {
         self.gone.store(true, Ordering::SeqCst);
     }
 
-    /// Whether it may be freed already: what of it is in no call to the kernel yet is never sent.
+    /// Whether the user may have freed the bytes: no new call to the kernel may send them.
     pub fn is_gone(&self) -> bool {
         self.gone.load(Ordering::SeqCst)
     }
 
-    /// What keeps the user's bytes alive, if it is still here.
+    /// The value that keeps the user's bytes alive, if there is one.
     fn owner(&self) -> Option<MutexGuard<'_, Option<Owner>>> {
         match &self.keeper {
             Keeper::User { owner, .. } => Some(owner.lock().unwrap_or_else(PoisonError::into_inner)),
@@ -239,44 +241,42 @@ impl Memory {
         }
     }
 
-    /// Whether something that the user gave keeps its bytes alive.
+    /// Whether a value from the user keeps the bytes alive.
     pub fn has_owner(&self) -> bool {
         self.owner().is_some_and(|owner| owner.is_some())
     }
 
-    /// To be dropped: nothing touches the memory any more.
+    /// Takes that value, to be dropped; call this when nothing accesses the memory any more.
     pub fn take_owner(&self) -> Option<Owner> {
         self.owner()?.take()
     }
 
-    /// Runs `body` while the memory stays, unless the user has it back.
+    /// Runs `body` while the bytes stay valid. Returns [`Error::Invalid`] when they belong to the user again.
     pub fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter();
-        // Our own bytes are there as long as somebody can name them.
+        // Bytes that the region owns are valid as long as a handle exists.
         let call = self.user_owned().then(|| self.call());
-        let result = match self.lost_to_user() {
-            false => body(),
-            true => Err(Error::invalid("region", "it is deregistered")),
-        };
+        let result =
+            if self.lost_to_user() { Err(Error::invalid("region", "it is deregistered")) } else { body() };
         drop(call);
         self.leave();
         result
     }
 
-    /// The bytes are touched until it is dropped. Who looks at [`Memory::taken_back`] after this either sees that, or is
-    /// waited for.
+    /// Counts an access until the returned value is dropped. A thread that checks [`Memory::taken_back`]
+    /// afterwards either sees the deregistration, or is waited for.
     pub fn call(&self) -> Call<'_> {
         self.callers.fetch_add(1, Ordering::SeqCst);
         Call(&self.callers)
     }
 
-    /// Whether somebody is in the middle of touching it, beside the threads that move data.
+    /// Whether an application thread is accessing the memory; progress threads do not count.
     pub fn in_call(&self) -> bool {
         self.callers.load(Ordering::SeqCst) > 0
     }
 }
 
-/// While this lives a thread touches the memory.
+/// An access in progress.
 pub struct Call<'a>(&'a AtomicUsize);
 
 impl Drop for Call<'_> {
@@ -285,14 +285,14 @@ impl Drop for Call<'_> {
     }
 }
 
-/// Alignment of memory for slots: the page in which NICs take memory of a GPU.
+/// Alignment in bytes of GPU memory for the engine: the page size in which NICs map GPU memory.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// Memory that is registered together with what keeps it alive.
+/// Memory that its region owns.
 pub enum Owned {
-    /// Host memory that was allocated for it.
+    /// Host memory that the engine allocated.
     Host(HostBuffer),
-    /// Bytes that the caller has given away.
+    /// Bytes that the caller handed over.
     Vector(Vec<u8>),
     /// Memory of a simulated GPU.
     Sim(SimBuffer),
@@ -307,13 +307,13 @@ pub struct RegionTable {
 }
 
 impl RegionTable {
-    /// The region with this key.
+    /// The region with this key; [`Refusal::NoRegion`] when there is none.
     pub fn find(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
         let table = self.by_key.read().unwrap_or_else(|e| e.into_inner());
         table.get(&key).cloned().ok_or(Refusal::NoRegion)
     }
 
-    /// Registers memory that the region itself keeps.
+    /// Registers memory that the region owns.
     pub fn insert_owned(&self, owned: Owned) -> Arc<Memory> {
         let (base, len, location, keeper) = match owned {
             Owned::Host(buffer) => (
@@ -334,11 +334,11 @@ impl RegionTable {
         self.insert(base, len, location, keeper)
     }
 
-    /// Registers memory of the user's. Opens the GPU that it is of, and keeps it.
+    /// Registers memory of the user. For CUDA memory, opens the GPU and keeps it open.
     ///
     /// # Safety
-    /// `len` bytes at `base` must live in `location` and stay readable and writable there until the memory is
-    /// removed, or `owner` dropped.
+    /// `len` bytes at `base` are in `location`, and stay readable and writable until the memory is removed or
+    /// `owner` is dropped.
     pub unsafe fn insert_user(
         &self,
         base: *mut u8,
@@ -364,7 +364,7 @@ impl RegionTable {
         memory
     }
 
-    /// Refuses peers from here on.
+    /// Removes a region: peers can no longer access it.
     pub fn remove(&self, memory: &Memory) {
         memory.revoke();
         self.by_key.write().unwrap_or_else(|e| e.into_inner()).remove(&memory.key);
@@ -381,12 +381,12 @@ fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, MemoryLocation, Keeper) {
     (buffer.as_ptr(), buffer.len() as u64, location, Keeper::Cuda { buffer })
 }
 
-/// Of those who would take host memory for a GPU's.
+/// The error of code that takes host memory for GPU memory.
 pub(crate) fn host_has_no_gpu() -> Error {
     Error::Internal("a GPU is asked for host memory".into())
 }
 
-/// Checks that a range lies inside a region of `region_bytes`.
+/// Checks that a range lies within a region of `region_bytes`. Returns [`Error::OutOfRegion`] otherwise.
 pub fn check_range(side: &'static str, offset: u64, len: u64, region_bytes: u64) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= region_bytes => Ok(()),

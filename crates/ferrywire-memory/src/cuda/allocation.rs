@@ -1,4 +1,4 @@
-//! Memory of a GPU that we allocate ourselves.
+//! Device memory of CUDA GPUs that this library allocates.
 
 use super::deferred_free::{self, Idle};
 use super::dmabuf::dmabuf_fd;
@@ -8,29 +8,29 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What the driver aligns every allocation to.
+/// Alignment of the driver's allocations, in bytes.
 const DRIVER_ALIGN_BYTES: usize = 256;
 const PAGE_BYTES: usize = 4096;
 
-/// Memory of a GPU, in pages of its own. Dropping it waits for the GPU's work and frees it, unless that could hold up
-/// a transfer: then it is freed later.
+/// Memory of a CUDA GPU, in whole pages of its own. The CPU must not access it.
 ///
-/// The CPU may not touch it.
+/// Dropping it frees the memory, which waits for the GPU's work. Where that could block a transfer, the
+/// memory is freed later (`deferred_free.rs`).
 pub struct CudaBuffer {
-    /// Until it is dropped.
+    /// `None` only while the buffer is dropped.
     block: Option<Block>,
     gpu: Arc<CudaGpu>,
-    /// The first address in it that is aligned as asked for.
+    /// First address in the block with the requested alignment.
     address: u64,
     len: usize,
 }
 
-/// What the driver gave.
+/// One allocation of the driver.
 pub(super) struct Block {
     gpu: Arc<CudaGpu>,
     raw: u64,
     bytes: usize,
-    /// Nobody but us names it, so that nothing of it is under way once it is dropped.
+    /// Only transfers use the memory, and none does when the buffer is dropped, so the block may be reused.
     own: AtomicBool,
 }
 
@@ -47,7 +47,7 @@ impl Block {
         Ok(Block { gpu: gpu.clone(), raw, bytes, own: own.into() })
     }
 
-    /// Bytes that nobody is given again.
+    /// Bytes that cannot be reused and only wait to be freed.
     pub(super) fn useless_bytes(&self) -> usize {
         if self.is_own() { 0 } else { self.bytes }
     }
@@ -56,7 +56,7 @@ impl Block {
         self.own.load(Ordering::SeqCst)
     }
 
-    /// One that nobody uses any more.
+    /// Takes an unused block of this size from the deferred frees.
     fn again(gpu: &CudaGpu, bytes: usize) -> Option<Block> {
         let fits = |block: &Block| block.is_own() && block.gpu.index() == gpu.index() && block.bytes == bytes;
         let fits = |idle: &Idle| matches!(idle, Idle::Block(block) if fits(block));
@@ -68,60 +68,61 @@ impl Block {
 }
 
 impl CudaBuffer {
-    /// One that only transfers name (`own`) may be an old one.
+    /// Allocates a buffer. With `own`, only transfers will use it, and it may be a reused block.
     pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize, own: bool) -> Result<CudaBuffer> {
         if !align.is_power_of_two() {
             return Err(CudaError::Alignment { align });
         }
         let align = align.max(PAGE_BYTES);
-        // Whole pages, which a NIC can be given.
+        // Whole pages, so that the memory can be bound to a NIC.
         let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
-        // Not less than can be zeroed while a stream waits for a transfer.
+        // At least the size that [`CudaGpu::zero`] can zero while a stream waits for a transfer.
         let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES).max(ZEROES_BYTES);
         let block = match own.then(|| Block::again(gpu, padded)).flatten() {
             Some(block) => block,
             None => Block::new(gpu, padded, own)?,
         };
-        // SAFETY: memory of this length that nobody else uses.
+        // SAFETY: memory of this length that no other code uses yet.
         unsafe { gpu.zero(block.raw, block.bytes) }?;
         let address = block.raw.next_multiple_of(align as u64);
         Ok(CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len })
     }
 
-    /// The device address of the first byte.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// The same as a pointer, which must not be dereferenced.
+    /// Device address as a pointer, which must not be dereferenced.
     pub fn as_ptr(&self) -> *mut u8 {
         self.address as *mut u8
     }
 
-    /// Size in bytes, as asked for.
+    /// Requested size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the requested size is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The whole of it, in pages of 4096 bytes, as a dma-buf.
+    /// The whole buffer, in pages of 4096 bytes, as a dma-buf.
     ///
     /// # Errors
-    /// As for [`dmabuf_fd`].
+    /// See [`dmabuf_fd`].
     pub fn dmabuf_fd(&self) -> Result<OwnedFd> {
         dmabuf_fd(self.address, self.len.max(1).next_multiple_of(PAGE_BYTES) as u64)
     }
 
-    /// Something may still be sent of it when it is dropped: it goes back to the driver, and is nobody's before.
+    /// Prevents reuse: a send may still read the memory when the buffer is dropped. The memory then goes back
+    /// to the driver only.
     pub fn use_never_again(&self) {
         self.block.iter().for_each(|block| block.own.store(false, Ordering::SeqCst));
     }
 
-    /// The GPU it belongs to.
+    /// The GPU with this memory.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }

@@ -1,13 +1,14 @@
-//! What is not used any more, until it can be freed without holding anybody up.
+//! Deferred freeing of GPU and pinned memory, until it blocks no other thread.
 //!
-//! A driver frees memory, unpins it and unloads kernels only when all work of the GPU is done, and lets nobody else call
-//! it meanwhile. A stream that waits for a transfer would then be waited for by those who are to move it. So what is
-//! dropped by whoever moves data, or while a stream waits for a transfer, is kept here: the next who needs the same
-//! gets it, and the rest goes when something is dropped at a better time, at the latest with the last endpoint. Where much
-//! piles up that is of no use to anybody, or memory runs out, a thread frees it meanwhile.
+//! A driver frees memory, unpins it and unloads kernels only when all work of the GPU is done, and blocks all
+//! other calls meanwhile. If a stream waits for a transfer, the threads that move the transfer would then
+//! wait for that stream: a deadlock. So memory that is dropped on such a thread, or while a stream waits for
+//! a transfer, is kept here. The next allocation of its kind reuses it. The rest is freed by a drop at a
+//! better time, at the latest with the last endpoint; when much of it cannot be reused, or an allocation
+//! fails, a thread frees it.
 //!
-//! Invariant: nothing is freed while a stream waits for a transfer of this process. Read next: the engine's `ordering.rs`, where
-//! streams begin to wait.
+//! Invariant: nothing is freed while a stream of this process waits for a transfer.
+//! Read next: the engine's `ordering.rs`, where streams start to wait.
 
 use super::allocation::Block;
 use super::module::Loaded;
@@ -20,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::thread;
 
-/// Something to be freed.
+/// Memory or code that waits to be freed.
 pub(super) enum Idle {
     Block(Block),
     Pages(Pages),
@@ -28,7 +29,7 @@ pub(super) enum Idle {
 }
 
 impl Idle {
-    /// Bytes that nobody is given again.
+    /// Bytes that cannot be reused and only wait to be freed.
     fn useless_bytes(&self) -> usize {
         match self {
             Idle::Block(block) => block.useless_bytes(),
@@ -39,55 +40,54 @@ impl Idle {
 }
 
 static IDLE: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
-/// Streams that wait for a transfer.
+/// Number of streams that wait for a transfer.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
-/// Held while something is freed, and when a stream begins to wait.
+/// Held while memory is freed, and briefly when a stream starts to wait.
 static FREEING: Mutex<()> = Mutex::new(());
-/// Whether a thread has been started to free what is idle.
+/// Whether a thread is freeing.
 static THREAD_FREES: AtomicBool = AtomicBool::new(false);
-/// Held by many while kernels are launched, and by one when a stream begins to wait.
+/// Read-locked while a kernel is launched, write-locked when a stream starts to wait.
 static LAUNCHING: RwLock<()> = RwLock::new(());
 
 thread_local! {
     static MOVING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Frees what is given, and all else that is idle, if that can hold nobody up.
+/// Keeps `thing`, and frees all kept memory unless that could block a transfer.
 pub(super) fn leave(thing: Idle) {
     lock(&IDLE).push(thing);
-    match moves() {
-        true if piles_up() => clear_soon(),
-        true => {}
-        false => clear(),
+    if !moves() {
+        clear();
+    } else if piles_up() {
+        clear_soon();
     }
 }
 
-/// Something could not be had: frees what is idle, for this attempt or the next.
+/// Frees kept memory after an allocation has failed: at once, or for a later attempt.
 pub(super) fn make_room() {
-    match moves() {
-        true => clear_soon(),
-        false => clear(),
-    }
+    if moves() { clear_soon() } else { clear() }
 }
 
-/// Something idle that is as it is needed.
+/// Takes a kept item that fits, for reuse.
 pub(super) fn take<T>(fits: impl Fn(&Idle) -> bool, open: impl Fn(Idle) -> Option<T>) -> Option<T> {
     let mut idle = lock(&IDLE);
     let at = idle.iter().position(fits)?;
     open(idle.swap_remove(at))
 }
 
-/// Whether there is too much that nobody is given again.
+/// Whether the kept memory that cannot be reused exceeds
+/// [`DEFERRED_FREE_BYTES_MAX`](limits::DEFERRED_FREE_BYTES_MAX).
 fn piles_up() -> bool {
     lock(&IDLE).iter().map(Idle::useless_bytes).sum::<usize>() > limits::DEFERRED_FREE_BYTES_MAX
 }
 
-/// Frees what is idle, unless this thread moves data, or a stream waits for a transfer. Waits for who is at it.
+/// Frees kept memory, unless the current thread moves data or a stream waits for a transfer. Waits for
+/// another thread that is freeing.
 pub fn clear() {
     if moves() {
         return;
     }
-    // Also where nothing is left: somebody may be about to free it.
+    // Also when nothing is kept: another thread may be about to free it.
     let _freeing = lock(&FREEING);
     if WAITING.load(Ordering::Acquire) == 0 {
         let idle = mem::take(&mut *lock(&IDLE));
@@ -95,12 +95,12 @@ pub fn clear() {
     }
 }
 
-/// Has a thread that moves nothing free what is idle.
+/// Starts a thread that frees kept memory.
 fn clear_soon() {
     if streams_wait() || THREAD_FREES.swap(true, Ordering::SeqCst) {
         return;
     }
-    // Who left something while this was at it, or saw a stream go on, has relied on it.
+    // A thread that found `THREAD_FREES` set in the meantime has relied on this one, so it checks again.
     let free = || loop {
         clear();
         THREAD_FREES.store(false, Ordering::SeqCst);
@@ -114,42 +114,43 @@ fn clear_soon() {
     }
 }
 
-/// A stream is about to wait for a transfer. Waits for what is being freed.
+/// Notes that a stream is about to wait for a transfer. Waits for a thread that is freeing.
 pub fn stream_waits() {
     let _freeing = lock(&FREEING);
     let _launching = LAUNCHING.write().unwrap_or_else(PoisonError::into_inner);
     WAITING.fetch_add(1, Ordering::AcqRel);
 }
 
-/// Leave to launch something as long as this lives; none while a stream waits for a transfer, behind which it might stand.
+/// A permit to launch work on a GPU, valid while it is held. `None` while a stream waits for a transfer: the
+/// work might queue behind that stream.
 pub fn launching() -> Option<RwLockReadGuard<'static, ()>> {
     let launching = LAUNCHING.read().unwrap_or_else(PoisonError::into_inner);
     (!streams_wait()).then_some(launching)
 }
 
-/// Whether any does.
+/// Whether any stream waits for a transfer.
 fn streams_wait() -> bool {
     WAITING.load(Ordering::Acquire) > 0
 }
 
-/// It goes on. Never blocks.
+/// Notes that a stream no longer waits for a transfer. Never blocks.
 pub fn stream_goes_on() {
     if WAITING.fetch_sub(1, Ordering::AcqRel) == 1 && piles_up() {
         clear_soon();
     }
 }
 
-/// As long as this lives, its thread moves data, and frees nothing.
+/// Marks the current thread as one that moves data, and so must not free memory, until it is dropped.
 #[must_use = "data is moved as long as the guard lives"]
 pub struct Moving(PhantomData<*const ()>);
 
-/// This thread moves data from here on.
+/// Marks the current thread as one that moves data.
 pub fn moving() -> Moving {
     MOVING.set(MOVING.get() + 1);
     Moving(PhantomData)
 }
 
-/// Whether this thread does.
+/// Whether the current thread moves data.
 pub fn moves() -> bool {
     MOVING.get() > 0
 }

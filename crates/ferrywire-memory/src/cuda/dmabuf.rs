@@ -1,4 +1,4 @@
-//! Memory of a GPU as a dma-buf, which other devices can read and write.
+//! GPU memory as a dma-buf, which other devices can read and write.
 
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
@@ -7,10 +7,11 @@ use super::pointer;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
-/// A dma-buf of `bytes` bytes of GPU memory at `address`, as far as driver and kernel can make one.
+/// Exports `bytes` bytes of GPU memory at `address` as a dma-buf.
 ///
 /// # Errors
-/// [`CudaError::DmaBuf`] with the reason: not memory of a GPU, not whole pages, no support, or the driver's words.
+/// [`CudaError::DmaBuf`] with the reason: not GPU memory, not whole pages, no support by driver or kernel, or
+/// the driver's message.
 pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
     let refused = |why: String| CudaError::DmaBuf { address, bytes, why };
     driver()?;
@@ -25,7 +26,7 @@ pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
         return Err(refused(why));
     }
     let opened = CudaGpu::open(gpu)?;
-    // The driver asks for some context of the GPU's.
+    // The driver requires a current context of the GPU.
     let _current = opened.make_current()?;
     let mut fd: RawFd = -1;
     let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
@@ -36,7 +37,7 @@ pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
         call!(about, cuMemGetHandleForAddressRange(into, address, bytes as usize, kind, 0))
     }
     .map_err(|error| refused(error.to_string()))?;
-    // SAFETY: the driver has just made this descriptor, and nobody else has it.
+    // SAFETY: the driver has just made this descriptor, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

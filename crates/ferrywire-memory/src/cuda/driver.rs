@@ -1,12 +1,12 @@
-//! The CUDA driver: found when it is first needed, or seen to be there already, and looked through once.
+//! The CUDA driver library: loaded at first need, or found in the process, and checked once.
 //!
 //! ```text
 //!   not loaded ── library(): is it there, new enough, complete? ──> found ── driver(): cuInit ──> usable
 //! ```
 //!
-//! Invariant: no function of the driver is called before `library` has found all of [`Functions`], so that an absent
-//! one is an error; and registering host memory never loads the driver, nor initialises it.
-//! Read next: `functions.rs`; `gpu.rs`, the first who needs it.
+//! Invariants: no function of the driver is called before `library` has found all of [`Functions`], so a
+//! missing one is an error; registering host memory neither loads nor initialises the driver.
+//! Read next: `functions.rs`; `gpu.rs`, its first user.
 
 use super::error::{About, CudaError, NO_DEVICE, Result, call, check};
 use super::functions::Functions;
@@ -15,21 +15,21 @@ use ferrywire_proto::limits::CUDA_DRIVER_VERSION_MIN;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
-/// `CUmemcpyAttributes`, which drivers have since CUDA 12.8.
+/// `CUmemcpyAttributes`, available since CUDA 12.8.
 #[repr(C)]
 pub(super) struct CopyAttributes {
     pub source_access: u32,
-    /// Kind and number, for managed memory only.
+    /// Location kind and number; used for managed memory only.
     pub source_hint: [u32; 2],
     pub target_hint: [u32; 2],
     pub flags: u32,
 }
 
-/// Sources are read when the stream comes to the copies.
+/// Sources are read when the stream reaches the copies, not at the call.
 pub(super) const SOURCE_ACCESS_STREAM: u32 = 1;
 
-/// `cuMemcpyBatchAsync`, as CUDA 12.8 has it: targets, sources, sizes, count; attributes, from which copy on
-/// each holds, how many; the first that failed; the stream.
+/// `cuMemcpyBatchAsync` as of CUDA 12.8. Arguments: targets, sources, sizes, count; attributes, the index of
+/// the first copy that each applies to, their number; the index of the first failed copy; the stream.
 pub(super) type CopyBatch = unsafe extern "C" fn(
     *mut u64,
     *mut u64,
@@ -42,51 +42,52 @@ pub(super) type CopyBatch = unsafe extern "C" fn(
     sys::CUstream,
 ) -> u32;
 
-/// A driver with all that is needed.
+/// A driver library with every required function.
 #[derive(Debug)]
 pub(super) struct Library {
     pub version: u32,
     pub functions: Functions,
-    /// Only newer drivers have it.
+    /// `cuMemcpyBatchAsync`, which only newer drivers have.
     pub copy_batch: Option<CopyBatch>,
 }
 
-/// A driver that is initialised.
+/// An initialised driver.
 #[derive(Debug)]
 pub(super) struct Driver {
-    /// GPUs that this process sees.
+    /// Number of GPUs that this process sees.
     pub devices: u32,
 }
 
-/// The driver, loaded and looked through.
+/// The driver library, loaded and checked.
 pub(super) fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     LIBRARY.get_or_init(find).as_ref().map_err(CudaError::clone)
 }
 
-/// The driver, ready for use.
+/// The driver, loaded and initialised.
 pub(super) fn driver() -> Result<&'static Driver> {
     static DRIVER: OnceLock<Result<Driver>> = OnceLock::new();
     DRIVER.get_or_init(|| library().and_then(|_| initialise())).as_ref().map_err(CudaError::clone)
 }
 
-/// The driver, if somebody has loaded it into this process: asking does not load it.
+/// The driver library if this process has loaded it already; this call never loads it.
 pub(super) fn library_if_mapped() -> Option<&'static Library> {
     static MAPPED: OnceLock<Option<&'static Library>> = OnceLock::new();
     if let Some(known) = MAPPED.get() {
         return *known;
     }
-    // Until it is there, the answer may change.
+    // While the library is absent it may still be loaded later, so the answer is not cached.
     is_mapped().then(|| *MAPPED.get_or_init(|| library().ok())).flatten()
 }
 
-/// Version of the driver, as it counts: 12040 is CUDA 12.4. Loads it.
+/// Version of the driver in its own notation: 12040 is CUDA 12.4. Loads the driver.
 pub fn driver_version() -> Result<u32> {
     library().map(|library| library.version)
 }
 
 fn is_mapped() -> bool {
-    // SAFETY: a name with its end; nothing is loaded that is not there already. What is found is not kept.
+    // SAFETY: a terminated name; the call loads nothing that is not loaded already, and the handle is not
+    // kept.
     unsafe {
         let found = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY);
         !found.is_null() && libc::dlclose(found) == 0
@@ -102,9 +103,9 @@ fn find() -> Result<Library> {
     if version < CUDA_DRIVER_VERSION_MIN {
         return Err(CudaError::OldDriver { found: version, needed: CUDA_DRIVER_VERSION_MIN });
     }
-    // SAFETY: it is there, and is never unloaded.
+    // SAFETY: the library is present, and is never unloaded.
     let functions = unsafe { Functions::of(version) }?;
-    // SAFETY: the library is there; the function has had this type since it first appeared.
+    // SAFETY: the library is present; the function has had this type since it first appeared.
     let copy_batch = unsafe { sys::culib().get::<CopyBatch>(b"cuMemcpyBatchAsync\0") };
     Ok(Library { version, functions, copy_batch: copy_batch.ok().map(|found| *found) })
 }
@@ -113,7 +114,8 @@ fn version() -> Result<u32> {
     type Version = unsafe extern "C" fn(*mut c_int) -> u32;
     let symbol = "cuDriverGetVersion";
     let mut version = 0;
-    // SAFETY: the library is there; the function has had this type since it first appeared; room for a number.
+    // SAFETY: the library is present; the function has had this type since it first appeared; room for a
+    // number.
     let code = unsafe {
         let asked = sys::culib().get::<Version>(symbol.as_bytes());
         asked.map_err(|_| CudaError::MissingSymbol { symbol, version: 0 })?(&mut version)
@@ -123,7 +125,7 @@ fn version() -> Result<u32> {
 
 fn initialise() -> Result<Driver> {
     let mut devices = 0;
-    // SAFETY: the functions are there; room for a number.
+    // SAFETY: the functions are present; room for a number.
     let counted = unsafe {
         call!(About::default(), cuInit(0))
             .and_then(|()| call!(About::default(), cuDeviceGetCount(&mut devices)))
@@ -135,13 +137,13 @@ fn initialise() -> Result<Driver> {
     }
 }
 
-/// Name and text of a code.
+/// Name and message of a driver's error code.
 pub(super) fn words(code: u32) -> (&'static str, &'static str) {
     type Words = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
     let ask = |symbol: &[u8]| {
         let mut text = std::ptr::null();
-        // SAFETY: only asked for a code that the driver gave, so the library is there. The code goes in as a
-        // number, since a newer driver may have one that nobody here knows; texts live as long as the driver.
+        // SAFETY: the driver returned this code, so the library is present. The code is passed as a number,
+        // since a newer driver may have codes unknown here; the texts live as long as the driver.
         let text = unsafe {
             let words = sys::culib().get::<Words>(symbol).ok()?;
             let answer = words(code, &mut text);

@@ -1,4 +1,4 @@
-//! What can go wrong with a GPU and its driver: each failed call with its device, size and the driver's words.
+//! Errors of CUDA GPUs and their driver: each failed call with device, size and the driver's message.
 
 use super::driver;
 use std::fmt;
@@ -10,80 +10,80 @@ pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// The driver's library is not there.
+    /// The driver library cannot be loaded.
     #[error(
         "no CUDA driver: libcuda.so.1 cannot be loaded; install the NVIDIA driver, or give the container its \
          libraries (--gpus all)"
     )]
     NoDriver,
-    /// The driver is older than what is needed.
+    /// The driver is older than required.
     #[error(
         "the CUDA driver is too old: it is for CUDA {}, and CUDA {} is needed; update the NVIDIA driver",
         version_text(*found),
         version_text(*needed)
     )]
     OldDriver {
-        /// The version found, as the driver counts: 12040 is 12.4.
+        /// Version found, in the driver's notation: 12040 is CUDA 12.4.
         found: u32,
-        /// The oldest that will do.
+        /// Oldest supported version, in the driver's notation.
         needed: u32,
     },
     /// The driver lacks a function that its version should have.
     #[error("the CUDA driver (for CUDA {}) has no {symbol}: is it complete?", version_text(*version))]
     MissingSymbol {
-        /// The function.
+        /// Name of the function.
         symbol: &'static str,
-        /// The driver's version, as it counts; 0 where it does not tell.
+        /// Version of the driver in its notation; 0 where unknown.
         version: u32,
     },
-    /// There is a driver, and no GPU for it.
+    /// The driver finds no GPU.
     #[error("the CUDA driver finds no GPU: is CUDA_VISIBLE_DEVICES empty, or no device in the container?")]
     NoDevice,
-    /// There is no GPU with such a number.
+    /// No GPU has this number.
     #[error("there is no CUDA GPU {index}: this process sees {count}, counted from 0")]
     NoSuchGpu {
-        /// The number asked for.
+        /// The requested number.
         index: u32,
-        /// How many there are.
+        /// Number of GPUs.
         count: u32,
     },
-    /// The GPU can be used once somebody opens it.
+    /// The GPU must be opened before it is used.
     #[error("CUDA GPU {index} is not open: call CudaGpu::open({index}) and keep it")]
     NotOpen {
-        /// The GPU.
+        /// Number of the GPU.
         index: u32,
     },
-    /// Memory is used that was there when it was registered.
+    /// GPU memory was freed after it was registered.
     #[error(
         "there is no GPU memory of {bytes} bytes at {address:#x} any more: deregister a region before its memory is \
          freed"
     )]
     Freed {
-        /// First address.
+        /// First address of the range.
         address: u64,
-        /// How many.
+        /// Length of the range in bytes.
         bytes: u64,
     },
-    /// Alignments are powers of two.
+    /// The alignment is not a power of two.
     #[error("alignment {align} is not a power of two")]
     Alignment {
-        /// What was asked for.
+        /// The requested alignment.
         align: usize,
     },
     /// A call of the driver failed.
     #[error("{failure}")]
     Call {
-        /// What failed, and the driver's words.
+        /// The call, and the driver's message.
         failure: Failure,
     },
-    /// The GPU has no memory left.
+    /// The GPU has not enough free memory.
     #[error("{failure}; {free_bytes} of the GPU's {total_bytes} bytes are free")]
     OutOfMemory {
-        /// What failed, and the driver's words.
+        /// The call, and the driver's message.
         failure: Failure,
-        /// Bytes that are free on the GPU, as told right afterwards.
+        /// Free bytes on the GPU, measured right after the failure.
         free_bytes: u64,
-        /// All it has.
+        /// All bytes of the GPU.
         total_bytes: u64,
     },
     /// Host memory could not be pinned.
@@ -92,47 +92,47 @@ pub enum CudaError {
          (ulimit -l, or the container's memlock)"
     )]
     Pinned {
-        /// What was asked for.
+        /// Requested size in bytes.
         bytes: u64,
-        /// The call that failed, with the driver's or the system's words.
+        /// The failed call, with the driver's or the system's message.
         why: String,
     },
-    /// A range begins in device memory and leaves it, or changes GPU.
+    /// The range starts in device memory, but leaves it or continues on another GPU.
     #[error("{bytes} bytes at {address:#x} leave the GPU memory there, which ends at {end:#x}")]
     OutOfRange {
         /// First address of the range.
         address: u64,
-        /// Its length.
+        /// Length of the range in bytes.
         bytes: u64,
-        /// Where the memory of its first GPU ends.
+        /// End of the memory in which the range starts.
         end: u64,
     },
-    /// A copy was asked for that no GPU can make.
+    /// No GPU can access the range of a copy.
     #[error("no memory of a GPU, and no pinned memory, has {bytes} bytes at {address:#x}")]
     OutOfReach {
         /// First address of the range.
         address: u64,
-        /// Its length.
+        /// Length of the range in bytes.
         bytes: u64,
     },
-    /// Memory of a GPU cannot be handed to other devices as a dma-buf.
+    /// The memory cannot be exported as a dma-buf.
     #[error("no dma-buf of {bytes} bytes at {address:#x}: {why}")]
     DmaBuf {
-        /// First address.
+        /// First address of the range.
         address: u64,
-        /// Length.
+        /// Length of the range in bytes.
         bytes: u64,
-        /// The reason.
+        /// Reason.
         why: String,
     },
-    /// What was waited for had not happened in time. It may still happen.
+    /// An event or a stream did not finish in time. It may still finish.
     #[error("CUDA GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     TimedOut {
-        /// The GPU.
+        /// Number of the GPU.
         gpu: u32,
-        /// What was waited for.
+        /// The event or stream that was waited for.
         what: &'static str,
-        /// How long.
+        /// Time waited.
         waited: std::time::Duration,
     },
 }
@@ -140,17 +140,17 @@ pub enum CudaError {
 /// A failed call of the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// The function.
+    /// Name of the driver's function.
     pub call: &'static str,
-    /// The GPU it was for, where it was for one.
+    /// The GPU of the call, where it concerns one.
     pub gpu: Option<u32>,
-    /// Bytes it was about, where it was about some.
+    /// Size in bytes that the call concerns, if any.
     pub bytes: Option<u64>,
-    /// The driver's code.
+    /// The driver's error code.
     pub code: u32,
-    /// The code's name.
+    /// Name of the error code.
     pub name: &'static str,
-    /// The driver's words.
+    /// The driver's message for the code.
     pub text: &'static str,
 }
 
@@ -174,7 +174,7 @@ pub(super) const NOT_READY: u32 = 600;
 pub(super) const NOT_SUPPORTED: u32 = 801;
 
 impl CudaError {
-    /// The driver's code, where a call of it failed.
+    /// The driver's error code; `None` when no driver call failed.
     pub fn code(&self) -> Option<u32> {
         match self {
             CudaError::Call { failure } | CudaError::OutOfMemory { failure, .. } => Some(failure.code),
@@ -183,7 +183,7 @@ impl CudaError {
     }
 }
 
-/// What a call is about, for the message when it fails.
+/// GPU and size that a call concerns, for its error.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct About {
     pub gpu: Option<u32>,
@@ -200,7 +200,7 @@ impl About {
     }
 }
 
-/// The error of a call that gave `code`, if it is one.
+/// Converts the code that a driver call returned.
 pub(super) fn check(call: &'static str, about: About, code: u32) -> Result<()> {
     if code == 0 {
         return Ok(());
@@ -210,7 +210,7 @@ pub(super) fn check(call: &'static str, about: About, code: u32) -> Result<()> {
     Err(CudaError::Call { failure: Failure { call, gpu, bytes, code, name, text } })
 }
 
-/// Calls the driver, once it is found; the number that it answers with.
+/// Calls a driver function; evaluates to its return code.
 macro_rules! ask {
     ($function:ident($($argument:expr),* $(,)?)) => {
         match $crate::cuda::driver::library() {
@@ -221,7 +221,7 @@ macro_rules! ask {
 }
 pub(super) use ask;
 
-/// Calls the driver, and makes an error of what it answers.
+/// Calls a driver function; evaluates to a `Result`.
 macro_rules! call {
     ($about:expr, $function:ident($($argument:expr),* $(,)?)) => {
         $crate::cuda::error::ask!($function($($argument),*))

@@ -1,4 +1,4 @@
-//! Marks in a stream: whether everything before them is done.
+//! CUDA events: points in a stream, which are done when all work before them is done.
 
 use super::RawStream;
 use super::error::{CudaError, NOT_READY, Result, ask, call, check};
@@ -8,8 +8,8 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A mark that can be put into streams again and again; it stands for the last place where it was put. It
-/// takes no times, which makes it cheap.
+/// A reusable event. It stands for the point in a stream where it was recorded last. It takes no timestamps,
+/// which makes it cheap.
 pub struct CudaEvent {
     gpu: Arc<CudaGpu>,
     pub(super) raw: sys::CUevent,
@@ -21,7 +21,7 @@ unsafe impl Send for CudaEvent {}
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    /// One that was not recorded yet, and counts as done.
+    /// An event that was never recorded, which counts as done.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaEvent> {
         let _current = gpu.make_current()?;
         let mut raw = ptr::null_mut();
@@ -31,51 +31,51 @@ impl CudaEvent {
         Ok(CudaEvent { gpu: gpu.clone(), raw })
     }
 
-    /// Whether everything before it is done. Does not block.
+    /// Whether all work before the event is done. Does not block.
     ///
     /// # Errors
-    /// The driver's, when something before it failed: then the whole context is lost.
+    /// The driver's error when earlier work failed; the whole context is then unusable.
     pub fn query(&self) -> Result<bool> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: an event that lives.
+        // SAFETY: the event is alive.
         done("cuEventQuery", &self.gpu, unsafe { ask!(cuEventQuery(self.raw)) }?)
     }
 
-    /// Waits until everything before it is done.
+    /// Waits until all work before the event is done.
     ///
     /// # Errors
-    /// As for [`CudaEvent::query`]; [`CudaError::TimedOut`].
+    /// Those of [`CudaEvent::query`], and [`CudaError::TimedOut`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         wait_until(&self.gpu, "an event", timeout, || self.query())
     }
 
-    /// Puts it into somebody else's stream: what is enqueued there before this call comes before it.
+    /// Records the event in a stream of another library, behind all work enqueued there so far.
     ///
     /// # Safety
-    /// A live stream of this GPU's primary context, or null for the default one.
+    /// `stream` is a live stream of this GPU's primary context, or null for the default stream.
     pub unsafe fn record_raw(&self, stream: RawStream) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: by the caller's promise.
         unsafe { call!(self.gpu.about(), cuEventRecord(self.raw, stream)) }
     }
 
-    /// What is enqueued in somebody else's stream from here on waits for it.
+    /// Makes later work in a stream of another library wait for the event.
     ///
     /// # Safety
-    /// As for [`CudaEvent::record_raw`].
+    /// The promise of [`CudaEvent::record_raw`].
     pub unsafe fn awaited_by_raw(&self, stream: RawStream) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: by the caller's promise.
         unsafe { call!(self.gpu.about(), cuStreamWaitEvent(stream, self.raw, 0)) }
     }
 
-    /// The GPU it was made for.
+    /// The GPU of the event.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }
 }
 
-/// What a query's answer says.
+/// Converts the return code of a query.
 pub(super) fn done(call: &'static str, gpu: &CudaGpu, code: u32) -> Result<bool> {
     match code {
         NOT_READY => Ok(false),
@@ -83,7 +83,7 @@ pub(super) fn done(call: &'static str, gpu: &CudaGpu, code: u32) -> Result<bool>
     }
 }
 
-/// Asks until the answer is yes: at once at first, then more rarely.
+/// Polls until `is_done` returns true: first without pauses, then every 100 us.
 pub(super) fn wait_until(
     gpu: &CudaGpu,
     what: &'static str,
@@ -98,9 +98,10 @@ pub(super) fn wait_until(
         if waited >= timeout {
             return Err(CudaError::TimedOut { gpu: gpu.index(), what, waited: timeout });
         }
-        match asked < YIELDS {
-            true => std::thread::yield_now(),
-            false => std::thread::sleep(PAUSE),
+        if asked < YIELDS {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(PAUSE);
         }
         asked += 1;
     }

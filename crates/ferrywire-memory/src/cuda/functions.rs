@@ -1,10 +1,11 @@
-//! The driver's functions, as they are called: each answers with a number.
+//! The driver's functions with return codes as plain numbers.
 //!
-//! Bindings that make an enumeration of the answer cannot be called: a newer driver has codes that no list of
-//! today knows, and a value outside of an enumeration is undefined behaviour as soon as it comes back.
+//! Bindings that return an enumeration cannot be called: a newer driver has codes that today's list lacks,
+//! and a value outside of an enumeration is undefined behaviour as soon as it is returned.
 //!
-//! Invariant: the types are those of the bindings, which are made of the driver's header; the compiler compares them.
-//! Read next: `driver.rs`, which finds them; `error.rs`, what becomes of an answer.
+//! Invariant: the types are those of the bindings, which are generated from the driver's header; the compiler
+//! compares them.
+//! Read next: `driver.rs`, which loads the functions; `error.rs`, which converts return codes.
 
 use super::error::{CudaError, Result};
 use cudarc::driver::sys::{
@@ -15,7 +16,7 @@ use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 
 macro_rules! functions {
     ($($name:ident($($argument:ty),*);)+) => {
-        /// Every function that is called without asking whether it is there.
+        /// The functions that every supported driver must have.
         #[derive(Debug)]
         #[allow(non_snake_case, reason = "these are their names")]
         pub(super) struct Functions {
@@ -23,10 +24,10 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// All of them, or the first that is missing.
+            /// Loads all functions; returns an error for the first that is missing.
             ///
             /// # Safety
-            /// The library is there, and of that version.
+            /// The library is present, and has this version.
             pub(super) unsafe fn of(version: u32) -> Result<Functions> {
                 Ok(Functions {
                     $($name: {
@@ -98,7 +99,7 @@ functions! {
 mod tests {
     use std::path::Path;
 
-    /// A function of the bindings would make an enumeration of whatever the driver answers.
+    /// A function of the bindings would convert any return code into an enumeration.
     #[test]
     fn the_driver_is_called_through_the_table_alone() {
         let (mut folders, mut calls) = (vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")], 0);

@@ -1,7 +1,7 @@
-//! A GPU of this process: its primary context, what it is, and the blocking ways to its memory.
+//! A CUDA GPU of this process: its primary context, its properties, and blocking access to its memory.
 //!
-//! Invariant: the context is retained as long as anybody holds the [`CudaGpu`], one of its streams, events or
-//! pieces of memory, and released exactly once.
+//! Invariant: the context is retained as long as the [`CudaGpu`], one of its streams, events or buffers
+//! lives, and is released exactly once.
 //! Read next: `allocation.rs`, `stream.rs`.
 
 use super::driver::driver;
@@ -18,27 +18,27 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// What memory is zeroed by, piece by piece, where it is not filled.
+/// Size in bytes of the copies that zero memory when a fill kernel cannot be launched.
 pub(super) const ZEROES_BYTES: usize = 64 << 10;
 
-/// What is written at once from memory that is not pinned: a driver returns only when it is copied, and whoever is about to have a
-/// stream wait, waits for that.
+/// Most bytes of one write from unpinned memory. The driver returns only when the bytes are copied, and a
+/// stream that is about to wait for a transfer waits for the call.
 const WRITE_BYTES: usize = 4 << 20;
 
-/// Streams for the work of transfers, for each way: as many as a peer has channels on a large host.
+/// Streams for transfers per direction: as many as a peer has channels on a large host.
 const URGENT_STREAMS: usize = 16;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The GPUs of this process, by number.
+/// The GPUs of this process by number.
 static GPUS: [Slot; CUDA_GPUS_MAX] = [const { Slot::new() }; CUDA_GPUS_MAX];
 
-/// Where a GPU of this process is found while somebody holds it.
+/// Entry of a GPU, which is found while it is in use.
 struct Slot {
     gpu: Mutex<Weak<CudaGpu>>,
-    /// Held while its context is made, which takes a driver long. Whoever moves data only looks for the GPU.
+    /// Held while the GPU's context is made, which takes long. Threads that move data only look up the GPU.
     opening: Mutex<()>,
 }
 
@@ -52,21 +52,21 @@ impl Slot {
     }
 }
 
-/// A GPU that is in use. Everything that belongs to it keeps it open.
+/// A CUDA GPU in use. Everything that belongs to the GPU keeps it open.
 pub struct CudaGpu {
     index: u32,
     device: sys::CUdevice,
     context: sys::CUcontext,
     about: Properties,
-    /// The stream of blocking copies, once there was one.
+    /// Stream of the blocking copies, made at first need.
     blocking: Mutex<Option<Raw>>,
-    /// Streams for the work of transfers, for each way; none were made yet if there is nothing.
+    /// Streams for transfers, out of the GPU and into it; empty until [`CudaGpu::prepare_streams`].
     urgent: [Mutex<Vec<Urgent>>; 2],
-    /// Held while those are made. Whoever moves data only takes one of those that are there.
+    /// Held while these streams are made. Threads that move data only take a finished one.
     preparing: Mutex<()>,
 }
 
-/// What is worth knowing about a GPU.
+/// Properties of a GPU.
 #[derive(Clone, Debug)]
 struct Properties {
     name: String,
@@ -75,14 +75,14 @@ struct Properties {
     numa_node: Option<u32>,
     total_bytes: u64,
     multiprocessors: u32,
-    /// The first number of its compute capability.
+    /// Major number of the compute capability.
     generation: u32,
 }
 
 /// A raw stream, guarded by a mutex.
 struct Raw(sys::CUstream);
 
-/// A stream for the work of transfers, and how many use it.
+/// A stream for transfers, and the number of its users.
 struct Urgent {
     stream: Raw,
     users: usize,
@@ -94,12 +94,12 @@ unsafe impl Send for CudaGpu {}
 unsafe impl Sync for CudaGpu {}
 
 impl CudaGpu {
-    /// GPU `index` of this process, in the order in which the driver shows them: the same one for everybody
-    /// while it lives. Loads the driver if nobody has, and retains the GPU's primary context.
+    /// Opens GPU `index` of this process, in the driver's order. Further calls return the open GPU while it
+    /// lives. Loads the driver at first need, and retains the GPU's primary context.
     ///
     /// # Errors
     /// [`CudaError::NoDriver`], [`CudaError::OldDriver`], [`CudaError::NoDevice`], [`CudaError::NoSuchGpu`],
-    /// and whatever the driver says when it makes the context.
+    /// and the driver's error when it cannot make the context.
     pub fn open(index: u32) -> Result<Arc<CudaGpu>> {
         let driver = driver()?;
         let no_such = CudaError::NoSuchGpu { index, count: driver.devices };
@@ -119,7 +119,7 @@ impl CudaGpu {
     fn retain(index: u32) -> Result<CudaGpu> {
         let about = About::gpu(index);
         let (mut device, mut context) = (0, ptr::null_mut());
-        // SAFETY: the driver is initialised; room for what it gives.
+        // SAFETY: the driver is initialised; room for its results.
         unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
         let properties = Properties::of(device, about)?;
         // SAFETY: as above; the context is released when the `CudaGpu` is dropped.
@@ -135,17 +135,17 @@ impl CudaGpu {
         })
     }
 
-    /// GPU `index`, if somebody has opened it and still holds it.
+    /// GPU `index`, if it is open.
     pub fn opened(index: u32) -> Option<Arc<CudaGpu>> {
         GPUS.get(index as usize)?.gpu().upgrade()
     }
 
-    /// How many GPUs this process sees. Loads the driver.
+    /// Number of GPUs that this process sees. Loads the driver.
     pub fn count() -> Result<u32> {
         driver().map(|driver| driver.devices)
     }
 
-    /// Name and PCI address of GPU `index`, without opening it: no context is made.
+    /// Name and PCI address of GPU `index`, without making a context.
     pub fn look(index: u32) -> Result<(String, String)> {
         let about = About::gpu(index);
         let count = driver()?.devices;
@@ -153,54 +153,54 @@ impl CudaGpu {
             return Err(CudaError::NoSuchGpu { index, count });
         }
         let mut device = 0;
-        // SAFETY: the driver is initialised; room for what it gives.
+        // SAFETY: the driver is initialised; room for its results.
         unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
         let properties = Properties::of(device, about)?;
         Ok((properties.name, properties.pci))
     }
 
-    /// Its number.
+    /// Number of the GPU in this process.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// The maker's name for it.
+    /// Product name.
     pub fn name(&self) -> &str {
         &self.about.name
     }
 
-    /// Its own name among all GPUs: `GPU-` and 36 characters.
+    /// UUID of the GPU: `GPU-` and 36 characters.
     pub fn uuid(&self) -> &str {
         &self.about.uuid
     }
 
-    /// Its PCI address, as sysfs writes it: `0000:1b:00.0`.
+    /// PCI address in sysfs notation: `0000:1b:00.0`.
     pub fn pci_address(&self) -> &str {
         &self.about.pci
     }
 
-    /// The NUMA node it is attached to, where the kernel knows.
+    /// NUMA node of the GPU, where the kernel knows it.
     pub fn numa_node(&self) -> Option<u32> {
         self.about.numa_node
     }
 
-    /// Bytes of its memory, all users together.
+    /// Size of the GPU's memory in bytes.
     pub fn total_bytes(&self) -> u64 {
         self.about.total_bytes
     }
 
-    /// How many multiprocessors it has.
+    /// Number of multiprocessors.
     pub fn multiprocessors(&self) -> u32 {
         self.about.multiprocessors
     }
 
-    /// Whether a kernel sees what others write while it runs, once it has read a word that says so: older ones kept in a cache
-    /// what they had read before.
+    /// Whether a running kernel that has read a flag then sees what was written before the flag. Older GPUs
+    /// keep earlier reads in a cache.
     pub fn kernels_see_news(&self) -> bool {
         self.about.generation >= 7
     }
 
-    /// Bytes of its memory that nobody has taken.
+    /// Free bytes of the GPU's memory.
     pub fn free_bytes(&self) -> Result<u64> {
         let _current = self.make_current()?;
         let (mut free, mut total) = (0, 0);
@@ -209,55 +209,57 @@ impl CudaGpu {
         Ok(free as u64)
     }
 
-    /// What a failed call on this GPU is told with.
+    /// GPU and size, for the error of a failed call.
     pub(super) fn about(&self) -> About {
         About::gpu(self.index)
     }
 
-    /// Does something with the GPU's context current on this thread; then what was current before is so again.
+    /// Runs `body` with the GPU's context current on this thread, then restores the previous context.
     ///
     /// # Errors
-    /// The driver's, when it cannot make it so; nothing was done then.
+    /// The driver's error when the context cannot be made current; `body` has not run then.
     pub fn with_current<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
         let _current = self.make_current()?;
         Ok(body())
     }
 
-    /// The same for code that may leave contexts on the thread's stack: afterwards it has those that it had before.
+    /// Runs foreign code with the GPU's context current. The code may leave contexts on the thread's stack;
+    /// afterwards the stack is as before.
     pub fn with_current_alone<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
         let _aside = Aside::put();
         self.with_current(body)
     }
 
-    /// Makes the GPU's context current on this thread until the guard is dropped. Where it is current already,
-    /// that costs one look. Guards have to go in the reverse order in which they came, so they stay in here,
-    /// each in a function of its own.
+    /// Makes the GPU's context current on this thread until the guard is dropped. This is one cheap call
+    /// where it is current already. Guards must be dropped in reverse order, so they stay within this crate,
+    /// one per function.
     pub(super) fn make_current(&self) -> Result<CurrentGuard<'_>> {
         let mut current = ptr::null_mut();
         // SAFETY: the driver is initialised; room for a pointer.
         unsafe { call!(self.about(), cuCtxGetCurrent(&mut current)) }?;
         let pushed = current != self.context;
         if pushed {
-            // SAFETY: a context that is retained as long as this lives.
+            // SAFETY: the context is retained as long as `self` lives.
             unsafe { call!(self.about(), cuCtxPushCurrent_v2(self.context)) }?;
         }
         Ok(CurrentGuard { pushed, _gpu: PhantomData, _thread: PhantomData })
     }
 
-    /// Allocates zeroed memory, aligned to `align` and to 4096 at least.
+    /// Allocates zeroed memory, aligned to `align` and at least to 4096 bytes.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`] with what is free; [`CudaError::Alignment`].
+    /// [`CudaError::OutOfMemory`] with the free bytes; [`CudaError::Alignment`].
     pub fn alloc(self: &Arc<Self>, bytes: usize, align: usize) -> Result<CudaBuffer> {
         CudaBuffer::new(self, bytes, align, false)
     }
 
-    /// Likewise for transfers alone: nobody else names it, and nothing of it is under way when it is dropped.
+    /// Allocates memory that only transfers use: nothing is in flight when it is dropped, so it may be
+    /// reused.
     pub fn alloc_own(self: &Arc<Self>, bytes: usize, align: usize) -> Result<CudaBuffer> {
         CudaBuffer::new(self, bytes, align, true)
     }
 
-    /// Zeroed host memory, on the GPU's NUMA node, that every GPU reaches.
+    /// Allocates zeroed pinned host memory on the GPU's NUMA node, accessible to every GPU.
     ///
     /// # Errors
     /// [`CudaError::Pinned`].
@@ -265,18 +267,18 @@ impl CudaGpu {
         PinnedBuffer::new(self, bytes, true)
     }
 
-    /// Likewise for what streams may still look at when it is dropped: nobody gets it again.
+    /// Allocates pinned memory that is never reused: streams may still read it when it is dropped.
     pub fn pinned_once(self: &Arc<Self>, bytes: usize) -> Result<PinnedBuffer> {
         PinnedBuffer::new(self, bytes, false)
     }
 
-    /// A new stream, which runs beside all others.
+    /// A new stream, concurrent with all others.
     pub fn stream(self: &Arc<Self>) -> Result<CudaStream> {
         CudaStream::new(self)
     }
 
-    /// One for copies of transfers, `into` the GPU or out of it, which no stream of the user's holds up. Others may use
-    /// it too.
+    /// A stream for transfers, `into` the GPU or out of it, that no user's stream blocks. Other transfers may
+    /// share it.
     pub fn urgent_stream(self: &Arc<Self>, into: bool) -> Result<CudaStream> {
         match self.shared_urgent(into) {
             Some(stream) => Ok(CudaStream::shared(self, stream)),
@@ -284,23 +286,24 @@ impl CudaGpu {
         }
     }
 
-    /// Makes the streams for the work of transfers, and has each copy something both ways. When one copies for the first
-    /// time the driver may wait for all that other streams do, and one of those may wait for a transfer. So no others
-    /// are made later: who comes then shares one with others.
+    /// Makes the streams for transfers, and lets each copy in both directions. A stream's first copy may make
+    /// the driver wait for all other streams, and one of those may wait for a transfer. So no streams are
+    /// made later; further users share these.
     pub fn prepare_streams(self: &Arc<Self>) -> Result<()> {
         let _alone = lock(&self.preparing);
         if self.urgent.iter().all(|way| lock(way).len() >= URGENT_STREAMS) {
             return Ok(());
         }
         let (device, host) = (self.alloc_own(ZEROES_BYTES, 8)?, self.pinned(ZEROES_BYTES)?);
-        // The stream of blocking copies, too; and by copy engines, which short copies to a GPU are not for.
+        // The stream of blocking copies is prepared too, with a copy by a copy engine; short copies to a GPU
+        // use multiprocessors instead.
         self.read_to_vec(device.address(), size_of::<u64>())?;
-        // SAFETY: memory of ours, so long.
+        // SAFETY: both buffers are this function's own, and of this length.
         unsafe { self.copy_and_wait(device.address(), host.address(), ZEROES_BYTES) }?;
         for way in &self.urgent {
             while lock(way).len() < URGENT_STREAMS {
                 let stream = CudaStream::urgent(self)?;
-                // SAFETY: memory of ours, which is kept until the stream has finished.
+                // SAFETY: both buffers are this function's own, and live until the stream has finished.
                 unsafe {
                     stream.copy(device.address(), host.address(), ZEROES_BYTES)?;
                     stream.copy(host.address(), device.address(), ZEROES_BYTES)?;
@@ -313,7 +316,7 @@ impl CudaGpu {
         Ok(())
     }
 
-    /// A stream for the work of transfers, of those for copies `into` the GPU or out of it one that the fewest use.
+    /// The stream for transfers with the fewest users, of those `into` the GPU or out of it.
     fn shared_urgent(&self, into: bool) -> Option<sys::CUstream> {
         let mut made = lock(&self.urgent[usize::from(into)]);
         let fewest = made.iter_mut().min_by_key(|urgent| urgent.users)?;
@@ -321,7 +324,7 @@ impl CudaGpu {
         Some(fewest.stream.0)
     }
 
-    /// How many use a stream for the work of transfers, after a change of that number.
+    /// Changes the number of a transfer stream's users; returns the new number.
     pub(super) fn urgent_users(&self, raw: sys::CUstream, change: isize) -> usize {
         for way in &self.urgent {
             if let Some(urgent) = lock(way).iter_mut().find(|urgent| urgent.stream.0 == raw) {
@@ -335,7 +338,8 @@ impl CudaGpu {
     /// Copies device or pinned memory to the host, and waits.
     ///
     /// # Errors
-    /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the source is not all of one or the other.
+    /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the source is not entirely device or
+    /// pinned memory.
     pub fn read_to_vec(&self, source: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut out = vec![0; bytes];
         self.read_into_slice(source, &mut out).map(|()| out)
@@ -344,17 +348,18 @@ impl CudaGpu {
     /// Copies device or pinned memory to the host, and waits.
     ///
     /// # Errors
-    /// As for [`CudaGpu::read_to_vec`].
+    /// Those of [`CudaGpu::read_to_vec`].
     pub fn read_into_slice(&self, source: u64, target: &mut [u8]) -> Result<()> {
         self.reaches(source, target.len())?;
         // SAFETY: the source was just looked up; `target` is borrowed until the copy is done.
         unsafe { self.copy_and_wait(target.as_mut_ptr() as u64, source, target.len()) }
     }
 
-    /// Copies host memory to the device, or to pinned memory, and waits.
+    /// Copies host memory to device or pinned memory, and waits.
     ///
     /// # Errors
-    /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the target is not all of one or the other.
+    /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the target is not entirely device or
+    /// pinned memory.
     pub fn write_from_slice(self: &Arc<Self>, target: u64, source: &[u8]) -> Result<()> {
         let bytes = source.len();
         let is_gpu = self.reaches(target, bytes)?;
@@ -362,24 +367,25 @@ impl CudaGpu {
             // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
             return unsafe { self.copy_and_wait(target, source.as_ptr() as u64, bytes) };
         }
-        // The last one may begin before the end of the one before it.
+        // The last piece may overlap with the one before it.
         let once = bytes.min(WRITE_BYTES);
         (0..bytes).step_by(once).map(|at| at.min(bytes - once)).try_for_each(|at| {
-            // SAFETY: inside of what was just looked up.
+            // SAFETY: inside the range that was just checked.
             unsafe { self.write_past_streams(target + at as u64, &source[at..at + once]) }
         })
     }
 
-    /// Copies to the GPU, two bytes at least, and waits. A driver has the multiprocessors copy what is short, in whose queue there
-    /// may be a stream that waits for a transfer: then as rectangles, from pinned memory.
+    /// Copies at least two bytes to the GPU, and waits. For short copies the driver uses multiprocessors,
+    /// whose queue may be blocked by a stream that waits for a transfer. In that case the copies are
+    /// rectangles from pinned memory, which use a copy engine.
     ///
     /// # Safety
-    /// As many bytes at `target` are memory of a GPU.
+    /// `target` has `source.len()` bytes of GPU memory.
     unsafe fn write_past_streams(self: &Arc<Self>, target: u64, source: &[u8]) -> Result<()> {
         let (bytes, address) = (source.len(), source.as_ptr() as u64);
         let mut copied = false;
         self.blocking(bytes, |stream, about| {
-            // Whoever waits from now on stands behind it.
+            // A stream that starts to wait after this queues behind the copy.
             let Some(_launching) = deferred_free::launching() else { return Ok(()) };
             copied = true;
             // SAFETY: by the caller's promise; `source` is borrowed until the copy is done.
@@ -394,16 +400,17 @@ impl CudaGpu {
             return unsafe { self.copy_and_wait(target, address, bytes) };
         };
         (0..bytes).step_by(once).map(|at| at.min(bytes - once)).try_for_each(|at| {
-            // SAFETY: inside of the source, and pinned memory of that length, which nobody else uses.
+            // SAFETY: inside the source, and pinned memory of that length, which no other code uses.
             unsafe { ptr::copy_nonoverlapping(source[at..].as_ptr(), pinned.as_ptr(), once) };
             self.blocking(once, |stream, about| {
-                // SAFETY: by the caller's promise; the source is ours until the copy is done.
+                // SAFETY: by the caller's promise; the pinned source stays unchanged until the copy is done.
                 unsafe { copy_short(about, target + at as u64, pinned.as_ptr().cast(), once, stream) }
             })
         })
     }
 
-    /// Refuses an address that the driver would follow to wherever it leads in this process; says whether it is a GPU's.
+    /// Rejects an address that is not GPU or pinned memory, since the driver would access it unchecked.
+    /// Returns whether it is GPU memory.
     fn reaches(&self, address: u64, bytes: usize) -> Result<bool> {
         let bytes = bytes as u64;
         if bytes == 0 || pointer::gpu_of_range(address, bytes)?.is_some() {
@@ -416,10 +423,10 @@ impl CudaGpu {
         }
     }
 
-    /// Sets device memory, and waits.
+    /// Sets device or pinned memory to `byte`, and waits.
     ///
     /// # Safety
-    /// `bytes` bytes at `target` are device or pinned memory, which nobody else has a use for now.
+    /// `bytes` bytes at `target` are device or pinned memory, which no other code uses during the call.
     pub unsafe fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         self.blocking(bytes, |stream, about| {
             // SAFETY: by the caller's promise.
@@ -427,16 +434,17 @@ impl CudaGpu {
         })
     }
 
-    /// Zeroes device memory of [`ZEROES_BYTES`] at least, and waits. Filling is work of the multiprocessors, and the queue in
-    /// which the hardware takes such work may be the one of a stream that waits for a transfer. So are, by a driver's choice,
-    /// copies of no more than 24 KiB, and of 64 KiB from memory that is not pinned; longer ones are the copy engines'.
+    /// Zeroes at least [`ZEROES_BYTES`] of device memory, and waits. A fill uses multiprocessors, and the
+    /// hardware queue for such work may be blocked by a stream that waits for a transfer. The driver also
+    /// uses multiprocessors for copies of up to 24 KiB, and of up to 64 KiB from unpinned memory. Longer
+    /// copies use a copy engine; this function falls back to them.
     ///
     /// # Safety
-    /// As of [`CudaGpu::fill`].
+    /// The promise of [`CudaGpu::fill`].
     pub(super) unsafe fn zero(self: &Arc<Self>, target: u64, bytes: usize) -> Result<()> {
         let mut filled = false;
         self.blocking(bytes, |stream, about| {
-            // Whoever waits from now on stands behind it.
+            // A stream that starts to wait after this queues behind the fill.
             let Some(_launching) = deferred_free::launching() else { return Ok(()) };
             filled = true;
             // SAFETY: by the caller's promise.
@@ -447,15 +455,15 @@ impl CudaGpu {
         }
         let zeroes = self.pinned(ZEROES_BYTES)?;
         (0..bytes).step_by(ZEROES_BYTES).try_for_each(|at| {
-            // The last one may begin before the end of the one before it.
+            // The last piece may overlap with the one before it.
             let at = at.min(bytes - ZEROES_BYTES) as u64;
-            // SAFETY: inside of what is to be zeroed, and pinned memory of that length.
+            // SAFETY: inside the range to be zeroed, and pinned memory of that length.
             unsafe { self.copy_and_wait(target + at, zeroes.address(), ZEROES_BYTES) }
         })
     }
 
     /// # Safety
-    /// Both ranges are memory that is good for the copy.
+    /// Both ranges are valid for the copy.
     unsafe fn copy_and_wait(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
         self.blocking(bytes, |stream, about| {
             // SAFETY: by the caller's promise.
@@ -463,7 +471,7 @@ impl CudaGpu {
         })
     }
 
-    /// Does something on the stream of blocking copies, and waits for it.
+    /// Enqueues work on the stream of blocking copies, and waits for it.
     fn blocking(&self, bytes: usize, enqueue: impl FnOnce(sys::CUstream, About) -> Result<()>) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -476,7 +484,7 @@ impl CudaGpu {
             None => blocking.insert(Raw(super::stream::create_urgent(self)?)).0,
         };
         let enqueued = enqueue(stream, about);
-        // Also after a failure: the memory is the caller's again when this returns.
+        // Waits after a failure too: the memory belongs to the caller again when this returns.
         // SAFETY: a stream of this context.
         let done = unsafe { call!(about, cuStreamSynchronize(stream)) };
         enqueued.and(done)
@@ -490,11 +498,11 @@ impl Drop for CudaGpu {
         let urgent: Vec<Raw> = urgent.map(|urgent| urgent.stream).collect();
         if let Ok(_current) = self.make_current() {
             for Raw(stream) in urgent.into_iter().chain(blocking) {
-                // SAFETY: a stream of this context, with nothing under way.
+                // SAFETY: a stream of this context, without work in flight.
                 let _ = unsafe { call!(self.about(), cuStreamDestroy_v2(stream)) };
             }
         }
-        // SAFETY: retained once, by `retain`; nothing that uses it is left.
+        // SAFETY: retained once, by `retain`; nothing uses it any more.
         let released = unsafe { call!(self.about(), cuDevicePrimaryCtxRelease_v2(self.device)) };
         if let Err(error) = released {
             tracing::warn!(%error, "a GPU's context could not be released");
@@ -508,13 +516,13 @@ impl fmt::Debug for CudaGpu {
     }
 }
 
-/// Makes a GPU current on this thread until it is dropped; then what was before is so again.
+/// Keeps the GPU current on this thread; dropping the guard restores the previous context.
 #[derive(Debug)]
 #[must_use = "the GPU is current only as long as the guard lives"]
 pub(super) struct CurrentGuard<'a> {
     pushed: bool,
     _gpu: PhantomData<&'a CudaGpu>,
-    /// It belongs to its thread.
+    /// The guard must stay on its thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -522,7 +530,7 @@ impl Drop for CurrentGuard<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut context = ptr::null_mut();
-            // SAFETY: room for a pointer; what is taken off the stack is what this guard put there.
+            // SAFETY: room for a pointer; the popped context is the one that this guard pushed.
             let _ = unsafe { call!(About::default(), cuCtxPopCurrent_v2(&mut context)) };
         }
     }
@@ -549,7 +557,7 @@ impl Properties {
         let name = name.map(|byte| byte as u8);
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
         let number = |attribute| attribute_of(device, about, attribute).map(|value| value as u32);
-        // Made of numbers: the driver's own text has letters of another case than sysfs.
+        // Formatted from numbers: the driver's text uses upper-case letters where sysfs has lower case.
         let pci = format!(
             "{:04x}:{:02x}:{:02x}.0",
             number(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,

@@ -1,7 +1,7 @@
-//! Memory of NVIDIA GPUs, through the CUDA driver that is found when a program runs.
+//! Memory of NVIDIA GPUs, through the CUDA driver, which is loaded at run time.
 //!
-//! Nothing of CUDA is needed to build, nor to run where there is no GPU: the driver is loaded when the first
-//! GPU is opened, and what is missing then (library, version, device) is an error that says so.
+//! Neither building nor running without a GPU needs any part of CUDA. The driver is loaded when the first GPU
+//! is opened; a missing library, version or device is an error that names it.
 //!
 //! ```text
 //!   CudaGpu 0    one primary context, shared with whoever else uses CUDA in this process
@@ -23,8 +23,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Invariant: after every call the thread's current context is what it was before; streams, events and memory
-//! keep their GPU open, and a stream is done with all memory named to it when it is dropped.
+//! Invariants: after every call the thread's current context is the one from before; streams, events and
+//! memory keep their GPU open; a dropped stream no longer uses any memory.
 //! Read next: `gpu.rs`, then `stream.rs`; `driver.rs` for how the driver is found.
 
 mod allocation;
@@ -55,7 +55,7 @@ pub use stream::CudaStream;
 
 pub use crate::pattern::WordPattern;
 
-/// A stream of the driver's, as other libraries hand it over (`CUstream`, `cudaStream_t`).
+/// A CUDA stream of another library (`CUstream`, `cudaStream_t`).
 pub type RawStream = cudarc::driver::sys::CUstream;
-/// An event of the driver's, as other libraries hand it over (`CUevent`, `cudaEvent_t`).
+/// A CUDA event of another library (`CUevent`, `cudaEvent_t`).
 pub type RawEvent = cudarc::driver::sys::CUevent;

@@ -1,4 +1,4 @@
-//! Kernels: text that the driver compiles for the GPU it finds.
+//! CUDA kernels: PTX text that the driver compiles for the GPU it finds.
 
 use super::deferred_free::{self, Idle};
 use super::error::{Result, call};
@@ -8,7 +8,7 @@ use std::ffi::CStr;
 use std::ptr;
 use std::sync::Arc;
 
-/// Kernels that are loaded on one GPU; unloaded after it and its functions are dropped.
+/// Kernels loaded on one GPU. They are unloaded after the module and its functions are dropped.
 #[derive(Debug)]
 pub struct CudaModule(Option<Loaded>);
 
@@ -23,7 +23,7 @@ unsafe impl Send for Loaded {}
 // SAFETY: as above.
 unsafe impl Sync for Loaded {}
 
-/// A kernel.
+/// One kernel of a module.
 #[derive(Debug)]
 pub struct CudaFunction {
     pub(super) raw: sys::CUfunction,
@@ -36,10 +36,10 @@ unsafe impl Send for CudaFunction {}
 unsafe impl Sync for CudaFunction {}
 
 impl CudaModule {
-    /// Compiles PTX for the GPU. The driver keeps what it made in a cache of its own.
+    /// Compiles PTX for the GPU. The driver caches the result itself.
     ///
     /// # Errors
-    /// The driver's, when the text is for a newer driver, or not PTX.
+    /// The driver's error, for example when the text is not PTX or needs a newer driver.
     pub fn load(gpu: &Arc<CudaGpu>, ptx: &CStr) -> Result<Arc<CudaModule>> {
         let _current = gpu.make_current()?;
         let (mut raw, bytes) = (ptr::null_mut(), ptx.count_bytes());
@@ -48,7 +48,7 @@ impl CudaModule {
         Ok(Arc::new(CudaModule(Some(Loaded { gpu: gpu.clone(), raw }))))
     }
 
-    /// The kernel of this name.
+    /// The kernel called `name`; the driver's error when there is none.
     pub fn function(self: &Arc<Self>, name: &CStr) -> Result<CudaFunction> {
         let Some(Loaded { gpu, raw: module }) = &self.0 else {
             unreachable!("it is loaded until it is dropped")

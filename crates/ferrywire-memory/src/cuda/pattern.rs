@@ -1,5 +1,5 @@
-//! Bytes that tell where they belong, written and compared by the GPU: for benchmarks and tests, which would else
-//! measure copies to the host.
+//! Verification patterns, written and compared by the GPU. Benchmarks and tests would otherwise measure
+//! copies to the host.
 
 use super::{CudaBuffer, CudaGpu, CudaStream, Result, WordPattern};
 use crate::unpack::{Kernels, PatternParameters};
@@ -7,32 +7,32 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Writes and compares patterns on one GPU; each call waits until it is done.
+/// Writes and compares patterns on one GPU; each call waits for its work.
 #[derive(Debug)]
 pub struct CudaPattern {
     stream: CudaStream,
     kernels: Arc<Kernels>,
-    /// Held from when it is written until the work is done.
+    /// Locked from when its contents are written until the work is done.
     room: Mutex<Room>,
 }
 
-/// What kernels read and write beside the memory itself.
+/// Device memory for a kernel's parameters and result.
 #[derive(Debug)]
 struct Room {
-    /// The index of the first wrong byte, or the number of the first stretch that differs.
+    /// Result of a comparison: index of the first wrong byte, or number of the first stretch that differs.
     first: CudaBuffer,
-    /// Stretches, once there were some.
+    /// List of stretches, allocated at first need.
     list: Option<CudaBuffer>,
 }
 
-/// Longest stretch that is the work of one block; a longer one has a launch of its own.
+/// Longest stretch in bytes that one block processes; a longer stretch gets a launch of its own.
 const SHORT_BYTES_MAX: u64 = 256 << 10;
 
-/// A kernel that runs over all memory of a GPU takes less than a second.
+/// Timeout of one call; a kernel over all memory of a GPU takes less than a second.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 impl CudaPattern {
-    /// What is needed for it, on this GPU.
+    /// Loads the kernels and allocates memory on this GPU.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaPattern> {
         Ok(CudaPattern {
             stream: gpu.stream()?,
@@ -41,10 +41,10 @@ impl CudaPattern {
         })
     }
 
-    /// Writes `bytes` bytes of the pattern, from its byte `offset` on.
+    /// Writes `bytes` bytes of the pattern, starting with its byte `offset`.
     ///
     /// # Safety
-    /// `bytes` bytes at `address` are memory that the GPU reaches, and nobody else uses them meanwhile.
+    /// `bytes` bytes at `address` are accessible to the GPU, and no other code uses them during the call.
     pub unsafe fn fill(&self, pattern: WordPattern, offset: u64, address: u64, bytes: u64) -> Result<()> {
         self.to_its_end(|| {
             // SAFETY: by the caller's promise.
@@ -53,10 +53,11 @@ impl CudaPattern {
         })
     }
 
-    /// The index of the first of `bytes` bytes that is not the pattern's, from its byte `offset` on.
+    /// The index of the first of `bytes` bytes that differs from the pattern, starting with its byte
+    /// `offset`.
     ///
     /// # Safety
-    /// As for [`CudaPattern::fill`].
+    /// The promise of [`CudaPattern::fill`].
     pub unsafe fn first_difference(
         &self,
         pattern: WordPattern,
@@ -69,7 +70,7 @@ impl CudaPattern {
         self.to_its_end(|| unsafe { self.least_difference(&mut self.room(), &parts) })
     }
 
-    /// What has failed, or took too long, is waited for too: whose memory it touches takes it back after this.
+    /// Waits for work that failed or timed out too: its memory belongs to the caller again afterwards.
     fn to_its_end<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         work().inspect_err(|_| self.stream.finish())
     }
@@ -78,10 +79,10 @@ impl CudaPattern {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes several stretches, which do not overlap: all short ones with one launch, and one wait for all.
+    /// Writes stretches that do not overlap: all short ones with one launch, and one wait for all.
     ///
     /// # Safety
-    /// As for [`CudaPattern::fill`], for each.
+    /// The promise of [`CudaPattern::fill`], for each stretch.
     pub unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
         let mut room = self.room();
         let short: Vec<PatternParameters> = parts.iter().copied().filter(is_short).collect();
@@ -98,10 +99,10 @@ impl CudaPattern {
         })
     }
 
-    /// The first of several stretches that differs, and the index of its first wrong byte.
+    /// The number of the first stretch that differs, and the index of its first wrong byte.
     ///
     /// # Safety
-    /// As for [`CudaPattern::fill`], for each.
+    /// The promise of [`CudaPattern::fill`], for each stretch.
     pub unsafe fn first_difference_of_parts(
         &self,
         parts: &[PatternParameters],
@@ -114,7 +115,7 @@ impl CudaPattern {
             let Some(number) = short.into_iter().chain(long).min() else { return Ok(None) };
             // SAFETY: as above.
             let index = unsafe { self.least_difference(&mut room, &parts[number..=number]) }?;
-            // One that has gone meanwhile was there.
+            // The difference existed during the first comparison, even if it is gone by now.
             Ok(Some((number, index.unwrap_or(0))))
         })
     }
@@ -122,13 +123,14 @@ impl CudaPattern {
     /// The number of the first short stretch that differs.
     ///
     /// # Safety
-    /// As for [`CudaPattern::fill`], for each.
+    /// The promise of [`CudaPattern::fill`], for each stretch.
     unsafe fn first_short(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
         let numbers: Vec<usize> = (0..parts.len()).filter(|number| is_short(&parts[*number])).collect();
         let short: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
         let Some(list) = room.put(&short)? else { return Ok(None) };
         let first = room.reset(&self.stream)?;
-        // SAFETY: a list and a word of our own, which stay until the wait is over; the rest by the caller's promise.
+        // SAFETY: list and result are this value's own, and stay until the wait is over; the rest by the
+        // caller's promise.
         unsafe { self.kernels.check_list(&self.stream, list, short.len() as u64, first) }?;
         self.stream.wait(DEADLINE)?;
         Ok(room.first()?.and_then(|at| numbers.get(at as usize).copied()))
@@ -137,7 +139,7 @@ impl CudaPattern {
     /// The number of the first long stretch that differs.
     ///
     /// # Safety
-    /// As for [`CudaPattern::fill`], for each.
+    /// The promise of [`CudaPattern::fill`], for each stretch.
     unsafe fn first_long(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
         let numbers: Vec<usize> =
             (0..parts.len()).filter(|number| parts[*number].bytes > SHORT_BYTES_MAX).collect();
@@ -152,26 +154,26 @@ impl CudaPattern {
                 return Ok(Some(*number));
             }
         }
-        // One that has gone meanwhile was there.
+        // The difference existed during the first comparison, even if it is gone by now.
         Ok(numbers.first().copied())
     }
 
-    /// The least index of a wrong byte in any of several stretches, each counted from its own first byte.
+    /// The smallest index of a wrong byte in any of the stretches, each counted from its own start.
     ///
     /// # Safety
-    /// As for [`CudaPattern::fill`], for each.
+    /// The promise of [`CudaPattern::fill`], for each stretch.
     unsafe fn least_difference(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<u64>> {
         let first = room.reset(&self.stream)?;
         for part in parts.iter().filter(|part| part.bytes > 0) {
-            // SAFETY: 8 bytes of our own; the rest by the caller's promise.
+            // SAFETY: the result's 8 bytes are this value's own; the rest by the caller's promise.
             unsafe { self.kernels.check(&self.stream, *part, first) }?;
         }
         self.stream.wait(DEADLINE)?;
         room.first()
     }
 
-    /// For tests: keeps a stream of the same GPU busy for a time, so that what comes behind is seen to be waited
-    /// for. This has to live until the time is over.
+    /// Test hook: keeps a stream of this GPU busy for `time`, to show that later work waits. This value must
+    /// live until then.
     #[doc(hidden)]
     pub fn hold_up(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         self.kernels.delay(stream, time)
@@ -183,7 +185,7 @@ fn is_short(part: &PatternParameters) -> bool {
 }
 
 impl Room {
-    /// Puts a list where kernels read it; nothing if it is empty. Gives its address.
+    /// Copies a list to where kernels read it; returns its address, `None` for an empty list.
     fn put(&mut self, parts: &[PatternParameters]) -> Result<Option<u64>> {
         if parts.is_empty() {
             return Ok(None);
@@ -199,10 +201,10 @@ impl Room {
         Ok(Some(self.list.insert(list).address()))
     }
 
-    /// Nothing is found yet; gives where kernels tell what they find.
+    /// Resets the result of a comparison; returns its address.
     fn reset(&mut self, stream: &CudaStream) -> Result<u64> {
         let first = self.first.address();
-        // SAFETY: 8 bytes of our own.
+        // SAFETY: 8 bytes of this value's own.
         unsafe { stream.fill(first, 0xFF, 8) }?;
         Ok(first)
     }

@@ -1,8 +1,9 @@
-//! Host memory that GPUs reach: pages that stay where they are, on the GPU's side of the machine.
+//! Pinned host memory, which GPUs can access, on the GPU's NUMA node.
 //!
-//! It is mapped here and then registered with the driver, rather than allocated by it, so that the pages can be
-//! put on the NUMA node of the GPU, whatever thread asks for them.
-//! Invariant: the driver has let go of the pages before they are unmapped. Read next: `deferred_free.rs`, when that is.
+//! The pages are mapped here and then registered with the driver, not allocated by it. So they can be placed
+//! on the GPU's NUMA node, whatever thread allocates them.
+//! Invariant: the driver has released the pages before they are unmapped.
+//! Read next: `deferred_free.rs`, which decides when.
 
 use super::deferred_free::{self, Idle};
 use super::error::{CudaError, Result, call};
@@ -14,23 +15,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const PAGE_BYTES: usize = 4096;
-/// The smaller kind, of x86-64 and most others.
+/// Size in bytes of the smaller kind of huge page, on x86-64 and most other processors.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// For every context, and with an address for devices.
+/// Registration flags: valid for every context, and with a device address.
 const PORTABLE_AND_MAPPED: u32 = 1 | 2;
 
 static PINNED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of host memory that are pinned now, by all of this library in this process, those not used included.
+/// Bytes of host memory that this library has pinned in this process, unused ones included.
 pub fn pinned_bytes() -> u64 {
     PINNED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Pinned host memory. Work of any GPU that names it has to be done when it is dropped; when it is freed then is told
-/// in `deferred_free.rs`.
+/// Pinned host memory. All GPU work on it must be done when it is dropped; `deferred_free.rs` decides when it
+/// is freed.
 #[derive(Debug)]
 pub struct PinnedBuffer {
-    /// Until it is dropped.
+    /// `None` only while the buffer is dropped.
     pages: Option<Pages>,
     gpu: Arc<CudaGpu>,
     base: *mut u8,
@@ -43,13 +44,13 @@ unsafe impl Send for PinnedBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedBuffer {}
 
-/// Pages that the driver knows.
+/// Pages that are registered with the driver.
 #[derive(Debug)]
 pub(super) struct Pages {
     gpu: Arc<CudaGpu>,
     range: AddressRange,
     address: u64,
-    /// Nothing of it is under way once it is dropped.
+    /// The pages may be reused: no work is in flight when the buffer is dropped.
     again: bool,
 }
 
@@ -61,7 +62,7 @@ impl Pages {
         range.back().map_err(system)?;
         mapping::prefer_huge_pages(range.base() as *mut u8, range.len());
         if let Some(node) = gpu.numa_node() {
-            // Near is faster, far works too.
+            // Best effort: a remote node is slower, but works.
             let _ = numa::prefer_node(&mut range, node);
         }
         let _current = gpu.make_current()?;
@@ -81,12 +82,12 @@ impl Pages {
         Ok(pages)
     }
 
-    /// Bytes that nobody is given again.
+    /// Bytes that cannot be reused and only wait to be freed.
     pub(super) fn useless_bytes(&self) -> usize {
         if self.again { 0 } else { self.range.len() }
     }
 
-    /// Pages that nobody uses any more, zeroed.
+    /// Takes unused pages of this size from the deferred frees, and zeroes them.
     fn again(gpu: &CudaGpu, len: usize, align: usize) -> Option<Pages> {
         let fits = |pages: &Pages| {
             let big_enough = pages.range.len() >= len && pages.range.len() < len + align.max(PAGE_BYTES);
@@ -100,7 +101,7 @@ impl Pages {
             Idle::Pages(pages) => Some(pages),
             _ => None,
         })?;
-        // SAFETY: mapped, and nobody's but ours.
+        // SAFETY: mapped memory that no other code uses.
         unsafe { ptr::write_bytes(pages.range.base() as *mut u8, 0, pages.range.len()) };
         Some(pages)
     }
@@ -108,7 +109,7 @@ impl Pages {
 
 impl PinnedBuffer {
     pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, again: bool) -> Result<PinnedBuffer> {
-        // A ring in one huge page is read and written up to a quarter faster than in small ones.
+        // Reading and writing a ring in one huge page is up to a quarter faster than in small pages.
         let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
         let pages = match Pages::again(gpu, len, align) {
             Some(mut pages) => {
@@ -121,37 +122,37 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { pages: Some(pages), gpu: gpu.clone(), base, address, len })
     }
 
-    /// Its pages are freed when it is dropped, and not given to the next who needs some.
+    /// Prevents reuse: the pages are only freed after the buffer is dropped.
     pub fn use_never_again(&mut self) {
         self.pages.iter_mut().for_each(|pages| pages.again = false);
     }
 
-    /// The first byte, for the CPU.
+    /// Address of the first byte for the CPU.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base
     }
 
-    /// The first byte, for GPUs. It is the same number on all current systems.
+    /// Address of the first byte for GPUs. Equal to the CPU's address on all current systems.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Size in bytes, as asked for.
+    /// Requested size in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Bytes that are pinned for it: whole pages.
+    /// Pinned bytes: the size in whole pages.
     pub fn pinned_bytes(&self) -> usize {
         self.pages.as_ref().map_or(0, |pages| pages.range.len())
     }
 
-    /// Whether it has no bytes.
+    /// Whether the requested size is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The GPU it is near to.
+    /// The GPU on whose NUMA node the memory is.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }

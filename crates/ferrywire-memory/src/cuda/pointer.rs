@@ -1,9 +1,9 @@
-//! Whose memory an address is: for memory that users allocate with whatever library they have.
+//! Finds the GPU memory behind an address, for memory that users allocate with any library.
 //!
-//! Frameworks hand out parts of larger allocations, ranges that are mapped piece by piece ("expandable segments"),
-//! memory of other processes (IPC) and managed memory. The driver knows them all by address.
-//! Invariant: asking neither loads the driver nor initialises it, and costs one atomic load where it was never
-//! loaded and one more look per call where another library may load it later.
+//! Frameworks hand out parts of larger allocations, ranges that are mapped piece by piece ("expandable
+//! segments"), memory of other processes (IPC) and managed memory. The driver knows all of them by address.
+//! Invariant: a lookup neither loads nor initialises the driver. It costs one atomic load while the driver
+//! was never loaded, and one more check per call while another library may still load it.
 
 use super::driver;
 use super::error::{CudaError, Result};
@@ -11,26 +11,26 @@ use super::gpu::CudaGpu;
 use cudarc::driver::sys::CUpointer_attribute as Attribute;
 use std::ffi::c_void;
 
-/// What kind of memory an address is of.
+/// Kind of GPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
     /// Memory of one GPU.
     Device,
-    /// Memory that the driver moves between GPU and host.
+    /// Managed memory, which the driver moves between GPU and host.
     Managed,
 }
 
-/// Memory of a GPU that an address lies in.
+/// The GPU memory that contains an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Found {
-    /// The GPU, by its number in this process.
+    /// Number of the GPU in this process.
     pub gpu: u32,
-    /// First address of the allocation, or of the piece that is mapped there.
+    /// First address of the allocation, or of the piece mapped there.
     pub base: u64,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u64,
-    /// What it is.
+    /// Kind of the memory.
     pub kind: Kind,
 }
 
@@ -43,31 +43,31 @@ impl Found {
 const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 
-/// What the driver says about an address; all zero where it knows nothing.
+/// The driver's attributes of an address; all zero where it knows nothing.
 #[derive(Clone, Copy, Debug, Default)]
 struct Answers {
     memory_type: u32,
     gpu: i32,
-    /// The allocation, or all addresses that were reserved, whether anything is mapped there or not.
+    /// The allocation, or the whole reserved address range, mapped or not.
     base: u64,
     bytes: usize,
-    /// What is mapped there as a whole: often more than an allocation, and one piece of a reserved range.
+    /// The mapping at the address: often larger than an allocation, or one piece of a reserved range.
     mapping_base: u64,
     mapping_bytes: usize,
-    /// A truth value, for which drivers write one byte or four.
+    /// A boolean, which drivers write as one byte or four.
     managed: u32,
-    /// Where the GPU whose context is current finds the same byte; 0 where none is current.
+    /// Device address of the byte for the GPU whose context is current; 0 without a current context.
     device_address: u64,
 }
 
 impl Answers {
-    /// First address and end of what is both of the allocation and mapped.
+    /// First address and end of the intersection of allocation and mapping.
     fn piece(&self) -> (u64, u64) {
         let end = self.base.saturating_add(self.bytes as u64);
         let mapping_end = self.mapping_base.saturating_add(self.mapping_bytes as u64);
         match (self.base.max(self.mapping_base), end.min(mapping_end)) {
             (base, end) if base < end => (base, end),
-            // Of drivers that tell of no mapping.
+            // A driver that reports no mapping.
             _ => (self.base, end),
         }
     }
@@ -77,7 +77,7 @@ impl Answers {
             == (other.base, other.bytes, other.memory_type, other.gpu)
     }
 
-    /// The end of what is mapped from here on, in pieces side by side, as far as `wanted` and the allocation go.
+    /// The end of the adjacent mapped pieces from here on, limited by `wanted` and the allocation.
     fn end_of_pieces(&self, wanted: u64, ask: impl Fn(u64) -> Option<Answers>) -> u64 {
         let (_, mut end) = self.piece();
         let wanted = wanted.min(self.base.saturating_add(self.bytes as u64));
@@ -125,8 +125,8 @@ fn ask(address: u64) -> Option<Answers> {
         (&raw mut answers.mapping_base).cast(),
         (&raw mut answers.mapping_bytes).cast(),
     ];
-    // SAFETY: each attribute is written where there is room for its type; an address that the driver does not
-    // know, and a driver that is not initialised, are answers and no more.
+    // SAFETY: each attribute is written to a field of its type. An unknown address, or an uninitialised
+    // driver, only yields an error code.
     let code = unsafe {
         let count = asked.len() as u32;
         (functions.cuPointerGetAttributes)(count, asked.as_mut_ptr(), into.as_mut_ptr(), address)
@@ -134,13 +134,14 @@ fn ask(address: u64) -> Option<Answers> {
     (code == 0).then_some(answers)
 }
 
-/// The GPU memory that an address lies in; `None` for host memory, pinned or not, and where no driver is loaded.
+/// The GPU memory that contains an address; `None` for host memory, pinned or not, and while no driver is
+/// loaded.
 pub fn of(address: u64) -> Option<Found> {
     ask(address)?.found()
 }
 
-/// The same, with the pieces that are mapped behind it in the same reserved range, until `bytes` bytes from the
-/// address on are seen to be there. How many of them are there is for the caller to look.
+/// The GPU memory that contains an address, extended by adjacent pieces of one reserved range until it holds
+/// `bytes` bytes from the address on. The caller must check whether it does.
 pub fn stretch(address: u64, bytes: u64) -> Option<Found> {
     let first = ask(address)?;
     let found = first.found()?;
@@ -148,10 +149,10 @@ pub fn stretch(address: u64, bytes: u64) -> Option<Found> {
     Some(Found { bytes: end - found.base, ..found })
 }
 
-/// First address and length of the pinned host memory that an address lies in, if a GPU reaches it at the same
-/// address.
+/// First address and length in bytes of the pinned host memory that contains an address. `None` unless the
+/// GPU accesses it at the CPU's address.
 pub fn pinned(gpu: &CudaGpu, address: u64) -> Option<(u64, u64)> {
-    // Where it reaches it is told of the current GPU only.
+    // The driver reports the device address for the current GPU only.
     let _current = gpu.make_current().ok()?;
     let found = ask(address)?;
     let same = found.memory_type == MEMORY_TYPE_HOST && found.device_address == address;
@@ -159,11 +160,11 @@ pub fn pinned(gpu: &CudaGpu, address: u64) -> Option<(u64, u64)> {
     (end > base).then_some((base, end - base))
 }
 
-/// The GPU whose memory all of a range is; `None` when it does not begin in memory of a GPU. The range may go
-/// over several pieces that are mapped side by side.
+/// The GPU whose memory contains the whole range; `None` when the range does not start in GPU memory. The
+/// range may span several adjacent pieces.
 ///
 /// # Errors
-/// [`CudaError::OutOfRange`] when it begins in memory of a GPU and leaves it.
+/// [`CudaError::OutOfRange`] when the range starts in GPU memory and leaves it.
 pub fn gpu_of_range(address: u64, bytes: u64) -> Result<Option<u32>> {
     let Some(first) = of(address) else { return Ok(None) };
     let (mut end, wanted) = (first.end(), address.saturating_add(bytes));
@@ -182,7 +183,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// What a driver says of a reserved range of 8 MiB with pieces of 2 MiB mapped in the first 6.
+    /// Attributes of a reserved range of 8 MiB whose first 6 MiB are mapped in pieces of 2 MiB.
     fn reserved(address: u64) -> Option<Answers> {
         let base = 64 * MIB;
         let mapped = (base..base + 6 * MIB).contains(&address);
@@ -208,7 +209,7 @@ mod tests {
             ..Answers::default()
         };
         assert_eq!(part.piece(), (66 * MIB + 100, 66 * MIB + 400));
-        // Of a driver that does not tell.
+        // A driver that reports no mapping.
         assert_eq!(Answers { mapping_bytes: 0, ..part }.piece(), part.piece());
     }
 
@@ -218,11 +219,11 @@ mod tests {
         let end = |wanted| first.end_of_pieces(wanted, reserved);
         assert_eq!([end(65 * MIB), end(66 * MIB), end(66 * MIB + 1)], [66 * MIB, 66 * MIB, 68 * MIB]);
         assert_eq!([end(71 * MIB), end(u64::MAX)], [70 * MIB; 2]);
-        // Not into another allocation, nor to another GPU.
+        // Stops at another allocation, and at another GPU.
         for other in [Answers { base: 66 * MIB, ..first }, Answers { gpu: 0, ..first }] {
             assert_eq!(first.end_of_pieces(u64::MAX, |_| Some(other)), 66 * MIB);
         }
-        // A driver that leads nowhere.
+        // A driver whose answers make no progress.
         assert_eq!(first.end_of_pieces(u64::MAX, |_| Some(first)), 66 * MIB);
     }
 }

@@ -1,14 +1,14 @@
-//! A thread's stack of contexts, around calls of others that may leave some on it.
+//! Saves a thread's stack of CUDA contexts around foreign code that may leave contexts on it.
 //!
-//! The driver does not tell how many there are, and one that was left may be the same as the one that was current: so
-//! those of the caller are put aside meanwhile.
-//! Invariant: a stack is put back on the thread that it was of.
+//! The driver does not report the depth of the stack, and a leftover context may equal the one that was
+//! current. So the caller's contexts are taken off the stack meanwhile.
+//! Invariant: a stack is restored on its own thread.
 
 use super::error::{About, call};
 use cudarc::driver::sys::CUcontext;
 use std::{iter, ptr};
 
-/// The contexts of this thread, the current one first. When this is dropped they are its stack again, and no others.
+/// The contexts of this thread, the current one first. Dropping this restores exactly these.
 pub(super) struct Aside(Vec<CUcontext>);
 
 impl Aside {
@@ -21,13 +21,14 @@ impl Drop for Aside {
     fn drop(&mut self) {
         while pop().is_some() {}
         while let Some(context) = self.0.pop() {
-            // SAFETY: it was on this stack; one that was destroyed meanwhile is an error of the call.
+            // SAFETY: the context was on this stack; if it was destroyed meanwhile, the call returns an
+            // error.
             let _ = unsafe { call!(About::default(), cuCtxPushCurrent_v2(context)) };
         }
     }
 }
 
-/// Takes the current context off the stack; `None` where there is none.
+/// Pops the current context; `None` when there is none.
 fn pop() -> Option<CUcontext> {
     let mut context = ptr::null_mut();
     // SAFETY: room for a pointer.

@@ -1,7 +1,7 @@
-//! Streams: queues of work for a GPU, each done in order, independent of one another.
+//! CUDA streams: queues of GPU work, each in order, independent of one another.
 //!
-//! Addresses are unified: device memory of any GPU, pinned host memory and (slowly) other host memory may be
-//! named alike, and the driver knows which is which.
+//! Addresses are unified: copies take device memory of any GPU, pinned host memory and (slowly) other host
+//! memory, and the driver tells them apart.
 //! Invariant: when a stream is dropped, all its work is done.
 //! Read next: `event.rs`.
 
@@ -20,31 +20,31 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A queue of asynchronous work, beside the default stream. Dropping it waits for its work.
+/// A queue of asynchronous work, independent of the default stream. Dropping it waits for its work.
 pub struct CudaStream {
     gpu: Arc<CudaGpu>,
     raw: sys::CUstream,
     whose: Whose,
-    /// What a batch is written into for the driver, kept for the next one.
+    /// Arrays for the driver's batch call, reused by each batch.
     batch: Mutex<Batch>,
 }
 
-/// Whose a raw stream is.
+/// Ownership of a raw stream.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Whose {
     Own,
-    /// The GPU's, which counts those who use it.
+    /// A stream of the [`CudaGpu`], which counts its users.
     Shared,
-    /// Somebody else's from now on.
+    /// The stream was handed over to the caller of `into_raw`.
     Left,
 }
 
 // SAFETY: a stream of the driver may be used on any thread.
 unsafe impl Send for CudaStream {}
-// SAFETY: as above; the room for batches is behind a mutex.
+// SAFETY: as above; the arrays for batches are behind a mutex.
 unsafe impl Sync for CudaStream {}
 
-/// A batch as the driver takes it.
+/// A batch of copies in the layout of the driver's call.
 #[derive(Default)]
 struct Batch {
     targets: Vec<u64>,
@@ -52,21 +52,21 @@ struct Batch {
     sizes: Vec<usize>,
 }
 
-/// Whether the driver has refused batches, though it has the function.
+/// Whether the driver has refused a batch although it has the function.
 static BATCHES_REFUSED: AtomicBool = AtomicBool::new(false);
 
 const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
 
-/// The longest copies to a GPU that a driver has the multiprocessors do, as 580 does on an H200: of 24 KiB, or of 64 if the
-/// source is not pinned.
+/// Longest copies in bytes to a GPU that a driver makes with multiprocessors. Driver 580 on an H200 does so
+/// up to 24 KiB, and up to 64 KiB from unpinned memory.
 pub(super) const SHORT_BYTES: usize = 64 << 10;
 
-/// Enqueues a copy of pinned memory, of two bytes at least, to a GPU whose context is current, as rectangles of two rows without a
-/// gap: copy engines do those, however short. As it comes where a driver takes no rectangle there. An address where there is no
-/// GPU's memory is an error.
+/// Enqueues a copy of at least two bytes of pinned memory to a GPU whose context is current. The copy is a
+/// rectangle of two rows without a gap, which uses a copy engine however short it is. Where the driver
+/// refuses the rectangle, the copy is a plain one. An address without GPU memory returns an error.
 ///
 /// # Safety
-/// As for [`CudaStream::copy`], but that memory of the GPU may be gone already.
+/// The promise of [`CudaStream::copy`], except that the GPU memory may be freed already.
 pub(super) unsafe fn copy_short(
     about: About,
     target: u64,
@@ -96,7 +96,7 @@ pub(super) unsafe fn copy_short(
         // SAFETY: by the caller's promise.
         unsafe { call!(about, cuMemcpy2DAsync_v2(&rectangle, stream)) }
     };
-    // The last two, of which the first is the same again.
+    // The last two bytes; the first of them is copied a second time.
     let odd = || if bytes.is_multiple_of(2) { Ok(()) } else { rows(bytes - 2, 1) };
     rows(0, bytes / 2).and_then(|()| odd()).or_else(|_| {
         // SAFETY: by the caller's promise.
@@ -104,10 +104,10 @@ pub(super) unsafe fn copy_short(
     })
 }
 
-/// A raw stream, before all others, of a GPU whose context is current.
+/// Creates a raw stream with the highest priority, on a GPU whose context is current.
 ///
-/// Streams share a few queues of the hardware, one set for each priority. Behind a stream of the user's that waits for
-/// a transfer, the copies of that transfer would wait too.
+/// Streams share a few hardware queues, one set per priority. At the user's priority, the copies of a
+/// transfer could queue behind a user's stream that waits for that transfer.
 pub(super) fn create_urgent(gpu: &CudaGpu) -> Result<sys::CUstream> {
     let (mut raw, mut least, mut greatest) = (ptr::null_mut(), 0, 0);
     // SAFETY: room for two numbers, and for a pointer.
@@ -137,45 +137,46 @@ impl CudaStream {
         })
     }
 
-    /// A stream that the GPU keeps.
+    /// Wraps a stream that the GPU keeps.
     pub(super) fn shared(gpu: &Arc<CudaGpu>, raw: sys::CUstream) -> CudaStream {
         CudaStream { gpu: gpu.clone(), raw, whose: Whose::Shared, batch: Mutex::default() }
     }
 
-    /// Leaves the stream to whoever asks.
+    /// Hands the raw stream over to the caller.
     pub(super) fn into_raw(mut self) -> sys::CUstream {
         self.whose = Whose::Left;
         self.raw
     }
 
-    /// Whether somebody else enqueues work here, too.
+    /// Whether other users enqueue work in this stream too.
     pub fn has_others(&self) -> bool {
         self.whose == Whose::Shared && self.gpu.urgent_users(self.raw, 0) > 1
     }
 
-    /// The GPU that does the work.
+    /// The GPU of the stream.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }
 
-    /// The driver's name for it.
+    /// The driver's handle of the stream.
     pub fn raw(&self) -> RawStream {
         self.raw
     }
 
-    /// Waits until nothing of it runs: also when its context is lost, or its work has failed.
+    /// Waits until no work of the stream runs, also when the work has failed or the context is unusable.
     pub fn finish(&self) {
         if let Ok(_current) = self.gpu.make_current() {
-            // SAFETY: a stream that lives.
+            // SAFETY: the stream is alive.
             let _ = unsafe { call!(self.gpu.about(), cuStreamSynchronize(self.raw)) };
         }
     }
 
-    /// Enqueues a copy between any two of device memory and pinned memory.
+    /// Enqueues a copy between device memory and pinned memory, in any combination.
     ///
     /// # Safety
-    /// Both ranges stay allocated, and nobody else writes to what is copied or uses the target, until the copy is
-    /// done or the stream is dropped. The driver looks at addresses of GPUs, but follows any other.
+    /// Until the copy is done or the stream is dropped, both ranges stay allocated, and no other code writes
+    /// to the source or uses the target. The driver checks GPU addresses, but accesses any other address
+    /// unchecked.
     pub unsafe fn copy(&self, source: u64, target: u64, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -185,11 +186,12 @@ impl CudaStream {
         unsafe { call!(self.gpu.about().bytes(bytes), cuMemcpyAsync(target, source, bytes, self.raw)) }
     }
 
-    /// Enqueues copies, which may be done in any order, with as few calls of the driver as it has functions for.
-    /// Returns how many calls there were.
+    /// Enqueues copies, which may run in any order, with as few driver calls as possible; returns the number
+    /// of calls.
     ///
     /// # Safety
-    /// As for [`CudaStream::copy`], for each of them; no target overlaps with anything else of the batch.
+    /// The promise of [`CudaStream::copy`], for each copy; no target overlaps with another range of the
+    /// batch.
     pub unsafe fn copy_batch(&self, copies: &[GpuCopy]) -> Result<usize> {
         let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
         batch.fill(copies);
@@ -198,21 +200,21 @@ impl CudaStream {
         }
         let _current = self.gpu.make_current()?;
         // SAFETY: by the caller's promise.
-        match unsafe { self.copy_in_one_call(&mut batch) }? {
-            true => Ok(1),
-            // SAFETY: as above.
-            false => unsafe { self.copy_one_by_one(&batch) },
+        if unsafe { self.copy_in_one_call(&mut batch) }? {
+            return Ok(1);
         }
+        // SAFETY: as above.
+        unsafe { self.copy_one_by_one(&batch) }
     }
 
-    /// Enqueues copies between pinned memory and memory of GPUs, with a call of the driver for each; returns how many there
-    /// were. An address of a GPU where there is nothing any more is an error, and not the host's.
+    /// Enqueues copies between pinned memory and GPU memory with one driver call each; returns the number of
+    /// calls. A GPU address whose memory was freed returns an error, and is never taken for a host address.
     ///
     /// # Safety
-    /// As for [`CudaStream::copy`], for each of them, but that memory of GPUs may be gone already.
+    /// The promise of [`CudaStream::copy`], for each copy, except that GPU memory may be freed already.
     pub unsafe fn copy_each(&self, copies: &[GpuCopy], to_gpu: bool) -> Result<usize> {
         let is_short = |bytes: usize| to_gpu && (2..=SHORT_BYTES).contains(&bytes);
-        // Whoever waits from now on stands behind short ones.
+        // A stream that starts to wait after this queues behind short copies.
         let any_short = copies.iter().any(|copy| is_short(copy.bytes));
         let launching = if any_short { deferred_free::launching() } else { None };
         let _current = self.gpu.make_current()?;
@@ -232,10 +234,10 @@ impl CudaStream {
         Ok(copies.len())
     }
 
-    /// Whether the driver took the batch as a whole.
+    /// Enqueues the batch with one call; returns false when the driver cannot.
     ///
     /// # Safety
-    /// As for [`CudaStream::copy_batch`].
+    /// The promise of [`CudaStream::copy_batch`].
     unsafe fn copy_in_one_call(&self, batch: &mut Batch) -> Result<bool> {
         let copy_batch = driver::library()?.copy_batch.filter(|_| !BATCHES_REFUSED.load(Ordering::Relaxed));
         let (Some(copy_batch), 2..) = (copy_batch, batch.sizes.len()) else { return Ok(false) };
@@ -247,8 +249,8 @@ impl CudaStream {
         };
         let (mut first, mut failed) = (0, usize::MAX);
         let Batch { targets, sources, sizes } = batch;
-        // SAFETY: three lists of one length, one set of attributes that holds from the first copy on, room for
-        // a number; the copies themselves are right by the caller's promise.
+        // SAFETY: three lists of one length, one set of attributes that applies to all copies, room for a
+        // number; the copies are valid by the caller's promise.
         let code = unsafe {
             copy_batch(
                 targets.as_mut_ptr(),
@@ -271,7 +273,7 @@ impl CudaStream {
     }
 
     /// # Safety
-    /// As for [`CudaStream::copy_batch`]; the context is current.
+    /// The promise of [`CudaStream::copy_batch`]; the context is current.
     unsafe fn copy_one_by_one(&self, batch: &Batch) -> Result<usize> {
         let about = self.gpu.about();
         for ((target, source), bytes) in batch.targets.iter().zip(&batch.sources).zip(&batch.sizes) {
@@ -281,10 +283,10 @@ impl CudaStream {
         Ok(batch.sizes.len())
     }
 
-    /// Enqueues the setting of bytes.
+    /// Enqueues a fill with `byte`.
     ///
     /// # Safety
-    /// As for the target of [`CudaStream::copy`].
+    /// The promise for the target of [`CudaStream::copy`].
     pub unsafe fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
@@ -294,33 +296,34 @@ impl CudaStream {
         unsafe { call!(self.gpu.about().bytes(bytes), cuMemsetD8Async(target, byte, bytes, self.raw)) }
     }
 
-    /// Writes a value when everything before it is done and visible to the whole system: who reads it in pinned
-    /// memory finds there what was copied before.
+    /// Enqueues a write of 4 bytes after all earlier work, whose results are then visible to the whole
+    /// system: a reader that sees the value in pinned memory also sees the earlier copies.
     ///
     /// # Safety
-    /// The address is a device address of pinned or device memory, aligned to 4, that stays allocated until then.
+    /// `address` is a device address of pinned or device memory, aligned to 4 bytes, that stays allocated
+    /// until then.
     pub unsafe fn write_flag_u32(&self, address: u64, value: u32) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: by the caller's promise. No flags: with a barrier before the write.
         unsafe { call!(self.gpu.about(), cuStreamWriteValue32_v2(self.raw, address, value, 0)) }
     }
 
-    /// The same with 8 bytes.
+    /// Enqueues a write of 8 bytes, with the guarantees of [`CudaStream::write_flag_u32`].
     ///
     /// # Safety
-    /// As for [`CudaStream::write_flag_u32`], aligned to 8.
+    /// The promise of [`CudaStream::write_flag_u32`], with an alignment of 8 bytes.
     pub unsafe fn write_flag_u64(&self, address: u64, value: u64) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: by the caller's promise. No flags: with a barrier before the write.
         unsafe { call!(self.gpu.about(), cuStreamWriteValue64_v2(self.raw, address, value, 0)) }
     }
 
-    /// What is enqueued in somebody's stream from here on waits, on the device, until 8 bytes of pinned memory hold
-    /// this value or a larger one.
+    /// Makes later work in a stream of another library wait, on the GPU, until 8 bytes of pinned memory hold
+    /// `value` or more.
     ///
     /// # Safety
-    /// A live stream of this GPU's primary context, or null for the default one; an address as for
-    /// [`CudaStream::write_flag_u64`].
+    /// `stream` is a live stream of this GPU's primary context, or null for the default stream; `address` is
+    /// as for [`CudaStream::write_flag_u64`].
     pub unsafe fn wait_flag_raw(
         gpu: &Arc<CudaGpu>,
         stream: RawStream,
@@ -335,8 +338,8 @@ impl CudaStream {
     /// Enqueues a kernel with `grid` blocks of `block` threads.
     ///
     /// # Safety
-    /// Each parameter points at a value of the type and place that the kernel declares, and what the kernel
-    /// touches stays allocated until it is done.
+    /// Each parameter points at a value of the type that the kernel declares in its place, and the memory
+    /// that the kernel accesses stays allocated until it is done.
     pub unsafe fn launch(
         &self,
         function: &CudaFunction,
@@ -355,44 +358,44 @@ impl CudaStream {
         }
     }
 
-    /// Puts the event here: it is done when everything enqueued so far is.
+    /// Records the event: it is done when everything enqueued so far is done.
     pub fn record(&self, event: &CudaEvent) -> Result<()> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: an event and a stream that live; of different GPUs they are refused.
+        // SAFETY: event and stream are alive; the driver refuses those of different GPUs.
         unsafe { call!(self.gpu.about(), cuEventRecord(event.raw, self.raw)) }
     }
 
-    /// What is enqueued from here on waits for the event, of any GPU, on the device; the caller does not.
+    /// Makes later work wait, on the GPU, for the event of any GPU. The caller does not wait.
     pub fn wait_event(&self, event: &CudaEvent) -> Result<()> {
-        // SAFETY: an event that lives.
+        // SAFETY: the event is alive.
         unsafe { self.wait_raw_event(event.raw) }
     }
 
-    /// The same for somebody else's event.
+    /// Makes later work wait for an event of another library.
     ///
     /// # Safety
-    /// A live event of the driver's.
+    /// `event` is a live event of the driver.
     pub unsafe fn wait_raw_event(&self, event: RawEvent) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: by the caller's promise.
         unsafe { call!(self.gpu.about(), cuStreamWaitEvent(self.raw, event, 0)) }
     }
 
-    /// Whether everything enqueued is done. Does not block.
+    /// Whether all enqueued work is done. Does not block.
     ///
     /// # Errors
-    /// The driver's, when something failed: then the whole context is lost.
+    /// The driver's error when work has failed; the whole context is then unusable.
     pub fn query(&self) -> Result<bool> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: a stream that lives.
+        // SAFETY: the stream is alive.
         event::done("cuStreamQuery", &self.gpu, unsafe { ask!(cuStreamQuery(self.raw)) }?)
     }
 
-    /// Waits until everything enqueued is done.
+    /// Waits until all enqueued work is done.
     ///
     /// # Errors
-    /// As for [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after that the work
-    /// goes on.
+    /// Those of [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after a
+    /// timeout the work goes on.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         event::wait_until(&self.gpu, "work in a stream", timeout, || self.query())
     }
@@ -423,7 +426,7 @@ impl Drop for CudaStream {
             Whose::Left => return,
         }
         let Ok(_current) = self.gpu.make_current() else { return };
-        // SAFETY: a stream that lives, and after this no more.
+        // SAFETY: the stream is alive, and this is its last use.
         let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
     }
 }
@@ -438,7 +441,8 @@ impl std::fmt::Debug for CudaStream {
 mod tests {
     use super::*;
 
-    /// Neighbours may be of several allocations: whoever knows that they are not has made one copy of them.
+    /// Neighbouring copies may belong to different allocations; callers have already merged those that do
+    /// not.
     #[test]
     fn a_batch_holds_the_copies_that_have_bytes_as_they_are() {
         let copy = |source, target, bytes| GpuCopy { source, target, bytes };

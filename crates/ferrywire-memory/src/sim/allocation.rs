@@ -1,12 +1,11 @@
-//! Memory of simulated GPUs: who owns which address, and the one way to bytes behind it.
+//! Memory of simulated GPUs: the owner of each address, and the only access to the bytes behind it.
 //!
-//! Each allocation is one piece of memory shown twice: at its *address*, where nobody may touch it, and
-//! at its *view*, which only the copy engine and simulated NICs know. Mapped host memory has one address
-//! for both. Freed ranges stay reserved for a while, so that whoever comes late faults instead of
-//! hitting somebody else's memory.
+//! Each allocation maps one memory twice: at its *address*, without access rights, and at its *view*, which
+//! only the copy engine and simulated NICs know. Mapped host memory has one address for both. Freed ranges
+//! stay reserved for a while, so a late access faults instead of reaching another allocation.
 //!
-//! Invariant: a pointer into a view is only made by [`resolve`], after its bounds check, and the
-//! [`Span`] it is in keeps the memory mapped.
+//! Invariant: only [`resolve`] makes a pointer into a view, after its bounds check, and the returned [`Span`]
+//! keeps the memory mapped.
 //! Read next: `work.rs`, which copies between spans.
 
 use super::{Result, SimGpu, SimGpuError};
@@ -21,23 +20,23 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 static ALLOCATIONS: RwLock<BTreeMap<u64, Arc<Allocation>>> = RwLock::new(BTreeMap::new());
 static FREED: Mutex<VecDeque<AddressRange>> = Mutex::new(VecDeque::new());
 
-/// What an allocation is.
+/// Kind of an allocation.
 pub(super) enum Kind {
-    /// Memory of this GPU, which the CPU may not touch.
+    /// Memory of this GPU, which the CPU must not access.
     Device(Arc<SimGpu>),
-    /// Memory of the host, which GPUs reach at the same address.
+    /// Host memory, which GPUs access at the CPU's address.
     Mapped,
 }
 
 pub(super) struct Allocation {
     pub kind: Kind,
     pub len: usize,
-    /// Made through the C table, which alone may free it.
+    /// Allocated through the C table, and freed only through it.
     pub foreign: bool,
     address: u64,
     view: usize,
     ranges: Vec<AddressRange>,
-    /// Memory of a GPU without an address, in whole pages: what other devices are given of it.
+    /// The memory file behind device memory, from which dma-bufs are made.
     file: Option<OwnedFd>,
 }
 
@@ -66,7 +65,7 @@ impl Allocation {
         self.address
     }
 
-    /// The GPU whose memory it is.
+    /// The GPU with this memory; `None` for mapped host memory.
     pub fn gpu(&self) -> Option<&Arc<SimGpu>> {
         match &self.kind {
             Kind::Device(gpu) => Some(gpu),
@@ -79,7 +78,7 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         let mut freed = FREED.lock().unwrap_or_else(PoisonError::into_inner);
         for mut range in self.ranges.drain(..) {
-            // Where the kernel has no room to keep it apart, it is simply unmapped.
+            // If the kernel cannot keep the range reserved, the range is just unmapped.
             if range.withdraw().is_ok() {
                 freed.push_back(range);
             }
@@ -90,7 +89,7 @@ impl Drop for Allocation {
     }
 }
 
-/// Makes an allocation that is found by its address until [`forget`].
+/// Makes an allocation, which [`find`] finds until [`forget`].
 pub(super) fn allocate(kind: Kind, len: usize, align: usize, foreign: bool) -> Result<Arc<Allocation>> {
     if !align.is_power_of_two() {
         return Err(SimGpuError::Alignment { align });
@@ -105,31 +104,31 @@ pub(super) fn allocate(kind: Kind, len: usize, align: usize, foreign: bool) -> R
     Ok(allocation)
 }
 
-/// Its address is not found any more. Copies under way keep the memory; nobody else does.
+/// Makes an allocation unreachable by address. Copies in flight keep its memory until they end.
 pub(super) fn forget(allocation: &Allocation) {
     let mut all = ALLOCATIONS.write().unwrap_or_else(PoisonError::into_inner);
     let last = all.remove(&allocation.address);
-    // It may be the last holder of its GPU, whose end must not find the table locked.
+    // This may drop the last reference to the GPU, which must not happen with the table locked.
     drop(all);
     drop(last);
 }
 
-/// The allocation that an address lies in.
+/// The allocation that contains an address.
 pub(super) fn find(address: u64) -> Option<Arc<Allocation>> {
     let all = ALLOCATIONS.read().unwrap_or_else(PoisonError::into_inner);
     let (base, allocation) = all.range(..=address).next_back()?;
     (address - base < allocation.len.max(1) as u64).then(|| allocation.clone())
 }
 
-/// Bytes of an allocation, by their view; the memory stays mapped as long as this is held.
+/// Access to bytes of an allocation, at their view; keeps the memory mapped.
 pub(super) struct Span {
     pub pointer: *mut u8,
     _keeper: Arc<Allocation>,
 }
 
-/// The view of `bytes` bytes at a device (or mapped) address.
+/// Checks `bytes` bytes at a device or mapped address; returns access to them.
 pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
-    // No bytes may also lie at the end of an allocation.
+    // An empty range may also start at the end of an allocation.
     let before = || find(address.checked_sub(1).filter(|_| bytes == 0)?);
     let allocation = find(address).or_else(before).ok_or(SimGpuError::NotAllocated { address })?;
     let offset = (address - allocation.address) as usize;
@@ -137,17 +136,17 @@ pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
         let (base, len) = (allocation.address, allocation.len as u64);
         return Err(SimGpuError::OutOfRange { address, bytes: bytes as u64, base, len });
     }
-    // SAFETY: the view shows `len` bytes, and `offset` is not beyond them.
+    // SAFETY: the view maps `len` bytes, and `offset` is not beyond them.
     let pointer = unsafe { (allocation.view as *mut u8).add(offset) };
     Ok(Span { pointer, _keeper: allocation })
 }
 
-/// A dma-buf of `bytes` bytes of a simulated GPU's memory at `address`, in whole pages: the end of an allocation
-/// counts as one. It stays when the memory is freed.
+/// Exports `bytes` bytes of a simulated GPU's memory at `address` as a dma-buf, in whole pages; the last page
+/// of an allocation counts as whole. The dma-buf outlives the allocation.
 ///
 /// # Errors
-/// [`SimGpuError::DmaBuf`] with the reason: mapped host memory, not whole pages, or no support by this host's kernel;
-/// and those of an address that is not inside an allocation.
+/// [`SimGpuError::DmaBuf`] with the reason: mapped host memory, not whole pages, or no kernel support. Also
+/// the errors for an address outside of an allocation.
 pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
     let refused = |why: String| SimGpuError::DmaBuf { address, bytes, why };
     let allocation = find(address).ok_or(SimGpuError::NotAllocated { address })?;
@@ -163,7 +162,7 @@ pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
     udmabuf::from_memfd(file.as_fd(), offset, bytes).map_err(|error| refused(error.to_string()))
 }
 
-/// Refuses memory of a GPU where host memory belongs.
+/// Returns an error for GPU memory where host memory is needed.
 pub(super) fn check_host(address: *const u8, bytes: usize) -> Result<()> {
     let (first, last) = (address as u64, (address as u64).saturating_add(bytes.saturating_sub(1) as u64));
     for address in [first, last] {
@@ -174,7 +173,7 @@ pub(super) fn check_host(address: *const u8, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Ranges that are reserved for latecomers.
+/// Number of freed ranges that stay reserved.
 #[cfg(test)]
 pub(super) fn freed_ranges() -> usize {
     FREED.lock().unwrap_or_else(PoisonError::into_inner).len()
@@ -182,7 +181,7 @@ pub(super) fn freed_ranges() -> usize {
 
 /// Memory of a simulated GPU; freed when dropped.
 ///
-/// The CPU may not touch it: a load or store is `SIGSEGV`, a system call that names it gives `EFAULT`.
+/// The CPU must not access it: a load or store raises `SIGSEGV`, a system call returns `EFAULT`.
 pub struct SimBuffer {
     allocation: Arc<Allocation>,
     gpu: Arc<SimGpu>,
@@ -194,27 +193,27 @@ impl SimBuffer {
         Ok(SimBuffer { allocation, gpu: gpu.clone() })
     }
 
-    /// The device address of the first byte.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.allocation.address
     }
 
-    /// The same as a pointer, which must not be dereferenced.
+    /// Device address as a pointer, which must not be dereferenced.
     pub fn as_ptr(&self) -> *mut u8 {
         self.allocation.address as *mut u8
     }
 
-    /// Size in bytes, as asked for.
+    /// Requested size in bytes.
     pub fn len(&self) -> usize {
         self.allocation.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the requested size is 0.
     pub fn is_empty(&self) -> bool {
         self.allocation.len == 0
     }
 
-    /// The GPU it belongs to.
+    /// The GPU with this memory.
     pub fn gpu(&self) -> &Arc<SimGpu> {
         &self.gpu
     }
@@ -232,7 +231,7 @@ impl std::fmt::Debug for SimBuffer {
     }
 }
 
-/// Host memory that every simulated GPU reaches at the same address; freed when dropped.
+/// Host memory that every simulated GPU accesses at the CPU's address; freed when dropped.
 #[derive(Debug)]
 pub struct MappedBuffer {
     base: *mut u8,
@@ -245,18 +244,18 @@ unsafe impl Send for MappedBuffer {}
 unsafe impl Sync for MappedBuffer {}
 
 impl MappedBuffer {
-    /// `bytes` zeroed bytes, aligned to a page at least.
+    /// Allocates `bytes` zeroed bytes, aligned at least to a page.
     pub fn new(bytes: usize, align: usize) -> Result<MappedBuffer> {
         let allocation = allocate(Kind::Mapped, bytes, align, false)?;
         Ok(MappedBuffer { base: allocation.view as *mut u8, len: bytes })
     }
 
-    /// The first byte: the CPU may use it, and its number is the device address.
+    /// Address of the first byte, for the CPU and for GPUs.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base
     }
 
-    /// The device address of the first byte.
+    /// Device address of the first byte.
     pub fn address(&self) -> u64 {
         self.base as u64
     }

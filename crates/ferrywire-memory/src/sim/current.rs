@@ -1,7 +1,7 @@
-//! Which GPU is current on a thread, as CUDA has it.
+//! The simulated GPU that is current on a thread, as in CUDA.
 //!
-//! A thread has none until it sets one, so that a call made on a thread where nobody set the GPU is
-//! noticed rather than done on GPU 0.
+//! A thread has none until it sets one. So code that forgets to set the GPU gets an error, instead of
+//! silently using GPU 0.
 
 use super::{Result, SimGpu, SimGpuError};
 use std::cell::Cell;
@@ -10,7 +10,7 @@ thread_local! {
     static CURRENT: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
-/// The GPU that is current on this thread.
+/// The GPU that is current on this thread, if any.
 pub fn current() -> Option<u32> {
     CURRENT.get()
 }
@@ -22,13 +22,13 @@ pub fn set_current(index: u32) -> Result<()> {
     Ok(())
 }
 
-/// Does something with a GPU current on this thread; then what was current before is so again.
+/// Runs `body` with a GPU current on this thread, then restores the previous one.
 pub fn with_current<T>(index: u32, body: impl FnOnce() -> T) -> Result<T> {
     let _before = Before(current());
     set_current(index).map(|()| body())
 }
 
-/// What was current, and is so again when this is dropped.
+/// The previously current GPU, which dropping this restores.
 struct Before(Option<u32>);
 
 impl Drop for Before {

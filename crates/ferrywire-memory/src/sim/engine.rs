@@ -1,15 +1,15 @@
 //! The copy engine of a simulated GPU: one thread that does the work of all its streams.
 //!
-//! A stream is a *lane*: items in order, of which only the head may run, once it is due (its delay is
-//! over, the event it waits for is done). Lanes with a head that is due take turns, so a lane that is
-//! held up does not hold up others.
+//! A stream is a *queue* of items in order (a `Queue` in this file). Only the first item may run, once it is
+//! due: its delay is over and the event it waits for is done. Queues with a due item are served round robin,
+//! so a blocked queue does not block others.
 //!
 //! ```text
-//!   lane: enqueued -> head -> due -> running -> finished     (a failure: all behind it are given up)
+//! item: enqueued -> first -> due -> running -> finished     (a failure abandons all items behind it)
 //! ```
 //!
-//! Invariant: an item touches memory only while its lane is `running`; once [`Engine::remove`] returns,
-//! nothing of that lane ever will again.
+//! Invariant: an item accesses memory only while its queue is `running`; after [`Engine::remove`] no item of
+//! that queue accesses any.
 //! Read next: `work.rs`.
 
 use super::faults::{Fate, Injector, SimFaults};
@@ -22,25 +22,25 @@ use std::time::{Duration, Instant};
 pub(super) struct Engine {
     gpu: u32,
     state: Mutex<State>,
-    /// There may be something to do.
+    /// Signalled when there may be an item to run.
     work: Condvar,
-    /// An item has ended.
+    /// Signalled when an item has ended.
     ended: Condvar,
 }
 
 struct State {
-    lanes: BTreeMap<u64, Lane>,
-    next_lane: u64,
-    /// The lane that ran last; the next one has its turn.
+    queues: BTreeMap<u64, Queue>,
+    next_queue: u64,
+    /// The queue that ran last; the search for the next one starts behind it.
     last: u64,
     injector: Injector,
     stopping: bool,
 }
 
 #[derive(Default)]
-struct Lane {
+struct Queue {
     items: VecDeque<Item>,
-    /// When the head may run, from the moment it became the head.
+    /// When the first item may run; set when it becomes the first.
     due: Option<Instant>,
     running: bool,
     failed: Option<SimGpuError>,
@@ -51,7 +51,7 @@ struct Item {
     fate: Fate,
 }
 
-/// What the thread does next.
+/// The thread's next action.
 enum Turn {
     Run(u64, Item),
     WaitUntil(Instant),
@@ -61,7 +61,7 @@ enum Turn {
 impl Engine {
     pub fn new(gpu: u32, faults: SimFaults) -> Engine {
         let injector = Injector::new(gpu, faults);
-        let state = State { lanes: BTreeMap::new(), next_lane: 0, last: 0, injector, stopping: false };
+        let state = State { queues: BTreeMap::new(), next_queue: 0, last: 0, injector, stopping: false };
         Engine { gpu, state: Mutex::new(state), work: Condvar::new(), ended: Condvar::new() }
     }
 
@@ -69,14 +69,14 @@ impl Engine {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The device's thread, until [`Engine::stop`].
+    /// Body of the engine's thread; returns after [`Engine::stop`].
     pub fn run(&self) {
         let mut state = self.lock();
         while !state.stopping {
             state = match state.turn(Instant::now()) {
-                Turn::Run(lane, item) => {
+                Turn::Run(queue, item) => {
                     drop(state);
-                    self.run_one(lane, item);
+                    self.run_one(queue, item);
                     self.lock()
                 }
                 Turn::WaitUntil(due) => {
@@ -88,17 +88,17 @@ impl Engine {
         }
     }
 
-    fn run_one(&self, lane: u64, item: Item) {
+    fn run_one(&self, queue: u64, item: Item) {
         let outcome = match item.fate.failure {
             Some(failure) => Err(failure),
             None => item.work.run(),
         };
         let mut given_up = VecDeque::new();
-        if let Some(lane) = self.lock().lanes.get_mut(&lane) {
-            lane.running = false;
+        if let Some(queue) = self.lock().queues.get_mut(&queue) {
+            queue.running = false;
             if let Err(cause) = &outcome {
-                lane.failed.get_or_insert(cause.clone());
-                given_up = std::mem::take(&mut lane.items);
+                queue.failed.get_or_insert(cause.clone());
+                given_up = std::mem::take(&mut queue.items);
             }
         }
         if let Err(cause) = outcome {
@@ -108,15 +108,15 @@ impl Engine {
         self.ended.notify_all();
     }
 
-    /// Ends the thread; there are no lanes any more.
+    /// Ends the thread; no queue exists any more.
     pub fn stop(&self) {
         self.lock().stopping = true;
         self.work.notify_all();
     }
 
-    /// Something that a lane waits for may have happened.
+    /// Makes the thread check its queues again: an event may have completed.
     pub fn wake(&self) {
-        // Whoever has just looked and is about to wait is waiting once this is locked.
+        // After this lock, a thread that has just checked its queues is waiting and receives the signal.
         drop(self.lock());
         self.work.notify_all();
     }
@@ -135,55 +135,53 @@ impl Engine {
         self.work.notify_all();
     }
 
-    // ---- lanes ----
+    // ---- queues ----
 
     pub fn add(&self) -> u64 {
         let mut state = self.lock();
-        let lane = state.next_lane;
-        state.next_lane += 1;
-        state.lanes.insert(lane, Lane::default());
-        lane
+        let queue = state.next_queue;
+        state.next_queue += 1;
+        state.queues.insert(queue, Queue::default());
+        queue
     }
 
-    /// Drops what has not begun, and returns when what has begun is done.
-    pub fn remove(&self, lane: u64) {
+    /// Drops the items of a queue that have not started, and waits for the one that runs.
+    pub fn remove(&self, queue: u64) {
         let mut state = self.lock();
-        let items = state.lanes.get_mut(&lane).map(|lane| std::mem::take(&mut lane.items));
-        while state.lanes.get(&lane).is_some_and(|lane| lane.running) {
+        let items = state.queues.get_mut(&queue).map(|queue| std::mem::take(&mut queue.items));
+        while state.queues.get(&queue).is_some_and(|queue| queue.running) {
             state = self.ended.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.lanes.remove(&lane);
+        state.queues.remove(&queue);
         drop(state);
         let cause = SimGpuError::StreamDropped { gpu: self.gpu };
         items.iter().flatten().for_each(|item| item.work.give_up(&cause));
     }
 
-    pub fn enqueue(&self, lane: u64, work: Work) -> Result<()> {
+    pub fn enqueue(&self, queue: u64, work: Work) -> Result<()> {
         let mut state = self.lock();
-        let State { lanes, injector, .. } = &mut *state;
-        let lane = lanes.get_mut(&lane).ok_or(SimGpuError::StreamDropped { gpu: self.gpu })?;
-        if let Some(cause) = &lane.failed {
+        let State { queues, injector, .. } = &mut *state;
+        let queue = queues.get_mut(&queue).ok_or(SimGpuError::StreamDropped { gpu: self.gpu })?;
+        if let Some(cause) = &queue.failed {
             return Err(cause.clone());
         }
-        let fate = match work.is_operation() {
-            true => injector.draw(),
-            false => Fate { delay: Duration::ZERO, failure: None },
-        };
-        lane.items.push_back(Item { work, fate });
+        let fate =
+            if work.is_operation() { injector.draw() } else { Fate { delay: Duration::ZERO, failure: None } };
+        queue.items.push_back(Item { work, fate });
         drop(state);
         self.work.notify_all();
         Ok(())
     }
 
-    /// Whether the lane is empty and nothing of it runs.
-    pub fn query(&self, lane: u64) -> Result<bool> {
-        self.lock().lanes.get(&lane).map_or(Ok(true), Lane::query)
+    /// Whether the queue is empty and none of its items runs.
+    pub fn query(&self, queue: u64) -> Result<bool> {
+        self.lock().queues.get(&queue).map_or(Ok(true), Queue::query)
     }
 
-    pub fn wait(&self, lane: u64, timeout: Duration) -> Result<()> {
+    pub fn wait(&self, queue: u64, timeout: Duration) -> Result<()> {
         let until = Instant::now() + timeout;
         let mut state = self.lock();
-        while !state.lanes.get(&lane).map_or(Ok(true), Lane::query)? {
+        while !state.queues.get(&queue).map_or(Ok(true), Queue::query)? {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: timeout });
@@ -195,19 +193,20 @@ impl Engine {
 }
 
 impl State {
-    /// Chooses among the lanes, beginning behind the one that ran last.
+    /// Chooses the next queue, starting behind the one that ran last.
     fn turn(&mut self, now: Instant) -> Turn {
         if self.injector.faults.stall {
             return Turn::Wait;
         }
         let mut soonest: Option<Instant> = None;
-        let (before, behind): (Vec<u64>, Vec<u64>) = self.lanes.keys().partition(|lane| **lane <= self.last);
+        let (before, behind): (Vec<u64>, Vec<u64>) =
+            self.queues.keys().partition(|queue| **queue <= self.last);
         for key in behind.into_iter().chain(before) {
-            let Some(lane) = self.lanes.get_mut(&key) else { continue };
-            match lane.due(now) {
+            let Some(queue) = self.queues.get_mut(&key) else { continue };
+            match queue.due(now) {
                 Some(due) if due <= now => {
                     self.last = key;
-                    if let Some(item) = lane.take() {
+                    if let Some(item) = queue.take() {
                         return Turn::Run(key, item);
                     }
                 }
@@ -219,8 +218,8 @@ impl State {
     }
 }
 
-impl Lane {
-    /// When the head may run; nothing if there is none, or if that depends on somebody else.
+impl Queue {
+    /// When the first item may run; `None` without an item, or while it waits for an event.
     fn due(&mut self, now: Instant) -> Option<Instant> {
         let head = self.items.front()?;
         match &head.work {

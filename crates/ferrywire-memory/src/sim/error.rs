@@ -1,4 +1,4 @@
-//! What can go wrong with a simulated GPU.
+//! Errors of simulated GPUs.
 
 use std::time::Duration;
 
@@ -9,98 +9,98 @@ pub type Result<T, E = SimGpuError> = std::result::Result<T, E>;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SimGpuError {
-    /// There is no simulated GPU with such a number.
+    /// No simulated GPU has this number.
     #[error("there is no simulated GPU {index}: use 0 to {}", ferrywire_proto::limits::SIM_GPUS_MAX - 1)]
     NoSuchGpu {
-        /// The number asked for.
+        /// The requested number.
         index: u32,
     },
-    /// The GPU exists once somebody opens it.
+    /// The GPU must be opened before it is used.
     #[error("simulated GPU {index} is not open: call SimGpu::open({index}) and keep it")]
     NotOpen {
-        /// The GPU.
+        /// Number of the GPU.
         index: u32,
     },
-    /// Alignments are powers of two.
+    /// The alignment is not a power of two.
     #[error("alignment {align} is not a power of two")]
     Alignment {
-        /// What was asked for.
+        /// The requested alignment.
         align: usize,
     },
-    /// The system gave no memory, or no thread.
+    /// The system could not allocate memory or start a thread.
     #[error("simulated GPU: {what}: {message}")]
     System {
-        /// What was asked of the system.
+        /// The requested operation.
         what: String,
-        /// Its own words.
+        /// The system's message.
         message: String,
     },
-    /// The address is not, or not any more, memory that the GPU can reach.
+    /// The address is in no memory that the GPU can access, or not any more.
     #[error("{address:#x} is not memory of a simulated GPU: freed, or never allocated there")]
     NotAllocated {
         /// The address.
         address: u64,
     },
-    /// The range begins in an allocation and leaves it.
+    /// The range starts in an allocation, but exceeds it.
     #[error("{bytes} bytes at {address:#x} leave their allocation ({len} bytes at {base:#x})")]
     OutOfRange {
         /// First address of the range.
         address: u64,
-        /// Its length.
+        /// Length of the range in bytes.
         bytes: u64,
         /// First address of the allocation.
         base: u64,
-        /// Its length.
+        /// Length of the allocation in bytes.
         len: u64,
     },
-    /// Memory of a GPU was given where host memory belongs.
+    /// GPU memory was passed where host memory is needed.
     #[error("{address:#x} is memory of simulated GPU {gpu}, not of the host: copy from device to device")]
     NotHostMemory {
         /// The address.
         address: u64,
-        /// The GPU it belongs to.
+        /// The GPU with this memory.
         gpu: u32,
     },
-    /// Other devices cannot be given the memory.
+    /// The memory cannot be exported as a dma-buf.
     #[error("no dma-buf of {bytes} bytes at {address:#x} of a simulated GPU: {why}")]
     DmaBuf {
         /// First address of the range.
         address: u64,
-        /// Its length.
+        /// Length of the range in bytes.
         bytes: u64,
-        /// What is missing.
+        /// Reason.
         why: String,
     },
-    /// A fault that was asked for.
+    /// An injected fault.
     #[error("simulated GPU {gpu}: operation {operation} failed as asked for (SimFaults)")]
     Injected {
-        /// The GPU.
+        /// Number of the GPU.
         gpu: u32,
-        /// Its number, counted from 0 since the faults were set.
+        /// Number of the operation, counted from 0 since the faults were set.
         operation: u64,
     },
-    /// What was waited for had not happened in time. It may still happen.
+    /// An event or a stream did not finish in time. It may still finish.
     #[error("simulated GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     TimedOut {
-        /// The GPU.
+        /// Number of the GPU.
         gpu: u32,
-        /// What was waited for.
+        /// The event or stream that was waited for.
         what: &'static str,
-        /// How long.
+        /// Time waited.
         waited: Duration,
     },
     /// The stream was dropped before its work was done.
     #[error("simulated GPU {gpu}: the stream was dropped before it came to this")]
     StreamDropped {
-        /// The GPU.
+        /// Number of the GPU.
         gpu: u32,
     },
-    /// The text of `FERRYWIRE_SIM_GPU_FAULTS` is wrong.
+    /// The value of `FERRYWIRE_SIM_GPU_FAULTS` is not valid.
     #[error("FERRYWIRE_SIM_GPU_FAULTS: {part:?} {why}")]
     FaultsText {
-        /// The part that is wrong.
+        /// The invalid part.
         part: String,
-        /// What would be right.
+        /// The valid form.
         why: &'static str,
     },
 }

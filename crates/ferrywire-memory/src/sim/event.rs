@@ -1,7 +1,7 @@
-//! Marks in a stream: whether everything before them is done.
+//! Events of simulated streams: points that are done when all work before them is done.
 //!
-//! Invariant: a [`Mark`] completes once, also when its stream fails or is dropped, so nobody waits for
-//! ever for one that was reached or given up.
+//! Invariant: a [`Mark`] that was recorded always completes once, also when its stream fails or is dropped,
+//! so no thread waits for it for ever.
 //! Read next: `engine.rs`.
 
 use super::engine::Engine;
@@ -27,12 +27,12 @@ impl Mark {
         Mark { state: Mutex::default(), changed: Condvar::new(), gpu }
     }
 
-    /// How it ended, once it has.
+    /// Outcome of the mark, once it has completed.
     pub fn outcome(&self) -> Option<Result<()>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
     }
 
-    /// Wakes this engine when it completes.
+    /// Makes the mark wake `engine` when it completes.
     pub fn watch(&self, engine: &Arc<Engine>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.outcome.is_none() {
@@ -40,7 +40,7 @@ impl Mark {
         }
     }
 
-    /// Must be called without any engine locked: it wakes them.
+    /// Completes the mark, and wakes engines. Must not be called while an engine is locked.
     pub fn complete(&self, outcome: Result<()>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.outcome.get_or_insert(outcome);
@@ -66,7 +66,7 @@ impl Mark {
     }
 }
 
-/// What a stream waits for until the host says so.
+/// A gate in a stream, at which work waits until the host opens it.
 pub struct HostGate(Arc<Mark>);
 
 impl HostGate {
@@ -74,20 +74,20 @@ impl HostGate {
         HostGate(mark)
     }
 
-    /// Everything behind it in the stream goes on.
+    /// Lets the work behind the gate go on.
     pub fn open(self) {
         self.0.complete(Ok(()));
     }
 }
 
-/// A mark that can be put into streams again and again; it stands for the last place where it was put.
+/// A reusable event. It stands for the point in a stream where it was recorded last.
 #[derive(Default)]
 pub struct SimEvent {
     last: Mutex<Option<Arc<Mark>>>,
 }
 
 impl SimEvent {
-    /// One that was not recorded yet, and counts as done.
+    /// An event that was never recorded, which counts as done.
     pub fn new() -> SimEvent {
         SimEvent::default()
     }
@@ -100,19 +100,19 @@ impl SimEvent {
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(mark);
     }
 
-    /// Whether everything before it is done. Does not block.
+    /// Whether all work before the event is done. Does not block.
     ///
     /// # Errors
-    /// The cause, when something before it failed.
+    /// The first failure of the stream.
     pub fn query(&self) -> Result<bool> {
         let Some(mark) = self.mark() else { return Ok(true) };
         mark.outcome().map_or(Ok(false), |outcome| outcome.map(|()| true))
     }
 
-    /// Waits until everything before it is done.
+    /// Waits until all work before the event is done.
     ///
     /// # Errors
-    /// The cause, when something before it failed; [`SimGpuError::TimedOut`].
+    /// The first failure of the stream, or [`SimGpuError::TimedOut`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         self.mark().map_or(Ok(()), |mark| mark.wait(timeout))
     }

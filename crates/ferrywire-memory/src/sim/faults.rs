@@ -1,8 +1,7 @@
-//! What goes wrong in a simulated GPU on purpose: delays, failures, a standstill.
+//! Injected faults of a simulated GPU: delays, failures, a stall.
 //!
-//! Invariant: the same faults and the same operations enqueued in the same order fail at the same
-//! places and are delayed by the same times.
-//! Read next: `engine.rs`, which asks for a [`Fate`] as each operation is enqueued.
+//! Invariant: with equal faults and operations enqueued in one order, the failures and delays are identical.
+//! Read next: `engine.rs`, which draws a [`Fate`] for each operation that is enqueued.
 
 use super::{Result, SimGpuError};
 use ferrywire_sys::rng::Rng;
@@ -10,22 +9,22 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// The environment variable that sets the faults of every GPU when it is opened:
+/// Environment variable with the faults of every GPU that is opened:
 /// `seed=7,delay_us=5-50,failure_per_million=100,fail_after=1000,stall=1`, each part optional.
 pub const FAULTS_VARIABLE: &str = "FERRYWIRE_SIM_GPU_FAULTS";
 
-/// What a simulated GPU does wrong. The default is nothing.
+/// Faults of a simulated GPU; none by default.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SimFaults {
-    /// Seed of delays and failures; each GPU draws its own from it.
+    /// Seed of delays and failures; each GPU draws a sequence of its own from it.
     pub seed: u64,
-    /// How long an operation is held up before it begins, on the device's thread.
+    /// Range of an operation's delay before it starts, on the engine's thread.
     pub copy_delay: RangeInclusive<Duration>,
-    /// How many of a million operations fail.
+    /// Failing operations per million.
     pub failure_per_million: u32,
-    /// So many operations go well, and all after them fail.
+    /// Number of operations that succeed before all further ones fail; `None` for no such failure.
     pub fail_after: Option<u64>,
-    /// Nothing moves until this is taken back.
+    /// Whether no operation starts.
     pub stall: bool,
 }
 
@@ -42,7 +41,7 @@ impl Default for SimFaults {
 }
 
 impl SimFaults {
-    /// The faults that [`FAULTS_VARIABLE`] asks for.
+    /// Parses the value of [`FAULTS_VARIABLE`].
     pub(super) fn from_environment() -> Result<SimFaults> {
         match std::env::var(FAULTS_VARIABLE) {
             Ok(text) => text.parse(),
@@ -82,20 +81,20 @@ impl FromStr for SimFaults {
 
 const MILLION: u64 = 1_000_000;
 
-/// `5-50`, or `5` for always the same.
+/// Parses `5-50`, or `5` for a constant delay.
 fn delays(text: &str) -> Option<RangeInclusive<Duration>> {
     let (low, high) = text.split_once('-').unwrap_or((text, text));
     let (low, high) = (low.parse().ok()?, high.parse().ok()?);
     (low <= high).then(|| Duration::from_micros(low)..=Duration::from_micros(high))
 }
 
-/// What becomes of one operation.
+/// Delay and failure of one operation.
 pub(super) struct Fate {
     pub delay: Duration,
     pub failure: Option<SimGpuError>,
 }
 
-/// Draws fates.
+/// Draws delays and failures.
 pub(super) struct Injector {
     pub faults: SimFaults,
     gpu: u32,
@@ -105,12 +104,12 @@ pub(super) struct Injector {
 
 impl Injector {
     pub fn new(gpu: u32, faults: SimFaults) -> Injector {
-        // Far apart, so that no GPU's numbers are another's some steps later.
+        // The seeds are far apart, so no GPU's sequence is a shifted copy of another's.
         let rng = Rng::new(faults.seed ^ (u64::from(gpu) << 56));
         Injector { faults, gpu, rng, operations: 0 }
     }
 
-    /// The fate of the next operation.
+    /// Draws delay and failure of the next operation.
     pub fn draw(&mut self) -> Fate {
         let operation = self.operations;
         self.operations += 1;

@@ -1,8 +1,8 @@
-//! A simulated GPU, for tests and for trying things on a machine that has none.
+//! A simulated GPU, for tests and for machines without a GPU.
 //!
-//! It has what makes GPU memory different from host memory, and nothing else: addresses that the CPU may
-//! not touch, asynchronous copy queues as the only way to the bytes, a current device per thread, and
-//! failures that come late and stay. It is no measure of a real GPU's speed.
+//! It reproduces the differences between GPU and host memory: addresses that the CPU must not access,
+//! asynchronous copy queues as the only access to the bytes, a current device per thread, and failures that
+//! are reported late and are permanent. It does not model a GPU's speed.
 //!
 //! ```text
 //!   SimGpu 0   address  0x7f..  no access     CPU touches it: SIGSEGV, EFAULT
@@ -23,9 +23,9 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Invariant: every address that a caller, a stream or a plugin names is looked up and checked before a
-//! byte moves, so a wrong one is an error and never a stray write.
-//! Read next: `allocation.rs` (the memory), `engine.rs` (who copies), `table.rs` (plugins).
+//! Invariant: every address from a caller, a stream or a plugin is looked up and checked before a byte moves,
+//! so a wrong address is an error and never a stray write.
+//! Read next: `allocation.rs` (memory), `engine.rs` (copies), `table.rs` (plugins).
 
 mod allocation;
 mod current;
@@ -56,11 +56,11 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 
-/// The devices of this process, by number.
+/// The simulated GPUs of this process by number.
 static GPUS: Mutex<[Weak<SimGpu>; limits::SIM_GPUS_MAX]> =
     Mutex::new([const { Weak::new() }; limits::SIM_GPUS_MAX]);
 
-/// A simulated GPU. It lives as long as somebody holds it, one of its streams or some of its memory.
+/// A simulated GPU. It lives as long as a handle, one of its streams or some of its memory.
 pub struct SimGpu {
     index: u32,
     engine: Arc<Engine>,
@@ -68,15 +68,15 @@ pub struct SimGpu {
 }
 
 impl SimGpu {
-    /// GPU `index` of this process: the same one for everybody while it lives.
+    /// Opens GPU `index` of this process; further calls return the open GPU while it lives.
     ///
-    /// The first one that is opened also publishes [`SimGpuTable`], and with that sets an environment
-    /// variable. Setting one is a hazard while another thread reads the environment without Rust's lock
-    /// (C code does), so open the first GPU before such threads start.
+    /// The first GPU also publishes [`SimGpuTable`], which sets an environment variable. This is unsafe while
+    /// another thread reads the environment without Rust's lock, as C code does. So open the first GPU before
+    /// such threads start.
     ///
     /// # Errors
-    /// [`SimGpuError::NoSuchGpu`], [`SimGpuError::FaultsText`] when the environment asks for faults in
-    /// words that make no sense, [`SimGpuError::System`] when no thread could be started.
+    /// [`SimGpuError::NoSuchGpu`], [`SimGpuError::FaultsText`] for an invalid fault specification in the
+    /// environment, [`SimGpuError::System`] when no thread can be started.
     pub fn open(index: u32) -> Result<Arc<SimGpu>> {
         let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = gpus.get_mut(index as usize).ok_or(SimGpuError::NoSuchGpu { index })?;
@@ -99,30 +99,30 @@ impl SimGpu {
         Ok(SimGpu { index, engine, thread: Some(thread) })
     }
 
-    /// GPU `index`, if somebody has opened it and still holds it.
+    /// GPU `index`, if it is open.
     pub fn opened(index: u32) -> Option<Arc<SimGpu>> {
         let gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         gpus.get(index as usize)?.upgrade()
     }
 
-    /// The GPU that an address belongs to, and the first address and length of its allocation.
+    /// The GPU with the memory at `address`, and first address and length of the allocation.
     pub fn of(address: u64) -> Option<(u32, u64, u64)> {
         let found = allocation::find(address)?;
         Some((found.gpu()?.index, found.address(), found.len as u64))
     }
 
-    /// First address and length of the mapped host memory that an address lies in.
+    /// First address and length of the mapped host memory that contains `address`.
     pub fn mapped(address: u64) -> Option<(u64, u64)> {
         let found = allocation::find(address).filter(|found| found.gpu().is_none())?;
         Some((found.address(), found.len as u64))
     }
 
-    /// Its number.
+    /// Number of the GPU.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// Allocates zeroed memory, aligned to `align` and to 4096 at least.
+    /// Allocates zeroed memory, aligned to `align` and at least to 4096 bytes.
     pub fn alloc(self: &Arc<Self>, bytes: usize, align: usize) -> Result<SimBuffer> {
         SimBuffer::new(self, bytes, align)
     }
@@ -132,18 +132,18 @@ impl SimGpu {
         SimStream::new(self)
     }
 
-    /// What it does wrong at present.
+    /// The current faults.
     pub fn faults(&self) -> SimFaults {
         self.engine.faults()
     }
 
-    /// Sets what it does wrong from here on; operations are counted from 0 again. Work that is enqueued
-    /// already keeps its fate, but for the stall.
+    /// Sets the faults of operations enqueued from now on, and counts operations from 0 again. Only the stall
+    /// affects work that is enqueued already.
     pub fn set_faults(&self, faults: SimFaults) {
         self.engine.set_faults(faults);
     }
 
-    /// Stops all work before it begins, or lets it go on.
+    /// Sets whether operations may start.
     pub fn set_stall(&self, stall: bool) {
         self.engine.set_stall(stall);
     }
@@ -170,7 +170,7 @@ impl SimGpu {
         stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
-    /// Sets device memory, and waits.
+    /// Sets device memory to `byte`, and waits.
     pub fn fill(self: &Arc<Self>, target: u64, byte: u8, bytes: usize) -> Result<()> {
         let stream = self.stream();
         stream.fill(target, byte, bytes)?;
@@ -182,12 +182,12 @@ impl SimGpu {
         self.stream().checksum(source, bytes, limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
-    /// Where a simulated NIC finds the bytes of device (or mapped) memory: what DMA is in hardware.
+    /// Direct pointer to device or mapped memory, for a simulated NIC: the equivalent of DMA.
     ///
     /// # Safety
-    /// The pointer is good for `bytes` bytes until the allocation is freed; streams and other NICs may
-    /// read and write the same bytes at any time. Only for what plays a device: code that uses it
-    /// elsewhere does what no program can do with a GPU.
+    /// The pointer is valid for `bytes` bytes until the allocation is freed. Streams and other NICs may read
+    /// and write these bytes at any time. Only code that simulates a device may use it; no program can access
+    /// a GPU's memory this way.
     pub unsafe fn dma_view(address: u64, bytes: usize) -> Result<*mut u8> {
         allocation::resolve(address, bytes).map(|span| span.pointer)
     }
@@ -196,7 +196,7 @@ impl SimGpu {
 impl Drop for SimGpu {
     fn drop(&mut self) {
         self.engine.stop();
-        // Its own thread may be the one that drops the last piece of its memory.
+        // This drop may run on the GPU's own thread, which must not join itself.
         let thread = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id());
         if let Some(thread) = thread {
             let _ = thread.join();

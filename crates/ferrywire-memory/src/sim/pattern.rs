@@ -1,4 +1,4 @@
-//! Patterns in memory of a simulated GPU, written and compared by its own thread.
+//! Verification patterns in memory of a simulated GPU, written and compared on its own thread.
 
 use super::allocation::resolve;
 use super::work::Work;
@@ -7,32 +7,32 @@ use crate::unpack::PatternParameters;
 use ferrywire_proto::limits;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Bytes that are made or looked at together.
+/// Bytes written or compared in one step.
 const PART_BYTES: usize = 64 << 10;
 
-/// Where a comparison leaves the first difference: a part, and an index in it.
+/// Result of a comparison: the number of the first part that differs, and the index in it.
 pub(super) type Found = Arc<Mutex<Option<(usize, u64)>>>;
 
-/// Writes and compares patterns on one GPU; each call waits until it is done. Each has a stream of its own: that goes with
-/// whatever was not done in time, and nothing touches the memory after it.
+/// Writes and compares patterns on one GPU; each call waits for its work. Each call has a stream of its own,
+/// so work that timed out ends with the call, and nothing accesses the memory later.
 pub struct SimPattern(Arc<SimGpu>);
 
 impl SimGpu {
-    /// Writes and compares patterns on this GPU.
+    /// Access to patterns on this GPU.
     pub fn pattern(self: &Arc<Self>) -> SimPattern {
         SimPattern(self.clone())
     }
 }
 
 impl SimPattern {
-    /// Writes the patterns, and waits for that.
+    /// Writes the patterns, and waits.
     pub fn fill(&self, parts: Vec<PatternParameters>) -> Result<()> {
         let stream = self.0.stream();
         stream.enqueue(Work::Pattern { parts })?;
         stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
-    /// The first part with a wrong byte, and which byte of it.
+    /// The number of the first part that differs, and the index of its first wrong byte.
     pub fn first_difference(&self, parts: Vec<PatternParameters>) -> Result<Option<(usize, u64)>> {
         let (stream, found) = (self.0.stream(), Found::default());
         stream.enqueue(Work::Compare { parts, found: found.clone() })?;
@@ -48,14 +48,15 @@ pub(super) fn fill(parts: &[PatternParameters]) -> Result<()> {
         for at in (0..part.bytes as usize).step_by(PART_BYTES) {
             let made = &mut made[..PART_BYTES.min(part.bytes as usize - at)];
             part.pattern().fill(part.offset + at as u64, made);
-            // SAFETY: inside of the span, which is mapped while it is held; the source is ours.
+            // SAFETY: inside the span, which keeps the memory mapped; the source is this function's own.
             unsafe { std::ptr::copy_nonoverlapping(made.as_ptr(), to.pointer.add(at), made.len()) };
         }
     }
     Ok(())
 }
 
-/// Through a buffer of our own: NICs may write to the memory meanwhile, so no reference to it may exist.
+/// Compares through a private buffer: NICs may write to the memory meanwhile, so no reference to it may
+/// exist.
 pub(super) fn first_difference(parts: &[PatternParameters]) -> Result<Option<(usize, u64)>> {
     let mut found = vec![0u8; PART_BYTES];
     for (number, part) in parts.iter().enumerate() {

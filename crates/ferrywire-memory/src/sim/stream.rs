@@ -1,6 +1,6 @@
-//! Streams: queues of work for a simulated GPU, each done in order, independent of one another.
+//! Streams of a simulated GPU: queues of work, each in order, independent of one another.
 //!
-//! Invariant: a stream that has failed does nothing more; every later call on it gives the first cause.
+//! Invariant: a failed stream does no more work; every later call returns its first failure.
 //! Read next: `engine.rs`.
 
 use super::allocation::check_host;
@@ -13,37 +13,37 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A queue of asynchronous work. When it is dropped, work that has not begun is not done, work that has
-/// begun is waited for, and nothing touches the memory it names any more.
+/// A queue of asynchronous work. Dropping it discards work that has not started and waits for the work that
+/// runs; afterwards nothing accesses the memory involved.
 ///
-/// Device addresses may be of any simulated GPU, or of mapped host memory. They are checked when their
-/// turn comes; a wrong one fails the stream.
+/// Device addresses may be of any simulated GPU, or of mapped host memory. They are checked when the work
+/// runs; a wrong address fails the stream.
 ///
 /// # Errors
-/// Each method fails with the stream's first failure, once there is one.
+/// Each method returns the stream's first failure, once there is one.
 pub struct SimStream {
     gpu: Arc<SimGpu>,
-    lane: u64,
+    queue: u64,
 }
 
 impl SimStream {
     pub(super) fn new(gpu: &Arc<SimGpu>) -> SimStream {
-        SimStream { gpu: gpu.clone(), lane: gpu.engine.add() }
+        SimStream { gpu: gpu.clone(), queue: gpu.engine.add() }
     }
 
-    /// The GPU that does the work.
+    /// The GPU of the stream.
     pub fn gpu(&self) -> &Arc<SimGpu> {
         &self.gpu
     }
 
     pub(super) fn enqueue(&self, work: Work) -> Result<()> {
-        self.gpu.engine.enqueue(self.lane, work)
+        self.gpu.engine.enqueue(self.queue, work)
     }
 
     /// Copies from the device to host memory.
     ///
     /// # Safety
-    /// `bytes` bytes at `target` must stay writable, and be left alone, until the copy is done or the
+    /// `bytes` bytes at `target` stay writable, and no other code uses them, until the copy is done or the
     /// stream is dropped.
     pub unsafe fn to_host(&self, source: u64, target: *mut u8, bytes: usize) -> Result<()> {
         check_host(target, bytes)?;
@@ -53,8 +53,7 @@ impl SimStream {
     /// Copies from host memory to the device.
     ///
     /// # Safety
-    /// `bytes` bytes at `source` must stay readable and unchanged until the copy is done or the stream
-    /// is dropped.
+    /// `bytes` bytes at `source` stay readable and unchanged until the copy is done or the stream is dropped.
     pub unsafe fn from_host(&self, source: *const u8, target: u64, bytes: usize) -> Result<()> {
         check_host(source, bytes)?;
         self.enqueue(Work::FromHost { source: HostPointer(source.cast_mut()), target, bytes })
@@ -65,23 +64,23 @@ impl SimStream {
         self.gather(vec![GpuCopy { source, target, bytes }])
     }
 
-    /// Runs a kernel that copies all pieces, in order; none of them if one is out of bounds.
+    /// Runs a kernel that copies all pieces in order, or none if one is out of bounds.
     pub fn gather(&self, pieces: Vec<GpuCopy>) -> Result<()> {
         self.enqueue(Work::Gather(pieces))
     }
 
-    /// Runs a kernel that copies the fragments of all runs, in order, and reads them in place when its turn
-    /// comes; it copies none if one is out of bounds.
+    /// Runs a kernel that copies the fragments of all runs in order. It reads the fragments in place when it
+    /// runs, and copies none if one is out of bounds.
     pub fn gather_runs(&self, runs: Vec<GatherRun>) -> Result<()> {
         self.enqueue(Work::GatherRuns(runs))
     }
 
-    /// Sets bytes of the device.
+    /// Sets bytes of device memory.
     pub fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         self.enqueue(Work::Fill { target, byte, bytes })
     }
 
-    /// CRC-32 of bytes of the device; waits for it and for all before it.
+    /// CRC-32 of device memory; waits for this and all earlier work.
     pub fn checksum(&self, source: u64, bytes: usize, timeout: Duration) -> Result<u32> {
         let into = Arc::new(Mutex::new(0));
         self.enqueue(Work::Checksum { source, bytes, into: into.clone() })?;
@@ -89,26 +88,26 @@ impl SimStream {
         Ok(*into.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Writes a number when everything enqueued so far is done: who reads it finds there what was copied before.
+    /// Writes a number after all earlier work: a reader that sees it also sees the earlier copies.
     pub fn write_flag(&self, flag: &Arc<AtomicU64>, value: u64) -> Result<()> {
         self.enqueue(Work::Flag(flag.clone(), value))
     }
 
-    /// Puts the event here: it is done when everything enqueued so far is.
+    /// Records the event: it is done when everything enqueued so far is done.
     pub fn record(&self, event: &SimEvent) -> Result<()> {
         let mark = Arc::new(Mark::new(self.gpu.index()));
         event.set(mark.clone());
         self.enqueue(Work::Record(mark.clone())).inspect_err(|cause| mark.complete(Err(cause.clone())))
     }
 
-    /// What is enqueued from here on waits for the event, on the device; the caller does not.
+    /// Makes later work wait, on the GPU, for the event. The caller does not wait.
     pub fn wait_event(&self, event: &SimEvent) -> Result<()> {
         let Some(mark) = event.mark() else { return Ok(()) };
         mark.watch(&self.gpu.engine);
         self.enqueue(Work::WaitFor(mark))
     }
 
-    /// What is enqueued from here on waits until the host opens the gate.
+    /// Makes later work wait until the host opens the returned gate.
     pub fn hold(&self) -> Result<HostGate> {
         let mark = Arc::new(Mark::new(self.gpu.index()));
         mark.watch(&self.gpu.engine);
@@ -116,29 +115,29 @@ impl SimStream {
         Ok(HostGate::new(mark))
     }
 
-    /// Whether everything enqueued is done. Does not block.
+    /// Whether all enqueued work is done. Does not block.
     pub fn query(&self) -> Result<bool> {
-        self.gpu.engine.query(self.lane)
+        self.gpu.engine.query(self.queue)
     }
 
-    /// Waits until everything enqueued is done.
+    /// Waits until all enqueued work is done.
     ///
     /// # Errors
-    /// The stream's failure, or [`SimGpuError::TimedOut`](super::SimGpuError::TimedOut); after that the
-    /// work goes on.
+    /// The stream's first failure, or [`SimGpuError::TimedOut`](super::SimGpuError::TimedOut); after a
+    /// timeout the work goes on.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        self.gpu.engine.wait(self.lane, timeout)
+        self.gpu.engine.wait(self.queue, timeout)
     }
 }
 
 impl Drop for SimStream {
     fn drop(&mut self) {
-        self.gpu.engine.remove(self.lane);
+        self.gpu.engine.remove(self.queue);
     }
 }
 
 impl std::fmt::Debug for SimStream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "SimStream({} of GPU {})", self.lane, self.gpu.index())
+        write!(f, "SimStream({} of GPU {})", self.queue, self.gpu.index())
     }
 }

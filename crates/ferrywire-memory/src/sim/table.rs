@@ -1,12 +1,12 @@
 //! The simulated GPU for code in another shared object: a table of C functions.
 //!
-//! A plugin that is loaded with `dlopen` has its own copy of this crate's statics, if it links the crate
-//! at all. So the program publishes the address of its table in the environment, and the plugin calls
-//! through it.
+//! A plugin that is loaded with `dlopen` has its own copy of this crate's statics, if it links the crate at
+//! all. So the program publishes the address of its table in the environment, and the plugin calls through
+//! the table.
 //!
-//! Invariant: no panic leaves a function of the table, and [`SimGpuTable::find`] follows an address only
-//! after it has seen there, through the kernel, what a table of this version begins with: the variable
-//! may be inherited from another process, or from the one that this process was before `exec`.
+//! Invariants: no panic leaves a function of the table. [`SimGpuTable::find`] dereferences an address only
+//! after it has read, through the kernel, the first bytes of a table of this version there: the variable may
+//! be inherited from another process, or from this process before `exec`.
 //! Read next: `allocation.rs`.
 
 use super::allocation::{self, Kind, allocate, find, forget, resolve};
@@ -16,51 +16,51 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The environment variable that holds `pid:address:version`, the address in hexadecimal.
+/// Environment variable with `pid:address:version`; the address is hexadecimal.
 pub const TABLE_VARIABLE: &str = "FERRYWIRE_SIM_GPU";
-/// The version of [`SimGpuTable`]; changes with its layout or the meaning of a function.
+/// Version of [`SimGpuTable`]; changes with its layout or the meaning of a function.
 pub const TABLE_VERSION: u32 = 1;
 
 const MAGIC: u32 = 0x5349_4d47;
-/// What every function that returns a status gives when it has failed.
+/// Status of a failed call.
 const FAILED: i32 = -1;
 
-/// The simulated GPUs of a process, for plugins. Functions may be called from any thread; a status is 0,
-/// or -1 after a failure. All lengths are bytes, all addresses device addresses unless said otherwise.
+/// The simulated GPUs of a process, for plugins. Any thread may call the functions. A status is 0, or -1
+/// after a failure. All lengths are in bytes, all addresses are device addresses unless stated otherwise.
 #[repr(C)]
 #[derive(Debug)]
 pub struct SimGpuTable {
-    /// Bytes of this table.
+    /// Size of this table in bytes.
     pub size: usize,
     /// [`TABLE_VERSION`].
     pub version: u32,
-    /// Marks a table.
+    /// Identifies a table.
     pub magic: u32,
-    /// The GPU that is current on the calling thread; -1 when none is.
+    /// Returns the GPU that is current on the calling thread; -1 without one.
     pub current_device: extern "C" fn() -> i32,
     /// Makes an open GPU current on the calling thread.
     pub set_current_device: extern "C" fn(device: i32) -> i32,
-    /// The GPU that an address belongs to, or -1; also base and length of the allocation, where the
-    /// pointers are not null.
+    /// Returns the GPU with the memory at `address`, or -1. Writes base and length of the allocation to
+    /// non-null pointers.
     pub device_of: unsafe extern "C" fn(address: u64, base: *mut u64, len: *mut u64) -> i32,
-    /// A pointer to the bytes of an address, for what plays a NIC; null where they are not all inside
-    /// one allocation. Good until the allocation is freed.
+    /// Returns a pointer to the bytes at an address, for a simulated NIC; null unless all are in one
+    /// allocation. Valid until the allocation is freed.
     pub dma_view: extern "C" fn(address: u64, len: usize) -> *mut u8,
-    /// Allocates zeroed device memory on an open GPU; 0 when it has failed. Freed by `free` alone.
+    /// Allocates zeroed device memory on an open GPU; 0 on failure. Only `free` frees it.
     pub alloc: extern "C" fn(device: i32, len: usize, align: usize) -> u64,
-    /// Frees what `alloc` gave.
+    /// Frees memory from `alloc`.
     pub free: extern "C" fn(address: u64) -> i32,
-    /// Allocates zeroed host memory that GPUs reach at the same address; null when it has failed.
+    /// Allocates zeroed host memory that GPUs access at the CPU's address; null on failure.
     pub mapped_alloc: extern "C" fn(len: usize, align: usize) -> *mut u8,
-    /// Frees what `mapped_alloc` gave.
+    /// Frees memory from `mapped_alloc`.
     pub mapped_free: extern "C" fn(pointer: *mut u8) -> i32,
-    /// Copies device memory to host memory, through the copy engine, and waits.
+    /// Copies device memory to host memory through the copy engine, and waits.
     pub copy_to_host: unsafe extern "C" fn(target: *mut u8, address: u64, len: usize) -> i32,
-    /// Copies host memory to device memory, through the copy engine, and waits.
+    /// Copies host memory to device memory through the copy engine, and waits.
     pub copy_from_host: unsafe extern "C" fn(address: u64, source: *const u8, len: usize) -> i32,
 }
 
-// Code in other languages counts on this.
+// Code in other languages relies on this offset.
 const _: () = assert!(std::mem::offset_of!(SimGpuTable, magic) == 12);
 const _: () = assert!(std::mem::offset_of!(SimGpuTable, current_device) == 16);
 const _: () = assert!(std::mem::offset_of!(SimGpuTable, mapped_alloc) == 64);
@@ -83,17 +83,17 @@ static TABLE: SimGpuTable = SimGpuTable {
 };
 
 impl SimGpuTable {
-    /// The table that this process has published, whoever asks.
+    /// The table that this process has published; `None` before that.
     pub fn find() -> Option<&'static SimGpuTable> {
         let address = parse(&std::env::var(TABLE_VARIABLE).ok()?, std::process::id())?;
-        // A look through the kernel: a wrong address is an error there and not the end of the process.
+        // Reads through the kernel, so a wrong address is an error and does not crash the process.
         let mut head = [0u8; 16];
         File::open("/proc/self/mem").ok()?.read_exact_at(&mut head, address).ok()?;
         if head != head_of(&TABLE) || !address.is_multiple_of(align_of::<SimGpuTable>() as u64) {
             return None;
         }
-        // SAFETY: this very process published the address of a static, and size, version and mark there
-        // are those of a table of this layout.
+        // SAFETY: this process has published the address of a static; size, version and mark there are those
+        // of a table with this layout.
         Some(unsafe { &*(address as *const SimGpuTable) })
     }
 }
@@ -107,7 +107,7 @@ fn head_of(table: &SimGpuTable) -> [u8; 16] {
     head
 }
 
-/// The address in `pid:address:version`, if process and version are ours.
+/// The address in `pid:address:version`; `None` for another process or version.
 pub(super) fn parse(text: &str, process: u32) -> Option<u64> {
     let mut parts = text.split(':');
     let mut next = || parts.next();
@@ -117,19 +117,19 @@ pub(super) fn parse(text: &str, process: u32) -> Option<u64> {
     u64::from_str_radix(digits, 16).ok().filter(|_| ours)
 }
 
-/// Publishes the table of this process, unless that has been done.
+/// Publishes this process's table, once.
 pub(super) fn publish() {
     if SimGpuTable::find().is_some() {
         return;
     }
     let text = format!("{}:{:#x}:{TABLE_VERSION}", std::process::id(), &raw const TABLE as usize);
-    // SAFETY: nothing else in this crate writes the environment, and Rust code reads it under the same
-    // lock. C code on another thread that reads it in this moment is the hazard that remains, which is
-    // why it is done once, and why `SimGpu::open` says so.
+    // SAFETY: no other code in this crate writes the environment, and Rust code reads it under the same lock.
+    // C code on another thread may read it at this moment; so this is done only once, and `SimGpu::open`
+    // documents it.
     unsafe { std::env::set_var(TABLE_VARIABLE, text) };
 }
 
-/// Runs the body of a table's function; a panic is a failure.
+/// Runs a function of the table; a panic becomes a failure.
 fn guarded<T>(failed: T, body: impl FnOnce() -> Option<T>) -> T {
     catch_unwind(AssertUnwindSafe(body)).ok().flatten().unwrap_or(failed)
 }
@@ -145,7 +145,7 @@ extern "C" fn set_current_device(device: i32) -> i32 {
 unsafe extern "C" fn device_of(address: u64, base: *mut u64, len: *mut u64) -> i32 {
     guarded(FAILED, || {
         let (index, first, bytes) = SimGpu::of(address)?;
-        // SAFETY: the caller gives null, or a pointer to a number it owns.
+        // SAFETY: the caller passes null, or a pointer to a number that it owns.
         let (base, len) = unsafe { (base.as_mut(), len.as_mut()) };
         base.into_iter().for_each(|base| *base = first);
         len.into_iter().for_each(|len| *len = bytes);
@@ -178,7 +178,7 @@ extern "C" fn mapped_free(pointer: *mut u8) -> i32 {
     guarded(FAILED, || free_foreign(pointer as u64, |allocation| allocation.gpu().is_none()))
 }
 
-/// Frees an allocation of the table by its first address, if it is of the right kind.
+/// Frees an allocation of the table by its first address, if `right` accepts it.
 fn free_foreign(address: u64, right: impl Fn(&allocation::Allocation) -> bool) -> Option<i32> {
     let found = find(address)?;
     let may = found.foreign && found.address() == address && right(&found);

@@ -1,7 +1,7 @@
-//! What a simulated GPU can be asked to do, one item at a time.
+//! Work items of a simulated GPU.
 //!
-//! Invariant: an item checks every address it names before it moves the first byte, and it runs on the
-//! device's thread alone.
+//! Invariant: an item checks every address before it moves the first byte, and runs only on the engine's
+//! thread.
 //! Read next: `engine.rs`, which decides when.
 
 use super::allocation::{Span, resolve};
@@ -13,10 +13,10 @@ use crate::unpack::{Fragment, GatherRun, PatternParameters};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A pointer into host memory that outlives the item, as its enqueuer has promised.
+/// A pointer to host memory that outlives the item, as the enqueuing code has promised.
 pub(super) struct HostPointer(pub *mut u8);
 
-// SAFETY: the enqueuer's promise holds on every thread.
+// SAFETY: the promise holds on every thread.
 unsafe impl Send for HostPointer {}
 
 /// An item of a stream.
@@ -36,9 +36,9 @@ pub(super) enum Work {
         byte: u8,
         bytes: usize,
     },
-    /// A kernel that gathers; a copy from device to device is one with a single piece.
+    /// A kernel that gathers; a device-to-device copy has a single piece.
     Gather(Vec<GpuCopy>),
-    /// The same, with its pieces in device or mapped memory.
+    /// A kernel that gathers, with its list of fragments in device or mapped memory.
     GatherRuns(Vec<GatherRun>),
     Checksum {
         source: u64,
@@ -60,28 +60,28 @@ pub(super) enum Work {
 }
 
 impl Work {
-    /// Whether faults strike it: it moves or reads bytes.
+    /// Whether injected faults apply: the item moves or reads bytes.
     pub fn is_operation(&self) -> bool {
         !matches!(self, Work::Flag(..) | Work::Record(_) | Work::WaitFor(_))
     }
 
-    /// Does it.
+    /// Runs the item.
     pub fn run(&self) -> Result<()> {
         match self {
             Work::ToHost { source, target, bytes } => {
                 let from = resolve(*source, *bytes)?;
-                // SAFETY: the span is mapped while it is held; the enqueuer keeps `bytes` bytes at
-                // `target` writable. `copy` allows that they overlap (mapped memory).
+                // SAFETY: the span keeps the memory mapped; the enqueuing code keeps `bytes` bytes at
+                // `target` writable. `copy` allows overlap (mapped memory).
                 unsafe { std::ptr::copy(from.pointer, target.0, *bytes) };
             }
             Work::FromHost { source, target, bytes } => {
                 let to = resolve(*target, *bytes)?;
-                // SAFETY: as above, with the enqueuer's bytes at `source` readable.
+                // SAFETY: as above, with the `bytes` bytes at `source` readable.
                 unsafe { std::ptr::copy(source.0, to.pointer, *bytes) };
             }
             Work::Fill { target, byte, bytes } => {
                 let to = resolve(*target, *bytes)?;
-                // SAFETY: the span is mapped while it is held.
+                // SAFETY: the span keeps the memory mapped.
                 unsafe { to.pointer.write_bytes(*byte, *bytes) };
             }
             Work::Gather(pieces) => gather(pieces)?,
@@ -101,7 +101,7 @@ impl Work {
         Ok(())
     }
 
-    /// It will not be done.
+    /// Abandons the item: an event that it records completes with the error `why`.
     pub fn give_up(&self, why: &SimGpuError) {
         if let Work::Record(mark) = self {
             mark.complete(Err(why.clone()));
@@ -117,20 +117,20 @@ fn gather(pieces: &[GpuCopy]) -> Result<()> {
         })
         .collect();
     for (from, to, bytes) in spans? {
-        // SAFETY: both spans are mapped while they are held; `copy` allows that they overlap.
+        // SAFETY: both spans keep their memory mapped; `copy` allows overlap.
         unsafe { std::ptr::copy(from.pointer, to.pointer, bytes) };
     }
     Ok(())
 }
 
-/// The pieces that runs name, as they are now.
+/// Reads the pieces of all runs, as they are at this moment.
 fn read_runs(runs: &[GatherRun]) -> Result<Vec<GpuCopy>> {
     let mut pieces = Vec::new();
     for run in runs {
         let bytes = (run.count as usize).saturating_mul(size_of::<Fragment>());
         let table = resolve(run.fragments, bytes)?;
         pieces.extend((0..run.count as usize).map(|index| {
-            // SAFETY: inside the span, which is mapped while it is held; any bytes are a fragment.
+            // SAFETY: inside the span, which keeps the memory mapped; any bytes are a fragment.
             let fragment = unsafe { table.pointer.cast::<Fragment>().add(index).read_unaligned() };
             GpuCopy {
                 source: run.source.saturating_add(fragment.source.into()),
@@ -142,15 +142,14 @@ fn read_runs(runs: &[GatherRun]) -> Result<Vec<GpuCopy>> {
     Ok(pieces)
 }
 
-/// CRC-32 through a buffer of our own: NICs may write to the memory meanwhile, so no reference to it
-/// may exist.
+/// CRC-32 through a private buffer: NICs may write to the memory meanwhile, so no reference to it may exist.
 fn checksum(from: &Span, bytes: usize) -> u32 {
     let mut hasher = crc32fast::Hasher::new();
     let mut part = vec![0u8; bytes.min(64 << 10)];
     let mut at = 0;
     while at < bytes {
         let now = part.len().min(bytes - at);
-        // SAFETY: `at + now <= bytes`, which the span covers; `part` is ours.
+        // SAFETY: `at + now <= bytes`, which the span covers; `part` is this function's own.
         unsafe { std::ptr::copy_nonoverlapping(from.pointer.add(at), part.as_mut_ptr(), now) };
         hasher.update(&part[..now]);
         at += now;

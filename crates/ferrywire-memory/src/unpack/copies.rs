@@ -1,10 +1,11 @@
-//! Copies within a GPU's memory, many of them in one kernel: what packs a message and takes it apart.
+//! Batches of copies within a GPU's memory, to pack a message and to take it apart.
 //!
-//! A driver takes longer for each copy of a batch than a GPU takes for a small one, so from a few copies on they are
-//! done by the gather's kernel, which reads a list in mapped memory.
+//! A driver needs more time for each copy of a batch than the GPU needs for a small one. So from a few copies
+//! on the gather kernel makes them, from a list in mapped memory.
 //!
-//! Invariant: the list is unchanged until the copies are done; there is one list, and so one batch at a time.
-//! Read next: `device.rs`; the engine's `payload/plugin/lane.rs`, who packs.
+//! Invariant: the list is unchanged until the copies are done; there is one list, so only one batch is in
+//! flight.
+//! Read next: `device.rs`; the engine's `payload/plugin/lane.rs`, which packs.
 
 use super::device::{self, GatherDevice, GatherRun, Mapped};
 use super::table::Fragment;
@@ -13,41 +14,43 @@ use crate::cuda::deferred_free;
 use crate::error::{Error, Result};
 use std::fmt;
 
-/// Copies of a batch from which on the kernel does them.
+/// Smallest number of copies in a batch for which the kernel is used.
 const KERNEL_COPIES_MIN: usize = 3;
 
-/// A queue of a GPU for copies of one batch after the other. Dropped, it is done with all memory.
+/// A GPU queue for one batch of copies at a time. Dropping it ends all access to memory.
 pub struct CopyQueue {
-    // Dropped first: whatever it still does may touch what follows.
+    // Dropped first: work in flight may access the fields below.
     queue: Box<dyn GatherDevice>,
     list: Option<Mapped>,
-    /// Fragments that the list has room for.
+    /// Number of fragments that the list can hold.
     room: usize,
     begun: u64,
     copying: bool,
 }
 
 impl CopyQueue {
-    /// Copies by a queue of its own.
+    /// Makes copies on `queue`, which no other code uses.
     pub fn new(queue: Box<dyn GatherDevice>) -> CopyQueue {
         CopyQueue { queue, list: None, room: 0, begun: 0, copying: false }
     }
 
-    /// Whether a batch was begun that was not seen to be done.
+    /// Whether a batch was started and [`CopyQueue::is_done`] has not seen its end.
     pub fn copying(&self) -> bool {
         self.copying
     }
 
-    /// Begins a batch, which may be done in any order; no target overlaps with anything else of it.
+    /// Starts a batch whose copies may run in any order; no target overlaps with another range of the batch.
+    /// Returns an error when memory of a copy is freed, and [`Error::Internal`] while another batch is in
+    /// flight.
     pub fn begin(&mut self, copies: &[GpuCopy]) -> Result<()> {
         if self.copying {
             return Err(Error::Internal("copies are begun while others are under way".into()));
         }
-        // A kernel may have to stand behind a stream that waits for this very transfer.
+        // A kernel could queue behind a stream that waits for this very transfer.
         let launching = deferred_free::launching();
         let by_kernel =
             launching.is_some() && copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
-        // A driver follows an address of memory that is gone as it would one of the host.
+        // The driver would access freed GPU memory as if it were host memory.
         self.see_that_it_is_there(copies)?;
         match fragments(copies).filter(|_| by_kernel) {
             Some((fragments, parts)) => self.launch(&fragments, &parts)?,
@@ -58,7 +61,7 @@ impl CopyQueue {
         Ok(())
     }
 
-    /// Whether the batch that was begun is done. Does not wait.
+    /// Whether the started batch is done. Does not wait.
     pub fn is_done(&mut self) -> Result<bool> {
         self.copying = self.queue.reached()? < self.begun;
         Ok(!self.copying)
@@ -74,7 +77,7 @@ impl CopyQueue {
         Ok(())
     }
 
-    /// Makes the list long enough, if the GPU can be given one.
+    /// Enlarges the list if necessary; returns whether it holds `count` fragments.
     fn has_room(&mut self, count: usize) -> bool {
         if count > self.room {
             let room = count.next_power_of_two();
@@ -89,7 +92,7 @@ impl CopyQueue {
     fn launch(&mut self, fragments: &[Fragment], parts: &[Part]) -> Result<()> {
         let Some(list) = &self.list else { return Ok(()) };
         let to = list.at(0, size_of_val(fragments));
-        // SAFETY: so many bytes of our own, aligned to a page, which no work reads now.
+        // SAFETY: memory of this value's own, of that length and aligned to a page, which no work reads now.
         unsafe { std::ptr::copy_nonoverlapping(fragments.as_ptr(), to.cast(), fragments.len()) };
         let mut first = to as u64;
         let run = |part: &Part| {
@@ -102,23 +105,24 @@ impl CopyQueue {
     }
 }
 
-/// Neighbours in the list whose sources count from one address.
+/// Consecutive fragments of the list whose source offsets share a base address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Part {
     source: u64,
     count: u64,
 }
 
-/// How far sources may be apart that count from one address.
+/// Largest source offset of a fragment.
 const REACH_BYTES: u64 = u32::MAX as u64;
 
-/// Copies as the kernel takes them, targets counting from 0; `None` where one is too long for it.
+/// Converts copies to the kernel's fragments, with targets as absolute addresses; `None` when a copy is too
+/// long.
 fn fragments(copies: &[GpuCopy]) -> Option<(Vec<Fragment>, Vec<Part>)> {
     let (mut out, mut parts) = (Vec::with_capacity(copies.len()), Vec::<Part>::new());
     for GpuCopy { source, target, bytes } in copies.iter().copied() {
         let offset = |part: &Part| source.checked_sub(part.source).filter(|offset| *offset <= REACH_BYTES);
         if parts.last().and_then(offset).is_none() {
-            // The next ones may be on either side.
+            // The base is below the address, since the next sources may be on either side.
             parts.push(Part { source: source.saturating_sub(REACH_BYTES / 2), count: 0 });
         }
         let part = parts.last_mut()?;
@@ -219,7 +223,7 @@ mod tests {
         let mut queue = CopyQueue::new(Box::new(SimQueue::new(&gpu)));
         for count in [0, 1, 2, 3, 700, 5, 1000] {
             gpu.fill(to.address(), 0, 9000).unwrap();
-            // In reverse, with a byte between them.
+            // In reverse order, with a byte between neighbours.
             let copies: Vec<GpuCopy> = (0..count)
                 .map(|k| GpuCopy {
                     source: from.address() + k * 9,

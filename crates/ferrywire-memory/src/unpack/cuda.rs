@@ -1,9 +1,9 @@
-//! Gathers on a CUDA GPU: a stream of it per connection.
+//! The gather queue of a CUDA GPU: one stream per connection.
 //!
-//! That work is done is told by the GPU through a word in mapped memory, which costs a look and no call of the
-//! driver. A GPU that has failed writes no such word, so the driver is asked too, now and then.
+//! The GPU reports finished work through a word in mapped memory; reading it costs no driver call. A failed
+//! GPU never writes the word, so the driver is also asked from time to time.
 //!
-//! Invariant: what [`GatherDevice`] asks for. A dropped stream is done with its memory.
+//! Invariant: the contract of [`GatherDevice`]; a dropped stream no longer uses any memory.
 //! Read next: `kernels.rs`, `../cuda/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
@@ -16,16 +16,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the driver is asked whether the GPU still works.
+/// Interval at which the driver is asked whether the GPU still works.
 const ASK_INTERVAL: Duration = Duration::from_millis(1);
 
-/// A queue of a CUDA GPU.
+/// A gather queue on a CUDA GPU.
 #[derive(Debug)]
 pub struct CudaQueue {
-    // Dropped first: whatever it still does may touch what follows.
+    // Dropped first: work in flight may access the fields below.
     stream: CudaStream,
     kernels: Arc<Kernels>,
-    /// The number of the last mark that was reached, written by the GPU.
+    /// Number of the last mark that the GPU has reached; the GPU writes it.
     flag: PinnedBuffer,
     marked: u64,
     reached: u64,
@@ -33,10 +33,10 @@ pub struct CudaQueue {
 }
 
 impl CudaQueue {
-    /// A queue of its own.
+    /// Makes a queue with a stream of its own.
     ///
     /// # Errors
-    /// The driver's, when it cannot compile the kernels, or has no stream or memory to give.
+    /// The driver's error when it cannot compile the kernels or provide stream or memory.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaQueue> {
         Ok(CudaQueue {
             stream: gpu.urgent_stream(true)?,
@@ -58,13 +58,13 @@ impl CudaQueue {
     }
 }
 
-/// Pinned memory, if the GPU reaches it where the CPU does.
+/// Wraps pinned memory; returns an error unless the GPU accesses it at the CPU's address.
 pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
     if buffer.as_ptr() as u64 != buffer.address() {
         let why = "it reaches pinned memory at another address than the CPU: use --unpack copy";
         return Err(Error::invalid(format!("CUDA GPU {}", buffer.gpu().index()), why));
     }
-    // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+    // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.
     Ok(unsafe { Mapped::new(buffer.as_ptr(), buffer.len(), buffer) })
 }
 
@@ -94,14 +94,15 @@ unsafe impl GatherDevice for CudaQueue {
 
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {
         for runs in runs.chunks(RUNS_PER_LAUNCH_MAX) {
-            // SAFETY: runs are of tables that `map` made, whose fragments were checked against pool and message.
+            // SAFETY: the runs are from tables that `map` made, and their fragments were checked against pool
+            // and message.
             unsafe { self.kernels.gather(&self.stream, runs) }?;
         }
         Ok(())
     }
 
     fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
-        // SAFETY: all are of device or mapped memory, which outlives the queue, as the trait asks.
+        // SAFETY: all copies are of device or mapped memory that outlives the queue, as the trait requires.
         unsafe { self.stream.copy_batch(copies) }?;
         Ok(())
     }

@@ -1,11 +1,11 @@
-//! The GPU's side of a gather: one queue of asynchronous work, and what the GPU knows about addresses.
+//! The GPU's side of a gather: a queue of asynchronous work, and lookups of addresses.
 //!
-//! Everything the loop calls only enqueues or looks; nothing waits for the GPU but [`GatherDevice::read`],
-//! which belongs to set-up. What a launch reads lies in mapped memory, so nothing is uploaded for it.
+//! Functions for the data path only enqueue or look; only [`GatherDevice::read`], which is for set-up, waits
+//! for the GPU. The input of a launch is in mapped memory, so nothing has to be uploaded.
 //!
-//! Invariant: work is done in the order in which it was enqueued, and once the device is dropped, none of it
-//! touches memory any more.
-//! Read next: `sim.rs`, the simulated GPU's; `gather.rs`, who calls.
+//! Invariant: work runs in the order in which it was enqueued, and after the device is dropped no work
+//! accesses memory.
+//! Read next: `sim.rs`, the simulated GPU; `gather.rs`, the caller.
 
 use super::table::Fragment;
 use crate::cuda::CudaError;
@@ -13,83 +13,86 @@ use crate::error::Result;
 use crate::{GpuCopy, MemoryLocation};
 use std::fmt::Debug;
 
-/// A range of memory, as its allocator knows it.
+/// An address range, as its allocator knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// First address.
+    /// First address of the range.
     pub base: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 impl Extent {
-    /// Bytes from an address inside to the end.
+    /// Bytes from `address` to the end of the range; `None` when the address is outside.
     pub fn bytes_from(&self, address: u64) -> Option<u64> {
         self.bytes.checked_sub(address.checked_sub(self.base)?)
     }
 
-    /// Whether all of `bytes` bytes at an address are inside.
+    /// Whether the range contains `bytes` bytes at `address`.
     pub fn holds(&self, address: u64, bytes: u64) -> bool {
         self.bytes_from(address).is_some_and(|left| bytes <= left)
     }
 }
 
-/// One receive's part of a kernel: fragments that it reads in place, from bases they count from.
+/// One receive's part of a gather kernel: fragments that the kernel reads in place.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct GatherRun {
-    /// Address of the first [`Fragment`], in memory that the device maps.
+    /// Address of the first [`Fragment`], in memory mapped for the GPU.
     pub fragments: u64,
-    /// How many there are.
+    /// Number of fragments.
     pub count: u64,
-    /// Device address that their sources count from.
+    /// Device address to which the fragments' sources are relative.
     pub source: u64,
-    /// Device address that their targets count from.
+    /// Device address to which the fragments' targets are relative.
     pub target: u64,
 }
 
-/// A GPU, with a queue of its own for one connection's gathers.
+/// A GPU with a queue for the gathers of one connection.
 ///
 /// # Safety
-/// [`GatherDevice::mapped_memory`] gives only memory that the CPU can read, at the addresses it gives, and a
-/// dropped device is done with all memory that was ever named to it.
+/// [`GatherDevice::mapped_memory`] returns only memory that the CPU can read at the returned addresses, and a
+/// dropped device no longer uses any memory that was ever named to it.
 pub unsafe trait GatherDevice: Send + Debug {
-    /// Whose queue it is.
+    /// Location of the GPU's memory.
     fn location(&self) -> MemoryLocation;
 
-    /// The device memory, of any GPU, that an address lies in. Where it consists of pieces side by side, they are
-    /// followed until `bytes` bytes from the address on are inside, or no piece follows.
+    /// The device memory, of any GPU, that contains `address`. Adjacent pieces are included until the range
+    /// holds `bytes` bytes from the address on, or no piece follows.
     fn device_memory(&self, address: u64, bytes: u64) -> Option<(MemoryLocation, Extent)>;
 
-    /// The host memory at an address, if this GPU reaches it there too.
+    /// The host memory at `address`, if this GPU accesses it at this address too.
     fn mapped_memory(&self, address: u64) -> Option<Extent>;
 
     /// Copies device memory to the host, and waits. For set-up only.
     fn read(&self, address: u64, into: &mut [u8]) -> Result<()>;
 
-    /// Zeroed host memory that this GPU reaches at the same address. For set-up only.
+    /// Allocates zeroed host memory that this GPU accesses at the CPU's address. For set-up only.
     fn map(&self, bytes: usize) -> Result<Mapped>;
 
-    /// Enqueues one kernel that copies all fragments of all runs. The runs are copied; the fragments are read
+    /// Enqueues one kernel that copies all fragments of all runs. `runs` is copied; the fragments are read
     /// when the kernel runs.
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()>;
 
-    /// Enqueues copies, which may be done in any order; addresses are of device or of mapped memory.
+    /// Enqueues copies of device or mapped memory, which may run in any order.
     fn copy(&mut self, copies: &[GpuCopy]) -> Result<()>;
 
-    /// Enqueues a mark, reached once everything before it is done. At most
-    /// [`GATHER_LAUNCHES_MAX`](ferrywire_proto::limits::GATHER_LAUNCHES_MAX) are under way.
+    /// Enqueues a mark, which is reached when all earlier work is done. At most
+    /// [`GATHER_LAUNCHES_MAX`](ferrywire_proto::limits::GATHER_LAUNCHES_MAX) marks are in flight.
     fn mark(&mut self) -> Result<()>;
 
-    /// How many marks have been reached since the beginning. Does not wait.
+    /// Number of marks reached so far. Does not wait.
     ///
     /// # Errors
-    /// The cause why the next one never will be; told only when those before it have been.
+    /// Why the next mark will never be reached; returned only after all marks before it were reported.
     fn reached(&mut self) -> Result<u64>;
 }
 
-/// Sees that all these bytes are in memory that a GPU's kernel reaches, which else ends the GPU's context: users free
-/// theirs without a word. One question for neighbours of one allocation; a simulated GPU sees to it itself.
+/// Checks that all ranges are in memory that the GPU can access. A kernel that accesses freed memory destroys
+/// the GPU's context, and users may free memory without notice. One lookup serves consecutive ranges of one
+/// allocation. A simulated GPU checks by itself.
+///
+/// Returns [`CudaError::Freed`] for the first range that is not.
 pub fn see_that_it_is_there(
     device: &dyn GatherDevice,
     all: impl IntoIterator<Item = (u64, u64)>,
@@ -107,7 +110,7 @@ pub fn see_that_it_is_there(
     Ok(())
 }
 
-/// Host memory that a GPU reaches at the same address, with what keeps it so.
+/// Host memory that a GPU accesses at the CPU's address, and the value that keeps it mapped.
 #[derive(Debug)]
 pub struct Mapped {
     base: *mut u8,
@@ -115,30 +118,30 @@ pub struct Mapped {
     _keeper: Box<dyn Keeper>,
 }
 
-/// Anything that keeps memory mapped.
+/// A value that keeps memory mapped.
 trait Keeper: Send + Debug {}
 impl<T: Send + Debug> Keeper for T {}
 
-// SAFETY: plain memory that nobody else touches but a GPU; the pointer is only handed out raw.
+// SAFETY: plain memory that only this process and a GPU use; the pointer is only handed out raw.
 unsafe impl Send for Mapped {}
 
 impl Mapped {
     /// # Safety
-    /// `bytes` bytes at `base`, which is aligned to a page, stay readable and writable as long as the keeper
-    /// lives, and no one else has a use for them.
+    /// `bytes` bytes at `base`, which is aligned to a page, stay readable and writable while the keeper
+    /// lives, and no other code uses them.
     pub unsafe fn new(base: *mut u8, bytes: usize, keeper: impl Send + Debug + 'static) -> Mapped {
         Mapped { base, bytes, _keeper: Box::new(keeper) }
     }
 
-    /// The address at `offset`, with at least `bytes` bytes from there.
+    /// Address at `offset`, with at least `bytes` bytes behind it. Panics beyond the end.
     pub fn at(&self, offset: usize, bytes: usize) -> *mut u8 {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "{offset} + {bytes}");
-        // SAFETY: inside of the allocation, just checked.
+        // SAFETY: inside the allocation, as just checked.
         unsafe { self.base.add(offset) }
     }
 }
 
-/// The fragments that were checked, one part per slot, where the GPU reads them.
+/// Checked fragments in memory that the GPU reads, with a section per slot.
 #[derive(Debug)]
 pub(super) struct FragmentTable(Mapped);
 
@@ -154,25 +157,25 @@ impl FragmentTable {
         self.0.at(at, size_of::<Fragment>()).cast()
     }
 
-    /// Where the GPU finds the fragments of a slot.
+    /// Address of a slot's fragments.
     pub fn address(&self, slot: usize) -> u64 {
         self.entry(slot, 0) as u64
     }
 
-    /// Fills a slot that no work names; returns how many fragments it has.
+    /// Fills a slot that no work refers to; returns its number of fragments.
     pub fn fill(&mut self, slot: usize, fragments: impl Iterator<Item = Fragment>) -> usize {
         let mut count = 0;
         for fragment in fragments {
-            // SAFETY: an entry of our own memory, aligned; the GPU does not read the slot now.
+            // SAFETY: an entry of this table, aligned; the GPU does not read the slot now.
             unsafe { self.entry(slot, count).write(fragment) };
             count += 1;
         }
         count
     }
 
-    /// One of a slot's fragments.
+    /// A slot's fragment by index.
     pub fn get(&self, slot: usize, index: usize) -> Fragment {
-        // SAFETY: an entry of our own memory, aligned; any bytes are a fragment.
+        // SAFETY: an entry of this table, aligned; any bytes are a fragment.
         unsafe { self.entry(slot, index).read() }
     }
 }

@@ -1,148 +1,148 @@
-//! What a plugin can say about scattered receives that is not believed.
+//! Errors in a plugin's description of scattered receives.
 
 use super::{DEVICE_WORDS_BYTES, FRAGMENTS_PER_SLOT_MAX, METADATA_BYTES};
 use crate::MemoryLocation;
 
-/// Why a plugin's word about scattered receives was refused. Nothing was copied because of it.
+/// Why a plugin's description of a scattered receive was rejected. No byte was copied because of it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnpackError {
-    /// The device handle has a form that nobody here knows.
+    /// The device handle has an unknown type, version or size.
     #[error(
         "the plugin's device handle has type {kind}, version {version} and {size_bytes} bytes; \
          only type 1, version 7 with {} bytes can be unpacked: try another version of the plugin",
         DEVICE_WORDS_BYTES
     )]
     Form {
-        /// Type of the device.
+        /// Device type of the handle.
         kind: i32,
-        /// Version of the form.
+        /// Version of the handle.
         version: i32,
-        /// Bytes at the handle.
+        /// Size of the handle's data in bytes.
         size_bytes: usize,
     },
-    /// What the handle points at cannot be read.
+    /// The GPU cannot read the data that the handle points at.
     #[error(
         "the plugin's device handle points at {address:#x}, which the GPU cannot read ({why}): \
          was the GPU current when the connection was accepted?"
     )]
     Words {
-        /// Where it points.
+        /// Address of the data.
         address: u64,
-        /// The GPU's words.
+        /// The GPU's error.
         why: String,
     },
-    /// The table of fragments is not where the CPU can read it, or not whole.
+    /// The table of fragments is not in memory that the CPU can read, or not complete.
     #[error(
         "the plugin's table of fragments at {address:#x} is not in mapped host memory, or not whole: \
          {readable_bytes} bytes can be read of {}",
         METADATA_BYTES
     )]
     Table {
-        /// Where the plugin says that it is.
+        /// Address of the table.
         address: u64,
-        /// How much of it there is.
+        /// Readable bytes at the address.
         readable_bytes: u64,
     },
-    /// The pool is not memory of the GPU.
+    /// The receive pool is not in memory of the GPU.
     #[error(
         "the plugin's receive pool at {base:#x} is {}, not memory of this GPU ({gpu}): \
          was the GPU current when the connection was accepted?",
         found.map_or("no device memory".to_string(), |location| location.to_string())
     )]
     Pool {
-        /// Where the plugin says that it is.
+        /// Address of the pool.
         base: u64,
-        /// What is there.
+        /// Location of the memory at the address, if known.
         found: Option<MemoryLocation>,
         /// The GPU that gathers.
         gpu: MemoryLocation,
     },
-    /// A slot has more fragments than its table.
+    /// The plugin reports more fragments than a slot can hold.
     #[error(
         "slot {slot}: the plugin names {count} fragments; a slot has room for {}",
         FRAGMENTS_PER_SLOT_MAX
     )]
     TooManyFragments {
-        /// The slot.
+        /// Number of the slot.
         slot: usize,
-        /// What the plugin wrote as their number.
+        /// Number of fragments that the plugin reports.
         count: u64,
     },
-    /// Fragments of a receive that went straight to host memory.
+    /// The plugin reports fragments for a receive into host memory.
     #[error("slot {slot}: the plugin names {count} fragments of a receive into host memory, which has none")]
     FragmentsForHost {
-        /// The slot.
+        /// Number of the slot.
         slot: usize,
-        /// Their number.
+        /// Number of fragments.
         count: u64,
     },
-    /// A fragment lies outside the pool.
+    /// A fragment's source exceeds the pool.
     #[error(
         "slot {slot}, fragment {fragment}: {bytes} bytes at offset {source_offset} are not inside the \
          plugin's pool of {pool_bytes} bytes"
     )]
     OutsidePool {
-        /// The slot.
+        /// Number of the slot.
         slot: usize,
-        /// The fragment, from 0.
+        /// Index of the fragment.
         fragment: usize,
-        /// Where it begins in the pool.
+        /// Offset of the fragment in the pool.
         source_offset: u32,
-        /// Its length.
+        /// Length of the fragment in bytes.
         bytes: u32,
-        /// Size of the pool.
+        /// Size of the pool in bytes.
         pool_bytes: u64,
     },
-    /// A fragment belongs outside the message.
+    /// A fragment's target exceeds the message.
     #[error(
         "slot {slot}, fragment {fragment}: {bytes} bytes for offset {target_offset} are not inside the \
          message of {message_bytes} bytes"
     )]
     OutsideMessage {
-        /// The slot.
+        /// Number of the slot.
         slot: usize,
-        /// The fragment, from 0.
+        /// Index of the fragment.
         fragment: usize,
-        /// Where it belongs in the message.
+        /// Offset of the fragment's target in the message.
         target_offset: u64,
-        /// Its length.
+        /// Length of the fragment in bytes.
         bytes: u32,
-        /// Size of the message.
+        /// Size of the message in bytes.
         message_bytes: u64,
     },
-    /// Two fragments belong to the same place.
+    /// The targets of two fragments overlap.
     #[error(
         "slot {slot}, fragment {fragment}: {bytes} bytes for offset {target_offset} overlap with fragment \
          {other}, which ends at {other_end}"
     )]
     Overlap {
-        /// The slot.
+        /// Number of the slot.
         slot: usize,
-        /// The fragment that begins inside another.
+        /// Index of the fragment that starts inside another one.
         fragment: usize,
-        /// Where it belongs in the message.
+        /// Offset of its target in the message.
         target_offset: u64,
-        /// Its length.
+        /// Length of the fragment in bytes.
         bytes: u32,
-        /// The fragment it begins in.
+        /// Index of the other fragment.
         other: usize,
-        /// Where that ends.
+        /// End of the other fragment's target in the message.
         other_end: u64,
     },
-    /// The fragments are not the message.
+    /// The fragments do not cover the message.
     #[error(
         "slot {slot}: the plugin's {fragments} fragments have {sum_bytes} bytes, and the message has \
          {message_bytes}"
     )]
     WrongSum {
-        /// The slot.
+        /// Number of the slot.
         slot: usize,
-        /// Their number.
+        /// Number of fragments.
         fragments: usize,
-        /// Bytes of all of them.
+        /// Bytes of all fragments together.
         sum_bytes: u64,
-        /// Size of the message.
+        /// Size of the message in bytes.
         message_bytes: u64,
     },
 }

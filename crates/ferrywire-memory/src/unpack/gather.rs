@@ -1,15 +1,15 @@
-//! The gathers of one connection: what was started, what the GPU has of it, what is done.
+//! The gathers of one connection: which are waiting, which the GPU has, which are done.
 //!
 //! ```text
-//!   slot:  free -> waiting -> [down: host mode] -> launched -> free      (poll gives its outcome)
+//! slot:  free -> waiting -> [down: host mode] -> launched -> free      (poll returns its outcome)
 //! ```
 //!
-//! Launches are made by [`Gather::poll`], at most `GATHER_LAUNCHES_MAX` at once: what arrives meanwhile waits
-//! and goes into the next one together, so that a busy connection needs few kernels and an idle one waits for
-//! nobody. No call waits for the GPU, and none allocates.
+//! [`Gather::poll`] makes the launches, at most `GATHER_LAUNCHES_MAX` at once. Receives that arrive meanwhile
+//! wait and share the next launch, so a busy connection needs few kernels, and an idle one has no delay. No
+//! call waits for the GPU, and none allocates.
 //!
-//! Invariant: a slot's fragments in our table are unchanged from its start until its outcome was given, and
-//! that is given only after the GPU has done all of the slot's work.
+//! Invariant: a slot's fragments in the private table are unchanged from its start until its outcome was
+//! returned, and the outcome is returned only after the GPU has done all of the slot's work.
 //! Read next: `host.rs`.
 
 use super::device::{FragmentTable, GatherDevice, GatherRun, see_that_it_is_there};
@@ -24,44 +24,44 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::task::Poll;
 
-/// The gathers of one connection, in one queue of its GPU. One thread works it.
+/// The gathers of one connection, in one queue of its GPU, for use by one thread.
 ///
-/// When it is dropped, nothing of it touches the pool or a destination any more, so it is to be dropped before
-/// the connection is closed, or its memory freed.
+/// After it is dropped no work of it accesses the pool or a destination. So drop it before the connection is
+/// closed, or before memory is freed.
 pub struct Gather {
-    // Dropped first: whatever it still does may touch what follows.
+    // Dropped first: work in flight may access the fields below.
     unpack: DeviceUnpack,
     mode: UnpackMode,
     checked: Checked,
     table: FragmentTable,
     host: Option<HostTwin>,
-    /// The copies of the launch that is being made.
+    /// Copies of the launch in preparation.
     batch: Vec<GpuCopy>,
     jobs: [Job; SLOTS],
     /// Slots with work that the GPU does not have yet, in order.
     waiting: VecDeque<usize>,
-    /// Slots whose fragments come down to the host, in order.
+    /// Slots whose fragments are being copied to the host, in order.
     down: VecDeque<usize>,
     launched: u64,
     reached: u64,
     failed: Option<Error>,
 }
 
-/// One slot's receive.
+/// The receive of one slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct Job {
     step: Step,
-    /// Device address of the message.
+    /// Device address of the message's destination.
     target: u64,
     bytes: u64,
-    /// Fragments in our table.
+    /// Number of fragments in the private table.
     fragments: usize,
-    /// Fragments whose copies the GPU has, where there is a copy for each, and their bytes.
+    /// Number of fragments whose copies are enqueued, in the modes with single copies; then their bytes.
     enqueued: usize,
     enqueued_bytes: u64,
-    /// What they pass through, in host mode.
+    /// The stage in host memory that the receive uses, in host mode.
     stage: Option<usize>,
-    /// The message's memory was gone before all of its work was the GPU's; the rest is not done.
+    /// The destination was freed before all work was enqueued; the rest is not done.
     freed: bool,
 }
 
@@ -69,19 +69,19 @@ struct Job {
 enum Step {
     #[default]
     Free,
-    /// The GPU does not have all of its work yet.
+    /// The GPU does not have all of the slot's work yet.
     Waiting,
-    /// All fragments are in the stage after that launch.
+    /// All fragments are in the stage when this launch is done.
     Down { stage: usize, launch: u64 },
-    /// All is done after that launch.
+    /// The slot's work is done when this launch is done.
     Launched { launch: u64 },
 }
 
 impl Gather {
-    /// The gathers of the connection that `unpack` was read from.
+    /// The gathers of the connection that `unpack` describes.
     ///
     /// # Errors
-    /// The GPU's, when it has no memory to map.
+    /// The GPU's error when it has no memory to map.
     pub fn new(mode: UnpackMode, unpack: DeviceUnpack) -> Result<Gather> {
         let table = FragmentTable::new(&*unpack.device)?;
         let host = match mode {
@@ -104,25 +104,25 @@ impl Gather {
         })
     }
 
-    /// How it gathers.
+    /// The mode of gathering.
     pub fn mode(&self) -> UnpackMode {
         self.mode
     }
 
-    /// How many launches it took so far: kernels, or batches of copies.
+    /// Number of launches so far: kernels, or batches of copies.
     pub fn launches(&self) -> u64 {
         self.launched
     }
 
-    /// Takes over a receive that `test` has said is done: a message of `expected_bytes` for the beginning of
-    /// `dst_len` bytes at `dst_base`.
+    /// Starts to gather a receive for which `test` has reported done: a message of `expected_bytes` bytes, to
+    /// the start of `dst_len` bytes at `dst_base`.
     ///
-    /// `slot` is the number of the receive on its connection, empty ones and those into host memory included,
-    /// or that number mod 16. These two need no gather, and are done at once.
+    /// `slot` is the number of the receive on its connection (or that number mod 16). Empty receives and
+    /// receives into host memory are numbered too; these two kinds need no gather, and are done at once.
     ///
     /// # Errors
-    /// [`UnpackError`](super::UnpackError) when the plugin's fragments are not exactly the message; nothing is
-    /// copied then. The GPU's failure, when it had one before.
+    /// [`UnpackError`](super::UnpackError) when the plugin's fragments are not exactly the message; no byte
+    /// is copied then. The GPU's error when it has failed before.
     pub fn start(&mut self, slot: u64, dst_base: u64, dst_len: u64, expected_bytes: u64) -> Result<()> {
         self.check_slot(slot)?;
         check_length(dst_len, expected_bytes)?;
@@ -130,25 +130,26 @@ impl Gather {
         self.start_checked(slot, dst_base, expected_bytes, host)
     }
 
-    /// The same for a message of `bytes` bytes to memory of this GPU, which [`Gather::check`] found to be there.
+    /// Starts to gather a message of `bytes` bytes to memory of this GPU that [`Gather::check`] has accepted.
     pub fn start_on_gpu(&mut self, slot: u64, base: u64, bytes: u64) -> Result<()> {
         self.check_slot(slot)?;
         check_length(bytes, bytes)?;
         self.start_checked(slot, base, bytes, false)
     }
 
-    /// Refuses a destination that is not, or not any more, memory of this GPU.
+    /// Checks that a destination is, and still is, memory of this GPU.
     ///
     /// # Errors
-    /// What is there.
+    /// [`CudaError::Freed`] for other memory; [`Error::Invalid`] for memory of another GPU, or a range that
+    /// exceeds its allocation.
     pub fn check(&self, address: u64, bytes: u64) -> Result<()> {
-        match self.goes_to_host(address, bytes)? {
-            true => Err(CudaError::Freed { address, bytes }.into()),
-            false => Ok(()),
+        if self.goes_to_host(address, bytes)? {
+            return Err(CudaError::Freed { address, bytes }.into());
         }
+        Ok(())
     }
 
-    /// A slot that has no gather, of a GPU that has not failed.
+    /// Returns an error unless the slot is free and the GPU has not failed.
     fn check_slot(&self, slot: u64) -> Result<()> {
         let slot = (slot % SLOTS as u64) as usize;
         match &self.failed {
@@ -177,10 +178,11 @@ impl Gather {
         Ok(())
     }
 
-    /// The outcome of a slot's gather, once there is one: the bytes of its message. The slot is free then, and
-    /// its receive may be given back to the plugin. Does not wait, and makes all slots of the connection get on.
+    /// The outcome of a slot's gather, once it is done: the bytes of its message. The slot is then free, and
+    /// its receive may be returned to the plugin. Does not wait, and makes progress on all slots of the
+    /// connection.
     ///
-    /// After a failure of the GPU the pool may still be read, until this [`Gather`] is dropped.
+    /// After a failure of the GPU the pool may still be read until this [`Gather`] is dropped.
     pub fn poll(&mut self, slot: u64) -> Poll<Result<u64>> {
         let slot = (slot % SLOTS as u64) as usize;
         self.turn();
@@ -189,10 +191,10 @@ impl Gather {
             (Step::Free, _) => {
                 Err(Error::Internal(format!("a gather is polled in slot {slot}, which has none")))
             }
-            (Step::Launched { launch }, _) if launch <= self.reached => match freed {
-                true => Err(CudaError::Freed { address: target, bytes }.into()),
-                false => Ok(bytes),
-            },
+            (Step::Launched { launch }, _) if launch <= self.reached && freed => {
+                Err(CudaError::Freed { address: target, bytes }.into())
+            }
+            (Step::Launched { launch }, _) if launch <= self.reached => Ok(bytes),
             (_, Some(failed)) => Err(failed.clone()),
             (_, None) => return Poll::Pending,
         };
@@ -200,7 +202,7 @@ impl Gather {
         Poll::Ready(outcome)
     }
 
-    /// Whether the bytes of a message belong into host memory; device memory must hold all of them.
+    /// Whether a message's destination is host memory. Device memory must hold the whole message.
     fn goes_to_host(&self, address: u64, bytes: u64) -> Result<bool> {
         let gpu = self.unpack.device.location();
         let wrong = |why: String| Err(Error::invalid("destination of a gather", why));
@@ -216,7 +218,7 @@ impl Gather {
         }
     }
 
-    /// Puts the slot's fragments into our table; returns how many there are.
+    /// Copies the slot's fragments to the private table; returns their number.
     fn read_fragments(&mut self, slot: usize, message_bytes: u64, host: bool) -> Result<usize> {
         let bounds = Bounds { slot, pool_bytes: self.unpack.pool.bytes, message_bytes, host };
         self.checked.read(&self.unpack.metadata, bounds)?;
@@ -225,9 +227,9 @@ impl Gather {
 
     // ---- launches ----
 
-    /// Looks what is done, and gives the GPU what it may have.
+    /// Updates which launches are done, and launches what the limit allows.
     fn turn(&mut self) {
-        // Also after a failure: what was done before it counts.
+        // Launches that were done before a failure still count.
         match self.unpack.device.reached() {
             Ok(reached) => self.reached = reached,
             Err(cause) => self.fail(cause),
@@ -245,7 +247,7 @@ impl Gather {
         self.failed.get_or_insert(cause);
     }
 
-    /// Enqueues the next launch with its mark; false when there is nothing to enqueue.
+    /// Enqueues the next launch and its mark; returns false when there is nothing to enqueue.
     fn launch(&mut self) -> Result<bool> {
         let enqueued = match self.mode {
             UnpackMode::Kernel => self.launch_kernel()?,
@@ -259,13 +261,13 @@ impl Gather {
         Ok(enqueued)
     }
 
-    /// The number of the launch that is being made.
+    /// Number of the launch in preparation.
     fn next_launch(&self) -> u64 {
         self.launched + 1
     }
 
-    /// One kernel for all that waits; copies while it would have to stand behind a stream that waits for this very
-    /// transfer.
+    /// Launches one kernel for all waiting slots. Copies replace the kernel while it could queue behind a
+    /// stream that waits for this very transfer.
     fn launch_kernel(&mut self) -> Result<bool> {
         let launching = deferred_free::launching();
         let begun = self.waiting.front().is_some_and(|slot| self.jobs[*slot].enqueued > 0);
@@ -294,7 +296,7 @@ impl Gather {
         Ok(count > 0)
     }
 
-    /// Copies from the pool to where they belong, of as many receives as fit.
+    /// Launches copies from the pool to the destinations, for as many receives as one batch can hold.
     fn launch_copies(&mut self) -> Result<bool> {
         let (launch, pool) = (self.next_launch(), self.unpack.pool.base);
         self.batch.clear();
@@ -303,7 +305,7 @@ impl Gather {
         {
             let job = &mut self.jobs[slot];
             if !job.is_there(&*self.unpack.device) {
-                // Whatever it has was in the launch before.
+                // The slot's earlier copies were in the previous launch.
                 job.give_up(if job.enqueued > 0 { launch - 1 } else { 0 });
                 self.waiting.pop_front();
                 continue;
@@ -319,7 +321,7 @@ impl Gather {
         Ok(!self.batch.is_empty())
     }
 
-    /// Copies from the pool to a stage, of one receive.
+    /// Launches copies from the pool to a stage, for one receive.
     fn launch_down(&mut self) -> Result<bool> {
         let (Some(&slot), Some(host)) = (self.waiting.front(), &mut self.host) else { return Ok(false) };
         let (job, launch, pool) = (&mut self.jobs[slot], self.launched + 1, self.unpack.pool.base);
@@ -338,7 +340,8 @@ impl Gather {
         Ok(true)
     }
 
-    /// The one copy up of the oldest receive that has come down.
+    /// Launches the copy from its stage to its destination, for the oldest receive that has arrived in a
+    /// stage.
     fn launch_up(&mut self) -> Result<bool> {
         let (Some(&slot), Some(host)) = (self.down.front(), &mut self.host) else { return Ok(false) };
         let (job, up) = (&mut self.jobs[slot], self.launched + 1);
@@ -363,8 +366,8 @@ impl Gather {
 }
 
 impl Job {
-    /// Puts copies of its next fragments into a batch, as many as it has room for. `target` says where to, of a
-    /// fragment and of how many bytes of the receive lie before it in the table.
+    /// Adds copies of the slot's next fragments to a batch, as many as the batch can hold. `target` returns
+    /// the target address of a fragment, given the bytes of the receive before it in the table.
     fn copy_next(
         &mut self,
         batch: &mut Vec<GpuCopy>,
@@ -383,13 +386,13 @@ impl Job {
         self.enqueued = next;
     }
 
-    /// Whether its memory still is, which may have waited for long. Asked before each of its launches: kernels and copies
-    /// both follow addresses of what is gone.
+    /// Whether the destination is still allocated; the receive may have waited for long. Checked before each
+    /// of its launches: kernels and copies would access a freed address.
     fn is_there(&self, device: &dyn GatherDevice) -> bool {
         see_that_it_is_there(device, [(self.target, self.bytes)]).is_ok()
     }
 
-    /// Its memory is gone; nothing of it is under way after that launch.
+    /// Ends the receive because its destination is freed; `launch` is the last one with work for it.
     fn give_up(&mut self, launch: u64) {
         (self.step, self.freed) = (Step::Launched { launch }, true);
     }
@@ -414,13 +417,11 @@ fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
             why: format!("a message of {expected_bytes} bytes is to be gathered; use smaller chunks"),
         });
     }
-    match expected_bytes <= dst_len {
-        true => Ok(()),
-        false => Err(Error::invalid(
-            "destination of a gather",
-            format!("it has {dst_len} bytes, and the message has {expected_bytes}"),
-        )),
+    if expected_bytes > dst_len {
+        let why = format!("it has {dst_len} bytes, and the message has {expected_bytes}");
+        return Err(Error::invalid("destination of a gather", why));
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -433,8 +434,8 @@ mod tests {
 
     const MANY: usize = GATHER_COPIES_PER_LAUNCH_MAX + 1;
 
-    /// A GPU with memory from 5000 to 6000, and a table with one fragment of 4 bytes in each slot, but for the last, which
-    /// has many of one byte. The table goes last.
+    /// A GPU with memory from 5000 to 6000, and a table with one fragment of 4 bytes in each slot; the last
+    /// slot has many fragments of one byte. The table must be dropped last.
     fn scene(mode: UnpackMode) -> (Gather, Arc<Mutex<Seen>>, Vec<u128>) {
         let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
         let mut table = vec![0u128; METADATA_BYTES.div_ceil(16)];
@@ -442,14 +443,14 @@ mod tests {
         for slot in 0..SLOTS {
             let (count, bytes) = if slot == SLOTS - 1 { (MANY, 1) } else { (1, 4) };
             for at in 0..count {
-                // In reverse, so that nothing is merged.
+                // In reverse order, so that no fragments are merged.
                 let (source, target) = (count - 1 - at, at);
                 table[slot * FRAGMENTS_PER_SLOT_MAX + at] =
                     (source | bytes << 32) as u128 | (target as u128) << 64;
             }
             table[counts + slot / 2] |= (count as u128) << (64 * (slot % 2));
         }
-        // SAFETY: as long as a table, aligned, and kept by whoever has the gather.
+        // SAFETY: as long as a table, aligned, and kept by the test that uses the gather.
         let metadata = unsafe { Metadata::new(table.as_mut_ptr().cast()) };
         let pool = Extent { base: 5000, bytes: 1000 };
         let unpack = DeviceUnpack { device: Box::new(Recorder(seen.clone())), metadata, pool };
@@ -491,7 +492,7 @@ mod tests {
         into_the_gone_one(UnpackMode::Kernel);
     }
 
-    /// The plugin's pages are read until then.
+    /// Until then the first launch reads the plugin's pages.
     #[test]
     fn memory_that_goes_between_two_launches_is_told_of_when_the_first_is_done() {
         let (mut gather, seen, _table) = scene(UnpackMode::Copy);

@@ -1,8 +1,10 @@
-//! The host's twin of the gather kernel: fragments down as they are, put in order by the CPU, up in one copy.
+//! The host's counterpart of the gather kernel: fragments are copied to the host unchanged, sorted by the
+//! CPU, and copied back at once.
 //!
-//! It shares no code with the kernel but the checks, so that a difference between the two is a defect.
-//! Invariant: a stage belongs to one receive from its first copy down until its copy up is enqueued. What comes
-//! down for the next one is behind that in the queue, so it overwrites nothing that is still needed.
+//! Only the checks are shared with the kernel, so a difference between the two reveals a defect.
+//! Invariant: a stage belongs to one receive from its first copy to the host until its copy to the GPU is
+//! enqueued. Copies for the next receive are queued behind that one, so they overwrite nothing that is still
+//! needed.
 //! Read next: `gather.rs`.
 
 use super::device::{FragmentTable, GatherDevice, Mapped};
@@ -10,11 +12,11 @@ use crate::error::Result;
 use ferrywire_proto::limits;
 
 const STAGES: usize = limits::GATHER_LAUNCHES_MAX;
-/// A stage holds a message twice: as its fragments came, and in order.
+/// Offset of the sorted message in a stage; the unsorted fragments precede it.
 const IN_ORDER: usize = limits::CHUNK_BYTES_MAX;
 const STAGE_BYTES: usize = 2 * limits::CHUNK_BYTES_MAX;
 
-/// Host memory that a receive passes through.
+/// Host memory through which a receive passes.
 #[derive(Debug)]
 struct Stage {
     memory: Mapped,
@@ -35,32 +37,32 @@ impl HostTwin {
         Ok(HostTwin { stages })
     }
 
-    /// Takes a stage, if one is free.
+    /// Takes a free stage, if there is one.
     pub fn take(&mut self) -> Option<usize> {
         let free = self.stages.iter().position(|stage| !stage.taken)?;
         self.stages[free].taken = true;
         Some(free)
     }
 
-    /// The copy up from a stage is enqueued.
+    /// Returns a stage whose copy to the GPU is enqueued.
     pub fn give_back(&mut self, stage: usize) {
         self.stages[stage].taken = false;
     }
 
-    /// Where a fragment comes down to: `before` bytes of the receive lie before it.
+    /// Address in the stage for a fragment that follows `before` bytes of the receive.
     pub fn down(&self, stage: usize, before: u64, bytes: u32) -> u64 {
         self.stages[stage].memory.at(before as usize, bytes as usize) as u64
     }
 
-    /// Puts the fragments of a slot in order, all of which have come down; returns where the message is.
+    /// Sorts a slot's fragments, which have all arrived; returns the address of the message.
     pub fn put_in_order(&mut self, stage: usize, table: &FragmentTable, slot: usize, count: usize) -> u64 {
         let (memory, mut before) = (&self.stages[stage].memory, 0);
         for fragment in (0..count).map(|index| table.get(slot, index)) {
             let bytes = fragment.bytes as usize;
             let (from, to) =
                 (memory.at(before, bytes), memory.at(IN_ORDER + fragment.target as usize, bytes));
-            // SAFETY: both are inside the stage, which no GPU work touches now; the halves are apart, since
-            // a message is no longer than one.
+            // SAFETY: both ranges are inside the stage, which no GPU work accesses now; they do not overlap,
+            // since a message is no longer than one half.
             unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
             before += bytes;
         }

@@ -1,10 +1,11 @@
-//! The kernels of `kernel.cu`, loaded once per GPU, and how a gather is laid out over its multiprocessors.
+//! The kernels of `kernel.cu`, loaded once per GPU, and the layout of a gather over the multiprocessors.
 //!
-//! A block takes some fragments, few enough that every multiprocessor has work; where fragments are so few and so
-//! long that this is not enough, several blocks share them piece by piece. The lengths that decide are looked at in
-//! a sample: a bad guess costs time, never bytes.
-//! Invariant: the structures here are those of `kernel.cu`, and `kernel.ptx` was made of it; tests compare them.
-//! Read next: `cuda.rs`, who launches.
+//! A block copies several fragments, few enough that every multiprocessor has work. Where long fragments are
+//! too few for that, several blocks share each fragment, piece by piece. A sample of the lengths decides; a
+//! wrong guess costs time, never correctness.
+//! Invariant: the structures here equal those of `kernel.cu`, and `kernel.ptx` was compiled from it; tests
+//! compare them.
+//! Read next: `cuda.rs`, which launches.
 
 use super::device::GatherRun;
 use super::lists::CopyPlaces;
@@ -22,25 +23,25 @@ const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.
     Err(_) => panic!("the text has a zero in it"),
 };
 
-/// Threads of a block.
+/// Threads per block.
 const BLOCK: u32 = 256;
-/// Runs of one launch.
+/// Most runs of one launch.
 pub(super) const RUNS_PER_LAUNCH_MAX: usize = 32;
-/// Fragments of one block.
+/// Most fragments per block.
 const BATCH_MAX: u64 = 32;
-/// Blocks that a multiprocessor should find, and no more for the sake of slices.
+/// Blocks per multiprocessor up to which fragments are distributed.
 const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
 const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
-/// What a block copies at once; pieces of fragments are multiples of it.
+/// Bytes that a block copies in one step; pieces of fragments are multiples of it.
 pub(super) const PIECE_BYTES: u64 = 4096;
-/// Fragments of a run that are looked at.
+/// Fragments of a run in the sample of lengths.
 const SAMPLES: u64 = 32;
-/// Words for the copies of streams, each in lines of its own.
+/// Bytes of one [`Counter`]'s words, each word in cache lines of its own.
 const COUNTER_BYTES: usize = 384;
-/// Counters that a device has.
+/// Number of counters per GPU.
 pub const COUNTERS: usize = 8192;
 
-/// What `ferrywire_gather` is given.
+/// Parameters of `ferrywire_gather`.
 #[derive(Debug)]
 #[repr(C)]
 struct GatherParameters {
@@ -51,7 +52,7 @@ struct GatherParameters {
     piece_bytes: u64,
 }
 
-/// What `ferrywire_copy` is given.
+/// Parameters of `ferrywire_copy`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct CopyParameters {
@@ -65,19 +66,19 @@ struct CopyParameters {
     stay_ns: u64,
 }
 
-/// What `ferrywire_fill` and `ferrywire_check` are given.
+/// Parameters of `ferrywire_fill` and `ferrywire_check`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PatternParameters {
-    /// Word 0 of the sequence.
+    /// Value of word 0 of the pattern.
     pub key: u64,
-    /// Distance of neighbouring words.
+    /// Difference between neighbouring words.
     pub step: u64,
-    /// Bits that are turned in every word.
+    /// Bits that are inverted in every word.
     pub flip: u64,
-    /// Offset in the sequence.
+    /// Offset of the first byte in the pattern.
     pub offset: u64,
-    /// First byte in memory.
+    /// Address of the first byte in memory.
     pub address: u64,
     /// Length in bytes.
     pub bytes: u64,
@@ -96,43 +97,44 @@ pub struct Kernels {
     check_list: CudaFunction,
     delay: CudaFunction,
     multiprocessors: u32,
-    /// Whether they have time for copies.
+    /// Whether the multiprocessors have time for copies.
     pub crowd: Crowd,
-    /// Device memory of zeroes, and which of its words are nobody's, with the number of their next list.
+    /// Zeroed device memory for counters; `free` lists the unused ones, each with the number of its next
+    /// list.
     _counters: CudaBuffer,
     free: Mutex<Vec<(u64, u64)>>,
 }
 
-/// Words of device memory in which the blocks of one stream's copies tell each other how far they are. All are zeroed at once,
-/// when the kernels are loaded: a driver has a GPU's multiprocessors write so short a thing, and all their queues may be behind
-/// streams that wait for the very transfer that needs it.
+/// Words of device memory through which the blocks of one stream's copy kernel synchronize. All counters are
+/// zeroed together when the kernels are loaded. A later write of so few bytes would use multiprocessors,
+/// whose queues may be blocked by streams that wait for the transfer that needs the counter.
 #[derive(Debug)]
 pub struct Counter {
     kernels: Arc<Kernels>,
     address: u64,
-    /// The next list's number. None comes twice in the same words, and none is left out: so what is said in a list's place is of
-    /// the one four before it, and not of one long ago with the same lower bits.
+    /// Number of the next list. Within one counter numbers never repeat and none is skipped. So a value left
+    /// in a list's place is from the list four before it, and not from an old one with equal lower bits.
     next: u64,
     is_known: bool,
 }
 
 impl Counter {
-    /// Where it lies.
+    /// Device address of the counter.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// The number of the next list.
+    /// Number of the next list.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// The numbers before this are used.
+    /// Marks all numbers below `next` as used.
     pub fn go_on(&mut self, next: u64) {
         self.next = next;
     }
 
-    /// Which numbers are used is not known: nobody else gets these words.
+    /// Notes that the used numbers are unknown; the counter is then never reused.
     pub fn lose_count(&mut self) {
         self.is_known = false;
     }
@@ -146,10 +148,10 @@ impl Drop for Counter {
     }
 }
 
-/// The kernels of one GPU, while somebody holds them.
+/// The kernels of one GPU while they are in use.
 struct Slot {
-    /// Held while they are loaded, which may take until a stream of that GPU goes on: so nobody who moves data waits for it, and
-    /// nobody at another GPU.
+    /// Held while the kernels are loaded, which may have to wait for a stream of that GPU. Threads that move
+    /// data never take this lock, and other GPUs have locks of their own.
     loading: Mutex<()>,
     loaded: Mutex<Weak<Kernels>>,
 }
@@ -168,8 +170,8 @@ impl Slot {
 }
 
 impl Kernels {
-    /// Those of a GPU: the same for everybody while somebody holds them. Loads them if they are not; a driver may wait for the
-    /// GPU's work before it does.
+    /// The kernels of a GPU, shared while they are in use. Loads them at first need; the driver may then wait
+    /// for the GPU's work.
     pub fn of(gpu: &Arc<CudaGpu>) -> Result<Arc<Kernels>> {
         let slot = Slot::of(gpu);
         if let Some(kernels) = slot.kernels().upgrade() {
@@ -184,7 +186,7 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// Those of a GPU if they are loaded. Waits for nobody.
+    /// The kernels of a GPU if they are loaded. Never waits.
     pub fn loaded(gpu: &CudaGpu) -> Option<Arc<Kernels>> {
         Slot::of(gpu).kernels().upgrade()
     }
@@ -208,18 +210,19 @@ impl Kernels {
         })
     }
 
-    /// Words for one stream's [`CopyPlaces::blocks`], to be dropped when its work is done; `None` when there are too many
-    /// streams.
+    /// A counter for one stream's [`CopyPlaces::blocks`], to be dropped when the stream's work is done;
+    /// `None` when all are in use.
     pub fn counter(self: &Arc<Kernels>) -> Option<Counter> {
         let (address, next) = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
         Some(Counter { kernels: self.clone(), address, next, is_known: true })
     }
 
-    /// Enqueues the copies of all fragments of some runs, at most `RUNS_PER_LAUNCH_MAX`, in one launch.
+    /// Enqueues the copies of all fragments of `runs`, at most `RUNS_PER_LAUNCH_MAX` runs, in one launch.
     ///
     /// # Safety
-    /// Fragments lie where CPU and GPU read them at the same address, and stay as they are until the work is done;
-    /// what they name is memory that the GPU reaches, and no target overlaps with anything else named here.
+    /// CPU and GPU read the fragments at one address, and the fragments are unchanged until the work is done.
+    /// Sources and targets are memory that the GPU can access, and no target overlaps with another range of
+    /// the call.
     pub unsafe fn gather(&self, stream: &CudaStream, runs: &[GatherRun]) -> Result<()> {
         let fragments: u64 = runs.iter().map(|run| run.count).sum();
         if fragments == 0 {
@@ -241,13 +244,14 @@ impl Kernels {
         unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
-    /// Enqueues copies between any memory that the GPU reaches: list `first`, when that is posted, and what is posted after it,
-    /// until nothing has been for so long as `idle`, or until `stay` is over. For the first it waits half a second.
+    /// Enqueues a kernel that makes the copies of posted lists, between any memory that the GPU can access:
+    /// list `first` once it is posted, then those posted after it. The kernel ends when no list was posted
+    /// for `idle`, or after `stay`; it waits half a second for the first list.
     ///
     /// # Safety
-    /// All places lie where CPU and GPU reach them at the same address. A list and its runs stay as they are until its end is
-    /// told, or that it was not taken. When it is posted all that it names is there, and stays until then; no target overlaps
-    /// with anything else there.
+    /// CPU and GPU access all of `places` at one address. A list and its runs are unchanged until the GPU has
+    /// reported the list as done or as not taken. When the list is posted, all memory that it names is
+    /// allocated, and stays so until then; no target overlaps with another range of the list.
     pub unsafe fn copy(
         &self,
         stream: &CudaStream,
@@ -267,18 +271,18 @@ impl Kernels {
     /// Enqueues the writing of a pattern.
     ///
     /// # Safety
-    /// The range is memory that the GPU reaches, and nobody else's until the work is done.
+    /// The range is memory that the GPU can access, and no other code uses it until the work is done.
     pub unsafe fn fill(&self, stream: &CudaStream, mut pattern: PatternParameters) -> Result<()> {
         let blocks = self.blocks_for(pattern.bytes);
         // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
         unsafe { stream.launch(&self.fill, blocks, BLOCK, &mut [(&raw mut pattern).cast()]) }
     }
 
-    /// Enqueues a comparison with a pattern: the word at `first` becomes the index of the first wrong byte, if that
-    /// is less than it was.
+    /// Enqueues a comparison with a pattern. The word at `first` becomes the index of the first wrong byte,
+    /// if that is smaller.
     ///
     /// # Safety
-    /// As for [`Kernels::fill`]; `first` is a device address of 8 aligned bytes.
+    /// The promise of [`Kernels::fill`]; `first` is a device address of 8 aligned bytes.
     pub unsafe fn check(
         &self,
         stream: &CudaStream,
@@ -294,19 +298,19 @@ impl Kernels {
     /// Enqueues the writing of `count` patterns, one block each.
     ///
     /// # Safety
-    /// As many [`PatternParameters`] at a device address, which stay there until the work is done; each of them as
-    /// for [`Kernels::fill`], and they do not overlap.
+    /// `list` is a device address of `count` [`PatternParameters`], which stay there until the work is done.
+    /// The promise of [`Kernels::fill`] holds for each of them, and they do not overlap.
     pub unsafe fn fill_list(&self, stream: &CudaStream, mut list: u64, mut count: u64) -> Result<()> {
         let mut parameters: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut count).cast()];
         // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
         unsafe { stream.launch(&self.fill_list, self.blocks_of(count), BLOCK, &mut parameters) }
     }
 
-    /// Enqueues the comparison of `count` patterns: the word at `first` becomes the number of the first that differs, if
-    /// that is less than it was.
+    /// Enqueues the comparison of `count` patterns. The word at `first` becomes the number of the first
+    /// pattern that differs, if that is smaller.
     ///
     /// # Safety
-    /// As for [`Kernels::fill_list`] and [`Kernels::check`].
+    /// The promises of [`Kernels::fill_list`] and [`Kernels::check`].
     pub unsafe fn check_list(
         &self,
         stream: &CudaStream,
@@ -320,7 +324,7 @@ impl Kernels {
         unsafe { stream.launch(&self.check_list, self.blocks_of(count), BLOCK, &mut parameters) }
     }
 
-    /// Keeps a stream busy for a time. These kernels have to be held until it is over.
+    /// Keeps a stream busy for `time`. This value must live until then.
     pub fn delay(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         let mut nanoseconds = time.as_nanos() as u64;
         // SAFETY: one parameter of the kernel's type; it touches no memory.
@@ -338,18 +342,18 @@ impl Kernels {
     }
 }
 
-/// The longest of a run's fragments, as far as a sample shows.
+/// The longest fragment in a sample of a run's fragments.
 ///
 /// # Safety
-/// The fragments can be read.
+/// The fragments are readable.
 unsafe fn longest_of(run: &GatherRun) -> u32 {
     let first = run.fragments as *const Fragment;
     let step = run.count.div_ceil(SAMPLES).max(1) as usize;
-    // SAFETY: entries of the run's own, by the caller's promise.
+    // SAFETY: entries of the run, by the caller's promise.
     (0..run.count as usize).step_by(step).map(|at| unsafe { (*first.add(at)).bytes }).max().unwrap_or(0)
 }
 
-/// Which block does what: see `ferrywire_gather`.
+/// Division of a gather over blocks, as in `ferrywire_gather`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Layout {
     blocks: u32,
@@ -365,7 +369,8 @@ impl Layout {
         Layout::with(fragments, longest, batch, multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR)
     }
 
-    /// So many fragments to a block, or what it can take; fewer blocks than `wanted` only where there is too little to do.
+    /// A layout with `batch` fragments per block, within the limits, and `wanted` blocks where there is
+    /// enough work.
     fn with(fragments: u64, longest: u64, batch: u64, wanted: u64) -> Layout {
         let batch = batch.clamp(1, BATCH_MAX);
         let batches = fragments.div_ceil(batch);
@@ -387,7 +392,7 @@ mod tests {
         PTX.to_str().unwrap()
     }
 
-    /// The parameters of an entry, as the text declares them.
+    /// The parameters of an entry, as the PTX declares them.
     fn parameters(entry: &str) -> Vec<&'static str> {
         let from = ptx().find(&format!(".visible .entry {entry}(")).unwrap_or_else(|| panic!("no {entry}"));
         let list = &ptx()[from..][..ptx()[from..].find(')').unwrap()];
@@ -411,7 +416,7 @@ mod tests {
             assert!(words.eq(parameters(entry)), "{entry}");
         }
         assert_eq!(parameters("ferrywire_delay"), [".param .u64 ferrywire_delay_param_0"]);
-        // Read with their offsets: 8-byte words one by one, neighbours of 4 bytes together.
+        // The PTX reads 8-byte words one by one, and neighbouring 4-byte words together.
         for (entry, offset, kind) in [
             ("gather", offset_of!(GatherParameters, fragments), "u64"),
             ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
@@ -519,7 +524,7 @@ mod tests {
         assert!(ptx().contains("\n.version 6.0\n.target sm_60\n"));
     }
 
-    /// As the kernel does it: which pieces of which fragments each block copies.
+    /// The pieces of fragments that each block copies, computed as in the kernel.
     fn pieces(layout: Layout, lengths: &[u64]) -> Vec<(usize, u64, u64)> {
         let Layout { blocks, batch, slices, piece_bytes } = layout;
         let mut out = Vec::new();
@@ -560,7 +565,7 @@ mod tests {
     #[test]
     fn short_and_long_lists_use_the_whole_gpu() {
         let busy = |fragments, longest| Layout::of(fragments, longest, 132);
-        // 512 KiB in 128 fragments: a block each; merged into one: a block per piece.
+        // 512 KiB in 128 fragments take a block each; merged into one fragment they take a block per piece.
         assert_eq!(busy(128, 4096), Layout { blocks: 128, batch: 1, slices: 1, piece_bytes: 4096 });
         assert_eq!(busy(1, 512 << 10), Layout { blocks: 128, batch: 1, slices: 128, piece_bytes: 4096 });
         // 64 MiB in fragments of 4 KiB, and 1 GiB.
@@ -575,9 +580,9 @@ mod tests {
             .map(|k| Fragment { bytes: if k == 17 { 9000 } else { 7 }, ..Default::default() })
             .collect();
         let run = GatherRun { fragments: fragments.as_ptr() as u64, count: 32, ..Default::default() };
-        // SAFETY: as many as there are.
+        // SAFETY: the run has this many fragments.
         assert_eq!(unsafe { longest_of(&run) }, 9000);
-        // SAFETY: none is read.
+        // SAFETY: no fragment is read.
         assert_eq!(unsafe { longest_of(&GatherRun::default()) }, 0);
     }
 }

@@ -1,20 +1,20 @@
-//! Lists of copies, and what CPU and GPU tell each other about them while the copying kernel runs.
+//! Lists of copies, and the words through which CPU and GPU exchange them while the copy kernel runs.
 //!
-//! A list's life: `filled -> posted -> taken -> told`. The kernel takes the next one as long as it stays; whoever posts
-//! one that it did not take launches it anew.
-//! Invariant: the structures here are those of `kernel.cu`; tests of `kernels.rs` compare them.
-//! Read next: `kernels.rs`, which launches; the engine's `staging/kernel.rs`, who posts.
+//! States of a list: `filled -> posted -> taken -> done`. A running kernel takes the next list. When a posted
+//! list was not taken, the posting thread launches the kernel again.
+//! Invariant: the structures here equal those of `kernel.cu`; tests in `kernels.rs` compare them.
+//! Read next: `kernels.rs`, which launches; the engine's `staging/kernel.rs`, which posts.
 
 use super::kernels::PIECE_BYTES;
 use crate::GpuCopy;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Runs for each block from which on blocks that have as many of them have about as much to do.
+/// Runs per block above which whole runs distribute the work evenly enough.
 const EVEN_RUNS_PER_BLOCK: u64 = 8;
-/// Runs that a block takes at once of a list.
+/// Most runs that a block takes from a list at once.
 pub(super) const LIST_BATCH: u64 = 256;
 
-/// A list of runs for [`Kernels::copy`](super::Kernels::copy), and how it is cut.
+/// A list of runs for [`Kernels::copy`](super::Kernels::copy), and its division into pieces.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyList {
     pub(super) count: u64,
@@ -26,7 +26,7 @@ pub struct CopyList {
 }
 
 impl CopyList {
-    /// There are no copies any more.
+    /// The empty list, which ends the copies.
     pub const NONE: CopyList = CopyList {
         count: 0,
         value: 0,
@@ -36,8 +36,8 @@ impl CopyList {
         only: GpuCopy { source: 0, target: 0, bytes: 0 },
     };
 
-    /// One whose end is told by `value`, cut for so many blocks, a power of two. Of few runs each has a piece of every one,
-    /// since they may be of any length.
+    /// A list whose completion is reported as `value`, divided for `blocks` blocks, a power of two. With few
+    /// runs each block copies a piece of every run, since runs may have any length.
     pub fn of(runs: &[GpuCopy], value: u64, blocks: u64) -> CopyList {
         let longest = runs.iter().map(|run| run.bytes as u64).max().unwrap_or(0);
         let only = runs.first().copied().unwrap_or_default();
@@ -53,7 +53,7 @@ impl CopyList {
         CopyList { count, batch, slices, piece_bytes, ..CopyList::NONE }
     }
 
-    /// As `kernel.cu` reads it, but for its number.
+    /// The words as `kernel.cu` reads them, without the list's number.
     pub(super) fn words(&self) -> [u64; LIST_WORDS] {
         let CopyList { count, value, batch, slices, piece_bytes, only: GpuCopy { source, target, bytes } } =
             *self;
@@ -62,29 +62,30 @@ impl CopyList {
 }
 
 pub(super) const LIST_WORDS: usize = 8;
-/// Every word of a list has the lower bits of the list's number from this bit on: the GPU may read some of them sooner than
-/// others.
+/// Position of the list's number in every word; the number's lower bits fill the bits above. The GPU may see
+/// some words earlier than others, and recognizes a complete list by equal numbers.
 pub(super) const NUMBER_AT: u32 = 56;
 
-/// What CPU and GPU tell each other about lists, in mapped memory, each side in lines of its own. Lists are numbered, and list
-/// `n` is in `lists[n % 2]`.
+/// Words in mapped memory through which CPU and GPU exchange lists; each side writes to cache lines of its
+/// own. Lists are numbered, and list `n` is in `lists[n % 2]`.
 #[derive(Debug)]
 #[repr(C)]
 pub struct CopyDesk {
     lists: [[AtomicU64; LIST_WORDS]; 2],
-    /// Not 0 once all blocks have begun.
+    /// Not 0 once all blocks have started.
     pub begun: AtomicU64,
-    /// Not 0 when the GPU waits for no further list; it takes one that was posted before that can have been seen.
+    /// Not 0 when the GPU waits for no further list. A list posted before that is still taken if the GPU can
+    /// have seen it.
     pub closed: AtomicU64,
-    /// The first that it does not take, once that is decided.
+    /// Number of the first list that the GPU does not take, once decided.
     pub ended: AtomicU64,
     _unused: [u64; 5],
 }
 
 impl CopyDesk {
-    /// Nothing is posted, and no kernel under way; one is to begin with list `first`.
+    /// Resets the words while no kernel runs; the next kernel will start with list `first`.
     pub fn clear(&self, first: u64) {
-        // As far as can be from the numbers that come.
+        // A number as far as possible from the next ones.
         let far = first.wrapping_add(128) << NUMBER_AT;
         for word in self.lists.iter().flatten() {
             word.store(far, Ordering::Relaxed);
@@ -94,7 +95,7 @@ impl CopyDesk {
         }
     }
 
-    /// The GPU may take list `n`.
+    /// Posts list `n`, which the GPU may take from now on.
     pub fn post(&self, n: u64, list: &CopyList) {
         for (word, part) in self.lists[(n % 2) as usize].iter().zip(list.words()) {
             debug_assert!(part >> NUMBER_AT == 0, "{list:?}");
@@ -103,18 +104,19 @@ impl CopyDesk {
     }
 }
 
-/// Where [`Kernels::copy`](super::Kernels::copy) finds lists, and tells their end.
+/// Addresses through which [`Kernels::copy`](super::Kernels::copy) finds lists and reports completion.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyPlaces {
     /// Address of a [`CopyDesk`].
     pub desk: u64,
-    /// Address of the runs, [`GpuCopy`] each, of lists with even numbers.
+    /// Address of the runs ([`GpuCopy`]) of lists with even numbers.
     pub runs: u64,
-    /// Bytes from there to the runs of lists with odd numbers.
+    /// Offset in bytes from there to the runs of lists with odd numbers.
     pub stride: u64,
-    /// A word of pinned memory, to which the GPU writes the value of each list when all is copied and visible.
+    /// Address of a word of pinned memory, to which the GPU writes the value of each list once its copies are
+    /// done and visible.
     pub told: u64,
-    /// Address of a [`Counter`](super::Counter) that is the stream's own.
+    /// Address of the stream's own [`Counter`](super::Counter).
     pub blocks: u64,
 }
 
@@ -129,14 +131,14 @@ mod tests {
             (batch, slices, piece_bytes)
         };
         assert_eq!(cut(1, 1 << 20, 2), (1, 2, 512 << 10));
-        // One of 900 KiB and one of 4, and three of one length: two blocks share each.
+        // A run of 900 KiB and one of 4 KiB, then three of equal length: two blocks share each run.
         assert_eq!(cut(2, 900 << 10, 2), (2, 2, 452 << 10));
         assert_eq!(cut(3, 1 << 20, 2), (3, 2, 512 << 10));
         assert_eq!(cut(5, 64 << 10, 4), (5, 4, 16 << 10));
-        // As many pieces as a block or two blocks have to do with, and never three.
+        // One or two pieces per block, never three.
         assert_eq!(cut(1, 12 << 10, 4), (1, 2, 8 << 10));
         assert_eq!(cut(3, 100, 4), (1, 1, 4096));
-        // Many of one length, and more than blocks can take at once.
+        // Many runs of one length, and more runs than the blocks can take at once.
         assert_eq!(cut(64, 16 << 10, 4), (16, 1, 16 << 10));
         assert_eq!(cut(8192, 128, 2), (256, 1, 4096));
     }

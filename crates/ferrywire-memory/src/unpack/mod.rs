@@ -1,5 +1,5 @@
-//! Gathering ("unpack") of scattered receives: a plugin lets payload land in fragments in a pool of GPU
-//! memory and says, in a table in mapped host memory, which fragment belongs where.
+//! Gathering ("unpack") of scattered receives. A plugin places payload as fragments in a pool of GPU memory;
+//! a table in mapped host memory tells where each fragment belongs.
 //!
 //! ```text
 //!   plugin's table ── read once, checked, merged ──> our table ── in place ──> kernel ──┐
@@ -7,14 +7,15 @@
 //!   plugin's pool ───────────────────────────────────────────────────────────────> destination
 //! ```
 //!
-//! [`DeviceUnpack`] is what `accept` said about a connection, read once; [`Gather`] does the receives of that
-//! connection, each from [`Gather::start`] until [`Gather::poll`] says that it is done. Only then may the
-//! receive be given back to the plugin: the pool's pages go back to the NIC with it. All modes keep to that.
+//! [`DeviceUnpack`] is the description of a connection that `accept` returned, read once. [`Gather`] carries
+//! out the connection's receives, each from [`Gather::start`] until [`Gather::poll`] reports it as done. Only
+//! then may the receive be returned to the plugin, which gives the pool's pages back to the NIC. All modes
+//! keep to that.
 //!
-//! Invariant: no byte is copied by a fragment that was not checked against pool and message, and what was
-//! checked is what is copied: the plugin's table is not looked at a second time.
-//! Read next: `table.rs` (what is believed), `gather.rs` (the order of work), `device.rs` (the GPU's side),
-//! `kernels.rs` (the kernel).
+//! Invariant: every fragment was checked against pool and message before its bytes are copied, and exactly
+//! the checked fragment is copied: the plugin's table is read only once.
+//! Read next: `table.rs` (checks), `gather.rs` (order of work), `device.rs` (the GPU's side), `kernels.rs`
+//! (the kernel).
 
 mod copies;
 mod cuda;
@@ -51,10 +52,10 @@ use ferrywire_ncclnet::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle}
 use std::fmt;
 use table::Metadata;
 
-/// Bytes that a device handle of this form points at: table, pool, and a head for NCCL's own kernels.
+/// Size in bytes of the data behind a device handle: table, pool, and a word for NCCL's own kernels.
 pub const DEVICE_WORDS_BYTES: usize = 24;
 
-/// Where a connection's scattered receives are found: its table and its pool, and the GPU that reaches both.
+/// A connection's scattered receives: its table, its pool, and the GPU that accesses both.
 pub struct DeviceUnpack {
     device: Box<dyn GatherDevice>,
     metadata: Metadata,
@@ -62,25 +63,25 @@ pub struct DeviceUnpack {
 }
 
 impl DeviceUnpack {
-    /// Reads what a device handle points at, once and through the GPU, and checks all of it.
+    /// Reads the data behind a device handle, once and through the GPU, and checks all of it.
     ///
     /// # Safety
-    /// The handle comes from the `accept` of a plugin, and its connection stays open until this, and the
-    /// [`Gather`] made of it, are dropped: the plugin's table is read where it lies.
+    /// The handle comes from the `accept` of a plugin, and its connection stays open until this value, and
+    /// the [`Gather`] made of it, are dropped: the plugin's table is read in place.
     ///
     /// # Errors
-    /// [`UnpackError`] when the handle has another form, or names memory that is not what it should be.
+    /// [`UnpackError`] when the handle has an unknown form, or names memory of the wrong kind.
     pub unsafe fn read(device: Box<dyn GatherDevice>, handle: &DeviceHandle) -> Result<DeviceUnpack> {
         check_form(handle)?;
         let [table, pool] = read_words(&*device, handle.handle as u64)?;
         let pool = pool_at(&*device, pool)?;
         check_table(&*device, table)?;
-        // SAFETY: the table is mapped and whole, just checked; it stays so, as the caller promises.
+        // SAFETY: the table is mapped and complete, as just checked; it stays so by the caller's promise.
         let metadata = unsafe { Metadata::new(table as *mut u8) };
         Ok(DeviceUnpack { device, metadata, pool })
     }
 
-    /// The pool, from where fragments count to the end of its allocation.
+    /// The pool, from the address to which fragments are relative to the end of its allocation.
     pub fn pool(&self) -> Extent {
         self.pool
     }
@@ -94,13 +95,13 @@ impl fmt::Debug for DeviceUnpack {
 
 fn check_form(handle: &DeviceHandle) -> Result<(), UnpackError> {
     let found = (handle.net_device_type, handle.net_device_version, handle.size);
-    match found == (DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DEVICE_WORDS_BYTES) {
-        true => Ok(()),
-        false => Err(UnpackError::Form { kind: found.0, version: found.1, size_bytes: found.2 }),
+    if found != (DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DEVICE_WORDS_BYTES) {
+        return Err(UnpackError::Form { kind: found.0, version: found.1, size_bytes: found.2 });
     }
+    Ok(())
 }
 
-/// The addresses of table and pool. The head behind them is for NCCL's own kernels.
+/// The addresses of table and pool. The word behind them is for NCCL's own kernels.
 fn read_words(device: &dyn GatherDevice, address: u64) -> Result<[u64; 2], UnpackError> {
     let mut bytes = [0u8; DEVICE_WORDS_BYTES];
     device
@@ -126,8 +127,8 @@ fn pool_at(device: &dyn GatherDevice, base: u64) -> Result<Extent, UnpackError> 
 fn check_table(device: &dyn GatherDevice, address: u64) -> Result<(), UnpackError> {
     let readable_bytes = device.mapped_memory(address).and_then(|found| found.bytes_from(address));
     let whole = readable_bytes.is_some_and(|bytes| bytes >= METADATA_BYTES as u64);
-    match whole && address.is_multiple_of(align_of::<Fragment>() as u64) {
-        true => Ok(()),
-        false => Err(UnpackError::Table { address, readable_bytes: readable_bytes.unwrap_or(0) }),
+    if !whole || !address.is_multiple_of(align_of::<Fragment>() as u64) {
+        return Err(UnpackError::Table { address, readable_bytes: readable_bytes.unwrap_or(0) });
     }
+    Ok(())
 }

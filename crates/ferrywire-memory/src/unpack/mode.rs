@@ -1,34 +1,34 @@
-//! How scattered receives are gathered, as users name it.
+//! Modes of gathering scattered receives, with the names that users see.
 
 use crate::error::Error;
 use std::fmt;
 use std::str::FromStr;
 
-/// How scattered receives are gathered.
+/// Mode of gathering scattered receives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum UnpackMode {
     /// One kernel for all fragments of the receives that have arrived.
     #[default]
     Kernel,
-    /// A copy in the GPU's queue for each fragment, many of them in one call: for comparison.
+    /// One copy in the GPU's queue per fragment, many of them in one call: for comparison.
     Copy,
-    /// Down to the host, gathered there, up again: for checking the others.
+    /// Copy to the host, gather there, copy back: to verify the other modes.
     Host,
-    /// Not at all: for measuring what gathering costs. The bytes never reach their place.
+    /// No gathering, to measure its cost. The bytes never reach their destination.
     None,
 }
 
 impl UnpackMode {
-    /// All of them.
+    /// All modes.
     pub const ALL: [UnpackMode; 4] =
         [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host, UnpackMode::None];
 
-    /// Whether the bytes arrive, so that they can be verified. A result without that has to say so.
+    /// Whether the bytes arrive and can be verified. A result of another mode must say so.
     pub fn verifiable(self) -> bool {
         self != UnpackMode::None
     }
 
-    /// Its name, as `--unpack` takes it.
+    /// Name of the mode, as an argument of `--unpack`.
     pub fn name(self) -> &'static str {
         match self {
             UnpackMode::Kernel => "kernel",

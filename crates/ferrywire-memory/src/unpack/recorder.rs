@@ -1,4 +1,4 @@
-//! For tests: a queue that only notes what it is asked for.
+//! Test double: a queue that only records its calls.
 
 use super::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::cuda::deferred_free;
@@ -8,20 +8,20 @@ use crate::{GpuCopy, MemoryLocation};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-/// What a GPU was asked for, and how much of it is done.
+/// The recorded calls, and how much of the work counts as done.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub kernels: usize,
     pub copies: Vec<GpuCopy>,
     pub reached: u64,
-    /// All the memory that it has, of a CUDA GPU; none: it is a simulated one, which looks for itself.
+    /// The memory of a recorded CUDA GPU; `None` records a simulated GPU, which checks addresses by itself.
     pub memory: Option<Range<u64>>,
 }
 
 #[derive(Debug)]
 pub struct Recorder(pub Arc<Mutex<Seen>>);
 
-// SAFETY: it copies nothing, and gives no memory that is not there.
+// SAFETY: the queue copies nothing, and returns no memory that does not exist.
 unsafe impl GatherDevice for Recorder {
     fn location(&self) -> MemoryLocation {
         if self.0.lock().unwrap().memory.is_some() {
@@ -46,7 +46,7 @@ unsafe impl GatherDevice for Recorder {
 
     fn map(&self, bytes: usize) -> Result<Mapped> {
         let buffer = MappedBuffer::new(bytes, 1)?;
-        // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+        // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.
         Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
     }
 
@@ -69,7 +69,7 @@ unsafe impl GatherDevice for Recorder {
     }
 }
 
-/// A stream that waits, for as long as this lives.
+/// A stream that waits for a transfer while this value lives.
 pub struct Waiting;
 
 impl Waiting {

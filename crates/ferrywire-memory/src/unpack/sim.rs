@@ -1,6 +1,6 @@
-//! Gathers on a simulated GPU: a stream of it per connection.
+//! The gather queue of a simulated GPU: one stream per connection.
 //!
-//! Invariant: what [`GatherDevice`] asks for. A dropped stream is done with its memory.
+//! Invariant: the contract of [`GatherDevice`]; a dropped stream no longer uses any memory.
 //! Read next: `../sim/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
@@ -10,7 +10,7 @@ use crate::{GpuCopy, MemoryLocation};
 use ferrywire_proto::limits;
 use std::sync::Arc;
 
-/// A queue of a simulated GPU.
+/// A gather queue on a simulated GPU.
 #[derive(Debug)]
 pub struct SimQueue {
     stream: SimStream,
@@ -20,7 +20,7 @@ pub struct SimQueue {
 }
 
 impl SimQueue {
-    /// A queue of its own.
+    /// Makes a queue with a stream of its own.
     pub fn new(gpu: &Arc<SimGpu>) -> SimQueue {
         SimQueue { stream: gpu.stream(), events: Default::default(), marked: 0, reached: 0 }
     }
@@ -30,8 +30,8 @@ impl SimQueue {
     }
 }
 
-// SAFETY: mapped buffers of the simulated GPU are ordinary memory of this process, and `SimStream` is done
-// with all memory when it is dropped.
+// SAFETY: mapped buffers of the simulated GPU are ordinary memory of this process, and a dropped `SimStream`
+// no longer uses any memory.
 unsafe impl GatherDevice for SimQueue {
     fn location(&self) -> MemoryLocation {
         MemoryLocation::SimGpu(self.stream.gpu().index())
@@ -52,7 +52,7 @@ unsafe impl GatherDevice for SimQueue {
 
     fn map(&self, bytes: usize) -> Result<Mapped> {
         let buffer = MappedBuffer::new(bytes, 1)?;
-        // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+        // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.
         Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
     }
 
@@ -61,7 +61,7 @@ unsafe impl GatherDevice for SimQueue {
     }
 
     fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
-        // One by one, so that faults strike between them too.
+        // One by one, so that injected faults can hit between them.
         for GpuCopy { source, target, bytes } in copies {
             self.stream.copy(*source, *target, *bytes)?;
         }
@@ -83,7 +83,7 @@ unsafe impl GatherDevice for SimQueue {
             match self.event(self.reached).query() {
                 Ok(true) => self.reached += 1,
                 Ok(false) => break,
-                // The next call tells it: those before it come first.
+                // Marks before the failure are reported first; the next call returns the error.
                 Err(_) if self.reached > before => break,
                 Err(cause) => return Err(cause.into()),
             }

@@ -1,46 +1,49 @@
-//! Whether the multiprocessors of a GPU have time for copies. Whoever asks them finds out, for all others.
+//! Whether a GPU's multiprocessors (SMs) have time for copies. Each use measures it, for all later uses.
 //!
-//! A kernel stands behind the blocks of whoever else computes there, or until it is its process's turn: for hundreds of
-//! microseconds where a GPU is shared, for milliseconds where it is full. So when several have not begun after [`PATIENCE`],
-//! and none in between has, everybody goes to the copy engines for a while; after that a single copy tries again.
+//! A kernel waits behind the blocks of other kernels, or for its process's time slice: hundreds of
+//! microseconds on a shared GPU, milliseconds on a fully loaded one. So when several kernels in a row have
+//! not started within [`PATIENCE`], all copies use the copy engines for a while. Then a single copy tries the
+//! multiprocessors again.
 //!
-//! Pure: times are given. Read next: the engine's `staging/kernel.rs`, who asks.
+//! Pure: times are arguments.
+//! Read next: the engine's `staging/kernel.rs`, the caller.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// How long work may take to begin. On an H200 that nobody else uses 83 of 100 kernels were seen to have begun within 64 us and
-/// 98 within 128, while 16 channels kept its link busy; beside another process that multiplies small matrices 7 and 20.
+/// Longest time for a kernel to start. On an idle H200, 83 of 100 kernels started within 64 us and 98 within
+/// 128 us, while 16 channels kept the link busy. Beside another process that multiplied small matrices, 7 and
+/// 20 of 100 did.
 pub const PATIENCE: Duration = Duration::from_micros(100);
-/// How many have to be late, one after the other.
+/// Late kernels in a row that count as contention.
 const STREAK: u32 = 6;
-/// How long nobody asks, at first; twice as long after each try in vain.
+/// First pause before another try; each failed try doubles the pause, up to `REST_MAX`.
 const REST_MIN: Duration = Duration::from_millis(20);
 const REST_MAX: Duration = Duration::from_secs(1);
-/// A crowd that comes back sooner than this was never gone.
+/// Contention that returns within this time had not ended.
 const PEACE: Duration = Duration::from_secs(1);
 
-/// What is known of one GPU. Times are nanoseconds of the callers' clock.
+/// State of one GPU. Times are nanoseconds of the callers' clock.
 #[derive(Debug, Default)]
 pub struct Crowd {
-    /// When to try again; 0 while there is no crowd.
+    /// Time of the next try; 0 without contention.
     until: AtomicU64,
-    /// The last rest, and when it ended well.
+    /// The last pause; then the time at which it ended with a successful try.
     rest: AtomicU64,
     left: AtomicU64,
-    /// How many were late since the last that was not.
+    /// Late kernels since the last kernel that was not late.
     streak: AtomicU32,
 }
 
-/// Leave to use the multiprocessors, with which the outcome is told.
+/// A permit to use the multiprocessors; its holder reports the outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leave {
-    /// It is to find out whether the crowd has gone.
+    /// Whether the use is a try that finds out if contention has ended.
     tries: bool,
 }
 
 impl Leave {
-    /// Nobody was asked.
+    /// A permit for a use that has no alternative and never asked for one.
     pub const NEEDED: Leave = Leave { tries: false };
 }
 
@@ -49,7 +52,7 @@ fn nanoseconds(time: Duration) -> u64 {
 }
 
 impl Crowd {
-    /// Leave to use the multiprocessors; none while they are others', but to one after each rest.
+    /// A permit to use the multiprocessors. `None` during contention, except for one try after each pause.
     pub fn leave(&self, now: Duration) -> Option<Leave> {
         let until = self.until.load(Ordering::Relaxed);
         if until == 0 {
@@ -62,10 +65,10 @@ impl Crowd {
         mine.then_some(Leave { tries: true })
     }
 
-    /// Work had not begun after [`PATIENCE`].
+    /// Reports that work had not started within [`PATIENCE`].
     pub fn kept_waiting(&self, leave: Leave, now: Duration) {
         let crowded = self.until.load(Ordering::Relaxed) != 0;
-        // Others have told so, or it may be chance.
+        // The contention is known already, or the delay may be chance.
         if !leave.tries && (crowded || self.streak.fetch_add(1, Ordering::Relaxed) + 1 < STREAK) {
             return;
         }
@@ -77,13 +80,13 @@ impl Crowd {
         self.until.store(now + rest, Ordering::Relaxed);
     }
 
-    /// Nobody asks for so long, whatever happens.
+    /// Forbids the multiprocessors for `rest`, whatever is reported.
     pub fn avoid(&self, now: Duration, rest: Duration) {
         self.rest.store(nanoseconds(rest), Ordering::Relaxed);
         self.until.store(nanoseconds(now + rest), Ordering::Relaxed);
     }
 
-    /// Work has begun in time.
+    /// Reports that work has started in time.
     pub fn served(&self, leave: Leave, now: Duration) {
         if self.streak.load(Ordering::Relaxed) > 0 {
             self.streak.store(0, Ordering::Relaxed);
@@ -103,7 +106,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// As many are late as it takes.
+    /// Reports as many late kernels as count as contention.
     fn crowd(crowd: &Crowd, now: u64) {
         let leaves: Vec<_> = (0..STREAK).map(|_| crowd.leave(ms(now)).unwrap()).collect();
         leaves.into_iter().for_each(|leave| crowd.kept_waiting(leave, ms(now)));
@@ -151,7 +154,8 @@ mod tests {
         assert!(tries.len() > 10);
     }
 
-    /// Where some of those who try are lucky it would be found out again and again, each time by many that wait.
+    /// With occasional success the contention would be detected again and again, each time by many late
+    /// kernels.
     #[test]
     fn a_crowd_that_comes_back_soon_is_left_alone_for_longer() {
         let crowd = Crowd::default();
@@ -176,7 +180,7 @@ mod tests {
         assert!(crowd.leave(ms(60_005)).is_some());
     }
 
-    /// Whoever was to try may be gone before the outcome is known.
+    /// The holder of a try's permit may be dropped before it reports the outcome.
     #[test]
     fn a_try_without_an_outcome_is_made_again_by_another() {
         let crowd = Crowd::default();

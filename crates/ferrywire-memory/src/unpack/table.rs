@@ -1,14 +1,15 @@
-//! The table in which a plugin says where the fragments of a receive are, and what of it is believed.
+//! The table in which a plugin describes a receive's fragments, and the checks of its contents.
 //!
 //! ```text
 //!   0        entries[16][2048]   source offset u32 (in the pool), bytes u32, target offset u64 (in the message)
 //!   524288   count[16]           u64
 //! ```
 //!
-//! The k-th receive of a connection uses slot k mod 16. Its count is good from the `test` that says done until
-//! the receive is given back. Entries come in the order in which sockets finished, so targets do not ascend.
+//! The k-th receive of a connection uses slot k mod 16. Its count is valid from the `test` that reports done
+//! until the receive is returned. Entries are in the order in which sockets finished, so their targets are
+//! not sorted.
 //!
-//! Invariant: entries are read once, into memory of ours, and [`Checked::read`] gives them on only if they
+//! Invariant: entries are read once, into private memory, and [`Checked::read`] accepts them only if they
 //! cover each byte of the message once and take no byte from outside the pool.
 //! Read next: `gather.rs`.
 
@@ -17,46 +18,46 @@ use ferrywire_proto::limits;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Receives of one connection that have a part of the table at the same time.
+/// Receives of one connection that use the table at once.
 pub const SLOTS: usize = 16;
-/// Fragments of one receive.
+/// Most fragments of one receive.
 pub const FRAGMENTS_PER_SLOT_MAX: usize = 2048;
 const COUNTS_OFFSET: usize = SLOTS * FRAGMENTS_PER_SLOT_MAX * size_of::<Fragment>();
-/// Bytes of the whole table.
+/// Size of the whole table in bytes.
 pub const METADATA_BYTES: usize = COUNTS_OFFSET + SLOTS * size_of::<u64>();
 
 const _: () = assert!(COUNTS_OFFSET == 524_288 && METADATA_BYTES == 524_416);
-// Lengths of fragments that were merged still fit.
+// The length of merged fragments still fits.
 const _: () = assert!(limits::CHUNK_BYTES_MAX <= u32::MAX as usize);
 
-/// A piece of a receive: an entry of the plugin's table, and of ours.
+/// A piece of a receive: an entry of the plugin's table, and of the private one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Fragment {
-    /// Where it is, from the base of the pool.
+    /// Offset in the pool.
     pub source: u32,
-    /// Its length.
+    /// Length in bytes.
     pub bytes: u32,
-    /// Where it belongs, from the beginning of the message.
+    /// Offset in the message.
     pub target: u64,
 }
 
 const _: () = assert!(size_of::<Fragment>() == 16 && std::mem::offset_of!(Fragment, target) == 8);
 
 impl Fragment {
-    /// Where it ends in the message.
+    /// End of the fragment in the message.
     fn end(&self) -> u64 {
         self.target.saturating_add(self.bytes.into())
     }
 
-    /// Whether the other one goes on where this ends, in pool and message.
+    /// Whether `next` continues this fragment in both pool and message.
     fn is_followed_by(&self, next: &Fragment) -> bool {
         let source_end = u64::from(self.source) + u64::from(self.bytes);
         source_end == u64::from(next.source) && self.end() == next.target
     }
 }
 
-/// A plugin's table, where it lies.
+/// A plugin's table, read in place.
 pub(super) struct Metadata {
     base: *mut u8,
 }
@@ -66,16 +67,16 @@ unsafe impl Send for Metadata {}
 
 impl Metadata {
     /// # Safety
-    /// [`METADATA_BYTES`] at `base`, aligned for a [`Fragment`], stay readable as long as this lives.
+    /// [`METADATA_BYTES`] bytes at `base`, aligned for a [`Fragment`], stay readable while this value lives.
     pub unsafe fn new(base: *mut u8) -> Metadata {
         Metadata { base }
     }
 
-    /// How many entries the plugin says that a slot has. What is read after this is at least as new.
+    /// Number of a slot's entries, according to the plugin. Later reads are at least as new.
     fn count(&self, slot: usize) -> u64 {
         assert!(slot < SLOTS, "{slot}");
         let at = COUNTS_OFFSET + slot * size_of::<u64>();
-        // SAFETY: inside the table, and aligned; whoever else writes there writes words.
+        // SAFETY: inside the table, and aligned; the plugin writes whole words.
         unsafe { AtomicU64::from_ptr(self.base.add(at).cast()) }.load(Ordering::Acquire)
     }
 
@@ -100,21 +101,21 @@ impl fmt::Debug for Metadata {
     }
 }
 
-/// What a slot's fragments have to fit.
+/// The limits that a slot's fragments must respect.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
     pub slot: usize,
     pub pool_bytes: u64,
     pub message_bytes: u64,
-    /// The bytes went to host memory: there are no fragments.
+    /// The receive went to host memory: there are no fragments.
     pub host: bool,
 }
 
-/// The fragments of a slot after all checks, in the plugin's order. Made once and filled again and again.
+/// A slot's fragments after all checks, in the plugin's order; reused for each receive.
 #[derive(Debug)]
 pub(super) struct Checked {
     fragments: Vec<Fragment>,
-    /// Spans of the message, each of fragments that follow one another.
+    /// Ranges of the message that consecutive fragments cover.
     spans: Vec<(u64, u64)>,
 }
 
@@ -126,7 +127,7 @@ impl Checked {
         }
     }
 
-    /// Reads a slot's fragments and checks them.
+    /// Reads and checks a slot's fragments.
     pub fn read(&mut self, table: &Metadata, bounds: Bounds) -> Result<(), UnpackError> {
         let (slot, count) = (bounds.slot, table.count(bounds.slot));
         self.fragments.clear();
@@ -144,16 +145,17 @@ impl Checked {
         self.check_ranges(bounds)?;
         self.check_overlap(bounds.slot)?;
         let sum_bytes = self.fragments.iter().map(|fragment| u64::from(fragment.bytes)).sum();
-        // Inside, apart from each other, and as many bytes as the message: so each byte once.
-        match sum_bytes == bounds.message_bytes || bounds.host {
-            true => Ok(()),
-            false => Err(UnpackError::WrongSum {
+        // The fragments are inside the message, do not overlap, and have as many bytes: they cover each byte
+        // once.
+        if sum_bytes != bounds.message_bytes && !bounds.host {
+            return Err(UnpackError::WrongSum {
                 slot: bounds.slot,
                 fragments: self.fragments.len(),
                 sum_bytes,
                 message_bytes: bounds.message_bytes,
-            }),
+            });
         }
+        Ok(())
     }
 
     fn check_ranges(&self, bounds: Bounds) -> Result<(), UnpackError> {
@@ -181,7 +183,7 @@ impl Checked {
         Ok(())
     }
 
-    /// Chunks arrive whole, so there are few spans, and sorting them costs next to nothing.
+    /// Chunks arrive whole, so there are few ranges, and sorting them is cheap.
     fn check_overlap(&mut self, slot: usize) -> Result<(), UnpackError> {
         self.spans.clear();
         for fragment in self.fragments.iter().filter(|fragment| fragment.bytes > 0) {
@@ -191,13 +193,13 @@ impl Checked {
             }
         }
         self.spans.sort_unstable();
-        match self.spans.is_sorted_by(|one, next| one.1 <= next.0) {
-            true => Ok(()),
-            false => Err(self.overlap(slot)),
+        if !self.spans.is_sorted_by(|one, next| one.1 <= next.0) {
+            return Err(self.overlap(slot));
         }
+        Ok(())
     }
 
-    /// The first two fragments that overlap, in the order of the message: there are some.
+    /// The first two fragments that overlap, in the order of the message; there must be some.
     #[cold]
     fn overlap(&self, slot: usize) -> UnpackError {
         let mut order: Vec<usize> =
@@ -211,7 +213,7 @@ impl Checked {
         UnpackError::Overlap { slot, fragment, target_offset: target, bytes, other, other_end }
     }
 
-    /// The fragments, those that follow one another as one.
+    /// The fragments, with those that continue one another merged.
     pub fn merged(&self) -> impl Iterator<Item = Fragment> {
         let mut rest = self.fragments.iter().copied().filter(|fragment| fragment.bytes > 0).peekable();
         std::iter::from_fn(move || {
@@ -320,19 +322,19 @@ mod tests {
         };
         assert_eq!(merged(&[(0, 10, 0), (10, 20, 10), (30, 5, 30)]), [(0, 35, 0)]);
         assert_eq!(merged(&[(0, 10, 0), (5, 0, 7), (10, 20, 10)]), [(0, 30, 0)]);
-        // Only in the pool, only in the message, the other way round.
+        // Neighbours in the pool only, in the message only, and in reverse order.
         for apart in [[(0, 10, 0), (10, 10, 20)], [(0, 10, 0), (11, 10, 10)], [(10, 10, 10), (0, 10, 0)]] {
             assert_eq!(merged(&apart), apart);
         }
         assert_eq!(merged(&[]), []);
     }
 
-    /// A table in memory of the test.
+    /// A table in the test's memory.
     struct Table(Vec<u64>);
 
     impl Table {
         fn new() -> Table {
-            // Two words per entry, so that the base is aligned for one.
+            // Two words per entry, so the base is aligned for an entry.
             Table(vec![0; METADATA_BYTES / 8])
         }
 
@@ -347,7 +349,7 @@ mod tests {
 
         fn read(&mut self, bounds: Bounds) -> Result<Checked, UnpackError> {
             let mut checked = Checked::new();
-            // SAFETY: as many bytes, aligned, and longer alive than the reader.
+            // SAFETY: of that size, aligned, and outlives the reader.
             let table = unsafe { Metadata::new(self.0.as_mut_ptr().cast()) };
             checked.read(&table, bounds).map(|()| checked)
         }
@@ -377,7 +379,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a model that paints the message byte by byte.
+        /// Compares with a model that marks the message's bytes one by one.
         #[test]
         fn only_exact_covers_are_believed(
             all in prop::collection::vec((0u32..10_100, 0u32..30, 0u64..110), 0..12),
@@ -392,7 +394,7 @@ mod tests {
             prop_assert_eq!(check(&all).is_ok(), in_pool && in_message && exact);
         }
 
-        /// Random covers in random order are believed; one byte of one of them moved, they are not.
+        /// Random covers in random order are accepted; with one byte of one fragment moved they are not.
         #[test]
         fn a_cover_is_believed_and_a_damaged_one_is_not(
             cuts in prop::collection::btree_set(1u64..100, 0..20),

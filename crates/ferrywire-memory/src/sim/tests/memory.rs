@@ -12,7 +12,7 @@ fn the_cpu_may_not_touch_it() {
         gpu.fill(buffer.address(), 3, 8192).unwrap();
         let address = buffer.as_ptr();
         match task.as_str() {
-            // SAFETY: not sound, on purpose: this process must die of it.
+            // SAFETY: unsound on purpose: this process must die of it.
             "load" => _ = std::hint::black_box(unsafe { address.add(5000).read_volatile() }),
             // SAFETY: as above.
             "store" => unsafe { address.write_volatile(1) },
@@ -107,7 +107,7 @@ fn ranges_that_leave_their_allocation_are_refused_and_move_nothing() {
     let buffer = gpu.alloc(1000, 4096).unwrap();
     let (base, len) = (buffer.address(), 1000);
     let outside = |address, bytes| SimGpuError::OutOfRange { address, bytes, base, len };
-    // The allocation's last page goes on behind its end: that is not its memory.
+    // The page of the allocation's end is not all the allocation's memory.
     assert_eq!(gpu.write_from_slice(base + 990, &[1; 11]), Err(outside(base + 990, 11)));
     assert_eq!(gpu.read_to_vec(base, 1001), Err(outside(base, 1001)));
     assert_eq!(gpu.fill(base + 1, 1, 1000), Err(outside(base + 1, 1000)));
@@ -121,7 +121,7 @@ fn ranges_that_leave_their_allocation_are_refused_and_move_nothing() {
         error => panic!("{error}"),
     }
     assert_eq!(gpu.read_to_vec(base, 1000).unwrap(), [0; 1000]);
-    // No bytes fit everywhere in it, its end included, and nowhere else.
+    // An empty range is valid everywhere inside, at the end too, and nowhere else.
     assert_eq!(gpu.write_from_slice(base + 1000, &[]), Ok(()));
     assert_eq!(gpu.fill(base + 1001, 1, 0), Err(SimGpuError::NotAllocated { address: base + 1001 }));
 }
@@ -154,7 +154,7 @@ fn a_freed_address_is_unknown() {
     assert_eq!(SimGpu::of(address), None);
     assert_eq!(gpu.read_to_vec(address, 1), Err(unknown.clone()));
     assert_eq!(gpu.write_from_slice(address, &[1]), Err(unknown.clone()));
-    // SAFETY: it gives an error and no pointer.
+    // SAFETY: the call returns an error and no pointer.
     assert_eq!(unsafe { SimGpu::dma_view(address, 1) }, Err(unknown));
 }
 
@@ -177,7 +177,7 @@ fn device_memory_is_refused_where_host_memory_belongs() {
     let buffer = gpu.alloc(4096, 4096).unwrap();
     let (address, stream) = (buffer.address(), gpu.stream());
     let refused = Err(SimGpuError::NotHostMemory { address, gpu: 0 });
-    // SAFETY: refused, so nothing is touched.
+    // SAFETY: the call is rejected, so no byte is accessed.
     unsafe {
         assert_eq!(stream.to_host(address, buffer.as_ptr(), 10), refused);
         assert_eq!(stream.from_host(buffer.as_ptr(), address, 10), refused);
@@ -189,7 +189,7 @@ fn device_memory_is_refused_where_host_memory_belongs() {
 fn mapped_memory_has_one_address_for_host_and_gpu() {
     let gpu = SimGpu::open(0).unwrap();
     let (mapped, buffer) = (MappedBuffer::new(5000, 4096).unwrap(), gpu.alloc(5000, 4096).unwrap());
-    // SAFETY: 5000 bytes that nobody else uses now.
+    // SAFETY: 5000 bytes that no other code uses now.
     unsafe { mapped.as_ptr().write_bytes(4, 5000) };
     let stream = gpu.stream();
     stream.copy(mapped.address(), buffer.address(), 5000).unwrap();
@@ -211,7 +211,7 @@ fn a_nic_sees_what_the_copy_engine_sees() {
         view.write(77);
     }
     assert_eq!(gpu.read_to_vec(buffer.address() + 99, 3).unwrap(), [0, 77, 0]);
-    // SAFETY: it gives an error and no pointer.
+    // SAFETY: the call returns an error and no pointer.
     assert!(unsafe { SimGpu::dma_view(buffer.address() + 100, 3997) }.is_err());
 }
 
@@ -245,7 +245,7 @@ fn other_devices_get_whole_pages_of_one_allocation() {
 
 #[test]
 fn freed_addresses_are_kept_for_a_while_and_not_for_ever() {
-    // In a process of its own: other tests rely on freed addresses that this one gives back to the kernel.
+    // In a child process: other tests rely on freed addresses that this test returns to the kernel.
     if child_task().is_none() {
         let test = "memory::freed_addresses_are_kept_for_a_while_and_not_for_ever";
         assert_passed(&run_child(test, "run", &[]));

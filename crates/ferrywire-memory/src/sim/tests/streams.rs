@@ -112,7 +112,7 @@ fn a_failure_is_sticky_and_tells_its_cause() {
     let (base, len) = (buffer.address(), 100);
     let cause = SimGpuError::OutOfRange { address: base, bytes: 101, base, len };
     stream.record(&before).unwrap();
-    // The second is enqueued before or after the first has failed: both ways it is not done.
+    // The second is enqueued before or after the first has failed; either way it does not run.
     let all = stream
         .fill(base, 1, 101)
         .and_then(|()| stream.fill(base, 2, 100))
@@ -125,7 +125,7 @@ fn a_failure_is_sticky_and_tells_its_cause() {
     assert_eq!(behind.wait(SOON), Err(cause.clone()));
     assert_eq!(behind.query(), Err(cause.clone()));
     assert_eq!(before.wait(SOON), Ok(()));
-    // Who waits for the failed stream fails with it; others do not.
+    // Streams that wait for the failed stream fail with it; others do not.
     let (waiter, other) = (gpu.stream(), gpu.stream());
     waiter.wait_event(&behind).unwrap();
     assert_eq!(waiter.wait(SOON), Err(cause));
@@ -161,7 +161,7 @@ fn a_dropped_stream_touches_nothing_more() {
     drop(stream);
     gpu.set_stall(false);
     assert_eq!(event.wait(SOON), Err(SimGpuError::StreamDropped { gpu: 9 }));
-    // The engine has worked on since, and not on this.
+    // The engine has done other work since, and not this.
     gpu.fill(buffer.address(), 6, 100).unwrap();
     assert_eq!(host, [5; 100]);
 }

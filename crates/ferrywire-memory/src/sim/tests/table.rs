@@ -10,7 +10,7 @@ fn the_table_is_found_through_the_environment_and_reaches_the_same_gpus() {
     let table = table();
     let buffer = gpu.alloc(10_000, 4096).unwrap();
     let (mut base, mut len) = (0, 0);
-    // SAFETY: both pointers are to numbers of ours.
+    // SAFETY: both pointers are to numbers of this test.
     assert_eq!(unsafe { (table.device_of)(buffer.address() + 5, &mut base, &mut len) }, 0);
     assert_eq!((base, len), (buffer.address(), 10_000));
     // SAFETY: null is allowed.
@@ -30,7 +30,7 @@ fn the_table_copies_through_the_engine() {
     let address = (table.alloc)(1, 5000, 8192);
     assert_eq!(SimGpu::of(address), Some((1, address, 5000)));
     assert_eq!(address % 8192, 0);
-    // SAFETY: both are buffers of 5000 bytes that outlive the calls; what is longer is refused.
+    // SAFETY: both are buffers of 5000 bytes that outlive the calls; longer copies are rejected.
     unsafe {
         assert_eq!((table.copy_from_host)(address, source.as_ptr(), 5000), 0);
         assert_eq!((table.copy_to_host)(target.as_mut_ptr(), address, 5000), 0);
@@ -41,7 +41,7 @@ fn the_table_copies_through_the_engine() {
     assert_eq!((table.free)(address + 1), -1);
     assert_eq!((table.free)(address), 0);
     assert_eq!((table.free)(address), -1);
-    // SAFETY: refused, since the address is free.
+    // SAFETY: rejected, since no memory is at the address.
     assert_eq!(unsafe { (table.copy_from_host)(address, source.as_ptr(), 1) }, -1);
     assert_eq!((table.alloc)(15, 10, 4096), 0, "GPU 15 is not open");
     assert_eq!((table.alloc)(-1, 10, 4096), 0);
@@ -109,7 +109,7 @@ fn an_address_from_before_exec_is_not_followed() {
     if let Some(task) = child_task() {
         let pid = std::process::id();
         match task.as_str() {
-            // Becomes another program under the same process id, whose variable points nowhere.
+            // Another program runs under this process id, where the variable's address is not valid.
             "exec" => {
                 use std::os::unix::process::CommandExt;
                 let text = format!("{pid}:0x1000:{TABLE_VERSION}");
@@ -126,7 +126,7 @@ fn an_address_from_before_exec_is_not_followed() {
                 assert!(SimGpuTable::find().is_none());
                 let not_a_table = [0x5349_4d47u64; 32];
                 let text = format!("{pid}:{:#x}:{TABLE_VERSION}", &raw const not_a_table as usize);
-                // SAFETY: the one test of this process, and no other thread reads the environment.
+                // SAFETY: the only test of this process, and no other thread reads the environment.
                 unsafe { std::env::set_var(TABLE_VARIABLE, text) };
                 assert!(SimGpuTable::find().is_none());
                 let _gpu = SimGpu::open(0).unwrap();
