@@ -36,7 +36,7 @@ impl Clock {
     }
 }
 
-/// Silence after which a peer is declared lost, so that its users learn of it within `limit`.
+/// Silence after which a peer is declared lost, so that its users learn of the loss within `limit`.
 pub fn silence_max(limit: Duration) -> Duration {
     limit - limits::PEER_TIMEOUT_MARGIN.min(limit / 10)
 }

@@ -91,7 +91,7 @@ impl Poller {
     pub fn new() -> io::Result<Poller> {
         // SAFETY: no memory is passed.
         let fd = checked(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) } as libc::ssize_t)?;
-        // SAFETY: the kernel has just made this descriptor, and nobody else has it.
+        // SAFETY: the kernel has just made this descriptor, and no other code owns it.
         let epoll = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
         let wake = Arc::new(Wake::new()?);
         let poller = Poller { epoll, wake, fine: AtomicBool::new(true) };

@@ -83,8 +83,8 @@ impl TcpInfo {
 
     /// Retransmissions or window probes in a row without an answer.
     ///
-    /// `backoff` is no evidence: a peer with a closed window answers every probe, and the backoff grows all
-    /// the same.
+    /// `backoff` is no evidence: a peer with a closed window answers every probe, and the backoff grows
+    /// nevertheless.
     pub fn unanswered(&self) -> u32 {
         u32::from(self.retransmits.max(self.probes))
     }

@@ -4,7 +4,7 @@
 //! is opened; a missing library, version or device is an error that names it.
 //!
 //! ```text
-//!   CudaGpu 0    one primary context, shared with whoever else uses CUDA in this process
+//!   CudaGpu 0    one primary context, shared with all other CUDA code of this process
 //!     |  \  \
 //!     |   \  CudaBuffer      device memory             pointer::of: whose is an address?
 //!     |    PinnedBuffer      host memory, near, that every GPU reaches

@@ -9,7 +9,7 @@
 //!     |  \       ||  one memory, two views
 //!     |   \    view     0x7e..  read/write    only the copy engine and simulated NICs
 //!     |  engine: one thread <- SimStream, SimStream (SimEvent)
-//!   SimGpuTable: all of it for plugins, in C, found through the environment
+//!   SimGpuTable: C functions for plugins, found through the environment
 //! ```
 //!
 //! ```

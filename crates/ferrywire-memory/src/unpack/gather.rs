@@ -26,7 +26,7 @@ use std::task::Poll;
 
 /// The gathers of one connection, in one queue of its GPU, for use by one thread.
 ///
-/// After it is dropped no work of it accesses the pool or a destination. So drop it before the connection is
+/// After it is dropped, none of its work accesses the pool or a destination. So drop it before the connection is
 /// closed, or before memory is freed.
 pub struct Gather {
     // Dropped first: work in flight may access the fields below.

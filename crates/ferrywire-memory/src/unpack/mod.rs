@@ -2,7 +2,7 @@
 //! a table in mapped host memory tells where each fragment belongs.
 //!
 //! ```text
-//!   plugin's table ── read once, checked, merged ──> our table ── in place ──> kernel ──┐
+//!   plugin's table ── read once, checked, merged ──> own table ── in place ──> kernel ──┐
 //!   slot k mod 16     (a lie is an error)            mapped                             v
 //!   plugin's pool ───────────────────────────────────────────────────────────────> destination
 //! ```

@@ -149,7 +149,7 @@ fn a_second_load_gives_the_same_plugin() {
 }
 
 fn inits(path: &Path) -> i32 {
-    // SAFETY: broken.c is ours, and has this integer.
+    // SAFETY: broken.c is part of these tests, and has this integer.
     unsafe {
         let library = libloading::Library::new(path).expect("loaded already");
         **library.get::<*const i32>(b"inits\0").expect("broken.c has it")
@@ -159,7 +159,7 @@ fn inits(path: &Path) -> i32 {
 #[test]
 fn the_newest_version_is_taken_unless_another_is_asked_for() {
     let path = compile("broken.c", &["CASE_TWO_VERSIONS"]);
-    // SAFETY: broken.c is ours.
+    // SAFETY: broken.c is part of these tests.
     let library = unsafe { Library::open(&path) }.expect("opens");
     assert_eq!(library.versions(), [Version::V7, Version::V5]);
     assert_eq!(load(&path, None).expect("loads").version(), Version::V7);
@@ -220,7 +220,7 @@ fn a_call_that_does_not_return_is_seen_from_outside_and_its_listener_stays_open(
         (Call::Accept, Some(0), "Broken plugin")
     );
     assert!(inflight_calls().iter().any(|call| call.thread == blocked.thread));
-    // SAFETY: broken.c is ours and has this integer, which is volatile there.
+    // SAFETY: broken.c is part of these tests and has this integer, which is volatile there.
     unsafe {
         let library = libloading::Library::new(&path).expect("loaded already");
         (*library.get::<*mut i32>(b"may_return\0").expect("broken.c has it")).write_volatile(1);
@@ -236,7 +236,7 @@ fn a_call_that_does_not_return_is_seen_from_outside_and_its_listener_stays_open(
 #[test]
 fn names_are_looked_up_as_nccl_does() {
     alone("broken::names_are_looked_up_as_nccl_does", || {
-        // SAFETY: the C library, and files of ours.
+        // SAFETY: the C library, and files of these tests.
         let find = |name: &str| unsafe { Library::find(Some(name)) };
         let none = find("none").expect_err("none is wanted");
         assert_eq!(none, LoadError::NoneWanted);
@@ -261,7 +261,7 @@ fn sigpipe_is_ignored_before_a_plugin_runs() {
         // SAFETY: the default disposition is a valid one.
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
         load(&broken("NOTHING"), None).expect("loads");
-        // SAFETY: the same.
+        // SAFETY: as above.
         let before = unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
         assert_eq!(before, libc::SIG_IGN);
     });

@@ -22,7 +22,7 @@ fn a_program() {
     if ending == "supervised" {
         log::tee_to_fd(Some(pipe.1.as_raw_fd()));
     }
-    // SAFETY: broken.c is ours.
+    // SAFETY: broken.c is part of these tests.
     let loaded = unsafe { Library::open(broken(case)).and_then(|library| library.load(None)) };
     let plugin = loaded.expect("loads");
     match ending {

@@ -14,7 +14,7 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use crate::compile::{alone, broken};
 
 fn load_the_talkative() {
-    // SAFETY: broken.c is ours.
+    // SAFETY: broken.c is part of these tests.
     let loaded = unsafe { Library::open(broken("LOGS")).and_then(|library| library.load(None)) };
     loaded.expect("loads");
 }

@@ -66,7 +66,7 @@ fn checks(library: &libloading::Library) -> (c_int, String) {
 
 impl Round {
     fn start(version: Version, path: &Path) -> Round {
-        // SAFETY: plugin.c is ours.
+        // SAFETY: plugin.c is part of these tests.
         let library = unsafe { libloading::Library::new(path) }.expect("it loads");
         // SAFETY: as above.
         let opened = unsafe { Library::open(path) }.expect("it opens");

@@ -19,7 +19,7 @@ pub struct Faults {
     pub would_block: f64,
     /// Longest extra delay, drawn per segment; segments stay in order.
     pub jitter: Duration,
-    /// Per send: the connection is reset. Both ends learn of it at once, or one of them later.
+    /// Per send: the connection is reset. Both ends learn of the reset at once, or one end later.
     pub reset: f64,
     /// Upon a reset, an end also loses bytes that had arrived and were not read.
     pub reset_drops_unread: f64,

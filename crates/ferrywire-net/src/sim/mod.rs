@@ -230,12 +230,12 @@ impl SimNet {
         state.links.values().map(info).collect()
     }
 
-    /// Resets a connection; bytes in flight are lost. The end `first` learns of it at once.
+    /// Resets a connection; bytes in flight are lost. The end `first` learns of the reset at once.
     pub fn reset(&self, conn: ConnId, first: Side, seen: ResetSeen) {
         self.lock().reset(conn.0, first.index(), seen);
     }
 
-    /// Resets every connection of a NIC, whose own ends learn of it at once. Returns how many.
+    /// Resets every connection of a NIC, whose own ends learn of the reset at once. Returns how many.
     pub fn reset_nic(&self, nic: IpAddr, seen: ResetSeen) -> usize {
         let mut state = self.lock();
         let nic = state.nic_of(nic);

@@ -360,7 +360,7 @@ impl State {
         self.listeners.iter().find(|(_, listener)| hears(listener)).map(|(id, _)| *id)
     }
 
-    /// Resets a connection; the end `first` learns of it at once.
+    /// Resets a connection; the end `first` learns of the reset at once.
     pub(super) fn reset(&mut self, id: u64, first: usize, seen: ResetSeen) {
         self.settle(id);
         let (now, Some(path)) = (self.clock, self.path(id)) else {

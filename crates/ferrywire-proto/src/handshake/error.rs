@@ -61,7 +61,7 @@ pub enum HandshakeError {
     Length {
         /// The message.
         what: &'static str,
-        /// Its announced length in bytes.
+        /// Announced length in bytes.
         bytes: usize,
         /// Shortest possible length in bytes.
         min: usize,

@@ -144,7 +144,6 @@ impl Model {
 
     /// Delivers the rest of the old connection after the counts for the new one were taken, so some messages
     /// are repeated.
-    /// some of it is said again.
     fn arrive_late(&mut self) {
         for end in 0..2 {
             let bytes = std::mem::take(&mut self.under_way[end]);
