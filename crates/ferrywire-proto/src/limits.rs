@@ -44,7 +44,7 @@ pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
 pub const REORDER_FRAMES_MAX: usize = 256 << 10;
 /// Most frames that wait for a peer while refusals are still answered.
 pub const ANSWERS_WAITING_MAX: usize = 128 << 10;
-/// Most reads of one peer that are served at once; a read counts until the peer acknowledges the answer.
+/// Most reads of one peer that are served concurrently; a read counts until the peer acknowledges the answer.
 pub const INBOUND_READS_MAX: usize = 16 << 10;
 /// Most outstanding read requests to one peer. Half of the peer's limit, since the peer may not know yet that
 /// some were answered.

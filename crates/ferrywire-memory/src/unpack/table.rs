@@ -18,7 +18,7 @@ use ferrywire_proto::limits;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Receives of one connection that use the table at once.
+/// Receives of one connection that use the table concurrently.
 pub const SLOTS: usize = 16;
 /// Most fragments of one receive.
 pub const FRAGMENTS_PER_SLOT_MAX: usize = 2048;
