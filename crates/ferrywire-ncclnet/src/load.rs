@@ -283,9 +283,8 @@ fn loaders_words(said: &str, name: Option<&Path>) -> String {
 
 /// Combines the errors of several candidates: the error of the only file that exists, or else all of them.
 fn none_of(name: &str, mut failed: Vec<LoadError>) -> LoadError {
-    let absent = |error: &LoadError| match error {
-        LoadError::Missing { .. } | LoadError::Refused { is_absent: true, .. } => true,
-        _ => false,
+    let absent = |error: &LoadError| {
+        matches!(error, LoadError::Missing { .. } | LoadError::Refused { is_absent: true, .. })
     };
     let present: Vec<usize> = (0..failed.len()).filter(|&at| !absent(&failed[at])).collect();
     match (failed.len(), &present[..]) {

@@ -280,7 +280,7 @@ fn put_channel(into: &mut Vec<u8>, channel: u16, generation: u32) {
     into.extend_from_slice(&generation.to_le_bytes());
 }
 
-/// A code is the place of its value among all of them.
+/// Decodes a code, which is the index of its value in `all`.
 fn read_code<T: Copy>(what: &str, all: &[T], reader: &mut Reader<'_>) -> Result<T, SessionError> {
     let code = usize::from(reader.u8()?);
     reader.within(what, code, 0..=all.len() - 1)?;

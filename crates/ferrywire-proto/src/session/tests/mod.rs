@@ -199,7 +199,7 @@ fn what_no_peer_says_is_refused() {
 }
 
 const HEARTBEAT_KIND: u8 = 0;
-/// Where the cause of a farewell lies: behind kind, count and number.
+/// Offset of a goodbye's cause: behind kind, count and number.
 const CAUSE_AT: usize = 1 + 8 + 8;
 
 fn goodbye(reason: &str) -> ControlMessage {
