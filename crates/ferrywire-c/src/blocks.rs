@@ -1,4 +1,6 @@
-//! Lists of blocks, made once and used many times.
+//! Block lists: made once, used by many transfers.
+//!
+//! Read next: `transfer.rs`, whose `ferrywire_write_blocks` and `ferrywire_read_blocks` move them.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -9,14 +11,14 @@ use crate::handles::{self, object};
 use crate::memory::{Region, Remote};
 use crate::status::{FERRYWIRE_OK, array, call};
 
-/// A checked list of blocks between local and remote regions. It keeps its local regions registered.
+/// A checked list of blocks between local and remote regions. The list keeps its local regions registered.
 pub struct Blocks(pub(crate) BlockList);
 
 object!(Blocks, "ferrywire_blocks", 6);
 
-/// Makes a list of `count` blocks: number i is at `local_offsets[i]` of `local` and at `remote_offsets[i]` of `remote`,
-/// and `lengths[i]` long, or, where `lengths` is NULL, `length` long; all in bytes. The first block that is not inside
-/// both regions is an error that names it.
+/// Makes a list of `count` blocks between `local` and `remote`. Block i begins at byte `local_offsets[i]` of `local`
+/// and at byte `remote_offsets[i]` of `remote`. Its length in bytes is `lengths[i]`, or `length` if `lengths` is NULL.
+/// If a block is not inside both regions, the call fails with FERRYWIRE_ERROR_USAGE and names the first such block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_blocks_new(
     local: *const Region,
@@ -37,10 +39,11 @@ pub unsafe extern "C" fn ferrywire_blocks_new(
                 array("remote_offsets", remote_offsets, count)?,
             )
         };
-        let lengths = match lengths.is_null() {
-            true => Lengths::Same(length),
+        let lengths = if lengths.is_null() {
+            Lengths::Same(length)
+        } else {
             // SAFETY: by the caller's promise.
-            false => Lengths::Each(unsafe { array("lengths", lengths, count) }?),
+            Lengths::Each(unsafe { array("lengths", lengths, count) }?)
         };
         let (local, remote) = (handles::get(local)?, handles::get(remote)?);
         let list = BlockList::from_offsets(&local.region, &remote.0, here, there, lengths)?;
@@ -49,8 +52,8 @@ pub unsafe extern "C" fn ferrywire_blocks_new(
     })
 }
 
-/// Makes one list of all blocks of `count` others, in their order, whatever regions they are of: one operation moves
-/// them, and one notification can follow them. The others stay as they are.
+/// Makes one list of the blocks of `count` lists, in their order; the lists may be of different regions of one peer.
+/// One operation can then move all blocks, and one notification can follow them. The given lists are not changed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_blocks_join(
     lists: *const *const Blocks,
@@ -68,7 +71,7 @@ pub unsafe extern "C" fn ferrywire_blocks_join(
     })
 }
 
-/// Blocks in the list; 0 for a wrong handle.
+/// Returns the number of blocks in the list; 0 for a wrong handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_blocks_count(blocks: *const Blocks) -> usize {
     let mut count = 0;
@@ -79,7 +82,7 @@ pub extern "C" fn ferrywire_blocks_count(blocks: *const Blocks) -> usize {
     count
 }
 
-/// Frees the handle; operations with it go on. NULL is fine.
+/// Frees the handle; operations that use the list continue. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_blocks_free(blocks: *mut Blocks) -> c_int {
     handles::free(blocks)

@@ -1,4 +1,6 @@
-//! Endpoints: opened, told of, closed.
+//! Endpoints: opening, closing, and their addresses.
+//!
+//! Read next: `peer.rs`.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -6,13 +8,16 @@ use crate::handles::{self, object};
 use crate::options::Options;
 use crate::status::{FERRYWIRE_OK, Failure, call, copy_out, limit, put_if_wanted};
 
-/// One end of transfers: memory, NICs, threads and peers.
+/// One GPU or the host's memory, with its NICs, progress threads, regions and peers.
 pub struct Endpoint(pub(crate) ferrywire::Endpoint);
 
 object!(Endpoint, "ferrywire_endpoint", 2);
 
-/// Opens an endpoint: checks the options, listens, starts its threads. `options` may be NULL: all defaults, and it does
-/// not listen.
+/// Opens an endpoint: checks the options, listens, starts the threads. `options` NULL means all defaults; the endpoint
+/// then does not listen.
+///
+/// Errors: FERRYWIRE_ERROR_USAGE for an impossible option, FERRYWIRE_ERROR_LOCAL if this host refuses, for example
+/// because the port is in use.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_open(
     options: *const Options,
@@ -21,17 +26,17 @@ pub unsafe extern "C" fn ferrywire_endpoint_open(
     call(|| {
         // SAFETY: by the caller's promise.
         let out = unsafe { handles::place(endpoint) }?;
-        let builder = match options.is_null() {
-            true => ferrywire::Endpoint::builder(),
-            false => handles::get(options)?.builder(),
-        };
+        let builder =
+            if options.is_null() { ferrywire::Endpoint::builder() } else { handles::get(options)?.builder() };
         out.put(handles::new(Endpoint(builder.build()?))?);
         Ok(FERRYWIRE_OK)
     })
 }
 
-/// Finishes with all peers and ends the threads, within about `timeout_ms` milliseconds (less than 0: without end). The
-/// handle is still to be freed.
+/// Stops listening, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
+/// value is no limit. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
+/// finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it had finished. The handle still has to be
+/// freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_endpoint_close(endpoint: *mut Endpoint, timeout_ms: i64) -> c_int {
     call(|| {
@@ -40,13 +45,13 @@ pub extern "C" fn ferrywire_endpoint_close(endpoint: *mut Endpoint, timeout_ms: 
     })
 }
 
-/// Frees the handle. An endpoint that was not closed is closed now, which may take seconds. NULL is fine.
+/// Frees the handle. An endpoint that is still open is closed first, which may take seconds. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_endpoint_free(endpoint: *mut Endpoint) -> c_int {
     handles::free(endpoint)
 }
 
-/// The endpoint's identity, 16 bytes: another one at each start.
+/// Copies the endpoint's identity, 16 bytes, into `identity`. Each start of an endpoint makes a new identity.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_identity(
     endpoint: *const Endpoint,
@@ -60,8 +65,9 @@ pub unsafe extern "C" fn ferrywire_endpoint_identity(
     })
 }
 
-/// The address that it listens on, with its real port, as a string with its closing zero. `bytes` (or NULL) is told how
-/// long that is, also when the buffer is too small.
+/// Copies the address on which the endpoint listens, with its real port, into `address`, a buffer of `capacity` bytes,
+/// as a NUL-terminated string. Sets `*bytes`, unless `bytes` is NULL, to the string's length with its NUL, also if the
+/// buffer is too small (FERRYWIRE_ERROR_TOO_SMALL). FERRYWIRE_ERROR_USAGE if the endpoint does not listen.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_address(
     endpoint: *const Endpoint,
@@ -80,8 +86,9 @@ pub unsafe extern "C" fn ferrywire_endpoint_address(
     })
 }
 
-/// What another endpoint needs to connect, as opaque bytes: put them into a message, a file, a store. `bytes` (or NULL)
-/// is told how many there are, also when the buffer is too small.
+/// Copies the endpoint's identity and addresses, as opaque bytes for `ferrywire_connect_metadata`, into the buffer of
+/// `capacity` bytes; the application carries them to the other process. Sets `*bytes`, unless `bytes` is NULL, to the
+/// number of bytes, also if the buffer is too small (FERRYWIRE_ERROR_TOO_SMALL).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_metadata(
     endpoint: *const Endpoint,
@@ -96,8 +103,8 @@ pub unsafe extern "C" fn ferrywire_endpoint_metadata(
     })
 }
 
-/// Turns everything once that no thread turns; `worked` (or NULL) is told whether anything happened. Only needed in an
-/// endpoint without threads.
+/// Makes one pass over everything that no thread moves forward, and sets `*worked`, unless `worked` is NULL, to whether
+/// anything happened. Only needed for an endpoint without threads.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_progress(endpoint: *mut Endpoint, worked: *mut bool) -> c_int {
     call(|| {

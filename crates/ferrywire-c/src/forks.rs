@@ -1,7 +1,7 @@
-//! Forks: a child must not find a table locked by a thread that it has not got.
+//! Forks: a child process must not find a handle table locked by a thread that it does not have.
 //!
-//! While a thread forks it holds the tables of all handles, so that no other is in the midst of one.
-//! Invariant: nothing else takes two tables at once, so the order among them is this file's matter alone.
+//! The thread that forks locks all handle tables before the fork and unlocks them after it, in parent and child.
+//! Invariant: nothing else locks two tables at once, so the lock order among them is decided here alone.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -11,7 +11,7 @@ use std::sync::Once;
 use crate::handles::hold;
 
 thread_local! {
-    /// What this thread, which forks, holds meanwhile.
+    /// The locks that this thread holds while it forks.
     static HELD: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -26,11 +26,12 @@ const TABLES: [fn() -> Box<dyn Any>; 8] = [
     hold::<crate::wakeup::Wakeup>,
 ];
 
-/// From here on forks are looked after; before the first handle there is nothing to lock.
+/// Registers the fork handlers, once. Called before the first handle exists; before that no table can be locked.
 pub(crate) fn look_after() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: functions that live as long as this library. Where there is no memory for it, forks are as they were.
+        // SAFETY: the functions live as long as this library. If memory is short, the handlers are missing and a child
+        // may find a table locked.
         unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
     });
 }
@@ -41,7 +42,7 @@ unsafe extern "C" fn before() {
     }));
 }
 
-/// In the parent and in the child: the thread that forked is the same.
+/// Runs in the parent and in the child, on the thread that forked.
 unsafe extern "C" fn after() {
     let _ = catch_unwind(AssertUnwindSafe(|| HELD.with_borrow_mut(Vec::clear)));
 }

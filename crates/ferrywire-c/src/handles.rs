@@ -1,8 +1,9 @@
-//! Handles: what C holds in place of a pointer.
+//! Handles: the values that C holds in place of pointers.
 //!
-//! A handle names a slot of a table, with the slot's generation and the kind of thing: it is never dereferenced.
-//! Invariant: a freed handle is not taken for a live one (until its slot was used 16 million times), nor one kind for
-//! another; what a running call uses lives until it returns, whoever frees its handle meanwhile.
+//! A handle names a slot of a table, the slot's generation and the kind of object. It is never dereferenced.
+//! Invariant: a freed handle is not taken for a live one (until its slot was reused 16 million times), nor a handle of
+//! one kind for another. An object that a running call uses lives until the call returns, even if another thread frees
+//! its handle.
 
 use std::any::Any;
 use std::ffi::c_int;
@@ -11,15 +12,15 @@ use std::sync::{Arc, PoisonError, RwLock};
 use crate::forks::look_after;
 use crate::status::{FERRYWIRE_OK, Failure, Out, call};
 
-/// Something that C has handles of.
+/// A type that C holds handles of.
 pub(crate) trait Object: Sized + 'static {
-    /// Its name in the header.
+    /// The type's name in the header.
     const NAME: &'static str;
 
     fn handles() -> &'static Handles<Self>;
 }
 
-/// All live things of a kind.
+/// The table of all live objects of one kind.
 pub(crate) struct Handles<T> {
     kind: u8,
     slots: RwLock<Slots<T>>,
@@ -49,7 +50,7 @@ impl<T: Object> Handles<T> {
         std::ptr::without_provenance_mut(bits)
     }
 
-    /// Slot and generation, if it may be one of ours.
+    /// Slot and generation, if the handle is of this kind.
     fn parse(&self, handle: *const T) -> Option<(usize, u32)> {
         let bits = handle.addr();
         (bits >> 56 == usize::from(self.kind))
@@ -89,20 +90,23 @@ impl<T: Object> Handles<T> {
     }
 }
 
-/// Keeps everybody else from the handles of a kind, until what is given is dropped.
+/// Locks the handle table of a kind until the returned guard is dropped.
 pub(crate) fn hold<T: Object>() -> Box<dyn Any> {
     Box::new(T::handles().slots.write().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// A new handle.
+/// Stores `value` and returns its new handle.
+///
+/// # Errors
+/// Usage, if the table is full.
 pub(crate) fn new<T: Object>(value: T) -> Result<*mut T, Failure> {
     T::handles().add(value)
 }
 
-/// A place for a new handle, which is null until it is there.
+/// Checks an output argument for a handle and sets it to null.
 ///
 /// # Safety
-/// Null, or a place for a handle.
+/// `place` is null or valid for writing a handle.
 pub(crate) unsafe fn place<T: Object>(place: *mut *mut T) -> Result<Out<*mut T>, Failure> {
     // SAFETY: by the caller's promise.
     let out = unsafe { Out::new(&format!("the place for a {}", T::NAME), place) }?;
@@ -110,12 +114,15 @@ pub(crate) unsafe fn place<T: Object>(place: *mut *mut T) -> Result<Out<*mut T>,
     Ok(out)
 }
 
-/// What a handle stands for.
+/// The object that a handle names.
+///
+/// # Errors
+/// Usage, if the handle is null, freed or of another kind.
 pub(crate) fn get<T: Object>(handle: *const T) -> Result<Arc<T>, Failure> {
     T::handles().get(handle).ok_or_else(|| not_one::<T>(handle))
 }
 
-/// Ends a handle; null is none, and fine.
+/// Frees a handle; null is allowed.
 pub(crate) fn free<T: Object>(handle: *mut T) -> c_int {
     call(|| {
         if handle.is_null() {
@@ -128,13 +135,14 @@ pub(crate) fn free<T: Object>(handle: *mut T) -> c_int {
 }
 
 fn not_one<T: Object>(handle: *const T) -> Failure {
-    match handle.is_null() {
-        true => Failure::usage(format!("the {} is NULL", T::NAME)),
-        false => Failure::usage(format!("{handle:p} is no {}, or was freed", T::NAME)),
+    if handle.is_null() {
+        Failure::usage(format!("the {} is NULL", T::NAME))
+    } else {
+        Failure::usage(format!("{handle:p} is no {}, or was freed", T::NAME))
     }
 }
 
-/// Says of a type which handles it has.
+/// Implements [`Object`] for a type: its name in the header and the number of its kind.
 macro_rules! object {
     ($type:ty, $name:literal, $kind:literal) => {
         impl $crate::handles::Object for $type {

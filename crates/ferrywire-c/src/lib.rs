@@ -1,12 +1,12 @@
-//! ferrywire for C and everything that calls C: `include/ferrywire.h` and `libferrywire_c`.
+//! The C interface of ferrywire, for C and every language that calls C: `include/ferrywire.h` and `libferrywire_c`.
 //!
-//! Each function of the header is a thin one here, which looks up its handles, turns its arguments into those of the
-//! engine, and the engine's error into a status and a text. `endpoint`, `peer`, `memory`, `blocks`, `transfer` and
-//! `wakeup` hold the functions, `handles` what a handle is, `status` what comes back.
+//! Each function of the header is thin: it looks up its handles, converts its arguments, calls the engine, and turns
+//! the engine's error into a status and a message. `endpoint`, `peer`, `memory`, `blocks`, `transfer` and `wakeup` hold
+//! the functions, `handles` the handle tables, `status` the return values.
 //!
-//! Invariant: no panic crosses the border, and no handle is ever dereferenced: a handle that is null, freed or of
-//! another kind is an error. What is believed of the caller is what C cannot show: that strings end, that buffers
-//! have the size that is said, and that memory that was registered stays.
+//! Invariant: no panic crosses the C boundary, and no handle is ever dereferenced: a null, freed or foreign handle is
+//! an error. The caller is trusted only where C cannot show the truth: strings are NUL-terminated, buffers have the
+//! stated size, and registered memory stays valid.
 
 #![allow(
     clippy::missing_safety_doc,

@@ -1,4 +1,7 @@
-//! Memory: registered here, and described by others.
+//! Registered memory of this process, and descriptors of the peers' memory.
+//!
+//! Invariant: memory registered with a release function is released exactly once, after its last use. Read next:
+//! `handles.rs`.
 
 use std::any::Any;
 use std::ffi::{c_char, c_int, c_void};
@@ -9,51 +12,56 @@ use crate::endpoint::Endpoint;
 use crate::handles::{self, object};
 use crate::status::{FERRYWIRE_OK, Failure, Out, bytes, call, copy_out};
 
-/// Registered local memory.
+/// Registered memory of this process. Peers that have its descriptor can read and write it.
 pub struct Region {
     pub(crate) region: ferrywire::Region,
-    /// Nobody tells the caller when the memory is free, so that it is with the end of the handle.
+    /// The caller owns the memory and has no release function, so freeing the handle must end every use of the memory.
     callers: bool,
 }
 
-/// A region of another endpoint, as its descriptor tells it.
+/// A region of another endpoint, as its descriptor describes it.
 pub struct Remote(pub(crate) ferrywire::RemoteRegion);
 
 object!(Region, "ferrywire_region", 4);
 object!(Remote, "ferrywire_remote", 5);
 
-/// What is called once nothing touches the memory any more.
+/// Calls the caller's release function when the engine drops the owner of the memory.
 struct Release {
     release: unsafe extern "C" fn(*mut c_void),
     context: *mut c_void,
-    /// Whether the memory is the library's to give back: not before it is registered.
+    /// False until the registration has succeeded: before that the memory is still the caller's.
     armed: Arc<AtomicBool>,
 }
 
-// SAFETY: the caller of `ferrywire_register` has promised that any thread may call it.
+// SAFETY: the caller of `ferrywire_register` has promised that any thread may call the function.
 unsafe impl Send for Release {}
-// SAFETY: it is used once, when it is dropped.
+// SAFETY: the function is called once, in `drop`.
 unsafe impl Sync for Release {}
 
 impl Drop for Release {
     fn drop(&mut self) {
         if self.armed.load(Ordering::SeqCst) {
-            // SAFETY: by the promise of whoever registered it, once.
+            // SAFETY: the caller of `ferrywire_register` has promised that the function may be called, once.
             unsafe { (self.release)(self.context) }
         }
     }
 }
 
-/// Registers `bytes` bytes at `address`: of the host, or of a GPU (CUDA), whose addresses are recognised.
+/// Registers `bytes` bytes at `address`, in host memory or on a CUDA GPU; the address tells which. Peers that are given
+/// the region's descriptor can then read and write the memory.
 ///
-/// With `release` the memory has to stay until `release(context)` is called, once: when no thread, NIC, GPU or peer can
-/// touch it any more. That is after the region's handle is freed, and all lists of blocks and operations with it have
-/// ended; a thread of the endpoint's own calls it, or the one in `ferrywire_deregister`, or, where the endpoint is gone
-/// first, the one that frees the last handle of the region or of a list with it. It may block. When this call fails, it
-/// is not called.
+/// With `release`, the memory has to stay valid until the library calls `release(context)`. The library calls it once,
+/// when no thread, NIC, GPU or peer can touch the memory any more: after the region's handle is freed and every block
+/// list and operation that uses the region has ended. A thread of the endpoint that does nothing else makes the call,
+/// so the function may block. `ferrywire_deregister` makes the call on its own thread; and if the endpoint is gone
+/// first, the thread that frees the last handle of the region or of its block lists makes it. If this call fails,
+/// `release` is not called.
 ///
-/// Without (NULL) the memory has to stay until `ferrywire_deregister` or `ferrywire_region_free`, which wait for
-/// operations, has returned FERRYWIRE_OK.
+/// Without `release` (NULL), the memory has to stay valid until `ferrywire_deregister` or `ferrywire_region_free`,
+/// which wait for operations, has returned FERRYWIRE_OK.
+///
+/// Errors: FERRYWIRE_ERROR_USAGE for a range that cannot be registered; FERRYWIRE_ERROR_GPU if the GPU's driver
+/// refuses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_register(
     endpoint: *mut Endpoint,
@@ -74,7 +82,7 @@ pub unsafe extern "C" fn ferrywire_register(
         };
         let armed = Arc::new(AtomicBool::new(false));
         let owner: Box<dyn Any + Send + Sync> = Box::new(Release { release, context, armed: armed.clone() });
-        // SAFETY: by the caller's promise; the owner is what ends it.
+        // SAFETY: by the caller's promise; the memory is valid until the owner is dropped.
         let region = unsafe { endpoint.0.register_with(address.cast(), bytes, owner) }?;
         let handle = handles::new(Region { region, callers: false })?;
         armed.store(true, Ordering::SeqCst);
@@ -83,7 +91,8 @@ pub unsafe extern "C" fn ferrywire_register(
     })
 }
 
-/// Allocates and registers `bytes` zeroed bytes of host memory, which live as long as they are needed.
+/// Allocates and registers `bytes` zeroed bytes of host memory. The library frees them after the region's handle and
+/// every operation that uses the region are gone.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_allocate(
     endpoint: *mut Endpoint,
@@ -102,8 +111,8 @@ fn put(out: &Out<*mut Region>, region: ferrywire::Region, callers: bool) -> Resu
     Ok(FERRYWIRE_OK)
 }
 
-/// Where its bytes begin: of host memory, which peers may change at any time, or an address of a GPU. NULL for a wrong
-/// handle.
+/// Returns the address of the region's first byte: host memory, which peers may change at any time, or an address on a
+/// GPU. Returns NULL for a wrong handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_region_address(region: *const Region) -> *mut c_void {
     let mut address = std::ptr::null_mut();
@@ -114,7 +123,7 @@ pub extern "C" fn ferrywire_region_address(region: *const Region) -> *mut c_void
     address
 }
 
-/// Its size in bytes; 0 for a wrong handle.
+/// Returns the region's size in bytes; 0 for a wrong handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_region_bytes(region: *const Region) -> u64 {
     let mut bytes = 0;
@@ -125,8 +134,8 @@ pub extern "C" fn ferrywire_region_bytes(region: *const Region) -> u64 {
     bytes
 }
 
-/// Where its bytes live, in words ("host memory"), as a string with its closing zero; see `ferrywire_endpoint_address`
-/// for the buffer.
+/// Copies the name of the region's memory location ("host memory") into `location` as a NUL-terminated string. Buffer
+/// and errors as in `ferrywire_endpoint_address`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_region_location(
     region: *const Region,
@@ -141,11 +150,12 @@ pub unsafe extern "C" fn ferrywire_region_location(
     })
 }
 
-/// Room that fits a descriptor, in bytes.
+/// Size in bytes of a buffer that holds every descriptor.
 pub const FERRYWIRE_DESCRIPTOR_BYTES_MAX: usize = 64;
 
-/// What a peer needs to reach the region, as opaque bytes. `bytes` (or NULL) is told how many there are, also when the
-/// buffer is too small.
+/// Copies the region's descriptor, which lets a peer read and write the region, into the buffer of `capacity` bytes as
+/// opaque bytes. Sets `*bytes`, unless `bytes` is NULL, to the descriptor's length, also if the buffer is too small
+/// (FERRYWIRE_ERROR_TOO_SMALL).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_region_descriptor(
     region: *const Region,
@@ -161,9 +171,10 @@ pub unsafe extern "C" fn ferrywire_region_descriptor(
     })
 }
 
-/// Ends the registration: from here on peers are refused, and when this returns FERRYWIRE_OK nothing touches the memory,
-/// and it has been released. While operations of this endpoint use it that is an error, and the memory not free: try
-/// again. The handle is still to be freed.
+/// Ends the registration. Peers are refused from now on. Waits at most 5 seconds for operations of this process that
+/// use the memory. After FERRYWIRE_OK nothing touches the memory, and `release` has been called. FERRYWIRE_ERROR_USAGE
+/// means that operations still use the memory and that it is not free: end them and call again. The handle still has to
+/// be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_deregister(region: *mut Region) -> c_int {
     call(|| {
@@ -172,11 +183,11 @@ pub extern "C" fn ferrywire_deregister(region: *mut Region) -> c_int {
     })
 }
 
-/// Frees the handle, and ends the registration with the last user of it. NULL is fine.
+/// Frees the handle; the registration ends when its last user is gone. NULL is allowed.
 ///
-/// Of memory that was registered without a release function the registration ends now, as with `ferrywire_deregister`,
-/// whatever lists of blocks there are: when this returns FERRYWIRE_OK nothing touches the memory. Where operations use it
-/// even after a wait, that is the error, and the handle stays: try again.
+/// For memory registered without a release function the registration ends now, as with `ferrywire_deregister`, even if
+/// block lists still name the region: after FERRYWIRE_OK nothing touches the memory. If operations use the memory even
+/// after a wait, the call fails with FERRYWIRE_ERROR_USAGE and the handle stays valid: end them and call again.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_region_free(region: *mut Region) -> c_int {
     call(|| {
@@ -186,7 +197,7 @@ pub extern "C" fn ferrywire_region_free(region: *mut Region) -> c_int {
         let freed = handles::get(region)?;
         if freed.callers {
             match freed.region.clone().deregister() {
-                // Nothing touches the memory of a forked child.
+                // A forked child has no threads or connections that could touch the memory.
                 Ok(()) | Err(ferrywire::Error::Forked { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -196,7 +207,8 @@ pub extern "C" fn ferrywire_region_free(region: *mut Region) -> c_int {
     })
 }
 
-/// Reads what `ferrywire_region_descriptor` of another endpoint gave.
+/// Makes a handle of another endpoint's region from the bytes that `ferrywire_region_descriptor` returned there.
+/// FERRYWIRE_ERROR_USAGE if the bytes are not a descriptor.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_remote_open(
     descriptor: *const c_void,
@@ -212,7 +224,7 @@ pub unsafe extern "C" fn ferrywire_remote_open(
     })
 }
 
-/// Its size in bytes; 0 for a wrong handle.
+/// Returns the remote region's size in bytes; 0 for a wrong handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_remote_bytes(remote: *const Remote) -> u64 {
     let mut bytes = 0;
@@ -223,7 +235,7 @@ pub extern "C" fn ferrywire_remote_bytes(remote: *const Remote) -> u64 {
     bytes
 }
 
-/// Frees the handle; the region itself is not touched. NULL is fine.
+/// Frees the handle; the peer's region is not touched. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_remote_free(remote: *mut Remote) -> c_int {
     handles::free(remote)

@@ -1,4 +1,6 @@
-//! How an endpoint is to be built. Everything has a default that fits the host.
+//! The options of an endpoint that is still to be opened. Every option has a default that fits the host.
+//!
+//! Read next: `endpoint.rs`, whose `ferrywire_endpoint_open` checks the values.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::net::SocketAddr;
@@ -10,7 +12,7 @@ use ferrywire::Builder;
 use crate::handles::{self, object};
 use crate::status::{FERRYWIRE_OK, Failure, bytes, call, text};
 
-/// Options of an endpoint, from `ferrywire_options_new`.
+/// Options of an endpoint that is still to be opened. Values are checked by `ferrywire_endpoint_open`.
 pub struct Options(Mutex<Building>);
 
 struct Building {
@@ -21,12 +23,13 @@ struct Building {
 object!(Options, "ferrywire_options", 1);
 
 impl Options {
-    /// The builder as it stands.
+    /// The engine's builder with all options set so far.
     pub(crate) fn builder(&self) -> Builder {
         let building = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        match building.nics.is_empty() {
-            true => building.builder.clone(),
-            false => building.builder.clone().nics(building.nics.clone()),
+        if building.nics.is_empty() {
+            building.builder.clone()
+        } else {
+            building.builder.clone().nics(building.nics.clone())
         }
     }
 }
@@ -40,7 +43,7 @@ fn change(options: *const Options, with: impl FnOnce(Builder) -> Result<Builder,
     })
 }
 
-/// Makes options that are all at their defaults.
+/// Makes an options object in which every option has its default.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_new(options: *mut *mut Options) -> c_int {
     call(|| {
@@ -52,13 +55,14 @@ pub unsafe extern "C" fn ferrywire_options_new(options: *mut *mut Options) -> c_
     })
 }
 
-/// Frees options; endpoints that were opened with them stay as they are.
+/// Frees the options; endpoints opened with them are not affected. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_free(options: *mut Options) -> c_int {
     handles::free(options)
 }
 
-/// Listens on this IP address, such as "0.0.0.0:7420"; port 0 chooses one.
+/// Listens on an IP address with a port, such as "0.0.0.0:7420". Port 0 chooses a free port; 0.0.0.0 listens on every
+/// NIC. Default: the endpoint does not listen.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_listen(options: *mut Options, address: *const c_char) -> c_int {
     change(options, |builder| {
@@ -67,7 +71,7 @@ pub unsafe extern "C" fn ferrywire_options_listen(options: *mut Options, address
     })
 }
 
-/// The shared secret, the same on both ends, at least 8 bytes. Needed beyond loopback.
+/// Sets the shared secret, at least 8 bytes and equal on both ends. Required for connections beyond loopback.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_secret(
     options: *mut Options,
@@ -80,7 +84,7 @@ pub unsafe extern "C" fn ferrywire_options_secret(
     })
 }
 
-/// A name for people, at most 64 bytes.
+/// Sets a label that peers and messages show, at most 64 bytes. Default: none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_label(options: *mut Options, label: *const c_char) -> c_int {
     change(options, |builder| {
@@ -89,7 +93,8 @@ pub unsafe extern "C" fn ferrywire_options_label(options: *mut Options, label: *
     })
 }
 
-/// One more NIC to use, by name. Default: all that share a subnet with the peer, else the route's own.
+/// Adds a NIC to use, by name; call again for more NICs. Default: all NICs that share a subnet with the peer, or else
+/// the NIC of the route to the peer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_nic(options: *mut Options, name: *const c_char) -> c_int {
     call(|| {
@@ -101,43 +106,45 @@ pub unsafe extern "C" fn ferrywire_options_nic(options: *mut Options, name: *con
     })
 }
 
-/// Channels for each peer. Default: by cores and NICs.
+/// Sets the number of channels (data connections) of each peer. Default: chosen from the numbers of cores and NICs.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_channels(options: *mut Options, channels: usize) -> c_int {
     change(options, |builder| Ok(builder.channels(channels)))
 }
 
-/// Progress threads. With 0 there are none: `ferrywire_endpoint_progress` and calls that wait drive everything.
+/// Sets the number of progress threads. With 0 no thread makes progress: the application calls
+/// `ferrywire_endpoint_progress`, or a call that waits. Default: chosen from the number of cores.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_threads(options: *mut Options, threads: usize) -> c_int {
     change(options, |builder| Ok(builder.threads(threads)))
 }
 
-/// The largest chunk, in bytes.
+/// Sets the largest chunk of a transfer, in bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_chunk_bytes(options: *mut Options, bytes: usize) -> c_int {
     change(options, |builder| Ok(builder.chunk_bytes(bytes)))
 }
 
-/// Frames in flight on each channel.
+/// Sets the window: the frames in flight on each channel.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_window(options: *mut Options, frames: usize) -> c_int {
     change(options, |builder| Ok(builder.window(frames)))
 }
 
-/// Whether chunks carry a CRC-32.
+/// Sets whether each chunk carries a CRC-32. Default: false.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_crc(options: *mut Options, on: bool) -> c_int {
     change(options, |builder| Ok(builder.crc(on)))
 }
 
-/// Socket buffers of data connections, each way, in bytes. Default: by path.
+/// Sets the size of the socket buffers of data connections, for each direction, in bytes. Default: chosen from the
+/// path.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_socket_buffer_bytes(options: *mut Options, bytes: usize) -> c_int {
     change(options, |builder| Ok(builder.socket_buffer_bytes(bytes)))
 }
 
-/// Silence within which a peer's loss is told, in milliseconds; at least 3000.
+/// Sets the time of silence after which a peer counts as lost, in milliseconds; at least 3000.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_peer_timeout_ms(options: *mut Options, milliseconds: u64) -> c_int {
     change(options, |builder| Ok(builder.peer_timeout(Duration::from_millis(milliseconds))))

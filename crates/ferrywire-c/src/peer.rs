@@ -1,4 +1,7 @@
-//! Peers: connected, accepted, told of, closed; their notifications.
+//! Peers: connecting, accepting, closing, and their notifications.
+//!
+//! Invariant: a notification that does not fit into a caller's buffer is kept for the next call. Read next:
+//! `transfer.rs`.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -16,7 +19,7 @@ use crate::wakeup::Wakeup;
 /// A connected remote endpoint.
 pub struct Peer {
     pub(crate) peer: ferrywire::Peer,
-    /// Shared by the handles made of this one.
+    /// Shared by all handles of one peer, so that they deliver each notification once.
     pub(crate) inbox: Arc<Inbox>,
 }
 
@@ -26,13 +29,16 @@ fn handle(peer: ferrywire::Peer) -> Result<*mut Peer, Failure> {
     handles::new(Peer { peer, inbox: Arc::default() })
 }
 
-/// Room that fits every notification, in bytes. What can be sent is shorter: at most 8192 bytes in this version.
+/// Size in bytes of a buffer that holds every notification. This version sends at most 8192 bytes.
 pub const FERRYWIRE_NOTIFICATION_BYTES_MAX: usize = 65535;
 
 const _: () = assert!(FERRYWIRE_NOTIFICATION_BYTES_MAX >= ferrywire::limits::NOTIFY_BYTES_MAX);
 
-/// Connects to an endpoint that listens on `address`, an IP address with a port ("10.0.0.1:7420"): names are not looked up. `timeout_ms` is milliseconds, less than 0
-/// without end.
+/// Connects to the endpoint that listens on `address`, an IP address with a port ("10.0.0.1:7420"); host names are not
+/// resolved. Waits at most `timeout_ms` milliseconds; a negative value is no limit.
+///
+/// Errors: FERRYWIRE_ERROR_PEER if no endpoint answers, FERRYWIRE_ERROR_REFUSED for a wrong secret,
+/// FERRYWIRE_ERROR_TIMEOUT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_connect(
     endpoint: *mut Endpoint,
@@ -49,7 +55,9 @@ pub unsafe extern "C" fn ferrywire_connect(
     })
 }
 
-/// Connects to the endpoint that made this metadata, and to no other: one that was started again is refused.
+/// Connects to the endpoint that made this metadata, and to no other: an endpoint that has restarted since has another
+/// identity and is refused (FERRYWIRE_ERROR_REFUSED). Tries all addresses in the metadata, in `timeout_ms` milliseconds
+/// altogether; a negative value is no limit.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_connect_metadata(
     endpoint: *mut Endpoint,
@@ -68,7 +76,11 @@ pub unsafe extern "C" fn ferrywire_connect_metadata(
     })
 }
 
-/// Waits for the next peer that connects. With `timeout_ms` 0: FERRYWIRE_PENDING if there is none.
+/// Waits at most `timeout_ms` milliseconds for the next peer that connects; a negative value is no limit. With 0 the
+/// call does not wait and returns FERRYWIRE_PENDING if no peer has connected.
+///
+/// Errors: FERRYWIRE_ERROR_TIMEOUT; FERRYWIRE_ERROR_CLOSED once the endpoint is closed; FERRYWIRE_ERROR_USAGE if the
+/// endpoint does not listen.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_accept(
     endpoint: *mut Endpoint,
@@ -80,11 +92,14 @@ pub unsafe extern "C" fn ferrywire_accept(
         let out = unsafe { handles::place(peer) }?;
         let endpoint = handles::get(endpoint)?;
         let accepted = match timeout_ms {
-            0 => match endpoint.0.listen_addresses().is_empty() {
-                // Says what is wrong.
-                true => Some(endpoint.0.accept(Duration::ZERO)?),
-                false => endpoint.0.try_accept().transpose()?,
-            },
+            0 => {
+                if endpoint.0.listen_addresses().is_empty() {
+                    // `accept` returns the error that says that the endpoint does not listen.
+                    Some(endpoint.0.accept(Duration::ZERO)?)
+                } else {
+                    endpoint.0.try_accept().transpose()?
+                }
+            }
             _ => Some(endpoint.0.accept(limit(timeout_ms))?),
         };
         let Some(accepted) = accepted else {
@@ -95,7 +110,10 @@ pub unsafe extern "C" fn ferrywire_accept(
     })
 }
 
-/// Finishes what was posted, on both sides, then closes. The handle is still to be freed.
+/// Finishes on both sides what was posted, then closes the connection, within about `timeout_ms` milliseconds; a
+/// negative value is no limit. The peer is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if the peer
+/// did not finish in time, with FERRYWIRE_ERROR_PEER if it was lost before it had finished. The handle still has to be
+/// freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_peer_close(peer: *mut Peer, timeout_ms: i64) -> c_int {
     call(|| {
@@ -104,13 +122,14 @@ pub extern "C" fn ferrywire_peer_close(peer: *mut Peer, timeout_ms: i64) -> c_in
     })
 }
 
-/// Frees the handle; with the last one of a peer the connection is closed once what was posted is sent. NULL is fine.
+/// Frees the handle. When the peer's last handle is freed, the connection is closed after what was posted has been
+/// sent. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_peer_free(peer: *mut Peer) -> c_int {
     handles::free(peer)
 }
 
-/// FERRYWIRE_OK while the peer is there; else why it is lost.
+/// Returns FERRYWIRE_OK while the peer is connected, or else the status of the error by which it was lost.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_peer_error(peer: *const Peer) -> c_int {
     call(|| match handles::get(peer)?.peer.error() {
@@ -119,7 +138,8 @@ pub extern "C" fn ferrywire_peer_error(peer: *const Peer) -> c_int {
     })
 }
 
-/// Its address, as a string with its closing zero; see `ferrywire_endpoint_address` for the buffer.
+/// Copies the address of the remote end of the control connection into `address` as a NUL-terminated string. Buffer and
+/// errors as in `ferrywire_endpoint_address`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_peer_address(
     peer: *const Peer,
@@ -134,7 +154,8 @@ pub unsafe extern "C" fn ferrywire_peer_address(
     })
 }
 
-/// The label that it was given where it was opened, as a string with its closing zero; empty without one.
+/// Copies the label that the remote endpoint was opened with into `label` as a NUL-terminated string, empty if it has
+/// none. Buffer and errors as in `ferrywire_endpoint_address`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_peer_label(
     peer: *const Peer,
@@ -149,7 +170,7 @@ pub unsafe extern "C" fn ferrywire_peer_label(
     })
 }
 
-/// Its identity, 16 bytes: another one after a restart.
+/// Copies the remote endpoint's identity, 16 bytes, into `identity`. A restarted endpoint has a new identity.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_peer_identity(
     peer: *const Peer,
@@ -163,9 +184,10 @@ pub unsafe extern "C" fn ferrywire_peer_identity(
     })
 }
 
-/// Another handle of the peer: what is posted through it uses memory only once everything that `stream` (a CUstream or
-/// cudaStream_t of GPU `gpu`'s primary context; NULL is the default one) has to do by now is done. The caller goes on
-/// at once. To be freed as any other.
+/// Makes another handle of the peer, for operations in the order of a GPU's work. Operations posted through this handle
+/// use memory only after the work that is in `stream` now has finished. `stream` is a CUstream or cudaStream_t of the
+/// primary context of GPU `gpu`; NULL is the default stream. The call does not wait for the stream. The new handle is
+/// freed like any other.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_peer_on_stream(
     peer: *const Peer,
@@ -185,9 +207,10 @@ pub unsafe extern "C" fn ferrywire_peer_on_stream(
     })
 }
 
-/// The next notification of the peer. With `timeout_ms` 0: FERRYWIRE_PENDING if none is here. `bytes` (or NULL) is told
-/// its length; one that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call of any thread. Those that came
-/// before a peer was lost are still given.
+/// Takes the peer's next notification. Waits at most `timeout_ms` milliseconds; a negative value is no limit. With 0
+/// the call does not wait and returns FERRYWIRE_PENDING if there is none. Sets `*bytes`, unless `bytes` is NULL, to the
+/// notification's length. A notification that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call of any
+/// thread. Notifications that arrived before the peer was lost are still returned.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_next_notification(
     peer: *mut Peer,
@@ -204,8 +227,8 @@ pub unsafe extern "C" fn ferrywire_next_notification(
     })
 }
 
-/// The way of notifications to callers: one of them waits for the next, which stays here until it has fitted into
-/// somebody's buffer.
+/// Hands notifications from the engine to callers. One caller at a time waits for the engine; a notification stays here
+/// until it has fitted into a caller's buffer.
 #[derive(Default)]
 pub(crate) struct Inbox {
     state: Mutex<State>,
@@ -215,14 +238,15 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct State {
     next: Option<Vec<u8>>,
-    /// Somebody waits for the engine.
+    /// A caller waits for the engine.
     waits: bool,
-    /// Attached meanwhile: the engine tells nobody of what it has given already.
+    /// Armed while a caller waits for the engine: the engine no longer signals a notification that this caller took.
     wakeups: Vec<Weak<Wakeup>>,
 }
 
 impl Inbox {
-    /// Wakes it if there is one that did not fit, or once the one that somebody has in hand did not.
+    /// Signals `wakeup` if a notification did not fit into a caller's buffer, now or once the caller that holds one
+    /// finds that it does not fit.
     pub(crate) fn arm(&self, wakeup: &Arc<Wakeup>) {
         let mut state = self.lock();
         if state.next.is_some() {
@@ -238,7 +262,7 @@ impl Inbox {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the next notification to `copy`, which takes it or fails.
+    /// Passes the next notification to `copy`, which copies it or fails. A failed copy keeps the notification.
     fn next(
         &self,
         peer: &ferrywire::Peer,
@@ -255,7 +279,7 @@ impl Inbox {
                     Ok(_) => state.next = None,
                     Err(_) => wakeups.iter().filter_map(Weak::upgrade).for_each(|wakeup| wakeup.wake()),
                 }
-                // Whoever waits looks again: at what is left, or for the next.
+                // Waiting callers look again: for the notification that is kept, or for the next.
                 self.changed.notify_all();
                 return copied;
             }
@@ -273,7 +297,7 @@ impl Inbox {
                 drop(turn);
                 state = self.lock();
             } else if timeout_ms == 0 {
-                // The next one is for whoever waits.
+                // The next notification belongs to the caller that waits for the engine.
                 return Ok(FERRYWIRE_PENDING);
             } else if left.is_zero() {
                 let what = format!("a notification from {}, for which another thread waits too", peer.name());
@@ -290,7 +314,7 @@ impl Inbox {
     }
 }
 
-/// The turn of the one who waits.
+/// One caller's turn to wait for the engine; ends on drop.
 struct Turn<'a>(&'a Inbox);
 
 impl Drop for Turn<'_> {
@@ -298,7 +322,7 @@ impl Drop for Turn<'_> {
         let mut state = self.0.lock();
         state.waits = false;
         if state.next.is_none() {
-            // The engine tells them.
+            // The engine signals these wakeups at the next notification.
             state.wakeups.clear();
         }
         drop(state);

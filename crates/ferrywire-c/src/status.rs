@@ -1,4 +1,4 @@
-//! What every function returns, and the text behind it.
+//! The status that every function returns, the message behind it, and checks of arguments.
 //!
 //! Invariant: a panic becomes [`FERRYWIRE_ERROR_INTERNAL`]. Read next: `handles.rs`.
 
@@ -10,34 +10,34 @@ use std::time::Duration;
 
 use ferrywire::{Error, ErrorKind};
 
-/// Done.
+/// The call succeeded.
 pub const FERRYWIRE_OK: c_int = 0;
-/// Not there yet: nothing failed, ask or wait again.
+/// Nothing failed, and the result is not there yet: call or wait again.
 pub const FERRYWIRE_PENDING: c_int = 1;
 /// The caller used the library wrongly.
 pub const FERRYWIRE_ERROR_USAGE: c_int = -1;
-/// This host: its sockets, memory or limits.
+/// A resource of this host failed or is short: sockets, memory, limits.
 pub const FERRYWIRE_ERROR_LOCAL: c_int = -2;
-/// A GPU of this host, or its use.
+/// A GPU of this host failed, or cannot be used in this way.
 pub const FERRYWIRE_ERROR_GPU: c_int = -3;
-/// An NCCL net plugin, or its file.
+/// An NCCL net plugin failed, or its file cannot be loaded.
 pub const FERRYWIRE_ERROR_PLUGIN: c_int = -4;
-/// The peer or the network to it.
+/// The peer, or the network to it, failed.
 pub const FERRYWIRE_ERROR_PEER: c_int = -5;
-/// The other end is not allowed in, or does not let us in.
+/// One end refused the other: the secret or the identity is wrong.
 pub const FERRYWIRE_ERROR_REFUSED: c_int = -6;
-/// ferrywire itself: please report it.
+/// A defect of ferrywire: please report it.
 pub const FERRYWIRE_ERROR_INTERNAL: c_int = -7;
-/// The time was up. What was waited for goes on.
+/// The time limit passed. The operation that was waited for continues.
 pub const FERRYWIRE_ERROR_TIMEOUT: c_int = -8;
 /// The transfer was cancelled.
 pub const FERRYWIRE_ERROR_CANCELLED: c_int = -9;
-/// The endpoint, or the peer, closed in an orderly way.
+/// The endpoint or the peer was closed in an orderly way.
 pub const FERRYWIRE_ERROR_CLOSED: c_int = -10;
-/// The message or value does not fit into the buffer: how many bytes it has was told.
+/// The value does not fit into the buffer; the call has set the number of bytes that it needs.
 pub const FERRYWIRE_ERROR_TOO_SMALL: c_int = -11;
 
-/// Why a call failed.
+/// The error of a call: its status and its message.
 pub(crate) struct Failure {
     status: c_int,
     text: String,
@@ -73,15 +73,15 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::new(CString::default());
 }
 
-/// Why this thread's last call that failed did so: what failed, where, and what to try. Empty if none has. The text is
-/// valid until the next call that fails on this thread.
+/// Returns the message of this thread's last call that failed: what failed, where, and what to try. Empty if no call
+/// has failed. The text is valid until the next call on this thread fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_last_error() -> *const c_char {
-    // A thread that is ending has no text any more.
+    // A thread that is ending has already dropped its message.
     LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }
 
-/// The library's version.
+/// Returns the library's version, such as "0.1.0".
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_version() -> *const c_char {
     const VERSION: &CStr =
@@ -92,7 +92,7 @@ pub extern "C" fn ferrywire_version() -> *const c_char {
     VERSION.as_ptr()
 }
 
-/// Runs a call: notes why it failed, and stops panics.
+/// Runs the body of a C function: stores the message of an error and turns a panic into an error.
 pub(crate) fn call(body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| Err(panicked(&*panic)));
     result.unwrap_or_else(|failure| {
@@ -114,10 +114,10 @@ fn panicked(panic: &(dyn Any + Send)) -> Failure {
 
 // ---- arguments ----
 
-/// A text that the caller gave.
+/// A string argument; `what` names it in errors.
 ///
 /// # Safety
-/// Null, or a string that ends with a zero.
+/// `text` is null or a NUL-terminated string.
 pub(crate) unsafe fn text<'a>(what: &str, text: *const c_char) -> Result<&'a str, Failure> {
     if text.is_null() {
         return Err(Failure::usage(format!("{what} is NULL")));
@@ -127,10 +127,10 @@ pub(crate) unsafe fn text<'a>(what: &str, text: *const c_char) -> Result<&'a str
     text.to_str().map_err(|_| Failure::usage(format!("{what} is not UTF-8")))
 }
 
-/// An array that the caller gave.
+/// An array argument of `count` values; `what` names it in errors.
 ///
 /// # Safety
-/// Null, or `count` values, which nobody changes during the call.
+/// `from` is null or points to `count` values that do not change during the call.
 pub(crate) unsafe fn array<'a, T>(what: &str, from: *const T, count: usize) -> Result<&'a [T], Failure> {
     if count == 0 {
         return Ok(&[]);
@@ -142,44 +142,43 @@ pub(crate) unsafe fn array<'a, T>(what: &str, from: *const T, count: usize) -> R
     {
         return Err(Failure::usage(format!("{what}: {count} values cannot lie at {from:p}")));
     }
-    // SAFETY: by the caller's promise; alignment and size were looked at.
+    // SAFETY: by the caller's promise; alignment and size were checked.
     Ok(unsafe { std::slice::from_raw_parts(from, count) })
 }
 
-/// The same of bytes.
+/// A buffer argument of `count` bytes; `what` names it in errors.
 ///
 /// # Safety
-/// As of [`array`].
+/// As for [`array`].
 pub(crate) unsafe fn bytes<'a>(what: &str, from: *const c_void, count: usize) -> Result<&'a [u8], Failure> {
     // SAFETY: by the caller's promise.
     unsafe { array(what, from.cast(), count) }
 }
 
-/// A place for a value; its pointer was looked at.
+/// An output argument whose pointer was checked.
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
     /// # Safety
-    /// Null, or a place for a value during the call.
+    /// `place` is null or valid for writing during the call.
     pub unsafe fn new(what: &str, place: *mut T) -> Result<Out<T>, Failure> {
-        match place.is_null() || !place.is_aligned() {
-            true => {
-                Err(Failure::usage(format!("{what} is NULL or misaligned, and a value is to be put there")))
-            }
-            false => Ok(Out(place)),
+        if place.is_null() || !place.is_aligned() {
+            Err(Failure::usage(format!("{what} is NULL or misaligned, and a value is to be put there")))
+        } else {
+            Ok(Out(place))
         }
     }
 
     pub fn put(&self, value: T) {
-        // SAFETY: by the promise of whoever made it; what was there needs no drop.
+        // SAFETY: by the promise of the caller of `new`; the old value needs no drop.
         unsafe { self.0.write(value) }
     }
 }
 
-/// Puts a value where it is wanted.
+/// Writes an optional output argument: null discards the value.
 ///
 /// # Safety
-/// Null, or a place for a value.
+/// `place` is null or valid for writing.
 pub(crate) unsafe fn put_if_wanted<T>(place: *mut T, value: T) {
     if !place.is_null() && place.is_aligned() {
         // SAFETY: by the caller's promise.
@@ -187,10 +186,10 @@ pub(crate) unsafe fn put_if_wanted<T>(place: *mut T, value: T) {
     }
 }
 
-/// Copies to a buffer of `capacity` bytes and tells the length, also when the buffer is too small.
+/// Copies `from` to a buffer of `capacity` bytes and sets the optional length, also if the buffer is too small.
 ///
 /// # Safety
-/// `to` is null or has `capacity` bytes; `told` is null or a place for a number.
+/// `to` is null or has `capacity` bytes; `told` is null or valid for writing.
 pub(crate) unsafe fn copy_out(
     from: &[u8],
     to: *mut c_void,
@@ -204,13 +203,13 @@ pub(crate) unsafe fn copy_out(
         return Err(Failure { status: FERRYWIRE_ERROR_TOO_SMALL, text });
     }
     if !from.is_empty() {
-        // SAFETY: the caller's buffer has that many bytes, and is not ours.
+        // SAFETY: the caller's buffer has that many bytes and does not overlap the library's memory.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.cast(), from.len()) };
     }
     Ok(FERRYWIRE_OK)
 }
 
-/// Milliseconds; less than zero is without end.
+/// A time limit in milliseconds; a negative value is no limit.
 pub(crate) fn limit(milliseconds: i64) -> Duration {
     u64::try_from(milliseconds).map_or(Duration::MAX, Duration::from_millis)
 }
@@ -221,7 +220,7 @@ mod tests {
     use ferrywire::{LossCause, RefusalReason};
 
     fn last() -> String {
-        // SAFETY: a string of this thread's, copied before its next call.
+        // SAFETY: a string of this thread, copied before its next call.
         unsafe { CStr::from_ptr(ferrywire_last_error()) }.to_str().unwrap().to_owned()
     }
 

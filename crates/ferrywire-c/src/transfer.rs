@@ -1,7 +1,7 @@
-//! Operations and what becomes of them.
+//! Operations and their outcomes.
 //!
-//! Each takes a place for a transfer, by which it is followed. Where that is NULL nobody follows it, and it runs on; so
-//! it does when its handle is freed.
+//! Each posting function has an optional output argument for a transfer handle. With NULL the operation runs without a
+//! handle; freeing the handle does not end the operation either.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -16,15 +16,15 @@ use crate::status::{
     FERRYWIRE_OK, FERRYWIRE_PENDING, Failure, Out, array, bytes, call, limit, put_if_wanted,
 };
 
-/// An operation under way.
+/// A posted operation, for polling, waiting and cancelling.
 pub struct Transfer(pub(crate) ferrywire::Transfer);
 
 object!(Transfer, "ferrywire_transfer", 7);
 
-/// Posts an operation and gives its handle out, if that is wanted.
+/// Posts an operation and returns its handle, if the caller wants one.
 ///
 /// # Safety
-/// `transfer` is null or a place for a handle.
+/// `transfer` is null or valid for writing a handle.
 unsafe fn post(
     transfer: *mut *mut Transfer,
     start: impl FnOnce() -> Result<ferrywire::Transfer, Failure>,
@@ -41,20 +41,26 @@ unsafe fn post(
     })
 }
 
-/// A notification that goes with bytes; null is none.
+/// An optional notification that follows the payload; null is none.
 ///
 /// # Safety
-/// As of [`bytes`].
+/// As for [`bytes`].
 unsafe fn note<'a>(message: *const c_void, message_bytes: usize) -> Result<Option<&'a [u8]>, Failure> {
-    match message.is_null() && message_bytes == 0 {
-        true => Ok(None),
+    if message.is_null() && message_bytes == 0 {
+        Ok(None)
+    } else {
         // SAFETY: by the caller's promise.
-        false => unsafe { bytes("the message", message, message_bytes) }.map(Some),
+        unsafe { bytes("the message", message, message_bytes) }.map(Some)
     }
 }
 
-/// Writes `bytes` bytes of `source` into the peer's region. Complete when they are in its memory. `message` (or NULL,
-/// else at least a byte) is delivered to the peer then.
+/// Writes `bytes` bytes of `source` at `source_offset` into the peer's region `target` at `target_offset`. The transfer
+/// completes when the bytes are in the peer's memory; `message`, of `message_bytes` bytes, is then delivered to the
+/// peer as a notification (NULL for none, otherwise 1 to 8192 bytes).
+///
+/// Errors: FERRYWIRE_ERROR_USAGE for a range outside of a region or a region that is not registered;
+/// FERRYWIRE_ERROR_PEER and FERRYWIRE_ERROR_CLOSED for a peer that is lost or closed, now or as the transfer's outcome.
+/// `transfer` receives a handle of the operation; with NULL the operation runs without one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_write(
     peer: *mut Peer,
@@ -87,7 +93,8 @@ pub unsafe extern "C" fn ferrywire_write(
     unsafe { post(transfer, start) }
 }
 
-/// Reads `bytes` bytes of the peer's region into `target`.
+/// Reads `bytes` bytes of the peer's region `source` at `source_offset` into `target` at `target_offset`. The transfer
+/// completes when the bytes are in `target`. Errors and `transfer` as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_read(
     peer: *mut Peer,
@@ -106,7 +113,8 @@ pub unsafe extern "C" fn ferrywire_read(
     unsafe { post(transfer, start) }
 }
 
-/// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+/// Sends `bytes` bytes of `source` at `offset` as a message with `tag`. Messages with one tag match the peer's receives
+/// with that tag in the order in which both were posted. Errors and `transfer` as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_send(
     peer: *mut Peer,
@@ -124,7 +132,8 @@ pub unsafe extern "C" fn ferrywire_send(
     unsafe { post(transfer, start) }
 }
 
-/// Receives the next message with this tag, of at most `bytes` bytes. The transfer's bytes are the message's length.
+/// Receives the next message with `tag`, of at most `bytes` bytes, into `target` at `offset`. The transfer's number of
+/// bytes is the message's length; a longer message is an error. Errors and `transfer` as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_recv(
     peer: *mut Peer,
@@ -142,8 +151,9 @@ pub unsafe extern "C" fn ferrywire_recv(
     unsafe { post(transfer, start) }
 }
 
-/// Writes the blocks of a list, or those whose numbers are among `count` `indices` (or NULL: all), as one operation.
-/// `message` as in `ferrywire_write`, once the bytes of all blocks are in the peer's memory.
+/// Writes blocks of a list as one operation: those whose numbers are in `indices` (`count` of them), or all if
+/// `indices` is NULL. `message` is delivered once the bytes of all blocks are in the peer's memory. `message`, errors
+/// and `transfer` as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_write_blocks(
     peer: *mut Peer,
@@ -164,7 +174,8 @@ pub unsafe extern "C" fn ferrywire_write_blocks(
     unsafe { post(transfer, start) }
 }
 
-/// Reads the blocks of a list, or those whose numbers are among `count` `indices` (or NULL: all), as one operation.
+/// Reads blocks of a list as one operation: those whose numbers are in `indices` (`count` of them), or all if `indices`
+/// is NULL. Errors and `transfer` as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_read_blocks(
     peer: *mut Peer,
@@ -184,16 +195,18 @@ pub unsafe extern "C" fn ferrywire_read_blocks(
 }
 
 /// # Safety
-/// As of [`array`].
+/// As for [`array`].
 unsafe fn chosen<'a>(indices: *const u32, count: usize) -> Result<Option<&'a [u32]>, Failure> {
-    match indices.is_null() && count == 0 {
-        true => Ok(None),
+    if indices.is_null() && count == 0 {
+        Ok(None)
+    } else {
         // SAFETY: by the caller's promise.
-        false => unsafe { array("indices", indices, count) }.map(Some),
+        unsafe { array("indices", indices, count) }.map(Some)
     }
 }
 
-/// Delivers a small message, of at most 8192 bytes, which may be empty, after everything posted to this peer before it.
+/// Delivers a small message of 0 to 8192 bytes to the peer as a notification, after everything posted to this peer
+/// before it. Errors and `transfer` as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_notify(
     peer: *mut Peer,
@@ -211,7 +224,8 @@ pub unsafe extern "C" fn ferrywire_notify(
     unsafe { post(transfer, start) }
 }
 
-/// The outcome, or FERRYWIRE_PENDING while it is under way. `moved` (or NULL) is told how many bytes were moved.
+/// Returns FERRYWIRE_PENDING while the operation is in flight, FERRYWIRE_OK once it has succeeded, or else its error.
+/// Sets `*moved`, unless `moved` is NULL, to the number of bytes moved once it has succeeded.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_transfer_poll(transfer: *const Transfer, moved: *mut u64) -> c_int {
     call(|| match handles::get(transfer)?.0.poll().transpose()? {
@@ -224,8 +238,10 @@ pub unsafe extern "C" fn ferrywire_transfer_poll(transfer: *const Transfer, move
     })
 }
 
-/// Waits for the end, at most `total_ms` milliseconds altogether and `stall_ms` without progress; less than 0 is without
-/// end. `moved` (or NULL) is told how many bytes were moved. After FERRYWIRE_ERROR_TIMEOUT it is still under way.
+/// Waits until the operation has ended: at most `total_ms` milliseconds in all, and at most `stall_ms` milliseconds
+/// without progress; a negative value is no limit. Returns FERRYWIRE_OK or the operation's error, and sets `*moved`,
+/// unless `moved` is NULL, to the number of bytes moved. After FERRYWIRE_ERROR_TIMEOUT the operation is still in
+/// flight.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_transfer_wait(
     transfer: *const Transfer,
@@ -241,9 +257,10 @@ pub unsafe extern "C" fn ferrywire_transfer_wait(
     })
 }
 
-/// Waits until one of `count` transfers with one peer has ended, well or not, and puts its place among them at `first`;
-/// the transfer itself tells how it ended. Limits as in `ferrywire_transfer_wait`, `stall_ms` for a time in which none of
-/// them moves. After FERRYWIRE_ERROR_TIMEOUT all are still under way.
+/// Waits until one of `count` transfers with one peer has ended, with success or an error, and sets `*first` to its
+/// index in `transfers`; `ferrywire_transfer_poll` then returns its outcome. Waits at most `total_ms` milliseconds in
+/// all, and at most `stall_ms` milliseconds in which none of the transfers makes progress; a negative value is no
+/// limit. After FERRYWIRE_ERROR_TIMEOUT all transfers are still in flight.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_transfer_wait_any(
     transfers: *const *mut Transfer,
@@ -264,7 +281,7 @@ pub unsafe extern "C" fn ferrywire_transfer_wait_any(
     })
 }
 
-/// Bytes that have arrived so far; 0 for a wrong handle.
+/// Returns the number of bytes that have arrived so far; 0 for a wrong handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_transfer_bytes_moved(transfer: *const Transfer) -> u64 {
     let mut bytes = 0;
@@ -275,8 +292,8 @@ pub extern "C" fn ferrywire_transfer_bytes_moved(transfer: *const Transfer) -> u
     bytes
 }
 
-/// Ends the operation early, if it is not too late. It still has to be waited for before its memory is free: the
-/// outcome is FERRYWIRE_ERROR_CANCELLED, or FERRYWIRE_OK if everything had arrived.
+/// Asks the operation to end early. Its memory is in use until the operation has ended, so wait for it: the outcome is
+/// FERRYWIRE_ERROR_CANCELLED, or FERRYWIRE_OK if all bytes had arrived before.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_transfer_cancel(transfer: *mut Transfer) -> c_int {
     call(|| {
@@ -285,8 +302,9 @@ pub extern "C" fn ferrywire_transfer_cancel(transfer: *mut Transfer) -> c_int {
     })
 }
 
-/// Lets a CUDA stream wait, on the device, until the transfer has ended, however it ends; `stream` as in
-/// `ferrywire_peer_on_stream`. While it waits no memory of a GPU may be freed in the process.
+/// Makes a CUDA stream wait, on the device, until the transfer has ended, with success or an error. `gpu` and `stream`
+/// as in `ferrywire_peer_on_stream`. While the stream waits, no memory of a GPU may be freed in this process: the
+/// driver would wait for the stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_transfer_block_stream(
     transfer: *const Transfer,
@@ -302,7 +320,7 @@ pub unsafe extern "C" fn ferrywire_transfer_block_stream(
     })
 }
 
-/// Frees the handle; the operation runs on. NULL is fine.
+/// Frees the handle; the operation continues. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_transfer_free(transfer: *mut Transfer) -> c_int {
     handles::free(transfer)

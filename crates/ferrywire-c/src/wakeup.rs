@@ -1,4 +1,6 @@
-//! A descriptor for programs that wait for many things.
+//! Wakeups: one file descriptor for applications that wait for many things with poll or epoll.
+//!
+//! Read next: `transfer.rs`, `peer.rs`.
 
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
@@ -9,7 +11,7 @@ use crate::peer::Peer;
 use crate::status::{FERRYWIRE_OK, call};
 use crate::transfer::Transfer;
 
-/// A descriptor that is readable when one of the things attached to it has something to give.
+/// A file descriptor that becomes readable when a transfer, peer or endpoint armed with it has something to return.
 pub struct Wakeup(ferrywire::Wakeup);
 
 object!(Wakeup, "ferrywire_wakeup", 8);
@@ -20,7 +22,8 @@ impl Wakeup {
     }
 }
 
-/// Makes a wakeup, not readable. Attachments wake once: poll what was attached, and attach again what has nothing yet.
+/// Makes a wakeup, not readable. An armed object makes it readable once: poll the object, and arm it again if it has
+/// nothing to return yet.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_wakeup_new(wakeup: *mut *mut Wakeup) -> c_int {
     call(|| {
@@ -31,7 +34,8 @@ pub unsafe extern "C" fn ferrywire_wakeup_new(wakeup: *mut *mut Wakeup) -> c_int
     })
 }
 
-/// The descriptor, for poll and epoll; it stays the wakeup's. Less than 0 for a wrong handle.
+/// Returns the file descriptor, for poll and epoll. The wakeup owns it: do not close or read it. A negative number for
+/// a wrong handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_wakeup_fd(wakeup: *const Wakeup) -> c_int {
     let mut fd = -1;
@@ -42,7 +46,8 @@ pub extern "C" fn ferrywire_wakeup_fd(wakeup: *const Wakeup) -> c_int {
     if status == FERRYWIRE_OK { fd } else { status }
 }
 
-/// Makes it not readable. Clear first, and look at what was attached afterwards; do not read the descriptor.
+/// Makes the descriptor not readable. Clear first and poll the armed objects afterwards, so that no event is missed; do
+/// not read the descriptor.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_wakeup_clear(wakeup: *mut Wakeup) -> c_int {
     call(|| {
@@ -51,13 +56,13 @@ pub extern "C" fn ferrywire_wakeup_clear(wakeup: *mut Wakeup) -> c_int {
     })
 }
 
-/// Frees it, and closes its descriptor; what was attached wakes nobody. NULL is fine.
+/// Frees the wakeup and closes its descriptor. Objects armed with it signal nothing any more. NULL is allowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_wakeup_free(wakeup: *mut Wakeup) -> c_int {
     handles::free(wakeup)
 }
 
-/// Makes `wakeup` readable once the transfer has ended, also when it already has.
+/// Makes `wakeup` readable once the transfer has ended, immediately if it already has.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_transfer_arm(transfer: *const Transfer, wakeup: *const Wakeup) -> c_int {
     call(|| {
@@ -66,19 +71,19 @@ pub extern "C" fn ferrywire_transfer_arm(transfer: *const Transfer, wakeup: *con
     })
 }
 
-/// Makes `wakeup` readable once `ferrywire_next_notification` has something to give, or the peer is lost.
+/// Makes `wakeup` readable once `ferrywire_next_notification` has something to return, or the peer is lost.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_peer_arm(peer: *const Peer, wakeup: *const Wakeup) -> c_int {
     call(|| {
         let (peer, wakeup) = (handles::get(peer)?, handles::get(wakeup)?);
-        // In this order: what the engine has given before this is the inbox's to tell.
+        // In this order: a notification that the engine gave out before this call is the inbox's to signal.
         peer.peer.arm(&wakeup.0);
         peer.inbox.arm(&wakeup);
         Ok(FERRYWIRE_OK)
     })
 }
 
-/// Makes `wakeup` readable once there is a peer to accept, or the endpoint is closed.
+/// Makes `wakeup` readable once a peer can be accepted, or the endpoint is closed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_endpoint_arm(endpoint: *const Endpoint, wakeup: *const Wakeup) -> c_int {
     call(|| {

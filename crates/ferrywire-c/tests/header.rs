@@ -1,4 +1,4 @@
-//! The header is what the source says: generated again, and compared with the committed one.
+//! The committed header must be what cbindgen generates from the source today.
 //!
 //! `FERRYWIRE_WRITE=1 cargo test -p ferrywire-c --test header` writes it.
 
@@ -14,13 +14,16 @@ const HEAD: &str = "\
  *
  * Generated from the source of ferrywire-c; do not edit.
  *
- * Every function that returns int gives FERRYWIRE_OK, FERRYWIRE_PENDING, or a number below zero, the kind of
- * error; ferrywire_last_error() has the message. Handles are not pointers: a handle that is NULL, freed or of another
- * kind is FERRYWIRE_ERROR_USAGE. All functions may be called from all threads. Handles are freed in any order; what
- * they stand for lives as long as it is used. In a forked child the parent's endpoints give errors.
+ * Every function that returns int returns FERRYWIRE_OK, FERRYWIRE_PENDING where its comment names it, or a negative
+ * number: the kind of error (FERRYWIRE_ERROR_...). ferrywire_last_error() returns the message of the calling thread's
+ * last error.
  *
- * It is believed that strings end with a zero, that buffers have the size that is said, and that memory that is
- * registered stays as long as is said there. */
+ * A handle is not a pointer. A function that is given a handle that is NULL, freed or of another kind returns
+ * FERRYWIRE_ERROR_USAGE. Handles may be freed in any order; an object lives as long as an operation uses it. Every
+ * function may be called from every thread. In a forked child, calls on the parent's endpoints fail.
+ *
+ * The library cannot check three things and relies on them: strings are NUL-terminated, buffers and arrays have the
+ * stated size, and registered memory stays valid as long as ferrywire_register requires. */
 ";
 
 fn config() -> Config {
