@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Makes the wheel for PyPI: python3 crates/ferrywire-py/release.py [FOLDER]     (default: target/manylinux/wheel)
 
-The parts of an ordinary wheel need the glibc of the host that links them. Here the same compilers make the same parts,
-and only the link differs: in place of the host's glibc it sees the symbols, and the start files, that glibc has in
-`GLIBC`; ziglang brings them for every version. auditwheel then checks each part, and names the wheel.
+The libraries of an ordinary wheel need the glibc of the host that links them. Here the same compilers build the same
+code, but the linker sees the symbols and start files of the older glibc version `GLIBC`, which ziglang has for every
+version, instead of the host's. auditwheel then checks each library and names the wheel.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _tools():
 
 
 def _glibc(python, folder):
-    """What a linker needs of glibc: zig makes it to link a program, and leaves it in its cache."""
-    # Where it was the last time: cargo builds everything anew for other flags.
+    """The glibc files for the linker: zig generates them when it links a program, and keeps them in its cache."""
+    # Always the same folder, because cargo rebuilds everything when the flags change.
     shutil.rmtree(folder, ignore_errors=True)
     source, cache, libraries = folder / "empty.c", folder / "zig", folder / "lib"
     libraries.mkdir(parents=True)
@@ -69,7 +69,7 @@ def _glibc(python, folder):
 
 
 def _wheel(python, glibc, folder):
-    # The host's libgcc_s may need a newer glibc than the one it is linked beside; the user's does not.
+    # The host's libgcc_s may need a newer glibc than the one linked here; the user's libgcc_s does not.
     flags = [f"-Clink-arg=-B{glibc}", "-Clink-arg=-Wl,--allow-shlib-undefined"]
     make = [python, "-m", "pip", "wheel", "--no-cache-dir", "--no-deps", "--wheel-dir", folder / "built", ROOT]
     _run(make, CARGO_TARGET_DIR=TARGET, CARGO_ENCODED_RUSTFLAGS="\x1f".join(flags))
@@ -77,7 +77,7 @@ def _wheel(python, glibc, folder):
 
 
 def _named(python, wheel, folder):
-    # Tells what would need something newer; to name the wheel so, auditwheel has to agree.
+    # `show` prints the symbols that would need a newer glibc; `repair` fails if there are any.
     _run([python, "-m", "auditwheel", "show", wheel])
     audit = [python, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--wheel-dir", folder / "named", wheel]
     _run(audit, PATH=f"{python.parent}:{os.environ['PATH']}")
@@ -85,7 +85,7 @@ def _named(python, wheel, folder):
 
 
 def _check(wheel, folder):
-    """What auditwheel does not: it takes libraries in, and passes over symbols that no library at the link had."""
+    """Checks what auditwheel does not: symbols that no library had at link time, and libraries added to the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         parts = [part for part in archive.namelist() if archive.open(part).read(4) == b"\x7fELF"]
         for part in parts:

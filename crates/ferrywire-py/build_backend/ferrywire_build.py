@@ -1,10 +1,10 @@
-"""Builds the wheel: maturin makes the module, cargo the `ferrywire` command, the NCCL plugin and the NIXL backend
-that lie beside it.
+"""Builds the wheel: maturin builds the module; cargo builds the `ferrywire` command, the NCCL plugin and the NIXL
+backend.
 
-maturin puts either a module or programs into a wheel; what lies in the folder `ferrywire.data` goes in too: `scripts` to
-the commands, `platlib` into the package. The folder is filled before and removed after.
+maturin puts either a module or programs into a wheel. It also adds the folder `ferrywire.data`: `scripts` to the
+commands, `platlib` to the package. This backend fills the folder before the build and removes it afterwards.
 
-The source distribution has what such a build reads, and nothing else.
+The source distribution has the files that such a build reads, and nothing else.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def build_sdist(sdist_directory, config_settings=None):
 
 
 def _sources():
-    """Files of the source distribution, from the root, that are in it as they are."""
+    """Files that the source distribution contains unchanged, relative to the root."""
     yield from OF_THE_ROOT
     for crate in CRATES:
         for part in (ROOT / "crates" / crate / name for name in OF_A_CRATE):
@@ -97,7 +97,7 @@ def _sources():
 
 
 def _workspace():
-    """The workspace without the members that are not there."""
+    """The workspace's Cargo.toml without the members that the source distribution lacks."""
     members = json.dumps([f"crates/{crate}" for crate in CRATES])
     text, count = re.subn(r"^members = \[.*\]$", f"members = {members}", (ROOT / "Cargo.toml").read_text(), flags=re.M)
     if count != 1:
@@ -127,16 +127,16 @@ def _beside_the_module(profile):
 
 
 def _profile(config_settings):
-    """That of the module: maturin takes `--profile` from the build's settings or its environment."""
+    """The module's profile: maturin takes `--profile` from the build's settings or its environment."""
     given = (config_settings or {}).get("build-args") or os.environ.get("MATURIN_PEP517_ARGS", "")
     arguments = shlex.split(given) if isinstance(given, str) else list(given)
     return arguments[arguments.index("--profile") + 1] if "--profile" in arguments else "release"
 
 
 def _built(profile):
-    """What is built of the packages, by the names of files."""
-    # Without the module's package, which maturin builds with settings of its own. The crates that both builds share have the
-    # same features in both (a test of the wheel holds that), so that maturin finds the engine built.
+    """Builds the packages and returns their files by name."""
+    # The module's package is left out: maturin builds it with settings of its own. The crates that both builds share
+    # have equal features in both (a test of the wheel checks that), so that maturin finds the engine built.
     packages = [argument for package in BESIDE for argument in ("-p", package)]
     arguments = ["cargo", "build", *packages, "--profile", profile]
     told = subprocess.run(

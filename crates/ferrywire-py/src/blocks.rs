@@ -1,6 +1,6 @@
 //! [`BlockList`]: many blocks between regions, from arrays of offsets.
 //!
-//! Read next: `integers.rs`, how the arrays are read; `peer.rs`, who moves the blocks.
+//! Read next: `integers.rs`, which reads the arrays; `peer.rs`, which moves the blocks.
 
 use ferrywire::{Lengths, MemoryLocation};
 use pyo3::prelude::*;
@@ -11,8 +11,8 @@ use crate::options;
 use crate::region::Region;
 use crate::tensor::Framework;
 
-/// A checked list of blocks between local and remote regions, made once and used many times. The regions stay
-/// registered as long as the list is there.
+/// A checked list of blocks between local and remote regions, made once and used by many transfers. The list keeps its
+/// regions registered.
 #[pyclass(frozen, module = "ferrywire")]
 pub struct BlockList {
     pub list: ferrywire::BlockList,
@@ -20,8 +20,9 @@ pub struct BlockList {
 }
 
 impl BlockList {
-    /// Whose GPU work operations on the list come after: where its regions are, and the framework that has a current
-    /// stream, whatever memory of none lies beside it. Of two frameworks nobody knows which, unless a stream is `given`.
+    /// The memory location and framework whose GPU work operations on the list come after. Regions without a framework
+    /// do not matter. With two frameworks the current stream is ambiguous, unless the caller has named a stream
+    /// (`given`).
     pub fn order(&self, py: Python<'_>, given: bool) -> PyResult<(MemoryLocation, Framework)> {
         let on_gpu = |region: &&Region| matches!(region.is_at(), MemoryLocation::Cuda(_));
         let all = || self.locals.iter().map(Py::get).filter(on_gpu);
@@ -47,11 +48,10 @@ impl BlockList {
         }
     }
 
-    /// Refuses regions that are gone, or that may not be written to.
+    /// Fails if a region is deregistered, or read-only and `to_be_written`.
     pub fn check(&self, py: Python<'_>, to_be_written: bool) -> PyResult<()> {
-        let check = |region: &Py<Region>| match to_be_written {
-            true => region.get().target(py).map(drop),
-            false => region.get().source(py).map(drop),
+        let check = |region: &Py<Region>| {
+            if to_be_written { region.get().target(py).map(drop) } else { region.get().source(py).map(drop) }
         };
         self.locals.iter().try_for_each(check)
     }
@@ -59,10 +59,11 @@ impl BlockList {
 
 #[pymethods]
 impl BlockList {
-    /// Offsets are int64 arrays (numpy, torch, array) of one length, in bytes; `sizes` is one number or such an array.
+    /// Makes a list of blocks between `local` and `remote`. The offsets are int64 arrays (numpy, torch, array) of one
+    /// length, in bytes; `sizes`, in bytes, is one number or such an array.
     ///
-    /// Raises `UsageError` for arrays of another type, shape or length, blocks outside of the regions, and a region that is
-    /// deregistered.
+    /// Raises `UsageError` for arrays of another type, shape or length, for blocks outside of the regions, and for a
+    /// region that is deregistered.
     #[new]
     fn new(
         local: &Bound<'_, Region>,
@@ -86,9 +87,10 @@ impl BlockList {
         Ok(BlockList { list: list.or_raise(py)?, locals: vec![local.clone().unbind()] })
     }
 
-    /// All blocks of several lists as one: one operation moves them, and one notification follows them.
+    /// Makes one list of the blocks of several lists, so that one operation moves them and one notification follows
+    /// them.
     ///
-    /// Raises `UsageError` for no lists at all, and for remote regions of different peers.
+    /// Raises `UsageError` without lists, and for remote regions of different peers.
     #[staticmethod]
     fn join(py: Python<'_>, lists: Vec<Py<BlockList>>) -> PyResult<BlockList> {
         let parts: Vec<&ferrywire::BlockList> = lists.iter().map(|each| &each.get().list).collect();
@@ -102,7 +104,7 @@ impl BlockList {
         self.list.len()
     }
 
-    /// Bytes of all its blocks.
+    /// The total size of all blocks, in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.list.bytes()

@@ -1,14 +1,14 @@
-//! The layout of DLPack's capsules, with and without a version: how array libraries show each other their memory.
+//! The layout of DLPack capsules, with and without a version, by which array libraries share memory.
 //!
-//! The capsule is never consumed, only read and kept: its own destructor gives the memory back.
-//! Read next: `tensor.rs`, which asks for it.
+//! Invariant: a capsule is read and kept but never consumed; its own destructor returns the memory. Read next:
+//! `tensor.rs`, which asks objects for capsules.
 
 use std::ffi::{CStr, c_void};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods};
 
-/// Elements that are handles, as `DLDataTypeCode` counts.
+/// `DLDataTypeCode` of elements that are opaque handles.
 pub const HANDLES: u8 = 3;
 
 const UNVERSIONED: &CStr = c"dltensor";
@@ -16,11 +16,11 @@ const VERSIONED: &CStr = c"dltensor_versioned";
 const MAJOR_VERSION: u32 = 1;
 const READ_ONLY: u64 = 1;
 
-/// Host memory, as `DLDeviceType` counts.
+/// `DLDeviceType` of host memory.
 pub const ON_HOST: i32 = 1;
-/// Memory of a CUDA GPU.
+/// `DLDeviceType` of CUDA GPUs.
 pub const ON_CUDA: i32 = 2;
-/// Pinned host memory.
+/// `DLDeviceType` of pinned host memory.
 pub const ON_PINNED_HOST: i32 = 3;
 
 #[repr(C)]
@@ -53,7 +53,7 @@ struct Version {
     minor: u32,
 }
 
-/// The head of a versioned capsule, up to its tensor.
+/// The beginning of a versioned capsule, up to its tensor.
 #[repr(C)]
 struct Versioned {
     version: Version,
@@ -67,24 +67,24 @@ const _: () = assert!(size_of::<Tensor>() == 48);
 const _: () = assert!(std::mem::offset_of!(Tensor, shape) == 24);
 const _: () = assert!(std::mem::offset_of!(Versioned, tensor) == 32);
 
-/// What a capsule says.
+/// The memory that a capsule describes.
 pub struct Described {
     pub address: *mut u8,
     pub device: i32,
     pub device_index: i32,
     pub shape: Vec<i64>,
-    /// In elements; `None`: one run, last dimension first.
+    /// In elements; `None` for one contiguous run, last dimension innermost.
     pub strides: Option<Vec<i64>>,
     pub item_bits: usize,
     pub read_only: bool,
-    /// Kind (0 signed, 1 unsigned, 2 float) and bits of an element.
+    /// `DLDataTypeCode`: 0 signed, 1 unsigned, 2 float.
     pub code: u8,
 }
 
-/// Reads a capsule; `None` if it is another kind of capsule, or of another major version.
+/// Reads a capsule; `None` for another kind of capsule or another major version.
 pub fn read(capsule: &Bound<'_, PyCapsule>) -> Option<Described> {
     if let Ok(pointer) = capsule.pointer_checked(Some(VERSIONED)) {
-        // SAFETY: a capsule of this name points to this struct while the capsule lives; the version stands first.
+        // SAFETY: a capsule of this name points to this struct while the capsule lives; the version comes first.
         let head = unsafe { pointer.cast::<Versioned>().as_ref() };
         return (head.version.major == MAJOR_VERSION)
             .then(|| describe(&head.tensor, head.flags & READ_ONLY != 0));

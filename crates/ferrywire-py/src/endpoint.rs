@@ -1,4 +1,4 @@
-//! [`Endpoint`]: one end of transfers, as Python holds it.
+//! [`Endpoint`]: the Python class of an endpoint, and its constructor's options.
 //!
 //! Read next: `region.rs`, `peer.rs`.
 
@@ -20,20 +20,20 @@ use crate::tensor::{Framework, View};
 use crate::waiting::{NotStarted, PendingCall, after, aside, begin_aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
-/// How long closing waits for what is in flight unless it is told, as in the signatures of `close`: there a name would
-/// hide the number from `help()`.
+/// Default of `timeout` in seconds when an endpoint or peer closes. The signatures of `close` repeat the number,
+/// because a constant's name there would hide the value from `help()`.
 pub const CLOSE_SECONDS: f64 = 5.0;
 
-/// One end of transfers: memory, NICs, threads and peers.
+/// One GPU or the host's memory, with its NICs, progress threads, regions and peers.
 ///
-/// Peers, regions and transfers keep it alive; `close()`, or the end of a `with` block, ends it.
+/// Peers, regions and transfers keep the endpoint alive. `close()`, or the end of a `with` block, ends it.
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Endpoint {
     shared: Arc<Shared>,
     closed: AtomicBool,
 }
 
-/// ConnectTarget to connect to: the metadata that an endpoint gave, or an address.
+/// The target of `connect`: another endpoint's metadata, or an address.
 enum ConnectTarget {
     Metadata(Vec<u8>),
     At(Address),
@@ -53,13 +53,14 @@ impl ConnectTarget {
 
 impl Endpoint {
     fn open(&self, py: Python<'_>) -> PyResult<&ferrywire::Endpoint> {
-        match self.closed.load(Ordering::SeqCst) {
-            true => Err(raised(py, &Error::Closed)),
-            false => Ok(self.shared.get()),
+        if self.closed.load(Ordering::SeqCst) {
+            Err(raised(py, &Error::Closed))
+        } else {
+            Ok(self.shared.get())
         }
     }
 
-    /// What connects.
+    /// Parses the arguments of `connect` and returns the call that connects.
     fn connecting(
         &self,
         to: &Bound<'_, PyAny>,
@@ -75,7 +76,8 @@ impl Endpoint {
         })
     }
 
-    /// What closes it; nothing, if it is closed.
+    /// Marks the endpoint closed and returns the call that closes it, and whether it was open. The call does nothing if
+    /// the endpoint was closed already.
     fn closing(
         &self,
         py: Python<'_>,
@@ -83,12 +85,12 @@ impl Endpoint {
     ) -> PyResult<(bool, impl FnOnce() -> ferrywire::Result<()> + Send + 'static)> {
         let limit = limit(py, "timeout", timeout)?;
         let open = !self.closed.swap(true, Ordering::SeqCst);
-        // Whoever leaves it behind may be about to end the program.
+        // A caller that abandons the call may be about to end the program, which waits for this guard.
         let endpoint = open.then(|| (self.shared.get().clone(), shutdown::closing()));
         Ok((open, move || endpoint.map_or(Ok(()), |(endpoint, _closing)| endpoint.close(limit))))
     }
 
-    /// What started; where nothing did, the endpoint is as open as it was.
+    /// Returns what started. If nothing could be started, the endpoint is marked open again.
     fn unless_not_started<T>(&self, ours: bool, started: Result<T, NotStarted>) -> PyResult<T> {
         if started.is_err() && ours {
             self.closed.store(false, Ordering::SeqCst);
@@ -99,10 +101,16 @@ impl Endpoint {
 
 #[pymethods]
 impl Endpoint {
-    /// Builds it: checks everything, listens, starts its threads. Every option has a default that fits the host.
+    /// Opens an endpoint: checks the options, listens, starts the threads. Every option has a default that fits the
+    /// host.
     ///
-    /// Raises `UsageError` for an option that cannot be, `LocalError` where this host refuses: an address in use
-    /// (`errno` says so).
+    /// `listen` is an address ("host:port" or a pair; port 0 chooses a free port); without it the endpoint does not
+    /// listen. `secret` (text or bytes) must be equal on both ends and is required beyond loopback. `nics` are names;
+    /// by default all NICs that share a subnet with the peer. `chunk_bytes` and `socket_buffer_bytes` are in bytes,
+    /// `window` in frames per channel, `peer_timeout` in seconds.
+    ///
+    /// Raises `UsageError` for an option that is not valid, and `LocalError` if this host refuses, for example because
+    /// the address is in use (see its `errno`).
     #[new]
     #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
         chunk_bytes=None, window=None, crc=false, congestion_control=None, socket_buffer_bytes=None,
@@ -168,59 +176,60 @@ impl Endpoint {
         Ok(Endpoint { shared: Shared::new(built.or_raise(py)?), closed: AtomicBool::new(false) })
     }
 
-    /// The endpoint's random name, new at each start, as hexadecimal digits.
+    /// The endpoint's random identity, as hexadecimal digits; each start makes a new one.
     #[getter]
     fn identity(&self) -> String {
         self.shared.get().identity().to_string()
     }
 
-    /// The addresses listened on, with their real port.
+    /// The addresses on which the endpoint listens, with their real port.
     #[getter]
     fn listen_addresses(&self) -> Vec<String> {
         self.shared.get().listen_addresses().iter().map(ToString::to_string).collect()
     }
 
-    /// The port listened on, or None.
+    /// The port on which the endpoint listens, or None.
     #[getter]
     fn port(&self) -> Option<u16> {
         self.shared.get().listen_addresses().first().map(|address| address.port())
     }
 
-    /// Peers that are connected, being set up, or being closed.
+    /// The number of peers that are connected, being set up, or being closed.
     #[getter]
     fn peer_count(&self) -> usize {
         self.shared.get().peer_count()
     }
 
-    /// Whether it was closed.
+    /// Whether `close` was called.
     #[getter]
     fn closed(&self) -> bool {
         self.closed.load(Ordering::SeqCst)
     }
 
-    /// Identity and addresses as bytes, for `connect` of somebody else, by way of any store or message.
+    /// The endpoint's identity and addresses as bytes, for `connect` in another process. The application carries them
+    /// there.
     ///
     /// Raises `Closed`.
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.open(py)?.metadata()))
     }
 
-    /// Connects to the endpoint that made these metadata (bytes), or that listens on an address ("host:port" or a
-    /// pair): a name is tried at all of its addresses, in `timeout` seconds altogether. With metadata an endpoint that
-    /// restarted meanwhile is refused.
+    /// Connects to an endpoint and returns its `Peer`. `to` is the other endpoint's metadata (bytes) or the address on
+    /// which it listens ("host:port" or a pair). All addresses of a host name or metadata are tried, in `timeout`
+    /// seconds altogether. With metadata, an endpoint that has restarted since is refused.
     ///
-    /// Raises `Unreachable` where nobody answers or no name service knows the host, `Refused` where somebody else does, or one with another secret,
-    /// `ProtocolViolation` where one takes more than it was offered, `TimedOut`, `Closed`, and `UsageError` for what is
-    /// neither metadata nor an address.
+    /// Raises `Unreachable` if no endpoint answers or the host name is unknown, `Refused` for another endpoint, version
+    /// or secret, `ProtocolViolation` if the peer breaks the protocol, `TimedOut`, `Closed`, and `UsageError` if `to`
+    /// is neither metadata nor an address.
     #[pyo3(signature = (to, timeout=30.0))]
     fn connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Peer> {
         let peer = aside(to.py(), self.connecting(to, timeout)?)?;
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
-    /// Waits for the next peer that connects.
+    /// Waits at most `timeout` seconds for the next peer that connects; None waits without limit.
     ///
-    /// Raises `TimedOut`, `Closed`, and `UsageError` of an endpoint that does not listen.
+    /// Raises `TimedOut`, `Closed`, and `UsageError` if the endpoint does not listen.
     #[pyo3(signature = (timeout=None))]
     fn accept(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Peer> {
         let endpoint = self.open(py)?;
@@ -230,7 +239,7 @@ impl Endpoint {
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
-    /// The same as `connect`, awaited; raises what `connect` raises, and `TimedOut` of its own `timeout`.
+    /// Like `connect`, for `await`. Raises the exceptions of `connect`, and `TimedOut` after its own `timeout`.
     #[pyo3(signature = (to, timeout=30.0))]
     fn connect_async<'py>(
         slf: &Bound<'py, Self>,
@@ -248,7 +257,7 @@ impl Endpoint {
         Ok(begun?)
     }
 
-    /// The same as `accept`, awaited. Raises `TimedOut`, `Closed`, `UsageError`, as it does.
+    /// Like `accept`, for `await`. Raises `TimedOut`, `Closed` and `UsageError` as `accept` does.
     #[pyo3(signature = (timeout=None))]
     fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         coroutine(slf, "accept", timeout)
@@ -264,30 +273,30 @@ impl Endpoint {
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
-    /// The next peer that has connected, or None.
+    /// Returns the next peer that has connected, or None, without waiting.
     ///
-    /// Raises `Closed`, and `UsageError` of an endpoint that does not listen.
+    /// Raises `Closed`, and `UsageError` if the endpoint does not listen.
     fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Peer>> {
         let endpoint = self.open(py)?;
         if endpoint.listen_addresses().is_empty() {
-            // Says what is wrong.
+            // `accept` returns the error that says that the endpoint does not listen.
             return endpoint.accept(Duration::ZERO).or_raise(py).map(|_| None);
         }
         let peer = py.detach(|| endpoint.try_accept()).transpose().or_raise(py)?;
         Ok(peer.map(|peer| Peer::new(peer, self.shared.clone())))
     }
 
-    /// Registers the memory of a tensor, array or buffer, of the host or of a CUDA GPU, without a copy. The object is
-    /// kept alive until nothing can touch its memory any more.
+    /// Registers the memory of a tensor, array or buffer on the host or a CUDA GPU, without a copy, and returns its
+    /// `Region`. The region keeps the object alive until nothing can touch its memory any more.
     ///
-    /// A tensor of PyTorch must not be moved or resized meanwhile (`share_memory_()`, a torch.multiprocessing queue,
-    /// `resize_`): that frees the memory in use. Call `share_memory_()` before. The region finds it at its next use, too
-    /// late for what is under way.
+    /// A PyTorch tensor must not be moved or resized while it is registered: `share_memory_()`, a torch.multiprocessing
+    /// queue and `resize_` free the memory in use. Call `share_memory_()` first. The region detects a moved tensor at
+    /// its next use, which is too late for transfers in flight.
     ///
-    /// Read-only memory can be sent and written from, no more; `writable=True` refuses it here.
+    /// Read-only memory can only be the source of sends and writes; `writable=True` refuses it here.
     ///
-    /// Raises `UsageError` for what has no memory to show, or no single run of it, `GpuError` where the memory of a GPU
-    /// cannot be used, `Closed`.
+    /// Raises `UsageError` for an object without memory or without one contiguous run of it, `GpuError` if memory of a
+    /// GPU cannot be used, and `Closed`.
     #[pyo3(signature = (memory, *, writable=None))]
     fn register(&self, memory: &Bound<'_, PyAny>, writable: Option<bool>) -> PyResult<Region> {
         let py = memory.py();
@@ -303,10 +312,10 @@ impl Endpoint {
         Ok(Region::new(self.shared.clone(), region, writable, false, framework, watch))
     }
 
-    /// Allocates and registers zeroed memory: `device` is "host", "cuda:N", or "sim:N", a simulated GPU.
+    /// Allocates and registers `nbytes` zeroed bytes. `device` is "host", "cuda:N", or "sim:N" for a simulated GPU.
     ///
-    /// Raises `UsageError` for another device, `LocalError` or `GpuError` where there is not so much memory, or no such
-    /// GPU, `Closed`.
+    /// Raises `UsageError` for another device, `LocalError` or `GpuError` if there is too little memory or no such GPU,
+    /// and `Closed`.
     #[pyo3(signature = (nbytes, device="host"))]
     fn allocate(
         &self,
@@ -328,17 +337,18 @@ impl Endpoint {
         Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
     }
 
-    /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.
+    /// Stops listening, finishes what was posted to all peers, and ends the threads. A second call does nothing. The
+    /// endpoint is closed also when this raises.
     ///
-    /// Raises `TimedOut` where a peer has not taken what was posted in `timeout` seconds, and `PeerLost` where one is gone, or
-    /// closed before it had; it is closed nevertheless.
+    /// Raises `TimedOut` if a peer has not finished in `timeout` seconds, and `PeerLost` if a peer was lost or closed
+    /// before it had finished.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let (ours, work) = self.closing(py, timeout)?;
         self.unless_not_started(ours, begin_aside(py, work))?.wait(py)
     }
 
-    /// The same as `close`, awaited. Raises `TimedOut`, `PeerLost` as it does.
+    /// Like `close`, for `await`. Raises `TimedOut` and `PeerLost` as `close` does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
@@ -381,7 +391,7 @@ impl Endpoint {
     }
 }
 
-/// At the first of its addresses that works, in what is left of the time once the name was looked up.
+/// Connects to the first address that works, in the part of `limit` that resolving the name leaves.
 fn connect_to_any(
     endpoint: &ferrywire::Endpoint,
     address: Address,
@@ -400,7 +410,7 @@ fn listening(object: &Bound<'_, PyAny>) -> PyResult<Address> {
     address.ok_or_else(|| is_no("listen", object, "an address: 'host:port', ('host', port)"))
 }
 
-/// A shared secret, as text or bytes.
+/// The shared secret of the argument `secret`, as text or bytes.
 fn secret(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     if let Ok(text) = object.cast::<PyString>() {
         return Ok(text.extract::<String>()?.into_bytes());

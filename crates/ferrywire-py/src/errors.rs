@@ -1,16 +1,15 @@
-//! The engine's errors as exceptions: one class per kind, and one per cause that programs tell apart.
+//! The engine's errors as Python exceptions: one class per kind of error, and one per cause that programs tell apart.
 //!
-//! The classes are Python's (`python/ferrywire/_errors.py`), since some have two bases.
-//! Invariant: the message is the engine's own, whole.
+//! The classes are written in Python (`python/ferrywire/_errors.py`), because some have two bases.
+//! Invariant: the message is the engine's, unchanged.
 
 use ferrywire::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyModule;
 
-/// A result in the engine's terms, raised in Python's.
+/// Converts the engine's result to Python's: the value, or a raised exception.
 pub trait OrRaise<T> {
-    /// The value, or the exception.
     fn or_raise(self, py: Python<'_>) -> PyResult<T>;
 }
 
@@ -20,7 +19,7 @@ impl<T> OrRaise<T> for ferrywire::Result<T> {
     }
 }
 
-/// The exception that an error becomes.
+/// The exception for an error of the engine.
 pub fn raised(py: Python<'_>, error: &Error) -> PyErr {
     let message = error.to_string();
     let peer = match error {
@@ -40,7 +39,7 @@ pub fn raised(py: Python<'_>, error: &Error) -> PyErr {
     make(py, class_of(error), code, &message, facts).unwrap_or_else(|failed| failed)
 }
 
-/// The caller's mistake, found before the engine is asked.
+/// The `UsageError` for an argument that is wrong, found before the engine is called.
 pub fn usage(py: Python<'_>, what: &str, why: impl Into<String>) -> PyErr {
     raised(py, &Error::invalid(what, why))
 }
@@ -61,7 +60,7 @@ fn class_of(error: &Error) -> &'static str {
             ErrorKind::Usage => "UsageError",
             ErrorKind::Local => "LocalError",
             ErrorKind::Gpu => "GpuError",
-            // No endpoint of this package has a plugin.
+            // Endpoints of this package have no plugin.
             ErrorKind::Plugin => "Error",
             ErrorKind::Peer | ErrorKind::Refused => "PeerError",
             ErrorKind::Timeout => "TimedOut",
@@ -105,7 +104,7 @@ fn make(
     let classes = CLASSES.get_or_try_init(py, || py.import("ferrywire._errors").map(Bound::unbind))?;
     let class = classes.bind(py).getattr(class)?;
     let exception = match code {
-        // As the system's own: an `OSError` takes its `errno` from there.
+        // `OSError` takes its `errno` from the first of two arguments.
         Some(code) => class.call1((code, message))?,
         None => class.call1((message,))?,
     };

@@ -1,6 +1,6 @@
-//! Lists of offsets, sizes and indices: int64 arrays, read where they lie, without a Python object per entry.
+//! Arrays of offsets, sizes and indices: int64 arrays, read in place, without a Python object per entry.
 //!
-//! Invariant: an array of another element type is refused with its name; nothing is rounded or reinterpreted.
+//! Invariant: an array of another element type is refused; nothing is rounded or reinterpreted.
 
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
@@ -12,7 +12,10 @@ use crate::errors::usage;
 use crate::options::{unsigned, whole};
 use crate::tensor::is_int64;
 
-/// The entries of an int64 array of one dimension (numpy, torch, `array.array('q')`), or of a list of integers.
+/// The entries of a one-dimensional int64 array (numpy, torch, `array.array('q')`) or of a list of integers.
+///
+/// # Errors
+/// `UsageError` for another type or shape.
 pub fn int64s(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     let py = object.py();
     if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
@@ -54,7 +57,7 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     };
     let stride = seen.strides.map_or(1, |strides| strides[0]);
     let first = seen.address.cast::<i64>();
-    // SAFETY: the capsule is still held; it has `len` elements of this type, `stride` apart.
+    // SAFETY: the capsule is still held; it has `len` elements of this type at a distance of `stride`.
     Ok((0..len as isize)
         .map(|index| unsafe { first.offset(index * stride as isize).read_unaligned() })
         .collect())
@@ -62,16 +65,16 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
 
 /// Sizes of blocks, in bytes.
 pub enum Sizes {
-    /// One for all.
+    /// One size for all blocks.
     Same(u64),
-    /// One for each.
+    /// One size for each block.
     Each(Vec<i64>),
 }
 
 impl Sizes {
-    /// One number, or a list.
+    /// Parses one number or an array.
     pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Sizes> {
-        // An array with a single entry can be taken for a number too.
+        // An array with a single entry also converts to a number, so its dimensions decide.
         let dimensions =
             object.getattr(intern!(object.py(), "ndim")).and_then(|ndim| ndim.extract::<usize>());
         match whole(object) {
@@ -84,7 +87,7 @@ impl Sizes {
     }
 }
 
-/// Unsigned 32-bit block indices of such a list.
+/// Block indices (unsigned, 32 bits) from an int64 array or list.
 pub fn indices(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     let narrow = |(at, value): (usize, i64)| {
         u32::try_from(value)

@@ -1,11 +1,11 @@
-//! The Python package's native half: the engine's classes, each a thin shell around its own.
+//! The Python package's native half: thin classes around the engine's own.
 //!
-//! A call goes `endpoint` or `peer` → `region` ([`tensor`] says where an object's bytes lie) → the engine, and comes
-//! back as a `transfer`. [`waiting`] is how a thread waits without the interpreter's lock, [`errors`] what is raised.
-//! What reads better in Python (exceptions, asyncio, logging) is in `python/ferrywire/`.
+//! A call goes through `endpoint` or `peer` and `region` ([`tensor`] finds the bytes of a Python object) to the engine,
+//! and returns a `transfer`. [`waiting`] waits without the interpreter's lock; [`errors`] turns the engine's errors
+//! into exceptions. Exceptions, asyncio and logging are written in Python, in `python/ferrywire/`.
 //!
-//! Invariant: no thread of the engine ever waits for the interpreter's lock.
-//! Read next: `endpoint.rs`, `peer.rs`, `transfer.rs`.
+//! Invariant: no thread of the engine ever waits for the interpreter's lock. Read next: `endpoint.rs`, `peer.rs`,
+//! `transfer.rs`.
 
 mod blocks;
 mod dlpack;
@@ -26,7 +26,7 @@ mod wakeup;
 
 use pyo3::prelude::*;
 
-/// What `import ferrywire` finds below it.
+/// The native module `ferrywire._ferrywire`, whose classes and functions the package exports.
 #[pymodule]
 #[pyo3(name = "_ferrywire")]
 mod native {

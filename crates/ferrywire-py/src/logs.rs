@@ -1,8 +1,8 @@
-//! The engine's log on its way to Python's `logging`.
+//! Carries the engine's log to Python's `logging`.
 //!
-//! A thread of the engine puts a record into a bounded queue and goes on; a thread of Python's (`_log.py`) takes them
-//! out. What does not fit is counted.
-//! Invariant: whoever logs waits for nobody.
+//! Threads of the engine put records into a bounded queue; a Python thread (`_log.py`) takes them out. Records that do
+//! not fit are counted.
+//! Invariant: a thread that logs never waits.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -17,10 +17,10 @@ use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Records that may wait to be taken.
+/// Records that may wait in the queue.
 const RECORDS_MAX: usize = 1024;
 
-/// As `logging` counts: the least level that is wanted.
+/// The lowest level that is wanted, as `logging` counts.
 static LEAST: AtomicU8 = AtomicU8::new(WARNING);
 const DEBUG: u8 = 10;
 const INFO: u8 = 20;
@@ -28,11 +28,12 @@ const WARNING: u8 = 30;
 const ERROR: u8 = 40;
 
 struct Queue {
-    /// The process that has it.
+    /// The process that owns the queue.
     process: OnceLock<u32>,
     waiting: Mutex<Waiting>,
     filled: Condvar,
-    /// Of a forked child: what waits here is its parent's to hand on, and a thread that stayed there may have had the lock.
+    /// The queue of a forked child. The records in this queue belong to the parent, and a thread of the parent may hold
+    /// its lock.
     of_child: OnceLock<Box<Queue>>,
 }
 
@@ -56,7 +57,7 @@ impl Queue {
         }
     }
 
-    /// That of this process.
+    /// The queue of this process.
     fn here() -> &'static Queue {
         static FIRST: Queue = Queue::new();
         let here = process::id();
@@ -82,7 +83,7 @@ impl Queue {
         self.filled.notify_one();
     }
 
-    /// All there are, as soon as there are any; nothing at the end.
+    /// Waits for records and takes all of them; `None` when the log has ended.
     fn take(&self) -> Option<Vec<(u8, String)>> {
         let mut waiting = self.lock();
         while waiting.records.is_empty() && !waiting.ended {
@@ -97,20 +98,20 @@ impl Queue {
     }
 }
 
-/// Takes the engine's events, unless this process has somebody else who does.
+/// Subscribes to the engine's events, unless this process has a subscriber already.
 pub fn start() {
-    // The first one is this process's, before anybody can fork.
+    // Assigns the first queue to this process before it can fork.
     Queue::here();
     let _ = tracing::subscriber::set_global_default(ToPython);
 }
 
-/// Waits for records of the log, as `(level, text)`; None when it is over.
+/// Waits for records of the log, as `(level, text)`; None when the log has ended.
 #[pyfunction]
 pub fn log_take(py: Python<'_>) -> Option<Vec<(u8, String)>> {
     py.detach(|| Queue::here().take())
 }
 
-/// Ends the log: `log_take` gives what is left, then None.
+/// Ends the log: `log_take` returns the remaining records, then None.
 #[pyfunction]
 pub fn log_stop() {
     let queue = Queue::here();
@@ -118,7 +119,7 @@ pub fn log_stop() {
     queue.filled.notify_all();
 }
 
-/// Records below this level of `logging` are not made.
+/// Sets the lowest level, as `logging` counts, at which records are made.
 #[pyfunction]
 pub fn log_level(level: i64) {
     LEAST.store(level.clamp(0, 255) as u8, Ordering::Relaxed);
@@ -133,22 +134,22 @@ pub fn look_at_level(py: Python<'_>) -> PyResult<()> {
 }
 
 unsafe extern "C-unwind" {
-    /// Declared once more: it may unwind, see [`run`].
+    /// Declared again with an ABI that may unwind; see [`run`].
     fn PyObject_CallNoArgs(callable: *mut ffi::PyObject) -> *mut ffi::PyObject;
 }
 
-/// Runs code of Python's. When the interpreter ends, Python ends each thread that runs some by unwinding it, which frames
-/// of Rust do not survive, nor with them the process: such a thread stays here instead.
+/// Calls a Python function. When the interpreter ends, Python ends the threads that run Python code by unwinding them.
+/// Unwinding through Rust frames would abort the process, so such a thread stays here for ever instead.
 fn run<'py>(py: Python<'py>, function: &Py<PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let stays = Stays;
-    // SAFETY: the interpreter's lock is held, and the function is alive. What is given is a new reference, or null with
-    // an exception set. Unwinding ends at the value above.
+    // SAFETY: the interpreter's lock is held and the function is alive. The result is a new reference, or null with an
+    // exception set. Unwinding ends at `stays`.
     let given = unsafe { Bound::from_owned_ptr_or_err(py, PyObject_CallNoArgs(function.as_ptr())) };
     std::mem::forget(stays);
     given
 }
 
-/// Ends no unwinding.
+/// Blocks the thread when it is unwound.
 struct Stays;
 
 impl Drop for Stays {
@@ -176,7 +177,7 @@ impl Subscriber for ToPython {
     }
 
     fn register_callsite(&self, _: &'static Metadata<'static>) -> tracing::subscriber::Interest {
-        // The level changes while the program runs.
+        // The level changes while the program runs, so events are not cached as disabled.
         tracing::subscriber::Interest::sometimes()
     }
 
@@ -199,7 +200,7 @@ impl Subscriber for ToPython {
     fn exit(&self, _: &span::Id) {}
 }
 
-/// The message, and its fields behind it.
+/// A record's message, followed by its fields.
 #[derive(Default)]
 struct Text {
     message: String,
@@ -208,10 +209,7 @@ struct Text {
 
 impl Text {
     fn whole(self) -> String {
-        match self.fields.is_empty() {
-            true => self.message,
-            false => format!("{} ({})", self.message, self.fields),
-        }
+        if self.fields.is_empty() { self.message } else { format!("{} ({})", self.message, self.fields) }
     }
 }
 

@@ -1,6 +1,6 @@
-//! What callers may write: an address as text or pair, bytes in any buffer, a number that must not be negative.
+//! Parses arguments: an address as text or pair, bytes in any buffer, a number that must not be negative.
 //!
-//! Invariant: what is refused is refused by the argument's name.
+//! Invariant: an error names the argument that is wrong.
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -17,14 +17,17 @@ use pyo3::types::{PyBytes, PyString, PyTuple};
 use crate::errors::usage;
 use crate::region::{Region, RemoteRegion};
 
-/// `"host:port"` or `(host, port)`, before anybody has looked the host up.
+/// `"host:port"` or `(host, port)`, with the host name not resolved yet.
 pub struct Address {
     host: String,
     port: u16,
 }
 
 impl Address {
-    /// Reads one; nothing where it is another kind of thing.
+    /// Parses an address; `None` if the object is neither text nor a pair.
+    ///
+    /// # Errors
+    /// `UsageError` for text or a pair that is no address.
     pub fn of(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<Address>> {
         let refused = |why: String| usage(object.py(), what, why);
         if let Ok(text) = object.cast::<PyString>() {
@@ -39,13 +42,14 @@ impl Address {
         let number = whole(&port).map_err(|_| wrong())?;
         let port =
             u16::try_from(number).map_err(|_| refused(format!("{port} is no port: use 0 to 65535")))?;
-        match host.is_empty() || host.contains('\0') {
-            true => Err(wrong()),
-            false => Ok(Some(Address { host, port })),
-        }
+        if host.is_empty() || host.contains('\0') { Err(wrong()) } else { Ok(Some(Address { host, port })) }
     }
 
-    /// All addresses of a peer, the likeliest first. A name service that takes longer than the limit is left behind.
+    /// Resolves a peer's host name to all its addresses, IPv4 first. A name service that takes longer than `limit` is
+    /// abandoned.
+    ///
+    /// # Errors
+    /// `Stalled` after `limit`; `Unreachable` if the name has no address.
     pub fn resolve(self, limit: Duration) -> Result<Vec<SocketAddr>> {
         if let Ok(ip) = self.host.parse() {
             return Ok(vec![SocketAddr::new(ip, self.port)]);
@@ -66,27 +70,25 @@ impl Address {
         })
     }
 
-    /// Looks one of this host up.
+    /// Resolves an address of this host.
     pub fn resolve_here(&self) -> Result<SocketAddr> {
         let found = self.look_up().map(|all| all[0]);
         found.map_err(|error| Error::io(format!("look up {}", self.text()), &error))
     }
 
-    /// One at least.
+    /// Resolves the name to at least one address.
     fn look_up(&self) -> io::Result<Vec<SocketAddr>> {
         let mut all: Vec<SocketAddr> = (self.host.as_str(), self.port).to_socket_addrs()?.collect();
-        // IPv4 addresses first: what listens on "0.0.0.0" does not hear the other kind.
+        // IPv4 addresses first: a listener on "0.0.0.0" does not accept IPv6 connections.
         all.sort_by_key(|each| !each.is_ipv4());
-        match all.is_empty() {
-            true => Err(io::Error::other("the name has no address")),
-            false => Ok(all),
-        }
+        if all.is_empty() { Err(io::Error::other("the name has no address")) } else { Ok(all) }
     }
 
     fn text(&self) -> String {
-        match self.host.contains(':') {
-            true => format!("[{}]:{}", self.host, self.port),
-            false => format!("{}:{}", self.host, self.port),
+        if self.host.contains(':') {
+            format!("[{}]:{}", self.host, self.port)
+        } else {
+            format!("{}:{}", self.host, self.port)
         }
     }
 }
@@ -94,14 +96,14 @@ impl Address {
 fn parse(text: &str) -> Option<Address> {
     let (host, port) = text.rsplit_once(':')?;
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    // Without brackets nobody can tell where an IPv6 address ends.
+    // Without brackets the end of an IPv6 address is ambiguous.
     let host = bare.or_else(|| (!host.contains(':')).then_some(host))?;
     let fits = !host.is_empty() && !host.contains('\0') && port.bytes().all(|digit| digit.is_ascii_digit());
     let port = port.parse().ok().filter(|_| fits)?;
     Some(Address { host: host.to_owned(), port })
 }
 
-/// The bytes of `bytes`, or of any other buffer of bytes; nothing where it is another kind of thing.
+/// The bytes of a bytes object or another buffer of bytes; `None` for other objects.
 pub fn bytes(object: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
     if let Ok(bytes) = object.cast::<PyBytes>() {
         return Ok(Some(bytes.as_bytes().to_vec()));
@@ -109,12 +111,12 @@ pub fn bytes(object: &Bound<'_, PyAny>) -> PyResult<Option<Vec<u8>>> {
     PyBuffer::<u8>::get(object).ok().map(|buffer| buffer.to_vec(object.py())).transpose()
 }
 
-/// A notification's.
+/// The bytes of a notification.
 pub fn message(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
     bytes(object)?.ok_or_else(|| is_no("message", object, "bytes"))
 }
 
-/// A peer's memory.
+/// The remote region in an argument; the error explains a local region.
 pub fn remote<'a, 'py>(what: &str, object: &'a Bound<'py, PyAny>) -> PyResult<&'a Bound<'py, RemoteRegion>> {
     object.cast::<RemoteRegion>().map_err(|_| match object.cast::<Region>() {
         Ok(_) => {
@@ -125,30 +127,36 @@ pub fn remote<'a, 'py>(what: &str, object: &'a Bound<'py, PyAny>) -> PyResult<&'
     })
 }
 
-/// Something of another kind.
+/// The error for an argument of a wrong type.
 pub fn is_no(what: &str, object: &Bound<'_, PyAny>, kind: &str) -> PyErr {
     let its = object.get_type().qualname().map_or_else(|_| "it".into(), |name| name.to_string());
     usage(object.py(), what, format!("{its} is not {kind}"))
 }
 
-/// A number as Python has it, for [`unsigned`]; what is far beyond all that fits becomes the greatest, or the least.
+/// A Python integer for [`unsigned`]; a value far outside of the range becomes the largest or smallest one.
 pub fn whole(number: &Bound<'_, PyAny>) -> PyResult<i128> {
-    // Most are small, and found out faster so.
+    // Fast path: most numbers are small.
     if let Ok(small) = number.extract::<i64>() {
         return Ok(small.into());
     }
-    number.extract::<i128>().or_else(|error| match error.is_instance_of::<PyOverflowError>(number.py()) {
-        true => Ok(if number.lt(0)? { i128::MIN } else { i128::MAX }),
-        false => Err(error),
+    number.extract::<i128>().or_else(|error| {
+        if error.is_instance_of::<PyOverflowError>(number.py()) {
+            Ok(if number.lt(0)? { i128::MIN } else { i128::MAX })
+        } else {
+            Err(error)
+        }
     })
 }
 
-/// The same of one that may be left out.
+/// Like [`whole`], for an argument that may be None.
 pub fn perhaps(number: &Bound<'_, PyAny>) -> PyResult<Option<i128>> {
     if number.is_none() { Ok(None) } else { whole(number).map(Some) }
 }
 
-/// A number of bytes, or an offset, or a tag.
+/// A number of bytes, an offset or a tag.
+///
+/// # Errors
+/// `UsageError` for a negative or too large number.
 pub fn unsigned(py: Python<'_>, what: &str, value: impl Into<i128>) -> PyResult<u64> {
     let value = value.into();
     u64::try_from(value).map_err(|_| {
@@ -162,7 +170,7 @@ pub fn unsigned(py: Python<'_>, what: &str, value: impl Into<i128>) -> PyResult<
     })
 }
 
-/// A number of things.
+/// An optional count.
 pub fn count(py: Python<'_>, what: &str, value: Option<i128>) -> PyResult<Option<usize>> {
     value.map(|value| unsigned(py, what, value).map(|value| value as usize)).transpose()
 }

@@ -1,7 +1,7 @@
-//! [`Peer`]: what can be done with a connected remote endpoint.
+//! [`Peer`]: the operations on a connected remote endpoint.
 //!
-//! Every operation is posted without the interpreter's lock and returns a [`Transfer`].
-//! Read next: `transfer.rs`; `stream.rs`, for operations in the order of a GPU's work.
+//! Invariant: operations are posted without the interpreter's lock; each returns a [`Transfer`]. Read next:
+//! `transfer.rs`; `stream.rs`, for operations in the order of a GPU's work.
 
 use std::sync::Arc;
 
@@ -24,7 +24,8 @@ use crate::transfer::Transfer;
 use crate::waiting::{PendingCall, aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
-/// A connected remote endpoint. When the last reference is gone it is closed, after what was posted has been sent.
+/// A connected remote endpoint. When its last reference is gone, the connection is closed after what was posted has
+/// been sent.
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Peer {
     peer: ferrywire::Peer,
@@ -36,7 +37,7 @@ impl Peer {
         Peer { peer, shared }
     }
 
-    /// Posts an operation on a region, after what its stream has to do.
+    /// Posts an operation on a region, after the work that its stream has now.
     fn post(
         &self,
         py: Python<'_>,
@@ -47,7 +48,7 @@ impl Peer {
         self.post_in(py, (region.is_at(), region.framework), stream, operation)
     }
 
-    /// The same on memory in this place, of this framework.
+    /// Posts an operation on memory of this location and framework, after the work that the stream has now.
     fn post_in(
         &self,
         py: Python<'_>,
@@ -66,7 +67,7 @@ impl Peer {
         Ok(Transfer::new(transfer.or_raise(py)?, location, framework, self.shared.clone()))
     }
 
-    /// What closes it.
+    /// Parses `timeout` and returns the call that closes the peer.
     fn closing(
         &self,
         py: Python<'_>,
@@ -75,7 +76,7 @@ impl Peer {
         let limit = limit(py, "timeout", timeout)?;
         let peer = self.peer.clone();
         Ok(move || match peer.close(limit) {
-            // It is what was wanted.
+            // The peer closed first: the connection is closed, as the caller wanted.
             Err(Error::PeerClosed { .. } | Error::Closed) => Ok(()),
             outcome => outcome,
         })
@@ -84,48 +85,51 @@ impl Peer {
 
 #[pymethods]
 impl Peer {
-    /// Its address and label.
+    /// The peer's address and label, for messages.
     #[getter]
     fn name(&self) -> String {
         self.peer.name()
     }
 
-    /// The label that it was given where it was built; empty without one.
+    /// The label that the remote endpoint was opened with; empty without one.
     #[getter]
     fn label(&self) -> &str {
         self.peer.label()
     }
 
-    /// The other end of the connection, as "host:port": where it listens, if we connected.
+    /// The remote end of the control connection, as "host:port". If this end connected, it is the address on which the
+    /// peer listens.
     #[getter]
     fn address(&self) -> String {
         self.peer.address().to_string()
     }
 
-    /// The remote endpoint's identity, as hexadecimal digits: another one after a restart.
+    /// The remote endpoint's identity, as hexadecimal digits. A restarted endpoint has a new one.
     #[getter]
     fn identity(&self) -> String {
         self.peer.identity().to_string()
     }
 
-    /// Whether it runs on this host.
+    /// Whether the peer runs on this host.
     #[getter]
     fn same_host(&self) -> bool {
         self.peer.same_host()
     }
 
-    /// The exception that says why the peer is lost, or None.
+    /// The exception by which the peer was lost, or None.
     #[getter]
     fn error(&self, py: Python<'_>) -> Option<PyErr> {
         self.peer.error().map(|error| raised(py, &error))
     }
 
-    /// Writes `nbytes` bytes of `source` to the peer's `target`; by default all behind the offset. Complete when they
-    /// are in the peer's memory. With `message` the peer gets that notification once they are.
+    /// Writes `nbytes` bytes of `source` at `source_offset` to the peer's region `target` at `target_offset`. By
+    /// default all bytes of `source` from the offset on. The transfer completes when the bytes are in the peer's
+    /// memory; with `message` the peer then gets a notification. With `stream` the write starts after the stream's
+    /// present work.
     ///
-    /// Raises `UsageError` for a range outside of a region, a region that is deregistered or of another endpoint; `Closed`,
-    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` where the peer has no such region any
-    /// more, or leaves so many notifications unread that it can hold no more.
+    /// Raises `UsageError` for a range outside of a region, or a region that is deregistered or of another endpoint;
+    /// `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` if the peer has
+    /// deregistered the region or holds too many unread notifications.
     #[pyo3(signature = (source, target, *, source_offset=0, target_offset=0, nbytes=None, message=None, stream=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a method")]
     fn write(
@@ -149,11 +153,13 @@ impl Peer {
         })
     }
 
-    /// Reads `nbytes` bytes of the peer's `source` into `target`; by default all that `target` has behind the offset.
+    /// Reads `nbytes` bytes of the peer's region `source` at `source_offset` into `target` at `target_offset`. By
+    /// default as many bytes as `target` has from the offset on. The transfer completes when the bytes are in `target`.
+    /// With `stream` the read starts after the stream's present work.
     ///
-    /// Raises `UsageError` for a range outside of a region, a region that is read-only, deregistered or of another endpoint;
-    /// `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` where the peer has no such
-    /// region any more.
+    /// Raises `UsageError` for a range outside of a region, or a region that is read-only, deregistered or of another
+    /// endpoint; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` if the peer has
+    /// deregistered the region.
     #[pyo3(signature = (target, source, *, target_offset=0, source_offset=0, nbytes=None, stream=None))]
     fn read(
         &self,
@@ -171,10 +177,11 @@ impl Peer {
         self.post(py, region, stream, move |peer| peer.read(&local, to, remote, from, nbytes))
     }
 
-    /// Writes the blocks of a list, or those that `indices` (int64) name, as one operation.
+    /// Writes the blocks of a list as one operation: those that `indices` (int64) name, or all. The peer gets `message`
+    /// as a notification once the bytes of all blocks are in its memory.
     ///
-    /// Raises `UsageError` for an index that is none, and, without a `stream`, for a joined list of memory of two libraries
-    /// with streams; and what `write` raises: `Closed`, `PeerLost`, `PeerClosed`.
+    /// Raises `UsageError` for an index outside of the list, and, without a `stream`, for a joined list whose memory
+    /// belongs to two libraries with streams; and like `write`: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (blocks, indices=None, *, message=None, stream=None))]
     fn write_blocks(
         &self,
@@ -192,10 +199,10 @@ impl Peer {
         })
     }
 
-    /// Reads the blocks of a list, or those that `indices` (int64) name, as one operation.
+    /// Reads the blocks of a list as one operation: those that `indices` (int64) name, or all.
     ///
-    /// Raises `UsageError` for an index that is none, and, without a `stream`, for a joined list of memory of two libraries
-    /// with streams; and what `read` raises: `Closed`, `PeerLost`, `PeerClosed`.
+    /// Raises `UsageError` for an index outside of the list, and, without a `stream`, for a joined list whose memory
+    /// belongs to two libraries with streams; and like `read`: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (blocks, indices=None, *, stream=None))]
     fn read_blocks(
         &self,
@@ -209,7 +216,8 @@ impl Peer {
         self.post_in(py, order, stream, |peer| peer.read_blocks(&blocks.list, chosen.as_deref()))
     }
 
-    /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+    /// Sends `nbytes` bytes of `source` at `offset` as a message with a tag. Messages with one tag match the peer's
+    /// receives with that tag in the order in which both were posted.
     ///
     /// Raises `UsageError` for a range outside of the region or a region that is deregistered; `Closed`, `PeerLost`,
     /// `PeerClosed`. The transfer raises these too.
@@ -229,13 +237,14 @@ impl Peer {
         self.post(py, region, stream, |peer| peer.send(tag, &local, offset, nbytes))
     }
 
-    /// Receives the next message with this tag. The outcome is the message's length in bytes.
+    /// Receives the next message with this tag into `target` at `offset`. The transfer's outcome is the message's
+    /// length in bytes.
     ///
-    /// A receive that nobody waits for any more still takes its message: `cancel()` it, and wait for its end, before
-    /// another with its tag is posted.
+    /// An abandoned receive still takes its message: `cancel()` it and wait for its end before you post another with
+    /// the tag.
     ///
     /// Raises `UsageError` for a range outside of the region, or a region that is read-only or deregistered; `Closed`,
-    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `Truncated` where the message is longer.
+    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `Truncated` if the message is longer than `nbytes`.
     #[pyo3(signature = (tag, target, *, offset=0, nbytes=None, stream=None))]
     fn recv(
         &self,
@@ -252,10 +261,10 @@ impl Peer {
         self.post(py, region, stream, |peer| peer.recv(tag, &local, offset, nbytes))
     }
 
-    /// Sends one message gathered from pieces of a region: an int64 array of offsets in bytes; `sizes` is one number
-    /// or such an array.
+    /// Sends one message gathered from pieces of a region. `offsets` is an int64 array in bytes; `sizes`, in bytes, is
+    /// one number or such an array.
     ///
-    /// Raises `UsageError` for lists of different length, and what `send` raises: `Closed`, `PeerLost`, `PeerClosed`.
+    /// Raises `UsageError` for arrays of different length; and like `send`: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (tag, source, offsets, sizes, *, stream=None))]
     fn send_blocks(
         &self,
@@ -271,10 +280,10 @@ impl Peer {
         self.post(py, region, stream, |peer| peer.send_blocks(tag, &local, &pieces))
     }
 
-    /// Receives one message, scattered over pieces of a region: an int64 array of offsets in bytes; `sizes` is one
-    /// number or such an array.
+    /// Receives one message and scatters it over pieces of a region. `offsets` is an int64 array in bytes; `sizes`, in
+    /// bytes, is one number or such an array.
     ///
-    /// Raises `UsageError` for lists of different length, and what `recv` raises: `Closed`, `PeerLost`, `PeerClosed`.
+    /// Raises `UsageError` for arrays of different length; and like `recv`: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (tag, target, offsets, sizes, *, stream=None))]
     fn recv_blocks(
         &self,
@@ -290,17 +299,18 @@ impl Peer {
         self.post(py, region, stream, |peer| peer.recv_blocks(tag, &local, &pieces))
     }
 
-    /// Delivers a small message, at most `NOTIFY_BYTES_MAX` bytes, after everything posted to this peer before it.
+    /// Delivers a small message of at most `NOTIFY_BYTES_MAX` bytes as a notification, after everything posted to this
+    /// peer before it.
     ///
-    /// Raises `UsageError` for a longer one; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and
-    /// `AccessRefused` where the peer leaves so many unread that it can hold no more.
+    /// Raises `UsageError` for a longer message; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and
+    /// `AccessRefused` if the peer holds too many unread notifications.
     fn notify(&self, message: &Bound<'_, PyAny>) -> PyResult<Transfer> {
         let (py, message) = (message.py(), self::message(message)?);
         let transfer = py.detach(|| self.peer.notify(&message)).or_raise(py)?;
         Ok(Transfer::of_host(transfer, self.shared.clone()))
     }
 
-    /// The next notification, or None. Those that came before a peer was lost are still given.
+    /// Returns the next notification, or None. Notifications that arrived before the peer was lost are still returned.
     ///
     /// Raises `Closed`, `PeerLost`, `PeerClosed` once there are no more.
     fn poll_notification<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
@@ -318,7 +328,8 @@ impl Peer {
         Ok(PyBytes::new(py, &message))
     }
 
-    /// The same as `wait_notification`, awaited. Raises `TimedOut`, `Closed`, `PeerLost`, `PeerClosed` as it does.
+    /// Like `wait_notification`, for `await`. Raises `TimedOut`, `Closed`, `PeerLost` and `PeerClosed` as
+    /// `wait_notification` does.
     #[pyo3(signature = (timeout=None))]
     fn wait_notification_async<'py>(
         slf: &Bound<'py, Self>,
@@ -336,15 +347,15 @@ impl Peer {
         Ok(PyBytes::new(py, &message))
     }
 
-    /// Counters and the configuration in force; sizes in bytes, times in seconds.
+    /// Counters and the configuration in force, as a dictionary; sizes in bytes, times in seconds.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         stats::dict(py, &py.detach(|| self.peer.stats()))
     }
 
-    /// Finishes what was posted, on both sides, then closes.
+    /// Finishes on both sides what was posted, then closes the connection. The peer is closed also when this raises.
     ///
-    /// Raises `TimedOut` where the peer has not taken what was posted in `timeout` seconds, and `PeerLost` where it is gone, or
-    /// closed before it had; it is closed nevertheless.
+    /// Raises `TimedOut` if the peer has not finished in `timeout` seconds, and `PeerLost` if it was lost or closed
+    /// before it had finished.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         aside(py, self.closing(py, timeout)?)
@@ -354,7 +365,7 @@ impl Peer {
         Ok(PendingCall::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))?)
     }
 
-    /// The same as `close`, awaited. Raises `TimedOut`, `PeerLost` as it does.
+    /// Like `close`, for `await`. Raises `TimedOut` and `PeerLost` as `close` does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])

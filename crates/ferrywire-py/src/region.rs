@@ -1,8 +1,8 @@
-//! Registered memory, and the peer's: [`Region`] and [`RemoteRegion`].
+//! Registered memory of this process and of peers: [`Region`] and [`RemoteRegion`].
 //!
-//! Invariant: the object whose memory is registered lives until nothing can touch the memory any more; read-only
-//! memory has no descriptor, so that no peer can write to it.
-//! Read next: `tensor.rs`, for where an object's bytes lie.
+//! Invariant: the object whose memory is registered lives until nothing can touch the memory any more; read-only memory
+//! has no descriptor, so that no peer can write to it.
+//! Read next: `tensor.rs`, which finds the bytes of an object.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -22,7 +22,7 @@ use crate::tensor::{Framework, Watch};
 use crate::waiting::aside;
 use crate::wakeup::left;
 
-/// What a region has until it is deregistered.
+/// The engine's region, and the watch of a PyTorch tensor, until the region is deregistered.
 struct Held {
     region: ferrywire::Region,
     watch: Option<Watch>,
@@ -32,15 +32,15 @@ const MOVED: &str = "its tensor's memory has been moved or freed since it was re
                      torch.multiprocessing queue and resize_ do: peers are refused from here on; register the tensor \
                      again, and call share_memory_() before that";
 
-/// Memory of this process that operations can name, and peers too. An object that refers to its own region is freed only
-/// after `deregister()`: the garbage collector does not look for such cycles.
-// It would empty the object before the region (`tp_clear`; some, such as memoryview, let go of their memory then), and
-// peers may write to it at any moment: no traverse and clear of ours can rule that out.
+/// Registered memory of this process, for operations and for peers that get its descriptor. An object that refers to
+/// its own region is freed only after `deregister()`: the garbage collector does not see such cycles.
+// The garbage collector would empty the object before the region (`tp_clear`; some, such as memoryview, release their
+// memory then) while peers may write to it. No traverse and clear of this class can prevent that.
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Region {
-    /// Nothing once it is deregistered.
+    /// None once the region is deregistered.
     held: Mutex<Option<Held>>,
-    /// Its memory is not where it was any more.
+    /// Whether PyTorch has moved the memory since it was registered.
     moved: AtomicBool,
     len_bytes: u64,
     location: MemoryLocation,
@@ -48,7 +48,7 @@ pub struct Region {
     /// Whether the engine owns the memory.
     owned: bool,
     pub framework: Framework,
-    /// Kept for those who look at the memory, as long as they do.
+    /// The engine's region for exported buffers, which refer to its memory.
     shown: OnceLock<ferrywire::Region>,
     _endpoint: Arc<Shared>,
 }
@@ -84,9 +84,12 @@ impl Region {
         self.held().as_ref().map(|held| held.region.clone())
     }
 
-    /// The engine's region, to be read.
+    /// The engine's region, as a source.
+    ///
+    /// # Errors
+    /// `UsageError` if the region is deregistered or its tensor has moved; the latter deregisters it.
     pub fn source(&self, py: Python<'_>) -> PyResult<ferrywire::Region> {
-        // Let go before Python runs, which may come back here.
+        // The lock is released before Python code runs, which may call back into this region.
         let held = self
             .held()
             .as_ref()
@@ -95,32 +98,37 @@ impl Region {
             let why = if self.moved.load(Ordering::SeqCst) { MOVED } else { "it is deregistered" };
             return Err(usage(py, "region", why));
         };
-        match watch.map_or(Ok(false), |watch| watch.has_moved(py))? {
-            false => Ok(region),
-            true => Err(self.give_up(py, region)),
+        if watch.map_or(Ok(false), |watch| watch.has_moved(py))? {
+            Err(self.give_up(py, region))
+        } else {
+            Ok(region)
         }
     }
 
-    /// The memory is not the tensor's any more: peers must not reach it either.
+    /// Deregisters memory that is not the tensor's any more, so that peers do not reach it either.
     fn give_up(&self, py: Python<'_>, region: ferrywire::Region) -> PyErr {
         self.moved.store(true, Ordering::SeqCst);
         let last = self.held().take();
         drop(last);
-        // What still uses it cannot be helped; peers are refused all the same.
+        // Operations that still use the memory make this fail; peers are refused nevertheless.
         let _ = aside(py, move || region.deregister());
         usage(py, "region", MOVED)
     }
 
-    /// The engine's region, to be written to.
+    /// The engine's region, as a target.
+    ///
+    /// # Errors
+    /// As for [`source`](Region::source), and `UsageError` if its memory is read-only.
     pub fn target(&self, py: Python<'_>) -> PyResult<ferrywire::Region> {
-        match self.writable {
-            true => self.source(py),
-            false => Err(usage(py, "target", "its memory is read-only: register a writable buffer")),
+        if self.writable {
+            self.source(py)
+        } else {
+            Err(usage(py, "target", "its memory is read-only: register a writable buffer"))
         }
     }
 }
 
-/// The rest of a region behind an offset, unless a size is given.
+/// Offset and size of a range of a region; without a size, all bytes from the offset on.
 pub fn range(
     py: Python<'_>,
     what: &str,
@@ -148,19 +156,19 @@ impl Region {
         self.len_bytes as usize
     }
 
-    /// Where its bytes live: "host", "cuda:N", or "sim:N" for a simulated GPU.
+    /// The memory location: "host", "cuda:N", or "sim:N" for a simulated GPU.
     #[getter]
     fn device(&self) -> String {
         device_name(self.location)
     }
 
-    /// Whether it can be a target.
+    /// Whether the region can be the target of a transfer.
     #[getter]
     fn writable(&self) -> bool {
         self.writable
     }
 
-    /// What a peer needs to reach the region, as bytes for any store or message.
+    /// The bytes that a peer needs to reach the region. The application carries them to the peer.
     ///
     /// Raises `UsageError` for memory that is read-only or deregistered, or that PyTorch has moved.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
@@ -172,7 +180,7 @@ impl Region {
         Ok(PyBytes::new(py, &self.source(py)?.descriptor().to_bytes()))
     }
 
-    /// The region as peers see it.
+    /// The region as peers see it: its `RemoteRegion`.
     ///
     /// Raises `UsageError` for memory that is read-only or deregistered, or that PyTorch has moved.
     fn remote(&self, py: Python<'_>) -> PyResult<RemoteRegion> {
@@ -185,9 +193,10 @@ impl Region {
         Ok((py.get_type::<RemoteRegion>(), (self.descriptor(py)?,)))
     }
 
-    /// Copies `nbytes` bytes at `offset` out, of a GPU too. What peers write meanwhile may be seen by half.
+    /// Returns a copy of `nbytes` bytes at `offset`, also from a GPU; by default all bytes from the offset on. A write
+    /// of a peer during the copy may be seen in part.
     ///
-    /// Raises `UsageError` for a range outside of the region, or one that is deregistered; `GpuError`.
+    /// Raises `UsageError` for a range outside of the region, or a region that is deregistered; `GpuError`.
     #[pyo3(signature = (offset=0, nbytes=None))]
     fn read_at<'py>(
         &self,
@@ -207,9 +216,10 @@ impl Region {
         PyBytes::new_with(py, nbytes as usize, |into| py.detach(|| region.read_at(offset, into)).or_raise(py))
     }
 
-    /// Copies the bytes of `data`, an object with the buffer protocol, to `offset`, on a GPU too.
+    /// Copies the bytes of `data`, an object with the buffer protocol, into the region at `offset`, also on a GPU.
     ///
-    /// Raises `UsageError` for a range outside of the region, or one that is read-only or deregistered; `GpuError`.
+    /// Raises `UsageError` for a range outside of the region, or a region that is read-only or deregistered;
+    /// `GpuError`.
     fn write_at(
         &self,
         py: Python<'_>,
@@ -223,19 +233,19 @@ impl Region {
         py.detach(|| region.write_at(offset, bytes)).or_raise(py)
     }
 
-    /// Ends it: peers are refused from here on, and when this returns nothing touches the memory. A second call
-    /// does nothing.
+    /// Ends the registration. Peers are refused from now on, and after this returns nothing touches the memory. A
+    /// second call does nothing.
     ///
-    /// Waits for operations of this process that still use the memory, at most 5 seconds, and raises `UsageError` where
-    /// some do even then: wait for them, or cancel them, and deregister again. Peers are refused all the same. In a
-    /// coroutine wait for the operations before, or call it by `asyncio.to_thread`: the event loop waits too.
+    /// Waits at most 5 seconds for operations of this process that still use the memory, and raises `UsageError` if
+    /// some are left then: wait for them or cancel them, and deregister again. Peers are refused nevertheless. The wait
+    /// blocks an event loop: in a coroutine, wait for the operations first, or use `asyncio.to_thread`.
     fn deregister(&self, py: Python<'_>) -> PyResult<()> {
         let Some(region) = self.now() else {
             return Ok(());
         };
         aside(py, move || region.deregister())?;
         let last = self.held().take();
-        // The tensor that is watched goes with the interpreter's lock.
+        // The watched tensor is dropped here, with the interpreter's lock; the region is dropped without it.
         let last = last.map(|Held { region, .. }| region);
         py.detach(|| drop(last));
         Ok(())
@@ -245,8 +255,8 @@ impl Region {
         slf
     }
 
-    /// Deregisters, and waits as `deregister` does. What the block raised comes out, with a note where this fails after
-    /// it.
+    /// Deregisters as `deregister` does. If the block raised, its exception is raised, with a note if deregistering
+    /// fails too.
     #[pyo3(signature = (*exception))]
     fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         left(py, exception, self.deregister(py))
@@ -261,7 +271,7 @@ impl Region {
         format!("<ferrywire.Region {} bytes, {}{state}>", self.len_bytes, device_name(self.location))
     }
 
-    /// Host memory that the engine allocated shows itself as a buffer; other memory has its own object.
+    /// Exports host memory that the engine allocated as a buffer. Other memory has an object of its own.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
         if !this.owned || this.location != MemoryLocation::Host {
@@ -271,7 +281,7 @@ impl Region {
         }
         let region = this.source(slf.py())?;
         let region = this.shown.get_or_init(|| region);
-        // SAFETY: the interpreter's own struct; the view keeps our object, and that the memory.
+        // SAFETY: the interpreter's own struct; the view keeps this object alive, and with it the memory.
         let done = unsafe {
             ffi::PyBuffer_FillInfo(
                 view,
@@ -289,7 +299,7 @@ impl Region {
     }
 }
 
-/// As `device=` takes it.
+/// The location as the argument `device=` takes it.
 pub fn device_name(location: MemoryLocation) -> String {
     match location {
         MemoryLocation::Host => "host".into(),
@@ -299,26 +309,28 @@ pub fn device_name(location: MemoryLocation) -> String {
     }
 }
 
-/// The bytes of an object with the buffer protocol, side by side.
+/// The contiguous buffer of an object with the buffer protocol.
 fn contiguous(what: &str, object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
     let buffer = PyUntypedBuffer::get(object).map_err(|_| is_no(what, object, "bytes"))?;
-    match buffer.is_c_contiguous() {
-        true => Ok(buffer),
-        false => Err(usage(object.py(), what, format!("not contiguous: try bytes({what})"))),
+    if buffer.is_c_contiguous() {
+        Ok(buffer)
+    } else {
+        Err(usage(object.py(), what, format!("not contiguous: try bytes({what})")))
     }
 }
 
-/// For as long as the buffer is held; whoever changes its bytes meanwhile may see some of both.
+/// The buffer's bytes, for as long as the buffer is held. Code that changes them meanwhile may leave a mixture to be
+/// read.
 fn bytes_of(buffer: &PyUntypedBuffer) -> &[u8] {
     match buffer.len_bytes() {
-        // It may be nowhere.
+        // An empty buffer may have no address.
         0 => &[],
-        // SAFETY: contiguous bytes, of which the buffer knows how many.
+        // SAFETY: the buffer is contiguous and knows its length.
         bytes => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), bytes) },
     }
 }
 
-/// A region of another endpoint, as its descriptor tells it.
+/// A region of another endpoint, made from the bytes of its descriptor.
 #[pyclass(frozen, eq, hash, module = "ferrywire")]
 #[derive(PartialEq, Eq, Hash)]
 pub struct RemoteRegion {
@@ -327,9 +339,9 @@ pub struct RemoteRegion {
 
 #[pymethods]
 impl RemoteRegion {
-    /// Reads what `Region.descriptor()` gave, from an object with the buffer protocol.
+    /// Makes a remote region from the bytes that `Region.descriptor()` returned, in an object with the buffer protocol.
     ///
-    /// Raises `UsageError` for anything else.
+    /// Raises `UsageError` for other bytes or objects.
     #[new]
     fn new(py: Python<'_>, descriptor: &Bound<'_, PyAny>) -> PyResult<RemoteRegion> {
         let buffer = contiguous("descriptor", descriptor)?;
@@ -346,19 +358,19 @@ impl RemoteRegion {
         self.remote.len() as usize
     }
 
-    /// Where its bytes live, at the peer.
+    /// The memory location at the peer: "host", "cuda:N" or "sim:N".
     #[getter]
     fn device(&self) -> String {
         device_name(self.remote.location())
     }
 
-    /// The identity of the endpoint that holds it, as hexadecimal digits.
+    /// The identity of the endpoint that owns the region, as hexadecimal digits.
     #[getter]
     fn owner(&self) -> String {
         self.remote.owner().to_string()
     }
 
-    /// As bytes again.
+    /// The descriptor's bytes, as `Region.descriptor()` returned them.
     fn descriptor<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.remote.to_bytes())
     }

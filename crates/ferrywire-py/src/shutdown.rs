@@ -1,7 +1,7 @@
-//! The end of objects and of the interpreter: what has to wait for the network does so on a thread of its own.
+//! The end of objects and of the interpreter. Work that has to wait for the network runs on a thread of its own.
 //!
-//! Invariant: a garbage collection never waits for a peer, and no thread of the engine wants the interpreter when it ends:
-//! Python ends threads that do, in the midst of what they are at.
+//! Invariant: a garbage collection never waits for a peer, and no thread of this package uses the interpreter when it
+//! ends, because Python ends such threads at an arbitrary point.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -11,20 +11,20 @@ use std::{process, thread};
 use ferrywire::Endpoint;
 use pyo3::prelude::*;
 
-/// Peers have this long to finish what is in flight when the program ends without having closed.
+/// How long peers may take to finish what is in flight when the program ends without closing them.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(1);
-/// Threads of ours that have asked for the interpreter have this long to be done with it.
+/// How long threads that have attached to the interpreter may take to finish.
 const ATTACHED_MAX: Duration = Duration::from_secs(5);
 
-/// The interpreter is about to end.
+/// Set once the interpreter is about to end.
 static ENDING: AtomicBool = AtomicBool::new(false);
-/// Threads of ours that want it, or have it.
+/// Threads that attach, or are attached, to the interpreter.
 static ATTACHED: Count = Count::new();
-/// Threads of ours that end endpoints.
+/// Threads that are ending endpoints.
 static CLOSING: Count = Count::new();
 
-/// How many threads of this process are at something. With the number goes the process that it is of: a forked child has
-/// none of its parent's threads, and nobody would count them down there.
+/// A count of threads in this process. The upper half is the process id: a forked child has none of its parent's
+/// threads, so nothing would count them down there.
 struct Count(AtomicU64);
 
 impl Count {
@@ -32,12 +32,12 @@ impl Count {
         Count(AtomicU64::new(0))
     }
 
-    /// What the number is, in this process.
+    /// The count, if `value` is of this process.
     fn number(process: u32, value: u64) -> u32 {
         if (value >> 32) as u32 == process { value as u32 } else { 0 }
     }
 
-    /// One more, for as long as what is given lives.
+    /// Counts one more thread until the guard is dropped.
     fn one(&'static self) -> Counted {
         let here = process::id();
         let more = |value| Some(u64::from(here) << 32 | u64::from(Count::number(here, value) + 1));
@@ -45,7 +45,7 @@ impl Count {
         Counted { count: self, process: here }
     }
 
-    /// Waits until there are none, or it is so late.
+    /// Waits until the count is zero or the time is up.
     fn wait(&self, until: Instant) {
         let here = process::id();
         while Count::number(here, self.0.load(Ordering::SeqCst)) > 0 && Instant::now() < until {
@@ -54,7 +54,7 @@ impl Count {
     }
 }
 
-/// One of a [`Count`].
+/// The guard of a [`Count`].
 pub struct Counted {
     count: &'static Count,
     process: u32,
@@ -62,41 +62,41 @@ pub struct Counted {
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        // What a thread was at when it forked is its parent's.
+        // A thread that forked counts down in the parent only.
         let less = |value| (Count::number(self.process, value) > 0).then(|| value - 1);
         let _ = self.count.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 }
 
-/// Does something with the interpreter's lock, on a thread of the engine's; nothing once the interpreter ends.
+/// Runs `work` with the interpreter's lock, on a thread of the engine; does nothing once the interpreter ends.
 pub fn attached(work: impl FnOnce()) {
-    // Counted before it looks, so that one of both sees the other.
+    // Counted before the check, so that either `keep_out` sees the count or this thread sees the flag.
     let _one = ATTACHED.one();
     if !ENDING.load(Ordering::SeqCst) {
         Python::try_attach(|_| work());
     }
 }
 
-/// From here on nobody attaches; waits for those who have.
+/// Lets no further thread attach, and waits for those that are attached.
 fn keep_out() {
     ENDING.store(true, Ordering::SeqCst);
     ATTACHED.wait(Instant::now() + ATTACHED_MAX);
 }
 
-/// The program's end waits, for a while, as long as what is given lives: a thread ends an endpoint.
+/// While the guard lives, the end of the program waits, for a limited time: a thread is ending an endpoint.
 pub fn closing() -> Counted {
     CLOSING.one()
 }
 
-/// An endpoint that its peers share: it ends when the last of them is gone.
+/// The engine's endpoint, shared by its peers, regions and transfers; it ends with the last of them.
 pub struct Shared {
     endpoint: Option<Endpoint>,
-    /// The process that it works in.
+    /// The process that opened the endpoint.
     process: u32,
 }
 
 impl Shared {
-    /// Takes an endpoint into the list of those that are closed at the program's end.
+    /// Adds an endpoint to the list of those that are closed at the program's end.
     pub fn new(endpoint: Endpoint) -> Arc<Shared> {
         let shared = Arc::new(Shared { endpoint: Some(endpoint), process: process::id() });
         let mut all = all();
@@ -105,7 +105,6 @@ impl Shared {
         shared
     }
 
-    /// The endpoint.
     pub fn get(&self) -> &Endpoint {
         self.endpoint.as_ref().expect("taken only when it is dropped")
     }
@@ -122,20 +121,20 @@ fn all() -> std::sync::MutexGuard<'static, Vec<Weak<Shared>>> {
     ALL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Drops something that may wait then, on a thread of its own: it does not wait for others' peers too.
+/// Drops a value on a thread of its own, because the drop may wait for peers.
 pub fn drop_later(thing: impl Send + 'static) {
     let closing = closing();
     let run = move || {
         drop(thing);
         drop(closing);
     };
-    // Without a thread it is dropped here.
+    // Without a thread the value is dropped here.
     if let Err(error) = thread::Builder::new().name("ferrywire-end".into()).spawn(run) {
         tracing::warn!(%error, "no thread for the end of an object");
     }
 }
 
-/// Closes every endpoint of this process that is still open, and waits for those that are being ended; called when the
+/// Closes every endpoint of this process that is still open, and waits for those that are being ended. Called when the
 /// interpreter is about to end.
 #[pyfunction]
 pub fn shutdown(py: Python<'_>) {
@@ -151,6 +150,6 @@ pub fn shutdown(py: Python<'_>) {
         CLOSING.wait(until);
         keep_out();
     });
-    // Their threads have ended; what is left of them goes with the process.
+    // Their threads have ended; the process frees the rest.
     endpoints.into_iter().for_each(std::mem::forget);
 }

@@ -1,10 +1,10 @@
-//! A peer's statistics as plain dictionaries.
+//! A peer's counters as Python dictionaries. Sizes are in bytes, times in seconds.
 
 use ferrywire::{ChannelStats, LaneStats, PeerStats, StagingStats};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// All of a peer's.
+/// All counters of a peer.
 pub fn dict<'py>(py: Python<'py>, stats: &PeerStats) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("transport", stats.transport)?;

@@ -1,7 +1,7 @@
-//! Whose GPU work an operation comes after: the `stream=` of calls.
+//! The `stream=` of operations: the GPU work that an operation comes after.
 //!
-//! `None` is the current stream of the framework that the tensor is of, a number a raw stream, anything else an object
-//! that has one. Operations on memory of the engine's own come after no stream unless one is named.
+//! `None` is the current stream of the tensor's framework, a number is a raw stream, any other value an object that has
+//! a stream. Operations on memory that the engine allocated come after no stream unless one is named.
 //!
 //! Read next: the engine's `ordering.rs`.
 
@@ -14,22 +14,22 @@ use pyo3::prelude::*;
 use crate::errors::{OrRaise, usage};
 use crate::tensor::{Framework, loaded};
 
-/// Of this GPU, this stream.
+/// A raw stream of a GPU.
 pub struct Named {
     pub gpu: u32,
     pub raw: usize,
 }
 
 impl Named {
-    /// What the stream has to do so far.
+    /// An event after the work that the stream has now.
     pub fn ready(&self, py: Python<'_>) -> PyResult<StreamEvent> {
         let gpu = CudaGpu::open(self.gpu).map_err(ferrywire::Error::from).or_raise(py)?;
-        // SAFETY: a stream that its library or the caller says is alive; a wrong one is an error of the driver's.
+        // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
         unsafe { StreamEvent::after_raw_stream(&gpu, self.raw as RawStream) }.or_raise(py)
     }
 }
 
-/// The stream that an operation on memory in this place, of this framework, belongs to, if any.
+/// The stream that an operation on memory of this location and framework comes after, if any.
 pub fn named(
     py: Python<'_>,
     location: MemoryLocation,
@@ -51,8 +51,7 @@ pub fn named(
     Ok(raw.map(|raw| Named { gpu, raw }))
 }
 
-/// The stream that is to wait for a transfer of such memory. Host memory is in the order of none: none waits for it unless
-/// it is given.
+/// The stream that has to wait for a transfer. Host memory has no current stream: only a named stream waits.
 pub fn to_hold(
     py: Python<'_>,
     location: MemoryLocation,
@@ -80,7 +79,7 @@ pub fn to_hold(
     }
 }
 
-/// The GPU of a stream, where its library says so.
+/// The GPU of a stream, if its library tells.
 fn gpu_of(stream: &Bound<'_, PyAny>) -> Option<u32> {
     let py = stream.py();
     let names = [intern!(py, "device_index"), intern!(py, "device_id")];
@@ -103,7 +102,7 @@ fn current(py: Python<'_>, framework: Framework, gpu: u32) -> PyResult<Option<us
             };
             let ask = cupy.getattr(intern!(py, "cuda"))?.getattr(intern!(py, "get_current_stream"))?;
             let stream = match ask.call1((gpu,)) {
-                // Older ones have one current stream for all GPUs.
+                // Older versions have one current stream for all GPUs.
                 Err(error) if error.is_instance_of::<PyTypeError>(py) => ask.call0()?,
                 of_gpu => of_gpu?,
             };
@@ -112,7 +111,7 @@ fn current(py: Python<'_>, framework: Framework, gpu: u32) -> PyResult<Option<us
     }
 }
 
-/// A number, or what an object says: `cuda_stream` (PyTorch), `ptr` (CuPy), `__cuda_stream__()` (others).
+/// The raw stream of a number or an object: `cuda_stream` (PyTorch), `ptr` (CuPy), `__cuda_stream__()` (others).
 fn raw(stream: &Bound<'_, PyAny>) -> PyResult<usize> {
     let py = stream.py();
     if let Ok(raw) = stream.extract() {

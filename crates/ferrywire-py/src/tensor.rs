@@ -1,8 +1,8 @@
-//! Where the bytes of a Python object lie: the buffer protocol, PyTorch's own methods, DLPack, and
-//! `__cuda_array_interface__`, in this order.
+//! Finds the bytes of a Python object: by the buffer protocol, PyTorch's own methods, DLPack, or
+//! `__cuda_array_interface__`.
 //!
-//! Invariant: a [`View`] keeps what it shows alive, and shows one run of bytes in the order of the shape.
-//! Read next: `region.rs`, which registers it; `stream.rs`, for whose stream its GPU work is in.
+//! Invariant: a [`View`] keeps its memory alive, and covers one run of bytes in the order of the shape. Read next:
+//! `region.rs`, which registers it; `stream.rs`, which orders operations after GPU work.
 
 use std::ffi::CStr;
 
@@ -16,35 +16,36 @@ use crate::dlpack;
 use crate::errors::usage;
 use crate::shutdown::attached;
 
-/// The framework that an object is of, where that decides which stream is the current one.
+/// The framework that an object belongs to, which decides its current stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framework {
-    /// Of none that has streams.
+    /// A framework without streams, or none.
     Other,
-    /// PyTorch.
     Torch,
-    /// CuPy.
     Cupy,
 }
 
-/// What keeps the memory; dropped with the interpreter's lock only.
+/// The Python objects that keep memory alive. They may only be dropped with the interpreter's lock.
 pub enum Keeper {
-    /// A buffer, which its owner may not resize meanwhile.
-    Buffer { _buffer: PyUntypedBuffer },
-    /// Objects.
-    Objects { _objects: Vec<Py<PyAny>> },
+    /// A buffer; its owner may not resize it while it is exported.
+    Buffer {
+        _buffer: PyUntypedBuffer,
+    },
+    Objects {
+        _objects: Vec<Py<PyAny>>,
+    },
 }
 
-/// Tells whether memory is still where it was. PyTorch moves that of a tensor while others have it: nothing that we could
-/// hold keeps the old memory, since what a storage owns is exchanged in place.
+/// Detects that memory has moved. PyTorch exchanges what a storage owns in place (`share_memory_()`), so no reference
+/// that this crate could hold keeps the old memory.
 pub struct Watch {
-    /// Bound to a tensor of our own of the same storage, so that asking is one call.
+    /// `data_ptr` bound to a tensor of the same storage that this watch owns: one call returns the address.
     data_ptr: Py<PyAny>,
     address: usize,
 }
 
 impl Watch {
-    /// Whether the memory is elsewhere now.
+    /// Whether the memory is at another address now.
     pub fn has_moved(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(self.data_ptr.call0(py)?.extract::<usize>(py)? != self.address)
     }
@@ -54,39 +55,42 @@ impl Watch {
     }
 }
 
-/// The objects as the engine owns them.
+/// The owner that the engine drops when it is done with the memory.
 struct Owner(Option<Keeper>);
 
 impl Drop for Owner {
     fn drop(&mut self) {
         let keeper = self.0.take();
-        // An interpreter that has ended frees nothing any more.
+        // After the interpreter has ended, objects cannot be freed any more.
         let mut keeper = std::mem::ManuallyDrop::new(keeper);
         attached(|| drop(keeper.take()));
     }
 }
 
-/// One run of bytes, of the host or of a GPU.
+/// One run of bytes on the host or a GPU.
 pub struct View {
     pub address: *mut u8,
     pub len_bytes: usize,
     pub writable: bool,
     pub framework: Framework,
     pub keeper: Keeper,
-    /// Of memory that its owner may move.
+    /// Set for memory that its owner may move.
     pub watch: Option<Watch>,
-    /// Its library says so: such an address must not be taken for the host's.
+    /// The library says that the address is on a GPU, so it must not be taken for a host address.
     pub on_gpu: bool,
 }
 
 impl View {
-    /// Registers it; the region keeps the object.
+    /// Registers the memory; the region keeps the object alive.
+    ///
+    /// # Errors
+    /// Those of the engine's `register_with`, and `Invalid` if the memory is on a GPU whose driver does not know it.
     pub fn register(self, endpoint: &ferrywire::Endpoint) -> ferrywire::Result<ferrywire::Region> {
         let owner = Box::new(Owner(Some(self.keeper)));
-        // SAFETY: the owner keeps the memory where it is: a buffer's, by the protocol, and an array's, since nobody
-        // gives memory back that an object still has. Not so PyTorch, whose users are told to let a registered tensor
-        // be; its region looks for it before each use (`Watch`), which is as much as there is to have. That bytes
-        // change under Python's hands is what peers are for.
+        // SAFETY: the owner keeps the memory where it is: a buffer by the protocol, an array because its library does
+        // not free memory that an object still has. PyTorch is the exception: its users are told not to move a
+        // registered tensor, and the region checks the address before each use (`Watch`), which is as much as can be
+        // done. Peers may change the bytes at any time; that is the purpose.
         let region = unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }?;
         if self.on_gpu && region.location() == MemoryLocation::Host && !region.is_empty() {
             let why = "it says that it is on a CUDA GPU, but no driver here knows its address: is the program \
@@ -96,7 +100,10 @@ impl View {
         Ok(region)
     }
 
-    /// Of an object; `what` names it in errors.
+    /// Finds the memory of an object; `what` names the argument in errors.
+    ///
+    /// # Errors
+    /// `UsageError` if the object has no memory, or no single run of it.
     pub fn of(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         let py = object.py();
         if let Some(view) = of_torch(what, object)? {
@@ -124,7 +131,7 @@ impl View {
     }
 }
 
-/// Peers would write numbers over references: the interpreter crashes when it follows one.
+/// Refused, because peers would write numbers over references, and the interpreter crashes when it follows one.
 const OBJECTS: &str = "its elements are Python objects: their bytes are pointers, which mean nothing elsewhere, and a \
                        peer's would crash the interpreter; use an element type of numbers";
 
@@ -148,7 +155,7 @@ fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vi
     })
 }
 
-/// A tensor of PyTorch is asked itself: that needs no export, works for every dtype and waits for no stream.
+/// Uses the methods of a PyTorch tensor, which need no export, work for every dtype and wait for no stream.
 fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     let py = object.py();
     let Some(class) = loaded(py, "torch")?.and_then(|torch| torch.getattr(intern!(py, "Tensor")).ok()) else {
@@ -175,7 +182,7 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
         let why = "its conjugation or sign is still to be applied: try x.resolve_conj().resolve_neg()";
         return Err(usage(py, what, why));
     }
-    // Of its own, so that `x.data = y` does not take the memory away.
+    // A tensor of its own, so that `x.data = y` does not take the memory away.
     let kept = object.call_method0(intern!(py, "detach"))?;
     let items: usize = kept.call_method0(intern!(py, "numel"))?.extract()?;
     let item_bytes: usize = kept.call_method0(intern!(py, "element_size"))?.extract()?;
@@ -195,13 +202,13 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
 fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     let py = object.py();
     let (device, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
-    // Arrays that are still being computed are waited for: what computes them has no stream that we could follow.
+    // Waits for arrays that are still being computed, because their library has no stream that operations could follow.
     if object.hasattr(intern!(py, "block_until_ready"))? {
         object.call_method0(intern!(py, "block_until_ready"))?;
     }
     let options = PyDict::new(py);
     if device == dlpack::ON_CUDA {
-        // No stream has to wait: operations are ordered after one when they are posted.
+        // No stream has to wait: operations are ordered after a stream when they are posted.
         options.set_item("stream", -1)?;
     }
     options.set_item("max_version", (1, 0))?;
@@ -238,7 +245,7 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         return Err(usage(py, what, why));
     };
     let framework = framework_of(object)?;
-    // Without a version nobody can say that an array must not change.
+    // A capsule without a version cannot say that an array must not change.
     let immutable = object.get_type().module()?.to_str()?.starts_with("jax");
     Ok(View {
         address: seen.address,
@@ -299,7 +306,8 @@ fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     })
 }
 
-/// Of a type as numpy writes it: byte order, kind, and a size, which counts characters of 4 bytes in texts.
+/// Size in bytes of an element type as numpy writes it: byte order, kind, and a size, which for text counts characters
+/// of 4 bytes.
 fn item_bytes(kind: &str) -> Option<usize> {
     let [b'<' | b'>' | b'=' | b'|', letter, size @ ..] = kind.as_bytes() else { return None };
     let size: u32 = std::str::from_utf8(size).ok()?.parse().ok()?;
@@ -315,14 +323,14 @@ fn framework_of(object: &Bound<'_, PyAny>) -> PyResult<Framework> {
     Ok(if module.to_str()?.starts_with("cupy") { Framework::Cupy } else { Framework::Other })
 }
 
-/// A module, if somebody has imported it: we never do.
+/// A module, if the program has imported it; this crate never imports it.
 pub fn loaded<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
     let module = modules.call_method1(intern!(py, "get"), (name,))?;
     Ok((!module.is_none()).then_some(module))
 }
 
-/// Whether elements lie one behind the other, the last dimension first. Strides are in the unit of an item's.
+/// Whether elements are contiguous with the last dimension innermost. Strides are in units of `item`.
 fn in_order(shape: &[i64], strides: &[i64], item: i64) -> bool {
     if shape.contains(&0) {
         return true;
@@ -336,7 +344,7 @@ fn in_order(shape: &[i64], strides: &[i64], item: i64) -> bool {
         })
 }
 
-/// Bytes of an array with items of this size; `None` where that is nothing that memory could hold.
+/// Bytes of an array with items of this size; `None` if no memory could hold it.
 fn bytes_of(shape: &[i64], item_bytes: usize) -> Option<usize> {
     if shape.iter().any(|len| *len < 0) {
         return None;
@@ -355,20 +363,20 @@ fn scattered(shape: &str, strides: &str, unit: &str, instead: &str) -> String {
     )
 }
 
-/// As Python writes a tuple.
+/// Formats values as Python writes a tuple.
 fn list<T: ToString>(values: &[T]) -> String {
     let parts: Vec<String> = values.iter().map(ToString::to_string).collect();
     let comma = if parts.len() == 1 { "," } else { "" };
     format!("({}{comma})", parts.join(", "))
 }
 
-/// Whether a format of the buffer protocol has Python objects among its elements: an `O` outside of the names, which
-/// stand between colons.
+/// Whether a format of the buffer protocol has Python objects among its elements: an `O` outside of names, which stand
+/// between colons.
 fn has_objects(format: &[u8]) -> bool {
     format.split(|byte| *byte == b':').step_by(2).any(|codes| codes.contains(&b'O'))
 }
 
-/// Element formats of the buffer protocol that are signed integers of 8 bytes here.
+/// Whether the format is a signed integer of 8 bytes on this host.
 pub fn is_int64(format: &CStr, item_bytes: usize) -> bool {
     let text = format.to_bytes();
     let kind =

@@ -1,4 +1,4 @@
-//! [`Transfer`]: an operation under way.
+//! [`Transfer`]: a posted operation.
 //!
 //! Read next: `waiting.rs`; `python/ferrywire/_aio.py`, for `await`.
 
@@ -16,7 +16,8 @@ use crate::tensor::Framework;
 use crate::waiting::{limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine};
 
-/// An operation as its caller sees it. Dropping it lets the operation run on; its memory stays alive until it ends.
+/// A posted operation. Dropping the transfer does not end the operation; its memory stays alive until the operation
+/// ends.
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Transfer {
     transfer: ferrywire::Transfer,
@@ -42,24 +43,24 @@ impl Transfer {
 
 #[pymethods]
 impl Transfer {
-    /// The outcome, or None while it is under way: bytes moved; for `recv`, the length of the message.
+    /// Returns None while the operation is in flight, then the number of bytes moved; for `recv`, the message's length.
     ///
-    /// Raises what it failed with: `AccessRefused`, `PeerLost`, `PeerClosed`, `Closed`, `Cancelled`, `Truncated`, `UsageError`,
-    /// `GpuError`, `LocalError`.
+    /// Raises the operation's error: `AccessRefused`, `PeerLost`, `PeerClosed`, `Closed`, `Cancelled`, `Truncated`,
+    /// `UsageError`, `GpuError`, `LocalError`.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         py.detach(|| self.transfer.poll()).transpose().or_raise(py)
     }
 
-    /// Whether it has ended, one way or the other.
+    /// Whether the operation has ended, with success or an error.
     fn done(&self, py: Python<'_>) -> bool {
         py.detach(|| self.transfer.poll()).is_some()
     }
 
-    /// Waits for the end and returns the outcome. `timeout` is the longest time in all, `stall_timeout` the longest
-    /// time without progress, both in seconds.
+    /// Waits for the end and returns the outcome, as `poll` does. `timeout` is the longest time in all, `stall_timeout`
+    /// the longest time without progress, both in seconds; None is no limit.
     ///
-    /// Raises `TimedOut`, after which the operation goes on, and can be waited for again or cancelled; else what `poll`
-    /// raises.
+    /// Raises `TimedOut`, after which the operation is still in flight and can be waited for again or cancelled;
+    /// otherwise the exceptions of `poll`.
     #[pyo3(signature = (timeout=None, *, stall_timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, stall_timeout: Option<f64>) -> PyResult<u64> {
         let whole = limit(py, "timeout", timeout)?;
@@ -77,7 +78,7 @@ impl Transfer {
                 moved = (now, Instant::now());
             }
             match outcome {
-                // Not one that the slices go on after.
+                // Only a stall ends the slices.
                 Err(Error::TimedOut { what, peer, .. }) if moved.1.elapsed() >= stall => {
                     let waited = if stall.is_zero() { stall } else { moved.1.elapsed() };
                     Ok(Err(Error::Stalled { what, peer, waited }))
@@ -88,7 +89,7 @@ impl Transfer {
         outcome?.or_raise(py)
     }
 
-    /// The same, awaited: the event loop goes on meanwhile. Raises `TimedOut`, and what `poll` raises.
+    /// Like `wait`, for `await`; the event loop runs meanwhile. Raises `TimedOut`, and the exceptions of `poll`.
     #[pyo3(signature = (timeout=None))]
     fn wait_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         coroutine(slf, "wait_transfer", timeout)
@@ -106,13 +107,13 @@ impl Transfer {
         overdue(py, waited, |slice| self.transfer.wait_for(slice, Duration::MAX))
     }
 
-    /// Lets a CUDA stream wait, on the device, until the transfer has ended; by default the current stream of the library
-    /// whose tensor it is. What is launched in it from here on finds what was received. Free no GPU memory meanwhile
-    /// (`empty_cache`): the driver would wait for the stream. Of host memory no stream waits unless it is given, as an
-    /// object that says which GPU it is of; without one this does nothing.
+    /// Makes a CUDA stream wait, on the device, until the transfer has ended: work launched in the stream after this
+    /// call finds the received bytes. Without `stream` it is the current stream of the library that the tensor belongs
+    /// to; for host memory no stream waits then. With host memory the stream must be an object that names its GPU. Free
+    /// no GPU memory while a stream waits (`empty_cache`): the driver would wait for the stream.
     ///
-    /// Raises `GpuError` of the driver, `UsageError` for what is no stream, and without a stream for GPU memory of no
-    /// library that has a current one.
+    /// Raises `GpuError` if the driver refuses; `UsageError` for an object that is not a stream, and, without a stream,
+    /// for GPU memory of a library that has no current stream.
     #[pyo3(signature = (stream=None))]
     fn block_stream(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let Some(named) = stream::to_hold(py, self.location, self.framework, stream)? else {
@@ -120,17 +121,17 @@ impl Transfer {
         };
         let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;
         let raw = named.raw;
-        // SAFETY: a stream that its library or the caller says is alive; a wrong one is an error of the driver's.
+        // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
         py.detach(|| unsafe { self.transfer.hold_raw(&gpu, raw as RawStream) }).or_raise(py)
     }
 
-    /// Bytes that have arrived so far.
+    /// The number of bytes that have arrived so far.
     #[getter]
     fn bytes_moved(&self) -> u64 {
         self.transfer.bytes_moved()
     }
 
-    /// Ends it early, if it is not too late: waiting for it then raises `Cancelled`, or succeeds.
+    /// Ends the operation early, if it is not too late: waiting for it then raises `Cancelled`, or succeeds.
     fn cancel(&self, py: Python<'_>) {
         py.detach(|| self.transfer.cancel());
     }
@@ -140,12 +141,12 @@ impl Transfer {
     }
 }
 
-/// Waits until one of several transfers with one peer has ended, well or not, and returns its place among them, the
-/// first where several have; the transfer itself tells how. So a number of them is kept in flight. `timeout` is the
-/// longest time in all, in seconds; 0 asks without waiting.
+/// Waits until one of several transfers with one peer has ended, with success or an error, and returns its index: the
+/// lowest, if several have ended. `poll` of that transfer returns its outcome. Applications use this to keep a number
+/// of transfers in flight. `timeout` is the longest time in all, in seconds; 0 does not wait.
 ///
-/// Raises `TimedOut`, after which all go on; `UsageError` when there are none, when one is something else, and for those
-/// of several peers.
+/// Raises `TimedOut`, after which all transfers are still in flight; `UsageError` for an empty sequence, for other
+/// objects, and for transfers of several peers.
 #[pyfunction]
 #[pyo3(signature = (transfers, timeout=None))]
 pub fn wait_any(transfers: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<usize> {

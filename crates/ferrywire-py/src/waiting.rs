@@ -1,6 +1,6 @@
-//! How a thread waits: without the interpreter's lock, and in slices, so that Ctrl-C ends it.
+//! Waits without the interpreter's lock, in slices, so that Ctrl-C ends a wait.
 //!
-//! Invariant: a wait that is broken off leaves what was waited for as it is.
+//! Invariant: an interrupted wait leaves the operation as it is.
 
 use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,12 +16,12 @@ use crate::errors::{OrRaise, raised, usage};
 use crate::shutdown::drop_later;
 use crate::wakeup::Wakeup;
 
-/// How long signals may have to wait.
+/// The longest delay of signals such as Ctrl-C.
 const SLICE: Duration = Duration::from_millis(50);
-/// What `timeout=None` means to the engine.
+/// The engine's timeout for `timeout=None`.
 pub const FOREVER: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// A `timeout` in seconds; `None` is for ever.
+/// Converts a `timeout` in seconds; `None` is no limit.
 pub fn limit(py: Python<'_>, what: &str, seconds: Option<f64>) -> PyResult<Duration> {
     match seconds {
         None => Ok(FOREVER),
@@ -32,7 +32,8 @@ pub fn limit(py: Python<'_>, what: &str, seconds: Option<f64>) -> PyResult<Durat
     }
 }
 
-/// Calls `wait` with short deadlines until it gives something else than that one was over, or the limit is.
+/// Calls `wait` with a short timeout again and again, until it returns something else than a timeout, or `limit` has
+/// passed.
 pub fn sliced<T: Send>(
     py: Python<'_>,
     limit: Duration,
@@ -46,7 +47,7 @@ pub fn sliced<T: Send>(
                 py.check_signals()?;
                 let waited = start.elapsed();
                 if waited >= limit {
-                    // Who gave no time was not kept waiting.
+                    // A caller that gave no time has not waited.
                     let waited = if limit.is_zero() { limit } else { waited };
                     return Err(raised(py, &after(error, waited)));
                 }
@@ -56,7 +57,7 @@ pub fn sliced<T: Send>(
     }
 }
 
-/// The same timeout, after all this time.
+/// The timeout error with the whole time waited.
 pub fn after(error: Error, waited: Duration) -> Error {
     match error {
         Error::Stalled { what, peer, .. } => Error::Stalled { what, peer, waited },
@@ -65,7 +66,7 @@ pub fn after(error: Error, waited: Duration) -> Error {
     }
 }
 
-/// What is there for somebody who has waited elsewhere, or else the timeout; `wait` would wait, and need not.
+/// After a wait elsewhere (in an event loop): the result if there is one by now, or else the timeout error.
 pub fn overdue<T: Send>(
     py: Python<'_>,
     waited_s: f64,
@@ -75,7 +76,7 @@ pub fn overdue<T: Send>(
     py.detach(|| wait(Duration::ZERO)).map_err(|error| after(error, waited)).or_raise(py)
 }
 
-/// Runs something that waits by itself, on a thread of its own; the caller leaves it behind on Ctrl-C.
+/// Runs `work`, which blocks, on a thread of its own and waits for it. Ctrl-C abandons the thread.
 pub fn aside<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -83,22 +84,22 @@ pub fn aside<T: Send + 'static>(
     begin_aside(py, work)?.wait(py)
 }
 
-/// What runs on a thread of its own.
+/// The result of `work` that runs on a thread of its own.
 pub struct Aside<T>(Mutex<Receiver<Result<T>>>);
 
-/// Begins such a thing.
+/// Starts such a thread.
 pub fn begin_aside<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> std::result::Result<Aside<T>, NotStarted> {
     let (tell, told) = mpsc::channel();
     on_a_thread(py, move || drop(tell.send(unless_it_panics(work))))?;
-    // Each `recv` is a wait of its own; a receiver is not shared between threads.
+    // A receiver cannot be shared between threads without a lock.
     Ok(Aside(Mutex::new(told)))
 }
 
 impl<T: Send> Aside<T> {
-    /// Waits for it; left behind on Ctrl-C.
+    /// Waits for the result; Ctrl-C abandons the thread.
     pub fn wait(self, py: Python<'_>) -> PyResult<T> {
         loop {
             let outcome = py.detach(|| locked(&self.0).recv_timeout(SLICE));
@@ -113,7 +114,7 @@ impl<T: Send> Aside<T> {
     }
 }
 
-/// There was no thread for it, and it has not begun.
+/// No thread could be started, so the work has not begun.
 pub struct NotStarted(pub PyErr);
 
 impl From<NotStarted> for PyErr {
@@ -127,7 +128,7 @@ fn on_a_thread(py: Python<'_>, work: impl FnOnce() + Send + 'static) -> std::res
     started.map(drop).map_err(|error| NotStarted(raised(py, &Error::io("start a thread", &error))))
 }
 
-/// Somebody waits for an answer, whatever becomes of the work.
+/// Turns a panic into an error, because a caller waits for the result.
 fn unless_it_panics<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let words = panic.downcast_ref::<&str>().copied();
@@ -140,10 +141,10 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is made of an outcome, with the interpreter's lock.
+/// Converts an outcome to a Python object, with the interpreter's lock.
 type Finish = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
 
-/// Something that waits by itself, for event loops. Who is not interested any more leaves it behind.
+/// A call that runs on a thread of its own, for event loops. A caller may drop it; the thread then finishes alone.
 #[pyclass(frozen, module = "ferrywire")]
 pub struct PendingCall(Arc<Mutex<Progress>>);
 
@@ -155,7 +156,7 @@ struct Progress {
 }
 
 impl PendingCall {
-    /// Begins it, on a thread of its own; `finish` makes an object of what it gives.
+    /// Starts the call on a thread of its own; `finish` converts its result.
     pub fn begin<T: Send + 'static>(
         py: Python<'_>,
         work: impl FnOnce() -> Result<T> + Send + 'static,
@@ -165,7 +166,7 @@ impl PendingCall {
         let its = Arc::downgrade(&progress);
         on_a_thread(py, move || {
             let outcome = unless_it_panics(work);
-            // Nobody asks any more: what was made ends here.
+            // The caller has dropped the call: its result is dropped here.
             let Some(progress) = its.upgrade() else { return };
             let mut progress = locked(&progress);
             progress.over = true;
@@ -178,13 +179,13 @@ impl PendingCall {
 
 #[pymethods]
 impl PendingCall {
-    /// What it gave, in a tuple, once; None while it is under way.
+    /// The result in a tuple, once; None while the call is in flight.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<(Py<PyAny>,)>> {
         let outcome = locked(&self.0).outcome.take();
         outcome.map(|finish| finish(py).map(|given| (given,))).transpose()
     }
 
-    /// Whether there is something to give, without taking it.
+    /// Whether the call has ended; takes nothing away.
     fn done(&self) -> bool {
         locked(&self.0).over
     }
@@ -194,7 +195,7 @@ impl PendingCall {
         let knows = |known: &ferrywire::Wakeup| known.as_raw_fd() == wakeup.wakeup.as_raw_fd();
         match progress.over {
             true => wakeup.wakeup.wake(),
-            // Who waits for several things asks each of them again whenever one has ended.
+            // An event loop with several calls asks each of them again whenever one has ended.
             false if progress.wakeups.iter().any(knows) => {}
             false => progress.wakeups.push(wakeup.wakeup.clone()),
         }
@@ -203,7 +204,7 @@ impl PendingCall {
 
 impl Drop for PendingCall {
     fn drop(&mut self) {
-        // It may have to be closed.
+        // The result may be a peer that has to be closed.
         let outcome = locked(&self.0).outcome.take();
         if outcome.is_some() {
             drop_later(outcome);

@@ -1,4 +1,6 @@
-//! What an event loop watches: the engine's `Wakeup`, and the way from an awaitable method to `_aio.py`.
+//! The file descriptor that an event loop watches, and the way from an awaitable method to `_aio.py`.
+//!
+//! Read next: `python/ferrywire/_aio.py`.
 
 use std::os::fd::{AsRawFd, RawFd};
 
@@ -10,7 +12,7 @@ use pyo3::types::PyTuple;
 use crate::endpoint::CLOSE_SECONDS;
 use crate::errors::OrRaise;
 
-/// A descriptor that is readable when one of the things attached to it may have something to give.
+/// A file descriptor that becomes readable when an object armed with it may have a result.
 #[pyclass(frozen, module = "ferrywire")]
 pub struct Wakeup {
     pub wakeup: ferrywire::Wakeup,
@@ -23,12 +25,11 @@ impl Wakeup {
         Ok(Wakeup { wakeup: ferrywire::Wakeup::new().or_raise(py)? })
     }
 
-    /// The descriptor.
     fn fileno(&self) -> RawFd {
         self.wakeup.as_raw_fd()
     }
 
-    /// Makes it not readable; look at what is attached afterwards.
+    /// Makes the descriptor not readable; poll the armed objects afterwards.
     fn clear(&self) {
         self.wakeup.clear();
     }
@@ -45,7 +46,8 @@ pub fn coroutine<'py>(
     py.import("ferrywire._aio")?.getattr(name)?.call1((object, timeout))
 }
 
-/// A coroutine of `_aio.py` that begins something, with a method and its arguments, and waits for it.
+/// A coroutine of `_aio.py` that starts a [`PendingCall`](crate::waiting::PendingCall) by a method and its arguments,
+/// and awaits it.
 pub fn errand<'py>(
     object: &Bound<'py, impl PyClass>,
     begin: &str,
@@ -66,7 +68,7 @@ pub fn leave<'py>(
     aio.getattr("leave")?.call1((object, CLOSE_SECONDS, value_of(exception)))
 }
 
-/// The end of a `with` block: what it raised comes out, and that closing failed after it is a note there.
+/// The end of a `with` block. The block's exception is raised, with a note if closing failed too.
 pub fn left(py: Python<'_>, exception: &Bound<'_, PyTuple>, closed: PyResult<()>) -> PyResult<()> {
     let Err(failed) = closed else { return Ok(()) };
     match value_of(exception) {
@@ -78,12 +80,12 @@ pub fn left(py: Python<'_>, exception: &Bound<'_, PyTuple>, closed: PyResult<()>
     }
 }
 
-/// The exception among what the end of a block is given, if there was one.
+/// The exception in the arguments of `__exit__`, if the block raised one.
 fn value_of<'py>(exception: &Bound<'py, PyTuple>) -> Option<Bound<'py, PyAny>> {
     exception.get_item(1).ok().filter(|value| !value.is_none())
 }
 
-/// An awaitable that gives the object.
+/// An awaitable that returns the object.
 pub fn itself<'py>(object: &Bound<'py, impl PyClass>) -> PyResult<Bound<'py, PyAny>> {
     object.py().import("ferrywire._aio")?.getattr("itself")?.call1((object,))
 }

@@ -146,9 +146,10 @@ fn files(below: &Path) -> BTreeMap<PathBuf, (u64, Option<SystemTime>)> {
         for entry in fs::read_dir(&folder).expect("a folder") {
             let path = entry.expect("an entry").path();
             let about = fs::symlink_metadata(&path).expect("it is there");
-            match about.is_dir() {
-                true => folders.push(path),
-                false => drop(files.insert(path, (about.len(), about.modified().ok()))),
+            if about.is_dir() {
+                folders.push(path);
+            } else {
+                files.insert(path, (about.len(), about.modified().ok()));
             }
         }
     }

@@ -1,4 +1,4 @@
-"""ferrywire moves GPU and host memory between machines over ordinary TCP NICs, as fast as the wires allow.
+"""ferrywire moves GPU and host memory between machines over ordinary TCP NICs.
 
 >>> import ferrywire as fw
 >>> receiver = fw.Endpoint("127.0.0.1:0")
@@ -11,8 +11,8 @@
 >>> receiver.accept(timeout=5).wait_notification(timeout=5)
 b'here it is'
 
-Sizes and offsets are in bytes, times in seconds. Whatever can fail raises an :class:`Error`; ``kind`` and the subclasses
-say where it comes from. Every wait releases the interpreter's lock and ends on Ctrl-C.
+Sizes and offsets are in bytes, times in seconds. Every failure raises an :class:`Error`; its class and its ``kind``
+tell who has to act. Every wait releases the interpreter's lock and ends on Ctrl-C.
 """
 
 from __future__ import annotations

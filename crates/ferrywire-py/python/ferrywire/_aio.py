@@ -1,10 +1,10 @@
-"""What is awaited: one eventfd per event loop, watched as long as something waits.
+"""Awaiting transfers, notifications, peers and blocking calls: one eventfd per event loop.
 
-    await ──▶ look ──▶ attach to the loop's wakeup, look ──▶ readable ──▶ all that wait look again
+    await ──▶ look ──▶ attach to the loop's wakeup, look ──▶ readable ──▶ all waiting tasks look again
 
-Nothing is polled, and no thread is taken; only connecting and closing, which block, have one of their own. An `await` that
-is cancelled leaves what it waited for as it is: looking takes a notification or a peer away, so only who returns it
-looks, in the same step. Likewise it leaves such a thread behind.
+Nothing is polled on a timer, and no thread is used, except that connecting and closing block and have a thread of
+their own. Invariant: a cancelled `await` loses nothing. Looking takes a notification or a peer out of its queue, so
+a task looks only in the step in which it returns the result. A cancelled connect or close leaves its thread behind.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 from ._ferrywire import Endpoint, PendingCall, Peer, Transfer, Wakeup
 
-# A loop's descriptor table and the frames that wait keep a hub, and nobody else: its futures refer to the loop, so a loop
-# that is closed while something waits would never go.
+# Weak, because a hub's futures refer to the loop: a loop that is closed while a task waits would never be freed. The
+# loop's descriptor table and the waiting frames keep the hub alive.
 _hubs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Hub]] = weakref.WeakKeyDictionary()
 
 
 class _Hub:
-    """All that waits in one event loop."""
+    """The waiting tasks of one event loop, and its wakeup."""
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
@@ -38,7 +38,7 @@ class _Hub:
         return hub
 
     async def wait(self, loop: asyncio.AbstractEventLoop, worth: Callable[[], bool]) -> None:
-        """Until something that is attached has something to give, and looking is `worth` it."""
+        """Waits until an attached object may have a result and `worth` says that looking for it is worthwhile."""
         future = loop.create_future()
         if not self.waiting:
             loop.add_reader(self.wakeup.fileno(), self.turn)
@@ -64,10 +64,10 @@ async def _until(
     timeout: float | None,
     done: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """The first result of `look` that is not None; `attach` sees to it that it is called in time.
+    """Waits for the first result of `look` that is not None; `attach` arms the loop's wakeup for it.
 
-    `overdue` gives what is there when the time is up, or raises the `TimedOut`. While `done` is false, which takes
-    nothing away, there is nothing to look for: of a thousand transfers each that ends wakes one that waits.
+    When the time is up, `overdue` returns a last result or raises `TimedOut`. `done` tells, without taking a result,
+    whether there is one: with a thousand transfers, each that ends wakes only its own task.
     """
     if (found := look()) is not None:
         return found
@@ -82,7 +82,7 @@ async def _until(
     try:
         async with asyncio.timeout(timeout) as limit:
             while (found := look()) is None:
-                # Looks once more: what comes after this makes the wakeup readable.
+                # A result that comes after this makes the wakeup readable; look once more for an earlier one.
                 attach(hub.wakeup)
                 if (found := look()) is not None:
                     break
@@ -108,7 +108,7 @@ async def accept(endpoint: Endpoint, timeout: float | None) -> Peer:
 
 
 async def errand(begin: Callable[..., PendingCall], *arguments: Any) -> Any:
-    """What waits by itself, on a thread of its own; if this is cancelled it is left behind."""
+    """Awaits a call that blocks on a thread of its own. Cancelling this leaves the thread behind."""
     begun = begin(*arguments)
     (given,) = await _until(begun.poll, begun._arm, _never, None, begun.done)
     return given
@@ -129,7 +129,7 @@ async def leave(thing: Endpoint | Peer, timeout: float, raised: BaseException | 
 
 
 def note(raised: BaseException, failed: Exception) -> None:
-    """What a block raised says more than that closing failed after it."""
+    """Adds the failure of closing as a note to the block's own exception, which says more."""
     raised.add_note(f"Closing failed after that: {failed}")
 
 

@@ -1,8 +1,8 @@
-"""What ferrywire raises, sorted by who has to act.
+"""The exceptions of ferrywire, sorted by who has to act.
 
 Every exception has ``kind`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"refused"``, ``"timeout"``, ``"internal"``)
-and ``peer``, the name of the remote endpoint where one is concerned, else ``None``. ``reason`` says in one word why a peer is
-``PeerLost``, ``Unreachable`` or has ``Refused`` (``"connection_refused"``, ``"secret"``, ``"version"``, ...), else it is ``None``:
+and ``peer``, the name of the remote endpoint concerned, or ``None``. ``reason`` tells in one word the cause of a ``PeerLost``,
+``Unreachable`` or ``Refused`` (``"connection_refused"``, ``"secret"``, ``"version"``, ...) and is ``None`` for other exceptions;
 programs compare it instead of the message.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Error(Exception):
-    """The base of all."""
+    """The base class of all exceptions of ferrywire."""
 
     kind: str = "usage"
     peer: str | None = None
@@ -53,29 +53,29 @@ class Cancelled(Error):
 
 
 class LocalError(Error, OSError):
-    """This host: its sockets, memory or limits. ``errno`` is the system's number where it gave one, else ``None``."""
+    """A resource of this host failed or is short: sockets, memory, limits. ``errno`` is the system's number or ``None``."""
 
     kind = "local"
 
     def __str__(self) -> str:
-        # Without "[Errno 98]" before words that say it.
+        # The message already explains the number, so "[Errno 98]" is left out.
         return self.strerror or super().__str__()
 
 
 class GpuError(Error):
-    """A GPU of this host, its driver, or its use."""
+    """A GPU of this host or its driver failed, or cannot be used in this way."""
 
     kind = "gpu"
 
 
 class PeerError(Error):
-    """The peer, or the network to it."""
+    """The peer, or the network to it, failed."""
 
     kind = "peer"
 
 
 class PeerLost(PeerError, ConnectionError):
-    """The peer is gone: killed, stopped, or out of reach over every NIC."""
+    """The peer was lost: killed, stopped, or unreachable over every NIC."""
 
 
 class PeerClosed(PeerError, ConnectionError):
@@ -87,24 +87,24 @@ class Unreachable(PeerError, ConnectionError):
 
 
 class Refused(PeerError, ConnectionError):
-    """The other end is no ferrywire, has another version or secret, or has restarted."""
+    """The other end is not ferrywire, has another version or secret, or has restarted."""
 
 
 class AccessRefused(PeerError):
-    """The peer refused an access: its region is gone, foreign, or too small."""
+    """The peer refused an access: its region is deregistered, of another endpoint, or too small."""
 
 
 class ProtocolViolation(PeerError):
-    """The peer did what no ferrywire of this version does."""
+    """The peer broke the protocol of this version."""
 
 
 class TimedOut(Error, TimeoutError):
-    """A wait took longer than its caller allowed. What was waited for goes on, and can be waited for again."""
+    """A wait took longer than its caller allowed. The operation continues and can be waited for again."""
 
     kind = "timeout"
 
 
 class InternalError(Error):
-    """A mistake in ferrywire: please report it."""
+    """A defect of ferrywire: please report it."""
 
     kind = "internal"

@@ -1,4 +1,4 @@
-"""The end of the interpreter: endpoints that are still open are closed, and the log is read to its end."""
+"""Closes open endpoints and drains the log when the interpreter ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The native half. Sizes and offsets are in bytes, times in seconds; what raises, raises a ``ferrywire.Error``,
-or a ``TypeError`` for an object of another type than the signature names.
+"""Types of the native module. Sizes and offsets are in bytes, times in seconds. Failures raise a ``ferrywire.Error``,
+or a ``TypeError`` for an argument whose type is not the signature's.
 
 The docstrings are the module's own: ``help(ferrywire.Peer)``.
 """
@@ -7,7 +7,7 @@ The docstrings are the module's own: ``help(ferrywire.Peer)``.
 from collections.abc import Awaitable, Generator, Iterable, Sequence
 from typing import Any, Final, Self, SupportsIndex, final
 
-# In `collections.abc` from Python 3.12 on. Type checkers have this one without an installation.
+# `collections.abc` has Buffer from Python 3.12 on; type checkers know this module without an installation.
 from typing_extensions import Buffer
 
 __all__ = [

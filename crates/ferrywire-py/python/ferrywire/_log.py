@@ -1,7 +1,8 @@
 """The engine's log in Python's ``logging``, under the name ``ferrywire``.
 
-The engine's threads never wait for the interpreter: they leave records in a bounded queue, and a thread here hands
-them on. Which level is wanted is looked at when an endpoint is made, connects or accepts, and with every record.
+The engine's threads never wait for the interpreter: they put records into a bounded queue, and a Python thread passes
+them to ``logging``. The wanted level is read when an endpoint is opened, connects or accepts, and after each batch of
+records.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _thread: threading.Thread | None = None
 
 
 def look() -> None:
-    """Tells the engine which records are wanted, and sees to it that somebody hands them on."""
+    """Tells the engine which level is wanted, and starts the thread that passes records on."""
     global _thread
     _ferrywire.log_level(logger.getEffectiveLevel())
     if _thread is None:
@@ -42,7 +43,7 @@ def _hand_on() -> None:
 
 
 def stop() -> None:
-    """Hands on what is left, and ends."""
+    """Passes on the remaining records and ends the thread."""
     _ferrywire.log_stop()
     if _thread is not None:
         _thread.join(timeout=5)

@@ -1,4 +1,4 @@
-"""Where the NCCL plugin of this installation lies."""
+"""The path of the NCCL plugin of this installation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ FILE = "ferrywire/lib/libnccl-net-ferrywire.so"
 
 
 def nccl_plugin_path() -> str:
-    """The file of the NCCL plugin that came with this package, for ``NCCL_NET_PLUGIN``.
+    """The path of the NCCL plugin that came with this package, for ``NCCL_NET_PLUGIN``.
 
-    Raises :class:`LocalError` where the package was not installed, but is used from its sources.
+    Raises :class:`LocalError` if there is no plugin, because the package is used from its sources.
     """
     beside = Path(__file__).parent.parent / FILE
     if beside.is_file():
         return str(beside)
     try:
-        # Of an editable installation only the modules lie elsewhere.
+        # In an editable installation only the Python modules are in another folder.
         installed = Path(str(metadata.distribution("ferrywire").locate_file(FILE)))
     except metadata.PackageNotFoundError:
         installed = beside

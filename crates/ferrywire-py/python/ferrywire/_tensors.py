@@ -1,7 +1,7 @@
-"""Many tensors with their names, shapes and element types: shared by one process, fetched by others in one call.
+"""Shares many named tensors with peers, which fetch all of them in one call.
 
-The one who shares registers its tensors and hands out a description in bytes; whoever has it reads them, all at
-once. Works for a torch ``state_dict`` and for dictionaries of numpy arrays.
+:func:`share` registers a process's tensors and describes them in bytes; a peer passes the description to
+:func:`fetch`, which reads the tensors. Works for a torch ``state_dict`` and for dictionaries of numpy arrays.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ._errors import Closed, Error, LocalError, UsageError
 from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion, Transfer
 
 VERSION = 1
-# How long what is broken off may take to end.
+# How long cancelled transfers may take to end.
 CANCEL_SECONDS = 5.0
 
 
 class Shared:
-    """Tensors that peers may fetch, until it is closed."""
+    """Registered tensors that peers may fetch, until ``close`` is called."""
 
     def __init__(self, regions: list[Region], entries: list[dict[str, Any]]) -> None:
         self._regions = regions
@@ -33,18 +33,20 @@ class Shared:
         self.nbytes: int = sum(region.nbytes for region in regions)
 
     def describe(self) -> bytes:
-        """What :func:`fetch` needs, for any store or message: names, shapes, element types and where the bytes are.
+        """The description for :func:`fetch` as bytes: names, shapes, element types and regions of the tensors.
 
-        About 150 bytes for each tensor. Raises :class:`UsageError` where PyTorch has moved one since it was shared.
+        About 150 bytes for each tensor; the application carries them to the peer. Raises :class:`UsageError` if
+        PyTorch has moved a tensor since it was shared.
         """
         for region in self._regions:
             region.descriptor()
         return json.dumps({"version": VERSION, "tensors": self._entries}).encode()
 
     def close(self) -> None:
-        """Takes the memory back: from here on nobody can fetch.
+        """Deregisters the tensors: peers can no longer fetch them.
 
-        Raises, once, where operations still use some of it, and keeps that alone: close it again when they have ended.
+        If operations still use some tensors, those stay registered and the first error is raised: call ``close``
+        again when the operations have ended.
         """
         kept: list[Region] = []
         first: Exception | None = None
@@ -80,8 +82,8 @@ class Shared:
 def share(endpoint: Endpoint, tensors: Mapping[str, Any]) -> Shared:
     """Registers tensors (torch or numpy, contiguous) for peers to fetch.
 
-    They are read as they are when they are fetched: change them only when nobody does. Raises :class:`UsageError`,
-    naming the tensor, where one cannot be registered.
+    A fetch reads the tensors' values at that time, so do not change them during one. Raises :class:`UsageError`,
+    which names the tensor, if a tensor cannot be registered.
     """
     regions, entries = [], []
     for name, tensor in tensors.items():
@@ -108,15 +110,15 @@ def fetch(
     device: str = "cpu",
     timeout: float | None = None,
 ) -> dict[str, Any]:
-    """Reads all tensors that a peer shares, in one operation for each GPU here, and returns them by name.
+    """Reads all tensors that a peer shares, with one operation for each local GPU, and returns them by name.
 
-    New ones are made, of the library that the peer's are of (torch on ``device``), or they go into those of ``into``,
-    which must have the same names, shapes and element types. ``timeout`` is in seconds; a fetch that does not succeed
-    is cancelled, and leaves anything in the tensors.
+    By default new tensors are made, of the library that the peer uses (torch tensors on ``device``). With ``into``
+    the bytes go into its tensors, which must have the peer's names, shapes and element types. ``timeout`` is in
+    seconds. A fetch that fails is cancelled; the contents of the tensors are then undefined.
 
-    Raises :class:`UsageError` for what is no description, contradicts itself, or does not match ``into``;
-    :class:`LocalError` where this host has no memory for it; :class:`AccessRefused` where the
-    tensors are not shared any more, :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`TimedOut`.
+    Raises :class:`UsageError` for a description that is malformed, inconsistent, or does not match ``into``;
+    :class:`LocalError` if this host has too little memory; :class:`AccessRefused` if the peer no longer shares the
+    tensors; :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`TimedOut`.
     """
     entries = _told(description)
     remotes = [_remote(entry) for entry in entries]
@@ -125,7 +127,7 @@ def fetch(
     else:
         result = {e["name"]: _made(e, r.nbytes, device) for e, r in zip(entries, remotes, strict=True)}
     regions: list[Region] = []
-    # An operation comes after the work of one GPU, in the current stream of one framework.
+    # One operation can follow the work of one GPU, in the current stream of one framework.
     lists: dict[tuple[str, str], list[BlockList]] = {}
     for entry, remote in zip(entries, remotes, strict=True):
         region = _registered(endpoint, entry["name"], result[entry["name"]])
@@ -141,13 +143,13 @@ def fetch(
 
 
 def _order(region: Region, tensor: Any) -> tuple[str, str]:
-    """What work an operation on it comes after: of which GPU, in the current stream of which library."""
+    """The GPU and library whose current stream an operation on the region follows."""
     on_gpu = region.device.startswith("cuda")
     return (region.device, type(tensor).__module__.partition(".")[0]) if on_gpu else ("host", "")
 
 
 def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -> None:
-    """Reads each of them, all at once."""
+    """Posts a read of each list and waits for all of them."""
     until = None if timeout is None else time.monotonic() + timeout
     transfers: list[Transfer] = []
     try:
@@ -156,7 +158,7 @@ def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -
         for transfer in transfers:
             transfer.wait(None if until is None else max(0.0, until - time.monotonic()))
     except BaseException:
-        # The caller has nothing that it could wait for: the tensors must not change any more.
+        # The caller gets no transfer to wait for, so the tensors must not change after this raises.
         for transfer in transfers:
             transfer.cancel()
         for transfer in transfers:
@@ -166,7 +168,7 @@ def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -
 
 
 def _told(description: bytes) -> list[dict[str, Any]]:
-    """The entries of a description. It came from elsewhere: what is used of it is what :func:`share` writes."""
+    """The entries of a description. It came from another process, so everything that is used is checked."""
     try:
         told = json.loads(description)
     except (TypeError, ValueError, RecursionError) as error:
@@ -241,7 +243,7 @@ def _dtype_name(tensor: Any) -> str:
 
 
 def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
-    """A new tensor. What the entry says came from elsewhere: nothing is allocated before it fits its region."""
+    """A new tensor. The entry came from another process: its size must match its region before anything is allocated."""
     dtype, item_bytes = _dtype(entry)
     said = math.prod(entry["shape"]) * item_bytes
     if said != nbytes:
@@ -259,13 +261,13 @@ def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
         return numpy.empty(entry["shape"], dtype)
     except (TypeError, ValueError, OverflowError) as error:
         raise _unknown(entry) from error
-    # PyTorch has no other for a device that is none, or full.
+    # PyTorch raises RuntimeError for an unknown device and for one without memory.
     except (MemoryError, RuntimeError) as error:
         raise LocalError(f"tensor {entry['name']!r}: {nbytes} bytes cannot be had: {error}") from error
 
 
 def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
-    """The element type and its size."""
+    """The element type and its size in bytes."""
     if entry["library"] == "torch":
         import torch
 
