@@ -1,8 +1,9 @@
-//! What a host is made of, which GPU is to use which NIC, and which process of a run this is.
+//! The host's hardware, the NICs for each GPU, and the rank of this process.
 //!
-//! [`topology`] reads the kernel and the driver and makes plans; [`ranks`] reads what launchers say. The engine knows neither:
-//! a plan is applied to the builder of an endpoint.
-//! Invariant: plans and ranks are pure functions of what was read. Read next: `topology/mod.rs`.
+//! [`topology`] reads the kernel and the CUDA driver and makes plans; [`ranks`] reads the variables of launchers. The
+//! engine uses neither: a plan is applied to the builder of an endpoint.
+//! Invariant: plans and ranks are pure functions of what was read.
+//! Read next: `topology/mod.rs`.
 #![forbid(unsafe_code)]
 
 pub mod ranks;

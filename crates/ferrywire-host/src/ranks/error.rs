@@ -1,69 +1,71 @@
-//! Why nobody can say which process this is. Each names the variables or flags, as they are set.
+//! Errors of [`Ranks`](super::Ranks). Each names the variables or flags with their values.
+//!
+//! Read next: `mod.rs`, which returns them.
 
-/// Numbers that do not fit together.
+/// Variables or flags from which no rank can be derived.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RanksError {
-    /// A variable is no number.
+    /// A variable's value is not a number.
     #[error("{variable} is not a number that can be")]
     NotANumber {
-        /// The variable with its value.
+        /// The variable with its value, `RANK=x`.
         variable: String,
     },
     /// Some of a launcher's variables are set, others are not.
     #[error("{set} is set and {missing} is not: set both, or neither{}", with_flag(missing, flag))]
     HalfSet {
-        /// One that is set, with its value.
+        /// A variable that is set, with its value.
         set: String,
-        /// The one that is not.
+        /// The variable that is not set.
         missing: &'static str,
-        /// The flag that would do instead.
+        /// The flag that can replace the missing variable.
         flag: &'static str,
     },
-    /// Two launchers say different things.
+    /// Two launchers contradict each other.
     #[error(
         "{one}, but {other}: two launchers disagree; unset the variables of one, or give --rank, --world-size and --local-rank"
     )]
     Disagree {
-        /// The inner one's variable with its value.
+        /// A variable of the inner launcher, with its value.
         one: String,
-        /// The outer one's.
+        /// The contradicting variable of the outer launcher, with its value.
         other: String,
     },
-    /// A rank is not below the number of processes.
+    /// A rank is not below the world size.
     #[error("{rank} is not below {world_size}: ranks are numbered from 0")]
     Outside {
         /// The rank's variable with its value.
         rank: String,
-        /// The number's.
+        /// The world size's variable with its value.
         world_size: String,
     },
-    /// More processes than a run can have.
+    /// The world size is above [`RANKS_MAX`](ferrywire_proto::limits::RANKS_MAX).
     #[error("{world_size} is more than a run can have ({})", ferrywire_proto::limits::RANKS_MAX)]
     TooMany {
-        /// The variable with its value.
+        /// The world size's variable with its value.
         world_size: String,
     },
-    /// A list of nodes that cannot be read.
+    /// A list of nodes cannot be parsed.
     #[error("{variable}: {why}")]
     BadNodes {
         /// The variable with its value.
         variable: String,
-        /// What is wrong with it.
+        /// The parser's reason.
         why: String,
     },
-    /// A meeting point without anybody who goes there.
+    /// A rendezvous was given without ranks.
     #[error(
         "--rendezvous {text} says where ranks meet, and nobody says which rank this is: give --rank and --world-size too, or \
          start it by a launcher"
     )]
     NoRank {
-        /// What was typed.
+        /// The value of `--rendezvous`.
         text: String,
     },
-    /// A meeting point that cannot be read.
+    /// A rendezvous cannot be parsed.
     #[error("--rendezvous {text}: write it as HOST:PORT")]
     BadRendezvous {
-        /// What was typed.
+        /// The value of `--rendezvous`.
         text: String,
     },
 }

@@ -1,13 +1,13 @@
-//! Lists of nodes as Slurm writes them: `gpu[001-003,7],rack[0-1]n[1-2],login`.
+//! Parses lists of nodes as Slurm writes them: `gpu[001-003,7],rack[0-1]n[1-2],login`.
 //!
-//! Read next: `mod.rs`, which takes the first of them.
+//! Read next: `mod.rs`, which uses the first node.
 
 use ferrywire_proto::limits::RANKS_MAX;
 
-/// All hosts of a list, in its order. With several brackets in a name the last one runs fastest.
+/// All hosts of a list, in its order. If a name has several brackets, the last one varies fastest.
 ///
 /// # Errors
-/// What is wrong with the list, for people.
+/// A message that says what is wrong with the list.
 pub fn hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts = Vec::new();
     for pattern in split(list)? {
@@ -21,7 +21,7 @@ fn bounded(count: usize) -> Result<(), String> {
     if count > RANKS_MAX as usize { Err(format!("more than {RANKS_MAX} hosts")) } else { Ok(()) }
 }
 
-/// At the commas outside of brackets.
+/// Splits at the commas outside of brackets.
 fn split(list: &str) -> Result<Vec<&str>, String> {
     let (mut patterns, mut inside, mut from) = (Vec::new(), false, 0);
     for (at, c) in list.char_indices() {
@@ -60,7 +60,7 @@ fn expand(pattern: &str) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// `001-003,7` with the zeros in front that it is written with.
+/// Expands `001-003,7`; numbers keep their leading zeros.
 fn numbers(ranges: &str) -> Result<Vec<String>, String> {
     let mut numbers = Vec::new();
     for range in ranges.split(',') {

@@ -1,10 +1,11 @@
-//! Which one of how many processes this is, as a launcher tells it: torchrun, Open MPI, Hydra or Slurm, or flags.
+//! Finds the rank and world size of this process from the variables of a launcher (torchrun, Open MPI, Hydra, Slurm) or
+//! from flags.
 //!
-//! A pure function of flags and variables. Launchers nest: torchrun runs inside a Slurm step, mpirun inside a Slurm
-//! batch script. The innermost one that is there is believed (torchrun, then Open MPI, then Hydra, then Slurm), and the
-//! others have to agree with it or be such that they may have started it.
-//! Invariant: numbers that do not fit together are an error that names the variables; nothing is guessed from half of
-//! them. Read next: `hosts.rs`, for lists of nodes.
+//! Launchers nest: torchrun runs inside a Slurm step, mpirun inside a Slurm batch script. The innermost launcher counts
+//! (torchrun, then Open MPI, then Hydra, then Slurm); the others must agree with it, or be able to have started it.
+//! Invariant: a pure function of flags and variables. Contradicting or incomplete numbers are an error that names the
+//! variables; nothing is guessed.
+//! Read next: `hosts.rs`, for lists of nodes.
 
 mod error;
 mod hosts;
@@ -18,54 +19,54 @@ pub use hosts::hosts;
 
 use ferrywire_proto::limits::RANKS_MAX;
 
-/// Set by torchrun, and by nobody else.
+/// Only torchrun sets this variable.
 const TORCHRUN_MARK: &str = "TORCHELASTIC_RUN_ID";
-/// `True` where torchrun itself listens at `MASTER_PORT`.
+/// `True` if torchrun itself listens on `MASTER_PORT`.
 const TORCHRUN_HOLDS_PORT: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// Nodes of the present step,
+/// The nodes of the present step.
 const SLURM_STEP_NODES: &str = "SLURM_STEP_NODELIST";
-/// of the whole job, and the latter's old name.
+/// The nodes of the whole job, and this variable's old name.
 const SLURM_JOB_NODES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
-/// Where ranks that srun starts meet, unless somebody says: below the ports that the kernel gives away.
+/// Ports for the rendezvous of ranks that srun starts, if none is given: below the kernel's ephemeral ports.
 const SLURM_PORTS: std::ops::Range<u16> = 10_240..30_720;
-/// Ports that a step may take in a row, from that of its meeting point on.
+/// Ports that a step may use in a row, beginning with its rendezvous port.
 const STEP_PORTS: u16 = 32;
-/// Jobs whose numbers follow each other are so many steps apart.
+/// Consecutive job ids are this many steps apart, so that their ports differ.
 const JOB_STRIDE: u64 = 31;
 
-/// This process among those of a run.
+/// This process among the processes of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ranks {
-    /// Its number, below `world`.
+    /// The rank: 0 to `world_size - 1`.
     pub rank: u32,
-    /// How many processes there are.
+    /// The number of processes of the run.
     pub world_size: u32,
-    /// Its number among those on this host.
+    /// The rank among the processes of this host.
     pub local_rank: u32,
-    /// How many there are on this host, where the launcher tells.
+    /// The number of processes on this host, if the launcher sets it.
     pub local_world: Option<u32>,
-    /// Where the processes meet, where somebody tells.
+    /// Where the ranks meet, if it is known.
     pub rendezvous: Option<Rendezvous>,
-    /// Who told.
+    /// The source of the numbers.
     pub launcher: Launcher,
 }
 
-/// Where the processes of a run meet.
+/// Where the ranks of a run meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
-    /// Name or address of a host.
+    /// Name or address of the host.
     pub host: String,
-    /// The port, where one is told that is not taken by the launcher itself.
+    /// The port, if one is given that the launcher itself does not use.
     pub port: Option<u16>,
 }
 
-/// Who started the processes.
+/// The launcher that started the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// A person, by flags.
+    /// No launcher: flags of the command.
     Flags,
-    /// PyTorch's torchrun, or whoever sets its variables.
+    /// PyTorch's torchrun, or a script that sets its variables.
     Torchrun,
     /// mpirun of Open MPI.
     OpenMpi,
@@ -75,7 +76,7 @@ pub enum Launcher {
     Slurm,
 }
 
-/// What was typed; goes before what a launcher says.
+/// Flags of the command; they override the launcher's variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankFlags {
     /// `--rank`
@@ -88,13 +89,13 @@ pub struct RankFlags {
     pub rendezvous: Option<String>,
 }
 
-/// Variables of a launcher: rank, world_size, local rank, local world_size.
+/// The names of a launcher's variables: rank, world size, local rank, local world size.
 struct Variables {
     launcher: Launcher,
     names: [&'static str; 4],
 }
 
-/// Innermost first.
+/// The launchers, innermost first.
 const LAUNCHERS: [Variables; 4] = [
     Variables {
         launcher: Launcher::Torchrun,
@@ -113,7 +114,8 @@ const LAUNCHERS: [Variables; 4] = [
         launcher: Launcher::Hydra,
         names: ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
     },
-    // Slurm tells local worlds per node, in a list. What it says of tasks of the whole job holds for a batch script too.
+    // Slurm lists the local world sizes per node. Its variables about tasks of the whole job are also set in a batch
+    // script.
     Variables {
         launcher: Launcher::Slurm,
         names: ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""],
@@ -122,19 +124,19 @@ const LAUNCHERS: [Variables; 4] = [
 
 const FLAGS: [&str; 4] = ["--rank", "--world-size", "--local-rank", ""];
 
-/// A number with the name of who told it.
+/// A number and the variable or flag that it came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Told {
     name: &'static str,
     number: u32,
 }
 
-/// Rank and world of a task of Slurm: both are set in a step alone.
+/// Rank and world size of a Slurm task: both are set only in a step.
 fn in_slurm_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"].iter().all(|name| variable(name).is_some())
 }
 
-/// Numbers of one launcher, as far as they are set.
+/// The numbers of one launcher that are set.
 #[derive(Clone, Copy, Debug)]
 struct Set {
     launcher: Launcher,
@@ -143,12 +145,19 @@ struct Set {
 }
 
 impl Ranks {
-    /// From the environment of this process; `None` when neither a launcher nor a flag says anything.
+    /// Ranks from the environment of this process; `None` if neither a launcher nor a flag gives any.
+    ///
+    /// # Errors
+    /// As for [`Ranks::of`].
     pub fn from_env(flags: &RankFlags) -> Result<Option<Ranks>, RanksError> {
         Ranks::of(flags, |name| std::env::var(name).ok())
     }
 
-    /// From flags and variables.
+    /// Ranks from flags and variables; `None` if neither gives any.
+    ///
+    /// # Errors
+    /// Incomplete or contradicting numbers, a rank outside of the world, a list of nodes or a rendezvous that cannot be
+    /// parsed.
     pub fn of(
         flags: &RankFlags,
         variable: impl Fn(&str) -> Option<String>,
@@ -158,7 +167,7 @@ impl Ranks {
             value.filter(|value| !value.is_empty())
         };
         let typed = Set::of_flags(flags);
-        // Who says everything by flags is not held up by what a shell has left.
+        // If all numbers are given by flags, leftover variables of a shell do not matter.
         if typed.told[..3].iter().all(Option::is_some) {
             return typed.ranks(rendezvous(flags, Launcher::Flags, &variable)?).map(Some);
         }
@@ -183,7 +192,7 @@ impl Ranks {
         Ok(Some(ranks.with_local_world(&variable)?))
     }
 
-    /// Slurm tells how many tasks a node has for each node alone; on one node all of them are there.
+    /// Slurm gives the number of tasks per node; on a single node all tasks are local.
     fn with_local_world(self, variable: &impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
         let on_one_node = self.launcher == Launcher::Slurm
             && slurm_nodes(self.launcher, variable)?.is_some_and(|nodes| nodes.len() == 1);
@@ -203,16 +212,17 @@ impl Set {
         Set { launcher: Launcher::Flags, names: FLAGS, told: std::array::from_fn(told) }
     }
 
-    /// `None` when the launcher has set nothing for this process.
+    /// The numbers of one launcher; `None` if it has set none for this process.
     fn of_variables(
         of: &Variables,
         variable: &impl Fn(&str) -> Option<String>,
     ) -> Result<Option<Set>, RanksError> {
-        // A shell inside an allocation of Slurm is no task of a step, nor is a batch script, though that has a number.
+        // A shell inside a Slurm allocation is not a task of a step. Nor is a batch script, though it has a task
+        // number.
         if of.launcher == Launcher::Slurm && !in_slurm_step(variable) {
             return Ok(None);
         }
-        // srun tells rank and world as Hydra does too (--mpi=pmi2), and the local rank as it always does.
+        // srun with `--mpi=pmi2` sets Hydra's rank and world size, but its own variable for the local rank.
         let of_srun = || variable(of.names[2]).is_none() && in_slurm_step(variable);
         if of.launcher == Launcher::Hydra && of_srun() {
             return Ok(None);
@@ -225,20 +235,20 @@ impl Set {
         Ok(some.then_some(Set { launcher: of.launcher, names: of.names, told }))
     }
 
-    /// Flags where they are given, the launcher's numbers elsewhere.
+    /// Flags where they are given, the launcher's numbers otherwise.
     fn over(&self, launcher: &Set) -> Set {
         let told = std::array::from_fn(|at| self.told[at].or(launcher.told[at]));
         Set { told, ..*launcher }
     }
 
-    /// Refuses an outer launcher that says something else and cannot have started the inner one.
+    /// Fails if an outer launcher contradicts this one and cannot have started it.
     fn check_inside(&self, outer: &Set) -> Result<(), RanksError> {
         let number = |set: &Set, at: usize| set.told[at].map(|told| told.number);
         let differs = |at: &usize| {
             number(self, *at).zip(number(outer, *at)).is_some_and(|(inner, outer)| inner != outer)
         };
         let Some(at) = (0..3).find(differs) else { return Ok(()) };
-        // One of it per host that starts the others there, or the script that starts them all.
+        // An outer launcher may have one process per host that starts the others there, or one process in all.
         let first_on_host = number(outer, 2).unwrap_or(0) == 0;
         let fewer = number(outer, 1) < number(self, 1);
         if first_on_host && (fewer || number(outer, 0) == Some(0)) {
@@ -251,7 +261,7 @@ impl Set {
     fn ranks(&self, rendezvous: Option<Rendezvous>) -> Result<Ranks, RanksError> {
         let (rank, world_size) = (self.needed(0)?, self.needed(1)?);
         let local_rank = match self.launcher {
-            // By hand there is most often one process per host.
+            // Without a launcher there is usually one process per host.
             Launcher::Flags => self.told[2].unwrap_or(Told { name: FLAGS[2], number: 0 }),
             _ => self.needed(2)?,
         };
@@ -278,9 +288,10 @@ fn number(name: &'static str, value: &str) -> Result<Told, RanksError> {
 }
 
 fn below(rank: Told, world_size: Told) -> Result<(), RanksError> {
-    match rank.number < world_size.number {
-        true => Ok(()),
-        false => Err(RanksError::Outside { rank: rank.to_string(), world_size: world_size.to_string() }),
+    if rank.number < world_size.number {
+        Ok(())
+    } else {
+        Err(RanksError::Outside { rank: rank.to_string(), world_size: world_size.to_string() })
     }
 }
 
@@ -291,7 +302,10 @@ impl fmt::Display for Told {
     }
 }
 
-/// Where to meet: what was typed, else `MASTER_ADDR`, else the first node of Slurm's list.
+/// The rendezvous: the flag, else `MASTER_ADDR`, else the first node of Slurm's list.
+///
+/// # Errors
+/// A flag or a list that cannot be parsed.
 fn rendezvous(
     flags: &RankFlags,
     launcher: Launcher,
@@ -313,7 +327,7 @@ fn rendezvous(
     Ok(host.map(|host| Rendezvous { host, port }))
 }
 
-/// A port for a step of a job, since several may run on the same nodes at once.
+/// A port for a step of a job, because several steps may run on the same nodes at once.
 fn slurm_port(variable: &impl Fn(&str) -> Option<String>) -> Option<u16> {
     let number = |name| variable(name)?.parse::<u64>().ok();
     let (job, step) = (number("SLURM_JOB_ID")?, number("SLURM_STEP_ID")?);
@@ -322,12 +336,13 @@ fn slurm_port(variable: &impl Fn(&str) -> Option<String>) -> Option<u16> {
     Some(SLURM_PORTS.start + place as u16 * STEP_PORTS)
 }
 
-/// The nodes of the step, else of the job.
+/// The nodes of the step, or else of the job.
 fn slurm_nodes(
     launcher: Launcher,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<Option<Vec<String>>, RanksError> {
-    // mpirun and mpiexec start their daemons on other nodes as a step, which the first node's ranks need not be of.
+    // mpirun and mpiexec start their daemons on the other nodes as a step, which does not include the first node's
+    // ranks.
     let by_daemons = matches!(launcher, Launcher::OpenMpi | Launcher::Hydra);
     let step = (!by_daemons).then_some(SLURM_STEP_NODES);
     let mut names = step.into_iter().chain(SLURM_JOB_NODES);
@@ -345,7 +360,7 @@ fn parse_port(name: &str, value: &str) -> Result<u16, RanksError> {
 
 fn parse_rendezvous(text: &str) -> Result<Rendezvous, RanksError> {
     let bad = || RanksError::BadRendezvous { text: text.to_owned() };
-    // An IPv6 address has colons of its own, and brackets where a port follows.
+    // An IPv6 address contains colons, and has brackets if a port follows.
     let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
     if bare.parse::<std::net::Ipv6Addr>().is_ok() {
         return Ok(Rendezvous { host: bare.to_owned(), port: None });

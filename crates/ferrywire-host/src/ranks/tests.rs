@@ -1,4 +1,4 @@
-//! What launchers set, and what they may not.
+//! Ranks from the variables that launchers set, and combinations that are refused.
 
 use super::*;
 
@@ -10,7 +10,7 @@ const HYDRA: &str = "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 P
 const SLURM: &str = "SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=1 SLURM_STEP_NODELIST=gpu[07-08] \
                      SLURM_JOB_NODELIST=gpu[01-08]";
 
-/// As a batch script has it, which is not one of its job's tasks.
+/// The variables of a batch script, which is not a task of its job.
 const BATCH: &str = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_ID=7 \
                      SLURM_TASKS_PER_NODE=2(x2) SLURM_JOB_NODELIST=gpu[1-2]";
 
@@ -41,7 +41,7 @@ fn at(host: &str, port: Option<u16>) -> Option<Rendezvous> {
 #[test]
 fn nobody_says_anything() {
     assert_eq!(told(RankFlags::default(), ""), Ok(None));
-    // As in a shell that salloc has started, or with variables that are set to nothing.
+    // In a shell that salloc has started, or with empty variables.
     assert_eq!(told(RankFlags::default(), "SLURM_NTASKS=16 SLURM_JOB_NODELIST=gpu[1-2]"), Ok(None));
     assert_eq!(told(RankFlags::default(), "RANK= WORLD_SIZE="), Ok(None));
     assert_eq!(told(RankFlags::default(), "MASTER_ADDR=node0 MASTER_PORT=29500"), Ok(None));
@@ -52,7 +52,7 @@ fn torchrun_is_read() {
     let ranks = ranks(TORCHRUN);
     assert_eq!((numbers(&ranks), ranks.local_world), ((13, 16, 5), Some(8)));
     assert_eq!(ranks.launcher, Launcher::Torchrun);
-    // The port is torchrun's own.
+    // torchrun itself uses the port.
     assert_eq!(ranks.rendezvous, at("node0", None));
     assert!(!ranks.on_one_host());
 }
@@ -75,10 +75,10 @@ fn open_mpi_is_read() {
 fn hydra_is_read() {
     let found = ranks(HYDRA);
     assert_eq!((numbers(&found), found.local_world, found.launcher), ((3, 4, 1), Some(2), Launcher::Hydra));
-    // PMI_HOSTNAME is each rank's own.
+    // PMI_HOSTNAME differs between ranks.
     assert_eq!(found.rendezvous, None);
     assert!(ranks(&HYDRA.replace("LOCALNRANKS=2", "LOCALNRANKS=4")).on_one_host());
-    // mpiexec in a batch script, and by its daemon of the second host, which srun has started there.
+    // mpiexec in a batch script, and mpiexec's daemon on the second host, started by srun.
     let found = ranks(&format!("{BATCH} {HYDRA}"));
     assert_eq!((found.launcher, found.rendezvous), (Launcher::Hydra, at("gpu1", None)));
     let daemon = "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 SLURM_STEP_NODELIST=gpu2";
@@ -118,11 +118,11 @@ fn steps_of_slurm_that_run_at_once_meet_apart() {
         ports.iter().all(|port| SLURM_PORTS.contains(port) && SLURM_PORTS.contains(&(port + STEP_PORTS - 1)))
     );
     ports.sort_unstable();
-    // Serving ranks of a host listen at the ports behind.
+    // Serving ranks of a host listen on the ports that follow.
     assert!(ports.windows(2).all(|two| two[1] - two[0] >= STEP_PORTS), "{ports:?}");
-    // A shell that salloc starts has a step of a large number.
+    // A shell that salloc starts has a step with a large number.
     assert!(SLURM_PORTS.contains(&port(u32::MAX, 4_294_967_290)));
-    // What is typed, or said by MASTER_ADDR, is not changed.
+    // A flag or MASTER_ADDR is not changed.
     let with_master = format!("{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=1 MASTER_ADDR=gpu08");
     assert_eq!(ranks(&with_master).rendezvous, at("gpu08", None));
     let flags = RankFlags { rendezvous: Some("gpu07".to_owned()), ..RankFlags::default() };
@@ -133,26 +133,26 @@ fn steps_of_slurm_that_run_at_once_meet_apart() {
 #[test]
 fn a_batch_script_is_no_rank() {
     assert_eq!(told(RankFlags::default(), BATCH), Ok(None));
-    // A shell that salloc starts as a step is the only task of that.
+    // A shell that salloc starts as a step is the step's only task.
     let interactive = format!("{BATCH} SLURM_STEP_NUM_TASKS=1 SLURM_STEP_ID=4294967290");
     assert_eq!(numbers(&ranks(&interactive)), (0, 1, 0));
-    // Its srun starts tasks that are ranks, fewer than the job may have.
+    // srun in that shell starts tasks that are ranks, fewer than the job may have.
     let step = format!("{BATCH} SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=2");
     assert_eq!(numbers(&ranks(&step)), (1, 2, 1));
 }
 
 #[test]
 fn launchers_may_nest() {
-    // srun with a task per host, torchrun in each; its ranks need not follow Slurm's.
+    // srun with one task per host and torchrun in each task: torchrun's ranks need not follow Slurm's.
     let srun = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
     assert_eq!(ranks(&format!("{srun} {TORCHRUN}")).launcher, Launcher::Torchrun);
-    // The same through a script that names the numbers itself.
+    // The same nesting with a script that sets the numbers itself.
     let by_hand = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5";
     assert_eq!(numbers(&ranks(&format!("{srun} {by_hand}"))), (13, 16, 5));
     // mpirun in a batch script.
     let found = ranks(&format!("{BATCH} {OPEN_MPI}"));
     assert_eq!((found.launcher, found.rendezvous), (Launcher::OpenMpi, at("gpu1", None)));
-    // mpirun's daemon of the second host, started by srun as a step of all hosts but the first, where rank 0 is.
+    // mpirun's daemon on the second host, which srun starts as a step of all hosts but the first, where rank 0 is.
     let found = ranks(&format!("{srun} SLURM_STEP_NODELIST=gpu2 {OPEN_MPI}"));
     assert_eq!((found.launcher, found.rendezvous), (Launcher::OpenMpi, at("gpu1", None)));
 }
@@ -241,11 +241,11 @@ fn flags_go_before_launchers() {
     let flags = |rank, world_size, local_rank| RankFlags { rank, world_size, local_rank, rendezvous: None };
     let found = told(flags(Some(2), None, None), SLURM).expect("they fit").expect("a launcher");
     assert_eq!((numbers(&found), found.launcher), ((2, 16, 1), Launcher::Slurm));
-    // Everything typed: what the environment says does not matter, not even that it makes no sense.
+    // With all numbers given by flags, nonsense in the environment does not matter.
     let nonsense = format!("{SLURM} RANK=x OMPI_COMM_WORLD_RANK=1");
     let found = told(flags(Some(1), Some(2), Some(1)), &nonsense).expect("they fit").expect("flags");
     assert_eq!((numbers(&found), found.launcher, found.rendezvous), ((1, 2, 1), Launcher::Flags, None));
-    // A flag heals a half, and says which of two launchers is right.
+    // A flag completes a half set, and decides between two launchers.
     let found =
         told(flags(None, None, Some(1)), "RANK=1 WORLD_SIZE=2").expect("they fit").expect("a launcher");
     assert_eq!(numbers(&found), (1, 2, 1));

@@ -1,15 +1,15 @@
-//! Cores and channels, dealt out to GPUs.
+//! Assigns cores and channels to GPUs.
 //!
-//! Invariant: processes that each see some of a host's GPUs deal out the same cores, since the GPUs that are hidden
-//! from a process take part.
-//! Read next: `plan.rs`, whose parts these are.
+//! Invariant: processes that each see some of a host's GPUs assign the same cores, because GPUs that are hidden from a
+//! process take part.
+//! Read next: `plan.rs`.
 
 use super::plan::{GpuPlan, gpus_shown};
 use super::{Cpus, Gpu, PciAddress, Topology};
 use ferrywire_proto::channel_assignment::spread;
 
-/// CPUs for each GPU: whole cores of its NUMA node, no two GPUs the same as long as there are enough. And what went
-/// against that.
+/// The CPUs for each GPU, and notes about compromises. Each GPU gets whole cores of its NUMA node; two GPUs share cores
+/// only if there are too few.
 pub(super) fn cpus(topology: &Topology, gpus: &[&Gpu]) -> (Vec<Cpus>, Vec<String>) {
     let mut notes = Vec::new();
     let mut dealt = Vec::new();
@@ -28,7 +28,7 @@ pub(super) fn cpus(topology: &Topology, gpus: &[&Gpu]) -> (Vec<Cpus>, Vec<String
     (dealt, notes)
 }
 
-/// A GPU's node, or the only one.
+/// The NUMA node of a GPU, or the host's only one.
 fn node_of(topology: &Topology, gpu: &Gpu) -> Option<u32> {
     gpu.node.or(topology.only_node())
 }
@@ -39,7 +39,7 @@ fn cores_of(topology: &Topology, node: Option<u32>) -> Vec<&Cpus> {
     topology.cores.iter().filter(near).collect()
 }
 
-/// Which one of how many GPUs of its node it is.
+/// The GPU's index among the GPUs of its node, and their number.
 fn place_among(topology: &Topology, gpu: &Gpu) -> (usize, usize) {
     let key =
         |gpu: &Gpu| -> (Option<PciAddress>, u32) { (gpu.pci.as_ref().map(|pci| pci.address), gpu.index) };
@@ -50,16 +50,13 @@ fn place_among(topology: &Topology, gpu: &Gpu) -> (usize, usize) {
     (there.iter().position(|other| *other == key(gpu)).unwrap_or(0), there.len().max(1))
 }
 
-/// One part of as many; all, where there is less than one each.
+/// Part `place` of `of` equal parts; the whole list if it has fewer than `of` entries.
 fn slice<T>(all: &[T], place: usize, of: usize) -> &[T] {
-    match all.len() < of {
-        true => all,
-        false => &all[place * all.len() / of..(place + 1) * all.len() / of],
-    }
+    if all.len() < of { all } else { &all[place * all.len() / of..(place + 1) * all.len() / of] }
 }
 
-/// The NIC of each channel of each GPU, as the engine deals them. GPUs that share NICs begin with different ones, as
-/// endpoints of a process do that listen on ports in a row.
+/// The NIC of each channel of each GPU, as the engine assigns them. GPUs that share NICs begin with different NICs, as
+/// endpoints of one process do that listen on consecutive ports.
 pub(super) fn channels(topology: &Topology, gpus: &[GpuPlan], per_gpu: usize) -> Vec<Vec<String>> {
     let of_gpu = |(place, gpu): (usize, &GpuPlan)| -> Vec<String> {
         let speeds: Vec<Option<u32>> =

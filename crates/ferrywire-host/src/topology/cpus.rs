@@ -1,6 +1,6 @@
-//! CPUs: lists of them as the kernel writes them, NUMA nodes, cores.
+//! Lists of CPUs as the kernel writes them, NUMA nodes, and cores.
 //!
-//! Read next: `plan.rs`, which deals cores out.
+//! Read next: `assign.rs`, which assigns cores.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,27 +15,27 @@ use ferrywire_proto::limits::CPUS_MAX;
 pub struct Cpus(BTreeSet<u32>);
 
 impl Cpus {
-    /// Their numbers, in order.
+    /// The CPU numbers in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.0.iter().copied()
     }
 
-    /// How many.
+    /// The number of CPUs.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there is none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether this one is among them.
+    /// Whether `cpu` is in the set.
     pub fn contains(&self, cpu: u32) -> bool {
         self.0.contains(&cpu)
     }
 
-    /// Whether some are in both.
+    /// Whether the sets have a common CPU.
     pub fn meets(&self, other: &Cpus) -> bool {
         !self.0.is_disjoint(&other.0)
     }
@@ -75,16 +75,13 @@ impl fmt::Display for Cpus {
         }
         for (at, (first, last)) in runs.into_iter().enumerate() {
             let comma = if at > 0 { "," } else { "" };
-            match first == last {
-                true => write!(f, "{comma}{first}")?,
-                false => write!(f, "{comma}{first}-{last}")?,
-            }
+            if first == last { write!(f, "{comma}{first}")? } else { write!(f, "{comma}{first}-{last}")? }
         }
         Ok(())
     }
 }
 
-/// The NUMA nodes that have CPUs; a kernel without NUMA has one that holds all.
+/// The NUMA nodes that have CPUs; a kernel without NUMA has one node with all CPUs.
 pub(super) fn nodes(source: &Source) -> Vec<Node> {
     let folder = "sys/devices/system/node";
     let numbers = source.names(folder).into_iter().filter_map(|name| name.strip_prefix("node")?.parse().ok());
@@ -102,7 +99,7 @@ fn online(source: &Source) -> Cpus {
     source.parsed("sys/devices/system/cpu/online").unwrap_or_default()
 }
 
-/// The cores, each with those of its CPUs that this process may use, in the order of their first CPU.
+/// The cores, each with the CPUs that this process may use, ordered by first CPU.
 pub(super) fn cores(source: &Source) -> Vec<Cpus> {
     let allowed = source.facts.allowed_cpus.clone().unwrap_or_else(|| online(source));
     let core_of = |cpu: u32| {

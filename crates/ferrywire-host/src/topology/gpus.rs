@@ -1,6 +1,7 @@
-//! The GPUs of a tree: those that the CUDA driver shows, and NVIDIA's devices on the PCI bus.
+//! The GPUs of a host: those that the CUDA driver shows, and NVIDIA's devices on the PCI bus.
 //!
-//! Without a driver the bus alone tells; with one, what it hides from this process is known from the bus.
+//! Without a driver, GPUs are found on the bus alone. With a driver, the bus also shows the GPUs that it hides from
+//! this process.
 //! Read next: `plan.rs`.
 
 use super::nics::node_of;
@@ -8,10 +9,10 @@ use super::source::Source;
 use super::{Gpu, PciAddress, PciPath};
 
 const NVIDIA: u32 = 0x10de;
-/// Classes of PCI devices, without the programming interface: display and 3D controllers.
+/// PCI classes (without the programming interface) of display and 3D controllers.
 const CLASSES: [u32; 2] = [0x0300, 0x0302];
 
-/// PCI device numbers of GPUs found in servers, for hosts whose driver is not loaded.
+/// PCI device ids of server GPUs, for hosts whose driver is not loaded.
 const MODELS: [(u32, &str); 12] = [
     (0x1eb8, "Tesla T4"),
     (0x20b0, "A100-SXM4-40GB"),
@@ -27,7 +28,7 @@ const MODELS: [(u32, &str); 12] = [
     (0x2901, "B200"),
 ];
 
-/// Those that this process may use, and those that are hidden from it.
+/// The GPUs that this process may use, and those that are hidden from it.
 pub(super) fn read(source: &Source) -> (Vec<Gpu>, Vec<Gpu>) {
     let on_bus = on_bus(source);
     let numbered = |(index, path)| gpu(source, index as u32, path, None);
@@ -70,7 +71,7 @@ fn path_of(source: &Source, address: PciAddress) -> PciPath {
     path.filter(|path| path.address == address).unwrap_or_else(|| PciPath::unknown_way(address))
 }
 
-/// The kernel's part of the driver tells models, also where CUDA is not installed.
+/// The model by the kernel part of the driver, which also works without CUDA.
 fn told_by_module(source: &Source, address: PciAddress) -> Option<String> {
     let text = source.text(&format!("proc/driver/nvidia/gpus/{address}/information"))?;
     let model = text.lines().find_map(|line| line.strip_prefix("Model:"))?;

@@ -1,6 +1,7 @@
 //! How near a NIC is to a GPU.
 //!
-//! Invariant: what is not known is neither near nor far, and says so; on a host with one NUMA node nothing is far.
+//! Invariant: a distance that the kernel does not tell is [`Locality::Unknown`], neither near nor far. On a host with
+//! one NUMA node nothing is far.
 //! Read next: `plan.rs`.
 
 use std::cmp::Reverse;
@@ -8,7 +9,7 @@ use std::fmt;
 
 use super::{Gpu, Nic, PciAddress, PciPath, Topology};
 
-/// NICs that stand on NICs that stand on NICs: no further than this.
+/// Limit for NICs on top of other NICs (a VLAN of a bond, for example).
 const LOWER_DEPTH_MAX: usize = 8;
 
 /// How near a NIC is to a GPU, nearest first.
@@ -38,11 +39,11 @@ impl fmt::Display for Locality {
     }
 }
 
-/// The same with what is shared.
+/// Locality and the number of shared bridges, by which NICs of the same locality are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Near {
     pub locality: Locality,
-    /// How many bridges both pass, and the last of them.
+    /// The number of bridges that both paths pass.
     bridges: usize,
     pub bridge: Option<PciAddress>,
 }
@@ -52,12 +53,12 @@ impl Near {
         Near { locality, bridges: 0, bridge: None }
     }
 
-    /// Smaller is nearer.
+    /// The sort key; smaller is nearer.
     pub fn rank(&self) -> (Locality, Reverse<usize>) {
         (self.locality, Reverse(self.bridges))
     }
 
-    /// Of a NIC to a GPU: that of the nearest device under the NIC.
+    /// The distance of a NIC to a GPU: that of the nearest device under the NIC.
     pub fn between(topology: &Topology, gpu: &Gpu, nic: &Nic) -> Near {
         let mut devices = Vec::new();
         devices_of(topology, nic, LOWER_DEPTH_MAX, &mut devices);
@@ -66,7 +67,7 @@ impl Near {
     }
 }
 
-/// NICs with a place of their own under this one, itself included.
+/// NICs with a PCI device or NUMA node of their own under this NIC, itself included.
 pub(super) fn devices_of<'a>(topology: &'a Topology, nic: &'a Nic, depth: usize, into: &mut Vec<&'a Nic>) {
     if nic.pci.is_some() {
         into.push(nic);

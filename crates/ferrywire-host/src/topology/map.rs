@@ -1,4 +1,6 @@
-//! Which GPU is to use which NICs, by the user's word.
+//! The user's assignment of NICs to GPUs (`--gpu-nics`).
+//!
+//! Read next: `pool.rs`, which checks and applies it.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -11,12 +13,12 @@ const FORM: &str = "write it as GPU=NIC,..., for example 0=eth1,1=eth2, or 0-1=e
 /// NICs by GPU, as typed: `0=eth1,eth2,1=eth1,2-7=eth3`. A name without a GPU belongs to the GPU before it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Map {
-    /// NICs of each GPU that is named, in the order of the text.
+    /// The NICs of each named GPU, in the order of the text.
     pub nics: BTreeMap<u32, Vec<String>>,
 }
 
 impl Map {
-    /// One entry as it would be typed, for errors.
+    /// One entry in the syntax of the flag, for errors.
     pub(super) fn shown(gpu: u32, nic: &str) -> String {
         format!("--gpu-nics {gpu}={nic}")
     }

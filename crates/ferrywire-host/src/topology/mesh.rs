@@ -1,30 +1,30 @@
-//! Which NICs join a pair of GPUs of two hosts: a pure function of two plans and of what reaches what.
+//! The NICs that join a pair of GPUs of two hosts: a pure function of two plans and of which NIC reaches which.
 //!
-//! Where each NIC reaches only the NICs of its own rail, GPUs of different rails cannot meet on their own NICs: the
-//! source uses its NIC on the target's rail, and says so.
+//! If each NIC reaches only the NICs of its own rail, GPUs of different rails cannot meet on their own NICs. The source
+//! then uses its NIC on the target's rail, and the route has a note.
 //! Read next: `plan.rs`.
 
 use super::Topology;
 use super::plan::{GpuPlan, Plan, PlanError};
 
-/// How one GPU's bytes get to one GPU of another host.
+/// The links from a GPU to a GPU of another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
-    /// The source's GPU.
+    /// Index of the source's GPU on its host.
     pub source_gpu: u32,
-    /// The target's GPU.
+    /// Index of the target's GPU on its host.
     pub target_gpu: u32,
-    /// NICs, the source's and the target's.
+    /// Pairs of NICs: the source's and the target's.
     pub links: Vec<(String, String)>,
-    /// Why these, where they are not the source's own.
+    /// The reason, if the source does not use its own NICs.
     pub note: Option<String>,
 }
 
-/// Routes from every GPU of one host to every GPU of another. `reaches` tells whether a NIC of the source reaches one
-/// of the target.
+/// Routes from every GPU of one host to every GPU of another. `reaches(source_nic, target_nic)` tells whether the first
+/// NIC reaches the second.
 ///
 /// # Errors
-/// [`PlanError::NoRoute`] for the first pair that no NIC joins.
+/// [`PlanError::NoRoute`] for the first pair of GPUs without a link.
 pub fn routes(
     source: &Plan,
     target: &Plan,
@@ -39,7 +39,7 @@ pub fn routes(
     Ok(routes)
 }
 
-/// What reaches what where each NIC reaches its own subnets only.
+/// A `reaches` function for hosts whose NICs reach their own subnets only.
 pub fn by_subnet(source: &Topology, target: &Topology) -> impl Fn(&str, &str) -> bool {
     move |from, to| {
         let joined = source.nic(from).zip(target.nic(to));
@@ -53,7 +53,7 @@ fn route(from: &GpuPlan, to: &GpuPlan, reaches: &impl Fn(&str, &str) -> bool) ->
     if !own.is_empty() {
         return Ok(route(own, None));
     }
-    // Nearest first, and no more of them than the target has.
+    // The nearest NICs first, at most as many as the target has.
     let reaching = from.others.iter().filter(|nic| to.nics.iter().any(|there| reaches(nic, there)));
     let reaching: Vec<String> = reaching.take(to.nics.len()).cloned().collect();
     let detour = links(&reaching, &to.nics, reaches);
@@ -73,8 +73,8 @@ fn route(from: &GpuPlan, to: &GpuPlan, reaches: &impl Fn(&str, &str) -> bool) ->
     Ok(route(detour, Some(note)))
 }
 
-/// Each NIC of the longer list with one of the shorter that it is joined with: the one that has fewest links, among
-/// those the one of the same name.
+/// Pairs each NIC of the longer list with a reachable NIC of the shorter one: the one with fewest links, preferably of
+/// the same name.
 fn links(from: &[String], to: &[String], reaches: &impl Fn(&str, &str) -> bool) -> Vec<(String, String)> {
     let turned = from.len() < to.len();
     let (many, few) = if turned { (to, from) } else { (from, to) };

@@ -1,16 +1,17 @@
-//! What this host is made of, as far as it matters for moving bytes: NICs, GPUs, NUMA nodes, cores; and which GPU
-//! uses which NIC.
+//! The host's hardware as far as it matters for moving bytes (NICs, GPUs, NUMA nodes, cores), and the plan: which GPU
+//! uses which NICs.
 //!
 //! ```text
 //!   sysfs ───────────────────────┐
 //!   addresses, ethtool, driver ──┴─ Source ──> Topology ── PlanOptions ──> Plan ── the other host's Plan ──> Routes
 //! ```
 //!
-//! [`Topology`] is what the kernel and the CUDA driver tell, read through a [`Source`], which may be a recorded tree
-//! of files in place of this host. [`Plan`] is a pure function of a topology and [`PlanOptions`], [`routes`] one of two
-//! plans: neither looks at anything else.
-//! Invariant: NICs are known by name and GPUs by PCI address, compared as numbers; the order of a list decides nothing.
-//! Read next: `plan.rs`, then `source.rs` for where things are read.
+//! A [`Topology`] is read from the kernel and the CUDA driver through a [`Source`], which may be a recorded tree of
+//! files instead of this host. A [`Plan`] is a pure function of a topology and [`PlanOptions`]; [`routes`] is a pure
+//! function of two plans.
+//! Invariant: NICs are identified by name and GPUs by PCI address, compared as numbers. The order of a list decides
+//! nothing.
+//! Read next: `plan.rs`, then `source.rs`.
 
 mod assign;
 mod cpus;
@@ -39,91 +40,91 @@ pub use pci::{PciAddress, PciPath, PciRoot};
 pub use plan::{GpuPlan, Plan, PlanError, PlanOptions, Unused};
 pub use source::{DriverGpu, Facts, Source};
 
-/// What a host is made of.
+/// The hardware of a host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Topology {
-    /// NICs, loopback included, by name.
+    /// NICs by name, loopback included.
     pub nics: Vec<Nic>,
-    /// GPUs that this process may use, by number.
+    /// GPUs that this process may use, by index.
     pub gpus: Vec<Gpu>,
-    /// Further GPUs of the host, which the driver does not show to this process (`CUDA_VISIBLE_DEVICES`).
+    /// Further GPUs of the host, which the driver hides from this process (`CUDA_VISIBLE_DEVICES`).
     pub hidden_gpus: Vec<Gpu>,
-    /// NUMA nodes, by number; a host without NUMA has one.
+    /// NUMA nodes by number; a host without NUMA has one.
     pub nodes: Vec<Node>,
-    /// CPUs that this process may use: those of one core together, cores in order.
+    /// Physical cores in order, each with the CPUs that this process may use.
     pub cores: Vec<Cpus>,
-    /// What was not found as expected, for people.
+    /// Messages about hardware that could not be read.
     pub notes: Vec<String>,
 }
 
 /// A network interface.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nic {
-    /// Its name: `eth1`.
+    /// The name, such as `eth1`.
     pub name: String,
-    /// Where it is on the PCI bus, if it is there itself.
+    /// The PCI path of the NIC's device, if it has one.
     pub pci: Option<PciPath>,
-    /// The NUMA node it is attached to, where the kernel knows.
+    /// The NUMA node that the NIC is attached to, if the kernel knows it.
     pub node: Option<u32>,
-    /// Whether a device is behind it. Bonds, VLANs, bridges, tunnels and veth have none of their own.
+    /// Whether a device is behind the NIC. Bonds, VLANs, bridges, tunnels and veth have none.
     pub device: bool,
-    /// Whether it is the loopback interface.
+    /// Whether the NIC is the loopback interface.
     pub loopback: bool,
-    /// NICs that it stands on: those of a bond, the one of a VLAN.
+    /// NICs underneath: the members of a bond, the parent of a VLAN.
     pub lower: Vec<String>,
-    /// Whether it is switched on and has a link.
+    /// Whether the NIC is switched on and has a link.
     pub up: bool,
-    /// Its addresses; IPv6 link-local ones are left out.
+    /// The addresses, without IPv6 link-local ones.
     pub addresses: Vec<Address>,
-    /// Speed in Mbit/s where the driver tells one.
+    /// Speed in Mbit/s, if the driver reports one.
     pub speed_mbps: Option<u32>,
-    /// Largest packet.
+    /// Largest packet, in bytes.
     pub mtu_bytes: u32,
-    /// Name of its driver.
+    /// Name of the NIC's driver.
     pub driver: Option<String>,
-    /// Receive queues.
+    /// Number of receive queues.
     pub rx_queues: u32,
-    /// Transmit queues.
+    /// Number of transmit queues.
     pub tx_queues: u32,
-    /// Whether it splits headers from payload, where the driver tells: devmem TCP needs that.
+    /// Whether header split is on, if the driver reports it; devmem TCP needs it.
     pub header_split: Option<bool>,
-    /// Whether it can do devmem TCP, once that was asked ([`Topology::probe_devmem`]).
+    /// Whether the NIC supports devmem TCP; `None` before [`Topology::probe_devmem`].
     pub devmem: Option<Possible>,
 }
 
-/// An address of a NIC with its subnet.
+/// An IP address of a NIC, with its subnet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// The address.
+    /// The IP address.
     pub ip: IpAddr,
-    /// Length of the subnet's prefix.
+    /// Length of the subnet's prefix, in bits.
     pub prefix_len: u8,
 }
 
 /// A GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
-    /// Its number for this process: the driver's; without a driver its place in the order of PCI addresses.
+    /// The CUDA driver's index for this process; without a driver, the position in the order of PCI addresses.
     pub index: u32,
-    /// The model, where somebody tells it.
+    /// The model, if it is known.
     pub name: Option<String>,
-    /// Where it is on the PCI bus. Simulated GPUs are nowhere.
+    /// The PCI path; `None` for simulated GPUs.
     pub pci: Option<PciPath>,
-    /// The NUMA node it is attached to, where the kernel knows.
+    /// The NUMA node that the GPU is attached to, if the kernel knows it.
     pub node: Option<u32>,
 }
 
 /// A NUMA node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
-    /// Its number.
+    /// The kernel's number of the node.
     pub number: u32,
-    /// Its CPUs.
+    /// The CPUs of the node.
     pub cpus: Cpus,
 }
 
 impl Topology {
-    /// Reads it. What a kernel or driver does not tell is left out, so this always succeeds.
+    /// Reads a topology. Facts that the kernel or driver does not report are left out, so reading always succeeds.
     pub fn read(source: &Source) -> Topology {
         let mut topology = Topology {
             nics: nics::read(source),
@@ -136,25 +137,25 @@ impl Topology {
         topology
     }
 
-    /// This host, as it is now. Loads the CUDA driver where there is one.
+    /// This host as it is now. Loads the CUDA driver if there is one.
     pub fn detect() -> Topology {
         Topology::read(&Source::detect())
     }
 
-    /// Asks which NICs of this host can do devmem TCP, and changes nothing. Those without a device of their own are
-    /// left out. Not for a recorded topology: the answers would be about this host.
+    /// Asks the kernel which NICs of this host support devmem TCP, and changes nothing. NICs without a device are left
+    /// out. Not for a recorded topology, because the answers are about this host.
     pub fn probe_devmem(&mut self) {
         for nic in self.nics.iter_mut().filter(|nic| nic.device) {
             nic.devmem = Some(possible(&nic.name));
         }
     }
 
-    /// A NIC by name.
+    /// The NIC of this name.
     pub fn nic(&self, name: &str) -> Option<&Nic> {
         self.nics.iter().find(|nic| nic.name == name)
     }
 
-    /// The one NUMA node of a host that has no more: nothing is far then, whatever devices say.
+    /// The NUMA node of a host that has only one; nothing is far there, whatever devices report.
     fn only_node(&self) -> Option<u32> {
         match &self.nodes[..] {
             [only] => Some(only.number),
@@ -164,7 +165,7 @@ impl Topology {
 }
 
 impl Nic {
-    /// Whether `other` lies in one of its subnets.
+    /// Whether `other` is in the address's subnet.
     pub fn reaches(&self, other: IpAddr) -> bool {
         self.addresses.iter().any(|address| address.reaches(other))
     }
@@ -178,7 +179,7 @@ impl Address {
             _ => return false,
         };
         let differ: u128 = ip ^ other;
-        // A shift by all 128 bits is what an empty prefix asks for.
+        // An empty prefix shifts by the full width, for which `checked_shr` returns `None`.
         differ.checked_shr(bits - u32::from(self.prefix_len).min(bits)).unwrap_or(0) == 0
     }
 }

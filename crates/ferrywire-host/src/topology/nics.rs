@@ -1,16 +1,16 @@
-//! The NICs of a tree: `/sys/class/net`, and the devices behind it.
+//! Reads NICs from `/sys/class/net` and the devices behind it.
 //!
 //! Read next: `plan.rs`.
 
 use super::source::Source;
 use super::{Nic, PciPath};
 
-/// `IFF_UP` and `IFF_LOOPBACK` of the kernel's flags.
+/// `IFF_UP` of the kernel's interface flags.
 const SWITCHED_ON: u32 = 0x1;
 const LOOPBACK: u32 = 0x8;
 
 pub(super) fn read(source: &Source) -> Vec<Nic> {
-    // Files such as `bonding_masters` lie beside the NICs.
+    // The folder also contains files such as `bonding_masters`, which have no `flags`.
     let is_nic = |name: &String| source.text(&format!("sys/class/net/{name}/flags")).is_some();
     let mut nics: Vec<Nic> =
         source.names("sys/class/net").into_iter().filter(is_nic).map(|name| nic(source, name)).collect();
@@ -18,7 +18,7 @@ pub(super) fn read(source: &Source) -> Vec<Nic> {
     nics
 }
 
-/// Names with a number at their end in the order of their numbers: `eth2` before `eth10`.
+/// Orders names with a trailing number by the number: `eth2` before `eth10`.
 pub(super) fn by_name(one: &str, other: &str) -> std::cmp::Ordering {
     let key = |name: &str| {
         let stem = name.trim_end_matches(|c: char| c.is_ascii_digit()).to_owned();
@@ -33,7 +33,7 @@ fn nic(source: &Source, name: String) -> Nic {
     let flags = source.hex(&file("flags")).unwrap_or(0);
     let device = source.folder(&file("device"));
     let pci = device.as_deref().and_then(PciPath::of_folder);
-    // A device of a bus above PCI, such as virtio, has its node with the PCI device below.
+    // A device on a bus above PCI, such as virtio, has the node of the PCI device below it.
     let node = pci.as_ref().and_then(|pci| node_of(source, pci));
     let driver = source.folder(&file("device/driver"));
     let queues = source.names(&file("queues"));
@@ -60,7 +60,7 @@ fn nic(source: &Source, name: String) -> Nic {
     }
 }
 
-/// Devices without a notion of a link say `unknown` and work.
+/// Whether a NIC has a link. Devices without the notion of a link report `unknown` and work.
 fn has_link(state: Option<String>) -> bool {
     matches!(state.as_deref(), Some("up" | "unknown"))
 }
@@ -70,7 +70,7 @@ fn lower(source: &Source, name: &str) -> Vec<String> {
     names.filter_map(|name| Some(name.strip_prefix("lower_")?.to_owned())).collect()
 }
 
-/// The NUMA node of a PCI device; -1 in its file stands for none.
+/// The NUMA node of a PCI device; its file has -1 for none.
 pub(super) fn node_of(source: &Source, pci: &PciPath) -> Option<u32> {
     source.parsed(&format!("sys/bus/pci/devices/{}/numa_node", pci.address))
 }

@@ -1,50 +1,50 @@
-//! Addresses on the PCI bus, and the way from a root down to a device.
+//! PCI addresses, and the path from a PCI root to a device.
 //!
-//! Invariant: an address is numbers. Drivers write its letters in either case, and with four or eight digits for
-//! the domain; who compares texts takes two devices for different that are one.
-//! Read next: `locality.rs`, which compares ways.
+//! Invariant: an address is compared as numbers. Drivers write it with letters in either case and with four or eight
+//! digits of domain, so comparing text would take one device for two.
+//! Read next: `locality.rs`, which compares paths.
 
 use std::fmt;
 use std::path::{Component, Path};
 use std::str::FromStr;
 
-/// A function of a device on the PCI bus, shown as sysfs names it: `0000:0a:00.0`.
+/// A PCI function, shown as sysfs names it: `0000:0a:00.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
-    /// PCI domain, or segment.
+    /// PCI domain (segment).
     pub domain: u32,
-    /// Bus.
+    /// Bus number.
     pub bus: u8,
-    /// Device on the bus.
+    /// Device number on the bus.
     pub device: u8,
-    /// Function of the device.
+    /// Function number of the device.
     pub function: u8,
 }
 
-/// Where a tree of the PCI bus begins: a host bridge, or PCIe root complex. Shown as `0000:01`.
+/// The root of a PCI tree: a host bridge or PCIe root complex, shown as `0000:01`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciRoot {
-    /// PCI domain, or segment.
+    /// PCI domain (segment).
     pub domain: u32,
-    /// Its first bus.
+    /// The root's first bus.
     pub bus: u8,
 }
 
-/// The way from a root to a device.
+/// The path from a PCI root to a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciPath {
-    /// Where the way begins, where the kernel tells.
+    /// The root, if the kernel tells it.
     pub root: Option<PciRoot>,
-    /// Bridges on the way: root port and switches, from the root on.
+    /// Bridges on the path (root port and switches), from the root on.
     pub bridges: Vec<PciAddress>,
-    /// The device.
+    /// Address of the device at the end of the path.
     pub address: PciAddress,
 }
 
 impl FromStr for PciAddress {
     type Err = ();
 
-    /// With the domain or without, letters in either case.
+    /// Parses an address with or without domain, letters in either case.
     fn from_str(text: &str) -> Result<PciAddress, ()> {
         let (rest, function) = text.trim().rsplit_once('.').ok_or(())?;
         let (rest, device) = rest.rsplit_once(':').ok_or(())?;
@@ -77,9 +77,9 @@ impl fmt::Display for PciRoot {
 }
 
 impl PciPath {
-    /// The way that a device's folder in sysfs spells; `None` when no PCI device is on it.
+    /// The path that a device's folder in sysfs spells; `None` if no PCI device is on it.
     ///
-    /// What comes after the last PCI device is its own affair: `0000:00:03.0/virtio2`.
+    /// The part after the last PCI device is ignored: `0000:00:03.0/virtio2`.
     pub fn of_folder(folder: &Path) -> Option<PciPath> {
         let names = folder.components().filter_map(|component| match component {
             Component::Normal(name) => name.to_str(),
@@ -94,12 +94,12 @@ impl PciPath {
         Some(PciPath { root, bridges: on_way, address })
     }
 
-    /// An address whose way is not known.
+    /// A path of which only the device is known.
     pub fn unknown_way(address: PciAddress) -> PciPath {
         PciPath { root: None, bridges: Vec::new(), address }
     }
 
-    /// Bridges that both ways pass, from the root on; `None` when they begin at different roots, or nobody knows.
+    /// The bridges that both paths share, from the root on; `None` if the roots differ or one is unknown.
     pub fn shared_bridges(&self, other: &PciPath) -> Option<&[PciAddress]> {
         if self.root.is_none() || self.root != other.root {
             return None;

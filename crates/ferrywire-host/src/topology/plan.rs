@@ -1,61 +1,61 @@
-//! Which GPU uses which NICs and which cores: a pure function of a topology and options.
+//! The plan: which GPU uses which NICs and cores. A pure function of a topology and options.
 //!
-//! A GPU gets the NICs behind its own PCIe bridge, else those below its PCIe root, else those of its NUMA node, which
-//! is said aloud, else, if that is allowed, those of other nodes. A map overrides all of it.
+//! A GPU gets the NICs behind its own PCIe bridge, else those below its PCIe root, else those of its NUMA node (with a
+//! note), else, if that is allowed, those of other nodes. A map overrides all of this.
 //!
-//! NICs that are down or have no address are not used, nor interfaces of software where there are devices. Where some
-//! NICs share a PCIe root with a GPU, one that shares it with none is there for control: it carries data only where
-//! nothing else on a GPU's node does.
-//! Invariant: the plan is the same in whatever order NICs and GPUs are listed.
-//! Read next: `pool.rs`, which chooses; `mesh.rs`, for what two plans make of a pair of hosts.
+//! NICs that are down or have no address are not used; nor are software interfaces if there are devices. If some NICs
+//! share a PCIe root with a GPU, a NIC that shares a root with no GPU is a control NIC: it carries data only if no
+//! other NIC on a GPU's node does.
+//! Invariant: the plan does not depend on the order in which NICs and GPUs are listed.
+//! Read next: `pool.rs`, which chooses; `mesh.rs`, which makes routes from two plans.
 
 use super::pool::{Choice, Pool};
 use super::{Cpus, Gpu, Locality, Map, Topology, assign};
 use ferrywire::Builder;
 
-/// What a plan is to respect.
+/// The user's restrictions on a plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// NICs by GPU; goes before everything else.
+    /// NICs by GPU; overrides all other rules.
     pub map: Map,
-    /// The only NICs to be used; empty: whichever fit.
+    /// The only NICs to use; empty for all that fit.
     pub nics: Vec<String>,
     /// Whether a GPU may use NICs of another NUMA node.
     pub allow_cross_numa: bool,
 }
 
-/// Which GPU uses what.
+/// The NICs and cores of each GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// By GPU, in the order of their numbers.
+    /// By GPU, in the order of their indices.
     pub gpus: Vec<GpuPlan>,
-    /// NICs for host memory: all that can be used.
+    /// NICs for host memory: all usable NICs.
     pub host_nics: Vec<String>,
-    /// NICs that no GPU uses.
+    /// NICs that no GPU uses, with the reason.
     pub unused: Vec<Unused>,
-    /// What is slower than it might be, and why.
+    /// Messages about choices that may be slower, with the reason.
     pub notes: Vec<String>,
 }
 
-/// What one GPU uses.
+/// The NICs and cores of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuPlan {
-    /// Its number.
+    /// The GPU's index.
     pub gpu: u32,
-    /// Its NICs.
+    /// Names of the GPU's NICs.
     pub nics: Vec<String>,
-    /// How near they are, the farthest of them.
+    /// The locality of the farthest of these NICs.
     pub locality: Locality,
-    /// Why these.
+    /// Why these NICs were chosen.
     pub why: String,
-    /// CPUs for the threads that serve it, no other GPU's where there are enough.
+    /// CPUs for the threads of the GPU's endpoint; shared with other GPUs only if there are too few.
     pub cpus: Cpus,
-    /// All other NICs that can be used, nearest first.
+    /// All other usable NICs, nearest first.
     pub others: Vec<String>,
 }
 
 impl GpuPlan {
-    /// Gives an endpoint of the GPU its NICs and cores, and its name.
+    /// Sets NICs, cores and label of an endpoint's builder.
     pub fn configure(&self, builder: Builder) -> Builder {
         let cores = self.cpus.iter().map(|cpu| cpu as usize);
         builder.nics(self.nics.iter().cloned()).cpu_affinity(cores).label(format!("GPU {}", self.gpu))
@@ -65,43 +65,43 @@ impl GpuPlan {
 /// A NIC that no GPU uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Unused {
-    /// Its name.
+    /// Name of the NIC.
     pub nic: String,
-    /// Why not.
+    /// Why the NIC is not used.
     pub why: String,
 }
 
-/// Why there is no plan.
+/// Why a plan could not be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
-    /// The map names a GPU that is not there.
+    /// The map names a GPU that does not exist.
     #[error("--gpu-nics {gpu}=...: there is no GPU {gpu}; there {}", are(present, "GPU", "GPUs"))]
     UnknownGpu {
-        /// The GPU.
+        /// The index in the map.
         gpu: u32,
-        /// Those that are there.
+        /// The indices of the GPUs that exist.
         present: Vec<u32>,
     },
-    /// A NIC is asked for that is not there.
+    /// A named NIC does not exist.
     #[error("{asked}: there is no NIC {nic}; there are {}", list(present))]
     UnknownNic {
-        /// The wish.
+        /// The option that names the NIC.
         asked: String,
-        /// The NIC.
+        /// The missing NIC.
         nic: String,
-        /// Those that are there.
+        /// The NICs that exist.
         present: Vec<String>,
     },
-    /// A NIC is asked for that cannot be used.
+    /// A named NIC cannot be used.
     #[error("{asked}: {nic} {why}; NICs that can be used: {}", list(usable))]
     Unusable {
-        /// The wish.
+        /// The option that names the NIC.
         asked: String,
-        /// The NIC.
+        /// The unusable NIC.
         nic: String,
-        /// Why not: "is down".
+        /// The reason, such as "is down".
         why: String,
-        /// Those that can.
+        /// The NICs that can be used.
         usable: Vec<String>,
     },
     /// No NIC can be used at all.
@@ -110,12 +110,12 @@ pub enum PlanError {
         gpus_shown(gpus)
     )]
     NoNic {
-        /// The GPUs.
+        /// The GPUs without a NIC.
         gpus: Vec<u32>,
-        /// What there is, and why it cannot be used.
+        /// The NICs that exist, and why they cannot be used.
         why: String,
     },
-    /// GPUs have NICs on other NUMA nodes only.
+    /// The GPUs have NICs only on other NUMA nodes.
     #[error(
         "{} (NUMA node {node}): no NIC on the same PCIe root or NUMA node can be used, only {} of other nodes; \
          --allow-cross-numa uses them, which is slower, or name NICs with --gpu-nics",
@@ -123,14 +123,14 @@ pub enum PlanError {
         list(nics)
     )]
     AcrossNodes {
-        /// The GPUs.
+        /// The GPUs concerned.
         gpus: Vec<u32>,
-        /// Their node.
+        /// The GPUs' NUMA node.
         node: u32,
-        /// NICs elsewhere.
+        /// The NICs on other nodes.
         nics: Vec<String>,
     },
-    /// Between two hosts no NIC of one reaches one that the other's GPU uses.
+    /// No usable NIC of the source reaches a NIC that the target's GPU uses.
     #[error(
         "GPU {source_gpu} cannot reach GPU {target_gpu} of the other host: none of {} reaches any of {}; check subnets \
          and routes, or give both the same rail with --gpu-nics",
@@ -138,19 +138,19 @@ pub enum PlanError {
         list(target_nics)
     )]
     NoRoute {
-        /// The source's GPU.
+        /// Index of the source's GPU.
         source_gpu: u32,
-        /// All NICs that can be used there.
+        /// All usable NICs of the source.
         source_nics: Vec<String>,
-        /// The target's GPU.
+        /// Index of the target's GPU.
         target_gpu: u32,
-        /// Its NICs.
+        /// The NICs of the target's GPU.
         target_nics: Vec<String>,
     },
 }
 
 impl PlanError {
-    /// Whether a wish is at fault, rather than this host.
+    /// Whether an option is wrong, rather than this host.
     pub fn is_usage(&self) -> bool {
         matches!(self, PlanError::UnknownGpu { .. } | PlanError::UnknownNic { .. })
     }
@@ -168,14 +168,17 @@ fn are(gpus: &[u32], one: &str, several: &str) -> String {
     }
 }
 
-/// GPUs as people write them: `GPU 2`, `GPUs 2-3`.
+/// Formats GPU indices: `GPU 2`, `GPUs 2-3`.
 pub(super) fn gpus_shown(gpus: &[u32]) -> String {
     let plural = if gpus.len() == 1 { "" } else { "s" };
     format!("GPU{plural} {}", gpus.iter().copied().collect::<Cpus>())
 }
 
 impl Plan {
-    /// The plan of a host.
+    /// Makes the plan of a host.
+    ///
+    /// # Errors
+    /// An option that names a missing or unusable NIC or GPU, or a host on which GPUs have no NIC that may be used.
     pub fn of(topology: &Topology, options: &PlanOptions) -> Result<Plan, PlanError> {
         let pool = Pool::of(topology, options)?;
         let mut gpus: Vec<&Gpu> = topology.gpus.iter().collect();
@@ -201,14 +204,14 @@ impl Plan {
         Ok(Plan { gpus: planned, host_nics: pool.names(), unused, notes })
     }
 
-    /// The NIC of each of `per_gpu` channels, by GPU in the plan's order: all NICs of a GPU evenly, or by speed where
-    /// every one tells its own, as the engine deals them. Where there are not as many channels on each, which of equals
-    /// has one more also depends on the port.
+    /// The NIC of each of `per_gpu` channels, for each GPU in the plan's order, as the engine assigns them: evenly, or
+    /// by speed if every NIC reports one. If the channels do not divide evenly, the NIC that gets one more also depends
+    /// on the port.
     pub fn channels(&self, topology: &Topology, per_gpu: usize) -> Vec<Vec<String>> {
         assign::channels(topology, &self.gpus, per_gpu)
     }
 
-    /// What is planned for a GPU.
+    /// The plan of a GPU, by its index.
     pub fn gpu(&self, gpu: u32) -> Option<&GpuPlan> {
         self.gpus.iter().find(|planned| planned.gpu == gpu)
     }

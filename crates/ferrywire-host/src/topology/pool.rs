@@ -1,6 +1,6 @@
-//! The NICs that a plan may use, and the choice of each GPU among them.
+//! The NICs that a plan may use, and each GPU's choice among them.
 //!
-//! Read next: `locality.rs`, by which is chosen; `assign.rs` for cores and channels.
+//! Read next: `locality.rs`, for the order of the choice; `assign.rs`, for cores and channels.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use super::nics::by_name;
 use super::plan::{GpuPlan, PlanError, PlanOptions, Unused, gpus_shown};
 use super::{Gpu, Nic, PciRoot, Topology};
 
-/// NICs that can be used, and why the others cannot.
+/// NICs that can be used, and the reasons why others cannot.
 pub(super) struct Pool<'a> {
     topology: &'a Topology,
     map: &'a Map,
@@ -21,11 +21,11 @@ pub(super) struct Pool<'a> {
 #[derive(Clone, Copy)]
 struct Candidate<'a> {
     nic: &'a Nic,
-    /// Shares a PCIe root with no GPU, while others do.
+    /// A control NIC: it shares a PCIe root with no GPU, while others do.
     control: bool,
 }
 
-/// What a GPU uses.
+/// The NICs that a GPU uses.
 pub(super) struct Choice<'a> {
     pub gpu: &'a Gpu,
     nics: Vec<(Near, &'a Nic)>,
@@ -54,7 +54,7 @@ impl<'a> Pool<'a> {
         Ok(pool)
     }
 
-    /// Where there are NICs with a device, those without have no place.
+    /// Drops software interfaces if there are NICs with a device.
     fn drop_software(&mut self) {
         let placed = |nic: &Nic| nic.device || !paths_of(self.topology, nic).is_empty();
         if !self.nics.iter().any(|candidate| placed(candidate.nic)) {
@@ -84,7 +84,7 @@ impl<'a> Pool<'a> {
         }
     }
 
-    /// Refuses a map that names what is not there or cannot be used.
+    /// Checks that the map names existing GPUs and usable NICs.
     pub fn check_map(&self, gpus: &[&Gpu]) -> Result<(), PlanError> {
         for (gpu, nics) in &self.map.nics {
             if !gpus.iter().any(|present| present.index == *gpu) {
@@ -98,7 +98,7 @@ impl<'a> Pool<'a> {
         Ok(())
     }
 
-    /// Refuses a NIC by name. One that is only left out by default may be named.
+    /// Checks a NIC that the user named. A NIC that is only left out by default may be named.
     fn check(&self, asked: &str, name: &str) -> Result<(), PlanError> {
         let (asked, nic) = (asked.to_owned(), name.to_owned());
         match self.topology.nic(name) {
@@ -117,7 +117,7 @@ impl<'a> Pool<'a> {
         }
     }
 
-    /// What a GPU uses: the map's NICs, or the nearest.
+    /// The NICs of a GPU: those of the map, or the nearest.
     pub fn choice(&self, gpu: &'a Gpu) -> Choice<'a> {
         let near = |nic: &'a Nic| (Near::between(self.topology, gpu, nic), nic);
         if let Some(named) = self.map.nics.get(&gpu.index) {
@@ -130,7 +130,7 @@ impl<'a> Pool<'a> {
         Choice { gpu, nics: nics.map(|candidate| near(candidate.nic)).collect(), mapped: false }
     }
 
-    /// Refuses a plan in which GPUs have far NICs only, and no map says so.
+    /// Fails if a GPU has only far NICs that neither the map nor an option allows.
     pub fn refuse_far(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
         let far = |choice: &&Choice<'_>| !choice.mapped && choice.locality() == Locality::Across;
         let Some(first) = choices.iter().find(far) else { return Ok(()) };
@@ -139,7 +139,7 @@ impl<'a> Pool<'a> {
         Err(PlanError::AcrossNodes { gpus, node: first.gpu.node.unwrap_or(0), nics: first.names() })
     }
 
-    /// Refuses a plan in which GPUs have no NIC at all.
+    /// Fails if a GPU has no NIC at all.
     pub fn refuse_none(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
         let without = choices.iter().filter(|choice| choice.nics.is_empty());
         let gpus: Vec<u32> = without.map(|choice| choice.gpu.index).collect();
@@ -155,7 +155,7 @@ impl<'a> Pool<'a> {
         Err(PlanError::NoNic { gpus, why })
     }
 
-    /// Every other NIC that can be used, nearest first.
+    /// All other usable NICs, nearest first.
     pub fn others(&self, choice: &Choice<'_>) -> Vec<String> {
         let others =
             self.nics.iter().filter(|of| !choice.nics.iter().any(|(_, nic)| nic.name == of.nic.name));
@@ -164,12 +164,12 @@ impl<'a> Pool<'a> {
         others.into_iter().map(|of| of.nic.name.clone()).collect()
     }
 
-    /// Names of all NICs that can be used.
+    /// Names of all usable NICs.
     pub fn names(&self) -> Vec<String> {
         self.nics.iter().map(|candidate| candidate.nic.name.clone()).collect()
     }
 
-    /// NICs that no GPU uses, and why not.
+    /// NICs that no GPU uses, with the reason.
     pub fn unused(&self, planned: &[GpuPlan]) -> Vec<Unused> {
         let is_used = |name: &str| planned.iter().any(|gpu| gpu.nics.iter().any(|nic| nic == name));
         let idle = self.nics.iter().filter(|_| !planned.is_empty()).map(|candidate| Unused {
@@ -182,7 +182,7 @@ impl<'a> Pool<'a> {
         unused
     }
 
-    /// What is slower than it might be: one line for all GPUs of which the same is true.
+    /// Notes about choices that may be slower: one line for all GPUs with the same note.
     pub fn notes(&self, choices: &[Choice<'_>]) -> Vec<String> {
         let mut notes: Vec<(String, Vec<u32>)> = Vec::new();
         for (note, gpu) in choices.iter().filter_map(|choice| Some((self.note(choice)?, choice.gpu.index))) {
@@ -221,13 +221,14 @@ impl<'a> Pool<'a> {
 }
 
 fn idle_because(control: bool) -> String {
-    match control {
-        true => "for control: it shares its PCIe root with no GPU, others do".to_owned(),
-        false => "other NICs are nearer to each GPU".to_owned(),
+    if control {
+        "for control: it shares its PCIe root with no GPU, others do".to_owned()
+    } else {
+        "other NICs are nearer to each GPU".to_owned()
     }
 }
 
-/// Why nobody can use a NIC, even if it is named.
+/// Why a NIC cannot be used even if it is named.
 fn broken(nic: &Nic) -> Option<&'static str> {
     match (nic.up, nic.addresses.is_empty()) {
         (false, _) => Some("is down"),
@@ -236,7 +237,7 @@ fn broken(nic: &Nic) -> Option<&'static str> {
     }
 }
 
-/// Why a NIC is not used by itself.
+/// Why a NIC is not used unless it is named.
 fn unusable(topology: &Topology, nic: &Nic) -> Option<String> {
     let upper = topology.nics.iter().find(|upper| upper.lower.contains(&nic.name) && broken(upper).is_none());
     match (broken(nic), upper) {
@@ -259,7 +260,7 @@ impl Choice<'_> {
         self.nics.iter().any(|(_, used)| used.name == nic.name)
     }
 
-    /// Of the farthest.
+    /// The locality of the farthest NIC.
     pub fn locality(&self) -> Locality {
         self.nics.iter().map(|(near, _)| near.locality).max().unwrap_or(Locality::Unknown)
     }

@@ -1,9 +1,9 @@
-//! Where a topology is read from: a tree of files, and what no file tells.
+//! Where a topology is read from: a tree of files, and facts that no file contains.
 //!
-//! The tree is `/` or a folder that has the same files below it. What the kernel tells through calls, and the CUDA
-//! driver through its own, is in [`Facts`]: asked for on this host, read from the file `facts` of a recorded tree.
-//! Invariant: with a recorded tree nothing of this host is looked at.
-//! Read next: `nics.rs` and `gpus.rs`, which read.
+//! The tree is `/`, or a folder with the same files below it. Facts that the kernel and the CUDA driver report only
+//! through calls are in [`Facts`]: read by calls on this host, or from the file `facts` of a recorded tree.
+//! Invariant: with a recorded tree nothing of this host is read.
+//! Read next: `nics.rs` and `gpus.rs`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,49 +16,49 @@ use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_proto::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
 use ferrywire_sys::{affinity, nics};
 
-/// Where a topology is read from.
+/// The source of a topology: this host, or a recorded tree.
 #[derive(Clone, Debug)]
 pub struct Source {
     root: PathBuf,
     pub(super) facts: Facts,
 }
 
-/// What no file tells.
+/// Facts that no file of `/sys` contains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Facts {
-    /// Addresses of NICs, by name.
+    /// Addresses of NICs, by the NIC's name.
     pub addresses: Vec<(String, Address)>,
-    /// Whether a NIC splits headers from payload, of those that tell.
+    /// Whether header split is on, for the NICs that report it.
     pub header_split: Vec<(String, bool)>,
-    /// The CUDA driver's GPUs, where there is a driver.
+    /// The CUDA driver's GPUs; `None` without a driver.
     pub gpus: Option<Vec<DriverGpu>>,
-    /// CPUs that this process may use; `None`: all.
+    /// CPUs that this process may use; `None` for all.
     pub allowed_cpus: Option<Cpus>,
-    /// What failed, for people.
+    /// Messages about calls that failed.
     pub notes: Vec<String>,
 }
 
-/// A GPU as the CUDA driver shows it.
+/// A GPU as the CUDA driver reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverGpu {
-    /// The driver's number.
+    /// The driver's index.
     pub index: u32,
-    /// Its address.
+    /// The GPU's PCI address.
     pub address: PciAddress,
-    /// The maker's name for it.
+    /// The model's name.
     pub name: String,
 }
 
 impl Source {
-    /// This host. Loads the CUDA driver where there is one, makes no context on any GPU.
+    /// This host. Loads the CUDA driver if there is one, and makes no context on any GPU.
     pub fn detect() -> Source {
         let root = PathBuf::from("/");
         let facts = Facts::detect(&names(&root.join("sys/class/net")));
         Source { root, facts }
     }
 
-    /// A tree recorded on some host: what was below `/sys` and `/proc/driver/nvidia` there, and the file `facts`, with
-    /// a line each for what no file tells:
+    /// A tree recorded on another host: its files below `/sys` and `/proc/driver/nvidia`, and the file `facts` with one
+    /// line for each fact that no file contains:
     ///
     /// ```text
     /// address eth1 10.0.1.2/24
@@ -78,19 +78,19 @@ impl Source {
         Ok(Source { root: root.to_owned(), facts })
     }
 
-    /// Names in a folder, sorted; none where there is no such folder.
+    /// Sorted names in a folder; empty if the folder does not exist.
     pub(super) fn names(&self, folder: &str) -> Vec<String> {
         names(&self.root.join(folder))
     }
 
-    /// A file's text, without what surrounds it.
+    /// A file's text, trimmed.
     pub(super) fn text(&self, file: &str) -> Option<String> {
         let text = fs::read(self.root.join(file)).ok()?;
         let text = String::from_utf8_lossy(&text).trim().to_owned();
         (!text.is_empty()).then_some(text)
     }
 
-    /// What a file says.
+    /// A file's text, parsed.
     pub(super) fn parsed<T: FromStr>(&self, file: &str) -> Option<T> {
         self.text(file)?.parse().ok()
     }
@@ -100,7 +100,7 @@ impl Source {
         u32::from_str_radix(self.text(file)?.trim_start_matches("0x"), 16).ok()
     }
 
-    /// Where links lead, as a folder below the tree's root.
+    /// The target of a link, as a folder below the tree's root.
     pub(super) fn folder(&self, path: &str) -> Option<PathBuf> {
         let root = fs::canonicalize(&self.root).ok()?;
         let found = fs::canonicalize(self.root.join(path)).ok()?;
@@ -141,7 +141,7 @@ impl Facts {
         facts
     }
 
-    /// The facts of a recorded tree, or the line that makes no sense.
+    /// Parses the file `facts`; the error is the first line that cannot be parsed.
     fn parse(text: &str) -> std::result::Result<Facts, String> {
         let mut facts = Facts::default();
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {

@@ -1,4 +1,4 @@
-//! What is read of hosts of many kinds, and which GPU gets which NIC there.
+//! Reads many kinds of hosts, and checks which GPU gets which NIC.
 
 use ferrywire_host::topology::{Locality, PlanOptions, Source, Topology, Unused};
 
@@ -61,7 +61,7 @@ fn a3_high_shares_no_core_among_gpus() {
 
 #[test]
 fn the_drivers_numbers_count_whatever_case_its_addresses_have() {
-    // The driver numbers the other way round, and writes letters as large ones.
+    // The driver numbers the GPUs in reverse and writes upper-case letters.
     let mut host = text("a3-high");
     for (index, bus) in ["8B", "8A", "85", "84", "0B", "0A", "05", "04"].iter().enumerate() {
         host += &format!("fact gpu {index} 0000:{bus}:00.0 NVIDIA H100 80GB HBM3\n");

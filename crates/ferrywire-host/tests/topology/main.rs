@@ -12,7 +12,7 @@ mod tree;
 use ferrywire_host::topology::{Plan, PlanError, PlanOptions, Source, Topology};
 use tree::Tree;
 
-/// The topology of a recorded host, or of a text like one.
+/// The topology of a recorded host, or of text in the same format.
 fn topology(text: &str) -> Topology {
     let tree = Tree::of(text);
     Topology::read(&Source::recorded(tree.root()).expect("facts"))
@@ -22,7 +22,7 @@ fn named(name: &str) -> Topology {
     topology(&tree::text(name))
 }
 
-/// A recorded host without the lines that hold one of some words.
+/// A recorded host without the lines that contain one of some words.
 fn without(name: &str, words: &[&str]) -> String {
     let text = tree::text(name);
     let kept = text.lines().filter(|line| !words.iter().any(|word| line.split(' ').any(|w| w == *word)));

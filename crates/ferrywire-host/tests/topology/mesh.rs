@@ -1,10 +1,10 @@
-//! Pairs of hosts.
+//! Routes between pairs of hosts.
 
 use ferrywire_host::topology::{Plan, PlanError, PlanOptions, by_subnet, routes};
 
 use crate::{named, plan, topology, tree};
 
-/// The same host again, with other addresses in the same subnets.
+/// A copy of the host with other addresses in the same subnets.
 pub fn other_host() -> String {
     (0..5).fold(tree::text("a3-high"), |text, net| {
         text.replace(&format!("10.0.{net}.2/24"), &format!("10.0.{net}.3/24"))
@@ -47,9 +47,10 @@ fn several_nics_are_joined_one_to_one() {
     let (all, backwards, two) =
         (plan("0=eth1,eth2,eth3,eth4"), plan("0=eth4,eth3,eth2,eth1"), plan("0=eth1,eth2"));
     let first = |source, target, subnets| {
-        let found = match subnets {
-            true => routes(source, target, by_subnet(&host, &host)),
-            false => routes(source, target, |_, _| true),
+        let found = if subnets {
+            routes(source, target, by_subnet(&host, &host))
+        } else {
+            routes(source, target, |_, _| true)
         };
         let route = found.expect("routes").remove(0);
         route

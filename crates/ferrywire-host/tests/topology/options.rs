@@ -1,4 +1,4 @@
-//! What the user may want otherwise, and what cannot be had.
+//! Options of a plan, and options that cannot be satisfied.
 
 use ferrywire_host::topology::{Locality, Plan, PlanError, PlanOptions, Topology};
 
@@ -101,7 +101,7 @@ fn channels_are_spread_evenly() {
     let all = planned(&host, &mapped("0-7=eth1,eth2,eth3,eth4"));
     for nic in ["eth1", "eth2", "eth3", "eth4"] {
         let of = |per_gpu| all.channels(&host, per_gpu).concat().iter().filter(|name| *name == nic).count();
-        // One channel each: GPUs that share NICs do not all take the first.
+        // With one channel each, GPUs that share NICs do not all use the first NIC.
         assert_eq!((of(8), of(1), of(3)), (16, 2, 6));
     }
 }

@@ -1,4 +1,4 @@
-//! Random hosts: the order in which things are listed decides nothing, and nothing nearer is passed over.
+//! Random hosts: the order of lists decides nothing, and a nearer NIC is never passed over.
 
 use ferrywire_host::topology::{
     Cpus, Gpu, Nic, Node, PciAddress, PciPath, PciRoot, Plan, PlanOptions, Topology,

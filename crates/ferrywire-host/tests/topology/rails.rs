@@ -1,6 +1,6 @@
-//! Plans put to work: two hosts of four NICs whose subnets do not meet, eight simulated GPUs on each.
+//! Plans applied to real endpoints: two hosts of four NICs whose subnets do not meet, with eight simulated GPUs each.
 //!
-//! The hosts are network namespaces with the NICs of recorded ones, by name and address; one process is both.
+//! The hosts are network namespaces with the NICs of recorded hosts, by name and address; one process plays both.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -43,7 +43,7 @@ impl Hosts {
         })
     }
 
-    /// A link comes up a moment after it was switched on, and NICs without one are not told to peers.
+    /// A link comes up a moment after it was switched on, and peers are not told NICs without a link.
     fn wait_for_links(&self) {
         let up = || nics::addresses().expect("they can be listed").iter().filter(|nic| nic.up).count();
         for name in [&self.here, &self.there] {
@@ -94,7 +94,7 @@ fn ip(arguments: &str) -> Option<()> {
     command.status().is_ok_and(|status| status.success()).then_some(())
 }
 
-/// Runs something on a thread inside a namespace; threads and sockets made there stay there.
+/// Runs a closure on a thread inside a namespace; threads and sockets made there stay there.
 fn within<T: Send>(name: &str, action: impl FnOnce() -> T + Send) -> T {
     let inside = || {
         let namespace = File::open(format!("/run/netns/{name}")).expect("`ip netns add` has made it");
@@ -116,7 +116,7 @@ fn builder(channels: usize) -> Builder {
     Endpoint::builder().secret("of the rails").threads(1).channels(channels)
 }
 
-/// The side that waits: an endpoint per GPU, on its planned NICs.
+/// The accepting side: an endpoint per GPU, on its planned NICs.
 fn listening(host: &str, plan: &Plan, channels: usize) -> Orchestrator {
     let endpoint = |gpu: &ferrywire_host::topology::GpuPlan| {
         let builder = builder(channels).listen(([0, 0, 0, 0], 0).into()).nics(gpu.nics.iter().cloned());
@@ -125,7 +125,7 @@ fn listening(host: &str, plan: &Plan, channels: usize) -> Orchestrator {
     within(host, || Orchestrator::start(plan.gpus.iter().map(endpoint).collect(), LIMIT)).expect("they start")
 }
 
-/// The side that dials: an endpoint per GPU and NIC of its routes. Gives the endpoint of each route too.
+/// The connecting side: an endpoint per GPU and NIC of its routes, and the endpoint of each route.
 fn dialling(host: &str, routes: &[Route], channels: usize) -> (Orchestrator, Vec<usize>) {
     let mut ends: Vec<(u32, &str)> = Vec::new();
     let mut of_route = Vec::new();
@@ -141,7 +141,7 @@ fn dialling(host: &str, routes: &[Route], channels: usize) -> (Orchestrator, Vec
     (within(host, || Orchestrator::start(builders.collect(), LIMIT)).expect("they start"), of_route)
 }
 
-/// Joins the ends of all routes; gives the peers in their order, and those that came by GPU.
+/// Connects the ends of all routes; returns the peers in the order of the routes, and the accepted peers by GPU.
 fn connect(
     hosts: &Hosts,
     (here, of_route): &(Orchestrator, Vec<usize>),
@@ -164,7 +164,7 @@ fn connect(
     })
 }
 
-/// Byte `at` of what GPU `gpu` sends.
+/// Byte `at` of GPU `gpu`'s message.
 fn pattern(gpu: usize, at: usize) -> u8 {
     (at * 31 + gpu * 7 + at / 251) as u8
 }
@@ -180,7 +180,7 @@ fn eight_gpus_move_data_on_their_own_rails() {
     let dialling = dialling(&hosts.here, &routes, 8);
     let (peers, accepted) = connect(&hosts, &dialling, &there, &routes);
     let here = dialling.0;
-    // NICs get different shares, so that bytes on a wrong one show.
+    // NICs get different amounts, so that bytes on a wrong NIC show.
     let bytes = |gpu: usize| (gpu + 1) << 20;
     let region = |end: &Orchestrator, first: usize| -> Vec<Region> {
         let register =
@@ -226,7 +226,7 @@ fn eight_gpus_move_data_on_their_own_rails() {
     for (at, (nic, ours)) in ours.into_iter().enumerate() {
         let (bytes_now, packets_now) = after[&nic];
         let (bytes_before, packets_before) = before[&nic];
-        // Ethernet, IPv4, TCP and its timestamps; what the kernel has not segmented it counts once.
+        // Ethernet, IPv4, TCP and its timestamps; the kernel counts a packet once if it did not segment it.
         let headers = (packets_now - packets_before) * (14 + 20 + 20 + 12);
         let kernels = bytes_now - bytes_before - headers;
         println!("{nic}: {ours} bytes by our count, {kernels} by the kernel's, without headers");

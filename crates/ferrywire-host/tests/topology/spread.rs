@@ -1,4 +1,4 @@
-//! What a plan shows of channels is what the engine does with them, on NICs of unequal speeds.
+//! The channels that a plan shows are those that the engine makes, on NICs of unequal speeds.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +12,7 @@ use ferrywire_net::sim::{SimHost, SimNet};
 use crate::options::{mapped, planned};
 
 const SPEEDS_MBPS: [u32; 3] = [200_000, 50_000, 100_000];
-/// At which the first NIC is the first to be dealt to.
+/// A port with which the first NIC gets the first channel.
 const PORT: u16 = 7422;
 
 fn counted(names: impl Iterator<Item = String>) -> BTreeMap<String, usize> {
@@ -64,7 +64,7 @@ fn done(channels: usize) -> BTreeMap<String, usize> {
         if let Some(peer) = connecting.poll() {
             let peer = peer.expect("it is there");
             let counts = counted(peer.stats().channels.into_iter().map(|channel| channel.nic));
-            // Their farewells would wait for a clock that stands still.
+            // Closing would wait for a clock that stands still.
             std::mem::forget((peer, here_end, there_end));
             return counts;
         }

@@ -17,13 +17,13 @@ use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
 
-/// A tree on disk; ends with the test.
+/// A recorded tree on disk, removed with the test.
 pub struct Tree(TempDir);
 
 impl Tree {
     /// Builds the tree that some text describes.
     pub fn of(text: &str) -> Tree {
-        // Hundreds of tiny files: in memory where there is a place for such.
+        // Hundreds of tiny files: in memory if possible.
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir());
         let tree = Tree(folder.expect("a folder"));
         tree.write("facts", "");
@@ -70,14 +70,14 @@ impl Tree {
     fn cpus(&self, list: &str, siblings: Option<&str>) {
         self.write("sys/devices/system/cpu/online", list);
         let Some(apart) = siblings.map(|number| number.parse::<u32>().expect("a number")) else { return };
-        // The files of the second halves of cores say the same, and would double the time that a tree takes.
+        // The second threads of cores would repeat the same and double the time that a tree takes.
         for cpu in 0..apart {
             let file = format!("sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
             self.write(&file, &format!("{cpu},{}", cpu + apart));
         }
     }
 
-    /// Every device on a way, as the bus lists them.
+    /// Every device on a path, as the bus lists them.
     fn pci_devices(&self, way: &str, node: &str) {
         let mut folder = PathBuf::new();
         for name in way.split('/') {
