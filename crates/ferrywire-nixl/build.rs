@@ -1,4 +1,4 @@
-//! Compiles the C++ side of the boundary and says how the shared object is linked.
+//! Compiles the C++ side of the boundary and sets the link flags of the shared object.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -12,7 +12,7 @@ fn main() {
         .flag("-fvisibility=hidden")
         .flag("-Wno-invalid-offsetof")
         .compile("ferrywire_nixl_shim");
-    // NIXL drops the handle and takes it again: our threads and statics outlive that, also where it did not ask for it.
+    // NIXL unloads and reloads the library, while its threads and statics must stay.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libplugin_FERRYWIRE.so");
 }

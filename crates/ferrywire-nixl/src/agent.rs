@@ -1,4 +1,8 @@
-//! One NIXL agent: an endpoint that listens, the remote agents that were loaded, and a thread that accepts and connects.
+//! One NIXL agent: an endpoint that listens, the remote agents that were loaded, and a thread that accepts and
+//! connects.
+//!
+//! Invariant: a forked child touches neither the thread nor the connections of its parent.
+//! Read next: `remote.rs`, `transfer.rs`.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,19 +26,19 @@ use crate::settings::Settings;
 use crate::status::Status;
 use crate::transfer::{Context, Descriptor, Operation, Transfer, Transfers};
 
-/// Bytes of the secret of an agent's own.
+/// Size in bytes of a secret that an agent generates.
 const SECRET_BYTES: usize = 32;
-/// How long an agent that ends waits for what it has sent to arrive.
+/// How long an agent that is destroyed waits until its sent messages have arrived.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
-/// A thread without anything to do looks again after this, at the latest.
+/// Longest sleep of the service thread without an event.
 const IDLE: Duration = Duration::from_secs(600);
 
-/// Address of the transfer that the process asked for last; 0 after a post, and after a question for notifications.
+/// Address of the transfer that this process asked for last; 0 after a post and after a request for notifications.
 static ASKED: AtomicUsize = AtomicUsize::new(0);
 
 pub struct Agent {
     shared: Arc<Shared>,
-    /// Connection information, as bytes.
+    /// The serialized [`ConnectionInfo`].
     info: Vec<u8>,
     has_gpus: bool,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -49,15 +53,17 @@ struct Shared {
     inbox: Mutex<Inbox>,
     transfers: Transfers,
     connect_timeout: Duration,
-    /// All agents share the secret of the environment.
+    /// Whether all agents share the secret from the environment.
     secret_is_shared: bool,
     wakeup: Wakeup,
     ending: AtomicBool,
-    /// The process that the agent is of: a forked child has none of its threads.
+    /// The process that created the agent: a forked child has none of its threads.
     process: u32,
 }
 
 impl Agent {
+    /// Opens the agent's endpoint with NIXL's parameters of the backend.
+    ///
     /// # Errors
     /// One line that says what failed.
     pub fn new(name: &str, backend: &str, parameters: &[(String, String)]) -> Result<Agent, String> {
@@ -81,7 +87,7 @@ impl Agent {
         };
         let endpoint = listen(name, &settings, &secret)?;
         let mut addresses = endpoint.reachable_addresses();
-        // Every host has a loopback: on another one it leads to another process.
+        // Loopback addresses come last, because on another host they lead to another process.
         addresses.sort_by_key(|address| address.ip().is_loopback());
         if addresses.is_empty() {
             return Err("this host has no address that remote agents could reach".into());
@@ -121,6 +127,8 @@ impl Agent {
         &self.info
     }
 
+    /// Registers `bytes` bytes at `address` as NIXL's memory kind `kind`.
+    ///
     /// # Safety
     /// The memory stays allocated until it is deregistered.
     pub unsafe fn register(&self, address: u64, bytes: u64, kind: u32) -> Result<Memory, Status> {
@@ -142,7 +150,7 @@ impl Agent {
 
     pub fn deregister(&self, memory: &Memory) -> Status {
         let Memory::Local { region, .. } = memory else { return Status::INVALID_PARAMETER };
-        // They end at once then, whatever their peers do.
+        // Cancelled transfers end immediately, whatever their peers do.
         self.shared.transfers.cancel_those_of(memory);
         match region.clone().deregister() {
             Ok(()) => Status::SUCCESS,
@@ -153,8 +161,10 @@ impl Agent {
         }
     }
 
+    /// Reads another agent's registration.
+    ///
     /// # Errors
-    /// Bytes that were not made by this version of ferrywire, or that are another agent's.
+    /// Bytes that another version of ferrywire made, or that belong to another agent.
     pub fn load_remote(&self, peer: &str, blob: &[u8]) -> Result<Memory, Status> {
         let memory = Memory::from_public_data(blob).map_err(|why| {
             tracing::warn!(agent = peer, "a registration of the remote agent cannot be used: {why}");
@@ -225,8 +235,10 @@ impl Agent {
         }
     }
 
+    /// Prepares a transfer from NIXL's descriptor lists.
+    ///
     /// # Safety
-    /// The metadata of all descriptors is null, or an object of the shim's that lives.
+    /// The metadata of each descriptor is null or a live object of the shim.
     pub unsafe fn prepare(
         &self,
         operation: Operation,
@@ -264,7 +276,7 @@ impl Agent {
         transfer.check(&self.context(), alone)
     }
 
-    /// The next notification. What cannot be delivered is put back.
+    /// Delivers all notifications that have arrived. A notification that `deliver` refuses is put back.
     pub fn notifications(&self, mut deliver: impl FnMut(&Delivered) -> bool) -> Status {
         ASKED.store(0, Ordering::Relaxed);
         let mut inbox = self.shared.inbox();
@@ -300,12 +312,12 @@ impl Drop for Agent {
         let shared = &self.shared;
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if shared.process != std::process::id() {
-            // All of it is the parent's.
+            // The forked child leaves the parent's thread and connections alone.
             return std::mem::forget((thread, self.shared.clone()));
         }
         shared.ending.store(true, Ordering::SeqCst);
         shared.wakeup.wake();
-        // It ends by itself; one that has panicked has nothing more to say.
+        // The thread has been told to end; a panic has been logged already.
         thread.into_iter().for_each(|thread| drop(thread.join()));
         if let Err(error) = shared.endpoint.close(CLOSING_TIMEOUT) {
             tracing::info!(%error, "an agent ended before all that it had sent was there");
@@ -316,7 +328,7 @@ impl Drop for Agent {
     }
 }
 
-/// Where the thread that accepts and connects ends before its agent does, nothing waits for it in vain.
+/// Fails everything that waits for a connection if the service thread ends before its agent does.
 struct EndOfService<'a>(&'a Shared);
 
 impl Drop for EndOfService<'_> {
@@ -341,14 +353,14 @@ impl Shared {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Accepts peers and makes connections, until the agent ends.
+    /// Accepts peers and makes connections until the agent ends.
     fn run(&self) {
         while !self.ending.load(Ordering::SeqCst) {
             self.wakeup.clear();
             while let Some(Ok(peer)) = self.endpoint.try_accept() {
                 let mut inbox = self.inbox();
                 inbox.add(peer);
-                // An agent that never asks for notifications keeps no connection that is gone.
+                // Collecting also drops dead connections of an agent that never asks for notifications.
                 inbox.collect();
             }
             let remotes: Vec<Arc<Remote>> =
@@ -382,7 +394,7 @@ fn listen(name: &str, settings: &Settings, secret: &[u8]) -> Result<Endpoint, St
     Err(last)
 }
 
-/// What logs call the endpoint: a label is short and printable, and a name need not be.
+/// The endpoint's label in logs: short and printable, which an agent's name need not be.
 fn label(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_graphic() || c == ' ' { c } else { '?' };
     name.chars().take(48).map(plain).collect()
@@ -390,14 +402,14 @@ fn label(name: &str) -> String {
 
 fn random_secret() -> std::io::Result<Vec<u8>> {
     let mut secret = vec![0; SECRET_BYTES];
-    // SAFETY: the buffer has this size. So few bytes come whole, once the kernel has any.
+    // SAFETY: the buffer has this size. The kernel returns so few bytes completely.
     match unsafe { libc::getrandom(secret.as_mut_ptr().cast(), secret.len(), 0) } {
         count if usize::try_from(count) == Ok(SECRET_BYTES) => Ok(secret),
         _ => Err(std::io::Error::last_os_error()),
     }
 }
 
-/// Which path, NICs and addresses will carry the bytes.
+/// Logs which transport, NICs and addresses will carry the bytes.
 fn announce(name: &str, backend: &str, info: &ConnectionInfo, has_gpus: bool) {
     let nics = TcpTransport::default().nics().unwrap_or_default();
     let nic_of = |address: &std::net::SocketAddr| {
@@ -408,14 +420,15 @@ fn announce(name: &str, backend: &str, info: &ConnectionInfo, has_gpus: bool) {
         info.addresses.iter().filter(|address| !address.ip().is_loopback()).map(nic_of).collect();
     let memory = if has_gpus { "host and GPU memory" } else { "host memory" };
     let port = info.addresses[0].port();
-    match useful.is_empty() {
-        true => log::announce(format_args!(
+    if useful.is_empty() {
+        log::announce(format_args!(
             "warning: agent {name} can be reached from this host alone: no NIC but the loopback has an address (port {port})"
-        )),
-        false => log::announce(format_args!(
+        ))
+    } else {
+        log::announce(format_args!(
             "agent {name} moves {memory} over TCP: {}; port {port}",
             useful.join(", ")
-        )),
+        ))
     }
     if backend != "FERRYWIRE" {
         log::announce(format_args!(

@@ -1,6 +1,7 @@
-//! What crosses to C++ and back: the table of `shim/core.h`, and the two symbols that NIXL looks up.
+//! The boundary to C++: the table of functions of `shim/core.h`, and the two symbols that NIXL looks up.
 //!
-//! Invariant: nothing unwinds out of here, and every pointer that comes in is checked or was made here.
+//! Invariant: no panic unwinds out of these functions, and every pointer that comes in is checked or was made here.
+//! Read next: `agent.rs`.
 
 use std::ffi::{c_char, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,7 +30,7 @@ pub struct Parameter {
 type PutBytes = extern "C" fn(*mut c_void, Bytes) -> bool;
 type PutNotification = extern "C" fn(*mut c_void, Bytes, Bytes) -> bool;
 
-/// The table, field by field as in `core.h`.
+/// The table of functions, field by field as in `core.h`.
 #[repr(C)]
 struct Core {
     create: unsafe extern "C" fn(Bytes, Bytes, *const Parameter, usize) -> *mut c_void,
@@ -64,7 +65,7 @@ struct Core {
     version: *const c_char,
 }
 
-// SAFETY: functions, and a string that is never written to.
+// SAFETY: the table has functions and a string that is never written to.
 unsafe impl Sync for Core {}
 
 static CORE: Core = Core {
@@ -91,7 +92,7 @@ static CORE: Core = Core {
     version: MARK.split_at(MARK_NAME.len()).1.as_ptr().cast(),
 };
 
-/// A file that has this, and the version after it, is this library: `ferrywire nixl` looks for it.
+/// Marks the file, followed by the version: `ferrywire nixl` recognizes this library by it.
 const MARK_NAME: &str = "ferrywire NIXL backend ";
 const MARK: &str = concat!("ferrywire NIXL backend ", env!("CARGO_PKG_VERSION"), "\0");
 
@@ -99,13 +100,13 @@ unsafe extern "C" {
     fn ferrywire_nixl_plugin(core: *const Core) -> *mut c_void;
 }
 
-/// What NIXL calls first, and again after each `nixl_plugin_fini`: the record of the plugin, or null.
+/// Returns the plugin's record, or null. NIXL calls it first, and again after each `nixl_plugin_fini`.
 #[unsafe(no_mangle)]
 pub extern "C" fn nixl_plugin_init() -> *mut c_void {
     guarded(std::ptr::null_mut(), || {
         log::start();
         match library_fits() {
-            // SAFETY: the table is static, and has the fields that `core.h` says.
+            // SAFETY: the table is static and has the fields of `core.h`.
             Ok(()) => unsafe { ferrywire_nixl_plugin(&CORE) },
             Err(why) => {
                 log::announce_once(format_args!("the NIXL backend cannot be used: {why}"));
@@ -115,15 +116,15 @@ pub extern "C" fn nixl_plugin_init() -> *mut c_void {
     })
 }
 
-/// Nothing ends here: NIXL calls it between asking for the backend's parameters and creating an engine, too.
+/// Does nothing: NIXL also calls it between asking for the backend's parameters and creating an engine.
 #[unsafe(no_mangle)]
 pub extern "C" fn nixl_plugin_fini() {}
 
-/// Libraries before 1.0 call other virtual functions, and give the same API version as those after.
+/// Checks the version of NIXL's library: before 1.0 it calls other virtual functions under one API version.
 fn library_fits() -> Result<(), &'static str> {
     const OF_1_0: *const c_char = c"_ZNK9nixlAgent14releaseMemViewEPv".as_ptr();
-    // SAFETY: strings that end in NUL, and a library that is only looked at where it is loaded already. It stays loaded, as its
-    // caller is in it.
+    // SAFETY: strings that end in NUL, and a library that is only looked up where it is already loaded. The library
+    // stays loaded, because the caller of this function is in it.
     unsafe {
         if !libc::dlsym(libc::RTLD_DEFAULT, OF_1_0).is_null() {
             return Ok(());
@@ -134,14 +135,11 @@ fn library_fits() -> Result<(), &'static str> {
         }
         let found = !libc::dlsym(library, OF_1_0).is_null();
         libc::dlclose(library);
-        match found {
-            true => Ok(()),
-            false => Err("this NIXL is older than 1.0: install nixl>=1.0"),
-        }
+        if found { Ok(()) } else { Err("this NIXL is older than 1.0: install nixl>=1.0") }
     }
 }
 
-/// No panic crosses: it is told once, and the call fails.
+/// Logs a panic once and returns `failed`, so that no panic crosses the boundary.
 fn guarded<T>(failed: T, body: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let words = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
@@ -157,19 +155,20 @@ fn status(body: impl FnOnce() -> Status) -> Status {
 
 impl Bytes {
     /// # Safety
-    /// The bytes are there for as long as the slice is used, unless there are none.
+    /// The bytes are valid for as long as the slice is used, or the length is 0.
     unsafe fn slice<'a>(self) -> &'a [u8] {
-        match self.data.is_null() || self.size == 0 {
-            true => &[],
+        if self.data.is_null() || self.size == 0 {
+            &[]
+        } else {
             // SAFETY: by the caller's promise.
-            false => unsafe { std::slice::from_raw_parts(self.data, self.size) },
+            unsafe { std::slice::from_raw_parts(self.data, self.size) }
         }
     }
 
-    /// Names of agents are text; bytes that are not are told apart as far as text can.
+    /// The bytes as text. Names of agents are text; other bytes are converted lossily.
     ///
     /// # Safety
-    /// The bytes are there for as long as the text is used, unless there are none.
+    /// The bytes are valid for as long as the text is used, or the length is 0.
     unsafe fn text<'a>(self) -> std::borrow::Cow<'a, str> {
         // SAFETY: by the caller's promise.
         String::from_utf8_lossy(unsafe { self.slice() })
@@ -188,17 +187,18 @@ unsafe fn agent<'a>(pointer: *const c_void) -> &'a Agent {
 }
 
 /// # Safety
-/// An array of so many, or none.
+/// `items` points to `count` items, or `count` is 0.
 unsafe fn array<'a, T>(items: *const T, count: usize) -> &'a [T] {
-    match items.is_null() || count == 0 {
-        true => &[],
+    if items.is_null() || count == 0 {
+        &[]
+    } else {
         // SAFETY: by the caller's promise.
-        false => unsafe { std::slice::from_raw_parts(items, count) },
+        unsafe { std::slice::from_raw_parts(items, count) }
     }
 }
 
 /// # Safety
-/// As `core.h` says, like all that follow.
+/// As `core.h` requires; this holds for all functions of the table.
 unsafe extern "C" fn create(
     name: Bytes,
     backend: Bytes,
@@ -208,7 +208,7 @@ unsafe extern "C" fn create(
     guarded(std::ptr::null_mut(), || {
         // SAFETY: the shim's strings live during the call.
         let (name, backend) = unsafe { (name.text(), backend.text()) };
-        // SAFETY: likewise the array and what it names.
+        // SAFETY: the array and the strings in it live during the call.
         let parameters = unsafe { array(parameters, count) }.iter();
         // SAFETY: as above.
         let text = |bytes: Bytes| unsafe { bytes.text() }.into_owned();
@@ -225,7 +225,7 @@ unsafe extern "C" fn create(
 
 unsafe extern "C" fn destroy(pointer: *mut c_void) {
     guarded((), || {
-        // SAFETY: made by `create`, and nothing uses it any more.
+        // SAFETY: made by `create`, and the last use.
         drop(unsafe { Box::from_raw(pointer.cast::<Agent>()) });
     });
 }
@@ -247,7 +247,7 @@ unsafe extern "C" fn register_memory(
         // SAFETY: NIXL's user keeps the memory until it is deregistered.
         match unsafe { agent(pointer).register(address, bytes as u64, kind) } {
             Ok(registered) => {
-                // SAFETY: the shim's own variable.
+                // SAFETY: a variable of the shim.
                 unsafe { memory.write(Arc::into_raw(Arc::new(registered))) };
                 Status::SUCCESS
             }
@@ -268,7 +268,7 @@ unsafe extern "C" fn clone_memory(memory: *const Memory) -> *const Memory {
 }
 
 unsafe extern "C" fn drop_memory(memory: *const Memory) {
-    // SAFETY: the shim gives its reference up.
+    // SAFETY: the shim gives up its reference.
     guarded((), || drop(unsafe { Arc::from_raw(memory) }));
 }
 
@@ -290,7 +290,7 @@ unsafe extern "C" fn load_remote(
         // SAFETY: an agent and strings that live during the call.
         match unsafe { agent(pointer).load_remote(&peer.text(), blob.slice()) } {
             Ok(loaded) => {
-                // SAFETY: the shim's own variable.
+                // SAFETY: a variable of the shim.
                 unsafe { memory.write(Arc::into_raw(Arc::new(loaded))) };
                 Status::SUCCESS
             }
@@ -313,12 +313,12 @@ unsafe extern "C" fn load_connection_info(pointer: *const c_void, peer: Bytes, i
 }
 
 unsafe extern "C" fn connect(pointer: *const c_void, peer: Bytes) -> Status {
-    // SAFETY: likewise.
+    // SAFETY: an agent and strings that live during the call.
     status(|| unsafe { agent(pointer).connect(&peer.text()) })
 }
 
 unsafe extern "C" fn disconnect(pointer: *const c_void, peer: Bytes) -> Status {
-    // SAFETY: likewise.
+    // SAFETY: an agent and strings that live during the call.
     status(|| unsafe { agent(pointer).disconnect(&peer.text()) })
 }
 
@@ -345,7 +345,7 @@ unsafe extern "C" fn prepare(
         };
         match prepared {
             Ok(prepared) => {
-                // SAFETY: the shim's own variable.
+                // SAFETY: a variable of the shim.
                 unsafe { transfer.write(Arc::into_raw(prepared)) };
                 Status::SUCCESS
             }
@@ -362,7 +362,7 @@ unsafe extern "C" fn post(
     status(|| {
         // SAFETY: null, or a string that lives during the call.
         let message = unsafe { notification.as_ref().map(|bytes| bytes.slice().to_vec()) };
-        // SAFETY: a reference that the shim holds, counted once more for this one.
+        // SAFETY: a reference that the shim keeps; the count is raised for this one.
         let transfer = unsafe {
             Arc::increment_strong_count(transfer);
             Arc::from_raw(transfer)
@@ -379,7 +379,7 @@ unsafe extern "C" fn check(pointer: *const c_void, transfer: *const Transfer) ->
 
 unsafe extern "C" fn release(transfer: *const Transfer) {
     guarded((), || {
-        // SAFETY: the shim gives its reference up.
+        // SAFETY: the shim gives up its reference.
         let transfer = unsafe { Arc::from_raw(transfer) };
         transfer.release();
     });
@@ -410,5 +410,5 @@ unsafe extern "C" fn options(into: *mut c_void, put: PutNotification) {
     });
 }
 
-// The layouts that the header says.
+// The layouts of `core.h`.
 const _: () = assert!(size_of::<Descriptor>() == 32 && size_of::<Bytes>() == 16 && size_of::<Status>() == 4);

@@ -1,10 +1,11 @@
-//! How remote agents reach this one: the bytes that NIXL carries from agent to agent.
+//! The connection information of an agent: the bytes by which remote agents reach it. NIXL carries them.
 //!
 //! ```text
 //!   magic 8 │ identity 16 │ secret: length 1, bytes │ addresses: count 1, each: length 1, text
 //! ```
 //!
-//! Invariant: what arrives is not trusted: it is this version's, or an error.
+//! Invariant: the bytes are not trusted: they are of this version and complete, or an error.
+//! Read next: `remote.rs`, which connects.
 
 use std::net::SocketAddr;
 
@@ -16,9 +17,9 @@ const MAGIC: [u8; 8] = *b"FW-NIXL\x01";
 #[derive(Clone, PartialEq, Eq)]
 pub struct ConnectionInfo {
     pub identity: Identity,
-    /// The agent's own; empty where all agents share one of the environment.
+    /// The agent's own secret; empty if all agents share one from the environment.
     pub secret: Vec<u8>,
-    /// Those of its NICs first, those of its loopback last.
+    /// Addresses of NICs first, loopback addresses last.
     pub addresses: Vec<SocketAddr>,
 }
 
@@ -34,8 +35,10 @@ impl ConnectionInfo {
         out
     }
 
+    /// Parses connection information.
+    ///
     /// # Errors
-    /// What is wrong with the bytes, and what to do.
+    /// A message that says what is wrong with the bytes and what to do.
     pub fn from_bytes(bytes: &[u8]) -> Result<ConnectionInfo, String> {
         let (magic, version) = (&MAGIC[..7], MAGIC[7]);
         if !bytes.starts_with(magic) {

@@ -1,8 +1,10 @@
-//! Connecting to a remote agent that has several addresses, without waiting.
+//! Connects to a remote agent that has several addresses, without blocking.
 //!
-//! The addresses are tried one after the other, the next one already before the first has answered, and the first that
-//! works wins. At first contact all are tried again until the time is up: a network may still be being set up. An agent
-//! that was there before, or was waited for in vain, and does not answer has ended.
+//! The addresses are tried one after the other; the next is tried before the first has answered, and the first
+//! connection wins. At first contact all addresses are tried again until the timeout, because the network may still be
+//! being set up. An agent that was connected before, or that was waited for without success, counts as ended if it does
+//! not answer.
+//! Read next: `remote.rs`, which starts it.
 
 use std::time::{Duration, Instant};
 
@@ -10,21 +12,21 @@ use ferrywire::{ConnectTarget, Connecting, Endpoint, Error, Peer, Wakeup};
 
 use crate::connection_info::ConnectionInfo;
 
-/// The next address is tried after this, if none has answered.
+/// Pause before the next address is tried while none has answered.
 const NEXT_AFTER: Duration = Duration::from_millis(250);
-/// The first address is tried again this long after all have failed.
+/// Pause before the first address is tried again after all have failed.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub struct Dialing {
     attempts: Vec<Connecting>,
-    /// Which address comes next, and when.
+    /// The next address to try, and when.
     next: usize,
     next_at: Instant,
     began: Instant,
     timeout: Duration,
-    /// Nothing is known of the agent yet.
+    /// Whether the agent has never been connected or waited for.
     first_contact: bool,
-    /// Why the addresses of this round failed.
+    /// The errors of the addresses in this round.
     errors: Vec<Error>,
 }
 
@@ -42,7 +44,7 @@ impl Dialing {
         }
     }
 
-    /// Moves it on; the outcome once there is one. What is to come makes `wakeup` readable; what is due later needs
+    /// Makes progress; returns the outcome once there is one. Events make `wakeup` readable; later attempts need
     /// another call after [`Dialing::PAUSE`].
     pub fn advance(
         &mut self,
@@ -99,16 +101,16 @@ impl Dialing {
             }
             (self.next, self.next_at) = (self.next + 1, now + NEXT_AFTER);
         } else {
-            // A wakeup tells once.
+            // A wakeup signals once.
             self.attempts.iter().for_each(|attempt| attempt.arm(wakeup));
         }
         None
     }
 
-    /// How long nothing becomes due.
+    /// Longest time between calls of [`Dialing::advance`].
     pub const PAUSE: Duration = Duration::from_millis(50);
 
-    /// Of the addresses' errors the one of an end that answered, if one has.
+    /// The error of an end that answered, or else any.
     fn most_telling(&mut self) -> Option<Error> {
         let tells = |error: &Error| match error {
             Error::Unreachable { .. } => 0,

@@ -1,7 +1,8 @@
-//! What remote agents send to this one: the peers that connected to it, and their notifications.
+//! Peers that have connected to this agent, and their notifications.
 //!
-//! Senders need not have been loaded here. Their bytes are placed by the endpoint's threads; what is held here keeps the
+//! The senders need not have been loaded by this agent. The endpoint's threads place their bytes; the inbox keeps the
 //! connections open.
+//! Read next: `notification.rs`.
 
 use std::collections::VecDeque;
 
@@ -20,16 +21,16 @@ pub struct Inbox {
     arrived: VecDeque<Delivered>,
 }
 
-/// Notifications of one peer that are taken before the next peer is asked.
+/// Notifications taken from one peer before the next peer's turn.
 const TAKEN_AT_ONCE: usize = 1024;
 
 impl Inbox {
-    /// A peer that has connected to us.
+    /// Adds a peer that has connected to this agent.
     pub fn add(&mut self, peer: Peer) {
         self.senders.push(Sender { peer, assembly: Assembly::default() });
     }
 
-    /// One of this agent to itself.
+    /// Adds a notification of this agent to itself.
     pub fn put(&mut self, notification: Delivered) {
         self.arrived.push_back(notification);
     }
@@ -38,25 +39,25 @@ impl Inbox {
         self.arrived.pop_front()
     }
 
-    /// Back to the front: it could not be delivered.
+    /// Puts a notification that could not be delivered back to the front.
     pub fn put_back(&mut self, notification: Delivered) {
         self.arrived.push_front(notification);
     }
 
-    /// Collects what has arrived, and lets go of peers that are gone and have nothing left to give.
+    /// Collects notifications that have arrived, and drops peers that are gone and have none left.
     pub fn collect(&mut self) {
         let arrived = &mut self.arrived;
         self.senders.retain_mut(|sender| sender.collect(arrived));
     }
 
-    /// Closes every connection to us.
+    /// Closes all connections.
     pub fn clear(&mut self) {
         self.senders.clear();
     }
 }
 
 impl Sender {
-    /// False when nothing more comes of it.
+    /// Collects a peer's notifications; false if the peer can have no more.
     fn collect(&mut self, arrived: &mut VecDeque<Delivered>) -> bool {
         for _ in 0..TAKEN_AT_ONCE {
             let message = match self.peer.poll_notification() {

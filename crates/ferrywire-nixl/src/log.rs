@@ -1,7 +1,6 @@
-//! Lines on standard error, as `FERRYWIRE_LOG` asks for (`warn` unless it says otherwise: off, error, warn, info, debug).
+//! Logs to standard error at the level of `FERRYWIRE_LOG` (off, error, warn, info or debug; `warn` by default).
 //!
-//! What an operator has to see once, such as the path that carries the bytes, is a line of its own that only `off`
-//! silences.
+//! Lines that an operator has to see once, such as the transport that carries the bytes, are silenced only by `off`.
 
 use std::collections::HashSet;
 use std::fmt::Arguments;
@@ -10,17 +9,17 @@ use std::sync::{LazyLock, Mutex, Once, PoisonError};
 
 use tracing_subscriber::filter::LevelFilter;
 
-/// Lines that are told once, at most.
+/// Number of different lines that are logged once; further ones are dropped.
 const TOLD_MAX: usize = 1024;
 
 fn level() -> LevelFilter {
     let asked = std::env::var("FERRYWIRE_LOG").unwrap_or_default();
-    // The parser takes no text at all for `error`.
+    // The parser does not accept an empty text.
     let asked = Some(asked.trim()).filter(|asked| !asked.is_empty());
     asked.and_then(|asked| asked.parse().ok()).unwrap_or(LevelFilter::WARN)
 }
 
-/// Lets the engine's own lines out too.
+/// Subscribes to the engine's log too.
 pub fn start() {
     static START: Once = Once::new();
     START.call_once(|| {
@@ -31,15 +30,15 @@ pub fn start() {
     });
 }
 
-/// A line that an operator has to see.
+/// Logs a line that an operator has to see.
 pub fn announce(text: Arguments<'_>) {
     if level() != LevelFilter::OFF {
-        // Where nobody reads standard error, nothing can be told.
+        // A closed standard error is ignored.
         let _ = writeln!(std::io::stderr(), "ferrywire: {text}");
     }
 }
 
-/// The same, the first time that it is to be said in this process.
+/// Logs a line that an operator has to see, at most once per process.
 pub fn announce_once(text: Arguments<'_>) {
     static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
     let line = text.to_string();

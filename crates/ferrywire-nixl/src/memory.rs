@@ -1,16 +1,18 @@
-//! Registered memory as NIXL hands it around: of this agent, and of remote ones.
+//! Registered memory of this agent and of remote agents, to which NIXL's metadata pointers point.
+//!
+//! Read next: `transfer.rs`.
 
 use ferrywire::{MemoryLocation, Region, RemoteRegion};
 
-/// Memory that descriptors point to.
+/// Registered memory that descriptors refer to.
 pub enum Memory {
-    /// Registered here. Its own descriptors give absolute addresses.
+    /// Registered by this agent; descriptors have absolute addresses from `base` on.
     Local { region: Region, base: u64 },
-    /// Registered by a remote agent; the address is that agent's.
+    /// Registered by a remote agent; `base` is an address in that agent.
     Remote { region: RemoteRegion, base: u64 },
 }
 
-/// Kinds of memory as NIXL numbers them.
+/// NIXL's kinds of memory.
 pub const DRAM: u32 = 0;
 pub const VRAM: u32 = 1;
 
@@ -23,7 +25,7 @@ impl Memory {
         }
     }
 
-    /// What remote agents need to reach it.
+    /// The bytes that remote agents need to use the memory.
     pub fn public_data(&self) -> Vec<u8> {
         let (base, region) = match self {
             Memory::Local { region, base } => (base, region.descriptor()),
@@ -35,8 +37,10 @@ impl Memory {
         out
     }
 
+    /// Parses the bytes of [`Memory::public_data`] of another agent.
+    ///
     /// # Errors
-    /// What is wrong with the bytes.
+    /// A message that says what is wrong with the bytes.
     pub fn from_public_data(bytes: &[u8]) -> Result<Memory, String> {
         let (version, rest) = bytes.split_first().ok_or("it is empty")?;
         if *version != VERSION {
@@ -50,7 +54,7 @@ impl Memory {
     }
 }
 
-/// Whether memory that lives there may be registered as this kind.
+/// Whether memory at `location` may be registered as `kind`.
 pub fn is_of_kind(location: MemoryLocation, kind: u32) -> bool {
     match kind {
         DRAM => location == MemoryLocation::Host,

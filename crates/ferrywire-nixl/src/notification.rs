@@ -1,27 +1,27 @@
-//! What travels for a notification of NIXL: a message of ferrywire's that names its sender, or several, where it is long.
+//! The messages that carry a NIXL notification: one message that names its sender, or several parts for a long one.
 //!
 //! ```text
 //!   0 │ sender: length 2, bytes │ message
 //!   1 │ sender: length 2, bytes │ message number 8 │ total bytes 4 │ part
 //! ```
 //!
-//! Parts of a message follow each other on their connection, in order.
+//! Invariant: the parts of a message follow each other on their connection, in order.
 
 use ferrywire::limits::NOTIFY_BYTES_MAX;
 
-/// Longest name of an agent.
+/// Longest name of an agent, in bytes.
 pub const NAME_BYTES_MAX: usize = 1024;
-/// Longest message.
+/// Longest notification, in bytes.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 
 const WHOLE: u8 = 0;
 const PART: u8 = 1;
 const PART_HEADER_BYTES: usize = 1 + 2 + 8 + 4;
 
-/// A notification as it is delivered: the sender's name, and the message.
+/// A delivered notification: the sender's name and the message.
 pub type Delivered = (Vec<u8>, Vec<u8>);
 
-/// The messages that carry a notification. Only one that is sent whole can go with the bytes of a write.
+/// The messages for a notification. Only a notification of one message can go with a write.
 pub fn encode(sender: &[u8], message: &[u8], number: u64) -> Vec<Vec<u8>> {
     let begin = |kind: u8, capacity: usize| {
         let mut out = Vec::with_capacity(capacity);
@@ -46,12 +46,12 @@ pub fn encode(sender: &[u8], message: &[u8], number: u64) -> Vec<Vec<u8>> {
     message.chunks(room).map(part).collect()
 }
 
-/// Whether it is one message.
+/// Whether the notification fits into one message.
 pub fn is_short(sender: &[u8], message: &[u8]) -> bool {
     3 + sender.len() + message.len() <= NOTIFY_BYTES_MAX
 }
 
-/// Puts together what one peer sends.
+/// Assembles the notifications of one peer.
 #[derive(Default)]
 pub struct Assembly {
     number: u64,
@@ -59,10 +59,10 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// The notification that this message completes, if it does.
+    /// Takes a message; returns the notification that it completes.
     ///
     /// # Errors
-    /// It is nothing that this version sends.
+    /// Bytes that no ferrywire of this version sends.
     pub fn take(&mut self, message: Vec<u8>) -> Result<Option<Delivered>, &'static str> {
         let (kind, sender, rest) = split(&message).ok_or("it names no sender")?;
         match kind {

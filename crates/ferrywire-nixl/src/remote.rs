@@ -1,12 +1,12 @@
-//! One remote agent that was loaded here, and our connection to it.
+//! A loaded remote agent and this agent's connection to it.
 //!
 //! ```text
 //!   idle ── first transfer or notification ──> dialing ──> up ── lost: the next one ──> dialing
-//!                                                 └── failed: what waits fails ──> idle
+//!                                                 └── failed: waiting operations fail ──> idle
 //! ```
 //!
-//! Invariant: what waits for the connection is started in the order in which it was posted, before anything that is
-//! posted later. Locks are taken in the order remote, transfer.
+//! Invariant: operations that wait for the connection start in the order in which they were posted, before later ones.
+//! Locks are taken in the order remote, transfer.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
@@ -24,7 +24,7 @@ use crate::notification;
 use crate::status::Status;
 use crate::transfer::Transfer;
 
-/// Notifications that wait for a connection, in bytes.
+/// Limit of notifications that wait for a connection, in bytes.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 
 pub struct Remote {
@@ -34,29 +34,29 @@ pub struct Remote {
     failures: Mutex<Failures>,
 }
 
-/// What was told of failed transfers.
+/// Counts failures for a log that is limited in rate.
 #[derive(Default)]
 struct Failures {
     told_at: Option<Instant>,
     untold: u64,
 }
 
-/// Failed transfers are told of this often at most: with a peer that is lost, thousands fail.
+/// Failed transfers are logged at most this often: with a lost peer, thousands fail.
 const FAILURES_APART: Duration = Duration::from_secs(1);
 
 struct State {
     link: Link,
     waiting: VecDeque<Waiting>,
     waiting_bytes: usize,
-    /// Notifications that were sent, until it is known how that ended.
+    /// Notifications that were sent and whose outcome is not known yet.
     sent: VecDeque<ferrywire::Transfer>,
-    /// Numbers of long notifications.
+    /// Number of the next long notification.
     notified: u64,
-    /// It was taken out of the agent.
+    /// Whether the agent was removed.
     removed: bool,
-    /// It was tried to connect.
+    /// Whether connecting was tried before.
     dialled: bool,
-    /// There was a connection, which was told of in the log.
+    /// Whether a connection was logged before.
     announced: bool,
 }
 
@@ -71,10 +71,10 @@ enum Waiting {
     Notify(Vec<Vec<u8>>),
 }
 
-/// What there is to go on with.
+/// The connection, or how an operation waits for it.
 pub enum Connection {
     Up(Peer),
-    /// It is started when the connection is there.
+    /// The operation starts when the connection is up.
     Waiting,
     Removed,
 }
@@ -103,7 +103,7 @@ impl Remote {
         self.info.identity
     }
 
-    /// Tells of a transfer that failed, and what the caller of NIXL gets.
+    /// Logs a failed transfer and returns its status for NIXL.
     pub fn failed(&self, what: &str, error: &Error) -> Status {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         if failures.told_at.is_some_and(|at| at.elapsed() < FAILURES_APART) {
@@ -116,7 +116,7 @@ impl Remote {
         Status::of(error)
     }
 
-    /// The connection, or a place in the queue of those who wait for it.
+    /// The connection, or else queues the operation until there is one.
     pub fn connection_for(
         &self,
         transfer: &Arc<Transfer>,
@@ -137,7 +137,7 @@ impl Remote {
         }
     }
 
-    /// Begins to connect, if it is not connected.
+    /// Starts to connect if there is no connection.
     pub fn connect(&self, timeout: Duration, wakeup: &Wakeup) {
         let mut state = self.lock();
         if !state.removed {
@@ -145,7 +145,7 @@ impl Remote {
         }
     }
 
-    /// Sends a notification behind everything that was posted before it.
+    /// Sends a notification after everything that was posted before it.
     pub fn notify(&self, sender: &[u8], message: &[u8], timeout: Duration, wakeup: &Wakeup) -> Status {
         let mut state = self.lock();
         if state.removed {
@@ -170,7 +170,7 @@ impl Remote {
         }
     }
 
-    /// Moves a connection that is coming about on; true while it is.
+    /// Moves a pending connection forward; true while it is pending.
     pub fn advance(&self, endpoint: &Endpoint, wakeup: &Wakeup) -> bool {
         let mut state = self.lock();
         let Link::Dialing(dialing) = &mut state.link else { return false };
@@ -182,7 +182,7 @@ impl Remote {
                 }
                 state.link = Link::Up(peer.clone());
                 state.waiting_bytes = 0;
-                // Under the lock, so that nothing overtakes.
+                // Under the lock, so that no later operation overtakes.
                 for waiting in std::mem::take(&mut state.waiting) {
                     match waiting {
                         Waiting::Post(transfer, post) => {
@@ -200,7 +200,7 @@ impl Remote {
         false
     }
 
-    /// Says which NICs and addresses carry the bytes, and warns where NICs that lead there stay idle.
+    /// Logs which NICs and addresses carry the bytes, and warns of usable NICs that stay idle.
     fn announce(&self, peer: &Peer, chosen: &[String]) {
         let stats = peer.stats();
         let mut pairs: BTreeMap<String, usize> = BTreeMap::new();
@@ -238,7 +238,7 @@ impl Remote {
         }
     }
 
-    /// It is no longer an agent that is known here. What is under way to it is not waited for.
+    /// Removes the agent. Operations in flight are not waited for.
     pub fn remove(&self) {
         let mut state = self.lock();
         state.removed = true;
@@ -249,7 +249,7 @@ impl Remote {
 }
 
 impl State {
-    /// The connection; without one, one begins to come about.
+    /// The connection; starts to connect if there is none.
     fn peer(&mut self, remote: &Remote, timeout: Duration, wakeup: &Wakeup) -> Option<Peer> {
         if let Link::Up(peer) = &self.link {
             match peer.error() {
@@ -267,7 +267,7 @@ impl State {
         None
     }
 
-    /// Sends a notification, and tells of earlier ones that the remote agent has refused: it holds so many that nobody asks for.
+    /// Sends a notification. Logs earlier ones that the remote agent refused because it has too many unread.
     fn send(&mut self, peer: &Peer, parts: &[Vec<u8>]) -> Status {
         while let Some(outcome) = self.sent.front().and_then(|first| first.poll()) {
             self.sent.pop_front();

@@ -1,11 +1,12 @@
-//! What a user may say through NIXL's parameters of a backend. Nothing has to be said.
+//! The settings of the backend: NIXL's parameters, all optional.
 //!
-//! All defaults are valid values, since programs pass the defaults that they have read back to us.
+//! Invariant: every default is a valid value, because programs pass the defaults that they have read back to the
+//! backend.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-/// Name, default, and what it is for people who read the source.
+/// Name and default of each parameter.
 pub const OPTIONS: [(&str, &str); 5] = [
     // Address to listen on; every NIC by default.
     ("listen", ""),
@@ -26,15 +27,15 @@ pub struct Settings {
     pub nics: Vec<String>,
     pub threads: Option<usize>,
     pub connect_timeout: Duration,
-    /// Of both ends of every connection, where the environment gives one.
+    /// The shared secret from the environment, if there is one.
     pub secret: Option<Vec<u8>>,
 }
 
 impl Settings {
-    /// The settings, and the names of parameters that are not ours.
+    /// Parses the parameters; also returns the names of unknown parameters.
     ///
     /// # Errors
-    /// One line that names a parameter of ours whose value cannot be used.
+    /// One line that names a parameter with an invalid value.
     pub fn new(
         parameters: &[(String, String)],
         environment: impl Fn(&str) -> Option<String>,
@@ -88,7 +89,7 @@ impl Settings {
         Ok((settings, unknown))
     }
 
-    /// Where to listen: first choice first.
+    /// Addresses to listen on, first choice first.
     pub fn listen_addresses(&self) -> Vec<SocketAddr> {
         let any: [IpAddr; 2] =
             [std::net::Ipv6Addr::UNSPECIFIED.into(), std::net::Ipv4Addr::UNSPECIFIED.into()];

@@ -1,4 +1,4 @@
-//! NIXL's statuses, and which of them an error of the engine is.
+//! NIXL's statuses, and the status for each error of the engine.
 
 use ferrywire::Error;
 
@@ -21,7 +21,7 @@ impl Status {
     pub const REMOTE_DISCONNECT: Status = Status(-10);
     pub const CANCELLED: Status = Status(-11);
 
-    /// What the caller of NIXL is told of an error. The log has the words.
+    /// The status for an error. The log has the message.
     pub fn of(error: &Error) -> Status {
         match error {
             Error::Invalid { .. } | Error::OutOfRegion { .. } => Status::INVALID_PARAMETER,

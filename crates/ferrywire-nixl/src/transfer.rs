@@ -1,7 +1,8 @@
-//! A transfer of NIXL's: prepared once, posted any number of times.
+//! A NIXL transfer: prepared once, posted any number of times.
 //!
-//! Descriptors become a block list of the engine's for each pair of registrations, joined: however many there are, a post
-//! is one operation.
+//! Descriptors become one engine block list per pair of registrations, joined into one: a post is one operation however
+//! many descriptors there are.
+//! Read next: `remote.rs`, which starts a transfer once there is a connection.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -21,7 +22,7 @@ pub enum Operation {
     Write,
 }
 
-/// An element of a list as NIXL gives it.
+/// A descriptor of a list, as NIXL passes it.
 #[repr(C)]
 pub struct Descriptor {
     pub address: u64,
@@ -30,7 +31,7 @@ pub struct Descriptor {
     pub metadata: *const Metadata,
 }
 
-/// The C++ object that holds a reference to memory.
+/// The C++ object that refers to memory.
 #[repr(C)]
 pub struct Metadata {
     virtual_functions: *const c_void,
@@ -40,7 +41,7 @@ pub struct Metadata {
 
 impl Descriptor {
     /// # Safety
-    /// Its metadata is null or an object of the shim's that lives.
+    /// The metadata is null or a live object of the shim.
     unsafe fn memory(&self) -> Option<&Memory> {
         // SAFETY: by the caller's promise; the object holds a reference.
         unsafe { self.metadata.as_ref().and_then(|metadata| metadata.memory.as_ref()) }
@@ -50,19 +51,20 @@ impl Descriptor {
 pub struct Transfer {
     operation: Operation,
     route: Route,
-    /// Name of this agent, for notifications.
+    /// The name of this agent, for notifications.
     sender: Arc<[u8]>,
     phase: Mutex<Phase>,
 }
 
-/// The transfers with remote agents that are prepared.
+/// The prepared transfers with remote agents.
 #[derive(Default)]
 pub struct Transfers(Mutex<Vec<Weak<Transfer>>>);
 
 impl Transfers {
     pub fn add(&self, transfer: &Arc<Transfer>) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // So seldom that it costs each a fixed time, and those which are gone take little room.
+        // Clean up only when the list would grow: each transfer then costs a constant time, and dropped entries take
+        // little space.
         if all.len() == all.capacity() {
             all.retain(|transfer| transfer.strong_count() > 0);
             let room = all.len().max(64);
@@ -71,7 +73,7 @@ impl Transfers {
         all.push(Arc::downgrade(transfer));
     }
 
-    /// Cancels those under way that use this memory.
+    /// Cancels the transfers in flight that use this memory.
     pub fn cancel_those_of(&self, memory: &Memory) {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
         all.iter().filter_map(Weak::upgrade).for_each(|transfer| transfer.cancel_if_of(memory));
@@ -83,10 +85,10 @@ enum Route {
         remote: Arc<Remote>,
         list: BlockList,
         bytes: u64,
-        /// Addresses of the local [`Memory`] that the list is of, to be compared alone.
+        /// Addresses of the local [`Memory`] objects in the list, for comparison only.
         memory: Vec<usize>,
     },
-    /// Within this agent.
+    /// Copies within this agent.
     Own(Vec<Copy>),
 }
 
@@ -98,20 +100,20 @@ struct Copy {
 
 #[derive(Default)]
 struct Phase {
-    /// Counts the posts.
+    /// The number of posts.
     post: u64,
     step: Step,
-    /// When its status was asked for last.
+    /// When NIXL last asked for the status.
     asked_at: Option<Instant>,
 }
 
-/// Longest wait of a status call that is one of a loop. The end of the transfer ends it.
+/// Longest wait of a status call in a polling loop. The end of the transfer ends the wait.
 const SPIN_PAUSE: Duration = Duration::from_micros(300);
-/// The same of a loop over this transfer alone, where no call about another one is delayed.
+/// Longest wait of a status call in a loop over this transfer alone, where no call for another transfer is delayed.
 const SPIN_PAUSE_ALONE: Duration = Duration::from_millis(1);
-/// Status calls of one transfer that are less apart are a loop: the caller has nothing else to do.
+/// Status calls of one transfer within this time are a polling loop: the caller has nothing else to do.
 const SPIN_APART: Duration = Duration::from_micros(20);
-/// Shorter transfers are moved by the status call itself, which must not wait then.
+/// Shorter transfers are moved by the status call itself, which then must not wait.
 const SPIN_BYTES_MIN: u64 = 512 << 10;
 
 impl Phase {
@@ -125,10 +127,10 @@ impl Phase {
 
 #[derive(Default)]
 enum Step {
-    /// Never posted.
+    /// Not posted yet.
     #[default]
     Prepared,
-    /// For the connection.
+    /// Waiting for the connection.
     Waiting {
         notification: Option<Vec<u8>>,
     },
@@ -136,25 +138,25 @@ enum Step {
         transfer: ferrywire::Transfer,
         notification: Option<Vec<u8>>,
     },
-    /// The bytes have arrived, and a status call sends the notification.
+    /// The bytes have arrived; a status call sends the notification.
     Notifying,
     Ended(Status),
 }
 
-/// What a transfer needs of its agent.
+/// Parts of the agent that a transfer uses.
 pub struct Context<'a> {
     pub connect_timeout: Duration,
     pub wakeup: &'a Wakeup,
 }
 
 impl Transfer {
-    /// A transfer to or from a remote agent.
+    /// Prepares a transfer with a remote agent.
     ///
     /// # Errors
-    /// Lists that do not fit each other, or their registrations.
+    /// Lists that do not match each other or their registrations.
     ///
     /// # Safety
-    /// The metadata of all descriptors is null, or an object of the shim's that lives.
+    /// The metadata of each descriptor is null or a live object of the shim.
     pub unsafe fn with_remote(
         operation: Operation,
         local: &[Descriptor],
@@ -169,13 +171,13 @@ impl Transfer {
         Ok(Transfer { operation, route, sender, phase: Mutex::default() })
     }
 
-    /// A transfer within this agent.
+    /// Prepares a transfer within this agent.
     ///
     /// # Errors
-    /// Lists that do not fit each other, or their registrations.
+    /// Lists that do not match each other or their registrations.
     ///
     /// # Safety
-    /// The metadata of all descriptors is null, or an object of the shim's that lives.
+    /// The metadata of each descriptor is null or a live object of the shim.
     pub unsafe fn within(
         operation: Operation,
         local: &[Descriptor],
@@ -209,8 +211,8 @@ impl Transfer {
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts it, or has it started once there is a connection. A transfer within the agent is done when this returns;
-    /// its notification is for the caller to deliver.
+    /// Starts the transfer, now or once there is a connection. A transfer within the agent is complete when this
+    /// returns; the caller delivers its notification.
     pub fn post(self: &Arc<Transfer>, notification: Option<Vec<u8>>, context: &Context<'_>) -> Status {
         let (remote, post) = match &self.route {
             Route::Own(copies) => {
@@ -240,7 +242,7 @@ impl Transfer {
         }
     }
 
-    /// There is a connection for this post.
+    /// Starts the post that waited for a connection.
     pub fn start(&self, peer: &Peer, post: u64) {
         let mut phase = self.phase();
         let Route::Remote { list, remote, .. } = &self.route else { return };
@@ -267,7 +269,7 @@ impl Transfer {
         };
     }
 
-    /// There is none.
+    /// Fails the post that waited for a connection.
     pub fn fail_waiting(&self, post: u64) {
         let mut phase = self.phase();
         if phase.post == post && matches!(phase.step, Step::Waiting { .. }) {
@@ -275,7 +277,8 @@ impl Transfer {
         }
     }
 
-    /// How it stands. What has to follow the bytes is sent here. `alone`: the process's call before asked the same.
+    /// The status. Sends the notification once the bytes have arrived. `alone`: the process's last status call was for
+    /// this transfer.
     pub fn check(&self, context: &Context<'_>, alone: bool) -> Status {
         let mut phase = self.phase();
         let Step::Moving { transfer, .. } = &phase.step else {
@@ -287,7 +290,7 @@ impl Transfer {
         };
         let mut outcome = transfer.poll();
         if outcome.is_none() && phase.is_spun_on(self) {
-            // A loop of status calls would take a core from the threads that move the bytes.
+            // A polling loop would take a core from the threads that move the bytes.
             let Step::Moving { transfer, .. } = &phase.step else { return Status::BACKEND };
             let transfer = transfer.clone();
             drop(phase);
@@ -307,7 +310,7 @@ impl Transfer {
             (Ok(_), None) => Status::SUCCESS,
             (Ok(_), Some(message)) => {
                 phase.step = Step::Notifying;
-                // The remote's lock goes before this one.
+                // Lock order: the remote's lock comes first.
                 drop(phase);
                 let status = remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup);
                 phase = self.phase();
@@ -318,7 +321,7 @@ impl Transfer {
         status
     }
 
-    /// Cancels it if it moves bytes of this memory.
+    /// Cancels the transfer if it uses this memory.
     fn cancel_if_of(&self, one: &Memory) {
         let Route::Remote { memory, .. } = &self.route else { return };
         let phase = self.phase();
@@ -329,12 +332,12 @@ impl Transfer {
         }
     }
 
-    /// Whether it moves bytes within this agent.
+    /// Whether the transfer is within this agent.
     pub fn is_within(&self) -> bool {
         matches!(self.route, Route::Own(_))
     }
 
-    /// Its user is done with it. What moves is cancelled, and not waited for.
+    /// Ends the use of the transfer. A transfer in flight is cancelled and not waited for.
     pub fn release(&self) {
         let mut phase = self.phase();
         if let Step::Moving { transfer, .. } = &phase.step {
@@ -360,8 +363,10 @@ impl Copy {
     }
 }
 
+/// The joined block list of two descriptor lists, and the local memories in it.
+///
 /// # Safety
-/// As of [`Transfer::with_remote`].
+/// As for [`Transfer::with_remote`].
 unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockList, Vec<usize>), Status> {
     if local.len() != remote.len() || local.is_empty() {
         return Err(Status::INVALID_PARAMETER);
@@ -378,7 +383,7 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
         let pair: Pair = (one, two);
         if pairs.get(at).is_none_or(|(last, _)| *last != pair) {
             at = *known.entry(pair).or_insert_with(|| {
-                // One registration of each side is the common case, so that there is room for all.
+                // One registration on each side is the common case, so the first list has room for all blocks.
                 pairs.push((pair, Vec::with_capacity(if pairs.is_empty() { local.len() } else { 0 })));
                 pairs.len() - 1
             });
@@ -392,7 +397,7 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
         }
     }
     let list_of = |((one, two), blocks): &(Pair, Vec<Block>)| {
-        // SAFETY: the descriptors' references, which live as above.
+        // SAFETY: the descriptors' references live, by the caller's promise.
         match unsafe { (&**one, &**two) } {
             (Memory::Local { region, .. }, Memory::Remote { region: remote, .. }) => {
                 BlockList::new(region, remote, blocks).map_err(|error| refused(&error))

@@ -1,4 +1,4 @@
-//! NIXL's own library, from its wheel, with the backend: two agents in two network namespaces with two NICs each.
+//! Runs NIXL's own library, from its wheel, with the backend: two agents in two network namespaces with two NICs each.
 
 #[allow(dead_code, reason = "the tests of CUDA memory use all of it")]
 #[path = "../../ferrywire/tests/cuda/driver.rs"]
@@ -16,14 +16,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A case that has not ended after this long hangs.
+/// A case that runs longer than this hangs.
 const HANGS_AFTER: Duration = Duration::from_secs(240);
 
 /// Two hosts of this machine, joined by two links; removed when dropped.
 struct Hosts([String; 2]);
 
 impl Hosts {
-    /// `None` where namespaces cannot be made; that is printed.
+    /// Returns `None`, and prints it, if namespaces cannot be made.
     fn new() -> Option<Hosts> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let id = format!("{}-{}", process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -64,10 +64,10 @@ fn ip(arguments: &str) -> Option<()> {
     command.status().ok().filter(|status| status.success()).map(drop)
 }
 
-/// The interpreter of an environment with NIXL. Its wheel names PyTorch as needed; the API runs without.
+/// The Python of an environment with NIXL. Its wheel requires PyTorch, but the API runs without.
 fn python() -> Option<PathBuf> {
     static PYTHON: OnceLock<Option<PathBuf>> = OnceLock::new();
-    // The architectures that its wheels and our declarations are for.
+    // The wheels and the declarations in this crate are for this architecture.
     if !cfg!(target_arch = "x86_64") {
         println!("SKIPPED: needs x86-64");
         return None;
@@ -79,7 +79,7 @@ fn python() -> Option<PathBuf> {
         .clone()
 }
 
-/// A folder with the backend under this name.
+/// A folder with the backend under the name `backend`.
 fn plugins(backend: &str) -> PathBuf {
     static MAKING: Mutex<()> = Mutex::new(());
     let _making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -122,7 +122,7 @@ fn the_library_needs_no_newer_system_than_is_promised() {
 #[test]
 fn bytes_and_notifications_arrive_over_all_nics() {
     let Some(said) = case("FERRYWIRE", "moves") else { return };
-    // What carries the bytes is told at the start, and when a connection is there.
+    // The transport is logged at the start and for each connection.
     assert!(
         said.contains("agent initiator moves") && said.contains("fw0 10.210.7.1, fw1 10.211.7.1"),
         "{said}"

@@ -1,11 +1,11 @@
-//! The backend's table, called by a C++ program as NIXL calls it, and as nobody should: under AddressSanitizer where the
+//! A C++ program calls the backend's table as NIXL does, and with invalid arguments; under AddressSanitizer if the
 //! compiler has it.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-/// A case that has not ended after this long hangs.
+/// A case that runs longer than this hangs.
 const HANGS_AFTER_S: &str = "240";
 
 fn compile(into: &Path, sanitized: bool) -> Output {
@@ -18,9 +18,9 @@ fn compile(into: &Path, sanitized: bool) -> Output {
     if sanitized {
         compiler.args(["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]);
     }
-    // The C++ side is compiled once more, so that it is watched too.
+    // The C++ side is compiled again, so that AddressSanitizer checks it too.
     compiler.arg(here.join("tests/driver/driver.cpp")).arg(here.join("shim/shim.cpp")).arg(library);
-    // What Rust's own library needs of the system's.
+    // System libraries that Rust's standard library needs.
     compiler.args(["-lgcc_s", "-lutil", "-lrt", "-lm", "-ldl", "-lc", "-pthread"]);
     compiler.output().expect("a C++ compiler, which the backend is built with")
 }
@@ -45,7 +45,7 @@ fn run(arguments: &[&str]) {
     run_with_log(arguments, std::env::var("FERRYWIRE_LOG").ok().as_deref());
 }
 
-/// What was logged.
+/// Runs the program and returns its log.
 fn run_with_log(arguments: &[&str], level: Option<&str>) -> String {
     let mut command = Command::new("timeout");
     command.args(["-k", "5", HANGS_AFTER_S]).arg(driver()).args(arguments).env_remove("FERRYWIRE_LOG");
