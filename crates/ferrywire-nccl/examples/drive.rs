@@ -1,12 +1,13 @@
-//! Drives a net plugin as NCCL's proxy threads do, between two processes of this host: up to eight steps in flight
-//! on each connection, only the oldest tested, from and into rings of eight buffers. Prints GB/s and CPU time.
+//! Drives a net plugin as NCCL's proxy threads do, between two processes of this host: up to eight steps in flight on
+//! each connection, only the oldest of them tested, with rings of eight buffers. Prints GB/s and CPU time.
 //!
 //! ```text
 //! drive PLUGIN.so [--comms 2] [--bytes 524288] [--steps 8] [--both] [--seconds 3] [--hold-us 0] [--ping]
 //!     [--devices 0]
 //! ```
 //!
-//! `--devices 0,1` uses these NICs as one device, where the plugin merges them. `--hold-us` is how long a receiver keeps a buffer, as a GPU does. `--ping` sends one message to and fro instead, and prints half of the round trip.
+//! `--devices 0,1` uses these NICs as one device, if the plugin merges them. `--hold-us` is how long a receiver keeps a
+//! buffer, as a GPU does. `--ping` sends one message back and forth instead, and prints half of the round-trip time.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -88,21 +89,20 @@ fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let options = Options::parse(&args);
     let is_child = args.iter().any(|arg| arg == "--child");
-    let mut other = match is_child {
-        true => Other::Parent,
-        false => {
-            let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(&args)
-                .arg("--child")
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .unwrap();
-            let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
-            Other::Child(child, to, BufReader::new(from))
-        }
+    let mut other = if is_child {
+        Other::Parent
+    } else {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(&args)
+            .arg("--child")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        Other::Child(child, to, BufReader::new(from))
     };
-    // SAFETY: the file is named by whoever runs this.
+    // SAFETY: the user of this example trusts the file.
     let plugin = unsafe { Library::open(&options.plugin).unwrap().load(None).unwrap() };
     let device = match options.devices[..] {
         [device] => device,
@@ -186,7 +186,7 @@ struct Lane<'a> {
     posted: Vec<Option<Request>>,
     begun: usize,
     done: usize,
-    /// When each buffer was received into.
+    /// The time at which each buffer was received into.
     filled: Vec<Instant>,
     hold: Duration,
 }
@@ -203,7 +203,7 @@ impl<'a> Lane<'a> {
         matches!(self.end, End::Send(_))
     }
 
-    /// Posts the next step, if there is room and the plugin takes it.
+    /// Posts the next step; false if there is no room or the plugin refuses it for now.
     fn post(&mut self) -> bool {
         let steps = self.ring.len();
         let held = !self.is_sender() && self.filled[self.begun % steps].elapsed() < self.hold;
@@ -212,7 +212,7 @@ impl<'a> Lane<'a> {
         }
         let buffer = &mut self.ring[self.begun % steps];
         let (data, bytes) = (buffer.as_mut_ptr().cast(), buffer.len());
-        // SAFETY: the ring lives until everything is done, and a buffer is used by one step at a time.
+        // SAFETY: the ring lives until all steps are done, and one step at a time uses a buffer.
         let posted = unsafe {
             match self.end {
                 End::Send(comm) => comm.isend(data, bytes, 0, NO_MEMORY),
@@ -228,7 +228,7 @@ impl<'a> Lane<'a> {
         true
     }
 
-    /// Whether the oldest step is done now.
+    /// Whether the oldest step is done.
     fn test(&mut self) -> bool {
         if self.done == self.begun {
             return false;
@@ -238,7 +238,7 @@ impl<'a> Lane<'a> {
             End::Send(comm) => comm,
             End::Recv(comm) => comm,
         };
-        // SAFETY: posted on this comm, and not done.
+        // SAFETY: posted on this comm, and not done yet.
         let tested = unsafe { comm.test(self.posted[place].unwrap()) };
         assert!(tested.code.is_success(), "{}", tested.code);
         if tested.done {
@@ -252,7 +252,7 @@ impl<'a> Lane<'a> {
 /// The first byte of the last message that a sender sends.
 const LAST: u8 = 2;
 
-/// Streams until the time is over; the messages that one direction moved.
+/// Streams for the given time; returns the number of messages that one direction moved.
 fn stream(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
     let until = Instant::now() + Duration::from_secs_f64(options.seconds);
     let mut open = vec![true; lanes.len()];
@@ -279,7 +279,7 @@ fn stream(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
                 }
             }
         }
-        // As NCCL's proxy threads do when nothing has moved.
+        // NCCL's proxy threads also yield when nothing has moved.
         if before == lanes.iter().map(|lane| lane.done + lane.begun).sum() {
             std::thread::yield_now();
         }
@@ -288,7 +288,7 @@ fn stream(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
     counts.map(|lane| lane.done).sum()
 }
 
-/// Rounds of one message to and fro.
+/// Sends one message back and forth, many times.
 fn ping(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
     let rounds = (options.seconds * 10_000.0) as usize;
     let (to, from) = lanes.split_at_mut(lanes.len() / 2);

@@ -1,15 +1,15 @@
-//! On which cores the workers run: on those of every thread that makes comms.
+//! The cores on which workers run: the union of the cores of all threads that make comms.
 //!
-//! NCCL keeps the threads that make a GPU's comms to the cores close to that GPU, and workers start with what the first of them may
-//! use. In a process with GPUs on two CPU sockets all would crowd on one of them.
-//! Invariant: cores are added, never taken away.
+//! NCCL binds the threads that make a GPU's comms to the cores close to that GPU. Workers inherit the cores of the
+//! first such thread. In a process with GPUs on two CPU sockets, all workers would otherwise crowd on one socket.
+//! Invariant: cores are added, never removed.
 
 use std::io;
 use std::sync::Mutex;
 
 use crate::comm::locked;
 
-/// Cores, and the threads that are kept to them.
+/// The cores that are allowed so far, for threads bound to them.
 pub struct Affinity(Mutex<Cores>);
 
 /// A set of cores of this host.
@@ -17,12 +17,12 @@ pub struct Affinity(Mutex<Cores>);
 pub struct Cores(libc::cpu_set_t);
 
 impl Affinity {
-    /// Of threads that the calling one has started, and that have its cores.
+    /// The cores of threads that the calling thread has started, which inherit its cores.
     pub fn of_this_thread() -> Affinity {
         Affinity(Mutex::new(Cores::of(0).unwrap_or_else(|_| Cores::none())))
     }
 
-    /// Lets these threads run where the calling one may, too.
+    /// Also allows these threads on the cores of the calling thread.
     pub fn add_this_threads(&self, threads: impl Iterator<Item = libc::pid_t>) {
         let Ok(own) = Cores::of(0) else { return };
         let mut cores = locked(&self.0);
@@ -34,7 +34,7 @@ impl Affinity {
         with_own.hold(threads);
     }
 
-    /// Lets these threads, which others have started, run there.
+    /// Binds threads that another thread has started to these cores.
     pub fn hold(&self, threads: impl Iterator<Item = libc::pid_t>) {
         locked(&self.0).hold(threads);
     }
@@ -46,7 +46,10 @@ impl Cores {
         Cores(unsafe { std::mem::zeroed() })
     }
 
-    /// Where a thread may run; 0 is the calling one. Fails on hosts with more than 1,024 cores.
+    /// The cores on which a thread may run; 0 is the calling thread.
+    ///
+    /// # Errors
+    /// The kernel's, also on hosts with more than 1,024 cores.
     pub fn of(thread: libc::pid_t) -> io::Result<Cores> {
         let mut cores = Cores::none();
         // SAFETY: the kernel fills the set as far as it goes.
@@ -54,7 +57,7 @@ impl Cores {
         if got == 0 { Ok(cores) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// How many they are.
+    /// The number of cores.
     pub fn count(&self) -> usize {
         // SAFETY: reads the set.
         unsafe { libc::CPU_COUNT(&self.0) as usize }
@@ -73,7 +76,7 @@ impl Cores {
         both
     }
 
-    /// One that cannot be moved runs where it did.
+    /// Binds threads to the cores. A thread that cannot be bound keeps its cores.
     fn hold(&self, threads: impl Iterator<Item = libc::pid_t>) {
         if self.count() > 0 {
             threads.for_each(|thread| drop(self.set(thread)));
@@ -86,7 +89,7 @@ impl Cores {
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Each of them alone, for tests of threads on other cores.
+    /// One set for each core, for tests of threads on different cores.
     #[cfg(test)]
     pub fn singles(&self) -> Vec<Cores> {
         let alone = |core| {
@@ -102,7 +105,7 @@ impl Cores {
             .collect()
     }
 
-    /// Keeps the calling thread to them.
+    /// Binds the calling thread to the cores.
     #[cfg(test)]
     pub fn bind(&self) {
         self.set(0).unwrap();

@@ -1,14 +1,13 @@
 //! Attempts to connect.
 //!
-//! NCCL calls `connect` with the same handle until it gets a comm; the attempt's number is kept in the handle. An
-//! attempt may be left for good at any moment: those that nobody asks about for long are dropped by what is called next
-//! for any comm or listener.
-//! Its life: asked about -> (long not asked about ->) doubted -> dropped | asked about again.
+//! NCCL calls `connect` with the same handle until it gets a comm; the handle stores the attempt's number. NCCL may
+//! abandon an attempt at any time. The next call for any comm or listener drops abandoned attempts. An attempt's life:
+//! polled -> (not polled for long ->) doubted -> dropped | polled again.
 //!
-//! Of several pairs of NICs one over which nobody is reached is left out, and the rest is dialled anew as another comm: how
-//! many sockets a comm has is part of what each of them proves. Pairs over which others have reached nobody are spared until
-//! those that are dialled do not work either.
-//! Invariants: no call waits; the last pair is never left out, its error is the attempt's.
+//! With several pairs of NICs, a pair over which the peer is unreachable is left out, and the others are dialled again
+//! as a new comm, because each socket proves how many sockets its comm has. Pairs that were unreachable for other comms
+//! are spares: they are dialled only after the others have failed too. Invariants: no call waits; the last pair is
+//! never left out, and its error is the attempt's error.
 
 use std::collections::HashMap;
 use std::io;
@@ -30,12 +29,12 @@ use crate::sending::SendComm;
 use crate::settings::settings;
 use crate::unreachable_paths;
 
-/// An attempt that nobody asks about for so long may have been left,
+/// An attempt that was not polled for this long may be abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
-/// unless it is asked about within this time: the whole process may have been stopped.
+/// How long a doubted attempt is kept: the whole process may have been stopped.
 const DOUBTED_FOR: Duration = Duration::from_secs(5);
 
-/// Where another pair is answered, one that is not answered by the peer's kernel within this time is left out.
+/// If another pair was answered, a pair that the peer's kernel does not answer within this time is left out.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 
 /// How data connections are tuned.
@@ -43,13 +42,13 @@ pub fn data_options() -> ConnOptions {
     ConnOptions { bulk: true, ..ConnOptions::default() }
 }
 
-/// Lets the kernel give up a connection that waits for a host that is gone, after a minute and not before: for
-/// NCCL, which cannot go on after an error, the transport's own few seconds are too short.
+/// Makes the kernel give up a connection to a lost host after a minute and not before. NCCL cannot continue after an
+/// error, so the transport's own few seconds are too short.
 pub fn be_patient(conn: &dyn Conn) {
     const SECONDS: [(i32, i32); 3] =
         [(libc::TCP_KEEPIDLE, 20), (libc::TCP_KEEPINTVL, 10), (libc::TCP_KEEPCNT, 4)];
     if let Some(fd) = conn.fd() {
-        // Without it the connection is given up sooner.
+        // If the option cannot be set, the connection is given up sooner.
         SECONDS.iter().for_each(|&(name, value)| drop(socket::set_int(fd, libc::IPPROTO_TCP, name, value)));
     }
 }
@@ -57,7 +56,7 @@ pub fn be_patient(conn: &dyn Conn) {
 struct Attempt {
     secret: Secret,
     pairs: Vec<Pair>,
-    /// Not dialled as long as one of the pairs works.
+    /// Pairs that are dialled only after all others have failed.
     spare: Vec<Pair>,
     dialled: Vec<Dialled>,
     since: Instant,
@@ -67,19 +66,19 @@ struct Attempt {
 
 /// A connection of an attempt.
 struct Dialled {
-    /// Its place among the pairs.
+    /// The pair's index.
     pair: usize,
     dialling: Dialling,
     conn: Option<Box<dyn Conn>>,
 }
 
-/// A pair over which there is no connection, and why.
+/// A pair without a connection, and the reason.
 struct Broken {
     pair: usize,
     fault: Fault,
-    /// Nobody was reached, which took a while.
+    /// The peer could not be reached, which took a while.
     unreached: bool,
-    /// This process or its host lacks what a connection needs.
+    /// This process or its host lacks a resource that a connection needs.
     is_short: bool,
 }
 
@@ -90,7 +89,7 @@ struct Attempts {
 
 static ATTEMPTS: Mutex<Attempts> = Mutex::new(Attempts { made: 0, under_way: None });
 
-/// Closes the connections of attempts that were left.
+/// Closes the connections of abandoned attempts.
 pub fn sweep() {
     let mut attempts = locked(&ATTEMPTS);
     let left = attempts.under_way.as_mut().map(|under_way| swept(under_way, Instant::now()));
@@ -98,13 +97,13 @@ pub fn sweep() {
     drop(left);
 }
 
-/// Takes out what was left by now.
+/// Takes abandoned attempts out of the table.
 fn swept(under_way: &mut HashMap<u64, Attempt>, now: Instant) -> Vec<Attempt> {
     let left = under_way.extract_if(|_, attempt| attempt.is_left(now));
     left.map(|(_, attempt)| attempt).collect()
 }
 
-/// One call of `connect`: a comm, or nothing yet. The handle's memory remembers the attempt.
+/// One call of `connect`: a comm, or `None` while it is being set up. The handle's memory stores the attempt's number.
 pub fn connect(device: &Device, bytes: &mut [u8]) -> Outcome<Option<Box<Comm>>> {
     let handle = Handle::read(bytes).map_err(Fault::usage)?;
     let mut attempt = match handle.attempt {
@@ -127,7 +126,7 @@ fn take(number: u64) -> Option<Attempt> {
     locked(&ATTEMPTS).under_way.as_mut()?.remove(&number)
 }
 
-/// Keeps an attempt under its number; a new one is given one.
+/// Stores an attempt under its number; a new attempt gets a number.
 fn put_back(number: u64, mut attempt: Attempt) -> u64 {
     attempt.asked = Instant::now();
     attempt.doubted = None;
@@ -160,7 +159,7 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// Dials over all pairs but those that fail at once.
+    /// Dials over all pairs except those that fail immediately.
     fn dial(&mut self) -> Outcome<()> {
         loop {
             let comm = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
@@ -170,7 +169,7 @@ impl Attempt {
                     self.since = Instant::now();
                     return Ok(());
                 }
-                // A comm over fewer NICs, for this alone, would be slow without a reason that anybody sees.
+                // A shortage on this host is an error: a comm over fewer NICs would be slow for no visible reason.
                 Err(Broken { is_short: true, fault, .. }) => return Err(fault),
                 Err(broken) => self.leave_out(broken)?,
             }
@@ -186,7 +185,7 @@ impl Attempt {
         }
         let pair = self.pairs.remove(pair);
         let path = format!("{} to {}", pair.nic.name, pair.to.ip());
-        // What is wrong may name a port, which is another one for each comm.
+        // Without the reason in the key, because it may contain a port, which differs for each comm.
         log::warn_once_of(&path, format_args!("{path} is left out: {}", fault.why));
         if unreached {
             unreachable_paths::note(&pair);
@@ -199,7 +198,7 @@ impl Attempt {
         self.pairs.append(&mut self.spare);
     }
 
-    /// Whether it was left; the first to find that so long nobody asked only doubts it.
+    /// Whether the attempt is abandoned. The first check after a long pause only doubts it.
     fn is_left(&mut self, now: Instant) -> bool {
         if now.duration_since(self.asked) < LEFT_AFTER {
             return false;
@@ -207,7 +206,7 @@ impl Attempt {
         now.duration_since(*self.doubted.get_or_insert(now)) >= DOUBTED_FOR
     }
 
-    /// Whether all connections stand.
+    /// Whether all connections are up.
     fn poll(&mut self) -> Outcome<bool> {
         if let Some(broken) = self.progress()? {
             self.leave_out(broken)?;
@@ -219,10 +218,11 @@ impl Attempt {
         Ok(self.dialled.iter().all(|dialled| dialled.conn.is_some()))
     }
 
-    /// Goes on with all connections, or up to one that cannot be made. What a peer that was reached says is an error.
+    /// Moves all connections forward, up to the first that cannot be made. An answer of a reached peer is final: its
+    /// error is returned.
     fn progress(&mut self) -> Outcome<Option<Broken>> {
-        // One path of several between two NICs may be dead for as long as the kernel tries; a pair of NICs is left out only
-        // when none of its connections is answered, and another pair's are.
+        // One of several paths between two NICs may be dead for as long as the kernel tries. A pair is left out only if
+        // none of its connections is answered while another pair's are.
         let (several, is_late) = (self.pairs.len() > 1, self.is_late());
         let is_given_up = |pair| several && (is_late || unreachable_paths::has(pair));
         let given_up: Vec<bool> = self.pairs.iter().map(is_given_up).collect();
@@ -240,7 +240,7 @@ impl Attempt {
                 }
             }
             if given_up[pair] && !answered[pair] && answered.contains(&true) && dialled.is_silent() {
-                // Given up because another comm found it dead, it is not found dead once more.
+                // This error comes from another comm's finding, so it is not noted again.
                 let fault = Fault::remote("nobody answers");
                 return Ok(Some(Broken { pair, fault, unreached: is_late, is_short: false }));
             }
@@ -248,20 +248,20 @@ impl Attempt {
         Ok(None)
     }
 
-    /// Whether it is time that pairs are answered.
+    /// Whether the time in which pairs should be answered is over.
     fn is_late(&self) -> bool {
         self.since.elapsed() >= ANSWERED_WITHIN
     }
 }
 
 impl Dialled {
-    /// Whether nothing has come back yet.
+    /// Whether no answer has come yet.
     fn is_silent(&self) -> bool {
         self.conn.is_none() && self.dialling.is_unanswered()
     }
 }
 
-/// The sockets of a comm: one for small messages over the first pair, and those for bulk, over one pair after another.
+/// The sockets of a comm: one for small messages over the first pair, and sockets for bulk over all pairs in turn.
 fn dial_all(comm: [u8; 16], pairs: &[Pair]) -> Result<Vec<Dialled>, Broken> {
     let counts = pairs.iter().map(|pair| settings().sockets_over(pair.nic.speed_mbps, pairs.len()));
     let over: Vec<usize> = [0].into_iter().chain(dealt(&counts.collect::<Vec<_>>())).collect();
@@ -278,13 +278,13 @@ fn dial_all(comm: [u8; 16], pairs: &[Pair]) -> Result<Vec<Dialled>, Broken> {
     over.iter().zip(0..).map(one).collect()
 }
 
-/// The places of counts, in turns, each as often as it counts.
+/// Indices in round-robin order, each as often as its count.
 fn dealt(counts: &[usize]) -> impl Iterator<Item = usize> {
     let rounds = counts.iter().copied().max().unwrap_or(0);
     (0..rounds).flat_map(move |round| (0..counts.len()).filter(move |&place| round < counts[place]))
 }
 
-/// Over the NIC where it has the peer in its subnet; else the routing table knows better.
+/// Dials over the pair's NIC if the peer is in its subnet; otherwise the routing table chooses.
 pub fn dial(pair: &Pair) -> io::Result<Box<dyn Conn>> {
     let nic = Some(&pair.nic).filter(|nic| nic.reaches(pair.to.ip()));
     let conn = network().dial(nic, pair.to, &data_options())?;
@@ -292,16 +292,16 @@ pub fn dial(pair: &Pair) -> io::Result<Box<dyn Conn>> {
     Ok(conn)
 }
 
-/// Whether this host has the address; where that cannot be told, it has.
+/// Whether this host has the address; true if that cannot be determined.
 fn is_here(address: IpAddr) -> bool {
     nics::list().map_or(true, |nics| nics.iter().any(|nic| nic.address == address))
 }
 
-/// Whose fault it is: of the peer only what a network says.
+/// The error of a failed dial. Only what the network reports is the peer's.
 fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
     let Pair { nic, to } = pair;
     match error.raw_os_error() {
-        // Else the kernel has run out of ports.
+        // Otherwise the kernel has run out of ports.
         Some(libc::EADDRNOTAVAIL) if nic.reaches(to.ip()) && !is_here(nic.address) => {
             let address = nic.address;
             Fault::system(
@@ -334,7 +334,7 @@ mod tests {
         let start = Instant::now();
         let mut under_way = HashMap::from([(1, asked_about(start)), (2, asked_about(start))]);
         assert!(swept(&mut under_way, start + LEFT_AFTER / 2).is_empty());
-        // The process was stopped; it goes on, and one of both is asked about.
+        // The process was stopped and continues; one of the two attempts is polled.
         let later = start + LEFT_AFTER * 3;
         assert!(swept(&mut under_way, later).is_empty());
         under_way.insert(2, asked_about(later));
@@ -343,7 +343,7 @@ mod tests {
         assert_eq!(under_way.into_keys().collect::<Vec<_>>(), [2]);
     }
 
-    /// It was `ncclRemoteError`, and of several NICs a healthy one was left out.
+    /// Regression: the attempt failed with `ncclRemoteError`, and of several NICs a healthy one was left out.
     #[test]
     fn what_this_host_lacks_is_no_fault_of_the_peer() {
         let nics = nics::list().unwrap();

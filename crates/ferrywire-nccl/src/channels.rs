@@ -1,18 +1,18 @@
-//! How many channels NCCL uses, how short collectives travel in them, and in what pieces it sends.
+//! How many channels NCCL uses, which protocol short collectives use, and the size of pieces.
 //!
-//! Left alone NCCL makes two channels for one NIC and one GPU per host: each is a ring of its own, and all messages of a ring
-//! wait for one another. Two carry about 10 GB/s of a reduction, eight more than twice as much. But a short message cut
-//! into eight takes longer than one cut into two.
+//! By default NCCL makes two channels for one NIC and one GPU per host. Each channel is a ring in which all messages
+//! wait for one another. Two channels carry about 10 GB/s of a reduction, eight more than twice as much. But a short
+//! message cut into eight takes longer than one cut into two.
 //!
-//! So eight are asked for when the plugin is loaded (by NCCL's own variable, unless the user has said anything), and a tuner,
-//! which NCCL finds in the same library, keeps short collectives to as few as there would have been. NCCL reckons what each of
-//! its protocols costs as if all eight were used; over two LL, which doubles the bytes, costs up to twice the time of Simple
-//! where NCCL still takes it. So LL ends where it was measured to.
+//! So the plugin asks for eight when it is loaded, through NCCL's own variable unless the user has set it. A tuner,
+//! which NCCL finds in the same library, limits short collectives to the default number. NCCL estimates the cost of
+//! each protocol as if all eight were used. Over two channels LL, which doubles the bytes, takes up to twice the time
+//! of Simple where NCCL still prefers it, so the tuner ends LL at the measured size.
 //!
-//! Between hosts NCCL sends in pieces of 128 KiB, unless told otherwise; in those of its reductions, 512 KiB, long messages are
-//! carried at a third more speed for two thirds of the CPU time, and short ones at the same.
-//! Invariants: all ranks must come to the same numbers, so nothing here looks at this host's NICs; nothing changes where
-//! the user has said how many channels there should be, or has a tuner.
+//! Between hosts NCCL sends pieces of 128 KiB by default. With 512 KiB, the size of the pieces of its reductions, long
+//! messages are a third faster for two thirds of the CPU time, and short ones as fast as before. Invariants: all ranks
+//! must choose the same numbers, so nothing here depends on this host's NICs; nothing changes if the user has set the
+//! number of channels or has a tuner.
 
 use std::ffi::{c_char, c_float, c_int, c_void};
 use std::sync::OnceLock;
@@ -21,13 +21,13 @@ use ferrywire_ncclnet::abi::{Log, ResultCode};
 
 use crate::log;
 
-/// A variable of NCCL's that is set unless the user has said anything.
+/// A variable of NCCL that the plugin sets unless the user has.
 struct Wish {
     variable: &'static str,
-    /// Beside it: that it was set here. Children inherit both.
+    /// A second variable that marks the first as set by ferrywire. Child processes inherit both.
     mark: &'static str,
     value: usize,
-    /// What else the user may have said about it.
+    /// Other variables by which the user may have decided.
     said_by: &'static [&'static str],
 }
 
@@ -45,7 +45,7 @@ const CHANNELS_WISH: Wish = Wish {
     ],
 };
 
-/// The largest that NCCL's own buffers allow.
+/// The largest value that NCCL's own buffers allow.
 const PIECE_WISH: Wish = Wish {
     variable: "NCCL_P2P_NET_CHUNKSIZE",
     mark: "FERRYWIRE_NCCL_PIECE_ASKED",
@@ -53,33 +53,33 @@ const PIECE_WISH: Wish = Wish {
     said_by: &[],
 };
 
-/// What the user may have said about what carries: NCCL makes ready all it finds before it asks for one by this name.
+/// The user's choice of a network. NCCL initializes all networks that it finds before it looks for this name.
 const NETWORK: &str = "NCCL_NET";
-/// Ours, whatever its case.
+/// The name of this network, in either case.
 const NETWORK_NAME: &str = "ferrywire";
-/// Channels that are asked for.
+/// The number of channels that are asked for.
 const CHANNELS: usize = 8;
-/// What NCCL makes for one NIC.
+/// The number of channels that NCCL makes for one NIC.
 const CHANNELS_BEFORE: usize = 2;
-/// Of a long collective each rank has so many bytes or more in each channel: about a step of NCCL's,
+/// A long collective has at least this many bytes per rank and channel, about a step of NCCL.
 const BYTES_PER_STEP: usize = 512 << 10;
-/// of a short one so many, as NCCL has it.
+/// A short collective has at least this many bytes per channel, as in NCCL.
 const BYTES_PER_CHANNEL_MIN: usize = 16 << 10;
 
-/// An all-reduce of more bytes than this for each rank is quicker without LL.
+/// An all-reduce of more bytes per rank than this is faster without LL.
 const LL_BYTES_PER_RANK_MAX: usize = 64 << 10;
 /// `ncclFuncAllReduce`.
 const ALL_REDUCE: c_int = 4;
-/// Places of protocols in the costs of an algorithm.
+/// Index of the protocol in the costs of an algorithm.
 const LL: usize = 0;
 const SIMPLE: usize = 2;
-/// `NCCL_ALGO_PROTO_IGNORE`: not to be used.
+/// `NCCL_ALGO_PROTO_IGNORE`: this protocol must not be used.
 const IGNORED: c_float = -1.0;
 
 /// Whether channels were asked for.
 static ASKED: OnceLock<bool> = OnceLock::new();
 
-/// Asks for channels and for the size of pieces, once for the process. Only a version of NCCL that takes tuners may be asked.
+/// Sets the variables for channels and piece size, once per process. Only for versions of NCCL with tuners.
 pub fn ask() {
     ASKED.get_or_init(|| {
         let read = |name: &str| std::env::var(name).ok();
@@ -99,15 +99,16 @@ pub fn ask() {
 impl Wish {
     fn set(&self) {
         for name in [self.variable, self.mark] {
-            // SAFETY: not proven. A thread of the program that reads a variable at this very moment may, in C libraries
-            // before glibc 2.41, read freed memory; NCCL does the same when it reads its file, and calls this only
+            // SAFETY: not proven. A thread of the program that reads a variable at this moment may read freed memory in
+            // C libraries before glibc 2.41. NCCL does the same when it reads its file, and calls this function only
             // while it makes its first communicator.
             unsafe { std::env::set_var(name, self.value.to_string()) };
         }
         log::info(format_args!("{}={} set", self.variable, self.value));
     }
 
-    /// What a parent process has set for ferrywire would be the user's word to another network.
+    /// Removes a value that a parent process has set for ferrywire, which another network would take for the user's
+    /// choice.
     fn unset(&self) {
         for name in [self.variable, self.mark] {
             // SAFETY: as for setting it.
@@ -116,38 +117,39 @@ impl Wish {
         log::info(format_args!("{} of a parent process, for ferrywire, removed", self.variable));
     }
 
-    /// Whether a parent process has set it.
+    /// Whether a parent process has set the variable.
     fn is_inherited(&self, read: impl Fn(&str) -> Option<String>) -> bool {
         let set = read(self.variable);
         set.is_some() && read(self.mark) == set
     }
 
-    /// Whether the user has said nothing; what a parent process has set is not the user's word. Nor may what another network
-    /// carries be changed.
+    /// Whether the variable may be set: the user has set nothing (a parent process's setting is not the user's), and no
+    /// other network was chosen.
     fn may_be_set(&self, read: impl Fn(&str) -> Option<String>) -> bool {
         let said = read(self.variable).is_some() && !self.is_inherited(&read);
         !is_another_network(&read) && !said && !self.said_by.iter().any(|name| read(name).is_some())
     }
 }
 
-/// Whether the user wants another network.
+/// Whether the user has chosen another network.
 fn is_another_network(read: impl Fn(&str) -> Option<String>) -> bool {
     read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME))
 }
 
-/// How many channels a collective of so many bytes among so many ranks should have; `None`: as NCCL thinks.
+/// How many channels a collective of `bytes` among `ranks` should have; `None` for NCCL's choice.
 fn channels_for(ranks: usize, bytes: usize) -> Option<usize> {
     let least = (bytes / BYTES_PER_CHANNEL_MIN).clamp(1, CHANNELS_BEFORE);
     let channels = (bytes / (BYTES_PER_STEP * ranks.max(1))).max(least);
     (channels < CHANNELS).then_some(channels)
 }
 
-/// Whether LL takes longer than it is worth.
+/// Whether LL is slower than Simple for this collective.
 fn is_long_for_ll(ranks: usize, collective: c_int, bytes: usize) -> bool {
     collective == ALL_REDUCE && bytes > LL_BYTES_PER_RANK_MAX * ranks.max(1)
 }
 
-/// Rules LL out where Simple is there to be used: the user may have said which protocols there are. A row for each algorithm.
+/// Rules LL out where Simple is available (the user may have restricted the protocols). `costs` has a row for each
+/// algorithm.
 fn rule_out_ll<'a>(costs: impl Iterator<Item = &'a mut [c_float]>) {
     let mut rows: Vec<_> = costs.collect();
     if rows.iter().any(|row| row.get(SIMPLE).is_some_and(|&cost| cost >= 0.0)) {
@@ -155,14 +157,14 @@ fn rule_out_ll<'a>(costs: impl Iterator<Item = &'a mut [c_float]>) {
     }
 }
 
-/// What one communicator is tuned by.
+/// The tuner's state for one communicator.
 struct Context {
-    /// None: NCCL decides.
+    /// The number of ranks; `None` if NCCL decides.
     ranks: Option<usize>,
 }
 
-/// Whether every step goes over the network. Ranks of one host have better ways, which want more channels, unless they are
-/// switched off.
+/// Whether every step goes over the network. Ranks on one host have faster transports that want more channels, unless
+/// these are switched off.
 fn over_network_alone(ranks: usize, nodes: usize, is_off: impl Fn(&str) -> bool) -> bool {
     ranks == nodes || (is_off("NCCL_P2P_DISABLE") && is_off("NCCL_SHM_DISABLE"))
 }
@@ -198,18 +200,20 @@ unsafe extern "C" fn init_v5(
     init(ranks, nodes, logger, context)
 }
 
-/// What a version's call has in common with the others'.
+/// The arguments that all versions of `getCollInfo` share.
 struct Collective {
     kind: c_int,
     bytes: usize,
-    /// What NCCL reckons for each protocol of each algorithm, one row after another, whatever the type says.
+    /// NCCL's estimated cost of each protocol of each algorithm, row by row, whatever the type says.
     costs: *mut *mut c_float,
     algorithms: c_int,
     protocols: c_int,
 }
 
+/// Changes NCCL's estimates and the number of channels for one collective.
+///
 /// # Safety
-/// A context of [`init`], costs as NCCL gives them, or null, and null or room for a number.
+/// `context` is from [`init`]; `costs` is null or NCCL's table; `channels` is null or valid for writing.
 unsafe fn tune(context: *mut c_void, collective: &Collective, channels: *mut c_int) -> ResultCode {
     // SAFETY: by the caller's promise.
     let (context, channels) = unsafe { (context.cast::<Context>().as_ref(), channels.as_mut()) };
@@ -258,13 +262,13 @@ unsafe extern "C" fn tune_v4(
 
 unsafe extern "C" fn finish(context: *mut c_void) -> ResultCode {
     if !context.is_null() {
-        // SAFETY: what `init` gave, which NCCL does not use any more.
+        // SAFETY: the context from `init`, which NCCL does not use any more.
         drop(unsafe { Box::from_raw(context.cast::<Context>()) });
     }
     ResultCode::SUCCESS
 }
 
-/// `ncclTuner_vN_t`: four pointers in every version, to functions of other types.
+/// `ncclTuner_vN_t`: four pointers in every version, to functions of different types.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Tuner<Init, Tune> {
@@ -274,7 +278,7 @@ pub struct Tuner<Init, Tune> {
     finish: unsafe extern "C" fn(*mut c_void) -> ResultCode,
 }
 
-// SAFETY: it is never written, its name is a literal, and its functions share nothing but what is locked.
+// SAFETY: the table is never written, its name is a literal, and its functions share only locked state.
 unsafe impl<Init, Tune> Sync for Tuner<Init, Tune> {}
 
 type InitV3 = unsafe extern "C" fn(usize, usize, Log, *mut *mut c_void) -> ResultCode;
@@ -304,7 +308,7 @@ type TuneV4 = unsafe extern "C" fn(
 
 macro_rules! export {
     ($($symbol:ident: Tuner<$init_type:ty, $tune_type:ty> = $init:expr, $tune:expr;)+) => {$(
-        /// What NCCL looks for.
+        /// The symbol that NCCL looks up.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals)]
         pub static $symbol: Tuner<$init_type, $tune_type> =
@@ -340,7 +344,8 @@ mod tests {
         assert!(with(&PIECE_WISH, &[("NCCL_MAX_NCHANNELS", "4")]), "that says nothing of pieces");
     }
 
-    /// NCCL 2.24 to 2.27 make every network ready before they look which is wanted: sockets and InfiniBand got our channels.
+    /// Regression: NCCL 2.24 to 2.27 initialize every network before they choose one, so sockets and InfiniBand got
+    /// ferrywire's channels.
     #[test]
     fn another_network_is_left_as_it_is() {
         for wish in [CHANNELS_WISH, PIECE_WISH] {
@@ -349,7 +354,7 @@ mod tests {
         }
     }
 
-    /// A child took what its parent had set for the user's word, and was not tuned as its parent.
+    /// Regression: a child process took its parent's setting for the user's choice and was tuned differently.
     #[test]
     fn what_a_parent_process_has_set_is_not_the_users_word() {
         for wish in [CHANNELS_WISH, PIECE_WISH] {
@@ -378,7 +383,7 @@ mod tests {
         assert!(over_network_alone(2, 1, |_| true));
     }
 
-    /// NCCL took LL up to 400 KiB, for a time with which its own sockets did better.
+    /// Regression: NCCL used LL up to 400 KiB, where its own sockets were faster.
     #[test]
     fn long_all_reduces_do_without_ll_where_simple_is_there() {
         const ALGORITHMS: usize = 7;
@@ -389,7 +394,7 @@ mod tests {
             let mut costs = [[3.0, IGNORED, simple]; ALGORITHMS];
             let (mut channels, table) = (0, (&raw mut costs).cast());
             let (rows, row_len) = (ALGORITHMS as c_int, PROTOCOLS as c_int);
-            // SAFETY: a context of a tuner's, and a table of that size.
+            // SAFETY: a context of a tuner, and a table of that size.
             unsafe {
                 (ncclTunerPlugin_v4.tune)(
                     context,
@@ -415,13 +420,13 @@ mod tests {
         unsafe { (ncclTunerPlugin_v4.finish)(context) };
     }
 
-    /// As NCCL calls it, in each version.
+    /// Calls each version's functions as NCCL does.
     #[test]
     fn a_communicator_is_tuned_by_what_was_asked_for() {
         let tuned = |context: *mut c_void, bytes| {
             let mut channels = [0; 3];
             let none = ptr::null_mut();
-            // SAFETY: a context of a tuner's, and room for the numbers.
+            // SAFETY: a context of a tuner, and room for the numbers.
             unsafe {
                 (ncclTunerPlugin_v3.tune)(context, 4, bytes, 1, none, 7, 3, &mut channels[0]);
                 (ncclTunerPlugin_v4.tune)(context, 4, bytes, 1, none, 7, 3, 0, &mut channels[1]);

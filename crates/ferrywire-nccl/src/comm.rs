@@ -1,13 +1,13 @@
-//! Comms: what `connect` and `accept` give, and the requests posted on them.
+//! Comms, the objects that `connect` and `accept` return, and the requests posted on them.
 //!
-//! Sends and receives are numbered alike at both ends: message number k goes into receive number k. The state that
-//! workers share is apart ([`sending::Sending`](crate::sending::Sending),
-//! [`receiving::Receiving`](crate::receiving::Receiving)) from what only NCCL's thread touches.
+//! Both ends number sends and receives alike: message k goes into receive k. State shared with workers
+//! ([`sending::Sending`](crate::sending::Sending), [`receiving::Receiving`](crate::receiving::Receiving)) is separate
+//! from state that only NCCL's thread touches.
 //!
-//! A request's life: free -> posted (its number is fixed) -> moving -> moved -> free, when `test` has said so.
-//! Invariants: the slot of a request is used again only after `test` has said that it is done; a comm that is dropped
-//! waits until no thread touches memory of its requests, and cuts nothing that was told as sent; so does one whose
-//! memory is deregistered before its requests are done, which is its end.
+//! A request's life: free -> posted (its number is fixed) -> moving -> moved -> free, once `test` has reported it.
+//! Invariants: a request's slot is reused only after `test` has reported it done. Dropping a comm waits until no thread
+//! touches memory of its requests, and loses no byte that was reported as sent. Deregistering memory of a pending
+//! request ends the comm in the same way.
 //! Read next: `sending.rs`, `receiving.rs`.
 
 use std::ops::Range;
@@ -20,28 +20,28 @@ use crate::failure::{Fault, Outcome};
 use crate::receiving::RecvComm;
 use crate::sending::SendComm;
 
-/// Requests of a comm at once: what NCCL posts at most, and as much again.
+/// Requests of a comm at once: twice the number that NCCL posts at most.
 pub const REQUESTS: usize = 2 * REQUESTS_MAX;
 
-/// A registration, by the address of what NCCL was given for it; 0 for none.
+/// A registration, by the address of its NCCL handle; 0 for none.
 pub type Memory = usize;
 
-/// A comm behind the pointer that NCCL has.
+/// A comm, to which NCCL holds a pointer.
 pub struct Comm {
     side: Side,
     requests: [Request; REQUESTS],
 }
 
-/// Which way a comm goes.
+/// The direction of a comm.
 #[allow(clippy::large_enum_variant, reason = "there is one in a box")]
 pub enum Side {
-    /// What `connect` gives.
+    /// The result of `connect`.
     Send(SendComm),
-    /// What `accept` gives.
+    /// The result of `accept`.
     Receive(RecvComm),
 }
 
-/// A request behind the pointer that NCCL has: a place in its comm.
+/// A request, to which NCCL holds a pointer: a slot in its comm.
 pub struct Request {
     comm: *const Comm,
     slot: usize,
@@ -53,7 +53,7 @@ unsafe impl Send for Comm {}
 unsafe impl Sync for Comm {}
 
 impl Comm {
-    /// In a box, whose address its requests have.
+    /// Makes a comm in a box, because its requests refer to its address.
     pub fn new(side: Side) -> Box<Comm> {
         let requests = std::array::from_fn(|slot| Request { comm: ptr::null(), slot });
         let mut comm = Box::new(Comm { side, requests });
@@ -62,7 +62,7 @@ impl Comm {
         comm
     }
 
-    /// Posts a message; `None`: not now.
+    /// Posts a message; `None` if it cannot be posted now.
     pub fn isend(&self, data: *mut u8, bytes: usize, tag: i32, memory: Memory) -> Outcome<Option<&Request>> {
         match &self.side {
             Side::Send(comm) => Ok(comm.post(data, bytes, tag, memory)?.map(|slot| &self.requests[slot])),
@@ -70,7 +70,7 @@ impl Comm {
         }
     }
 
-    /// Posts a receive; `None`: not now.
+    /// Posts a receive; `None` if it cannot be posted now.
     pub fn irecv(&self, data: *mut u8, bytes: usize, memory: Memory) -> Outcome<Option<&Request>> {
         match &self.side {
             Side::Receive(comm) => Ok(comm.post(data, bytes, memory)?.map(|slot| &self.requests[slot])),
@@ -78,8 +78,7 @@ impl Comm {
         }
     }
 
-    /// From its return on nobody touches memory that was used under this registration, which was of these addresses.
-    /// Requests that are not done end the comm.
+    /// Ends all use of memory under this registration of `addresses`. A pending request that uses it ends the comm.
     pub fn deregister(&self, memory: Memory, addresses: &Range<usize>) {
         let why =
             || Fault::usage(format_args!("memory at {addresses:#x?} was deregistered while it was used"));
@@ -91,7 +90,7 @@ impl Comm {
 }
 
 impl Request {
-    /// The length of the message once it is done, and `None` before. An error ends the comm.
+    /// Returns the message's length once the request is done, `None` before. An error ends the comm.
     ///
     /// # Safety
     /// The comm of this request is open.
@@ -104,12 +103,12 @@ impl Request {
     }
 }
 
-/// What a panic left is as good as before: every change under these locks is one step.
+/// Locks a mutex, ignoring poison: every change under these locks is one step, so a panic leaves no half-made state.
 pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The number of a slot.
+/// The slot of a message number.
 pub fn slot_of(message: u64) -> usize {
     (message % REQUESTS as u64) as usize
 }

@@ -1,11 +1,11 @@
-//! Devices: the NICs that NCCL may use, chosen as its own socket transport chooses.
+//! Devices: the NICs that NCCL may use, chosen by the rules of NCCL's own socket transport.
 //!
-//! `NCCL_SOCKET_IFNAME` is a list of names' beginnings; with `=` before it of whole names, with `^` of what not to
-//! take. Without it: what begins with `ib`; if there is none, everything but docker's bridges and loopback; then
-//! docker's, then loopback. `NCCL_SOCKET_FAMILY` (`AF_INET`, `AF_INET6`) chooses among addresses.
-//! Invariants: a NIC is listed once, with the first address that fits; devices never change once they are listed,
-//! and their strings live as long as the process.
-//! Read next: `merged.rs`, devices made of several of these.
+//! `NCCL_SOCKET_IFNAME` is a list of prefixes of names; `=` in front makes it a list of whole names, `^` a list of
+//! excluded prefixes. Without it: NICs whose names begin with `ib`; if there are none, all but docker's bridges and
+//! loopback; then docker's bridges; then loopback. `NCCL_SOCKET_FAMILY` (`AF_INET`, `AF_INET6`) selects addresses.
+//! Invariants: a NIC is listed once, with its first matching address; devices never change after they are listed, and
+//! their strings live as long as the process.
+//! Read next: `merged.rs`, for devices made of several NICs.
 
 use std::ffi::{CString, OsStr};
 use std::fs;
@@ -21,45 +21,45 @@ use ferrywire_sys::nics;
 use crate::failure::{Fault, Outcome};
 use crate::log;
 
-/// What a NIC is taken for that tells no speed, as NCCL does.
+/// The assumed speed of a NIC that reports none, as in NCCL.
 const SPEED_MBPS_UNKNOWN: u32 = 10_000;
-/// Within a host cores copy; this is what several of them do.
+/// The speed of loopback: what several copying cores reach.
 const SPEED_MBPS_LOOPBACK: u32 = 100_000;
-/// So long the host's addresses, and which NICs are up, are taken for what they were.
+/// How long the host's addresses and link states are cached.
 const ADDRESSES_FOR: Duration = Duration::from_secs(1);
-/// As many as NCCL's own.
+/// The limit of NCCL's own transport.
 const DEVICES_MAX: usize = 16;
 
-/// A NIC, or several, as NCCL sees them.
+/// A NIC, or several merged ones, as NCCL sees them.
 #[derive(Debug)]
 pub struct Device {
-    /// The NICs with their addresses, at least one. Speeds are those that can be believed.
+    /// The NICs with their addresses, at least one. Implausible speeds are removed.
     pub nics: Vec<Nic>,
-    /// The numbers of the devices that it is made of; of a plain one its own.
+    /// The numbers of the devices that this one is made of; a plain device has its own number.
     pub members: Vec<i32>,
-    /// Its name for C.
+    /// The device's name.
     pub name: CString,
-    /// Its directory in sysfs; none for virtual NICs.
+    /// The directory of its PCI function in sysfs; `None` for virtual NICs.
     pub pci_path: Option<CString>,
-    /// Mbit/s.
+    /// Speed in Mbit/s.
     pub speed_mbps: i32,
 }
 
 impl Device {
-    /// Of a NIC, with a number.
+    /// The plain device of a NIC.
     pub fn of(number: i32, mut nic: Nic) -> Device {
         let unknown = if nic.loopback { SPEED_MBPS_LOOPBACK } else { SPEED_MBPS_UNKNOWN };
         let speed_mbps = nic.speed_mbps.unwrap_or(unknown).try_into().unwrap_or(i32::MAX);
         let name = CString::new(nic.name.as_str()).unwrap_or_default();
         let pci_path = pci_path(Path::new("/sys/class/net"), &nic.name);
         if pci_path.is_none() {
-            // A pair of virtual ones says 10 Gbit/s, whatever it carries.
+            // A veth reports 10 Gbit/s, whatever it carries.
             nic.speed_mbps = None;
         }
         Device { nics: vec![nic], members: vec![number], name, pci_path, speed_mbps }
     }
 
-    /// Its NICs that are up. All of them where none is: what is tried then tells what is wrong.
+    /// The NICs that are up, or all of them if none is: dialling then reports the real error.
     pub fn nics_up(&self) -> Vec<&Nic> {
         if self.nics.len() == 1 {
             return self.nics.iter().collect();
@@ -79,14 +79,14 @@ impl Device {
     }
 }
 
-/// The network of all comms. There are hundreds, each of many sockets, and a host may have as many interfaces: what they
-/// are is asked for once in a while and not for each socket.
+/// The network of all comms. Link states and addresses are cached, because there are hundreds of comms with many
+/// sockets each, and a host may have as many interfaces.
 pub fn network() -> &'static TcpTransport {
     static NETWORK: LazyLock<TcpTransport> = LazyLock::new(|| TcpTransport::asking_once_in(ADDRESSES_FOR));
     &NETWORK
 }
 
-/// The plain devices of this process, read once there are any.
+/// The plain devices of this process; listed once, as soon as there are any.
 pub fn devices() -> Outcome<&'static [Device]> {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     if let Some(devices) = DEVICES.get() {
@@ -126,7 +126,7 @@ fn choose(nics: Vec<Nic>, names: Option<&str>, family: Option<&str>) -> Vec<Nic>
             Some("AF_INET6") => nic.address.is_ipv6(),
             _ => true,
         };
-        // As in NCCL, loopback is IPv4's unless one asks for the other.
+        // As in NCCL, loopback uses IPv4 unless IPv6 is asked for.
         nic.up && right && (!nic.loopback || nic.address.is_ipv4() || family == Some("AF_INET6"))
     };
     let mut usable: Vec<Nic> = Vec::new();
@@ -159,7 +159,7 @@ impl Pattern<'_> {
     fn parse(text: &str) -> Pattern<'_> {
         let (not, text) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
         let (exact, text) = text.strip_prefix('=').map_or((false, text), |rest| (true, rest));
-        // A port may follow a name; it is for NCCL's own listeners.
+        // A port may follow a name; it is meant for NCCL's own listeners.
         let names = text.split(',').map(|item| item.split(':').next().unwrap_or_default().trim());
         Pattern { not, exact, names: names.filter(|name| !name.is_empty()).collect() }
     }
@@ -177,7 +177,7 @@ fn pci_path(class: &Path, name: &str) -> Option<CString> {
     CString::new(function.as_os_str().as_bytes()).ok()
 }
 
-/// For example `0000:3b:00.1`.
+/// Whether a name is a PCI address, such as `0000:3b:00.1`.
 fn is_pci_address(name: &OsStr) -> bool {
     let parts: Vec<&[u8]> = name.as_bytes().split(|byte| matches!(byte, b':' | b'.')).collect();
     let hex = |part: &&[u8]| !part.is_empty() && part.iter().all(u8::is_ascii_hexdigit);

@@ -1,6 +1,6 @@
-//! What went wrong on a comm: kept where workers find it, told where NCCL asks.
+//! Failures of comms: recorded by workers, reported when NCCL asks.
 //!
-//! Its life: none -> recorded by whoever saw it first -> told once, with a line in NCCL's log.
+//! A failure's life: none -> recorded by the first thread that sees it -> reported once, with a line in NCCL's log.
 
 use std::fmt;
 use std::io;
@@ -12,35 +12,35 @@ use ferrywire_ncclnet::abi::ResultCode;
 
 use crate::log;
 
-/// What a call came to: nothing, or the code that NCCL is given.
+/// The outcome of a call: a value, or a fault with NCCL's code.
 pub type Outcome<T> = Result<T, Fault>;
 
 /// A failed call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// What NCCL is told.
+    /// NCCL's result code.
     pub code: ResultCode,
-    /// What its log is told.
+    /// The message for NCCL's log.
     pub why: String,
 }
 
 impl Fault {
-    /// The peer is gone, or says what it should not.
+    /// The peer is gone or broke the protocol.
     pub fn remote(why: impl fmt::Display) -> Fault {
         Fault { code: ResultCode::REMOTE_ERROR, why: why.to_string() }
     }
 
-    /// This system refused something.
+    /// A call of this system failed.
     pub fn system(what: impl fmt::Display, error: &io::Error) -> Fault {
         Fault { code: ResultCode::SYSTEM_ERROR, why: format!("{what}: {error}") }
     }
 
-    /// NCCL was not meant to call so.
+    /// NCCL made a call that it must not make.
     pub fn usage(why: impl fmt::Display) -> Fault {
         Fault { code: ResultCode::INVALID_ARGUMENT, why: why.to_string() }
     }
 
-    /// A connection ended with this error, which may be this host's own.
+    /// A connection failed. Some of these errors are this host's own.
     pub fn connection(peer: impl fmt::Display, error: &io::Error) -> Fault {
         let what = format_args!("connection with {peer}");
         match error.raw_os_error() {
@@ -55,7 +55,7 @@ impl Fault {
     }
 }
 
-/// Whether this process or its host lacks what a connection needs.
+/// Whether the error is a shortage of a resource in this process or host.
 pub fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
@@ -68,27 +68,28 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Keeps it, if it is the first.
+    /// Records a fault, if it is the first.
     pub fn record(&self, fault: Fault) {
         let _ = self.first.set(fault);
     }
 
-    /// Whether there is one.
+    /// Whether there is a failure.
     pub fn is_some(&self) -> bool {
         self.first.get().is_some()
     }
 
-    /// An error if there was a failure; the first to ask finds a line in the log.
+    /// Fails if there was a failure; the first such call logs it.
     pub fn check(&self) -> Outcome<()> {
         let Some(fault) = self.first.get() else { return Ok(()) };
-        match self.told.swap(true, Ordering::Relaxed) {
-            true => Err(Fault { code: fault.code, why: String::new() }),
-            false => Err(fault.clone()),
+        if self.told.swap(true, Ordering::Relaxed) {
+            Err(Fault { code: fault.code, why: String::new() })
+        } else {
+            Err(fault.clone())
         }
     }
 }
 
-/// Writes a failed call to NCCL's log, unless that has been done.
+/// Logs a fault, unless that has been done, and returns its code.
 fn told(fault: &Fault) -> ResultCode {
     if !fault.why.is_empty() {
         log::warn(format_args!("{}", fault.why));
@@ -96,11 +97,11 @@ fn told(fault: &Fault) -> ResultCode {
     fault.code
 }
 
-/// Does what NCCL has called for; a panic stays here.
+/// Runs a call of NCCL; a panic becomes a result code.
 pub fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => ResultCode::SUCCESS,
-        // Writing the line is a call of NCCL's, which does not unwind.
+        // Logging calls NCCL's function, which does not unwind.
         Ok(Err(fault)) => told(&fault),
         Err(_) => ResultCode::INTERNAL_ERROR,
     }

@@ -1,13 +1,13 @@
-//! The handle that NCCL carries from the listener to whoever connects.
+//! The handle that NCCL carries from a listener to the connecting end.
 //!
 //! ```text
 //!   0  "FWN"   3  version   4  addresses: how many   5  bit k: address k is of IPv6
 //!   6  the listener's secret, 32 bytes   38  attempt, 8 bytes   46  addresses, each 4 or 16 bytes and a port of 2
 //! ```
 //!
-//! The attempt is room in which the connecting end keeps a number, since NCCL repeats a call with the same memory. There
-//! is room for the addresses of four NICs with IPv6, or more with IPv4.
-//! Invariant: every byte of what the host gives is written.
+//! The connecting end stores the attempt's number in the handle, because NCCL repeats a call with the same memory. A
+//! handle has room for the addresses of four NICs with IPv6, or more with IPv4.
+//! Invariant: every byte of the host's memory is written.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -18,31 +18,31 @@ pub type Secret = [u8; 32];
 
 const MAGIC: [u8; 3] = *b"FWN";
 const VERSION: usize = 3;
-/// Of this layout. The first one had a digit here.
+/// Version of this layout. Version 1 had a digit here.
 const LAYOUT: u8 = 2;
 const COUNT: usize = 4;
 const FAMILIES: usize = 5;
 const SECRET: usize = 6;
 const ATTEMPT: usize = 38;
 const ADDRESSES: usize = 46;
-/// With its port.
+/// An IPv4 address and its port.
 const V4_BYTES: usize = 6;
-/// With its port.
+/// An IPv6 address and its port.
 const V6_BYTES: usize = 18;
 const _: () = assert!(ADDRESSES + 4 * V6_BYTES <= HANDLE_BYTES);
 
-/// What a handle says.
+/// The contents of a handle.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// Where the listener is, one for each of its NICs.
+    /// The listener's addresses, one for each of its NICs.
     pub addresses: Vec<SocketAddr>,
-    /// What proves that one was meant to connect there.
+    /// The secret by which the connecting end proves that it was given the handle.
     pub secret: Secret,
     /// The attempt that uses this memory; 0 before its first call.
     pub attempt: u64,
 }
 
-/// How many of these addresses fit into so many bytes of a handle.
+/// How many of these addresses fit into `room` bytes of a handle.
 pub fn fitting(addresses: impl IntoIterator<Item = IpAddr>, room: usize) -> usize {
     let mut left = room - ADDRESSES;
     let fits = |address: &IpAddr| {
@@ -55,7 +55,7 @@ pub fn fitting(addresses: impl IntoIterator<Item = IpAddr>, room: usize) -> usiz
 }
 
 impl Handle {
-    /// Into the memory that the host gives; addresses that do not fit are left out.
+    /// Writes the handle into memory of the host. Addresses that do not fit are left out.
     pub fn write(&self, bytes: &mut [u8]) {
         bytes.fill(0);
         bytes[..VERSION].copy_from_slice(&MAGIC);
@@ -81,7 +81,7 @@ impl Handle {
         }
     }
 
-    /// From bytes; the error says why they are no handle of ours.
+    /// Parses a handle; the error says why the bytes are not one.
     pub fn read(bytes: &[u8]) -> Result<Handle, String> {
         if bytes[..VERSION] != MAGIC {
             return Err("the handle is not one of this plugin".into());
@@ -105,9 +105,10 @@ fn read_addresses(bytes: &[u8]) -> Option<Vec<SocketAddr>> {
         let length = if is_v6 { V6_BYTES } else { V4_BYTES };
         let part = bytes.get(at..at + length)?;
         at += length;
-        let ip: IpAddr = match is_v6 {
-            true => Ipv6Addr::from(array::<16>(part, 0)).into(),
-            false => Ipv4Addr::from(array::<4>(part, 0)).into(),
+        let ip: IpAddr = if is_v6 {
+            Ipv6Addr::from(array::<16>(part, 0)).into()
+        } else {
+            Ipv4Addr::from(array::<4>(part, 0)).into()
         };
         Some(SocketAddr::new(ip, u16::from_le_bytes(array(part, length - 2))))
     };
@@ -115,12 +116,12 @@ fn read_addresses(bytes: &[u8]) -> Option<Vec<SocketAddr>> {
     possible.then(|| (0..bytes[COUNT]).map(&mut one).collect())?
 }
 
-/// Notes the attempt that uses a handle's memory.
+/// Stores the attempt's number in a handle's memory.
 pub fn set_attempt(bytes: &mut [u8], attempt: u64) {
     bytes[ATTEMPT..ADDRESSES].copy_from_slice(&attempt.to_le_bytes());
 }
 
-/// The `N` bytes at `at`, which the callers' constants keep inside.
+/// The `N` bytes at `at`, which must be inside `bytes`.
 pub fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("N bytes were cut")
 }

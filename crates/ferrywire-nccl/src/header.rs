@@ -1,7 +1,6 @@
-//! What travels before each piece of a message.
+//! The header before each piece of a message.
 //!
-//! 64 bytes, so that payload keeps the alignment it has in the stream, and the copies in and out of the kernel run
-//! along whole cache lines.
+//! It has 64 bytes, so that payload keeps its alignment in the stream and the kernel copies whole cache lines.
 
 use crate::handle::array;
 
@@ -13,20 +12,20 @@ const MAGIC: u32 = u32::from_le_bytes(*b"FWnp");
 /// Which bytes of which message follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// Counts the messages of a comm.
+    /// The message's number within the comm.
     pub message: u64,
-    /// Length of the whole message.
+    /// Length of the whole message, in bytes.
     pub total_bytes: u64,
-    /// Where in the message the piece belongs.
+    /// The piece's offset in the message, in bytes.
     pub offset: u64,
-    /// Length of the piece.
+    /// Length of the piece, in bytes.
     pub bytes: u64,
     /// The sender's tag.
     pub tag: i32,
 }
 
 impl Header {
-    /// As bytes.
+    /// Encodes the header.
     pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
@@ -39,8 +38,8 @@ impl Header {
         bytes
     }
 
-    /// From bytes; `None` when it is no header, its piece lies outside of its message, or no comm comes to so many messages: the last
-    /// number stands for none.
+    /// Decodes a header; `None` if the bytes are not one, if the piece is outside of its message, or for the last
+    /// message number, which stands for none.
     pub fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Option<Header> {
         let number = |index: usize| u64::from_le_bytes(array(bytes, 8 + 8 * index));
         let header = Header {
@@ -79,7 +78,7 @@ mod tests {
                 "{offset} {bytes}"
             );
         }
-        // It was taken for none by the worker that got it, which then never slept.
+        // Regression: a worker took this number for "none" and never slept.
         assert_eq!(Header::from_bytes(&Header { message: u64::MAX, ..HEAD }.to_bytes()), None);
         let mut bytes = HEAD.to_bytes();
         bytes[0] ^= 1;

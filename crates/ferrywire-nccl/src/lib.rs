@@ -12,17 +12,19 @@
 //!                 socket has room
 //! ```
 //!
-//! The shared object exports one table for each version of NCCL's interface; they share one implementation. A
-//! *comm* is one direction between two ranks. Message number k meets receive number k. Each piece of a message
-//! carries a header that says which message and which part of it follows, so any socket can carry any piece, and
-//! payload is received straight into NCCL's buffer. Small messages go and come on NCCL's own thread over a socket
-//! of their own; bulk is moved by the workers, a few threads that all comms of the process share.
+//! The shared object exports one table for each version of NCCL's interface; all share one implementation. A *comm* is
+//! one direction between two ranks. Message k meets receive k. Each piece of a message has a header that names the
+//! message and the part, so any socket can carry any piece, and payload is received directly into NCCL's buffer. NCCL's
+//! own thread moves small messages over a socket of their own; workers, a few threads that all comms of the process
+//! share, move bulk.
 //!
 //! # In reading order
 //!
-//! `tables` (what NCCL calls), `properties` and `device` (which NICs) and `merged` (several as one), `channels` (how many rings), `attempt` and
-//! `listener` (how a comm comes about) with `pairs`, `unreachable_paths`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `header`
-//! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk; `ranks` and `settings`: how many). `failure` and `log` say what went wrong.
+//! `tables` (the functions that NCCL calls), `properties` and `device` (NICs) and `merged` (several NICs as one
+//! device), `channels` (the number of rings), `attempt` and `listener` (setting up a comm) with `pairs`,
+//! `unreachable_paths`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `header` (the wire format),
+//! `wire` (one socket) and `link` (its name in errors), `pool` and `worker` (the threads that move bulk; `ranks` and
+//! `settings`: how many). `failure` and `log` report errors.
 
 mod affinity;
 mod attempt;

@@ -1,6 +1,6 @@
-//! A connection of a comm, and what it is called in errors.
+//! A connection of a comm, with its name in errors.
 //!
-//! The name of its NIC is looked up while there is a connection: once the NIC is down, its address may be gone.
+//! The name of the NIC is looked up while the connection is up: once the NIC is down, its address may be gone.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,15 +10,14 @@ use ferrywire_sys::nics;
 
 use crate::device::network;
 
-/// A connection with the name of its NIC.
+/// A connection with its name.
 pub struct Link {
-    /// The connection.
     pub conn: Box<dyn Conn>,
-    /// Where it goes, and over what.
+    /// The remote address and the NIC.
     pub name: LinkName,
 }
 
-/// `10.0.1.2:4567 over eth1`.
+/// Shown as `10.0.1.2:4567 over eth1`.
 #[derive(Clone, Debug)]
 pub struct LinkName {
     peer: SocketAddr,
@@ -26,7 +25,7 @@ pub struct LinkName {
 }
 
 impl Link {
-    /// Of connections that stand.
+    /// Names all connections.
     pub fn all(conns: Vec<Box<dyn Conn>>) -> impl ExactSizeIterator<Item = Link> {
         let nics = network().addresses().unwrap_or_default();
         conns.into_iter().map(move |conn| Link::new(conn, &nics))

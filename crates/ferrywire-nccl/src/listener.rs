@@ -1,7 +1,7 @@
-//! Listeners: each waits for the connections of a peer, and makes a comm of them.
+//! Listeners: each collects the connections of a peer and makes a comm of them.
 //!
-//! Invariants: no call waits; a comm lives without its listener; connections that do not prove themselves are
-//! bounded in number, and hold nothing up; what fails at one of several NICs ends nothing at the others.
+//! Invariants: no call waits; a comm outlives its listener; connections that have not proved themselves are bounded in
+//! number and delay nothing; a failure of one of several NICs does not affect the others.
 
 use std::io;
 use std::net::SocketAddr;
@@ -18,14 +18,14 @@ use crate::log;
 use crate::proof::{self, Claim, Serving};
 use crate::receiving::RecvComm;
 
-/// Connections under proof; more wait in the kernel.
+/// Connections under proof; further ones wait in the kernel.
 const PROVING_MAX: usize = 256;
-/// One that is under proof for so long makes room for others, if there is no more.
+/// A connection under proof for this long is dropped if its room is needed.
 const PROVING_MIN: Duration = Duration::from_secs(5);
 
-/// What `listen` gives.
+/// The listener, to which NCCL holds a pointer.
 pub struct ListenComm {
-    /// One for each NIC.
+    /// One listener for each NIC.
     listeners: Vec<Box<dyn Listener>>,
     secret: Secret,
     proving: Vec<(Instant, Serving)>,
@@ -40,7 +40,7 @@ struct Gathering {
 }
 
 impl ListenComm {
-    /// Listens on a device: on all of its NICs that can be listened on, at least one.
+    /// Listens on all NICs of a device that permit it, at least one.
     pub fn open(device: &Device) -> Outcome<(ListenComm, Handle)> {
         let listen = |nic: &&Nic| {
             let listener = network().listen(SocketAddr::new(nic.address, 0));
@@ -67,10 +67,10 @@ impl ListenComm {
         Ok((ListenComm { listeners, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
     }
 
-    /// One call of `accept`: a comm, or nothing yet.
+    /// One call of `accept`: a comm, or `None` while it is not complete.
     pub fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
         attempt::sweep();
-        // First those that are here: they may need no more than to be looked at, and nobody has to make room for others.
+        // Connections that are already here first: most need a single look, and then no room has to be made.
         self.prove();
         self.take_in()?;
         self.prove();
@@ -89,21 +89,21 @@ impl ListenComm {
                 proven.push(done);
                 false
             }
-            // A stranger, or a dialler that gave up: its own business.
+            // A connection without the secret, or one that its end gave up; neither is an error of this comm.
             Err(_) => false,
         });
         proven.into_iter().for_each(|(claim, conn)| self.gather(claim, conn));
     }
 
-    /// Takes in what has arrived over all NICs. A NIC whose listener fails is closed: who dials it is refused, and goes over
-    /// the others.
+    /// Accepts the connections that have arrived over all NICs. A NIC whose listener fails is closed: its dialers are
+    /// refused and use the other NICs.
     fn take_in(&mut self) -> Outcome<()> {
         let mut place = 0;
         while let Some(listener) = self.listeners.get(place) {
             let at = listener.local();
             match self.take_in_at(place)? {
                 Ok(()) => place += 1,
-                // Strangers may have taken all there is: the oldest of them goes.
+                // Connections without the secret may have used up a resource: drop the oldest.
                 Err(e) if is_short(&e) && !self.proving.is_empty() => {
                     self.proving.remove(0);
                     return Ok(());
@@ -121,7 +121,7 @@ impl ListenComm {
         Ok(())
     }
 
-    /// Takes in what has arrived at one listener, up to its failure.
+    /// Accepts the connections that have arrived at one listener, up to its failure.
     fn take_in_at(&mut self, place: usize) -> Outcome<io::Result<()>> {
         while self.has_room() {
             match self.listeners[place].accept() {
@@ -137,7 +137,7 @@ impl ListenComm {
         Ok(Ok(()))
     }
 
-    /// Whether one more may be under proof.
+    /// Whether one more connection may be under proof.
     fn has_room(&mut self) -> bool {
         if self.proving.len() >= self.proving_max {
             self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
@@ -154,7 +154,7 @@ impl ListenComm {
             self.gathering.push(Gathering { comm: claim.comm, conns });
             self.gathering.len() - 1
         });
-        // One that contradicts those before it is dropped; its comm never comes about.
+        // A connection that contradicts earlier ones is dropped; its comm never completes.
         if let Some(slot) = self.gathering[place].conns.get_mut(usize::from(claim.index)) {
             *slot = Some(conn);
         }
@@ -172,14 +172,14 @@ mod tests {
     use ferrywire_sys::{nics, socket};
     use std::os::fd::RawFd;
 
-    /// On loopback.
+    /// A listener on loopback.
     fn listening() -> (ListenComm, Handle) {
         let nic =
             nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
         ListenComm::open(&Device::of(0, nic)).unwrap()
     }
 
-    /// What happens to a listener whose address is taken away and its sockets with it: accept() fails for good.
+    /// Simulates a listener whose address and sockets are taken away: `accept` fails for good.
     fn end(listener: &dyn Listener) {
         // SAFETY: a system call on a descriptor that the listener keeps open.
         assert_eq!(unsafe { libc::shutdown(listener.fd().unwrap(), libc::SHUT_RDWR) }, 0);
@@ -203,13 +203,13 @@ mod tests {
         });
         assert_eq!(listener.listeners.len(), 1);
         end(listener.listeners[0].as_ref());
-        // However often it is asked.
+        // The result is the same at every call.
         for _ in 0..2 {
             assert!(listener.accept().err().unwrap().why.contains("accept on 127.0.0.1"));
         }
     }
 
-    /// A listener of a process without descriptors to spare.
+    /// A listener in a process that has run out of descriptors.
     struct Short(SocketAddr);
 
     impl Listener for Short {
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(listener.listeners.len(), 2);
     }
 
-    /// A network that was out for some seconds while a comm was being made ended its communicator.
+    /// Regression: a network failure of some seconds during setup ended the communicator.
     #[test]
     fn connections_outlast_short_outages_from_the_first() {
         let (mut listener, handle) = listening();
@@ -252,7 +252,7 @@ mod tests {
         assert!(keeps(listener.gathering[0].conns[0].as_ref().unwrap().fd().unwrap()) >= 20);
     }
 
-    /// They were dropped for strangers, after a time in which nobody had looked at them.
+    /// Regression: connections were dropped to make room, after a time in which nothing looked at them.
     #[test]
     fn connections_that_have_proved_themselves_make_room_for_no_stranger() {
         let (mut listener, handle) = listening();
@@ -266,7 +266,7 @@ mod tests {
             (listener.proving.len() == 3).then_some(())
         });
         for (dialling, (since, serving)) in dialling.iter_mut().zip(&mut listener.proving) {
-            // Accepted in the order in which they were dialled.
+            // Connections are accepted in the order in which they were dialled.
             until("a claim", || {
                 assert!(dialling.poll(&handle.secret).unwrap().is_none());
                 serving.has_claim().then_some(())

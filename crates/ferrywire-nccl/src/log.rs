@@ -1,8 +1,8 @@
 //! NCCL's logger.
 //!
-//! It is C-variadic: finished text goes as the argument of `"%s"`. Lines are written on threads of NCCL's alone,
-//! inside a call of its own, so the logger is there whenever it is used.
-//! Invariant: without a logger lines are lost, and nothing else.
+//! The logger is C-variadic, so the finished text is passed as the argument of `"%s"`. Lines are written only on NCCL's
+//! threads, inside a call of NCCL, so the logger is valid whenever it is used.
+//! Invariant: without a logger, lines are lost and nothing else changes.
 
 use std::collections::HashSet;
 use std::ffi::{CString, c_int, c_ulong};
@@ -13,27 +13,27 @@ use ferrywire_ncclnet::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
 
 static LOGGER: RwLock<Log> = RwLock::new(None);
 
-/// Keeps the logger of the latest `init` that gave one.
+/// Keeps the logger of the latest `init` that passed one.
 pub fn set_logger(logger: Log) {
     if logger.is_some() {
         *LOGGER.write().unwrap_or_else(PoisonError::into_inner) = logger;
     }
 }
 
-/// A line that is shown whenever NCCL shows warnings.
+/// Logs a line that is shown whenever NCCL shows warnings.
 pub fn warn(text: Arguments<'_>) {
     line(LOG_WARN, subsystem::ALL, text);
 }
 
-/// Lines that are told once, at most: hundreds of comms meet the same.
+/// Number of different lines that are logged once: hundreds of comms meet the same problem.
 const TOLD_MAX: usize = 1024;
 
-/// The same, the first time that it is to be said.
+/// Logs a warning, at most once per text.
 pub fn warn_once(text: Arguments<'_>) {
     warn_once_of(&text.to_string(), text);
 }
 
-/// The same, the first time that something is to be said of this.
+/// Logs a warning, at most once for each `what`.
 pub fn warn_once_of(what: &str, text: Arguments<'_>) {
     static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
@@ -43,7 +43,7 @@ pub fn warn_once_of(what: &str, text: Arguments<'_>) {
     }
 }
 
-/// A line for `NCCL_DEBUG=INFO`.
+/// Logs a line for `NCCL_DEBUG=INFO`.
 pub fn info(text: Arguments<'_>) {
     line(LOG_INFO, subsystem::INIT | subsystem::NET, text);
 }

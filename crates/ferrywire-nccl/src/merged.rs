@@ -1,15 +1,14 @@
-//! Devices made of several: NCCL asks for them where NICs lie close together, and then uses each as one fast NIC.
+//! Devices made of several NICs. NCCL asks for them for NICs that are close together, and uses each as one fast NIC.
 //!
-//! NCCL counts the plain devices after it has loaded the plugin, asks for merged ones, and counts again. When it has
-//! unloaded the plugin and loads it again, versions from 2.28 on do all of that again, and earlier ones go on with the
-//! numbers that they know. So the count begins anew, and the devices stay. Versions before 2.27 ask for NICs that stay alone,
-//! too, and where there is a merged device forget all NICs that are not counted with it: so those alone are counted once more.
+//! After it has loaded the plugin, NCCL counts the plain devices, asks for merged ones, and counts again. If it unloads
+//! the plugin and loads it again, versions from 2.28 on repeat all of this, while earlier versions keep the numbers. So
+//! the count starts anew, and the devices stay. Versions before 2.27 also ask for single NICs, and forget all NICs that
+//! are not counted along with a merged device; so single NICs are counted once more.
 //!
-//! NCCL puts a merged device beside its members' PCI functions. Where they have none, or the same, it puts it where it does
-//! not look for it any more, and would have no NIC: such a merge, which it asks for without being told to, is refused, and it
-//! goes on without.
-//! Invariants: merged devices have the numbers behind the plain ones, in the order in which they were asked for; the same
-//! ones asked for again are the same device; none has a merged one inside.
+//! NCCL looks for a merged device near its members' PCI functions. If the members have no PCI function, or the same
+//! one, NCCL would no longer find the device and would have no NIC. The plugin refuses such a merge, which NCCL asks
+//! for by itself, and NCCL continues without it. Invariants: merged devices are numbered after the plain ones, in the
+//! order of the requests; a repeated request returns the same device; no merged device contains a merged one.
 
 use std::cell::Cell;
 use std::ffi::CString;
@@ -26,36 +25,37 @@ use crate::log;
 /// The merged devices of a process.
 struct Merged {
     made: Vec<&'static Device>,
-    /// As many have been asked for since NCCL last began.
+    /// How many were asked for since NCCL last started the plugin.
     counted: usize,
-    /// So has one of a single NIC.
+    /// Whether a device of a single NIC was asked for.
     asked_alone: bool,
 }
 
 static MERGED: Mutex<Merged> = Mutex::new(Merged::new());
 
 thread_local! {
-    /// NCCL has started the plugin on this thread, and asked for nothing since.
+    /// Whether NCCL has started the plugin on this thread and asked for nothing since.
     static BEGINS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The plugin was started.
+/// Notes that NCCL has started the plugin.
 pub fn begin() {
     BEGINS.set(true);
 }
 
-/// How many devices there are, with the merged ones; for one who has just begun, without.
+/// The number of devices with the merged ones; without them directly after a start.
 pub fn count() -> Outcome<usize> {
     let plain = device::devices()?;
     let mut merged = locked(&MERGED);
-    match BEGINS.take() {
-        true => merged.begin(),
-        false => merged.add_alone(plain),
+    if BEGINS.take() {
+        merged.begin()
+    } else {
+        merged.add_alone(plain)
     }
     Ok(plain.len() + merged.counted)
 }
 
-/// A device by its number.
+/// The device of this number.
 pub fn device(number: i32) -> Outcome<&'static Device> {
     let plain = device::devices()?;
     let found = usize::try_from(number).ok().and_then(|index| match plain.get(index) {
@@ -100,7 +100,7 @@ impl Merged {
         self.asked_alone = false;
     }
 
-    /// Counts the NICs beside merged ones, for a version that asks for them.
+    /// Counts single NICs beside merged devices, for a version that asks for them.
     fn add_alone(&mut self, plain: &[Device]) {
         if !self.asked_alone || self.counted == 0 {
             return;
@@ -113,7 +113,7 @@ impl Merged {
         }
     }
 
-    /// Its place among the merged ones; it may be there from before NCCL began anew.
+    /// The device's index among the merged ones. It may exist from before NCCL started again.
     fn number(&mut self, members: &[i32], make: impl FnOnce() -> &'static Device) -> usize {
         let counted = self.counted;
         if let Some(index) = self.made[..counted].iter().position(|device| device.members == members) {
@@ -129,7 +129,7 @@ impl Merged {
     }
 }
 
-/// The devices of these numbers, if one can be made of them.
+/// The devices of these numbers, if they can be merged.
 fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
     let refused = |why: String| Fault::usage(format_args!("devices {members:?} cannot be merged: {why}"));
     let find = |(k, number): (usize, &i32)| {
@@ -149,7 +149,7 @@ fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
     }
 }
 
-/// Why NCCL would lose what these are merged to.
+/// Why NCCL would not find a device merged of these.
 fn misplaced(devices: &[&Device]) -> Option<&'static str> {
     let paths: Vec<_> = devices.iter().map(|device| &device.pci_path).collect();
     let twice = |(k, path): (usize, _)| paths[..k].contains(path);
@@ -161,7 +161,7 @@ fn misplaced(devices: &[&Device]) -> Option<&'static str> {
     }
 }
 
-/// For programs that are not NCCL.
+/// Whether any NICs may be merged, for programs that are not NCCL.
 fn may_merge_any() -> bool {
     std::env::var("FERRYWIRE_NCCL_MERGE").is_ok_and(|value| value == "any")
 }
@@ -249,7 +249,7 @@ mod tests {
             assert_eq!((number(&mut merged, &[2, 3]), merged.counted, merged.made.len()), (1, 3, 3));
             merged.begin();
         }
-        // Others than before the beginning.
+        // Other members than before the restart.
         assert_eq!((number(&mut merged, &[2, 3]), &merged.made[0].members[..]), (0, &[2, 3][..]));
         assert_eq!((merged.counted, merged.made.len()), (1, 3));
     }
@@ -258,7 +258,7 @@ mod tests {
     fn nics_beside_merged_ones_are_counted_where_nccl_asks_for_any() {
         let plain = plain(5, "10.0.K.1");
         let mut merged = Merged::new();
-        // A version that asks for them, and has none merged.
+        // A version that asks for single NICs and has merged none.
         merged.asked_alone = true;
         merged.add_alone(&plain);
         assert_eq!(merged.counted, 0);

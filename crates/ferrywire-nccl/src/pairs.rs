@@ -1,24 +1,24 @@
-//! Pairs of NICs: over which of ours each address of the peer is dialled.
+//! Pairs of NICs: the local NIC over which each address of the peer is dialled.
 //!
-//! The dialling end alone decides, so nothing has to be agreed on: whatever arrives at any NIC of the listener, with its
-//! secret, belongs to its comm.
-//! Invariant: every NIC and every address is in a pair, and none in two more than another.
+//! The dialling end alone decides, so nothing has to be agreed on: a connection with the listener's secret belongs to
+//! its comm, at whichever NIC it arrives.
+//! Invariant: every NIC and every address is in a pair, and the numbers of pairs per NIC differ by at most one.
 
 use std::net::SocketAddr;
 
 use ferrywire_net::Nic;
 
-/// A NIC of ours and an address of the peer's.
+/// A local NIC and an address of the peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pair {
-    /// Ours.
+    /// The local NIC.
     pub nic: Nic,
-    /// The peer's.
+    /// The peer's address.
     pub to: SocketAddr,
 }
 
-/// One of ours with one of theirs, first those that share a subnet, else by their order; with fewer at one end, those
-/// are taken again.
+/// Pairs local NICs with addresses: first those that share a subnet, then in order. The shorter list is used again from
+/// its beginning.
 pub fn pairs(nics: &[&Nic], addresses: &[SocketAddr]) -> Vec<Pair> {
     let mut used = (vec![0; nics.len()], vec![0; addresses.len()]);
     let all = || (0..nics.len()).flat_map(|ours| (0..addresses.len()).map(move |theirs| (ours, theirs)));
@@ -47,7 +47,7 @@ mod tests {
         Nic { name: format!("eth{k}"), address, prefix_len, speed_mbps: None, loopback: false, up: true }
     }
 
-    /// Which of ours goes with which of theirs, each by its subnet's number.
+    /// The pairs of local and remote NICs, each by its subnet's number.
     fn met(ours: &[u8], theirs: &[u8], prefix_len: u8) -> Vec<(u8, u8)> {
         let nics: Vec<Nic> = ours.iter().map(|&k| nic(k, prefix_len)).collect();
         let addresses: Vec<_> = theirs.iter().map(|&k| SocketAddr::from(([10, 0, k, 2], 7))).collect();
@@ -74,7 +74,7 @@ mod tests {
         assert_eq!(met(&[0], &[0, 1, 2], 32), [(0, 0), (0, 1), (0, 2)]);
     }
 
-    /// By their order alone the second NIC would go to where the first is, and none over the third.
+    /// Pairing by order alone would send the second NIC to the first subnet and use the third not at all.
     #[test]
     fn those_of_one_subnet_meet_whatever_their_order() {
         assert_eq!(met(&[0, 1, 2], &[2, 0, 1], 24), [(0, 0), (1, 1), (2, 2)]);

@@ -1,9 +1,9 @@
-//! The threads that move bulk for all comms of the process, and the sockets for bulk that they move it on.
+//! The worker threads that move bulk for all comms of the process, and the sockets on which they move it.
 //!
-//! Threads are made with the first comm, more once the process turns out to drive several GPUs, and stay: the library is never
-//! unloaded. Fewer than wished for are enough; with none at all the next comm tries again.
-//! Invariants: each socket for bulk belongs to one worker; a wire's connection is touched under its lock, so closing
-//! knows when nobody does.
+//! Threads are started with the first comm, and more once the process drives several GPUs. They never end, because the
+//! library is never unloaded. Fewer threads than wanted are enough; if none starts, the next comm tries again.
+//! Invariants: each socket for bulk belongs to one worker; a wire's connection is touched only under its lock, so
+//! closing knows when no thread uses it.
 //! Read next: `worker.rs`.
 
 use std::io;
@@ -28,7 +28,7 @@ use crate::settings::settings;
 use crate::wire::{Receiver, Sender};
 use crate::worker::Loop;
 
-/// No message is waited for.
+/// Stands for "waits for no message".
 pub const NO_MESSAGE: u64 = u64::MAX;
 
 /// The workers of this process.
@@ -43,11 +43,14 @@ pub struct Pool {
 /// Never empty.
 struct Workers {
     all: Vec<Arc<Worker>>,
-    /// As many were to be started, also where some could not be.
+    /// The number of workers that were to be started; some may have failed to start.
     wished: usize,
 }
 
-/// The workers, for a comm that this thread makes; the first call starts them.
+/// The pool, for a comm that this thread makes; the first call starts the workers.
+///
+/// # Errors
+/// No worker could be started.
 pub fn pool() -> Outcome<&'static Pool> {
     static POOL: Once = Once::new();
     let threads = settings().threads(ranks::most());
@@ -57,7 +60,7 @@ pub fn pool() -> Outcome<&'static Pool> {
     Ok(pool)
 }
 
-/// A pool that is made once; an attempt that has failed counts for nothing.
+/// A pool that is made once; a failed try does not count.
 struct Once {
     made: OnceLock<Pool>,
     making: Mutex<()>,
@@ -81,17 +84,17 @@ impl Once {
 }
 
 impl Pool {
-    /// With so many workers, or as many as there can be.
+    /// Starts this many workers, or as many as possible.
     fn start(threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
         let all = started(0..threads, start)?;
         log::info(format_args!("{} threads move bulk", all.len()));
-        // The two ways of a comm's rank are not dealt to the same few.
+        // Sends and receives begin with different workers, so that both directions of a rank do not share a few.
         let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(all.len() / 2));
         let (workers, affinity) = (Mutex::new(Workers { all, wished: threads }), Affinity::of_this_thread());
         Ok(Pool { workers, affinity, senders, receivers, wires: AtomicU64::new(0) })
     }
 
-    /// Starts more, if there were to be fewer until now.
+    /// Starts more workers if `threads` is above the number that was wanted so far.
     fn grow(&self, threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) {
         let mut workers = locked(&self.workers);
         if threads <= workers.wished {
@@ -110,7 +113,7 @@ impl Pool {
         }
     }
 
-    /// Lets the workers run where this thread may.
+    /// Also allows the workers on the cores of this thread.
     fn serve_this_thread(&self) {
         self.affinity.add_this_threads(threads_of(&locked(&self.workers).all));
     }
@@ -120,13 +123,13 @@ impl Pool {
         locked(&self.workers).all.len()
     }
 
-    /// With so many workers, for tests of what comms have in common.
+    /// A pool with its own workers, for tests.
     #[cfg(test)]
     pub fn of(threads: usize) -> Pool {
         Pool::start(threads, Worker::start).unwrap()
     }
 
-    /// Lets a worker send over this connection.
+    /// Assigns a sending connection to a worker.
     pub fn send_over(&self, sender: Sender, comm: Arc<Sending>) -> Outcome<Arc<Wire>> {
         let worker = self.next(&self.senders);
         let sender = Mutex::new(Some(sender));
@@ -136,7 +139,7 @@ impl Pool {
         )
     }
 
-    /// Lets a worker receive over this connection.
+    /// Assigns a receiving connection to a worker.
     pub fn receive_over(&self, receiver: Receiver, comm: Arc<Receiving>) -> Outcome<Arc<Wire>> {
         let worker = self.next(&self.receivers);
         let receiver = Mutex::new(Some(receiver));
@@ -150,7 +153,7 @@ impl Pool {
 
     fn add(&self, worker: Arc<Worker>, side: Side) -> Outcome<Arc<Wire>> {
         let wire = Arc::new(Wire { token: self.wires.fetch_add(1, Ordering::Relaxed), worker, side });
-        // The worker has to know it before its first event.
+        // The worker must know the wire before its first event.
         wire.worker.command(Command::Add(wire.clone()));
         let added = wire.with_fd(|fd| wire.worker.poller.add(fd, wire.token, Interest::READ));
         match added.unwrap_or(Ok(())) {
@@ -163,7 +166,7 @@ impl Pool {
     }
 }
 
-/// Workers with these numbers, as many as can be started, but at least one.
+/// Starts the workers with these numbers, as many as possible but at least one.
 fn started(
     numbers: Range<usize>,
     mut start: impl FnMut(usize) -> io::Result<Arc<Worker>>,
@@ -185,22 +188,22 @@ fn started(
     Ok(workers)
 }
 
-/// Their numbers to the kernel, once they run.
+/// The kernel's thread ids of workers that run.
 fn threads_of(workers: &[Arc<Worker>]) -> impl Iterator<Item = libc::pid_t> {
     workers.iter().map(|worker| *worker.thread.wait())
 }
 
-/// Wires of a comm that is being made: closed, unless it comes about.
+/// The wires of a comm that is being set up, closed on drop unless it is finished.
 #[derive(Default)]
 pub struct Opening(Vec<Arc<Wire>>);
 
 impl Opening {
-    /// One more.
+    /// Adds a wire.
     pub fn add(&mut self, wire: Arc<Wire>) {
         self.0.push(wire);
     }
 
-    /// The comm has come about.
+    /// The setup has succeeded: returns the wires and keeps them open.
     pub fn finish(mut self) -> Vec<Arc<Wire>> {
         std::mem::take(&mut self.0)
     }
@@ -214,51 +217,51 @@ impl Drop for Opening {
 
 /// A socket for bulk.
 pub struct Wire {
-    /// What its worker knows it by.
+    /// The worker's key for this wire.
     pub token: u64,
-    /// Whose it is.
+    /// The worker that the wire belongs to.
     pub worker: Arc<Worker>,
-    /// Which way it goes.
+    /// The direction.
     pub side: Side,
 }
 
-/// What a wire has to wait for.
+/// The reason why a wire cannot take work immediately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delay {
-    /// Nothing.
+    /// There is none.
     Awake,
-    /// Its worker sleeps.
+    /// The worker sleeps.
     Asleep,
-    /// Its socket has no room.
+    /// The socket has no room.
     Blocked,
 }
 
-/// A direction, with the connection while there is one.
+/// A direction, with its connection until it is closed.
 pub enum Side {
-    /// `armed`: the worker is going to look at the comm's queue; `blocked`: when its socket has room.
+    /// `armed`: the worker is going to look at the comm's queue. `blocked`: it will do so when the socket has room.
     Send {
-        /// None once it is closed.
+        /// None once the wire is closed.
         sender: Mutex<Option<Sender>>,
-        /// What it sends from.
+        /// The comm whose queue is sent.
         comm: Arc<Sending>,
-        /// See above.
+        /// Whether the worker is going to look at the queue.
         armed: AtomicBool,
-        /// See above.
+        /// Whether the socket has no room.
         blocked: AtomicBool,
     },
     /// `waits_for`: the message whose receive is not posted yet, or [`NO_MESSAGE`].
     Receive {
-        /// None once it is closed.
+        /// None once the wire is closed.
         receiver: Mutex<Option<Receiver>>,
-        /// What it receives into.
+        /// The comm that receives.
         comm: Arc<Receiving>,
-        /// See above.
+        /// The message that is waited for, or [`NO_MESSAGE`].
         waits_for: AtomicU64,
     },
 }
 
 impl Wire {
-    /// What keeps it from taking at once what is told to it now.
+    /// Why the wire would not take work immediately.
     pub fn delay(&self) -> Delay {
         match &self.side {
             Side::Send { blocked, .. } if blocked.load(Ordering::SeqCst) => Delay::Blocked,
@@ -267,7 +270,7 @@ impl Wire {
         }
     }
 
-    /// There is something to send.
+    /// Tells the worker that there is something to send.
     pub fn has_work(&self) {
         if let Side::Send { armed, .. } = &self.side
             && !armed.swap(true, Ordering::SeqCst)
@@ -276,7 +279,7 @@ impl Wire {
         }
     }
 
-    /// A receive was posted.
+    /// Tells the worker that a receive was posted.
     pub fn posted(&self, message: u64) {
         if let Side::Receive { waits_for, .. } = &self.side
             && waits_for.load(Ordering::SeqCst) == message
@@ -285,10 +288,10 @@ impl Wire {
         }
     }
 
-    /// Takes the connection away, once nobody uses it, and closes it. What the kernel has goes on being sent.
+    /// Takes the connection away, once no thread uses it, and closes it. The kernel still sends what it has.
     pub fn close(&self) {
-        // Before it is closed, and without letting its worker in between: a child of this process may have it too, and then it
-        // stays in the poller.
+        // The poller forgets the descriptor before it is closed and under the lock: if a child process has the
+        // descriptor too, it would stay in the poller.
         let forget = |conn: &dyn Conn| {
             let _ = conn.fd().map(|fd| self.worker.poller.remove(fd));
         };
@@ -311,7 +314,7 @@ impl Wire {
         self.worker.command(Command::Forget(self.token));
     }
 
-    /// Does something with the descriptor, which is not closed meanwhile; nothing if it is closed already.
+    /// Runs `act` with the descriptor, which is not closed meanwhile; `None` if it is closed already.
     pub fn with_fd<T>(&self, act: impl FnOnce(RawFd) -> T) -> Option<T> {
         match &self.side {
             Side::Send { sender, .. } => {
@@ -323,7 +326,7 @@ impl Wire {
         }
     }
 
-    /// Ends the comm with this.
+    /// Ends the comm with this fault.
     pub fn fail(&self, fault: Fault) {
         match &self.side {
             Side::Send { comm, .. } => comm.failure.record(fault),
@@ -331,7 +334,7 @@ impl Wire {
         }
     }
 
-    /// Whether the comm has ended.
+    /// Whether the comm has failed.
     pub fn failed(&self) -> bool {
         match &self.side {
             Side::Send { comm, .. } => comm.failure.is_some(),
@@ -340,20 +343,20 @@ impl Wire {
     }
 }
 
-/// What other threads share with a worker's.
+/// The part of a worker that other threads share.
 pub struct Worker {
-    /// What it waits on.
+    /// The poller on which the worker sleeps.
     pub poller: Poller,
     waker: Waker,
-    /// To be obeyed.
+    /// Commands that the worker has not executed yet.
     pub commands: Mutex<Vec<Command>>,
-    /// Read by its thread again and again, while others change what lies around it.
+    /// Flags that the worker reads all the time, apart from fields that other threads change.
     signs: Apart<Signs>,
-    /// Its thread, once that runs.
+    /// The kernel's thread id, once the thread runs.
     thread: OnceLock<libc::pid_t>,
 }
 
-/// On cache lines of its own: two of them, since CPUs fetch neighbours in pairs.
+/// On cache lines of its own: two of them, because CPUs fetch lines in pairs.
 #[repr(align(128))]
 #[derive(Default)]
 struct Apart<T>(T);
@@ -362,22 +365,22 @@ struct Apart<T>(T);
 struct Signs {
     /// There are commands.
     commanded: AtomicBool,
-    /// It has to be woken.
+    /// The worker has to be woken.
     sleeps: AtomicBool,
 }
 
-/// What a worker is told about a wire.
+/// A command to a worker about a wire.
 pub enum Command {
-    /// It is yours.
+    /// The worker owns this wire from now on.
     Add(Arc<Wire>),
-    /// It may have something to do.
+    /// The wire may have work.
     Kick(u64),
-    /// It is closed.
+    /// The wire is closed.
     Forget(u64),
 }
 
 impl Worker {
-    /// With its thread.
+    /// Starts a worker and its thread.
     fn start(index: usize) -> io::Result<Arc<Worker>> {
         let poller = Poller::new()?;
         let waker = poller.waker();
@@ -407,21 +410,21 @@ impl Worker {
         }
     }
 
-    /// Whether there are commands, for its thread, which obeys them then.
+    /// Whether there are commands; called by the worker, which then executes them.
     pub fn is_commanded(&self) -> bool {
         let commanded = &self.signs.0.commanded;
-        // It asks all the time, and does not take the line from others each time.
+        // Reading first keeps the cache line shared: the worker asks all the time.
         commanded.load(Ordering::SeqCst) && commanded.swap(false, Ordering::SeqCst)
     }
 
-    /// Its thread is going to sleep; whether it may.
+    /// Announces that the thread is going to sleep; returns whether it may.
     pub fn lies_down(&self) -> bool {
         let Signs { commanded, sleeps } = &self.signs.0;
         sleeps.store(true, Ordering::SeqCst);
         !commanded.load(Ordering::SeqCst)
     }
 
-    /// Its thread is awake.
+    /// Announces that the thread is awake.
     pub fn is_up(&self) {
         let sleeps = &self.signs.0.sleeps;
         if sleeps.load(Ordering::Relaxed) {
@@ -429,13 +432,13 @@ impl Worker {
         }
     }
 
-    /// Whether it sleeps, or is about to.
+    /// Whether the worker sleeps or is about to.
     fn sleeps(&self) -> bool {
         self.signs.0.sleeps.load(Ordering::Relaxed)
     }
 }
 
-/// Handlers of the program run on its own threads.
+/// Blocks signals on this thread, so that the program's handlers run on its own threads.
 fn block_signals() {
     // SAFETY: the set is filled before it is used, and the mask is this thread's own.
     unsafe {
@@ -462,7 +465,7 @@ mod tests {
         assert_eq!(once.get(|| Pool::start(3, fails)).unwrap().len(), 2);
     }
 
-    /// All comms of a process with GPUs on two CPU sockets were moved on the cores of one.
+    /// Regression: all comms of a process with GPUs on two CPU sockets were moved on the cores of one socket.
     #[test]
     fn workers_run_wherever_a_comm_is_made() {
         let all = Cores::of(0).unwrap();

@@ -1,4 +1,4 @@
-//! How each connection of a comm proves that it belongs there, both ways, from the listener's secret.
+//! The mutual proof by which each connection of a comm shows that it belongs there, from the listener's secret.
 //!
 //! ```text
 //!   listener -> dialler   challenge   magic, version, nonce
@@ -6,9 +6,9 @@
 //!   listener -> dialler   proof
 //! ```
 //!
-//! Proofs are keyed hashes over the challenge and the claim, as those of the engine's data connections. The secret
-//! is random, made for one listener, and carried by NCCL. Neither end waits for the other inside a call.
-//! Invariant: nothing of a claim is believed before its proof.
+//! Proofs are keyed hashes over the challenge and the claim, as those of the engine's data connections. The secret is
+//! random, made for one listener, and carried by NCCL. No call waits for the other end.
+//! Invariant: nothing of a claim is used before its proof is checked.
 
 use std::io;
 
@@ -21,7 +21,7 @@ use crate::handle::{Secret, array};
 use crate::settings::SOCKETS_MAX;
 
 const MAGIC: [u8; 8] = *b"FWnccl\r\n";
-/// Of what travels between the plugins of two hosts, and of what they have NCCL do: both hosts must cut messages alike.
+/// Version of the bytes between two hosts' plugins and of their tuning of NCCL: both hosts must cut messages alike.
 const VERSION: u32 = 2;
 const CHALLENGE_BYTES: usize = 48;
 const CLAIM_BYTES: usize = 96;
@@ -29,14 +29,14 @@ const PROOF_BYTES: usize = 32;
 /// The part of a claim before its proof.
 const CLAIMED_BYTES: usize = CLAIM_BYTES - PROOF_BYTES;
 
-/// Which socket of which comm a connection is.
+/// The socket and comm that a connection claims to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
-    /// Random, the same for all sockets of a comm.
+    /// Random, equal for all sockets of a comm.
     pub comm: [u8; 16],
-    /// This one; 0 carries small messages.
+    /// The index of this socket; socket 0 carries small messages.
     pub index: u16,
-    /// How many there are with the first.
+    /// The number of sockets, socket 0 included.
     pub sockets: u16,
 }
 
@@ -61,7 +61,7 @@ impl Claim {
 /// Random bytes from the operating system.
 pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
-    // SAFETY: the kernel writes at most N bytes, at most 256 of which it gives at once and whole.
+    // SAFETY: the kernel writes at most N bytes; it returns up to 256 bytes at once and completely.
     let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
     if got == N as isize { Ok(bytes) } else { Err(io::Error::last_os_error()) }
 }
@@ -74,7 +74,7 @@ fn challenge(nonce: [u8; 32]) -> [u8; CHALLENGE_BYTES] {
     bytes
 }
 
-/// Comparing hashes takes the same time whatever they are.
+/// The proof of one side. Comparing hashes takes constant time.
 fn prove(secret: &Secret, side: &[u8], challenge: &[u8], claimed: &[u8]) -> Hash {
     let mut hasher = blake3::Hasher::new_keyed(secret);
     hasher.update(side).update(challenge).update(claimed);
@@ -84,7 +84,7 @@ fn prove(secret: &Secret, side: &[u8], challenge: &[u8], claimed: &[u8]) -> Hash
 const DIALLER: &[u8; 16] = b"ferrywire dials ";
 const LISTENER: &[u8; 16] = b"ferrywire serves";
 
-/// A connection on which so much of a message of fixed length has moved.
+/// A message of fixed length of which a part has moved.
 struct Moving<const N: usize> {
     bytes: [u8; N],
     moved: usize,
@@ -100,7 +100,7 @@ impl<const N: usize> Moving<N> {
         [IoVec::new(rest.as_mut_ptr(), rest.len())]
     }
 
-    /// The message, once it is all there; `None`: not yet.
+    /// The message once it is complete; `None` before.
     fn receive(&mut self, conn: &mut dyn Conn) -> io::Result<Option<[u8; N]>> {
         while self.moved < N {
             // SAFETY: the piece is the rest of our own array.
@@ -114,10 +114,10 @@ impl<const N: usize> Moving<N> {
         Ok(Some(self.bytes))
     }
 
-    /// Whether it is all gone.
+    /// Whether the whole message has been sent.
     fn send(&mut self, conn: &mut dyn Conn) -> io::Result<bool> {
         while self.moved < N {
-            // SAFETY: the piece is the rest of our own array.
+            // SAFETY: the piece is the rest of this message's array.
             match unsafe { conn.send(&self.rest()) } {
                 Ok(bytes) => self.moved += bytes,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
@@ -143,7 +143,7 @@ enum DialStage {
 }
 
 impl Dialling {
-    /// Begins on a connection that has been dialled.
+    /// Begins the proof on a dialled connection.
     pub fn new(conn: Box<dyn Conn>, claim: Claim) -> Dialling {
         let stage = DialStage::Challenge(Moving::new([0; CHALLENGE_BYTES]));
         Dialling { conn: Some(conn), claim, stage, unreached: false }
@@ -155,17 +155,17 @@ impl Dialling {
         state.is_some_and(|info| info.state == tcp_info::SYN_SENT)
     }
 
-    /// Whether it ended since nobody was reached; a peer that refuses was.
+    /// Whether the connection failed because the peer could not be reached; a peer that refuses was reached.
     pub fn is_unreached(&self) -> bool {
         self.unreached
     }
 
-    /// Whether something of the peer's has come: it is one that was reached, whatever it says.
+    /// Whether any byte of the peer has arrived, so that the peer was reached.
     pub fn has_heard(&self) -> bool {
         !matches!(&self.stage, DialStage::Challenge(message) if message.moved == 0)
     }
 
-    /// The connection once both ends have proved themselves; `None`: not yet, or it was given already.
+    /// The connection once both ends have proved themselves; `None` before, and after it was returned.
     pub fn poll(&mut self, secret: &Secret) -> Result<Option<Box<dyn Conn>>, Fault> {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let peer = conn.remote();
@@ -203,13 +203,13 @@ impl Dialling {
     }
 }
 
-/// Whether the kernel gave up finding the peer.
+/// Whether the kernel reports that the peer could not be reached.
 fn is_unreached(error: &io::Error) -> bool {
     use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
     matches!(error.kind(), HostUnreachable | NetworkUnreachable | TimedOut)
 }
 
-/// The claim with its proof, and the proof that the listener has to give.
+/// The claim with its proof, and the proof that the listener must return.
 fn answer(
     secret: &Secret,
     asked: &[u8; CHALLENGE_BYTES],
@@ -245,13 +245,13 @@ enum ServeStage {
 }
 
 impl Serving {
-    /// Begins on an accepted connection.
+    /// Begins the proof on an accepted connection.
     pub fn new(conn: Box<dyn Conn>) -> io::Result<Serving> {
         let asked = challenge(random()?);
         Ok(Serving { conn: Some(conn), asked, stage: ServeStage::Challenge(Moving::new(asked)) })
     }
 
-    /// Whether its claim could be read now.
+    /// Whether the claim has arrived.
     #[cfg(test)]
     pub fn has_claim(&self) -> bool {
         let fd = self.conn.as_ref().and_then(|conn| conn.fd()).unwrap();
@@ -261,7 +261,7 @@ impl Serving {
         bytes as usize >= CLAIM_BYTES
     }
 
-    /// The connection and what it is, once it has proved that. An error is about this connection alone.
+    /// The connection and its claim, once proved. An error concerns this connection alone.
     pub fn poll(&mut self, secret: &Secret) -> io::Result<Option<(Claim, Box<dyn Conn>)>> {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let conn = conn.as_mut();
@@ -285,9 +285,10 @@ impl Serving {
                 }
                 ServeStage::Proof(message, claim) => {
                     let claim = *claim;
-                    return match message.send(conn)? {
-                        true => Ok(self.conn.take().map(|conn| (claim, conn))),
-                        false => Ok(None),
+                    return if message.send(conn)? {
+                        Ok(self.conn.take().map(|conn| (claim, conn)))
+                    } else {
+                        Ok(None)
                     };
                 }
             }
@@ -304,7 +305,7 @@ mod tests {
 
     const CLAIM: Claim = Claim { comm: [3; 16], index: 1, sockets: 3 };
 
-    /// Both ends of a connection over loopback, driven in turns until one of them has an answer.
+    /// Both ends of a connection over loopback, driven in turn until one of them has a result.
     fn meet(theirs: Secret, ours: Secret) -> (Result<bool, Fault>, io::Result<Option<Claim>>) {
         let network = TcpTransport::default();
         let mut listener = network.listen("127.0.0.1:0".parse().unwrap()).unwrap();

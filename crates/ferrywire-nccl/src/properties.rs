@@ -1,4 +1,4 @@
-//! What NCCL is told of devices, and where it asks for merged ones.
+//! The properties of devices for NCCL, and NCCL's requests for merged devices.
 //!
 //! Invariant: every field of a version's layout is written.
 
@@ -14,13 +14,13 @@ use crate::merged::{self, device};
 const MAX_COMMS: c_int = 65536;
 /// One message per receive: each pair of ranks has a comm of its own, and with it sockets of its own.
 pub const MAX_RECVS: c_int = 1;
-/// Not known, as for NCCL's own sockets: NCCL then reckons with its default.
+/// Unknown, as for NCCL's own sockets: NCCL then uses its default.
 const LATENCY_US: c_float = 0.0;
-/// NCCL registers whole user buffers up front where this is 1, on connections that it makes for that alone. Here that
-/// would be work for nothing: host memory is not registered at all.
+/// With 1, NCCL registers whole user buffers up front, on connections made for that alone. That is useless here,
+/// because host memory needs no registration.
 const REG_IS_GLOBAL: c_int = 0;
 
-/// `getProperties` of one layout: the fields that all have, and those that this one adds.
+/// Defines `getProperties` of one layout: the common fields and those that this layout adds.
 macro_rules! get_properties {
     ($($name:ident $properties:ident($device:ident) { $($field:ident: $value:expr),* $(,)? })+) => {$(
         /// # Safety
@@ -78,7 +78,7 @@ get_properties! {
     }
 }
 
-/// As many as the layout holds.
+/// As many members as the layout holds.
 fn members_v9(device: &Device) -> VDevicePropsV9 {
     let mut props = VDevicePropsV9::zeroed();
     props.ndevs = fill(&mut props.devs, device);
@@ -96,7 +96,7 @@ fn fill(devs: &mut [c_int], device: &Device) -> c_int {
 }
 
 /// # Safety
-/// `dev` has room for a number.
+/// `dev` is valid for writing.
 unsafe fn merge(dev: *mut c_int, ndevs: c_int, devs: &[c_int]) -> ResultCode {
     guarded(|| {
         let members = usize::try_from(ndevs).ok().and_then(|count| devs.get(..count));

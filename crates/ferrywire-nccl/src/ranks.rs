@@ -1,7 +1,8 @@
-//! How many ranks of a communicator this process has: one, or as many as it has GPUs, if one process drives them all, as JAX does.
+//! How many ranks of a communicator this process has: one, or one per GPU if a single process drives them all, as JAX
+//! does.
 //!
-//! From v11 on NCCL says with each rank which communicator it belongs to. With older versions every process counts as one rank.
-//! Invariant: [`most`] never sinks: what is made for many ranks stays.
+//! From v11 on, NCCL names the communicator of each rank. With older versions every process counts as one rank.
+//! Invariant: [`most`] never decreases, because threads made for many ranks stay.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -11,22 +12,22 @@ use crate::comm::locked;
 static RANKS: Mutex<Ranks> = Mutex::new(Ranks { of_comms: BTreeMap::new(), most: 1 });
 
 struct Ranks {
-    /// Of each communicator that there is, by what NCCL calls it.
+    /// The number of local ranks of each communicator, by NCCL's id.
     of_comms: BTreeMap<u64, usize>,
     most: usize,
 }
 
-/// A rank of this communicator begins.
+/// Counts a rank of this communicator.
 pub fn begin(comm: u64) {
     locked(&RANKS).begin(comm);
 }
 
-/// It has ended.
+/// A rank of this communicator has ended.
 pub fn end(comm: u64) {
     locked(&RANKS).end(comm);
 }
 
-/// Most ranks that this process ever had in one communicator.
+/// The largest number of ranks that this process ever had in one communicator.
 pub fn most() -> usize {
     locked(&RANKS).most
 }

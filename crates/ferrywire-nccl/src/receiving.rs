@@ -1,9 +1,9 @@
-//! Messages on their way in: where each piece belongs, and which messages can still come whole.
+//! Incoming messages: the memory of each piece, and which messages can still become complete.
 //!
-//! A stream that ends takes nothing from the others: what the peer was told is sent is in its streams, up to the end of
-//! each. So a receive fails only once no stream can bring the rest of it, and never before what has come was looked at.
-//! Invariants: a slot is used again only after `test` has said that its message is here; the parts that one stream
-//! brings belong to messages in their order.
+//! Even after one stream has ended, the bytes that the peer reported as sent are in its streams, up to the end of each.
+//! So a receive fails only once no stream can bring the rest of it, and only after everything that has arrived was
+//! read. Invariants: a slot is reused only after `test` has reported its message; each stream brings the parts of
+//! messages in the order of the messages.
 //! Read next: `wire.rs`.
 
 use std::net::SocketAddr;
@@ -23,31 +23,31 @@ use crate::pool::{Opening, Pool, Wire, pool};
 use crate::sending::saw_arrival;
 use crate::wire::{Receiver, Turn};
 
-/// The length of a message whose first header has not come yet.
+/// The length of a message whose first header has not arrived.
 const TOTAL_UNKNOWN: u64 = u64::MAX;
-/// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
+/// Turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 /// The front of a stream that brings nothing any more.
 const NOTHING: u64 = u64::MAX;
-/// After a stream has failed, the others are waited for as long as each brings something within this time. When the
-/// peer has gone they end soon.
+/// After a stream has failed, the others are waited for as long as each brings bytes within this time. If the peer is
+/// gone they end soon.
 const QUIET_MAX: Duration = Duration::from_secs(10);
 
-/// Messages in one direction: what workers need of a receive comm.
+/// One direction of a comm: the state that workers and NCCL's thread share.
 pub struct Receiving {
     /// The first failure.
     pub failure: Failure,
     peer: SocketAddr,
     slots: [Slot; REQUESTS],
-    /// Receives posted so far: their numbers are below it.
+    /// The number of receives posted so far.
     posted: AtomicU64,
     /// Sockets whose next piece belongs to a receive that is not posted.
     pub waiting: AtomicUsize,
-    /// Of each stream the earliest message of which it can still bring a part.
+    /// For each stream the earliest message of which it can still bring a part.
     fronts: Vec<AtomicU64>,
-    /// Streams that have ended, in order or not.
+    /// The number of streams that have ended, in order or not.
     ended: AtomicUsize,
-    /// Why the first stream ended that did not end in order.
+    /// The error of the first stream that ended within a message.
     broken: OnceLock<Fault>,
     /// The earliest message that is known to lack a part.
     cut: AtomicU64,
@@ -59,9 +59,9 @@ struct Slot {
     data: AtomicPtr<u8>,
     room: AtomicUsize,
     total: AtomicU64,
-    /// Bytes whose headers have come.
+    /// Bytes whose headers have arrived.
     placed: AtomicU64,
-    /// Bytes that are here.
+    /// Bytes that have arrived.
     received: AtomicU64,
 }
 
@@ -77,7 +77,7 @@ impl Slot {
         }
     }
 
-    /// Its length, once all of it is here.
+    /// The message's length, once all of it has arrived.
     fn done(&self) -> Option<usize> {
         let total = self.total.load(Ordering::Acquire);
         (self.received.load(Ordering::Acquire) == total).then_some(total as usize)
@@ -103,12 +103,12 @@ impl Receiving {
         }
     }
 
-    /// Whether a receive is posted.
+    /// Whether the receive of this message is posted.
     pub fn is_posted(&self, message: u64) -> bool {
         message < self.posted.load(Ordering::SeqCst)
     }
 
-    /// Where a piece that a socket brings belongs; `None` while its receive is not posted.
+    /// The memory for a piece that a socket brings; `None` while its receive is not posted.
     pub fn place(&self, socket: usize, header: &Header) -> Outcome<Option<*mut u8>> {
         let before = self.fronts[socket].swap(header.message, Ordering::AcqRel);
         if before > header.message {
@@ -131,11 +131,11 @@ impl Receiving {
         if known.is_err_and(|known| known != total) || placed + header.bytes > total {
             return Err(Fault::remote("the peer sent parts that do not make a message"));
         }
-        // SAFETY: the piece lies inside its message, and the message fits the buffer.
+        // SAFETY: the piece is inside its message, and the message fits the buffer.
         Ok(Some(unsafe { slot.data.load(Ordering::Relaxed).add(header.offset as usize) }))
     }
 
-    /// So many bytes of a message are here.
+    /// Counts `bytes` bytes of a message that have arrived.
     pub fn received(&self, message: u64, bytes: usize) {
         self.slots[slot_of(message)].received.fetch_add(bytes as u64, Ordering::Release);
     }
@@ -146,14 +146,14 @@ impl Receiving {
         self.ended.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// A socket's stream has ended otherwise, and with it this message, if it is known.
+    /// A socket's stream has ended with an error, within `message` if that is known.
     pub fn broke(&self, socket: usize, message: Option<u64>, fault: Fault) {
         let _ = self.broken.set(fault);
         self.cut.fetch_min(message.unwrap_or(u64::MAX), Ordering::AcqRel);
         self.ended(socket);
     }
 
-    /// Whether no stream can bring what a message lacks, if it lacks anything after this call.
+    /// Whether no stream can bring the parts that the message still lacks after this call.
     fn is_lost(&self, message: u64) -> bool {
         self.ended.load(Ordering::Acquire) > 0
             && (message >= self.cut.load(Ordering::Acquire)
@@ -166,30 +166,30 @@ impl Receiving {
     }
 }
 
-/// A comm that receives.
+/// The receiving end of a comm.
 pub struct RecvComm {
     shared: Arc<Receiving>,
     wires: Vec<Arc<Wire>>,
     own: Mutex<RecvOwn>,
 }
 
-/// What NCCL's thread alone touches.
+/// State that only NCCL's thread touches.
 struct RecvOwn {
-    /// Socket 0.
+    /// Socket 0, for small messages.
     receiver: Receiver,
     next: u64,
     posted: [Option<Memory>; REQUESTS],
-    /// Since a stream has failed: the message that is waited for, how much of it was here, and since when.
+    /// After a stream has failed: the message that is waited for, how much of it had arrived, and since when.
     quiet: Option<(u64, u64, Instant)>,
 }
 
 impl RecvComm {
-    /// Over connections that have proved themselves, the one for small messages first.
+    /// Makes a comm over proved connections; the first is for small messages.
     pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
         RecvComm::made(pool()?, conns).map(|comm| Comm::new(Side::Receive(comm)))
     }
 
-    /// Likewise, its bulk moved by these workers.
+    /// Makes a comm whose bulk these workers move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
         let sockets = conns.len();
         let mut links = Link::all(conns);
@@ -204,7 +204,7 @@ impl RecvComm {
         Ok(RecvComm { shared, wires: wires.finish(), own: Mutex::new(own) })
     }
 
-    /// Posts a receive: the slot that it has; `None`: not now.
+    /// Posts a receive and returns its slot; `None` if it cannot be posted now.
     pub fn post(&self, data: *mut u8, bytes: usize, memory: Memory) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         let (message, index) = (own.next, slot_of(own.next));
@@ -227,7 +227,7 @@ impl RecvComm {
         Ok(Some(index))
     }
 
-    /// The length of a slot's message, once it is here.
+    /// The length of a slot's message, once it has arrived.
     pub fn test(&self, index: usize) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         if own.posted[index].is_none() {
@@ -235,7 +235,7 @@ impl RecvComm {
         }
         let slot = &self.shared.slots[index];
         let mut done = slot.done();
-        // Bulk that is under way comes over the other sockets; once one of those has ended, so may this one have.
+        // Bulk arrives over the other sockets; once one of those has ended, this one may have ended too.
         let ending = self.shared.ended.load(Ordering::Acquire) > 0;
         if done.is_none() && (ending || !slot.is_begun() || own.receiver.is_busy()) {
             self.receive_inline(&mut own);
@@ -262,10 +262,10 @@ impl RecvComm {
         }
     }
 
-    /// What a slot comes to whose message may have lost a part.
+    /// The length of a message that may have lost a part, if it is complete after all.
     fn last_look(&self, own: &mut RecvOwn, slot: &Slot) -> Option<usize> {
         let message = slot.message.load(Ordering::Relaxed);
-        // In this order: what a stream has brought is counted before its end.
+        // In this order: a stream's bytes are counted before its end.
         let lost = self.shared.is_lost(message);
         let done = slot.done();
         if done.is_none() && (lost || self.is_quiet(own, slot)) {
@@ -274,7 +274,7 @@ impl RecvComm {
         done
     }
 
-    /// Whether a stream has failed and the others have brought nothing for long.
+    /// Whether a stream has failed and the others have brought nothing for `QUIET_MAX`.
     fn is_quiet(&self, own: &mut RecvOwn, slot: &Slot) -> bool {
         if self.shared.broken.get().is_none() {
             return false;
@@ -303,7 +303,7 @@ impl RecvComm {
         }
     }
 
-    /// From here on nobody touches memory of requests.
+    /// After this no thread touches memory of requests.
     fn stop(&self, own: &mut RecvOwn) {
         self.wires.iter().for_each(|wire| wire.close());
         own.receiver.stop();
@@ -322,17 +322,17 @@ mod tests {
     use crate::testing::{connections, has_arrived, reset, send, send_some, until};
     use ferrywire_sys::poll::Interest;
 
-    /// The kernel takes all of it before any of it is received.
+    /// A size that the kernel takes completely before any of it is received.
     const BYTES: usize = 32 << 10;
     const HALF: usize = BYTES / 2;
 
-    /// A comm with two sockets for bulk, and the ends of a peer that does not keep to any order of its own.
+    /// A comm with two sockets for bulk, and the ends of a peer that sends in any order.
     fn opened() -> (Vec<Box<dyn Conn>>, RecvComm) {
         let (near, far) = connections(3);
         (near, RecvComm::made(pool().unwrap(), far).unwrap())
     }
 
-    /// Half of a message, as it travels.
+    /// Half of a message, as it is sent.
     fn half(message: u64, second: bool) -> Vec<u8> {
         let offset = if second { HALF as u64 } else { 0 };
         let header = Header { message, total_bytes: BYTES as u64, offset, bytes: HALF as u64, tag: 0 };
@@ -345,12 +345,12 @@ mod tests {
         comm.post(target.as_mut_ptr(), target.len(), memory).unwrap().unwrap()
     }
 
-    /// What a receive comes to.
+    /// The outcome of a receive.
     fn outcome(comm: &RecvComm, slot: usize) -> Outcome<usize> {
         until("an outcome", || comm.test(slot).transpose())
     }
 
-    /// It was waited for without end: the socket for small messages was not looked at any more.
+    /// Regression: the receive waited for ever, because the socket for small messages was not read any more.
     #[test]
     fn a_peer_that_ends_between_two_pieces_of_a_message_is_an_error() {
         let (mut near, comm) = opened();
@@ -365,7 +365,7 @@ mod tests {
         assert!(outcome(&comm, slot).unwrap_err().why.contains("closed"));
     }
 
-    /// What the kernel had of it was thrown away.
+    /// Regression: the bytes that the kernel had were discarded.
     #[test]
     fn a_stream_that_breaks_while_its_receive_is_not_posted_is_received_to_its_end() {
         let (mut near, comm) = opened();
@@ -386,7 +386,7 @@ mod tests {
         assert!(outcome(&comm, slot).is_err());
     }
 
-    /// Whatever came after the end of one stream was not received any more.
+    /// Regression: nothing was received after the end of one stream.
     #[test]
     fn a_stream_cut_within_a_message_takes_nothing_from_the_messages_before() {
         let (mut near, comm) = opened();
@@ -400,7 +400,7 @@ mod tests {
         send(near[1].as_mut(), &half(0, true));
         assert_eq!(outcome(&comm, first), Ok(BYTES));
         assert!(targets[0].iter().all(|&byte| byte == 7));
-        // The peer lives, but this can never be whole.
+        // The peer lives, but this message can never be complete.
         assert!(outcome(&comm, second).unwrap_err().why.contains("within a message"));
     }
 
@@ -434,7 +434,7 @@ mod tests {
         assert!(outcome(&comm, second).is_err());
     }
 
-    /// Threads went on writing to it until the comm was closed.
+    /// Regression: threads wrote to the memory until the comm was closed.
     #[test]
     fn nothing_is_received_into_memory_that_was_deregistered() {
         let (mut near, comm) = opened();
@@ -449,7 +449,7 @@ mod tests {
         comm.deregister(78, || unreachable!("no request uses it"));
         comm.deregister(77, || Fault::usage("deregistered"));
         target.fill(0xEE);
-        // Nobody reads it any more.
+        // Nothing reads these any more.
         for (conn, second) in [(1, false), (2, true)] {
             let _ = send_some(near[conn].as_mut(), &half(0, second)[1000..]);
         }

@@ -1,8 +1,8 @@
-//! Messages on their way out: the queue that workers' sockets pull pieces from, and what NCCL's thread keeps.
+//! Outgoing messages: the queue from which workers' sockets pull pieces, and the state of NCCL's thread.
 //!
-//! Small messages go out on NCCL's thread over socket 0; bulk is queued.
-//! Invariants: each socket takes pieces in the order of their messages, so a receiver knows what a stream that ended
-//! can no longer bring; a slot is used again only after `test` has said that its message is gone.
+//! NCCL's thread sends small messages over socket 0; bulk is queued. Invariants: each socket takes pieces in the order
+//! of their messages, so a receiver knows which parts an ended stream can no longer bring; a slot is reused only after
+//! `test` has reported its message as sent.
 //! Read next: `wire.rs`.
 
 use std::cell::Cell;
@@ -23,34 +23,35 @@ use crate::ranks;
 use crate::settings::{SOCKETS_MAX, settings};
 use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
 
-/// A message is not cut into smaller pieces than this,
+/// Messages are not cut into smaller pieces than this.
 const PIECE_BYTES_MIN: usize = 32 << 10;
-/// nor into larger ones than this.
+/// Messages are not cut into larger pieces than this.
 const PIECE_BYTES_MAX: usize = 512 << 10;
-/// Cuts are made at multiples of this.
+/// Cuts are at multiples of this.
 const PIECE_BYTES_STEP: usize = 4 << 10;
-/// After a rest a message goes inline up to this length: the workers sleep, and to wake one would take longer than to copy it.
+/// After a rest, messages up to this length are sent inline: the workers sleep, and waking one would take longer than
+/// copying the message.
 const LONE_BYTES_MAX: usize = 128 << 10;
-/// A rest. Messages that follow sooner are a stream.
+/// A rest. Messages with shorter pauses are a stream.
 const REST_MIN: Duration = Duration::from_millis(1);
-/// Up to this length a message that comes alone, as the one before it did, needs less of a rest: so much that NCCL's thread sends
-/// no more than so many bytes a second. Steps of a short collective come so, one after another, and each would wait for a worker
-/// here and for one at the other end. Those of several channels come together, and the workers send them at once.
+/// Up to this length, a message that comes alone, as the one before it did, needs a shorter rest: so much that NCCL's
+/// thread sends at most `STEP_BYTES_PER_SECOND`. The steps of a short collective come one after another, and each would
+/// wait for a worker at both ends. The steps of several channels come together, and the workers send them immediately.
 const STEP_BYTES_MAX: usize = 64 << 10;
 const STEP_BYTES_PER_SECOND: u64 = 3_000_000_000;
-/// One that is posted so soon after this thread has sent the last was there already.
+/// A message posted so soon after this thread has sent the last was already there.
 const AT_ONCE: Duration = Duration::from_micros(2);
-/// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
+/// Turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 
-/// Messages in one direction: what workers need of a send comm.
+/// One direction of a comm: the state that workers and NCCL's thread share.
 #[derive(Default)]
 pub struct Sending {
     /// The first failure.
     pub failure: Failure,
     left: Counters,
     queue: Mutex<Queue>,
-    /// Bytes in the queue, to be looked at without the lock.
+    /// Bytes in the queue, readable without the lock.
     queued_bytes: AtomicUsize,
     sockets: usize,
     wires: OnceLock<Vec<Weak<Wire>>>,
@@ -70,7 +71,7 @@ struct Queue {
     bytes: usize,
 }
 
-/// A message of which some is not taken yet.
+/// A message of which a part has not been taken yet.
 struct Outgoing {
     message: u64,
     tag: i32,
@@ -79,7 +80,7 @@ struct Outgoing {
     taken: usize,
 }
 
-// SAFETY: the pointer is NCCL's, readable until the request is done or the comm closed, from any thread.
+// SAFETY: the pointer is NCCL's, readable from any thread until the request is done or the comm closed.
 unsafe impl Send for Outgoing {}
 
 impl Sending {
@@ -90,7 +91,7 @@ impl Sending {
         let next = queue.messages.front_mut()?;
         let left = next.bytes - next.taken;
         let wanted = share.next_multiple_of(PIECE_BYTES_STEP).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
-        // No small rest.
+        // No small remainder is left.
         let bytes = if left < wanted + PIECE_BYTES_MIN / 2 { left } else { wanted };
         let header = Header {
             message: next.message,
@@ -99,7 +100,7 @@ impl Sending {
             bytes: bytes as u64,
             tag: next.tag,
         };
-        // SAFETY: what is taken of a message lies inside it.
+        // SAFETY: the taken part is inside the message.
         let data = unsafe { next.data.add(next.taken) };
         next.taken += bytes;
         if next.taken == next.bytes {
@@ -115,12 +116,12 @@ impl Sending {
         self.queued_bytes.load(Ordering::SeqCst) > 0
     }
 
-    /// A piece has gone.
+    /// Counts a piece as sent.
     pub fn sent(&self, header: &Header) {
         self.left.0[slot_of(header.message)].fetch_sub((header.bytes as usize).max(1), Ordering::Release);
     }
 
-    /// Gives the number of sockets that have work now.
+    /// Queues a message; returns the number of sockets that have work now.
     fn enqueue(&self, outgoing: Outgoing) -> usize {
         let mut queue = locked(&self.queue);
         queue.bytes += outgoing.bytes;
@@ -129,20 +130,20 @@ impl Sending {
         queue.bytes.div_ceil(PIECE_BYTES_MIN)
     }
 
-    /// A socket that may have been told of the queue is blocked: others are.
+    /// Tells other sockets of the queue, because one that may have been told is blocked.
     pub fn tell_others(&self) {
         let wires = self.wires.get().into_iter().flatten().filter_map(Weak::upgrade).collect::<Vec<_>>();
         tell(&wires, 0, self.queued_bytes.load(Ordering::SeqCst).div_ceil(PIECE_BYTES_MIN));
     }
 }
 
-/// Tells as many sockets as have work, beginning with another one each time.
+/// Tells `wanted` sockets that there is work, beginning with a different one each time.
 fn tell(wires: &[Arc<Wire>], first: usize, wanted: usize) {
     soonest(wires.len(), first, |at| wires[at].delay()).take(wanted).for_each(|at| wires[at].has_work());
 }
 
-/// The places of so many sockets, those before that take work sooner, each group from `first` on. Each is asked once: one that woke
-/// meanwhile would not be told, and the message would wait for the next.
+/// The indices of `count` sockets, those that take work sooner first, each group from `first` on. Each socket is asked
+/// once: a socket that woke between two questions would not be told, and the message would wait for the next.
 fn soonest(count: usize, first: usize, delay: impl Fn(usize) -> Delay) -> impl Iterator<Item = usize> {
     let mut delays = [Delay::Awake; SOCKETS_MAX];
     delays.iter_mut().enumerate().take(count).for_each(|(at, known)| *known = delay(at));
@@ -151,22 +152,22 @@ fn soonest(count: usize, first: usize, delay: impl Fn(usize) -> Delay) -> impl I
     })
 }
 
-/// A message that is not short.
+/// The last message of this thread that was not short.
 #[derive(Clone, Copy)]
 struct Last {
     posted: Instant,
-    /// When it was in the kernel, if this thread sent it.
+    /// When the kernel had it, if this thread sent it.
     gone: Instant,
-    /// The one before it was long ago.
+    /// Whether the message before it was long ago.
     alone: bool,
 }
 
 thread_local! {
-    /// The last that this thread, one of NCCL's, had to send, in whatever comm.
+    /// The last message that this thread of NCCL had to send, in any comm.
     static POSTED: Cell<Option<Last>> = const { Cell::new(None) };
 }
 
-/// Whether this thread has had no message but short ones for long enough to send one of this length.
+/// Whether this thread has sent only short messages for long enough to send one of this length inline.
 fn comes_after_rest(bytes: usize) -> bool {
     let now = Instant::now();
     let since = |then| now.saturating_duration_since(then);
@@ -177,21 +178,22 @@ fn comes_after_rest(bytes: usize) -> bool {
 }
 
 thread_local! {
-    /// Messages that this thread has seen arrive, in whatever comm.
+    /// The number of messages that this thread has seen arrive, in any comm.
     static ARRIVED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// This thread has seen a message arrive.
+/// Counts a message that this thread has seen arrive.
 pub fn saw_arrival() {
     ARRIVED.set(ARRIVED.get().wrapping_add(1));
 }
 
-/// This thread has sent a message: one that follows at once is not alone, however long that took.
+/// Notes that this thread has sent a message: one that follows immediately is not alone, however long the send took.
 fn rest_begins() {
     POSTED.set(POSTED.get().map(|last| Last { gone: Instant::now(), ..last }));
 }
 
-/// The same so long after another one was posted, and was gone, which was alone or was not.
+/// The decision of [`comes_after_rest`] as a pure function: `last` has the times since the last message was posted and
+/// since it was sent, and whether it was alone.
 fn is_after_rest(bytes: usize, last: Option<(Duration, Duration, bool)>) -> (bool, bool) {
     let rested = |rest| last.is_none_or(|(_, gone, _)| gone >= rest);
     let needed = Duration::from_nanos(bytes as u64 * 1_000_000_000 / STEP_BYTES_PER_SECOND);
@@ -200,7 +202,7 @@ fn is_after_rest(bytes: usize, last: Option<(Duration, Duration, bool)>) -> (boo
     (is_step || rested(REST_MIN), alone)
 }
 
-/// A comm that sends.
+/// The sending end of a comm.
 pub struct SendComm {
     shared: Arc<Sending>,
     wires: Vec<Arc<Wire>>,
@@ -208,14 +210,14 @@ pub struct SendComm {
     own: Mutex<SendOwn>,
 }
 
-/// What NCCL's thread alone touches.
+/// State that only NCCL's thread touches.
 struct SendOwn {
-    /// Socket 0.
+    /// Socket 0, for small messages.
     sender: Sender,
     inline: VecDeque<Piece>,
     next: u64,
     posted: [Option<Posted>; REQUESTS],
-    /// What had arrived when the last was posted.
+    /// The number of arrived messages when the last message was posted.
     arrived: u64,
     health_asked: Instant,
 }
@@ -227,23 +229,24 @@ struct Posted {
     memory: Memory,
 }
 
-// SAFETY: pieces point to memory of NCCL's, readable until its request is done or the comm closed.
+// SAFETY: pieces point to memory of NCCL, readable until the request is done or the comm closed.
 unsafe impl Send for SendOwn {}
 
 impl SendOwn {
-    /// Whether something has arrived since this was asked, as between two steps of a collective, and not within a stream.
+    /// Whether a message has arrived since the last call: so it is between two steps of a collective, but not within a
+    /// stream.
     fn answers(&mut self) -> bool {
         mem::replace(&mut self.arrived, ARRIVED.get()) != self.arrived
     }
 }
 
 impl SendComm {
-    /// Over connections that have proved themselves, the one for small messages first.
+    /// Makes a comm over proved connections; the first is for small messages.
     pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
         SendComm::made(pool()?, conns).map(|comm| Comm::new(Side::Send(comm)))
     }
 
-    /// Likewise, its bulk moved by these workers.
+    /// Makes a comm whose bulk these workers move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
         let mut links = Link::all(conns);
         let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
@@ -270,7 +273,7 @@ impl SendComm {
         })
     }
 
-    /// Posts a message: the slot that it has; `None`: not now.
+    /// Posts a message and returns its slot; `None` if it cannot be posted now.
     pub fn post(&self, data: *mut u8, bytes: usize, tag: i32, memory: Memory) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         self.shared.failure.check()?;
@@ -300,7 +303,7 @@ impl SendComm {
         Ok(Some(slot))
     }
 
-    /// Whether nothing is in the way of a message that is to go inline.
+    /// Whether nothing is in the way of an inline message.
     fn is_lone(&self, own: &SendOwn) -> bool {
         !self.shared.has_work() && !own.sender.is_busy() && own.inline.is_empty()
     }
@@ -314,7 +317,7 @@ impl SendComm {
         }
     }
 
-    /// The length of a slot's message, once it has gone.
+    /// The length of a slot's message, once it has been sent.
     pub fn test(&self, slot: usize) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         if own.sender.is_busy() || !own.inline.is_empty() {
@@ -332,17 +335,17 @@ impl SendComm {
         Ok(None)
     }
 
-    /// The same when the comm has failed: the peer may have received all of it, and closed, before the worker that was in the
-    /// call which sent the last of it has counted that.
+    /// Whether a slot's message was sent although the comm has failed: the peer may have received all of it and closed
+    /// before the worker that sent the last piece has counted it.
     fn is_gone_after_all(&self, slot: usize) -> bool {
-        // Each is held while its worker sends and counts.
+        // A worker holds its wire while it sends and counts.
         for wire in &self.wires {
             let _ = wire.with_fd(|_| ());
         }
         self.is_gone(slot)
     }
 
-    /// The sockets for bulk are looked at by the workers.
+    /// Checks socket 0 for the peer's end; workers check the sockets for bulk.
     fn look_at_inline(&self, own: &mut SendOwn) {
         if own.sender.is_busy() && own.health_asked.elapsed() >= HEALTH_INTERVAL {
             own.health_asked = Instant::now();
@@ -366,7 +369,8 @@ impl SendComm {
         }
     }
 
-    /// From here on nobody touches memory of requests. What was told as sent is in the kernel, which goes on sending it.
+    /// After this no thread touches memory of requests. Bytes that were reported as sent are in the kernel, which
+    /// continues to send them.
     fn stop(&self, own: &mut SendOwn) {
         self.wires.iter().for_each(|wire| wire.close());
         own.inline.clear();
@@ -393,7 +397,7 @@ mod tests {
     /// More than the sockets of a comm take.
     const BYTES: usize = 64 << 20;
 
-    /// Threads went on reading it until the comm was closed.
+    /// Regression: threads read the memory until the comm was closed.
     #[test]
     fn nothing_is_sent_of_memory_that_was_deregistered() {
         let (near, mut far) = connections(3);
@@ -401,7 +405,7 @@ mod tests {
         let mut source = vec![7; BYTES];
         let slot = comm.post(source.as_mut_ptr(), BYTES, 0, 77).unwrap().unwrap();
         let left = || comm.shared.left.0[slot].load(Ordering::SeqCst);
-        // It is under way, and cannot end.
+        // The message is in flight and cannot end.
         until("a first piece", || (left() < BYTES).then_some(()));
         comm.deregister(78, || unreachable!("no request uses it"));
         comm.deregister(77, || Fault::usage("deregistered"));
@@ -418,7 +422,7 @@ mod tests {
         locked(&comm.shared.queue).messages.back().is_some_and(|message| message.bytes == bytes)
     }
 
-    /// As if this thread had had a long message so long ago.
+    /// Pretends that this thread's last long message was this long ago.
     fn rested(time: Duration) {
         let then = Instant::now().checked_sub(time).unwrap();
         POSTED.set(Some(Last { posted: then, gone: then, alone: true }));
@@ -431,13 +435,13 @@ mod tests {
             is_after_rest(bytes, Some((us(posted), us(gone), alone)))
         };
         assert_eq!(is_after_rest(STEP_BYTES_MAX, None), (true, true));
-        // However much of that time this thread needed to send the last.
+        // Regardless of how much of that time this thread needed to send the last message.
         assert_eq!(after(STEP_BYTES_MAX, 22, 22, true), (true, true));
         assert_eq!(after(STEP_BYTES_MAX, 22, 3, true), (true, true));
         assert_eq!(after(STEP_BYTES_MAX, 22, 1, true), (false, false));
         assert_eq!(after(STEP_BYTES_MAX, 20, 20, true), (false, false));
         assert_eq!(after(STEP_BYTES_MAX / 2, 20, 10, true), (true, true));
-        // The first of several channels' steps, of which those before came together.
+        // The first of several channels' steps; the steps before came together.
         assert_eq!(after(STEP_BYTES_MAX / 2, 20, 20, false), (false, true));
         assert_eq!(after(STEP_BYTES_MAX + 1, 999, 999, true), (false, true));
         assert_eq!(after(LONE_BYTES_MAX, 1000, 1000, false), (true, true));
@@ -462,7 +466,7 @@ mod tests {
                 (gone && inline >= bytes).then_some(())
             });
         }
-        // Under way for as long as nobody receives it, whatever rest there is.
+        // In flight for as long as nothing receives it, however long the rest.
         rested(REST_MIN);
         post(BYTES);
         rested(REST_MIN);
@@ -470,7 +474,8 @@ mod tests {
         assert!(is_queued(&comm, LONE_BYTES_MAX));
     }
 
-    /// All messages of a stream went over one socket, copied by one thread: each was alone, since the one before had gone.
+    /// Regression: one thread sent all messages of a stream over one socket, because each was alone once the one before
+    /// had been sent.
     #[test]
     fn messages_that_follow_closely_are_the_workers() {
         let (near, mut far) = connections(3);
@@ -489,7 +494,7 @@ mod tests {
         }
     }
 
-    /// With few cores threads of ours only take turns with NCCL's. A stream stays theirs.
+    /// With few cores, workers would only take turns with NCCL's thread. A stream still belongs to the workers.
     #[test]
     fn with_few_cores_a_step_goes_inline_if_something_has_arrived_since_the_last() {
         let (near, mut far) = connections(3);
@@ -527,7 +532,7 @@ mod tests {
         }
     }
 
-    /// Whether a socket's thread slept was asked twice, and one that woke in between was not told.
+    /// Regression: a socket's thread was asked twice whether it slept, and one that woke in between was not told.
     #[test]
     fn every_socket_comes_once_whatever_becomes_of_its_thread() {
         let asked = Cell::new(0);
@@ -544,13 +549,13 @@ mod tests {
         assert_eq!(soonest(4, 3, |at| delays[at]).collect::<Vec<_>>(), [2, 3, 1, 0]);
     }
 
-    /// As if a long message had just been sent, however late this thread runs.
+    /// Pretends that a long message was just sent, however late this thread runs.
     fn in_a_stream() {
         let later = Instant::now() + Duration::from_secs(3600);
         POSTED.set(Some(Last { posted: later, gone: later, alone: true }));
     }
 
-    /// Every second one was given to the socket that had no room, and waited there.
+    /// Regression: every second message was given to the socket without room and waited there.
     #[test]
     fn messages_go_over_a_socket_that_has_room() {
         let (near, mut far) = connections(3);
@@ -560,7 +565,7 @@ mod tests {
             in_a_stream();
             comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap()
         };
-        // Nobody receives on one of them, which gets full.
+        // Nothing receives on one of the sockets, which fills up.
         let first = post(BYTES);
         until("all but what one socket has", || {
             drained(far[2].as_mut());
@@ -577,7 +582,7 @@ mod tests {
         assert_eq!(comm.test(first), Ok(None));
     }
 
-    /// Its call returns some time after the peer has all of it.
+    /// A connection whose send returns some time after the peer has all bytes.
     struct Late {
         conn: Box<dyn Conn>,
         returns: mpsc::Receiver<()>,
@@ -617,7 +622,7 @@ mod tests {
         }
     }
 
-    /// It was an error: another thread saw the peer's end before this message was counted.
+    /// Regression: the send failed, because another thread saw the peer's end before this message was counted.
     #[test]
     fn a_message_that_the_peer_has_received_before_it_closed_is_sent() {
         const BYTES: usize = 20 << 10;

@@ -1,4 +1,4 @@
-//! What the environment may change. Nothing needs to be set.
+//! Settings from environment variables. All are optional.
 //!
 //! | variable | default | is |
 //! |---|---|---|
@@ -9,12 +9,13 @@
 //!
 //! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
 //!
-//! A GPU's cores are its equal share of the host's, as each rank has a GPU, or those that the process may use, shared among its
-//! GPUs, if these are fewer; without GPUs two ranks are reckoned with. Some is left for
-//! the threads of NCCL and of the program. How fast a NIC is counts where a
-//! physical one says so: one of 10 Gbit/s needs two sockets and four threads.
+//! A GPU's cores are its equal share of the host's cores, because each rank has a GPU; or, if these are fewer, the
+//! cores that the process may use, shared among its GPUs. Without GPUs, two ranks are assumed. Some cores are left for
+//! the threads of NCCL and of the program. The speed of a NIC counts if it is a physical one that reports it: a NIC of
+//! 10 Gbit/s needs two sockets and four threads.
 //!
-//! Read once, when the first comm is made. A value that is no number in its range is ignored, with a warning.
+//! Invariant: the variables are read once, when the first comm is made. A value that is not a number in its range is
+//! ignored, with a warning.
 
 use std::fs;
 use std::ops::RangeInclusive;
@@ -28,41 +29,41 @@ use crate::log;
 pub const SOCKETS_MAX: usize = 64;
 /// Most threads of a process.
 const THREADS_MAX: usize = 64;
-/// Threads that are enough for any NIC, and that a host with few GPUs and many cores is not asked to exceed.
+/// Enough threads for any NIC; a host with few GPUs and many cores does not get more by default.
 const THREADS_DEFAULT_MAX: usize = 12;
-/// Ranks of a host whose GPUs are not known.
+/// Assumed number of ranks of a host whose GPUs are not known.
 const RANKS_ASSUMED: usize = 2;
-/// What one socket carries of a NIC's speed, and one thread one way.
+/// The part of a NIC's speed that one socket carries, and one thread in one direction.
 const MBPS_PER_SOCKET: u64 = 12_500;
-/// Threads of a process with slow NICs only.
+/// Least threads of a process with slow NICs only.
 const THREADS_MIN: usize = 4;
-/// Sockets of a comm over one NIC, however slow.
+/// Least sockets of a comm over one NIC, however slow.
 const SOCKETS_MIN: usize = 2;
-/// With no more for a GPU, a worker only takes turns with NCCL's thread, which asks all the time; so that moves the steps of
-/// collectives itself,
+/// With this many cores per GPU, a worker only takes turns with NCCL's thread, which polls all the time, so NCCL's
+/// thread moves the steps of collectives itself.
 const FEW_CORES: usize = 2;
-/// which NCCL makes no longer than this.
+/// The longest step that NCCL makes.
 const ANSWER_BYTES_MAX: usize = 512 << 10;
-/// Longest message that may go inline.
+/// Upper limit of the setting for inline messages.
 const INLINE_BYTES_MAX: usize = 4 << 20;
 
 /// The settings in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     cores: Cores,
-    /// Of the host.
+    /// GPUs of the host.
     gpus: usize,
-    /// What the user has said.
+    /// The user's number of threads, if set.
     threads_said: Option<usize>,
-    /// More than these have nothing to do, for as many GPUs as there may be.
+    /// More threads than this have no work, for any number of GPUs.
     threads_of_nics: usize,
     /// Sockets for bulk in each comm over one NIC.
     pub sockets: usize,
-    /// The user has said how many.
+    /// Whether the user has set the number of sockets.
     sockets_said: bool,
-    /// Longest message that is sent on NCCL's thread.
+    /// Longest message that NCCL's thread sends itself, in bytes.
     pub inline_bytes: usize,
-    /// How long a worker without work looks for more.
+    /// How long a worker without work polls before it sleeps.
     pub spin: Duration,
 }
 
@@ -80,20 +81,21 @@ pub fn settings() -> &'static Settings {
     })
 }
 
-/// What there is to compute with.
+/// The cores that the process may compute with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cores {
-    /// Of the host.
+    /// Cores of the host.
     host: usize,
-    /// Of them those that this process may run on.
+    /// Cores that this process may run on.
     own: usize,
-    /// For how many of them it has time, with all who share its quota.
+    /// Cores for which its CPU quota has time, shared with all processes under the quota.
     quota: usize,
 }
 
 static CORES: OnceLock<Cores> = OnceLock::new();
 
-/// Looks at the cores, on a thread that has those of its process: NCCL makes comms on threads that it keeps to some of them.
+/// Reads the number of cores on a thread that may use all cores of the process: NCCL binds the threads on which it
+/// makes comms.
 pub fn see_cores() {
     Cores::seen();
 }
@@ -102,9 +104,9 @@ impl Cores {
     fn seen() -> Cores {
         *CORES.get_or_init(|| {
             let quota = std::thread::available_parallelism().map_or(2, usize::from);
-            // SAFETY: asks for a number.
+            // SAFETY: returns a number.
             let host = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-            // SAFETY: zeroes are an empty set, which the kernel fills as far as it goes.
+            // SAFETY: zeroes are an empty set, which the kernel fills.
             let bound = unsafe {
                 let mut set: libc::cpu_set_t = std::mem::zeroed();
                 let got = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set);
@@ -117,28 +119,28 @@ impl Cores {
 }
 
 impl Cores {
-    /// For a process with so many of a host's GPUs.
+    /// The cores for a process with `own_gpus` of the host's GPUs.
     fn share(&self, own_gpus: usize, gpus: usize) -> usize {
         let of_host = |cores: usize| (cores * own_gpus / gpus).min(cores);
-        // A launcher may have bound this rank to its share already; a quota is of all ranks in a container.
+        // A launcher may already have bound this rank to its share; a quota is for all ranks in a container.
         let quota = if self.quota < self.own { of_host(self.quota) } else { self.own };
         of_host(self.host).min(self.own).min(quota)
     }
 }
 
-/// The speed of all NICs together, if each tells its own.
+/// The speed of all NICs together, if each reports its own.
 fn nics_mbps() -> Option<u64> {
     let nics = devices().ok()?.iter().flat_map(|device| &device.nics);
     nics.map(|nic| nic.speed_mbps.map(u64::from)).sum()
 }
 
-/// GPUs of this host, as far as their driver tells.
+/// The number of GPUs of this host, as far as the driver reports them.
 fn gpus() -> usize {
     fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.count())
 }
 
 impl Settings {
-    /// Sockets for bulk over each of so many pairs of NICs, for one of this speed, if it tells it.
+    /// Sockets for bulk over each of `pairs` pairs of NICs of this speed, if it is known.
     pub fn sockets_over(&self, speed_mbps: Option<u32>, pairs: usize) -> usize {
         let share = if pairs > 1 {
             (2 * self.sockets).div_ceil(pairs).min(SOCKETS_MAX / pairs)
@@ -146,7 +148,7 @@ impl Settings {
             self.sockets
         };
         match speed_mbps {
-            // A lone NIC may be faster than its driver says, or its network limit each flow.
+            // A single NIC may be faster than its driver reports, or its network may limit each flow.
             Some(speed_mbps) if !self.sockets_said => {
                 let least = if pairs > 1 { 1 } else { SOCKETS_MIN };
                 share.min(sockets_for(speed_mbps.into()).max(least))
@@ -155,7 +157,7 @@ impl Settings {
         }
     }
 
-    /// For so many cores and GPUs and this speed of all NICs, and the names of variables that make no sense.
+    /// Settings for these cores, GPUs and speed of all NICs; also returns the variables with invalid values.
     fn from(
         cores: Cores,
         gpus: usize,
@@ -183,7 +185,7 @@ impl Settings {
             cores,
             gpus: if gpus == 0 { RANKS_ASSUMED } else { gpus },
             threads_said,
-            // Both ways.
+            // In both directions.
             threads_of_nics: nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN)),
             sockets: 0,
             sockets_said: sockets_said.is_some(),
@@ -194,7 +196,7 @@ impl Settings {
         (settings, ignored)
     }
 
-    /// Threads that move bulk, for a process with so many GPUs.
+    /// Threads that move bulk, for a process with this many GPUs.
     pub fn threads(&self, own_gpus: usize) -> usize {
         self.threads_said.unwrap_or_else(|| {
             let share = self.cores.share(own_gpus, self.gpus);
@@ -203,17 +205,17 @@ impl Settings {
         })
     }
 
-    /// Longest message that is sent on NCCL's thread of one of so many GPUs of the process, too, if that thread has received
-    /// one since the one before.
+    /// Longest message that NCCL's thread sends itself if it has received a message since its last send, for a process
+    /// with this many GPUs.
     pub fn answer_bytes(&self, own_gpus: usize) -> usize {
         let each = self.cores.share(own_gpus, self.gpus) / own_gpus;
-        // Where the user wants nothing inline, or has said how many threads should do it, they do.
+        // Not if the user wants nothing inline, or has set the number of threads.
         let few = each <= FEW_CORES && self.inline_bytes > 0 && self.threads_said.is_none();
         if few { ANSWER_BYTES_MAX } else { 0 }
     }
 }
 
-/// As many as a NIC of this speed needs.
+/// The number of sockets for a NIC of this speed.
 fn sockets_for(mbps: u64) -> usize {
     mbps.div_ceil(MBPS_PER_SOCKET).clamp(1, SOCKETS_MAX as u64) as usize
 }
@@ -227,7 +229,7 @@ mod tests {
 
     #[test]
     fn threads_and_sockets_follow_cores_and_gpus() {
-        // Eight ranks in a container that has time for 16 of 128 cores.
+        // Eight ranks in a container with a quota of 16 of 128 cores.
         let contained = Cores { host: 128, own: 128, quota: 16 };
         assert_eq!(Settings::from(contained, 8, None, |_| None).0.threads(1), 2);
         let on = |host, own, gpus| {
@@ -255,11 +257,11 @@ mod tests {
                 "{said}"
             );
         }
-        // One of eight ranks, which its launcher has bound to its share, or to less.
+        // One of eight ranks, which its launcher has bound to its share, or to fewer cores.
         assert_eq!([on(128, 16, 8), on(128, 8, 8), on(128, 64, 8)], [(12, 4), (6, 3), (12, 4)]);
     }
 
-    /// JAX drives all GPUs of a host from one process, which had the threads of one.
+    /// Regression: JAX drives all GPUs of a host from one process, which had the threads for one GPU.
     #[test]
     fn a_process_with_several_gpus_has_threads_for_each() {
         let of = |cores: Cores, gpus, nics, read: fn(&str) -> Option<String>| {
@@ -270,7 +272,7 @@ mod tests {
         assert_eq!(of(all(208), 8, None, |_| None), ([12, 24, 64], 4));
         assert_eq!(of(all(64), 8, None, |_| None), ([6, 12, 48], 3));
         assert_eq!(of(all(64), 8, Some(100_000), |_| None), ([6, 12, 16], 3), "its NIC needs no more");
-        // Bound to a part of the host, or with time for a part of it.
+        // Bound to a part of the host, or with a quota for a part of it.
         assert_eq!(of(Cores { host: 64, own: 16, quota: 16 }, 8, None, |_| None), ([6, 12, 12], 3));
         assert_eq!(of(Cores { host: 64, own: 64, quota: 16 }, 8, None, |_| None), ([2, 3, 12], 2));
         let said = |name: &str| (name == "FERRYWIRE_NCCL_THREADS").then(|| String::from("5"));
@@ -308,7 +310,7 @@ mod tests {
             assert!(of("1").sockets_over(Some(1000), pairs) >= 1, "{pairs}");
             assert!(of("64").sockets_over(None, pairs) * pairs <= SOCKETS_MAX, "{pairs}");
         }
-        // What the user has said is not cut for a slow NIC.
+        // The user's number is not reduced for a slow NIC.
         assert_eq!([1, 2, 4, 8].map(|pairs| of("4").sockets_over(Some(1000), pairs)), [4, 4, 2, 1]);
     }
 

@@ -1,11 +1,11 @@
 //! The functions of `ncclNetPlugin_v5` to `_v12`: NCCL's pointers in, result codes out.
 //!
-//! No v4: NCCL 2.8 to 2.11, which use it, call `connect` and `accept` once and want them to wait, all of a rank's connects before its
-//! accepts. Here both ends prove themselves to each other while these are called. Without a table that fits, those versions use their
-//! own sockets.
+//! There is no v4: NCCL 2.8 to 2.11, which use it, call `connect` and `accept` once and expect them to block, with all
+//! connects of a rank before its accepts. Here both ends prove themselves to each other during repeated calls. Without
+//! a matching table, those versions use their own sockets.
 //!
-//! Each version's table is a static. Functions that differ between versions are a few lines around the same body.
-//! Invariants: no panic crosses into NCCL, it becomes result 3; what a call has to write is written on every path.
+//! Each version's table is a static. Functions that differ between versions are a few lines around a common body.
+//! Invariants: no panic crosses into NCCL, it becomes result 3; every output is written on every path.
 //! Read next: `properties.rs`, `device.rs` and `merged.rs`, then `attempt.rs` and `comm.rs`.
 
 use std::ffi::{c_int, c_void};
@@ -35,7 +35,7 @@ unsafe extern "C" fn init_v5(log: Log) -> ResultCode {
     start(log)
 }
 
-/// Of a version of NCCL that takes tuners, too.
+/// `init` for versions of NCCL with tuners.
 fn start_tuned(log: Log) -> ResultCode {
     log::set_logger(log);
     guarded(|| {
@@ -81,8 +81,8 @@ unsafe extern "C" fn init_v11(
     })
 }
 
-/// All that is known of a rank's context: its communicator. It is never read as an address, since NCCL may end a rank whose
-/// beginning has failed, with what another plugin gave. Null might look like none.
+/// The context of a rank: only the id of its communicator, as a pointer value. It is never dereferenced, because NCCL
+/// may end a rank whose start failed with another plugin's pointer. Never null, which NCCL might take for missing.
 fn context_of(comm_id: u64) -> P {
     ptr::without_provenance_mut(comm_id.max(1) as usize)
 }
@@ -126,7 +126,7 @@ unsafe fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
 }
 
 unsafe extern "C" fn listen_v5(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
-    // SAFETY: hosts give so much.
+    // SAFETY: as promised to this function; NCCL's handle has this size.
     unsafe { listen(dev, handle, listen_comm) }
 }
 
@@ -150,13 +150,13 @@ unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultC
     })
 }
 
-/// The pointer for NCCL: null while there is no comm.
+/// The pointer for NCCL; null while there is no comm.
 fn raw(comm: Option<Box<Comm>>) -> P {
     comm.map_or(ptr::null_mut(), |comm| Box::into_raw(comm).cast())
 }
 
 unsafe extern "C" fn connect_v7(dev: c_int, handle: P, send_comm: PP, _device: Dh) -> ResultCode {
-    // SAFETY: as promised to this function. The device handle is left alone.
+    // SAFETY: as promised to this function. The device handle is not written.
     unsafe { connect_v5(dev, handle, send_comm) }
 }
 
@@ -201,7 +201,7 @@ unsafe extern "C" fn accept_v7(listen_comm: P, recv_comm: PP, _device: Dh) -> Re
     unsafe { accept_v5(listen_comm, recv_comm) }
 }
 
-/// What `regMr` gives: host memory needs no registration, but requests know by its address what memory they use.
+/// The result of `regMr`. Host memory needs no registration, but its address tells which requests use the memory.
 struct Registered(Range<usize>);
 
 /// # Safety
@@ -248,7 +248,7 @@ unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
 }
 
 /// # Safety
-/// Null, or a comm of this plugin that is open.
+/// `comm` is null or an open comm of this plugin.
 unsafe fn comm_at<'a>(comm: P) -> Outcome<&'a Comm> {
     // SAFETY: by the caller's promise.
     unsafe { comm.cast::<Comm>().as_ref() }.ok_or_else(|| Fault::usage("there is no comm"))
@@ -259,7 +259,7 @@ fn size(bytes: c_int) -> Outcome<usize> {
 }
 
 /// # Safety
-/// As [`write_request`], and `data` is readable until the request is done or the comm closed.
+/// As for [`write_request`], and `data` is readable until the request is done or the comm closed.
 unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, mhandle: P, request: PP) -> ResultCode {
     guarded(|| {
         // SAFETY: by the caller's promise.
@@ -271,7 +271,7 @@ unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, mhandle: P,
 }
 
 /// # Safety
-/// `request` has room for a pointer.
+/// `request` is valid for writing a pointer.
 unsafe fn write_request(request: PP, posted: Option<&Request>) {
     let pointer =
         posted.map_or(ptr::null_mut(), |request| ptr::from_ref(request).cast_mut().cast::<c_void>());
@@ -317,7 +317,7 @@ unsafe extern "C" fn isend_v10(
 }
 
 /// # Safety
-/// As [`write_request`]; the buffer is nobody else's until the request is done or the comm closed.
+/// As for [`write_request`], and the buffer is exclusively this request's until it is done or the comm closed.
 unsafe fn irecv(
     comm: P,
     n: c_int,
@@ -339,7 +339,7 @@ unsafe fn irecv(
 }
 
 /// # Safety
-/// Null, or an array of at least one.
+/// `mhandles` is null or an array of at least one element.
 unsafe fn first(mhandles: PP) -> P {
     // SAFETY: by the caller's promise.
     unsafe { mhandles.as_ref() }.copied().unwrap_or(ptr::null_mut())
@@ -399,7 +399,7 @@ unsafe extern "C" fn iflush_v5(
 }
 
 unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> ResultCode {
-    // SAFETY: NCCL gives room for the answer, which has to be there whatever happens.
+    // SAFETY: NCCL gives room for the answer, which must be written on every path.
     unsafe { done.write(0) };
     guarded(|| {
         // SAFETY: null, or a request of an open comm.
@@ -407,7 +407,7 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
         let request = request.ok_or_else(|| Fault::usage("test of no request"))?;
         // SAFETY: as above.
         let Some(bytes) = (unsafe { request.test() })? else { return Ok(()) };
-        // SAFETY: room for the answer, and where it is not null, for at least one size.
+        // SAFETY: room for the answer, and, unless null, for at least one size.
         unsafe {
             done.write(1);
             if !sizes.is_null() {
@@ -418,7 +418,7 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
     })
 }
 
-/// Both kinds of comm are closed by being dropped.
+/// Closes a comm of either kind by dropping it.
 unsafe extern "C" fn close(comm: P) -> ResultCode {
     guarded(|| {
         attempt::sweep();
@@ -441,10 +441,10 @@ unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
     })
 }
 
-/// A table: the functions that all versions share, and those of this one.
+/// Exports a table: the functions that all versions share, and those of this version.
 macro_rules! export {
     ($($symbol:ident $table:ident { $($slot:ident: $function:ident),+ $(,)? })+) => {$(
-        /// What NCCL looks for.
+        /// The symbol that NCCL looks up.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals)]
         #[allow(clippy::needless_update, reason = "the oldest tables have no slot that stays empty")]

@@ -1,4 +1,4 @@
-//! What tests of this crate share: connections whose far ends they hold, and one that panics.
+//! Helpers of this crate's tests: connections whose far ends the test holds, and one that panics.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_net::{Conn, ConnOptions, IoVec, PathHealth, Transport};
 
-/// Longer than anything takes on a machine that works.
+/// Longer than any step takes on a working machine.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 
-/// Calls until there is an answer.
+/// Calls `call` until it returns a value.
 pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
     let begin = Instant::now();
     loop {
@@ -23,10 +23,10 @@ pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Connections, of a comm or the other ends of them.
+/// Connections of a comm, or their far ends.
 pub type Ends = Vec<Box<dyn Conn>>;
 
-/// The near and the far ends of connections over loopback.
+/// The near and far ends of connections over loopback.
 pub fn connections(count: usize) -> (Ends, Ends) {
     let transport = TcpTransport::default();
     let mut listener = transport.listen("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -37,12 +37,12 @@ pub fn connections(count: usize) -> (Ends, Ends) {
     (0..count).map(connect).unzip()
 }
 
-/// Sends all of it.
+/// Sends all bytes.
 pub fn send(conn: &mut dyn Conn, bytes: &[u8]) {
     assert_eq!(send_some(conn, bytes).unwrap(), bytes.len());
 }
 
-/// Sends as much as the other end takes before it ends.
+/// Sends as many bytes as the far end takes before it ends.
 pub fn send_some(conn: &mut dyn Conn, bytes: &[u8]) -> io::Result<usize> {
     let mut bytes = bytes.to_vec();
     let mut sent = 0;
@@ -57,22 +57,22 @@ pub fn send_some(conn: &mut dyn Conn, bytes: &[u8]) -> io::Result<usize> {
     Ok(sent)
 }
 
-/// What is there now.
+/// The bytes that have arrived now.
 pub fn drained(conn: &mut dyn Conn) -> Vec<u8> {
     let mut room = vec![0; 1 << 20];
     let rest = [IoVec::new(room.as_mut_ptr(), room.len())];
-    // SAFETY: the room outlives the call.
+    // SAFETY: the buffer outlives the call.
     let bytes = would_block(unsafe { conn.recv(&rest) }).unwrap();
     room.truncate(bytes.unwrap_or(0));
     room
 }
 
-/// All that comes until the other end closes.
+/// All bytes until the far end closes.
 pub fn received(conn: &mut dyn Conn) -> Vec<u8> {
     let (mut all, mut room) = (Vec::new(), vec![0; 1 << 20]);
     loop {
         let rest = [IoVec::new(room.as_mut_ptr(), room.len())];
-        // SAFETY: the room outlives the call.
+        // SAFETY: the buffer outlives the call.
         match until("receiving", || would_block(unsafe { conn.recv(&rest) }).transpose()) {
             Ok(0) => return all,
             Ok(bytes) => all.extend_from_slice(&room[..bytes]),
@@ -88,7 +88,7 @@ fn would_block(moved: io::Result<usize>) -> io::Result<Option<usize>> {
     }
 }
 
-/// Waits until the other end's kernel has all that was sent.
+/// Waits until the far end's kernel has all bytes.
 pub fn has_arrived(conn: &mut dyn Conn) {
     let fd = conn.fd().unwrap();
     until("an acknowledgement", || {
@@ -99,7 +99,7 @@ pub fn has_arrived(conn: &mut dyn Conn) {
     });
 }
 
-/// Ends a connection as a kernel does whose process was killed while there was something to receive.
+/// Ends a connection as the kernel does for a killed process with unread bytes.
 pub fn reset(conn: Box<dyn Conn>) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
     let size = size_of::<libc::linger>() as libc::socklen_t;
@@ -111,7 +111,7 @@ pub fn reset(conn: Box<dyn Conn>) {
     assert_eq!(set, 0);
 }
 
-/// A connection with a bug: whoever receives on it panics.
+/// A connection with a bug: receiving on it panics.
 pub struct Panics(pub Box<dyn Conn>);
 
 impl Conn for Panics {

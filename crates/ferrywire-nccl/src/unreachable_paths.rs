@@ -1,9 +1,9 @@
-//! Pairs of NICs over which nobody was reached.
+//! Pairs of NICs over which the peer was unreachable.
 //!
-//! To find that out takes a comm ten seconds, and NCCL makes hundreds of comms, many of them one after the other: the first
-//! to find it out does so for all. New comms do without such a pair for a while, or until no other one works.
-//! A pair's life: dialled -> not reached, noted -> (a while passes | no other pair works) -> dialled.
-//! Invariant: what is noted is bounded; a pair that is tried again is not noted any more.
+//! A comm needs ten seconds to detect such a pair, and NCCL makes hundreds of comms, many of them one after another.
+//! The first comm to detect it does so for all: new comms leave the pair out for a while, or until no other pair works.
+//! A pair's life: dialled -> unreachable, noted -> (a while passes | no other pair works) -> dialled.
+//! Invariant: the number of noted pairs is bounded; a pair that is tried again is not noted any more.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -13,28 +13,28 @@ use std::time::{Duration, Instant};
 use crate::comm::locked;
 use crate::pairs::Pair;
 
-/// So long new comms do without a pair.
+/// How long new comms leave a pair out.
 pub const LEFT_OUT_FOR: Duration = Duration::from_secs(60);
-/// Pairs that are noted; further ones are found out by each comm.
+/// Most pairs that are noted; each comm detects further ones itself.
 const NOTED_MAX: usize = 4096;
 
 static NOTED: LazyLock<Mutex<Noted>> = LazyLock::new(Mutex::default);
 
-/// Since when which local address does not reach which remote one.
+/// The time at which a local address was found not to reach a remote one.
 #[derive(Default)]
 struct Noted(HashMap<(IpAddr, IpAddr), Instant>);
 
-/// Nobody was reached over this pair.
+/// Notes that the peer was unreachable over this pair.
 pub fn note(pair: &Pair) {
     locked(&NOTED).note(pair, Instant::now());
 }
 
-/// Whether this was found out lately.
+/// Whether the pair was found unreachable recently.
 pub fn has(pair: &Pair) -> bool {
     locked(&NOTED).has(pair, Instant::now())
 }
 
-/// These are tried again.
+/// Forgets pairs that are tried again.
 pub fn forget(pairs: &[Pair]) {
     let mut noted = locked(&NOTED);
     for pair in pairs {
@@ -42,7 +42,8 @@ pub fn forget(pairs: &[Pair]) {
     }
 }
 
-/// The pairs to dial, and those to do without as long as one of these works. Where all are noted, all are tried again.
+/// Splits pairs into those to dial and the spares, which are needed only if none of the first works. If all are noted,
+/// all are dialled.
 pub fn part(pairs: Vec<Pair>) -> (Vec<Pair>, Vec<Pair>) {
     let (spare, hopeful): (Vec<_>, Vec<_>) = pairs.into_iter().partition(has);
     if hopeful.is_empty() {
@@ -69,7 +70,7 @@ fn is_recent(since: Instant, now: Instant) -> bool {
     now.duration_since(since) < LEFT_OUT_FOR
 }
 
-/// Not the port: each listener has another.
+/// Without the port, which differs for each listener.
 fn key(pair: &Pair) -> (IpAddr, IpAddr) {
     (pair.nic.address, pair.to.ip())
 }
@@ -80,7 +81,7 @@ mod tests {
     use ferrywire_net::Nic;
     use std::net::SocketAddr;
 
-    /// From this net's NIC to that address, each given by its last number.
+    /// A pair of addresses, each given by its last number.
     fn pair(from: u16, to: u16, port: u16) -> Pair {
         let address = |net: u8, number: u16| IpAddr::from([10, net, (number >> 8) as u8, number as u8]);
         let nic = Nic {
@@ -102,7 +103,7 @@ mod tests {
         assert!(noted.has(&pair(1, 1, 5000), almost));
         assert!(!noted.has(&pair(1, 2, 4000), almost) && !noted.has(&pair(2, 1, 4000), almost));
         assert!(!noted.has(&pair(1, 1, 4000), start + LEFT_OUT_FOR));
-        // Tried again, and in vain.
+        // Tried again, without success.
         noted.note(&pair(1, 1, 4000), start + LEFT_OUT_FOR);
         assert!(noted.has(&pair(1, 1, 4000), almost + LEFT_OUT_FOR));
     }
@@ -114,7 +115,7 @@ mod tests {
             noted.note(&pair(1, to, 1), start);
         }
         assert_eq!(noted.0.len(), NOTED_MAX);
-        // Found out once more, a pair that is among them stays for longer.
+        // A pair that is found unreachable again stays noted for longer.
         let later = start + LEFT_OUT_FOR / 2;
         noted.note(&pair(1, 0, 1), later);
         assert!(

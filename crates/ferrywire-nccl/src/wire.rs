@@ -1,11 +1,11 @@
-//! One socket of a comm, and what moves its bytes: pieces out, or pieces in.
+//! One socket of a comm, and the state machines that move pieces over it.
 //!
 //! A piece is a header and its payload. Sending: take the next piece of the comm's queue, send header and payload in
-//! one call, say how much of the message is gone. Receiving: read a header, find the receive it names, read payload
-//! straight there, together with the next header.
+//! one call, count what is sent. Receiving: read a header, find its receive, and read the payload directly into the
+//! receive's memory, together with the next header.
 //!
-//! A sender's life: empty -> piece under way -> empty | failed. A receiver's: header under way -> payload under way ->
-//! header under way | waits for a receive that is not posted yet | ended | failed.
+//! A sender's life: empty -> piece in flight -> empty | failed. A receiver's life: header in flight -> payload in
+//! flight -> header in flight | waits for a receive that is not posted yet | ended | failed.
 //! Invariant: memory of a request is touched only while the connection is in its place; closing takes it out.
 
 use std::io;
@@ -19,43 +19,43 @@ use crate::link::{Link, LinkName};
 use crate::receiving::Receiving;
 use crate::sending::Sending;
 
-/// How often a sender without room asks whether its path is alive. Who asks more rarely than twice a second begins to
-/// count anew each time.
+/// How often a sender without room checks whether its path is alive. The check starts anew if it is made less often
+/// than twice a second.
 pub const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
-/// A path on which nothing was answered for so long is given up. NCCL cannot go on after an error, so a switch that
-/// restarts should not be one.
+/// A path without any acknowledgement for this long is given up. NCCL cannot continue after an error, so the restart of
+/// a switch should not cause one.
 const SILENT_MAX: Duration = Duration::from_secs(60);
 
-/// Most bytes that one turn receives on a socket before others have theirs.
+/// Most bytes that one turn receives on a socket before others have their turn.
 const RECEIVE_BYTES_PER_TURN: usize = 1 << 20;
 /// Most pieces that one turn sends on a socket.
 const PIECES_PER_TURN: usize = 2;
 
-/// What a turn came to.
+/// The result of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// There is more to do at once.
+    /// More can be done immediately.
     More,
-    /// There is nothing to do now: no piece to send, or nothing has arrived.
+    /// Nothing can be done now: there is no piece to send, or nothing has arrived.
     Idle,
     /// The socket has no room.
     Blocked,
-    /// What arrived belongs to this receive, which is not posted yet.
+    /// A piece belongs to this receive, which is not posted yet.
     Waits(u64),
-    /// The peer has ended its stream where it may; or it failed, which the comm knows.
+    /// The peer has ended its stream between messages; or the stream has failed, which the comm knows.
     Over,
 }
 
-/// A part of a message on its way out.
+/// A part of an outgoing message.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
-    /// What the receiver is told.
+    /// The header for the receiver.
     pub header: Header,
     /// The first byte of this part.
     pub data: *mut u8,
 }
 
-/// The sending side of a socket.
+/// The sending end of a socket.
 pub struct Sender {
     conn: Box<dyn Conn>,
     name: LinkName,
@@ -64,40 +64,39 @@ pub struct Sender {
     sent: usize,
 }
 
-// SAFETY: the pointer in a piece is to memory that NCCL keeps until the request is done or the comm closed,
-// whatever thread reads it.
+// SAFETY: the pointer in a piece is to memory that NCCL keeps until the request is done or the comm closed, readable
+// from any thread.
 unsafe impl Send for Sender {}
 
 impl Sender {
-    /// Over a connection that has proved itself.
+    /// Makes a sender of a proved connection.
     pub fn new(Link { conn, name }: Link) -> Sender {
         Sender { conn, name, piece: None, sent: 0 }
     }
 
-    /// The connection.
     pub fn conn(&mut self) -> &mut dyn Conn {
         self.conn.as_mut()
     }
 
-    /// Whether a piece is under way.
+    /// Whether a piece is in flight.
     pub fn is_busy(&self) -> bool {
         self.piece.is_some()
     }
 
-    /// Why the path is given up, if it is; for one who asks again and again while there is no room.
+    /// The fault of a silent path, if it is given up; to be called regularly while there is no room.
     pub fn silence(&mut self) -> Option<Fault> {
         let path = self.conn.health();
         let given_up = path.is_dead() && path.silent_for >= SILENT_MAX;
         given_up.then(|| Fault::remote(format_args!("{} does not answer", self.name)))
     }
 
-    /// Ends the connection: memory of the piece under way is not touched any more, what the kernel has goes on.
+    /// Ends the connection: memory of the piece in flight is not touched any more; the kernel still sends what it has.
     pub fn stop(&mut self) {
         self.piece = None;
         self.conn.shutdown();
     }
 
-    /// Sends pieces that `next` gives, until there is none, no room, or others should have their turn.
+    /// Sends pieces from `next` until there is none, there is no room, or others should have their turn.
     pub fn turn(&mut self, comm: &Sending, mut next: impl FnMut() -> Option<Piece>) -> Turn {
         for _ in 0..PIECES_PER_TURN {
             if self.piece.is_none() {
@@ -117,7 +116,7 @@ impl Sender {
         Turn::More
     }
 
-    /// Goes on with the piece under way: the piece once it is gone, `None` when there is no room.
+    /// Continues with the piece in flight; returns it once it is sent, `None` if there is no room.
     fn send(&mut self) -> io::Result<Option<Piece>> {
         while let Some((piece, header)) = &mut self.piece {
             let payload_bytes = piece.header.bytes as usize;
@@ -128,14 +127,14 @@ impl Sender {
             }
             let head_sent = self.sent.min(HEADER_BYTES);
             let payload_sent = self.sent - head_sent;
-            // SAFETY: what is sent of the payload is less than its length.
+            // SAFETY: the sent part of the payload is shorter than the payload.
             let rest = unsafe { piece.data.add(payload_sent) };
             let head_rest = &mut header[head_sent..];
             let pieces = [
                 IoVec::new(head_rest.as_mut_ptr(), head_rest.len()),
                 IoVec::new(rest, payload_bytes - payload_sent),
             ];
-            // SAFETY: the header is ours; the payload is kept by NCCL until the request is done or the comm closed,
+            // SAFETY: the header is this sender's; NCCL keeps the payload until the request is done or the comm closed,
             // and a comm is not closed while this connection is in its place and in use.
             match unsafe { self.conn.send(&pieces) } {
                 Ok(bytes) => self.sent += bytes,
@@ -146,10 +145,10 @@ impl Sender {
         Ok(None)
     }
 
-    /// Looks at what the peer said, which can only be that it has gone.
+    /// Checks for the peer's end: the peer sends nothing else on this socket.
     pub fn look(&mut self, comm: &Sending) -> Turn {
         let mut byte = 0;
-        // SAFETY: the byte is ours.
+        // SAFETY: the byte is a local variable.
         let fault = match unsafe { self.conn.recv(&[IoVec::new(&mut byte, 1)]) } {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
             Err(e) => Fault::connection(&self.name, &e),
@@ -161,11 +160,11 @@ impl Sender {
     }
 }
 
-/// The receiving side of a socket.
+/// The receiving end of a socket.
 pub struct Receiver {
     conn: Box<dyn Conn>,
     name: LinkName,
-    /// Its number among those of its comm.
+    /// The socket's number within its comm.
     socket: usize,
     header: [u8; HEADER_BYTES],
     head_bytes: usize,
@@ -173,7 +172,7 @@ pub struct Receiver {
     over: bool,
 }
 
-/// The payload of a piece, on its way in.
+/// The payload of a piece in flight.
 struct Payload {
     message: u64,
     piece_bytes: usize,
@@ -181,21 +180,20 @@ struct Payload {
     left_bytes: usize,
 }
 
-// SAFETY: as for Sender; the memory is NCCL's, to be written by whichever thread holds this.
+// SAFETY: as for Sender; NCCL's memory may be written by whichever thread holds this.
 unsafe impl Send for Receiver {}
 
 impl Receiver {
-    /// Over a connection that has proved itself.
+    /// Makes a receiver of a proved connection.
     pub fn new(Link { conn, name }: Link, socket: usize) -> Receiver {
         Receiver { conn, name, socket, header: [0; HEADER_BYTES], head_bytes: 0, payload: None, over: false }
     }
 
-    /// The connection.
     pub fn conn(&mut self) -> &mut dyn Conn {
         self.conn.as_mut()
     }
 
-    /// Whether a payload is under way.
+    /// Whether a payload is in flight.
     pub fn is_busy(&self) -> bool {
         self.payload.is_some()
     }
@@ -207,7 +205,7 @@ impl Receiver {
         self.conn.shutdown();
     }
 
-    /// Receives what is there, until nothing is left or others should have their turn.
+    /// Receives what has arrived, until nothing is left or others should have their turn.
     pub fn turn(&mut self, comm: &Receiving) -> Turn {
         let mut received = 0;
         while received < RECEIVE_BYTES_PER_TURN {
@@ -230,7 +228,7 @@ impl Receiver {
             };
             received += bytes;
             self.arrived(comm, bytes);
-            // Less than was asked for: there is no more, which another call would only confirm.
+            // A short read: nothing more has arrived, which another call would only confirm.
             if bytes < wanted && self.head_bytes < HEADER_BYTES {
                 return Turn::Idle;
             }
@@ -238,8 +236,11 @@ impl Receiver {
         Turn::More
     }
 
-    /// One call: the rest of a payload together with the header after it, or the rest of a header. Gives the bytes
-    /// that came, and those that were asked for.
+    /// One call: the rest of a payload together with the header after it, or the rest of a header. Returns the number
+    /// of bytes received and the number asked for.
+    ///
+    /// # Errors
+    /// The connection's.
     fn receive(&mut self) -> io::Result<(usize, usize)> {
         let (next, payload_bytes) = self
             .payload
@@ -248,12 +249,12 @@ impl Receiver {
         let header = &mut self.header[self.head_bytes..];
         let pieces = [IoVec::new(next, payload_bytes), IoVec::new(header.as_mut_ptr(), header.len())];
         let wanted = payload_bytes + header.len();
-        // SAFETY: the header is ours; the payload's place was checked against its receive, whose buffer is nobody
-        // else's until it is done or the comm closed, which waits for this connection.
+        // SAFETY: the header is this receiver's; the payload's memory was checked against its receive, whose buffer is
+        // exclusively its own until it is done or the comm closed, which waits for this connection.
         Ok((unsafe { self.conn.recv(&pieces) }?, wanted))
     }
 
-    /// Counts what one call has placed.
+    /// Counts the bytes that one call has placed.
     fn arrived(&mut self, comm: &Receiving, mut bytes: usize) {
         if let Some(payload) = &mut self.payload {
             let here = bytes.min(payload.left_bytes);
@@ -269,7 +270,8 @@ impl Receiver {
         self.head_bytes += bytes;
     }
 
-    /// Finds the place of the piece whose header is here. The message to wait for, if it has none yet.
+    /// Finds the memory of the piece whose header has arrived; returns the message to wait for, if its receive is not
+    /// posted yet.
     fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
         let header = Header::from_bytes(&self.header)
             .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.name)))?;
@@ -296,7 +298,7 @@ impl Receiver {
         Turn::Over
     }
 
-    /// Nothing more comes from this stream, and the message under way stays without a part.
+    /// The stream brings nothing more, and the message in flight stays without a part.
     fn breaks(&mut self, comm: &Receiving, fault: Fault) -> Turn {
         let placed = self.payload.take().map(|payload| payload.message);
         let met = || (self.head_bytes == HEADER_BYTES).then(|| Header::from_bytes(&self.header)).flatten();

@@ -1,13 +1,12 @@
-//! A worker: the thread that moves bulk on the sockets that belong to it.
+//! A worker: a thread that moves bulk on the sockets that belong to it.
 //!
-//! It waits for all of its sockets at once. Without work it looks for more for a moment, since the next step of a
-//! collective comes soon; then, or at once where others want the core, it sleeps in the kernel.
+//! A worker waits for all its sockets at once. Without work it polls for a moment, because the next step of a
+//! collective comes soon. Then it sleeps in the kernel; it sleeps at once if other threads want the core.
 //!
 //! A wire's life: added -> has work | waits for its socket | waits for a receive (parked, if its stream has broken
-//! meanwhile) -> ... -> closed.
-//! Invariants: a wake is never lost (each side writes its own flag before it reads the other's); the poller waits for
-//! a wire exactly when it has no turn coming and waits for no receive; a worker never waits for anything but its
-//! poller; a panic ends the comm that it was about, and no other.
+//! meanwhile) -> ... -> closed. Invariants: no wake-up is lost (each side writes its own flag before it reads the
+//! other's); the poller waits for a wire exactly when the wire has no turn coming and waits for no receive; a worker
+//! waits for nothing but its poller; a panic ends the comm that caused it, and no other.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -25,41 +24,41 @@ use crate::pool::{Command, NO_MESSAGE, Side, Wire, Worker};
 use crate::settings::settings;
 use crate::wire::{HEALTH_INTERVAL, Turn};
 
-/// When others had the core for so long, they want it: then looking for work costs more than being woken for it,
+/// If other threads had the core for this long, they want it: polling then costs more than being woken.
 const YIELD_MAX: Duration = Duration::from_micros(200);
-/// and for so long nothing but the kernel is asked.
+/// For this long after that, the worker sleeps without polling first.
 const CROWDED_FOR: Duration = Duration::from_millis(20);
-/// Most turns in a row without a look at what is ready.
+/// Most turns in a row without polling the kernel.
 const TURNS_UNASKED_MAX: u32 = 4;
-/// After a panic, before anything else: one that repeats itself must not keep a core.
+/// Pause after a panic, so that a repeated panic does not keep a core busy.
 const PANIC_PAUSE: Duration = Duration::from_millis(1);
 
-/// What a worker's thread alone touches.
+/// State that only the worker's thread touches.
 pub struct Loop {
     worker: Arc<Worker>,
     wires: HashMap<u64, Seat>,
-    /// Commands taken and not obeyed yet.
+    /// Commands that were taken and not executed yet.
     orders: VecDeque<Command>,
-    /// Wires that have something to do at once.
+    /// Wires that have work now.
     runnable: Vec<u64>,
     health_asked: Instant,
-    /// The wire that is dealt with.
+    /// The wire that is being handled.
     about: Option<u64>,
 }
 
-/// A wire and what its poller waits for.
+/// A wire and the events that its poller waits for.
 struct Seat {
     wire: Arc<Wire>,
     interest: Interest,
-    /// The poller has it not, since its events would only repeat themselves.
+    /// The poller does not have the wire, because its events would only repeat.
     parked: bool,
-    /// It is among those that have something to do; once, or a turn would meet what the one before has decided.
+    /// Whether the wire is in `runnable`, at most once: a second turn would meet the decisions of the first.
     queued: bool,
     over: bool,
 }
 
 impl Loop {
-    /// Of a worker.
+    /// The loop of a worker.
     pub fn new(worker: Arc<Worker>) -> Loop {
         Loop {
             worker,
@@ -71,7 +70,7 @@ impl Loop {
         }
     }
 
-    /// For as long as the process lives.
+    /// Runs for as long as the process lives.
     pub fn run(mut self) {
         loop {
             if catch_unwind(AssertUnwindSafe(|| self.serve())).is_err() {
@@ -89,7 +88,7 @@ impl Loop {
         loop {
             self.about = None;
             let mut worked = self.run_commands();
-            // What was just commanded is done before the kernel is asked for more, but not for ever.
+            // Work that a command has just added is done before the kernel is polled, but not without limit.
             if worked && !self.runnable.is_empty() && unasked < TURNS_UNASKED_MAX {
                 unasked += 1;
             } else {
@@ -106,20 +105,19 @@ impl Loop {
                 self.turn(token);
             }
             let now = Instant::now();
-            match worked {
-                true => idle_since = now,
-                false => {
-                    thread::yield_now();
-                    if now.elapsed() >= YIELD_MAX {
-                        crowded_until = Instant::now() + CROWDED_FOR;
-                    }
+            if worked {
+                idle_since = now
+            } else {
+                thread::yield_now();
+                if now.elapsed() >= YIELD_MAX {
+                    crowded_until = Instant::now() + CROWDED_FOR;
                 }
             }
         }
     }
 
-    /// After a panic: ends what it was about, which is everything if that is not known. All others get a turn, so that
-    /// none waits for one that was lost.
+    /// After a panic: ends the comm that was being handled, or all comms if it is not known. All other wires get a
+    /// turn, so that none waits for a lost one.
     fn recover(&mut self) {
         thread::sleep(PANIC_PAUSE);
         let about = self.about.take();
@@ -137,7 +135,7 @@ impl Loop {
         }
     }
 
-    /// Looks what is ready, or sleeps until something is; whether it slept.
+    /// Polls for events, or sleeps until there are some; returns whether it slept.
     fn wait(&mut self, events: &mut Vec<Event>, may_sleep: bool) -> bool {
         self.about = None;
         let worker = self.worker.as_ref();
@@ -147,7 +145,7 @@ impl Loop {
         }
         let slept = timeout != Some(Duration::ZERO);
         if worker.poller.wait(events, timeout).is_err() {
-            // It fails only for arguments that cannot be wrong here; never spin on that.
+            // The call fails only for arguments that cannot be wrong here; the pause prevents a busy loop.
             thread::sleep(Duration::from_millis(1));
         }
         worker.is_up();
@@ -186,13 +184,13 @@ impl Loop {
         any
     }
 
-    /// There may be work for a wire that had none.
+    /// Queues a wire that may have work now.
     fn kicked(&mut self, token: u64) {
         self.about = Some(token);
         let Some(seat) = self.wires.get_mut(&token) else { return };
         let wire = seat.wire.clone();
         match &wire.side {
-            // It goes on when its socket has room.
+            // The wire continues when its socket has room.
             Side::Send { .. } if seat.interest.write => {}
             Side::Send { .. } => seat.queue(&mut self.runnable),
             Side::Receive { comm, waits_for, .. } => {
@@ -231,7 +229,7 @@ impl Loop {
                 if waits_for.load(Ordering::SeqCst) == NO_MESSAGE {
                     seat.queue(&mut self.runnable);
                 } else if broken {
-                    // What the kernel has of it is still to be received, once there is a receive.
+                    // The bytes in the kernel are received once there is a receive.
                     seat.park();
                 }
             }
@@ -254,12 +252,12 @@ impl Seat {
         Seat { wire, interest: Interest::READ, parked: false, queued: false, over: false }
     }
 
-    /// Waits for room to send.
+    /// Whether the wire waits for room to send.
     fn is_blocked(&self) -> bool {
         self.interest.write && !self.over
     }
 
-    /// Gives it a turn soon.
+    /// Queues a turn.
     fn queue(&mut self, runnable: &mut Vec<u64>) {
         if !self.queued {
             self.queued = true;
@@ -267,7 +265,7 @@ impl Seat {
         }
     }
 
-    /// Moves what can be moved; whether there is more at once.
+    /// Moves what can be moved; returns whether more can be done immediately.
     fn turn(&mut self) -> bool {
         let wire = self.wire.clone();
         if wire.failed() {
@@ -327,22 +325,25 @@ impl Seat {
         }
         self.interest = interest;
         let (wire, parked) = (&self.wire, std::mem::take(&mut self.parked));
-        let waits = wire.with_fd(|fd| match parked {
-            true => wire.worker.poller.add(fd, wire.token, interest),
-            false => wire.worker.poller.modify(fd, wire.token, interest),
+        let waits = wire.with_fd(|fd| {
+            if parked {
+                wire.worker.poller.add(fd, wire.token, interest)
+            } else {
+                wire.worker.poller.modify(fd, wire.token, interest)
+            }
         });
         if let Some(Err(e)) = waits {
             wire.fail(Fault::system("waiting for a connection", &e));
         }
     }
 
-    /// Keeps its events away until it is wanted again.
+    /// Removes the wire from the poller until it is wanted again.
     fn park(&mut self) {
         self.parked = true;
         let _ = self.wire.with_fd(|fd| self.wire.worker.poller.remove(fd));
     }
 
-    /// Nothing will come of it any more.
+    /// Drops the wire: it has no more work.
     fn leave(&mut self) {
         self.over = true;
         self.park();
@@ -357,10 +358,10 @@ mod tests {
     use crate::sending::SendComm;
     use crate::testing::{Ends, Panics, connections, drained, received, send, until};
 
-    /// Bulk, also where nothing else is under way.
+    /// Bulk, even when nothing else is in flight.
     const BYTES: usize = 200 << 10;
 
-    /// Two connections, of which the one for bulk has a bug, and the other ends.
+    /// Two connections, of which the one for bulk has a bug, and their far ends.
     fn with_a_bug() -> (Ends, Ends) {
         let (mut near, far) = connections(2);
         let bulk = Box::new(Panics(near.remove(1)));
@@ -368,15 +369,15 @@ mod tests {
         (near, far)
     }
 
-    /// It was caught in a turn alone: elsewhere it was the end of the thread, and whoever had sockets there waited for
-    /// ever.
+    /// Regression: a panic was caught only within a turn. Elsewhere it ended the thread, and all comms with sockets
+    /// there waited for ever.
     #[test]
     fn a_panic_ends_its_comm_and_no_other() {
         let pool = Pool::of(1);
         let (mut room, mut source) = (vec![0; BYTES], vec![7; BYTES]);
         let (near, mut far) = connections(2);
         let healthy = SendComm::made(&pool, near).unwrap();
-        // One panics in its turn, one where the worker looks what the peer has said.
+        // One connection panics in its turn, the other when the worker checks for the peer's end.
         let (near, mut others) = with_a_bug();
         let receives = RecvComm::made(&pool, near).unwrap();
         let slot = receives.post(room.as_mut_ptr(), BYTES, 0).unwrap().unwrap();

@@ -1,7 +1,7 @@
-//! A driver in C that uses the plugin as NCCL does, each case in a process of its own.
+//! Runs a driver in C that uses the plugin as NCCL does, each case in a process of its own.
 //!
-//! Each point of what an exported plugin has to survive is a case; those whose calls differ between versions run in
-//! v10, v11 and v12.
+//! Each thing that an exported plugin has to survive is a case; cases whose calls differ between versions run in v10,
+//! v11 and v12.
 
 use crate::driver::{can_make_namespaces, has_time, passes};
 
@@ -43,7 +43,7 @@ fn tables() {
     passes("driver", 12, "tables");
 }
 
-/// JAX drives all GPUs of a host from one process, which had the threads of one.
+/// Regression: JAX drives all GPUs of a host from one process, which had the threads for one GPU.
 #[test]
 fn several_gpus() {
     // SAFETY: zeroes are an empty set, which the kernel fills.

@@ -1,4 +1,4 @@
-//! Programs in C that use the plugin, one process for each case.
+//! Programs in C that use the plugin, with one process for each case.
 
 use std::io::{Read, Seek};
 use std::path::PathBuf;
@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 
 use crate::pair::file;
 
-/// A driver that has not ended after this long hangs.
+/// A driver that runs longer than this hangs.
 const HANGS_AFTER: Duration = Duration::from_secs(300);
 /// The programs, in `c/`.
 const PROGRAMS: [&str; 2] = ["driver", "nics"];
 
-/// The folder with the programs, and the shared object under the name that NCCL looks for.
+/// The folder with the compiled programs and the shared object under NCCL's name for it.
 fn built() -> &'static PathBuf {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let folder =
             tempfile::Builder::new().prefix("nccl-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        // Kept for the whole run; the folder is one of cargo's.
+        // Kept for the whole run; the folder is below cargo's.
         let folder = folder.keep();
         std::fs::copy(file(), folder.join("libnccl-net-ferrywire.so")).unwrap();
         for program in PROGRAMS {
@@ -28,7 +28,7 @@ fn built() -> &'static PathBuf {
             cc.args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-pthread", "-o"])
                 .arg(folder.join(program))
                 .arg(source)
-                // The plugin is to find what a program has in place of the C library's.
+                // The plugin must find the program's own replacements of the C library's functions.
                 .args(["-rdynamic", "-ldl"]);
             let output = cc.output().expect("a C compiler, which Rust links with");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -40,7 +40,7 @@ fn built() -> &'static PathBuf {
 /// Runs a case of a program with a version of the interface.
 pub fn passes(program: &str, version: u32, case: &str) {
     let folder = built();
-    // A pipe that nobody reads meanwhile would hold up a program that says much.
+    // A file, because a pipe that nothing reads meanwhile would block a verbose program.
     let mut said = tempfile::tempfile().unwrap();
     let mut child = Command::new(folder.join(program))
         .arg(folder.join("libnccl-net-ferrywire.so"))
@@ -79,7 +79,7 @@ pub fn has_time() -> bool {
     has
 }
 
-/// Whether hosts can be played by network namespaces.
+/// Whether network namespaces can be made, to play hosts.
 pub fn can_make_namespaces() -> bool {
     let root = Command::new("id").arg("-u").output().is_ok_and(|said| said.stdout == b"0\n");
     let tools = ["ip", "tc"].into_iter().all(|tool| Command::new(tool).arg("-V").output().is_ok());

@@ -1,7 +1,7 @@
-//! The shared object, loaded as a plugin.
+//! Tests of the shared object, loaded as a plugin.
 //!
-//! `over_host` uses this project's own host for plugins, in every version of the interface; `as_nccl` a driver in C,
-//! which calls it as NCCL does; `several_nics` both, with devices made of several NICs.
+//! `over_host` uses ferrywire's own host for plugins, in every version of the interface; `as_nccl` uses a driver in C
+//! that calls the plugin as NCCL does; `several_nics` uses both, with devices made of several NICs.
 
 mod as_nccl;
 mod driver;

@@ -1,27 +1,30 @@
-//! Messages of all sizes, in every version of the interface, through this project's own host for plugins.
+//! Messages of all sizes, in every version of the interface, through ferrywire's own host for plugins.
 
 use ferrywire_ncclnet::Request;
 use ferrywire_ncclnet::abi::Version;
 
 use crate::pair::{Pair, pattern, plugin, tested, until};
 
-/// Requests that a comm has to take.
+/// Requests that a comm must accept.
 const REQUESTS: usize = 32;
 
-/// Sends all messages at once, or as many as the comm takes, into receives with `room` bytes more than needed.
+/// Sends all messages at once, or as many as the comm takes, into receives that are `room` bytes larger than needed.
 pub fn exchange(pair: &Pair, sizes: &[usize], room: usize, receives_first: bool) {
     let mut sources: Vec<Vec<u8>> =
         sizes.iter().enumerate().map(|(seed, &size)| pattern(seed, size)).collect();
     let mut targets: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0xEE; size + room]).collect();
     let mut sends: Vec<Request> = Vec::new();
     let mut receives: Vec<Request> = Vec::new();
-    let mut post = |receiving: bool| match receiving {
-        true => receives.extend(targets.iter_mut().map(|target| pair.irecv(target).expect("32 fit"))),
-        false => sends.extend(sources.iter_mut().map(|source| pair.isend(source).expect("32 fit"))),
+    let mut post = |receiving: bool| {
+        if receiving {
+            receives.extend(targets.iter_mut().map(|target| pair.irecv(target).expect("32 fit")))
+        } else {
+            sends.extend(sources.iter_mut().map(|source| pair.isend(source).expect("32 fit")))
+        }
     };
     post(receives_first);
     if !receives_first {
-        // Whatever can go ahead of its receive goes ahead.
+        // Let messages overtake their receives.
         std::thread::yield_now();
     }
     post(!receives_first);

@@ -1,4 +1,4 @@
-//! The plugin, and two connected comms of it in this process.
+//! The plugin, and two connected comms in this process.
 
 use std::path::PathBuf;
 use std::sync::Once;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ferrywire_ncclnet::abi::Version;
 use ferrywire_ncclnet::{Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm};
 
-/// No step of a test takes as long unless it hangs.
+/// Longer than any step of a test takes unless it hangs.
 pub const DEADLINE: Duration = Duration::from_secs(170);
 /// Host memory needs no registration.
 pub const NO_MEMORY: MemoryHandle = MemoryHandle(std::ptr::null_mut());
@@ -18,20 +18,20 @@ pub fn file() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libnccl_net_ferrywire.so")
 }
 
-/// The plugin, started with the table of a version, on loopback alone.
+/// The plugin on loopback only, with the table of `version`.
 pub fn plugin(version: Version) -> Plugin {
     static LOOPBACK: Once = Once::new();
     // SAFETY: before the plugin reads it, and no other code of these tests reads or writes the environment.
     LOOPBACK.call_once(|| unsafe {
         std::env::set_var("NCCL_SOCKET_IFNAME", "lo");
-        // With few cores this thread would send nearly all, since it receives, too.
+        // With few cores this thread would send nearly everything itself, because it receives too.
         std::env::set_var("FERRYWIRE_NCCL_THREADS", "2");
     });
     // SAFETY: the file is this project's own.
     unsafe { Library::open(file()).unwrap().load(Some(version)).unwrap() }
 }
 
-/// Calls until there is an answer.
+/// Calls `call` until it returns a value.
 pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
@@ -43,7 +43,7 @@ pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Two comms that are connected, closed at the end.
+/// Two connected comms, closed on drop.
 pub struct Pair {
     pub send: SendComm,
     pub recv: RecvComm,
@@ -58,7 +58,7 @@ impl Pair {
         let (mut listener, handle) = plugin.listen(device).unwrap();
         let mut connecting = plugin.connect(device, &handle);
         let (mut send, mut recv) = (None, None);
-        // In turns on one thread: neither call may wait for the other.
+        // In turn on one thread: neither call may wait for the other.
         until("connecting", || {
             if send.is_none() {
                 send = connecting.poll().unwrap();
@@ -106,7 +106,7 @@ pub fn tested(comm: &ferrywire_ncclnet::Comm, request: Request) -> Option<i32> {
     tested.done.then(|| tested.size(0).expect("sizes are written"))
 }
 
-/// Bytes that differ from place to place and from message to message.
+/// Bytes that depend on their position and on the message.
 pub fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at.wrapping_mul(2654435761).wrapping_add(seed * 97) >> 7) as u8).collect()
 }

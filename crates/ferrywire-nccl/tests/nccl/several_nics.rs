@@ -1,5 +1,5 @@
-//! Devices made of several NICs: between two network namespaces with the driver in C (`c/nics.c`), where the kernel counts
-//! the bytes of each NIC, and under this project's own host in every version that has them.
+//! Devices made of several NICs: between two network namespaces with the driver in C (`c/nics.c`), where the kernel
+//! counts the bytes of each NIC, and under ferrywire's own host in every version that has them.
 
 use std::io;
 use std::os::unix::process::CommandExt;
@@ -83,10 +83,10 @@ fn a_nic_that_dies_later_is_an_error_that_names_it() {
     }
 }
 
-/// Said to the process that is to make NICs: it is in a namespace of its own.
+/// Set in the process that makes NICs in a namespace of its own.
 const INSIDE: &str = "FERRYWIRE_TEST_NAMESPACE";
 
-/// The plugin's devices are those of its process, so this has one of its own.
+/// The plugin's devices belong to its process, so this test runs in a process of its own.
 #[test]
 fn our_own_host_uses_merged_devices() {
     if !can_make_namespaces() {
