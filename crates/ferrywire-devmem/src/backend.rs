@@ -1,8 +1,9 @@
-//! Devmem TCP as a backend of an endpoint: its NICs that move payload without copies, its terms, its lanes.
+//! Devmem TCP as a payload backend of an endpoint: the NICs whose payload moves without copies, the terms for a
+//! session, and the lanes.
 //!
-//! Invariant: an endpoint that needs the backend has channels over NICs that can alone; one that does not has it only where
-//! every NIC that it may use can.
-//! Read next: `device.rs`, one of those NICs; `setup.rs`, how a channel gets its lane.
+//! Invariant: an endpoint that requires the backend has channels only over NICs that support it. An endpoint that does
+//! not require it uses it only if every NIC that channels may use supports it.
+//! Read next: `device.rs`, one such NIC; `setup.rs`, how a channel gets its lane.
 
 use super::NAME;
 use super::config::DevmemConfig;
@@ -21,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What an endpoint has.
+/// The devices of one endpoint.
 #[derive(Debug)]
 pub(crate) struct Backend {
     pub config: DevmemConfig,
@@ -30,7 +31,10 @@ pub(crate) struct Backend {
 }
 
 impl Backend {
-    /// Takes queues of every NIC that the endpoint may use: of those that were named, of all of them.
+    /// Takes queues of the NICs that the endpoint may use: the named ones, or all.
+    ///
+    /// # Errors
+    /// No NIC can be used, or, for an optional backend or named NICs, one of them cannot.
     pub fn open(config: DevmemConfig, endpoint: &Config, nics: &[Nic]) -> Result<Backend> {
         config.check()?;
         if endpoint.threads == 0 {
@@ -45,22 +49,23 @@ impl Backend {
             if loopback(&name) && endpoint.nics.is_empty() {
                 continue;
             }
-            let opened = match loopback(&name) {
-                true => Err("packets of loopback never reach a NIC".to_owned()),
-                false => Device::open(&name, &config, gpu.as_ref()),
+            let opened = if loopback(&name) {
+                Err("packets of loopback never reach a NIC".to_owned())
+            } else {
+                Device::open(&name, &config, gpu.as_ref())
             };
             match opened {
                 Ok(device) => devices.push(Arc::new(device)),
                 Err(why) => trouble.push(format!("{name}: {why}")),
             }
         }
-        // Whoever can do without is not to have channels that would lack their lane.
+        // An optional backend must not leave channels over other NICs without a lane.
         let incomplete = !trouble.is_empty() && (!config.required || !endpoint.nics.is_empty());
         if devices.is_empty() || incomplete {
-            let why = match trouble.is_empty() {
-                true => "packets of loopback never reach a NIC: listen on the address of one, or name one"
-                    .to_owned(),
-                false => trouble.join("; "),
+            let why = if trouble.is_empty() {
+                "packets of loopback never reach a NIC: listen on the address of one, or name one".to_owned()
+            } else {
+                trouble.join("; ")
             };
             return Err(Error::invalid(NAME, why));
         }
@@ -68,17 +73,17 @@ impl Backend {
         Ok(Backend { config, gpu, devices })
     }
 
-    /// The NICs it has queues of.
+    /// The NICs whose queues the endpoint has.
     fn device_names(&self) -> Vec<String> {
         self.devices.iter().map(|device| device.name().to_owned()).collect()
     }
 
-    /// Its GPU, opened.
+    /// The endpoint's GPU, opened.
     pub fn opened_gpu(&self) -> Option<&Gpu> {
         self.gpu.as_ref()
     }
 
-    /// The device that is a NIC.
+    /// The device of a NIC; the error says why there is none.
     pub fn device(&self, nic: &str) -> Result<Arc<Device>, String> {
         self.devices.iter().find(|device| device.name() == nic).cloned().ok_or_else(|| {
             format!(
@@ -88,7 +93,7 @@ impl Backend {
         })
     }
 
-    /// Does something with its GPU current on this thread, if it has one.
+    /// Runs `body` with the endpoint's GPU, if it has one, current on this thread.
     pub fn with_gpu_current<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
         match &self.gpu {
             Some(gpu) => gpu.with_current(body).map_err(|error| error.to_string())?,
@@ -96,25 +101,25 @@ impl Backend {
         }
     }
 
-    /// A queue of work of its GPU. May wait for the GPU.
+    /// A work queue of the endpoint's GPU. May wait for the GPU.
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
         let gpu = self.gpu.as_ref().ok_or_else(|| format!("{NAME} was given no GPU"))?;
         gpu.queue().map_err(|error| error.to_string())
     }
 
-    /// Host memory that its GPU reaches. May wait for the GPU.
+    /// Host memory mapped for the GPU. May wait for the GPU.
     pub(super) fn map(&self, bytes: usize) -> Result<Mapped, String> {
         self.with_gpu_current(|| self.gpu_queue()?.map(bytes).map_err(|error| error.to_string()))
     }
 
-    /// What gathers a lane's messages, where a GPU has a part in it. May wait for the GPU.
+    /// The gatherer of a lane, if a GPU takes part. May wait for the GPU.
     pub(super) fn gatherer(&self) -> Result<Option<Gatherer>, String> {
         let Some(gpu) = &self.gpu else { return Ok(None) };
         let queue = gpu.queue().map_err(|error| error.to_string())?;
         Gatherer::new(queue, self.config.unpack).map(Some).map_err(|error| error.to_string())
     }
 
-    /// Memory of the engine's own, of its GPU if the place is one.
+    /// Memory for staging at `location`, on the GPU or the host.
     pub fn memory(&self, location: MemoryLocation, bytes: usize) -> Result<Arc<Memory>, String> {
         let made = match &self.gpu {
             _ if location == MemoryLocation::Host => Memory::private(bytes),
@@ -222,13 +227,14 @@ impl PayloadBackend for Backend {
     }
 }
 
-/// Whether packets to an address leave this host.
+/// Checks that packets to an address leave this host.
 fn crosses_nic(address: SocketAddr, transport: &dyn Transport) -> Result<(), String> {
     let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
     let ip = address.ip().to_canonical();
-    match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
-        true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),
-        false => Ok(()),
+    if ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
+        Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC"))
+    } else {
+        Ok(())
     }
 }
 

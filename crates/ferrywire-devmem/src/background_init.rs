@@ -1,24 +1,25 @@
-//! Things whose making takes time, made by a thread of their own: a lane asks now and then whether they are there.
+//! Resources that take time to make, made by a thread of their own, while a lane polls for them.
 //!
-//! Binding memory to a NIC and mapping memory for a GPU take as long as kernel and driver like: milliseconds for what a
-//! lane needs, more for large regions.
+//! Binding memory to a NIC and mapping memory for a GPU take as long as kernel and driver need: milliseconds for a
+//! lane's resources, longer for large regions.
 //!
-//! Invariant: it ends, with the thing or a reason. Read next: `sources.rs` and `bounce_buffers.rs`, which have things made.
+//! Invariant: every init ends, with the resource or a reason. Read next: `sources.rs` and `bounce_buffers.rs`, which
+//! use it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::thread;
 
-/// Something that a thread is making.
+/// A resource that a thread is making.
 pub(super) struct BackgroundInit<T> {
     made: Mutex<Option<Result<T, String>>>,
 }
 
-/// What the thread has of it: dropped without a result, there will be none.
+/// The thread's end. Dropped without a result, it reports a failure.
 struct Maker<T>(Arc<BackgroundInit<T>>);
 
 impl<T: Send + 'static> BackgroundInit<T> {
-    /// Begins. `what` is told where it does not come about.
+    /// Starts the thread. `what` names the resource in errors.
     pub fn start(
         what: &'static str,
         make: impl FnOnce() -> Result<T, String> + Send + 'static,
@@ -35,7 +36,7 @@ impl<T: Send + 'static> BackgroundInit<T> {
         init
     }
 
-    /// Takes it away, once it is there.
+    /// Takes the resource out, once it is made.
     pub fn take(&self) -> Poll<Result<T, String>> {
         let mut made = self.made();
         match made.take() {
@@ -51,7 +52,7 @@ impl<T: Send + 'static> BackgroundInit<T> {
         }
     }
 
-    /// What has come of it.
+    /// The resource, or the reason why there is none.
     pub fn get(&self) -> Poll<Result<T, String>>
     where
         T: Clone,

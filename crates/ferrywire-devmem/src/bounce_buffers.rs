@@ -1,6 +1,7 @@
-//! Host memory that messages pass through on their way in.
+//! Host memory through which incoming messages pass.
 //!
-//! Invariant: bytes keep their place until whoever gathers them gives it back. Read next: `receiving.rs`, which has both.
+//! Invariant: bytes stay in place until the lane that gathers them releases them. Read next: `receiving.rs`, which owns
+//! the buffers.
 
 use super::backend::Backend;
 use super::background_init::BackgroundInit;
@@ -10,11 +11,11 @@ use ferrywire_memory::unpack::Mapped;
 use std::sync::Arc;
 use std::task::Poll;
 
-/// Host memory for bytes that do not land in the pool; where a GPU gathers, it reads them there.
+/// Host memory for bytes that do not land in the pool. If a GPU gathers, it reads them there.
 pub(super) struct Buffer {
     base: u64,
     len: usize,
-    /// Where the next bytes go, and how many before it are in use.
+    /// Offset of the next bytes; the bytes before it are in use.
     pub at: usize,
     used: usize,
     _memory: BufferMemory,
@@ -44,7 +45,7 @@ impl Buffer {
         self.base
     }
 
-    /// Whether a whole message fits behind what is in use.
+    /// Whether a whole message fits into the free part.
     pub fn has_room_for(&mut self, bytes: usize) -> bool {
         if self.used == 0 {
             self.at = 0;
@@ -67,7 +68,7 @@ impl Buffer {
     }
 }
 
-/// Mapped memory that messages pass through, made when it is first needed.
+/// Mapped memory through which messages pass, made when it is first needed.
 pub(super) struct Stages {
     backend: Arc<Backend>,
     slots: usize,
@@ -86,7 +87,7 @@ impl Stages {
         self.free.push(stage);
     }
 
-    /// A stage, once they are made.
+    /// A free stage, once the stages are made.
     pub fn take(&mut self) -> Result<Poll<usize>, String> {
         if self.memory.is_none() {
             let (backend, bytes) = (self.backend.clone(), self.slots * self.slot_bytes);

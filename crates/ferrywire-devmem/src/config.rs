@@ -1,6 +1,6 @@
-//! What a user says about devmem TCP.
+//! The user's configuration of devmem TCP.
 //!
-//! Invariant: what [`DevmemConfig`] cannot work with is refused before a NIC is touched. Read next: `backend.rs`.
+//! Invariant: an unusable [`DevmemConfig`] is refused before a NIC is touched. Read next: `backend.rs`.
 
 use super::NAME;
 use super::backend::Backend;
@@ -46,23 +46,24 @@ impl Default for DevmemConfig {
 }
 
 impl DevmemConfig {
-    /// The GPU whose memory is moved, beside host memory. What arrives lands in a pool of its memory. Default: none, and
-    /// a pool of host memory.
+    /// The GPU whose memory is moved, besides host memory. Received payload lands in a pool of this GPU's memory.
+    /// Default: none, and a pool of host memory.
     pub fn gpu(mut self, gpu: MemoryLocation) -> DevmemConfig {
         self.gpu = Some(gpu);
         self
     }
 
-    /// How receives are gathered, which arrive in fragments. Default: by a kernel of the GPU. [`UnpackMode::Host`] puts
-    /// the pool into host memory. Without a GPU the CPU gathers.
+    /// How received fragments are gathered. Default: by a kernel of the GPU. [`UnpackMode::Host`] puts the pool into
+    /// host memory. Without a GPU the CPU gathers.
     pub fn unpack(mut self, mode: UnpackMode) -> DevmemConfig {
         self.unpack = mode;
         self
     }
 
-    /// Allows settings of NICs to be changed: header split, its threshold, whether there are rules for flows at all, and
-    /// which queues others' flows are spread over. They are undone when the endpoint ends. Default: no, and an error says
-    /// what is missing. The rules that steer the endpoint's own connections need no leave; they go with the connections.
+    /// Allows changes of NIC settings: header split, its threshold, flow rules on or off, and the queues over which
+    /// other flows are spread. The changes are undone when the endpoint ends. Default: not allowed, and an error names
+    /// the missing settings. Rules that steer the endpoint's own connections are always made; they end with the
+    /// connections.
     pub fn allow_nic_setup(mut self, allow: bool) -> DevmemConfig {
         self.allow_nic_setup = allow;
         self
@@ -74,39 +75,40 @@ impl DevmemConfig {
         self
     }
 
-    /// Bytes of the pool of each NIC, rounded up to 2 MiB. Default: 64 MiB.
+    /// Size of each NIC's pool in bytes, rounded up to 2 MiB. Default: 64 MiB.
     pub fn pool_bytes(mut self, bytes: usize) -> DevmemConfig {
         self.pool_bytes = bytes;
         self
     }
 
-    /// Largest message, and so the largest chunk, in bytes. The same at both ends. Default: 512 KiB.
+    /// Size of the largest message, and so of the largest chunk, in bytes; equal at both ends. Default: 512 KiB.
     pub fn message_bytes_max(mut self, bytes: usize) -> DevmemConfig {
         self.message_bytes_max = bytes;
         self
     }
 
-    /// Messages per channel and direction that may be under way. The same at both ends. Default: 16.
+    /// Messages in flight per channel and direction; equal at both ends. Default: 16.
     pub fn window(mut self, messages: usize) -> DevmemConfig {
         self.window = messages;
         self
     }
 
-    /// Longest that the oldest message of a channel may stand still. Default: 30 s.
+    /// Longest time without progress of a channel's oldest message. Default: 30 s.
     pub fn stall_limit(mut self, limit: Duration) -> DevmemConfig {
         self.stall_limit = limit;
         self
     }
 
-    /// Longest that the connections of a channel may take to come about. Default: 60 s.
+    /// Longest time for setting up a channel's connections. Default: 60 s.
     pub fn setup_limit(mut self, limit: Duration) -> DevmemConfig {
         self.setup_limit = limit;
         self
     }
 
-    /// Goes without where this host or the other end cannot: payload then takes the way that it takes by default. Every NIC
-    /// that channels may use has to be able to; name those that are ([`Builder::nics`](ferrywire::Builder::nics)). Memory of
-    /// GPUs is that of [`DevmemConfig::gpu`] alone, also where a session goes without.
+    /// Lets the endpoint work without devmem TCP if this host or the other end does not support it; payload is then
+    /// copied as by default. Devmem TCP is used only if every NIC that channels may use supports it, so name those that
+    /// do ([`Builder::nics`](ferrywire::Builder::nics)). Only memory of the GPU of [`DevmemConfig::gpu`] can be moved,
+    /// also without devmem TCP.
     pub fn optional(mut self) -> DevmemConfig {
         self.required = false;
         self
@@ -114,11 +116,13 @@ impl DevmemConfig {
 
     /// Refuses values that cannot work.
     pub(super) fn check(&self) -> Result<()> {
-        let within =
-            |what: &str, value: usize, least: usize, most: usize| match (least..=most).contains(&value) {
-                true => Ok(()),
-                false => Err(Error::invalid(what, format!("{value} is not between {least} and {most}"))),
-            };
+        let within = |what: &str, value: usize, least: usize, most: usize| {
+            if (least..=most).contains(&value) {
+                Ok(())
+            } else {
+                Err(Error::invalid(what, format!("{value} is not between {least} and {most}")))
+            }
+        };
         let (least, most) = (limits::LANE_MESSAGE_BYTES_MIN, limits::CHUNK_BYTES_MAX);
         within("message bytes of devmem", self.message_bytes_max, least, most)?;
         within("window of devmem", self.window, 1, limits::LANE_WINDOW_MAX)?;

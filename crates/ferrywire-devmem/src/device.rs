@@ -1,7 +1,7 @@
-//! One NIC that moves payload without copies: queues that are the endpoint's own, and the pool bound to them.
+//! One NIC whose payload moves without copies: the queues that the endpoint has taken, and the pool bound to them.
 //!
-//! Invariant: a device ends in order: first what steers, with the claim that it has, then the pool that the queues fill.
-//! Read next: `nic.rs`, how queues are taken and given back; `pool.rs`; `steering.rs`.
+//! Invariant: a device ends in order: first steering with its claim, then the pool that the queues fill.
+//! Read next: `nic.rs`, how queues are taken and returned; `pool.rs`; `steering.rs`.
 
 use super::NAME;
 use super::config::DevmemConfig;
@@ -14,13 +14,13 @@ use ferrywire_memory::unpack::UnpackMode;
 use std::net::SocketAddr;
 use std::time::Instant;
 
-/// One NIC's queues with the pool that they fill.
+/// A NIC's queues with the pool that they fill.
 pub(crate) struct Device {
     name: String,
     index: u32,
     binding: u32,
     bindings: Bindings,
-    // Ends before the claim does, and the claim before the pool is gone, to which it is bound.
+    // Field order: steering ends its claim before the pool, to which the claim's queues are bound.
     steering: Steering,
     pool: Pool,
 }
@@ -32,7 +32,10 @@ impl std::fmt::Debug for Device {
 }
 
 impl Device {
-    /// Takes queues of a NIC, and binds them to a pool of this GPU's memory, else of the host's.
+    /// Takes queues of a NIC and binds them to a pool in this GPU's memory, or in host memory.
+    ///
+    /// # Errors
+    /// The NIC cannot do it, has no free queue, or needs settings that must not be changed.
     pub fn open(name: &str, config: &DevmemConfig, gpu: Option<&Gpu>) -> Result<Device, String> {
         let wish = Wish { queues: config.queues, allow_nic_setup: config.allow_nic_setup };
         let mut claim = Claim::new(name, &wish).map_err(|error| error.to_string())?;
@@ -75,17 +78,18 @@ impl Device {
         &self.bindings
     }
 
-    /// Sends what arrives of a connection to our queues. May wait for others who change the NIC's settings.
+    /// Steers a connection's packets to the claimed queues. May wait for other processes that change the NIC's
+    /// settings.
     pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, String> {
         self.steering.steer(local, remote).map_err(|error| error.to_string())
     }
 
-    /// Gives the queues back. Waits until then, at most, for others who change the NIC.
+    /// Returns the queues. Waits for other processes that change the NIC, until `by` at most.
     pub fn end(&self, by: Instant) {
         self.steering.end(by);
     }
 
-    /// Removes a rule, without waiting for that.
+    /// Removes a rule in the background.
     pub fn unsteer_later(&self, rule: Rule) {
         self.steering.unsteer_later(rule);
     }

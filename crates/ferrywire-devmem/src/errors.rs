@@ -1,8 +1,9 @@
-//! What can go wrong with device memory over TCP: the kernel's numbers and words, as what happened and what to do.
+//! The errors of devmem TCP: the kernel's numbers and text, translated to a cause and a fix.
 //!
-//! The kernel has a handful of numbers for several dozen reasons. [`BindCause::of`] and [`SendCause::of`] tell them
-//! apart, by the kernel's words where it has any; what it said is always kept beside the cause.
-//! Invariant: no number without a sentence about whose turn it is. What is not known is told in the kernel's words.
+//! The kernel has a handful of numbers for several dozen causes. [`BindCause::of`] and [`SendCause::of`] tell them
+//! apart, by the kernel's text where there is any. The kernel's text is always kept beside the cause.
+//! Invariant: every number comes with a sentence that says who has to act. An unknown cause is reported in the kernel's
+//! text.
 //! Read next: `nic.rs`, where most of them come from.
 
 use std::fmt;
@@ -12,7 +13,7 @@ use crate::sys::devmem::ReceiveFault;
 use crate::sys::netlink::{KnownRefusal, NetlinkError};
 use ferrywire::ErrorKind;
 
-/// Why device memory is not received into, or sent from.
+/// Why memory cannot be received into or sent from.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DevmemError {
@@ -21,11 +22,11 @@ pub enum DevmemError {
     Bind {
         /// The NIC.
         nic: String,
-        /// Its queues that were asked for; none to send.
+        /// The queues that were asked for; none for sending.
         queues: Vec<u32>,
-        /// Why, as far as it is known.
+        /// The cause, as far as it is known.
         cause: BindCause,
-        /// The kernel's words.
+        /// The kernel's text.
         said: String,
     },
     /// A setting of a NIC could not be read or changed.
@@ -33,36 +34,36 @@ pub enum DevmemError {
     Setting {
         /// The NIC.
         nic: String,
-        /// What was to be done.
+        /// The action that failed.
         what: String,
-        /// The kernel's words.
+        /// The kernel's text.
         said: String,
-        /// A command that does it by hand, or nothing.
+        /// A command that does the same by hand, or empty.
         hint: String,
     },
-    /// A send from device memory was refused. Nothing of it has left.
+    /// A send from device memory was refused; none of its bytes were sent.
     #[error("NIC {nic}: nothing was sent from dma-buf {dmabuf}: {cause} [{said}]")]
     Send {
         /// The NIC that the dma-buf is bound to.
         nic: String,
         /// The number of the binding.
         dmabuf: u32,
-        /// Why, as far as it is known.
+        /// The cause, as far as it is known.
         cause: SendCause,
-        /// The system's words.
+        /// The system's text.
         said: String,
     },
-    /// What was received cannot be used.
+    /// Received bytes cannot be used.
     #[error("NIC {nic}: cannot receive from {peer}: {fault}")]
     Receive {
         /// The NIC.
         nic: String,
-        /// The other end.
+        /// The address of the peer.
         peer: String,
-        /// What the kernel did.
+        /// The violation by the kernel.
         fault: ReceiveFault,
     },
-    /// A fragment lies in memory that is not the pool of this connection, or leaves it.
+    /// A fragment is not inside the pool of this connection.
     #[error(
         "NIC {nic}: {bytes} bytes at {offset} of dma-buf {dmabuf} are not in the pool ({pool_bytes} bytes, \
          dma-buf {pool})"
@@ -70,55 +71,55 @@ pub enum DevmemError {
     OutsidePool {
         /// The NIC.
         nic: String,
-        /// Where the kernel says that they are.
+        /// The dma-buf that the kernel reports.
         dmabuf: u32,
-        /// From which byte of it.
+        /// The fragment's first byte in the dma-buf.
         offset: u64,
-        /// How many.
+        /// The fragment's length in bytes.
         bytes: u32,
-        /// The pool's own number.
+        /// The kernel's id of the pool.
         pool: u32,
-        /// Its size.
+        /// The pool's size in bytes.
         pool_bytes: u64,
     },
-    /// The kernel did not take fragments back, so that the pool would dry up.
+    /// The kernel did not take fragments back, so the pool would run dry.
     #[error("NIC {nic}: {unknown} of {told} fragments were given back that this connection did not have")]
     UnknownTokens {
         /// The NIC.
         nic: String,
-        /// Fragments that the kernel did not know.
+        /// The number of fragments that the kernel did not know.
         unknown: usize,
-        /// All that were told.
+        /// The number of fragments that were returned.
         told: usize,
     },
 }
 
 impl DevmemError {
-    /// Queues of a NIC could not be bound to a pool.
+    /// The error of binding queues to a pool.
     pub fn bind_rx(nic: &str, queues: &[u32], error: &NetlinkError) -> DevmemError {
         let cause = BindCause::of(Direction::Receive, error);
         DevmemError::Bind { nic: nic.into(), queues: queues.into(), cause, said: error.to_string() }
     }
 
-    /// A NIC could not be bound to memory to send from.
+    /// The error of binding a NIC to memory to send from.
     pub fn bind_tx(nic: &str, error: &NetlinkError) -> DevmemError {
         let cause = BindCause::of(Direction::Send, error);
         DevmemError::Bind { nic: nic.into(), queues: Vec::new(), cause, said: error.to_string() }
     }
 
-    /// A send failed. Not for the errors of any connection (reset, would block), which are no fault of devmem's.
+    /// The error of a send. Not for errors that any connection has (reset, would block).
     pub fn send(nic: &str, dmabuf: u32, error: &io::Error) -> DevmemError {
         let cause = SendCause::of(error);
         DevmemError::Send { nic: nic.into(), dmabuf, cause, said: error.to_string() }
     }
 
-    /// A receive failed for a reason of devmem's; `None` for those of any connection.
+    /// The error of a receive, if its cause is devmem's; `None` for errors that any connection has.
     pub fn receive(nic: &str, peer: &str, error: &io::Error) -> Option<DevmemError> {
         let fault = error.get_ref()?.downcast_ref::<ReceiveFault>()?.clone();
         Some(DevmemError::Receive { nic: nic.into(), peer: peer.into(), fault })
     }
 
-    /// Where the error comes from.
+    /// The kind of the error, which tells who has to act.
     pub fn kind(&self) -> ErrorKind {
         match self {
             DevmemError::Bind { .. } | DevmemError::Setting { .. } => ErrorKind::Local,
@@ -130,7 +131,7 @@ impl DevmemError {
     }
 }
 
-/// What memory is bound for.
+/// The purpose of a binding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// To receive into.
@@ -143,59 +144,59 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BindCause {
-    /// The kernel has no such request, or not even its netlink family.
+    /// The kernel has no such request, or no such netlink family.
     NoKernel,
-    /// No such NIC.
+    /// There is no such NIC.
     NoNic,
-    /// No right.
+    /// The process lacks the right.
     NotAllowed,
-    /// The driver cannot receive.
+    /// The driver cannot receive into device memory.
     CannotReceive,
-    /// The driver cannot send.
+    /// The driver cannot send from device memory.
     CannotSend,
-    /// Headers are not split from payload.
+    /// Header split is off.
     SplitOff,
-    /// They are not split from short packets.
+    /// Header split does not apply to short packets.
     SplitThreshold,
-    /// No such queue, none at all, or no dma-buf.
+    /// There is no such queue, no queue at all, or no dma-buf.
     NoSuchQueue,
-    /// What was to be bound is no dma-buf.
+    /// The descriptor to be bound is not a dma-buf.
     NoDmabuf,
-    /// Somebody else's memory is bound to the queue.
+    /// The queue is bound to another memory.
     QueueTaken,
-    /// An AF_XDP socket has it.
+    /// An AF_XDP socket uses the queue.
     XdpSocket,
-    /// An XDP program has the NIC.
+    /// An XDP program uses the NIC.
     XdpProgram,
-    /// The memory is in pieces that are too small.
+    /// The memory consists of pieces that are too small.
     Scattered,
-    /// The memory's size is not whole pages.
+    /// The memory's size is not a multiple of the page size.
     OddSize,
-    /// The kernel has no larger buffers.
+    /// The kernel has no receive buffers larger than a page.
     NoLargeBuffers,
-    /// The driver has none.
+    /// The driver has no receive buffers larger than a page.
     DriverNoLargeBuffers,
-    /// Their size is no power of 2.
+    /// The buffers' size is not a power of 2.
     OddBuffers,
-    /// The NIC reads and writes no memory by itself.
+    /// The NIC cannot access memory by itself.
     NoDma,
     /// The NIC cannot reach this memory.
     OutOfReach,
-    /// Something else: see the kernel's words.
+    /// Another cause: see the kernel's text.
     Other,
 }
 
-/// Words of the kernel's that tell a cause, whatever the number. The first that match count.
+/// Text of the kernel that identifies a cause, whatever the number. The first match counts.
 ///
-/// The kernel has no other source: it gives `EINVAL` or `EOPNOTSUPP` for most of these, and the cause in an extended
-/// acknowledgement's text alone. A cause chooses the command that a message proposes, and nothing else.
+/// The kernel gives no better source: for most of these it returns `EINVAL` or `EOPNOTSUPP`, and the cause only in the
+/// text of an extended acknowledgement. A cause chooses the command that a message proposes, and nothing else.
 const WORDS: [(&str, BindCause); 14] = [
     ("tcp-data-split is disabled", BindCause::SplitOff),
     ("hds-thresh is not zero", BindCause::SplitThreshold),
     ("already memory provider bound", BindCause::QueueTaken),
     ("in use by AF_XDP", BindCause::XdpSocket),
     ("XDP program", BindCause::XdpProgram),
-    // The rest of it is often cut off.
+    // The rest of this text is often cut off.
     ("dmabuf sg entry", BindCause::Scattered),
     ("must be a multiple of PAGE_SIZE", BindCause::OddSize),
     ("Unknown attribute type", BindCause::NoLargeBuffers),
@@ -208,7 +209,7 @@ const WORDS: [(&str, BindCause); 14] = [
 ];
 
 impl BindCause {
-    /// Told by what the kernel said.
+    /// The cause of a refused binding.
     pub fn of(direction: Direction, error: &NetlinkError) -> BindCause {
         match error.known {
             Some(KnownRefusal::NoSuchRequest) => return BindCause::NoKernel,
@@ -227,14 +228,14 @@ impl BindCause {
             (libc::EOPNOTSUPP, Direction::Send) => BindCause::CannotSend,
             (libc::EEXIST, Direction::Receive) => BindCause::QueueTaken,
             (libc::EBUSY, Direction::Receive) => BindCause::XdpSocket,
-            // Without words.
+            // Without text.
             (libc::EINVAL | libc::ERANGE, Direction::Receive) if text.is_empty() => BindCause::NoSuchQueue,
             (libc::EINVAL, Direction::Send) if text.is_empty() => BindCause::NoDmabuf,
             _ => BindCause::Other,
         }
     }
 
-    /// What helps, as a command.
+    /// A command that fixes the cause, or empty.
     fn command(self, nic: &str) -> String {
         match self {
             BindCause::SplitOff => format!("ethtool -G {nic} tcp-data-split on hds-thresh 0"),
@@ -300,22 +301,22 @@ impl fmt::Display for BindCause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SendCause {
-    /// The binding is gone, was made to receive, or the socket has no zero copy.
+    /// The binding is gone or was made to receive, or the socket has no zero copy.
     NotBound,
-    /// Bytes that the dma-buf does not have.
+    /// The bytes are outside of the dma-buf.
     Outside,
     /// The connection leaves by another device.
     OtherRoute,
-    /// It leaves nowhere.
+    /// There is no route.
     NoRoute,
-    /// Too many sends have not been finished.
+    /// Too many sends are unfinished.
     Unfinished,
-    /// Something else: see the system's words.
+    /// Another cause: see the system's text.
     Other,
 }
 
 impl SendCause {
-    /// Told by what the system said.
+    /// The cause of a refused send.
     pub fn of(error: &io::Error) -> SendCause {
         match error.raw_os_error() {
             Some(libc::EINVAL) => SendCause::NotBound,

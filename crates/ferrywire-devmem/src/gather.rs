@@ -1,12 +1,12 @@
-//! The GPU's part in bringing messages from where they landed to where they belong.
+//! The GPU's part in moving received messages from where they landed to their destination.
 //!
-//! A message is some fragments of the pool and, where a NIC put bytes elsewhere, some pieces of mapped host memory. Both
-//! are runs of one kernel, which reads its lists in mapped memory, or a copy each. What is asked for while launches are
-//! under way goes into the next one together.
+//! A message consists of fragments of the pool and, where a NIC put bytes elsewhere, pieces of mapped host memory. Each
+//! kind is a run of one kernel, which reads its lists in mapped memory, or a number of copies. Requests that arrive
+//! while launches are in flight go into the next launch together.
 //!
-//! Invariant: a list is unchanged until the launch that reads it is done; sources and target are the caller's until
-//! [`Gatherer::poll`] has said so. Dropped, it touches no memory any more.
-//! Read next: `receiving.rs`, who asks; `unpack/device.rs` of `ferrywire-memory`, the GPU's side.
+//! Invariant: a list is unchanged until the launch that reads it is done; sources and target belong to the gatherer
+//! until [`Gatherer::poll`] reports the message. A dropped gatherer touches no memory any more.
+//! Read next: `receiving.rs`, the caller; `unpack/device.rs` of `ferrywire-memory`, the GPU's side.
 
 use ferrywire::{Error, Result};
 use ferrywire_memory::GpuCopy;
@@ -16,14 +16,14 @@ use ferrywire_proto::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX}
 use std::collections::VecDeque;
 use std::task::Poll;
 
-/// Lists of a lane, and what each has room for: about twice what a message of 512 KiB consists of at an MTU of 1500.
+/// Number of a lane's lists and entries of each: about twice the fragments of a message of 512 KiB at an MTU of 1500.
 const LISTS: usize = 24;
 const FRAGMENTS_PER_LIST: usize = 1024;
 const LIST_BYTES: usize = FRAGMENTS_PER_LIST * size_of::<Fragment>();
 
-/// Fragments of one kind of memory.
+/// Fragments in one kind of memory.
 pub(super) struct Run<'a> {
-    /// Device address that they count from.
+    /// Device address to which the fragments' sources are relative.
     pub source: u64,
     pub fragments: &'a [Fragment],
 }
@@ -32,30 +32,30 @@ pub(super) struct Run<'a> {
 struct Job {
     number: u64,
     target: u64,
-    /// Addresses and lengths of what may be its user's: where it goes, and for one copy where it comes from.
+    /// Addresses and lengths that may be a user's memory: the target, and for a single copy its source.
     used: [(u64, u64); 2],
-    /// What the GPU does not have yet.
+    /// Copies that the GPU has not been given yet.
     copies: VecDeque<GpuCopy>,
     lists: VecDeque<Segment>,
-    /// The launch after which all is done.
+    /// The launch after which the message is complete.
     launch: u64,
-    /// Some of that is not there any more.
+    /// Memory of the message is gone.
     failed: Option<Error>,
 }
 
-/// As many fragments as one list takes.
+/// As many fragments as one list holds.
 struct Segment {
     source: u64,
     fragments: Vec<Fragment>,
 }
 
 pub(super) struct Gatherer {
-    // Dropped first: whatever it still does may touch what follows.
+    // Dropped first: pending work may touch the fields that follow.
     queue: Box<dyn GatherDevice>,
     mode: UnpackMode,
     memory: Mapped,
     free: Vec<usize>,
-    /// Lists that launches read.
+    /// Lists that pending launches read.
     taken: VecDeque<(u64, usize)>,
     jobs: VecDeque<Job>,
     launched: u64,
@@ -77,17 +77,17 @@ impl Gatherer {
         })
     }
 
-    /// Host memory that the GPU reaches.
+    /// Host memory mapped for the GPU.
     pub fn map(&self, bytes: usize) -> Result<Mapped> {
         Ok(self.queue.map(bytes)?)
     }
 
-    /// Launches so far.
+    /// The number of launches so far.
     pub fn launches(&self) -> u64 {
         self.launched
     }
 
-    /// Takes over a message: all runs to the target, from which their targets count.
+    /// Begins to gather a message: all runs to `target`, to which their targets are relative.
     pub fn begin(&mut self, number: u64, runs: &[Run<'_>], target: u64) {
         let all = runs.iter().flat_map(|run| run.fragments);
         let bytes = all.map(|each| each.target + u64::from(each.bytes)).max().unwrap_or(0);
@@ -106,7 +106,7 @@ impl Gatherer {
         self.jobs.push_back(job);
     }
 
-    /// Takes over one copy.
+    /// Begins a single copy.
     pub fn begin_copy(&mut self, number: u64, copy: GpuCopy) {
         let GpuCopy { source, target, bytes } = copy;
         let used = [(target, bytes as u64), (source, bytes as u64)];
@@ -115,13 +115,13 @@ impl Gatherer {
         self.jobs.push_back(Job { number, target, used, copies, lists, launch, failed });
     }
 
-    /// Whether a message that was begun is done. Does not wait, and makes all of them get on.
+    /// Whether a message is done. Does not wait; moves all messages forward.
     pub fn poll(&mut self, number: u64) -> Poll<Result<()>> {
         let turned = self.turn();
         let Some(at) = self.jobs.iter().position(|job| job.number == number) else {
             return Poll::Ready(Err(Error::Internal(format!("message {number} is not being gathered"))));
         };
-        // What was done before others failed is done.
+        // A message that was done before others failed is done.
         let job = &self.jobs[at];
         if !job.handed_over() || job.launch > self.reached {
             return turned.map_or_else(|error| Poll::Ready(Err(error)), |()| Poll::Pending);
@@ -141,15 +141,15 @@ impl Gatherer {
         Ok(())
     }
 
-    /// Hands over what fits; whether that was anything.
+    /// Hands work to the GPU; returns whether there was any.
     fn launch(&mut self) -> Result<bool> {
-        // Asked here, since what was begun may have waited for long: a kernel may have to stand behind a stream that waits
-        // for this very transfer.
+        // Announced here, because the work may have waited for long: a kernel may have to queue behind a stream that
+        // waits for this very transfer.
         let launching = deferred_free::launching();
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }
-        // Copies follow an address of what is gone as a kernel does.
+        // Copies are checked for freed memory too, as the kernel's runs are.
         for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
             if let Err(error) = see_that_it_is_there(&*self.queue, job.used) {
                 (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error.into()));
@@ -170,7 +170,7 @@ impl Gatherer {
         Ok(true)
     }
 
-    /// What goes into the next launch: as much as there are lists for, and as many copies as one takes.
+    /// The work of the next launch: as many runs as there are free lists, and as many copies as one launch takes.
     fn next(&mut self) -> (Vec<GatherRun>, Vec<GpuCopy>) {
         let (mut runs, mut copies, launch) = (Vec::new(), Vec::new(), self.launched + 1);
         for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
@@ -179,7 +179,8 @@ impl Gatherer {
             {
                 let at = self.memory.at(list * LIST_BYTES, LIST_BYTES).cast::<Fragment>();
                 let count = segment.fragments.len();
-                // SAFETY: a list of our own with room for so many, aligned to a page, that no launch reads now.
+                // SAFETY: a list of this gatherer with room for `count` entries, page-aligned, that no launch reads
+                // now.
                 unsafe { std::ptr::copy_nonoverlapping(segment.fragments.as_ptr(), at, count) };
                 let (source, target) = (segment.source, job.target);
                 runs.push(GatherRun { fragments: at as u64, count: count as u64, source, target });
@@ -202,7 +203,7 @@ impl Gatherer {
 }
 
 impl Job {
-    /// Copies instead of the lists that the GPU does not have yet.
+    /// Replaces the lists that the GPU has not been given by copies.
     fn do_without_kernel(&mut self) {
         for Segment { source, fragments } in self.lists.drain(..) {
             self.copies.extend(copies(source, &fragments, self.target));
@@ -222,7 +223,7 @@ fn copies(source: u64, fragments: &[Fragment], target: u64) -> impl Iterator<Ite
     })
 }
 
-/// Fragments that follow one another in both places as one, cut into lists.
+/// Merges fragments that are adjacent in both places, and cuts the result into lists.
 fn segments(run: &Run<'_>) -> Vec<Segment> {
     let mut merged: Vec<Fragment> = Vec::with_capacity(run.fragments.len());
     for next in run.fragments.iter().filter(|fragment| fragment.bytes > 0) {
@@ -247,7 +248,7 @@ mod tests {
     use ferrywire_memory::unpack::recorder::{Recorder, Seen, Waiting};
     use std::sync::{Arc, Mutex};
 
-    /// The one that was asked for was refused, though it was in its place.
+    /// Regression: the requested copy was refused although its memory was valid.
     #[test]
     fn a_message_whose_memory_is_gone_fails_alone() {
         let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));

@@ -1,7 +1,8 @@
-//! A lane over one connection of devmem TCP, both ways.
+//! A lane over one devmem TCP connection, in both directions.
 //!
-//! Invariant: closed, neither the GPU nor the CPU touches memory that was posted. A NIC may still have packets to send whose
-//! payload it reads from memory of a GPU: the socket stays open until the kernel has reported all of them.
+//! Invariant: once a lane is closed, neither the GPU nor the CPU touches memory that was posted. A NIC may still have
+//! packets to send whose payload it reads from GPU memory: the socket stays open until the kernel has reported all of
+//! them.
 //! Read next: `receiving.rs`, `sending.rs`.
 
 use super::NAME;
@@ -25,16 +26,16 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long whoever asked in vain leaves a lane alone: the kernel fills its buffer meanwhile.
+/// Pause before a lane without news is polled again; the kernel fills its buffer meanwhile.
 const PAUSE: Duration = Duration::from_micros(50);
 
 pub(crate) struct DevmemLane {
-    // Stopped before the connection is closed.
+    // Field order: stopped before the connection is closed.
     sending: Sending,
     receiving: Receiving,
     copiers: Copiers,
     conn: Option<Box<dyn Conn>>,
-    /// The aborted connection of a closed lane, of which the kernel has still to report.
+    /// The aborted connection of a closed lane, for which the kernel's reports are missing.
     unreported: Option<Box<dyn Conn>>,
     rule: Option<Rule>,
     backend: Arc<Backend>,
@@ -43,7 +44,7 @@ pub(crate) struct DevmemLane {
 }
 
 impl DevmemLane {
-    /// Over a connection that is steered into the device's queues. May wait for the GPU.
+    /// Makes a lane of a connection that is steered into the device's queues. May wait for the GPU.
     pub fn new(
         backend: Arc<Backend>,
         device: Arc<Device>,
@@ -69,7 +70,7 @@ impl DevmemLane {
         })
     }
 
-    /// What carries it, for statistics.
+    /// The transport's name in statistics.
     pub fn by(&self) -> LaneBy {
         LaneBy {
             plugin: NAME.to_owned(),
@@ -153,7 +154,7 @@ impl Lane for DevmemLane {
 
     fn gathered(&mut self, number: u64) -> Poll<Result<()>> {
         let failed = |error| match error {
-            // That of the message alone.
+            // This error concerns the message alone.
             Error::Cuda(CudaError::Freed { .. }) => error,
             error => Error::Io { what: "gathering".into(), message: error.to_string(), code: None },
         };
@@ -180,14 +181,15 @@ impl Lane for DevmemLane {
 
     fn close(&mut self, in_flight: InFlight) {
         let Some(mut conn) = self.conn.take() else { return };
-        // The GPU is done with pool and memory when they are gone.
+        // After this the GPU uses neither the pool nor posted memory.
         self.receiving.stop();
         self.copiers.stop();
         self.sending.stop();
-        match in_flight.is_nothing() {
-            true => conn.shutdown(),
-            // What is on its way has no reader any more: the kernel is not to read the source for it either.
-            false => conn.abort(),
+        if in_flight.is_nothing() {
+            conn.shutdown()
+        } else {
+            // Bytes in flight have no reader any more, so the kernel must not read the source for them either.
+            conn.abort()
         }
         if let Some(rule) = self.rule.take() {
             self.device.unsteer_later(rule);
@@ -213,7 +215,8 @@ impl Lane for DevmemLane {
     }
 }
 
-/// Why nothing is acknowledged any more. What finds no room in a pool is dropped, which from here looks like a dead path.
+/// The reason if the peer acknowledges nothing any more. A pool without room drops packets, which looks like a dead
+/// path from here.
 fn silence(health: &PathHealth) -> Option<String> {
     health.is_dead().then(|| format!("{}, or its pool is empty all that time", health.describe()))
 }

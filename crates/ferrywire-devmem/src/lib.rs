@@ -17,13 +17,13 @@
 //! # Ok(()) }
 //! ```
 //!
-//! Each channel has a lane: one TCP connection more, used both ways, that carries nothing but payload, in the order of the
-//! heads that travel on the channel's own connection. At each end a rule of the NIC steers it to a queue that the
-//! endpoint's pool is bound to. Where a packet went another way its bytes arrive as plain ones, and are copied.
+//! Each channel has a lane: a second TCP connection, used in both directions, that carries only payload, in the order
+//! of the headers on the channel's own connection. At each end a rule of the NIC steers it to a queue that the
+//! endpoint's pool is bound to. Bytes of a packet that took another way arrive as plain bytes and are copied.
 //!
-//! Invariant: a fragment is given back to the kernel only after what it holds was copied out of the pool.
-//! Read next: `config.rs`, `backend.rs` and `device.rs` (NICs and pools), `setup.rs`, `lane.rs`, then `receiving.rs` and
-//! `sending.rs`. Beside them stand `nic.rs`, which settings of a NIC are changed and undone, and `sys/`, the kernel's calls.
+//! Invariant: a fragment is returned to the kernel only after its bytes were copied out of the pool.
+//! Read next: `config.rs`, `backend.rs` and `device.rs` (NICs and pools), `setup.rs`, `lane.rs`, then `receiving.rs`
+//! and `sending.rs`. `nic.rs` changes settings of a NIC and undoes the changes; `sys/` has the kernel's calls.
 
 mod backend;
 mod background_init;
@@ -50,5 +50,5 @@ pub use ferrywire::DevmemStats;
 pub use nic::Possible;
 pub use steering::release_nics;
 
-/// What it is called, in reports and between the ends.
+/// The backend's name, in reports and between the ends.
 const NAME: &str = ferrywire::payload::DEVMEM;

@@ -1,15 +1,17 @@
-//! One NIC's receive queues, taken for device memory: chosen, set up, bound, flows steered to them, and all of it undone.
+//! A claim on receive queues of one NIC for device memory: queues are chosen, set up and bound, flows are steered to
+//! them, and all changes are undone.
 //!
 //! ```text
-//!   Claim::new ── clean up after the dead ── choose queues ── check or change settings
+//!   Claim::new ── clean up after dead processes ── choose queues ── check or change settings
 //!     bind     ── a dma-buf takes the payload of the queues
 //!     steer    ── a rule per connection                        unsteer
 //!   drop       ── rules, binding, settings: undone, in reverse
 //! ```
 //!
-//! Settings of the NIC belong to its owner: they are changed only where that is allowed, and put back as they were. What
-//! a killed process leaves is known from its journal, and undone by the next claim of the NIC or by [`clean_up`].
-//! Invariant: nothing is changed that is not in the journal; nothing is undone that is not still exactly ours.
+//! Settings of the NIC belong to the host's administrator: they are changed only if that is allowed, and are restored.
+//! The journal records the changes of a killed process; the next claim of the NIC, or [`clean_up`], undoes them.
+//! Invariant: nothing is changed that is not in the journal; nothing is undone that is not still exactly as this
+//! project set it.
 //! Read next: `nic/journal.rs`, then `nic/settings.rs`.
 
 mod cleanup;
@@ -44,16 +46,16 @@ use kernel::{Host, Kernel};
 use record::Claimed;
 use settings::{Bench, Others};
 
-/// What is wanted of a NIC.
+/// What a claim needs of a NIC.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
-    /// Receive queues.
+    /// The number of receive queues.
     pub queues: usize,
-    /// Settings may be changed, until the claim ends.
+    /// Whether settings may be changed until the claim ends.
     pub allow_nic_setup: bool,
 }
 
-/// Queues of one NIC that are ours, until this is dropped.
+/// Queues of one NIC, claimed until this is dropped.
 pub struct Claim {
     nic: String,
     index: u32,
@@ -61,46 +63,51 @@ pub struct Claim {
     kernel: Box<dyn Kernel>,
     journal: Journal,
     end_by: EndBy,
-    /// Says that the claim lives; gone when it has ended.
+    /// Marks the claim as live; `None` once it has ended.
     file: Option<ClaimFile>,
-    /// What the file says.
+    /// The contents of the claim's file.
     claimed: Claimed,
 }
 
-/// A rule that sends one connection to a claimed queue.
+/// A rule that steers one connection to a claimed queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
     flow: Flow,
     location: u32,
 }
 
-/// Rules that are not removed yet.
+/// Rules that could not be removed yet.
 #[derive(Debug)]
 pub(super) struct NotRemoved {
     pub rules: Vec<Rule>,
     pub why: String,
-    /// There was no lock, mostly since others have the NIC: what is to be changed there next would wait as long again.
+    /// Set if the journal could not be locked, usually because another process uses the NIC: the next change there
+    /// would wait as long again.
     pub no_lock: Option<Box<NicError>>,
 }
 
 impl Rule {
-    /// The queue.
+    /// The claimed queue.
     pub fn queue(&self) -> u32 {
         self.flow.queue
     }
 }
 
 impl Claim {
-    /// Takes the last queues that nobody has, of those first that no other flows are spread over. Cleans up before
-    /// what earlier runs have left at this NIC. Needs CAP_NET_ADMIN for anything but being refused.
+    /// Claims the last free queues of a NIC, preferably queues over which no other flows are spread. First undoes what
+    /// dead processes have left at this NIC. Needs CAP_NET_ADMIN.
+    ///
+    /// # Errors
+    /// The NIC cannot do it, has too few free queues, or needs settings that must not be changed.
     pub fn new(nic: &str, wish: &Wish) -> Result<Claim, NicError> {
         Claim::in_directory(&journal::directory(), nic, wish)
     }
 
-    /// The same with the journal in a directory of one's own. All who share a NIC have to use the same one.
+    /// Like [`Claim::new`], with the journal in another directory. All processes that share a NIC must use one
+    /// directory.
     pub fn in_directory(directory: &Path, nic: &str, wish: &Wish) -> Result<Claim, NicError> {
         let index = nics::index(nic).ok_or_else(|| NicError::NoNic { nic: nic.to_owned() })?;
-        // Before a word about anything else: most NICs cannot.
+        // Checked first, because most NICs do not support it.
         possible::refusal(nic, index)?;
         let kernel = Host::open(nic, index).map_err(|error| {
             NicError::setting(nic, "talk to the kernel about NICs", String::new(), &error)
@@ -143,7 +150,8 @@ impl Claim {
         Ok(Claim { nic, index, allow_nic_setup, kernel, journal, end_by, file, claimed })
     }
 
-    /// Binds all queues to a dma-buf: payload of flows that are steered here lands in it. Gives the binding's number.
+    /// Binds all claimed queues to a dma-buf, into which the payload of steered flows then goes. Returns the kernel's
+    /// id of the binding.
     pub fn bind(&mut self, dmabuf: BorrowedFd<'_>) -> Result<u32, NicError> {
         let queues = &self.claimed.queues;
         match self.kernel.bind(queues, dmabuf) {
@@ -151,14 +159,14 @@ impl Claim {
             Err(error) if self.allow_nic_setup && wants_split(&error) => {}
             Err(error) => return Err(DevmemError::bind_rx(&self.nic, queues, &error).into()),
         }
-        // Drivers that split by themselves say that it is on, and the kernel wants it asked for.
+        // Drivers that split headers by themselves report it as on, but the kernel requires that it was requested.
         let mut locked = self.journal.lock_by(&self.end_by)?;
         Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked }.split(true)?;
         let bound = self.kernel.bind(queues, dmabuf);
         bound.map_err(|error| DevmemError::bind_rx(&self.nic, queues, &error).into())
     }
 
-    /// Sends what arrives of one connection to the claimed queue that has the fewest.
+    /// Steers the packets of one connection to the claimed queue with the fewest connections.
     pub fn steer(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
         let rules = &self.claimed.rules;
         let load = |queue: &&u32| rules.iter().filter(|(flow, _)| flow.queue == **queue).count();
@@ -178,26 +186,26 @@ impl Claim {
             Ok(location) => self.claimed.rules[last].1 = Some(*location),
             Err(_) => drop(self.claimed.rules.pop()),
         }
-        // Where this fails it is still found, by its connection.
+        // If writing fails, the rule is still found by its connection.
         self.write_or_tell();
         inserted.map(|location| Rule { flow, location })
     }
 
     fn insert(&mut self, flow: &Flow) -> Result<u32, NicError> {
-        // Nobody else of us looks for a free place meanwhile.
+        // The lock keeps other claims from choosing the same location.
         let _locked = self.journal.lock_by(&self.end_by)?;
         self.write()?;
         self.kernel.insert(flow).map_err(|error| self.rule_error(&error))
     }
 
-    /// Removes a rule of this claim. What others made of it meanwhile stays.
+    /// Removes a rule of this claim. A rule that others have changed meanwhile stays.
     pub fn unsteer(&mut self, rule: Rule) {
         if let Err(NotRemoved { why, .. }) = self.unsteer_all(vec![rule], limits::NIC_LOCK_TIMEOUT) {
             tracing::warn!("a rule is not removed before the claim ends: {why}");
         }
     }
 
-    /// Removes rules of this claim; waits for others at the NIC once, and no longer than that.
+    /// Removes rules of this claim; waits for the journal's lock once, at most `within`.
     pub(super) fn unsteer_all(&mut self, rules: Vec<Rule>, within: Duration) -> Result<(), NotRemoved> {
         let mut locked = match self.journal.lock_within(within, &self.end_by) {
             Ok(locked) => locked,
@@ -231,7 +239,7 @@ impl Claim {
         why.map_or(Ok(()), |why| Err(NotRemoved { rules: left, why, no_lock: None }))
     }
 
-    /// Until when it may wait for others who change the NIC, where that has an end.
+    /// The latest time until which the claim may wait for other processes, once it is set.
     pub(super) fn end_by(&self) -> EndBy {
         self.end_by.clone()
     }
@@ -246,7 +254,7 @@ impl Claim {
         &self.claimed.queues
     }
 
-    /// NIC and queues, for reports.
+    /// The NIC and its queues, for reports.
     pub fn describe(&self) -> String {
         format!("{} {}", self.nic, queues_in_words(&self.claimed.queues))
     }
@@ -269,17 +277,17 @@ impl Claim {
         NicError::setting(&self.nic, "steer a connection to a claimed queue", hint, error)
     }
 
-    /// Removes its rules and binding, and puts settings back that no other claim needs. Waits for others at the NIC once;
-    /// where they go on for too long only the binding ends, and the rest is left as by a kill.
+    /// Removes the claim's rules and binding, and restores settings that no other claim needs. Waits for the journal's
+    /// lock once; if that takes too long, only the binding ends and the rest is left as after a kill.
     fn end(&mut self) -> Result<Vec<String>, NicError> {
-        // Kept until the binding has ended: whoever finds a claim dead looks for none.
+        // Kept until the binding has ended: a process that finds a dead claim expects no binding of it.
         let Some(file) = self.file.take() else { return Ok(Vec::new()) };
         let locked = self.journal.lock_by(&self.end_by);
         let mut locked = locked.inspect_err(|_| self.kernel.unbind())?;
         let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
         let is_clean = delete_rules(&mut bench, std::mem::take(&mut self.claimed.rules));
         bench.kernel.unbind();
-        // What could not be undone stays written down: for the next start, as if this process had been killed.
+        // Changes that could not be undone stay recorded for the next start, as if this process had been killed.
         if is_clean {
             bench.journal.remove_claim(&file.name());
         }
@@ -302,7 +310,7 @@ impl Drop for Claim {
     }
 }
 
-/// Removes rules of a claim; whether they are gone. What others made of them meanwhile stays.
+/// Removes rules of a claim; returns whether all are gone. Rules that others have changed meanwhile stay.
 fn delete_rules(bench: &mut Bench<'_, '_>, rules: Vec<(Flow, Option<u32>)>) -> bool {
     let (nic, count) = (bench.nic, rules.len());
     let deleted = bench.delete_rules(&Claimed { rules, ..Claimed::default() }, &[]);
@@ -322,12 +330,12 @@ impl std::fmt::Debug for Claim {
     }
 }
 
-/// Whether the kernel refuses to bind for want of header split.
+/// Whether the kernel refuses to bind because header split is missing.
 fn wants_split(error: &NetlinkError) -> bool {
     matches!(BindCause::of(Direction::Receive, error), BindCause::SplitOff | BindCause::SplitThreshold)
 }
 
-/// The last queues that are free: not bound, not another claim's, and one is left for everybody else.
+/// The last free queues: not bound, not of another claim, and one queue is left for all other flows.
 fn choose(bench: &mut Bench<'_, '_>, wanted: usize, live: &[u32]) -> Result<Vec<u32>, NicError> {
     let nic = bench.nic.to_owned();
     let all = bench.kernel.queues().map_err(|error| DevmemError::bind_rx(&nic, &[], &error))?;

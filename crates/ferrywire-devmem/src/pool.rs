@@ -1,6 +1,6 @@
-//! Where payload lands: memory of a GPU, or of the host, that the NIC knows as a dma-buf.
+//! The pool into which payload is received: GPU or host memory that the NIC knows as a dma-buf.
 //!
-//! Invariant: it is whole pages, and lives until nothing is bound to it any more. Read next: `host.rs`.
+//! Invariant: a pool consists of whole pages and lives until nothing is bound to it any more. Read next: `device.rs`.
 
 use ferrywire::{Error, Result};
 use ferrywire_memory::{Gpu, Memory, MemoryLocation, dmabuf_fd};
@@ -9,7 +9,7 @@ use ferrywire_sys::udmabuf;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Alignment of the pool: what drivers of GPUs and NICs agree on.
+/// Alignment of the pool, which drivers of GPUs and NICs accept.
 const ALIGN_BYTES: usize = 2 << 20;
 
 /// A pool and its dma-buf.
@@ -27,7 +27,7 @@ enum Keeper {
 }
 
 impl Pool {
-    /// A pool of this GPU's memory, else of the host's.
+    /// A pool in this GPU's memory, or in host memory.
     pub fn new(gpu: Option<&Gpu>, bytes: usize) -> Result<Pool> {
         let bytes = bytes.next_multiple_of(ALIGN_BYTES);
         match gpu {
@@ -78,12 +78,12 @@ impl Pool {
         self.dmabuf.as_fd()
     }
 
-    /// Where fragments count from, on the GPU or the host.
+    /// The address to which fragments are relative, on the GPU or the host.
     pub fn base(&self) -> u64 {
         self.base
     }
 
-    /// Whether a fragment is inside.
+    /// Whether a fragment is inside the pool.
     pub fn holds(&self, offset: u64, bytes: u32) -> bool {
         offset.checked_add(bytes.into()).is_some_and(|end| end <= self.bytes as u64)
     }

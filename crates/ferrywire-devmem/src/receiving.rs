@@ -1,17 +1,17 @@
-//! Messages on their way in: the next bytes of the stream belong to the oldest one that is not whole.
+//! Incoming messages: the next bytes of the stream belong to the oldest message that is not complete.
 //!
 //! ```text
-//!   pool      destination   bytes are brought there by
-//!   host      host          the CPU, at once
+//!   pool      destination   bytes are moved there by
+//!   host      host          the CPU, on arrival
 //!   GPU       that GPU      the GPU, from the pool
 //!   GPU       host          the GPU into mapped memory, then the CPU
 //!   host      GPU           the CPU into mapped memory, then the GPU
 //! ```
 //!
-//! Where the pool runs empty, the NIC drops packets until something is given back: so all that can be is given back
-//! before this end waits for more, and of a message that waits for its rest the GPU brings away what is there.
+//! When the pool is empty the NIC drops packets until fragments are returned. So this end returns all fragments that it
+//! can before it waits for more, and of an incomplete message the GPU gathers the part that has arrived.
 //!
-//! Invariant: no call asks for more bytes than the message lacks; no fragment is believed that leaves the pool.
+//! Invariant: no call asks for more bytes than the message lacks; a fragment outside of the pool is refused.
 //! Read next: `gather.rs`; `crate::sys::devmem`, the calls.
 
 use super::NAME;
@@ -32,17 +32,17 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-/// Fragments that one call can tell of.
+/// Fragments that one call can report.
 const PIECES_PER_CALL: usize = 512;
-/// Fragments that are given back together while more arrive.
+/// Fragments that are returned together while more arrive.
 const RELEASE_AT: usize = 96;
 
-/// How long nothing arrives of a message until what is there is gathered.
+/// Time without arrivals after which the part of a message that has arrived is gathered.
 const PART_AFTER: Duration = Duration::from_millis(5);
-/// Parts of messages are numbered from here.
+/// Numbers of parts of messages begin here.
 const PARTS: u64 = 1 << 63;
 
-/// How a message gets from where it lands to where it belongs.
+/// How a message gets from where it landed to its destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Route {
     Direct,
@@ -55,38 +55,38 @@ struct Incoming {
     run: Run,
     route: Route,
     got: usize,
-    /// What of it lies in the pool, and what in the buffer for bytes that do not.
+    /// The message's fragments in the pool, and its pieces in the buffer for other bytes.
     fragments: Vec<Fragment>,
     elsewhere: Vec<Fragment>,
     elsewhere_bytes: usize,
     tokens: Vec<u32>,
-    /// Mapped memory that it passes through.
+    /// The stage of mapped memory through which the message passes.
     stage: Option<usize>,
 }
 
-/// Some of a message's fragments, on their way out of the pool ahead of the rest.
+/// Fragments of a message that are gathered out of the pool before the rest has arrived.
 struct Part {
     number: u64,
     tokens: Vec<u32>,
 }
 
-/// One connection's receiving half.
+/// The receiving half of a connection.
 pub(super) struct Receiving {
     fd: RawFd,
-    // Before what it reads and writes.
+    // Field order: dropped before the memory that it reads and writes.
     gatherer: Option<Gatherer>,
     device: Arc<Device>,
     message_bytes_max: usize,
     messages: VecDeque<Incoming>,
-    /// Number of the first of them, and how many are whole.
+    /// The number of the oldest message, and how many messages are complete.
     first: u64,
     whole: usize,
     control: Control,
     buffer: Buffer,
     stages: Stages,
-    /// Fragments to be given back.
+    /// Fragments to return to the kernel.
     back: Tokens,
-    /// What is gathered of a message that is not whole, and when bytes last arrived.
+    /// The part of an incomplete message that is being gathered, and the time of the last arrival.
     part: Option<Part>,
     parts: u64,
     arrived: Instant,
@@ -124,7 +124,7 @@ impl Receiving {
         })
     }
 
-    /// Whether messages for this memory have to be gathered behind their arrival.
+    /// Whether messages for this memory have to be gathered after their arrival.
     pub fn scatters(&self, memory: &Memory) -> bool {
         self.route(memory) != Route::Direct
     }
@@ -138,7 +138,7 @@ impl Receiving {
         }
     }
 
-    /// The next message; its number, unless memory that it passes through is still being made.
+    /// Expects the next message and returns its number; pending while memory that it passes through is being made.
     pub fn expect(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let route = self.route(run.memory());
         if route != Route::Direct && self.gatherer.is_none() {
@@ -176,10 +176,10 @@ impl Receiving {
         Ok(Poll::Ready(self.first + self.messages.len() as u64 - 1))
     }
 
-    /// Receives what is there, and tells whether a message is whole.
+    /// Receives what has arrived, and returns whether a message is complete.
     ///
     /// # Errors
-    /// Why nothing more will come.
+    /// The reason why nothing more will arrive.
     pub fn is_whole(&mut self, number: u64) -> Result<bool, String> {
         self.look_after_part()?;
         let at = number.wrapping_sub(self.first) as usize;
@@ -188,11 +188,11 @@ impl Receiving {
                 return Ok(false);
             }
         }
-        // What was brought ahead of it has to be there too.
+        // The part that was gathered ahead must be done too.
         Ok(at < self.whole && self.part.is_none())
     }
 
-    /// One call, for the oldest message that is not whole. False when nothing is there.
+    /// One receive call, for the oldest message that is not complete. False if nothing has arrived.
     fn receive(&mut self) -> Result<bool, String> {
         let message = &mut self.messages[self.whole];
         let lacks = message.run.bytes() - message.got;
@@ -207,7 +207,7 @@ impl Receiving {
         }
         let into = self.buffer.next(lacks);
         add(&self.counters.receive_calls, 1);
-        // SAFETY: so many bytes of the buffer, which nothing else has in use.
+        // SAFETY: this many bytes of the buffer, which nothing else uses.
         let received = match unsafe { devmem::receive(self.fd, into, lacks, &mut self.control) } {
             Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -232,7 +232,7 @@ impl Receiving {
         Ok(true)
     }
 
-    /// Takes note of, or copies, what one call has brought.
+    /// Records or copies the bytes of one call.
     fn place(&mut self, bytes: usize, plain: bool) -> Result<(), String> {
         let (message, pool) = (&mut self.messages[self.whole], self.device.pool());
         if plain {
@@ -286,8 +286,8 @@ impl Receiving {
         Ok(())
     }
 
-    /// The pool may be what the rest of a message waits for: what is there makes room, unless more arrives soon. It goes
-    /// into the buffer, since nobody expects its destination to be touched yet.
+    /// Gathers the part of a message that has arrived, unless more arrives soon: the rest may wait for room in the
+    /// pool. The part goes into the buffer, because its destination must not be written yet.
     fn make_room(&mut self) {
         let message = &mut self.messages[self.whole];
         let waits = !message.fragments.is_empty() && self.arrived.elapsed() >= PART_AFTER;
@@ -309,7 +309,7 @@ impl Receiving {
         self.part = Some(Part { number, tokens: std::mem::take(&mut message.tokens) });
     }
 
-    /// Gives back what was brought ahead, once it is.
+    /// Returns the fragments of a part once it has been gathered.
     fn look_after_part(&mut self) -> Result<(), String> {
         let (Some(part), Some(gatherer)) = (&self.part, &mut self.gatherer) else { return Ok(()) };
         match gatherer.poll(part.number) {
@@ -321,7 +321,7 @@ impl Receiving {
         self.give_back()
     }
 
-    /// Begins to bring a whole message to its place.
+    /// Begins to gather a complete message into its destination.
     pub fn gather(&mut self, number: u64) -> Result<(), String> {
         let (Some(message), Some(gatherer)) =
             (self.messages.get(number.wrapping_sub(self.first) as usize), &mut self.gatherer)
@@ -346,7 +346,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// Whether that is done.
+    /// Whether a message has been gathered.
     pub fn gathered(&mut self, number: u64) -> Poll<ferrywire::Result<()>> {
         let Some(gatherer) = &mut self.gatherer else { return Poll::Ready(Ok(())) };
         match gatherer.poll(number) {
@@ -359,14 +359,14 @@ impl Receiving {
         };
         if let (Route::GpuThenHost, Some(stage)) = (message.route, message.stage) {
             let from = self.stages.address(stage) as *const u8;
-            // SAFETY: so many bytes of a stage, into host memory that was posted for as many.
+            // SAFETY: this many bytes of a stage, into host memory that was posted for as many.
             unsafe { std::ptr::copy_nonoverlapping(from, message.run.base(), message.run.bytes()) };
         }
         message.tokens.drain(..).for_each(|token| self.back.push(token));
         Poll::Ready(Ok(()))
     }
 
-    /// The oldest message is its user's: what it held is free.
+    /// Releases the resources of the oldest message, which is done.
     pub fn finished(&mut self) -> Result<(), String> {
         let Some(mut message) = self.messages.pop_front() else { return Ok(()) };
         (self.first, self.whole) = (self.first + 1, self.whole.saturating_sub(1));
@@ -377,13 +377,14 @@ impl Receiving {
         message.elsewhere.clear();
         message.elsewhere_bytes = 0;
         self.spare.push(message);
-        match self.back.fragments() >= RELEASE_AT || self.messages.is_empty() {
-            true => self.give_back(),
-            false => Ok(()),
+        if self.back.fragments() >= RELEASE_AT || self.messages.is_empty() {
+            self.give_back()
+        } else {
+            Ok(())
         }
     }
 
-    /// Gives back to the kernel what is not needed any more.
+    /// Returns fragments that are not needed any more to the kernel.
     fn give_back(&mut self) -> Result<(), String> {
         if self.back.is_empty() {
             return Ok(());
@@ -400,24 +401,24 @@ impl Receiving {
         Ok(())
     }
 
-    /// Whether no message is awaited.
+    /// Whether no message is expected.
     pub fn is_idle(&self) -> bool {
         self.messages.is_empty()
     }
 
-    /// Keeps nothing of messages that are over.
+    /// Releases the memory kept for messages that are over.
     pub fn forget(&mut self) {
         self.spare.clear();
     }
 
-    /// Nothing of the GPU's touches memory any more after this.
+    /// After this the GPU touches no memory of this lane any more.
     pub fn stop(&mut self) {
         self.gatherer = None;
     }
 }
 
 impl Incoming {
-    /// Bytes of the buffer are the next ones of the message.
+    /// The next bytes of the message are in the buffer.
     fn take_elsewhere(&mut self, buffer: &mut Buffer, stages: &Stages, at: usize, bytes: usize) {
         match self.route {
             Route::Direct | Route::HostThenGpu => {
@@ -433,13 +434,13 @@ impl Incoming {
         }
     }
 
-    /// Copies the next bytes of the message to where the CPU may write them.
+    /// Copies the next bytes of the message to memory that the CPU may write.
     fn copy_in(&mut self, from: *const u8, bytes: usize, stages: &Stages) {
         let base = match self.stage {
             Some(stage) => stages.address(stage) as *mut u8,
             None => self.run.base(),
         };
-        // SAFETY: sources are checked against pool and buffer, and the kernel gives no more than the message lacks.
+        // SAFETY: sources are checked against pool and buffer, and the kernel returns no more than the message lacks.
         unsafe { std::ptr::copy_nonoverlapping(from, base.add(self.got), bytes) };
         self.got += bytes;
     }

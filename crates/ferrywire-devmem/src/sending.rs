@@ -1,10 +1,10 @@
-//! Messages on their way out, one behind the other on the lane's connection.
+//! Outgoing messages, one after another on the lane's connection.
 //!
-//! Host memory is copied by the kernel as it is sent. Of GPU memory that is bound to the NIC only offsets are sent; the
-//! kernel numbers such calls and reports when the peer's has acknowledged them. Other GPU memory is copied to mapped
-//! memory first.
+//! The kernel copies host memory as it sends it. Of GPU memory that is bound to the NIC only offsets are passed to the
+//! kernel; the kernel numbers such calls and reports when the peer's kernel has acknowledged them. Other GPU memory is
+//! first copied to mapped memory.
 //!
-//! Invariant: a message is done when nothing reads its memory any more; bytes go out in the order of messages.
+//! Invariant: a message is done when nothing reads its memory any more; bytes are sent in the order of messages.
 //! Read next: `sources.rs`; `ferrywire_sys::zerocopy`, the reports.
 
 use super::NAME;
@@ -32,7 +32,7 @@ struct Outgoing {
     source: Source,
     bytes: usize,
     sent: usize,
-    /// Numbers of its calls that the kernel reports on: the first, and how many have no report yet.
+    /// The message's calls on which the kernel reports: the number of the first, and how many have no report yet.
     first_call: u32,
     calls: u32,
     unreported: u32,
@@ -44,17 +44,17 @@ enum Source {
         binding: Arc<Binding>,
         offset: u64,
     },
-    /// Copied to a stage, or being copied.
+    /// The message is copied to a stage, or is being copied.
     Staged {
         stage: usize,
         copied: bool,
     },
 }
 
-/// One connection's sending half.
+/// The sending half of a connection.
 pub(super) struct Sending {
     fd: RawFd,
-    // Before what it reads and writes.
+    // Field order: dropped before the memory that it reads and writes.
     stager: Option<Stager>,
     making: Option<Arc<BackgroundInit<Stager>>>,
     backend: Arc<Backend>,
@@ -62,19 +62,19 @@ pub(super) struct Sending {
     sources: Sources,
     messages: VecDeque<Outgoing>,
     first: u64,
-    /// Of the messages, how many are all handed to the kernel.
+    /// The number of messages that were completely handed to the kernel.
     handed: usize,
-    /// The number of the next call that is reported on.
+    /// The number of the next call on which the kernel reports.
     next_call: u32,
-    /// Whether the kernel reports on this socket, once asked; and how many calls wait for a report.
+    /// Whether the kernel reports on this socket, once known; and how many calls wait for a report.
     reports: Option<bool>,
     unreported: u64,
-    /// The message whose memory cannot be read, and why: nothing is sent from there on.
+    /// The message whose memory cannot be read, with the error; nothing is sent from that message on.
     unreadable: Option<(u64, Error)>,
     counters: Arc<DevmemCounters>,
 }
 
-/// What copies messages out of a GPU.
+/// Copies messages out of a GPU.
 struct Stager {
     gatherer: Gatherer,
     memory: Mapped,
@@ -107,7 +107,8 @@ impl Sending {
         }
     }
 
-    /// Takes over a message, and sends of it what the kernel takes; its number, unless what it needs is still being made.
+    /// Takes a message, sends what the kernel takes, and returns the message's number; pending while its resources are
+    /// being made.
     pub fn post(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let number = self.first + self.messages.len() as u64;
         let Poll::Ready(source) = self.source_of(run, number)? else { return Ok(Poll::Pending) };
@@ -170,7 +171,7 @@ impl Sending {
         self.send()?;
         self.hear_reports()?;
         let at = number.wrapping_sub(self.first) as usize;
-        // The oldest is the one asked for.
+        // The caller asks for the oldest message.
         let done = at < self.handed && self.messages[at].unreported == 0;
         if done && at == 0 {
             self.release();
@@ -178,7 +179,7 @@ impl Sending {
         Ok(done)
     }
 
-    /// A message that is not done whose memory cannot be read, and why.
+    /// A pending message whose memory cannot be read, with the error.
     pub fn unreadable(&self) -> Option<(u64, Error)> {
         self.unreadable.clone()
     }
@@ -191,7 +192,7 @@ impl Sending {
         }
     }
 
-    /// Hands to the kernel what it takes now.
+    /// Hands the kernel as many bytes as it takes now.
     fn send(&mut self) -> Result<(), String> {
         while self.handed < self.messages.len() && self.unreadable.is_none() {
             let number = self.first + self.handed as u64;
@@ -206,7 +207,7 @@ impl Sending {
                 Source::Host(address) => send_bytes(self.fd, *address + at as u64, left),
                 Source::Bound { binding, offset } => {
                     let piece = devmem::Piece { offset: *offset as usize + at, bytes: left };
-                    // SAFETY: offsets only; the pages stay with the binding, which lanes hold.
+                    // SAFETY: offsets only; the binding keeps the pages, and lanes hold the binding.
                     unsafe { devmem::send(self.fd, binding.id, &[piece]) }
                 }
                 Source::Staged { stage, copied } => {
@@ -229,7 +230,7 @@ impl Sending {
             let sent = match sent {
                 Ok(sent) => sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                // Too many calls wait for their report: those come first.
+                // Too many calls wait for their report: read the reports first.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && self.unreported > 0 => {
                     return Ok(());
                 }
@@ -255,7 +256,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Takes note of what the peer's kernel has acknowledged.
+    /// Counts the calls that the peer's kernel has acknowledged.
     fn hear_reports(&mut self) -> Result<(), String> {
         while self.unreported > 0 {
             let report = match zerocopy::completion(self.fd) {
@@ -274,22 +275,23 @@ impl Sending {
         Ok(())
     }
 
-    /// Whether no message is under way.
+    /// Whether no message is in flight.
     pub fn is_idle(&self) -> bool {
         self.messages.is_empty()
     }
 
-    /// Lets go of regions that are gone.
+    /// Drops bindings and regions that are gone.
     pub fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
         self.sources.forget_revoked(busy);
     }
 
-    /// Nothing of the GPU's touches memory any more after this.
+    /// After this the GPU touches no memory of this lane any more.
     pub fn stop(&mut self) {
         (self.stager, self.making) = (None, None);
     }
 
-    /// Whether the kernel reads nothing of GPU memory any more. Of a connection that is aborted it reports what NICs have sent.
+    /// Whether the kernel reads no GPU memory any more. For an aborted connection it reports when NICs have sent the
+    /// rest.
     pub fn has_released(&mut self) -> bool {
         if let Err(why) = self.hear_reports() {
             tracing::error!("the kernel may still send of GPU memory: {why}");
@@ -298,7 +300,7 @@ impl Sending {
         self.unreported == 0
     }
 
-    /// Keeps no memory any more, nor its bindings.
+    /// Drops all memory and bindings.
     pub fn clear(&mut self) {
         self.messages.clear();
         self.sources.clear();
@@ -321,7 +323,7 @@ impl Stager {
     }
 }
 
-/// Why the kernel takes nothing more, in words that say what to do where it is for memory of a GPU.
+/// Why the kernel takes nothing more; for GPU memory with a hint.
 fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
     match (source, SendCause::of(error)) {
         (_, SendCause::Other) | (Source::Host(_) | Source::Staged { .. }, _) => {
@@ -337,11 +339,11 @@ fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
 }
 
 fn send_bytes(fd: RawFd, address: u64, bytes: usize) -> io::Result<usize> {
-    // SAFETY: memory of a message that was posted, or of a stage: it stays until the message is done.
+    // SAFETY: memory of a posted message or of a stage, which stays until the message is done.
     unsafe { socket::send(fd, &[IoVec::new(address as *mut u8, bytes)], 0) }
 }
 
-/// How many of `count` numbers from `first` on lie between two others, all of them wrapping.
+/// How many of `count` numbers from `first` on are between `from` and `to`; all numbers wrap.
 fn common(first: u32, count: u32, from: u32, to: u32) -> u32 {
     let reported = to.wrapping_sub(from).wrapping_add(1);
     (0..count).filter(|each| first.wrapping_add(*each).wrapping_sub(from) < reported).count() as u32

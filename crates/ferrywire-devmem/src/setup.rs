@@ -1,15 +1,16 @@
-//! How a channel gets its lane: a second connection beside the channel's, proven like it, then steered at both ends.
+//! Sets up a channel's lane: a second connection beside the channel's, proved in the same way, then steered at both
+//! ends.
 //!
 //! ```text
 //!   the end that opened the session:  dial ── proof ──┐
-//!   both:                     rule for this flow, memory ── told ──> both told: the lane carries payload
+//!   both:                     rule for this flow, memory ── ready ──> both ready: the lane carries payload
 //! ```
 //!
-//! A rule is made only for a connection that has proven to be the peer's, and nothing is sent before both ends have
-//! theirs, so that no payload misses the queue. Rules and memory take time, in the kernel and on the GPU: a thread of its
-//! own sees to that.
+//! A rule is made only for a connection that has proved to be the peer's. Nothing is sent before both ends have their
+//! rules, so no payload misses the queue. Rules and memory take time in the kernel and on the GPU, so a thread of its
+//! own makes them.
 //!
-//! Invariant: a set-up that is given up leaves no rule. Read next: `lane.rs`, what comes of it.
+//! Invariant: an abandoned setup leaves no rule. Read next: `lane.rs`, the result.
 
 use super::NAME;
 use super::backend::Backend;
@@ -24,14 +25,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// What an end tells when its part is done: nothing but that.
+/// The message of an end that is ready; it has no content.
 const READY: [u8; LANE_HANDLE_BYTES] = [0; LANE_HANDLE_BYTES];
 
 pub(crate) struct DevmemSetup {
     backend: Arc<Backend>,
     device: Arc<Device>,
     started: Duration,
-    /// To be dialled by this end, and not yet asked for.
+    /// Whether this end dials and has not yet been asked to.
     to_dial: bool,
     connected: bool,
     told: bool,
@@ -41,12 +42,12 @@ pub(crate) struct DevmemSetup {
 
 struct Shared {
     made: Mutex<Option<Result<DevmemLane, String>>>,
-    /// Wakes whoever polls the set-up.
+    /// Wakes the poller of the setup.
     waker: Waker,
 }
 
 impl DevmemSetup {
-    /// Of a channel over this NIC.
+    /// Starts the setup for a channel over this NIC.
     pub fn start(
         backend: &Arc<Backend>,
         nic: &str,
@@ -84,7 +85,7 @@ impl Setup for DevmemSetup {
         let (backend, device, shared) = (self.backend.clone(), self.device.clone(), self.shared.clone());
         let thread = thread::Builder::new().name("ferrywire-steer".into()).spawn(move || {
             let made = make(backend, device, conn);
-            // Where nobody waits any more, what was made goes with the last one that shares it.
+            // If nothing waits any more, the result is dropped with the last owner of `shared`.
             *shared.made.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
             shared.waker.wake();
         });
@@ -92,9 +93,10 @@ impl Setup for DevmemSetup {
     }
 
     fn peer_listens(&mut self, _handle: [u8; LANE_HANDLE_BYTES]) -> Result<(), String> {
-        match std::mem::replace(&mut self.peer_ready, true) {
-            false => Ok(()),
-            true => Err("the peer told twice that one lane is ready".into()),
+        if std::mem::replace(&mut self.peer_ready, true) {
+            Err("the peer told twice that one lane is ready".into())
+        } else {
+            Ok(())
         }
     }
 

@@ -1,9 +1,10 @@
-//! What is sent from GPU memory: regions that a NIC reads itself, where driver and NIC can, and the reason where not.
+//! The sources of sends from GPU memory: regions that a NIC reads itself, if driver and NIC support it, or the reason
+//! why not.
 //!
-//! A region is bound to a NIC as a whole, when a message of it is first sent over one, and as long as a lane may send
-//! from it. Lanes of one NIC share its bindings, and wait for them while they are made.
+//! A region is bound to a NIC as a whole when a message of it is first sent over the NIC, and stays bound as long as a
+//! lane may send from it. Lanes of one NIC share its bindings and wait for them while they are made.
 //!
-//! Invariant: a binding lives as long as its netlink socket, and that as long as a lane holds it.
+//! Invariant: a binding lives as long as its netlink socket, and the socket as long as a lane holds it.
 //! Read next: `sending.rs`.
 
 use super::background_init::BackgroundInit;
@@ -19,32 +20,32 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::Poll;
 
 const PAGE_BYTES: u64 = 4096;
-/// Reasons that are told of one NIC.
+/// Number of different reasons that are logged for one NIC.
 const TOLD_MAX: usize = 16;
 
-/// GPU memory that a NIC reads.
+/// GPU memory that a NIC can read.
 pub(super) struct Binding {
     pub id: u32,
-    /// Address of its first byte.
+    /// Address of the first byte.
     base: u64,
-    /// The kernel does not know it any more: the NIC's driver may end it.
+    /// The kernel does not know the binding any more: the NIC's driver may end it.
     lost: AtomicBool,
-    /// Closed, the binding ends.
+    /// Closing this socket ends the binding.
     _netdev: Netdev,
 }
 
 impl Binding {
-    /// Where an address is in the dma-buf.
+    /// The offset of an address in the dma-buf.
     pub fn offset_of(&self, address: u64) -> u64 {
         address - self.base
     }
 
-    /// Whoever sends from the region next has it bound anew.
+    /// Marks the binding as lost; the next send from the region binds it again.
     pub fn lose(&self) {
         self.lost.store(true, Ordering::Relaxed);
     }
 
-    /// Binds whole pages around a region, which stay inside of its allocation.
+    /// Binds whole pages around a region, inside of its allocation.
     fn make(nic: &str, index: u32, memory: &Memory) -> Result<Binding, String> {
         let gpu = Gpu::opened(memory.location()).map_err(|error| error.to_string())?;
         gpu.with_current(|| Binding::make_on(&gpu, nic, index, memory)).map_err(|error| error.to_string())?
@@ -70,7 +71,7 @@ impl Binding {
     }
 }
 
-/// An operation's hold on memory, for a thread: it is not taken back meanwhile.
+/// Keeps memory in use for a thread, so that it is not freed meanwhile.
 struct InUse(Arc<Memory>);
 
 impl InUse {
@@ -87,23 +88,23 @@ impl Drop for InUse {
 }
 
 type Bound = BackgroundInit<Arc<Binding>>;
-/// While it is there, no other region has the same address.
+/// While the weak reference exists, no other region has the same address.
 type OfRegion = (Weak<Memory>, Weak<Bound>);
 
 /// The bindings of one NIC, by region.
 #[derive(Default)]
 pub(super) struct Bindings {
     bound: Mutex<HashMap<usize, OfRegion>>,
-    /// Why the NIC cannot read memory of GPUs, as far as that was told.
+    /// Logged reasons why the NIC cannot read GPU memory.
     told: Mutex<Told>,
 }
 
-/// Reasons by their words, without what differs from region to region: addresses and sizes.
+/// Reasons by their text, without addresses and sizes, which differ between regions.
 #[derive(Default)]
 struct Told(HashSet<String>);
 
 impl Told {
-    /// Whether a reason is to be told: once, and no more than some.
+    /// Whether a reason should be logged: once, and only a limited number of reasons.
     fn is_new(&mut self, why: &str) -> bool {
         let differs = |word: &&str| word.contains(|c: char| c.is_ascii_digit());
         let words: Vec<&str> = why.split_whitespace().filter(|word| !differs(word)).collect();
@@ -118,7 +119,7 @@ impl fmt::Debug for Bindings {
 }
 
 impl Bindings {
-    /// That of a region, which may be on its way.
+    /// The binding of a region, which may still be being made.
     fn of(&self, device: &Device, memory: &Arc<Memory>) -> Arc<Bound> {
         let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
         bound.retain(|_, (_, binding)| binding.strong_count() > 0);
@@ -139,7 +140,7 @@ impl Bindings {
         binding
     }
 
-    /// Says once per reason that payload takes the longer way.
+    /// Logs, once per reason, that payload is copied by way of the host.
     fn tell(&self, device: &Device, why: &str) {
         if self.told.lock().unwrap_or_else(PoisonError::into_inner).is_new(why) {
             tracing::warn!(
@@ -150,7 +151,7 @@ impl Bindings {
     }
 }
 
-/// One lane's.
+/// The bindings that one lane uses.
 #[derive(Default)]
 pub(super) struct Sources {
     known: Vec<Known>,
@@ -159,12 +160,12 @@ pub(super) struct Sources {
 struct Known {
     memory: Arc<Memory>,
     bound: Arc<Bound>,
-    /// It cannot be bound, and whoever asks need not hear why again.
+    /// The region cannot be bound, and the reason has been logged.
     failed: bool,
 }
 
 impl Sources {
-    /// The binding of a region of GPU memory, once it is made; `None` where there can be none.
+    /// The binding of a GPU region once it is made; `None` if it cannot be bound.
     pub fn of(&mut self, device: &Device, memory: &Arc<Memory>) -> Poll<Option<Arc<Binding>>> {
         let at = match self.known.iter().position(|known| Arc::ptr_eq(&known.memory, memory)) {
             Some(at) => at,
@@ -188,7 +189,7 @@ impl Sources {
         })
     }
 
-    /// Lets go of regions that are gone.
+    /// Drops regions that are gone.
     pub fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
         self.known.retain(|known| !known.memory.revoked() || busy(&known.memory));
     }

@@ -1,9 +1,10 @@
-//! Rules of one NIC's claim, made by whoever sets up a lane, removed by a thread that does nothing else.
+//! The rules of one NIC's claim: made by threads that set up lanes, removed by a thread that does nothing else.
 //!
-//! Whoever changes a NIC holds a lock that all runs on it share, and may have to wait for a run that was stopped. Those who
-//! move data do not: they say which rule is not needed any more, and go on. What is to be removed goes before what is
-//! made next, so that rules that nobody needs fill no table.
-//! Invariant: ended, or dropped, the claim has ended, with all its rules, or has left them to the next start. Read next: `nic.rs`.
+//! A change of a NIC needs a lock that all processes share, and may have to wait for a stopped process. Threads that
+//! move data do not wait: they name rules that are not needed any more and continue. Pending removals go before the
+//! next rule is made, so that unneeded rules do not fill the NIC's table.
+//! Invariant: after `end` or drop, the claim has ended with all its rules, or has left them to the next start. Read
+//! next: `nic.rs`.
 
 use super::nic::{Claim, EndBy, NicError, NotRemoved, Rule};
 use ferrywire_proto::limits;
@@ -13,19 +14,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// Those of this process.
+/// The steerings of this process.
 static ALL: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 
 pub(super) struct Steering {
     nic: String,
     shared: Arc<Shared>,
-    /// `None` once it has ended.
+    /// `None` once the thread has ended.
     thread: Option<JoinHandle<()>>,
 }
 
 struct Shared {
     claim: Mutex<Option<Claim>>,
-    /// Cuts short how long whoever has the claim waits for others at the NIC.
+    /// Limits how long a user of the claim waits for other processes.
     end_by: EndBy,
     unneeded: Mutex<Unneeded>,
     news: Condvar,
@@ -34,14 +35,14 @@ struct Shared {
 #[derive(Default)]
 struct Unneeded {
     rules: VecDeque<Rule>,
-    /// Those could not be removed when it was tried last, which was told.
+    /// Whether the last removal failed, which was logged then.
     failed: bool,
-    /// Nobody steers any more: the claim sees to its rules.
+    /// Whether steering has ended; the claim then removes its rules.
     ended: bool,
 }
 
-/// Gives back the queues of all endpoints of this process, and undoes what was set for them. For a process that ends
-/// without dropping its endpoints, which threads of its own may hold: their lanes get no more device memory.
+/// Returns the queues of all endpoints of this process, and undoes the changes for them. For a process that ends
+/// without dropping its endpoints, for example because its threads hold them: their lanes get no more device memory.
 pub fn release_nics() {
     let all = std::mem::take(&mut *ALL.lock().unwrap_or_else(PoisonError::into_inner));
     let by = Instant::now() + limits::NIC_LOCK_TIMEOUT;
@@ -63,10 +64,10 @@ impl Steering {
         Ok(Steering { nic: nic.to_owned(), shared, thread: Some(thread) })
     }
 
-    /// Makes a rule. May wait for others who change the NIC.
+    /// Makes a rule. May wait for other processes that change the NIC.
     pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
         let mut claim = self.shared.claim();
-        // Who has the NIC now has it a moment later, too: nobody waits for that twice.
+        // If another process has the NIC now, it will have it a moment later too: wait only once.
         self.shared.remove(claim.as_mut(), limits::NIC_LOCK_TIMEOUT)?;
         let gone = || NicError::NoQueues {
             nic: self.nic.clone(),
@@ -75,14 +76,14 @@ impl Steering {
         claim.as_mut().ok_or_else(gone)?.steer(local, remote)
     }
 
-    /// Lets a rule be removed, without waiting for that.
+    /// Queues a rule for removal, without waiting.
     pub fn unsteer_later(&self, rule: Rule) {
         self.shared.unneeded().rules.push_back(rule);
         self.shared.news.notify_one();
     }
 
-    /// Ends the claim. Lanes that still are there get no more device memory. Waits until then, at most, for others who
-    /// change the NIC; what is not undone then is left to the next start.
+    /// Ends the claim. Lanes that still exist get no more device memory. Waits for other processes that change the NIC,
+    /// until `by` at most; changes that are not undone by then are left to the next start.
     pub fn end(&self, by: Instant) {
         self.shared.end(by);
     }
@@ -92,7 +93,7 @@ impl Drop for Steering {
     fn drop(&mut self) {
         self.shared.unneeded().ended = true;
         self.shared.news.notify_one();
-        // It holds the claim, which has to end here and now.
+        // The thread holds the claim, which has to end now.
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread that removes rules panicked");
         }
@@ -110,14 +111,14 @@ impl Shared {
 
     fn end(&self, by: Instant) {
         self.end_by.set(by);
-        // Whoever has it gives it up by then.
+        // Another user of the claim releases it by then.
         drop(self.claim().take());
     }
 
-    /// Removes what is not needed; what cannot be removed is told, and tried again.
+    /// Removes rules that are not needed. Failures are logged, and tried again.
     ///
     /// # Errors
-    /// Others have the NIC.
+    /// Other processes have the NIC.
     fn remove(&self, claim: Option<&mut Claim>, within: Duration) -> Result<(), NicError> {
         let rules = std::mem::take(&mut self.unneeded().rules);
         let Some(claim) = claim.filter(|_| !rules.is_empty()) else { return Ok(()) };
@@ -142,7 +143,7 @@ impl Shared {
             if waited.unwrap_or_else(PoisonError::into_inner).ended {
                 return;
             }
-            // Not for long while it has the claim: whoever steers waits for that.
+            // Only briefly while the thread holds the claim, because callers of `steer` wait for it.
             let _told = self.remove(self.claim().as_mut(), limits::UNSTEER_INTERVAL);
             let failed = |unneeded: &mut Unneeded| unneeded.failed && !unneeded.ended;
             drop(self.news.wait_timeout_while(self.unneeded(), limits::UNSTEER_INTERVAL, failed));

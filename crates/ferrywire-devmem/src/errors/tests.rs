@@ -1,11 +1,11 @@
-//! Each of the kernel's refusals, and what a user is told. Where a row is marked `seen`, the test program
-//! (`tests/devmem/`) gets it from a kernel, in the VM or on the host; the others need hardware or accidents, and are made
-//! up here.
+//! Each refusal of the kernel, and its message for the user. Rows marked `seen` are produced by the test program
+//! (`tests/devmem/`) on a kernel, in the VM or on the host; the others need hardware or accidents and are simulated
+//! here.
 
 use super::*;
 use crate::sys::devmem::ControlFault;
 
-/// Number, the kernel's words ("" for none), what it means, and words that the message must have.
+/// Number, the kernel's text ("" for none), cause, and words that the message must contain.
 type Row = (i32, &'static str, BindCause, &'static [&'static str]);
 
 const RECEIVE: [Row; 21] = [

@@ -1,8 +1,8 @@
-//! What processes that are gone have left at NICs.
+//! Undoes what dead processes have left at NICs.
 //!
-//! Rules are removed only where the rule at that place is still exactly theirs; what is anybody else's, and what a claim
-//! that lives has, stays.
-//! Read next: `../nic.rs`, what claims are.
+//! Invariant: a rule is removed only if the rule at that location is still exactly the dead claim's. Rules of others
+//! and of live claims stay.
+//! Read next: `../nic.rs`, for claims.
 
 use std::path::Path;
 
@@ -15,13 +15,13 @@ use crate::sys::flow::Flow;
 use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::nics;
 
-/// Undoes what earlier runs have left in this network namespace; says what that was. For whoever has just started,
-/// or wants to know: every claim does the same for its own NIC.
+/// Undoes what dead processes have left in this network namespace, and reports it as lines of text. For a process that
+/// starts, or a diagnosis: every claim does the same for its own NIC.
 pub fn clean_up() -> Vec<String> {
     clean_up_in(&journal::directory())
 }
 
-/// The same for journals in a directory of one's own.
+/// Like [`clean_up`], for journals in another directory.
 pub fn clean_up_in(directory: &Path) -> Vec<String> {
     let mut told = Vec::new();
     for nic in journal::nics(directory) {
@@ -50,22 +50,23 @@ fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
     Ok(bench.clean().map_err(|error| error.to_string())?.told)
 }
 
-/// What was found in a journal.
+/// The contents of a journal.
 #[derive(Debug, Default)]
 pub(super) struct Cleaned {
     pub told: Vec<String>,
-    /// Queues of claims that live.
+    /// Queues of live claims.
     pub live: Vec<u32>,
-    /// No claim was written down, alive or dead.
+    /// Whether no claim was recorded, live or dead.
     pub nobody: bool,
 }
 
 impl Bench<'_, '_> {
-    /// Undoes what the dead have left; nothing where it is not known what that is, and what others need.
+    /// Undoes what dead processes have left. Does nothing if the records cannot be read, and keeps what live claims
+    /// need.
     pub fn clean(&mut self) -> Result<Cleaned, NicError> {
         let mut cleaned = Cleaned::default();
         let found = self.journal.claims()?;
-        // Before anything is undone: without them it could be only by half.
+        // Read before anything is undone: without the settings the clean-up could only be partial.
         self.journal.settings(found.iter().any(|claim| claim.dead.is_none()))?;
         cleaned.nobody = found.is_empty();
         let live = found.iter().filter(|claim| claim.dead.is_none());
@@ -95,16 +96,16 @@ impl Bench<'_, '_> {
                 }
             }
         }
-        // Also where none is dead: one may have been killed after its files were removed, before its queues were given
-        // back to the spread.
+        // Also if no claim is dead: a process may have been killed after it removed its files and before it widened the
+        // spread again.
         let live = cleaned.live.clone();
         cleaned.told.extend(self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
         cleaned.told.append(&mut self.journal.told);
         Ok(cleaned)
     }
 
-    /// What to say of queues that are bound where no claim was written down: maybe by runs with a journal elsewhere, with
-    /// which no setting can be shared.
+    /// A message about queues that are bound although no claim is recorded. They may belong to processes with another
+    /// journal, with which no setting can be shared.
     pub fn strangers(&mut self) -> Option<String> {
         let queues = self.kernel.queues().unwrap_or_default();
         let bound: Vec<u32> =
@@ -119,20 +120,20 @@ impl Bench<'_, '_> {
         })
     }
 
-    /// Queues of claims that live.
+    /// The queues of live claims.
     pub fn live(&mut self) -> Result<Vec<u32>, NicError> {
         let found = self.journal.claims()?.into_iter().filter(|claim| claim.dead.is_none());
         Ok(found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect())
     }
 
-    /// Removes the rules of a claim that are there and still the same; gives their number. One that cannot be removed is
-    /// an error, once all the others were looked at.
+    /// Removes the rules of a claim that still exist unchanged; returns their number. A rule that cannot be removed is
+    /// an error, after all others were handled.
     pub fn delete_rules(&mut self, claimed: &Claimed, in_use: &[Flow]) -> Result<usize, String> {
         let (mut removed, mut failed) = (0, None);
         for (flow, location) in claimed.rules.iter().filter(|(flow, _)| !in_use.contains(flow)) {
             let places = match location {
                 Some(location) => Ok(vec![*location]),
-                // Written down, and maybe done: it would be somewhere.
+                // The rule was recorded and may have been made, at an unknown location.
                 None => self.kernel.rules(),
             };
             for place in places.unwrap_or_else(|error| {
@@ -158,11 +159,12 @@ impl Bench<'_, '_> {
         Ok(was_there)
     }
 
-    /// The connection that the rule at a place is about, if there is one and it is about one.
+    /// The connection of the rule at a location, if there is one for a single connection.
     pub fn flow_at(&mut self, place: u32) -> Result<Option<Flow>, NetlinkError> {
         match self.kernel.rule(place) {
             Err(error) if matches!(error.errno, libc::ENOENT | libc::EOPNOTSUPP) => Ok(None),
-            // How some drivers (gve, bnxt, fbnic) say that there is none. It may mean more: the list tells.
+            // Some drivers (gve, bnxt, fbnic) report a missing rule in this way. The number can also mean something
+            // else, so the list decides.
             Err(error) if error.errno == libc::EINVAL && !self.kernel.rules()?.contains(&place) => Ok(None),
             flow => flow,
         }

@@ -1,6 +1,6 @@
-//! Why queues of a NIC cannot be had, or used.
+//! Why queues of a NIC cannot be claimed or used.
 //!
-//! Read next: `../errors.rs`, what the kernel's refusals mean.
+//! Read next: `../errors.rs`, for the kernel's refusals.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,28 +8,28 @@ use std::path::PathBuf;
 use crate::DevmemError;
 use crate::sys::netlink::NetlinkError;
 
-/// Why a claim failed. Whose turn it is follows from the text: mostly that of whoever administers this host.
+/// Why a claim failed. The text says who has to act: mostly the administrator of this host.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NicError {
-    /// The kernel refuses to bind, or to change a setting.
+    /// The kernel refuses to bind or to change a setting.
     #[error(transparent)]
     Refused(#[from] DevmemError),
-    /// There is no such NIC here.
+    /// There is no NIC of this name.
     #[error("there is no NIC {nic} in this network namespace")]
     NoNic {
         /// Its name.
         nic: String,
     },
-    /// Not enough queues are left.
+    /// There are too few free queues.
     #[error("NIC {nic}: {why}")]
     NoQueues {
         /// The NIC.
         nic: String,
-        /// How many there are, who has them, what would do.
+        /// How many queues there are, who uses them, and what would help.
         why: String,
     },
-    /// Settings are not as devmem TCP needs them, and must not be changed.
+    /// Settings must be changed for devmem TCP, and changes are not allowed.
     #[error(
         "NIC {nic} is not set up for devmem TCP: {}. With --allow-nic-setup that is done, and undone at the end; by \
          hand: {}",
@@ -39,23 +39,23 @@ pub enum NicError {
     NotSetUp {
         /// The NIC.
         nic: String,
-        /// What is missing.
+        /// The settings that must be changed.
         missing: Vec<Missing>,
     },
-    /// What is changed could not be written down first, so nothing was changed.
+    /// A change could not be recorded in the journal first, so nothing was changed.
     #[error("cannot keep the journal of NIC {nic} at {}: {why}", path.display())]
     Journal {
         /// The NIC.
         nic: String,
-        /// Where it is kept.
+        /// The journal's file.
         path: PathBuf,
-        /// What failed, and what may help.
+        /// The failed call, and what may help.
         why: String,
     },
 }
 
 impl NicError {
-    /// A setting could not be read or changed.
+    /// The error of reading or changing a setting.
     pub(super) fn setting(nic: &str, what: &str, hint: String, error: &NetlinkError) -> NicError {
         let what = what.to_owned();
         DevmemError::Setting { nic: nic.to_owned(), what, said: error.to_string(), hint }.into()
@@ -65,18 +65,18 @@ impl NicError {
 /// A setting that devmem TCP needs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// Headers of TCP packets apart from payload, whatever the size of the packet.
+    /// Header split for packets of every size.
     Split {
-        /// How it is.
+        /// The present state.
         is: &'static str,
     },
-    /// Rules for single connections.
+    /// Rules for single connections (ntuple).
     Ntuple,
-    /// Other flows kept off the claimed queues.
+    /// Other flows must be kept off the claimed queues.
     Spread {
-        /// The queues.
+        /// The claimed queues.
         queues: Vec<u32>,
-        /// Queues that are left for the others: the first ones of the NIC.
+        /// The number of queues left for other flows: the first queues of the NIC.
         others: u32,
     },
 }
@@ -105,17 +105,17 @@ impl fmt::Display for Missing {
     }
 }
 
-/// What sets header split by hand.
+/// The command that turns header split on.
 pub(super) fn split_command(nic: &str) -> String {
     format!("ethtool -G {nic} tcp-data-split on hds-thresh 0")
 }
 
-/// What switches rules for flows on by hand.
+/// The command that turns flow rules on.
 pub(super) fn ntuple_command(nic: &str) -> String {
     format!("ethtool -K {nic} ntuple on")
 }
 
-/// `queue 3`, `queues 2, 3`.
+/// Formats queues: `queue 3`, `queues 2, 3`.
 pub(super) fn queues_in_words(queues: &[u32]) -> String {
     let numbers = listed(queues, ", ");
     if queues.len() == 1 { format!("queue {numbers}") } else { format!("queues {numbers}") }

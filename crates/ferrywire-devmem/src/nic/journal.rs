@@ -1,18 +1,18 @@
-//! What was changed at NICs of this host, and by whom: files that outlive their process.
+//! The journal of changes at NICs of this host, in files that outlive their process.
 //!
 //! ```text
 //!   /run/ferrywire/devmem/4026531840-eth1/       network namespace and NIC
 //!       lock                  held while anything here changes
-//!       settings              settings as they were, and what they were changed to
+//!       settings              settings before the first change, and their changed values
 //!       claim-812-0.lock      held as long as the claim lives; free: its process is gone
 //!       claim-812-0           its queues and rules
 //! ```
 //!
-//! Everything is written before it is done, so what a killed process leaves is known to the next one. A file is replaced
+//! Every change is recorded before it is made, so the next process knows what a killed one has left. A file is replaced
 //! as a whole, by renaming, so there is never half of one.
-//! Invariant: nobody but the holder of `lock` writes `settings` or removes a claim's files; a claim's own file is written
-//! by its owner alone.
-//! Read next: `record.rs`, what is in the files, and `cleanup.rs`, who reads them.
+//! Invariant: only the holder of `lock` writes `settings` or removes a claim's files; only its owner writes a claim's
+//! own file.
+//! Read next: `record.rs`, the contents of the files, and `cleanup.rs`, their reader.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
@@ -32,18 +32,18 @@ const SETTINGS: &str = "settings";
 const LOCK: &str = "lock";
 const LOCK_SUFFIX: &str = ".lock";
 const CLAIM_PREFIX: &str = "claim-";
-/// What is being written, and what made no sense.
+/// Suffix of files that are being written; the other suffix marks unreadable files.
 const NEW_SUFFIX: &str = ".new";
 const BROKEN_SUFFIX: &str = ".broken";
-/// A record is not longer.
+/// Limit of a record's size.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// Tells claims of one process apart.
+/// Distinguishes the claims of one process.
 static CLAIMS: AtomicU64 = AtomicU64::new(0);
 
-/// Where journals are kept: the first of these that can be written to.
+/// The directory of journals: the first of these that is writable.
 pub(super) fn directory() -> PathBuf {
     let system = PathBuf::from("/run/ferrywire/devmem");
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(|run| Path::new(&run).join("ferrywire/devmem"));
@@ -55,10 +55,11 @@ pub(super) fn directory() -> PathBuf {
 
 fn make(folder: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    // One that is somebody else's is not trusted, writable or not.
-    match fs::metadata(folder)?.uid() == rustix::process::geteuid().as_raw() {
-        true => Ok(()),
-        false => Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user")),
+    // A directory of another user is not trusted, writable or not.
+    if fs::metadata(folder)?.uid() == rustix::process::geteuid().as_raw() {
+        Ok(())
+    } else {
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"))
     }
 }
 
@@ -67,7 +68,7 @@ pub(super) fn namespace() -> io::Result<u64> {
     Ok(fs::metadata("/proc/thread-self/ns/net")?.ino())
 }
 
-/// Changes with each start of the host. Who does not know it would take everybody's records for those of an earlier one.
+/// The kernel's boot id. Without it, records of live processes would look like those of an earlier boot.
 fn boot() -> io::Result<String> {
     Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
@@ -83,7 +84,7 @@ pub(super) fn nics(directory: &Path) -> Vec<String> {
     nics
 }
 
-/// Forgets what was noted about a NIC that is gone; whether that was anything.
+/// Removes the journal of a NIC that is gone; returns whether there was one.
 pub(super) fn forget(directory: &Path, nic: &str) -> bool {
     let Ok(namespace) = namespace() else { return false };
     let folder = directory.join(format!("{namespace}-{nic}"));
@@ -98,22 +99,22 @@ pub(super) struct Journal {
     header: Header,
 }
 
-/// A journal that nobody else may change now.
+/// A locked journal: no other process may change it.
 #[derive(Debug)]
 pub(super) struct Locked<'a> {
     journal: &'a Journal,
-    /// Freed when it is closed.
+    /// The lock, released when the file is closed.
     _lock: File,
-    /// What was found broken, for people.
+    /// Messages about broken files.
     pub told: Vec<String>,
 }
 
-/// Until when a claim waits for the lock at most: may become known while another thread waits.
+/// The latest time until which a claim waits for the lock. It may be set while another thread waits.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct EndBy(Arc<Mutex<Option<Instant>>>);
 
 impl EndBy {
-    /// Not after this. The earliest counts.
+    /// Sets the time; the earliest one counts.
     pub fn set(&self, by: Instant) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *known = Some(known.map_or(by, |known| known.min(by)));
@@ -124,24 +125,24 @@ impl EndBy {
     }
 }
 
-/// A claim's file, which says that it lives as long as this does.
+/// A claim's file, which marks the claim as live as long as this value exists.
 #[derive(Debug)]
 pub(super) struct ClaimFile {
     path: PathBuf,
     _lock: File,
 }
 
-/// A claim that was found.
+/// A claim found in the journal.
 #[derive(Debug)]
 pub(super) struct Found {
     pub name: String,
     pub claimed: Option<Claimed>,
-    /// The lock of one whose process is gone.
+    /// The lock of a dead claim, whose process is gone.
     pub dead: Option<File>,
 }
 
 impl Journal {
-    /// Of a NIC of this network namespace.
+    /// Opens the journal of a NIC of this network namespace.
     pub fn open(directory: &Path, nic: &str, index: u32) -> Result<Journal, NicError> {
         let failed = |path: &Path, error: &io::Error| NicError::Journal {
             nic: nic.to_owned(),
@@ -160,17 +161,17 @@ impl Journal {
         NicError::Journal { nic, path: self.folder.clone(), why: format!("{what}: {error}") }
     }
 
-    /// Waits until nobody else changes it.
+    /// Waits for the lock.
     pub fn lock(&self) -> Result<Locked<'_>, NicError> {
         self.lock_by(&EndBy::default())
     }
 
-    /// The same, for somebody who may have to end. Looks once, however late it is.
+    /// Waits for the lock, until `end` at most. Tries at least once.
     pub fn lock_by(&self, end: &EndBy) -> Result<Locked<'_>, NicError> {
         self.lock_within(limits::NIC_LOCK_TIMEOUT, end)
     }
 
-    /// The same, for no longer than that.
+    /// Waits for the lock, for `limit` and until `end` at most.
     pub fn lock_within(&self, limit: Duration, end: &EndBy) -> Result<Locked<'_>, NicError> {
         let lock = open_lock(&self.folder.join(LOCK)).map_err(|error| self.failed(LOCK, &error))?;
         let began = Instant::now();
@@ -185,7 +186,7 @@ impl Journal {
         }
     }
 
-    /// Writes a claim's file, which must be its own.
+    /// Writes a claim's file; only for the claim's owner.
     pub fn write_claim(&self, file: &ClaimFile, claimed: &Claimed) -> Result<(), NicError> {
         self.write(&file.path, &claimed.text(&self.header))
     }
@@ -197,11 +198,11 @@ impl Journal {
             .map_err(|error| self.failed("write", &error))
     }
 
-    /// A record's text, unless it is about an earlier start of the host or another NIC of this name: then it is told
-    /// and forgotten, since what it speaks of is gone.
+    /// The text of a record. A record of an earlier boot, or of another NIC of this name, is reported and dropped,
+    /// because its changes are gone.
     ///
     /// # Errors
-    /// It is there, and what it says is not known. Whoever took that for nothing would undo what others need.
+    /// The record exists but cannot be understood. Treating it as missing would undo settings that others need.
     fn read<T>(
         &self,
         path: &Path,
@@ -216,7 +217,7 @@ impl Journal {
         };
         match parse(&text) {
             Some((header, record)) if header == self.header => Ok(Some(record)),
-            // A run can outlive its NIC, not its host.
+            // A process can outlive its NIC, but not its host's boot.
             Some((header, _)) if of_live_run && header.index == self.header.index => Err(self.unread(
                 path,
                 &io::Error::other("it is of an earlier start of the host, and a run that needs it lives"),
@@ -245,16 +246,16 @@ impl Journal {
 }
 
 impl Locked<'_> {
-    /// Settings that were changed, if any were.
+    /// The settings that were changed, if any.
     ///
     /// # Errors
-    /// They cannot be read: as they were before is known to nobody else.
+    /// They cannot be read, so their original values are unknown.
     pub fn settings(&mut self, any_run_lives: bool) -> Result<Settings, NicError> {
         let path = self.journal.folder.join(SETTINGS);
         Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.told)?.unwrap_or_default())
     }
 
-    /// Notes them, before they are changed; forgets them when there are none.
+    /// Records settings before they are changed; removes the record if there are none.
     pub fn write_settings(&self, settings: &Settings) -> Result<(), NicError> {
         let path = self.journal.folder.join(SETTINGS);
         if !settings.is_empty() {
@@ -268,7 +269,7 @@ impl Locked<'_> {
         }
     }
 
-    /// A new claim's file.
+    /// Makes the file of a new claim.
     pub fn add_claim(&self, claimed: &Claimed) -> Result<ClaimFile, NicError> {
         let (path, lock) = self.new_lock().map_err(|error| self.journal.failed("claim", &error))?;
         let file = ClaimFile { path, _lock: lock };
@@ -276,7 +277,7 @@ impl Locked<'_> {
         Ok(file)
     }
 
-    /// A name that nothing here has, not even what is left of another process of the same number.
+    /// A file name that is not used here, not even by a dead process with this process id.
     fn new_lock(&self) -> io::Result<(PathBuf, File)> {
         loop {
             let number = CLAIMS.fetch_add(1, Ordering::Relaxed);
@@ -293,10 +294,10 @@ impl Locked<'_> {
         }
     }
 
-    /// All claims, dead or alive.
+    /// All claims, live and dead.
     ///
     /// # Errors
-    /// One is not known, nor what it has.
+    /// A claim's file cannot be read, so its queues are unknown.
     pub fn claims(&mut self) -> Result<Vec<Found>, NicError> {
         let folder = &self.journal.folder;
         let mut names = Vec::new();
@@ -319,7 +320,7 @@ impl Locked<'_> {
         Ok(Found { name, claimed, dead })
     }
 
-    /// Removes the files of a claim that is dead or one's own.
+    /// Removes the files of a dead claim, or of the caller's own.
     pub fn remove_claim(&self, name: &str) {
         let path = self.journal.folder.join(name);
         for file in [with_suffix(&path, NEW_SUFFIX), path.clone(), with_suffix(&path, LOCK_SUFFIX)] {
@@ -334,7 +335,7 @@ impl ClaimFile {
     }
 }
 
-/// Why there is no lock, and who is to act.
+/// The error of a lock that could not be taken; its text says who has to act.
 fn not_locked(error: TryLockError) -> io::Error {
     match error {
         TryLockError::WouldBlock => {
@@ -358,7 +359,7 @@ fn read_text(path: &Path) -> io::Result<String> {
     if fs::metadata(path)?.len() > RECORD_BYTES_MAX {
         return Ok(String::new());
     }
-    // What is no text makes no sense, which is said elsewhere.
+    // Text that is not UTF-8 is reported as unreadable by the parser.
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
 

@@ -1,6 +1,6 @@
-//! What a claim asks of the kernel about one NIC. A trait, so that tests can have a kernel of their own.
+//! The calls of the kernel that a claim makes about one NIC: a trait, so that tests can replace the kernel.
 //!
-//! Read next: `settings.rs`, which decides by the answers.
+//! Read next: `settings.rs`, which decides by the results.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -12,21 +12,22 @@ use crate::sys::netlink::NetlinkError;
 
 type Result<T> = std::result::Result<T, NetlinkError>;
 
-/// One NIC, as the kernel shows it. What was bound stays so until [`Kernel::unbind`], or until this is dropped.
+/// The kernel's view of one NIC. Bindings last until [`Kernel::unbind`], or until this is dropped.
 pub(super) trait Kernel: Send {
-    /// What the queues that receive are used for, by number.
+    /// The receive queues and their users, by queue number.
     fn queues(&mut self) -> Result<Vec<(u32, QueueState)>>;
     fn rings(&mut self) -> Result<Rings>;
     fn set_rings(&mut self, rings: Rings) -> Result<()>;
     fn ntuple(&mut self) -> Result<Feature>;
     fn set_ntuple(&mut self, on: bool) -> Result<()>;
-    /// The queues over which flows without a rule are spread; none where the driver does not tell.
+    /// The queues over which flows without a rule are spread; empty if the driver does not report them.
     fn spread(&mut self) -> Result<Vec<u32>>;
-    /// Changes it; with none, back to what the kernel makes of it by default.
+    /// Changes the spread; an empty table restores the kernel's default.
     fn set_spread(&mut self, table: &[u32]) -> Result<()>;
     fn insert(&mut self, flow: &Flow) -> Result<u32>;
     fn delete(&mut self, location: u32) -> Result<()>;
-    /// The rule there, if it is about a single connection. `ENOENT`, or `EINVAL` of some drivers: there is none.
+    /// The rule at a location, if it is for a single connection. A missing rule is `ENOENT`, or `EINVAL` with some
+    /// drivers.
     fn rule(&mut self, location: u32) -> Result<Option<Flow>>;
     fn rules(&mut self) -> Result<Vec<u32>>;
     fn bind(&mut self, queues: &[u32], dmabuf: BorrowedFd<'_>) -> Result<u32>;
@@ -40,7 +41,7 @@ pub(super) struct Host {
     index: u32,
     ethtool: Ethtool,
     flows: Flows,
-    /// Made when it is needed first; what was bound with it ends with it.
+    /// Opened when first needed; its bindings end with it.
     netdev: Option<Netdev>,
 }
 
@@ -59,7 +60,7 @@ impl Host {
     }
 }
 
-/// The old calls have no words.
+/// The older calls return no text.
 fn told(call: &'static str) -> impl Fn(io::Error) -> NetlinkError {
     move |error| NetlinkError {
         errno: error.raw_os_error().unwrap_or(libc::EIO),

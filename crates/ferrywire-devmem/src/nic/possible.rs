@@ -1,4 +1,4 @@
-//! Whether a NIC can do devmem TCP, as far as it can be told without changing anything.
+//! Whether a NIC supports devmem TCP, as far as this can be told without changing anything.
 //!
 //! Read next: `topology/` of `ferrywire-host`, which shows it.
 
@@ -13,23 +13,24 @@ use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::mapping;
 use ferrywire_sys::nics;
 
-/// What a NIC can do.
+/// What a NIC supports.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Possible {
-    /// It receives into device memory; `None`: that cannot be told, and `unsupported_reason` says why.
+    /// Whether the NIC can receive into device memory; `None` if that is unknown, for the reason in
+    /// `unsupported_reason`.
     pub receives: Option<bool>,
-    /// It sends from device memory.
+    /// Whether the NIC can send from device memory.
     pub sends: Option<bool>,
-    /// Receive queues that nobody has, queue 0 left out.
+    /// The number of free receive queues, without queue 0.
     pub free_queues: usize,
-    /// Settings that it would take, of which `--allow-nic-setup` takes care.
+    /// Settings that must be changed, which `--allow-nic-setup` permits.
     pub missing: Vec<String>,
-    /// What is in the way, in words.
+    /// The obstacles, as text.
     pub unsupported_reason: Vec<String>,
 }
 
 impl Possible {
-    /// Whether a claim of a queue would work, as far as can be told.
+    /// Whether claiming a queue would work, as far as is known.
     pub fn is_possible(&self) -> bool {
         self.receives == Some(true) && self.free_queues > 0
     }
@@ -66,8 +67,8 @@ fn ask_driver(nic: &str, index: u32, found: &mut Possible) {
         probe(|netdev, fd| netdev.bind_tx(index, fd)).map_or_else(|error| answer(error.errno), Some);
 }
 
-/// Whether memory could be bound to a NIC. Asks to bind what is no dma-buf: a driver that cannot bind refuses that before
-/// anybody looks at the memory, one that can leaves everything as it is.
+/// Whether the NIC's driver refuses to bind memory. Tries to bind a descriptor that is not a dma-buf: a driver without
+/// support refuses before the memory is looked at, and with support nothing changes.
 pub(super) fn refusal(nic: &str, index: u32) -> Result<(), DevmemError> {
     match probe(|netdev, fd| netdev.bind_rx(index, &[0], fd)) {
         Err(error) if answer(error.errno) != Some(true) => Err(DevmemError::bind_rx(nic, &[], &error)),
@@ -87,7 +88,7 @@ fn probe(
     bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)
 }
 
-/// `EINVAL` is about the memory, so the driver had no objection.
+/// `EINVAL` is about the memory, so the driver did not object.
 fn answer(errno: i32) -> Option<bool> {
     match errno {
         libc::EINVAL | libc::EBADF => Some(true),

@@ -1,6 +1,7 @@
-//! What a journal's files say: lines of a word and its values, the first about the NIC, the last `end`.
+//! The contents of a journal's files: lines of a word and its values. The first line names the NIC, the last is `end`.
 //!
-//! Pure: text to values and back. Invariant: a text that is not whole, or has one odd line, is no record at all.
+//! Invariant: pure conversion of text to values and back; an incomplete text, or one with an unknown line, is not a
+//! record.
 //! Read next: `settings.rs`.
 
 use std::fmt::Write;
@@ -13,40 +14,40 @@ const MAGIC: &str = "ferrywire devmem 1";
 const END: &str = "end";
 const NONE: &str = "-";
 
-/// Which NIC a record is about.
+/// The NIC that a record is about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub boot: String,
     /// Inode of the network namespace.
     pub namespace: u64,
     pub nic: String,
-    /// The kernel's number: another one, another NIC of the same name.
+    /// The kernel's index; a different one means another NIC of the same name.
     pub index: u32,
 }
 
-/// What a claim has.
+/// The queues and rules of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Claimed {
     pub queues: Vec<u32>,
-    /// Its rules, and where they are once that is known.
+    /// The rules, with their locations once those are known.
     pub rules: Vec<(Flow, Option<u32>)>,
 }
 
-/// Settings that were changed: as they were before the first change.
+/// The original values of settings that were changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Settings {
-    /// What of them was changed; the rest is `None`.
+    /// The ring settings that were changed; the others are `None`.
     pub rings: Rings,
-    /// Rules for flows were off.
+    /// Whether flow rules were off.
     pub ntuple_was_off: bool,
     pub spread: Option<Spread>,
 }
 
-/// How flows without a rule were spread.
+/// The spread of flows without a rule.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Spread {
     pub before: Vec<u32>,
-    /// What it was changed to: the last two, since one who is killed may have done the last change or not.
+    /// The changed values: the last two, because a killed process may or may not have made the last change.
     pub ours: Vec<Vec<u32>>,
 }
 
@@ -124,12 +125,12 @@ impl Header {
     }
 }
 
-/// The record of settings in a text.
+/// Parses the record of settings.
 pub(super) fn settings(text: &str) -> Option<(Header, Settings)> {
     parse(text, Settings::take)
 }
 
-/// The record of a claim in a text.
+/// Parses the record of a claim.
 pub(super) fn claimed(text: &str) -> Option<(Header, Claimed)> {
     parse(text, Claimed::take)
 }

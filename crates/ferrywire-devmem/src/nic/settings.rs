@@ -1,10 +1,10 @@
-//! Settings of a NIC that claims share: what they need, changing it, and putting it back.
+//! Settings of a NIC that claims share: which are needed, how they are changed, and how they are restored.
 //!
-//! Header split, its threshold and ntuple are changed by the first claim and put back by the last one. The spread of
-//! other flows keeps off the queues of all claims that live, so it changes with each.
-//! Invariant: a setting is in the journal before it is changed, as it was before the first change; and it is put back
-//! only if it still is what we made of it.
-//! Read next: `cleanup.rs`, for claims that ended without a word.
+//! The first claim changes header split, its threshold and ntuple; the last claim restores them. The spread keeps other
+//! flows off the queues of all live claims, so it changes with each claim.
+//! Invariant: the original value of a setting is in the journal before the first change; a setting is restored only if
+//! it still has the value that claims gave it.
+//! Read next: `cleanup.rs`, for claims whose process was killed.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,11 +18,11 @@ use crate::sys::flow::Flow;
 use crate::sys::netdev::QueueState;
 use crate::sys::netlink::NetlinkError;
 
-/// A process that was killed lets its bindings go within this.
+/// A killed process releases its bindings within this time.
 const UNBIND_TIMEOUT: Duration = Duration::from_secs(5);
 const UNBIND_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A NIC and its journal, while nobody else changes it.
+/// A NIC and its locked journal.
 pub(super) struct Bench<'a, 'j> {
     pub nic: &'a str,
     pub kernel: &'a mut dyn Kernel,
@@ -30,7 +30,7 @@ pub(super) struct Bench<'a, 'j> {
 }
 
 impl Bench<'_, '_> {
-    /// What is not as claims of these queues need it, as far as the kernel tells.
+    /// The settings that must be changed for claims of these queues, as far as the kernel reports them.
     pub fn missing(&mut self, queues: &[u32]) -> Result<Vec<Missing>, NicError> {
         let mut missing = Vec::new();
         if let Some(is) = split_is(self.rings()?) {
@@ -47,7 +47,7 @@ impl Bench<'_, '_> {
         Ok(missing)
     }
 
-    /// Makes it so.
+    /// Changes the missing settings.
     pub fn set_up(&mut self, missing: &[Missing], queues: &[u32]) -> Result<(), NicError> {
         for one in missing {
             match one {
@@ -59,15 +59,15 @@ impl Bench<'_, '_> {
         Ok(())
     }
 
-    /// Header split on, with threshold 0. What is so already is not set, unless the kernel refuses to bind: it wants to
-    /// be asked for it even where the driver does it unasked.
+    /// Turns header split on, with threshold 0. With `even_if_on` it is set even if it is reported as on: the kernel
+    /// requires that it was requested, also where a driver splits by itself.
     pub fn split(&mut self, even_if_on: bool) -> Result<(), NicError> {
         let is = self.rings()?;
         let set = Rings {
             split: (even_if_on || is.split == Some(Split::Off)).then_some(Split::On),
             threshold_bytes: is.threshold_bytes.filter(|bytes| *bytes > 0).map(|_| 0),
         };
-        // A driver that splits although it was not asked for it was left to itself.
+        // A driver that split without a request was in automatic mode.
         let split = set.split.map(|_| if is.split == Some(Split::Off) { Split::Off } else { Split::Auto });
         let mut settings = self.journal.settings(true)?;
         let before = &mut settings.rings;
@@ -88,10 +88,7 @@ impl Bench<'_, '_> {
         self.journal.write_settings(&settings)?;
         let set = self.kernel.set_ntuple(true);
         set.map_err(|error| self.refused("switch rules for flows on", ntuple_command(self.nic), &error))?;
-        match self.ntuple()? {
-            true => Ok(()),
-            false => Err(self.unheard("ntuple", "off", ntuple_command(self.nic))),
-        }
+        if self.ntuple()? { Ok(()) } else { Err(self.unheard("ntuple", "off", ntuple_command(self.nic))) }
     }
 
     /// Spreads other flows over the other queues.
@@ -99,7 +96,7 @@ impl Bench<'_, '_> {
         let is = self.spread()?;
         let mut settings = self.journal.settings(true)?;
         let known = settings.spread.take().filter(|spread| spread.ours.contains(&is));
-        // What somebody else made of it meanwhile is what it was before.
+        // A spread that another process has set meanwhile becomes the new original value.
         let mut spread = known.unwrap_or_else(|| Spread { before: is.clone(), ours: Vec::new() });
         let wanted = without(&spread.before, queues);
         if wanted == is {
@@ -112,21 +109,23 @@ impl Bench<'_, '_> {
         let hint = format!("ethtool -X {} equal {}", self.nic, queues.iter().min().unwrap_or(&1));
         let set = self.kernel.set_spread(&wanted);
         set.map_err(|error| self.refused("keep other flows off claimed queues", hint.clone(), &error))?;
-        match self.spread()? == wanted {
-            true => Ok(()),
-            false => Err(self.unheard("the spread of flows (RSS)", "something else", hint)),
+        if self.spread()? == wanted {
+            Ok(())
+        } else {
+            Err(self.unheard("the spread of flows (RSS)", "something else", hint))
         }
     }
 
-    /// Keeps other flows off no more queues than those, unless somebody else has changed the spread meanwhile.
+    /// Keeps other flows off the queues of live claims only, unless another process has changed the spread meanwhile.
     fn narrow(&mut self, spread: &Spread, live: &[u32]) -> Result<(), NicError> {
         if spread.ours.contains(&self.spread()?) { self.keep_off(live) } else { Ok(()) }
     }
 
-    /// After a claim has ended: keeps what those that live need, or puts everything back. Says what it did.
+    /// After a claim has ended: keeps the settings that live claims need, or restores all. Returns messages about the
+    /// changes.
     ///
     /// # Errors
-    /// What it was before cannot be read: nothing is put back.
+    /// The original values cannot be read; nothing is restored.
     pub fn release(&mut self, live: &[u32], others: Others) -> Result<Vec<String>, NicError> {
         let settings = self.journal.settings(!live.is_empty())?;
         if settings.is_empty() {
@@ -161,7 +160,7 @@ impl Bench<'_, '_> {
         told
     }
 
-    /// Whether it has to be tried again by a later start.
+    /// Adds a message; returns whether a later start has to try again.
     fn tell(&self, told: &mut Vec<String>, what: &str, done: Result<Back, NetlinkError>) -> bool {
         let nic = self.nic;
         let later = matches!(done, Err(_) | Ok(Back::Later(_)));
@@ -184,7 +183,8 @@ impl Bench<'_, '_> {
         if !spread.ours.contains(&is) {
             return Ok(Back::Left("somebody else has changed it"));
         }
-        // What is the kernel's default goes back to being that: it then follows the number of queues again.
+        // If the original spread was the kernel's default, the default is restored, so that it follows the number of
+        // queues again.
         let queues = self.kernel.queues()?.len() as u32;
         let is_default =
             queues > 0 && (0..).zip(&spread.before).all(|(i, queue): (u32, _)| i % queues == *queue);
@@ -210,7 +210,7 @@ impl Bench<'_, '_> {
         self.kernel.set_ntuple(false).map(|()| Back::Done)
     }
 
-    /// Whether the rules at these places are those of claims that are still written down; `None` where that cannot be read.
+    /// Whether all rules at these locations belong to recorded claims; `None` if that cannot be read.
     fn all_known(&mut self, places: &[u32]) -> Result<Option<bool>, NetlinkError> {
         if places.is_empty() {
             return Ok(Some(true));
@@ -240,8 +240,8 @@ impl Bench<'_, '_> {
         }
         let began = Instant::now();
         loop {
-            // Bindings of a process that was killed a moment ago may be on their way out. The kernel refuses a change while
-            // they are there.
+            // Bindings of a process that was just killed may still be ending, and the kernel refuses a change until they
+            // have ended.
             let may_wait = others == Others::MayBeDying && self.is_bound();
             match self.kernel.set_rings(before) {
                 Ok(()) => return Ok(Back::Done),
@@ -259,7 +259,7 @@ impl Bench<'_, '_> {
 
     fn rings(&mut self) -> Result<Rings, NicError> {
         match self.kernel.rings() {
-            // It has none to tell of: binding will say what it thinks of that.
+            // The driver has no ring settings; the bind call will tell whether that is a problem.
             Err(error) if error.errno == libc::EOPNOTSUPP => Ok(Rings::default()),
             rings => rings.map_err(|error| self.refused("ask for header split", String::new(), &error)),
         }
@@ -279,7 +279,7 @@ impl Bench<'_, '_> {
         NicError::setting(self.nic, what, hint, error)
     }
 
-    /// The kernel said yes, and nothing came of it.
+    /// The error for a change that the kernel accepted without effect.
     fn unheard(&self, what: &str, is: &str, hint: String) -> NicError {
         let text = Some(format!("the driver took the change and did not make it: {what} is {is}"));
         NicError::setting(
@@ -291,24 +291,24 @@ impl Bench<'_, '_> {
     }
 }
 
-/// Who else may have memory bound.
+/// Other processes that may have memory bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Others {
-    /// A process that was killed, a moment ago perhaps.
+    /// A process that may have been killed a moment ago.
     MayBeDying,
-    /// Somebody who uses it, if anybody.
+    /// Only processes that use the NIC.
     Live,
 }
 
-/// What became of putting a setting back.
+/// The result of restoring a setting.
 enum Back {
     Done,
     Left(&'static str),
-    /// Not before this.
+    /// It cannot be restored yet, for this reason.
     Later(&'static str),
 }
 
-/// What is wrong with rings; `None` where nothing is, as far as is told.
+/// The obstacle in ring settings; `None` if there is none, as far as is known.
 fn split_is(rings: Rings) -> Option<&'static str> {
     match rings {
         Rings { split: Some(Split::Off), .. } => Some("it is off"),
@@ -317,8 +317,8 @@ fn split_is(rings: Rings) -> Option<&'static str> {
     }
 }
 
-/// A spread that keeps off some queues: entries of theirs go round the other queues that it has, or else to the first
-/// queue that is not among them.
+/// A spread without some queues: their entries go to the other queues of the spread in turn, or else to the first queue
+/// that is not among them.
 pub(super) fn without(spread: &[u32], queues: &[u32]) -> Vec<u32> {
     let mut others: Vec<u32> = spread.iter().copied().filter(|queue| !queues.contains(queue)).collect();
     others.sort_unstable();

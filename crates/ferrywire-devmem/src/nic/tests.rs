@@ -1,5 +1,5 @@
-//! Claims on a NIC that is a few variables: what they change, what they put back, and what a next start makes of a
-//! process that was killed after any change, or just before it.
+//! Claims on a simulated NIC: their changes, the restored values, and what the next start does after a process was
+//! killed before or after any change.
 
 mod fake;
 mod sharing;
@@ -26,7 +26,7 @@ fn foreign() -> Flow {
     Flow::new(end("10.0.0.1:22"), end("10.0.0.9:5555"), 1).expect("a pair")
 }
 
-/// As NICs are found: headers not split, no rules, flows over all queues.
+/// The default state of NICs: no header split, no rules, flows over all queues.
 fn untouched() -> State {
     State {
         split: Split::Off,
@@ -37,7 +37,7 @@ fn untouched() -> State {
     }
 }
 
-/// As an administrator has set it up for the last two queues.
+/// A NIC that an administrator has set up for the last two queues.
 fn set_up() -> State {
     State { spread: vec![0, 1, 0, 1], ..State::new(4) }
 }
@@ -95,7 +95,7 @@ fn what_an_administrator_has_set_up_needs_no_leave() {
     claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
     drop(claim);
     assert_eq!(nic.state(), set_up());
-    // The queue that nothing is spread over is taken first, be it not the last.
+    // The queue without spread flows is taken first, even if it is not the last.
     let other = Nic::new(State { spread: vec![0, 2, 3], ..State::new(4) });
     assert_eq!(other.claim(&wish(1, false)).expect("nothing is missing").queues(), [1]);
 }
@@ -113,7 +113,7 @@ fn a_driver_that_splits_unasked_is_asked_when_the_kernel_wants_that() {
     assert_eq!(nic.state().split, Split::On);
     drop(claim);
     assert_eq!(nic.state(), unasked);
-    // Its threshold alone was wrong, and that alone is changed.
+    // Only the threshold was wrong, and only the threshold is changed.
     let threshold = State { threshold_bytes: 128, ..set_up() };
     let nic = Nic::new(threshold.clone());
     let mut claim = nic.claim(&wish(1, true)).expect("allowed");
@@ -168,7 +168,7 @@ fn queues_that_others_have_are_not_taken() {
     assert_eq!(nic.state(), state);
 }
 
-/// Changes of one run are looked at one by one: the state before and after each is what a kill would leave.
+/// Checks each change of one run: the states before and after it are what a kill would leave.
 #[test]
 fn whatever_a_killed_process_left_is_undone_by_the_next_start() {
     for begin in [untouched(), set_up(), State { split: Split::Auto, threshold_bytes: 9, ..untouched() }] {
@@ -245,7 +245,7 @@ fn what_cannot_be_undone_now_is_tried_again() {
     assert_eq!(nic.state(), untouched());
 }
 
-/// gve, bnxt and fbnic have other words than mlx5 for a place without a rule.
+/// gve, bnxt and fbnic report a location without a rule differently from mlx5.
 #[test]
 fn a_rule_that_is_gone_is_no_obstacle_whatever_the_driver_calls_that() {
     for errno in [libc::ENOENT, libc::EINVAL] {
@@ -295,7 +295,7 @@ fn rules_for_flows_are_switched_off_once_our_own_could_be_removed() {
         let told = nic.clean().join("\n");
         assert!(told.contains("1 rule removed") && told.contains("ntuple) is as it was"), "{told}");
         assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
-        // With a rule of others beside it, that is a reason to leave it on for good.
+        // A rule of another process is a reason to leave the feature on for good.
         let mut claim = nic.claim(&wish(1, true)).expect("allowed");
         claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
         nic.change(|state| state.rules.extend([(0, Some(foreign()))]));

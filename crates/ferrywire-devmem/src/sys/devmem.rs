@@ -1,11 +1,11 @@
 //! Device memory over TCP: receiving into the pool that a NIC's queues are bound to, and sending from such memory.
 //!
-//! What a bound queue receives lies in the pool where the kernel put it, and [`receive`] gives where: [`Fragment`]s,
-//! in the order of the stream. They keep their place until their tokens go back ([`Tokens`]). Bytes may also come as
-//! ordinary ones, at any time and on a healthy connection, and then lie in the buffer.
-//! Invariant: nothing here blocks; a control message of the kernel's is only believed as far as its bytes go, and what
-//! the fragments of a call have together is what the call said it received.
-//! Read next: `devmem/control.rs` (fragments), `devmem/tokens.rs` (giving places back), `zerocopy.rs` (when a send is
+//! The kernel puts what a bound queue receives into the pool, and [`receive`] returns where: [`Fragment`]s, in the
+//! order of the stream. They stay in place until their tokens are returned ([`Tokens`]). Bytes may also arrive as plain
+//! ones, at any time and on a healthy connection; these are in the buffer.
+//! Invariant: nothing here blocks; a control message of the kernel is checked against its bytes, and the fragments of a
+//! call have as many bytes together as the call returned.
+//! Read next: `devmem/control.rs` (fragments), `devmem/tokens.rs` (returning them), `zerocopy.rs` (when a send has
 //! finished with its memory).
 
 pub mod control;
@@ -21,56 +21,56 @@ pub use tokens::{Released, Tokens};
 use ferrywire_sys::IOVECS_PER_CALL_MAX;
 use ferrywire_sys::uninterrupted;
 
-/// `SO_DEVMEM_LINEAR`: the next bytes of the stream lie in the buffer.
+/// `SO_DEVMEM_LINEAR`: the next bytes of the stream are in the buffer.
 pub const SCM_DEVMEM_LINEAR: libc::c_int = 78;
-/// `SO_DEVMEM_DMABUF`: they lie in the pool. In a send: where its offsets count.
+/// `SO_DEVMEM_DMABUF`: the next bytes are in the pool. In a send: the dma-buf of the offsets.
 pub const SCM_DEVMEM_DMABUF: libc::c_int = 79;
-/// `SO_DEVMEM_DONTNEED`: these fragments of the pool are free again.
+/// `SO_DEVMEM_DONTNEED`: returns fragments of the pool.
 pub const SO_DEVMEM_DONTNEED: libc::c_int = 80;
-/// `MSG_SOCK_DEVMEM`: fragments are understood.
+/// `MSG_SOCK_DEVMEM`: the caller understands fragments.
 pub const MSG_SOCK_DEVMEM: libc::c_int = 0x200_0000;
-/// `ETOOSMALL`, a number of the kernel's own that reaches the user all the same.
+/// `ETOOSMALL`, a number internal to the kernel that nevertheless reaches users.
 pub const ETOOSMALL: i32 = 525;
 
-/// `struct dmabuf_cmsg` of `linux/uio.h`: the payload of the first two.
+/// `struct dmabuf_cmsg` of `linux/uio.h`: the payload of both control messages.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DmabufCmsg {
-    /// Where in the pool.
+    /// Offset in the pool, in bytes.
     pub frag_offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub frag_size: u32,
-    /// By which the place is given back.
+    /// The token that returns the fragment.
     pub frag_token: u32,
-    /// The number that the binding got.
+    /// The id of the binding.
     pub dmabuf_id: u32,
-    /// None defined.
+    /// No flag is defined.
     pub flags: u32,
 }
 
-/// `struct dmabuf_token` of `linux/uio.h`: consecutive tokens.
+/// `struct dmabuf_token` of `linux/uio.h`: a range of tokens.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DmabufToken {
-    /// The first one.
+    /// The first token.
     pub token_start: u32,
-    /// How many.
+    /// The number of tokens.
     pub token_count: u32,
 }
 
 const _: () = assert!(size_of::<DmabufCmsg>() == 24 && mem::offset_of!(DmabufCmsg, dmabuf_id) == 16);
 const _: () = assert!(size_of::<DmabufToken>() == 8);
 
-/// What a call received.
+/// The result of a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
     /// Bytes of the stream; 0 when the peer has ended it.
     pub bytes: usize,
-    /// All of them were copied to the buffer: no fragments.
+    /// Whether all bytes were copied to the buffer, so that there are no fragments.
     pub plain: bool,
 }
 
-/// Why a call received nothing that can be used. Comes inside of an [`io::Error`].
+/// Why a call received nothing usable. Contained in an [`io::Error`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReceiveFault {
@@ -82,13 +82,13 @@ pub enum ReceiveFault {
         "the kernel could not write to the buffer, or the data is device memory and was asked for as plain"
     )]
     Unreadable,
-    /// Fragments that cannot be true. They are lost, and the connection with them.
+    /// Impossible fragments. They are lost, and the connection with them.
     #[error("device memory in {0}")]
     Control(#[from] ControlFault),
 }
 
-/// Receives up to `len` bytes of a TCP connection, into the pool or into `buffer`, without blocking. Where they are is
-/// told by [`Control::fragments`]. The call is harmless on connections whose bytes come as ordinary ones.
+/// Receives up to `len` bytes of a TCP connection, into the pool or into `buffer`, without blocking.
+/// [`Control::fragments`] tells where they are. On a connection without device memory all bytes arrive as plain ones.
 ///
 /// # Errors
 /// Those of `recvmsg`, and [`ReceiveFault`] inside of one of [`io::ErrorKind::Other`].
@@ -106,7 +106,7 @@ pub unsafe fn receive(fd: RawFd, buffer: *mut u8, len: usize, control: &mut Cont
     let room_bytes = mem::size_of_val(room);
     let flags = MSG_SOCK_DEVMEM | libc::MSG_DONTWAIT;
     let received = uninterrupted(|| {
-        // A call that was interrupted may have left its own number here.
+        // An interrupted call may have written its own length here.
         message.msg_controllen = room_bytes as _;
         // SAFETY: one vector of memory that the caller vouches for, and `room_bytes` bytes of control data, which
         // `control` owns.
@@ -127,13 +127,13 @@ fn named(error: io::Error) -> io::Error {
     }
 }
 
-/// Bytes of a dma-buf that is bound to send from: a `struct iovec` whose address is an offset.
+/// Bytes of a dma-buf that is bound for sending: a `struct iovec` whose address is an offset.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Piece {
-    /// The first byte, counted in the dma-buf.
+    /// Offset of the first byte in the dma-buf.
     pub offset: usize,
-    /// How many.
+    /// The number of bytes.
     pub bytes: usize,
 }
 
@@ -141,7 +141,7 @@ const _: () = assert!(size_of::<Piece>() == size_of::<libc::iovec>());
 const _: () = assert!(mem::offset_of!(Piece, offset) == mem::offset_of!(libc::iovec, iov_base));
 const _: () = assert!(mem::offset_of!(Piece, bytes) == mem::offset_of!(libc::iovec, iov_len));
 
-/// The control message that says in which dma-buf a send's offsets count. Whole from the start.
+/// The control message that names the dma-buf of a send's offsets.
 #[repr(C)]
 struct SendFrom {
     header: libc::cmsghdr,
@@ -164,15 +164,16 @@ impl SendFrom {
 }
 
 /// Sends from a dma-buf that is bound to the device of the route, in order and without blocking; returns the bytes
-/// taken. A success takes the next number of [`zerocopy::completion`](ferrywire_sys::zerocopy::completion), which must have
-/// been enabled on the socket. At most [`IOVECS_PER_CALL_MAX`] pieces are looked at.
+/// taken. A success takes the next number of [`zerocopy::completion`](ferrywire_sys::zerocopy::completion), which must
+/// have been enabled on the socket. At most [`IOVECS_PER_CALL_MAX`] pieces are used.
 ///
-/// Errors besides those of a send: `EINVAL` for a number that is not bound to send, `EFAULT` for bytes outside of the
-/// dma-buf, `ENODEV` for a route that leaves by another device, `ENOBUFS` when too many sends are unfinished.
+/// # Errors
+/// Besides those of a send: `EINVAL` for an id that is not bound for sending, `EFAULT` for bytes outside of the
+/// dma-buf, `ENODEV` for a route that leaves by another device, `ENOBUFS` if too many sends are unfinished.
 ///
 /// # Safety
-/// `fd` is a TCP socket: others take the offsets for addresses. The bytes stay as they are until the send's number is
-/// reported, or whoever receives them gets what is written meanwhile.
+/// `fd` is a TCP socket; other sockets would take the offsets for addresses. The bytes do not change until the send's
+/// number is reported; otherwise the receiver may get the changed bytes.
 pub unsafe fn send(fd: RawFd, dmabuf: u32, pieces: &[Piece]) -> io::Result<usize> {
     let mut from = SendFrom::dmabuf(dmabuf);
     // SAFETY: all zero is a valid `msghdr`: null pointers with zero lengths.

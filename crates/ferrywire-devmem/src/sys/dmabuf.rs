@@ -1,4 +1,4 @@
-//! Reading a dma-buf by the CPU: the kernel is told when, so that what a device wrote is seen.
+//! CPU reads of a dma-buf. The kernel is told when they begin and end, so that a device's writes are visible.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -7,14 +7,14 @@ const DMA_BUF_IOCTL_SYNC: libc::c_ulong = 0x4008_6200;
 const DMA_BUF_SYNC_READ: u64 = 1;
 const DMA_BUF_SYNC_END: u64 = 1 << 2;
 
-/// While this lives the CPU reads a dma-buf through a mapping of its pages.
+/// While this lives, the CPU reads a dma-buf through a mapping of its pages.
 ///
-/// What is asked for can only fail for memory that is in the CPU's caches anyway, so failures are not told.
+/// The calls can fail only for memory that is coherent with the CPU's caches anyway, so failures are ignored.
 #[derive(Debug)]
 pub struct Reading<'a>(BorrowedFd<'a>);
 
 impl Reading<'_> {
-    /// Begins to read.
+    /// Begins a read.
     pub fn begin(dmabuf: BorrowedFd<'_>) -> Reading<'_> {
         sync(dmabuf, DMA_BUF_SYNC_READ);
         Reading(dmabuf)

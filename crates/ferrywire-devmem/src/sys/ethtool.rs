@@ -1,12 +1,12 @@
-//! The kernel's `ethtool` interface to settings of NICs: a family of generic netlink.
+//! The kernel's `ethtool` family of generic netlink: settings of NICs.
 //!
-//! Questions need no rights; changes need CAP_NET_ADMIN. What a driver does not tell is `None`. A change that the
-//! kernel took need not have come about: a driver may do something else, so whoever sets reads back.
-//! Read next: `netlink.rs`, how it is asked, and `flow.rs` for what has no messages here.
+//! Queries need no rights; changes need CAP_NET_ADMIN. A value that a driver does not report is `None`. The kernel may
+//! accept a change without effect, because the driver does something else, so callers read back what they set.
+//! Read next: `netlink.rs`, the messages, and `flow.rs`, for settings without netlink messages.
 
 use super::netlink::{AttributeList, Attributes, Family, NetlinkError, Reply};
 
-/// The first attribute of each question, and what it consists of.
+/// The first attribute of each query, and its parts.
 const HEADER: u16 = 1;
 const HEADER_DEV_NAME: u16 = 2;
 
@@ -39,48 +39,51 @@ const CHANNELS_COMBINED: u16 = 9;
 /// The feature that flow rules need.
 pub const NTUPLE: &str = "rx-ntuple-filter";
 
-/// Whether headers and payload of TCP packets are kept apart.
+/// Whether headers and payload of TCP packets are received into separate buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// The driver does as it likes.
+    /// The driver decides.
     Auto = 0,
-    /// They lie together.
+    /// Headers and payload are received together.
     Off = 1,
-    /// They are kept apart. Also told by drivers that do so while they are set to [`Split::Auto`].
+    /// They are separate. Drivers that split by themselves also report this in [`Split::Auto`].
     On = 2,
 }
 
-/// What is known of receive rings.
+/// Settings of receive rings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rings {
-    /// Whether headers are kept apart.
+    /// Whether headers are split from payload.
     pub split: Option<Split>,
-    /// Packets of at most this many bytes are not cut.
+    /// Packets of at most this many bytes are not split.
     pub threshold_bytes: Option<u32>,
 }
 
-/// A feature that can be switched.
+/// The state of a feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feature {
-    /// It is on.
+    /// Whether the feature is on.
     pub on: bool,
-    /// It can be switched.
+    /// Whether the feature can be changed.
     pub changeable: bool,
 }
 
-/// A connection to the kernel's ethtool family.
+/// A netlink connection to the ethtool family.
 #[derive(Debug)]
 pub struct Ethtool {
     family: Family,
 }
 
 impl Ethtool {
-    /// Opens it; an error where the kernel is too old or netlink is forbidden.
+    /// Opens a connection.
+    ///
+    /// # Errors
+    /// The kernel is too old, or netlink is forbidden.
     pub fn open() -> Result<Ethtool, NetlinkError> {
         Ok(Ethtool { family: Family::open("ethtool")? })
     }
 
-    /// Whether a NIC splits headers from payload; `None` where its driver does not tell.
+    /// Whether a NIC splits headers from payload; `None` if its driver does not report it.
     pub fn header_split(&mut self, nic: &str) -> Result<Option<bool>, NetlinkError> {
         Ok(match self.rings(nic)?.split {
             Some(Split::On) => Some(true),
@@ -89,7 +92,7 @@ impl Ethtool {
         })
     }
 
-    /// How receive rings are set.
+    /// The settings of a NIC's receive rings.
     pub fn rings(&mut self, nic: &str) -> Result<Rings, NetlinkError> {
         let rings = self.family.ask("ethtool rings-get", RINGS_GET, &about(nic))?;
         let split = match rings.attributes().u8(RINGS_TCP_DATA_SPLIT) {
@@ -101,15 +104,15 @@ impl Ethtool {
         Ok(Rings { split, threshold_bytes: rings.attributes().u32(RINGS_HDS_THRESHOLD) })
     }
 
-    /// Descriptors of the receive and of the send rings: as they are set, and at most. `None` where the driver does
-    /// not tell all of it.
+    /// Descriptors of the receive and the send rings: present and maximal numbers. `None` if the driver does not report
+    /// all of them.
     pub fn ring_sizes(&mut self, nic: &str) -> Result<Option<[(u32, u32); 2]>, NetlinkError> {
         let rings = self.family.ask("ethtool rings-get", RINGS_GET, &about(nic))?;
         let size = |set, most| Some((rings.attributes().u32(set)?, rings.attributes().u32(most)?));
         Ok(size(RINGS_RX, RINGS_RX_MAX).zip(size(RINGS_TX, RINGS_TX_MAX)).map(|(rx, tx)| [rx, tx]))
     }
 
-    /// Changes what is given of them.
+    /// Changes the settings that are not `None`.
     pub fn set_rings(&mut self, nic: &str, rings: Rings) -> Result<(), NetlinkError> {
         let mut order = about(nic);
         if let Some(split) = rings.split {
@@ -121,23 +124,23 @@ impl Ethtool {
         self.family.order("ethtool rings-set", RINGS_SET, &order).map(drop)
     }
 
-    /// A feature by its name, for example [`NTUPLE`].
+    /// The state of a feature, for example [`NTUPLE`].
     pub fn feature(&mut self, nic: &str, name: &str) -> Result<Feature, NetlinkError> {
         let features = self.family.ask("ethtool features-get", FEATURES_GET, &about(nic))?;
         Ok(feature_in(&features, name))
     }
 
-    /// Switches a feature.
+    /// Turns a feature on or off.
     pub fn set_feature(&mut self, nic: &str, name: &str, on: bool) -> Result<(), NetlinkError> {
         let bit = Attributes::new().text(BIT_NAME, name);
         let bit = if on { bit.flag(BIT_VALUE) } else { bit };
         let bits = Attributes::new().nest(BITS_BIT, bit);
-        // Without "no mask" only the bits that are named change.
+        // Without "no mask" only the named bits change.
         let order = about(nic).nest(FEATURES_WANTED, Attributes::new().nest(BITSET_BITS, bits));
         self.family.order("ethtool features-set", FEATURES_SET, &order).map(drop)
     }
 
-    /// Receive queues that are in use.
+    /// The number of receive queues in use.
     pub fn rx_queues(&mut self, nic: &str) -> Result<u32, NetlinkError> {
         let channels = self.family.ask("ethtool channels-get", CHANNELS_GET, &about(nic))?;
         let count = |kind| channels.attributes().u32(kind).unwrap_or(0);
@@ -145,7 +148,7 @@ impl Ethtool {
     }
 }
 
-/// The beginning of a question about a NIC.
+/// The beginning of a query about a NIC.
 fn about(nic: &str) -> Attributes {
     Attributes::new().nest(HEADER, Attributes::new().text(HEADER_DEV_NAME, nic))
 }
@@ -155,7 +158,7 @@ fn feature_in(features: &Reply, name: &str) -> Feature {
     Feature { on: has(FEATURES_ACTIVE), changeable: has(FEATURES_CHANGEABLE) && !has(FEATURES_FIXED) }
 }
 
-/// Whether a bit is in a set: of a list without a mask all are, of one with a mask those that say so.
+/// Whether a bit is in a set. Without a mask all listed bits are; with a mask those that say so.
 fn has_bit(set: AttributeList<'_>, name: &str) -> bool {
     let all = set.find(BITSET_NO_MASK).is_some();
     let Some(bits) = set.nest(BITSET_BITS) else { return false };
@@ -176,7 +179,7 @@ mod tests {
         let Some(mut ethtool) = open() else { return };
         let missing = ethtool.header_split("no-such-nic").expect_err("there is none");
         assert_eq!(missing.errno, libc::ENODEV);
-        // Loopback has no rings to tell of: either an answer without, or a refusal.
+        // Loopback has no rings: the kernel answers without values, or refuses.
         assert_eq!(ethtool.header_split("lo").unwrap_or(None), None);
         assert_eq!(ethtool.ring_sizes("lo").unwrap_or(None), None);
     }
@@ -186,7 +189,7 @@ mod tests {
         let Some(mut ethtool) = open() else { return };
         let feature =
             |ethtool: &mut Ethtool, name| ethtool.feature("lo", name).expect("loopback has features");
-        // Loopback segments in software, always; it has no flow rules, ever.
+        // Loopback always segments in software and never has flow rules.
         assert!(feature(&mut ethtool, "tx-tcp-segmentation").on);
         assert_eq!(feature(&mut ethtool, NTUPLE), Feature { on: false, changeable: false });
         assert_eq!(feature(&mut ethtool, "no-such-feature"), Feature { on: false, changeable: false });

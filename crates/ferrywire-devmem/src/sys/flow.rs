@@ -1,9 +1,9 @@
-//! Which receive queue of a NIC takes which packets: rules for single TCP connections, and the table over which all
-//! other flows are spread. Both are calls of the old `ethtool` interface, which gives numbers but no words.
+//! Rules that steer single TCP connections to a receive queue, and the table over which all other flows are spread.
+//! Both use calls of the old `ethtool` interface, which returns numbers without text.
 //!
-//! Invariant: a rule is written with all of its mask set, so it matches one connection and nothing else; one that was
-//! read back and has any other shape is [`None`], never mistaken for one of these.
-//! Read next: `ethtool.rs`, the settings that are told over netlink.
+//! Invariant: a rule is written with its full mask, so it matches one connection and nothing else. A rule that was read
+//! back in any other shape is [`None`].
+//! Read next: `ethtool.rs`, for settings over netlink.
 
 use std::ffi::CString;
 use std::io;
@@ -25,19 +25,19 @@ const ETHTOOL_SRXFHINDIR: u32 = 0x39;
 
 const TCP_V4_FLOW: u32 = 0x01;
 const TCP_V6_FLOW: u32 = 0x05;
-/// A location, to let the driver choose; and the bit by which it says that it can.
+/// A location that lets the driver choose, and the bit by which a driver says that it can.
 const RX_CLS_LOC_ANY: u32 = 0xffff_ffff;
 const RX_CLS_LOC_SPECIAL: u64 = 0x8000_0000;
-/// The part of a rule's target that is a queue; the rest names virtual functions, or says "drop".
+/// The part of a rule's target that is a queue; the rest names virtual functions or means "drop".
 const QUEUE_MASK: u64 = 0xffff_ffff;
 
-/// Rules and entries that are believed: no NIC has more.
+/// Upper limit for numbers of rules and entries from the kernel: no NIC has more.
 const RULES_MAX: usize = 1 << 20;
 const SPREAD_MAX: usize = 1 << 16;
-/// Others may add or remove rules between counting and listing: how often that is tried.
+/// How often a list is read again because other processes add or remove rules meanwhile.
 const LISTS_MAX: usize = 8;
 
-/// `struct ethtool_rx_flow_spec`; `gap` and `end` are what the compiler would leave empty.
+/// `struct ethtool_rx_flow_spec`; `gap` and `end` are the padding that a compiler would insert.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct FlowSpec {
@@ -52,7 +52,7 @@ struct FlowSpec {
     end: u32,
 }
 
-/// `struct ethtool_rxnfc`, and room for locations behind it.
+/// `struct ethtool_rxnfc`, with room for locations behind it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct RuleCommand {
@@ -68,7 +68,7 @@ const _: () = assert!(size_of::<FlowSpec>() == 168 && offset_of!(FlowSpec, mask)
 const _: () = assert!(offset_of!(FlowSpec, ring_cookie) == 152 && offset_of!(FlowSpec, location) == 160);
 const _: () = assert!(size_of::<RuleCommand>() == 192 && offset_of!(RuleCommand, spec) == 16);
 const _: () = assert!(offset_of!(RuleCommand, rule_cnt) == 184);
-/// Where the kernel writes locations.
+/// The offset at which the kernel writes locations.
 const LOCATIONS_AT: usize = offset_of!(RuleCommand, first_location);
 
 impl RuleCommand {
@@ -88,19 +88,22 @@ impl RuleCommand {
     }
 }
 
-/// Packets of one TCP connection, and the queue they go to.
+/// The packets of one TCP connection, and their receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Flow {
-    /// This host's end: where the packets go.
+    /// This host's end, the packets' destination.
     pub local: SocketAddr,
-    /// The other end: where they come from.
+    /// The other end, the packets' source.
     pub remote: SocketAddr,
     /// The receive queue.
     pub queue: u32,
 }
 
 impl Flow {
-    /// Between two addresses of one kind. IPv4 written as IPv6 is IPv4, which is what travels.
+    /// A flow between two addresses of one kind. IPv4 mapped into IPv6 becomes IPv4, as on the wire.
+    ///
+    /// # Errors
+    /// Addresses of different kinds.
     pub fn new(local: SocketAddr, remote: SocketAddr, queue: u32) -> io::Result<Flow> {
         let plain = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());
         let flow = Flow { local: plain(local), remote: plain(remote), queue };
@@ -121,7 +124,7 @@ impl Flow {
         spec
     }
 
-    /// Addresses and ports as the kernel has them, the sender's first.
+    /// Addresses and ports in the kernel's layout, the sender's first.
     fn value(&self) -> (u32, Vec<u8>) {
         let mut value = Vec::with_capacity(36);
         let mut put = |ip: IpAddr| match ip {
@@ -135,7 +138,7 @@ impl Flow {
         (if self.local.is_ipv4() { TCP_V4_FLOW } else { TCP_V6_FLOW }, value)
     }
 
-    /// The connection that a rule names, if it is one of this shape.
+    /// The connection that a rule names, if the rule has this shape.
     fn of(spec: &FlowSpec) -> Option<Flow> {
         let queue =
             u32::try_from(spec.ring_cookie & QUEUE_MASK).ok().filter(|_| spec.ring_cookie <= QUEUE_MASK)?;
@@ -161,25 +164,25 @@ impl Flow {
 /// Rules and spread of one NIC.
 #[derive(Debug)]
 pub struct Flows {
-    /// Any socket will do.
+    /// Any socket works for these calls.
     socket: UdpSocket,
     nic: CString,
 }
 
 impl Flows {
-    /// Of the NIC of this name. Asking takes no rights, changing CAP_NET_ADMIN.
+    /// Opens the interface of a NIC. Queries need no rights; changes need CAP_NET_ADMIN.
     pub fn open(nic: &str) -> io::Result<Flows> {
         let name = CString::new(nic)?;
         if name.as_bytes().len() >= libc::IFNAMSIZ {
             return Err(io::Error::from_raw_os_error(libc::ENODEV));
         }
-        // Bound to nothing that anybody could send to: it only names the network namespace.
+        // The socket only selects the network namespace; a loopback address receives nothing from outside.
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
             .or_else(|_| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)))?;
         Ok(Flows { socket, nic: name })
     }
 
-    /// Adds a rule for a connection; gives its location.
+    /// Adds a rule for a connection; returns its location.
     pub fn insert(&self, flow: &Flow) -> io::Result<u32> {
         let mut command = RuleCommand::new(ETHTOOL_SRXCLSRLINS);
         command.spec = flow.spec();
@@ -188,15 +191,17 @@ impl Flows {
         Ok(command.spec.location)
     }
 
-    /// Removes the rule there.
+    /// Removes the rule at a location.
     pub fn delete(&self, location: u32) -> io::Result<()> {
         let mut command = RuleCommand::new(ETHTOOL_SRXCLSRLDEL);
         command.spec.location = location;
         self.call(&mut command)
     }
 
-    /// The rule there: `None` for one that is not about a single TCP connection. `ENOENT` where there is none, or what the
-    /// driver says instead (`EINVAL` of gve, bnxt, fbnic).
+    /// The rule at a location; `None` for a rule that is not for a single TCP connection.
+    ///
+    /// # Errors
+    /// `ENOENT`, or `EINVAL` with some drivers (gve, bnxt, fbnic), if there is no rule.
     pub fn rule(&self, location: u32) -> io::Result<Option<Flow>> {
         let mut command = RuleCommand::new(ETHTOOL_GRXCLSRULE);
         command.spec.location = location;
@@ -204,19 +209,19 @@ impl Flows {
         Ok(Flow::of(&command.spec))
     }
 
-    /// Locations of all rules.
+    /// The locations of all rules.
     pub fn rules(&self) -> io::Result<Vec<u32>> {
         Ok(listed(self)?.locations)
     }
 
-    /// Receive queues over which flows can be spread.
+    /// The number of receive queues over which flows can be spread.
     pub fn rings(&self) -> io::Result<u32> {
         let mut command = RuleCommand::new(ETHTOOL_GRXRINGS);
         self.call(&mut command)?;
         Ok(u32::try_from(command.data).unwrap_or(0))
     }
 
-    /// The table over which flows without a rule are spread: queues, chosen by a hash.
+    /// The table over which flows without a rule are spread: queues, indexed by a hash.
     pub fn spread(&self) -> io::Result<Vec<u32>> {
         let mut head = [ETHTOOL_GRXFHINDIR, 0];
         // SAFETY: with a size of 0 nothing is written behind the two words.
@@ -229,7 +234,7 @@ impl Flows {
         Ok(table.split_off(2))
     }
 
-    /// Changes it. It has as many entries as before; with none it becomes what the kernel makes of it by default.
+    /// Changes the table, which keeps its number of entries. An empty table restores the kernel's default.
     pub fn set_spread(&self, table: &[u32]) -> io::Result<()> {
         let mut words = [&[ETHTOOL_SRXFHINDIR, table.len() as u32], table].concat();
         // SAFETY: the kernel reads as many entries as the second word says, which are there.
@@ -243,7 +248,7 @@ impl Flows {
     }
 
     /// # Safety
-    /// `data` points at what the command in its first word wants to read and write.
+    /// `data` points to memory for everything that the command in its first word reads and writes.
     unsafe fn call_at(&self, data: *mut libc::c_char) -> io::Result<()> {
         let mut name = [0; libc::IFNAMSIZ];
         for (to, from) in name.iter_mut().zip(self.nic.as_bytes()) {
@@ -257,18 +262,18 @@ impl Flows {
     }
 }
 
-/// What a driver tells of its rules. A trait, so that tests can answer as drivers do.
+/// A driver's reports about its rules: a trait, so that tests can imitate drivers.
 trait Driver {
-    /// How many there are, and what it says of places: their number or 0, and whether it chooses them.
+    /// The number of rules, and the driver's report on locations: their number or 0, and whether it chooses them.
     fn counted(&self) -> io::Result<(usize, u64)>;
-    /// At most so many of them.
+    /// Lists at most `room` rules.
     fn list(&self, room: usize) -> io::Result<Listed>;
 }
 
-/// Rules of a NIC.
+/// The rules of a NIC.
 #[derive(Debug, PartialEq, Eq)]
 struct Listed {
-    /// How many it can have.
+    /// The number of rules that the NIC can have.
     places: u64,
     locations: Vec<u32>,
 }
@@ -281,12 +286,12 @@ impl Driver for Flows {
     }
 
     fn list(&self, room: usize) -> io::Result<Listed> {
-        // Words of eight bytes, as the structure is aligned.
+        // Words of eight bytes, because of the structure's alignment.
         let mut words = vec![0_u64; (LOCATIONS_AT + 4 * room).div_ceil(8).max(size_of::<RuleCommand>() / 8)];
         let command: *mut RuleCommand = words.as_mut_ptr().cast();
         let mut head = RuleCommand::new(ETHTOOL_GRXCLSRLALL);
         head.rule_cnt = room as u32;
-        // SAFETY: the words are as long and as aligned as the structure, at least.
+        // SAFETY: the words are at least as long and as aligned as the structure.
         unsafe { command.write(head) };
         // SAFETY: behind the structure there is room for as many locations as it says.
         unsafe { self.call_at(command.cast()) }?;
@@ -305,13 +310,13 @@ impl Driver for Flows {
 }
 
 /// All rules, each once. Asks for exactly as many as were counted: with more room some drivers (mlx5) look for more and
-/// fail, and others (gve) leave the rest as it was, which reads as rules at place 0.
+/// fail, and others (gve) leave the rest unwritten, which reads as rules at location 0.
 fn listed(driver: &impl Driver) -> io::Result<Listed> {
     let mut failed = io::Error::from_raw_os_error(libc::EMSGSIZE);
     for _ in 0..LISTS_MAX {
         let room = driver.counted()?.0.min(RULES_MAX);
         match driver.list(room) {
-            // There are more by now; or fewer, for a driver that looks for as many as were asked for.
+            // The number of rules has changed since they were counted.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EMSGSIZE | libc::EINVAL)) => {
                 failed = error
             }
@@ -326,14 +331,14 @@ fn listed(driver: &impl Driver) -> io::Result<Listed> {
     Err(failed)
 }
 
-/// Where the next rule may go: "anywhere" where the driver takes that, else the last place that is free.
+/// A location for the next rule: "any" if the driver accepts that, or else the last free one.
 fn free_location(driver: &impl Driver) -> io::Result<u32> {
     let (_, data) = driver.counted()?;
     if data & RX_CLS_LOC_SPECIAL != 0 {
         return Ok(RX_CLS_LOC_ANY);
     }
     let Listed { places, locations: taken } = listed(driver)?;
-    // Some say only with the list how many there are.
+    // Some drivers report the number of locations only with the list.
     let places = if data == 0 { places & !RX_CLS_LOC_SPECIAL } else { data };
     let places = u32::try_from(places).unwrap_or(0).min(RULES_MAX as u32);
     let free = (0..places).rev().find(|place| taken.binary_search(place).is_err());
@@ -392,18 +397,17 @@ mod tests {
 
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Kind {
-        /// Says with the count how many places there are, and how many rules it has listed.
+        /// Reports the number of locations with the count, and how many rules it has listed.
         Usual,
-        /// Goes from place to place until it has as many as were asked for, past the last one too.
+        /// Goes through the locations until it has as many rules as were asked for, also past the last one.
         Mlx5,
-        /// Never says how many it has listed, so that all that were asked for count.
+        /// Does not report how many it has listed, so all that were asked for count.
         Gve,
     }
 
     const PLACES: u64 = 1024;
 
-    /// A NIC of each kind with these rules; `comes` is one that others add, and `goes` one that they remove, after the
-    /// next count.
+    /// A NIC of each kind with these rules. Other processes add `comes` and remove `goes` after the next count.
     struct Fake {
         kind: Kind,
         rules: RefCell<Vec<u32>>,
@@ -468,7 +472,7 @@ mod tests {
             let driver = Fake::new(kind, &[7, 9]);
             driver.goes.set(Some(9));
             let locations = listed(&driver).expect("it answers").locations;
-            // What was never written reads as place 0.
+            // An unwritten entry reads as location 0.
             assert!(
                 locations == [7] || (kind == Kind::Gve && locations == [0, 7]),
                 "{kind:?}: {locations:?}"

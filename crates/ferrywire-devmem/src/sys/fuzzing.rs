@@ -1,12 +1,13 @@
-//! What the fuzzer feeds: what the kernel writes.
+//! Entry points of the fuzzers, which read bytes of the kernel.
 //!
-//! Not a part of any API; `fuzz/smoke` runs it. Read next: `kernel.rs`.
+//! Not part of any API; `fuzz/smoke` runs them.
+//! Read next: `kernel.rs`.
 
 mod kernel;
 
 use ferrywire_proto::fuzz_input::{Input, check_text};
 
-/// What the kernel writes about devmem TCP: control messages and netlink answers; and tokens, against a model.
+/// Feeds bytes to the readers of control messages and netlink answers, and checks tokens against a model.
 pub fn kernel(data: &[u8]) {
     let mut input = Input(data);
     match input.u8() % 3 {

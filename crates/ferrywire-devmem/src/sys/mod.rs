@@ -1,8 +1,9 @@
-//! The unsafe fence of devmem TCP: what the kernel does for NICs and their memory, a file per interface.
+//! The unsafe system calls of devmem TCP, one file per interface of the kernel.
 //!
-//! As in `ferrywire-sys`, each is a few functions that are safe to call, or `unsafe` with the one promise that the kernel
-//! needs. Invariant: no policy here. What a number means for a NIC or a lane is decided by the caller.
-//! Read next: `netlink.rs`, which `netdev.rs` and `ethtool.rs` stand on; `flow.rs`, rules; then `devmem.rs`, what sockets do.
+//! As in `ferrywire-sys`, the functions are safe to call, or `unsafe` with the one promise that the kernel needs.
+//! Invariant: no policy here; callers decide what a number means for a NIC or a lane.
+//! Read next: `netlink.rs`, on which `netdev.rs` and `ethtool.rs` are built; `flow.rs`, rules; then `devmem.rs`, socket
+//! calls.
 
 pub mod devmem;
 pub mod dmabuf;

@@ -1,9 +1,10 @@
-//! The kernel's `netdev` family: which dma-buf the queues of a NIC receive into, and which it may send from.
+//! The kernel's `netdev` family of generic netlink: binds a dma-buf to the queues of a NIC for receiving, or to a NIC
+//! for sending.
 //!
-//! A binding lives as long as the socket that made it: dropping a [`Netdev`] undoes all of its bindings, and so does
-//! the end of the process, however it ends. The right to receive (CAP_NET_ADMIN) is checked when binding: 6.18 wants it
-//! in the first user namespace, 7.3 in that of the network namespace. Everybody may send.
-//! Read next: `devmem.rs`, how the bytes of bound queues are received and sent.
+//! A binding lives as long as the socket that made it: dropping a [`Netdev`], or any end of the process, undoes its
+//! bindings. The right to receive (CAP_NET_ADMIN) is checked when binding: 6.18 requires it in the initial user
+//! namespace, 7.3 in that of the network namespace. Sending needs no right.
+//! Read next: `devmem.rs`, how bytes of bound queues are received and sent.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -36,47 +37,47 @@ const DMABUF_FD: u16 = 3;
 const DMABUF_ID: u16 = 4;
 const DMABUF_RX_PAGE_SIZE: u16 = 5;
 
-/// What a queue that receives is used for besides packets for everybody.
+/// The special user of a receive queue, if there is one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueState {
-    /// Number of the dma-buf that it is bound to.
+    /// The id of the dma-buf that is bound to the queue.
     pub dmabuf: Option<u32>,
-    /// Somebody receives from it with io_uring, without copies.
+    /// An io_uring receives from the queue without copies.
     pub io_uring: bool,
-    /// An AF_XDP socket has it.
+    /// An AF_XDP socket uses the queue.
     pub xsk: bool,
 }
 
 impl QueueState {
-    /// Whether nobody has taken it.
+    /// Whether the queue has no special user.
     pub fn is_free(self) -> bool {
         self == QueueState::default()
     }
 }
 
-/// What a device says of itself here.
+/// Capabilities of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Device {
-    /// Bits of what it can do with XDP (`NETDEV_XDP_ACT_...`).
+    /// Bits of its XDP features (`NETDEV_XDP_ACT_...`).
     pub xdp_features: u64,
-    /// Bits of what it can do with AF_XDP.
+    /// Bits of its AF_XDP features.
     pub xsk_features: u64,
 }
 
-/// A connection to the family, and all bindings that were made with it.
+/// A netlink connection to the family, and all bindings that were made with it.
 #[derive(Debug)]
 pub struct Netdev {
     family: Family,
 }
 
 impl Netdev {
-    /// Opens it. `ENOENT` where the kernel is older than the family (6.3).
+    /// Opens a connection. `ENOENT` if the kernel is older than the family (6.3).
     pub fn open() -> Result<Netdev, NetlinkError> {
         Ok(Netdev { family: Family::open(FAMILY)? })
     }
 
-    /// Binds queues that receive to a dma-buf; gives its number, as fragments tell it. Headers must be split from
-    /// payload before, whatever their length. Each piece of the dma-buf's memory is whole pages.
+    /// Binds receive queues to a dma-buf; returns the id that fragments carry. Header split must be on, with threshold
+    /// 0. Each piece of the dma-buf's memory must be whole pages.
     pub fn bind_rx(
         &mut self,
         ifindex: u32,
@@ -86,8 +87,9 @@ impl Netdev {
         self.bind("netdev bind-rx", BIND_RX, rx_binding(ifindex, queues, dmabuf))
     }
 
-    /// The same with buffers of `page_bytes`, a power of 2, in place of pages: kernels from 7.3, and some drivers. Other
-    /// sizes are refused here: by its source the kernel gives its number for anything, `EINVAL`, and no words.
+    /// Like [`Netdev::bind_rx`], with buffers of `page_bytes`, a power of 2, instead of pages: for kernels from 7.3 on,
+    /// and some drivers. Other sizes are refused here, because by its source the kernel answers them with its most
+    /// general number, `EINVAL`, and no text.
     pub fn bind_rx_pages(
         &mut self,
         ifindex: u32,
@@ -104,26 +106,26 @@ impl Netdev {
         self.bind(call, BIND_RX, rx_binding(ifindex, queues, dmabuf).u32(DMABUF_RX_PAGE_SIZE, page_bytes))
     }
 
-    /// Lets a device send from a dma-buf; gives the number that sends name it by.
+    /// Binds a device to a dma-buf for sending; returns the id for sends.
     pub fn bind_tx(&mut self, ifindex: u32, dmabuf: BorrowedFd<'_>) -> Result<u32, NetlinkError> {
         self.bind("netdev bind-tx", BIND_TX, tx_binding(ifindex, dmabuf))
     }
 
-    /// What one queue that receives is used for.
+    /// The special user of a receive queue.
     pub fn queue(&mut self, ifindex: u32, queue: u32) -> Result<QueueState, NetlinkError> {
         let question =
             Attributes::new().u32(QUEUE_IFINDEX, ifindex).u32(QUEUE_TYPE, TYPE_RX).u32(QUEUE_ID, queue);
         Ok(state_of(self.family.ask("netdev queue-get", QUEUE_GET, &question)?.attributes()))
     }
 
-    /// The same for all queues of a device that receive, by number. A device that is down has none.
+    /// The special users of all receive queues of a device, by queue number. A device that is down has none.
     pub fn queues(&mut self, ifindex: u32) -> Result<Vec<(u32, QueueState)>, NetlinkError> {
         let question = Attributes::new().u32(QUEUE_IFINDEX, ifindex);
         let all = self.family.list("netdev queue-get", QUEUE_GET, &question)?;
         Ok(all.iter().filter_map(|reply| rx_queue(reply.attributes())).collect())
     }
 
-    /// What a device says of itself.
+    /// The capabilities of a device.
     pub fn device(&mut self, ifindex: u32) -> Result<Device, NetlinkError> {
         let question = Attributes::new().u32(DEV_IFINDEX, ifindex);
         let reply = self.family.ask("netdev dev-get", DEV_GET, &question)?;
@@ -142,21 +144,22 @@ impl Netdev {
     }
 }
 
-/// A kernel that does not know a request, and a device that cannot follow it, give one number and no words. The first
-/// gets some here.
+/// Distinguishes a kernel that does not know a request from a device that does not support it: both return one number
+/// without text, and the first gets a text here.
 fn told_apart(error: NetlinkError, command: u8) -> NetlinkError {
     let alike = error.errno == libc::EOPNOTSUPP && error.text.is_none();
-    match alike && netlink::knows(FAMILY, command) == Ok(false) {
-        true => NetlinkError {
+    if alike && netlink::knows(FAMILY, command) == Ok(false) {
+        NetlinkError {
             text: Some("this kernel has no such request".to_owned()),
             known: Some(KnownRefusal::NoSuchRequest),
             ..error
-        },
-        false => error,
+        }
+    } else {
+        error
     }
 }
 
-/// The number that a binding got, which is never 0.
+/// The id of a binding, which is never 0.
 fn number_of(reply: &Reply) -> Option<u32> {
     reply.attributes().u32(DMABUF_ID).filter(|&id| id != 0)
 }
@@ -170,7 +173,7 @@ fn rx_binding(ifindex: u32, queues: &[u32], dmabuf: BorrowedFd<'_>) -> Attribute
     queues.iter().fold(tx_binding(ifindex, dmabuf), |all, id| all.nest(DMABUF_QUEUES, queue(id)))
 }
 
-/// What a queue says of itself.
+/// The special user of a queue, from its attributes.
 pub fn state_of(queue: AttributeList<'_>) -> QueueState {
     QueueState {
         dmabuf: queue.u32(QUEUE_DMABUF),
@@ -179,7 +182,7 @@ pub fn state_of(queue: AttributeList<'_>) -> QueueState {
     }
 }
 
-/// Number and state of a queue, if it receives.
+/// Number and special user of a queue, if it is a receive queue.
 pub fn rx_queue(queue: AttributeList<'_>) -> Option<(u32, QueueState)> {
     (queue.u32(QUEUE_TYPE)? == TYPE_RX).then_some((queue.u32(QUEUE_ID)?, state_of(queue)))
 }
@@ -189,7 +192,7 @@ mod tests {
     use super::*;
     use std::os::fd::AsFd;
 
-    /// Loopback's number in every network namespace.
+    /// The index of loopback in every network namespace.
     const LO: u32 = 1;
 
     fn netdev() -> Option<Netdev> {
@@ -233,7 +236,7 @@ mod tests {
         assert_eq!(nested(QUEUE_XSK), Some(QueueState { xsk: true, ..free }));
     }
 
-    // What loopback refuses to bind is in `tests/devmem/bind.rs`, beside what other NICs refuse.
+    // `tests/devmem/bind.rs` has the bindings that loopback refuses, beside those of other NICs.
     #[test]
     fn loopback_tells_what_it_is() {
         let Some(mut netdev) = netdev() else { return };

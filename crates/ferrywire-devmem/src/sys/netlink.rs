@@ -1,10 +1,10 @@
-//! Generic netlink: questions and orders to one family of the kernel's, and its answers with its own words.
+//! Generic netlink: queries and orders to one family of the kernel, and its answers with their text.
 //!
-//! Used by `ethtool.rs` and `netdev.rs`, which know what the numbers mean. The kernel's words matter: most of its
-//! refusals share one number, and only the text tells them apart, so it is asked for and kept in [`NetlinkError`].
-//! Invariant: what is read is checked at every length (`netlink/answer.rs`), so an answer that makes no sense is an
-//! error; and nothing blocks, since the kernel writes its answer while it takes the question.
-//! Read next: `netlink/attributes.rs`, what messages consist of.
+//! `ethtool.rs` and `netdev.rs` use it; they know what the numbers mean. Most refusals of the kernel share one number,
+//! and only the text tells them apart, so the text is requested and kept in [`NetlinkError`].
+//! Invariant: every length that is read is checked (`netlink/answer.rs`), so a malformed answer is an error. Nothing
+//! blocks, because the kernel writes its answer while it takes the request.
+//! Read next: `netlink/attributes.rs`, the parts of messages.
 
 pub(crate) mod answer;
 mod attributes;
@@ -21,7 +21,7 @@ pub use attributes::{AttributeList, Attributes};
 
 use ferrywire_sys::socket;
 
-/// `GENL_ID_CTRL`, which knows the other families; its question and the attributes of it.
+/// `GENL_ID_CTRL`, the family that describes other families; its request and attributes.
 const CONTROL_FAMILY: u16 = 0x10;
 const CTRL_CMD_GETFAMILY: u8 = 3;
 const CTRL_CMD_GETPOLICY: u8 = 10;
@@ -34,25 +34,25 @@ const NLM_F_REQUEST: u16 = 0x001;
 const NLM_F_ACK: u16 = 0x004;
 const NLM_F_DUMP: u16 = 0x300;
 
-/// Bytes of the heads of a message: netlink's own, and with it the one of generic netlink.
+/// Size of a message's headers: netlink's, and with generic netlink's.
 const HEAD_BYTES: usize = 16;
 const HEADS_BYTES: usize = HEAD_BYTES + 4;
-/// Room for one read: the kernel cuts long lists to at most this.
+/// Room for one read: the kernel splits long lists at this size.
 const READ_BYTES: usize = 32 << 10;
-/// Longest request.
+/// Size limit of a request.
 const REQUEST_BYTES_MAX: usize = 64 << 10;
-/// A list that changed while it was told is asked for this often.
+/// How often a list is read again because it changed meanwhile.
 const DUMPS_MAX: usize = 4;
 
-/// What the kernel refused, or could not be asked.
+/// A refusal by the kernel, or a request that could not be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call}: {}", self.reason())]
 pub struct NetlinkError {
-    /// The kernel's number. `EPROTO`: its answer made no sense; `EAGAIN`: it gave none.
+    /// The kernel's number. `EPROTO`: its answer was malformed; `EAGAIN`: it gave none.
     pub errno: i32,
-    /// The kernel's own words, where it had any.
+    /// The kernel's text, if there is one.
     pub text: Option<String>,
-    /// What was asked of it.
+    /// The request.
     pub call: &'static str,
     /// What this crate knows of the refusal, and the kernel's number does not tell.
     pub known: Option<KnownRefusal>,
@@ -72,7 +72,7 @@ impl NetlinkError {
         NetlinkError { errno: error.raw_os_error(), text: None, call, known: None }
     }
 
-    /// The kernel's words if there are any, and what its number means.
+    /// The kernel's text, if there is one, and the meaning of its number.
     fn reason(&self) -> String {
         let number = io::Error::from_raw_os_error(self.errno);
         match &self.text {
@@ -88,17 +88,17 @@ impl From<NetlinkError> for io::Error {
     }
 }
 
-/// A socket that talks to one family. What the kernel keeps for a socket ends when this is dropped.
+/// A socket for one family. State that the kernel keeps for the socket ends when this is dropped.
 #[derive(Debug)]
 pub struct Family {
     socket: OwnedFd,
     id: u16,
-    /// Number of the last request, by which answers are known.
+    /// Number of the last request, by which answers are matched.
     sequence: u32,
 }
 
 impl Family {
-    /// Opens a socket for the family of this name. `ENOENT` where the kernel has none.
+    /// Opens a socket for a family by its name. `ENOENT` if the kernel does not have it.
     pub fn open(name: &str) -> Result<Family, NetlinkError> {
         const CALL: &str = "netlink family";
         let socket = open_socket().map_err(|error| NetlinkError {
@@ -121,7 +121,7 @@ impl Family {
         Ok(family)
     }
 
-    /// Asks a question that has one reply.
+    /// Makes a query that has one reply.
     pub fn ask(
         &mut self,
         call: &'static str,
@@ -132,7 +132,7 @@ impl Family {
         replies.into_iter().next().ok_or(NetlinkError::new(call, Errno::PROTO))
     }
 
-    /// Gives an order, and waits until the kernel has followed it. Some orders have a reply, which may be dropped.
+    /// Gives an order and waits until the kernel has executed it. Some orders have a reply, which may be ignored.
     pub fn order(
         &mut self,
         call: &'static str,
@@ -142,7 +142,7 @@ impl Family {
         Ok(self.exchange(call, command, NLM_F_ACK, order)?.replies.into_iter().next())
     }
 
-    /// Asks for a list: one reply for each of its items.
+    /// Queries a list: one reply per item.
     pub fn list(
         &mut self,
         call: &'static str,
@@ -190,23 +190,23 @@ impl Family {
         message.extend(self.id.to_ne_bytes());
         message.extend((NLM_F_REQUEST | flags).to_ne_bytes());
         message.extend(self.sequence.to_ne_bytes());
-        // No port: the kernel knows who asks.
+        // No port: the kernel identifies the sender.
         message.extend([0; 4]);
         message.extend([command, FAMILY_VERSION, 0, 0]);
         message.extend(attributes);
         Some(message)
     }
 
-    /// One read, which the kernel has had every occasion to answer: what is not there will not come.
+    /// Reads once. The kernel has written its answer during the request, so a missing answer will not come.
     fn read(&self, into: &mut [u8]) -> Result<usize, Errno> {
         let room = into.len();
         let (_, bytes) = retry_on_intr(|| net::recv(&self.socket, &mut *into, RecvFlags::TRUNC))?;
-        // Told with its whole length, though only what had room was written.
+        // The kernel reports the full length, though it wrote only what fits.
         if bytes > room { Err(Errno::MSGSIZE) } else { Ok(bytes) }
     }
 }
 
-/// Whether the kernel knows a command of a family that it has. By its number alone a refusal does not tell.
+/// Whether the kernel knows a command of a family. The number of a refusal alone does not tell.
 pub fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
     let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, family).u32(CTRL_ATTR_OP, command.into());
     match Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
@@ -219,7 +219,7 @@ pub fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
 fn open_socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
-    // The kernel's words with a refusal, and the request not repeated in it.
+    // Ask for the kernel's text with a refusal, without a copy of the request.
     for option in [libc::NETLINK_EXT_ACK, libc::NETLINK_CAP_ACK] {
         socket::set_int(socket.as_raw_fd(), libc::SOL_NETLINK, option, 1)?;
     }
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn the_kernels_words_come_with_its_refusal() {
         let Some(mut family) = control() else { return };
-        // The name of a family is text of at most 16 bytes, which the kernel says when there are more.
+        // A family's name has at most 16 bytes; the kernel's text says so for a longer one.
         let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, "a name of more than sixteen bytes");
         let refusal = family.ask("family", CTRL_CMD_GETFAMILY, &question).expect_err("too long");
         let text = refusal.text.clone().expect("words");

@@ -1,4 +1,4 @@
-//! Binding memory to NICs: what the kernel refuses and why, and how long a binding lasts.
+//! Binding memory to NICs: the kernel's refusals and their causes, and the lifetime of a binding.
 
 use crate::vm::{self, FAR, NEAR, Pool, QUEUE, at_peer, index, set_split};
 use ferrywire_devmem::sys::ethtool::Split;
@@ -11,7 +11,7 @@ use std::fs;
 use std::os::fd::AsFd;
 use std::path::Path;
 
-/// Loopback's number in every network namespace.
+/// The index of loopback in every network namespace.
 const LO: u32 = 1;
 
 #[track_caller]
@@ -23,11 +23,11 @@ fn cause(error: DevmemError) -> BindCause {
     }
 }
 
-/// Numbers of the kernel's headers, once more and not taken from what is tested.
+/// Numbers of the kernel's headers, repeated here instead of taken from the tested code.
 const NETDEV_CMD_BIND_RX: u16 = 13;
 const NETDEV_CMD_BIND_TX: u16 = 15;
 
-/// The attributes that this kernel knows in a request to bind, as it says itself; `None`: it does not know the request.
+/// The attributes of a bind request that this kernel reports to know; `None` if it does not know the request.
 fn known(request: u16) -> Option<BTreeSet<u16>> {
     const CTRL_CMD_GETPOLICY: u8 = 10;
     const CTRL_ATTR_FAMILY_NAME: u16 = 2;
@@ -43,7 +43,7 @@ fn known(request: u16) -> Option<BTreeSet<u16>> {
         Err(NetlinkError { errno: libc::ENOENT, .. }) => return None,
         told => told.expect("a list"),
     };
-    // One reply says which policy is the request's, and one each what is known of one attribute of one policy.
+    // One reply names the request's policy; the others each describe one attribute of a policy.
     let requests = told.iter().find_map(|reply| reply.attributes().nest(CTRL_ATTR_OP_POLICY));
     let policy = requests.and_then(|all| all.nest(request)).expect("the request has a policy");
     let policy = policy.u32(CTRL_ATTR_POLICY_DO).and_then(|number| u16::try_from(number).ok());
@@ -54,16 +54,16 @@ fn known(request: u16) -> Option<BTreeSet<u16>> {
     Some(known)
 }
 
-/// Whether this kernel has receive buffers of other sizes than a page; `None` where it binds none at all.
+/// Whether this kernel supports receive buffers larger than a page; `None` if it binds nothing at all.
 fn knows_rx_page_size() -> Option<bool> {
     const NETDEV_A_DMABUF_RX_PAGE_SIZE: u16 = 5;
     Some(known(NETDEV_CMD_BIND_RX)?.contains(&NETDEV_A_DMABUF_RX_PAGE_SIZE))
 }
 
-/// Whether every kernel lets this process bind queues: the right counts in the first user namespace only, up to some
-/// version after 6.18.
+/// Whether every kernel lets this process bind queues: up to some version after 6.18 the right counts only in the
+/// initial user namespace.
 fn has_every_right() -> bool {
-    /// Of the first user namespace, on every kernel.
+    /// The initial user namespace of every kernel.
     const FIRST: &str = "user:[4026531837]";
     const CAP_NET_ADMIN: u32 = 12;
     let status = fs::read_to_string("/proc/self/status").expect("it is there");
@@ -73,7 +73,7 @@ fn has_every_right() -> bool {
     namespace == Path::new(FIRST) && rights >> CAP_NET_ADMIN & 1 == 1
 }
 
-/// The kernel of any host: loopback cannot do any of it.
+/// On the kernel of any host: loopback supports none of it.
 #[test]
 fn loopback_refuses_with_causes() {
     let mut netdev = match Netdev::open() {
@@ -92,7 +92,7 @@ fn loopback_refuses_with_causes() {
             "SKIPPED: needs CAP_NET_ADMIN, and no user namespace, to ask for a binding to receive"
         );
     }
-    // A kernel that does not know the request refuses it with the same number.
+    // A kernel that does not know the request refuses with the same number.
     assert_eq!((error.errno, error.call), (libc::EOPNOTSUPP, "netdev bind-rx"), "{error}");
     let told = cause(DevmemError::bind_rx("lo", &[0], &error));
     let Some(larger) = knows_rx_page_size() else { return assert_eq!(told, BindCause::NoKernel) };
@@ -133,10 +133,11 @@ fn refusals_to_receive_have_causes() {
     assert_eq!(refused(1 << 30, &[QUEUE], pool.dmabuf.as_fd()), BindCause::NoNic);
     let error = netdev.bind_rx_pages(nic, &[QUEUE], pool.dmabuf.as_fd(), 16 << 10).expect_err("refused");
     let cause = cause(DevmemError::bind_rx(NEAR, &[QUEUE], &error));
-    // More than a page of host memory has, where the kernel looks at that before it asks the driver.
-    let causes: &[_] = match knows_rx_page_size().expect("it binds memory") {
-        true => &[BindCause::DriverNoLargeBuffers, BindCause::Scattered],
-        false => &[BindCause::NoLargeBuffers],
+    // A piece larger than a page of host memory, if the kernel checks that before it asks the driver.
+    let causes: &[_] = if knows_rx_page_size().expect("it binds memory") {
+        &[BindCause::DriverNoLargeBuffers, BindCause::Scattered]
+    } else {
+        &[BindCause::NoLargeBuffers]
     };
     assert!(causes.contains(&cause), "{cause:?}");
 }
@@ -189,7 +190,7 @@ fn memory_to_send_from_may_be_bound_twice() {
     let pool = Pool::new(vm::MIB);
     let (mut netdev, first) = vm::bind_far(pool.dmabuf.as_fd());
     let far = at_peer(|| index(FAR));
-    // A socket stays in the namespace that it was opened in.
+    // A socket stays in the namespace in which it was opened.
     let second = netdev.bind_tx(far, pool.dmabuf.as_fd()).expect("another number");
     assert!(first != 0 && second != 0 && first != second, "{first} {second}");
     assert!(netdev.device(far).is_ok());

@@ -1,7 +1,7 @@
-//! Boots the VM of `tests/devmem-vm` with this very program, and runs tests of it there.
+//! Boots the VM of `tests/devmem-vm` with this test program and runs tests of it there.
 //!
-//! Only when asked (FERRYWIRE_DEVMEM_VM=1), since the kit fetches its system the first time.
-//! FERRYWIRE_DEVMEM_OUT names a directory for what they record.
+//! Only on request (FERRYWIRE_DEVMEM_VM=1), because the kit downloads its system the first time. FERRYWIRE_DEVMEM_OUT
+//! names a directory for recordings.
 
 use std::env;
 use std::fs;
@@ -10,19 +10,19 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 const ASKED: &str = "FERRYWIRE_DEVMEM_VM";
-/// What the kit exits with where something is missing.
+/// The kit's exit status if something is missing.
 const SKIPPED: i32 = 77;
-/// And where the guest died, or was never built.
+/// The kit's exit status if the guest died or was never built.
 const NO_GUEST: i32 = 125;
 /// How often a guest may try to boot.
 const BOOTS: usize = 3;
 
-/// Runs the tests with such names, once at each MTU; all of them have so many seconds each time.
+/// Runs the named tests once at each MTU, with `limit_s` seconds for each MTU.
 pub fn pass_in_the_vm(mtus: &[u32], limit_s: u32, names: &[&str]) {
     pass_beside(&[], mtus, limit_s, names);
 }
 
-/// Likewise, with other programs beside them in the root directory.
+/// Like [`pass_in_the_vm`], with other programs in the root directory.
 pub fn pass_beside(programs: &[&Path], mtus: &[u32], limit_s: u32, names: &[&str]) {
     if Path::new("/sys/module/dmnic").exists() {
         return;
@@ -42,7 +42,7 @@ pub fn pass_beside(programs: &[&Path], mtus: &[u32], limit_s: u32, names: &[&str
     }
     kit.arg(start_script(scratch.path())).args(names);
     let (mut code, mut text) = (None, String::new());
-    // A guest that dies while it boots, under software emulation, has told nothing about us.
+    // A guest that dies while it boots, under software emulation, says nothing about the tests.
     for _ in 0..BOOTS {
         let ran = kit.output().expect("the kit");
         (code, text) = (ran.status.code(), told(&ran));
@@ -70,7 +70,7 @@ fn kit() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/devmem-vm/devmem-vm.sh")
 }
 
-/// This program and others without their debug information, and their libraries.
+/// This program and others without debug information, and their libraries.
 fn files(programs: &[&Path], scratch: &Path) -> Vec<PathBuf> {
     let me = env::current_exe().expect("this program");
     let others = programs.iter().map(|program| (*program, program.file_name().expect("a name").to_owned()));
@@ -78,7 +78,7 @@ fn files(programs: &[&Path], scratch: &Path) -> Vec<PathBuf> {
     for (program, name) in others.chain([(me.as_path(), "devmem-test".into())]) {
         let copy = scratch.join(name);
         fs::copy(program, &copy).expect("a copy");
-        // Where there is no strip, it is only larger.
+        // Without strip the file is only larger.
         let _ = Command::new("strip").arg(&copy).status();
         files.push(copy);
         let ldd = Command::new("ldd").arg(program).output().expect("ldd");
@@ -90,7 +90,7 @@ fn files(programs: &[&Path], scratch: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Puts the libraries where the program looks for them, and becomes it.
+/// A script that puts the libraries where the program looks for them, and then executes the program.
 fn start_script(scratch: &Path) -> PathBuf {
     let path = scratch.join("start");
     let script = "#!/bin/sh\n\

@@ -1,4 +1,4 @@
-//! What goes wrong on the way: headers split badly, packets lost, pools that run dry, bindings that end.
+//! Faults: headers split badly, packets lost, pools that run dry, bindings that end.
 
 use crate::receive::hold;
 use crate::vm::{self, KIB, Knob, Link, MIB, Receiver, Sender, WAY, send_all, take};
@@ -6,7 +6,7 @@ use ferrywire_devmem::sys::devmem::{Control, Fragment, Tokens};
 use std::os::fd::AsRawFd;
 use std::thread;
 
-/// Sends so much of the pattern while it is received.
+/// Sends bytes of the pattern while they are received.
 fn transfer(
     (receiver, sender, link): (&Receiver, &Sender, &Link),
     position: usize,
@@ -28,7 +28,7 @@ fn linear_and_plain_bytes_are_part_of_a_healthy_connection() {
     let tally = transfer((&receiver, &sender, &link), 0, 8 * MIB);
     println!("{} linear, {} plain", tally.linear_bytes, tally.plain_bytes);
     assert!(tally.linear_bytes > 0 && tally.pool_bytes > 0);
-    // Packets with no more than the linear part hold are plain altogether.
+    // Packets that fit into the linear part are plain as a whole.
     let short = transfer((&receiver, &sender, &link), 8 * MIB, 50);
     assert_eq!((short.bytes(), short.pool_bytes), (50, 0));
 }
@@ -62,7 +62,7 @@ fn a_pool_that_ran_dry_goes_on_after_a_release() {
     });
 }
 
-/// Receives and keeps what comes, until nothing has come for a second.
+/// Receives and keeps fragments until nothing has arrived for a second.
 fn until_dry(link: &Link, receiver: &Receiver, bytes: usize) -> (usize, Tokens) {
     let (mut got, mut held) = (0, Tokens::new());
     let (mut control, mut buffer) = (Control::new(256), vec![0; MIB]);
@@ -98,9 +98,9 @@ fn what_is_queued_outlives_the_binding_and_the_rest_is_plain() {
         return;
     }
     let (mut receiver, sender, link) = (Receiver::new(16 * MIB), Sender::new(), Link::steered());
-    // Less than the first window. Finished with its memory: acknowledged, and so queued.
+    // Less than the first window. The send has finished with its memory, so the bytes are acknowledged and queued.
     send_all(&link, sender.id, 0, 32 * KIB, 8 * KIB);
-    // Another socket in its place: the first one ends, and its bindings with it.
+    // A new socket replaces the first, whose bindings end.
     receiver.netdev = ferrywire_devmem::sys::netdev::Netdev::open().expect("the family");
     let state = receiver.netdev.queue(vm::index(vm::NEAR), vm::QUEUE).expect("it is there");
     assert!(state.is_free(), "{state:?}");

@@ -5,10 +5,10 @@
 //!                               dm0 10.9.0.1, receives  <── wire ──  dm1 10.9.0.2, in a network namespace of its own
 //! ```
 //!
-//! On the host the tests of the VM say that they were skipped (all but what loopback refuses, in `bind.rs`), and `runner`
-//! runs them there when asked:
-//! `FERRYWIRE_DEVMEM_VM=1 cargo test -p ferrywire-devmem --test devmem -- --nocapture`.
-//! Read next: `vm.rs`, what they stand on; `boot.rs`.
+//! On the host the tests of the VM print that they were skipped (all but the refusals of loopback, in `bind.rs`), and
+//! `runner` runs them in the VM on request: `FERRYWIRE_DEVMEM_VM=1 cargo test -p ferrywire-devmem --test devmem --
+//! --nocapture`.
+//! Read next: `vm.rs`, their helpers; `boot.rs`.
 
 mod bind;
 mod boot;

@@ -1,6 +1,6 @@
-//! Claims on a NIC of the VM: what they change is there, works, and is gone afterwards.
+//! Claims on a NIC of the VM: their changes exist, work, and are undone afterwards.
 //!
-//! Everything is compared with what the kernel tells, not with what the claim believes.
+//! Everything is compared with the kernel's reports, not with the claim's own state.
 //! Read next: `nic/kills.rs`.
 
 mod kills;
@@ -23,11 +23,11 @@ use tempfile::TempDir;
 const ALLOWED: Wish = Wish { queues: 2, allow_nic_setup: true };
 const LIMIT: Duration = Duration::from_secs(100);
 
-/// All of the NIC that a claim may change.
+/// The NIC's settings that a claim may change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Seen {
     rings: Rings,
-    /// Header split was asked for, which is not told otherwise.
+    /// Whether header split was requested, which the kernel reports in no other way.
     asked: bool,
     ntuple: bool,
     spread: Vec<u32>,
@@ -44,7 +44,7 @@ fn seen() -> Seen {
         queues.iter().filter(|(_, state)| !state.is_free()).map(|(queue, _)| *queue).collect();
     Seen {
         rings: ethtool.rings(NEAR).expect("they are told"),
-        // With memory bound it was asked for, or it would not be.
+        // With memory bound it must have been requested.
         asked: !bound.is_empty() || is_asked_for(),
         ntuple: ethtool.feature(NEAR, NTUPLE).expect("it is told").on,
         spread: flows.spread().expect("it is told"),
@@ -60,7 +60,8 @@ fn is_asked_for() -> bool {
     netdev.bind_rx(vm::index(NEAR), &[1], pool.dmabuf.as_fd()).is_ok()
 }
 
-/// The NIC as it is found on most hosts, until this is dropped: then as the VM's other tests expect it.
+/// The NIC in the default state of most hosts until this is dropped, then in the state that the VM's other tests
+/// expect.
 struct Found {
     journal: TempDir,
 }
@@ -100,7 +101,7 @@ fn end(text: &str) -> SocketAddr {
     text.parse().expect("an address")
 }
 
-/// A rule of somebody else's.
+/// Adds a rule of another program.
 fn foreign() -> u32 {
     let flow = Flow::new(end("10.9.0.1:22"), end("10.9.0.2:5555"), 1).expect("one kind");
     Flows::open(NEAR).and_then(|flows| flows.insert(&flow)).expect("room")
@@ -131,7 +132,7 @@ fn settings_come_and_go_with_a_claim() {
         claim.unsteer(rule);
         assert_eq!(seen().rules.len(), 1);
         drop(claim);
-        // One that was asked for with a threshold is indistinguishable, before binding, from one that does it unasked.
+        // Before binding, a split that was requested with a threshold looks like one that the driver does by itself.
         assert_eq!(seen(), before, "{split:?}");
     }
 }
@@ -160,7 +161,7 @@ fn without_leave_nothing_changes_and_the_commands_are_told() {
     );
     assert!(can.is_possible() && !possible("lo").is_possible());
     assert_eq!(seen(), before);
-    // By hand, as told.
+    // By hand, as the message says.
     set(Split::On, 0, true, &[0, 1].repeat(32));
     let pool = Pool::new(4 * MIB);
     let mut claim = found.claim(Wish { allow_nic_setup: false, ..ALLOWED }).expect("nothing is missing");
@@ -185,7 +186,7 @@ fn a_steered_connection_brings_device_memory_and_others_do_not() {
             assert_eq!(pool_bytes(&near, &far, binding), 0, "not steered yet");
             let rule = claim.steer(local, remote).expect("room");
             assert_eq!(pool_bytes(&near, &far, binding), 64 * KIB, "{local} from {remote} by {rule:?}");
-            // Another connection to the same port is nobody's business.
+            // Another connection to this port must not be affected.
             let (other_near, other_far) = connection(local);
             assert_eq!(pool_bytes(&other_near, &other_far, binding), 0, "another connection");
             claim.unsteer(rule);
@@ -195,14 +196,14 @@ fn a_steered_connection_brings_device_memory_and_others_do_not() {
     }
 }
 
-/// An address of the new kind on each NIC.
+/// Adds an IPv6 address to each NIC.
 fn add_ipv6() {
     let run =
         |line: &str| Command::new("sh").args(["-c", line]).status().is_ok_and(|status| status.success());
-    // Left from the test's last time: fine.
+    // The address may be left from an earlier run of the test.
     run("ip -6 addr add fd09::1/64 dev dm0");
     run("nsenter -t $PEER_PID -n ip -6 addr add fd09::2/64 dev dm1");
-    // Before it is known that nobody else has them, connections would come from elsewhere, and get nowhere.
+    // Until duplicate detection has finished, connections would use another source address and fail.
     wait_for_address("[fd09::1]:0", TcpListener::bind);
     wait_for_address("[fd09::2]:0", |address| vm::at_peer(|| TcpListener::bind(address)));
 }
@@ -242,12 +243,12 @@ fn connection(to: SocketAddr) -> (TcpStream, TcpStream) {
     }
 }
 
-/// With a port that others listened on before, if one is given.
+/// Listens on an address, also on a port that was used before.
 fn listen(to: SocketAddr) -> std::io::Result<TcpListener> {
     TcpListener::bind(SocketAddr::new(to.ip().to_canonical(), to.port()))
 }
 
-/// Sends and receives 64 KiB; tells how many of them came as device memory.
+/// Sends and receives 64 KiB; returns how many of them arrived as device memory.
 fn pool_bytes(near: &TcpStream, far: &TcpStream, binding: u32) -> usize {
     let bytes = 64 * KIB;
     thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Receiving into device memory: every byte in its place, in whatever portions, and tokens within their limits.
+//! Receiving into device memory: every byte is in its place, with portions of any size, and tokens keep their limits.
 
 use crate::vm::{self, KIB, Link, MIB, Receiver, Sender, WAY, Way, send_all, send_plain, take};
 use ferrywire_devmem::DevmemError;
@@ -76,7 +76,7 @@ fn what_cannot_be_taken_stays_queued() {
     vm::wait(link.near.as_raw_fd(), libc::POLLIN);
     let error = (&link.near).read(&mut [0; 4096]).expect_err("device memory cannot be read");
     assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
-    // Room for not even one fragment: what a Control never has.
+    // Room for less than one fragment, which a Control never has.
     let mut byte = 0_u8;
     let mut into = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
     // SAFETY: all zero is a valid `msghdr`: null pointers with zero lengths.
@@ -88,9 +88,9 @@ fn what_cannot_be_taken_stays_queued() {
     let got = unsafe { libc::recvmsg(link.near.as_raw_fd(), &raw mut message, flags) };
     let errno = std::io::Error::last_os_error().raw_os_error();
     assert_eq!((got, errno), (-1, Some(ferrywire_devmem::sys::devmem::ETOOSMALL)));
-    // A buffer that is not there is a fault only where bytes would be copied to it.
+    // An invalid buffer fails only if bytes would be copied to it.
     let mut control = Control::new(1);
-    // SAFETY: no memory of this process has this address, which the kernel finds out.
+    // SAFETY: no memory of this process has this address, which the kernel detects.
     let got = unsafe {
         ferrywire_devmem::sys::devmem::receive(link.near.as_raw_fd(), 8 as *mut u8, 16, &mut control)
     };
@@ -116,7 +116,7 @@ fn a_fragment_read_in_parts_has_a_token_for_each() {
     }
     let (receiver, link) = (Receiver::new(MIB), Link::steered());
     for round in 0..4 {
-        // Were a page lost with each part, the pool would not last.
+        // If each part lost a page, the pool would run dry.
         send_plain(&link, round * 256 * KIB, 256 * KIB);
         let tally = take(&link, &receiver, round * 256 * KIB, 256 * KIB, Way { call_bytes: 100, ..WAY });
         assert_eq!((tally.bytes(), tally.released), (256 * KIB, tally.fragments.len()));
@@ -124,7 +124,7 @@ fn a_fragment_read_in_parts_has_a_token_for_each() {
     }
 }
 
-/// Receives so many bytes, and keeps their tokens.
+/// Receives bytes and keeps their tokens.
 pub fn hold(link: &Link, bytes: usize) -> Vec<u32> {
     let (mut held, mut got) = (Vec::new(), 0);
     let (mut control, mut buffer) = (Control::new(256), vec![0; 64 * KIB]);
@@ -216,7 +216,7 @@ fn options_of_other_kinds_are_harmless() {
         return;
     }
     let (receiver, link) = (Receiver::new(MIB), Link::steered());
-    // Each receive now has a control message that is not devmem's.
+    // Each receive now has a control message that is not from devmem.
     socket::set_int(link.near.as_raw_fd(), libc::SOL_SOCKET, libc::SO_TIMESTAMP, 1).expect("an option");
     send_plain(&link, 0, 128 * KIB);
     assert_eq!(take(&link, &receiver, 0, 128 * KIB, Way { room: 8, ..WAY }).bytes(), 128 * KIB);

@@ -1,4 +1,4 @@
-//! Records where a kernel puts the bytes of a message, for gathers elsewhere (`recorded.rs`).
+//! Records where a kernel puts the bytes of a message, for tests of gathers (`recorded.rs`).
 
 use crate::vm::{self, Link, MIB, Receiver, Sender, WAY};
 use std::fs;
@@ -14,7 +14,7 @@ fn a_fragment_list_is_recorded() {
     }
     let (receiver, sender, link) = (Receiver::new(POOL_BYTES), Sender::new(), Link::steered());
     let mut tally = vm::Tally::default();
-    // The first ones fill the pool in order; later it is as mixed as pools are.
+    // The first messages fill the pool in order; later ones are as mixed as in real pools.
     for round in 0..6 {
         let position = round * MESSAGE_BYTES;
         tally = thread::scope(|scope| {

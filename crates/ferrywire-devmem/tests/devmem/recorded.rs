@@ -1,4 +1,4 @@
-//! Fragment lists of a kernel's: recorded in the VM, and gathered elsewhere.
+//! Fragment lists of a kernel, recorded in the VM and gathered in other tests.
 //!
 //! A list is JSON: `{"kernel": "7.2", "mtu": 1500, "pool_bytes": N, "message_bytes": N, "fragments": [[offset, bytes], ..]}`,
 //! in the order of the message. [`message_is_gathered`] takes any queue of a GPU, so that real ones can be given the
@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 pub const LISTS: [&str; 2] =
     [include_str!("recorded/fragments-1500.json"), include_str!("recorded/fragments-9000.json")];
 
-/// Where the bytes of one message lay.
+/// The places of one message's bytes in the pool.
 #[derive(Debug)]
 pub struct Recorded {
     pub pool_bytes: u64,
     pub message_bytes: u64,
-    /// Where in the pool, and how much.
+    /// Offsets in the pool, and lengths.
     pub fragments: Vec<(u64, u32)>,
 }
 
@@ -49,7 +49,7 @@ impl Recorded {
         recorded
     }
 
-    /// The list as a gather takes it: from the pool, to places in the message.
+    /// The list for a gather: from the pool to places in the message.
     pub fn list(&self) -> Vec<Fragment> {
         let mut target = 0;
         let place = |&(offset, bytes): &(u64, u32)| {
@@ -60,7 +60,7 @@ impl Recorded {
         self.fragments.iter().map(place).collect()
     }
 
-    /// What a pool with this content holds as the message, by a plain loop.
+    /// The message in a pool with these contents, assembled by a plain loop.
     pub fn message(&self, pool: &[u8]) -> Vec<u8> {
         let mut message = Vec::new();
         for (offset, bytes) in &self.fragments {
@@ -70,13 +70,13 @@ impl Recorded {
         message
     }
 
-    /// Bytes that differ from place to place.
+    /// A pool whose bytes depend on their position.
     pub fn pool(&self) -> Vec<u8> {
         (0..self.pool_bytes as u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect()
     }
 }
 
-/// Gathers the message in one launch. `list` is memory of the host that the GPU reaches, with room for the list.
+/// Gathers the message in one launch. `list` is host memory mapped for the GPU, with room for the list.
 pub fn message_is_gathered(
     queue: &mut dyn GatherDevice,
     recorded: &Recorded,
@@ -84,7 +84,7 @@ pub fn message_is_gathered(
     (pool, target): (u64, u64),
 ) {
     let fragments = recorded.list();
-    // SAFETY: room for the list, as the caller promises, and nobody reads it yet.
+    // SAFETY: room for the list, as the caller promises, and nothing reads it yet.
     unsafe { list.cast::<Fragment>().copy_from_nonoverlapping(fragments.as_ptr(), fragments.len()) };
     let run = GatherRun { fragments: list as u64, count: fragments.len() as u64, source: pool, target };
     let before = queue.reached().expect("no failure");
@@ -109,7 +109,7 @@ fn a_simulated_gpu_gathers_what_a_kernel_scattered() {
         let list_bytes = recorded.fragments.len() * size_of::<Fragment>();
         let list = MappedBuffer::new(list_bytes, 4096).expect("memory");
         let mut queue = SimQueue::new(&gpu);
-        // To an odd address, as a message's own place may be.
+        // To an odd address, as a message's destination may have.
         let to = (pool.address(), target.address() + 1);
         message_is_gathered(&mut queue, &recorded, list.as_ptr(), to);
         let gathered = gpu.read_to_vec(target.address() + 1, bytes).expect("read");

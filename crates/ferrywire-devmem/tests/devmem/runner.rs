@@ -1,8 +1,9 @@
-//! Runs the tests of the VM in the VM. Read next: `boot.rs`.
+//! Runs the tests of the VM in the VM.
+//! Read next: `boot.rs`.
 
 use super::boot;
 
-/// What the gate has time for.
+/// The tests that the gate has time for.
 #[test]
 fn the_kernel_does_what_we_rely_on() {
     boot::pass_in_the_vm(&[1500], 400, &[]);
@@ -10,8 +11,9 @@ fn the_kernel_does_what_we_rely_on() {
 
 #[test]
 fn it_does_at_both_mtus() {
-    match std::env::var_os("FERRYWIRE_LONG").is_some() {
-        true => boot::pass_in_the_vm(&[1500, 9000], 900, &[]),
-        false => println!("SKIPPED: needs FERRYWIRE_LONG=1, since it takes minutes"),
+    if std::env::var_os("FERRYWIRE_LONG").is_some() {
+        boot::pass_in_the_vm(&[1500, 9000], 900, &[])
+    } else {
+        println!("SKIPPED: needs FERRYWIRE_LONG=1, since it takes minutes")
     }
 }

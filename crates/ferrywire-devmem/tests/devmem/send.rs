@@ -1,4 +1,4 @@
-//! Sending from device memory: what is refused and why, and what happens to what was sent already.
+//! Sending from device memory: the refusals and their causes, and the fate of bytes that were sent before.
 
 use crate::vm::{self, FAR, KIB, Link, MIB, PATTERN_BYTES, Pool, Receiver, Sender, WAY, at_peer, send, take};
 use ferrywire_devmem::sys::devmem::{self, Piece};
@@ -49,11 +49,12 @@ fn refused_sends_have_causes_and_leave_nothing() {
     assert_eq!(take(&link, &receiver, 0, 4096, WAY).bytes(), 4096);
 }
 
-/// A send from a dma-buf that does not ask for zero copy, which ours always do; the kernel's refusal.
+/// Sends from a dma-buf without asking for zero copy, which this project's sends always do; returns the kernel's
+/// refusal.
 fn send_without_flag(fd: i32, dmabuf: u32) -> io::Error {
     let mut piece = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 4096 };
     let mut control = [0_u64; 3];
-    // SAFETY: all zero is a valid `msghdr`; its pointers are to what lives on this stack; the header and the number
+    // SAFETY: all zero is a valid `msghdr`; its pointers are to variables on this stack; the header and the number
     // behind it fit into the control buffer, which is aligned for them.
     let sent = unsafe {
         let mut message: libc::msghdr = std::mem::zeroed();
@@ -77,7 +78,7 @@ fn pieces_are_sent_in_order() {
         return;
     }
     let (receiver, sender, link) = (Receiver::new(4 * MIB), Sender::new(), Link::steered());
-    // Each continues the pattern; together they are more than a call takes.
+    // Each piece continues the pattern; together they are more than a call takes.
     let mut total = 0;
     let mut pieces: Vec<Piece> = (0..1500)
         .map(|number| {
@@ -92,7 +93,7 @@ fn pieces_are_sent_in_order() {
         assert!(bytes <= pieces.iter().take(1024).map(|piece| piece.bytes).sum());
         assert_eq!(take(&link, &receiver, sent, bytes, WAY).bytes(), bytes);
         (sent, calls) = (sent + bytes, calls + 1);
-        // What is left begins where the short send stopped.
+        // The rest begins where the short send stopped.
         pieces.retain(|piece| piece.offset + piece.bytes > sent);
         if let Some(first) = pieces.first_mut() {
             let end = first.offset + first.bytes;
@@ -118,7 +119,7 @@ fn what_was_sent_outlives_the_binding() {
     assert_eq!(cause(error), SendCause::NotBound);
     println!("{queued} bytes were queued");
     assert_eq!(take(&link, &receiver, 0, queued, WAY).bytes(), queued);
-    // The connection goes on, with another binding of the same memory.
+    // The connection continues with another binding of the memory.
     let (_netdev, id) = vm::bind_far(source.dmabuf.as_fd());
     send(&link, id, &[Piece { offset: queued % PATTERN_BYTES, bytes: 4 * KIB }]).expect("bound again");
     assert_eq!(take(&link, &receiver, queued, 4 * KIB, WAY).bytes(), 4 * KIB);
@@ -129,7 +130,7 @@ fn memory_of_half_pages_is_not_to_be_sent_from() {
     if !vm::is_here() {
         return;
     }
-    // Ours are always whole pages: it says so before the kernel would.
+    // The pool has whole pages, so its own check fails before the kernel's would.
     let pool = Pool::new(MIB);
     let error = ferrywire_sys::udmabuf::from_memfd(pool.file.as_fd(), 0, 1000).expect_err("half a page");
     assert_eq!(error.kind(), io::ErrorKind::InvalidInput);

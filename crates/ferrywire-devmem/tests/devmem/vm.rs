@@ -19,16 +19,16 @@ pub const NEAR: &str = "dm0";
 pub const FAR: &str = "dm1";
 pub const KIB: usize = 1 << 10;
 pub const MIB: usize = 1 << 20;
-/// The pattern repeats after this, which is also the size of memory to send from.
+/// The length after which the pattern repeats, and the size of memory to send from.
 pub const PATTERN_BYTES: usize = 8 * MIB;
-/// Queue 0 has what no rule steers.
+/// The claimed queue; queue 0 gets everything that no rule steers.
 pub const QUEUE: u32 = 1;
-/// Far beyond what anything here takes, on a slow emulation too.
+/// Far more than anything here takes, also under slow emulation.
 const LIMIT: Duration = Duration::from_secs(100);
-/// Where the kit puts files that come back.
+/// The folder whose files the kit returns.
 pub const OUT: &str = "/out";
 
-/// Whether this is the VM; where it is not, says so.
+/// Whether this is the VM; prints a note if not.
 pub fn is_here() -> bool {
     let here = Path::new("/sys/module/dmnic").exists() && std::env::var_os("PEER_PID").is_some();
     if !here {
@@ -37,7 +37,7 @@ pub fn is_here() -> bool {
     here
 }
 
-/// The NICs' largest packet, which the kit chooses.
+/// The NICs' MTU, which the kit chooses.
 pub fn mtu() -> usize {
     std::env::var("MTU").ok().and_then(|mtu| mtu.parse().ok()).expect("the kit tells the MTU")
 }
@@ -51,12 +51,12 @@ pub fn index(nic: &str) -> u32 {
     index
 }
 
-/// Does something in the network namespace of the other NIC. What was opened there stays there.
+/// Runs `body` in the network namespace of the other NIC. Sockets opened there stay there.
 pub fn at_peer<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     let pid = std::env::var("PEER_PID").expect("the kit tells it");
     let namespace = File::open(format!("/proc/{pid}/ns/net")).expect("it lives");
     let there = move || {
-        // SAFETY: no memory is passed; the thread alone moves, and ends there.
+        // SAFETY: no memory is passed; only this thread moves, and it ends there.
         let moved = unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) };
         assert_eq!(moved, 0, "{}", io::Error::last_os_error());
         body()
@@ -64,7 +64,7 @@ pub fn at_peer<T: Send>(body: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| scope.spawn(there).join().expect("it ends well"))
 }
 
-/// Sets a knob of the NICs, until the value is dropped.
+/// Sets a knob of the NICs, until this is dropped.
 pub struct Knob(&'static str);
 
 impl Knob {
@@ -85,7 +85,7 @@ fn turn(name: &str, value: u32) {
     fs::write(path, value.to_string()).expect("a knob");
 }
 
-/// Takes a NIC of this namespace down, or up again.
+/// Takes a NIC of this namespace down or up.
 pub fn set_up(nic: &str, up: bool) {
     let path = format!("/sys/class/net/{nic}/flags");
     let flags = fs::read_to_string(&path).expect("the NIC is here");
@@ -95,12 +95,12 @@ pub fn set_up(nic: &str, up: bool) {
     fs::write(&path, format!("{flags:#x}")).expect("it obeys");
 }
 
-/// Headers apart from payload, or not.
+/// Turns header split on or off.
 pub fn set_split(split: Split, threshold_bytes: Option<u32>) -> Result<(), NetlinkError> {
     Ethtool::open()?.set_rings(NEAR, Rings { split: Some(split), threshold_bytes })
 }
 
-/// Host memory that is a dma-buf too.
+/// Host memory that is also a dma-buf.
 pub struct Pool {
     pub dmabuf: OwnedFd,
     pub file: OwnedFd,
@@ -117,7 +117,7 @@ impl Pool {
         Pool { dmabuf, file, view, bytes }
     }
 
-    /// One that holds the pattern.
+    /// A pool with the pattern.
     pub fn with_pattern() -> Pool {
         let pool = Pool::new(PATTERN_BYTES);
         let base = pool.view.base() as *mut u8;
@@ -128,12 +128,12 @@ impl Pool {
         pool
     }
 
-    /// Some of its bytes, as they are now.
+    /// Some of the pool's bytes, as they are now.
     pub fn read(&self, offset: u64, bytes: u32) -> Vec<u8> {
         let (offset, bytes) = (offset as usize, bytes as usize);
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "{bytes} at {offset}");
         let mut copy = vec![0; bytes];
-        // SAFETY: inside the view; the NIC writes nothing there before the token goes back.
+        // SAFETY: inside the view; the NIC writes nothing there before the token is returned.
         unsafe {
             ((self.view.base() + offset) as *const u8).copy_to_nonoverlapping(copy.as_mut_ptr(), bytes)
         };
@@ -153,7 +153,7 @@ pub fn check(bytes: &[u8], position: usize) {
     assert_eq!(wrong, None, "of {} bytes at {position}", bytes.len());
 }
 
-/// The NIC that receives: a queue bound to a pool.
+/// The receiving NIC: a queue bound to a pool.
 pub struct Receiver {
     pub netdev: Netdev,
     pub id: u32,
@@ -169,7 +169,7 @@ impl Receiver {
     }
 }
 
-/// The NIC that sends: memory with the pattern, bound to it.
+/// The sending NIC, bound to memory with the pattern.
 pub struct Sender {
     pub netdev: Netdev,
     pub id: u32,
@@ -212,7 +212,7 @@ impl Link {
         link
     }
 
-    /// Its packets go to queue 0, which has no memory of ours.
+    /// A link whose packets go to queue 0, which has no device memory.
     pub fn unsteered() -> Link {
         let listener = TcpListener::bind("10.9.0.1:0").expect("a port");
         let to: SocketAddr = listener.local_addr().expect("an address");
@@ -230,14 +230,14 @@ impl Drop for Link {
     }
 }
 
-/// Waits until a descriptor is ready, or has an error to tell.
+/// Waits until a descriptor is ready or has an error.
 pub fn wait(fd: RawFd, events: libc::c_short) {
     let mut entry = libc::pollfd { fd, events, revents: 0 };
     // SAFETY: one entry.
     unsafe { libc::poll(&raw mut entry, 1, 100) };
 }
 
-/// Repeats what would block.
+/// Repeats a call that would block.
 pub fn eventually<T>(
     fd: RawFd,
     events: libc::c_short,
@@ -252,14 +252,14 @@ pub fn eventually<T>(
     }
 }
 
-/// Sends from memory that is bound.
+/// Sends from bound memory.
 pub fn send(link: &Link, id: u32, pieces: &[Piece]) -> io::Result<usize> {
     // SAFETY: a TCP socket; the pattern does not change.
     unsafe { devmem::send(link.far.as_raw_fd(), id, pieces) }
 }
 
-/// Sends `bytes` bytes of the pattern from `position` on, in calls of `call_bytes`, and waits until each call is
-/// finished with its memory. Gives the number of calls.
+/// Sends `bytes` bytes of the pattern from `position` on, in calls of `call_bytes`, and waits until each call has
+/// finished with its memory. Returns the number of calls.
 pub fn send_all(link: &Link, id: u32, position: usize, bytes: usize, call_bytes: usize) -> usize {
     let (fd, end) = (link.far.as_raw_fd(), position + bytes);
     let (mut position, mut calls, mut done) = (position, 0, 0);
@@ -287,7 +287,7 @@ pub fn send_all(link: &Link, id: u32, position: usize, bytes: usize, call_bytes:
     calls
 }
 
-/// Sends that are finished with their memory. None may have been copied.
+/// The number of sends that have finished with their memory. None may have been copied.
 pub fn reap(fd: RawFd) -> usize {
     let mut done = 0;
     loop {
@@ -305,23 +305,23 @@ pub fn reap(fd: RawFd) -> usize {
     }
 }
 
-/// Sends bytes of the pattern the ordinary way.
+/// Sends bytes of the pattern by plain sends.
 pub fn send_plain(link: &Link, position: usize, bytes: usize) {
     let data: Vec<u8> = (position..position + bytes).map(pattern).collect();
     io::Write::write_all(&mut &link.far, &data).expect("sent");
 }
 
-/// What was received, by kind.
+/// The received bytes, by kind.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub pool_bytes: usize,
     pub linear_bytes: usize,
     pub plain_bytes: usize,
     pub calls: usize,
-    /// Where in the pool, and how much.
+    /// Offsets in the pool, and lengths.
     pub fragments: Vec<(u64, u32)>,
     pub released: usize,
-    /// The peer has ended the stream.
+    /// Whether the peer has ended the stream.
     pub ended: bool,
 }
 
@@ -331,20 +331,20 @@ impl Tally {
     }
 }
 
-/// How to receive.
+/// Parameters of receiving.
 #[derive(Clone, Copy)]
 pub struct Way {
     /// Bytes asked for in one call.
     pub call_bytes: usize,
     /// Fragments that a call has room for.
     pub room: usize,
-    /// Tokens go back after so many fragments.
+    /// Tokens are returned after this many fragments.
     pub batch: usize,
 }
 
 pub const WAY: Way = Way { call_bytes: MIB, room: 256, batch: 128 };
 
-/// One call, as soon as there is something.
+/// One receive call, as soon as bytes have arrived.
 pub fn receive(link: &Link, buffer: &mut [u8], control: &mut Control) -> io::Result<Received> {
     let fd = link.near.as_raw_fd();
     // SAFETY: the buffer has as many bytes.
@@ -352,7 +352,7 @@ pub fn receive(link: &Link, buffer: &mut [u8], control: &mut Control) -> io::Res
     eventually(fd, libc::POLLIN, call)
 }
 
-/// Receives `bytes` bytes, checks each against the pattern from `position` on, and gives all tokens back.
+/// Receives `bytes` bytes, checks each against the pattern from `position` on, and returns all tokens.
 pub fn take(link: &Link, receiver: &Receiver, position: usize, bytes: usize, way: Way) -> Tally {
     let (mut tally, mut tokens) = (Tally::default(), Tokens::new());
     let mut control = Control::new(way.room);

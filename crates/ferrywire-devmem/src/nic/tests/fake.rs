@@ -1,4 +1,4 @@
-//! A NIC that is a few variables, with a kernel that refuses as the real one does, and a journal in a folder of its own.
+//! A simulated NIC with a kernel that refuses as the real one does, and a journal in a folder of its own.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,23 +23,23 @@ const RULES_MAX: u32 = 64;
 
 type Result<T> = std::result::Result<T, NetlinkError>;
 
-/// What can be seen of it.
+/// The visible state of the NIC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
     pub queues: u32,
-    /// As it was asked for: told as on where nobody asked.
+    /// The requested value; reported as on if nothing was requested.
     pub split: Split,
     pub threshold_bytes: u32,
     pub ntuple: Feature,
     pub spread: Vec<u32>,
-    /// `None`: not about one connection.
+    /// `None`: a rule that is not for one connection.
     pub rules: BTreeMap<u32, Option<Flow>>,
     /// Queues and their bindings.
     pub bound: BTreeMap<u32, u32>,
 }
 
 impl State {
-    /// All set, except that nothing is spread.
+    /// Everything set up, but no flows spread.
     pub fn new(queues: u32) -> State {
         State {
             queues,
@@ -56,10 +56,10 @@ impl State {
 #[derive(Default)]
 struct Inside {
     state: Option<State>,
-    /// What is refused, or not done in spite of a yes.
+    /// The kind of change that is refused, or accepted without effect.
     refused: &'static str,
     lies: bool,
-    /// What is said of a place without a rule, where that is not `ENOENT`.
+    /// The error number for a location without a rule, if not `ENOENT`.
     absent: Option<i32>,
     changes: usize,
     refusals: usize,
@@ -68,7 +68,7 @@ struct Inside {
     recording: Option<Vec<Nic>>,
 }
 
-/// The NIC, with its journal.
+/// The simulated NIC with its journal.
 #[derive(Clone)]
 pub struct Nic {
     inside: Arc<Mutex<Inside>>,
@@ -113,23 +113,23 @@ impl Nic {
         change(self.inside().state.as_mut().expect("a state"));
     }
 
-    /// Changes that were made through the kernel.
+    /// The number of changes made through the kernel.
     pub fn changes(&self) -> usize {
         self.inside().changes
     }
 
-    /// Changes that were refused.
+    /// The number of refused changes.
     pub fn refusals(&self) -> usize {
         self.inside().refusals
     }
 
-    /// Refuses one kind of change; or says yes and does nothing.
+    /// Refuses one kind of change, or (`lies`) accepts it without effect.
     pub fn refuse(&self, what: &'static str, lies: bool) {
         let mut inside = self.inside();
         (inside.refused, inside.lies) = (what, lies);
     }
 
-    /// From now on says this of a place without a rule, as some drivers do.
+    /// From now on reports a location without a rule by this number, as some drivers do.
     pub fn says_of_absent_rules(&self, errno: i32) {
         self.inside().absent = Some(errno);
     }
@@ -146,21 +146,21 @@ impl Nic {
         Claim::with(self.kernel(), self.folder.path(), NAME, INDEX, wish)
     }
 
-    /// One of another NIC, to take the place of one of this.
+    /// A claim of another NIC, to replace a claim of this one.
     pub fn claim_elsewhere(&self) -> Claim {
         Nic::new(State { spread: vec![0], ..State::new(4) })
             .claim(&super::wish(1, false))
             .expect("it is set up")
     }
 
-    /// Ends a claim as a kill does: its files are closed, its bindings go, and nothing else happens.
+    /// Ends a claim as a kill does: its files are closed and its bindings end, nothing else.
     pub fn kill(&self, mut claim: Claim) {
         claim.kernel.unbind();
         drop(claim.file.take());
         std::mem::forget(claim);
     }
 
-    /// What a next start does; says what it tells.
+    /// Cleans up as the next start does; returns the messages.
     pub fn clean(&self) -> Vec<String> {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
         let mut kernel = self.kernel();
@@ -171,7 +171,7 @@ impl Nic {
         told
     }
 
-    /// What a start says of others whose journal is elsewhere.
+    /// The message about other processes whose journal is elsewhere.
     pub fn strangers(&self) -> Option<String> {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
         let mut kernel = self.kernel();
@@ -180,14 +180,14 @@ impl Nic {
         if bench.clean().expect("it can be read").nobody { bench.strangers() } else { None }
     }
 
-    /// Does something while another run has the journal.
+    /// Runs `body` while another process holds the journal's lock.
     pub fn while_locked<T>(&self, body: impl FnOnce() -> T) -> T {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
         let _locked = journal.lock().expect("nobody has it for long");
         body()
     }
 
-    /// Does something while a file of the journal is there and cannot be read, though it can be replaced.
+    /// Runs `body` while a file of the journal is unreadable, though replaceable.
     pub fn while_unreadable<T>(&self, file: &str, body: impl FnOnce() -> T) -> T {
         let [path, target, kept] =
             ["", ".target", ".kept"].map(|end| self.journal_folder().join(format!("{file}{end}")));
@@ -196,10 +196,11 @@ impl Nic {
         std::os::unix::fs::symlink(&target, &path).expect("a link");
         let done = body();
         fs::remove_dir(&target).expect("removed");
-        match path.is_symlink() {
-            true => fs::rename(&kept, &path).expect("renamed"),
-            // It was written anew, or removed.
-            false => fs::remove_file(&kept).expect("removed"),
+        if path.is_symlink() {
+            fs::rename(&kept, &path).expect("renamed")
+        } else {
+            // It was written again, or removed.
+            fs::remove_file(&kept).expect("removed")
         }
         done
     }
@@ -234,7 +235,7 @@ impl Nic {
         fs::write(self.journal_folder().join(file), text).expect("written");
     }
 
-    /// From now on, keeps what a kill would leave before and after each change.
+    /// From now on keeps the states that a kill before and after each change would leave.
     pub fn record(&self) {
         self.inside().recording = Some(Vec::new());
     }
@@ -243,7 +244,7 @@ impl Nic {
         self.inside().recording.take().expect("it was recording")
     }
 
-    /// Holds the lock of a claim, as the process does whose claim it is.
+    /// Holds the lock of a claim, as its process does.
     pub fn keeps_alive(&self, claim: &str) -> fs::File {
         let lock = fs::File::open(self.journal_folder().join(format!("{claim}.lock"))).expect("a lock");
         lock.try_lock().expect("nobody has it");
@@ -262,7 +263,7 @@ impl Nic {
     }
 }
 
-/// The kernel's side of it, for one process.
+/// One process's view of the simulated kernel.
 pub struct FakeKernel {
     nic: Nic,
     bindings: Vec<u32>,
@@ -360,7 +361,7 @@ impl Kernel for FakeKernel {
     fn rule(&mut self, location: u32) -> Result<Option<Flow>> {
         let mut inside = self.nic.inside();
         if inside.refused == "rule" {
-            // Once.
+            // Refused only once.
             inside.refused = "nothing";
             return Err(refusal(libc::EIO, "not today"));
         }

@@ -76,8 +76,8 @@ fn a_change_of_the_spread_by_others_becomes_what_it_was_before() {
     assert_eq!(nic.state(), State { spread: theirs, ..untouched() });
 }
 
-/// One claim lives all the time. Another comes and goes, and is killed before and after each change; so is the process
-/// that cleans up after it, and so is the one after that.
+/// One claim lives all the time. Another one comes and goes and is killed before and after each change; so are two
+/// processes that clean up after it, one after the other.
 #[test]
 fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
     let nic = Nic::new(State { rules: [(9, Some(foreign()))].into(), ..untouched_but_ntuple() });
@@ -115,7 +115,7 @@ fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
     }
 }
 
-/// As containers on the network of the host do, each with a /run of its own.
+/// Containers on the host's network have a /run of their own each.
 #[test]
 fn queues_that_others_have_bound_without_a_word_in_the_journal_are_told() {
     let nic = Nic::new(set_up());
@@ -146,7 +146,7 @@ fn a_spread_that_others_have_changed_is_left_when_one_of_two_claims_ends() {
     assert_eq!(nic.state(), State { spread: theirs, ..untouched() });
 }
 
-/// As while a limit of descriptors is reached: nobody knows which queues the other one has.
+/// While the limit of descriptors is reached, the other claim's queues are unknown.
 #[test]
 fn while_a_live_claim_cannot_be_read_nothing_is_taken_from_it() {
     let nic = Nic::new(untouched());
@@ -181,7 +181,8 @@ fn a_live_claim_that_makes_no_sense_is_let_be() {
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
 
-/// Who could not read the number of this boot took everybody's records for those of an earlier one, and removed them.
+/// Regression: a process that could not read the boot id took all records for those of an earlier boot and removed
+/// them.
 #[test]
 fn a_live_claim_of_another_boot_is_let_be() {
     let nic = Nic::new(untouched());
@@ -199,7 +200,7 @@ fn a_live_claim_of_another_boot_is_let_be() {
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
 
-/// Nothing is undone or changed then.
+/// Nothing is undone or changed in this case.
 fn stops_another_claim(nic: &Nic, why: &[&str]) {
     let before = nic.state();
     let error = nic.claim(&wish(1, true)).expect_err("a record says nothing").to_string();
@@ -207,7 +208,7 @@ fn stops_another_claim(nic: &Nic, why: &[&str]) {
     assert_eq!(nic.state(), before);
 }
 
-/// They were set aside, and what the first run had made of them was noted as what was before.
+/// Regression: unreadable records were set aside, and the changed values were recorded as the original ones.
 #[test]
 fn settings_that_make_no_sense_are_let_be_while_a_run_lives() {
     let nic = Nic::new(untouched());
@@ -220,7 +221,7 @@ fn settings_that_make_no_sense_are_let_be_while_a_run_lives() {
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
 
-/// A run started on a NIC that was as a killed one had left it, and nothing was ever put back.
+/// Regression: a process started on a NIC as a killed one had left it, and nothing was ever restored.
 #[test]
 fn settings_that_cannot_be_read_stop_a_run_that_needs_nothing_changed() {
     let nic = Nic::new(untouched());

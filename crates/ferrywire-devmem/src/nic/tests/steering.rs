@@ -1,4 +1,4 @@
-//! Rules that come and go while others change the NIC.
+//! Rules that are made and removed while other processes change the NIC.
 
 use super::*;
 use crate::steering::Steering;
@@ -22,7 +22,7 @@ fn whoever_needs_a_rule_no_more_does_not_wait_for_others_at_the_nic() {
     let steering = Steering::new(fake::NAME, nic.claim(&wish(1, true)).expect("allowed")).expect("a thread");
     let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
     nic.while_locked(|| {
-        // Comes back although the lock is taken on this very thread.
+        // Returns although this very thread holds the lock.
         steering.unsteer_later(rule);
         assert_eq!(nic.state().rules.len(), 1);
     });
@@ -48,7 +48,7 @@ fn a_rule_that_cannot_be_removed_is_tried_again_while_the_endpoint_lives() {
     }
     nic.refuse("nothing", false);
     until_rules_are(&nic, 0);
-    // Before the next one is made, too.
+    // Also removed before the next rule is made.
     nic.refuse("delete", false);
     let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
     steering.unsteer_later(rule);
@@ -103,7 +103,7 @@ fn an_ended_claim_is_no_longer_steered_by() {
     steering.unsteer_later(rule);
 }
 
-/// A run that was stopped may hold the journal for ever.
+/// A stopped process may hold the journal's lock for ever.
 #[test]
 fn an_end_waits_for_others_at_the_nic_as_long_as_it_may_and_leaves_the_rest_to_the_next_start() {
     let nic = Nic::new(untouched());
@@ -114,7 +114,7 @@ fn an_end_waits_for_others_at_the_nic_as_long_as_it_may_and_leaves_the_rest_to_t
     steering.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room");
     nic.while_locked(|| {
         thread::scope(|scope| {
-            // These may have the claim, and wait for the lock.
+            // The claim may be in use by threads that wait for the lock.
             steering.unsteer_later(rule);
             let other = scope.spawn(|| steering.steer(end(PAIR[0]), end("10.0.0.2:40002")));
             let began = Instant::now();

@@ -1,7 +1,7 @@
-//! Where the bytes of one receive lie: the kernel's control messages, checked and told as fragments.
+//! The kernel's control messages of one receive, checked and converted to fragments.
 //!
-//! Invariant: a [`Control`] holds only messages that were checked against what the call returned, so that whoever
-//! walks its fragments has nothing left to check but that the pool is the one that he knows.
+//! Invariant: a [`Control`] holds only messages that were checked against the call's result. Callers have nothing left
+//! to check but that the pool is theirs.
 //! Read next: `tokens.rs`.
 
 use std::mem;
@@ -11,34 +11,34 @@ use ferrywire_sys::cmsg::{ControlMessage, ControlMessages, HEADER_BYTES};
 
 /// Words of one fragment's control message.
 const FRAGMENT_WORDS: usize = (HEADER_BYTES + size_of::<DmabufCmsg>()).div_ceil(size_of::<usize>());
-/// A call that may receive more stops there, and loses nothing.
+/// A receive stops at this number of fragments, without losing any.
 const FRAGMENTS_MAX: usize = 4096;
 
-/// Some of the bytes of one receive.
+/// A piece of the bytes of one receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fragment {
-    /// In the pool, until the token goes back.
+    /// In the pool, until the token is returned.
     Pool {
-        /// Number of the binding.
+        /// The id of the binding.
         dmabuf: u32,
-        /// The first byte, counted in the dma-buf.
+        /// Offset of the first byte in the dma-buf.
         offset: u64,
-        /// How many.
+        /// The number of bytes.
         bytes: u32,
-        /// By which the place is given back, on the socket that received it.
+        /// The token that returns the fragment, on the socket that received it.
         token: u32,
     },
     /// In the buffer of the call.
     Linear {
-        /// The first byte, counted in the buffer.
+        /// Offset of the first byte in the buffer.
         at: usize,
-        /// How many.
+        /// The number of bytes.
         bytes: u32,
     },
 }
 
 impl Fragment {
-    /// How many bytes of the stream it is.
+    /// The number of bytes of the stream.
     pub fn bytes(self) -> u32 {
         match self {
             Fragment::Pool { bytes, .. } | Fragment::Linear { bytes, .. } => bytes,
@@ -46,35 +46,35 @@ impl Fragment {
     }
 }
 
-/// What the kernel said that cannot be true.
+/// An impossible control message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlFault {
-    /// The fragments are not what the call returned.
+    /// The fragments do not add up to the call's result.
     #[error("fragments of {fragments} bytes where the kernel says it received {received}")]
     Sum {
         /// Bytes of all fragments.
         fragments: u64,
-        /// What the call returned.
+        /// The call's result.
         received: usize,
     },
-    /// Bytes are said to be in the buffer that have no room there.
+    /// The buffer has no room for the bytes that are reported in it.
     #[error("{linear} bytes said to be in a buffer of {buffer}")]
     Linear {
         /// Bytes of the fragments in the buffer.
         linear: u64,
-        /// Its size.
+        /// Size of the buffer in bytes.
         buffer: usize,
     },
-    /// A control message of a fragment is too short for one.
+    /// A control message is too short for a fragment.
     #[error("a control message of {bytes} bytes, too short for a fragment")]
     Short {
-        /// Bytes of its payload.
+        /// Bytes of the message's payload.
         bytes: usize,
     },
 }
 
-/// Room for the control messages of one receive, used again for the next.
+/// The buffer for the control messages of a receive, reusable.
 #[derive(Debug)]
 pub struct Control {
     room: Box<[usize]>,
@@ -83,24 +83,24 @@ pub struct Control {
 }
 
 impl Control {
-    /// Room for so many fragments, one at least. 256 to 512 are right for a call; with fewer, calls return less.
+    /// Room for this many fragments, at least one. 256 to 512 suit a call; with fewer, calls return less.
     pub fn new(fragments: usize) -> Control {
         let room = vec![0; fragments.clamp(1, FRAGMENTS_MAX) * FRAGMENT_WORDS].into_boxed_slice();
         Control { room, written: 0 }
     }
 
-    /// What the last call received, in the order of the stream; nothing when it was plain, or failed.
+    /// The fragments of the last call, in the order of the stream; empty if the call was plain or failed.
     pub fn fragments(&self) -> Fragments<'_> {
         Fragments { messages: ControlMessages::new(&self.bytes()[..self.written]), linear: 0 }
     }
 
-    /// The room, which holds nothing from here on.
+    /// The buffer, emptied for the next call.
     pub(super) fn room(&mut self) -> &mut [usize] {
         self.written = 0;
         &mut self.room
     }
 
-    /// Takes over what a call wrote; tells whether its bytes are all plain.
+    /// Checks and keeps the bytes that a call wrote; returns whether all received bytes are plain.
     pub(super) fn accept(
         &mut self,
         written: usize,
@@ -115,11 +115,11 @@ impl Control {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the same bytes, initialised and borrowed alike; bytes need no alignment.
+        // SAFETY: the same initialised bytes under the same borrow; bytes need no alignment.
         unsafe { std::slice::from_raw_parts(self.room.as_ptr().cast(), mem::size_of_val(&*self.room)) }
     }
 
-    /// One that holds these bytes, as if a call had written them. For tests.
+    /// A control with these bytes, as if a call had written them. For tests.
     pub fn holding(control: &[u8], received: usize, buffer: usize) -> Result<Control, ControlFault> {
         let words = control.len().div_ceil(size_of::<usize>());
         let mut held = Control { room: vec![0; words].into_boxed_slice(), written: 0 };
@@ -133,7 +133,10 @@ impl Control {
     }
 }
 
-/// Whether `received` bytes are all plain. An error when the fragments are not these bytes, or leave the buffer.
+/// Whether all `received` bytes are plain.
+///
+/// # Errors
+/// The fragments do not add up to `received`, or leave the buffer.
 pub fn check(control: &[u8], received: usize, buffer: usize) -> Result<bool, ControlFault> {
     let (mut fragments, mut linear, mut plain) = (0_u64, 0_u64, true);
     for message in ControlMessages::new(control).filter(is_fragment) {
@@ -154,7 +157,7 @@ pub fn check(control: &[u8], received: usize, buffer: usize) -> Result<bool, Con
     Ok(plain)
 }
 
-/// Bytes of all fragments, if there are any that can be read. For tests.
+/// Bytes of all readable fragments. For tests.
 pub fn sum(control: &[u8]) -> Option<usize> {
     let sizes = ControlMessages::new(control).filter(is_fragment).map(|message| decoded(message.payload));
     let sizes: Option<Vec<_>> = sizes.collect();
@@ -180,11 +183,11 @@ fn decoded(payload: &[u8]) -> Option<DmabufCmsg> {
     })
 }
 
-/// Walks the fragments of a [`Control`].
+/// Iterates over the fragments of a [`Control`].
 #[derive(Clone, Debug)]
 pub struct Fragments<'a> {
     messages: ControlMessages<'a>,
-    /// Bytes of the buffer that were told so far.
+    /// Bytes of the buffer that were returned so far.
     linear: usize,
 }
 

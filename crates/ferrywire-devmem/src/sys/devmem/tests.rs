@@ -1,4 +1,4 @@
-//! Fragments, tokens and calls, without a NIC that can do it.
+//! Fragments, tokens and calls, on hosts without a NIC that supports them.
 
 use super::control::check;
 use super::tokens::{FRAGMENTS_PER_CALL_MAX, RANGES_PER_CALL_MAX};
@@ -94,7 +94,7 @@ fn a_message_cut_short_is_an_error_and_never_half_a_fragment() {
     let mut control = Vec::new();
     pool(&mut control, 0, 10, 1);
     for bytes in 0..control.len() {
-        // What is not even a message any more is nothing.
+        // Bytes that are not a message are ignored.
         assert_eq!(check(&control[..bytes], 10, 10), Ok(true), "cut to {bytes}");
     }
 }
@@ -109,7 +109,7 @@ fn a_failed_call_leaves_no_fragments_of_the_one_before() {
     assert_eq!(held.fragments().count(), 0);
     let mut held = Control::holding(&control, 10, 10).expect("one fragment");
     let mut byte = 0;
-    // SAFETY: room for a byte.
+    // SAFETY: the buffer has one byte.
     let error = unsafe { receive(-1, &raw mut byte, 1, &mut held) }.expect_err("no descriptor");
     assert_eq!((error.raw_os_error(), held.fragments().count()), (Some(libc::EBADF), 0));
 }
@@ -125,7 +125,7 @@ fn numbers_of_the_kernel_get_names() {
     assert_eq!(name(libc::ECONNRESET), None);
 }
 
-/// All batches that a release would tell.
+/// All batches of a release.
 fn batches(tokens: &mut Tokens) -> Vec<(Vec<DmabufToken>, u32)> {
     let mut all = Vec::new();
     tokens.merge();
@@ -202,7 +202,7 @@ fn takes_tokens(socket: &TcpStream) -> bool {
     }
 }
 
-/// Repeats what would block, for long.
+/// Repeats a call that would block, for a limited time.
 fn eventually<T>(mut call: impl FnMut() -> std::io::Result<T>) -> T {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {

@@ -1,10 +1,10 @@
-//! Giving places of the pool back, many at a time.
+//! Returns fragments of the pool to the kernel, many at a time.
 //!
 //! ```text
 //!   push ──> ranges (neighbours merged) ── release: batches of at most 128 ranges and 1024 fragments ──> the kernel
 //! ```
-//! Invariant: a batch stays within what the kernel takes of one call, since it ignores what is beyond; and a token
-//! that the kernel has been told of is never told again.
+//! Invariant: a batch stays within the limits of one call, because the kernel ignores what is beyond; a token is never
+//! returned twice.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -12,62 +12,62 @@ use std::os::fd::RawFd;
 use super::{DmabufToken, SO_DEVMEM_DONTNEED};
 use ferrywire_sys::checked;
 
-/// `MAX_DONTNEED_TOKENS`: ranges of one call; more are refused.
+/// `MAX_DONTNEED_TOKENS`: ranges per call; more are refused.
 pub const RANGES_PER_CALL_MAX: usize = 128;
-/// `MAX_DONTNEED_FRAGS`: fragments of one call; more are ignored.
+/// `MAX_DONTNEED_FRAGS`: fragments per call; more are ignored.
 pub const FRAGMENTS_PER_CALL_MAX: u32 = 1024;
 
-/// Tokens of one socket that go back with the next release.
+/// Tokens of one socket, to be returned by the next release.
 #[derive(Debug, Default)]
 pub struct Tokens {
-    /// None of more fragments than a call takes.
+    /// No range has more fragments than a call takes.
     ranges: Vec<DmabufToken>,
     fragments: usize,
 }
 
-/// What a release did.
+/// The result of a release.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Released {
-    /// Calls of the kernel.
+    /// The number of system calls.
     pub calls: usize,
-    /// Fragments that it took back.
+    /// The number of fragments that the kernel took back.
     pub fragments: usize,
-    /// Those that it did not know: released before, or received by another socket.
+    /// The number of fragments that the kernel did not know: returned before, or received by another socket.
     pub unknown: usize,
 }
 
 impl Tokens {
-    /// None.
+    /// An empty list.
     pub fn new() -> Tokens {
         Tokens::default()
     }
 
-    /// Adds one.
+    /// Adds a token.
     pub fn push(&mut self, token: u32) {
         self.add(DmabufToken { token_start: token, token_count: 1 });
         self.fragments += 1;
     }
 
-    /// Fragments whose tokens are here.
+    /// The number of fragments whose tokens are in the list.
     pub fn fragments(&self) -> usize {
         self.fragments
     }
 
-    /// Whether there are none.
+    /// Whether the list is empty.
     pub fn is_empty(&self) -> bool {
         self.fragments == 0
     }
 
-    /// Forgets them all: their socket is closed, and they have gone back with it.
+    /// Drops all tokens: their socket is closed, which has returned them.
     pub fn clear(&mut self) {
         self.ranges.clear();
         self.fragments = 0;
     }
 
-    /// Gives them all back, on the socket that received them.
+    /// Returns all fragments to the kernel, on the socket that received them.
     ///
     /// # Errors
-    /// Those of the kernel (`EBADF`: no TCP socket). What had not been told by then is still here.
+    /// Those of the kernel (`EBADF`: not a TCP socket). Tokens that were not returned stay in the list.
     pub fn release(&mut self, fd: RawFd) -> io::Result<Released> {
         let mut released = Released::default();
         self.merge();
@@ -82,7 +82,7 @@ impl Tokens {
         Ok(released)
     }
 
-    /// What the next call tells, and the fragments of it.
+    /// The ranges of the next call, and the number of their fragments.
     pub fn batch(&self) -> Option<(&[DmabufToken], u32)> {
         let (mut ranges, mut fragments) = (0, 0);
         for range in self.ranges.iter().take(RANGES_PER_CALL_MAX) {
@@ -95,13 +95,13 @@ impl Tokens {
         (ranges > 0).then(|| (&self.ranges[..ranges], fragments))
     }
 
-    /// The kernel has taken so many.
+    /// Drops ranges and fragments that the kernel has taken.
     pub fn forget(&mut self, ranges: usize, fragments: usize) {
         self.ranges.drain(..ranges);
         self.fragments -= fragments;
     }
 
-    /// Neighbours become one range, in whichever order they came: fewer ranges are fewer calls.
+    /// Merges neighbouring tokens into ranges, in whichever order they came: fewer ranges are fewer calls.
     pub fn merge(&mut self) {
         if self.ranges.is_sorted_by_key(|range| range.token_start) {
             return;
@@ -125,7 +125,7 @@ impl Tokens {
     }
 }
 
-/// Tells the kernel; gives the fragments that it took back, which this option returns where others return 0.
+/// Returns ranges; the result of this socket option is the number of fragments taken back.
 fn dont_need(fd: RawFd, ranges: &[DmabufToken]) -> io::Result<usize> {
     let bytes = size_of_val(ranges) as libc::socklen_t;
     // SAFETY: the kernel reads `bytes` bytes at `ranges`, which is borrowed for the call.

@@ -1,6 +1,6 @@
-//! What the kernel writes: control messages of receives, netlink answers; and the tokens that go back to it.
+//! Fuzzes the readers of control messages and netlink answers, and the tokens that are returned to the kernel.
 //!
-//! Nobody doubts the kernel, but bytes of it are read with raw offsets, and a module of its can be anybody's.
+//! The kernel is trusted, but its bytes are read at raw offsets, and its modules may come from anywhere.
 
 use super::{Input, check_text};
 use crate::sys::devmem::control::{self, Control};
@@ -13,20 +13,20 @@ use ferrywire_sys::cmsg::{self, ControlMessages, HEADER_BYTES};
 use ferrywire_sys::zerocopy;
 use std::collections::BTreeMap;
 
-/// Answers of Linux 7.3 as they were read: the number of a binding and an acknowledgement, a refusal with words, a
-/// list of queues of which one has memory bound to it, and what a family is, which is nests in nests.
+/// Answers of Linux 7.3 as they were read: the id of a binding with an acknowledgement, a refusal with text, a list of
+/// queues of which one has memory bound, and the description of a family, with nested nests.
 const ANSWERS: [&[u8]; 4] = [
     include_bytes!("kernel/bound.bin"),
     include_bytes!("kernel/refused.bin"),
     include_bytes!("kernel/queues.bin"),
     include_bytes!("kernel/family.bin"),
 ];
-/// Control messages of one of its receives, from a NIC that leaves 100 bytes of each packet beside the pool: 22 pieces
+/// Control messages of a real receive, from a NIC that leaves 100 bytes of each packet outside of the pool: 22 pieces
 /// in the buffer, 22 fragments, 31856 bytes.
 const FRAGMENTS: &[u8] = include_bytes!("kernel/fragments.bin");
-/// Tokens that are held at once, or a little more.
+/// About the number of tokens that are held at once.
 const TOKENS_MAX: usize = 8000;
-/// How deep nests are followed.
+/// Limit for nested nests.
 const DEPTH: usize = 6;
 
 pub(super) fn control_messages(input: &mut Input<'_>) {
@@ -41,7 +41,7 @@ pub(super) fn control_messages(input: &mut Input<'_>) {
     let completions = ControlMessages::new(&bytes).filter_map(zerocopy::parse);
     assert!(completions.count() <= bytes.len() / HEADER_BYTES);
     let sum = control::sum(&bytes);
-    // Now and then what it says of itself is what was received.
+    // Sometimes the received length matches the control messages.
     let received = sum.filter(|_| input.u8() & 1 == 0).unwrap_or(received);
     match Control::holding(&bytes, received, buffer) {
         Err(fault) => check_text(&fault.to_string()),
@@ -65,7 +65,7 @@ fn check_fragments(held: &Control, received: usize, buffer: usize, plain: bool) 
     assert!(plain || total == received, "{total} of {received}");
 }
 
-/// Messages with right heads, and whatever they say.
+/// Messages with valid headers and arbitrary contents.
 fn made_up(input: &mut Input<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for _ in 0..input.u8() % 40 {
@@ -73,7 +73,7 @@ fn made_up(input: &mut Input<'_>) -> Vec<u8> {
         let level = if input.u8().is_multiple_of(8) { libc::SOL_IP } else { libc::SOL_SOCKET };
         let len = if input.u8().is_multiple_of(8) { usize::from(input.u8()) % 40 } else { 24 };
         let mut payload = input.take(len).to_vec();
-        // Sizes that can be true are small.
+        // Plausible sizes are small.
         if let Some(size) = payload.get_mut(10..12) {
             size.fill(0);
         }
@@ -144,7 +144,7 @@ pub(super) fn tokens(input: &mut Input<'_>) {
     assert!(tokens.is_empty() && held.is_empty());
 }
 
-/// Tells a kernel that counts.
+/// Releases tokens to a model of the kernel that counts.
 fn release(tokens: &mut Tokens, held: &mut BTreeMap<u32, usize>) {
     tokens.merge();
     while let Some((ranges, fragments)) = tokens.batch() {

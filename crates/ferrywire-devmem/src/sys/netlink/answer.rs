@@ -1,8 +1,8 @@
-//! The kernel's answers: which messages belong to a request, and what they say.
+//! Parses the kernel's answers: the messages that belong to a request, and their contents.
 //!
-//! Pure: bytes in, replies or a refusal out. Invariant: nothing is read outside of the bytes given, and what belongs
-//! to another request is passed over.
-//! Read next: `attributes.rs`, the content of a reply.
+//! Invariant: pure conversion of bytes to replies or a refusal; nothing outside of the given bytes is read, and
+//! messages for other requests are skipped.
+//! Read next: `attributes.rs`, the contents of a reply.
 
 use super::attributes::AttributeList;
 use super::{HEAD_BYTES, HEADS_BYTES, NetlinkError};
@@ -12,7 +12,7 @@ const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const NLMSG_OVERRUN: u16 = 4;
 const NLM_F_DUMP_INTR: u16 = 0x10;
-/// The request is not repeated in an error, but for its head.
+/// The error repeats only the header of the request.
 const NLM_F_CAPPED: u16 = 0x100;
 /// Attributes follow in an error or an end.
 const NLM_F_ACK_TLVS: u16 = 0x200;
@@ -20,39 +20,39 @@ const NLMSGERR_ATTR_MSG: u16 = 1;
 const CODE_BYTES: usize = 4;
 const ALIGNMENT: usize = 4;
 
-/// Replies to one request, and bytes of the kernel's words: more is not believed.
+/// Limits of replies to one request and of bytes of text; more is refused.
 const REPLIES_MAX: usize = 64 << 10;
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// By what the messages of an answer are known.
+/// Identifies the messages of an answer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub family: u16,
     pub sequence: u32,
 }
 
-/// One reply: the attributes of it.
+/// One reply, with its attributes.
 #[derive(Clone, Debug)]
 pub struct Reply(Vec<u8>);
 
 impl Reply {
-    /// What it says.
+    /// The attributes of the reply.
     pub fn attributes(&self) -> AttributeList<'_> {
         AttributeList::new(&self.0)
     }
 }
 
-/// What has been read of the answer to one request.
+/// The part of an answer that has been read.
 #[derive(Debug, Default)]
 pub(crate) struct Answer {
     pub replies: Vec<Reply>,
-    /// The kernel has said that this is all.
+    /// Whether the kernel has ended the answer.
     pub complete: bool,
-    /// What it lists changed meanwhile, so that something may be missing.
+    /// Whether the list changed meanwhile, so that items may be missing.
     pub interrupted: bool,
 }
 
-/// The kernel's refusal.
+/// A refusal by the kernel.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Refusal {
     pub errno: i32,
@@ -68,7 +68,7 @@ impl Refusal {
 }
 
 impl Answer {
-    /// Takes what one read gave.
+    /// Takes the bytes of one read.
     pub fn take(&mut self, wanted: Wanted, mut datagram: &[u8]) -> Result<(), Refusal> {
         while !datagram.is_empty() {
             let message = Message::first(datagram).ok_or(Refusal::NONSENSE)?;
@@ -96,11 +96,11 @@ impl Answer {
         Ok(())
     }
 
-    /// An end is a number, 0 for a good one.
+    /// Handles an end message: a number, 0 for success.
     fn end(&mut self, message: &Message<'_>, text: Option<String>) -> Result<(), Refusal> {
         let code = message.body.first_chunk().map(|code| i32::from_ne_bytes(*code));
         match code.ok_or(Refusal::NONSENSE)? {
-            // A list ends with what is left of it, or with nothing.
+            // A list ends with the number of remaining items, or with nothing.
             0.. => self.complete = true,
             code => return Err(Refusal { errno: code.saturating_neg(), text }),
         }
@@ -129,7 +129,7 @@ impl<'a> Message<'a> {
         })
     }
 
-    /// The kernel's words in an error, which repeats the request before them: its head, or all of it.
+    /// The kernel's text in an error, behind the repeated request or its header.
     fn words_of_error(&self) -> Option<String> {
         let repeated = self.body.get(CODE_BYTES..)?;
         let bytes = match self.flags & NLM_F_CAPPED {
@@ -179,7 +179,7 @@ mod tests {
         )
     }
 
-    /// What an error says after its number: the request's head, all of the request, then words.
+    /// An error message: number, header of the request or the whole request, then text.
     fn error(code: i32, capped: bool, words: Option<&str>) -> Vec<u8> {
         let request = message(WANTED.family, 5, WANTED.sequence, &[1, 2, 3, 4, 5, 6, 7]);
         let mut body = code.to_ne_bytes().to_vec();

@@ -1,11 +1,12 @@
-//! Attributes, which netlink messages consist of: a length, a kind, a value, filled up to whole words.
+//! Netlink attributes, the parts of messages: a length, a kind, a value, padded to whole words.
 //!
-//! [`Attributes`] writes them, [`AttributeList`] reads what others wrote. Invariant: reading never leaves the bytes it
-//! was given, each step takes at least a head, and a list that lies about a length ends there.
+//! [`Attributes`] writes them, [`AttributeList`] reads those of the kernel.
+//! Invariant: reading never leaves the given bytes, each step consumes at least a header, and a list ends at an
+//! impossible length.
 //! Read next: `answer.rs`, the messages around them.
 
 const NESTED: u16 = 1 << 15;
-/// Without the bits that say how the value is written.
+/// The kind without the bits that describe the value's encoding.
 const KIND_MASK: u16 = 0x3fff;
 const HEAD_BYTES: usize = 4;
 const ALIGNMENT: usize = 4;
@@ -14,17 +15,17 @@ const ALIGNMENT: usize = 4;
 #[derive(Clone, Debug, Default)]
 pub struct Attributes {
     bytes: Vec<u8>,
-    /// One of them is longer than its length can say: the request is never sent.
+    /// Whether an attribute is longer than its length field allows; such a request is never sent.
     oversized: bool,
 }
 
 impl Attributes {
-    /// None yet.
+    /// An empty list.
     pub fn new() -> Attributes {
         Attributes::default()
     }
 
-    /// Adds one with any value.
+    /// Adds an attribute with these bytes.
     pub fn bytes_of(mut self, kind: u16, value: &[u8]) -> Attributes {
         match u16::try_from(HEAD_BYTES + value.len()) {
             Ok(len) => {
@@ -53,18 +54,18 @@ impl Attributes {
         self.bytes_of(kind, &[value.as_bytes(), &[0]].concat())
     }
 
-    /// Adds one that says something by being there.
+    /// Adds an attribute without a value.
     pub fn flag(self, kind: u16) -> Attributes {
         self.bytes_of(kind, &[])
     }
 
-    /// Adds one that consists of others.
+    /// Adds an attribute that contains others.
     pub fn nest(mut self, kind: u16, inner: Attributes) -> Attributes {
         self.oversized |= inner.oversized;
         self.bytes_of(kind | NESTED, &inner.bytes)
     }
 
-    /// As they are sent, unless one of them is too long.
+    /// The encoded attributes, unless one of them is too long.
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         (!self.oversized).then_some(&self.bytes)
     }
@@ -75,7 +76,7 @@ impl Attributes {
 pub struct AttributeList<'a>(&'a [u8]);
 
 impl<'a> AttributeList<'a> {
-    /// Those in these bytes.
+    /// The attributes in these bytes.
     pub fn new(bytes: &'a [u8]) -> AttributeList<'a> {
         AttributeList(bytes)
     }
@@ -85,35 +86,36 @@ impl<'a> AttributeList<'a> {
         self.into_iter().find(|attribute| attribute.0 == kind).map(|attribute| attribute.1)
     }
 
-    /// The same as a number of one byte, if it is one.
+    /// The first attribute of a kind as a one-byte number, if it has that size.
     pub fn u8(self, kind: u16) -> Option<u8> {
         self.find(kind)?.try_into().ok().map(u8::from_ne_bytes)
     }
 
-    /// The same as a number of two bytes, if it is one.
+    /// The first attribute of a kind as a two-byte number, if it has that size.
     pub fn u16(self, kind: u16) -> Option<u16> {
         self.find(kind)?.try_into().ok().map(u16::from_ne_bytes)
     }
 
-    /// The same as a number of four bytes, if it is one.
+    /// The first attribute of a kind as a four-byte number, if it has that size.
     pub fn u32(self, kind: u16) -> Option<u32> {
         self.find(kind)?.try_into().ok().map(u32::from_ne_bytes)
     }
 
-    /// The same as one or two words in machine order: how the kernel writes numbers that may grow.
+    /// The first attribute of a kind as a number of one or two words in machine order, the kernel's encoding of numbers
+    /// that may grow.
     pub fn number(self, kind: u16) -> Option<u64> {
         let value = self.find(kind)?;
         let long = || value.try_into().ok().map(u64::from_ne_bytes);
         value.try_into().ok().map(|short| u64::from(u32::from_ne_bytes(short))).or_else(long)
     }
 
-    /// The same as text, without the zero that ends it.
+    /// The first attribute of a kind as text, without the NUL.
     pub fn text(self, kind: u16) -> Option<&'a str> {
         let bytes = self.find(kind)?;
         std::str::from_utf8(bytes.split(|&byte| byte == 0).next()?).ok()
     }
 
-    /// The attributes that the first one of a kind consists of.
+    /// The attributes inside the first attribute of a kind.
     pub fn nest(self, kind: u16) -> Option<AttributeList<'a>> {
         self.find(kind).map(AttributeList)
     }
@@ -128,7 +130,7 @@ impl<'a> IntoIterator for AttributeList<'a> {
     }
 }
 
-/// Kinds and values, one after the other.
+/// Iterates over kinds and values.
 #[derive(Clone, Debug)]
 pub struct Iter<'a>(&'a [u8]);
 

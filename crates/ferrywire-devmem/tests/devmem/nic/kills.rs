@@ -1,4 +1,4 @@
-//! Processes that are killed in the midst of their work at a NIC, and what the next one makes of it.
+//! Processes that are killed while they work at a NIC, and the clean-up by the next one.
 //!
 //! The processes are this program itself, started again for the one test `child`.
 
@@ -7,9 +7,9 @@ use std::env;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 
-/// Names the journal's directory to a child, and with it that it is one.
+/// Set in a child process: the directory of the journal.
 const CHILD: &str = "FERRYWIRE_DEVMEM_CHILD";
-/// What a child does: claims without end, or one until it is told to end.
+/// The work of a child: claims without end, or one claim until it is told to end.
 const WORK: &str = "FERRYWIRE_DEVMEM_WORK";
 const READY: &str = "ready for anything";
 
@@ -22,24 +22,24 @@ fn child() {
     }
 }
 
-/// Claims, binds, steers and lets go until somebody kills it.
+/// Claims, binds, steers and releases until the process is killed.
 fn work(journal: &Path) {
     let pool = Pool::new(2 * MIB);
     println!("{READY}");
     loop {
-        // Somebody else may have what is left, who goes soon.
+        // Another process that ends soon may have the queue.
         let Ok(mut claim) = Claim::in_directory(journal, NEAR, &ALLOWED) else { continue };
         claim.bind(pool.dmabuf.as_fd()).expect("it is set up");
         let steered = |port| SocketAddr::new([10, 9, 0, 2].into(), port);
         let rules: Vec<_> =
             (1..=4).filter_map(|port| claim.steer(end("10.9.0.1:7420"), steered(port)).ok()).collect();
-        // Long enough to be killed in between, now and then.
+        // Long enough to be killed in between sometimes.
         thread::sleep(Duration::from_millis(5));
         rules.into_iter().take(2).for_each(|rule| claim.unsteer(rule));
     }
 }
 
-/// Has one queue until its input ends.
+/// Claims one queue until its input ends.
 fn hold(journal: &Path) {
     let mut claim = Claim::in_directory(journal, NEAR, &Wish { queues: 1, ..ALLOWED }).expect("allowed");
     let pool = Pool::new(2 * MIB);
@@ -49,11 +49,11 @@ fn hold(journal: &Path) {
     std::io::stdin().lines().for_each(drop);
 }
 
-/// A process at work.
+/// A started process.
 struct Started {
     child: Child,
     input: ChildStdin,
-    /// What it says is not read any more, but it can say it.
+    /// Kept open, so that the process can write to it.
     _output: BufReader<ChildStdout>,
 }
 
@@ -68,7 +68,7 @@ impl Started {
             .spawn()
             .expect("a child");
         let mut output = BufReader::new(child.stdout.take().expect("piped"));
-        // What the test harness says comes first.
+        // The test harness writes its own lines first.
         let ready = output.by_ref().lines().any(|line| line.is_ok_and(|line| line.contains(READY)));
         assert!(ready, "it did not come to work");
         let input = child.stdin.take().expect("piped");
@@ -80,14 +80,14 @@ impl Started {
         self.child.wait().expect("it is dead");
     }
 
-    /// Lets it end by itself.
+    /// Lets the process end by itself.
     fn end(mut self) {
         drop(self.input);
         assert!(self.child.wait().expect("it ends").success());
     }
 }
 
-/// Not really random, and different each time.
+/// Pseudo-random durations, different for each seed.
 fn moments(seed: u64) -> impl Iterator<Item = Duration> {
     println!("moments of seed {seed}");
     let mut state = seed;
@@ -97,7 +97,7 @@ fn moments(seed: u64) -> impl Iterator<Item = Duration> {
     })
 }
 
-/// At least so many, and as many as it takes until one was in the midst of something.
+/// Kills at least `least` processes, and continues until one was killed in the middle of a change.
 fn kill_some(found: &Found, least: usize) {
     let seed = env::var("FERRYWIRE_SEED").ok().and_then(|seed| seed.parse().ok());
     let seed = seed.unwrap_or_else(|| u64::from(std::process::id()) ^ 0x5eed);
@@ -118,12 +118,12 @@ fn kill_some(found: &Found, least: usize) {
     assert!(with_rules > 0, "no kill came while there were rules");
 }
 
-/// Whether flows are spread over all queues, as they were found.
+/// Whether flows are spread over all queues, as before the test.
 fn is_calm() -> bool {
     Flows::open(NEAR).and_then(|flows| flows.spread()).expect("it is told").contains(&3)
 }
 
-/// A hundred of them at one MTU; it makes no difference here.
+/// A hundred kills at one MTU only, because the MTU does not matter here.
 fn kills() -> usize {
     if vm::mtu() == 1500 { 100 } else { 10 }
 }
