@@ -1,4 +1,6 @@
-//! The TOML file of `--config`: options under their long names, below flags and environment.
+//! The TOML file of `--config`: options by their long names, with lower precedence than flags and environment.
+//!
+//! Read next: `args.rs`.
 
 use std::path::Path;
 
@@ -8,9 +10,9 @@ use toml::Table;
 
 use crate::exit::Failure;
 
-/// `flags` with everything that was not given taken from the file.
+/// Adds the options of the file to `flags`, where they were not given.
 ///
-/// One file may serve both ends: options of the other end are ignored, unknown ones are bad usage.
+/// One file may serve both ends: options of the other end are ignored; unknown options are bad usage.
 pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T, Failure> {
     let usage = |why: String| Failure::Usage(format!("--config {}: {why}", path.display()));
     let text = std::fs::read_to_string(path).map_err(|error| usage(error.to_string()))?;
@@ -24,7 +26,7 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
     options.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
 }
 
-/// The option that a key names by today's spelling or a former one.
+/// The option that a key names, by its present or a former spelling.
 fn option_of(key: &str) -> Option<String> {
     let command = crate::args::command();
     let bench = command.find_subcommand("bench").expect("bench is a subcommand");

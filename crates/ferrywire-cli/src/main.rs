@@ -1,9 +1,10 @@
 //! The `ferrywire` command.
 //!
-//! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`],
-//! [`mod@plugin`], [`nixl`], [`topo`] or [`doctor`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
+//! An invocation goes through [`args`], which parses it, and [`plan`], which applies defaults and checks, to
+//! [`mod@bench`], [`mod@plugin`], [`nixl`], [`topo`] or [`doctor`], which carry it out. Only [`exit`] turns the outcome
+//! into an exit status. All unsafe code is in [`sys`].
 
-// What is said on standard error goes through `exit`, which survives that nobody listens.
+// Output to standard error goes through `exit`, which survives a closed descriptor.
 #![deny(clippy::print_stderr)]
 
 mod args;
@@ -34,9 +35,9 @@ fn main() -> ExitCode {
     if let Ok(outcome) = &outcome {
         bench::parent::tell_outcome(outcome);
     }
-    // Threads may still hold endpoints, which end with the process: what was set at NICs would not.
+    // Threads may still hold endpoints. Endpoints end with the process, but their changes of NICs would not.
     ferrywire_devmem::release_nics();
-    // What it panicked with is told.
+    // The panic's message has been printed.
     outcome.map_or(ExitCode::FAILURE, exit::report)
 }
 
@@ -44,7 +45,7 @@ fn run() -> exit::Outcome {
     let typed = args::parse();
     let verbose = typed.verbose;
     let plan = plan::plan(typed)?;
-    // What a child would log its parent says.
+    // A child's log lines are printed by its parent.
     if !matches!(plan, plan::Plan::PluginChild(..)) {
         exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
     }

@@ -1,8 +1,8 @@
-//! Where one end's bytes lie: on the host, on a CUDA GPU or on a simulated one; how to get some there.
+//! The memory of one end: on the host, a CUDA GPU or a simulated GPU; its choice and its allocation.
 //!
-//! [`Memory`] is what is typed and told, [`Home`] the same with its GPU open, [`Local`] bytes there that are
-//! registered, with whoever writes and compares patterns in them.
-//! Invariant: a GPU is open as long as its memory is in use, and a peer's wish is granted only after
+//! [`Memory`] is the typed and reported location, [`Home`] the location with its GPU open, [`Local`] registered memory
+//! there, with the means to write and compare patterns in it.
+//! Invariant: a GPU is open as long as its memory is in use, and a peer's request is granted only after
 //! [`Home::check_room`].
 //! Read next: [`crate::bench::verify`], which fills and checks.
 
@@ -20,11 +20,10 @@ use serde::{Deserialize, Serialize};
 use crate::bench::host;
 use crate::exit::{self, Failure, Outcome};
 
-/// Where one end's bytes lie.
+/// The memory location of one end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Memory {
-    /// Host memory.
     Host,
     /// Memory of a CUDA GPU.
     Cuda(u32),
@@ -75,14 +74,14 @@ impl From<Memory> for String {
 }
 
 impl Memory {
-    /// What was typed behind a flag, if it was.
+    /// Parses the value of a flag, if it was given.
     pub fn typed(flag: &str, text: Option<&str>) -> Outcome<Option<Memory>> {
         let parse = |text: &str| text.parse().map_err(|why| Failure::Usage(format!("{flag} {text}: {why}")));
         text.map(parse).transpose()
     }
 
-    /// The default of this host: its first GPU, if it has one. When the other end shares the host and its bytes
-    /// lie on a GPU, the GPU after that one.
+    /// The default of this host: its first GPU, or else host memory. If the other end is on this host and uses a GPU,
+    /// the next GPU after that one.
     pub fn detect(neighbour: Option<Memory>) -> Memory {
         let gpus = match CudaGpu::count() {
             Ok(gpus) => gpus.min(limits::CUDA_GPUS_MAX as u32),
@@ -99,7 +98,7 @@ impl Memory {
         }
     }
 
-    /// The same kind of memory on the GPU with this number.
+    /// The same kind of memory on another GPU.
     pub fn on(self, gpu: u32) -> Memory {
         match self {
             Memory::Host => Memory::Host,
@@ -108,7 +107,7 @@ impl Memory {
         }
     }
 
-    /// The number of the GPU, if it is one.
+    /// The index of the GPU, if the memory is on one.
     pub fn index(self) -> Option<u32> {
         match self {
             Memory::Host => None,
@@ -125,7 +124,7 @@ impl Memory {
         }
     }
 
-    /// The name, in results, of the endpoint with this number; those of host memory are numbered like GPUs.
+    /// The name of an endpoint in results; endpoints of host memory are numbered like GPUs.
     pub fn name_on(self, gpu: u32) -> String {
         match self {
             Memory::Host => format!("host:{gpu}"),
@@ -133,7 +132,7 @@ impl Memory {
         }
     }
 
-    /// The GPU's place, if it is one.
+    /// The GPU's memory location, if the memory is on one.
     pub fn gpu(self) -> Option<MemoryLocation> {
         match self {
             Memory::Host => None,
@@ -153,19 +152,18 @@ impl Memory {
     }
 }
 
-/// Memory whose GPU is open.
+/// A memory location whose GPU is open.
 #[derive(Clone, Debug)]
 pub enum Home {
-    /// The host's.
     Host,
-    /// A CUDA GPU's.
+    /// A CUDA GPU.
     Cuda(Arc<CudaGpu>),
-    /// A simulated GPU's.
+    /// A simulated GPU.
     Sim(Arc<SimGpu>),
 }
 
 impl Home {
-    /// What it is, as it is typed.
+    /// The location, as it is typed.
     pub fn memory(&self) -> Memory {
         match self {
             Home::Host => Memory::Host,
@@ -183,7 +181,7 @@ impl Home {
         }
     }
 
-    /// Refuses to take nearly all that is free.
+    /// Refuses to use nearly all free memory.
     pub fn check_room(&self, bytes: u64) -> Outcome {
         let Home::Cuda(gpu) = self else { return host::check_memory(bytes) };
         let free_bytes = gpu.free_bytes().map_err(ferrywire::Error::from)?;
@@ -201,7 +199,7 @@ impl Home {
         )))
     }
 
-    /// Which memory it shares with others: all but a CUDA GPU's is the host's.
+    /// Identifies the memory that locations share: a CUDA GPU's own, or else the host's.
     pub fn store(&self) -> Option<u32> {
         match self {
             Home::Host | Home::Sim(_) => None,
@@ -209,7 +207,7 @@ impl Home {
         }
     }
 
-    /// Refuses what several endpoints need together, where [`Home::check_room`] refuses it to one.
+    /// Refuses what several endpoints need together, by the rule of [`Home::check_room`].
     pub fn check_room_of_all<'a>(needs: impl IntoIterator<Item = (&'a Home, u64)>) -> Outcome {
         let mut of_stores: BTreeMap<Option<u32>, (&Home, u64)> = BTreeMap::new();
         for (home, bytes) in needs {
@@ -219,7 +217,7 @@ impl Home {
         of_stores.into_values().try_for_each(|(home, bytes)| home.check_room(bytes))
     }
 
-    /// Allocates and registers memory there.
+    /// Allocates and registers memory at the location.
     pub fn register(&self, endpoint: &Endpoint, bytes: u64) -> Outcome<Local> {
         let region = match self {
             Home::Host => endpoint.alloc_host(bytes as usize),
@@ -232,7 +230,7 @@ impl Home {
 
 /// Registered memory of this end.
 pub struct Local {
-    /// Writes and compares patterns there, where the CPU cannot.
+    /// Writes and compares patterns in memory that the CPU cannot access.
     pub patterns: Option<RegionPattern>,
     /// The memory.
     pub region: Region,
@@ -264,11 +262,11 @@ mod tests {
         }
     }
 
-    /// Each fitted, and both together took all that there was.
+    /// Regression: each of two requests fitted, and both together used all memory.
     #[test]
     fn endpoints_of_one_process_share_the_memory_of_the_host() {
         let sim = Memory::Sim(8).open().expect("a GPU");
-        // Of the half that may be taken; only to find out what that is.
+        // Half of the memory may be used; this finds out how much that is.
         let fits = |bytes: u64| Home::Host.check_room(bytes).is_ok();
         let most = (20..50).map(|power| 1 << power).take_while(|bytes| fits(*bytes)).last().expect("a MiB");
         let three = [(&Home::Host, most), (&sim, most), (&Home::Host, most)];

@@ -1,4 +1,4 @@
-//! What the kernel tells about NICs.
+//! The kernel's facts about NICs: line rate, name by address, usability.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -13,22 +13,22 @@ use ferrywire_sys::nics;
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// NICs upon NICs that are looked through for a device: a VLAN on a bond, and some more.
+/// Limit for NICs on top of other NICs in the search for a device, such as a VLAN on a bond.
 const LOWER_NICS_MAX: usize = 4;
 
-/// Line rate in bytes per second, where the driver tells one and a device keeps to it.
+/// Line rate in bytes per second, if the driver reports one and a device limits it.
 pub fn line_rate_bytes_per_s(nic: &str) -> Option<f64> {
     line_rate_of(&Path::new("/sys/class/net").join(nic))
 }
 
-/// The same by its folder. What a veth tells is the rate of nothing.
+/// The line rate of the NIC with this folder. A veth's reported rate means nothing.
 fn line_rate_of(nic: &Path) -> Option<f64> {
     let told = fs::read_to_string(nic.join("speed")).ok()?;
     let mbit_per_s: f64 = told.trim().parse().ok()?;
     (mbit_per_s > 0.0 && leads_to_device(nic, LOWER_NICS_MAX)).then_some(mbit_per_s * 1e6 / 8.0)
 }
 
-/// Whether it is a device, or a bond or a VLAN of NICs that are.
+/// Whether the NIC has a device, or is a bond or VLAN of NICs that have.
 fn leads_to_device(nic: &Path, lower_nics: usize) -> bool {
     let is_lower = |name: &OsStr| name.as_encoded_bytes().starts_with(b"lower_");
     let lower = || fs::read_dir(nic).into_iter().flatten().flatten().filter(|e| is_lower(&e.file_name()));
@@ -36,23 +36,23 @@ fn leads_to_device(nic: &Path, lower_nics: usize) -> bool {
         || lower_nics > 0 && lower().any(|entry| leads_to_device(&entry.path(), lower_nics - 1))
 }
 
-/// The NIC that has this address.
+/// The name of the NIC with this address.
 pub fn name_of(address: IpAddr) -> Option<String> {
     sys::nic_addresses().into_iter().find(|(_, of_nic)| *of_nic == address).map(|(name, _)| name)
 }
 
-/// Refuses names of NICs that have no address, or are down.
+/// Refuses names of NICs that have no address or are down.
 pub fn check(names: &[String]) -> Outcome {
     check_of("--nics ", names)
 }
 
-/// The same of the NICs of these GPUs. Those of others, which a map may name too, are for other processes to check.
+/// Refuses such NICs of these GPUs. A map may also name NICs of other GPUs, which other processes check.
 pub fn check_map(map: &Map, gpus: &[u32]) -> Outcome {
     let mut of_these = map.nics.iter().filter(|(gpu, _)| gpus.contains(gpu));
     of_these.try_for_each(|(gpu, names)| check_of(&format!("--gpu-nics {gpu}="), names))
 }
 
-/// Whether it can be used.
+/// Whether the NIC can be used.
 pub fn is_usable(name: &str) -> bool {
     check(&[name.to_owned()]).is_ok()
 }
@@ -128,7 +128,7 @@ mod tests {
             loopback: false,
             up,
         };
-        // One of several addresses of a NIC may be new, and not up yet.
+        // A new address of a NIC may not be usable yet while others are.
         let found = [nic("b", true), nic("a", false), nic("b", false)];
         let said = |names: &[&str]| {
             let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();

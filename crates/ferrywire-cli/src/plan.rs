@@ -1,4 +1,6 @@
-//! What the flags mean: every default applied, every contradiction refused.
+//! The meaning of flags: applies every default, and refuses contradictions.
+//!
+//! Read next: `plan/run.rs`, `plan/ranks.rs`, `transport.rs`.
 
 use std::ffi::OsString;
 use std::fs;
@@ -31,128 +33,128 @@ pub use nixl::{NixlAction, NixlPlan};
 pub use ranks::RanksPlan;
 use run::plan_run;
 
-/// Where `serve` listens and `connect` connects when no port is given.
+/// The port of `serve` and `connect` if none is given.
 const PORT_DEFAULT: u16 = 7420;
-/// Longest time without progress.
+/// Longest time without progress, in seconds.
 const TIMEOUT_S_DEFAULT: f64 = 30.0;
 
-/// Longest time for one step of `doctor`.
+/// Longest time for one step of `doctor`, in seconds.
 const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
 
-/// Channels per GPU that `topo` spreads.
+/// Channels per GPU that `topo` assigns.
 const TOPO_CHANNELS_DEFAULT: usize = 8;
 
-/// What the process is to do.
+/// The work of this process.
 #[derive(Debug)]
 pub enum Plan {
-    /// Both ends on this host.
+    /// A bench with both ends on this host.
     Loopback(Box<ConnectPlan>),
-    /// The end that listens.
+    /// The listening end of a bench.
     Serve(Box<ServePlan>),
-    /// The end that configures.
+    /// The connecting end of a bench.
     Connect(Box<ConnectPlan>),
-    /// One process of a run of several.
+    /// One rank of a bench of several processes.
     Ranks(Box<RanksPlan>),
-    /// A topology to be shown.
+    /// Show a topology.
     Topo(TopoPlan),
-    /// A host to be looked at, and a peer.
+    /// Check a host, and a peer.
     Doctor(Box<DoctorPlan>),
-    /// A plugin to be looked at.
+    /// Show a plugin.
     Plugin(PluginPlan),
-    /// The backend for NIXL.
+    /// Install, show or remove the NIXL backend.
     Nixl(NixlPlan),
-    /// The process that looks at a plugin.
+    /// The child process that loads a plugin for [`Plan::Plugin`].
     PluginChild(PathBuf, Option<Version>),
 }
 
-/// A topology to be shown.
+/// The plan of `topo`.
 #[derive(Clone, Debug)]
 pub struct TopoPlan {
-    /// What its plan is to respect.
+    /// Restrictions on the topology plan.
     pub options: PlanOptions,
     /// Channels per GPU.
     pub channels: usize,
-    /// What killed runs have left at NICs is undone first.
+    /// Whether to undo first what killed processes have left at NICs.
     pub clean_up: bool,
-    /// A recorded host; `None`: this one.
+    /// A recorded host; `None` for this host.
     pub root: Option<PathBuf>,
     /// Print JSON.
     pub json: bool,
 }
 
-/// What `doctor` is to look at.
+/// The plan of `doctor`.
 #[derive(Clone, Debug)]
 pub struct DoctorPlan {
-    /// The peer, first choice first; empty: none.
+    /// Addresses of the peer, first choice first; empty without a peer.
     pub addresses: Vec<SocketAddr>,
     /// NICs and secret.
     pub engine: EnginePlan,
-    /// A plugin to be tried.
+    /// A plugin to try.
     pub plugin: Option<PluginPlan>,
     /// Longest time for one step.
     pub timeout: Duration,
     /// Print JSON.
     pub json: bool,
-    /// Print what is in order, too.
+    /// Whether to print passed checks too.
     pub verbose: bool,
 }
 
-/// A plugin to be looked at.
+/// The plan of `plugin`.
 #[derive(Clone, Debug)]
 pub struct PluginPlan {
-    /// Its file, or its name.
+    /// The plugin's file or name.
     pub path: PathBuf,
-    /// The version to use.
+    /// The interface version to use; `None` for the newest.
     pub version: Option<Version>,
     /// Print JSON.
     pub json: bool,
     /// Longest time for one step.
     pub timeout: Duration,
-    /// Print what it logs.
+    /// Whether to print the plugin's log.
     pub verbose: bool,
 }
 
-/// What both ends hand to the engine.
+/// Engine options of one end.
 #[derive(Clone, Debug, Default)]
 pub struct EnginePlan {
-    /// NICs by name; empty: the engine chooses.
+    /// NICs by name; empty for the engine's choice.
     pub nics: Vec<String>,
-    /// GPUs with an endpoint of their own; `None`: one endpoint.
+    /// GPUs with an endpoint each; `None` for a single endpoint.
     pub gpus: Option<Vec<u32>>,
-    /// NICs by GPU, where that was said.
+    /// NICs by GPU, if the user gave them.
     pub map: Map,
     /// Whether GPUs may use NICs of other NUMA nodes.
     pub allow_cross_numa: bool,
-    /// A recorded host to plan with; `None`: this one.
+    /// A recorded host to plan with; `None` for this host.
     pub root: Option<PathBuf>,
     /// Channels per peer.
     pub channels: Option<usize>,
-    /// Chunk size.
+    /// Chunk size in bytes.
     pub chunk_bytes: Option<u64>,
     /// Frames in flight per channel.
     pub window: Option<usize>,
     /// Progress threads.
     pub threads: Option<usize>,
-    /// Checksum every chunk.
+    /// Whether each chunk has a checksum.
     pub crc: Option<bool>,
     /// Congestion control by name.
     pub congestion_control: Option<String>,
     /// The plugin that carries payload.
     pub plugin: Option<PluginUse>,
-    /// Linux devmem TCP, if it is to be used, or tried.
+    /// Devmem TCP, if it is required or to be tried.
     pub devmem: Option<DevmemUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
 }
 
 impl EnginePlan {
-    /// How scattered receives are gathered, where that was said.
+    /// How scattered receives are gathered, if the user said so.
     pub fn unpack(&self) -> Option<Unpack> {
         let of_devmem = || self.devmem.as_ref().and_then(|devmem| devmem.unpack);
         self.plugin.as_ref().and_then(|plugin| plugin.unpack).or_else(of_devmem)
     }
 
-    /// What carries payload, over which NICs of which GPUs, and what that may do: as it is shown and stored.
+    /// The effective values of transport, NICs and GPUs, as they are shown and stored.
     pub fn effective_values(&self) -> serde_json::Map<String, serde_json::Value> {
         let (plugin, devmem) = (self.plugin.as_ref(), self.devmem.as_ref());
         let values = serde_json::json!({
@@ -175,59 +177,63 @@ impl EnginePlan {
     }
 }
 
-/// A run as seen from the end that configures it.
+/// A run at the connecting end.
 #[derive(Clone, Debug)]
 pub struct ConnectPlan {
-    /// The other end, first choice first; loopback mode fills it in.
+    /// Addresses of the other end, first choice first; loopback mode fills them in.
     pub addresses: Vec<SocketAddr>,
-    /// What was typed for it.
+    /// The address as it was typed.
     pub typed_address: Option<String>,
-    /// What both ends must agree on.
+    /// The parameters on which both ends must agree.
     pub run: Run,
     /// Engine options of this end.
     pub engine: EnginePlan,
     /// Longest time without progress.
     pub timeout: Duration,
-    /// Where JSON goes.
+    /// The file for JSON.
     pub json: Option<PathBuf>,
-    /// Where CSV goes.
+    /// The file for CSV.
     pub csv: Option<PathBuf>,
-    /// Print effective values.
+    /// Whether to print effective values.
     pub verbose: bool,
-    /// Identifies the run when several peers join one.
+    /// The run's id, which several peers of one run share.
     pub run_id: String,
-    /// Which peer of an incast this is; only 0 prints.
+    /// The index of this peer in an incast; only 0 prints.
     pub member: usize,
-    /// The flags, as the environment of a further process of the same run.
+    /// The flags as environment of further processes of the run.
     pub environment: Vec<(String, OsString)>,
 }
 
 /// The listening end.
 #[derive(Clone, Debug)]
 pub struct ServePlan {
-    /// Where to listen.
+    /// The address to listen on.
     pub listen: SocketAddr,
     /// Engine options of this end.
     pub engine: EnginePlan,
-    /// Memory that peers may ask for beside host memory, and get if they do not ask; `None`: what is here.
+    /// The memory location that peers may request besides host memory, and that they get by default; `None` for this
+    /// host's default.
     pub memory: Option<Memory>,
-    /// Whether `engine.secret` was made up for this run and is to be printed.
+    /// Whether `engine.secret` was generated for this run and has to be printed.
     pub one_time_secret: bool,
-    /// Longest time in which a peer that has connected may say what it wants, where a run does not say.
+    /// Longest time that a connected peer may take to greet, unless its run says otherwise.
     pub timeout: Duration,
-    /// End after one peer.
+    /// Whether to end after one peer.
     pub once: bool,
-    /// Print effective values.
+    /// Whether to print effective values.
     pub verbose: bool,
-    /// Data to spoil, in tests.
+    /// Data to corrupt, in tests.
     pub inject: Option<Inject>,
-    /// The peer of a run whose data that is; `None`: all of them.
+    /// The peer of a run whose data are corrupted; `None` for all peers.
     pub inject_member: Option<usize>,
-    /// End with the process that started this one.
+    /// Whether to end with the process that started this one.
     pub child: bool,
 }
 
-/// Gives what was typed its meaning.
+/// Makes the plan for a parsed command line.
+///
+/// # Errors
+/// Contradicting or invalid flags.
 pub fn plan(typed: Cli) -> Outcome<Plan> {
     let verbose = typed.verbose > 0;
     let bench = match typed.command {
@@ -327,7 +333,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     unnumbered("--memory", flags.gpus.as_ref(), flags.memory.as_deref())?;
     let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
-        // What contradicts itself before what is not there.
+        // Contradictions are reported before missing resources.
         devmem: transport::devmem_for_serve(&flags, listen, call_limit)?,
         plugin: transport::for_serve(&flags, call_limit)?,
         gpus,
@@ -355,7 +361,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     })
 }
 
-/// Loopback mode knows both ends: what lies where by default is decided once for both.
+/// In loopback mode the memory of both ends is decided here, once.
 fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     let mut flags = with_file(flags)?;
     for (flag, text) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
@@ -370,7 +376,7 @@ fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     Ok(flags)
 }
 
-/// Of several endpoints each has memory of its own GPU, and a single one too.
+/// With several endpoints each uses the memory of its own GPU, so the flag must not have an index.
 fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) -> Outcome {
     match (gpus, memory.and_then(|text| text.split_once(':'))) {
         (Some(Gpus(only)), Some((_, number))) if matches!(only[..], [gpu] if number.parse() == Ok(gpu)) => {
@@ -392,7 +398,7 @@ fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     }
 }
 
-/// Where this end's bytes lie; noted in the flags, so that further processes of the run take the same.
+/// The memory location of this end; stored in the flags, so that further processes of the run use it too.
 fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
     let typed = Memory::typed("--memory", flags.memory.as_deref())?;
     let memory = match (typed, &flags.plugin) {
@@ -404,7 +410,7 @@ fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
     Ok(memory)
 }
 
-/// `beyond`: the other end may be on another host.
+/// `beyond`: whether the other end may be on another host.
 fn plan_connect(
     flags: ConnectFlags,
     addresses: Vec<SocketAddr>,
@@ -439,7 +445,7 @@ fn plan_connect(
         engine: EnginePlan {
             channels: at_least_one("--channels", flags.channels)?,
             chunk_bytes: flags.chunk.map(|chunk| chunk.0),
-            // A plugin's window is its own.
+            // A plugin's window is a separate option.
             window: at_least_one("--window", flags.window)?.filter(|_| plugin.is_none()),
             plugin,
             devmem,
@@ -456,7 +462,7 @@ fn plan_connect(
     })
 }
 
-/// One would spoil the other.
+/// Refuses one file for both outputs.
 fn check_outputs(flags: &ConnectFlags) -> Outcome {
     match (&flags.json, &flags.csv) {
         (Some(json), Some(csv)) if is_one_place(Path::new(json), Path::new(csv)) => usage(format!(
@@ -466,9 +472,9 @@ fn check_outputs(flags: &ConnectFlags) -> Outcome {
     }
 }
 
-/// Whether both are one file, or standard output, under whatever names.
+/// Whether both paths name one file, or standard output.
 fn is_one_place(one: &Path, other: &Path) -> bool {
-    // What goes to nobody spoils nothing.
+    // /dev/null may be used twice.
     let nowhere = Path::new("/dev/null");
     if one == other {
         return one != nowhere;
@@ -477,7 +483,7 @@ fn is_one_place(one: &Path, other: &Path) -> bool {
         let path = if path == Path::new("-") { Path::new("/dev/stdout") } else { path };
         fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
     };
-    // A file that is not there yet, in a folder that is.
+    // A new file in an existing folder.
     let new = |path: &Path| {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let folder = fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()?;
@@ -500,7 +506,7 @@ fn check_pattern(flags: &ConnectFlags) -> Outcome {
     }
 }
 
-/// Endpoints of a process, and what is said of their NICs.
+/// The GPUs with an endpoint each, and the map of their NICs.
 fn multi_gpu(
     gpus: Option<Gpus>,
     map: Option<&str>,
@@ -539,19 +545,19 @@ fn plain(value: &toml::Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
-/// The file that was typed, or named in the environment; the one that the configuration names only where the environment
-/// has no secret.
+/// The secret file that was typed or named in the environment; the one in the configuration file only if the
+/// environment has no secret.
 fn secret_file(typed: Option<PathBuf>, filled: Option<PathBuf>) -> Option<PathBuf> {
     typed.or(filled.filter(|_| secret_of_environment().is_none()))
 }
 
-/// Any bytes, as in a file.
+/// The secret in the environment: any bytes.
 fn secret_of_environment() -> Option<Vec<u8>> {
     std::env::var_os("FERRYWIRE_SECRET").map(OsString::into_vec).filter(|secret| !secret.is_empty())
 }
 
 fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
-    // By a process of ours, which has read whatever there is.
+    // Passed by the parent process, which has read the file.
     if let Some(handed) = bench::child_secret::secret() {
         return Ok(Some(handed));
     }

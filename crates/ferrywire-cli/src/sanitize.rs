@@ -1,8 +1,8 @@
-//! Text of others as it may be shown: peers, their hosts and plugins choose it, and a terminal obeys some characters.
+//! Makes text from peers, hosts and plugins safe to show, because terminals interpret some characters.
 //!
-//! Invariant: what comes out has no character that moves the cursor, changes colours or hides others, and is bounded.
-//! The words of a peer pass here as they come in ([`crate::bench::protocol`]), so that table, log and JSON show the same;
-//! what is printed as an error passes again ([`crate::exit`]).
+//! Invariant: the output has no character that moves the cursor, changes colours or hides others, and its length is
+//! bounded. A peer's text is sanitized when it is received ([`crate::bench::protocol`]), so that table, log and JSON
+//! agree; printed errors are sanitized again ([`crate::exit`]).
 
 use std::collections::BTreeMap;
 
@@ -14,10 +14,10 @@ const LINE_CHARS_MAX: usize = 2000;
 const LINES_MAX: usize = 20;
 /// Most lines of a list.
 const LIST_MAX: usize = 256;
-/// Stands for what is left out.
+/// Marks omitted text.
 const MORE: &str = "...";
 
-/// One line.
+/// Sanitizes one line.
 pub fn line(text: &str) -> String {
     let shown = |c: char| match c {
         '\t' => ' ',
@@ -31,7 +31,7 @@ pub fn line(text: &str) -> String {
     line
 }
 
-/// A few lines.
+/// Sanitizes a few lines.
 pub fn text(text: &str) -> String {
     let mut lines: Vec<String> = text.split('\n').take(LINES_MAX).map(line).collect();
     if text.split('\n').nth(LINES_MAX).is_some() {
@@ -40,23 +40,23 @@ pub fn text(text: &str) -> String {
     lines.join("\n")
 }
 
-/// Control characters, line ends of Unicode, and what turns the direction of writing or is not seen.
+/// Whether a character is a control character or a Unicode line end, changes the direction of writing, or is invisible.
 fn steers(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
-/// For serde: a field that is one line.
+/// For serde: a field of one line.
 pub fn one_line<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     String::deserialize(from).map(|said| line(&said))
 }
 
-/// For serde: a field that may have several lines.
+/// For serde: a field of several lines.
 pub fn some_lines<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     String::deserialize(from).map(|said| text(&said))
 }
 
-/// For serde: a field that may be there.
+/// For serde: an optional field of one line.
 pub fn line_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
     Option::<String>::deserialize(from).map(|said| said.map(|said| line(&said)))
 }
@@ -66,12 +66,12 @@ pub fn list<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error>
     Vec::<String>::deserialize(from).map(|said| said.iter().take(LIST_MAX).map(|said| line(said)).collect())
 }
 
-/// For serde: a name and a number, if they are there.
+/// For serde: an optional name with a number.
 pub fn named_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<(String, f64)>, D::Error> {
     Option::<(String, f64)>::deserialize(from).map(|said| said.map(|(name, number)| (line(&name), number)))
 }
 
-/// For serde: a field whose keys are names.
+/// For serde: a map whose keys are names.
 pub fn names<'de, V: Deserialize<'de>, D: Deserializer<'de>>(
     from: D,
 ) -> Result<BTreeMap<String, V>, D::Error> {

@@ -1,4 +1,4 @@
-//! The few system calls that Rust's library lacks. The only unsafe code of the command.
+//! System calls that Rust's library lacks: the only unsafe code of the command.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -7,14 +7,14 @@ use std::net::IpAddr;
 use std::os::fd::FromRawFd;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// The signal that asked this process to end; 0: none.
+/// The signal that asked this process to end; 0 for none.
 static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn note_interrupt(signal: libc::c_int) {
     INTERRUPTED.store(signal, Ordering::Relaxed);
 }
 
-/// From now on the first Ctrl-C, or SIGTERM, only sets [`interrupted`]; a second one kills.
+/// From now on the first Ctrl-C or SIGTERM only sets [`interrupted`]; a second one kills the process.
 pub fn catch_interrupt() {
     // SAFETY: sigaction is plain data for which all zeroes is a valid value.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
@@ -26,12 +26,12 @@ pub fn catch_interrupt() {
     }
 }
 
-/// Whether Ctrl-C was pressed, or something else asked this process to end.
+/// Whether Ctrl-C was pressed, or another process asked this one to end.
 pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed) != 0
 }
 
-/// The exit status of a process that was asked to end, as shells tell it.
+/// The exit status of an interrupted process, by the shells' convention.
 pub fn interrupted_status() -> u8 {
     match INTERRUPTED.load(Ordering::Relaxed) {
         libc::SIGTERM => 128 + libc::SIGTERM as u8,
@@ -39,13 +39,13 @@ pub fn interrupted_status() -> u8 {
     }
 }
 
-/// Does to a child of this process, not yet waited for, what Ctrl-C does.
+/// Interrupts a child process, which must not have been waited for yet.
 pub fn interrupt(child: u32) {
     // SAFETY: it takes two numbers.
     unsafe { libc::kill(child as libc::pid_t, libc::SIGINT) };
 }
 
-/// CPU seconds, user and system, that this process has used.
+/// CPU seconds (user and system) of this process.
 pub fn cpu_seconds() -> f64 {
     // SAFETY: rusage is plain data for which all zeroes is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -55,25 +55,25 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// Has the kernel kill this process when the one that started it ends, whatever it is doing.
+/// Makes the kernel kill this process when its parent ends.
 pub fn die_with_parent() {
     // SAFETY: PR_SET_PDEATHSIG takes one integer and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// What was standard output, for this program alone; from now on what is printed goes to standard error.
+/// Takes standard output for this program alone; later prints of libraries go to standard error.
 pub fn take_stdout() -> io::Result<File> {
-    // SAFETY: both calls take numbers only. The new descriptor is nobody else's.
+    // SAFETY: both calls take only numbers. The new descriptor is exclusively this process's.
     let taken = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_DUPFD_CLOEXEC, 3) };
     // SAFETY: as above.
     if taken < 0 || unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it was just made, and is owned by nobody.
+    // SAFETY: the descriptor was just made and has no other owner.
     Ok(unsafe { File::from_raw_fd(taken) })
 }
 
-/// Ends the process at once: no destructor and no exit handler of a library runs.
+/// Ends the process immediately, without destructors and exit handlers of libraries.
 pub fn exit_now(status: i32) -> ! {
     // SAFETY: it takes a number and does not return.
     unsafe { libc::_exit(status) }
@@ -92,7 +92,7 @@ pub fn nic_addresses() -> Vec<(String, IpAddr)> {
     while let Some(entry) = unsafe { next.as_ref() } {
         // SAFETY: ifa_name of an entry is a string that ends with 0 and lives as long as the entry.
         let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy().into_owned();
-        // SAFETY: ifa_addr of an entry is null or valid, as address_of asks.
+        // SAFETY: ifa_addr of an entry is null or valid, as address_of requires.
         found.extend(unsafe { address_of(entry.ifa_addr) }.map(|address| (name, address)));
         next = entry.ifa_next;
     }
@@ -102,7 +102,7 @@ pub fn nic_addresses() -> Vec<(String, IpAddr)> {
 }
 
 /// # Safety
-/// The pointer must be null or to a socket address as long as its family says.
+/// `address` is null or points to a socket address of the size that its family requires.
 unsafe fn address_of(address: *const libc::sockaddr) -> Option<IpAddr> {
     // SAFETY: null or valid, by the caller's promise.
     match i32::from(unsafe { address.as_ref() }?.sa_family) {

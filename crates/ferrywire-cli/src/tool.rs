@@ -1,4 +1,4 @@
-//! Another program's answer, waited for no longer than a timeout.
+//! Runs another program and returns its output, with a time limit.
 
 use std::io::Read;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -6,17 +6,18 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most of an answer that is kept.
+/// Output beyond this size is discarded.
 const OUTPUT_BYTES_MAX: u64 = 1 << 20;
-/// Between two looks whether a program has ended.
+/// How often a program is checked for its end.
 const POLL: Duration = Duration::from_millis(2);
 
-/// What the program prints; nothing where it is missing, fails or takes too long.
+/// The program's output; `None` if the program is missing, fails or takes too long.
 pub fn output(program: &str, args: &[&str], limit: Duration) -> Option<String> {
     run(Command::new(program).args(args), limit).ok()
 }
 
-/// What the program prints, or why there is no answer: it cannot be started, it fails (with its last words), it takes too long.
+/// The program's output, or why there is none: it cannot be started, it failed (with the end of its output), or it took
+/// too long.
 pub fn run(command: &mut Command, limit: Duration) -> Result<String, String> {
     let until = Instant::now() + limit;
     let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
@@ -28,7 +29,7 @@ pub fn run(command: &mut Command, limit: Duration) -> Result<String, String> {
         let _ = child.wait();
         return Err(late());
     };
-    // A process of its own may hold the pipes open.
+    // A process started by the program may hold the pipes open.
     let rest = |pipe: &Receiver<String>| pipe.recv_timeout(until.saturating_duration_since(Instant::now()));
     if !status.success() {
         let complaints = rest(&complaints).unwrap_or_default();

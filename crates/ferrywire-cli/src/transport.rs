@@ -1,7 +1,7 @@
-//! What carries payload: the choice of transport, plugin and devmem.
+//! The choice of what carries payload: transport, plugin and devmem.
 //!
-//! Invariant: the file of a plugin is this end's own word. Nothing here is filled in from a peer.
-//! Read next: [`crate::plan`], which asks; [`crate::bench::isolated`], where a plugin runs.
+//! Invariant: a plugin's file is named only by this end's user, never by a peer.
+//! Read next: [`crate::plan`], the caller; [`crate::bench::isolated`], where a plugin runs.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -16,32 +16,31 @@ use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::units::Bytes;
 
-/// A plugin, and how it is used.
+/// A plugin, with its options.
 #[derive(Clone, Debug)]
 pub struct PluginUse {
-    /// Its file.
     pub path: PathBuf,
-    /// Longest message, where it is not the default.
+    /// Longest message in bytes, if it is not the default.
     pub message_bytes_max: Option<usize>,
-    /// Requests posted per channel, where it is not the default.
+    /// Requests posted per channel, if it is not the default.
     pub window: Option<usize>,
-    /// The GPU whose memory is moved, beside host memory.
+    /// The GPU whose memory is moved, besides host memory.
     pub gpu: Option<MemoryLocation>,
-    /// How scattered receives are gathered; `None`: by a kernel.
+    /// How scattered receives are gathered; `None` for a kernel.
     pub unpack: Option<Unpack>,
-    /// GPU memory within one host is allowed.
+    /// Whether GPU memory may be moved within one host.
     pub allow_same_host_gpu: bool,
-    /// Longest time for one call.
+    /// Longest time for one call of the plugin.
     pub call_limit: Duration,
     /// Variables that the supervising process has set.
     pub set_before: Vec<String>,
 }
 
 impl PluginUse {
-    /// The same for the engine. Whoever builds an endpoint with it loads the file.
+    /// The engine's configuration. Building an endpoint with it loads the file.
     pub fn config(&self) -> PluginConfig {
-        // SAFETY: the user named the file, which the help says to do with trusted ones only. Processes that
-        // build an endpoint with it have no thread yet that reads the environment.
+        // SAFETY: the user named the file, and the help says that only trusted files may be named. Processes that build
+        // an endpoint with it have no thread yet that reads the environment.
         let config = unsafe { PluginConfig::at(&self.path) };
         let mut config = config
             .allow_same_host_gpu(self.allow_same_host_gpu)
@@ -63,18 +62,19 @@ impl PluginUse {
         }
     }
 
-    /// Longest that a message or a call stands still. Shorter than the wait of the run for both, so that the
-    /// engine, which knows which of them it is, speaks first.
+    /// Longest time without progress of a message or call. Shorter than the run's timeout, so that the engine's more
+    /// precise error comes first.
     fn stall_limit(&self) -> Duration {
         self.call_limit / 2
     }
 
-    /// Longest that connections take to come about. Shorter than the run's wait for a peer, likewise.
+    /// Longest time for setting up connections. Shorter than the run's timeout for a peer, so that the engine's more
+    /// precise error comes first.
     fn setup_limit(&self) -> Duration {
         (self.call_limit / 4 * 3).min(limits::LANE_SETUP_TIMEOUT)
     }
 
-    /// What the other end has to be given too, as it is typed behind other options.
+    /// The options that the other end needs too, as they are typed.
     pub fn as_options(&self) -> String {
         let mut options = format!(" --plugin {}", self.path.display());
         if let Some(bytes) = self.message_bytes_max {
@@ -94,38 +94,38 @@ impl PluginUse {
         self.unpack.unwrap_or(Unpack::Kernel)
     }
 
-    /// Requests posted per channel at most.
+    /// Most requests posted per channel.
     pub fn window(&self) -> usize {
         self.window.unwrap_or(limits::LANE_WINDOW_DEFAULT)
     }
 }
 
-/// Linux devmem TCP, and how it is used.
+/// Devmem TCP, with its options.
 #[derive(Clone, Debug)]
 pub struct DevmemUse {
-    /// The GPU whose memory is moved, beside host memory.
+    /// The GPU whose memory is moved, besides host memory.
     pub gpu: Option<MemoryLocation>,
-    /// How scattered receives are gathered; `None`: by a kernel.
+    /// How scattered receives are gathered; `None` for a kernel.
     pub unpack: Option<Unpack>,
-    /// Longest message, where it is not the default.
+    /// Longest message in bytes, if it is not the default.
     pub message_bytes_max: Option<usize>,
-    /// Messages under way per channel, where it is not the default.
+    /// Messages in flight per channel, if it is not the default.
     pub window: Option<usize>,
-    /// Settings of NICs may be changed.
+    /// Whether settings of NICs may be changed.
     pub allow_nic_setup: bool,
-    /// Without it there is no run.
+    /// Whether the run fails without devmem.
     pub required: bool,
     /// Longest time for one call.
     pub call_limit: Duration,
 }
 
 impl DevmemUse {
-    /// What was asked for, as it is typed behind `--transport`.
+    /// The value of `--transport`.
     pub fn asked_for(&self) -> &'static str {
         if self.required { "devmem" } else { "auto" }
     }
 
-    /// The same for the engine.
+    /// The engine's configuration.
     pub fn config(&self) -> DevmemConfig {
         let mut config = DevmemConfig::default()
             .allow_nic_setup(self.allow_nic_setup)
@@ -144,7 +144,7 @@ impl DevmemUse {
     }
 }
 
-/// Chooses for `connect` whether to try devmem, which takes no loopback.
+/// Chooses for `connect` whether to use or try devmem, which does not work over loopback.
 pub fn devmem_for_connect(
     flags: &ConnectFlags,
     beyond: bool,
@@ -173,7 +173,7 @@ pub fn devmem_for_connect(
     }))
 }
 
-/// Likewise for `serve`, whose GPU has to be named: its memory is bound before a peer asks for any.
+/// Chooses for `serve`. The GPU must be named, because its memory is bound before a peer asks for any.
 pub fn devmem_for_serve(
     flags: &ServeFlags,
     listen: SocketAddr,
@@ -207,9 +207,9 @@ pub fn devmem_for_serve(
     }))
 }
 
-/// Chooses for `connect`: the plugin to use, if it is one.
+/// Chooses the plugin for `connect`, if there is one.
 pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
-    // Without a word, a plugin moves host memory: not each of them can move a GPU's.
+    // By default a plugin moves host memory, because not every plugin can move GPU memory.
     let memory = Memory::typed("--memory", flags.memory.as_deref())?.unwrap_or(Memory::Host);
     let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?.unwrap_or(Memory::Host);
     let path = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
@@ -256,7 +256,7 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
     }))
 }
 
-/// Likewise for `serve`.
+/// Chooses the plugin for `serve`, if there is one.
 pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
     let Some(path) = &flags.plugin else {
@@ -265,7 +265,7 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
             (UNPACK, flags.unpack.is_some() && !devmem),
             (SAME_HOST, flags.allow_same_host_gpu == Some(true)),
         ])?;
-        // Chunk and window may stand in a file or environment for both ends; over TCP the peer's hold.
+        // Chunk and window may be set in a file or the environment for both ends; over TCP the peer's values count.
         return Ok(None);
     };
     Ok(Some(PluginUse {
@@ -289,7 +289,7 @@ fn mode(unpack: Unpack) -> UnpackMode {
     }
 }
 
-/// What is said of a flag that nothing here heeds.
+/// The error for --unpack without a plugin or devmem.
 const UNPACK: &str =
     "--unpack belongs to a plugin or to devmem: add --plugin PATH or --transport devmem, or leave it out";
 const SAME_HOST: &str = "--allow-same-host-gpu belongs to a plugin: add --plugin PATH, or leave it out";
@@ -301,7 +301,7 @@ fn refuse_without_plugin(given: &[(&str, bool)]) -> Outcome {
     }
 }
 
-/// The file, absolute: a process that works elsewhere finds it too.
+/// The absolute path, for processes with another working directory.
 fn existing(path: &Path) -> Outcome<PathBuf> {
     let why = match path.metadata() {
         Ok(found) if found.is_dir() => "this is a directory; name the plugin's file in it".to_owned(),
@@ -312,7 +312,7 @@ fn existing(path: &Path) -> Outcome<PathBuf> {
     usage(format!("--plugin {}: {why}", path.display()))
 }
 
-/// A chunk above the default needs longer messages, which both ends have to be told; a shorter one does not.
+/// A chunk size above the default needs longer messages, which both ends must be told; a smaller one does not.
 fn message_bytes_max(chunk_bytes: Option<u64>) -> Outcome<Option<usize>> {
     let most = limits::CHUNK_BYTES_MAX as u64;
     match chunk_bytes {

@@ -1,6 +1,6 @@
-//! Sizes as they are typed and printed.
+//! Sizes, sets of GPUs and lists of names, as they are typed and printed.
 //!
-//! Sizes count in powers of 1024 (`4K`, `64M`, `1G`); rates are decimal and live in `bench::report`.
+//! Sizes use powers of 1024 (`4K`, `64M`, `1G`); rates are decimal, see `bench::report`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Largest size that can be asked for: a slip of the finger is refused before memory is.
+/// Largest size that can be requested, so that a typing error is refused before memory is allocated.
 pub const SIZE_BYTES_MAX: u64 = 1 << 40;
-/// GPUs of a host that can be named.
+/// Number of GPUs of a host that can be named.
 const GPUS_MAX: u32 = ferrywire::limits::CUDA_GPUS_MAX as u32;
 /// Most sizes of one run.
 pub const SIZES_MAX: usize = 64;
@@ -93,7 +93,7 @@ impl fmt::Display for Sizes {
     }
 }
 
-/// What a TOML file may hold where a size is meant.
+/// A TOML value for a size.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Written {
@@ -136,7 +136,7 @@ impl<'de> Deserialize<'de> for Sizes {
     }
 }
 
-/// Numbers of GPUs, a list or a range: `0-7`, `0,2,4-6`.
+/// Indices of GPUs, as a list or ranges: `0-7`, `0,2,4-6`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpus(pub Vec<u32>);
 
@@ -204,7 +204,7 @@ impl<'de> Deserialize<'de> for Names {
     }
 }
 
-/// A duration as messages have it: what is left of 30 s reads as `30s`, not `29.99999996s`.
+/// A duration rounded for messages: `30s`, not `29.99999996s`.
 pub fn rounded(duration: Duration) -> Duration {
     let unit_ms = if duration < Duration::from_secs(10) { 1 } else { 100 };
     let units = (duration.as_secs_f64() * 1000.0 / unit_ms as f64).round();

@@ -1,9 +1,10 @@
-//! Where the serving end's conversations of one run wait for each other.
+//! The barrier at which the serving end's conversations of one run wait for each other.
 //!
-//! With one peer everything passes at once. In an incast all peers start together, nobody gets reports before everybody
-//! has finished, and no size is over before everybody's data were right. When one peer fails, all waiting ones fail with
-//! it. Where several processes serve one run, the last to arrive at the start and at the end of a timed part also waits
-//! for the other processes.
+//! With one peer nothing waits. In an incast all peers start together, reports are sent after all peers have finished,
+//! and no size ends before all peers' data were verified. If one peer fails, all waiting ones fail. If several
+//! processes serve one run, the last conversation to arrive at the start and at the end of a timed part also waits for
+//! the other processes.
+//! Invariant: a wait ends when all peers have arrived or one has failed. Read next: `run_slot.rs`.
 
 use std::cell::Cell;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -14,15 +15,15 @@ use super::protocol::{Message, SideReport};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// A peer that waits behind others is told so as often as this, or several times within its timeout.
+/// How often a waiting peer is told that this end still waits; more often if its timeout is short.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(5);
-/// So many times.
+/// Notices within the peer's timeout.
 const ASKED_PER_TIMEOUT: u32 = 3;
 
-/// A barrier beyond this process; it calls its argument from time to time.
+/// A barrier across processes; it calls its argument from time to time.
 pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
 
-/// Tells a peer now and then that this end still waits for others.
+/// Tells a peer from time to time that this end still waits for others.
 pub struct WaitNotice<'a> {
     link: &'a Link,
     interval: Duration,
@@ -30,16 +31,16 @@ pub struct WaitNotice<'a> {
 }
 
 impl<'a> WaitNotice<'a> {
-    /// From now on. The peer gives up after the timeout that this end has too.
+    /// Begins now. The peer's timeout equals this end's.
     pub fn new(link: &'a Link) -> WaitNotice<'a> {
         WaitNotice { link, interval: interval(link.timeout()), since: Cell::new(Instant::now()) }
     }
 
-    /// To be called from time to time, while others are waited for.
+    /// Sends a notice if one is due; to be called regularly during a wait.
     pub fn ask(&self) {
         if self.since.get().elapsed() > self.interval {
             self.since.set(Instant::now());
-            // A peer that is lost is noticed by whoever waits for it.
+            // The wait for a lost peer notices the loss itself.
             let _ = self.link.say(&Message::Waiting);
         }
     }
@@ -49,7 +50,7 @@ fn interval(timeout: Duration) -> Duration {
     NOTICE_INTERVAL.min(timeout / ASKED_PER_TIMEOUT)
 }
 
-/// Peers of one run, as the serving end sees them.
+/// The peers of one run at the serving end.
 pub struct Barrier {
     peers: usize,
     join_deadline: Duration,
@@ -62,7 +63,7 @@ pub struct Barrier {
 struct State {
     joined: usize,
     arrived: usize,
-    /// How often everybody has passed.
+    /// How often all peers have passed.
     generation: u64,
     failed: Option<String>,
     /// Moment and CPU seconds at the common start.
@@ -75,7 +76,7 @@ struct State {
 }
 
 impl Barrier {
-    /// A barrier for so many peers, which must all join within the timeout.
+    /// A barrier for `peers` peers, which must all join within the timeout.
     pub fn new(peers: usize, join_deadline: Duration) -> Barrier {
         let reports = vec![Default::default(); peers];
         let state = State {
@@ -91,7 +92,7 @@ impl Barrier {
         Barrier { peers, join_deadline, beyond: None, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// The same barrier, where the start and the end of a timed part also wait for other processes of the run.
+    /// The barrier, extended to other processes of the run at the start and the end of a timed part.
     pub fn with_beyond(self, beyond: Beyond) -> Barrier {
         Barrier { beyond: Some(beyond), ..self }
     }
@@ -101,7 +102,7 @@ impl Barrier {
         self.lock().joined += 1;
     }
 
-    /// A peer has failed: so have all.
+    /// A peer has failed, so all fail.
     pub fn fail(&self, why: &str) {
         self.lock().failed.get_or_insert_with(|| why.to_owned());
         self.changed.notify_all();
@@ -122,10 +123,9 @@ impl Barrier {
         self.wait(link, self.lock(), self.beyond.as_ref(), end).map(|_| ())
     }
 
-    /// Gives a peer's report and ours on it, waits for everybody's, and gives them all by peer.
+    /// Takes a peer's report and this end's report on it, waits for all peers', and returns them all by peer.
     ///
-    /// Time and CPU seconds of the serving end are those of the whole process, from the common start to the
-    /// common end.
+    /// Time and CPU seconds of the serving end are those of the whole process, from the common start to the common end.
     pub fn exchange(
         &self,
         link: &Link,
@@ -140,7 +140,7 @@ impl Barrier {
         Ok(state.reports.iter().cloned().unzip())
     }
 
-    /// Notes how many iterations of a peer were right, waits until everybody's were, and gives them all by peer.
+    /// Takes the number of a peer's verified iterations, waits for all peers', and returns them by peer.
     pub fn verified(&self, link: &Link, member: usize, iterations: u64) -> Outcome<Vec<u64>> {
         let mut state = self.lock();
         state.verified[member] = iterations;

@@ -1,6 +1,7 @@
-//! What kept a result from being better, as far as the measurements tell.
+//! The bottleneck of a result, as far as the measurements tell.
 //!
-//! Each process tells where it works: cores are judged by those that share them, NICs and threads by host.
+//! Each process reports where it runs: cores are judged across the processes that share them, NICs and threads by host.
+//! Read next: `result.rs`, which stores it.
 
 use std::collections::BTreeMap;
 
@@ -8,27 +9,27 @@ use super::cpu_accounting::BothEnds;
 use super::host::Workplace;
 use super::protocol::SideReport;
 
-/// Share of all cores from which the CPU is the limit.
+/// Share of all cores' time from which the CPU is the bottleneck.
 const CPU_BUSY: f64 = 0.9;
-/// Share of a NIC's line rate from which it is the limit.
+/// Share of a NIC's line rate from which the NIC is the bottleneck.
 const NIC_BUSY: f64 = 0.9;
-/// Share of the time from which one thread is the limit.
+/// Share of the time from which one thread is the bottleneck.
 const THREAD_BUSY: f64 = 0.95;
-/// Shorter than this, nothing can be told.
+/// A shorter timed part says nothing.
 const WALL_S_MIN: f64 = 0.05;
 
-/// What processes on one machine did, of both ends.
+/// The processes on one machine, of both ends.
 #[derive(Default)]
 struct Machine<'a> {
     name: &'a str,
-    /// CPU seconds by the cores that processes may use, and how many these are.
+    /// CPU seconds by the set of cores that processes may use, with the number of these cores.
     cpu_s: BTreeMap<(&'a str, usize), f64>,
-    /// Share of the time that its cores ran anything at all.
+    /// Share of the time in which the machine's cores ran anything.
     busy: f64,
     threads: Vec<&'a (String, f64)>,
 }
 
-/// One short line on what was the limit of the timed part, by the reports of both ends on all pairs.
+/// One short line that names the bottleneck of the timed part, from the reports of both ends on all pairs.
 pub fn bottleneck(ends: &BothEnds, members: &[SideReport], serve: &[SideReport]) -> String {
     let wall_s = members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
     if wall_s < WALL_S_MIN {
@@ -41,7 +42,7 @@ pub fn bottleneck(ends: &BothEnds, members: &[SideReport], serve: &[SideReport])
     cpu.or_else(nic).or_else(thread).unwrap_or_else(|| "network or peer".to_owned())
 }
 
-/// Those of the connecting end first.
+/// The machines, those of the connecting end first.
 fn machines<'a>(ends: &BothEnds, members: &'a [SideReport], serve: &'a [SideReport]) -> Vec<Machine<'a>> {
     let mut found: Vec<(&Workplace, Machine)> = Vec::new();
     for (processes, reports) in [(&ends.near, members), (&ends.far, serve)] {
@@ -87,7 +88,7 @@ fn thread(machine: &Machine) -> Option<String> {
     (*share >= THREAD_BUSY).then(|| format!("one thread: {name} on {host} ran {percent:.0} % of the time"))
 }
 
-/// NICs of several hosts may have one name.
+/// The busiest NIC. NICs of different hosts may have the same name.
 fn nic(reports: &[SideReport], wall_s: f64) -> Option<String> {
     let mut by_nic: BTreeMap<(&str, &str, &str), (u64, u64, f64)> = BTreeMap::new();
     for (place, channel) in reports.iter().flat_map(|side| side.channels.iter().map(|c| (&side.place, c))) {
@@ -109,12 +110,12 @@ mod tests {
     use super::super::result::RankPair;
     use super::*;
 
-    /// A process for each pair, and one that serves all.
+    /// The bottleneck of a run with one connecting process per pair and one serving process.
     fn bottleneck(members: &[SideReport], serve: &[SideReport]) -> String {
         super::bottleneck(&BothEnds::of(&[], false, members.len()), members, serve)
     }
 
-    /// On a host with 2 cores.
+    /// A report from a host with 2 cores.
     fn side(boot_id: &str, cpu_s: f64, thread: f64) -> SideReport {
         let hostname = format!("h{boot_id}");
         let place = Workplace { hostname, boot_id: boot_id.into(), allowed: "0-1".into(), cores: 2 };
@@ -144,7 +145,7 @@ mod tests {
         let end = |cpu_s, allowed| on_cores(side("1", cpu_s, 0.5), allowed, 4);
         assert_eq!(bottleneck(&[end(1.8, "0-3")], &[end(1.8, "4-7")]), "network or peer");
         assert_eq!(bottleneck(&[end(1.8, "0-3")], &[end(3.7, "4-7")]), "CPU: 3.7 of 4 cores busy on h1");
-        // They do share the machine.
+        // Here both processes share the machine.
         let busy = SideReport { host_busy: Some(0.95), ..end(1.8, "0-3") };
         let all = "CPU: all cores of h1 busy, 3.6 of them with this run";
         assert_eq!(bottleneck(&[busy], &[end(1.8, "4-7")]), all);

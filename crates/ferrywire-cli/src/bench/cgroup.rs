@@ -1,21 +1,23 @@
-//! How much memory the control groups of this process leave it: what a container may use is less than what its host has.
+//! The memory that the control groups of this process leave it, which in a container is less than the host's.
+//!
+//! Read next: `host.rs`, which checks it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Memory that this process can have before its groups' limits stop it; `None`: there is no limit.
+/// Bytes that this process can use before a limit of its groups stops it; `None` without a limit.
 pub fn available_bytes() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     available_in(Path::new("/sys/fs/cgroup"), &groups)
 }
 
-/// A version of the interface.
+/// A version of the cgroup interface.
 struct Interface {
-    /// Where its groups may be mounted, below the usual place.
+    /// The mount points of its groups, below the usual folder.
     mounts: &'static [&'static str],
     limit: &'static str,
     used: &'static str,
-    /// What of that the kernel takes back before it ends a process, in `memory.stat`: contents of files, above all.
+    /// Entries of `memory.stat` that the kernel reclaims before it kills a process: above all cached files.
     reclaimable: &'static [&'static str],
 }
 
@@ -32,7 +34,7 @@ const V2: Interface = Interface {
     reclaimable: &["inactive_file", "active_file", "slab_reclaimable"],
 };
 
-/// `groups` as `/proc/self/cgroup` has them: number, controllers, and path, one line for each hierarchy.
+/// `groups` has the format of `/proc/self/cgroup`: number, controllers and path, one line per hierarchy.
 fn available_in(mounted: &Path, groups: &str) -> Option<u64> {
     let of_line = |line: &str| {
         let mut parts = line.splitn(3, ':');
@@ -49,15 +51,15 @@ fn available_in(mounted: &Path, groups: &str) -> Option<u64> {
 }
 
 impl Interface {
-    /// Of this group and all above it; in a container without a namespace for groups its path may not exist, and the
-    /// container's own group is the root.
+    /// The bytes that this group and all groups above it leave. In a container without a cgroup namespace the path may
+    /// not exist; then the container's own group is the root.
     fn available_from(&self, root: &Path, path: &str) -> Option<u64> {
         let own = Path::new(path.trim_start_matches('/'));
         own.ancestors().filter_map(|group| self.available_at(&root.join(group))).min()
     }
 
     fn available_at(&self, group: &Path) -> Option<u64> {
-        // A group without a limit says `max`, or in the old interface a number near the largest.
+        // A group without a limit has `max`, or in version 1 a number near the largest.
         let limit = number(group.join(self.limit)).filter(|&limit| limit < i64::MAX as u64 / 2)?;
         let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
         let entries = stat.lines().filter_map(|line| line.split_once(' '));

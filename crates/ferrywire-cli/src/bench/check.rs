@@ -1,7 +1,8 @@
-//! The verdict on one size: what the timed part left, and a pass in which every iteration is checked.
+//! The verdict on one size: the contents after the timed part, and a pass in which every iteration is checked.
 //!
-//! In the pass each iteration has contents of its own. Source and target take turns: fill, move, look, poison
-//! the place for what comes there next. The flow's driver leads, the other end does its part when told.
+//! In the pass each iteration has its own contents. Source and target take turns: fill, move, check, poison the slot
+//! for its next message. The flow's driver leads; the other end does its part on request.
+//! Read next: `verify.rs`.
 
 use std::time::{Duration, Instant};
 
@@ -15,11 +16,12 @@ use crate::args::{Op, Verify};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// Fewest iterations of the verified pass that a time limit leaves.
+/// Least iterations of the verified pass, however short its time limit.
 const VERIFIED_MIN: u64 = 4;
 
 impl<'a> Step<'a> {
-    /// Checks what the timed part left, then every iteration of a further pass; gives their number.
+    /// Checks the contents after the timed part, then every iteration of another pass; returns the number of
+    /// iterations.
     pub fn verify(&'a self, report: &StepReport) -> Outcome<u64> {
         self.agree(self.check_timed(report)?)?;
         let mut verified = 0;
@@ -34,7 +36,7 @@ impl<'a> Step<'a> {
         let member = self.session.member;
         let reports = if flow.driver == Side::Connect { &report.members } else { &report.serve };
         let driven = reports.get(member).and_then(|side| side.driven.as_ref());
-        // A ping-pong is driven by one end, but has as many messages each way.
+        // One end drives a ping-pong, but both directions have the same number of messages.
         let driven = driven.or_else(|| report.members.get(member).and_then(|side| side.driven.as_ref()));
         driven.map_or(0, |driven| driven.iterations)
     }
@@ -54,7 +56,7 @@ impl<'a> Step<'a> {
         Ok(None)
     }
 
-    /// Both ends say what they found; a mismatch on either fails both.
+    /// Exchanges both ends' findings; a mismatch on either end fails both.
     fn agree(&self, mine: Option<Mismatch>) -> Outcome {
         let link = self.session.link;
         link.tell(&Message::Verdict { mismatch: mine.clone().map(Box::new) })?;
@@ -109,7 +111,7 @@ impl<'a> Step<'a> {
         Ok(iteration)
     }
 
-    /// One message of the verified pass, as its driver.
+    /// Moves one message of the verified pass, as its driver.
     fn move_verified(&self, poster: &Poster, iteration: u64, slot: u64) -> Outcome {
         let part = Message::Part { iteration, slot };
         let link = self.session.link;
@@ -166,7 +168,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Checks one iteration where it landed, and poisons the place for the next one there.
+    /// Checks one iteration at its target, and poisons the slot for its next message.
     fn look(&self, contents: &Contents, slot: u64, iteration: u64) -> Outcome<Option<Mismatch>> {
         if self.side() == Side::Serve {
             self.inject(contents, slot, iteration, false)?;

@@ -1,13 +1,14 @@
-//! The secret that a process of ours hands to those that it starts: whatever file it came from may not be read twice.
+//! The secret that this process passes to its child processes, because the file that it came from may not be readable
+//! twice.
 
 use std::process::Command;
 
 use super::protocol::{from_hex, to_hex};
 
-/// Any bytes, in hex. As its name says no option, so no configuration and no flag is in its way.
+/// Holds any bytes, in hex. No option has this name, so neither configuration nor flags interfere.
 const VARIABLE: &str = "FERRYWIRE_SECRET_HANDED";
 
-/// Hands it on, and nothing where there is none.
+/// Passes the secret to a command; does nothing without one.
 pub fn hand(command: &mut Command, secret: Option<&[u8]>) {
     match secret {
         Some(secret) => command.env(VARIABLE, to_hex(secret)),
@@ -15,7 +16,7 @@ pub fn hand(command: &mut Command, secret: Option<&[u8]>) {
     };
 }
 
-/// What this process was handed.
+/// The secret that the parent process has passed.
 pub fn secret() -> Option<Vec<u8>> {
     std::env::var(VARIABLE).ok().and_then(|digits| from_hex(&digits))
 }

@@ -1,7 +1,7 @@
-//! Which reports are of one process, and what the processes spent: the pairs of a process share its CPU seconds, which
-//! count once.
+//! Which reports are from one process, and the CPU seconds of processes: the pairs of a process share its CPU seconds,
+//! which count once.
 //!
-//! Read next: [`super::result`], which divides them by what was moved.
+//! Read next: [`super::result`], which divides them by the bytes moved.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,15 +16,15 @@ pub struct Processes(Vec<u32>);
 /// The processes of both ends of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BothEnds {
-    /// Of those that connect.
+    /// The connecting processes.
     pub near: Processes,
-    /// Of those that serve.
+    /// The serving processes.
     pub far: Processes,
 }
 
 impl BothEnds {
-    /// Of a run of several ranks; else one process that serves, and as many that connect as there are pairs, or one where
-    /// they are a `multi_gpu`.
+    /// The processes of a run: of several ranks, or one serving process with as many connecting processes as pairs, or
+    /// with one if `multi_gpu`.
     pub fn of(ranks: &[RankPair], multi_gpu: bool, pairs: usize) -> BothEnds {
         let one = || Processes(vec![0; pairs]);
         match (ranks, multi_gpu) {
@@ -39,7 +39,7 @@ impl BothEnds {
 }
 
 impl Processes {
-    /// CPU seconds of the processes that have part in some pairs, by the reports on all pairs.
+    /// CPU seconds of the processes that take part in some pairs, from the reports on all pairs.
     pub fn cpu_s(&self, sides: &[SideReport], pairs: impl Iterator<Item = usize>) -> f64 {
         let mut seconds: BTreeMap<u32, f64> = pairs.filter_map(|at| Some((*self.0.get(at)?, 0.0))).collect();
         for (process, side) in self.0.iter().zip(sides) {
@@ -50,8 +50,8 @@ impl Processes {
         seconds.values().sum()
     }
 
-    /// CPU seconds of the processes that have part in some pairs, per 1e9 bytes of all that these processes moved; `None`
-    /// when they moved nothing.
+    /// CPU seconds of the processes that take part in some pairs, per 1e9 bytes that these processes moved; `None` if
+    /// they moved nothing.
     pub fn cpu_s_per_gb(&self, sides: &[SideReport], bytes: &[u64], pairs: Range<usize>) -> Option<f64> {
         let theirs = |at: usize| self.0.get(pairs.clone()).unwrap_or_default().contains(&self.0[at]);
         let moved: u64 =

@@ -1,7 +1,8 @@
-//! The timed loop of one flow: keep so many transfers in flight, note when each completes.
+//! The timed loop of one flow: keeps `depth` transfers in flight and records each completion.
 //!
-//! The driver posts; the other end of a two-sided flow follows with receives. Both walk through the slots
-//! in the same order. A driver tells its follower how many messages it has sent, after the last is there.
+//! The driver posts; the other end of a two-sided flow follows with receives. Both use the slots in the same order.
+//! After its last message a driver tells its follower how many it has sent.
+//! Read next: `session.rs`, the caller.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -15,10 +16,10 @@ use super::protocol::{FlowReport, Message, Run, Side};
 use crate::args::Op;
 use crate::exit::{Failure, Outcome};
 
-/// How often a follower looks whether its driver has stopped, while nothing arrives.
+/// How often a follower checks whether its driver has stopped, while nothing arrives.
 const FOLLOW_SLICE: Duration = Duration::from_millis(20);
 
-/// Posts the transfers of one flow and size on one end; block lists are prepared once.
+/// Posts the transfers of one flow and size at one end; block lists are prepared once.
 pub struct Poster<'a> {
     link: &'a Link,
     op: Op,
@@ -30,7 +31,7 @@ pub struct Poster<'a> {
     prepared: Vec<Prepared>,
 }
 
-/// What is ready per slot when messages are cut into blocks.
+/// The prepared lists per slot, if messages are cut into blocks.
 enum Prepared {
     OneSided(BlockList),
     TwoSided(Vec<(u64, u64)>),
@@ -78,7 +79,7 @@ impl<'a> Poster<'a> {
         self.link
     }
 
-    /// Where the messages lie on this end.
+    /// The layout of the messages at this end.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -100,7 +101,7 @@ impl<'a> Poster<'a> {
         posted.map_err(|error| self.link.lost(error))
     }
 
-    /// Starts a write that is followed by a mark.
+    /// Starts a write with a notification behind it.
     pub fn post_marked(&self, slot: u64, iteration: u64) -> Outcome<Transfer> {
         let (local, remote) = (self.layout.whole(slot), self.remote_layout.whole(slot));
         let (peer, mark) = (&self.link.peer, Link::mark(iteration));
@@ -121,7 +122,7 @@ impl<'a> Poster<'a> {
         posted.map_err(|error| self.link.lost(error))
     }
 
-    /// Waits until a message is whole, and checks its length.
+    /// Waits until a message is complete, and checks its length.
     pub fn finish(&self, transfer: &Transfer) -> Outcome {
         self.right_length(self.link.finish(transfer)?)
     }
@@ -142,12 +143,12 @@ struct Posted {
     since: Instant,
 }
 
-/// Drives a flow until the limit, `depth` transfers in flight.
+/// Drives a flow until the limit, with `depth` transfers in flight.
 pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport> {
     let mut in_flight = Vec::with_capacity(depth);
     let driven = drive_with(&mut in_flight, poster, depth, limit);
     if driven.is_err() {
-        // What is told next need not wait for them.
+        // The failure is reported without waiting for these transfers.
         in_flight.iter().for_each(|posted| posted.transfer.cancel());
     }
     driven
@@ -162,11 +163,11 @@ fn drive_with(
     let (slots, size) = (poster.layout.slots, poster.layout.size());
     let mut meter = Meter::start(poster.layout.peers);
     let (mut posted, mut now) = (0, Instant::now());
-    // Transfers need not end in their order; where memory is short they share slots.
+    // Transfers may complete out of order; if memory is short they share slots.
     let mut free: VecDeque<u64> = (0..slots).collect();
     loop {
         while in_flight.len() < depth && limit.allows(posted, meter.elapsed(now)) {
-            // The other end receives messages into its slots in turn; what is sent may be sent twice at once.
+            // A receiver uses its slots in order; a source may be sent twice at the same time.
             let unused = if poster.op == Op::Send { None } else { free.pop_front() };
             let slot = unused.unwrap_or(posted % slots);
             in_flight.push(Posted { transfer: poster.post(slot)?, slot, since: now });
@@ -193,13 +194,13 @@ fn drive_with(
     Ok(FlowReport { iterations: posted, intervals, latency, ..FlowReport::default() })
 }
 
-/// Receives what the other end drives, until it has stopped.
+/// Receives the messages of the other end until it has stopped.
 pub fn follow(poster: &Poster, depth: usize) -> Outcome {
     let mut waiting: VecDeque<Transfer> = VecDeque::with_capacity(depth);
     let (mut posted, mut received, mut stop) = (0, 0, None);
     let mut stall = Stall::new(poster.link);
     loop {
-        // The other end may have said how many it sent before the last of them are here.
+        // The other end may report its number of messages before the last of them have arrived.
         while stop.is_none_or(|count| posted < count) && waiting.len() < depth {
             waiting.push_back(poster.receive(posted % poster.layout.slots)?);
             posted += 1;
@@ -226,7 +227,7 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
     waiting.iter().try_for_each(|transfer| withdraw(poster, transfer))
 }
 
-/// How many messages the other end has sent, once it has stopped.
+/// The number of messages that the other end has sent, once it has stopped.
 pub fn stopped(link: &Link) -> Outcome<Option<u64>> {
     match link.try_hear()? {
         None => Ok(None),
@@ -235,7 +236,7 @@ pub fn stopped(link: &Link) -> Outcome<Option<u64>> {
     }
 }
 
-/// Takes back a receive that nothing will match.
+/// Cancels a receive that no message will match.
 pub fn withdraw(poster: &Poster, transfer: &Transfer) -> Outcome {
     transfer.cancel();
     loop {

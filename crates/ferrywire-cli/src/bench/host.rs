@@ -1,4 +1,4 @@
-//! What is recorded about a host, and randomness from its kernel.
+//! The recorded facts about a host, and random numbers from its kernel.
 
 use std::fs;
 use std::io::Read;
@@ -13,7 +13,6 @@ use crate::sanitize;
 /// The host of one end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Host {
-    /// Its name.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub hostname: String,
     /// Kernel release.
@@ -22,14 +21,14 @@ pub struct Host {
     /// CPU model.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub cpu: String,
-    /// Cores this process may use.
+    /// Cores that this process may use.
     pub cores: usize,
-    /// Memory of the machine.
+    /// Memory of the machine in bytes.
     pub memory_bytes: u64,
-    /// Changes with every boot; the same on both ends when they share a machine.
+    /// The boot id: new with every boot, and equal on both ends if they share a machine.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
-    /// Version of the command there.
+    /// Version of the `ferrywire` command on this host.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub version: String,
 }
@@ -49,24 +48,24 @@ impl Host {
     }
 }
 
-/// Where a process works, and the cores that it may use: processes share cores where they may use the same of one machine.
+/// The machine and the cores of a process. Processes whose machine and cores are equal share the cores.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Workplace {
-    /// The name of its host.
+    /// The host's name.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub hostname: String,
-    /// Changes with every boot; the same for all processes of a machine.
+    /// The boot id, equal for all processes of a machine.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
-    /// The cores' numbers, as the kernel lists them.
+    /// The cores' numbers, in the kernel's format.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub allowed: String,
-    /// How many of them there is time on.
+    /// Cores that a CPU quota leaves time for.
     pub cores: usize,
 }
 
 impl Workplace {
-    /// That of this process.
+    /// The workplace of this process.
     pub fn this() -> Workplace {
         Workplace {
             hostname: hostname(),
@@ -82,12 +81,11 @@ impl Workplace {
     }
 }
 
-/// The name of this host.
 pub fn hostname() -> String {
     line("/proc/sys/kernel/hostname")
 }
 
-/// Refuses to register more than half of the memory that can be had without swapping, or within the limit of a container.
+/// Refuses to register more than half of the memory that is available without swapping, or within a container's limit.
 pub fn check_memory(bytes: u64) -> Outcome {
     let of_host = Some(kibibytes("MemAvailable")).filter(|bytes| *bytes > 0);
     let of_host = of_host.map(|bytes| (bytes, "which has"));
@@ -124,14 +122,13 @@ fn random(into: &mut [u8]) -> Outcome {
     read.map_err(|error| Failure::failed(format!("/dev/urandom: {error}")))
 }
 
-/// So many random bytes, in hex.
+/// Random bytes, in hex.
 pub fn random_hex(bytes: usize) -> Outcome<String> {
     let mut buffer = vec![0; bytes];
     random(&mut buffer)?;
     Ok(super::protocol::to_hex(&buffer))
 }
 
-/// A random number.
 pub fn random_u64() -> Outcome<u64> {
     let mut buffer = [0; 8];
     random(&mut buffer)?;

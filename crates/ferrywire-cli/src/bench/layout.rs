@@ -1,9 +1,9 @@
-//! Where the bytes of one size lie in a region.
+//! The places of one size's bytes in a region.
 //!
-//! A region has an area per flow, an area has slots, one per transfer in flight as far as memory allows, and
-//! a slot has cells, one per block, in an order shuffled differently on the two sides. The rest of a cell
-//! behind its block is a gap that nothing may write to, so no two blocks touch.
-//! Pure: both ends compute the same layouts from the same [`Run`].
+//! A region has an area per flow. An area has slots: one per transfer in flight, as far as memory allows. A slot has
+//! cells, one per block, in an order that is shuffled differently on the two sides. Behind the block, the rest of a
+//! cell is a gap that nothing may write to, so no two blocks are adjacent.
+//! Invariant: pure, so both ends compute the same layouts from the same [`Run`].
 
 use std::sync::Arc;
 
@@ -11,13 +11,13 @@ use super::pattern::{mix, shuffled};
 use super::protocol::{Run, Side};
 use crate::args::{Op, Pattern};
 
-/// Memory for the slots of one area, above which transfers in flight share slots.
+/// Memory for the slots of one area; beyond it, transfers in flight share slots.
 const AREA_BYTES: u64 = 512 << 20;
-/// Bytes in flight that the default depth aims at, and its bounds.
+/// Bytes in flight at which the default depth aims, and its bounds.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
 const DEPTH_DEFAULT_MIN: u64 = 4;
 const DEPTH_DEFAULT_MAX: u64 = 64;
-/// Alignment of slots, and of cells.
+/// Alignment of slots and cells, in bytes.
 const SLOT_ALIGN: u64 = 4096;
 const CELL_ALIGN: u64 = 64;
 
@@ -36,7 +36,7 @@ impl Flow {
         Flow { driver, source: if run.op == Op::Read { driver.other() } else { driver } }
     }
 
-    /// Which area it uses, on both sides.
+    /// The index of the flow's area, equal on both sides.
     pub fn area(self) -> u64 {
         u64::from(self.driver == Side::Serve)
     }
@@ -63,7 +63,7 @@ pub fn depth(run: &Run, size: u64) -> usize {
     }
 }
 
-/// Bytes of each end's region: room for every size.
+/// Size of each end's region in bytes, with room for every size.
 pub fn region_bytes(run: &Run) -> u64 {
     let areas = flows(run).len() as u64;
     area_stride(run) * areas
@@ -82,7 +82,7 @@ fn slots(run: &Run, size: u64) -> u64 {
     (depth(run, size) as u64).min(affordable.max(1))
 }
 
-/// How a message is cut.
+/// How a message is cut into blocks.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     size: u64,
@@ -103,16 +103,16 @@ impl Shape {
     }
 }
 
-/// A stretch of a message and where it lies.
+/// A piece of a message, with its place in the region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// In the region.
+    /// Offset in the region, in bytes.
     pub offset: u64,
-    /// In the message.
+    /// Offset in the message, in bytes.
     pub logical: u64,
-    /// Length.
+    /// Length in bytes.
     pub bytes: u64,
-    /// First byte behind the piece's cell, in the region: between lies the gap.
+    /// End of the piece's cell in the region; between the piece and this offset is the gap.
     pub cell_end: u64,
 }
 
@@ -123,7 +123,7 @@ pub struct Layout {
     area: u64,
     /// Number of slots.
     pub slots: u64,
-    /// Pairs of the run at one serving end.
+    /// Pairs of the run that share one serving end.
     pub peers: usize,
     cells: Arc<[u32]>,
 }
@@ -139,7 +139,7 @@ impl Layout {
         Layout { shape, area, slots, peers: run.peers, cells: cells.into() }
     }
 
-    /// Size of a message.
+    /// Size of a message in bytes.
     pub fn size(&self) -> u64 {
         self.shape.size
     }
@@ -157,7 +157,7 @@ impl Layout {
         })
     }
 
-    /// The one piece of a message that is not cut.
+    /// The single piece of a message that is not cut.
     pub fn whole(&self, slot: u64) -> Piece {
         let offset = self.area + slot * self.shape.slot_stride;
         Piece { offset, logical: 0, bytes: self.shape.size, cell_end: offset + self.shape.cell_stride }
@@ -191,7 +191,7 @@ mod tests {
         }
     }
 
-    /// Pieces of every slot and flow, sorted by place, with their layout's message size.
+    /// Pieces of every slot and flow, sorted by offset, with their layout's message size.
     fn all_pieces(run: &Run, side: Side, step: usize) -> Vec<Piece> {
         let layouts = flows(run).into_iter().map(|flow| Layout::new(run, flow, side, step));
         let mut pieces: Vec<Piece> = layouts

@@ -1,4 +1,4 @@
-//! Clocks and counters: rates over intervals, latencies, CPU and bytes of the timed part.
+//! Clocks and counters of the timed part: rates over intervals, latencies, CPU time and bytes.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -14,25 +14,26 @@ use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
 pub const INTERVAL: Duration = Duration::from_millis(100);
-/// Most intervals of a flow, and of all flows one way of one serving end, of which every pair hears; longer runs have longer ones.
+/// Most intervals of a flow, and of all flows in one direction of one serving end, which every pair receives; longer
+/// runs have longer intervals.
 const INTERVALS_MAX: usize = 8192;
 const INTERVALS_OF_ALL_MAX: usize = 1024 * PEERS_MAX;
-/// Longest latency that is told apart.
+/// Longest latency that the histogram distinguishes.
 const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
 /// Significant digits of latencies.
 const LATENCY_DIGITS: u8 = 2;
 
-/// How long a loop goes on: until the first of both.
+/// When a loop stops: at whichever limit comes first.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
-    /// Messages.
+    /// The number of messages.
     pub iterations: u64,
-    /// Time.
+    /// The elapsed time.
     pub time: Duration,
 }
 
 impl Limit {
-    /// This many messages.
+    /// A limit of this many messages.
     pub fn iterations(iterations: u64) -> Limit {
         Limit { iterations, time: Duration::MAX }
     }
@@ -43,32 +44,32 @@ impl Limit {
     }
 }
 
-/// Bytes completed in a stretch of the timed part.
+/// Bytes completed in one interval of the timed part.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
-    /// Seconds since the start.
+    /// Seconds since the start of the timed part.
     pub start_s: f64,
-    /// Seconds since the start.
+    /// Seconds since the start of the timed part.
     pub end_s: f64,
-    /// Completed in between.
+    /// Bytes completed in the interval.
     pub bytes: u64,
 }
 
-/// Counts completions as they come.
+/// Counts completions.
 #[derive(Debug)]
 pub struct Meter {
     start: Instant,
     open: Interval,
     intervals: Vec<Interval>,
-    /// Shortest length of an interval.
+    /// Shortest length of an interval, in seconds.
     least_s: f64,
-    /// Most of them: an even number.
+    /// Most intervals: an even number.
     intervals_max: usize,
     latency: Latency,
 }
 
 impl Meter {
-    /// Starts now, for one of so many pairs of a serving end.
+    /// Starts now, for one of `peers` pairs of a serving end.
     pub fn start(peers: usize) -> Meter {
         let intervals_max = (INTERVALS_OF_ALL_MAX / peers).min(INTERVALS_MAX) / 2 * 2;
         let open = Interval { start_s: 0.0, end_s: 0.0, bytes: 0 };
@@ -81,7 +82,7 @@ impl Meter {
         now.duration_since(self.start)
     }
 
-    /// A message was completed.
+    /// Counts a completed message.
     pub fn completed(&mut self, now: Instant, bytes: u64, took: Duration) {
         self.latency.record(took);
         self.open.bytes += bytes;
@@ -95,7 +96,7 @@ impl Meter {
         }
     }
 
-    /// From now on intervals are twice as long, those so far too.
+    /// Doubles the length of intervals, past ones included.
     fn merge(&mut self) {
         let one = |two: &[Interval]| Interval {
             start_s: two[0].start_s,
@@ -106,7 +107,7 @@ impl Meter {
         self.least_s *= 2.0;
     }
 
-    /// Intervals and latencies. A last, short interval counts only when it is the only one.
+    /// The intervals and latencies. A last, short interval counts only if it is the only one.
     pub fn finish(mut self) -> (Vec<Interval>, LatencyCounts) {
         if self.intervals.is_empty() && self.open.end_s > 0.0 {
             self.intervals.push(self.open);
@@ -127,12 +128,12 @@ impl Default for Latency {
 }
 
 impl Latency {
-    /// Counts one latency.
+    /// Counts a latency.
     pub fn record(&mut self, took: Duration) {
         self.0.saturating_record(took.as_nanos() as u64);
     }
 
-    /// What was counted, ready to be sent.
+    /// The counts, in the form in which they are sent.
     pub fn counts(&self) -> LatencyCounts {
         let counts =
             self.0.iter_recorded().map(|step| (step.value_iterated_to(), step.count_since_last_iteration()));
@@ -140,14 +141,14 @@ impl Latency {
     }
 }
 
-/// Latencies in nanoseconds with their counts, in order: a histogram as it is sent.
+/// A histogram of latencies as it is sent: latencies in nanoseconds with their counts, in order.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct LatencyCounts {
     counts: Vec<(u64, u64)>,
 }
 
 impl LatencyCounts {
-    /// All of several.
+    /// The sum of several histograms.
     pub fn merged<'a>(parts: impl IntoIterator<Item = &'a LatencyCounts>) -> LatencyCounts {
         let mut counts: Vec<(u64, u64)> =
             parts.into_iter().flat_map(|part| part.counts.iter().copied()).collect();
@@ -155,7 +156,7 @@ impl LatencyCounts {
         LatencyCounts { counts }
     }
 
-    /// Microseconds that a share of the latencies does not exceed.
+    /// The latency in microseconds that this share of the latencies does not exceed.
     pub fn quantile_us(&self, share: f64) -> Option<f64> {
         let total: u64 = self.counts.iter().map(|(_, count)| count).sum();
         let rank = ((total as f64 * share).ceil() as u64).max(1);
@@ -178,13 +179,13 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Reads everything now.
+    /// Reads all clocks and counters.
     pub fn take(peer: &Peer) -> Snapshot {
         let (threads, stats, host_ticks) = (thread_seconds(), peer.stats(), host_ticks());
         Snapshot { threads, stats, host_ticks, cpu_s: sys::cpu_seconds(), at: Instant::now() }
     }
 
-    /// What happened from `self` until now.
+    /// The report on the time from `self` until now.
     pub fn report(&self, peer: &Peer) -> SideReport {
         let wall_s = self.at.elapsed().as_secs_f64();
         let cpu_s = sys::cpu_seconds() - self.cpu_s;
@@ -231,17 +232,17 @@ impl Snapshot {
     }
 }
 
-/// Ticks in which the host's cores were busy, and all ticks, as far as the kernel tells.
+/// Ticks in which the host's cores were busy, and all ticks, if the kernel reports them.
 fn host_ticks() -> Option<(u64, u64)> {
     let text = std::fs::read_to_string("/proc/stat").ok()?;
     let ticks: Vec<u64> =
         text.lines().next()?.split_whitespace().skip(1).take(8).flat_map(str::parse).collect();
     let all: u64 = ticks.iter().sum();
-    // The fourth and fifth are idle and waiting for disks.
+    // The fourth and fifth are idle time and waiting for disks.
     Some((all - ticks.get(3)? - ticks.get(4)?, all))
 }
 
-/// Name and CPU seconds of each thread of this process, as far as the kernel tells.
+/// Name and CPU seconds of each thread of this process, if the kernel reports them.
 fn thread_seconds() -> HashMap<u64, (String, f64)> {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return HashMap::new();
@@ -291,7 +292,7 @@ mod tests {
         let mut meter = Meter::start(PEERS_MAX);
         let (start, ends) = (Instant::now(), SECONDS_MAX as u64 * 10);
         for i in 1..=ends {
-            // As many different latencies as a histogram tells apart.
+            // As many different latencies as a histogram distinguishes.
             let took = Duration::from_nanos((1u64 << (i % 41)) * (1000 + i % 1000) / 1000);
             meter.completed(start + INTERVAL * i as u32, 1 << 30, took);
         }
@@ -303,12 +304,12 @@ mod tests {
         assert!(longest_s < SECONDS_MAX / 256.0, "{longest_s}");
         let driven = Some(FlowReport { iterations: ends, intervals, latency, ..FlowReport::default() });
         let side = SideReport { driven, ..SideReport::default() };
-        // Those of both ends, where data move both ways.
+        // The intervals of both ends, for data in both directions.
         let reports_bytes = serde_json::to_vec(&side).expect("JSON").len() * 2 * PEERS_MAX;
         assert!(reports_bytes < MESSAGE_BYTES_MAX / 4 * 3, "{reports_bytes}");
     }
 
-    /// A pair that is alone has room for those of ten minutes.
+    /// A single pair has room for the intervals of ten minutes.
     #[test]
     fn few_pairs_keep_short_intervals_for_long() {
         let mut meter = Meter::start(1);

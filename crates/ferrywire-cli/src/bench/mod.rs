@@ -1,9 +1,9 @@
-//! `ferrywire bench`: moves patterns between two ends, measures, and checks what arrived.
+//! `ferrywire bench`: moves patterns between two ends, measures, and verifies the received data.
 //!
-//! Reading order: [`protocol`] (what the ends say to each other), [`layout`] and [`pattern`] (where the
-//! bytes lie and what they are), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same
-//! code on both ends), [`check`] (the verdict), [`serve`] and [`connect`], [`isolated`] (plugins run in a
-//! process of their own), [`multi_gpu`] (several endpoints in one process), [`result`] and [`report`].
+//! Reading order: [`protocol`] (messages between the ends), [`layout`] and [`pattern`] (places and contents of the
+//! bytes), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same code on both ends), [`check`]
+//! (the verdict), [`serve`] and [`connect`], [`isolated`] (plugins run in a process of their own), [`multi_gpu`]
+//! (several endpoints in one process), [`result`] and [`report`].
 //!
 //! Invariant: no number is printed for a size that did not finish and verify.
 
@@ -46,7 +46,7 @@ use crate::exit::{Failure, Outcome};
 use crate::nics;
 use crate::plan::EnginePlan;
 
-/// What this end's endpoint is built from.
+/// The builder of this end's endpoint.
 pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder> {
     nics::check(&plan.nics)?;
     let mut builder = Endpoint::builder().label(host::hostname());
@@ -86,8 +86,8 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
     Ok(builder)
 }
 
-/// Builds this end's endpoint. Its GPU is open: a simulated one publishes itself to plugins through the environment,
-/// before there are threads.
+/// Builds this end's endpoint. Its GPU must already be open: a simulated GPU publishes itself to plugins through the
+/// environment, which is only safe before there are threads.
 pub fn endpoint(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Endpoint> {
     builder(plan, listen)?.build().map_err(|error| match error {
         ferrywire::Error::Invalid { .. } => Failure::Usage(error.to_string()),
@@ -95,7 +95,7 @@ pub fn endpoint(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Endpoi
     })
 }
 
-/// Progress threads of an endpoint.
+/// The number of an endpoint's progress threads.
 pub fn threads(endpoint: &Endpoint) -> usize {
     endpoint.config().threads
 }

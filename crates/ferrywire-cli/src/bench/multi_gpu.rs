@@ -5,9 +5,9 @@
 //!            endpoint of each GPU ── a peer and a thread for each pair of GPUs ──▶ endpoint of each GPU
 //! ```
 //!
-//! Every pair is a peer of the run, as those of an incast are: the serving end's [`super::barrier`] starts and ends all of
-//! them together. The first is the one that tells.
-//! Read next: [`super::connect`], what each pair does; [`super::serve`].
+//! Every pair is a peer of the run, as in an incast: the serving end's [`super::barrier`] starts and ends all of them
+//! together. The first pair reports.
+//! Read next: [`super::connect`], the work of each pair; [`super::serve`].
 
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,47 +31,47 @@ use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
 use crate::transport::{DevmemUse, PluginUse};
 
-/// The endpoints of this process, and where the bytes of each lie.
+/// The endpoints of this process, and the memory of each.
 pub struct MultiGpu {
-    /// First one for each GPU, in their order.
+    /// The endpoints, first one for each GPU, in their order.
     orchestrator: Arc<Orchestrator>,
     homes: Vec<Home>,
     gpus: Vec<u32>,
-    /// Where the endpoint of each GPU works.
+    /// NICs and cores of each GPU's endpoint.
     places: Vec<Place>,
-    /// Every NIC that a GPU of this host uses, where that is known.
+    /// Every NIC that a GPU of this host uses, if it is known.
     nics: Vec<String>,
-    /// What might be better, for people.
+    /// Messages about choices that may be slower.
     notes: Vec<String>,
     setting: Setting,
 }
 
-/// What surrounds the endpoints.
+/// The surroundings of the endpoints.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
-    /// All of them that share the cores of this host, other processes' too.
+    /// The number of endpoints that share the cores of this host, those of other processes included.
     pub on_host: usize,
-    /// Both ends are on this host, and loopback joins them.
+    /// Whether both ends are on this host and connect over loopback.
     pub on_loopback: bool,
 }
 
-/// A pair of GPUs.
+/// A pair of GPUs, one at each end.
 #[derive(Clone, Debug)]
 pub struct Pair {
-    /// This end's endpoint, of all in the multi_gpu.
+    /// Index of this end's endpoint.
     pub endpoint: usize,
-    /// This end's GPU, by its place among those of the multi_gpu.
+    /// Index of this end's GPU among those of this process.
     pub home: usize,
-    /// The GPU.
+    /// This end's GPU.
     pub gpu: u32,
-    /// The other end's.
+    /// The other end's GPU.
     pub peer_gpu: u32,
-    /// Where the other end's endpoint is reached.
+    /// Addresses of the other end's endpoint.
     pub addresses: Vec<SocketAddr>,
 }
 
 impl Setting {
-    /// Of a process that has the host's cores to itself.
+    /// The setting of a process that has the host's cores to itself.
     pub fn alone(plan: &EnginePlan, addresses: &[SocketAddr]) -> Setting {
         let on_loopback = !addresses.is_empty() && addresses.iter().all(|address| address.ip().is_loopback());
         Setting { on_host: plan.gpus.as_ref().map_or(1, Vec::len), on_loopback }
@@ -82,8 +82,8 @@ impl Setting {
 type There = [(u32, Vec<SocketAddr>)];
 
 impl MultiGpu {
-    /// Opens the GPUs and builds an endpoint for each. With an address to listen on, the first listens there, and each
-    /// of the others on the port behind the one before it.
+    /// Opens the GPUs and builds an endpoint for each. With an address to listen on, the first endpoint listens there,
+    /// and each further one on the next port.
     pub fn start(
         plan: &EnginePlan,
         memory: Memory,
@@ -105,37 +105,37 @@ impl MultiGpu {
         Ok(MultiGpu { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, notes, setting })
     }
 
-    /// What might be better, or is not as one might think; for people, once.
+    /// Takes the messages out, so that they are reported once.
     pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
 
-    /// Prints that.
+    /// Prints the messages, once.
     pub fn print_notes(&mut self) {
         self.take_notes().iter().for_each(|note| exit::note(&format!("note: {note}")));
     }
 
-    /// Where the bytes of each GPU lie.
+    /// The memory of each GPU.
     pub fn homes(&self) -> &[Home] {
         &self.homes
     }
 
-    /// All endpoints, also those that were added for a detour.
+    /// All endpoints, also those that were added for detours.
     pub fn all_endpoints(&self) -> &[Endpoint] {
         self.orchestrator.endpoints()
     }
 
-    /// The endpoints, with the number of their GPU.
+    /// The endpoints, with the index of their GPU.
     pub fn endpoints(&self) -> impl Iterator<Item = (u32, &Endpoint)> {
         self.gpus.iter().copied().zip(self.orchestrator.endpoints())
     }
 
-    /// The one that the other end talks to first.
+    /// The endpoint that the other end contacts first.
     pub fn lead(&self) -> &Endpoint {
         &self.orchestrator.endpoints()[0]
     }
 
-    /// Closes them all.
+    /// Closes all endpoints.
     pub fn close(&self) {
         let _ = self.orchestrator.close(CLOSE_TIMEOUT);
     }
@@ -149,7 +149,7 @@ impl MultiGpu {
     }
 }
 
-/// An endpoint that cannot be built as it was asked for is bad usage.
+/// An endpoint that cannot be built as requested is bad usage.
 fn start_failed(error: Error) -> Failure {
     match &error {
         Error::Phase { error: inner, .. } if matches!(**inner, Error::Invalid { .. }) => {
@@ -159,7 +159,7 @@ fn start_failed(error: Error) -> Failure {
     }
 }
 
-/// An endpoint of one GPU, which a plugin is told of.
+/// The builder of one GPU's endpoint.
 fn builder(
     plan: &EnginePlan,
     memory: Memory,
@@ -178,7 +178,7 @@ fn builder(
     Ok(super::builder(&plan, listen)?.cpu_affinity(place.cores.iter().copied()))
 }
 
-/// The address of the endpoint with this place among those of a process.
+/// The listen address of the endpoint with this index.
 fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
     let port = match first.port() {
         0 => Some(0),
@@ -189,7 +189,7 @@ fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
     Ok(SocketAddr::new(first.ip(), port.ok_or_else(none)?))
 }
 
-/// Connects and goes through the sizes with all pairs; `tell` hears what was found out, `stage` what begins.
+/// Connects all pairs and goes through the sizes. `tell` receives news, `stage` the name of each stage that begins.
 pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
     let setting = Setting::alone(&plan.engine, &plan.addresses);
@@ -237,7 +237,7 @@ fn with_lead(
     }
 }
 
-/// Which endpoints the other end has.
+/// Asks the other end for its endpoints.
 fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
     lead.tell(&Message::Ask { timeout_s: lead.timeout().as_secs_f64() })?;
     match lead.hear()? {
@@ -247,8 +247,8 @@ fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
 }
 
 impl MultiGpu {
-    /// Where the NICs of a GPU reach only their own rail, and the other GPU is on another one, this end takes a NIC on
-    /// that rail: with a further endpoint for this GPU.
+    /// Adds a further endpoint for a GPU whose NICs reach only their own rail, on a NIC that reaches the other GPU's
+    /// rail.
     pub fn take_detours(&mut self, plan: &ConnectPlan, pairs: &mut [Pair]) -> Outcome {
         if self.setting.on_loopback || self.places.iter().all(|place| place.nics.is_empty()) {
             return Ok(());
@@ -282,7 +282,7 @@ impl MultiGpu {
         }
     }
 
-    /// The NIC that this end has to take, if its own reaches none of the addresses and another does.
+    /// The NIC for a detour, if the GPU's own NICs reach none of the addresses and another NIC does.
     fn detour(&self, topology: &Topology, pair: &Pair) -> Option<String> {
         let reaches = |name: &String| {
             let nic = topology.nic(name).filter(|nic| nic.up);
@@ -295,7 +295,7 @@ impl MultiGpu {
     }
 }
 
-/// Refuses a GPU of the other end that listens nowhere.
+/// Refuses a GPU of the other end that does not listen.
 pub fn reachable(gpu: u32, addresses: &[SocketAddr]) -> Outcome {
     match addresses {
         [] => Err(Failure::failed(format!(
@@ -305,7 +305,7 @@ pub fn reachable(gpu: u32, addresses: &[SocketAddr]) -> Outcome {
     }
 }
 
-/// Who sends to whom. The first pair is of the two first endpoints, which are connected already.
+/// The pairs of a pattern. The first pair is of the two first endpoints, which are already connected.
 fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
     let pair = |from: usize, to: usize| Pair {
         endpoint: from,
@@ -343,7 +343,7 @@ fn counted(endpoints: usize) -> String {
     format!("{endpoints} endpoint{}", if endpoints == 1 { "" } else { "s" })
 }
 
-/// All conversations, each in a thread; the first in this one, which tells.
+/// Runs all conversations, each in a thread; the first one, which reports, in this thread.
 fn all_pairs(
     plan: &ConnectPlan,
     multi_gpu: &MultiGpu,
@@ -360,12 +360,13 @@ fn all_pairs(
         let converse = || connect::converse(plan, &part, link, start, listeners);
         let outcome = catch_unwind(AssertUnwindSafe(converse)).unwrap_or_else(|_| Err(Failure::panicked()));
         if let Err(failure) = &outcome {
-            // Who only heard of it leaves the others to find out by themselves: they know more.
+            // A pair whose peer was told of another's failure leaves the others to find out by themselves: they know
+            // more.
             if !is_hearsay(failure) {
                 stop.because(&named(failure, pair).first_line());
             }
             let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-            // Whoever only heard of another's failure gives way to the one who met it.
+            // The failure of the pair that met it replaces failures that were only reported.
             let is_known = failed.as_ref().is_some_and(|known| !is_hearsay(known) || is_hearsay(failure));
             if !is_known {
                 *failed = Some(named(failure, pair));

@@ -1,10 +1,10 @@
 //! The bytes that are sent, as a function of run seed, iteration and offset.
 //!
 //! The 8-byte word at index `w` of iteration `i` is made of `key(seed) + i * I + w * W`. Both steps are odd, so
-//! that neighbouring iterations and offsets differ already in the lowest byte: even a message of one byte tells an
-//! old iteration from a new one (256 in a row differ). The complement of a pattern differs from it in every byte:
-//! destinations are poisoned with it. Seed and iteration are all that the two ends have to agree on: each writes
-//! and compares in its own memory, by the CPU or by the GPU there, see [`ferrywire_memory::pattern`].
+//! neighbouring iterations and offsets differ already in the lowest byte: even a one-byte message distinguishes an old
+//! iteration from a new one (256 in a row differ). The complement of a pattern differs from it in every byte and is
+//! used to poison destinations. The two ends only have to agree on seed and iteration: each writes and compares in its
+//! own memory, by the CPU or the GPU, see [`ferrywire_memory::pattern`].
 
 use ferrywire_memory::pattern::WordPattern;
 
@@ -29,7 +29,7 @@ impl Pattern {
         Pattern(WordPattern { flip: !self.0.flip, ..self.0 })
     }
 
-    /// The same pattern as GPUs write and compare it.
+    /// The pattern in the form in which GPUs write and compare it.
     pub fn words(self) -> WordPattern {
         self.0
     }
@@ -44,20 +44,20 @@ impl Pattern {
         self.0.fill(offset, into);
     }
 
-    /// The first byte that is not what it should be from `offset` on, as an index into `found`.
+    /// The index in `found` of the first byte that differs from the pattern, which starts at `offset`.
     pub fn first_difference(self, offset: u64, found: &[u8]) -> Option<usize> {
         self.0.first_difference(offset, found)
     }
 }
 
-/// Spreads the bits of a seed (the finalizer of splitmix64).
+/// Mixes the bits of a seed (the finalizer of splitmix64).
 pub fn mix(seed: u64) -> u64 {
     let a = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     b ^ (b >> 31)
 }
 
-/// A shuffled `0..count`, the same for the same seed.
+/// The numbers `0..count` in an order that depends only on the seed.
 pub fn shuffled(count: u64, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..count as u32).collect();
     for i in (1..order.len()).rev() {

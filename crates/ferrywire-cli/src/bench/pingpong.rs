@@ -1,7 +1,9 @@
-//! `--pattern latency`: one message there, answered by one back, each end going on only after it saw the data.
+//! `--pattern latency`: a message in one direction, answered by one in the other; each end continues only after it has
+//! seen the data.
 //!
-//! Each message starts with the stamp of its iteration, which the other end looks for before it answers:
-//! a notification that overtakes its data fails the run. Half of the round trip is what counts.
+//! Each message starts with the stamp of its iteration, which the other end checks before it answers: a notification
+//! that overtakes its data fails the run. Half of the round trip is the latency.
+//! Read next: `session.rs`, the caller.
 
 use std::time::{Duration, Instant};
 
@@ -15,23 +17,23 @@ use super::verify::Contents;
 use crate::args::Op;
 use crate::exit::{Failure, Outcome};
 
-/// How often the answering end looks whether it is over, while nothing arrives.
+/// How often the answering end checks for the end of the run, while nothing arrives.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// One end of a ping-pong: what it sends and what it receives, both in slot 0.
+/// One end of a ping-pong, with one message out and one back, both in slot 0.
 pub struct PingPong<'a> {
-    /// Towards the other end.
+    /// Posts messages to the other end.
     pub out: &'a Poster<'a>,
-    /// Our memory that is sent.
+    /// The memory of this end that is sent.
     pub out_memory: Contents<'a>,
-    /// From the other end.
+    /// Receives messages from the other end.
     pub back: &'a Poster<'a>,
-    /// Our memory that is written.
+    /// The memory of this end that is written.
     pub back_memory: Contents<'a>,
 }
 
 impl PingPong<'_> {
-    /// Sends messages and awaits their answers until the limit, then tells the other end to stop.
+    /// Sends messages and waits for their answers until the limit, then tells the other end to stop.
     pub fn lead(&self, op: Op, limit: Limit) -> Outcome<FlowReport> {
         let mut meter = Meter::start(self.out.layout().peers);
         let (mut iteration, mut now) = (0, Instant::now());
@@ -52,9 +54,9 @@ impl PingPong<'_> {
         Ok(FlowReport { iterations: iteration, intervals, latency, ..FlowReport::default() })
     }
 
-    /// Answers messages until the other end stops; gives their number.
+    /// Answers messages until the other end stops; returns their number.
     ///
-    /// In memory of a GPU a stamp is a copy, which is made before the message that it answers is here.
+    /// In GPU memory a stamp is written by a copy, which is made before the message that it answers has arrived.
     pub fn answer(&self, op: Op) -> Outcome<u64> {
         let ahead = self.out_memory.is_on_gpu();
         let mut last: Option<Transfer> = None;
@@ -86,7 +88,8 @@ impl PingPong<'_> {
         }
     }
 
-    /// Stamps what is sent next. The other end has the answer before, but only now is its source surely free.
+    /// Stamps the next message. The other end may already have the previous one, but its source is free only once its
+    /// transfer has completed.
     fn make_ready(&self, last: &mut Option<Transfer>, iteration: u64) -> Outcome {
         if let Some(transfer) = last.take() {
             self.out.finish(&transfer)?;
@@ -114,7 +117,7 @@ impl PingPong<'_> {
         }
     }
 
-    /// Waits for the next message, or gives the number of messages when there are no more.
+    /// Waits for the next message; returns the number of messages once there are no more.
     fn next_message(&self, iteration: u64, expected: Option<&Transfer>) -> Outcome<Option<u64>> {
         let link = self.out.link();
         let Some(receive) = expected else {
@@ -147,7 +150,7 @@ impl PingPong<'_> {
     }
 }
 
-/// Time from posting one write until its completion, one at a time.
+/// Latency from posting one write until its completion, one write at a time.
 pub fn write_completion(poster: &Poster, limit: Limit) -> Outcome<Latency> {
     let mut latency = Latency::default();
     let start = Instant::now();

@@ -1,4 +1,4 @@
-//! NICs and cores of the endpoints of this process: as they were named, else as the plan of this host says.
+//! NICs and cores of the endpoints of this process: those that the user named, or those of this host's plan.
 //!
 //! Read next: [`super::multi_gpu`], which builds the endpoints; `ferrywire_host::topology`, which plans.
 
@@ -9,27 +9,27 @@ use crate::exit::{self, Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::EnginePlan;
 
-/// NICs and cores of one GPU's endpoint; empty: any.
+/// NICs and cores of one GPU's endpoint; empty for any.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
-    /// By name.
+    /// Names of NICs.
     pub nics: Vec<String>,
-    /// By number.
+    /// Numbers of cores.
     pub cores: Vec<usize>,
 }
 
-/// What the endpoints of a process get.
+/// The choices for the endpoints of a process.
 pub struct Places {
-    /// By GPU.
+    /// NICs and cores by GPU.
     pub places: Vec<Place>,
-    /// Every NIC that a GPU of this host uses, where that is known.
+    /// Every NIC that a GPU of this host uses, if it is known.
     pub nics: Vec<String>,
-    /// What might be better, for people.
+    /// Messages about choices that may be slower.
     pub notes: Vec<String>,
 }
 
-/// NICs and cores of each GPU, and all NICs of the host's GPUs. NICs as they were named; else, of CUDA GPUs, those that
-/// the plan of this host gives them; empty: any that lead to the peer. Cores likewise.
+/// NICs and cores of each GPU, and all NICs of the host's GPUs. NICs are those that the user named, or for CUDA GPUs
+/// those of this host's plan; empty for any that lead to the peer. Cores are chosen in the same way.
 pub fn of_gpus(plan: &EnginePlan, memory: Memory, gpus: &[u32], setting: Setting) -> Outcome<Places> {
     let planned = match memory {
         Memory::Cuda(_) => planned(plan, gpus, setting)?,
@@ -38,9 +38,10 @@ pub fn of_gpus(plan: &EnginePlan, memory: Memory, gpus: &[u32], setting: Setting
     let own = planned.as_ref().map(|planned| &planned.own);
     let places = gpus.iter().map(|gpu| place(plan, own, *gpu, setting)).collect();
     let of_plan = planned.iter().flat_map(|planned| &planned.of_host.gpus).flat_map(|of_gpu| &of_gpu.nics);
-    let mut nics: Vec<String> = match plan.map.nics.is_empty() {
-        true => of_plan.cloned().collect(),
-        false => plan.map.nics.values().flatten().cloned().collect(),
+    let mut nics: Vec<String> = if plan.map.nics.is_empty() {
+        of_plan.cloned().collect()
+    } else {
+        plan.map.nics.values().flatten().cloned().collect()
     };
     nics.sort_unstable();
     nics.dedup();
@@ -48,8 +49,8 @@ pub fn of_gpus(plan: &EnginePlan, memory: Memory, gpus: &[u32], setting: Setting
     Ok(Places { places, nics, notes })
 }
 
-/// The same engine on the NICs that share a PCIe root with its GPU, where they were not named and there are such: one
-/// endpoint else takes any that lead to the peer.
+/// The engine options with the NICs that share a PCIe root with the GPU, if the user named none and there are such
+/// NICs: a single endpoint would otherwise use any that lead to the peer.
 pub fn of_one(
     plan: &EnginePlan,
     memory: Option<Memory>,
@@ -76,7 +77,7 @@ fn place(plan: &EnginePlan, planned: Option<&Plan>, gpu: u32, setting: Setting) 
     let planned = planned.and_then(|planned| planned.gpu(gpu));
     let nics = match (plan.map.nics.get(&gpu), planned) {
         (Some(named), _) => named,
-        // Whoever speaks over loopback has no use for the NIC next to a GPU.
+        // Over loopback the NIC near a GPU is not used.
         (None, Some(planned)) if !setting.on_loopback => &planned.nics,
         _ => &plan.nics,
     };
@@ -85,18 +86,18 @@ fn place(plan: &EnginePlan, planned: Option<&Plan>, gpu: u32, setting: Setting) 
     Place { nics: nics.clone(), cores }
 }
 
-/// What is planned.
+/// The plans of this host.
 struct Planned {
-    /// For the GPUs of this process.
+    /// The plan for the GPUs of this process.
     own: Plan,
-    /// For all of the host.
+    /// The plan for all GPUs of the host.
     of_host: Plan,
-    /// What is slower than it might be, of NICs that are used.
+    /// Messages about used NICs that may be slower.
     notes: Vec<String>,
 }
 
-/// The plan of this host, where it has NICs to plan with. Where NICs were named for each GPU, or are not needed, it is
-/// asked for cores alone, and may be missing. GPUs of others are no reason to refuse anything.
+/// The plan of this host, if it has NICs to plan with. If the user named NICs for each GPU, or none are needed, only
+/// cores are planned, and there may be no plan. GPUs of other processes cause no error.
 fn planned(plan: &EnginePlan, gpus: &[u32], setting: Setting) -> Outcome<Option<Planned>> {
     let all = topology(plan)?;
     let beyond_loopback = all.nics.iter().any(|nic| nic.up && !nic.loopback && !nic.addresses.is_empty());
@@ -125,7 +126,7 @@ fn planned(plan: &EnginePlan, gpus: &[u32], setting: Setting) -> Outcome<Option<
     }
 }
 
-/// What is planned with: this host, or a recorded one in its place.
+/// The topology for the plan: this host's, or a recorded one.
 fn topology(plan: &EnginePlan) -> Outcome<Topology> {
     match &plan.root {
         Some(root) => Ok(Topology::read(&Source::recorded(root)?)),

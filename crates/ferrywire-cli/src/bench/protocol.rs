@@ -1,8 +1,8 @@
-//! What the two ends of a bench say to each other: JSON in notifications of the engine.
+//! The messages between the two ends of a bench: JSON in notifications of the engine.
 //!
-//! A `connect` with several endpoints first says `Ask`, and hears `Here`. Each peer of a run says `Hello`; `serve`
-//! answers `Welcome` or `Refused`; `connect` gives its own region. Then both walk through the sizes in lockstep, see
-//! [`super::session`]. `Bye` ends the run, or after `Here` a visit that asks for none.
+//! A `connect` with several endpoints first sends `Ask` and receives `Here`. Each peer of a run sends `Hello`; `serve`
+//! answers `Welcome` or `Refused`; `connect` sends its own region. Then both go through the sizes in lockstep, see
+//! [`super::session`]. `Bye` ends the run, or after `Here` a visit without a run.
 //! Invariant: an end never waits for a message that the other end, doing its part, does not send.
 
 use std::collections::BTreeMap;
@@ -29,50 +29,52 @@ pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
 pub const DEPTH_MAX: usize = 4096;
 /// Most blocks of one message.
 pub const BLOCKS_MAX: u64 = 1 << 24;
-/// Most peers of a run: 8 GPUs to 8 GPUs, and as many again.
+/// Most peers of a run: 8 GPUs to 8 GPUs, and twice that.
 pub const PEERS_MAX: usize = 128;
 
-/// What both ends must agree on; decided by the connecting end.
+/// The parameters on which both ends must agree; the connecting end decides them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Run {
-    /// The operation.
     pub op: Op,
-    /// Who sends to whom.
+    /// Which ends send to which.
     pub pattern: Pattern,
-    /// Where the connecting end's bytes lie.
+    /// The memory location of the connecting end.
     pub memory: Memory,
-    /// Where the serving end's bytes lie; `None`: where that end chooses.
+    /// The memory location of the serving end; `None` for that end's choice.
     pub peer_memory: Option<Memory>,
-    /// How scattered receives are gathered at both ends; `None`: none are.
+    /// How both ends gather scattered receives; `None` if no receive is scattered.
     #[serde(default)]
     pub unpack: Option<Unpack>,
-    /// Message sizes, in order.
+    /// Message sizes in bytes, in order.
     pub sizes: Vec<u64>,
-    /// Transfers in flight; `None`: by size.
+    /// Transfers in flight; `None` for a default by size.
     pub depth: Option<usize>,
-    /// Blocks per message; `None`: the message is one piece.
+    /// Blocks per message; `None` for one piece.
     pub blocks: Option<u64>,
-    /// Peers that join this run, each with a conversation of its own.
+    /// Peers that join this run, each with its own conversation.
     pub peers: usize,
-    /// Whether they are endpoints of one process, one for each GPU; else processes.
+    /// Whether the peers are endpoints of one process, one per GPU; otherwise they are processes.
     #[serde(default)]
     pub multi_gpu: bool,
     /// Messages of the timed part.
     pub iters: Option<u64>,
-    /// Length of the timed part; with `iters`, whichever ends first.
+    /// Length of the timed part in seconds; with `iters`, the limit that is reached first.
     pub seconds: Option<f64>,
-    /// Messages before the timed part; `None`: by depth.
+    /// Messages before the timed part; `None` for a default by depth.
     pub warmup: Option<u64>,
-    /// How much is checked.
+    /// How much of the data is verified.
     pub verify: Verify,
-    /// Longest time without progress.
+    /// Longest time without progress, in seconds.
     pub timeout_s: f64,
     /// Seed of contents and shuffles.
     pub seed: u64,
 }
 
 impl Run {
-    /// Checks what came from the other end, which may not ask for anything absurd.
+    /// Checks the parameters that the other end sent.
+    ///
+    /// # Errors
+    /// A parameter is outside of its limits.
     pub fn check(&self) -> Result<(), String> {
         let seconds = [self.seconds, Some(self.timeout_s)];
         let good = (1..=SIZES_MAX).contains(&self.sizes.len())
@@ -97,7 +99,6 @@ pub enum Side {
 }
 
 impl Side {
-    /// The other end.
     pub fn other(self) -> Side {
         match self {
             Side::Connect => Side::Serve,
@@ -106,22 +107,22 @@ impl Side {
     }
 }
 
-/// The first message.
+/// The first message of a peer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Hello {
     /// [`VERSION`] of the sender.
     pub version: u32,
-    /// The run; peers of an incast share it.
+    /// The run's id, which the peers of an incast share.
     pub run_id: String,
-    /// Which peer of the run this is.
+    /// The index of this peer in the run.
     pub member: usize,
-    /// The machine that it runs on, see [`Host`].
+    /// The boot id of the peer's machine, see [`Host`].
     pub boot_id: String,
-    /// What is to be done.
+    /// The parameters of the run.
     pub run: Run,
 }
 
-/// A point that both ends reach before either goes on.
+/// A point that both ends reach before either continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Point {
@@ -135,7 +136,7 @@ pub enum Point {
     Over,
     /// Memory is poisoned for the verified pass.
     Verify,
-    /// What arrived was right, as far as this peer is concerned.
+    /// This peer's received data were verified.
     Verified,
 }
 
@@ -144,138 +145,136 @@ pub enum Point {
 pub struct ChannelBytes {
     /// Index of the channel.
     pub channel: u16,
-    /// The NIC it ran over.
+    /// The NIC of the channel.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub nic: String,
-    /// Sent by this end.
+    /// Bytes sent by this end.
     pub tx_bytes: u64,
-    /// Received by this end.
+    /// Bytes received by this end.
     pub rx_bytes: u64,
-    /// Line rate of the NIC, where its driver tells one.
+    /// Line rate of the NIC in bytes per second, if its driver reports one.
     pub line_bytes_per_s: Option<f64>,
-    /// Its socket buffers as the kernel counts them.
+    /// Sizes of the channel's socket buffers as the kernel counts them.
     #[serde(default)]
     pub buffers: SocketBuffers,
 }
 
-/// Sizes of a connection's socket buffers.
+/// Sizes of a connection's socket buffers, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SocketBuffers {
-    /// To send.
     pub send: usize,
-    /// To receive.
     pub receive: usize,
 }
 
-/// What one end measured of the flow it drove.
+/// Measurements of one end about the flow that it drove.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FlowReport {
-    /// Messages.
+    /// The number of messages.
     pub iterations: u64,
     /// Bytes per interval.
     pub intervals: Vec<Interval>,
-    /// Time of each message.
+    /// The time of each message.
     pub latency: LatencyCounts,
     /// Further latencies by name.
     #[serde(deserialize_with = "sanitize::names")]
     pub extra: BTreeMap<String, LatencyCounts>,
 }
 
-/// What one end staged between GPUs and its connections, over all channels; stages overlap.
+/// Bytes and times of one end's staging between GPUs and connections, over all channels; stages overlap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Staged {
-    /// Pinned memory of the rings at the end.
+    /// Pinned memory of the staging rings at the end of the timed part, in bytes.
     pub pinned_bytes: u64,
-    /// Payload that went through them.
+    /// Payload that went through the rings, in bytes.
     pub bytes: u64,
-    /// Seconds in which copies from GPUs were under way.
+    /// Seconds in which copies from GPUs were in flight.
     pub d2h_s: f64,
     /// Seconds in socket calls with payload of the rings.
     pub socket_s: f64,
-    /// Seconds in which copies to GPUs were under way.
+    /// Seconds in which copies to GPUs were in flight.
     pub h2d_s: f64,
-    /// Seconds in which a ring had no room for what was to be sent, or had arrived.
+    /// Seconds in which a ring had no room for bytes to send or bytes received.
     pub waiting_s: f64,
     /// Calls of the GPUs' drivers.
     pub driver_calls: u64,
 }
 
-/// What one end saw of the timed part of one size.
+/// One end's report on the timed part of one size.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideReport {
-    /// Where the process works.
+    /// The machine and cores of the process.
     pub place: Workplace,
-    /// Length of the timed part.
+    /// Length of the timed part in seconds.
     pub wall_s: f64,
-    /// CPU seconds of the process in it.
+    /// CPU seconds of the process in the timed part.
     pub cpu_s: f64,
-    /// Share of the time that the host's cores ran anything at all.
+    /// Share of the time in which the host's cores ran anything.
     pub host_busy: Option<f64>,
-    /// The busiest thread and the share of the time it ran.
+    /// The busiest thread, and the share of the time in which it ran.
     #[serde(default, deserialize_with = "sanitize::named_if_any")]
     pub busiest_thread: Option<(String, f64)>,
-    /// The flow this end drove.
+    /// The flow that this end drove.
     pub driven: Option<FlowReport>,
     /// Bytes by channel.
     pub channels: Vec<ChannelBytes>,
-    /// What was staged, if anything was.
+    /// Staging, if there was any.
     #[serde(default)]
     pub staged: Option<Staged>,
-    /// Chunks that were sent again.
+    /// Chunks that were resent.
     pub resent_chunks: u64,
-    /// Channels lost so far, in words.
+    /// Channels lost so far, as messages.
     #[serde(deserialize_with = "sanitize::list")]
     pub lost_channels: Vec<String>,
 }
 
-/// Everything both ends say.
+/// All messages of both ends.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Message {
-    /// `connect` asks which endpoints the process has, before it greets.
+    /// `connect` asks which endpoints the process has, before `Hello`.
     Ask {
-        /// Longest time without progress of the run that is to come.
+        /// Longest time without progress of the coming run.
         #[serde(default)]
         timeout_s: f64,
     },
-    /// `serve` names them, by GPU, with the addresses of each. The one that was asked is the first.
+    /// `serve` lists its endpoints with their addresses. The endpoint that was asked is the first.
     Here {
-        /// Number of the GPU and addresses.
+        /// GPU and addresses of each endpoint.
         endpoints: Vec<(u32, Vec<SocketAddr>)>,
-        /// Whose run takes place there now; nothing: none.
+        /// The peer whose run is active now; `None` without one.
         #[serde(default)]
         busy: Option<String>,
     },
     /// `connect` asks for a run.
     Hello(Box<Hello>),
-    /// `serve` does not take part.
+    /// `serve` refuses the run.
     Refused {
-        /// Why, for the user.
+        /// The reason, for the user.
         #[serde(deserialize_with = "sanitize::some_lines")]
         why: String,
     },
-    /// `serve` takes part.
+    /// `serve` accepts the run.
     Welcome {
-        /// Its host.
+        /// The serving end's host.
         host: Box<Host>,
-        /// Descriptor of its region, in hex.
+        /// Descriptor of the serving end's region, in hex.
         region: String,
         /// Progress threads.
         threads: usize,
-        /// Where its bytes lie.
+        /// The memory location of the serving end.
         memory: Memory,
-        /// The GPU there.
+        /// The name of the serving end's GPU.
         #[serde(default, deserialize_with = "sanitize::line_if_any")]
         gpu: Option<String>,
     },
-    /// `connect` answers with the descriptor of its own region.
+    /// `connect` sends the descriptor of its own region.
     Region {
-        /// In hex.
+        /// The descriptor, in hex.
         region: String,
     },
     /// The sender has reached a point of a step.
     At {
-        /// Index into the sizes.
+        /// Index of the size.
         step: usize,
         /// The point.
         point: Point,
@@ -287,33 +286,33 @@ pub enum Message {
     },
     /// `connect` has finished the timed part of a step.
     Done {
-        /// What it saw.
+        /// The report of the connecting end.
         report: Box<SideReport>,
     },
-    /// `serve` has heard `Done` from every peer of the run.
+    /// `serve` has received `Done` from every peer of the run.
     Reports {
         /// The peers' reports, by member.
         members: Vec<SideReport>,
         /// The serving end's report on each of them.
         serve: Vec<SideReport>,
     },
-    /// What the sender found in its memory.
+    /// The sender's verification of its memory.
     Verdict {
         /// The first wrong byte.
         mismatch: Option<Box<Mismatch>>,
     },
-    /// The driver of a flow asks the other end to do its part for one verified iteration.
+    /// The driver of a flow asks the other end to do its part of one verified iteration.
     Part {
         /// The iteration.
         iteration: u64,
-        /// Where in memory.
+        /// The slot.
         slot: u64,
     },
-    /// The part is done.
+    /// The part has been done.
     PartDone,
     /// The driver has finished its verified pass.
     PassOver {
-        /// Iterations it took.
+        /// The number of iterations.
         iterations: u64,
     },
     /// `serve` has verified a step with every peer of the run.
@@ -321,16 +320,16 @@ pub enum Message {
         /// Iterations of the verified pass, by member.
         iterations: Vec<u64>,
     },
-    /// The sender waits for others of the run, and is not to be given up.
+    /// The sender waits for other peers of the run and must not be given up.
     Waiting,
-    /// What ranks say to each other where they meet.
+    /// A message between ranks and rank 0.
     Rank(Box<RankMessage>),
-    /// The sender cannot go on.
+    /// The sender cannot continue.
     Failed {
-        /// Why, for the user.
+        /// The reason, for the user.
         #[serde(deserialize_with = "sanitize::some_lines")]
         why: String,
-        /// Whether the sender has only heard of the failure of another peer.
+        /// Whether the sender only reports another peer's failure.
         #[serde(default)]
         hearsay: bool,
     },
@@ -339,13 +338,13 @@ pub enum Message {
 }
 
 impl Message {
-    /// That the sender has failed.
+    /// The message that reports this end's failure.
     pub fn failed(failure: &Failure) -> Message {
         Message::Failed { why: failure.first_line(), hearsay: matches!(failure, Failure::Hearsay(_)) }
     }
 }
 
-/// What a peer is told that speaks another version.
+/// The error for a peer with another version.
 pub fn other_version(theirs: u64) -> String {
     format!("this end speaks bench version {VERSION}, the other {theirs}: install the same ferrywire")
 }

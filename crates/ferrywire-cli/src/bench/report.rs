@@ -1,4 +1,6 @@
-//! What a run leaves behind: a table for people, JSON and CSV for programs.
+//! The outputs of a run: a table, JSON and CSV.
+//!
+//! Read next: `result.rs`, `table.rs`.
 
 use std::fs::File;
 use std::io::Write;
@@ -19,28 +21,28 @@ use crate::plan::ConnectPlan;
 /// Version of the JSON form.
 const SCHEMA: u32 = 2;
 
-/// Everything known about a run.
+/// The record of a run.
 #[derive(Clone, Debug)]
 pub struct Record {
-    /// Effective values.
+    /// Effective values of the options.
     pub config: Value,
     /// This end's host.
     pub host: Host,
-    /// The other end's, once it has answered.
+    /// The other end's host, once it has answered.
     pub peer: Option<Host>,
-    /// Progress threads of the other end.
+    /// The number of the other end's progress threads.
     pub peer_threads: Option<usize>,
-    /// Of the sizes that are finished.
+    /// Results of the finished sizes.
     pub results: Vec<ResultRow>,
 }
 
-/// What a run has found out, as it goes on.
+/// News of a run in progress.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum News {
-    /// The other end has answered: its host and its progress threads.
+    /// The other end has answered: its host and the number of its progress threads.
     Peer(Host, usize),
-    /// All processes of a run of several ranks.
+    /// The processes of a run of several ranks.
     Ranks(Vec<RankRow>),
     /// A size is finished.
     Results(Vec<ResultRow>),
@@ -49,13 +51,12 @@ pub enum News {
 /// One process of a run of several ranks, as it is stored.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RankRow {
-    /// Its number.
     pub rank: u32,
-    /// Its host.
+    /// The rank's host.
     pub host: String,
-    /// Where its bytes lie.
+    /// The rank's memory location.
     pub memory: String,
-    /// Its number among those of its host.
+    /// The rank's number on its host.
     pub local_rank: u32,
 }
 
@@ -71,7 +72,7 @@ impl Record {
         }
     }
 
-    /// Takes in what the run tells.
+    /// Stores news of the run.
     pub fn take(&mut self, news: News) {
         match news {
             News::Peer(host, threads) => (self.peer, self.peer_threads) = (Some(host), Some(threads)),
@@ -80,7 +81,7 @@ impl Record {
         }
     }
 
-    /// The plugin's environment, as it is shown and stored.
+    /// Stores the plugin's environment.
     pub fn note_environment(&mut self, variables: &[Variable]) {
         self.note("plugin_environment", json!(isolated::stored(variables)));
     }
@@ -91,7 +92,7 @@ impl Record {
         }
     }
 
-    /// The effective values, a line each.
+    /// The effective values, one per line.
     pub fn effective_values(&self) -> String {
         let values = self.config.as_object().into_iter().flatten();
         values.map(|(name, value)| format!("{name} = {value}\n")).collect()
@@ -114,7 +115,7 @@ impl Record {
     }
 }
 
-/// `null` where the engine chooses; the results tell what it chose.
+/// A value is `null` if the engine chooses; the results then have its choice.
 fn config(plan: &ConnectPlan) -> Value {
     let addresses: Vec<String> = plan.addresses.iter().map(ToString::to_string).collect();
     let plugin = plan.engine.plugin.as_ref();
@@ -135,18 +136,18 @@ fn config(plan: &ConnectPlan) -> Value {
         config.extend(own);
         config.extend(plan.engine.effective_values());
         if plan.run.multi_gpu {
-            // Each endpoint has that of its own GPU.
+            // Each endpoint has the memory of its own GPU.
             config.insert("memory".to_owned(), json!(plan.run.memory.kind()));
             config.insert("peer_memory".to_owned(), json!(plan.run.peer_memory.map(Memory::kind)));
         } else {
-            // A rank has one, which results name.
+            // A rank has one GPU, which the results name.
             config.insert("gpus".to_owned(), Value::Null);
         }
     }
     config
 }
 
-/// Where a run's results go; files are opened before anything is measured.
+/// The files for results, opened before anything is measured.
 #[derive(Debug)]
 pub struct Output {
     json: Option<Sink>,
@@ -171,7 +172,7 @@ impl Output {
         Ok(Output { json: open(&plan.json)?, csv: open(&plan.csv)? })
     }
 
-    /// Prints the table and writes the files, of a failed run too.
+    /// Prints the table and writes the files, also for a failed run.
     pub fn finish(self, record: &Record, outcome: &Outcome) -> Outcome {
         let table = self.show(record);
         let json = self.json.map_or(Ok(()), |sink| {

@@ -1,4 +1,6 @@
-//! Numbers from measurements: the results of one size as they are printed and stored.
+//! The results of one size, computed from measurements, as they are printed and stored.
+//!
+//! Read next: `report.rs`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -16,81 +18,75 @@ use super::session::StepReport;
 use super::staged;
 use crate::args::{Op, Pattern, Unpack};
 
-/// Least, middle and greatest.
+/// Minimum, median and maximum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
-    /// The least.
     pub min: f64,
-    /// The middle.
     pub p50: f64,
-    /// The greatest.
     pub max: f64,
 }
 
 /// Latencies in microseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LatencyUs {
-    /// The middle.
+    /// The median.
     pub p50: f64,
-    /// What 99 % do not exceed.
+    /// The 99th percentile.
     pub p99: f64,
-    /// The greatest.
     pub max: f64,
 }
 
-/// CPU seconds per 1e9 bytes on both ends of the data.
+/// CPU seconds per 1e9 bytes at both ends of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CpuPerGb {
-    /// Where the data came from.
+    /// The end from which the data came.
     pub source: f64,
-    /// Where it went.
+    /// The end to which the data went.
     pub target: f64,
 }
 
 /// Bytes over one NIC of the connecting end.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NicBytes {
-    /// Its name.
     pub nic: String,
-    /// Sent.
+    /// Bytes sent.
     pub tx_bytes: u64,
-    /// Received.
+    /// Bytes received.
     pub rx_bytes: u64,
 }
 
-/// Bytes over one channel, both ways.
+/// Bytes over one channel, in both directions.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ChannelTotal {
-    /// Its index.
+    /// The channel's index.
     pub channel: u16,
     /// The connecting end's NIC.
     pub nic: String,
-    /// Both ways.
+    /// Bytes in both directions.
     pub bytes: u64,
 }
 
 /// One result, in the form in which it is stored.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ResultRow {
-    /// The operation.
     pub op: Op,
-    /// Where the connecting end's bytes lie.
+    /// The memory location of the connecting end.
     pub memory: String,
-    /// Where the serving end's bytes lie.
+    /// The memory location of the serving end.
     pub peer_memory: String,
-    /// How channels move bytes.
+    /// The transport of the channels.
     pub transport: String,
-    /// How scattered receives are gathered, where receives can be scattered.
+    /// How scattered receives are gathered, if receives can be scattered.
     pub unpack: Option<Unpack>,
-    /// Who sends to whom.
+    /// Which ends send to which.
     pub pattern: Pattern,
-    /// The name of this end's GPU, or of its endpoint where there are several; `all` for all of them.
+    /// The name of this end's GPU, or of its endpoint if there are several; `all` for all of them.
     pub gpu: Option<String>,
     /// The name of the other end's GPU.
     pub peer_gpu: Option<String>,
     /// `to_peer`, `from_peer` or `both`.
     pub direction: String,
-    /// Size of a message.
+    /// Size of a message in bytes.
     pub size_bytes: u64,
     /// Transfers in flight.
     pub depth: usize,
@@ -100,7 +96,7 @@ pub struct ResultRow {
     pub iterations: u64,
     /// Channels per peer.
     pub channels: usize,
-    /// Chunk size.
+    /// Chunk size in bytes.
     pub chunk_bytes: u64,
     /// Requests in flight per channel.
     pub window: u64,
@@ -108,17 +104,16 @@ pub struct ResultRow {
     pub threads: usize,
     /// Congestion control of the data connections.
     pub congestion_control: String,
-    /// Whether every byte looked at was right; `None`: not looked at.
+    /// Whether all checked bytes were right; `None` if nothing was checked.
     pub verified: Option<bool>,
-    /// Rate over the intervals of the timed part.
+    /// Rate in GB/s over the intervals of the timed part.
     pub gb_per_s: Spread,
-    /// Time of a message, or half of a round trip.
+    /// Time of a message, or half of a round trip, in microseconds.
     pub latency_us: Option<LatencyUs>,
-    /// CPU cost.
     pub cpu_s_per_gb: Option<CpuPerGb>,
-    /// What kept it from being better.
+    /// What limited the result.
     pub bottleneck: String,
-    /// Time until the first size could start.
+    /// Time until the first size could start, in seconds.
     pub setup_s: f64,
     /// Seconds by stage.
     pub stages_s: BTreeMap<String, f64>,
@@ -126,43 +121,43 @@ pub struct ResultRow {
     pub per_nic: Vec<NicBytes>,
     /// Bytes by channel.
     pub per_channel: Vec<ChannelTotal>,
-    /// What only some runs have.
+    /// Fields that only some runs have.
     pub extra: Map<String, Value>,
 }
 
-/// Two processes of a run of several ranks that move data to each other.
+/// Two ranks that move data to each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankPair {
-    /// The one that connects, and the one that serves.
+    /// The connecting rank and the serving rank.
     pub ranks: (u32, u32),
-    /// Their hosts.
+    /// The hosts of the two ranks.
     pub hosts: (String, String),
 }
 
-/// What holds for all sizes of a run.
+/// The facts that hold for all sizes of a run.
 #[derive(Clone, Debug)]
 pub struct Circumstances<'a> {
-    /// What was agreed on.
+    /// The parameters of the run.
     pub run: &'a Run,
-    /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
+    /// The GPUs of all pairs, by peer, in a run with several endpoints.
     pub pairs: &'a [(u32, u32)],
-    /// The name of this end's GPU, where its bytes lie on one.
+    /// The name of this end's GPU, if its memory is on one.
     pub gpu: Option<String>,
-    /// Likewise of the other end.
+    /// The name of the other end's GPU, if its memory is on one.
     pub peer_gpu: Option<String>,
-    /// The pairs of processes, in a run of several ranks.
+    /// The pairs of ranks, in a run of several ranks.
     pub ranks: &'a [RankPair],
-    /// How channels move bytes.
+    /// The transport of the channels.
     pub transport: String,
-    /// Why so, where that was a choice.
+    /// Why this transport was chosen, if there was a choice.
     pub transport_reason: String,
-    /// How scattered receives are gathered, where receives can be scattered.
+    /// How scattered receives are gathered, if receives can be scattered.
     pub unpack: Option<Unpack>,
-    /// The lanes of a plugin or of devmem; empty without.
+    /// The lanes of a plugin or of devmem; empty without them.
     pub lanes: Vec<LaneStats>,
     /// Channels per peer.
     pub channels: usize,
-    /// Chunk size in force.
+    /// Chunk size in bytes.
     pub chunk_bytes: u64,
     /// Window in force.
     pub window: u64,
@@ -170,23 +165,23 @@ pub struct Circumstances<'a> {
     pub threads: usize,
     /// Congestion control in force.
     pub congestion_control: String,
-    /// Time until the first size could start.
+    /// Time until the first size could start, in seconds.
     pub setup_s: f64,
 }
 
-/// Flows that make one result, with what both ends spent on them.
+/// The flows that make one result, with the costs at both ends.
 struct Share<'a> {
     direction: &'static str,
-    /// The names of the endpoints, where there are several; `all` for all of them.
+    /// The names of both endpoints, if there are several; `all` for all of them.
     gpus: Option<(String, String)>,
-    /// Where the bytes of both ends lie; the kind, for all of several endpoints.
+    /// The memory locations of both ends; only the kind for several endpoints together.
     memory: (String, String),
     member: Option<usize>,
     flows: Vec<&'a FlowReport>,
     members: &'a [SideReport],
-    /// What the serving end saw, of all pairs that its process has.
+    /// The serving end's reports on all pairs of its process.
     serve: &'a [SideReport],
-    /// Which of the pairs these are.
+    /// The pairs of this result.
     pairs: Range<usize>,
 }
 
@@ -211,7 +206,7 @@ fn shares<'a>(now: &Circumstances, report: &'a StepReport) -> Vec<Share<'a>> {
         (_, true) => {
             let first = now.pairs.first().map(|(_, peer_gpu)| *peer_gpu);
             let share = |(at, (gpu, peer_gpu)): (usize, (u32, u32))| {
-                // The first pair's has been told; an end with one endpoint may have it on any GPU.
+                // `Circumstances` has the first pair's GPU; an end with one endpoint may use any GPU.
                 let peer_gpu =
                     if Some(peer_gpu) == first { there.index().unwrap_or(peer_gpu) } else { peer_gpu };
                 let names = (run.memory.name_on(gpu), there.name_on(peer_gpu));
@@ -233,10 +228,10 @@ fn shares<'a>(now: &Circumstances, report: &'a StepReport) -> Vec<Share<'a>> {
     }
 }
 
-/// What stands for all endpoints of an end.
+/// The name of all endpoints of an end together.
 pub const ALL: &str = "all";
 
-/// Of the reports on one size.
+/// Access to the reports on one size.
 struct Part<'a, 'b> {
     run: &'b Run,
     report: &'a StepReport,
@@ -244,7 +239,7 @@ struct Part<'a, 'b> {
 }
 
 impl<'a> Part<'a, '_> {
-    /// What some of the peers moved, in each direction and both.
+    /// The bytes that some of the peers moved, in each direction and in both.
     fn shares(
         &self,
         of: Range<usize>,
@@ -256,7 +251,7 @@ impl<'a> Part<'a, '_> {
         };
         let members = &self.report.members[of.clone()];
         let (forward, backward) = (driven(members), driven(&self.report.serve[of.clone()]));
-        // One process serves all pairs, or each of them has its own.
+        // One process serves all pairs, or each pair has its own.
         let serve = if self.of_ranks { &self.report.serve[of.clone()] } else { &self.report.serve };
         let share = |direction, flows| Share {
             direction,
@@ -280,14 +275,14 @@ impl<'a> Part<'a, '_> {
     }
 }
 
-/// Of the whole size, and of what was staged in its timed part.
+/// Seconds by stage: of the whole size, and of staging in its timed part.
 fn stages_s(report: &StepReport, share: &Share) -> BTreeMap<String, f64> {
     let mut stages_s = report.stages_s.clone();
     stages_s.extend(staged::stages_s(share.members, share.serve));
     stages_s
 }
 
-/// Bytes of a flow; a ping-pong moves each message both ways.
+/// Bytes of a flow; a ping-pong moves each message in both directions.
 fn bytes(run: &Run, flow: &FlowReport, size: u64) -> u64 {
     let ways = if run.pattern == Pattern::Latency && run.op != Op::Read { 2 } else { 1 };
     flow.iterations * size * ways
@@ -333,17 +328,17 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
     }
 }
 
-/// Iterations of the verified passes of these pairs, where each of them had one.
+/// Iterations of the verified passes of these pairs, if each of them had one.
 fn verified_iterations(report: &StepReport, share: &Share) -> Option<u64> {
     Some(report.verified_iterations.get(share.pairs.clone())?.iter().sum())
 }
 
-/// Several endpoints have names; one has its GPU's.
+/// The name of the endpoint, or of the only endpoint's GPU.
 fn gpu(of_several: Option<&String>, own: &Option<String>) -> Option<String> {
     of_several.or(own.as_ref()).cloned()
 }
 
-/// Whether each end has several endpoints with names of their own.
+/// Whether both ends have several named endpoints.
 fn several(now: &Circumstances) -> bool {
     now.run.multi_gpu || !now.ranks.is_empty()
 }
@@ -354,7 +349,7 @@ impl Share<'_> {
     }
 }
 
-/// An end that moves data both ways, or to several others, spends its time on all of it.
+/// CPU cost. An end that moves data in both directions, or to several others, spends its time on all of it.
 fn cpu_per_gb(now: &Circumstances, size: u64, report: &StepReport, share: &Share) -> Option<CpuPerGb> {
     let sides = report.members.iter().zip(&report.serve);
     let of_pair = |(near, far): (&SideReport, &SideReport)| {
@@ -376,7 +371,7 @@ fn cpu_per_gb(now: &Circumstances, size: u64, report: &StepReport, share: &Share
     })
 }
 
-/// What lanes of devmem have counted at this end since they stand, all channels together.
+/// The counters of this end's devmem lanes since they were made, all channels together.
 fn devmem(lanes: &[LaneStats]) -> Option<Value> {
     let counted: Vec<&DevmemStats> = lanes.iter().filter_map(|lane| lane.devmem.as_ref()).collect();
     let sum = |of: fn(&DevmemStats) -> u64| counted.iter().map(|stats| of(stats)).sum::<u64>();
@@ -423,7 +418,7 @@ fn extra(
         extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));
     }
     extra.insert("interval_s".into(), json!(interval_s));
-    // With few messages, or where they come in bursts, the middle of the intervals says little.
+    // With few or bursty messages the median over intervals says little.
     let moved_bytes: u64 = share.flows.iter().map(|flow| bytes(run, flow, size)).sum();
     let wall_s = share.members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
     if wall_s > 0.0 {
@@ -467,7 +462,7 @@ fn extra(
     extra
 }
 
-/// The smallest socket buffers of an end's data connections.
+/// The smallest socket buffers among an end's data connections.
 fn least_buffers(members: &[SideReport]) -> Option<SocketBuffers> {
     let buffers = members.iter().flat_map(|side| &side.channels).map(|channel| channel.buffers);
     buffers.reduce(|a, b| SocketBuffers { send: a.send.min(b.send), receive: a.receive.min(b.receive) })
@@ -494,8 +489,8 @@ fn moved(members: &[SideReport]) -> (Vec<NicBytes>, Vec<ChannelTotal>) {
     (nics.collect(), by_channel.into_iter().map(total).collect())
 }
 
-/// Rates in GB/s: of one flow by its own intervals, of several added up over common intervals; and the length of the
-/// longest of these in seconds.
+/// Rates in GB/s: for one flow by its own intervals, for several added up over common intervals; and the length of the
+/// longest interval in seconds.
 fn rates(flows: &[&[Interval]]) -> (Vec<f64>, f64) {
     let all = || flows.iter().copied().flatten();
     let longest = all().map(|i| i.end_s - i.start_s).fold(0.0, f64::max);
@@ -511,7 +506,7 @@ fn rates(flows: &[&[Interval]]) -> (Vec<f64>, f64) {
         let bytes = all().map(|interval| interval.bytes).sum();
         return (vec![rate(&Interval { start_s: 0.0, end_s, bytes })], end_s);
     }
-    // Each interval lies in few cells: nobody waits for a sum of all over all.
+    // Each interval overlaps few cells, which avoids a sum of all intervals for all cells.
     let mut moved = vec![0.0; cells as usize];
     for interval in all() {
         let (first, last) = ((interval.start_s / longest) as usize, (interval.end_s / longest) as usize);
@@ -527,7 +522,7 @@ fn rate(interval: &Interval) -> f64 {
     if length_s > 0.0 { interval.bytes as f64 / length_s / 1e9 } else { 0.0 }
 }
 
-/// Bytes of an interval that fall between two times, taken as evenly spread.
+/// Bytes of an interval between two times, if they are evenly spread.
 fn overlap(interval: &Interval, start: f64, end: f64) -> f64 {
     let common = interval.end_s.min(end) - interval.start_s.max(start);
     interval.bytes as f64 * (common / (interval.end_s - interval.start_s)).clamp(0.0, 1.0)

@@ -1,6 +1,6 @@
-//! Where runs take place on the serving end: one at a time, with all its peers; others are told that it is busy.
+//! The slot for runs at the serving end: one run at a time, with all its peers; other peers are refused as busy.
 //!
-//! Read next: [`super::serve`], which lets peers in; [`super::barrier`], where those inside wait for each other.
+//! Read next: [`super::serve`], which admits peers; [`super::barrier`], where admitted peers wait for each other.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,75 +13,75 @@ use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::sys;
 
-/// A run that is about to end is waited for before the next is refused, but no longer than that one has patience.
+/// How long a new run waits for one that is about to end, unless its peer's timeout is shorter.
 const BUSY_GRACE: Duration = Duration::from_secs(1);
-/// During a run others may knock as often as they like: so many of them are told of.
+/// Most refused runs that are reported during one run.
 const TURNED_AWAY_MAX: usize = 16;
 
-/// A run that takes place.
+/// The run that occupies the slot.
 pub struct ActiveRun {
     run_id: String,
     run: Run,
     name: String,
-    /// Where its peers wait for each other.
+    /// The barrier of the run's peers.
     pub barrier: Barrier,
     members: Mutex<Vec<bool>>,
     farewells: Mutex<Farewells>,
-    /// Where there is room for all, see [`Home::store`](crate::memory::Home::store).
+    /// The memories in which room for all peers was checked, see [`Home::store`](crate::memory::Home::store).
     checked: Mutex<BTreeSet<Option<u32>>>,
 }
 
-/// Who has not yet told its peer that the run is over.
+/// Peers that have not yet been told that the run is over.
 #[derive(Default)]
 struct Farewells {
     owed: usize,
     ended: Option<Ended>,
 }
 
-/// A run that is over.
+/// A run that has ended.
 pub struct Ended {
-    /// Whose it was.
+    /// The name of its first peer.
     pub name: String,
-    /// What it was.
+    /// A description of the run.
     pub what: String,
-    /// What came of it.
+    /// The run's outcome.
     pub outcome: Outcome,
 }
 
-/// What is known of a run that is about to begin.
+/// The run that is about to begin.
 struct Expected {
-    /// Nothing takes longer in it.
+    /// Longest time without progress in that run.
     timeout: Duration,
-    /// Its first peer has greeted by then, or never does.
+    /// The time by which its first peer greets, if it does at all.
     until: Instant,
 }
 
-/// Where runs take place, one at a time.
+/// The slot for one run at a time.
 #[derive(Default)]
 pub struct RunSlot {
     active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
-    /// A run that is about to begin.
+    /// The run that is about to begin.
     expected: Mutex<Option<Expected>>,
-    /// Runs that came during the one that takes place.
+    /// Runs that were refused during the active run.
     turned_away: Mutex<BTreeSet<String>>,
 }
 
 impl RunSlot {
-    /// A run is about to begin in which nothing takes longer than `timeout`. More peers may come before its first
-    /// greets, which it does within `to_greet`.
+    /// Announces a run with this timeout. Further peers may connect before its first peer greets, which it does within
+    /// `to_greet`.
     pub fn expect(&self, timeout: Duration, to_greet: Duration) {
         let expected = Expected { timeout, until: Instant::now() + to_greet };
         *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some(expected);
     }
 
-    /// How long a peer that has connected may take to say what it wants, where this end by itself would give it `own`.
+    /// How long a connected peer may take to greet; `own` is this end's own limit.
     pub fn join_timeout(&self, own: Duration) -> Duration {
         let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
-        // Whoever asked and never came has no say in how long others may take.
+        // A peer that asked and never came does not change the limit for others.
         expected.as_ref().filter(|run| Instant::now() < run.until).map_or(own, |run| run.timeout)
     }
 
-    /// Waits until no other run takes place, for a moment: one that is about to end lets the next follow.
+    /// Waits briefly until the slot is free, because a run that is about to end may be followed by the next.
     pub fn wait_for_room(&self, hello: &Hello) -> Outcome {
         let (since, grace) = (Instant::now(), grace(Duration::from_secs_f64(hello.run.timeout_s)));
         while let Some(name) = self.occupied(&hello.run_id) {
@@ -93,7 +93,7 @@ impl RunSlot {
         Ok(())
     }
 
-    /// Waits until no run takes place, for so long at most.
+    /// Waits until the slot is free, at most `limit`.
     pub fn wait_until_empty(&self, limit: Duration) {
         let since = Instant::now();
         while self.lock().is_some() && since.elapsed() < limit {
@@ -101,14 +101,14 @@ impl RunSlot {
         }
     }
 
-    /// Whether a run that was turned away is news: of its peers the first is.
+    /// Whether a refused run should be reported: only once per run.
     pub fn is_news(&self, run_id: &str) -> bool {
         let mut turned_away = self.turned_away.lock().unwrap_or_else(PoisonError::into_inner);
         turned_away.len() < TURNED_AWAY_MAX && turned_away.insert(run_id.to_owned())
     }
 
-    /// Lets a peer in, or says why not. The first of its run whose bytes lie in a store asks whether there is room for
-    /// those of all: when others come, it may have taken its part.
+    /// Admits a peer, or says why not. The first peer of a run in each memory checks the room for all peers of the run:
+    /// when others come, it may already have used its part.
     pub fn enter(
         &self,
         hello: &Hello,
@@ -133,13 +133,13 @@ impl RunSlot {
         Ok(run)
     }
 
-    /// Whether a run takes place that the peer does not belong to; gives whose.
+    /// The name of the active run, if the peer does not belong to it.
     pub fn occupied(&self, run_id: &str) -> Option<String> {
         let active = self.lock();
         active.as_ref().filter(|(run, ..)| run.run_id != run_id).map(|(run, ..)| run.name.clone())
     }
 
-    /// A peer has left; gives the run when it was the last.
+    /// A peer has left; returns the run if it was the last peer.
     pub fn leave(&self, outcome: Outcome) -> Option<Ended> {
         let mut active = self.lock();
         let (run, inside, so_far) = active.as_mut()?;
@@ -188,8 +188,8 @@ impl ActiveRun {
         Ok(())
     }
 
-    /// A peer that has left has heard so; gives the run, if it is over, when all of them have. A process that ends with
-    /// the run has nothing more to say then.
+    /// A peer that has left has been told so; returns the ended run once all peers have been told. A process that ends
+    /// with the run can then exit.
     pub fn bade_farewell(&self, ended: Option<Ended>) -> Option<Ended> {
         let mut farewells = self.farewells.lock().unwrap_or_else(PoisonError::into_inner);
         farewells.owed -= 1;
@@ -212,17 +212,17 @@ impl ActiveRun {
     }
 }
 
-/// How long a peer with this timeout is kept waiting for room: it has to hear of a refusal before it gives up.
+/// How long a peer with this timeout waits for the slot: it must receive a refusal before it gives up.
 fn grace(timeout: Duration) -> Duration {
     BUSY_GRACE.min(timeout / 2)
 }
 
-/// What a peer hears that comes during another's run.
+/// The refusal of a peer during another run.
 fn busy(name: &str) -> Failure {
     Failure::Busy(format!("busy with a run of {name}; try again when it has ended"))
 }
 
-/// Whether a peer was refused for no other reason than that it came during another's run.
+/// Whether a peer was refused only because of another active run.
 pub fn is_busy(failure: &Failure) -> bool {
     matches!(failure, Failure::Busy(_))
 }
@@ -263,7 +263,7 @@ mod tests {
         Hello { version: VERSION, run_id: "r".to_owned(), member, boot_id: String::new(), run }
     }
 
-    /// The second found too little where the first had taken its part.
+    /// Regression: the second peer found too little room because the first had already used its part.
     #[test]
     fn room_is_looked_for_once_for_all_peers_of_a_run() {
         let run_slot = RunSlot::default();

@@ -1,9 +1,9 @@
-//! One size from poison to verdict, the same code on both ends.
+//! One size from poison to verdict, with the same code on both ends.
 //!
-//! load -> Ready -> warm-up -> Warm -> poison -> Go -> timed part -> reports -> verdict on what it left ->
-//! Verify -> a pass in which every iteration is checked -> Verified. Each end names the [`Point`] it has reached and waits
-//! for the other; on the serving end of an incast the [`Barrier`] also waits for the other peers. What follows the
-//! timed part is in [`super::check`].
+//! load -> Ready -> warm-up -> Warm -> poison -> Go -> timed part -> reports -> verdict on its contents -> Verify -> a
+//! pass in which every iteration is checked -> Verified. Each end names the [`Point`] that it has reached and waits for
+//! the other end; on the serving end of an incast the [`Barrier`] also waits for the other peers. [`super::check`] has
+//! the steps after the timed part.
 
 use std::collections::BTreeMap;
 use std::thread;
@@ -23,52 +23,52 @@ use crate::args::{Inject, Op, Pattern, Verify};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Local;
 
-/// Length of the warm-up when no number of messages is given.
+/// Length of the warm-up if no number of messages is given.
 const WARMUP: Duration = Duration::from_millis(200);
 /// Longest measurement of single writes in a latency run.
 const SINGLE_WRITES: Duration = Duration::from_secs(1);
 
-/// How much later than others a pair is at its wrong byte, where a test asks for that.
+/// The delay of one pair's wrong byte, if a test asks for it.
 const LATE: Duration = Duration::from_secs(3);
-/// How much longer an iteration of a slow pair takes.
+/// The extra time of each iteration of a slow pair, in tests.
 const SLOW: Duration = Duration::from_secs(1);
 
 /// One end of a run with one peer.
 pub struct Session<'a> {
-    /// The conversation.
+    /// The conversation with the peer.
     pub link: &'a Link,
-    /// Which end this is.
+    /// This end's side.
     pub side: Side,
-    /// What both agreed on.
+    /// The parameters of the run.
     pub run: &'a Run,
     /// This end's memory.
     pub local: &'a Local,
     /// The other end's memory.
     pub remote: &'a RemoteRegion,
-    /// Which peer of the run this is.
+    /// The peer's index in the run.
     pub member: usize,
-    /// Where the serving end waits for the run's other peers.
+    /// The barrier for the run's other peers, at the serving end.
     pub barrier: Option<&'a Barrier>,
-    /// Data to spoil, in tests.
+    /// Data to corrupt, in tests.
     pub inject: Option<Inject>,
 }
 
-/// What came of one size.
+/// The outcome of one size.
 #[derive(Clone, Debug, Default)]
 pub struct StepReport {
-    /// What each peer of the run saw.
+    /// The reports of the peers.
     pub members: Vec<SideReport>,
-    /// What the serving end saw of each.
+    /// The serving end's report on each peer.
     pub serve: Vec<SideReport>,
     /// Seconds by stage.
     pub stages_s: BTreeMap<String, f64>,
-    /// Iterations of the verified pass, of each peer; empty when nothing was verified.
+    /// Iterations of the verified pass by peer; empty if nothing was verified.
     pub verified_iterations: Vec<u64>,
 }
 
 /// One size on one end.
 pub struct Step<'a> {
-    /// The run.
+    /// The session.
     pub session: &'a Session<'a>,
     /// Transfers in flight.
     pub depth: usize,
@@ -78,7 +78,7 @@ pub struct Step<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Goes through one size; `stage` is told what begins.
+    /// Goes through one size; `stage` receives the name of each stage that begins.
     pub fn step(&self, index: usize, stage: &dyn Fn(&str)) -> Outcome<StepReport> {
         let step = self.prepare(index)?;
         let mut report = StepReport::default();
@@ -132,7 +132,7 @@ impl<'a> Session<'a> {
 }
 
 impl<'a> Step<'a> {
-    /// Which end this is.
+    /// This end's side.
     pub fn side(&self) -> Side {
         self.session.side
     }
@@ -142,7 +142,7 @@ impl<'a> Step<'a> {
         Contents { local: self.session.local, layout: poster.layout(), seed: self.session.run.seed }
     }
 
-    /// Fills what is sent and poisons what is written.
+    /// Fills sources and poisons targets.
     fn load(&'a self) -> Outcome {
         for (flow, poster) in &self.posters {
             let contents = self.contents(poster);
@@ -162,7 +162,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Spoils one slot where a test asked for it.
+    /// Corrupts one slot, if a test asks for it.
     pub fn inject(&self, contents: &Contents, slot: u64, iteration: u64, timed: bool) -> Outcome {
         match self.session.inject {
             Some(how) if slot == 0 && timed == (how == Inject::WrongByte) => {
@@ -214,11 +214,11 @@ impl<'a> Step<'a> {
         Ok(report)
     }
 
-    /// Takes the report at the moment when what it covers is over.
+    /// Takes the report at the end of the timed part.
     fn end_together(&self, before: &Snapshot) -> Outcome<SideReport> {
         let link = self.session.link;
         let Some(barrier) = self.session.barrier else {
-            // While the other end still drives, this one still spends CPU time on it.
+            // While the other end still drives, this end still spends CPU time on its flow.
             if self.session.run.pattern == Pattern::Bidir {
                 self.meet(Point::Over)?;
                 return Ok(before.report(&link.peer));
@@ -233,7 +233,7 @@ impl<'a> Step<'a> {
         Ok(report)
     }
 
-    /// Runs every flow until the limit; gives what this end drove.
+    /// Runs every flow until the limit; returns the report on the flow that this end drove.
     fn exercise(&'a self, limit: Limit) -> Outcome<Option<FlowReport>> {
         if self.is_pingpong() {
             return self.play(limit);
@@ -276,7 +276,7 @@ impl<'a> Step<'a> {
         Ok(None)
     }
 
-    /// Puts the timed part's own bytes where the last stamps are, so that the verdict can look for them.
+    /// Restores the timed part's bytes where the last stamps are, so that the verdict can check them.
     fn settle(&self, game: &PingPong, iterations: u64) -> Outcome {
         game.out_memory.stamp(0, timed_iteration(0))?;
         if iterations > 0 && game.back_memory.check_stamp(0, iterations - 1)?.is_none() {
@@ -299,7 +299,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Every end's report of the timed part.
+    /// Exchanges the reports of the timed part.
     fn exchange_reports(&self, mine: SideReport) -> Outcome<(Vec<SideReport>, Vec<SideReport>)> {
         let link = self.session.link;
         let Some(barrier) = self.session.barrier else {
@@ -320,7 +320,7 @@ impl<'a> Step<'a> {
         Ok((members, serve))
     }
 
-    /// Waits until the data of every peer are verified: a number is none while another pair's may be wrong.
+    /// Waits until the data of all peers are verified: a size has no number while another pair's data may be wrong.
     fn all_verified(&self, iterations: u64, members: usize) -> Outcome<Vec<u64>> {
         let link = self.session.link;
         let Some(barrier) = self.session.barrier else {
@@ -368,7 +368,7 @@ mod tests {
         }
     }
 
-    /// Goes through one size with pairs that take so many messages each; gives what both ends of each say.
+    /// Goes through one size with pairs of `iters` messages each; returns the reports of both ends of each pair.
     fn with_pairs(iters: &[u64]) -> Vec<[StepReport; 2]> {
         let barrier = Barrier::new(iters.len(), LIMIT);
         let barrier = &barrier;
@@ -399,7 +399,7 @@ mod tests {
                             let session =
                                 Session { link, side, run, local, remote, member, barrier, inject: None };
                             let report = session.step(0, &|_| {});
-                            // Whoever waits in the barrier hears of it.
+                            // Peers that wait in the barrier fail too.
                             report.inspect_err(|failure| {
                                 barrier.inspect(|barrier| barrier.fail(&failure.first_line()));
                                 drop(endpoint);
@@ -417,7 +417,7 @@ mod tests {
         })
     }
 
-    /// Of those that are limited by time each pair has its own number of messages.
+    /// With a time limit each pair has its own number of messages.
     #[test]
     fn a_pair_is_verified_by_its_own_number_of_messages() {
         for report in with_pairs(&[3, 5]).iter().flatten() {

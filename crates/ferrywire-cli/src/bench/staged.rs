@@ -1,7 +1,8 @@
-//! What was staged between GPUs and sockets in the timed part: seconds by stage, driver calls, pinned memory.
+//! Staging between GPUs and sockets in the timed part: seconds by stage, driver calls, pinned memory.
 //!
-//! Seconds are sums over channels and, in a result, over both ends; stages are under way at the same time, so they
-//! add up to more than the time that passed. Read next: `ferrywire::StagingStats`, which counts.
+//! Seconds are sums over channels and, in a result, over both ends. Stages overlap, so their sum exceeds the elapsed
+//! time.
+//! Read next: `ferrywire::StagingStats`, the counters.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,11 +14,11 @@ use super::protocol::{SideReport, Staged};
 use super::result::ResultRow;
 use crate::units::Bytes;
 
-/// What an end staged from one moment to another.
+/// One end's staging between two moments.
 pub fn between(before: &PeerStats, now: &PeerStats) -> Option<Staged> {
     let stages = now.channels.iter().filter_map(|channel| {
         let before = before.channels.iter().find(|c| c.index == channel.index);
-        // A channel that was connected anew counts from its beginning.
+        // A channel that was connected again counts from zero.
         let before = before.filter(|before| before.generation == channel.generation);
         Some(since(channel.staging.as_ref()?, before.and_then(|before| before.staging.as_ref())))
     });
@@ -56,7 +57,7 @@ fn of(reports: &[SideReport]) -> Option<Staged> {
     reports.iter().filter_map(|report| report.staged).reduce(sum)
 }
 
-/// Seconds by stage of a result, as far as there were such stages.
+/// Seconds by stage of a result, for the stages that occurred.
 pub fn stages_s(members: &[SideReport], serve: &[SideReport]) -> BTreeMap<String, f64> {
     let Some(all) = of(members).into_iter().chain(of(serve)).reduce(sum) else { return BTreeMap::new() };
     let stages =
@@ -64,7 +65,7 @@ pub fn stages_s(members: &[SideReport], serve: &[SideReport]) -> BTreeMap<String
     stages.into_iter().map(|(name, seconds)| (name.to_owned(), seconds)).collect()
 }
 
-/// What else a result tells of staging.
+/// Further fields of a result about staging.
 pub fn told(members: &[SideReport], serve: &[SideReport]) -> Option<Value> {
     let (here, there) = (of(members), of(serve));
     here.or(there)?;
@@ -81,7 +82,7 @@ fn calls_per_gb(end: Staged) -> Option<f64> {
     (end.bytes > 0).then(|| end.driver_calls as f64 / (end.bytes as f64 / 1e9))
 }
 
-/// A result's staging in words.
+/// A line of text about a result's staging.
 pub fn line(row: &ResultRow) -> Option<String> {
     let told = row.extra.get("staging")?;
     let seconds = |name: &str| row.stages_s.get(name).copied().unwrap_or(0.0);

@@ -1,4 +1,6 @@
-//! The table that people read, and the lines under it.
+//! The table for people, and the lines below it.
+//!
+//! Read next: `result.rs`.
 
 use std::fmt::Write;
 
@@ -77,7 +79,7 @@ fn columns(first: &ResultRow) -> Vec<Column> {
     columns
 }
 
-/// The whole report: what was run, the table, and what limited it.
+/// The whole report: the run, the table, and the bottlenecks.
 pub fn render(record: &Record) -> String {
     let Some(first) = record.results.first() else {
         return String::new();
@@ -89,7 +91,7 @@ pub fn render(record: &Record) -> String {
         .set_style(TableComponent::HeaderLines, '─')
         .set_style(TableComponent::MiddleHeaderIntersections, '─');
     table.set_header(columns.iter().map(|(name, _)| *name));
-    // The pairs of a mesh are too many for lines of their own.
+    // An all-to-all run has too many pairs for a line each.
     let in_table = |row: &&ResultRow| row.pattern != Pattern::AllToAll || is_total(row);
     for row in record.results.iter().filter(in_table) {
         table.add_row(columns.iter().map(|(_, value)| value(row)));
@@ -105,7 +107,7 @@ pub fn render(record: &Record) -> String {
     text
 }
 
-/// The GPUs of a row, in a run with several endpoints; with the ranks, where each is a process.
+/// The GPUs of a row in a run with several endpoints; with the ranks in a run of several ranks.
 fn pair(row: &ResultRow) -> Option<[String; 2]> {
     let pair = row.extra.get("pair")?.as_array()?;
     let gpu = |at: usize| pair.get(at)?.as_str();
@@ -125,7 +127,7 @@ fn is_total(row: &ResultRow) -> bool {
     pair(row).is_some_and(|[here, _]| here == ALL)
 }
 
-/// GB/s from every GPU to every GPU, a matrix for each size of a mesh.
+/// GB/s from every GPU to every GPU: a matrix for each size of an all-to-all run.
 fn matrices(text: &mut String, rows: &[ResultRow]) {
     let of_mesh: Vec<&ResultRow> =
         rows.iter().filter(|row| row.pattern == Pattern::AllToAll && !is_total(row)).collect();
@@ -144,15 +146,16 @@ fn matrices(text: &mut String, rows: &[ResultRow]) {
         }
         matrix.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
         let size = of_size.first().map_or(0, |row| row.size_bytes);
-        let which = match of_size.first().is_some_and(|row| is_of_ranks(row)) {
-            true => "from ranks of the first half (lines) to ranks of the second",
-            false => "from GPUs here (lines) to GPUs there",
+        let which = if of_size.first().is_some_and(|row| is_of_ranks(row)) {
+            "from ranks of the first half (lines) to ranks of the second"
+        } else {
+            "from GPUs here (lines) to GPUs there"
         };
         let _ = writeln!(text, "GB/s at {}, {which}\n{matrix}", Bytes(size));
     }
 }
 
-/// Each once, in the order in which they first come.
+/// Distinct names, in the order of their first occurrence.
 fn distinct(names: impl Iterator<Item = String>) -> Vec<String> {
     let mut seen = Vec::new();
     for name in names {
@@ -163,7 +166,7 @@ fn distinct(names: impl Iterator<Item = String>) -> Vec<String> {
     seen
 }
 
-/// One result in a line.
+/// A result as one line of the table.
 pub fn line(row: &ResultRow) -> String {
     let cells = columns(row).into_iter().map(|(name, value)| format!("{name} {}", value(row)));
     cells.collect::<Vec<_>>().join(", ")
@@ -180,9 +183,10 @@ fn headline(row: &ResultRow) -> String {
     if pair(row).is_some() {
         let kind = |memory: &str| memory.split(':').next().unwrap_or_default().to_owned();
         let (here, there) = (kind(&row.memory), kind(&row.peer_memory));
-        let (each, [near, far]) = match is_of_ranks(row) {
-            true => ("process for each rank", ["on the first half", "on the second"]),
-            false => ("endpoint for each GPU", ["here", "there"]),
+        let (each, [near, far]) = if is_of_ranks(row) {
+            ("process for each rank", ["on the first half", "on the second"])
+        } else {
+            ("endpoint for each GPU", ["here", "there"])
         };
         return format!("{op}, {pattern}{blocks}: one {each}, {here} {near}, {there} {far}");
     }
@@ -191,7 +195,7 @@ fn headline(row: &ResultRow) -> String {
     format!("{op}, {pattern}{blocks}: {here} here, {there} there")
 }
 
-/// A kind of memory, with the name of its GPU.
+/// A memory location with the name of its GPU.
 fn lies(memory: &str, gpu: Option<&str>) -> String {
     gpu.map_or_else(|| memory.to_owned(), |gpu| format!("{memory} ({gpu})"))
 }
@@ -228,7 +232,7 @@ fn why(row: &ResultRow) -> String {
     }
 }
 
-/// What limited which sizes, sizes in a row with the same limit together.
+/// The bottleneck of each size; consecutive sizes with one bottleneck share a line.
 fn limits(text: &mut String, rows: &[ResultRow]) {
     let mut groups: Vec<(&str, Vec<u64>)> = Vec::new();
     for row in rows {

@@ -1,6 +1,7 @@
-//! Fills memory with patterns, poisons it, and finds the first byte that is wrong.
+//! Fills memory with patterns, poisons it, and finds the first wrong byte.
 //!
-//! Memory of the host through a buffer of ours; memory of a GPU by that GPU, all stretches of a message at once.
+//! Host memory is accessed through a small buffer; memory of a GPU by that GPU, all pieces of a message at once.
+//! Read next: `pattern.rs`, `layout.rs`.
 
 use ferrywire::Region;
 use ferrywire_memory::pattern::Stretch;
@@ -13,30 +14,30 @@ use crate::exit::Outcome;
 use crate::memory::Local;
 use crate::units::Bytes;
 
-/// Host memory is filled and compared through a buffer of this size, which stays in the nearest cache.
+/// Size of the buffer for host memory, which fits into the L1 cache.
 const BUFFER_BYTES: usize = 16 << 10;
-/// What `--verify sample` looks at: both ends of a message and some pages between.
+/// Bytes that `--verify sample` checks in each place: both ends of a message and some pages between.
 const SAMPLE_BYTES: u64 = 4096;
 const SAMPLES: u64 = 16;
-/// How much of wrong data is looked at to tell what it is.
+/// Bytes of wrong data that are examined to tell what they are.
 const NEAR_BYTES: u64 = 64;
-/// Iteration number of what lies in gaps.
+/// Iteration number of the contents of gaps.
 const GAP_ITERATION: u64 = u64::MAX;
-/// Iteration numbers of the timed part start here, one per slot; the verified pass counts from 0.
+/// Iteration numbers of the timed part begin here, one per slot; the verified pass counts from 0.
 const TIMED_ITERATION: u64 = 1 << 40;
 
-/// A byte that is not what it should be.
+/// A wrong byte.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mismatch {
-    /// Size of the message.
+    /// Size of the message in bytes.
     pub size_bytes: u64,
-    /// In the message; in the region for a byte outside every message.
+    /// Offset in the message; in the region for a byte outside of every message.
     pub offset: u64,
-    /// What should be there.
+    /// The expected byte.
     pub expected: u8,
-    /// What is there.
+    /// The byte that was found.
     pub found: u8,
-    /// What it looks like.
+    /// What the wrong data look like.
     #[serde(deserialize_with = "crate::sanitize::one_line")]
     pub likely: String,
 }
@@ -52,18 +53,18 @@ impl std::fmt::Display for Mismatch {
     }
 }
 
-/// The number under which the timed part's contents of a slot are known.
+/// The iteration number of the timed part's contents of a slot.
 pub fn timed_iteration(slot: u64) -> u64 {
     TIMED_ITERATION + slot
 }
 
-/// The memory of one flow on one side, with what belongs into it.
+/// The memory of one flow on one side, with its contents.
 pub struct Contents<'a> {
     /// The memory.
     pub local: &'a Local,
-    /// Where in it.
+    /// The layout of the flow's bytes.
     pub layout: &'a Layout,
-    /// Of the run.
+    /// The seed of the run.
     pub seed: u64,
 }
 
@@ -72,12 +73,12 @@ impl Contents<'_> {
         Pattern::new(self.seed, iteration)
     }
 
-    /// Puts an iteration's bytes into a slot.
+    /// Writes an iteration's bytes into a slot.
     pub fn fill(&self, slot: u64, iteration: u64) -> Outcome {
         self.put(slot, self.pattern(iteration))
     }
 
-    /// Puts into a slot what differs from an iteration in every byte, and the gaps' bytes into the gaps.
+    /// Writes bytes into a slot that all differ from an iteration's, and the gaps' bytes into the gaps.
     pub fn poison(&self, slot: u64, iteration: u64) -> Outcome {
         let pattern = self.pattern(iteration).complement();
         let both = |piece| [data_of(piece, pattern), self.gap_of(piece)];
@@ -95,7 +96,7 @@ impl Contents<'_> {
         }
     }
 
-    /// The first stretch with a wrong byte, and the index of that byte.
+    /// The first piece with a wrong byte, and the index of that byte.
     fn find(&self, mut stretches: impl Iterator<Item = Stretch>) -> Outcome<Option<(Stretch, u64)>> {
         let Some(gpu) = &self.local.patterns else {
             let look = |stretch| first_difference(&self.local.region, stretch).transpose();
@@ -116,7 +117,7 @@ impl Contents<'_> {
         }
     }
 
-    /// Spoils a slot that holds an iteration's bytes.
+    /// Corrupts a slot that holds an iteration's bytes.
     pub fn spoil(&self, slot: u64, iteration: u64, how: Inject) -> Outcome {
         match how {
             Inject::OldPattern => self.fill(slot, iteration.wrapping_sub(1)),
@@ -132,7 +133,7 @@ impl Contents<'_> {
         }
     }
 
-    /// The first byte of a slot that is not the iteration's, or of a gap that was written to.
+    /// The first byte of a slot that is not the iteration's, or of a gap that was overwritten.
     pub fn check(&self, slot: u64, iteration: u64, how: Verify) -> Outcome<Option<Mismatch>> {
         if how == Verify::Off {
             return Ok(None);
@@ -160,9 +161,10 @@ impl Contents<'_> {
         self.local.region.read_at(stretch.offset + index, &mut near)?;
         let offset = stretch.from + index;
         let in_gap = stretch.pattern == self.pattern(GAP_ITERATION).words();
-        let likely = match in_gap {
-            true => "written to, though no message lies there".to_owned(),
-            false => self.likely(iteration, offset, &near),
+        let likely = if in_gap {
+            "written to, though no message lies there".to_owned()
+        } else {
+            self.likely(iteration, offset, &near)
         };
         Ok(Mismatch {
             size_bytes: self.layout.size(),
@@ -173,7 +175,7 @@ impl Contents<'_> {
         })
     }
 
-    /// Tells what the bytes from `offset` on look like.
+    /// What the bytes from `offset` on look like.
     fn likely(&self, iteration: u64, offset: u64, near: &[u8]) -> String {
         let is = |pattern: Pattern| pattern.first_difference(offset, near).is_none();
         if is(self.pattern(iteration).complement()) {
@@ -185,18 +187,18 @@ impl Contents<'_> {
         }
     }
 
-    /// Whether to touch it takes a copy.
+    /// Whether the CPU can access the memory only by copies.
     pub fn is_on_gpu(&self) -> bool {
         self.local.patterns.is_some()
     }
 
-    /// First bytes of a slot that one small write can mark, at most 8.
+    /// Writes the stamp of an iteration: the first bytes of a slot, at most 8, by one small write.
     pub fn stamp(&self, slot: u64, iteration: u64) -> Outcome {
         let (offset, stamp) = self.stamp_of(slot, iteration);
         Ok(self.local.region.write_at(offset, &stamp)?)
     }
 
-    /// Whether a slot starts with an iteration's stamp.
+    /// Checks that a slot begins with an iteration's stamp.
     pub fn check_stamp(&self, slot: u64, iteration: u64) -> Outcome<Option<Mismatch>> {
         let (offset, stamp) = self.stamp_of(slot, iteration);
         let mut found = [0; 8];
@@ -227,7 +229,7 @@ fn data_of(piece: Piece, pattern: Pattern) -> Stretch {
     Stretch { pattern: pattern.words(), from: logical, offset, bytes }
 }
 
-/// The stretches of a piece that are looked at.
+/// The pieces that are checked.
 fn stretches(bytes: u64, how: Verify, seed: u64) -> Vec<(u64, u64)> {
     if how != Verify::Sample || bytes <= SAMPLES * SAMPLE_BYTES {
         return vec![(0, bytes)];
@@ -248,7 +250,7 @@ fn put(region: &Region, stretch: Stretch) -> Outcome {
     Ok(())
 }
 
-/// The stretch and the index of its first wrong byte.
+/// The piece and the index of its first wrong byte.
 fn first_difference(region: &Region, stretch: Stretch) -> Outcome<Option<(Stretch, u64)>> {
     let Stretch { pattern, from, offset, bytes } = stretch;
     let mut buffer = [0; BUFFER_BYTES];
@@ -291,7 +293,7 @@ mod tests {
         }
     }
 
-    /// Fills two slots with iterations 6 and 7, spoils the second, and checks both: on the host and on a GPU.
+    /// Fills two slots with iterations 6 and 7, corrupts the second, and checks both, on the host and on a GPU.
     fn found_after(size: u64, blocks: Option<u64>, spoil: impl Fn(&Contents)) -> [Option<Mismatch>; 2] {
         let [host, gpu] = [Memory::Host, Memory::Sim(8)].map(|memory| found_in(memory, size, blocks, &spoil));
         assert_eq!(host, gpu);

@@ -1,6 +1,7 @@
-//! Variables that ferrywire and NCCL heed: unknown ones, values that no command takes, and names of nothing.
+//! Environment variables of ferrywire and NCCL: unknown names, invalid values, and values that name missing NICs or
+//! files.
 //!
-//! Invariant: [`judge`] reads no variable by itself; `bench`'s own parser says which values are wrong.
+//! Invariant: [`judge`] reads no variable itself; `bench`'s own parser finds invalid values. Read next: `finding.rs`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,7 +10,7 @@ use super::finding::{Finding, Level};
 use crate::args;
 
 const SUBJECT: &str = "environment";
-/// Variables that belong to no option of a command.
+/// Variables that do not belong to an option of a command.
 const OTHERS: [&str; 21] = [
     "FERRYWIRE_SECRET",
     "FERRYWIRE_SECRET_HANDED",
@@ -25,7 +26,7 @@ const OTHERS: [&str; 21] = [
     "FERRYWIRE_TCPX_SIM",
     "FERRYWIRE_SIM_GPU",
     "FERRYWIRE_SIM_GPU_FAULTS",
-    // Of tests.
+    // For tests.
     "FERRYWIRE_LOG",
     "FERRYWIRE_LONG",
     "FERRYWIRE_SEED",
@@ -35,19 +36,19 @@ const OTHERS: [&str; 21] = [
     "FERRYWIRE_DEVMEM_VM",
 ];
 
-/// What is set, and what the command says to it.
+/// The variables that are set, and the command's errors about them.
 #[derive(Clone, Debug, Default)]
 pub struct Environment {
-    /// Variables of ferrywire's and of NCCL's.
+    /// Variables of ferrywire and NCCL.
     pub variables: Vec<(String, String)>,
-    /// What the parser of a command says to them, one line each.
+    /// Errors of the commands' parsers, one line each.
     pub refused: Vec<String>,
-    /// Files that variables name and that are not there.
+    /// Missing files, with the variables that name them.
     pub missing_files: Vec<(String, String)>,
 }
 
 impl Environment {
-    /// Of this process.
+    /// Reads the environment of this process.
     pub fn read() -> Environment {
         let named = |name: &str| name.starts_with("FERRYWIRE_") || name.starts_with("NCCL_");
         let variables = std::env::vars_os().filter_map(|(name, value)| {
@@ -63,7 +64,7 @@ impl Environment {
     }
 }
 
-/// Each command is asked once, as its options read the same variables.
+/// Parses each command once, because its options read the environment.
 fn refused() -> Vec<String> {
     let lines: [&[&str]; 3] = [
         &["ferrywire", "bench", "serve"],
@@ -88,7 +89,7 @@ fn known() -> BTreeSet<String> {
     known
 }
 
-/// What there is to say, with the names of the host's NICs.
+/// The findings about the environment; `nics` are the names of the host's NICs.
 pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
     let known = known();
     let ours = environment.variables.iter().filter(|(name, _)| name.starts_with("FERRYWIRE_"));
@@ -118,7 +119,7 @@ pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
     found
 }
 
-/// NCCL takes beginnings of names, whole ones behind `=`, and all but these behind `^`.
+/// NCCL accepts prefixes of names, whole names after `=`, and all but the given ones after `^`.
 fn socket_nics(wish: &str, nics: &[String]) -> Option<Finding> {
     let (others, rest) = wish.strip_prefix('^').map_or((false, wish), |rest| (true, rest));
     let (exact, rest) = rest.strip_prefix('=').map_or((false, rest), |rest| (true, rest));
@@ -162,7 +163,7 @@ mod tests {
         assert_eq!(found(&good, "unknown-variable"), []);
         assert_eq!(found(&good, "environment"), [Level::Ok]);
         assert_eq!(found(&[("FERRYWIRE_NIC", "eth0")], "unknown-variable"), [Level::Warn]);
-        // NCCL's own are not ours to know.
+        // The names of NCCL's variables are not known here.
         assert_eq!(found(&[("NCCL_WHATEVER", "1")], "unknown-variable"), []);
     }
 

@@ -1,9 +1,9 @@
-//! Reading the kernel's small files. What cannot be read is `None`: a finding says so, or is left out.
+//! Reads small files of the kernel. A file that cannot be read gives `None`; findings say so or are left out.
 
 use std::fs;
 use std::path::Path;
 
-/// A line of a file.
+/// The first line of a file.
 pub fn line(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
@@ -13,12 +13,12 @@ pub fn number<T: std::str::FromStr>(path: impl AsRef<Path>) -> Option<T> {
     line(path)?.parse().ok()
 }
 
-/// The last of several numbers in a line: the most of `tcp_rmem`.
+/// The last of several numbers in a line, such as the maximum of `tcp_rmem`.
 pub fn last_number(path: impl AsRef<Path>) -> Option<u64> {
     line(path)?.split_whitespace().last()?.parse().ok()
 }
 
-/// Bytes as people say them.
+/// Formats a number of bytes.
 pub fn size(bytes: u64) -> String {
     match bytes {
         0..1024 => format!("{bytes} B"),

@@ -1,71 +1,70 @@
-//! What the doctor says: one thing each, with what was read and what to do.
+//! Findings of `doctor`: each has one subject, its evidence, and a fix.
 
 use serde::Serialize;
 
-/// How much a finding matters.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Level {
-    /// Something does not work.
+    /// A function does not work.
     Fail,
-    /// It works, slower than it might, or not for everything.
+    /// It works, but slower than possible or not in all cases.
     Warn,
-    /// Good to know.
+    /// Information.
     Note,
     /// As it should be.
     Ok,
 }
 
-/// One thing that was looked at.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// Names the question, for programs; several NICs have several findings with one id.
+    /// The check's id, for programs; several NICs have several findings with one id.
     pub id: &'static str,
-    /// How much it matters.
     pub level: Level,
-    /// What it is about: a NIC, a GPU, this host, a peer.
+    /// The NIC, GPU, host or peer that was checked.
     pub subject: String,
-    /// What was read, and where.
+    /// The value that was read, and its place.
     pub evidence: String,
-    /// What to type or change; nothing where nothing is to be done.
+    /// The command or change that helps; `None` if nothing has to be done.
     pub fix: Option<String>,
 }
 
 impl Finding {
-    /// All is well.
+    /// A finding that all is well.
     pub fn ok(id: &'static str, subject: impl Into<String>, evidence: impl Into<String>) -> Finding {
         let (subject, evidence) = (subject.into(), evidence.into());
         Finding { id, level: Level::Ok, subject, evidence, fix: None }
     }
 
-    /// The same finding, where it matters so much.
+    /// Changes the level.
     pub fn at(self, level: Level) -> Finding {
         Finding { level, ..self }
     }
 
-    /// The same finding as a warning, with what to do.
+    /// Makes the finding a warning with a fix.
     pub fn warn(self, fix: impl Into<String>) -> Finding {
         self.at(Level::Warn).fix(fix)
     }
 
-    /// The same finding as a failure, with what to do.
+    /// Makes the finding a failure with a fix.
     pub fn fail(self, fix: impl Into<String>) -> Finding {
         self.at(Level::Fail).fix(fix)
     }
 
-    /// The same finding with what to do.
+    /// Adds a fix.
     pub fn fix(self, fix: impl Into<String>) -> Finding {
         Finding { fix: Some(fix.into()), ..self }
     }
 }
 
-/// What the unit tests of findings ask.
+/// A helper of the unit tests.
 #[cfg(test)]
 pub fn levels(findings: &[Finding], id: &str) -> Vec<Level> {
     findings.iter().filter(|finding| finding.id == id).map(|finding| finding.level).collect()
 }
 
-/// A NIC of 100 Gbit/s without a place on the PCI bus.
+/// A NIC of 100 Gbit/s without a PCI path.
 #[cfg(test)]
 pub fn nic(name: &str) -> ferrywire_host::topology::Nic {
     use ferrywire_host::topology::{Address, Nic};

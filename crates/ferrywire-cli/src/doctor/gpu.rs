@@ -1,6 +1,6 @@
-//! GPUs, their driver, and where they lie beside the NICs.
+//! Checks of GPUs, their driver, and their distance to NICs.
 //!
-//! Invariant: [`judge`] reads nothing.
+//! Invariant: [`judge`] reads nothing. Read next: `finding.rs`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,43 +13,43 @@ use super::finding::{Finding, Level};
 
 const SUBJECT: &str = "CUDA";
 
-/// What was read beside the topology.
+/// Facts about GPUs that the topology does not have.
 #[derive(Clone, Debug)]
 pub struct Gpus {
-    /// Version of the driver (12040 is CUDA 12.4) and the GPUs it shows, or why there are none.
+    /// Version of the driver (12040 is CUDA 12.4) and number of its GPUs, or the error.
     pub driver: Result<(u32, u32), CudaError>,
-    /// What `/proc/driver/nvidia/version` says.
+    /// Contents of `/proc/driver/nvidia/version`.
     pub module: Option<String>,
     /// Whether a server shares GPUs among processes (MPS).
     pub mps: bool,
-    /// Speed and width of PCI devices: now, and at most.
+    /// PCIe links by PCI address.
     pub links: BTreeMap<String, Link>,
-    /// What `nvidia-smi` tells of each GPU: persistence mode, uncorrected errors.
+    /// What `nvidia-smi` reports for each GPU.
     pub told: Vec<Told>,
 }
 
-/// How a device is attached.
+/// A PCIe link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
-    /// As the kernel says it: `32.0 GT/s PCIe`, now and at most.
+    /// The kernel's text, such as `32.0 GT/s PCIe`: present and maximal.
     pub speed: [String; 2],
-    /// Lanes, now and at most.
+    /// Number of lanes: present and maximal.
     pub width: [u32; 2],
 }
 
-/// What `nvidia-smi` tells of a GPU.
+/// `nvidia-smi`'s report on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Told {
-    /// Its number.
+    /// The GPU's index.
     pub gpu: String,
     /// `Enabled` or `Disabled`.
     pub persistence: String,
-    /// A number, or words where the GPU does not count.
+    /// A number, or text if the GPU does not count errors.
     pub uncorrected_errors: String,
 }
 
 impl Gpus {
-    /// Of this host. Loads the CUDA driver where there is one.
+    /// Reads the facts of this host. Loads the CUDA driver if there is one.
     pub fn read(topology: &Topology, nvidia_smi: &dyn Fn(&[&str]) -> Option<String>) -> Gpus {
         let devices = topology.gpus.iter().chain(&topology.hidden_gpus).filter_map(|gpu| gpu.pci.as_ref());
         let devices = devices.chain(topology.nics.iter().filter_map(|nic| nic.pci.as_ref()));
@@ -83,7 +83,7 @@ fn told_in(text: &str) -> Vec<Told> {
     text.lines().filter_map(row).collect()
 }
 
-/// What there is to say.
+/// The findings about GPUs.
 pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
     let mut found = vec![driver(gpus, topology)];
     if gpus.mps {
@@ -144,11 +144,10 @@ fn health(told: &Told) -> [Finding; 2] {
     let subject = format!("GPU {}", told.gpu);
     let mode =
         Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", told.persistence));
-    let mode = match told.persistence == "Disabled" {
-        true => mode
-            .at(Level::Note)
-            .fix("nvidia-smi -pm 1, or nvidia-persistenced: each first start takes seconds"),
-        false => mode,
+    let mode = if told.persistence == "Disabled" {
+        mode.at(Level::Note).fix("nvidia-smi -pm 1, or nvidia-persistenced: each first start takes seconds")
+    } else {
+        mode
     };
     let errors = format!("nvidia-smi: uncorrected errors of memory: {}", told.uncorrected_errors);
     let errors = Finding::ok("ecc", subject, errors);
@@ -177,7 +176,7 @@ fn of_link(subject: String, link: &Link, is_gpu: bool) -> Finding {
     let slow = speed != speed_max && !speed.starts_with("Unknown");
     match (*width > 0 && width < width_max, slow) {
         (true, _) => found.warn("another slot, or seat it again: it has fewer lanes than it can use"),
-        // An idle GPU lowers its speed by itself.
+        // An idle GPU reduces its link speed.
         (false, true) if is_gpu => found.at(Level::Note).fix("look again under load: an idle GPU lowers it"),
         (false, true) => found.warn("another slot, or see the firmware's settings of this one"),
         _ => found,
@@ -212,17 +211,16 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
     plan.gpus.iter().map(of_gpu).collect()
 }
 
-/// Without GPUs what keeps a plan from being is a matter of NICs, of which others tell.
+/// Without GPUs an impossible plan is a matter of NICs, which other findings cover.
 fn without_gpu(error: &PlanError) -> Vec<Finding> {
-    match error.is_usage() {
-        true => vec![
-            Finding::ok("gpu-nics", "NICs", error.to_string()).warn("ferrywire topo shows what there is"),
-        ],
-        false => Vec::new(),
+    if error.is_usage() {
+        vec![Finding::ok("gpu-nics", "NICs", error.to_string()).warn("ferrywire topo shows what there is")]
+    } else {
+        Vec::new()
     }
 }
 
-/// Which NICs could reach GPU memory by themselves. Nobody needs it.
+/// NICs that could access GPU memory directly; for information only.
 fn reach(topology: &Topology) -> Vec<Finding> {
     if topology.gpus.is_empty() {
         return Vec::new();
@@ -319,7 +317,7 @@ mod tests {
         assert_eq!(link("0000:01:00.0", "2.5 GT/s PCIe", 16), [Level::Note, Level::Ok]);
         assert_eq!(link("0000:01:00.0", "32.0 GT/s PCIe", 8), [Level::Warn, Level::Ok]);
         assert_eq!(link("0000:02:00.0", "16.0 GT/s PCIe", 16), [Level::Ok, Level::Warn]);
-        // What a virtual machine shows.
+        // A virtual machine shows these values.
         assert_eq!(link("0000:02:00.0", "Unknown", 0), [Level::Ok, Level::Ok]);
     }
 

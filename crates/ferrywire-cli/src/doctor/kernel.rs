@@ -1,45 +1,45 @@
-//! What the kernel allows connections: buffers, congestion control, options of TCP, and what its version can do.
+//! Checks of the kernel: socket buffers, congestion control, TCP options, and features by version.
 //!
-//! Invariant: [`judge`] reads nothing; a value that is `None` could not be read.
+//! Invariant: [`judge`] reads nothing; a value that is `None` could not be read. Read next: `finding.rs`.
 
 use super::files::{last_number, line, number, size};
 use super::finding::{Finding, Level};
 use ferrywire_devmem::sys::ethtool;
 
 const SUBJECT: &str = "kernel";
-/// A round trip of a data centre: how much is on its way to keep a NIC busy.
+/// A round trip in a data centre, in seconds: bytes in flight must cover it to keep a NIC busy.
 const ROUND_TRIP_S: f64 = 0.0005;
-/// Connections that share a NIC, at least.
+/// Least number of connections that share a NIC.
 const CHANNELS: f64 = 4.0;
-/// What the engine gives a connection on a short path; the kernel sizes it from there.
+/// The engine's buffer for a connection on a short path; the kernel grows it from there.
 const BUFFER_BYTES_MIN: u64 = 2 << 20;
-/// What it gives one on a long path.
+/// The engine's buffer for a connection on a long path.
 const LONG_PATH_BUFFER_BYTES: u64 = 8 << 20;
-/// Kernels know zero-copy sends from here.
+/// First kernel with zero-copy sends.
 const ZERO_COPY: (u32, u32) = (4, 14);
-/// And device memory TCP in both directions from here.
+/// First kernel with devmem TCP in both directions.
 const DEVMEM_SENDS: (u32, u32) = (6, 16);
 
-/// What was read.
+/// The kernel's settings.
 #[derive(Clone, Debug)]
 pub struct Kernel {
-    /// As `uname -r` has it.
+    /// The output of `uname -r`.
     pub release: String,
-    /// Most bytes that a program may ask for, without rights: receiving and sending.
+    /// Largest buffers that an unprivileged program may set, in bytes: receive and send.
     pub core_max_bytes: [Option<u64>; 2],
-    /// Most bytes to which the kernel lets a buffer grow: receiving and sending.
+    /// Largest buffers that the kernel grows to, in bytes: receive and send.
     pub tcp_max_bytes: [Option<u64>; 2],
-    /// In force by default.
+    /// The default congestion control.
     pub congestion_control: Option<String>,
-    /// Those that can be chosen, with spaces between.
+    /// The available congestion controls, separated by spaces.
     pub congestion_controls: Option<String>,
     /// `tcp_window_scaling`, `tcp_timestamps`, `tcp_sack`: 0 is off.
     pub options: [Option<u32>; 3],
-    /// Whether the boot id, by which ends learn that they share a host, can be read.
+    /// Whether the boot id can be read, by which two ends detect that they share a host.
     pub boot_id: bool,
     /// Whether devices of this host are behind an IOMMU.
     pub iommu: bool,
-    /// Whether the kernel tells about NICs.
+    /// Whether the kernel's ethtool interface works.
     pub ethtool: Result<(), String>,
 }
 
@@ -50,7 +50,7 @@ const OPTIONS: [(&str, &str); 3] = [
 ];
 
 impl Kernel {
-    /// Of this host.
+    /// Reads the settings of this host.
     pub fn read() -> Kernel {
         let core = |name| number(format!("/proc/sys/net/core/{name}"));
         let tcp = |name| last_number(format!("/proc/sys/net/ipv4/{name}"));
@@ -69,7 +69,7 @@ impl Kernel {
     }
 }
 
-/// What there is to say, given the speed of the fastest NIC.
+/// The findings about the kernel, for the speed of the fastest NIC.
 pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
     let needed = fastest_mbps.map_or(BUFFER_BYTES_MIN, needed_bytes);
     let mut found = Vec::new();
@@ -83,20 +83,22 @@ pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
     let options = OPTIONS.iter().zip(kernel.options);
     found.extend(options.filter_map(|(&(name, cost), value)| Some(option(name, cost, value?))));
     found.push(version(&kernel.release));
-    found.push(match kernel.boot_id {
-        true => Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id can be read"),
-        false => Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id cannot be read").warn(
+    found.push(if kernel.boot_id {
+Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id can be read")
+} else {
+Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id cannot be read").warn(
             "mount /proc whole: without it two ends on one host take the network's way, and pin the same cores",
-        ),
-    });
+        )
+});
     let iommu = "/sys/class/iommu: devices are behind an IOMMU";
-    found.push(match kernel.iommu {
-        true => Finding::ok("iommu", SUBJECT, iommu).at(Level::Note).fix(
+    found.push(if kernel.iommu {
+Finding::ok("iommu", SUBJECT, iommu).at(Level::Note).fix(
             "nothing for TCP through host memory; where NICs are to reach GPUs (devmem, plugins): iommu=pt, and ACS off \
              between them",
-        ),
-        false => Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty"),
-    });
+        )
+} else {
+Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty")
+});
     found.push(match &kernel.ethtool {
         Ok(()) => Finding::ok("ethtool", SUBJECT, "the kernel tells about NICs"),
         Err(why) => {
@@ -106,7 +108,8 @@ pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
     found
 }
 
-/// Enough for its share of a NIC. The kernel counts its own needs to a buffer, up to half.
+/// The buffer that a connection needs for its share of a NIC, in bytes. The kernel counts its own overhead, up to half
+/// of a buffer.
 fn needed_bytes(mbps: u32) -> u64 {
     let on_its_way = f64::from(mbps) * 1e6 / 8.0 * ROUND_TRIP_S;
     ((on_its_way / CHANNELS * 2.0) as u64).max(BUFFER_BYTES_MIN)
@@ -127,11 +130,12 @@ fn grown(name: &str, bytes: u64, needed: u64, mbps: Option<u32>) -> Finding {
 fn asked(name: &str, bytes: u64) -> Finding {
     let evidence = format!("/proc/sys/net/core/{name} is {}", size(bytes));
     let found = Finding::ok("core-buffers", SUBJECT, evidence);
-    match bytes < LONG_PATH_BUFFER_BYTES {
-        true => found.at(Level::Note).fix(format!(
+    if bytes < LONG_PATH_BUFFER_BYTES {
+        found.at(Level::Note).fix(format!(
             "on long paths, without CAP_NET_ADMIN: sysctl -w net.core.{name}={LONG_PATH_BUFFER_BYTES}"
-        )),
-        false => found,
+        ))
+    } else {
+        found
     }
 }
 
@@ -139,9 +143,10 @@ fn congestion_control(kernel: &Kernel) -> Option<Finding> {
     let (inforce, all) = (kernel.congestion_control.as_ref()?, kernel.congestion_controls.as_ref()?);
     let evidence = format!("default {inforce}; there are {all}");
     let found = Finding::ok("congestion-control", SUBJECT, evidence);
-    Some(match all.split_whitespace().any(|name| name == "cubic") || inforce == "cubic" {
-        true => found,
-        false => found.warn("modprobe tcp_cubic: on short clean paths it moves half as much again as bbr"),
+    Some(if all.split_whitespace().any(|name| name == "cubic") || inforce == "cubic" {
+        found
+    } else {
+        found.warn("modprobe tcp_cubic: on short clean paths it moves half as much again as bbr")
     })
 }
 

@@ -1,6 +1,7 @@
-//! What this process may use: cores, memory, descriptors, under the limits of its user and its control groups.
+//! Checks of this process's resources: cores, memory and descriptors, under the limits of its user and control groups.
 //!
-//! Invariant: [`judge`] reads nothing; a value that is `None` could not be read, or has no limit.
+//! Invariant: [`judge`] reads nothing; a value that is `None` could not be read, or has no limit. Read next:
+//! `finding.rs`.
 
 use std::fs;
 
@@ -10,42 +11,42 @@ use super::files::{line, size};
 use super::finding::{Finding, Level};
 use crate::bench::cgroup;
 
-/// Cores that an end needs to fill a NIC of 10 Gbit/s, and some for the program itself.
+/// Cores that an end needs to fill a NIC of 10 Gbit/s, with some for the program itself.
 const CORES_MIN: usize = 2;
-/// A core moves about this much on one side of host-staged TCP.
+/// A core's rate on one side of host-staged TCP, in Mbit/s.
 const MBPS_PER_CORE: u32 = 40_000;
-/// Memory for rings, windows and a message or two.
+/// Memory for staging rings, windows and some messages.
 const MEMORY_BYTES_MIN: u64 = 256 << 20;
-/// What the kernel may pin for zero-copy sends of one endpoint.
+/// Memory that the kernel may pin for zero-copy sends of one endpoint.
 const LOCKED_BYTES_MIN: u64 = 64 << 20;
-/// A peer with eight channels, and a program's own.
+/// Descriptors for a peer with eight channels, and for the program itself.
 const FILES_MIN: u64 = 256;
-/// Some tens of peers.
+/// Descriptors for some tens of peers.
 const FILES_COMFORTABLE: u64 = 4096;
 
-/// What was read.
+/// The limits of this process.
 #[derive(Clone, Debug, Default)]
 pub struct Limits {
-    /// Cores of the machine that are running.
+    /// Cores of the machine that are online.
     pub cores_online: usize,
     /// Cores that this process may run on.
     pub cores_allowed: usize,
-    /// Cores whose time it may use up: a quota of its control groups counts.
+    /// Cores' worth of time under the quotas of its control groups.
     pub cores_with_time: usize,
-    /// Frequency governors, each once.
+    /// The different frequency governors.
     pub governors: Vec<String>,
-    /// What the control groups leave; nothing: no limit.
+    /// Memory that the control groups leave; `None` without a limit.
     pub group_bytes: Option<u64>,
-    /// `MemAvailable`.
+    /// `MemAvailable`, in bytes.
     pub available_bytes: Option<u64>,
-    /// `RLIMIT_MEMLOCK`; nothing: no limit.
+    /// `RLIMIT_MEMLOCK` in bytes; `None` without a limit.
     pub locked_bytes: Option<u64>,
-    /// `RLIMIT_NOFILE`, now and at most.
+    /// `RLIMIT_NOFILE`: soft and hard limit.
     pub files: [Option<u64>; 2],
 }
 
 impl Limits {
-    /// Of this process.
+    /// Reads the limits of this process.
     pub fn read() -> Limits {
         let allowed = affinity::allowed_cores().unwrap_or_default();
         let mut governors: Vec<String> = allowed
@@ -71,7 +72,7 @@ impl Limits {
     }
 }
 
-/// Soft and hard limit in the text of `/proc/self/limits`; `unlimited` is none.
+/// Soft and hard limit in the text of `/proc/self/limits`; `unlimited` is `None`.
 fn limit_in(text: &str, name: &str) -> [Option<u64>; 2] {
     let rest = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
     let mut words = rest.split_whitespace().map(|word| word.parse().ok());
@@ -83,7 +84,7 @@ fn available_in(meminfo: &str) -> Option<u64> {
     Some(rest.split_whitespace().next()?.parse::<u64>().ok()? << 10)
 }
 
-/// What there is to say, given the speed of all NICs together.
+/// The findings about limits, for the speed of all NICs together in Mbit/s.
 pub fn judge(limits: &Limits, mbps: u32) -> Vec<Finding> {
     let mut found = cores(limits, mbps);
     found.extend(governor(&limits.governors));
@@ -99,10 +100,11 @@ fn cores(limits: &Limits, mbps: u32) -> Vec<Finding> {
     let usable = cores_allowed.min(cores_with_time);
     let count =
         Finding::ok("cores", "cores", format!("{usable} of this process, {cores_online} of the machine"));
-    let count = match usable < enough {
-        true => Finding { evidence: format!("{}; its NICs take about {enough}", count.evidence), ..count }
-            .warn("more cores: GPU memory over devmem or a plugin needs fewer"),
-        false => count,
+    let count = if usable < enough {
+        Finding { evidence: format!("{}; its NICs take about {enough}", count.evidence), ..count }
+            .warn("more cores: GPU memory over devmem or a plugin needs fewer")
+    } else {
+        count
     };
     let mask =
         Finding::ok("affinity", "cores", format!("sched_getaffinity: {cores_allowed} of {cores_online}"));
@@ -113,10 +115,10 @@ fn cores(limits: &Limits, mbps: u32) -> Vec<Finding> {
     };
     let quota = format!("control groups leave the time of {cores_with_time} of {cores_allowed} cores");
     let quota = Finding::ok("cpu-quota", "cores", quota);
-    let quota = match cores_with_time < cores_allowed {
-        true => quota
-            .warn("raise the container's limit of CPU time: threads stand still for the rest of each period"),
-        false => quota,
+    let quota = if cores_with_time < cores_allowed {
+        quota.warn("raise the container's limit of CPU time: threads stand still for the rest of each period")
+    } else {
+        quota
     };
     vec![count, mask, quota]
 }
@@ -137,20 +139,22 @@ fn memory(limits: &Limits) -> Finding {
         return Finding::ok("memory", "memory", "/proc/meminfo cannot be read").at(Level::Note);
     };
     let found = Finding::ok("memory", "memory", format!("{} left, {whose}", size(bytes)));
-    match bytes < MEMORY_BYTES_MIN {
-        true => found.warn("raise the limit of memory, or end what uses it"),
-        false => found,
+    if bytes < MEMORY_BYTES_MIN {
+        found.warn("raise the limit of memory, or end what uses it")
+    } else {
+        found
     }
 }
 
 fn locked(bytes: Option<u64>) -> Finding {
     let shown = bytes.map_or_else(|| "unlimited".to_owned(), size);
     let found = Finding::ok("locked-memory", "memory", format!("RLIMIT_MEMLOCK is {shown}"));
-    match bytes.is_some_and(|bytes| bytes < LOCKED_BYTES_MIN) {
-        true => found.at(Level::Note).fix(
+    if bytes.is_some_and(|bytes| bytes < LOCKED_BYTES_MIN) {
+        found.at(Level::Note).fix(
             "ulimit -l unlimited, where NICs send without a copy: without, the kernel copies what is above the limit",
-        ),
-        false => found,
+        )
+    } else {
+        found
     }
 }
 

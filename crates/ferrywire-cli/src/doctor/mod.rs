@@ -1,8 +1,9 @@
-//! `ferrywire doctor`: what stands in the way of speed, or of working at all.
+//! `ferrywire doctor`: finds obstacles to speed, or to working at all.
 //!
-//! Each of [`kernel`], [`limits`], [`nic`], [`gpu`], [`environment`] and [`peer`] reads plain facts and has a pure function that
-//! makes [`finding`]s of them, which [`report`] shows. Invariant: no setting is changed, and nothing waits for ever.
-//! Read next: [`finding`], then any of them.
+//! Each of [`kernel`], [`limits`], [`nic`], [`gpu`], [`environment`] and [`peer`] reads plain facts and has a pure
+//! function that makes [`finding`]s of them, which [`report`] shows.
+//! Invariant: no setting is changed, and every wait is bounded.
+//! Read next: [`finding`], then any of the checks.
 
 mod environment;
 mod files;
@@ -28,9 +29,9 @@ use finding::Finding;
 use nic::Settings;
 use peer::PeerFacts;
 
-/// Looks at everything and prints what there is to say.
+/// Makes all checks and prints the findings.
 pub fn run(plan: &DoctorPlan) -> Outcome {
-    // A name of no NIC is a slip of the pen; one that is down is a finding.
+    // A wrong NIC name is a usage error; a NIC that is down is a finding.
     if let Err(Failure::Usage(why)) = nics::check(&plan.engine.nics) {
         return Err(Failure::Usage(why));
     }
@@ -39,9 +40,10 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
     let mut findings = here(plan, &topology);
     findings.extend(plan.plugin.as_ref().map(plugin_works).transpose()?);
     let peer = visit(plan, &topology, &mut findings)?;
-    let text = match plan.json {
-        true => format!("{}\n", report::json(&findings, peer.as_ref())),
-        false => report::text(&findings, plan.verbose),
+    let text = if plan.json {
+        format!("{}\n", report::json(&findings, peer.as_ref()))
+    } else {
+        report::text(&findings, plan.verbose)
     };
     exit::print(&text)?;
     match report::error(&findings) {
@@ -50,7 +52,7 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
     }
 }
 
-/// Findings about this host.
+/// The findings about this host.
 fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
     let settings = settings();
     let options = PlanOptions { nics: plan.engine.nics.clone(), ..PlanOptions::default() };
@@ -66,7 +68,7 @@ fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
     .concat()
 }
 
-/// The settings of a NIC, each read once.
+/// Reads the settings of a NIC, once per NIC.
 fn settings() -> impl Fn(&str) -> Settings {
     let ethtool = RefCell::new(Ethtool::open().ok());
     let known = RefCell::new(BTreeMap::<String, Settings>::new());
@@ -76,7 +78,7 @@ fn settings() -> impl Fn(&str) -> Settings {
     }
 }
 
-/// Whether a plugin loads and has devices; it is started in a process of its own.
+/// Checks that a plugin loads and has devices, in a process of its own.
 fn plugin_works(asked: &crate::plan::PluginPlan) -> Outcome<Finding> {
     let subject = format!("plugin {}", asked.path.display());
     let found = |evidence: String| Finding::ok("plugin", &subject, evidence);

@@ -1,6 +1,6 @@
-//! NICs of this host: what makes one slow, or leaves it out.
+//! Checks of this host's NICs: slow settings, and reasons why a NIC is not used.
 //!
-//! Invariant: [`judge`] reads nothing; a value that is `None` the driver does not tell.
+//! Invariant: [`judge`] reads nothing; a value that is `None` is not reported by the driver. Read next: `finding.rs`.
 
 use ferrywire_devmem::sys::ethtool::{Ethtool, Feature};
 use ferrywire_host::topology::{Nic, Topology};
@@ -8,35 +8,35 @@ use ferrywire_host::topology::{Nic, Topology};
 use super::files::{line, number};
 use super::finding::{Finding, Level};
 
-/// From here on a NIC is worth settings of its own.
+/// Speed from which a NIC's settings matter.
 const FAST_MBPS: u32 = 25_000;
-/// Packets of this size cost a fast NIC's receiver a sixth of the interrupts.
+/// With packets of this size the receiver of a fast NIC has a sixth of the interrupts.
 const MTU_JUMBO_BYTES: u32 = 9000;
-/// Jumbo frames of clouds are a little shorter.
+/// Jumbo frames in clouds are a little shorter.
 const MTU_ENOUGH_BYTES: u32 = 8000;
-/// Descriptors of a ring.
+/// Least number of descriptors of a ring.
 const RING_MIN: u32 = 1024;
 
-/// What the engine's topology does not have.
+/// Facts about a NIC that the topology does not have.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// Whether there is light on the wire; switched off it cannot be asked.
+    /// Whether the link has a carrier; unknown while the NIC is switched off.
     pub carrier: Option<bool>,
     /// `full` or `half`.
     pub duplex: Option<String>,
     /// Whether it is a bridge.
     pub bridge: bool,
-    /// Whether another core takes packets from the one that was interrupted.
+    /// Whether another core than the interrupted one processes packets (RPS).
     pub steered: bool,
     /// Names of offloads that are off and could be on.
     pub offloads_off: Vec<&'static str>,
     /// Whether offloads could be read.
     pub offloads_known: bool,
-    /// Descriptors of the receive and the send ring: as set, and at most.
+    /// Descriptors of the receive and the send ring: present and maximal number.
     pub rings: Option<[(u32, u32); 2]>,
 }
 
-/// Offloads, as the kernel and as people call them.
+/// Offloads, by the kernel's name and the common name.
 const OFFLOADS: [(&str, &str); 4] = [
     ("rx-gro", "gro"),
     ("tx-tcp-segmentation", "tso"),
@@ -45,7 +45,7 @@ const OFFLOADS: [(&str, &str); 4] = [
 ];
 
 impl Settings {
-    /// Of a NIC; asks the driver.
+    /// Reads the settings of a NIC; asks its driver.
     pub fn read(nic: &str, ethtool: Option<&mut Ethtool>) -> Settings {
         let folder = format!("/sys/class/net/{nic}");
         let mut settings = Settings {
@@ -79,7 +79,7 @@ pub fn counts(nic: &Nic) -> bool {
     !nic.loopback && nic.up && !nic.addresses.is_empty()
 }
 
-/// What there is to say of all of them; `named` are those of --nics.
+/// The findings about all NICs; `named` are those of --nics.
 pub fn judge(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[String]) -> Vec<Finding> {
     let mut found = whole_host(topology, settings);
     let fastest = fastest_mbps(topology);
@@ -90,12 +90,12 @@ pub fn judge(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[
     found
 }
 
-/// Speed of the fastest NIC with a device.
+/// Speed of the fastest NIC with a device, in Mbit/s.
 pub fn fastest_mbps(topology: &Topology) -> Option<u32> {
     topology.nics.iter().filter(|nic| nic.device && nic.up).filter_map(|nic| nic.speed_mbps).max()
 }
 
-/// Speed of all of them.
+/// Speed of all NICs together, in Mbit/s.
 pub fn total_mbps(topology: &Topology) -> u32 {
     let fast = topology.nics.iter().filter(|nic| nic.device && counts(nic));
     fast.filter_map(|nic| nic.speed_mbps).fold(0, u32::saturating_add)
@@ -127,9 +127,10 @@ fn mtus(usable: &[&Nic]) -> Option<Finding> {
     let first = devices.first()?;
     let listed: Vec<String> = devices.iter().map(|nic| format!("{} {}", nic.name, nic.mtu_bytes)).collect();
     let found = Finding::ok("mtu-equal", "NICs", format!("MTU: {}", listed.join(", ")));
-    Some(match devices.iter().all(|nic| nic.mtu_bytes == first.mtu_bytes) {
-        true => found,
-        false => found.warn("give NICs that carry one transfer the same MTU, and their switches too"),
+    Some(if devices.iter().all(|nic| nic.mtu_bytes == first.mtu_bytes) {
+        found
+    } else {
+        found.warn("give NICs that carry one transfer the same MTU, and their switches too")
     })
 }
 
@@ -204,10 +205,10 @@ fn duplex(nic: &str, duplex: &str) -> Option<Finding> {
 
 fn mtu(nic: &Nic, fast: bool) -> Finding {
     let found = Finding::ok("mtu", &nic.name, format!("MTU {}", nic.mtu_bytes));
-    match fast && nic.mtu_bytes < MTU_ENOUGH_BYTES {
-        true => found
-            .warn(format!("ip link set {} mtu {MTU_JUMBO_BYTES}, if switches and peers allow it", nic.name)),
-        false => found,
+    if fast && nic.mtu_bytes < MTU_ENOUGH_BYTES {
+        found.warn(format!("ip link set {} mtu {MTU_JUMBO_BYTES}, if switches and peers allow it", nic.name))
+    } else {
+        found
     }
 }
 
@@ -238,9 +239,10 @@ fn rings(nic: &str, [rx, tx]: [(u32, u32); 2], fast: bool) -> Finding {
     let evidence = format!("ethtool: rings have {} of {} and {} of {} descriptors", rx.0, rx.1, tx.0, tx.1);
     let found = Finding::ok("rings", nic, evidence);
     let small = |(set, most): (u32, u32)| set < RING_MIN && set < most;
-    match fast && (small(rx) || small(tx)) {
-        true => found.warn(format!("ethtool -G {nic} rx {} tx {}", rx.1, tx.1)),
-        false => found,
+    if fast && (small(rx) || small(tx)) {
+        found.warn(format!("ethtool -G {nic} rx {} tx {}", rx.1, tx.1))
+    } else {
+        found
     }
 }
 

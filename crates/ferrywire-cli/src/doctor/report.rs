@@ -1,4 +1,4 @@
-//! Findings: as JSON, and as the table that people read.
+//! Findings as JSON and as a table.
 
 use std::fmt::Write;
 
@@ -9,7 +9,7 @@ use super::finding::{Finding, Level};
 use super::peer::PeerFacts;
 use crate::bench::host::Host;
 
-/// For programs.
+/// The findings as JSON.
 pub fn json(findings: &[Finding], peer: Option<&PeerFacts>) -> Value {
     json!({
         "schema": 2,
@@ -21,7 +21,7 @@ pub fn json(findings: &[Finding], peer: Option<&PeerFacts>) -> Value {
     })
 }
 
-/// What failed, in one line; nothing when nothing did.
+/// The failed checks in one line; `None` if none failed.
 pub fn error(findings: &[Finding]) -> Option<String> {
     let first = findings.iter().find(|finding| finding.level == Level::Fail)?;
     let more = findings.iter().filter(|finding| finding.level == Level::Fail).count() - 1;
@@ -29,7 +29,7 @@ pub fn error(findings: &[Finding]) -> Option<String> {
     Some(format!("{}: {}{more}", first.subject, first.evidence))
 }
 
-/// For people: what matters most comes first, and what is in order is counted.
+/// The findings as text: the most severe first; those in order are only counted.
 pub fn text(findings: &[Finding], verbose: bool) -> String {
     let mut shown: Vec<&Finding> =
         findings.iter().filter(|finding| verbose || finding.level != Level::Ok).collect();

@@ -1,7 +1,7 @@
-//! The folder of a NIXL's backends: what lies in it, and the steps that put ours there and take it away.
+//! The folder of a NIXL's backends: its contents, and the steps that install and remove ferrywire's backend.
 //!
-//! Each step is one rename, link or removal, so that a command that is ended between two of them leaves a state that
-//! [`State`] knows: `status` tells it, and `install` and `remove` go on from there.
+//! Each step is one rename, link or removal, so a command that is interrupted between two steps leaves a state that
+//! [`State`] describes: `status` reports it, and `install` and `remove` continue from it.
 //!
 //! ```text
 //!   libplugin_FERRYWIRE.so                    ours
@@ -19,56 +19,56 @@ use super::library::{self, FILE, Library};
 use super::python::Nixl;
 use crate::exit::{Failure, Outcome};
 
-/// The backend that the alias stands in for.
+/// The file that the alias replaces.
 pub const UCX: &str = "libplugin_UCX.so";
-/// Its name while the alias is in force.
+/// The name of NIXL's own UCX backend while the alias is in force.
 pub const BACKUP: &str = "libplugin_UCX.so.before-ferrywire";
 /// A copy that is not complete yet.
 const NEW: &str = "libplugin_FERRYWIRE.so.new";
-/// As other libraries of a package.
+/// The mode of a package's libraries.
 const MODE: u32 = 0o644;
 
-/// What lies under a name.
+/// The owner of a file name in the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Held {
-    /// Nothing.
+    /// There is no such file.
     Nothing,
-    /// A backend of ours: its version, and whether it is the same file as the one that would be installed, if that is known.
+    /// Ferrywire's backend: its version, and whether it is identical to the file to be installed, if that is known.
     Ours(String, Option<bool>),
-    /// Something that is not ours.
+    /// Another file.
     Other,
 }
 
-/// What lies in the folder.
+/// The contents of the folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
-    /// Under our name.
+    /// The file under the backend's own name.
     pub backend: Held,
-    /// Under the name of UCX.
+    /// The file under UCX's name.
     pub ucx: Held,
-    /// Whether there is something under the name of the backup.
+    /// Whether there is a backup of NIXL's own UCX backend.
     pub backup: bool,
     /// Whether there is an incomplete copy.
     pub incomplete: bool,
 }
 
 impl State {
-    /// Whether programs that ask for UCX get ours.
+    /// Whether programs that ask for UCX get ferrywire.
     pub fn has_alias(&self) -> bool {
         matches!(self.ucx, Held::Ours(..))
     }
 
-    /// Whether ours can be used by its own name.
+    /// Whether ferrywire can be used by its own name.
     pub fn is_installed(&self) -> bool {
         matches!(self.backend, Held::Ours(..))
     }
 
-    /// Whether anything is from here.
+    /// Whether any file is ferrywire's.
     pub fn has_ours(&self) -> bool {
         self.is_installed() || self.has_alias() || self.backup || self.incomplete
     }
 
-    /// What an interrupted command has left, or another that has changed the folder since; `None`: all is whole.
+    /// The traces of an interrupted command, or of another program's changes since; `None` if the state is complete.
     pub fn half_done(&self) -> Option<String> {
         match (&self.ucx, self.backup) {
             (Held::Nothing, true) => Some(format!("NIXL's own {UCX} is still named {BACKUP}")),
@@ -81,7 +81,7 @@ impl State {
     }
 }
 
-/// A folder, and what is said of it.
+/// A folder of backends.
 #[derive(Debug)]
 pub struct Folder<'a> {
     nixl: &'a Nixl,
@@ -89,12 +89,12 @@ pub struct Folder<'a> {
 }
 
 impl<'a> Folder<'a> {
-    /// That of this NIXL.
+    /// The folder of this NIXL.
     pub fn of(nixl: &'a Nixl) -> Folder<'a> {
         Folder { nixl, path: &nixl.plugins }
     }
 
-    /// What lies in it.
+    /// Reads the folder's state.
     pub fn look(&self, library: Option<&Library>) -> Outcome<State> {
         Ok(State {
             backend: self.held(FILE, library)?,
@@ -118,12 +118,12 @@ impl<'a> Folder<'a> {
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 Err(failed("read", &path, &error))
             }
-            // A folder, a link to nothing: nothing that was put there from here.
+            // A folder or a dangling link was not made by this command.
             Err(_) => Ok(Held::Other),
         }
     }
 
-    /// Installs the backend, and the alias if it is asked for or in force. Gives what was done, one line each.
+    /// Installs the backend, and the alias if it is asked for or in force. Returns the steps, one line each.
     pub fn install(&self, library: &Library, alias: bool) -> Outcome<Vec<String>> {
         let _alone = self.lock()?;
         let state = self.look(Some(library))?;
@@ -155,18 +155,19 @@ impl<'a> Folder<'a> {
         Ok(done)
     }
 
-    /// NIXL's own UCX backend gets a second name; its first is there all the time, where the file system can do that.
+    /// Gives NIXL's own UCX backend a second name. The first name exists all the time, if the file system supports
+    /// links.
     fn keep_ucx(&self) -> Outcome {
         let (ucx, backup) = (self.at(UCX), self.at(BACKUP));
         if is_there(&backup) {
-            // Of an interrupted command the same file, else that of a NIXL that was there before this one.
+            // The backup is the same file, from an interrupted command, or belongs to an earlier NIXL.
             self.delete(BACKUP)?;
         }
         let linked = fs::hard_link(&ucx, &backup).or_else(|_| fs::rename(&ucx, &backup));
         linked.map_err(|error| failed("rename", &ucx, &error))
     }
 
-    /// Takes away what was put there from here.
+    /// Removes the files that this command has installed.
     pub fn remove(&self) -> Outcome<Vec<String>> {
         let _alone = self.lock()?;
         let state = self.look(None)?;
@@ -184,14 +185,14 @@ impl<'a> Folder<'a> {
             }
         }
         if !self.nixl.present {
-            // Uninstalling NIXL has left the folders for what is deleted now.
+            // Uninstalling NIXL has left the folders of the deleted file.
             let _ =
                 fs::remove_dir(self.path).and_then(|()| self.path.parent().map_or(Ok(()), fs::remove_dir));
         }
         Ok(done)
     }
 
-    /// NIXL's own UCX backend has its name again.
+    /// Gives NIXL's own UCX backend its name back.
     fn end_alias(&self, state: &State) -> Outcome<Vec<String>> {
         let mut done = Vec::new();
         let goes_back = self.nixl.present && state.ucx != Held::Other;
@@ -207,19 +208,21 @@ impl<'a> Folder<'a> {
         }
         if state.has_alias() {
             self.delete(UCX)?;
-            let note = match self.nixl.present {
-                true => format!(
+            let note = if self.nixl.present {
+                format!(
                     "; there was no {BACKUP}: if NIXL came with a UCX backend, install {} again to have it",
                     self.nixl.package
-                ),
-                false => String::new(),
+                )
+            } else {
+                String::new()
             };
             done.push(self.line(&format!("removed ferrywire's {UCX}{note}")));
         }
         Ok(done)
     }
 
-    /// Complete under its name or not there: what has the file open keeps the old one.
+    /// Copies the library so that it exists completely or not at all under its name; programs that have the old file
+    /// open keep it.
     fn copy(&self, library: &Library, name: &str) -> Outcome {
         let (new, path) = (self.at(NEW), self.at(name));
         let write = || {
@@ -240,7 +243,8 @@ impl<'a> Folder<'a> {
         fs::remove_file(&path).map_err(|error| failed("remove", &path, &error))
     }
 
-    /// Keeps other runs of the command from changing the folder until the lock is dropped. A file system without locks guards nothing.
+    /// Keeps other runs of the command from changing the folder until the lock is dropped. A file system without locks
+    /// is not protected.
     fn lock(&self) -> Outcome<Option<File>> {
         let folder = File::open(self.path).map_err(|error| failed("open", self.path, &error))?;
         match folder.try_lock() {
@@ -253,7 +257,7 @@ impl<'a> Folder<'a> {
         }
     }
 
-    /// Refuses what lies under our name.
+    /// The refusal if another file has the backend's name.
     pub fn not_ours(&self) -> Failure {
         Failure::failed(format!(
             "cannot replace or remove {}: it is not ferrywire's\ntry: move it away, then again",

@@ -1,4 +1,4 @@
-//! The NIXL backend as a file: how one of ours is known, and where the one lies that is to be installed.
+//! The file of the NIXL backend: how it is recognized, and where the one to install is found.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -6,31 +6,31 @@ use std::path::{Path, PathBuf};
 
 use crate::exit::{Failure, Outcome};
 
-/// The name that NIXL looks for.
+/// The file name that NIXL looks for.
 pub const FILE: &str = "libplugin_FERRYWIRE.so";
-/// The name that cargo gives it.
+/// The file name that cargo gives it.
 const BUILT: &str = "libplugin_ferrywire.so";
-/// Where the wheel puts it, in a folder of packages.
+/// The wheel's folder for it, below a folder of packages.
 const IN_PACKAGES: &str = "ferrywire/lib";
-/// What a library of ours has before its version; see `ferrywire-nixl`'s `boundary`.
+/// The bytes before the version in a library of ferrywire; see `ferrywire-nixl`'s `boundary`.
 const MARK: &[u8] = b"ferrywire NIXL backend ";
 const VERSION_BYTES_MAX: usize = 64;
-/// A larger file is no plugin.
+/// Size limit of a library.
 const LIBRARY_BYTES_MAX: u64 = 1 << 30;
 
 /// The backend that belongs to this command.
 #[derive(Debug)]
 pub struct Library {
-    /// Its file.
     pub path: PathBuf,
-    /// Its version.
     pub version: String,
-    /// Its contents.
     pub bytes: Vec<u8>,
 }
 
 impl Library {
-    /// The one of this file.
+    /// Reads a library.
+    ///
+    /// # Errors
+    /// The file cannot be read, or is not a backend of ferrywire.
     pub fn open(path: &Path) -> Outcome<Library> {
         let failed = |why: &str| Failure::failed(format!("cannot install {}: {why}", path.display()));
         let bytes = contents(path).map_err(|error| failed(&error.to_string()))?;
@@ -40,7 +40,7 @@ impl Library {
         Ok(Library { path: path.to_owned(), version, bytes })
     }
 
-    /// The one beside this command: of the same build, or of the same wheel, which may lie in one of these folders.
+    /// Finds the library of this command's build or wheel; the wheel may be in one of these folders.
     pub fn find(packages: &[PathBuf]) -> Outcome<Library> {
         let command = std::env::current_exe()
             .map_err(|error| Failure::failed(format!("cannot tell where this command lies: {error}")))?;
@@ -58,12 +58,13 @@ impl Library {
     }
 }
 
-/// Where it may lie, likelier ones first.
+/// The possible places, likelier ones first.
 fn places(command: &Path, packages: &[PathBuf]) -> Vec<PathBuf> {
     let folder = command.parent().unwrap_or(Path::new("."));
     let mut places = vec![folder.join(FILE), folder.join(BUILT)];
     if let Some(prefix) = folder.parent() {
-        // Commands in `bin`, packages in `lib/python3.11/site-packages`; with `pip install --target` beside `bin`.
+        // Commands are in `bin`, packages in `lib/python3.11/site-packages`, or beside `bin` with `pip install
+        // --target`.
         places.push(prefix.join(IN_PACKAGES).join(FILE));
         for python in
             ["lib", "lib64", "local/lib"].iter().flat_map(|lib| folders(&prefix.join(lib), "python3"))
@@ -84,7 +85,7 @@ fn folders(of: &Path, begin: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// All of a file that may be a library.
+/// The bytes of a file, unless it is too large for a library.
 pub fn contents(path: &Path) -> io::Result<Vec<u8>> {
     let file = File::open(path)?;
     let about = file.metadata()?;
@@ -96,12 +97,12 @@ pub fn contents(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The version of a library of ours; `None`: these are bytes of something else.
+/// The version of a library of ferrywire; `None` for other bytes.
 pub fn version(bytes: &[u8]) -> Option<String> {
     if !bytes.starts_with(b"\x7fELF") {
         return None;
     }
-    // The mark alone is in this command too.
+    // This command contains the mark too, but no version behind it.
     let marked = bytes.windows(MARK.len()).enumerate().filter(|(_, window)| *window == MARK);
     marked.map(|(at, _)| &bytes[at + MARK.len()..]).find_map(version_at)
 }

@@ -1,8 +1,8 @@
-//! `ferrywire nixl`: the backend for NIXL, put into the NIXL of a Python environment, looked at, and taken away.
+//! `ferrywire nixl`: installs the backend into the NIXL of a Python environment, shows its state, and removes it.
 //!
-//! NIXL takes backends from one folder, beside its own library, and `NIXL_PLUGIN_DIR` replaces that folder rather than adding
-//! to it: so the backend is copied there.
-//! Read next: [`python`] (which NIXLs there are), [`folder`] (the steps), [`library`] (what is copied), [`report`].
+//! NIXL loads backends from one folder, beside its own library, and `NIXL_PLUGIN_DIR` replaces that folder instead of
+//! adding one. So the backend is copied into the folder.
+//! Read next: [`python`] (finds NIXLs), [`folder`] (the steps), [`library`] (the file), [`report`].
 
 mod folder;
 mod library;
@@ -18,10 +18,10 @@ use library::{FILE, Library};
 use python::{Nixl, Python};
 use report::{OverrideFolder, Report};
 
-/// The variable with which NIXL is told another folder.
+/// The variable that names another folder of backends.
 const PLUGIN_DIR: &str = "NIXL_PLUGIN_DIR";
 
-/// Does what was asked and prints what there is then.
+/// Carries out the action and prints the resulting state.
 pub fn run(plan: &NixlPlan) -> Outcome {
     let mut done = Vec::new();
     let (report, outcome) = match act(plan, &mut done) {
@@ -40,17 +40,17 @@ pub fn run(plan: &NixlPlan) -> Outcome {
     outcome.and(printed)
 }
 
-/// What there is afterwards, and how it went.
+/// Carries out the action; returns the resulting state and the outcome.
 fn act(plan: &NixlPlan, done: &mut Vec<String>) -> Outcome<(Report, Outcome)> {
     let python = Python::find(plan.python.as_deref())?;
     let library = match &plan.library {
-        // Named in vain is told, whatever is to be done.
+        // A named library that does not exist is an error for every action.
         Some(path) => Ok(Library::open(path)?),
         None => Library::find(&python.folders),
     };
     let mut nixls = Vec::new();
     for nixl in python.nixls() {
-        // What others have left in the folder of an uninstalled one is nothing to tell.
+        // Files of other programs in the folder of an uninstalled NIXL are not reported.
         if nixl.present || Folder::of(&nixl).look(None)?.has_ours() {
             nixls.push(nixl);
         }
@@ -65,7 +65,7 @@ fn act(plan: &NixlPlan, done: &mut Vec<String>) -> Outcome<(Report, Outcome)> {
         let state = Folder::of(&nixl).look(library.as_ref())?;
         Ok((nixl, state))
     };
-    // After a removal the folder of an uninstalled NIXL is gone.
+    // Removing may have deleted the folder of an uninstalled NIXL.
     let nixls =
         nixls.into_iter().filter(|nixl| nixl.plugins.is_dir()).map(look).collect::<Outcome<Vec<_>>>()?;
     let override_folder = override_folder(&nixls)?;
@@ -88,7 +88,7 @@ fn install(
     if present.is_empty() {
         return Err(report::no_nixl(python));
     }
-    // All or none, as far as that can be known before.
+    // Install into all or none, as far as the outcome can be known in advance.
     if let Some(old) = present.iter().find(|nixl| nixl.is_supported() == Some(false)) {
         return Err(report::too_old(old));
     }
@@ -107,7 +107,7 @@ fn install(
 fn remove(nixls: &[Nixl], done: &mut Vec<String>) -> Outcome {
     let mut outcome = Ok(());
     for nixl in nixls {
-        // One that cannot be removed is no reason to leave the others.
+        // A failure with one NIXL does not keep the others from being removed.
         match Folder::of(nixl).remove() {
             Ok(lines) => done.extend(lines),
             Err(failure) => outcome = outcome.and(Err(failure)),
@@ -119,7 +119,7 @@ fn remove(nixls: &[Nixl], done: &mut Vec<String>) -> Outcome {
     outcome
 }
 
-/// What takes the place of every folder above.
+/// The folder that replaces all others, if it is set.
 fn override_folder(nixls: &[(Nixl, folder::State)]) -> Outcome<Option<OverrideFolder>> {
     let Some(path) = std::env::var_os(PLUGIN_DIR).filter(|path| !path.is_empty()).map(PathBuf::from) else {
         return Ok(None);
@@ -131,7 +131,7 @@ fn override_folder(nixls: &[(Nixl, folder::State)]) -> Outcome<Option<OverrideFo
     Ok(Some(OverrideFolder { path, has_backend, is_of_nixl }))
 }
 
-/// What is to be known beside what was asked for.
+/// Warnings besides the requested report.
 fn warn(action: NixlAction, report: &Report) {
     let installs = matches!(action, NixlAction::Install { .. });
     if action == (NixlAction::Install { as_ucx: true }) {
@@ -142,14 +142,15 @@ fn warn(action: NixlAction, report: &Report) {
         && (installs || action == NixlAction::Status)
     {
         let path = folder.path.display();
-        exit::note(&match folder.has_backend {
-            true => format!(
+        exit::note(&if folder.has_backend {
+            format!(
                 "warning: {PLUGIN_DIR}={path} replaces NIXL's own folder; the ferrywire backend is in it too"
-            ),
-            false => format!(
+            )
+        } else {
+            format!(
                 "warning: {PLUGIN_DIR}={path} replaces NIXL's own folder, and the ferrywire backend is not in it: \
                  unset the variable, or copy {FILE} there"
-            ),
+            )
         });
     }
 }
@@ -160,10 +161,8 @@ fn warn_of_alias(report: &Report) {
         return;
     }
     for (nixl, state) in aliased {
-        let kept = match state.backup {
-            true => format!("; NIXL's own {UCX} is kept as {BACKUP}"),
-            false => String::new(),
-        };
+        let kept =
+            if state.backup { format!("; NIXL's own {UCX} is kept as {BACKUP}") } else { String::new() };
         exit::note(&format!("warning: {nixl}: programs that ask NIXL for UCX now get ferrywire{kept}"));
     }
     exit::note(&format!(

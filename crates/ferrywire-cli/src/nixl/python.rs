@@ -1,6 +1,6 @@
-//! A Python environment: which interpreter is meant, where its packages lie, and which NIXLs are among them.
+//! A Python environment: its interpreter, its folders of packages, and the NIXLs among them.
 //!
-//! NIXL is not imported: it may be broken, and it is slow to start. Where it keeps its backends is told by folders alone.
+//! NIXL is not imported, because it may be broken and is slow to start. The folders alone tell where its backends are.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,40 +11,39 @@ use std::time::Duration;
 use crate::exit::{Failure, Outcome};
 use crate::tool;
 
-/// An interpreter on a slow network file system answers within this.
+/// An interpreter on a slow network file system answers within this time.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-/// After whatever else is printed at its start. Folders are those in which programs look for packages.
+/// The answer follows anything else that is printed at start. The folders are those in which Python looks for packages.
 const ASK: &str =
     "import json, sys; print(); print(json.dumps([sys.executable, [path for path in sys.path if path]]))";
-/// The first release whose backends have the virtual functions of ours.
+/// The first major version whose backends have the virtual functions that this backend implements.
 const MAJOR_MIN: u64 = 1;
 
 /// An interpreter.
 #[derive(Debug)]
 pub struct Python {
-    /// Its file.
     pub path: PathBuf,
-    /// Whether it was named, rather than found.
+    /// Whether the user named the interpreter.
     pub named: bool,
-    /// Where its packages lie, in the order in which they are looked up.
+    /// The folders of packages, in the order of lookup.
     pub folders: Vec<PathBuf>,
 }
 
 /// A NIXL among the packages of an interpreter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nixl {
-    /// As pip names it: nixl-cu12.
+    /// The package's name in pip, such as nixl-cu12.
     pub package: String,
-    /// As its metadata says.
+    /// The version in the package's metadata.
     pub version: Option<String>,
-    /// The folder of its backends.
+    /// The folder of the NIXL's backends.
     pub plugins: PathBuf,
-    /// Whether NIXL is there; else it was uninstalled, and its folder has files of others.
+    /// Whether NIXL is installed; otherwise it was uninstalled, and files of others keep its folder.
     pub present: bool,
 }
 
 impl Nixl {
-    /// Whether backends of ours work with it, as far as its version tells.
+    /// Whether the backend works with this NIXL, as far as its version tells.
     pub fn is_supported(&self) -> Option<bool> {
         let major = self.version.as_ref()?.split('.').next()?.parse::<u64>().ok()?;
         Some(major >= MAJOR_MIN)
@@ -61,7 +60,7 @@ impl std::fmt::Display for Nixl {
 }
 
 impl Python {
-    /// Asks the interpreter that was named, or else the one of this environment, for its folders.
+    /// Asks the named interpreter, or the one of this environment, for its folders.
     pub fn find(named: Option<&Path>) -> Outcome<Python> {
         let path = match named {
             Some(path) if path.is_dir() => path.join("bin/python"),
@@ -87,15 +86,16 @@ impl Python {
         Ok(Python { path, named: named.is_some(), folders })
     }
 
-    /// What to type for this environment.
+    /// The `ferrywire nixl` command for this environment.
     pub fn command(&self, action: &str) -> String {
-        match self.named {
-            true => format!("ferrywire nixl {action} --python {}", self.path.display()),
-            false => format!("ferrywire nixl {action}"),
+        if self.named {
+            format!("ferrywire nixl {action} --python {}", self.path.display())
+        } else {
+            format!("ferrywire nixl {action}")
         }
     }
 
-    /// What `import` would find of each NIXL, and what uninstalled ones have left.
+    /// The NIXLs that `import` would find, and the remains of uninstalled ones.
     pub fn nixls(&self) -> Vec<Nixl> {
         let (mut seen, mut nixls) = (BTreeSet::new(), Vec::<Nixl>::new());
         for folder in self.folders.iter().filter_map(|folder| folder.canonicalize().ok()) {
@@ -110,8 +110,8 @@ impl Python {
     }
 }
 
-/// That of the virtual environment in which this command lies, else of the one that is active, else the one beside this
-/// command, else the first on the path.
+/// The interpreter of the virtual environment that contains this command, else of the active one, else the one beside
+/// this command, else the first on the path.
 fn of_this_environment(commands: Option<&Path>, virtual_env: Option<&Path>) -> PathBuf {
     let own = commands.and_then(|folder| {
         let python =

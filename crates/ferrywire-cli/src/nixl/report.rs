@@ -1,4 +1,4 @@
-//! What there is to say about the NIXLs of an environment: as JSON, and as the table that people read.
+//! The state of an environment's NIXLs as JSON and as a table.
 
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -12,32 +12,31 @@ use super::python::{Nixl, Python};
 use crate::exit::Failure;
 use crate::sanitize;
 
-/// What was found, after what was done.
+/// The state after the action.
 #[derive(Debug)]
 pub struct Report {
     /// The interpreter.
     pub python: Python,
-    /// The library that `install` takes.
+    /// The library that `install` uses.
     pub library: Option<Library>,
-    /// Each NIXL, and what its folder holds.
+    /// Each NIXL with the state of its folder.
     pub nixls: Vec<(Nixl, State)>,
-    /// The folder that replaces theirs.
+    /// The folder that replaces the NIXLs' own.
     pub override_folder: Option<OverrideFolder>,
 }
 
-/// What NIXL_PLUGIN_DIR names.
+/// The folder that NIXL_PLUGIN_DIR names.
 #[derive(Debug)]
 pub struct OverrideFolder {
-    /// The folder.
     pub path: PathBuf,
-    /// Whether our backend is in it.
+    /// Whether ferrywire's backend is in it.
     pub has_backend: bool,
-    /// Whether it is that of one of the NIXLs.
+    /// Whether it is the folder of one of the NIXLs.
     pub is_of_nixl: bool,
 }
 
 impl Report {
-    /// What stands in the way of every NIXL having our backend; nothing when nothing does.
+    /// Why some NIXL lacks ferrywire's backend; `None` if none does.
     pub fn error(&self) -> Option<Failure> {
         if self.nixls.iter().all(|(nixl, _)| !nixl.present) {
             let left = self.nixls.first().map(|(nixl, _)| left_behind(&self.python, nixl));
@@ -77,7 +76,7 @@ fn problem(python: &Python, nixl: &Nixl, state: &State) -> Option<Failure> {
     }
 }
 
-/// There is none to install into.
+/// The error if there is no NIXL to install into.
 pub fn no_nixl(python: &Python) -> Failure {
     let python = python.path.display();
     Failure::failed(format!(
@@ -86,7 +85,7 @@ pub fn no_nixl(python: &Python) -> Failure {
     ))
 }
 
-/// Its backends are called in other ways.
+/// The error for a NIXL whose backends have another interface.
 pub fn too_old(nixl: &Nixl) -> Failure {
     Failure::failed(format!(
         "{nixl} is too old for the ferrywire backend, which needs NIXL 1.0 or later ({}); try: pip install --upgrade nixl",
@@ -103,7 +102,7 @@ fn left_behind(python: &Python, nixl: &Nixl) -> Failure {
     ))
 }
 
-/// For programs: a report, an error, or both.
+/// The report, the error, or both as JSON.
 pub fn json(report: Option<&Report>, done: &[String], error: Option<&Failure>) -> Value {
     let library = report.and_then(|report| report.library.as_ref());
     let override_folder = report.and_then(|report| report.override_folder.as_ref());
@@ -146,7 +145,7 @@ fn of_nixl(nixl: &Nixl, state: &State) -> Value {
     })
 }
 
-/// For people.
+/// The report as text.
 pub fn text(report: &Report) -> String {
     let mut text = format!("python   {}\n", report.python.path.display());
     let _ = match &report.library {

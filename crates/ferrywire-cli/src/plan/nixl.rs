@@ -1,6 +1,6 @@
-//! What the flags of `ferrywire nixl` mean.
+//! The meaning of `ferrywire nixl`'s flags.
 //!
-//! Invariant: a path that is given has at least one character. Read next: [`crate::nixl`].
+//! Invariant: a given path is not empty. Read next: [`crate::nixl`].
 
 use std::path::PathBuf;
 
@@ -8,34 +8,33 @@ use super::usage;
 use crate::args::{NixlCommand, NixlFlags};
 use crate::exit::Outcome;
 
-/// What is to be done about the backend for NIXL.
+/// The plan of `nixl`.
 #[derive(Clone, Debug)]
 pub struct NixlPlan {
-    /// What.
     pub action: NixlAction,
-    /// The interpreter that was named.
+    /// The interpreter that the user named.
     pub python: Option<PathBuf>,
-    /// The backend that was named.
+    /// The library that the user named.
     pub library: Option<PathBuf>,
     /// Print JSON.
     pub json: bool,
 }
 
-/// What is to be done.
+/// The action on the backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NixlAction {
-    /// Put it there.
+    /// Install it.
     Install {
-        /// Under the name of UCX too.
+        /// Also under the name of UCX.
         as_ucx: bool,
     },
-    /// See whether it is there.
+    /// Show its state.
     Status,
-    /// Take it away.
+    /// Remove it.
     Remove,
 }
 
-/// The plan of one of its commands.
+/// Makes the plan of a command.
 pub fn plan(action: NixlCommand) -> Outcome<NixlPlan> {
     let (action, flags) = match action {
         NixlCommand::Install { flags, as_ucx } => (NixlAction::Install { as_ucx }, flags),

@@ -1,6 +1,6 @@
-//! What the flags mean for one process of a run of several.
+//! The meaning of the flags for one rank of a run of several.
 //!
-//! Invariant: options that must be the same on all ranks are in `options`, and nothing else is: rank 0 compares them.
+//! Invariant: `options` has exactly the options that must be equal on all ranks; rank 0 compares them.
 //! Read next: [`crate::bench::ranks`].
 
 use std::collections::BTreeMap;
@@ -19,39 +19,39 @@ use crate::file;
 use crate::memory::Memory;
 use crate::units::Gpus;
 
-/// What launchers call a run, the innermost first.
+/// The variables with a launcher's id of the run, innermost launcher first.
 const JOBS: [(Launcher, &str); 3] = [
     (Launcher::Torchrun, "TORCHELASTIC_RUN_ID"),
     (Launcher::OpenMpi, "PMIX_NAMESPACE"),
     (Launcher::Slurm, "SLURM_JOB_ID"),
 ];
 
-/// One process of a run of several.
+/// The plan of one rank.
 #[derive(Clone, Debug)]
 pub struct RanksPlan {
-    /// What is to be done, and how this rank does it; what all agree on is rank 0's.
+    /// The parameters of the run and this rank's own options; rank 0's parameters count.
     pub bench: ConnectPlan,
-    /// Which process this is.
+    /// The rank and world size of this process.
     pub ranks: Ranks,
-    /// Where rank 0 waits, first choice first.
+    /// Addresses of rank 0, first choice first.
     pub group: Vec<SocketAddr>,
-    /// Where it listens for that.
+    /// The address on which rank 0 listens for the group.
     pub listen: SocketAddr,
-    /// Whether all of the run goes over loopback.
+    /// Whether the whole run uses loopback.
     pub on_loopback: bool,
-    /// Where this rank's bytes lie.
+    /// This rank's memory location.
     pub own: Memory,
-    /// Number of its GPU, or of its endpoint where they lie on the host.
+    /// Index of this rank's GPU, or of its endpoint for host memory.
     pub gpu: u32,
-    /// Options that all ranks must have alike, as they were given.
+    /// Options that must be equal on all ranks, as they were given.
     pub options: BTreeMap<String, String>,
-    /// What the launcher calls the run.
+    /// The launcher's id of the run.
     pub job: Option<String>,
-    /// Data to spoil, in tests.
+    /// Data to corrupt, in tests.
     pub inject: Option<Inject>,
 }
 
-/// Which process of a run this is; `None` when it is the only one.
+/// The rank of this process; `None` if it is the only process.
 pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, RankArgs)>> {
     let args = match &options.config {
         Some(path) => file::fill(args, path)?,
@@ -75,7 +75,7 @@ pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, Rank
     }
 }
 
-/// The plan of one of several processes.
+/// Makes the plan of a rank.
 pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -> Outcome<RanksPlan> {
     let flags = with_file(flags)?;
     if flags.gpus.is_some() {
@@ -98,7 +98,7 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
         peer_memory: theirs,
         gpus: Some(Gpus(vec![gpu])),
         gpu_nics: None,
-        // It is for the end that sends to do so.
+        // Only sending ranks corrupt data.
         ..flags
     };
     let mut bench = plan_connect(flags, Vec::new(), !group.on_loopback, verbose)?;
@@ -127,7 +127,7 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     })
 }
 
-/// Where the ranks meet.
+/// The addresses of rank 0.
 struct Group {
     addresses: Vec<SocketAddr>,
     listen: SocketAddr,
@@ -136,7 +136,7 @@ struct Group {
 }
 
 impl Group {
-    /// What was typed; else loopback where all are on one host; else what the launcher tells.
+    /// The flag; else loopback if all ranks are on one host; else the launcher's rendezvous.
     fn of(ranks: &Ranks, typed: bool) -> Outcome<Group> {
         let told = ranks.rendezvous.as_ref();
         let port = told.and_then(|told| told.port).unwrap_or(PORT_DEFAULT);
@@ -144,7 +144,7 @@ impl Group {
         let host = match told {
             _ if on_one_host => Ipv4Addr::LOCALHOST.to_string(),
             Some(Rendezvous { host, .. }) => host.clone(),
-            // Its variables name the host of mpirun, or each rank's own; that of rank 0 none does.
+            // These launchers set no variable with rank 0's host.
             None if let Some(launcher) = silent(ranks.launcher) => {
                 return usage(format!(
                     "{launcher} tells no rank where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} behind 'ferrywire bench', \
@@ -167,7 +167,7 @@ impl Group {
         };
         let listen = match addresses[0].ip() {
             ip if on_loopback => ip,
-            // A name may stand for loopback on its own host, and other NICs than its address's carry data.
+            // A name may resolve to loopback on its own host, and data may use other NICs than the address's.
             IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
             IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         };
@@ -175,7 +175,7 @@ impl Group {
     }
 }
 
-/// The name of a launcher that tells no rank where another is.
+/// The name of a launcher that does not tell ranks where others are.
 fn silent(launcher: Launcher) -> Option<&'static str> {
     match launcher {
         Launcher::OpenMpi => Some("Open MPI"),
@@ -184,18 +184,19 @@ fn silent(launcher: Launcher) -> Option<&'static str> {
     }
 }
 
-/// Where the bytes of the half that connects lie, and those of the half that serves, as it was typed. One word for both
-/// unless the other half's is said too.
+/// The memory locations of the connecting and the serving half, as they were typed. One flag is for both halves unless
+/// the other is given too.
 fn texts(flags: &ConnectFlags) -> (Option<String>, Option<String>) {
     (flags.memory.clone(), flags.peer_memory.clone().or_else(|| flags.memory.clone()))
 }
 
-/// Where this rank's bytes lie, with the number of its GPU: its local rank, unless a number was typed.
+/// The memory location of this rank, with the index of its GPU: the local rank, unless an index was typed.
 fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
     let (connecting, serving) = texts(flags);
-    let (flag, text) = match ranks.rank < ranks.world_size / 2 {
-        true => ("--memory", connecting),
-        false => (if flags.peer_memory.is_some() { "--peer-memory" } else { "--memory" }, serving),
+    let (flag, text) = if ranks.rank < ranks.world_size / 2 {
+        ("--memory", connecting)
+    } else {
+        (if flags.peer_memory.is_some() { "--peer-memory" } else { "--memory" }, serving)
     };
     let memory = match (Memory::typed(flag, text.as_deref())?, &flags.plugin) {
         (Some(memory), _) => memory,
@@ -211,7 +212,7 @@ fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
                 _ => ranks.local_rank,
             };
             let own = memory.on(gpu);
-            // Refused as it would be if it had been typed.
+            // Refused like a typed value.
             Memory::typed(flag, Some(&own.to_string())).map(|_| (own, gpu))
         }
     }
@@ -224,7 +225,7 @@ fn number(location: ferrywire::MemoryLocation) -> u32 {
     }
 }
 
-/// A launcher may show each rank its own GPU alone, which is then number 0.
+/// A launcher may show each rank only its own GPU, which then has index 0.
 fn cuda_of(local_rank: u32) -> u32 {
     match CudaGpu::count() {
         Ok(1) => 0,
@@ -232,20 +233,21 @@ fn cuda_of(local_rank: u32) -> u32 {
     }
 }
 
-/// NICs by GPU; that of this rank must be among them.
+/// NICs by GPU, which must include this rank's GPU.
 fn map(flags: &ConnectFlags, gpu: u32) -> Outcome<Map> {
     let Some(text) = &flags.gpu_nics else { return Ok(Map::default()) };
     let map: Map = text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?;
     if flags.nics.is_some() {
         return usage("--gpu-nics names the NICs of each GPU: leave out --nics");
     }
-    match map.nics.contains_key(&gpu) {
-        true => Ok(map),
-        false => usage(format!("--gpu-nics {text}: no NIC for GPU {gpu}, that of this rank")),
+    if map.nics.contains_key(&gpu) {
+        Ok(map)
+    } else {
+        usage(format!("--gpu-nics {text}: no NIC for GPU {gpu}, that of this rank"))
     }
 }
 
-/// Every option but those that a host or a rank may have for itself.
+/// All options but those that may differ between hosts or ranks.
 fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
     let own = ConnectFlags {
         nics: None,
@@ -285,7 +287,7 @@ mod tests {
     use crate::args::Transport;
     use crate::bench::host;
 
-    /// Whether devmem is tried, and whether it has to be had, by a rank that meets the others there.
+    /// Whether devmem is tried by a rank with this rendezvous, and whether it is required.
     fn devmem(location: &str, flags: ConnectFlags) -> Option<bool> {
         let secret = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(secret.path(), host::random_hex(8).expect("random")).expect("written");

@@ -1,7 +1,7 @@
-//! What a run of `bench` moves: sizes, depth, blocks, pattern, and how long.
+//! The parameters of a run of `bench`: sizes, depth, blocks, pattern and length.
 //!
-//! Invariant: a run that leaves here can be sent to the other end as it is; its numbers are within the protocol's limits.
-//! Read next: `../plan.rs`, which calls this.
+//! Invariant: a run made here can be sent to the other end as it is; its numbers are within the protocol's limits.
+//! Read next: `../plan.rs`, the caller.
 
 use super::{at_least_one, seconds, usage};
 use crate::args::{ConnectFlags, Op, Pattern, Transport, Unpack, Verify};
@@ -11,7 +11,7 @@ use crate::exit::Outcome;
 use crate::memory::Memory;
 use crate::units::Sizes;
 
-/// Length of the timed part when neither --iters nor --seconds is given.
+/// Length of the timed part in seconds if neither --iters nor --seconds is given.
 pub(super) const SECONDS_DEFAULT: f64 = 2.0;
 
 pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> Outcome<Run> {

@@ -1,7 +1,7 @@
-//! The process in which a plugin is started: it may do to it what it likes.
+//! The child process that starts a plugin, which may crash it.
 //!
-//! Everything goes to the parent through standard output, which the plugin itself does not get: what the
-//! plugin prints goes to standard error.
+//! Reports to the parent go through standard output, which the plugin does not get: the plugin's own output goes to
+//! standard error.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,19 +16,19 @@ use super::report::{Device, Report};
 use crate::exit::Outcome;
 use crate::sys;
 
-/// One line to the parent.
+/// One message to the parent.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Message {
-    /// What comes next, as it would be said of a plugin that dies in it: "in init".
+    /// The next step, as in the message if the plugin dies in it: "in init".
     Step(String),
-    /// It could not be loaded.
+    /// The plugin could not be loaded.
     Failed(String),
-    /// All that is known.
+    /// The complete report.
     Report(Box<Report>),
 }
 
-/// Loads the plugin, tells everything, and ends the process without giving the plugin another say.
+/// Loads the plugin, reports to the parent, and ends the process without running the plugin's exit handlers.
 pub fn run(path: &Path, version: Option<Version>) -> Outcome {
     sys::die_with_parent();
     let parent = sys::take_stdout().map_err(|error| crate::exit::Failure::failed(error.to_string()))?;
@@ -43,7 +43,7 @@ pub fn run(path: &Path, version: Option<Version>) -> Outcome {
 
 fn send(parent: &File, message: &Message) {
     if let Ok(line) = serde_json::to_string(message) {
-        // A parent that is gone needs nothing.
+        // A parent that is gone needs no report.
         let _ = (&*parent).write_all((line + "\n").as_bytes());
     }
 }
@@ -55,7 +55,7 @@ fn inspect(path: &Path, wanted: Option<Version>, parent: &File) -> Result<Report
     let exported = library.versions();
     let (older, nccl_choice) = (library.older_versions(), library.nccl_choice());
     step("in init");
-    // SAFETY: the user asked to start this plugin; this process is there for nothing else.
+    // SAFETY: the user asked to start this plugin; this process does nothing else.
     let plugin = unsafe { library.load(wanted) }?;
     let devices = (0..plugin.devices()).map(|device| {
         step(&format!("in getProperties of device {device}"));
@@ -73,7 +73,7 @@ fn inspect(path: &Path, wanted: Option<Version>, parent: &File) -> Result<Report
     })
 }
 
-/// A path if there is such a file, else a name as in `NCCL_NET_PLUGIN`.
+/// Opens a file, or a name as in `NCCL_NET_PLUGIN`.
 fn open(path: &Path) -> Result<Library, LoadError> {
     let named = path.to_str().filter(|name| !name.contains('/') && !path.exists());
     // SAFETY: as in inspect; the environment is not changed in this process.

@@ -1,8 +1,8 @@
-//! `ferrywire plugin`: what an NCCL net plugin exports, found out by starting it.
+//! `ferrywire plugin`: shows what an NCCL net plugin exports, by starting it.
 //!
-//! A plugin may exit, crash or hang, so it runs in a child process ([`child`]), which sends a line for each
-//! step, for each line that the plugin logs, and at last the result. Whatever happens to the child, this
-//! process says in one line what it was and exits with 1.
+//! A plugin may exit, crash or hang, so it runs in a child process ([`child`]), which sends a line for each step, for
+//! each line of the plugin's log, and for the result. If the child fails, this process says in one line how, and exits
+//! with 1.
 //! Read next: [`child`], then [`report`].
 
 pub mod child;
@@ -25,17 +25,17 @@ use crate::units::rounded;
 use child::Message;
 use report::Report;
 
-/// How often the child is looked at while it says nothing.
+/// How often a silent child is checked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
-/// After the child's end its last words are waited for this long each, in case a process of its own holds
-/// the pipe.
+/// After the child's end each further line is waited for at most this long, in case a process of its own holds the
+/// pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// No more of them than this, in case such a process goes on talking.
+/// Limit of such lines, in case that process continues to write.
 const LAST_LINES_MAX: usize = 10_000;
-/// Lines of what a plugin printed that are kept for the report of its end.
+/// Lines of the plugin's output that are kept for the report of its end.
 const PRINTED_LINES_KEPT: usize = 8;
 
-/// Starts the plugin in a child and prints what there is to say.
+/// Starts the plugin in a child and prints the report.
 pub fn run(plan: &PluginPlan) -> Outcome {
     let (report, outcome) = match Watch::start(plan)?.outcome() {
         Ok(report) => {
@@ -54,10 +54,10 @@ pub fn run(plan: &PluginPlan) -> Outcome {
     outcome.and(printed)
 }
 
-/// Starts the plugin in a child; gives how many devices it has, and its name.
+/// Starts the plugin in a child; returns the number of its devices and its name.
 ///
 /// # Errors
-/// What [`run`] would end with.
+/// As for [`run`].
 pub fn devices(plan: &PluginPlan) -> Outcome<(usize, String)> {
     let report = Watch::start(plan)?.outcome()?;
     match report.first_error() {
@@ -66,14 +66,14 @@ pub fn devices(plan: &PluginPlan) -> Outcome<(usize, String)> {
     }
 }
 
-/// What the threads that read from the child have seen.
+/// An event of a thread that reads from the child.
 enum Seen {
     Message(Message),
     Logged(LogLine),
     Printed(String),
 }
 
-/// A child under way.
+/// The watch over a running child.
 struct Watch<'a> {
     plan: &'a PluginPlan,
     child: Child,
@@ -81,7 +81,7 @@ struct Watch<'a> {
     step: String,
     logged: LastLines,
     printed: VecDeque<String>,
-    /// Time waited in the present step; time in which this process was stopped does not count.
+    /// Time in the present step, without time in which this process was stopped.
     waited: Duration,
 }
 
@@ -91,7 +91,7 @@ impl Watch<'_> {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg("plugin-child").args(plan.version.map(|version| format!("--version={version}")));
         command.arg("--").arg(&plan.path);
-        // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
+        // In its own process group, so that Ctrl-C reaches only this process, which then ends the child.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;
         let (sender, seen) = channel();
@@ -129,7 +129,7 @@ impl Watch<'_> {
 
     fn finish(mut self, result: Message) -> Outcome<Report> {
         if self.plan.verbose {
-            // The child ends now; what the plugin printed comes through a pipe of its own, perhaps later.
+            // The child is ending; the plugin's output comes through another pipe and may be late.
             for _ in 0..LAST_LINES_MAX {
                 let Some(seen) = self.next_of_the_last() else { break };
                 self.note(seen);
@@ -165,7 +165,7 @@ impl Watch<'_> {
         matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
-    /// What is still in the pipes of a child that has ended.
+    /// Reads what is left in the pipes of a child that has ended.
     fn last_words(mut self) -> Outcome<Report> {
         for _ in 0..LAST_LINES_MAX {
             let Some(seen) = self.next_of_the_last() else { break };
@@ -209,7 +209,7 @@ impl Drop for Watch<'_> {
     }
 }
 
-/// How a process with a plugin ended that says no more, in words and as a value. One that only closed its pipe is ended.
+/// How a child with a plugin ended, as text and as a value. A child that only closed its pipe is killed.
 pub fn end_of(child: &mut Child) -> (String, EndKind) {
     let until = Instant::now() + LAST_WORDS;
     while matches!(child.try_wait(), Ok(None)) {
@@ -227,7 +227,7 @@ pub fn end_of(child: &mut Child) -> (String, EndKind) {
     }
 }
 
-/// How it ended, in words.
+/// How a process ended, as text.
 fn how_it_ended(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("the plugin ended its process with exit status {code}"),
@@ -236,7 +236,7 @@ fn how_it_ended(status: ExitStatus) -> String {
     }
 }
 
-/// Sends what `make` makes of each line, until the pipe ends or nobody listens.
+/// Sends `make` of each line, until the pipe ends or the receiver is gone.
 fn read_lines(
     pipe: impl Read + Send + 'static,
     sender: Sender<Seen>,

@@ -1,4 +1,4 @@
-//! What there is to say about a plugin: as JSON, and as the text that people read.
+//! The report on a plugin as JSON and as text.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -12,24 +12,22 @@ use serde_json::{Value, json};
 
 use crate::exit::Failure;
 
-/// A plugin that was started.
+/// The facts about a started plugin.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
-    /// The file.
     pub path: String,
-    /// Versions it exports, newest first.
+    /// The interface versions that the plugin exports, newest first.
     pub exported: Vec<String>,
-    /// Versions it exports that are too old to be used.
+    /// Exported versions that are too old to be used.
     pub older: Vec<String>,
     /// The version that NCCL 2.30 would use.
     pub nccl_choice: Option<String>,
-    /// The version that was used here.
+    /// The version that was used for this report.
     pub used: String,
-    /// Its name.
+    /// The plugin's name after `init`.
     pub name: String,
-    /// Its name before it was started.
+    /// The plugin's name before `init`.
     pub name_before_init: String,
-    /// Its devices.
     pub devices: Vec<Device>,
 }
 
@@ -61,7 +59,7 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device that has told its properties.
+    /// A device with its properties.
     pub fn new(device: i32, properties: &Properties) -> Device {
         let kinds = [(PTR_HOST, "host"), (PTR_CUDA, "cuda"), (PTR_DMABUF, "dmabuf")];
         let taken = kinds.iter().filter(|(bit, _)| properties.ptr_support & bit != 0);
@@ -91,7 +89,7 @@ impl Device {
         }
     }
 
-    /// A device that has not.
+    /// A device whose properties could not be read.
     pub fn failed(device: i32, error: String) -> Device {
         Device { device, error: Some(error), ..Device::default() }
     }
@@ -108,7 +106,7 @@ impl Device {
         self.pci_path.as_deref().map_or("-", |path| path.rsplit('/').next().unwrap_or(path))
     }
 
-    /// What is not said by a number.
+    /// Notes in text about the device.
     fn notes(&self) -> String {
         let members: Vec<String> = self.members.iter().map(i32::to_string).collect();
         let flags = [
@@ -123,13 +121,13 @@ impl Device {
 }
 
 impl Report {
-    /// The first device that would not tell its properties.
+    /// The first error of a device.
     pub fn first_error(&self) -> Option<String> {
         self.devices.iter().find_map(|device| device.error.clone())
     }
 }
 
-/// For programs: a report, an error, or both.
+/// The report, the error, or both as JSON.
 pub fn json(report: Option<&Report>, error: Option<&Failure>, path: &Path) -> Value {
     let mut value = match report.map(serde_json::to_value) {
         Some(Ok(value)) => value,
@@ -141,7 +139,7 @@ pub fn json(report: Option<&Report>, error: Option<&Failure>, path: &Path) -> Va
     value
 }
 
-/// For people.
+/// The report as text.
 pub fn text(report: &Report) -> String {
     let mut text = String::new();
     let mut line = |what: &str, value: &str| {
@@ -162,9 +160,10 @@ pub fn text(report: &Report) -> String {
 }
 
 fn name(report: &Report) -> String {
-    match report.name == report.name_before_init {
-        true => report.name.clone(),
-        false => format!("{} (before it was started: {})", report.name, report.name_before_init),
+    if report.name == report.name_before_init {
+        report.name.clone()
+    } else {
+        format!("{} (before it was started: {})", report.name, report.name_before_init)
     }
 }
 
@@ -212,7 +211,7 @@ fn table(report: &Report) -> Table {
     table
 }
 
-/// A line that the plugin logged.
+/// A line of the plugin's log.
 pub fn log_line(line: &LogLine) -> String {
     let device = line.device.map(|device| format!(", device {device}")).unwrap_or_default();
     let held_back = match line.held_back {

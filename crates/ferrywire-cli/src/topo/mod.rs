@@ -1,6 +1,6 @@
-//! `ferrywire topo`: what this host is made of, and which GPU uses which NICs.
+//! `ferrywire topo`: shows this host's hardware, and which GPU uses which NICs.
 //!
-//! The engine's `topology` finds and decides; here it is only shown.
+//! `ferrywire_host::topology` finds and plans; this module only shows the result.
 //! Read next: [`report`].
 
 mod report;
@@ -34,17 +34,11 @@ pub fn run(asked: &TopoPlan) -> Outcome {
         Err(error) => (None, Err(failure(&error))),
     };
     let report = Report { topology: &topology, plan: plan.as_ref(), channels: asked.channels };
-    let text = match asked.json {
-        true => format!("{}\n", report.json(outcome.as_ref().err())),
-        false => report.text(),
-    };
+    let text = if asked.json { format!("{}\n", report.json(outcome.as_ref().err())) } else { report.text() };
     let printed = exit::print(&text);
     outcome.and(printed)
 }
 
 fn failure(error: &PlanError) -> Failure {
-    match error.is_usage() {
-        true => Failure::Usage(error.to_string()),
-        false => Failure::failed(error.to_string()),
-    }
+    if error.is_usage() { Failure::Usage(error.to_string()) } else { Failure::failed(error.to_string()) }
 }

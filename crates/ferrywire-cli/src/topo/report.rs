@@ -1,4 +1,4 @@
-//! A topology and its plan: as JSON, and as the tables that people read.
+//! A topology and its plan as JSON and as tables.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -10,18 +10,17 @@ use serde_json::{Value, json};
 
 use crate::exit::Failure;
 
-/// What is shown.
+/// The data to show.
 pub struct Report<'a> {
-    /// The host.
     pub topology: &'a Topology,
-    /// Its plan, if there is one.
+    /// The host's plan, if there is one.
     pub plan: Option<&'a Plan>,
     /// Channels per GPU.
     pub channels: usize,
 }
 
 impl Report<'_> {
-    /// For programs.
+    /// The report as JSON.
     pub fn json(&self, error: Option<&Failure>) -> Value {
         let nodes = self.topology.nodes.iter();
         let gpus = |gpus: &[Gpu]| gpus.iter().map(gpu_json).collect::<Vec<_>>();
@@ -59,7 +58,7 @@ impl Report<'_> {
         })
     }
 
-    /// Each GPU with the channels of each of its NICs.
+    /// Each GPU, with the number of channels on each of its NICs.
     fn per_gpu<'a>(&self, plan: &'a Plan) -> Vec<(&'a GpuPlan, BTreeMap<String, usize>)> {
         let spread = plan.channels(self.topology, self.channels);
         let counted = spread.into_iter().map(|nics| {
@@ -70,7 +69,7 @@ impl Report<'_> {
         plan.gpus.iter().zip(counted).collect()
     }
 
-    /// For people.
+    /// The report as text.
     pub fn text(&self) -> String {
         let mut text = String::new();
         let mut part = |title: &str, body: String| {
@@ -180,11 +179,10 @@ impl Report<'_> {
             let nics: Vec<String> = gpu.nics.iter().map(|nic| format!("{nic} ({})", count(nic))).collect();
             [gpu.gpu.to_string(), nics.join(", "), gpu.cpus.to_string(), gpu.why.clone()]
         };
-        let mut text = match plan.gpus.is_empty() {
-            true => format!("  no GPU; host memory uses {}\n", or_dash(plan.host_nics.join(", "))),
-            false => {
-                table(["GPU", "NICs (channels)", "CPUs", "why"], self.per_gpu(plan).into_iter().map(row))
-            }
+        let mut text = if plan.gpus.is_empty() {
+            format!("  no GPU; host memory uses {}\n", or_dash(plan.host_nics.join(", ")))
+        } else {
+            table(["GPU", "NICs (channels)", "CPUs", "why"], self.per_gpu(plan).into_iter().map(row))
         };
         for unused in &plan.unused {
             let _ = writeln!(text, "  not used: {}: {}", unused.nic, unused.why);
@@ -193,7 +191,7 @@ impl Report<'_> {
     }
 }
 
-/// What is below a PCIe root.
+/// The devices below a PCIe root.
 #[derive(Default)]
 struct Root {
     nodes: BTreeSet<u32>,
@@ -249,7 +247,7 @@ fn devmem_json(found: &Possible) -> Value {
     })
 }
 
-/// Whether a NIC can do devmem TCP, in a word or two.
+/// Whether a NIC supports devmem TCP, in a word or two.
 fn answer(found: &Possible) -> &'static str {
     match (found.receives, found.is_possible(), found.missing.is_empty()) {
         (None, ..) => "unknown",
@@ -279,7 +277,7 @@ fn nic_row(nic: &Nic) -> [String; 11] {
     ]
 }
 
-/// Address and root.
+/// PCI address and root.
 fn place(pci: Option<&PciPath>) -> [String; 2] {
     let address = pci.map(|pci| pci.address.to_string());
     let root = pci.and_then(|pci| Some(pci.root?.to_string()));

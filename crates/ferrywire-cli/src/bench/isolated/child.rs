@@ -1,6 +1,7 @@
-//! The child's side: does the work, says what the parent must know.
+//! The child process: does the work, and reports everything to the parent.
 //!
-//! Standard output is the pipe to the parent; what a plugin prints there goes to standard error.
+//! Standard output is the pipe to the parent; a plugin's own output goes to standard error.
+//! Read next: `message.rs`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +15,10 @@ use crate::exit::{self, Failure, Outcome};
 use crate::plan::{ConnectPlan, Plan, RanksPlan, ServePlan};
 use crate::sys;
 
-/// How often the parent is told that the child lives, and what the plugin is doing.
+/// How often the child reports that it lives, and the plugin's pending call.
 const ALIVE_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Does what was planned, tells the outcome, and ends the process without giving the plugin another say.
+/// Carries out the plan, reports the outcome, and ends the process without running the plugin's exit handlers.
 pub fn run(plan: Plan, order: &Order) -> Outcome {
     sys::die_with_parent();
     let pipe = sys::take_stdout().map_err(|error| Failure::failed(error.to_string()))?;

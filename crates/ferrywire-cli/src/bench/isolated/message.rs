@@ -1,7 +1,7 @@
-//! What a child says to its parent: JSON, in lines that other writers of the same pipe cannot break.
+//! Messages from a child to its parent: JSON in lines that other writers of the pipe cannot break.
 //!
-//! The plugin's log lines go through the same pipe, from any thread. The kernel keeps a write whole up to
-//! `PIPE_BUF` bytes, so a longer message travels in parts.
+//! The plugin's log lines go through the same pipe, from any thread. The kernel keeps writes up to `PIPE_BUF` bytes
+//! together, so a longer message is sent in parts.
 //! Invariant: a line is one write, and no longer than [`LINE_BYTES_MAX`].
 
 use std::fs::File;
@@ -22,44 +22,44 @@ const PART: u8 = b'+';
 /// First byte of the last part.
 const LAST_PART: u8 = b'.';
 
-/// One message.
+/// One message of the child.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Message {
-    /// Still there; the plugin's call that has been under way for longest.
+    /// The child lives; with the plugin's call that has been pending for longest.
     Alive(Option<Call>),
-    /// What is done now, as it would be said of a plugin that dies in it: "while connecting".
+    /// The present stage, as in the message if the plugin dies in it: "while connecting".
     Stage(String),
-    /// The serving end listens here.
+    /// The serving end listens.
     Listening {
-        /// Addresses listened on.
+        /// The addresses on which it listens.
         addresses: Vec<SocketAddr>,
-        /// Those that other hosts may reach.
+        /// The addresses that other hosts may reach.
         reachable: Vec<SocketAddr>,
     },
     /// The serving end begins a run with this peer.
     RunBegins(String),
     /// The serving end has finished a run.
     RunOver {
-        /// The peer.
+        /// The peer's name.
         name: String,
-        /// What it was.
+        /// A description of the run.
         what: String,
-        /// How it ended.
+        /// The run's outcome.
         outcome: Outcome,
     },
-    /// For the record of the connecting end.
+    /// News for the record of the connecting end.
     News(Box<News>),
-    /// The end of it all.
+    /// The outcome of the whole process.
     Outcome(Outcome),
 }
 
-/// A call of the plugin that has not returned.
+/// A pending call of the plugin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
-    /// The function, and the device it is about.
+    /// The function and its device.
     pub what: String,
-    /// For how long.
+    /// How long the call has been pending, in milliseconds.
     pub under_way_ms: u64,
 }
 
@@ -73,12 +73,12 @@ impl Sender {
         Sender(Mutex::new(pipe))
     }
 
-    /// Its descriptor, for others that write whole lines.
+    /// The pipe's descriptor, for other writers of whole lines.
     pub fn descriptor(&self) -> RawFd {
         self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).as_raw_fd()
     }
 
-    /// Sends a message. A parent that is gone needs none.
+    /// Sends a message. If the parent is gone, the message is lost.
     pub fn send(&self, message: &Message) {
         let Ok(text) = serde_json::to_vec(message) else { return };
         let mut pipe = self.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -92,12 +92,12 @@ impl Sender {
     }
 }
 
-/// Puts messages together again from the lines of the pipe.
+/// Reassembles messages from the lines of the pipe.
 #[derive(Debug, Default)]
 pub struct Assembler(Vec<u8>);
 
 impl Assembler {
-    /// Takes a line; gives the message that it completes. Lines of others are none.
+    /// Takes a line; returns the message that it completes. Lines of other writers are not messages.
     pub fn take(&mut self, line: &[u8]) -> Option<Message> {
         let (first, rest) = line.split_first()?;
         match *first {

@@ -1,14 +1,13 @@
-//! A plugin may exit, crash or never return: what runs with one runs in a child process.
+//! Runs with a plugin happen in a child process, because a plugin may exit, crash or never return.
 //!
 //! ```text
-//!   what was typed ── parent: prints, stores, decides ── lines over a pipe ── child: endpoint and plugin
+//!   flags ── parent: prints, stores, decides ── lines over a pipe ── child: endpoint and plugin
 //! ```
 //!
-//! The child is this command once more, with the same arguments. Its environment is complete before it
-//! starts; what else it must know is in one variable ([`Order`]). It has the parent's standard error; all
-//! else that it has to say it says in [`Message`]s. The parent notices its end, and calls of the plugin that
-//! do not return, tells them in one line, and goes on: a failed run has its finished results, a serving end
-//! gets a fresh child on the same port.
+//! The child is this command with the same arguments. Its environment is complete before it starts; everything else
+//! that it needs is in one variable ([`Order`]). It shares the parent's standard error and reports everything else in
+//! [`Message`]s. The parent detects its end and calls of the plugin that do not return, reports each in one line, and
+//! continues: a failed run keeps its finished results, and a serving end gets a new child on the same port.
 //!
 //! Invariant: whatever a plugin does, the parent neither ends nor hangs.
 //! Read next: [`message`], [`child`], [`supervisor`] (the parent's watch), [`serve`].
@@ -32,19 +31,19 @@ use crate::plan::{ConnectPlan, EnginePlan};
 use message::Message;
 use supervisor::{Event, Supervisor};
 
-/// Carries the [`Order`] to the child.
+/// The variable that carries the [`Order`] to the child.
 const ORDER: &str = "FERRYWIRE_SUPERVISED";
 
-/// What a child must know beside its arguments.
+/// Information for a child besides its arguments.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Order {
-    /// Where to listen: the port of the child before.
+    /// The address to listen on: the previous child's port.
     pub listen: Option<SocketAddr>,
-    /// Where to connect.
+    /// The addresses to connect to.
     pub connect: Vec<SocketAddr>,
     /// Name and seed of the run.
     pub run: Option<(String, u64)>,
-    /// Variables that the parent set for the plugin.
+    /// Variables that the parent has set for the plugin.
     pub set_before: Vec<String>,
 }
 
@@ -60,10 +59,10 @@ impl Order {
     }
 }
 
-/// The variables that the plugin of this end will be loaded with.
+/// The variables with which the plugin of this end will be loaded.
 pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Vec<Variable>> {
     nics::check_map(&engine.map, engine.gpus.as_deref().unwrap_or_default())?;
-    // A plugin is told once of all NICs that its endpoints will use, those of other rails in a mesh among them.
+    // A plugin is told once about all NICs that its endpoints will use, also those of other rails in an all-to-all run.
     let mapped = engine.map.nics.values().flatten().filter(|name| nics::is_usable(name));
     let mut nics: Vec<String> = mapped.chain(&engine.nics).cloned().collect();
     nics.sort();
@@ -72,13 +71,13 @@ pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<V
     Ok(super::builder(&of_all, listen)?.plugin_environment()?)
 }
 
-/// The variables in words: `NAME = value (set by the user)`.
+/// The variables as text: `NAME = value (set by the user)`.
 pub fn shown(variables: &[Variable]) -> String {
     let line = |v: &Variable| format!("{} = {} (set by {})\n", v.name, v.value, setter(v.set_by));
     variables.iter().map(line).collect()
 }
 
-/// The variables as they are stored: name, value and who set it.
+/// The variables for the stored result: name, value, and the setter.
 pub fn stored(variables: &[Variable]) -> BTreeMap<&str, [&str; 2]> {
     variables.iter().map(|v| (v.name, [v.value.as_str(), setter(v.set_by)])).collect()
 }
@@ -90,7 +89,7 @@ fn setter(by: SetBy) -> &'static str {
     }
 }
 
-/// The connecting end: a child measures, and the record here takes what it tells.
+/// The connecting end: a child measures, and `record` stores what it reports.
 pub fn connect(plan: &ConnectPlan, environment: &[Variable], record: &mut Record) -> Outcome {
     let Some(plugin) = &plan.engine.plugin else { unreachable!("the caller has a plugin") };
     let run = Some((plan.run_id.clone(), plan.run.seed));

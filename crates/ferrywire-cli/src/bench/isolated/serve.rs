@@ -1,4 +1,4 @@
-//! The serving end of a plugin: a child works, and a fresh one follows when it dies.
+//! The serving end with a plugin: a child serves, and a new one replaces it when it dies.
 
 use std::net::SocketAddr;
 
@@ -13,9 +13,10 @@ use crate::sys;
 
 /// How one child ended.
 enum End {
-    /// There is nothing more to do.
+    /// The child has finished.
     Over(Outcome),
-    /// It died, or had to be ended; whether the engine has already told of the call that did not return.
+    /// The child died or was killed; the flag tells whether the engine has already reported the call that did not
+    /// return.
     Died(Failure, bool),
 }
 
@@ -72,7 +73,7 @@ fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
             Event::Said(Message::Outcome(outcome)) => return Ok(End::Over(outcome)),
             Event::Said(_) => {}
             Event::Ended(Failure::Interrupted) => return Ok(End::Over(Err(Failure::Interrupted))),
-            // One that dies before it listens would do so again.
+            // A child that dies before it listens would do so again.
             Event::Ended(failure) if !listens => return Ok(End::Over(Err(failure))),
             Event::Ended(failure) => return Ok(End::Died(failure, failure_told && supervisor.is_overdue())),
         }

@@ -1,4 +1,6 @@
-//! The parent's watch over one child: what it says, how it ends, and whether its plugin still returns.
+//! The parent's watch over one child: its messages, its end, and calls of its plugin that do not return.
+//!
+//! Read next: `message.rs`.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -19,25 +21,25 @@ use crate::sys;
 use crate::transport::PluginUse;
 use crate::units::rounded;
 
-/// How often the child is looked at while it says nothing.
+/// How often a silent child is checked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
-/// The engine gives a call that does not return up by itself; this much later so does the parent.
+/// The engine gives up a call that does not return; the parent does so this much later.
 const CALL_GRACE: Duration = Duration::from_secs(5);
-/// A call is overdue when so many reports in a row say so: not because everything stood still for a while.
+/// A call is overdue after this many reports in a row, so that a pause of the whole machine does not count.
 const OVERDUE_REPORTS: u32 = 5;
 /// Longest silence of a child that has not ended.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
-/// After Ctrl-C a child has this long to end.
+/// How long a child may take to end after Ctrl-C.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(10);
-/// A child that has ended is listened to for this long, in case a process of its own holds the pipe.
+/// How long the pipe of a child that has ended is read, in case one of its own processes holds it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// What has happened.
+/// An event of the child.
 #[derive(Debug)]
 pub enum Event {
-    /// The child said something.
+    /// The child sent a message.
     Said(Message),
-    /// It has ended, or had to be ended, and why.
+    /// The child has ended or was killed, for this reason.
     Ended(Failure),
 }
 
@@ -46,7 +48,7 @@ enum Seen {
     Logged(LogLine),
 }
 
-/// A child under way; it ends with this value.
+/// A running child; it is killed when this is dropped.
 pub struct Supervisor<'a> {
     plugin: &'a PluginUse,
     child: Child,
@@ -55,13 +57,13 @@ pub struct Supervisor<'a> {
     logged: LastLines,
     call: Option<Call>,
     overdue_reports: u32,
-    /// Time without a word, and since Ctrl-C; time in which this process was stopped does not count.
+    /// Time without a message, and time since Ctrl-C, without time in which this process was stopped.
     silent: Duration,
     interrupted: Option<Duration>,
 }
 
 impl<'a> Supervisor<'a> {
-    /// Starts this command once more, as a child that works with the plugin.
+    /// Starts this command again as a child that works with the plugin.
     pub fn start(
         plugin: &'a PluginUse,
         environment: &[Variable],
@@ -76,7 +78,7 @@ impl<'a> Supervisor<'a> {
         command.envs(set().map(|variable| (variable.name, &variable.value)));
         child_secret::hand(&mut command, secret);
         parent::do_not_ask(&mut command);
-        // In a process group of its own, Ctrl-C reaches this end only, which passes it on.
+        // In its own process group, so that Ctrl-C reaches only this process, which passes it on.
         command.process_group(0).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;
         let (sender, seen) = channel();
@@ -96,7 +98,7 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Waits for what happens next.
+    /// Waits for the next event.
     pub fn next(&mut self) -> Event {
         loop {
             let began = Instant::now();
@@ -120,7 +122,7 @@ impl<'a> Supervisor<'a> {
         }
     }
 
-    /// Whether its plugin is in a call that should have returned.
+    /// Whether the plugin is in a call that should have returned.
     pub fn is_overdue(&self) -> bool {
         self.overdue_reports >= OVERDUE_REPORTS
     }
@@ -148,7 +150,7 @@ impl<'a> Supervisor<'a> {
         None
     }
 
-    /// Looks for what the child does not say.
+    /// Checks for events that the child does not report.
     fn look(&mut self, passed: Duration) -> Option<Failure> {
         self.silent += passed;
         if sys::interrupted() {

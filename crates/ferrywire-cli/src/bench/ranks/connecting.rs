@@ -1,4 +1,4 @@
-//! A rank of the first half: connects to its partners and drives, as `connect` does; rank 0 merges what all measured.
+//! A rank of the first half: connects to its partners and drives, as `connect` does; rank 0 merges all measurements.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::exit::{Failure, Outcome};
 use crate::plan::{ConnectPlan, RanksPlan};
 use crate::sys;
 
-/// Starts the endpoint, and moves data when all are ready.
+/// Starts the endpoint, and moves data once all ranks are ready.
 pub fn take_part(
     plan: &RanksPlan,
     group: &Arc<Group>,
@@ -54,11 +54,11 @@ struct Connecting<'a> {
     /// All pairs of the run.
     ranks: Vec<RankPair>,
     gpus: Vec<(u32, u32)>,
-    /// Those of this rank, by their place among all.
+    /// The indices of this rank's pairs.
     own: Vec<usize>,
     pairs: Vec<Pair>,
     links: Vec<Link>,
-    /// This rank among the peers of each partner.
+    /// The index of this rank among the peers of each partner.
     member: usize,
     run: Run,
 }
@@ -130,7 +130,7 @@ impl<'a> Connecting<'a> {
         })
     }
 
-    /// All conversations, each in a thread; the first in this one, which tells if this is rank 0.
+    /// Runs all conversations, each in a thread; the first one in this thread, which reports if this is rank 0.
     fn converse(&self, start: Instant, listeners: Listeners<'_>) -> Outcome {
         thread::scope(|scope| {
             let further: Vec<_> = (1..self.own.len())
@@ -179,7 +179,7 @@ impl<'a> Connecting<'a> {
         outcome
     }
 
-    /// Hands in what a pair measured; the first pair of all gets what all have.
+    /// Reports a pair's measurements; the first pair of all receives those of all pairs.
     fn merge(
         &self,
         pair: usize,
@@ -197,7 +197,7 @@ impl<'a> Connecting<'a> {
         if pair > 0 {
             return Ok(None);
         }
-        // Its partner waits for the next size, while other pairs may still be verifying this one.
+        // The partner waits for the next size while other pairs may still verify this one.
         let notice = WaitNotice::new(link);
         let all = self.group.reports(step, &|| notice.ask())?;
         let verified_iterations = all.iter().filter_map(|one| one.verified_iterations).collect();
@@ -206,7 +206,7 @@ impl<'a> Connecting<'a> {
     }
 }
 
-/// Says why a conversation ended, and whose doing that is: the partner's, when that is gone or has said so.
+/// Reports why a conversation ended. The partner is blamed if it is gone or has reported a failure.
 pub fn blame(group: &Group, link: &Link, partner: u32, failure: &Failure) {
     if let Some(why) = link.their_failure() {
         return group.fail(Some(partner), &Failure::failed(why));
@@ -215,7 +215,8 @@ pub fn blame(group: &Group, link: &Link, partner: u32, failure: &Failure) {
     group.fail((is_gone && *failure != Failure::Interrupted).then_some(partner), failure);
 }
 
-/// Addresses of a rank, likely ones first. On another host an address that is also one of this host's leads nowhere.
+/// Addresses of a rank, likely ones first. An address on another host that is also an address of this host would lead
+/// here.
 fn candidates(there: &Entry, boot_id: &str) -> Vec<SocketAddr> {
     let same_host = there.boot_id == boot_id;
     let own: Vec<IpAddr> = sys::nic_addresses().into_iter().map(|(_, address)| address).collect();

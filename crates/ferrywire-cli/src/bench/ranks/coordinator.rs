@@ -1,8 +1,8 @@
-//! What rank 0 makes of what the ranks say: a table once all are there, a pass once all have arrived, an end.
+//! Rank 0's decisions: a table once all ranks are ready, a pass once all have arrived, the end of the run.
 //!
-//! Turns values into values: it opens no socket and reads no clock.
-//! Invariant: the first failure ends the run, and nothing is said to all behind the end.
-//! Read next: [`super::group`], which carries the words.
+//! Invariant: pure: no socket, no clock. The first failure ends the run, and nothing is sent to all ranks after the
+//! end.
+//! Read next: [`super::group`], which carries the messages.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::super::protocol::Run;
 use super::messages::{Card, Entry, Fault, PairReport, Place, RankMessage, Table};
 use super::pairs;
 
-/// Rank 0's books.
+/// The state of a run at rank 0.
 #[derive(Debug)]
 pub struct Coordinator {
     own: Card,
@@ -27,7 +27,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// Books for a world with rank 0's card and run.
+    /// The state for a world with rank 0's card and run.
     pub fn new(own: Card, run_id: String, run: Run) -> Coordinator {
         let world_size = own.world_size as usize;
         let pairs = pairs::pairs(run.pattern, own.world_size);
@@ -46,7 +46,7 @@ impl Coordinator {
         }
     }
 
-    /// Why somebody is not let in at all; the run goes on without.
+    /// Why a process is not admitted; the run continues without it.
     pub fn refuses(&self, card: &Card) -> Option<String> {
         let here = format!("rank 0 of a run of {} on {}", self.own.world_size, self.own.host);
         match self.cards.get(card.rank as usize) {
@@ -62,7 +62,7 @@ impl Coordinator {
         }
     }
 
-    /// Lets a rank in that is not refused; gives what all are to hear.
+    /// Admits a rank; returns a message for all ranks.
     pub fn admit(&mut self, card: Card) -> Option<RankMessage> {
         if self.over {
             return None;
@@ -73,7 +73,7 @@ impl Coordinator {
         wrong.map(|why| self.fault(rank, why))
     }
 
-    /// Takes what a rank says that was let in; gives what all are to hear.
+    /// Takes a message of an admitted rank; returns a message for all ranks.
     pub fn take(&mut self, from: u32, word: RankMessage) -> Option<RankMessage> {
         if self.over {
             return None;
@@ -93,7 +93,7 @@ impl Coordinator {
                 self.reports.insert((report.step, report.pair), *report);
                 None
             }
-            // Printed, not counted.
+            // Notes are printed by the caller.
             RankMessage::Note(_) => None,
             RankMessage::Done => {
                 self.done[from as usize] = true;
@@ -114,12 +114,12 @@ impl Coordinator {
         }
     }
 
-    /// A rank is gone.
+    /// A rank was lost.
     pub fn lost(&mut self, rank: u32, why: &str) -> Option<RankMessage> {
         (!self.over).then(|| self.fault(rank, why.to_owned()))
     }
 
-    /// The time for all to come is up: says who is missing, and how many have come with another secret.
+    /// The time for joining is over: names the missing ranks and the number of processes with another secret.
     pub fn late(&mut self, waited_s: f64, strangers: u64) -> Option<RankMessage> {
         let missing = |of: &dyn Fn(usize) -> bool| (0..self.cards.len()).find(|at| !of(*at));
         let came = self.cards.iter().flatten().count();
@@ -144,14 +144,14 @@ impl Coordinator {
         self.lost(rank as u32, &why)
     }
 
-    /// The time to end is up, after all was measured: says who has not.
+    /// The time for ending is over, after everything was measured: names the ranks that have not ended.
     pub fn unended(&mut self, waited_s: f64) -> Option<RankMessage> {
         let rank = self.done.iter().position(|done| !done)?;
         let why = format!("it has not ended within {waited_s:.0} s (--timeout), though all is measured");
         self.lost(rank as u32, &why)
     }
 
-    /// The reports of all pairs on a size, once they are there.
+    /// The reports of all pairs on a size, once all have arrived.
     pub fn step(&mut self, step: usize) -> Option<Vec<PairReport>> {
         let all = self.pairs.len();
         if !(0..all).all(|pair| self.reports.contains_key(&(step, pair))) {
@@ -160,7 +160,7 @@ impl Coordinator {
         (0..all).map(|pair| self.reports.remove(&(step, pair))).collect()
     }
 
-    /// How a rank does not fit to rank 0.
+    /// How a rank's card contradicts rank 0's.
     fn differs(&self, card: &Card) -> Option<String> {
         let own = &self.own;
         if (card.protocol, &card.version) != (own.protocol, &own.version) {
@@ -206,7 +206,7 @@ impl Coordinator {
         Some(RankMessage::Table(Box::new(Table { run_id: self.run_id.clone(), run, ranks })))
     }
 
-    /// The first rank whose bytes lie in another kind of memory than those of its half's first.
+    /// The first rank whose memory is of another kind than that of the first rank of its half.
     fn unlike(&self) -> Option<(u32, String)> {
         let half = self.places.len() / 2;
         let kind = |at: usize| self.places[at].as_ref().map(|place| place.memory.on(0));
@@ -285,7 +285,7 @@ mod tests {
         }
     }
 
-    /// A run of four ranks, of which so many have come.
+    /// A run of four ranks, of which `came` have joined.
     fn coordinator(pattern: Pattern, came: u32) -> Coordinator {
         let mut coordinator = Coordinator::new(card(0), "r".to_owned(), run(pattern));
         for rank in 0..came {

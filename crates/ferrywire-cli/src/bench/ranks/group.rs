@@ -1,10 +1,10 @@
-//! Where the ranks of a run meet: at rank 0. Every rank has one conversation with it, beside those in which it moves data.
+//! The group of ranks: every rank has one conversation with rank 0, besides those in which it moves data.
 //!
-//! A thread for each conversation takes in what is said; whoever needs something of it waits here. When the run is over
-//! before its time, the endpoints that move data are closed, so that nobody waits in them for long.
-//! Invariant: a wait here ends when the run is over, on Ctrl-C, or when rank 0 is gone; and a rank says only once why it
-//! cannot go on.
-//! Read next: [`super::coordinator`], which decides; [`super::door`], how a rank comes here.
+//! A thread for each conversation receives messages; other threads wait here for their effects. If the run fails, the
+//! endpoints that move data are closed, so that no thread waits in them for long.
+//! Invariant: a wait here ends when the run is over, on Ctrl-C, or when rank 0 is lost; a rank reports its failure only
+//! once.
+//! Read next: [`super::coordinator`], which decides; [`super::join`], how a rank reaches rank 0.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -25,23 +25,23 @@ use crate::sanitize;
 use crate::sys;
 use crate::units::rounded;
 
-/// How often rank 0 looks whether others have left.
+/// How often rank 0 checks whether other ranks have left.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
-/// A rank that has failed waits so long to hear what ended the run.
+/// How long a rank that has failed waits for the cause of the run's end.
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
-/// After the last word of a conversation its endpoints are closed, which takes longer than a short timeout.
+/// After the last message of a conversation its endpoints are closed, which takes longer than a short timeout.
 const FAREWELL_GRACE: Duration = Duration::from_secs(5);
-/// Endpoints of a run that has failed have so long to finish.
+/// How long endpoints of a failed run may take to finish.
 const RETREAT: Duration = Duration::from_millis(500);
 
-/// One rank's place at the group.
+/// One rank's view of the group.
 pub struct Group {
     card: Card,
     timeout: Duration,
     endpoint: Endpoint,
     state: Mutex<State>,
     changed: Condvar,
-    /// At rank 0 one for each rank, else the one to rank 0.
+    /// At rank 0 the links to all ranks, otherwise the link to rank 0.
     links: Mutex<Vec<Option<Arc<Link>>>>,
     arrivals: AtomicU64,
     since: Instant,
@@ -49,20 +49,20 @@ pub struct Group {
 
 #[derive(Default)]
 struct State {
-    /// At rank 0.
+    /// Only at rank 0.
     coordinator: Option<Coordinator>,
     table: Option<Arc<Table>>,
     passed: u64,
     over: Option<Option<Fault>>,
-    /// Why this rank cannot go on, and whom it blames.
+    /// Why this rank failed, and the rank that it blames.
     own: Option<(Option<u32>, Failure)>,
-    /// What is closed when the run fails.
+    /// Endpoints to close if the run fails.
     at_work: Vec<Endpoint>,
     barrier: Option<Arc<Barrier>>,
 }
 
 impl Group {
-    /// Opens the group, or comes to it.
+    /// Opens the group at rank 0, or joins it.
     pub fn begin(plan: &RanksPlan) -> Outcome<Arc<Group>> {
         let card = plan.card();
         let me = named(&card);
@@ -114,11 +114,11 @@ impl Group {
         }
     }
 
-    /// Says where this rank is found; gives who is who when all have.
+    /// Reports the place of this rank; returns the table once all ranks have reported.
     pub fn table(&self, place: Place) -> Outcome<Arc<Table>> {
         self.say(RankMessage::Here(Box::new(place)))?;
         let is_hub = self.card.rank == 0;
-        // Rank 0 may have started as much later as it then waits.
+        // Rank 0 may have started late, and then waits for its full timeout.
         let limit = if is_hub { self.timeout } else { self.timeout.saturating_mul(2) + VERDICT_WAIT };
         if let Some(table) = self.wait(Some(limit), &|| {}, |state| state.table.clone())? {
             return Ok(table);
@@ -138,7 +138,7 @@ impl Group {
         })
     }
 
-    /// What is closed, and who is told, when the run fails.
+    /// Sets the endpoints to close and the barrier to fail if the run fails.
     pub fn watch_over(&self, at_work: Vec<Endpoint>, barrier: Option<Arc<Barrier>>) -> Outcome {
         let mut state = self.lock();
         (state.at_work, state.barrier) = (at_work, barrier);
@@ -146,31 +146,31 @@ impl Group {
         self.check()
     }
 
-    /// Fails when the run has.
+    /// Fails if the run has failed.
     pub fn check(&self) -> Outcome {
         self.wait(Some(Duration::ZERO), &|| {}, |_| Some(())).map(drop)
     }
 
-    /// Waits until every serving rank is here; `tick` is called from time to time.
+    /// Waits until every serving rank has arrived; calls `tick` from time to time.
     pub fn pass(&self, tick: &dyn Fn()) -> Outcome {
         let turn = self.arrivals.fetch_add(1, Ordering::Relaxed) + 1;
         self.say(RankMessage::Arrived)?;
         self.wait(None, tick, |state| (state.passed >= turn).then_some(())).map(drop)
     }
 
-    /// Hands in what a pair measured.
+    /// Reports a pair's measurements.
     pub fn report(&self, report: PairReport) -> Outcome {
         self.say(RankMessage::Step(Box::new(report)))
     }
 
-    /// What all pairs measured in a size; for rank 0. `tick` is called from time to time.
+    /// The measurements of all pairs for a size, at rank 0. Calls `tick` from time to time.
     pub fn reports(&self, step: usize, tick: &dyn Fn()) -> Outcome<Vec<PairReport>> {
         let found = self.wait(None, tick, |state| state.coordinator.as_mut()?.step(step))?;
         found.ok_or_else(|| Failure::failed("internal error, please report: a wait without an end has ended"))
     }
 
-    /// This rank cannot go on; says so to all, once, and gives them time to hear it: what it does next ends conversations
-    /// of others, who would take that for the cause.
+    /// Reports to all, once, that this rank cannot continue, and waits until they have heard it: ending its
+    /// conversations earlier would look like the cause.
     pub fn fail(&self, blamed: Option<u32>, failure: &Failure) {
         let mut state = self.lock();
         if state.own.is_some() || state.over.is_some() {
@@ -181,13 +181,13 @@ impl Group {
         let word = RankMessage::Failed { blamed, why: failure.first_line() };
         match self.card.rank {
             0 => self.hear(0, word),
-            // Rank 0 may be gone.
+            // Rank 0 may be lost.
             _ => drop(self.link_to_rank_0().and_then(|link| link.say(&Message::Rank(Box::new(word))))),
         }
         self.await_verdict();
     }
 
-    /// Waits for the end of the run, and leaves; gives how it ended.
+    /// Waits for the end of the run and leaves; returns the run's outcome.
     pub fn finish(&self, outcome: Outcome) -> Outcome {
         let outcome = outcome.and_then(|()| self.await_end());
         let outcome = outcome.map_err(|failure| {
@@ -204,8 +204,8 @@ impl Group {
         outcome
     }
 
-    /// Says that this rank is done, and waits until all are. At rank 0 the reports of all pairs are in by then: what is
-    /// left are farewells.
+    /// Reports that this rank is done, and waits until all are. At rank 0 all reports have arrived by then; only
+    /// farewells are missing.
     fn await_end(&self) -> Outcome {
         self.say(RankMessage::Done)?;
         let is_over = |state: &mut State| state.over.clone();
@@ -219,7 +219,7 @@ impl Group {
         self.wait(None, &|| {}, is_over).map(drop)
     }
 
-    /// Rank 0 leaves last, so that everybody hears how it ended; also those that come when it is over.
+    /// Rank 0 leaves last, so that all ranks learn the outcome, late ones included.
     fn see_all_off(&self) {
         let mut all_came = None;
         loop {
@@ -237,7 +237,7 @@ impl Group {
         }
     }
 
-    /// Also after Ctrl-C.
+    /// Waits for the outcome, also after Ctrl-C.
     fn await_verdict(&self) {
         let until = Instant::now() + VERDICT_WAIT;
         let mut state = self.lock();
@@ -246,7 +246,7 @@ impl Group {
         }
     }
 
-    /// What this rank says of a run that has failed.
+    /// This rank's error for a failed run.
     fn verdict(&self, failure: Failure) -> Failure {
         if failure == Failure::Interrupted {
             return failure;
@@ -260,7 +260,7 @@ impl Group {
                 let host = state.table.as_ref().map(|table| table.ranks[rank as usize].host.clone());
                 Failure::failed(Fault { rank, host, why: failure.message() }.to_string())
             }
-            // What ended it was this rank's own failure, told with all that may help.
+            // This rank's own failure ended the run; its message has the details.
             (over, _) => match (&state.own, over) {
                 (Some((_, own)), _) => prefixed(&named(&self.card), own.clone()),
                 (None, Some(Some(fault))) => Failure::failed(fault.to_string()),
@@ -269,7 +269,7 @@ impl Group {
         }
     }
 
-    /// To rank 0, wherever that is; delivered when it returns.
+    /// Sends a message to rank 0; it is delivered when this returns.
     fn say(&self, word: RankMessage) -> Outcome {
         if self.card.rank == 0 {
             self.hear(0, word);
@@ -287,12 +287,12 @@ impl Group {
         link.ok_or_else(|| Failure::failed("internal error, please report: no link to rank 0"))
     }
 
-    /// Has rank 0 print what might be better at this rank.
+    /// Lets rank 0 print notes about this rank.
     pub fn tell_notes(&self, notes: Vec<String>) -> Outcome {
         notes.into_iter().try_for_each(|note| self.say(RankMessage::Note(note)))
     }
 
-    /// Rank 0 hears a word.
+    /// Rank 0 handles a message.
     fn hear(&self, from: u32, word: RankMessage) {
         if let RankMessage::Note(note) = &word {
             exit::note(&format!("note: rank {from}: {}", sanitize::line(note)));
@@ -301,18 +301,18 @@ impl Group {
         self.tell_all(to_all);
     }
 
-    /// What rank 0 has decided goes to everybody, itself included.
+    /// Sends a decision of rank 0 to all ranks, itself included.
     fn tell_all(&self, word: Option<RankMessage>) {
         let Some(word) = word else { return };
         let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let message = Message::Rank(Box::new(word.clone()));
-        // Whoever is gone is noticed by its own listener.
+        // The listener of a lost rank notices the loss.
         links.iter().flatten().for_each(|link| drop(link.say(&message)));
-        // Last: once it is over, rank 0 leaves.
+        // Applied last, because rank 0 leaves once the run is over.
         self.apply(word);
     }
 
-    /// Takes in what rank 0 has decided.
+    /// Applies a decision of rank 0.
     fn apply(&self, word: RankMessage) {
         let mut state = self.lock();
         match word {
@@ -334,7 +334,7 @@ impl Group {
             barrier.fail(&fault.to_string());
         }
         if !at_work.is_empty() {
-            // Whoever waits in them is told by an error.
+            // Threads that wait in the endpoints get an error.
             thread::spawn(move || at_work.iter().for_each(|endpoint| drop(endpoint.close(RETREAT))));
         }
     }
@@ -370,7 +370,7 @@ impl Group {
     }
 }
 
-/// Threads that listen.
+/// Threads that receive messages.
 impl Group {
     fn listen_to_rank_0(&self, link: &Link) {
         loop {
@@ -391,7 +391,7 @@ impl Group {
         self.apply(RankMessage::Over(Some(Fault { rank: 0, host, why: failure.first_line() })));
     }
 
-    /// Rank 0 takes in whoever comes, until it closes.
+    /// Rank 0 accepts ranks until it closes.
     fn let_in(self: &Arc<Group>) {
         loop {
             match self.endpoint.accept(SLICE) {
@@ -467,7 +467,7 @@ impl Group {
     }
 }
 
-/// A rank and its host, in words.
+/// A rank and its host, as text.
 fn named(card: &Card) -> String {
     format!("rank {} ({})", card.rank, card.host)
 }
@@ -506,7 +506,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_does_not_end_ends_the_run_by_name() {
-        // Below those that the kernel gives away.
+        // Below the kernel's ephemeral ports.
         let free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
         let port = (27_000..32_000).find(free).expect("a free port");
         let mut plan = rank(0, port);

@@ -1,6 +1,6 @@
-//! How a rank comes to rank 0, and how rank 0 waits for it.
+//! How a rank reaches rank 0.
 //!
-//! Read next: [`super::group`], what they do there.
+//! Read next: [`super::group`].
 
 use std::net::SocketAddr;
 use std::thread;
@@ -14,12 +14,12 @@ use crate::exit::{Failure, Outcome};
 use crate::plan::RanksPlan;
 use crate::sys;
 
-/// Between two attempts to reach rank 0, which may start later.
+/// Pause between attempts to reach rank 0, which may start later.
 const DIAL_INTERVAL: Duration = Duration::from_millis(100);
-/// How often a connection on its way is looked at.
+/// How often a pending connection is checked.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The endpoint for the group alone: what it says is little.
+/// The endpoint for the group's messages only, which are few.
 pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
     let mut builder = Endpoint::builder().label(format!("rank {}", card.rank)).threads(1).channels(1);
     if let Some(secret) = &plan.bench.engine.secret {
@@ -39,7 +39,7 @@ pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoin
     })
 }
 
-/// Reaches rank 0, which may start later.
+/// Connects to rank 0, which may start later.
 pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
     let since = Instant::now();
     loop {
@@ -47,7 +47,7 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
         for address in &plan.group {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
-                // Nobody will think otherwise later.
+                // Trying again would not change this.
                 Err(error @ (Error::Refused { .. } | Error::Invalid { .. } | Error::NoUsableNic { .. })) => {
                     return Err(connect::explain(&error));
                 }

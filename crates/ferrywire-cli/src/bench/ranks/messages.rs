@@ -1,11 +1,11 @@
-//! What ranks say to each other where they meet: each to rank 0, and rank 0 to all.
+//! The messages of ranks: from each rank to rank 0, and from rank 0 to all.
 //!
 //! ```text
 //!   rank r                     rank 0
 //!   Join ──────────────────▶   (options, version, world as its own?)
 //!   Here ──────────────────▶   (addresses, memory)         once all are ready
 //!        ◀────────────────── Table
-//!   Note ──────────────────▶   what might be better there, from ranks that have something to say
+//!   Note ──────────────────▶   notes about choices that may be slower, from ranks that have some
 //!   Arrived ───────────────▶   at the start and at the end of each timed part, from ranks that serve
 //!        ◀────────────────── Pass                          once all of them have arrived
 //!   Step ──────────────────▶   what a pair measured, from ranks that connect
@@ -23,50 +23,49 @@ use super::super::protocol::{Run, SideReport};
 use crate::memory::Memory;
 use crate::sanitize;
 
-/// One thing said.
+/// One message.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RankMessage {
-    /// A rank is there.
+    /// A rank has joined.
     Join(Box<Card>),
-    /// It is ready for the others.
+    /// A rank is ready for the others.
     Here(Box<Place>),
-    /// Everybody is ready: who is who.
+    /// All ranks are ready; here are their places.
     Table(Box<Table>),
-    /// A serving rank has come to the next start or end of a timed part.
+    /// A serving rank has reached the next start or end of a timed part.
     Arrived,
-    /// So many times all of them have.
+    /// All serving ranks have arrived this many times.
     Pass(u64),
-    /// What a pair measured.
+    /// A pair's measurements.
     Step(Box<PairReport>),
-    /// What might be better at a rank, for people: rank 0 prints.
+    /// A note about a rank, for rank 0 to print.
     Note(String),
-    /// A rank has nothing more to do.
+    /// A rank has finished.
     Done,
-    /// A rank cannot go on.
+    /// A rank cannot continue.
     Failed {
-        /// Whose fault it is, where it is another's.
+        /// The rank at fault, if it is another one.
         blamed: Option<u32>,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// The run is over.
     Over(Option<Fault>),
 }
 
-/// How a rank introduces itself.
+/// The introduction of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
-    /// Its number.
     pub rank: u32,
-    /// How many it believes there are.
+    /// The world size that the rank was started with.
     pub world_size: u32,
-    /// Its number on its host.
+    /// The rank's number on its host.
     pub local_rank: u32,
-    /// The name of its host.
+    /// The name of the rank's host.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub host: String,
-    /// That host, for this boot.
+    /// The boot id of that host.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
     /// Version of the bench's protocol.
@@ -74,29 +73,29 @@ pub struct Card {
     /// Version of the command.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub version: String,
-    /// What its launcher calls this run, where it does.
+    /// The launcher's id of the run, if it has one.
     pub job: Option<String>,
-    /// Its options, as far as all ranks must have the same.
+    /// The options that all ranks must have in common.
     pub options: BTreeMap<String, String>,
 }
 
-/// Where a rank is found.
+/// The place of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Where it listens; empty for a rank that connects.
+    /// Addresses on which the rank listens; empty for a rank that connects.
     pub addresses: Vec<SocketAddr>,
-    /// Where its bytes lie.
+    /// The rank's memory location.
     pub memory: Memory,
-    /// Number of its GPU, or of its endpoint where bytes lie on the host.
+    /// Index of the rank's GPU, or of its endpoint for host memory.
     pub gpu: u32,
 }
 
-/// Who is who, and what is to be done.
+/// The places of all ranks, and the parameters of the run.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Table {
-    /// Names the run.
+    /// The run's id.
     pub run_id: String,
-    /// What is to be done.
+    /// The run's parameters.
     pub run: Run,
     /// All ranks, in order.
     pub ranks: Vec<Entry>,
@@ -105,42 +104,41 @@ pub struct Table {
 /// One rank of the table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// The name of its host.
+    /// The name of the rank's host.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub host: String,
-    /// That host, for this boot.
+    /// The boot id of that host.
     #[serde(deserialize_with = "sanitize::one_line")]
     pub boot_id: String,
-    /// Its number on its host.
+    /// The rank's number on its host.
     pub local_rank: u32,
-    /// Where it is found.
+    /// The rank's place.
     pub place: Place,
 }
 
-/// What a pair measured in one size.
+/// A pair's measurements for one size.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PairReport {
     /// Index of the size.
     pub step: usize,
     /// Index of the pair, see [`super::pairs`].
     pub pair: usize,
-    /// What the end that connects saw.
+    /// The report of the connecting end.
     pub near: SideReport,
-    /// What the end that serves saw.
+    /// The report of the serving end.
     pub far: SideReport,
     /// Iterations of the verified pass, if there was one.
     pub verified_iterations: Option<u64>,
 }
 
-/// Why a run ended, and whose doing that is.
+/// The end of a run, and the rank at fault.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
-    /// The rank.
     pub rank: u32,
-    /// Its host, where that is known.
+    /// The rank's host, if it is known.
     #[serde(default, deserialize_with = "sanitize::line_if_any")]
     pub host: Option<String>,
-    /// What happened.
+    /// The failure.
     #[serde(deserialize_with = "sanitize::some_lines")]
     pub why: String,
 }

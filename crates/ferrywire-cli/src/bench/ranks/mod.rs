@@ -1,15 +1,15 @@
-//! One process of a run of several, as torchrun, mpirun or srun starts them: the first half of the ranks connects, the
-//! second serves, rank 0 tells.
+//! One process of a run of several, as torchrun, mpirun or srun start them: the first half of the ranks connects, the
+//! second half serves, rank 0 reports.
 //!
 //! ```text
 //!   rank 0 ───────────── data ─────────────▶ rank W/2          each rank: an endpoint for its GPU
 //!   rank 1 ───────────── data ─────────────▶ rank W/2 + 1
-//!     └── group at rank 0: who is where, start and end of each timed part, what was measured, why it is over
+//!     └── group at rank 0: places, start and end of each timed part, measurements, failures
 //! ```
 //!
-//! What two ranks do with each other is what `connect` and `serve` do. All start and end each timed part together.
-//! Invariant: whatever happens to one rank, all others end too, and say which it was.
-//! Read next: [`words`], [`coordinator`], [`group`], then [`connecting`] and [`serving`].
+//! Two ranks do with each other what `connect` and `serve` do. All start and end each timed part together.
+//! Invariant: if one rank fails, all others end too, and name that rank.
+//! Read next: [`messages`], [`coordinator`], [`group`], then [`connecting`] and [`serving`].
 
 pub mod connecting;
 pub mod coordinator;
@@ -32,10 +32,10 @@ use crate::plan::RanksPlan;
 use group::Group;
 use messages::{Card, Place};
 
-/// Most processes of a run: rank 0 speaks with each.
+/// Most processes of a run: rank 0 has a conversation with each.
 pub const WORLD_MAX: u32 = 1024;
 
-/// Takes part; rank 0 prints and stores, also what was finished before a failure.
+/// Takes part in a run; rank 0 prints and stores the results, also those before a failure.
 pub fn run(plan: &RanksPlan) -> Outcome {
     let output = Output::open(&plan.bench)?;
     let mut record = Record::new(&plan.bench);
@@ -59,16 +59,17 @@ pub fn run(plan: &RanksPlan) -> Outcome {
     outcome
 }
 
-/// Meets the others and does this rank's part.
+/// Joins the group and does this rank's part.
 pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
-    // Before there are threads, see `endpoint` in the module above.
+    // Before there are threads, see `endpoint` in the parent module.
     let opened = plan.own.open();
     stage("while group the other ranks");
     let group = Group::begin(plan)?;
-    let outcome = opened.and_then(|_home| match plan.connects() {
-        true => connecting::take_part(plan, &group, start, (tell, stage)),
-        false => {
+    let outcome = opened.and_then(|_home| {
+        if plan.connects() {
+            connecting::take_part(plan, &group, start, (tell, stage))
+        } else {
             stage("while serving other ranks");
             serving::take_part(plan, &group)
         }
@@ -78,12 +79,12 @@ pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
 }
 
 impl RanksPlan {
-    /// Whether this rank is of the half that connects.
+    /// Whether this rank is in the connecting half.
     pub fn connects(&self) -> bool {
         self.ranks.rank < self.ranks.world_size / 2
     }
 
-    /// How it introduces itself.
+    /// This rank's introduction.
     pub fn card(&self) -> Card {
         let here = Host::this();
         Card {
@@ -99,7 +100,7 @@ impl RanksPlan {
         }
     }
 
-    /// Where it is found.
+    /// This rank's place.
     fn place(&self, addresses: Vec<std::net::SocketAddr>) -> Place {
         Place { addresses, memory: self.own, gpu: self.gpu }
     }

@@ -1,6 +1,6 @@
-//! Who moves data to whom: the first half of the ranks to the second.
+//! The pairs of ranks that move data: the first half to the second.
 //!
-//! Pure: every rank computes the same from the size of the world and the pattern.
+//! Invariant: pure; every rank computes the same pairs from world size and pattern.
 
 use crate::args::Pattern;
 
@@ -16,17 +16,17 @@ pub fn pairs(pattern: Pattern, world_size: u32) -> Vec<(u32, u32)> {
     }
 }
 
-/// The pairs in which a rank connects, by their place among all.
+/// The indices of the pairs in which a rank connects.
 pub fn from(pairs: &[(u32, u32)], rank: u32) -> Vec<usize> {
     (0..pairs.len()).filter(|at| pairs[*at].0 == rank).collect()
 }
 
-/// The ranks that connect to a serving one: each is its member with this place.
+/// The ranks that connect to a serving rank; the index of each is its member number there.
 pub fn members(pairs: &[(u32, u32)], serving: u32) -> Vec<u32> {
     pairs.iter().filter(|(_, to)| *to == serving).map(|(from, _)| *from).collect()
 }
 
-/// How many ranks serve.
+/// The number of serving ranks.
 pub fn serving(pairs: &[(u32, u32)]) -> usize {
     let mut ranks: Vec<u32> = pairs.iter().map(|(_, to)| *to).collect();
     ranks.sort_unstable();
