@@ -1,9 +1,9 @@
-//! A connect or accept under way on a thread of its own, behind a pointer that the host carries about.
+//! A connect or accept in progress on a thread of its own; the host carries the attempt's pointer.
 //!
-//! The real plugin frees the attempt when it has told its end, and leaves the pointer where it is: one more
-//! call would use freed memory. Here attempts are never freed, so that such a call ends with a message.
-//! Invariant: the result is given out once.
-//! Read next: `handshake.rs`, what the threads do.
+//! The real plugin frees the attempt when it has reported the end, and leaves the pointer in the handle: one more call
+//! would use freed memory. Here attempts are never freed, so such a call ends with a message.
+//! Invariant: the result is returned once.
+//! Read next: `handshake.rs`, the work of the threads.
 
 use std::collections::HashSet;
 use std::io;
@@ -18,7 +18,7 @@ use crate::sync::locked;
 
 static ATTEMPTS: LazyLock<Mutex<HashSet<usize>>> = LazyLock::new(Mutex::default);
 
-/// An attempt, known by its address.
+/// An attempt, identified by its address.
 #[derive(Debug)]
 pub struct Attempt {
     state: Mutex<State>,
@@ -59,7 +59,7 @@ impl Attempt {
         unsafe { &*(address as *const Attempt) }
     }
 
-    /// Its address.
+    /// The attempt's address.
     pub fn address(&self) -> usize {
         &raw const *self as usize
     }
@@ -79,7 +79,7 @@ impl Attempt {
         );
     }
 
-    /// The comm, if it is ready; after the end was told once, a call is misuse.
+    /// The comm, if it is ready. With `once`, a call after the end was reported is misuse.
     pub fn poll(&self, call: &str, once: bool) -> Outcome<Option<Box<Comm>>> {
         let mut state = locked(&self.state);
         if matches!(*state, State::Running) {

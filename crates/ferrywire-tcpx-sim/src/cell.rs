@@ -1,8 +1,7 @@
-//! The way into a comm: what the host's opaque pointers point at.
+//! The cells to which the host's opaque pointers point.
 //!
-//! A comm's cell, with the tokens that stand for its requests, is never freed, so that a call on a closed
-//! comm ends with a plain message and not with whatever the memory has become. A comm is not made for two
-//! threads at once; whoever tries is told so.
+//! A comm's cell, with the tokens for its requests, is never freed, so a call on a closed comm ends with a plain
+//! message instead of undefined behaviour. Two threads in one comm at the same time are misuse.
 //! Invariant: at most one thread is inside a comm.
 //! Read next: `comm.rs`.
 
@@ -17,10 +16,10 @@ use crate::switches::REQUESTS_MAX;
 const CELL_MAGIC: u64 = 0x7463_7078_636f_6d6d;
 const TOKEN_MAGIC: u64 = 0x7463_7078_7265_7175;
 
-/// What a comm pointer of the host points at.
+/// The cell of a comm, to which the host has a pointer.
 pub struct Cell {
     magic: u64,
-    /// Index of its NIC, readable beside a running call.
+    /// Index of the comm's NIC, readable during a running call.
     pub device: usize,
     /// The GPU that was current when a send comm's first connect was called.
     pub gpu: Option<i32>,
@@ -31,7 +30,7 @@ pub struct Cell {
     comm: UnsafeCell<Option<Box<Comm>>>,
 }
 
-/// What a request pointer of the host points at. The same addresses come back: a pointer does not name a
+/// The token of a request, to which the host has a pointer. Addresses are reused, so a pointer does not identify a
 /// request over time.
 struct Token {
     magic: u64,
@@ -52,7 +51,7 @@ impl Cell {
             tokens: std::array::from_fn(|slot| Token { magic: TOKEN_MAGIC, slot, cell: std::ptr::null() }),
             comm: UnsafeCell::new(Some(comm)),
         }));
-        // SAFETY: just made, and nobody else has the pointer.
+        // SAFETY: the cell was just made, and nothing else has the pointer.
         unsafe { (*cell).tokens.iter_mut().for_each(|token| token.cell = cell) };
         cell.cast()
     }
@@ -69,10 +68,10 @@ impl Cell {
         }
     }
 
-    /// The same, for calls that may run beside others: a closed comm ends the process here too.
+    /// The cell of an open comm, for calls that may run beside others: a closed comm ends the process.
     ///
     /// # Safety
-    /// As [`Cell::at`].
+    /// As for [`Cell::at`].
     pub unsafe fn open_at<'a>(pointer: *mut c_void, call: &str) -> &'a Cell {
         // SAFETY: as the caller promises.
         let cell = unsafe { Cell::at(pointer, call) };
@@ -103,7 +102,7 @@ impl Cell {
     /// Runs a call inside the comm; a closed one ends the process.
     pub fn enter<T>(&self, call: &str, body: impl FnOnce(&mut Comm) -> T) -> T {
         let _inside = self.claim(call);
-        // SAFETY: whoever has claimed the cell is alone in it.
+        // SAFETY: the thread that has claimed the cell is alone in it.
         match unsafe { &mut *self.comm.get() } {
             Some(comm) => body(comm),
             None => misuse(format_args!("{call} on a comm that was closed")),
@@ -114,7 +113,7 @@ impl Cell {
     pub fn take(&self, call: &str) -> Box<Comm> {
         let _inside = self.claim(call);
         self.closed.store(true, Ordering::Release);
-        // SAFETY: whoever has claimed the cell is alone in it.
+        // SAFETY: the thread that has claimed the cell is alone in it.
         match unsafe { (*self.comm.get()).take() } {
             Some(comm) => comm,
             None => misuse(format_args!("{call} on a comm that was closed")),
@@ -132,7 +131,7 @@ impl Cell {
     }
 }
 
-/// Somebody is inside.
+/// A thread's claim on a cell, released on drop.
 struct Inside<'a>(&'a AtomicBool);
 
 impl Drop for Inside<'_> {

@@ -1,9 +1,9 @@
 //! A comm: one end of a connection, with its request ring, its sockets and its workers.
 //!
-//! The calls of the table end here: posting, testing, giving back, closing. Nothing moves by itself:
-//! every `test` makes progress once (`progress.rs`).
-//! Invariant: a request's slot is used again only after it was released.
-//! Read next: `progress.rs`, then `cell.rs`, which guards the way in.
+//! The calls of the table end here: posting, testing, consuming, closing. Progress is made only inside `test`, once per
+//! call (`progress.rs`).
+//! Invariant: a request's slot is reused only after it was released.
+//! Read next: `progress.rs`, then `cell.rs`, which guards the comm.
 
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -23,37 +23,37 @@ use crate::sync::locked;
 use crate::unpack::Unpack;
 use crate::worker::{Crew, Shared};
 
-/// What a call comes to; the code is never success.
+/// The outcome of a call; the code is never success.
 pub type Outcome<T> = Result<T, ResultCode>;
 
-/// What a comm is made of.
+/// The parts of a new comm.
 pub struct Parts {
     /// The control socket.
     pub control: OwnedFd,
     /// The data sockets.
     pub data: Vec<OwnedFd>,
-    /// Worker threads, from the listener.
+    /// Number of worker threads, which the listener decides.
     pub threads: usize,
     /// Index of the NIC.
     pub device: usize,
-    /// Settings that the calls need.
+    /// Settings for the calls.
     pub rules: Rules,
-    /// What the workers need.
+    /// State for the workers.
     pub shared: Shared,
 }
 
-/// What rules the calls on a comm.
+/// Settings that change the behaviour of calls.
 #[derive(Clone, Debug)]
 pub struct Rules {
-    /// The quirks.
+    /// The switches.
     pub switches: Arc<Switches>,
-    /// Size of a chunk.
+    /// Size of a chunk in bytes.
     pub chunk_bytes: usize,
-    /// Messages up to this size travel on the control socket.
+    /// Messages up to this size in bytes are sent on the control socket.
     pub inline_bytes: usize,
-    /// The receiver announces each request.
+    /// Whether the receiver announces each request.
     pub recv_sync: bool,
-    /// Chunks scheduled per call, of one request.
+    /// Chunks of one request scheduled per call.
     pub chunks_per_call_max: usize,
 }
 
@@ -65,9 +65,9 @@ pub struct Comm {
     pub(crate) slots: Vec<Slot>,
     pub(crate) control: OwnedFd,
     pub(crate) inbox: Inbox,
-    /// A record that has come and finds its socket full.
+    /// A record that has arrived while its socket is full.
     pub(crate) waiting_record: Option<Record>,
-    /// What has come of the receiver's announcement.
+    /// The bytes of the receiver's announcement that have arrived.
     pub(crate) announced: Vec<u8>,
     pub(crate) lanes: Vec<Arc<Lane>>,
     pub(crate) next_lane: usize,
@@ -76,7 +76,7 @@ pub struct Comm {
     pub(crate) unpack: Option<Unpack>,
     /// The GPU that was current when a send comm's first connect was called.
     pub(crate) gpu: Option<i32>,
-    /// Only half a control message was written: nothing follows.
+    /// Only half a control message was written: nothing more is sent.
     pub(crate) mute: bool,
     threads: usize,
     device: usize,
@@ -85,28 +85,28 @@ pub struct Comm {
     pages_returned: u64,
 }
 
-/// What a slot knows about the request that has it.
+/// A slot's data about its present request.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) data: *mut u8,
-    /// The memory handle it was posted with.
+    /// The memory handle of the request.
     mhandle: usize,
     pub(crate) gpu: bool,
-    /// What is sent lies on this real device.
+    /// The real device with the bytes to send, if there is one.
     pub(crate) cuda: Option<i32>,
-    /// The size that was posted.
+    /// The size in bytes that was posted.
     pub(crate) posted_bytes: usize,
-    /// The size of the message: known at once to the sender, from the first record to the receiver.
+    /// The size of the message in bytes: the sender knows it from the start, the receiver from the first record.
     pub(crate) total: Option<usize>,
     /// Bytes that were given to data sockets.
     pub(crate) queued: usize,
-    /// Bytes that arrived or left.
+    /// Bytes that have arrived or were sent.
     pub(crate) moved: usize,
-    /// Whether `test` has said so already, out of turn.
+    /// Whether `test` has already reported it, out of order.
     reported: bool,
-    /// Chunks on each data socket,
+    /// The number of chunks on each data socket.
     pub(crate) chunks: Vec<usize>,
-    /// and the pages they took.
+    /// The pages that the chunks took, by data socket.
     pub(crate) pages: Vec<PageRecord>,
 }
 
@@ -140,28 +140,28 @@ impl Slot {
         (self.posted_bytes, self.total) = (buffer.bytes, total);
         (self.queued, self.moved, self.reported) = (0, 0, false);
         self.chunks.fill(0);
-        // Pages still noted here were never given back: nobody can any more.
+        // Pages that are still recorded were never given back, and cannot be any more.
         self.pages.iter().for_each(|record| locked(record).clear());
     }
 }
 
-/// Memory that a request moves.
+/// The memory of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
-    /// The memory handle that was given.
+    /// The memory handle.
     pub mhandle: usize,
-    /// First byte: for a send where the bytes can be read, for a receive what the host gave.
+    /// First byte: for a send a readable address, for a receive the host's pointer.
     pub data: *mut u8,
     /// Bytes.
     pub bytes: usize,
-    /// It is GPU memory.
+    /// Whether the memory is on a GPU.
     pub gpu: bool,
-    /// What is sent lies on this real device.
+    /// The real device with the bytes to send, if there is one.
     pub cuda: Option<i32>,
 }
 
 impl Comm {
-    /// A fresh comm over connected sockets.
+    /// A new comm over connected sockets.
     pub fn new(parts: Parts) -> Comm {
         let switches = &parts.rules.switches;
         let oddities = Oddities {
@@ -192,27 +192,27 @@ impl Comm {
         }
     }
 
-    /// Which end it is.
+    /// The direction of the comm.
     pub fn direction(&self) -> Direction {
         self.shared.direction
     }
 
-    /// Index of its NIC.
+    /// Index of the comm's NIC.
     pub fn device(&self) -> usize {
         self.device
     }
 
-    /// Its number in this process.
+    /// The comm's number in this process.
     pub fn id(&self) -> u64 {
         self.shared.id
     }
 
-    /// Gives a receive comm what scattered receives need.
+    /// Sets the metadata for scattered receives.
     pub fn set_unpack(&mut self, unpack: Unpack) {
         self.unpack = Some(unpack);
     }
 
-    /// Where GPU payload lands.
+    /// Sets the pool into which GPU payload goes.
     pub fn set_landing(&mut self, landing: Arc<crate::gpu::GpuPool>) {
         match Arc::get_mut(&mut self.shared) {
             Some(shared) => shared.landing = Some(landing),
@@ -220,7 +220,7 @@ impl Comm {
         }
     }
 
-    /// Posts a request; `None` where a full comm answers with a NULL request.
+    /// Posts a request; `None` if a full comm answers with a NULL request.
     pub fn post(&mut self, buffer: Buffer) -> Outcome<Option<usize>> {
         self.faults_before_posting();
         if self.direction() == Direction::Recv
@@ -266,7 +266,7 @@ impl Comm {
         }
     }
 
-    /// Makes progress once, then says whether the request in a slot is done, and with what size.
+    /// Makes progress once, then returns whether the request in a slot is done, and its size.
     pub fn test(&mut self, slot: usize) -> Outcome<Option<usize>> {
         self.faults_before_testing()?;
         self.progress()?;
@@ -291,7 +291,7 @@ impl Comm {
             return None;
         }
         self.finish();
-        // Those that were reported out of turn end now.
+        // Requests that were reported out of order end now.
         while let Some(head) = self.ring.head()
             && self.slots[self.ring.slot_of(head)].reported
         {
@@ -340,7 +340,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Whether the peer's end of the stream has come, behind whatever data.
+    /// Whether the peer has closed, whatever data come before the end of the stream.
     fn peer_closed(&self) -> bool {
         let mut fd = libc::pollfd { fd: self.control_fd(), events: libc::POLLRDHUP, revents: 0 };
         // SAFETY: one descriptor is given, and room for its events.
@@ -348,7 +348,7 @@ impl Comm {
         ready > 0 && fd.revents & libc::POLLRDHUP != 0
     }
 
-    /// INACTIVE -> FREE.
+    /// INACTIVE -> FREE for the oldest request.
     fn release(&mut self) {
         if let Some(oldest) = self.ring.oldest_finished() {
             registration::release(self.slots[self.ring.slot_of(oldest)].mhandle);
@@ -361,13 +361,13 @@ impl Comm {
         self.slots[slot].total.unwrap_or(0)
     }
 
-    /// Gives a finished receive back, with its pages.
+    /// Gives back a finished receive, with its pages.
     pub fn consume(&mut self, slot: usize) -> Outcome<()> {
         let Some(oldest) = self.ring.oldest_finished() else {
             warning!("comm {}: irecvConsumed, but no receive is finished", self.id());
             return Err(ResultCode::INTERNAL_ERROR);
         };
-        // An empty receive is taken whatever its place, and frees the oldest.
+        // An empty receive is accepted in any order, and frees the oldest one.
         let empty = self.slots[slot].total == Some(0);
         let in_order = self.ring.number_at(slot as u64) == Some(oldest);
         if !in_order && !empty && self.rules.switches.consume_order {
@@ -387,7 +387,7 @@ impl Comm {
         }
     }
 
-    /// Starts the workers, at the first chunk.
+    /// Starts the workers at the first chunk.
     pub(crate) fn crew(&mut self) -> Outcome<&Crew> {
         if self.crew.is_none() {
             let started = Crew::start(&self.shared, &self.lanes, self.threads.min(self.lanes.len()));
@@ -404,7 +404,7 @@ impl Comm {
         self.control.as_raw_fd()
     }
 
-    /// Stops the workers and closes the sockets at once, whatever is under way.
+    /// Stops the workers and closes the sockets immediately, whatever is in flight.
     pub fn close(mut self) {
         if let Some(crew) = self.crew.take() {
             crew.stop();

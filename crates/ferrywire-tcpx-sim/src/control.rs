@@ -1,21 +1,20 @@
-//! The control socket of a comm: records of 16 bytes from sender to receiver, small messages in line.
+//! The control socket of a comm: records of 16 bytes from sender to receiver, and small messages inline.
 //!
-//! The receiver reads into a buffer of 128 bytes until the socket is empty or the buffer full. If the last
-//! records and the end of the stream are both there, the loop keeps the records, meets the end, and reports
-//! an error although it has good data: the next call uses them. That is the one spurious error of a comm
-//! whose peer closed.
-//! Invariant: records are taken in the order in which they were written, each once.
+//! The receiver reads into a buffer of 128 bytes until the socket is empty or the buffer is full. If the last records
+//! and the end of the stream arrive together, the loop keeps the records, reads the end, and reports an error although
+//! it has good data; the next call uses them. This is the one spurious error of a comm whose peer has closed.
+//! Invariant: records are taken once, in the order in which they were written.
 //! Read next: `progress.rs`, which schedules by these records.
 
 use std::io;
 
 /// Bytes of a record.
 pub const RECORD_BYTES: usize = 16;
-/// Records per write, and bytes of the receiver's buffer in records.
+/// Records per write, and the size of the receiver's buffer in records.
 pub const RECORDS_PER_WRITE: usize = 8;
 const INBOX_BYTES: usize = RECORDS_PER_WRITE * RECORD_BYTES;
 
-/// What follows, and where.
+/// The kind and place of the payload that a record announces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// `size` bytes on data socket `index`.
@@ -27,15 +26,15 @@ pub enum Kind {
 /// One control message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Where the payload comes.
+    /// The place of the payload.
     pub kind: Kind,
-    /// Data socket of the chunk.
+    /// The data socket of the chunk.
     pub index: u16,
-    /// Bytes of the chunk.
+    /// Size of the chunk in bytes.
     pub size: u32,
-    /// Where the chunk begins in the message.
+    /// Offset of the chunk in the message.
     pub offset: u32,
-    /// Bytes of the message.
+    /// Size of the message in bytes.
     pub total: u32,
 }
 
@@ -55,7 +54,7 @@ impl Record {
         bytes
     }
 
-    /// The record in the bytes; `None` for a type that nobody sends.
+    /// The record in the bytes; `None` for an unknown type.
     pub fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Record> {
         let &[k0, k1, i0, i1, s0, s1, s2, s3, o0, o1, o2, o3, t0, t1, t2, t3] = bytes;
         let kind = match u16::from_ne_bytes([k0, k1]) {
@@ -73,7 +72,7 @@ impl Record {
     }
 }
 
-/// Why no record can be had.
+/// Why there is no next record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlError {
     /// The peer closed, or the socket failed.
@@ -82,12 +81,12 @@ pub enum ControlError {
     Garbage,
 }
 
-/// Which of the reader's oddities are on.
+/// The reader's quirks that are on.
 #[derive(Clone, Copy, Debug)]
 pub struct Oddities {
-    /// The end of the stream behind good records is an error at once.
+    /// The end of the stream behind good records is an error immediately.
     pub close_error: bool,
-    /// Half a record is waited for without end.
+    /// Half a record is waited for without limit.
     pub spin: bool,
 }
 
@@ -106,7 +105,7 @@ impl Inbox {
         Inbox { bytes: [0; INBOX_BYTES], start: 0, end: 0, oddities }
     }
 
-    /// The next record; `None` when none has come. `recv` never blocks and says `WouldBlock` instead.
+    /// The next record; `None` if none has arrived. `recv` never blocks and returns `WouldBlock` instead.
     pub fn next(
         &mut self,
         recv: &mut impl FnMut(&mut [u8]) -> io::Result<usize>,
@@ -122,7 +121,7 @@ impl Inbox {
         Record::decode(bytes).ok_or(ControlError::Garbage).map(Some)
     }
 
-    /// Moves up to `target.len()` bytes that were read too far; returns how many.
+    /// Moves up to `target.len()` bytes that were read ahead; returns their number.
     pub fn take_payload(&mut self, target: &mut [u8]) -> usize {
         let count = target.len().min(self.len());
         target[..count].copy_from_slice(&self.bytes[self.start..self.start + count]);
@@ -149,7 +148,7 @@ impl Inbox {
         Ok(())
     }
 
-    /// Reads the rest of the first record. The real plugin does so without end, even when the peer is gone.
+    /// Reads the rest of the first record. The real plugin does so without limit, even if the peer is gone.
     fn complete_record(
         &mut self,
         recv: &mut impl FnMut(&mut [u8]) -> io::Result<usize>,
@@ -182,7 +181,7 @@ mod tests {
         Record { kind: Kind::Chunk, index: 0, size, offset, total }
     }
 
-    /// A socket that gives these pieces, then nothing, or its end.
+    /// A socket that returns these pieces, then nothing, or its end.
     fn socket(pieces: &[&[u8]], closed: bool) -> impl FnMut(&mut [u8]) -> io::Result<usize> + use<> {
         let mut pieces: VecDeque<Vec<u8>> = pieces.iter().map(|piece| piece.to_vec()).collect();
         move |target| match pieces.front_mut() {

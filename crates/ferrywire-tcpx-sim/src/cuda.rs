@@ -1,9 +1,9 @@
 //! Real CUDA memory, through the driver that the host process has loaded.
 //!
-//! The plugin loads no driver itself: where the host has none there is no CUDA memory to take. Between device
-//! memory and sockets, bytes go through host memory and a stream of whoever moves them.
-//! Invariant: the CPU touches no device address, and after each call the caller's current context is what it
-//! was before; the caller's stack of contexts too, but for a registration that fails.
+//! The plugin loads no driver itself: without one in the host process there is no CUDA memory. Bytes between device
+//! memory and sockets go through host memory, on a stream of the thread that moves them.
+//! Invariant: the CPU touches no device address. After each call the caller's current context is unchanged; so is its
+//! stack of contexts, except after a failed registration.
 //! Read next: `gpu.rs`.
 
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ const STREAM_NON_BLOCKING: c_uint = 1;
 
 macro_rules! driver {
     ($($name:ident $symbol:literal ($($argument:ty),*);)+) => {
-        /// The functions of the driver that are needed.
+        /// The functions of the driver that this crate calls.
         #[derive(Debug)]
         pub struct Driver {
             $($name: unsafe extern "C" fn($($argument),*) -> c_int,)+
@@ -88,7 +88,7 @@ fn done(code: c_int) -> Option<()> {
     (code == 0).then_some(())
 }
 
-/// The caller's context again, when it is dropped.
+/// Restores the caller's context on drop.
 struct Entered(&'static Driver, *mut c_void);
 
 impl Drop for Entered {
@@ -113,7 +113,7 @@ impl Driver {
         done(unsafe { (self.ctx_get_device)(&mut device) }).map(|()| device)
     }
 
-    /// Pushes what is current once more, as if it were the plugin's own: that is the primary context too.
+    /// Pushes the current context once more, as if it were the plugin's own, which is the primary context too.
     pub fn leave_pushed(&self) {
         if let Some(context) = self.context().filter(|context| !context.is_null()) {
             // SAFETY: a context that is current.
@@ -141,7 +141,7 @@ impl Driver {
         Some(Entered(self, before))
     }
 
-    /// Whose device memory an address is, with the allocation around it.
+    /// The device that owns an address, with the surrounding allocation.
     pub fn owner(&self, address: u64) -> Option<(i32, u64, u64)> {
         let (mut kind, mut device, mut base, mut bytes) = (0 as c_uint, -1, 0u64, 0usize);
         // SAFETY: each attribute is written where there is room for its type.
@@ -155,7 +155,7 @@ impl Driver {
         (kind == DEVICE_MEMORY).then_some((device, base, bytes as u64))
     }
 
-    /// Device memory, not initialised.
+    /// Allocates device memory, which is not initialised.
     pub fn alloc(&'static self, device: i32, bytes: usize) -> Option<u64> {
         let _entered = self.enter(device)?;
         let mut address = 0;
@@ -163,7 +163,7 @@ impl Driver {
         done(unsafe { (self.mem_alloc)(&mut address, bytes) }).map(|()| address)
     }
 
-    /// Frees it.
+    /// Frees device memory.
     pub fn free(&'static self, device: i32, address: u64) {
         let _entered = self.enter(device);
         // SAFETY: what `alloc` gave; another answer than success changes nothing.
@@ -182,7 +182,7 @@ impl Driver {
         Some(address.cast())
     }
 
-    /// Frees it.
+    /// Frees mapped host memory.
     pub fn free_mapped(&'static self, device: i32, address: *mut u8) {
         let _entered = self.enter(device);
         // SAFETY: what `mapped` gave.
@@ -202,7 +202,7 @@ pub struct Stream {
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// A fresh one; `None` without a driver, or where it has no more.
+    /// A new stream; `None` without a driver or without resources.
     pub fn new(device: i32) -> Option<Stream> {
         let driver = driver()?;
         let _entered = driver.enter(device)?;
@@ -230,7 +230,7 @@ impl Stream {
     /// Enqueues a copy to host memory.
     ///
     /// # Safety
-    /// The bytes at `target` are nobody else's until [`Stream::finish`] has returned.
+    /// Nothing else uses the bytes at `target` until [`Stream::finish`] has returned.
     pub unsafe fn down(&self, target: *mut u8, source: u64, bytes: usize) -> Option<()> {
         let _entered = self.driver.enter(self.device)?;
         // SAFETY: as for `up`.
@@ -244,7 +244,7 @@ impl Stream {
         done(unsafe { (self.driver.fill)(target, byte, bytes, self.raw) })
     }
 
-    /// Waits for all of it.
+    /// Waits until all enqueued work is done.
     pub fn finish(&self) -> Option<()> {
         let _entered = self.driver.enter(self.device)?;
         // SAFETY: the stream is open.
@@ -255,7 +255,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         let _entered = self.driver.enter(self.device);
-        // SAFETY: the stream is open, and nobody uses it after this.
+        // SAFETY: the stream is open, and nothing uses it after this.
         unsafe { (self.driver.stream_destroy)(self.raw) };
     }
 }

@@ -1,7 +1,7 @@
-//! The NICs that the plugin offers, and what it says about them.
+//! The NICs that the plugin offers, and their properties.
 //!
-//! Interfaces that are up and have an IPv4 address, chosen by `NCCL_GPUDIRECTTCPX_SOCKET_IFNAME`, sorted by
-//! the bytes of their names: eth10 comes before eth2, whatever the order in the list.
+//! Interfaces that are up and have an IPv4 address, selected by `NCCL_GPUDIRECTTCPX_SOCKET_IFNAME` and sorted by the
+//! bytes of their names: eth10 comes before eth2, whatever the order in the list.
 //! Invariant: names and paths given to the host live as long as the process.
 //! Read next: `table.rs`.
 
@@ -13,9 +13,9 @@ use ferrywire_sys::nics;
 
 use crate::settings::Settings;
 
-/// Devices the plugin has room for.
+/// Most devices of the plugin.
 pub const DEVICES_MAX: usize = 16;
-/// Speed of a NIC that does not tell its own.
+/// Assumed speed of a NIC that reports none, in Mbit/s.
 const SPEED_DEFAULT_MBPS: i32 = 10_000;
 
 /// One NIC.
@@ -23,15 +23,15 @@ const SPEED_DEFAULT_MBPS: i32 = 10_000;
 pub struct Device {
     /// The interface's name.
     pub name: CString,
-    /// Its address.
+    /// The interface's address.
     pub address: Ipv4Addr,
-    /// Its directory in sysfs, if it has one.
+    /// The interface's directory in sysfs, if it has one.
     pub pci_path: Option<CString>,
-    /// Mbit/s.
+    /// Speed in Mbit/s.
     pub speed_mbps: i32,
 }
 
-/// The devices that the settings choose; the text says why there are none.
+/// The devices that the settings select; the error says why there are none.
 pub fn find(settings: &Settings, made_up_paths: bool) -> Result<Vec<Device>, String> {
     let interfaces = if settings.ipv6_only { Vec::new() } else { interfaces()? };
     let names: Vec<&str> = interfaces.iter().map(|(name, _)| name.as_str()).collect();
@@ -50,7 +50,7 @@ pub fn find(settings: &Settings, made_up_paths: bool) -> Result<Vec<Device>, Str
     Ok(devices)
 }
 
-/// The address of an interface; `None` when it has no usable one.
+/// The address of an interface; `None` if it has no usable one.
 pub fn address_of(name: &str) -> Option<Ipv4Addr> {
     let interfaces = interfaces().ok()?;
     interfaces.into_iter().find(|(other, _)| other == name).map(|(_, address)| address)
@@ -96,7 +96,7 @@ fn choose(names: &[&str], list: Option<&str>) -> Vec<String> {
     defaults.into_iter().map(matching).find(|found| !found.is_empty()).unwrap_or_default()
 }
 
-/// Whether a list takes a name: prefixes, after `=` exact names, after `^` what is not to be taken.
+/// Whether a list selects a name: prefixes, exact names after `=`, excluded names after `^`.
 fn matches_list(name: &str, list: &str) -> bool {
     let (list, excluding) = list.strip_prefix('^').map_or((list, false), |rest| (rest, true));
     let (list, exact) = list.strip_prefix('=').map_or((list, false), |rest| (rest, true));

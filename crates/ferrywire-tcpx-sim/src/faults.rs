@@ -1,7 +1,7 @@
-//! Which injected faults are for a comm, and calls that are faulty whatever the comm.
+//! The injected faults of a comm, and faults of calls that do not depend on a comm.
 //!
-//! Counts are per comm, so that a fault hits the same request in every run.
-//! Read next: `comm.rs`, where posting and testing ask.
+//! Counts are per comm, so a fault hits the same request in every run.
+//! Read next: `comm.rs`, which asks when posting and testing.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +14,7 @@ use crate::log::{exit_1, segfault, warning};
 use crate::plugin::switches;
 use crate::switches::{CallFault, Lie, Side, Switches};
 
-/// Which end of a connection a comm is.
+/// The direction of a comm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// A send comm.
@@ -24,7 +24,7 @@ pub enum Direction {
 }
 
 impl Direction {
-    /// For names of threads.
+    /// A letter for names of threads.
     pub fn letter(self) -> char {
         match self {
             Direction::Send => 's',
@@ -33,34 +33,34 @@ impl Direction {
     }
 }
 
-/// The faults of one comm; none where the switches mean others.
+/// The faults of one comm; none if the switches are for other comms.
 #[derive(Clone, Debug)]
 pub struct Faults {
-    /// Requests after which posting ends the process.
+    /// Number of requests after which posting ends the process.
     pub die_after: Option<u64>,
-    /// Requests after which posting is a memory fault.
+    /// Number of requests after which posting is a memory fault.
     pub crash_after: Option<u64>,
-    /// Finished requests after which `test` does not return.
+    /// Number of finished requests after which `test` does not return.
     pub test_hang_after: Option<u64>,
-    /// Finished requests after which `test` fails once.
+    /// Number of finished requests after which `test` fails once.
     pub test_error_after: Option<u64>,
-    /// Finished requests after which none finishes any more.
+    /// Number of finished requests after which none finishes any more.
     pub stall_head_after: Option<u64>,
-    /// Requests after which data socket 0 is shut down.
+    /// Number of requests after which data socket 0 is shut down.
     pub drop_data_socket_after: Option<u64>,
-    /// Requests after which only half a control message is written.
+    /// Number of requests after which only half a control message is written.
     pub half_control_after: Option<u64>,
-    /// GPU receives after which control data is missing.
+    /// Number of GPU receives after which control data are missing.
     pub no_cmsg_after: Option<u64>,
-    /// How fragments lie, from [`Faults::lie_after`] on.
+    /// How fragments are wrong, from [`Faults::lie_after`] on.
     pub lie: Lie,
-    /// First request whose fragments lie.
+    /// The first request whose fragments are wrong.
     pub lie_after: u64,
-    /// Socket calls move a random part.
+    /// Whether socket calls move a random part.
     pub partial_io: bool,
-    /// Time before each socket call.
+    /// Pause before each socket call, in microseconds.
     pub delay_us: Range<u64>,
-    /// Bytes per second of the NIC, 0 for no limit.
+    /// Rate of the NIC in bytes per second; 0 for no limit.
     pub rate: u64,
 }
 
@@ -92,7 +92,7 @@ impl Faults {
     }
 }
 
-/// Does what the switches want a call of the table to do wrong.
+/// Injects the fault that the switches want for a call of the table.
 pub fn faulty_call(call: &str) -> Outcome<()> {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let switches = switches()?;

@@ -1,9 +1,9 @@
-//! The GPUs of the host process, as far as the plugin needs them: simulated ones, and real ones.
+//! The GPUs of the host process that the plugin uses: simulated and real ones.
 //!
-//! Memory of simulated GPUs is reached only through the table that the host publishes, real memory only
-//! through the CUDA driver that the host has loaded (`cuda.rs`); without both there is host memory alone, and
-//! metadata that only the host reads. Real devices are numbered from [`CUDA_FIRST`].
-//! Invariant: nothing here touches a device address; only views and copies that table or driver give.
+//! Memory of simulated GPUs is accessed only through the table that the host publishes, real memory only through the
+//! CUDA driver that the host has loaded (`cuda.rs`). Without both there is only host memory, and metadata that only the
+//! host reads. Real devices are numbered from [`CUDA_FIRST`].
+//! Invariant: nothing here touches a device address, only views and copies made by the table or the driver.
 //! Read next: `metadata.rs`.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -23,50 +23,50 @@ use crate::switches::Switches;
 use crate::sync::locked;
 
 static POOLS: LazyLock<Mutex<HashMap<i32, Arc<GpuPool>>>> = LazyLock::new(Mutex::default);
-/// What a page that was given back is filled with.
+/// The byte that fills a page that was given back.
 const POISON: u8 = 0xDE;
-/// The GPU of a thread that never chose one.
+/// The GPU of a thread that never selected one.
 pub const DEVICE_DEFAULT: i32 = 0;
 
 /// The number of the first real device.
 const CUDA_FIRST: i32 = 1 << 16;
 
-/// The real device behind a number.
+/// The real device of a number.
 fn cuda_of(device: i32) -> Option<i32> {
     (device >= CUDA_FIRST).then(|| device - CUDA_FIRST)
 }
 
-/// The host's simulated GPUs. The host may open its first one at any time, so only a find is remembered.
+/// The host's simulated GPUs. The host may open its first one at any time, so only success is cached.
 fn table() -> Option<&'static SimGpuTable> {
     static FOUND: OnceLock<&'static SimGpuTable> = OnceLock::new();
     let found = FOUND.get().copied().or_else(SimGpuTable::find)?;
     Some(FOUND.get_or_init(|| found))
 }
 
-/// Whether there is a GPU at all.
+/// Whether the host has a GPU.
 pub fn is_there() -> bool {
     table().is_some() || cuda::driver().is_some()
 }
 
-/// The device current on this thread; `None` without a GPU.
+/// The current device of this thread; `None` without a GPU.
 pub fn current_device() -> Option<i32> {
     let simulated = table().map(|table| (table.current_device)());
     let real = || cuda::driver()?.current().map(|device| CUDA_FIRST + device);
     simulated.filter(|device| *device >= 0).or_else(real).or(simulated.map(|_| DEVICE_DEFAULT))
 }
 
-/// Leaves one more context on this thread's stack, where a real device is current.
+/// Leaves one more context on this thread's stack, if a real device is current.
 pub fn leave_pushed() {
     if let Some(driver) = cuda::driver() {
         driver.leave_pushed();
     }
 }
 
-/// The device that has `len` bytes at an address; `None` where no allocation has all of them.
+/// The device that owns `len` bytes at an address; `None` if no allocation contains them.
 pub fn device_of(address: u64, len: usize) -> Option<i32> {
     let simulated = || {
         let (mut base, mut bytes) = (0, 0);
-        // SAFETY: both point at numbers of ours.
+        // SAFETY: both pointers are to local numbers.
         let device = unsafe { (table()?.device_of)(address, &mut base, &mut bytes) };
         (device >= 0).then_some((device, base, bytes))
     };
@@ -78,16 +78,16 @@ pub fn device_of(address: u64, len: usize) -> Option<i32> {
     (address + len as u64 <= base + bytes).then_some(device)
 }
 
-/// Where a NIC finds bytes that are sent from device memory.
+/// How a NIC reads bytes that are sent from device memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Source {
-    /// Here.
+    /// Through this host address.
     View(*mut u8),
-    /// At this address of a real device, whose driver has to copy them.
+    /// At the device address; the driver of this real device must copy them.
     Cuda(i32),
 }
 
-/// Where the bytes of device memory can be read by a NIC.
+/// How a NIC reads a range of device memory.
 pub fn source(address: u64, len: usize) -> Option<Source> {
     view(address, len).map(Source::View).or_else(|| cuda_of(device_of(address, len)?).map(Source::Cuda))
 }
@@ -97,10 +97,10 @@ fn view(address: u64, len: usize) -> Option<*mut u8> {
     (!view.is_null()).then_some(view)
 }
 
-/// The receive pool of a GPU: the dp-manager's, and this process's mapping of it.
+/// The receive pool of a GPU: the dp-manager's memory, and this process's mapping of it.
 ///
-/// Memory of simulated GPUs has one address, so a further mapping is other memory, where all that arrives later lands:
-/// whoever still reads through the earlier one finds what lay there.
+/// Memory of simulated GPUs has one address, so each further mapping is different memory, into which all later data go:
+/// a reader of an earlier mapping sees old data.
 #[derive(Debug)]
 pub struct GpuPool {
     device: i32,
@@ -109,12 +109,12 @@ pub struct GpuPool {
     bytes: u64,
     /// Device address of the first page in the newest mapping; 0 before the first import.
     base: AtomicU64,
-    /// Where a NIC writes: the pages themselves, or host memory before the pages of a real device.
+    /// The address that a NIC writes to: the pages themselves, or host memory in front of a real device's pages.
     view: AtomicPtr<u8>,
-    /// Brings what a NIC wrote to the pages, and spoils them, on a real device.
+    /// Copies to the pages of a real device, and poisons them.
     stream: Option<Mutex<Stream>>,
     poison: bool,
-    /// Held for each import where `import_race` is off.
+    /// Locked for each import if `import_race` is off.
     importing: Mutex<()>,
 }
 
@@ -152,25 +152,25 @@ impl GpuPool {
         })
     }
 
-    /// Device address of the first page in this process's mapping, which is made where there is none yet.
+    /// Device address of the first page in this process's mapping, which is made if there is none.
     ///
-    /// The real plugin holds no lock between the look and the import (`gpu_get_rxmem`): of calls that overlap each
-    /// imports, and each import unmaps the one before it, which comms have been given already.
+    /// The real plugin holds no lock between the check and the import (`gpu_get_rxmem`): each of several overlapping
+    /// calls imports, and each import unmaps the previous one, which comms already use.
     pub fn import(&self, switches: &Switches) -> Option<u64> {
         let _in_turn = (!switches.import_race).then(|| locked(&self.importing));
         let mapped = self.base.load(Ordering::SeqCst);
         if mapped != 0 {
             return Some(mapped);
         }
-        // The dp-manager is asked twice: for the descriptor, and for the size.
+        // The dp-manager is asked twice: for the descriptor and for the size.
         thread::sleep(Duration::from_millis(switches.import_ms));
         let base = self.map()?;
         info!("GPU {}: receive pool imported", self.device);
         Some(base)
     }
 
-    /// A fresh mapping, in the place of the one before. That one's memory is never freed: who reads it reads wrong
-    /// bytes, and not those of another allocation.
+    /// Makes a new mapping in place of the old one. The old memory is never freed: its readers get wrong bytes, but not
+    /// those of another allocation.
     fn map(&self) -> Option<u64> {
         let bytes = self.bytes as usize;
         let base = match cuda_of(self.device) {
@@ -185,7 +185,7 @@ impl GpuPool {
         Some(base)
     }
 
-    /// Brings what a NIC wrote to where the host reads it; false when the device fails.
+    /// Copies the bytes that a NIC wrote to where the host reads them; false if the device fails.
     pub fn settle(&self, fragments: &[Fragment]) -> bool {
         let Some(stream) = &self.stream else { return true };
         let (stream, base) = (locked(stream), self.base.load(Ordering::SeqCst));
@@ -203,18 +203,18 @@ impl GpuPool {
         self.bytes
     }
 
-    /// Where a NIC writes a fragment.
+    /// The address at which a NIC writes a fragment.
     pub fn view(&self, fragment: &Fragment) -> *mut u8 {
         self.view.load(Ordering::Relaxed).wrapping_add(fragment.pool_offset() as usize)
     }
 
-    /// Gives pages back, spoiled; returns how many the comm really had.
+    /// Gives back and poisons pages; returns how many of them the comm owned.
     pub fn give_back(&self, owner: u64, returned: &[u32]) -> usize {
         let mut pages = locked(&self.pages);
         returned.iter().filter(|page| self.recycle(&mut pages, owner, **page)).count()
     }
 
-    /// Gives back whatever a comm still has; returns how many pages those were.
+    /// Gives back all pages of a comm; returns their number.
     pub fn give_back_all(&self, owner: u64) -> usize {
         let mut pages = locked(&self.pages);
         pages.owned_by(owner).iter().filter(|page| self.recycle(&mut pages, owner, **page)).count()
@@ -223,19 +223,19 @@ impl GpuPool {
     fn recycle(&self, pages: &mut PagePool, owner: u64, page: u32) -> bool {
         let returned = pages.give_back(owner, page);
         if let Some(stream) = self.stream.as_ref().filter(|_| returned && self.poison) {
-            // Before whatever the stream brings there next.
+            // Before the stream copies anything else there.
             let base = self.base.load(Ordering::SeqCst);
             locked(stream).fill(base + u64::from(page) * PAGE_BYTES as u64, POISON, PAGE_BYTES);
         } else if returned && self.poison {
             let start = self.view.load(Ordering::Relaxed).wrapping_add(page as usize * PAGE_BYTES);
-            // SAFETY: the page is one of the pool's and, under the lock, nobody's.
+            // SAFETY: the page is in the pool and, under the lock, owned by no comm.
             unsafe { start.write_bytes(POISON, PAGE_BYTES) };
         }
         returned
     }
 }
 
-/// Memory that the host and a GPU read at the same address, aligned to a page; zeroed.
+/// Page-aligned, zeroed memory that the host and a GPU access at the same address.
 #[derive(Debug)]
 pub struct Mapped {
     address: *mut u8,
@@ -253,7 +253,7 @@ enum Owner {
 unsafe impl Send for Mapped {}
 
 impl Mapped {
-    /// Memory for a GPU, or for the host alone where there is none.
+    /// Memory for a GPU, or for the host alone without one.
     pub fn new(device: Option<i32>, bytes: usize) -> Option<Mapped> {
         if let (Some(device), Some(driver)) = (device.and_then(cuda_of), cuda::driver()) {
             let owner = Owner::Cuda(driver, device);
@@ -272,7 +272,7 @@ impl Mapped {
         (!address.is_null()).then_some(Mapped { address, owner: Owner::Host(layout) })
     }
 
-    /// Where it lies.
+    /// The memory's address.
     pub fn address(&self) -> *mut u8 {
         self.address
     }
@@ -281,7 +281,7 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         match self.owner {
-            // SAFETY: made in `host` with this layout, and freed here alone.
+            // SAFETY: allocated in `host` with this layout, and freed only here.
             Owner::Host(layout) => unsafe { dealloc(self.address, layout) },
             Owner::Gpu(table) => drop((table.mapped_free)(self.address)),
             Owner::Cuda(driver, device) => driver.free_mapped(device, self.address),
@@ -289,7 +289,7 @@ impl Drop for Mapped {
     }
 }
 
-/// A few words in device memory; in host memory where there is no GPU.
+/// A few words in device memory, or in host memory without a GPU.
 #[derive(Debug)]
 pub struct DeviceWords(Words);
 
@@ -301,7 +301,7 @@ enum Words {
 }
 
 impl DeviceWords {
-    /// Words of these bytes; `None` when memory is short.
+    /// Words with these bytes; `None` without memory.
     pub fn new(device: Option<i32>, bytes: &[u8]) -> Option<DeviceWords> {
         if let Some(device) = device.and_then(cuda_of) {
             return DeviceWords::on_cuda(device, bytes);
@@ -329,7 +329,7 @@ impl DeviceWords {
         Some(words)
     }
 
-    /// Their device address.
+    /// The device address of the words.
     pub fn address(&self) -> u64 {
         match &self.0 {
             Words::Cuda(_, _, address) => *address,

@@ -1,12 +1,12 @@
-//! The connection handle: 88 bytes of the 128 that the host gives and carries to the peer.
+//! The connection handle: 88 bytes of the 128 that the host provides and carries to the peer.
 //!
-//! Bytes that belong to no field stay as the host had them. The last field is scratch of the connecting
-//! end: the pointer of its running attempt, 0 in a fresh handle.
+//! Bytes outside of the fields keep the host's values. The last field is scratch space of the connecting end: the
+//! pointer of its running attempt, 0 in a new handle.
 //! Read next: `attempt.rs`.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-/// Bytes that hold something.
+/// Bytes with fields.
 pub const HANDLE_BYTES_USED: usize = 88;
 
 const DATA_ADDRESS: usize = 0;
@@ -17,21 +17,21 @@ const THREADS: usize = 40;
 const REDIRECTED: usize = 44;
 const CONTROL_ADDRESS: usize = 48;
 const ATTEMPT: usize = 80;
-/// Room for an address; an IPv4 one leaves the rest zero.
+/// Room for an address; the rest behind an IPv4 address is zero.
 const ADDRESS_BYTES: usize = 28;
 
-/// What a listener tells whoever connects.
+/// The listener's information for the connecting end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// Where data sockets connect to.
+    /// Address for data sockets.
     pub data: SocketAddrV4,
-    /// Where the control socket connects to.
+    /// Address for the control socket.
     pub control: SocketAddrV4,
-    /// Data sockets of the comm: the listener's number rules both ends.
+    /// Number of the comm's data sockets: the listener decides for both ends.
     pub data_sockets: usize,
-    /// Worker threads of the comm, likewise.
+    /// Number of the comm's worker threads: the listener decides for both ends.
     pub threads: usize,
-    /// The control socket is on another interface than the data.
+    /// Whether the control socket uses another interface than the data.
     pub redirected: bool,
 }
 
@@ -68,7 +68,7 @@ pub fn attempt(bytes: &[u8; HANDLE_BYTES_USED]) -> usize {
     usize::from_ne_bytes(word)
 }
 
-/// Notes the pointer of the running attempt.
+/// Stores the pointer of the running attempt.
 pub fn set_attempt(bytes: &mut [u8; HANDLE_BYTES_USED], pointer: usize) {
     bytes[ATTEMPT..].copy_from_slice(&pointer.to_ne_bytes());
 }

@@ -1,10 +1,10 @@
-//! How two ends make the sockets of a comm.
+//! The handshake in which two ends make the sockets of a comm.
 //!
-//! One control and N data connections, all from the connecting end: control first, then data N-1 down to 0,
-//! one after the other. For each, the acceptor says how it is (good, pending, failed), then the connector;
-//! if both are good the connector says which socket this is. A socket that is pending is closed by both and
-//! tried again. All words travel on the control socket.
-//! Invariant: both ends have the same number of data sockets, the listener's.
+//! The connecting end makes one control and N data connections, one after the other: control first, then data N-1 down
+//! to 0. For each, the acceptor reports its state (good, pending, failed), then the connector does; if both are good
+//! the connector sends the socket's index. A pending socket is closed by both ends and tried again. These messages use
+//! the control socket.
+//! Invariant: both ends have the listener's number of data sockets.
 //! Read next: `listener.rs`.
 
 use std::io::{self, Read, Write};
@@ -22,7 +22,7 @@ use crate::log::{exit_1, warning};
 
 /// How long a refused connection is tried again.
 const REFUSED_FOR: Duration = Duration::from_secs(20);
-/// Between two tries.
+/// Pause between two tries.
 const REFUSED_PAUSE: Duration = Duration::from_millis(20);
 const GOOD: i32 = 0;
 const PENDING: i32 = 1;
@@ -34,26 +34,26 @@ pub struct Sockets {
     pub control: OwnedFd,
     /// The data sockets, by index.
     pub data: Vec<OwnedFd>,
-    /// The other end of the data sockets, if there is one.
+    /// The peer's address of the data sockets, if there are any.
     pub peer: Option<Ipv4Addr>,
 }
 
-/// What the handshake needs to know about this end.
+/// Settings of this end for the handshake.
 #[derive(Clone, Debug)]
 pub struct Plan {
     /// Time spent per socket.
     pub setup: Duration,
     /// How often a socket is tried.
     pub tries: u32,
-    /// Why the dp-manager installs none of the acceptor's rules, in the real plugin's words; `None` where it does.
+    /// Why the dp-manager installs none of the acceptor's rules, in the real plugin's words; `None` if it does.
     pub no_rules: Option<&'static str>,
-    /// Sleep of the acceptor at the end.
+    /// How long the acceptor sleeps at the end.
     pub steering_wait: Duration,
-    /// Payload that comes during that is fatal.
+    /// Whether payload that arrives during that sleep is fatal.
     pub early_is_fatal: bool,
 }
 
-/// The connecting end: its data sockets leave from `own`, its control socket from `own_control`.
+/// The connecting end. Its data sockets use the address `own`, its control socket `own_control`.
 pub fn connect(handle: &Handle, own: Ipv4Addr, own_control: Ipv4Addr, plan: &Plan) -> Outcome<Sockets> {
     dial_all(handle, own, own_control, plan).map_err(|e| failed("connect", &e))
 }
@@ -90,7 +90,7 @@ fn dial_data(
     Err(io::Error::other("failed to connect socket"))
 }
 
-/// The connector's half of the words; false when the socket is to be tried again.
+/// The connector's half of the messages; false if the socket has to be tried again.
 fn agree_as_connector(control: &mut TcpStream, index: usize) -> io::Result<bool> {
     let state = read_word(control)?;
     write_word(control, GOOD)?;
@@ -120,7 +120,7 @@ fn dial(from: Ipv4Addr, to: SocketAddrV4) -> io::Result<TcpStream> {
     }
 }
 
-/// The accepting end. It waits for connections without a deadline.
+/// The accepting end. It waits for connections without limit.
 pub fn accept(control: &Socket, data: &Socket, data_sockets: usize, plan: &Plan) -> Outcome<Sockets> {
     accept_all(control, data, data_sockets, plan).map_err(|e| failed("accept", &e))
 }
@@ -170,7 +170,7 @@ fn accept_data(control: &mut TcpStream, data: &Socket, index: usize, plan: &Plan
     Err(io::Error::other("failed accept socket"))
 }
 
-/// The acceptor's half of the words; false when the socket is to be tried again.
+/// The acceptor's half of the messages; false if the socket has to be tried again.
 fn agree_as_acceptor(control: &mut TcpStream, index: usize, good: bool) -> io::Result<bool> {
     write_word(control, if good { GOOD } else { PENDING })?;
     let state = read_word(control)?;

@@ -1,7 +1,7 @@
 //! A data socket and the chunks that are queued on it.
 //!
 //! The thread that tests requests adds chunks and collects finished ones; a worker moves them, in order.
-//! Invariant: at most [`CHUNKS_PER_LANE_MAX`] chunks are queued, under way or waiting to be collected.
+//! Invariant: at most [`CHUNKS_PER_LANE_MAX`] chunks are queued, in flight, or finished and not collected.
 //! Read next: `worker.rs`.
 
 use std::collections::VecDeque;
@@ -18,47 +18,46 @@ pub const CHUNKS_PER_LANE_MAX: usize = 6;
 /// The pages that a request has taken on one socket.
 pub type PageRecord = Arc<Mutex<Vec<u32>>>;
 
-/// What a worker does with a chunk.
+/// A worker's work on a chunk.
 #[derive(Debug)]
 pub enum Work {
-    /// Sends it from here.
+    /// Send from this address.
     Send {
         /// First byte.
         source: *const u8,
-        /// Which is an address of this real device.
+        /// The real device of the address, if it is a device address.
         cuda: Option<i32>,
     },
-    /// Receives it here.
+    /// Receive to this address.
     Host {
         /// First byte.
         target: *mut u8,
     },
-    /// Receives it into pages of the pool.
+    /// Receive into pages of the pool.
     Pages {
-        /// Where the pages are noted.
+        /// The record of the pages.
         record: PageRecord,
     },
 }
 
-/// A chunk on its way.
+/// A chunk in flight.
 #[derive(Debug)]
 pub struct Chunk {
-    /// Slot of its request.
+    /// Slot of the chunk's request.
     pub slot: usize,
-    /// Where it begins in the message.
+    /// Offset of the chunk in the message.
     pub offset: usize,
-    /// Bytes of it.
+    /// Size in bytes.
     pub len: usize,
     /// Bytes moved.
     pub moved: usize,
-    /// What is done with it.
+    /// The worker's work.
     pub work: Work,
-    /// Where received bytes lie, for [`Work::Pages`].
+    /// Places of the received bytes, for [`Work::Pages`].
     pub fragments: Vec<Fragment>,
 }
 
-// SAFETY: the pointers are the host's, which keeps the memory until the request is done, whatever thread
-// of ours uses it.
+// SAFETY: the pointers are the host's, which keeps the memory until the request is done; any thread may use it.
 unsafe impl Send for Chunk {}
 
 /// A data socket with its queue.
@@ -97,7 +96,7 @@ impl Lane {
         self.in_flight.load(Ordering::Relaxed) < CHUNKS_PER_LANE_MAX
     }
 
-    /// Queues a chunk; only where there is room.
+    /// Queues a chunk; only if there is room.
     pub fn push(&self, chunk: Chunk) {
         debug_assert!(self.has_room());
         self.in_flight.fetch_add(1, Ordering::Relaxed);
@@ -114,13 +113,13 @@ impl Lane {
         !locked(&self.queue).waiting.is_empty()
     }
 
-    /// The worker is done with a chunk.
+    /// The worker has finished a chunk.
     pub fn finish(&self, chunk: Chunk) {
         locked(&self.queue).finished.push_back(chunk);
         self.finished_count.fetch_add(1, Ordering::Release);
     }
 
-    /// A chunk that the worker is done with.
+    /// Takes a chunk that the worker has finished.
     pub fn collect(&self) -> Option<Chunk> {
         if self.finished_count.load(Ordering::Acquire) == 0 {
             return None;

@@ -1,18 +1,18 @@
-//! A simulated GPUDirect-TCPX plugin: a real shared object with the real interface and the real plugin's
-//! every oddity, over ordinary sockets and the simulated GPU. For tests only. It takes memory of real GPUs too,
-//! where the host has loaded the CUDA driver; its bytes then go through host memory.
+//! A simulated GPUDirect-TCPX plugin: a real shared object with the real interface and every quirk of the real plugin,
+//! over ordinary sockets and the simulated GPU. For tests only. It also accepts memory of real GPUs if the host has
+//! loaded the CUDA driver; the bytes then go through host memory.
 //!
-//! It exports one data object, `ncclNetPlugin_v7`, and is loaded with `dlopen` like any NCCL net plugin. It
-//! reads the same `NCCL_*` and `NCCL_GPUDIRECTTCPX_*` variables as the real one, once, in `init`, with the
-//! same defaults: without `NCCL_DYNAMIC_CHUNK_SIZE` nothing ever moves, and without
-//! `NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS` an accept takes five seconds.
+//! It exports one data object, `ncclNetPlugin_v7`, and is loaded with `dlopen` like any NCCL net plugin. It reads the
+//! `NCCL_*` and `NCCL_GPUDIRECTTCPX_*` variables of the real plugin, once, in `init`, with the real defaults: without
+//! `NCCL_DYNAMIC_CHUNK_SIZE` nothing ever moves, and without `NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS` an
+//! accept takes five seconds.
 //!
-//! A package that has this one among its `dev-dependencies` finds `libferrywire_tcpx_sim.so` beside its own
-//! test programs, in `target/<profile>/deps`.
+//! A package with this crate among its `dev-dependencies` finds `libferrywire_tcpx_sim.so` beside its own test
+//! programs, in `target/<profile>/deps`.
 //!
-//! Where the real plugin would use freed memory (a call after the end of an attempt, a request or a
-//! registration of a closed comm, the end of a registration that a request has, two threads in one comm), this
-//! one ends the process by SIGABRT and says which rule was broken.
+//! Where the real plugin would use freed memory (a call after the end of an attempt, a request or a registration of a
+//! closed comm, deregistering memory of a pending request, two threads in one comm), this plugin ends the process by
+//! SIGABRT and names the broken rule.
 //!
 //! # Switches
 //!

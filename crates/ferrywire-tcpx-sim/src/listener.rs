@@ -1,7 +1,7 @@
-//! Listening, connecting and accepting, as far as the table's calls go.
+//! Listening, connecting and accepting: the calls of the table.
 //!
-//! One accept per listener. The accept thread sits in accept(2) without a deadline; a listener that is
-//! closed meanwhile would be freed under it, which ends the process here.
+//! One accept per listener. The accept thread waits in accept(2) without limit; a listener that is closed meanwhile
+//! would be freed under it, which ends the process here.
 //! Invariant: a listener's pointer stays known until `closeListen`.
 //! Read next: `attempt.rs`.
 
@@ -31,9 +31,9 @@ use crate::sync::locked;
 use crate::unpack::Unpack;
 
 static LISTENERS: LazyLock<Mutex<HashMap<usize, Arc<Listener>>>> = LazyLock::new(Mutex::default);
-/// How many there ever were.
+/// How many listeners were opened and closed so far.
 static COUNTS: Mutex<Counts> = Mutex::new(Counts { opened: 0, closed: 0 });
-/// What a handle that lies has for a pointer.
+/// The pointer in a wrong handle.
 const FOREIGN_POINTER: usize = 0x1000;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
@@ -43,13 +43,13 @@ struct Counts {
     closed: u64,
 }
 
-/// What a listen comm is.
+/// A listen comm.
 #[derive(Debug)]
 struct Listener {
     device: usize,
     data: Socket,
     control: Socket,
-    /// The GPU that packets are steered to: current when `listen` was called.
+    /// The GPU to which packets are steered: the current one when `listen` was called.
     steered_to: Option<i32>,
     accepting: Mutex<Option<Accepting>>,
 }
@@ -58,7 +58,7 @@ struct Listener {
 #[derive(Debug)]
 struct Accepting {
     attempt: &'static Attempt,
-    /// The GPU whose pool the comm gets: current at the first call.
+    /// The GPU whose pool the comm uses: the current one at the first call.
     device: Option<i32>,
 }
 
@@ -83,14 +83,14 @@ pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut 
     let steered_to = gpu::current_device();
     let listener = Listener { device: index, data, control, steered_to, accepting: Mutex::default() };
     let listener = Arc::new(listener);
-    // The host's pointer is the listener's address: a name that nobody follows.
+    // The host's pointer is the listener's address, used only as an identifier.
     let address = Arc::as_ptr(&listener) as usize;
     locked(&LISTENERS).insert(address, listener);
     count(plugin, |counts| counts.opened += 1);
     Ok(address as *mut c_void)
 }
 
-/// `connect`: starts an attempt, or asks how it is; the comm's pointer when it is ready.
+/// `connect`: starts an attempt, or polls it; returns the comm's pointer when it is ready.
 pub fn connect(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut c_void> {
     let plugin = plugin()?;
     let attempt = match handle::attempt(bytes) {
@@ -126,8 +126,8 @@ fn start_connect(
     Attempt::start(format!("tcpx-connect-{index}"), work).map_err(system_error)
 }
 
-/// `accept`: starts the attempt, or asks how it is; the comm's pointer when it is ready. `device_handle` is
-/// null where the host gave none.
+/// `accept`: starts the attempt, or polls it; returns the comm's pointer when it is ready. `device_handle` is null if
+/// the host gave none.
 ///
 /// # Safety
 /// `device_handle` must be null or writable.
@@ -140,7 +140,7 @@ pub unsafe fn accept(listener: *mut c_void, device_handle: *mut DeviceHandle) ->
     }
     let Some(Accepting { attempt, device }) = &*accepting else { return Err(ResultCode::INTERNAL_ERROR) };
     let Some(mut comm) = poll(plugin, attempt, "accept")? else { return Ok(std::ptr::null_mut()) };
-    // SAFETY: null or writable, says the caller.
+    // SAFETY: null or writable, by the caller's promise.
     if let Some(device_handle) = unsafe { device_handle.as_mut() } {
         equip(plugin, &mut comm, listener.steered_to, *device, device_handle)?;
     }
@@ -158,8 +158,8 @@ fn start_accept(plugin: &'static Plugin, listener: &Arc<Listener>) -> Outcome<Ac
     Ok(Accepting { attempt, device: gpu::current_device() })
 }
 
-/// Gives a receive comm its pool and metadata, and the host the way to them. If the GPU that packets are
-/// steered to is another one, they land in its pool, and the host reads elsewhere.
+/// Gives a receive comm its pool and metadata, and describes them to the host. If packets are steered to another GPU,
+/// they go into that GPU's pool, and the host reads elsewhere.
 fn equip(
     plugin: &Plugin,
     comm: &mut Comm,
@@ -185,7 +185,7 @@ fn equip(
     let steered_to = steered_to.or(device.map(|_| gpu::DEVICE_DEFAULT));
     if let Some(landing) = pool_of(steered_to)? {
         if steered_to != device {
-            // Packets that nobody can read need a place all the same.
+            // Packets that nothing can read still need a pool.
             import(&landing)?;
         }
         comm.set_landing(landing);
@@ -196,7 +196,7 @@ fn equip(
     Ok(())
 }
 
-/// What the dp-manager does wrong when it is asked for the pool.
+/// Injects the dp-manager's fault when it is asked for the pool.
 fn ask_manager(plugin: &Plugin) {
     match plugin.switches.dp_manager {
         DpManager::On | DpManager::Off | DpManager::Refuse => {}
@@ -223,7 +223,7 @@ pub fn close_listen(pointer: *mut c_void) {
     }
 }
 
-/// Counts a listener, and says how many there were with `stats=on`: in their order, so under the lock.
+/// Counts a listener, and logs the counts with `stats=on`: under the lock, so that the lines are in order.
 fn count(plugin: &Plugin, add: impl FnOnce(&mut Counts)) {
     let mut counts = locked(&COUNTS);
     add(&mut counts);
@@ -244,7 +244,7 @@ fn poll(plugin: &Plugin, attempt: &Attempt, call: &str) -> Outcome<Option<Box<Co
     attempt.poll(call, plugin.switches.attempt_once)
 }
 
-/// Where control sockets live: on the NIC, unless another interface was named.
+/// The address of control sockets: the NIC's, unless another interface was named.
 fn control_address(plugin: &Plugin, own: Ipv4Addr) -> Outcome<Ipv4Addr> {
     let Some(name) = &plugin.settings.control_interface else { return Ok(own) };
     devices::address_of(name).ok_or_else(|| {

@@ -1,8 +1,8 @@
 //! The host's logger, and the ways in which the plugin ends a process.
 //!
-//! The logger is C-variadic: finished text goes as the argument of `"%s"`. Ends of the process say why, to
-//! the logger and to stderr, because nobody can ask afterwards.
-//! Invariant: a NULL logger, or none yet, loses lines and nothing else.
+//! The logger is C-variadic: finished text is passed as the argument of `"%s"`. Before the process ends, the reason is
+//! written to the logger and to stderr.
+//! Invariant: a missing logger loses lines and nothing else.
 
 use std::ffi::{CString, c_int};
 use std::fmt::Arguments;
@@ -32,7 +32,7 @@ macro_rules! warning {
     ($($arg:tt)*) => { $crate::log::line($crate::log::WARN, line!(), format_args!($($arg)*)) };
 }
 
-/// A line about what goes on.
+/// A line of information; the arguments are those of `format!`.
 macro_rules! info {
     ($($arg:tt)*) => { $crate::log::line($crate::log::INFO, line!(), format_args!($($arg)*)) };
 }
@@ -44,7 +44,7 @@ pub const WARN: c_int = LOG_WARN;
 /// Level of [`info!`].
 pub const INFO: c_int = LOG_INFO;
 
-/// The real plugin calls `exit(1)` here: exit handlers of the process run.
+/// Ends the process as the real plugin does here, by `exit(1)`, which runs exit handlers.
 pub fn exit_1(why: Arguments<'_>) -> ! {
     warning!("{why}: exit(1)");
     eprintln!("tcpx-sim: {why}: exit(1)");
@@ -52,19 +52,19 @@ pub fn exit_1(why: Arguments<'_>) -> ! {
     unsafe { libc::exit(1) }
 }
 
-/// The host broke a rule where the real plugin would use freed or foreign memory: the process ends by
-/// SIGABRT, and says which rule.
+/// The host broke a rule where the real plugin would use freed or foreign memory: ends the process by SIGABRT and names
+/// the rule.
 pub fn misuse(why: Arguments<'_>) -> ! {
     warning!("misuse: {why}");
     eprintln!("tcpx-sim: misuse: {why}");
     std::process::abort()
 }
 
-/// The real plugin follows a null pointer here.
+/// Follows a null pointer, as the real plugin does here.
 pub fn segfault(why: Arguments<'_>) -> ! {
     warning!("{why}: SIGSEGV");
     eprintln!("tcpx-sim: {why}: SIGSEGV");
-    // SAFETY: nothing is mapped there, and the fault is wanted.
+    // SAFETY: nothing is mapped there, and the fault is intended.
     unsafe { std::ptr::without_provenance_mut::<u64>(8).write_volatile(0) };
     std::process::abort()
 }

@@ -1,4 +1,4 @@
-//! The unpack metadata of a receive comm: what the host reads to gather a scattered receive.
+//! The unpack metadata of a receive comm, by which the host gathers a scattered receive.
 //!
 //! `entries[16][2048]` of 16 bytes, then `count[16]` of 8. The k-th receive of a comm uses slot k mod 16.
 //! Invariant: a slot's count covers only entries that are written.
@@ -6,13 +6,13 @@
 
 use crate::gpu::Mapped;
 
-/// Receives that have metadata at once.
+/// Receives with metadata at the same time.
 pub const SLOTS: usize = 16;
-/// Entries of one receive.
+/// Most entries of one receive.
 pub const ENTRIES_PER_SLOT: usize = 2048;
 /// Size of an entry: source u32, length u32, destination u64.
 pub const ENTRY_BYTES: usize = 16;
-/// Where the counts begin.
+/// Offset of the counts.
 pub const COUNTS_OFFSET: usize = SLOTS * ENTRIES_PER_SLOT * ENTRY_BYTES;
 /// Size of the whole block.
 pub const METADATA_BYTES: usize = COUNTS_OFFSET + SLOTS * size_of::<u64>();
@@ -25,7 +25,7 @@ const _: () = assert!(COUNTS_OFFSET == 524_288 && METADATA_BYTES == 524_416);
 pub struct Entry {
     /// Offset in the receive pool.
     pub source: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
     /// Offset from the pointer given to `irecv`.
     pub target: u64,
@@ -33,7 +33,7 @@ pub struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == ENTRY_BYTES);
 
-/// The block, which host and GPU read at the same address.
+/// The block, which host and GPU access at the same address.
 #[derive(Debug)]
 pub struct Metadata {
     block: Mapped,
@@ -48,18 +48,18 @@ impl Metadata {
         metadata
     }
 
-    /// Where the block lies.
+    /// The block's address.
     pub fn address(&self) -> u64 {
         self.block.address() as u64
     }
 
-    /// Forgets the entries of a slot.
+    /// Clears the entries of a slot.
     pub fn clear(&mut self, slot: usize) {
         self.counts[slot] = 0;
         self.publish(slot);
     }
 
-    /// Adds entries to a slot; false when they do not fit, and then none is added.
+    /// Adds entries to a slot; false if they do not fit, and then none is added.
     pub fn append(&mut self, slot: usize, entries: &[Entry]) -> bool {
         let first = self.counts[slot];
         if first + entries.len() > ENTRIES_PER_SLOT {

@@ -1,4 +1,4 @@
-//! The plugin of this process: what `init` read, and how comms are made from it.
+//! The plugin of this process: the result of `init`, from which comms are made.
 //!
 //! Everything is read once and cached, as in the real plugin: a variable set later has no effect.
 //! Invariant: after a successful `init` the plugin never changes.
@@ -22,21 +22,21 @@ use crate::switches::{DpManager, EarlyPayload, SameHost, SecondInit, Switches};
 use crate::worker::Shared;
 
 static PLUGIN: OnceLock<Plugin> = OnceLock::new();
-/// Chunk size where the broken default is switched off.
+/// Chunk size if the broken default is switched off.
 const CHUNK_BYTES_GOOD: usize = 512 << 10;
 
-/// What `init` found.
+/// The result of `init`.
 #[derive(Debug)]
 pub struct Plugin {
-    /// The quirks.
+    /// The switches.
     pub switches: Arc<Switches>,
-    /// The environment.
+    /// The settings from the environment.
     pub settings: Settings,
     /// The NICs.
     pub devices: Vec<Device>,
 }
 
-/// The switches, read at the first call; the plugin refuses every call when they make no sense.
+/// The switches, read at the first call; if they are invalid, the plugin refuses every call.
 pub fn switches() -> Outcome<&'static Arc<Switches>> {
     static SWITCHES: OnceLock<Result<Arc<Switches>, String>> = OnceLock::new();
     let switches = SWITCHES.get_or_init(|| Switches::from_env().map(Arc::new));
@@ -49,11 +49,11 @@ pub fn init() -> Outcome<()> {
         let again = plugin.switches.second_init == SecondInit::Ok;
         return if again { Ok(()) } else { Err(refused("init was called before")) };
     }
-    // In every run, whatever comes of it.
+    // The real plugin logs this in every run.
     info!("NET/GPUDirectTCPX : unix client prefix {}", manager_folder());
     let plugin = Plugin::read().map_err(|why| {
         let code = refused(&why);
-        // The way of the error through the source comes last, and is no warning.
+        // The real plugin logs the error's path through its source last, as information.
         info!("TCPXCHECK src/net_tcpx.cc:576 -> {}", code.0);
         code
     })?;
@@ -66,13 +66,13 @@ pub fn init() -> Outcome<()> {
     PLUGIN.set(plugin).map_err(|_| refused("init runs twice at once"))
 }
 
-/// Where the dp-manager's sockets would be.
+/// The folder of the dp-manager's sockets.
 pub fn manager_folder() -> String {
     let folder = std::env::var("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX").ok();
     folder.filter(|folder| !folder.is_empty()).unwrap_or_else(|| "/tmp".to_owned())
 }
 
-/// The plugin; a call before a successful `init` gives an internal error.
+/// The plugin; a call before a successful `init` is an internal error.
 pub fn plugin() -> Outcome<&'static Plugin> {
     PLUGIN.get().ok_or_else(|| refused("a call before init"))
 }
@@ -96,13 +96,13 @@ impl Plugin {
         Ok(Plugin { switches, settings, devices })
     }
 
-    /// A device; none beyond the last.
+    /// A device by its index; an error beyond the last.
     pub fn device(&self, index: i32) -> Outcome<(usize, &Device)> {
         let found = usize::try_from(index).ok().and_then(|k| self.devices.get(k).map(|device| (k, device)));
         found.ok_or_else(|| refused(&format!("there is no device {index}")))
     }
 
-    /// How this end makes sockets.
+    /// This end's settings for the handshake.
     pub fn plan(&self) -> Plan {
         Plan {
             setup: Duration::from_millis(self.switches.setup_ms),
@@ -121,7 +121,7 @@ impl Plugin {
 
     /// A comm over these sockets.
     pub fn comm(&self, direction: Direction, device: usize, sockets: Sockets, threads: usize) -> Comm {
-        // Counted apart, so that a comm's chances do not depend on which end is ready first.
+        // Counted per direction, so that a comm's random numbers do not depend on which end is ready first.
         static COMMS: [AtomicU64; 2] = [const { AtomicU64::new(1) }; 2];
         let id = COMMS[direction as usize].fetch_add(1, Ordering::Relaxed);
         let own = sockets.peer.is_some_and(devices::is_own);

@@ -1,8 +1,9 @@
 //! The pages of a receive pool, and how received bytes are scattered over them.
 //!
-//! Pure: page numbers and lengths, no memory. A page belongs to the comm that took it until the comm gives
-//! it back or is closed. A page that nobody remembers stays taken: the pool can leak, as the real one does.
-//! Invariant: a page has one owner or is free, and is handed out only when free.
+//! A page belongs to the comm that took it until the comm gives it back or is closed. A page that is not recorded stays
+//! taken: the pool can leak, as the real one does.
+//! Invariant: pure: page numbers and lengths, no memory. A page has one owner or is free, and is handed out only when
+//! free.
 //! Read next: `gpu.rs`, which gives the pages memory.
 
 use std::collections::VecDeque;
@@ -11,22 +12,22 @@ use crate::random::Random;
 
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
-/// No comm has this number.
+/// The owner of free pages; no comm has this number.
 const NOBODY: u64 = 0;
 
 /// A piece of a page that holds received bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fragment {
-    /// Page in the pool.
+    /// The page's index in the pool.
     pub page: u32,
-    /// Where the bytes begin in the page.
+    /// Offset of the bytes in the page.
     pub offset: u32,
-    /// How many there are.
+    /// Number of bytes.
     pub len: u32,
 }
 
 impl Fragment {
-    /// Where the bytes begin in the pool.
+    /// Offset of the bytes in the pool.
     pub fn pool_offset(&self) -> u32 {
         self.page * PAGE_BYTES as u32 + self.offset
     }
@@ -40,7 +41,7 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// A pool of free pages, in an order that the seed fixes, or in their natural one.
+    /// A pool of free pages, in an order given by the seed or in ascending order.
     pub fn new(pages: u32, shuffled: Option<Random>) -> PagePool {
         let mut free: Vec<u32> = (0..pages).collect();
         if let Some(mut random) = shuffled {
@@ -51,20 +52,20 @@ impl PagePool {
         PagePool { free: free.into(), owners: vec![NOBODY; pages as usize] }
     }
 
-    /// A free page, now the comm's.
+    /// Takes a free page for a comm.
     pub fn take(&mut self, owner: u64) -> Option<u32> {
         let page = self.free.pop_front()?;
         self.owners[page as usize] = owner;
         Some(page)
     }
 
-    /// A page just taken that was not needed is the next one to be taken.
+    /// Returns a page that was just taken and not needed; it is the next to be taken.
     pub fn put_back(&mut self, page: u32) {
         self.owners[page as usize] = NOBODY;
         self.free.push_front(page);
     }
 
-    /// Gives a page back; false when the comm does not have it.
+    /// Gives a page back; false if the comm does not own it.
     pub fn give_back(&mut self, owner: u64, page: u32) -> bool {
         let Some(holder) = self.owners.get_mut(page as usize).filter(|holder| **holder == owner) else {
             return false;
@@ -74,21 +75,21 @@ impl PagePool {
         true
     }
 
-    /// Every page that the comm still has: closing its sockets gives them back.
+    /// All pages that the comm still owns: closing its sockets gives them back.
     pub fn owned_by(&self, owner: u64) -> Vec<u32> {
         let pages = 0..self.owners.len() as u32;
         pages.filter(|page| self.owners[*page as usize] == owner).collect()
     }
 
-    /// How many pages are free.
+    /// The number of free pages.
     #[cfg(test)]
     pub fn free_count(&self) -> usize {
         self.free.len()
     }
 }
 
-/// Decides where in a page the next bytes go: by seed and place in the stream, so that a call that found
-/// nothing to receive changes nothing.
+/// Decides where in a page the next bytes go, by seed and position in the stream, so that a call that received nothing
+/// changes nothing.
 #[derive(Debug)]
 pub struct Carver {
     seed: u64,
@@ -96,16 +97,16 @@ pub struct Carver {
     fragment_bytes: u32,
 }
 
-/// One fragment in so many is an odd one.
+/// One in this many fragments is odd.
 const ODD_ONE_IN: u64 = 8;
 
 impl Carver {
-    /// Fragments of at most `fragment_bytes`; now and then, with `scatter`, odd ones.
+    /// Fragments of at most `fragment_bytes`; with `scatter` some are odd.
     pub fn new(seed: u64, scatter: bool, fragment_bytes: u32) -> Carver {
         Carver { seed, scatter, fragment_bytes: fragment_bytes.clamp(1, PAGE_BYTES as u32) }
     }
 
-    /// The room in a page for at most `wanted` bytes, the first of which is at `position` of the stream.
+    /// The place in a page for at most `wanted` bytes, the first of which is at `position` of the stream.
     pub fn carve(&self, page: u32, wanted: usize, position: u64) -> Fragment {
         let most = self.fragment_bytes.min(u32::try_from(wanted).unwrap_or(u32::MAX));
         let mut random = Random::new(self.seed, position);

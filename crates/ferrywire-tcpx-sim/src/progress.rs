@@ -1,7 +1,7 @@
-//! The progress of a comm: what one `test` moves.
+//! The progress of a comm in one `test`.
 //!
-//! Collect what workers have finished; admit at most one posted request; schedule chunks of the oldest
-//! active one, and of no other. So N messages need at least N calls on each end.
+//! Collects chunks that workers have finished; admits at most one posted request; schedules chunks of the oldest active
+//! request only. So N messages need at least N calls at each end.
 //! Invariant: chunks reach a data socket in the order of their control records.
 //! Read next: `worker.rs`, which moves the chunks.
 
@@ -19,7 +19,7 @@ use crate::ring::Number;
 use crate::sync::locked;
 
 impl Comm {
-    /// One turn; with `one_step` off, as many as change something.
+    /// One pass; with `one_step` off, as many passes as change something.
     pub(crate) fn progress(&mut self) -> Outcome<()> {
         loop {
             self.collect();
@@ -31,7 +31,7 @@ impl Comm {
         }
     }
 
-    /// Takes finished chunks over from the workers.
+    /// Collects finished chunks from the workers.
     fn collect(&mut self) {
         for k in 0..self.lanes.len() {
             while let Some(chunk) = self.lanes[k].collect() {
@@ -46,7 +46,7 @@ impl Comm {
         }
     }
 
-    /// POSTED -> ACTIVE for the oldest.
+    /// POSTED -> ACTIVE for the oldest request.
     fn admit(&mut self) -> Outcome<bool> {
         let Some(number) = self.ring.oldest_posted() else { return Ok(false) };
         if self.rules.recv_sync && !self.rendezvous(number)? {
@@ -56,7 +56,7 @@ impl Comm {
         Ok(true)
     }
 
-    /// The receiver's index: written by it, waited for by the sender.
+    /// The receiver writes its index; the sender waits for it.
     fn rendezvous(&mut self, number: Number) -> Outcome<bool> {
         if self.direction() == Direction::Recv {
             self.write_control(&(number as u32).to_ne_bytes())?;
@@ -77,7 +77,7 @@ impl Comm {
         Ok(complete)
     }
 
-    /// ACTIVE -> TRANSMITTING for the oldest, when all of it is on data sockets.
+    /// ACTIVE -> TRANSMITTING for the oldest request, once all of it is on data sockets.
     fn schedule(&mut self) -> Outcome<bool> {
         let Some(number) = self.ring.oldest_active() else { return Ok(false) };
         let slot = self.ring.slot_of(number);
@@ -117,13 +117,13 @@ impl Comm {
         written.map(|()| all).map_err(|_| if all { Scheduled::AllAndFailed } else { Scheduled::Failed })
     }
 
-    /// Chunks in one turn. Chunks of no bytes would never end.
+    /// Most chunks in one pass. Chunks of no bytes would never end.
     fn chunks_per_turn(&self) -> usize {
         let endless = if self.rules.chunk_bytes == 0 { CHUNKS_PER_LANE_MAX } else { usize::MAX };
         self.rules.chunks_per_call_max.min(endless)
     }
 
-    /// The next data socket with room, in turn.
+    /// The next data socket with room, in round-robin order.
     fn lane_with_room(&mut self) -> Option<usize> {
         let count = self.lanes.len();
         let found = (0..count).map(|k| (self.next_lane + k) % count).find(|k| self.lanes[*k].has_room())?;
@@ -131,7 +131,7 @@ impl Comm {
         Some(found)
     }
 
-    /// Queues the next chunk of a send; returns what the receiver has to know.
+    /// Queues the next chunk of a send; returns the record for the receiver.
     fn queue_send(&mut self, slot: usize, lane: usize, total: usize) -> Result<Record, Scheduled> {
         let state = &mut self.slots[slot];
         let (offset, len) = (state.queued, self.rules.chunk_bytes.min(total - state.queued));
@@ -159,7 +159,7 @@ impl Comm {
         self.write_control(&bytes).map(|()| true).map_err(|_| Scheduled::AllAndFailed)
     }
 
-    /// Half a record, and never anything more.
+    /// Writes half a record, and never anything more.
     fn go_mute(&mut self, total: usize) -> bool {
         warning!("comm {}: half a control message, injected by half_control_after", self.id());
         let record = Record { kind: Kind::Chunk, index: 0, size: 1, offset: 0, total: total as u32 };
@@ -207,8 +207,7 @@ impl Comm {
         })
     }
 
-    /// Takes the message's size from its first record. The posted size is no limit, as long as the switch
-    /// does not make it one.
+    /// Takes the message's size from its first record. The posted size is a limit only if the switch says so.
     fn check_total(&mut self, slot: usize, record: &Record) -> Result<(), Scheduled> {
         let state = &mut self.slots[slot];
         let total = *state.total.get_or_insert(record.total as usize);
@@ -238,7 +237,7 @@ impl Comm {
             }
             let pages = state.pages[lane].clone();
             if leak && state.chunks[lane] > 0 {
-                // Queueing a second chunk forgets the pages of the first.
+                // As in the real plugin, queueing a second chunk forgets the pages of the first.
                 locked(&pages).clear();
             }
             Work::Pages { record: pages }
@@ -250,7 +249,7 @@ impl Comm {
         self.queue(lane, Chunk { slot, offset, len, moved: 0, work, fragments: Vec::new() })
     }
 
-    /// Reads a small message off the control socket, however long that takes.
+    /// Reads a small message from the control socket, however long that takes.
     fn receive_inline(&mut self, slot: usize, total: usize) -> Result<bool, Scheduled> {
         let data = self.slots[slot].data;
         let mut bytes = vec![0; total];
@@ -264,8 +263,8 @@ impl Comm {
             }
         }
         if total > 0 {
-            // SAFETY: `irecv` was given this memory; that it is large enough is the host's promise, which the
-            // real plugin does not check either. GPU memory faults here, as it does there.
+            // SAFETY: `irecv` was given this memory; the host promises that it is large enough, which the real plugin
+            // does not check either. GPU memory faults here, as it does there.
             unsafe { data.copy_from_nonoverlapping(bytes.as_ptr(), total) };
         }
         self.slots[slot].moved = total;
@@ -297,7 +296,7 @@ impl Comm {
 enum Scheduled {
     /// The request stays where it is.
     Failed,
-    /// Everything was queued before the failure, so the request goes on as if nothing had been.
+    /// Everything was queued before the failure, so the request continues as if there were none.
     AllAndFailed,
 }
 
@@ -305,7 +304,7 @@ fn is_transient(e: &io::Error) -> bool {
     matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Receives what is there; `WouldBlock` when nothing is.
+/// Receives the bytes that have arrived; `WouldBlock` if there are none.
 fn recv_now(fd: RawFd, target: &mut [u8]) -> io::Result<usize> {
     // SAFETY: the kernel writes within `target`, which is borrowed.
     let count = unsafe { libc::recv(fd, target.as_mut_ptr().cast(), target.len(), libc::MSG_DONTWAIT) };

@@ -1,13 +1,13 @@
-//! Seeded chance: the same seed gives the same fragments and faults.
+//! Seeded random numbers: the same seed gives the same fragments and faults.
 //!
-//! A counter mixed well is enough here, and needs no other crate.
+//! A well-mixed counter is enough here and needs no other crate.
 
 /// A stream of numbers that is fixed by its seed.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The stream of a seed and of the thing that draws from it.
+    /// The stream for a seed and for the object that draws from it.
     pub fn new(seed: u64, stream: u64) -> Random {
         let mut random = Random(seed ^ stream.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         random.next();

@@ -11,10 +11,10 @@ use crate::sync::locked;
 
 /// Bytes that one call may move under a rate, unless it is very slow.
 const QUANTUM_BYTES_MAX: u64 = 64 << 10;
-/// Calls per second that the quantum is made for.
+/// Calls per second on which the quantum is based.
 const QUANTA_PER_S: u64 = 500;
 
-/// Allowances by device, and whether they are for sending.
+/// Allowances by device and direction (true for sending).
 type Rates = HashMap<(usize, bool), Arc<Rate>>;
 static NICS: LazyLock<Mutex<Rates>> = LazyLock::new(Mutex::default);
 

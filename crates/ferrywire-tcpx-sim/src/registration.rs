@@ -1,9 +1,9 @@
-//! Memory handles: what `regMr` gives and `isend` and `irecv` look at.
+//! Memory handles: made by `regMr`, checked by `isend` and `irecv`.
 //!
-//! Host memory is only noted. GPU memory must be whole, aligned pages of the GPU that is current on the
-//! calling thread, on a NIC that has a PCI path.
-//! Invariant: a handle is known from `regMr` to `deregMr`; any other pointer ends the process, and so does a `deregMr`
-//! while a request has it.
+//! Host memory is only recorded. GPU memory must be whole, aligned pages of the calling thread's current GPU, on a NIC
+//! that has a PCI path.
+//! Invariant: a handle is known from `regMr` to `deregMr`. Any other pointer ends the process, and so does a `deregMr`
+//! while a request uses the handle.
 //! Read next: `table.rs`.
 
 use std::collections::HashMap;
@@ -21,22 +21,22 @@ use crate::pool::PAGE_BYTES;
 use crate::sync::locked;
 
 static HANDLES: LazyLock<Mutex<HashMap<usize, Registration>>> = LazyLock::new(Mutex::default);
-/// Handles are numbers that look like pointers and that nobody can follow.
+/// Handles look like pointers and are never dereferenced.
 static NEXT: AtomicUsize = AtomicUsize::new(0x7463_7000);
 const STEP: usize = 0x40;
 
-/// What was registered.
+/// A registration.
 #[derive(Clone, Copy, Debug)]
 pub struct Registration {
-    /// Requests with it that were posted and not released.
+    /// Posted and not released requests that use it.
     uses: usize,
     address: usize,
     bytes: usize,
-    /// It is GPU memory.
+    /// Whether the memory is on a GPU.
     pub gpu: bool,
 }
 
-/// `regMr`, on a comm of this NIC; a send comm is tied to one GPU.
+/// `regMr` on a comm of this NIC; a send comm is tied to one GPU.
 pub fn register(
     device: usize,
     gpu_of_comm: Option<i32>,
@@ -62,7 +62,7 @@ pub fn register(
     }
 }
 
-/// `deregMr`; NULL is fine.
+/// `deregMr`; NULL is allowed.
 pub fn deregister(handle: *mut c_void) {
     let known = locked(&HANDLES).remove(&(handle as usize));
     match known {
@@ -76,26 +76,26 @@ pub fn deregister(handle: *mut c_void) {
     }
 }
 
-/// A request is posted with a handle.
+/// A request was posted with a handle.
 pub fn hold(handle: usize) {
     if let Some(known) = locked(&HANDLES).get_mut(&handle) {
         known.uses += 1;
     }
 }
 
-/// It is released.
+/// A request with a handle was released.
 pub fn release(handle: usize) {
     if let Some(known) = locked(&HANDLES).get_mut(&handle) {
         known.uses -= 1;
     }
 }
 
-/// How many handles were given and not taken back, by all comms.
+/// The number of handles that were made and not deregistered, for all comms.
 pub fn live() -> usize {
     locked(&HANDLES).len()
 }
 
-/// The registration behind a handle; NULL is an internal error.
+/// The registration of a handle; NULL is an internal error.
 pub fn find(handle: *mut c_void, call: &str) -> Outcome<Registration> {
     if handle.is_null() {
         warning!("{call} without a memory handle");
@@ -106,7 +106,7 @@ pub fn find(handle: *mut c_void, call: &str) -> Outcome<Registration> {
 }
 
 impl Registration {
-    /// Whether the bytes lie within it. Nobody asks for host memory, as in the real plugin.
+    /// Whether the range is inside. Host memory is not checked, as in the real plugin.
     pub fn covers(&self, data: *mut c_void, bytes: usize) -> bool {
         let start = data as usize;
         !self.gpu || (start >= self.address && start.saturating_add(bytes) <= self.address + self.bytes)

@@ -1,14 +1,14 @@
-//! The request ring of a comm: rising indices over a fixed number of slots.
+//! The request ring of a comm: ascending numbers over a fixed number of slots.
 //!
 //! A request's life: FREE -> POSTED -> ACTIVE -> TRANSMITTING -> INACTIVE -> FREE, oldest first at each step.
-//! Pure: no socket, no memory.
-//! Invariant: `released <= finished <= transmitted <= admitted <= posted <= released + slots`.
+//! Invariant: pure: no socket, no memory. `released <= finished <= transmitted <= admitted <= posted <= released +
+//! slots`.
 //! Read next: `progress.rs`, which moves requests from state to state.
 
 /// Number of a request, from 0, over the life of its comm.
 pub type Number = u64;
 
-/// Where each state begins.
+/// The number at which each state begins.
 #[derive(Debug)]
 pub struct Ring {
     slots: u64,
@@ -34,39 +34,39 @@ impl Ring {
         })
     }
 
-    /// How many were ever posted.
+    /// The number of requests posted so far.
     pub fn posted_count(&self) -> u64 {
         self.posted
     }
 
-    /// How many ever finished.
+    /// The number of requests finished so far.
     pub fn finished_count(&self) -> u64 {
         self.finished
     }
 
-    /// The oldest POSTED one.
+    /// The oldest POSTED request.
     pub fn oldest_posted(&self) -> Option<Number> {
         (self.admitted < self.posted).then_some(self.admitted)
     }
 
-    /// POSTED -> ACTIVE for the oldest.
+    /// POSTED -> ACTIVE for the oldest request.
     pub fn admit(&mut self) {
         debug_assert!(self.admitted < self.posted);
         self.admitted += 1;
     }
 
-    /// The oldest ACTIVE one.
+    /// The oldest ACTIVE request.
     pub fn oldest_active(&self) -> Option<Number> {
         (self.transmitted < self.admitted).then_some(self.transmitted)
     }
 
-    /// ACTIVE -> TRANSMITTING for the oldest.
+    /// ACTIVE -> TRANSMITTING for the oldest request.
     pub fn transmit(&mut self) {
         debug_assert!(self.transmitted < self.admitted);
         self.transmitted += 1;
     }
 
-    /// The oldest TRANSMITTING one: the only one that `test` may name.
+    /// The oldest TRANSMITTING request: the only one that `test` may name.
     pub fn head(&self) -> Option<Number> {
         (self.finished < self.transmitted).then_some(self.finished)
     }
@@ -76,24 +76,24 @@ impl Ring {
         (self.finished..self.transmitted).contains(&number)
     }
 
-    /// TRANSMITTING -> INACTIVE for the oldest.
+    /// TRANSMITTING -> INACTIVE for the oldest request.
     pub fn finish(&mut self) {
         debug_assert!(self.finished < self.transmitted);
         self.finished += 1;
     }
 
-    /// The oldest INACTIVE one.
+    /// The oldest INACTIVE request.
     pub fn oldest_finished(&self) -> Option<Number> {
         (self.released < self.finished).then_some(self.released)
     }
 
-    /// INACTIVE -> FREE for the oldest.
+    /// INACTIVE -> FREE for the oldest request.
     pub fn release(&mut self) {
         debug_assert!(self.released < self.finished);
         self.released += 1;
     }
 
-    /// The number of the request that now has, or last had, the slot.
+    /// The number of the request that has, or last had, the slot.
     pub fn number_at(&self, slot: u64) -> Option<Number> {
         let turn = self.posted.checked_sub(slot + 1)? / self.slots;
         Some(turn * self.slots + slot)

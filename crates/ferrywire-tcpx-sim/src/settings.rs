@@ -1,51 +1,51 @@
-//! The plugin's own environment: `NCCL_*` and `NCCL_GPUDIRECTTCPX_*`, read once, in `init`.
+//! The plugin's environment: `NCCL_*` and `NCCL_GPUDIRECTTCPX_*`, read once, in `init`.
 //!
-//! Names and defaults are the real plugin's, the broken ones too. Variables that only tune cores, telemetry
-//! or the dp-manager are not read.
-//! Read next: `devices.rs`, which picks the NICs that these name.
+//! Names and defaults are the real plugin's, the broken ones included. Variables that only tune cores, telemetry or the
+//! dp-manager are not read.
+//! Read next: `devices.rs`, which selects the NICs.
 
 use std::time::Duration;
 
-/// Data sockets per comm, and worker threads in effect.
+/// Most data sockets per comm, and most effective worker threads.
 pub const DATA_SOCKETS_MAX: usize = 8;
-/// Largest message that can travel on the control socket.
+/// Largest message that can be sent on the control socket, in bytes.
 pub const INLINE_BYTES_MAX: usize = 2048;
-/// The only strategy of flow steering that `init` takes.
+/// The only strategy of flow steering that `init` accepts.
 const STRATEGY: i64 = 3;
 
-/// What the environment says.
+/// The settings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// Size of a chunk; 0 where the environment does not say.
+    /// Size of a chunk in bytes; 0 if it is not set.
     pub chunk_bytes: usize,
     /// Worker threads per comm.
     pub threads: usize,
     /// Data sockets per comm.
     pub data_sockets: usize,
-    /// Messages up to this size travel on the control socket.
+    /// Messages up to this size in bytes are sent on the control socket.
     pub inline_bytes: usize,
-    /// Idle workers spin.
+    /// Whether idle workers spin.
     pub spin: bool,
-    /// GPU memory may be registered.
+    /// Whether GPU memory may be registered.
     pub dma_buf: bool,
-    /// Which interfaces, as the user wrote it.
+    /// The user's list of interfaces.
     pub interfaces: Option<String>,
-    /// Only IPv6 is wanted, which finds no interface here.
+    /// Whether only IPv6 is wanted, which finds no interface here.
     pub ipv6_only: bool,
-    /// Interface of the control sockets.
+    /// The interface of the control sockets.
     pub control_interface: Option<String>,
     /// How long each accept sleeps for the rules to take effect.
     pub steering_wait: Duration,
     /// How often a rule is tried.
     pub connection_tries: u32,
-    /// The receiver announces each request.
+    /// Whether the receiver announces each request.
     pub recv_sync: bool,
-    /// Chunks scheduled per call, of one request.
+    /// Chunks of one request scheduled per call.
     pub chunks_per_call_max: usize,
 }
 
 impl Settings {
-    /// The settings of this process; the text says why `init` fails.
+    /// The settings of this process; the error says why `init` fails.
     pub fn from_env() -> Result<Settings, String> {
         Settings::read(|name| std::env::var(name).ok())
     }
@@ -81,15 +81,15 @@ impl Settings {
     }
 }
 
-/// Threads and data sockets for what was asked: nobody gets more than eight sockets, and those who ask for
-/// more than eight threads get none.
+/// Threads and data sockets for the requested numbers: at most eight sockets; a request for more than eight threads
+/// gives none.
 fn counts(threads: usize, per_thread: usize) -> (usize, usize) {
     let fits = threads.saturating_mul(per_thread) <= DATA_SOCKETS_MAX;
     let per_thread = if fits { per_thread } else { DATA_SOCKETS_MAX / threads.max(1) };
     (threads.min(DATA_SOCKETS_MAX), threads.saturating_mul(per_thread))
 }
 
-/// The environment, as a function, so that tests have their own.
+/// The environment as a function, so that tests can replace it.
 struct Env<F> {
     lookup: F,
 }

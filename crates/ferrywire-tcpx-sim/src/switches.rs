@@ -1,20 +1,20 @@
-//! What `FERRYWIRE_TCPX_SIM` switches: every quirk, limit and injected fault of the plugin.
+//! The switches of `FERRYWIRE_TCPX_SIM`: every quirk, limit and injected fault of the plugin.
 //!
-//! One list makes the structure, its defaults, its parser and the names that the crate's table must show.
-//! Defaults are what the real plugin does. A name or value that is not known is an error, so that a test
-//! with a misspelt switch cannot pass by accident.
-//! Read next: `faults.rs`, which acts on the second half of the list.
+//! One list makes the structure, its defaults, its parser and the names that the crate's table must show. Defaults are
+//! the real plugin's behaviour. An unknown name or value is an error, so a test with a misspelt switch cannot pass by
+//! accident.
+//! Read next: `faults.rs`, which injects the second half of the list.
 
 use std::ops::Range;
 
 /// The variable that holds the switches: `name=value,name=value`.
 pub const VARIABLE: &str = "FERRYWIRE_TCPX_SIM";
-/// The most requests of a comm that can be switched on: as many as NCCL asks for.
+/// Most requests of a comm that can be set: as many as NCCL asks for.
 pub const REQUESTS_MAX: usize = 32;
 
-/// A value that can stand behind a switch.
+/// The value of a switch.
 trait Value: Sized {
-    /// What is expected, for the error message.
+    /// The expected values, for the error message.
     const EXPECTED: &str;
     fn parse(text: &str) -> Option<Self>;
 }
@@ -86,7 +86,7 @@ macro_rules! choice {
 }
 
 choice! {
-    /// What a full comm answers.
+    /// The answer of a full comm.
     Full {
         /// A warning and result 3.
         Error = "error",
@@ -96,17 +96,17 @@ choice! {
 }
 
 choice! {
-    /// What `test` does with its `sizes`.
+    /// The effect of `test` on its `sizes`.
     Sizes {
-        /// Leaves them alone.
+        /// `test` leaves them unchanged.
         Keep = "keep",
-        /// Writes the size when the request is done.
+        /// `test` writes the size when the request is done.
         Write = "write",
     }
 }
 
 choice! {
-    /// The error that a receive comm gives when control bytes and the end of the stream come together.
+    /// The error of a receive comm when control bytes and the end of the stream arrive together.
     CloseError {
         /// When they happen to be read together.
         Natural = "on",
@@ -118,7 +118,7 @@ choice! {
 }
 
 choice! {
-    /// What happens to GPU payload from this host.
+    /// The fate of GPU payload from this host.
     SameHost {
         /// It arrives in linear memory: a warning and `exit(1)`.
         Die = "die",
@@ -128,7 +128,7 @@ choice! {
 }
 
 choice! {
-    /// What happens to payload that comes before flow rules are in force.
+    /// The fate of payload that arrives before flow rules are in force.
     EarlyPayload {
         /// It arrives.
         Allow = "allow",
@@ -138,23 +138,23 @@ choice! {
 }
 
 choice! {
-    /// The dp-manager, which installs flow rules and gives pools out.
+    /// The dp-manager, which installs flow rules and hands out pools.
     DpManager {
-        /// It does what it is asked.
+        /// It works.
         On = "on",
-        /// There is none.
+        /// It does not exist.
         Off = "off",
         /// It refuses each rule.
         Refuse = "refuse",
         /// It ends between a rule and the import of the pool.
         Gone = "gone",
-        /// It never answers who imports the pool.
+        /// It never answers an import of the pool.
         Hang = "hang",
     }
 }
 
 choice! {
-    /// What a second `init` answers.
+    /// The answer to a second `init`.
     SecondInit {
         /// Result 3.
         Refuse = "3",
@@ -164,13 +164,13 @@ choice! {
 }
 
 choice! {
-    /// How fragments lie.
+    /// How fragments are wrong.
     Lie {
-        /// They do not.
+        /// They are right.
         No = "no",
-        /// The source lies outside the pool.
+        /// The source is outside of the pool.
         Range = "range",
-        /// The destination lies outside the message.
+        /// The destination is outside of the message.
         Dst = "dst",
         /// The lengths do not add up to the message.
         Len = "len",
@@ -178,19 +178,19 @@ choice! {
 }
 
 choice! {
-    /// What a faulty call does.
+    /// The effect of a faulty call.
     CallFault {
-        /// Nothing wrong.
+        /// No fault.
         No = "no",
         /// Ends the process by `exit(1)`.
         Exit = "exit",
         /// SIGSEGV.
         Crash = "crash",
-        /// Raises SIGPIPE, and goes on where that is ignored.
+        /// Raises SIGPIPE, and continues if that is ignored.
         Sigpipe = "sigpipe",
         /// Never returns.
         Hang = "hang",
-        /// Gives 2.
+        /// Returns 2.
         Error = "error",
         /// Panics, which the host sees as 3.
         Panic = "panic",
@@ -198,7 +198,7 @@ choice! {
 }
 
 choice! {
-    /// Which comms faults and rates are for.
+    /// The comms that faults and rates are for.
     Side {
         /// Both.
         Both = "both",
@@ -243,27 +243,27 @@ switches! {
     one_step: bool = true;
     /// Requests per comm, at most [`REQUESTS_MAX`].
     slots: u64 = 16;
-    /// What a full comm answers.
+    /// The answer of a full comm.
     full: Full = Full::Error;
-    /// What `test` does with its `sizes`.
+    /// The effect of `test` on its `sizes`.
     sizes: Sizes = Sizes::Keep;
     /// A message larger than its receive is written beyond it.
     overrun: bool = true;
-    /// Finished receives are given back in order only.
+    /// Finished receives can only be given back in order.
     consume_order: bool = true;
     /// A second thread inside a comm ends the process.
     one_thread: bool = true;
-    /// Connecting and accepting give a NULL comm until they are ready.
+    /// Connecting and accepting return a NULL comm until they are ready.
     null_first: bool = true;
     /// A call after the end of an attempt ends the process.
     attempt_once: bool = true;
-    /// Time per socket while connecting.
+    /// Time per socket while connecting, in milliseconds.
     setup_ms: u64 = 1;
-    /// The dp-manager.
+    /// The state of the dp-manager.
     dp_manager: DpManager = DpManager::On;
-    /// A receive comm without a device handle dies at its first receive.
+    /// A receive comm without a device handle crashes at its first receive.
     need_device_handle: bool = true;
-    /// What a second `init` answers.
+    /// The answer to a second `init`.
     second_init: SecondInit = SecondInit::Refuse;
     /// `init` fails on a host without a GPU.
     need_gpu: bool = false;
@@ -271,35 +271,35 @@ switches! {
     pci_path: bool = true;
     /// Without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes.
     chunk_env: bool = true;
-    /// GPU memory is registered in whole, aligned pages only.
+    /// GPU memory can only be registered in whole, aligned pages.
     alignment: bool = true;
     /// A failed registration of memory of a real GPU leaves a context pushed.
     push_left: bool = true;
-    /// A send comm takes memory of the GPU alone that was current at its first connect.
+    /// A send comm accepts only memory of the GPU that was current at its first connect.
     comm_gpu: bool = true;
-    /// Fragments lie in pages out of order, at odd offsets, with odd lengths.
+    /// Fragments are in pages out of order, at odd offsets, with odd lengths.
     scatter: bool = true;
-    /// Longest fragment.
+    /// Longest fragment in bytes.
     fragment_bytes: u64 = 4096;
     /// Pages of the receive pool of one GPU.
     pool_pages: u64 = 16384;
     /// Overlapping imports of the pool each import, and each unmaps the one before.
     import_race: bool = true;
-    /// How long an import of the pool takes.
+    /// Duration of an import of the pool, in milliseconds.
     import_ms: u64 = 3;
     /// Pages are filled with 0xDE when they are given back.
     poison: bool = true;
     /// The pages of all but the last chunk of a request on one socket are lost.
     leak: bool = true;
-    /// What happens to GPU payload from this host.
+    /// The fate of GPU payload from this host.
     same_host: SameHost = SameHost::Die;
-    /// What happens to payload that comes before flow rules are in force.
+    /// The fate of payload that arrives before flow rules are in force.
     early_payload: EarlyPayload = EarlyPayload::Allow;
     /// One warning per receive call into host memory.
     host_warning: bool = true;
     /// The error that a closing peer can cause.
     close_error: CloseError = CloseError::Natural;
-    /// A worker ends without a word when its socket fails.
+    /// A worker ends without reporting it when its socket fails.
     silent_death: bool = true;
     /// Writing to a dead peer raises SIGPIPE.
     sigpipe: bool = true;
@@ -307,9 +307,9 @@ switches! {
     half_control_spin: bool = true;
     /// Bytes per second and direction of each NIC, 0 for no limit.
     rate: u64 = 0;
-    /// Seed of everything that is drawn by lot.
+    /// Seed of all random choices.
     seed: u64 = 1;
-    /// Lines with counts: when a comm is closed, and of listeners.
+    /// Log lines with counts: when a comm is closed, and of listeners.
     stats: bool = false;
 
     /// Faults are for these comms.
@@ -318,9 +318,9 @@ switches! {
     fault_nic: Option<String> = None;
     /// The call that is faulty, as NCCL names it.
     fault_call: Option<String> = None;
-    /// What it does.
+    /// The effect of the faulty call.
     call_fault: CallFault = CallFault::No;
-    /// How many such calls are good before.
+    /// How many such calls succeed first.
     call_fault_after: u64 = 0;
     /// `exit(1)` when this many requests were posted.
     die_after: Option<u64> = None;
@@ -328,7 +328,7 @@ switches! {
     crash_after: Option<u64> = None;
     /// `test` never returns once this many requests are done.
     test_hang_after: Option<u64> = None;
-    /// `test` gives 2 once, when this many requests are done.
+    /// `test` returns 2 once, when this many requests are done.
     test_error_after: Option<u64> = None;
     /// The oldest request never completes once this many are done.
     stall_head_after: Option<u64> = None;
@@ -338,20 +338,20 @@ switches! {
     half_control_after: Option<u64> = None;
     /// A receive into GPU memory finds no control data after this many requests.
     no_cmsg_after: Option<u64> = None;
-    /// The handle of a listener has a pointer of an attempt.
+    /// The handle of a listener contains the pointer of an attempt.
     lie_handle: bool = false;
-    /// How fragments lie.
+    /// How fragments are wrong.
     lie_fragment: Lie = Lie::No;
-    /// Fragments lie from this request on.
+    /// The first request whose fragments are wrong.
     lie_after: u64 = 0;
     /// Socket calls move a random part of what they could.
     partial_io: bool = false;
-    /// Each socket call waits so long before.
+    /// Pause before each socket call, in microseconds.
     delay_us: Range<u64> = 0..1;
 }
 
 impl Switches {
-    /// Reads `name=value,name=value`; blanks and empty items are skipped.
+    /// Parses `name=value,name=value`; blanks and empty items are skipped.
     pub fn parse(text: &str) -> Result<Switches, String> {
         let mut switches = Switches::default();
         for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {

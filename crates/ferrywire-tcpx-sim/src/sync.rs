@@ -1,19 +1,19 @@
-//! Small tools that threads share: a lock that outlives a panic, and a wake-up.
+//! Synchronization tools: a lock that survives a panic, and a wake-up.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The lock, even if a thread panicked while holding it: no panic may cross into the host.
+/// Locks, even if a thread panicked while it held the lock: no panic may cross into the host.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Wakes a worker that sleeps in `poll`.
 ///
-/// Invariant: work made visible before [`Wake::wake`] is seen by a worker that calls [`Wake::prepare`] and
-/// then looks for work before it sleeps.
+/// Invariant: work published before [`Wake::wake`] is seen by a worker that calls [`Wake::prepare`] and then looks for
+/// work before it sleeps.
 #[derive(Debug)]
 pub struct Wake {
     eventfd: OwnedFd,
@@ -21,14 +21,13 @@ pub struct Wake {
 }
 
 impl Wake {
-    /// A new one.
     pub fn new() -> io::Result<Wake> {
         // SAFETY: no memory is passed.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel has just made this descriptor, and nobody else has it.
+        // SAFETY: the kernel has just made this descriptor, and it has no other owner.
         Ok(Wake { eventfd: unsafe { OwnedFd::from_raw_fd(fd) }, asleep: AtomicBool::new(false) })
     }
 
@@ -37,15 +36,16 @@ impl Wake {
         self.eventfd.as_raw_fd()
     }
 
-    /// Says that the worker is about to sleep.
+    /// Announces that the worker is about to sleep.
     pub fn prepare(&self) {
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Says that it is awake, and forgets wake-ups if `readable`, which is whether `poll` has found one.
+    /// Announces that the worker is awake, and discards wake-ups if `readable`, which tells whether `poll` has found
+    /// one.
     ///
-    /// Who wakes it may write only after it has found the work by itself: what is left then ends the next sleep, and is
-    /// forgotten behind that, whoever else has ended it.
+    /// A waking thread may write only after the worker has found the work by itself. That wake-up ends the next sleep
+    /// and is discarded after it.
     pub fn awake(&self, readable: bool) {
         self.asleep.store(false, Ordering::SeqCst);
         if readable {
@@ -55,7 +55,7 @@ impl Wake {
         }
     }
 
-    /// Ends the sleep, if it sleeps.
+    /// Wakes the worker, if it sleeps.
     pub fn wake(&self) {
         if self.asleep.swap(false, Ordering::SeqCst) {
             let one = 1_u64;
@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn a_wake_up_that_comes_late_ends_one_sleep_and_no_more() {
         let wake = Wake::new().expect("a descriptor");
-        // Found awake already: it has seen the work before it slept, and the other thread writes only now.
+        // Already awake: the worker saw the work before it slept, and the other thread writes only now.
         wake.prepare();
         wake.awake(false);
         let one = 1_u64;

@@ -1,6 +1,7 @@
 //! The functions of `ncclNetPlugin_v7`: the host's pointers in, result codes out.
 //!
-//! Each call translates and delegates. Invariant: no panic crosses into the host; it becomes result 3.
+//! Each call translates and delegates.
+//! Invariant: no panic crosses into the host; it becomes result 3.
 //! Read next: `plugin.rs`.
 
 use std::ffi::{c_int, c_void};
@@ -22,7 +23,7 @@ use crate::plugin::{self, plugin};
 use crate::registration;
 use crate::switches::Sizes;
 
-/// What NCCL looks for.
+/// The symbol that NCCL looks up.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals)]
 // SAFETY: the name is a literal; the functions lock or check what they share.
@@ -52,7 +53,7 @@ static ncclNetPlugin_v7: Exported<NetV7> = unsafe {
 
 const MAX_COMMS: c_int = 65536;
 
-/// Runs the body of a call, which may be switched to be faulty.
+/// Runs the body of a call, which a switch may make faulty.
 fn guarded(call: &str, body: impl FnOnce() -> Outcome<()>) -> ResultCode {
     let body = || faulty_call(call).and_then(|()| body());
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -63,7 +64,7 @@ fn guarded(call: &str, body: impl FnOnce() -> Outcome<()>) -> ResultCode {
 }
 
 unsafe extern "C" fn init(log: Log) -> ResultCode {
-    // First of all, so that whatever is wrong can be said.
+    // First of all, so that every error can be logged.
     set_logger(log);
     guarded("init", plugin::init)
 }
@@ -102,7 +103,7 @@ unsafe extern "C" fn get_properties(dev: c_int, props: *mut PropertiesV7) -> Res
 /// The handle behind the host's pointer.
 ///
 /// # Safety
-/// The pointer must be null or name a connection handle that nobody else uses now.
+/// The pointer must be null or name a connection handle that nothing else uses now.
 unsafe fn handle_at<'a>(handle: P, call: &str) -> &'a mut [u8; HANDLE_BYTES_USED] {
     // SAFETY: promised by the caller; a handle has 128 bytes.
     match unsafe { handle.cast::<[u8; HANDLE_BYTES_USED]>().as_mut() } {
@@ -137,7 +138,7 @@ unsafe extern "C" fn accept(listen_comm: P, recv_comm: PP, device: Dh) -> Result
     guarded("accept", || {
         // SAFETY: the host gives room for the pointer.
         unsafe { recv_comm.write(std::ptr::null_mut()) };
-        // SAFETY: null, or where the host keeps its pointer.
+        // SAFETY: null, or a place in which the host keeps its pointer.
         let handle = unsafe { device.as_ref() }.copied().unwrap_or(std::ptr::null_mut());
         // SAFETY: null, or the host's device handle.
         let comm = unsafe { listener::accept(listen_comm, handle)? };
@@ -183,7 +184,7 @@ unsafe extern "C" fn isend(
     })
 }
 
-/// Where the bytes of a send can be read.
+/// How the bytes of a send can be read.
 fn source(data: *mut c_void, size: c_int, mhandle: *mut c_void) -> Outcome<Buffer> {
     let registration = registration::find(mhandle, "isend")?;
     let mhandle = mhandle as usize;

@@ -1,6 +1,6 @@
 //! The socket calls of the workers: send, receive into host memory, receive into pages.
 //!
-//! No call blocks. Sends carry no `MSG_NOSIGNAL`: a dead peer raises SIGPIPE, as with the real plugin.
+//! No call blocks. Sends have no `MSG_NOSIGNAL`: a dead peer raises SIGPIPE, as with the real plugin.
 //! Invariant: a failed call moves nothing; pages it did not need are free again.
 
 use std::io;
@@ -18,16 +18,16 @@ use crate::worker::Shared;
 /// Pages that one call receives into.
 const PAGES_PER_CALL_MAX: usize = 256;
 
-/// What a call came to.
+/// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moved {
-    /// So many bytes, at least one.
+    /// The number of bytes moved, at least one.
     Bytes(usize),
     /// Nothing can be moved now.
     NotReady,
     /// No page is free.
     Starved,
-    /// The connection is of no use any more.
+    /// The connection is unusable.
     Failed,
 }
 
@@ -44,24 +44,24 @@ impl Moved {
     }
 }
 
-/// Sends from memory that the host keeps readable. Memory that is gone fails the call, no more.
+/// Sends from memory that the host keeps readable. Memory that is gone only fails the call.
 pub fn send(fd: RawFd, source: *const u8, len: usize, shared: &Shared) -> Moved {
     let quiet = if shared.sigpipe { 0 } else { libc::MSG_NOSIGNAL };
     // SAFETY: the kernel checks the range itself, and the host promised in `isend` to keep it.
     Moved::from(unsafe { libc::send(fd, source.cast(), len, libc::MSG_DONTWAIT | quiet) })
 }
 
-/// Bytes of device memory that are brought down for one call.
+/// Bytes of device memory that are copied to the host for one call.
 const STAGE_BYTES: usize = 256 << 10;
 
-/// Where a worker's sends from real device memory pass through.
+/// The host buffer through which a worker sends from real device memory.
 pub struct Stage {
     stream: Stream,
     bytes: Vec<u8>,
 }
 
 impl Stage {
-    /// For sends from this device; `None` when it has no stream.
+    /// A stage for sends from this device; `None` if the device has no stream.
     pub fn new(device: i32) -> Option<Stage> {
         Some(Stage { stream: Stream::new(device)?, bytes: vec![0; STAGE_BYTES] })
     }
@@ -71,10 +71,10 @@ impl Stage {
         self.stream.device()
     }
 
-    /// Sends from device memory that the host keeps as it is.
+    /// Sends from device memory that the host keeps unchanged.
     pub fn send(&mut self, fd: RawFd, source: u64, len: usize, shared: &Shared) -> Moved {
         let len = len.min(STAGE_BYTES);
-        // SAFETY: the stage is this worker's alone, and as long.
+        // SAFETY: the buffer is exclusively this worker's and long enough.
         let copied = unsafe { self.stream.down(self.bytes.as_mut_ptr(), source, len) };
         if copied.and_then(|()| self.stream.finish()).is_none() {
             warning!("a copy from device memory failed");
@@ -84,7 +84,7 @@ impl Stage {
     }
 }
 
-/// Receives into memory that the host keeps writable. Memory that is gone fails the call, no more.
+/// Receives into memory that the host keeps writable. Memory that is gone only fails the call.
 pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
     // SAFETY: the kernel checks the range itself, and the host promised in `irecv` to keep it.
     let moved = Moved::from(unsafe { libc::recv(fd, target.cast(), len, libc::MSG_DONTWAIT) });
@@ -96,19 +96,19 @@ pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
     moved
 }
 
-/// Where GPU payload goes.
+/// Where GPU payload is received.
 pub struct Landing<'a> {
-    /// The pages.
+    /// The pool of pages.
     pub pool: &'a GpuPool,
-    /// Where in the pages.
+    /// Decides the places in the pages.
     pub carver: &'a Carver,
-    /// Where pages that were taken are noted.
+    /// The record of taken pages.
     pub record: &'a PageRecord,
-    /// How much this socket has received into pages before.
+    /// Bytes that this socket has received into pages so far.
     pub position: u64,
 }
 
-/// Receives into free pages; notes them, and the fragments in the chunk.
+/// Receives into free pages; records them, and the fragments in the chunk.
 pub fn recv_pages(
     fd: RawFd,
     landing: &Landing<'_>,
@@ -133,7 +133,7 @@ pub fn recv_pages(
     moved
 }
 
-/// Room for `most` bytes, or as much as one call takes and the pool has.
+/// Room for `most` bytes, or for as many as one call takes and the pool has.
 fn take_fragments(landing: &Landing<'_>, most: usize, owner: u64) -> Vec<Fragment> {
     let (mut fragments, mut room) = (Vec::new(), 0);
     let mut pages = locked(&landing.pool.pages);
@@ -155,11 +155,11 @@ fn receive_into(fd: RawFd, pool: &GpuPool, fragments: &[Fragment]) -> Moved {
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_mut_ptr();
     message.msg_iovlen = pieces.len() as _;
-    // SAFETY: the pieces lie in pages that this comm owns, in the pool's mapping, which is never unmapped.
+    // SAFETY: the pieces are in pages that this comm owns, in the pool's mapping, which is never unmapped.
     Moved::from(unsafe { libc::recvmsg(fd, &mut message, libc::MSG_DONTWAIT) })
 }
 
-/// Keeps the fragments that hold the first `bytes` bytes; the other pages are free again.
+/// Keeps the fragments of the first `bytes` bytes, and frees the other pages.
 fn trim(fragments: &mut Vec<Fragment>, bytes: usize, pool: &GpuPool) {
     let (mut left, mut used) = (bytes, 0);
     for fragment in fragments.iter_mut() {

@@ -1,7 +1,7 @@
-//! What a receive comm needs for scattered receives: the metadata block and the device's words.
+//! The data of a receive comm for scattered receives: the metadata block and the device's words.
 //!
-//! The device handle that `accept` fills points at 24 bytes of device memory: where the metadata is, where
-//! the pool is, and a head that only NCCL's own kernels use.
+//! The device handle that `accept` fills points to 24 bytes of device memory: the addresses of the metadata and of the
+//! pool, and a head that only NCCL's own kernels use.
 //! Invariant: entries of a receive are published only in its own slot of the metadata.
 //! Read next: `metadata.rs`.
 
@@ -17,12 +17,12 @@ use crate::switches::Lie;
 
 /// Bytes of the device's words.
 pub const DEVICE_WORDS_BYTES: usize = 24;
-/// The head that other hosts ignore starts here.
+/// Initial value of the head, which other hosts ignore.
 const HEAD_START: u64 = !0;
-/// How far beyond its message a lying fragment points.
+/// How far beyond its message a wrong fragment points.
 const LIE_BYTES: u64 = 1 << 40;
 
-/// A receive comm's scatter metadata.
+/// The scatter metadata of a receive comm.
 #[derive(Debug)]
 pub struct Unpack {
     metadata: Metadata,
@@ -33,8 +33,8 @@ pub struct Unpack {
 }
 
 impl Unpack {
-    /// Metadata for a comm whose pool, as the host is told, begins at `base` and has so many bytes; `None` when memory
-    /// is short.
+    /// Metadata for a comm whose pool is reported to begin at `base` and to have `pool_bytes` bytes; `None` without
+    /// memory.
     pub fn new(device: Option<i32>, base: u64, pool_bytes: u64, faults: &Faults) -> Option<Unpack> {
         let metadata = Metadata::new(Mapped::new(device, METADATA_BYTES)?);
         let mut words = [0; DEVICE_WORDS_BYTES];
@@ -50,7 +50,7 @@ impl Unpack {
         })
     }
 
-    /// Completes the host's device handle.
+    /// Fills the host's device handle.
     pub fn describe(&self, handle: &mut DeviceHandle) {
         handle.net_device_type = DEVICE_UNPACK;
         handle.net_device_version = DEVICE_VERSION_UNPACK;
@@ -59,7 +59,7 @@ impl Unpack {
         handle.needs_proxy_progress = 1;
     }
 
-    /// A receive was posted: its slot of the metadata is empty.
+    /// A receive was posted: clears its slot of the metadata.
     pub fn begin(&mut self, number: Number) {
         self.metadata.clear(number as usize % SLOTS);
     }
@@ -83,7 +83,7 @@ impl Unpack {
         }
     }
 
-    /// Makes the first entry a lie, if fragments shall lie.
+    /// Makes the first entry wrong, if the faults say so.
     fn lie_about(&self, entries: &mut [Entry]) {
         let Some(entry) = entries.first_mut() else { return };
         match self.lie {

@@ -1,8 +1,7 @@
 //! The threads that move the chunks of a comm.
 //!
-//! Each serves its share of the data sockets and sleeps in `poll` when there is nothing to do. A fatal
-//! socket error ends the thread without a word: its chunks never finish, and only the host's own deadline
-//! can notice.
+//! Each serves its share of the data sockets and sleeps in `poll` when there is nothing to do. A fatal socket error
+//! ends the thread without a report: its chunks never finish, and only the host's own timeout can detect that.
 //! Invariant: a chunk's bytes are moved in order, and nothing is touched after the thread was joined.
 //! Read next: `transfer.rs`, the socket calls.
 
@@ -22,41 +21,41 @@ use crate::rate::Rate;
 use crate::sync::Wake;
 use crate::transfer::{self, Landing, Moved, Stage};
 
-/// How often a worker without pages looks again.
+/// How often a worker without pages tries again, in milliseconds.
 const STARVED_PAUSE_MS: i32 = 1;
-/// A worker that waits for its NIC's rate looks this often whether it shall stop.
+/// How often a worker that waits for its NIC's rate checks whether it has to stop.
 const STOP_CHECK: Duration = Duration::from_millis(10);
 
-/// What the workers of a comm share with it.
+/// State that the workers share with their comm.
 #[derive(Debug)]
 pub struct Shared {
     /// Number of the comm among those of its direction in this process, from 1.
     pub id: u64,
-    /// Which end it is.
+    /// The direction of the comm.
     pub direction: Direction,
-    /// Idle workers spin.
+    /// Whether idle workers spin.
     pub spin: bool,
     /// Faults for this comm.
     pub faults: Faults,
     /// The NIC's allowance.
     pub rate: Option<Arc<Rate>>,
-    /// Where GPU payload lands.
+    /// The pool for GPU payload.
     pub landing: Option<Arc<GpuPool>>,
-    /// GPU payload arrives in linear memory, which is fatal.
+    /// Whether GPU payload arrives in linear memory, which is fatal.
     pub linear: bool,
-    /// One warning per receive call into host memory.
+    /// Whether each receive call into host memory logs a warning.
     pub host_warning: bool,
-    /// Writing to a dead peer raises SIGPIPE.
+    /// Whether writing to a dead peer raises SIGPIPE.
     pub sigpipe: bool,
-    /// Seed of the workers' chances.
+    /// Seed of the workers' random choices.
     pub seed: u64,
-    /// Fragments are scattered.
+    /// Whether fragments are scattered.
     pub scatter: bool,
-    /// Longest fragment.
+    /// Longest fragment in bytes.
     pub fragment_bytes: u32,
-    /// A worker died.
+    /// Whether a worker has died.
     pub dead: AtomicBool,
-    /// Bytes of chunks moved.
+    /// Bytes of moved chunks.
     pub bytes: AtomicU64,
     /// Pages taken for this comm.
     pub pages_taken: AtomicU64,
@@ -70,7 +69,7 @@ pub struct Crew {
 }
 
 impl Crew {
-    /// Starts `threads` workers over the sockets; each has every `threads`-th.
+    /// Starts `threads` workers over the sockets; each serves every `threads`-th socket.
     pub fn start(shared: &Arc<Shared>, lanes: &[Arc<Lane>], threads: usize) -> std::io::Result<Crew> {
         let stop = Arc::new(AtomicBool::new(false));
         let mut workers = Vec::new();
@@ -84,13 +83,13 @@ impl Crew {
         Ok(Crew { stop, workers })
     }
 
-    /// Tells the worker of a socket that there is a chunk.
+    /// Wakes the worker of a socket for a new chunk.
     pub fn wake(&self, lane: usize) {
         let (wake, _) = &self.workers[lane % self.workers.len()];
         wake.wake();
     }
 
-    /// Stops the workers wherever they are and waits until they are gone.
+    /// Stops the workers at once and waits until they have ended.
     pub fn stop(self) {
         self.stop.store(true, Ordering::SeqCst);
         self.workers.iter().for_each(|(wake, _)| wake.wake());
@@ -100,7 +99,7 @@ impl Crew {
     }
 }
 
-/// One thread's work.
+/// The state of one thread.
 struct Worker {
     shared: Arc<Shared>,
     stop: Arc<AtomicBool>,
@@ -109,13 +108,13 @@ struct Worker {
     current: Vec<Option<Chunk>>,
     /// Bytes that each socket has received into pages.
     landed: Vec<u64>,
-    /// What sends from real device memory pass through.
+    /// The buffer for sends from real device memory.
     stage: Option<Stage>,
     random: Random,
     carver: Carver,
 }
 
-/// What a turn over one socket came to.
+/// The outcome of a pass over one socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
     /// Bytes moved or a chunk ended.
@@ -159,7 +158,7 @@ impl Worker {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// Moves what one call moves on a socket.
+    /// Makes one call on a socket.
     fn turn(&mut self, k: usize) -> Result<Turn, ()> {
         let Some(mut chunk) = self.current[k].take().or_else(|| self.lanes[k].next()) else {
             return Ok(Turn::Nothing);
@@ -220,7 +219,7 @@ impl Worker {
         self.landed[k] += bytes as u64;
     }
 
-    /// How many bytes the next call may move, after the delay that is injected before it.
+    /// How many bytes the next call may move, after the injected delay.
     fn allowance(&mut self, wanted: usize) -> usize {
         let delay_us = self.random.within(&self.shared.faults.delay_us);
         if delay_us > 0 {
@@ -252,7 +251,7 @@ impl Worker {
         }
     }
 
-    /// Waits for a socket with a chunk, for a new chunk, or shortly for pages.
+    /// Waits for a ready socket with a chunk, for a new chunk, or briefly for pages.
     fn sleep(&self, starved: bool) {
         self.wake.prepare();
         let mut woken = false;

@@ -1,8 +1,8 @@
-//! One case in a process of its own: the plugin reads its environment once, and may end the process.
+//! A case in a process of its own, because the plugin reads its environment once and may end the process.
 //!
-//! A test makes cases; each runs the test's binary again, with the case's environment, for the same test,
-//! and there the case's body runs instead. Nothing in a body depends on time: a case that does not end is
-//! killed once it has done nothing for a long while, or too much, and that is a failure.
+//! A test makes cases. Each runs the test's binary again, with the case's environment, for the same test, and there the
+//! case's body runs instead. Nothing in a body depends on time: a case is killed as failed once it has made no progress
+//! for a long time, or has used too much CPU time.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -11,27 +11,27 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-/// Which case of a test a process runs.
+/// The variable that tells a process which case it runs.
 pub const CASE: &str = "TCPX_RULES_CASE";
-/// What a body's process prints when it begins: without it the body never ran.
+/// Printed by a body's process when it begins; without it the body never ran.
 const BEGUN: &str = "the case begins";
-/// A case that has not got on for so long hangs,
+/// A case hangs if it makes no progress for this long.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
-/// which is to say that it has had less CPU time than this: one that waits has a hundredth of a core at most,
+/// No progress: less CPU time than this. A waiting case uses a hundredth of a core at most.
 const GETS_ON_WITH: Duration = Duration::from_secs(3);
-/// and one that has had more than this turns round and round.
+/// A case that uses more CPU time than this loops.
 const SPINS_AFTER: Duration = HANGS_AFTER;
-/// However little it got on each time.
+/// Limit of checks, however little progress each time.
 const LOOKS_MAX: usize = 10;
 
-/// What every case has, unless it says otherwise.
+/// The variables of every case, unless it overrides them.
 const BASE: [(&str, &str); 3] = [
     ("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "lo"),
     ("NCCL_DYNAMIC_CHUNK_SIZE", "524288"),
     ("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS", "1000"),
 ];
 
-/// A case of the test it stands in: `case!("switches")`.
+/// Makes a case of the surrounding test: `case!("switches")`.
 macro_rules! case {
     ($switches:expr) => {{
         fn here() {}
@@ -40,7 +40,7 @@ macro_rules! case {
 }
 pub(crate) use case;
 
-/// How many cases each test has made so far. Parent and child count alike.
+/// The number of cases that each test has made so far; parent and child count alike.
 static COUNTS: LazyLock<Mutex<HashMap<String, usize>>> = LazyLock::new(Mutex::default);
 
 /// A case that is being described.
@@ -63,34 +63,34 @@ impl Case {
         Case { test, id: count.to_string(), env }
     }
 
-    /// With a variable set.
+    /// Sets a variable.
     pub fn with(mut self, name: &str, value: &str) -> Case {
         self.env.push((name.into(), Some(value.into())));
         self
     }
 
-    /// With a variable not set.
+    /// Unsets a variable.
     pub fn without(mut self, name: &str) -> Case {
         self.env.push((name.into(), None));
         self
     }
 
-    /// The body ends well; returns what it printed.
+    /// The body must succeed; returns its output.
     pub fn passes(self, body: impl FnOnce()) -> String {
         self.run(body, |status| status.success(), "success")
     }
 
-    /// The process ends by `exit(code)` and has said why.
+    /// The process must end by `exit(code)` and print `why`.
     pub fn exits(self, code: i32, why: &str, body: impl FnOnce()) {
         self.says(why, body, |status| status.code() == Some(code), &format!("exit({code})"));
     }
 
-    /// The process ends by a signal and has said why.
+    /// The process must end by a signal and print `why`.
     pub fn dies_by(self, signal: i32, why: &str, body: impl FnOnce()) {
         self.says(why, body, |status| status.signal() == Some(signal), &format!("signal {signal}"));
     }
 
-    /// The process ends by SIGABRT, because the host broke a rule.
+    /// The process must end by SIGABRT, because the host broke a rule.
     pub fn ends_as_misuse(self, why: &str, body: impl FnOnce()) {
         self.dies_by(libc::SIGABRT, &format!("misuse: {why}"), body);
     }
@@ -167,10 +167,10 @@ fn wait(child: &mut Child) -> ExitStatus {
     }
 }
 
-/// CPU time that a process has had; none of one that is gone.
+/// CPU time of a process; zero if it is gone.
 fn cpu_time(pid: u32) -> Duration {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The name may have spaces and brackets in it; user and system time are the 14th and 15th field of all.
+    // The name may contain spaces and brackets; user and system time are the 14th and 15th field.
     let after_name = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
     let ticks =
         after_name.split(' ').skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum::<u64>();

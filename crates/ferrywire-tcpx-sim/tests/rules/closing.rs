@@ -1,4 +1,4 @@
-//! Closing and dying: the spurious error, silence, signals, and what a closed comm is.
+//! Closing and dying: the spurious error, missing reports, signals, and calls on a closed comm.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -13,9 +13,9 @@ use crate::data::{receiver_from_sockets, sender_to_sockets};
 use crate::driver::{Comm, DONE, FAILED, Handle, NOT_YET, OK, Plugin, Ptr, pattern};
 use crate::wire_peer::{Ends, chunk, record};
 
-/// The state of a connection whose end the other side's kernel has acknowledged.
+/// The state of a connection whose end the peer's kernel has acknowledged.
 const FIN_WAIT2: u8 = 5;
-/// Long enough to see that a call has not returned. Too short would only miss a fault, never invent one.
+/// Long enough to see that a call has not returned. A shorter time could only miss a fault.
 const A_WHILE: Duration = Duration::from_millis(300);
 
 /// A receive comm of the plugin, with the test's sockets as its peer.
@@ -30,7 +30,7 @@ fn receiver_of(plugin: &'static Plugin) -> (Comm, Ends) {
     receiver_from_sockets(plugin, listen, &handle)
 }
 
-/// Ends both sockets, and returns when the receiver's kernel has seen it.
+/// Ends both sockets, and returns once the receiver's kernel has seen it.
 fn finish(peer: &Ends) {
     for socket in [&peer.control, &peer.data[0]] {
         socket.shutdown(Shutdown::Write).unwrap();
@@ -51,7 +51,7 @@ fn state(socket: &TcpStream) -> u8 {
     info[0]
 }
 
-/// Results of testing until the request is done: how many were errors.
+/// The number of errors until the request is done.
 fn errors_until_done(comm: &Comm, request: Ptr) -> usize {
     let mut errors = 0;
     loop {
@@ -85,7 +85,7 @@ fn a_close_behind_the_last_message_gives_one_spurious_error() {
     };
     case!("").passes(|| assert_eq!(errors(1), 1));
     case!("").passes(|| assert_eq!(errors(7), 1));
-    // Eight records fill the buffer, and hide the end.
+    // Eight records fill the buffer, so the end is not read with them.
     case!("").passes(|| assert_eq!(errors(8), 0));
     case!("").passes(|| assert_eq!(errors(13), 1));
     case!("close_error=off").passes(|| assert_eq!(errors(7), 0));
@@ -123,7 +123,7 @@ fn receives_beyond_the_last_message_put_arrived_data_out_of_reach() {
         peer.control.write_all(&chunk(8)).unwrap();
         peer.data[0].write_all(&[3; 8]).unwrap();
         finish(&peer);
-        // SAFETY: the last byte of the target, which lives on.
+        // SAFETY: the last byte of the target, which stays alive.
         let last = || unsafe { (target.address as *const u8).add(7).read_volatile() };
         while last() != 3 {
             assert_ne!(comm.test(oldest).done, 1);
@@ -135,7 +135,7 @@ fn receives_beyond_the_last_message_put_arrived_data_out_of_reach() {
 
 #[test]
 fn a_peer_that_dies_in_mid_message_is_silence() {
-    // Of so many tests; with `until`, of as many as it takes to see so many failures.
+    // Counts failures of a number of tests; with `until`, of as many tests as it takes to see that many failures.
     let tests_after_death = |until: Option<usize>| {
         let (comm, mut peer) = receiver();
         let target = comm.host([0; 1000]);
@@ -165,7 +165,7 @@ fn send_to_the_dead() {
     let source = comm.host(vec![1; 1000]);
     let mut oldest = None;
     loop {
-        // When the window is full the failure has been overlooked.
+        // If the window is full the failure was missed.
         let send = comm.isend(&source, 1000).unwrap();
         if comm.test(*oldest.get_or_insert(send)) == FAILED {
             return;
@@ -179,17 +179,17 @@ fn send_to_the_dead() {
 #[test]
 fn a_dead_receiver_raises_sigpipe_unless_it_is_ignored() {
     let with_sigpipe = || {
-        // SAFETY: the test process has no handler of its own for it.
+        // SAFETY: the test process has no handler of its own for the signal.
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
         send_to_the_dead();
     };
     case!("").dies_by(libc::SIGPIPE, "", with_sigpipe);
     case!("sigpipe=off").passes(with_sigpipe);
-    // The test process ignores it otherwise, as a host should.
+    // Otherwise the test process ignores SIGPIPE, as a host should.
     case!("").passes(send_to_the_dead);
 }
 
-/// Tests a request so many times on another thread; returns whether that has come to an end, now or later.
+/// Tests a request `times` times on another thread; the result tells whether the thread has ended.
 fn test_beside(comm: Comm, request: Ptr, times: usize) -> Arc<AtomicBool> {
     let (back, request) = (Arc::new(AtomicBool::new(false)), request as usize);
     let flag = back.clone();
@@ -215,7 +215,7 @@ fn half_a_control_message_keeps_test_from_returning() {
         let target = comm.host([0; 8]);
         peer.control.write_all(&chunk(8)[..8]).unwrap();
         let recv = comm.irecv(&target, 8).unwrap();
-        // The end of the stream behind the half is an error of its own; the next call waits.
+        // The end of the stream behind half a record is an error of its own; the next call waits.
         let times = if peer_lives {
             1
         } else {

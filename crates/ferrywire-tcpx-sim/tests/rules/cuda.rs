@@ -1,7 +1,7 @@
-//! Memory of real GPUs: what the plugin does with it, through the raw table.
+//! Memory of real GPUs, through the raw table.
 //!
-//! Where there is no NVIDIA GPU these tests say so, and run with a stand-in for the driver (the engine's, `tests/cuda/stand_in.c`
-//! there) whose device memory the CPU cannot touch either.
+//! Without an NVIDIA GPU these tests print so and run with a stand-in for the driver (the engine's
+//! `tests/cuda/stand_in.c`), whose device memory the CPU cannot touch either.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
@@ -15,13 +15,13 @@ use crate::case::{Case, case};
 use crate::cuda_driver::stand_in;
 use crate::driver::{Memory, OK, Pair, Plugin, Ptr, pattern};
 
-/// Where the counts begin in the metadata.
+/// Offset of the counts in the metadata.
 const COUNTS: u64 = 16 * 2048 * 16;
 const ALLOW: &str = "same_host=allow";
 
 macro_rules! driver {
     ($($name:ident $symbol:literal ($($argument:ty),*);)+) => {
-        /// What the tests need of the CUDA driver.
+        /// The functions of the CUDA driver that the tests call.
         struct Driver {
             $($name: unsafe extern "C" fn($($argument),*) -> c_int,)+
         }
@@ -64,7 +64,7 @@ unsafe impl Sync for Driver {}
 unsafe impl Send for Driver {}
 
 impl Driver {
-    /// The driver with a device; why not, otherwise.
+    /// The driver with a device, or why there is none.
     fn find() -> Result<&'static Driver, String> {
         static FOUND: OnceLock<Result<Driver, String>> = OnceLock::new();
         let found = FOUND.get_or_init(|| {
@@ -94,7 +94,7 @@ impl Driver {
         context
     }
 
-    /// Device memory that begins with a page, which drivers do not promise.
+    /// Device memory that begins at a page boundary, which drivers do not promise.
     fn alloc(&self, bytes: usize) -> u64 {
         let mut address = 0u64;
         // SAFETY: room for a number.
@@ -122,9 +122,9 @@ impl Driver {
     }
 }
 
-/// The case, on the GPU of this machine or with the stand-in.
+/// The case on this machine's GPU, or with the stand-in.
 fn on_a_gpu(case: Case) -> Case {
-    // Also where the parent has it in its search path already.
+    // The search path of the parent may already contain it.
     if std::env::var_os(crate::case::CASE).is_some() {
         return case;
     }
@@ -134,7 +134,7 @@ fn on_a_gpu(case: Case) -> Case {
     case.with("LD_LIBRARY_PATH", STAND_IN.to_str().unwrap())
 }
 
-/// A connection whose both ends are one device's.
+/// A connection with both ends on one device.
 struct Bench {
     driver: &'static Driver,
     pair: Pair,
@@ -173,7 +173,7 @@ impl Bench {
         self.pair.transfer(source, target, bytes)
     }
 
-    /// The metadata's address and the pool's.
+    /// The addresses of the metadata and the pool.
     fn words(&self) -> [u64; 2] {
         let words = self.driver.read(self.pair.device_handle.handle as u64, 24);
         let word = |k: usize| u64::from_ne_bytes(words[k * 8..k * 8 + 8].try_into().unwrap());
@@ -185,7 +185,7 @@ impl Bench {
     fn gather(&self, k: u64) -> Vec<u8> {
         let [metadata, pool] = self.words();
         let slot = k % 16;
-        // SAFETY: mapped memory of the plugin's, of the size that the rules say.
+        // SAFETY: mapped memory of the plugin, of the size that the rules give.
         let count = unsafe { ((metadata + COUNTS + slot * 8) as *const u64).read_volatile() };
         let mut bytes = Vec::new();
         for n in 0..count {
@@ -266,7 +266,7 @@ fn pages_of_a_gpu_are_poisoned_when_recycled() {
             let recv = bench.transfer(&source, &target, bytes.len());
             assert!(bench.gather(round) == bytes, "until it is consumed");
             assert_eq!(bench.pair.recv.consumed(recv), OK);
-            // By the GPU, which nobody waits for here: a case that hangs is killed.
+            // The GPU poisons the pages in the background; a case that hangs is killed.
             while !bench.gather(round).iter().all(|byte| *byte == 0xDE) {
                 std::thread::yield_now();
             }
@@ -284,7 +284,7 @@ fn memory_of_a_gpu_is_registered_in_whole_aligned_pages() {
         assert_eq!(code(4096, 1 << 30), Some(1), "beyond the allocation");
         let host = [0_u8; 16];
         assert_eq!(bench.pair.recv.register(host.as_ptr() as u64 & !4095, 4096, PTR_CUDA), Err(1));
-        // On a thread where no device is current.
+        // On a thread without a current device.
         let unset = std::thread::scope(|scope| {
             scope.spawn(|| bench.pair.recv.register(address, 8192, PTR_CUDA).err()).join().unwrap()
         });

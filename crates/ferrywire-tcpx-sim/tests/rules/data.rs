@@ -1,4 +1,4 @@
-//! Host memory: bytes, chunks, sockets, what travels.
+//! Host memory: bytes, chunks, sockets, and the wire format.
 
 use std::io::{Read, Write};
 
@@ -6,7 +6,7 @@ use crate::case::case;
 use crate::driver::{Comm, DONE, FAILED, Handle, NOT_YET, OK, Plugin, Ptr, logged, pattern};
 use crate::wire_peer::{self, Ends, chunk, record};
 
-/// Sizes around every edge there is: chunk 512 KiB, page, queue of a socket.
+/// Sizes around every limit: chunk of 512 KiB, page, queue of a socket.
 const SIZES: [usize; 12] =
     [0, 1, 15, 4095, 4096, 4097, 524_287, 524_288, 524_289, 1_048_577, 3_670_016, 5_000_001];
 
@@ -237,7 +237,7 @@ fn a_receive_that_is_never_tested_reads_nothing() {
         peer.control.write_all(&chunk(8)).unwrap();
         peer.data[0].write_all(&[7; 8]).unwrap();
         comm.close();
-        // What nobody read makes the close a reset.
+        // Unread bytes make the close a reset.
         assert!(peer.control.read(&mut [0; 8]).is_err());
         assert_eq!(target.bytes(), [0; 8]);
     });
@@ -256,7 +256,7 @@ fn memory_of_a_request_must_not_be_deregistered_before_its_end() {
         let (source, target) = (pair.send.host([1; 8]), pair.recv.host([0; 8]));
         pair.transfer(&source, &target, 8);
         pair.send.deregister(source.handle);
-        // Not given back.
+        // The receive was not consumed.
         pair.recv.deregister(target.handle);
     });
     case!("").passes(|| {

@@ -1,4 +1,4 @@
-//! The plugin driven by its raw table, with nothing between: what a rule says is seen as it is.
+//! Drives the plugin by its raw table without a layer in between, so that its rules are visible.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_ulong, c_void};
 use std::ptr;
@@ -11,8 +11,8 @@ pub const OK: i32 = 0;
 
 static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
-/// The logger's arguments when the format is `"%s"`: on the platforms of these tests they are passed as
-/// those of a function that is not variadic.
+/// The logger's arguments for the format `"%s"`: on the platforms of these tests they are passed as those of a function
+/// that is not variadic.
 unsafe extern "C" fn log(
     level: c_int,
     _flags: c_ulong,
@@ -47,15 +47,15 @@ pub struct Plugin {
 // SAFETY: the functions may be called from any thread, on different comms.
 unsafe impl Sync for Plugin {}
 
-/// 128 bytes, where a comm's pointer may be kept.
+/// A handle of 128 bytes, aligned for the pointer that it may hold.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 pub struct Handle(pub [u8; 128]);
 
-/// A pointer that the plugin gave.
+/// A pointer from the plugin.
 pub type Ptr = *mut c_void;
 
-/// What a `test` answered.
+/// The answer of a `test`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tested {
     pub code: i32,
@@ -63,7 +63,7 @@ pub struct Tested {
     pub size: i32,
 }
 
-/// What `sizes` holds before a `test`.
+/// The value of `sizes` before a `test`.
 pub const SENTINEL: i32 = -7777;
 
 /// Not done yet, no error.
@@ -90,7 +90,7 @@ impl Plugin {
         Plugin { table: unsafe { table.cast::<NetV7>().read() } }
     }
 
-    /// Loads it and initialises it well.
+    /// Loads and initialises the plugin.
     pub fn start() -> &'static Plugin {
         let plugin: &'static Plugin = Box::leak(Box::new(Plugin::load()));
         assert_eq!(plugin.init(), OK);
@@ -103,9 +103,9 @@ impl Plugin {
     }
 
     pub fn init(&self) -> i32 {
-        // SAFETY: the two types differ in being variadic alone; see `log`.
+        // SAFETY: the two types differ only in being variadic; see `log`.
         let log: Log = unsafe { std::mem::transmute(log as *const c_void) };
-        // SAFETY: a logger of the plugin's own kind.
+        // SAFETY: a logger of the plugin's type.
         unsafe { self.table.init.unwrap()(log) }.0
     }
 
@@ -132,7 +132,7 @@ impl Plugin {
         if code.is_success() { Ok(comm) } else { Err(code.0) }
     }
 
-    /// One call; NULL while it is not ready.
+    /// One call of `connect`; NULL while it is not ready.
     pub fn connect(&self, device: i32, handle: &mut Handle) -> Result<Ptr, i32> {
         let (mut comm, mut device_handle) = (ptr::null_mut(), ptr::null_mut());
         let handle = handle.0.as_mut_ptr().cast();
@@ -142,7 +142,7 @@ impl Plugin {
         if code.is_success() { Ok(comm) } else { Err(code.0) }
     }
 
-    /// One call; NULL while it is not ready.
+    /// One call of `accept`; NULL while it is not ready.
     pub fn accept(&self, listen: Ptr, device_handle: Option<&mut DeviceHandle>) -> Result<Ptr, i32> {
         let mut comm = ptr::null_mut();
         let mut device_handle: *mut DeviceHandle = device_handle.map_or(ptr::null_mut(), ptr::from_mut);
@@ -161,14 +161,14 @@ impl Plugin {
         self.pair_with(true)
     }
 
-    /// The same, with or without a device handle.
+    /// Listens, connects and accepts on device 0, with or without a device handle.
     pub fn pair_with(&'static self, with_device_handle: bool) -> Pair {
         let mut handle = Handle([0; 128]);
         let listen = self.listen(0, &mut handle).unwrap();
         self.connect_and_accept(listen, handle, with_device_handle)
     }
 
-    /// Connects and accepts over a listener.
+    /// Connects and accepts through a listener.
     pub fn pair_over(&'static self, listen: Ptr, handle: Handle) -> Pair {
         self.connect_and_accept(listen, handle, true)
     }
@@ -189,7 +189,7 @@ impl Plugin {
     }
 }
 
-// SAFETY: names of the plugin's things; the plugin checks that one thread at a time is inside a comm.
+// SAFETY: pointers of the plugin; the plugin checks that one thread at a time is inside a comm.
 unsafe impl Send for Pair {}
 
 /// Both ends of a connection.
@@ -211,7 +211,7 @@ impl Pair {
         }
     }
 
-    /// Sends the bytes and receives as many; returns the request of the receive, not consumed.
+    /// Sends the bytes and receives them; returns the request of the receive, not consumed.
     pub fn transfer(&self, source: &Memory, target: &Memory, bytes: usize) -> Ptr {
         let recv = self.recv.irecv(target, bytes).unwrap();
         let send = self.send.isend(source, bytes).unwrap();
@@ -221,7 +221,7 @@ impl Pair {
 }
 
 impl Tested {
-    /// Whether it is done; an error is a failure of the test.
+    /// Whether the request is done; an error fails the test.
     pub fn is_done(self) -> bool {
         assert_eq!(self.code, OK);
         self.done == 1
@@ -236,7 +236,7 @@ pub struct Comm {
     sends: bool,
 }
 
-// SAFETY: a name for a comm; the plugin checks that one thread at a time is inside.
+// SAFETY: a pointer to a comm; the plugin checks that one thread at a time is inside.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
@@ -327,7 +327,7 @@ impl Comm {
         Tested { code: code.0, done, size }
     }
 
-    /// Tests until it is done or fails.
+    /// Tests a request until it is done or fails.
     pub fn finish(&self, request: Ptr) -> Tested {
         loop {
             let tested = self.test(request);
@@ -347,7 +347,7 @@ impl Comm {
         unsafe { self.plugin.table.irecv_consumed.unwrap()(self.pointer, n, request) }.0
     }
 
-    /// The size that `iflush` tells of a finished receive.
+    /// The size that `iflush` returns for a finished receive.
     pub fn flushed_size(&self, request: Ptr) -> i32 {
         let (mut size, mut request) = (SENTINEL, request);
         let iflush = self.plugin.table.iflush.unwrap();
@@ -366,7 +366,7 @@ impl Comm {
     }
 }
 
-/// Bytes that differ from place to place.
+/// Bytes that depend on their position.
 pub fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|k| (k as u8).wrapping_mul(31) ^ (k >> 8) as u8 ^ seed).collect()
 }

@@ -1,4 +1,4 @@
-//! Injected faults: each does what its switch says, to the comms it is meant for, and to no other.
+//! Injected faults: each has the effect of its switch, on the intended comms and no others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,7 +18,7 @@ fn messages(pair: &Pair, count: usize) {
     }
 }
 
-/// One more message is posted on both ends; returns its requests.
+/// Posts one more message at both ends; returns the requests.
 fn post_one(pair: &Pair) -> (Ptr, Ptr) {
     let (source, target) = (pair.send.host([1; 8]), pair.recv.host([0; 8]));
     let requests = (pair.send.isend(&source, 8).unwrap(), pair.recv.irecv(&target, 8).unwrap());
@@ -77,7 +77,7 @@ fn any_call_can_be_faulty() {
         messages(&Plugin::start().pair(), 4);
     });
     case!("fault_call=isend,call_fault=sigpipe,call_fault_after=2").dies_by(libc::SIGPIPE, "", || {
-        // SAFETY: the test process has no handler of its own for it.
+        // SAFETY: the test process has no handler of its own for the signal.
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
         messages(&Plugin::start().pair(), 4);
     });
@@ -201,7 +201,7 @@ fn a_rate_limits_each_direction() {
         pair.transfer(&source, &target, BYTES);
         start.elapsed().as_secs_f64()
     };
-    // All but the last quantum has to be paid for before the end.
+    // All but the last quantum must be paid for before the end.
     let least = (BYTES - (64 << 10)) as f64 / RATE;
     case!("rate=10000000,fault_side=send").passes(|| assert!(seconds() >= least));
     case!("rate=10000000,fault_side=recv").passes(|| assert!(seconds() >= least));
@@ -225,7 +225,7 @@ fn a_rate_limits_each_direction() {
 fn a_seed_fixes_the_fragments() {
     let fragments = || {
         let bench = Bench::new();
-        // One byte is one fragment, whatever the pieces in which a socket gives more.
+        // One byte is one fragment, however a socket divides larger amounts.
         for k in 0..40 {
             bench.gather_one(&[k]);
             println!("fragment {:?}", bench.entries(k.into()));

@@ -1,4 +1,4 @@
-//! The host's gather over this plugin's tables: every mode, receives open while others arrive, lies.
+//! The host's gather over this plugin's tables: every mode, pending receives while others arrive, wrong fragments.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,14 +15,14 @@ const MODES: [UnpackMode; 3] = [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode
 
 /// A connection within one GPU, and the gathers of its receiving end.
 struct Bench {
-    // Dropped before the connection's memory is.
+    // Field order: dropped before the connection's memory.
     gather: Gather,
     pair: Pair,
     gpu: Arc<SimGpu>,
     received: u64,
 }
 
-/// A receive that was not given back.
+/// A receive that was not consumed.
 struct Open {
     number: u64,
     request: Ptr,
@@ -40,7 +40,7 @@ impl Bench {
         Bench { gather, pair, gpu: gpu.clone(), received: 0 }
     }
 
-    /// Sends and receives, and starts the gather, whose answer is given too.
+    /// Sends and receives, and starts the gather; also returns the result of the start.
     fn try_receive(&mut self, bytes: Vec<u8>) -> (Open, ferrywire_memory::Result<()>) {
         let room = bytes.len().max(1).next_multiple_of(4096);
         let [source, target] = [0, 1].map(|_| self.gpu.alloc(room, 4096).unwrap());
@@ -60,7 +60,7 @@ impl Bench {
         open
     }
 
-    /// Waits for the gather, gives the receive back, and looks.
+    /// Waits for the gather, consumes the receive, and checks the bytes.
     fn give_back(&mut self, open: Open) {
         let gathered = loop {
             match self.gather.poll(open.number) {
@@ -75,7 +75,7 @@ impl Bench {
     }
 }
 
-/// Receives of many sizes, up to `depth` of them gathered and not given back.
+/// Receives of many sizes, with up to `depth` gathered and not consumed.
 fn many_sizes(mode: UnpackMode, depth: usize) {
     let gpu = SimGpu::open(0).unwrap();
     set_current(0).unwrap();
@@ -131,7 +131,7 @@ fn a_lying_plugin_is_an_error_and_nothing_is_written() {
         .passes(lie(|error| matches!(error, UnpackError::OutsidePool { slot: 1, fragment: 0, .. })));
     case!("same_host=allow,lie_after=1,lie_fragment=dst")
         .passes(lie(|error| matches!(error, UnpackError::OutsideMessage { slot: 1, fragment: 0, .. })));
-    // The first of several is longer than it is, so that it reaches into the next.
+    // The first fragment of several is longer than it should be and reaches into the next.
     case!("same_host=allow,lie_after=1,lie_fragment=len")
         .passes(lie(|error| matches!(error, UnpackError::Overlap { slot: 1, .. })));
 }

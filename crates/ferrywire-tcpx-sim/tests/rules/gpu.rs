@@ -9,14 +9,14 @@ use ferrywire_ncclnet::abi::{DeviceHandle, PTR_CUDA};
 use crate::case::case;
 use crate::driver::{DONE, Handle, Memory, NOT_YET, OK, Pair, Plugin, Ptr, last_logged, logged, pattern};
 
-/// Where the counts begin in the metadata.
+/// Offset of the counts in the metadata.
 const COUNTS: u64 = 16 * 2048 * 16;
 
-/// A GPU with a connection whose both ends are its.
+/// A GPU with a connection of which it has both ends.
 pub struct Bench {
     gpu: Arc<SimGpu>,
     pair: Pair,
-    /// How many receives there were.
+    /// The number of receives so far.
     received: Cell<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Bench {
         Bench::over(SimGpu::open(index).unwrap(), index, Plugin::start())
     }
 
-    /// A connection more of a plugin that is started.
+    /// A further connection of a started plugin.
     fn over(gpu: Arc<SimGpu>, index: u32, plugin: &'static Plugin) -> Bench {
         set_current(index).unwrap();
         Bench { pair: plugin.pair(), gpu, received: Cell::new(0) }
@@ -58,7 +58,7 @@ impl Bench {
         (buffer, memory)
     }
 
-    /// The metadata's address and the pool's.
+    /// The addresses of the metadata and the pool.
     fn words(&self) -> [u64; 2] {
         let DeviceHandle { handle, size, .. } = self.pair.device_handle;
         let words = self.gpu.read_to_vec(handle as u64, size).unwrap();
@@ -71,7 +71,7 @@ impl Bench {
     pub fn entries(&self, k: u64) -> Vec<Entry> {
         let [metadata, _] = self.words();
         let slot = k % 16;
-        // SAFETY: mapped memory of the plugin's, of the size that the rules say.
+        // SAFETY: mapped memory of the plugin, of the size that the rules give.
         let count = unsafe { ((metadata + COUNTS + slot * 8) as *const u64).read_volatile() };
         let entry = |n: u64| {
             let at = metadata + (slot * 2048 + n) * 16;
@@ -108,7 +108,7 @@ impl Bench {
 }
 
 impl Bench {
-    /// Sends, receives, checks and gives back, in GPU memory.
+    /// Sends, receives, checks and consumes, in GPU memory.
     pub fn gather_one(&self, bytes: &[u8]) {
         let k = self.received.get();
         let recv = self.transfer(bytes);
@@ -116,7 +116,7 @@ impl Bench {
         assert_eq!(self.pair.recv.consumed(recv), OK);
     }
 
-    /// Sends and receives, and looks at nothing.
+    /// Sends and receives without checking anything.
     pub fn gather_nothing(&self, bytes: &[u8]) {
         self.transfer(bytes);
     }
@@ -124,7 +124,7 @@ impl Bench {
 
 const ALLOW: &str = "same_host=allow";
 
-/// Each last `accept` looks for the pool and then imports it, and nothing keeps a second one out between the two.
+/// Each last `accept` checks for the pool and then imports it, without a lock against a second one in between.
 #[test]
 fn accepts_that_overlap_each_import_the_pool_and_the_earlier_ones_bytes_are_wrong() {
     let two_at_once = || {
@@ -140,7 +140,7 @@ fn accepts_that_overlap_each_import_the_pool_and_the_earlier_ones_bytes_are_wron
             (bench.words()[1], bench.gather(0) == bytes)
         })
     };
-    // So long that both accepts are in it.
+    // Long enough for both accepts to overlap.
     case!("same_host=allow,import_ms=2000").passes(|| {
         let [first, second] = two_at_once();
         assert_ne!(first.0, second.0, "one import");
@@ -199,7 +199,7 @@ fn with_several_sockets_targets_are_not_ascending() {
             let bench = Bench::new();
             let bytes = pattern(400_000, 1);
             let mut k = 0;
-            // Which socket ends first is chance: some receive of many has its chunks out of order.
+            // Which socket ends first is chance: among many receives, some has its chunks out of order.
             loop {
                 let recv = bench.transfer(&bytes);
                 let targets: Vec<u64> = bench.entries(k).iter().map(|entry| entry.target).collect();
@@ -257,7 +257,7 @@ fn pages_are_poisoned_when_recycled() {
         .passes(|| assert!(after_consuming().iter().all(|byte| *byte == 0x11)));
 }
 
-/// Pages taken and given back, as the closing receive comm says.
+/// Pages taken and given back, as the closing receive comm logs them.
 fn pages_at_close(bench: &Bench) -> (u64, u64) {
     bench.pair.recv.close();
     let line = last_logged("side=Recv");
@@ -297,7 +297,7 @@ fn two_chunks_on_one_socket_leak_pages() {
 
 #[test]
 fn an_empty_pool_stalls_until_pages_come_back() {
-    // One byte is one fragment, whatever the pieces in which a socket gives more.
+    // One byte is one fragment, however a socket divides larger amounts.
     case!("same_host=allow,pool_pages=2").passes(|| {
         let bench = Bench::new();
         let [first, _] = [b"a", b"b"].map(|byte| bench.transfer(byte));
@@ -433,7 +433,7 @@ fn too_many_fragments_end_the_process() {
     case("same_host=allow,scatter=off,fragment_bytes=1024")
         .exits(1, "fragments in one chunk", || chunk(2 << 20));
     case("same_host=allow,scatter=off,fragment_bytes=1024").passes(|| chunk(1 << 20));
-    // Three chunks below the limit, together above what one request has room for.
+    // Three chunks below the limit, which together exceed the room of one request.
     case!("same_host=allow,scatter=off,fragment_bytes=256").with("NCCL_DYNAMIC_CHUNK_SIZE", "262144").exits(
         1,
         "more fragments in one request",

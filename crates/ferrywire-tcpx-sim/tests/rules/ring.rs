@@ -1,5 +1,4 @@
-//! Requests: how many, in which order they are tested, how far one `test` moves them, how they are given
-//! back.
+//! Requests: their number, the order of tests, the progress of one `test`, and consuming.
 
 use std::io::Read;
 use std::ptr;
@@ -39,7 +38,7 @@ fn a_finished_receive_keeps_its_slot_until_it_is_consumed() {
     });
 }
 
-/// Two messages posted on both ends, and tested until both sends are in transmission.
+/// Two messages posted at both ends, and tested until both sends are in transmission.
 fn two_in_transmission(pair: &Pair) -> [Ptr; 2] {
     let (source, target) = (pair.send.host([1; 8]), pair.recv.host([0; 8]));
     let sends = [0, 1].map(|_| pair.send.isend(&source, 8).unwrap());
@@ -59,7 +58,7 @@ fn only_the_head_may_be_tested() {
         assert_eq!(pair.send.finish(second), DONE);
     };
     case!("").passes(|| test_second(&|tested| assert_eq!(tested, REFUSED)));
-    // One call moves both on; the second may be done at once.
+    // One call moves both forward; the second may be done immediately.
     case!("head_only=off,one_step=off").passes(|| test_second(&|tested| assert_eq!(tested.code, OK)));
 }
 
@@ -81,7 +80,7 @@ fn a_test_with_nothing_in_transmission_is_not_done_and_no_error() {
         let pair = Plugin::start().pair();
         let target = pair.recv.host([0; 8]);
         let requests = [0, 1].map(|_| pair.recv.irecv(&target, 8).unwrap());
-        // No control message: both stay before transmission, so the second is no error either.
+        // Without a control message both stay before transmission, so the second is no error either.
         for request in requests {
             assert_eq!(pair.recv.test(request), NOT_YET);
         }

@@ -167,8 +167,7 @@ fn without_a_dp_manager_accept_and_connect_give_3() {
 
 #[test]
 fn the_listener_decides_how_many_data_sockets_there_are() {
-    // The handle is the listener's word; the connecting end here has other settings of its own, which the
-    // handle overrides.
+    // The listener's handle decides; the connecting end's own settings differ and are overridden.
     case!("").with("NCCL_NSOCKS_PERTHREAD", "1").passes(|| {
         let plugin = Plugin::start();
         let mut handle = Handle([0; 128]);
@@ -188,7 +187,7 @@ fn the_device_handle_is_filled_by_accept() {
         let DeviceHandle { net_device_type, net_device_version, handle, size, needs_proxy_progress, .. } =
             Plugin::start().pair().device_handle;
         assert_eq!((net_device_type, net_device_version, size, needs_proxy_progress), (1, 7, 24, 1));
-        // SAFETY: without a GPU the words lie in host memory.
+        // SAFETY: without a GPU the words are in host memory.
         let [metadata, pool, head] = unsafe { handle.cast::<[u64; 3]>().read() };
         assert_eq!((metadata % 4096, pool, head), (0, 0, !0));
     });
@@ -206,7 +205,7 @@ fn without_a_device_handle_the_first_receive_is_a_memory_fault() {
     case!("need_device_handle=off").passes(receive);
 }
 
-/// Seconds until connect and until accept have a comm; a lower bound is all that time proves.
+/// Seconds until connect and accept have a comm; time can only prove a lower bound.
 fn seconds_to_connect_and_accept() -> (f64, f64) {
     let plugin = Plugin::start();
     let mut handle = Handle([0; 128]);
@@ -267,7 +266,7 @@ fn a_refused_connection_is_tried_again() {
         let addresses = closed.addresses();
         drop(closed);
         assert!(plugin.connect(0, &mut handle).unwrap().is_null());
-        // Long enough for a first try; if it comes later all the same, the test proves less and passes.
+        // Long enough for a first try; if that comes later, the test proves less and passes.
         std::thread::sleep(Duration::from_millis(100));
         let open = crate::wire_peer::Acceptor::listen_at(addresses);
         open.accept(1);

@@ -1,4 +1,4 @@
-//! How fast the plugin moves host memory with a window of 16: run it in release, with `--ignored`.
+//! The plugin's rate for host memory with a window of 16. Run it in release, with `--ignored`.
 
 use std::collections::VecDeque;
 use std::time::Instant;

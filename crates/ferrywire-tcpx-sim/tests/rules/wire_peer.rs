@@ -1,4 +1,4 @@
-//! A peer made of plain sockets: it speaks the plugin's wire format by hand, and stops where a test wants.
+//! A peer made of plain sockets that speaks the plugin's wire format by hand and can stop anywhere.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
@@ -11,7 +11,7 @@ pub struct Ends {
     pub data: Vec<TcpStream>,
 }
 
-/// A listener of our own, named in a handle in place of the plugin's.
+/// A listener of the test, whose addresses replace the plugin's in a handle.
 pub struct Acceptor {
     control: TcpListener,
     data: TcpListener,
@@ -29,7 +29,7 @@ impl Acceptor {
         acceptor
     }
 
-    /// Where it listens.
+    /// The addresses on which it listens.
     pub fn addresses(&self) -> [SocketAddr; 2] {
         [&self.control, &self.data].map(|listener| listener.local_addr().unwrap())
     }
@@ -39,7 +39,7 @@ impl Acceptor {
         Acceptor { control: TcpListener::bind(control).unwrap(), data: TcpListener::bind(data).unwrap() }
     }
 
-    /// The acceptor's half of the handshake, everything good.
+    /// The acceptor's half of the handshake, with every socket good.
     pub fn accept(&self, data_sockets: usize) -> Ends {
         let mut control = self.control.accept().unwrap().0;
         agree(&mut control, data_sockets);
@@ -103,7 +103,7 @@ pub fn record(kind: u16, index: u16, size: u32, offset: u32, total: u32) -> [u8;
     bytes
 }
 
-/// A whole message in one chunk.
+/// The record of a whole message in one chunk.
 pub fn chunk(bytes: usize) -> [u8; 16] {
     record(0, 0, bytes as u32, 0, bytes as u32)
 }
