@@ -1,8 +1,8 @@
-/* Moves bytes from one process into the memory of another, and tells it.
+/* Moves bytes from one process into the memory of another, with a notification.
  *
  *   cc -Iinclude examples/move.c -L../../target/release -lferrywire_c -Wl,-rpath,$PWD/../../target/release -o move
- *   ./move receive where    owns the memory: writes where it is into the file "where", waits until it is filled
- *   ./move send where       fills it
+ *   ./move receive where    owns the memory: writes metadata and descriptor to the file "where", waits until it is filled
+ *   ./move send where       fills the memory
  *
  * Between two hosts: listen on 0.0.0.0:0, give both ends a secret (ferrywire_options_secret), copy the file. */
 
@@ -17,7 +17,7 @@ enum { BYTES = 64 << 20, LIMIT_MS = 60000, ROOM = 4096 };
 
 static unsigned char pattern(size_t at) { return (unsigned char)(at * 31 + (at >> 12)); }
 
-/* Ends the program with ferrywire's own words when a call fails. */
+/* Ends the program with ferrywire's message when a call fails. */
 static void must(int status, const char *what) {
     if (status != FERRYWIRE_OK) {
         fprintf(stderr, "%s: %s (%d)\n", what, ferrywire_last_error(), status);
@@ -89,7 +89,7 @@ static void send_to(const char *where) {
     for (size_t at = 0; at < BYTES; at++) memory[at] = pattern(at);
     must(ferrywire_endpoint_open(NULL, &endpoint), "open");
     must(ferrywire_connect_metadata(endpoint, metadata, sizes[0], LIMIT_MS, &peer), "connect");
-    /* Given back by free() when nobody can touch it any more. */
+    /* The library calls free() once nothing can touch the memory any more. */
     must(ferrywire_register(endpoint, memory, BYTES, free, memory, &source), "register");
     must(ferrywire_remote_open(descriptor, sizes[1], &target), "descriptor");
     must(ferrywire_write(peer, source, 0, target, 0, BYTES, "all there", 9, &transfer), "write");

@@ -16,7 +16,7 @@ fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Where the libraries are that were built with these tests.
+/// The folder of the libraries that were built with these tests.
 fn libraries() -> PathBuf {
     std::env::current_exe().unwrap().parent().unwrap().to_owned()
 }
@@ -28,7 +28,7 @@ fn compile(source: &str, linked: Linked, into: &Path) -> PathBuf {
     cc.arg("-I").arg(here().join("include")).arg("-I").arg(into).arg(here().join(source));
     match linked {
         Linked::Dynamically => cc.arg(libraries().join("libferrywire_c.so")),
-        // What Rust's own library needs of the system's.
+        // System libraries that Rust's standard library needs.
         Linked::Statically => cc
             .arg(libraries().join("libferrywire_c.a"))
             .args(["-lgcc_s", "-lutil", "-lrt", "-lm", "-ldl", "-lc"]),
@@ -44,7 +44,7 @@ fn start(program: &Path, arguments: &[&str]) -> Child {
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
 }
 
-/// What a program printed that ended well.
+/// The output of a program, which must succeed.
 fn good(mut child: Child) -> String {
     let since = Instant::now();
     while child.try_wait().unwrap().is_none() {
@@ -81,7 +81,8 @@ fn the_function_of_the_page_fills_a_peers_memory() {
     assert_eq!(good(start(&program, &[])), "page: good\n");
 }
 
-/// One of two that did not fit was lost, and a wakeup was not told of one that did not fit into another thread's buffer.
+/// Regression: one of two notifications that did not fit was lost, and a wakeup was not signalled for one that did not fit
+/// into another thread's buffer.
 #[test]
 fn several_readers_lose_no_notification() {
     let folder = tempfile::tempdir().unwrap();
@@ -89,12 +90,12 @@ fn several_readers_lose_no_notification() {
     assert_eq!(good(start(&program, &[])), "readers: good\n");
 }
 
-/// Whoever asked again and again without waiting moved nothing, and a connection never came.
+/// Regression: calls that do not wait made no progress, and a connection never came up.
 #[test]
 fn calls_that_do_not_wait_drive_an_endpoint_without_threads() {
     let folder = tempfile::tempdir().unwrap();
     let program = compile("tests/c/driven.c", Linked::Dynamically, folder.path());
-    // They mostly wait.
+    // In parallel, because the programs mostly wait.
     let started = ["accept", "total", "stall"].map(|what| (what, start(&program, &[what])));
     for (what, child) in started {
         assert_eq!(good(child), "driven: good\n", "{what}");

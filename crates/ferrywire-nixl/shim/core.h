@@ -1,4 +1,4 @@
-// What the C++ side calls: a table of functions that the Rust side fills. None of them throws or unwinds.
+// The table of functions that the Rust side provides to the C++ side. No function throws or unwinds.
 
 #pragma once
 
@@ -15,17 +15,17 @@ struct FerrywireParameter {
     struct FerrywireBytes value;
 };
 
-// Give bytes to the caller of the function that was given `into`; false: there is no memory for them.
+// Passes bytes to the caller that gave `into`; false if there is no memory for them.
 typedef bool (*FerrywirePutBytes)(void *into, struct FerrywireBytes bytes);
 typedef bool (*FerrywirePutNotification)(void *into, struct FerrywireBytes agent, struct FerrywireBytes message);
 
 struct FerrywireCore {
-    // Null when it fails; the log says why.
+    // Null on failure; the log has the reason.
     void *(*create)(struct FerrywireBytes agent, struct FerrywireBytes type, const struct FerrywireParameter *parameters,
                     size_t count);
     void (*destroy)(void *agent);
     bool (*has_gpus)(const void *agent);
-    // `memory` objects are counted references: of local memory and of a peer's.
+    // `memory` objects are counted references to local memory or to a peer's memory.
     int32_t (*register_memory)(const void *agent, uintptr_t address, size_t bytes, uint64_t device, uint32_t type,
                                const void **memory);
     int32_t (*deregister_memory)(const void *agent, const void *memory);
@@ -37,7 +37,7 @@ struct FerrywireCore {
     int32_t (*load_connection_info)(const void *agent, struct FerrywireBytes peer, struct FerrywireBytes info);
     int32_t (*connect)(const void *agent, struct FerrywireBytes peer);
     int32_t (*disconnect)(const void *agent, struct FerrywireBytes peer);
-    // The arrays are of NIXL's descriptors: address, bytes, device, a pointer to metadata that has the memory at offset 16.
+    // Arrays of NIXL's descriptors: address, bytes, device, and a pointer to metadata with the memory at offset 16.
     int32_t (*prepare)(const void *agent, uint32_t operation, const void *local, size_t local_count, const void *remote,
                        size_t remote_count, struct FerrywireBytes peer, void **transfer);
     int32_t (*post)(const void *agent, const void *transfer, const struct FerrywireBytes *notification);
@@ -45,7 +45,7 @@ struct FerrywireCore {
     void (*release)(void *transfer);
     int32_t (*notifications)(const void *agent, void *into, FerrywirePutNotification put);
     int32_t (*notify)(const void *agent, struct FerrywireBytes peer, struct FerrywireBytes message);
-    // Calls `put` with key and value of each option and its default.
+    // Calls `put` with the key and default value of each option.
     void (*options)(void *into, FerrywirePutNotification put);
     const char *version;
 };

@@ -43,7 +43,7 @@ struct InitParameters {
     bool telemetry;
 };
 
-// What a backend keeps of registered memory, of its own or of a peer.
+// A backend's data about registered memory, local or of a peer.
 class Metadata {
   public:
     explicit Metadata(bool is_private) : is_private(is_private) {}
@@ -52,7 +52,7 @@ class Metadata {
     bool is_private;
 };
 
-// A handle of a transfer.
+// The handle of a transfer.
 class Request {
   public:
     virtual ~Request() = default;
@@ -72,7 +72,7 @@ struct MetadataDescriptor : Descriptor {
     const Metadata *metadata;
 };
 
-// A list as it arrives. It is only read, so that its own virtual functions need not be known.
+// A descriptor list from NIXL. It is only read, so its virtual functions need not be declared.
 template <typename T> struct List {
     const void *virtual_functions;
     uint32_t memory;
@@ -132,7 +132,7 @@ class Engine {
         return not_supported;
     }
 
-    // NIXL reads these in place.
+    // NIXL reads these fields directly.
     std::string type;
     Parameters custom;
     std::vector<TelemetryEvent> events;

@@ -1,5 +1,5 @@
-// NIXL's objects over the Rust core. Nothing is decided here: each method turns its arguments into plain data, calls the
-// core, and lets no exception out, since NIXL catches none.
+// NIXL's C++ objects around the Rust core. Each method converts its arguments to plain data and calls the core; the core
+// decides everything. No exception leaves a method, because NIXL catches none.
 
 #include "core.h"
 #include "nixl.hpp"
@@ -7,7 +7,7 @@
 #include <cxxabi.h>
 #include <new>
 
-// Containers call it since GCC 11, whose libstdc++ has it; users' may be older. Theirs all have what it does.
+// Containers call this function since GCC 11. The user's libstdc++ may be older and lack it, but has the calls below.
 namespace std {
 [[noreturn]] void __throw_bad_array_new_length() { abi::__cxa_throw_bad_array_new_length(); }
 } // namespace std
@@ -48,7 +48,7 @@ bool put_option(void *into, FerrywireBytes key, FerrywireBytes value) noexcept {
     }
 }
 
-// The reference to memory that the core counts, where the core looks for it.
+// The counted reference to memory, at the offset where the core reads it.
 class CoreMetadata final : public Metadata {
   public:
     CoreMetadata(bool is_private, const void *memory) : Metadata(is_private), memory(memory) {}
@@ -73,7 +73,7 @@ class CoreRequest final : public Request {
     void *transfer;
 };
 
-// Owns what the core gave until an object of ours does.
+// Owns a result of the core until an object of this file owns it.
 Status wrap(const void *memory, bool is_private, Metadata *&out) {
     auto *metadata = new (std::nothrow) CoreMetadata(is_private, memory);
     if (metadata == nullptr) {
@@ -242,7 +242,7 @@ Parameters options() noexcept {
     return out;
 }
 
-// Which of them an engine has depends on the host, and is asked of the engine.
+// The kinds of memory depend on the host, so the engine is asked.
 Memories all_memories() noexcept {
     try {
         return {Memory::dram, Memory::vram};

@@ -1,4 +1,4 @@
-/* An endpoint without threads is driven by calls that do not wait: accepting, and waiting with limits of zero. */
+/* Calls that do not wait drive an endpoint without threads: accepting, and waiting with a limit of zero. */
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -18,7 +18,7 @@ static void *connecting(void *unused) {
     return unused;
 }
 
-/* Which this program's calls have to do something in. */
+/* The time in which this program's calls must have an effect. */
 static int in_time(void) {
     static time_t begun;
     if (!begun) begun = time(NULL);

@@ -1,4 +1,4 @@
-/* Everything done wrong that C can do wrong short of lying about memory: errors, and no crash. */
+/* Every misuse that is possible in C, except false sizes and pointers: each is an error, and none crashes. */
 
 #include <pthread.h>
 #include <sched.h>
@@ -106,7 +106,7 @@ static void memory(struct pair pair) {
     USAGE(ferrywire_remote_open("nonsense", 8, &none), "region descriptor");
     USAGE(ferrywire_remote_open(NULL, 8, &none), "NULL");
 
-    /* Outside, of the wrong endpoint, of the wrong kind. */
+    /* Ranges outside of a region, regions of another endpoint, handles of another kind. */
     ferrywire_transfer *transfer = (ferrywire_transfer *)&transfer;
     USAGE(ferrywire_write(pair.near, region, 0, remote, 0, 1001, NULL, 0, &transfer), "outside the source region");
     CHECK(transfer == NULL);
@@ -138,7 +138,7 @@ static void memory(struct pair pair) {
     USAGE(ferrywire_write_blocks(pair.near, blocks, &index, 1, NULL, 0, NULL), "block index: 3, but the list has 3");
     USAGE(ferrywire_read_blocks(pair.near, blocks, NULL, 1, NULL), "indices is NULL");
 
-    /* Freed, and used and freed again. */
+    /* Handles that are freed, then used and freed again. */
     OK(ferrywire_blocks_free(blocks));
     USAGE(ferrywire_blocks_free(blocks), "was freed");
     USAGE(ferrywire_write_blocks(pair.near, blocks, NULL, 0, NULL, 0, NULL), "was freed");
@@ -163,7 +163,7 @@ static void memory(struct pair pair) {
     OK(ferrywire_region_free(other));
 }
 
-/* Memory of the caller's own is free after the handle of its region, though a list of blocks is there. */
+/* The caller's memory is free once the handle of its region is freed, although a block list exists. */
 static void freed_beside_a_list(struct pair pair) {
     static char bytes[1000];
     ferrywire_region *own, *source;
@@ -174,7 +174,7 @@ static void freed_beside_a_list(struct pair pair) {
     int64_t zero = 0;
     ferrywire_blocks *blocks;
     OK(ferrywire_blocks_new(own, other, &zero, &zero, NULL, 100, 1, &blocks));
-    /* While an operation uses it that is an error, and the handle is there. */
+    /* While an operation uses the memory, freeing is an error and the handle stays valid. */
     OK(ferrywire_recv(pair.near, 77, own, 0, 10, &transfer));
     USAGE(ferrywire_region_free(own), "");
     CHECK(ferrywire_region_address(own) == bytes);
@@ -195,7 +195,7 @@ static void freed_beside_a_list(struct pair pair) {
     OK(ferrywire_remote_free(other));
 }
 
-/* A forked child that uses its parent's endpoint is told so. */
+/* A forked child that uses its parent's endpoint gets an error. */
 static void forked(struct pair pair) {
     static char bytes[100];
     ferrywire_region *own;
@@ -230,7 +230,7 @@ static void *asks(void *end) {
     return NULL;
 }
 
-/* A child that is forked while other threads are in calls has a library that works. */
+/* The library works in a child that is forked while other threads are in calls. */
 static void forked_in_mid_call(struct pair pair) {
     pthread_t threads[3];
     for (int n = 0; n < 3; n++) CHECK(pthread_create(&threads[n], NULL, asks, pair.ends[0]) == 0);
@@ -260,7 +260,7 @@ int main(void) {
     forked(pair);
     forked_in_mid_call(pair);
 
-    /* After the end: errors that say so, and handles that can be freed in any order. */
+    /* After closing: errors say so, and handles can be freed in any order. */
     ferrywire_region *region;
     OK(ferrywire_allocate(pair.ends[1], 100, &region));
     ferrywire_transfer *receive;

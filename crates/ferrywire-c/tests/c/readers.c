@@ -18,7 +18,7 @@ static void *reads(void *peer) {
     while (atomic_load(&read_by_anybody) < MESSAGES) {
         int status = ferrywire_next_notification(peer, 20, room, capacity, &bytes);
         if (status == FERRYWIRE_ERROR_TOO_SMALL) {
-            /* Another thread may have that one, with its larger buffer. */
+            /* Another thread with a larger buffer may take this notification. */
             capacity = LARGE;
             continue;
         }
@@ -35,12 +35,12 @@ static void *reads(void *peer) {
     return NULL;
 }
 
-/* Ends at whichever comes first: a busy machine takes long for each round. */
+/* The test ends at the first limit that is reached: on a busy machine each round takes long. */
 enum { ROUNDS = 40000, SECONDS = 10 };
 
 static atomic_int rounds_over, all_over;
 
-/* Waits with no room at all, and leaves what comes to others. */
+/* Waits with a buffer of no bytes, and leaves notifications to other threads. */
 static void *leaves(void *peer) {
     while (!atomic_load(&all_over)) {
         int over = atomic_load(&rounds_over);
@@ -52,7 +52,7 @@ static void *leaves(void *peer) {
     return NULL;
 }
 
-/* A wakeup that was attached while another thread had the message in its hands is told that it did not fit there. */
+/* A wakeup that is armed while another thread holds the message is signalled if the message did not fit there. */
 static void reads_what_others_leave(struct pair pair) {
     ferrywire_wakeup *wakeup;
     pthread_t other;
@@ -94,7 +94,7 @@ int main(void) {
     for (int n = 0; n < READERS; n++) CHECK(pthread_join(readers[n], NULL) == 0);
     for (int number = 0; number < MESSAGES; number++) CHECK(seen[number] == 1);
 
-    /* One that did not fit is still something to give. */
+    /* A notification that did not fit can still be read. */
     ferrywire_wakeup *wakeup;
     ferrywire_transfer *transfer;
     unsigned char room[8];

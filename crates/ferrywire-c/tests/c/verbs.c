@@ -1,4 +1,4 @@
-/* Every verb once, with its bytes looked at; waiting by an event loop; memory with a release function. */
+/* Every verb once, with its bytes checked; waiting by an event loop; memory with a release function. */
 
 #include <poll.h>
 #include <pthread.h>
@@ -15,7 +15,7 @@ static void release(void *context) {
     atomic_fetch_add(&released, 1);
 }
 
-/* Waits as a program does that has other descriptors too. */
+/* Waits as a program does that also waits for other descriptors. */
 static void wait_by_poll(ferrywire_wakeup *wakeup, ferrywire_transfer *transfer) {
     for (;;) {
         OK(ferrywire_transfer_arm(transfer, wakeup));
@@ -39,7 +39,7 @@ static void closed(struct pair pair) {
     for (int end = 0; end < 2; end++) OK(ferrywire_endpoint_free(pair.ends[end]));
 }
 
-/* Whichever of several ends first, wherever it stands: each receive waits for a message of its own. */
+/* Finds the receive that ends first, at any index: each receive waits for its own message. */
 static void wait_for_any(struct pair pair, ferrywire_region *source, ferrywire_region *target) {
     enum { TAGS = 4 };
     const uint64_t order[TAGS] = {2, 0, 3, 1};
@@ -67,7 +67,7 @@ static void wait_for_any(struct pair pair, ferrywire_region *source, ferrywire_r
             waiting[at - 1] = waiting[at];
         }
     }
-    /* One that fails has ended. */
+    /* A transfer that fails has ended. */
     for (size_t at = 0; at < 2; at++) OK(ferrywire_recv(pair.far, 100, target, 0, 64, &waiting[at]));
     OK(ferrywire_transfer_cancel(waiting[1]));
     OK(ferrywire_transfer_wait_any(waiting, 2, LIMIT_MS, -1, &first));
@@ -123,7 +123,7 @@ int main(void) {
     CHECK(moved == BYTES && ferrywire_transfer_bytes_moved(transfer) == BYTES);
     OK(ferrywire_transfer_free(transfer));
 
-    /* A notification with the bytes, and one that does not fit is kept. */
+    /* A notification behind a write; one that does not fit is kept. */
     CHECK(ferrywire_next_notification(pair.far, 0, text, sizeof text, &bytes) == FERRYWIRE_PENDING);
     OK(ferrywire_write(pair.near, source, 1, remote, 0, 100, "hello", 5, NULL));
     FAILS(ferrywire_next_notification(pair.far, LIMIT_MS, text, 4, &bytes), FERRYWIRE_ERROR_TOO_SMALL,
@@ -135,7 +135,7 @@ int main(void) {
     OK(ferrywire_next_notification(pair.far, -1, text, sizeof text, &bytes));
     CHECK(bytes == 0);
 
-    /* Read back, and messages. */
+    /* Reading back, and messages. */
     memset(there, 0xAB, BYTES);
     OK(ferrywire_read(pair.near, source, 0, remote, 0, BYTES, &transfer));
     OK(ferrywire_transfer_wait(transfer, LIMIT_MS, -1, NULL));
@@ -158,7 +158,7 @@ int main(void) {
 
     wait_for_any(pair, source, target);
 
-    /* Blocks in reverse order, in two regions, with one notification; then one of them back. */
+    /* Blocks in reverse order, in two regions, with one notification; then reads one of them back. */
     ferrywire_region *second;
     OK(ferrywire_allocate(pair.ends[1], BYTES, &second));
     ferrywire_remote *remotes[2] = {remote, remote_of(second)};
@@ -192,13 +192,13 @@ int main(void) {
     OK(ferrywire_transfer_free(transfer));
     OK(ferrywire_blocks_free(joined));
 
-    /* Words are those of the thread. */
+    /* The last error belongs to the thread. */
     USAGE(ferrywire_write(pair.near, source, BYTES, remote, 0, 1, NULL, 0, NULL), "outside the source region");
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, fails_elsewhere, NULL) == 0 && pthread_join(thread, NULL) == 0);
     CHECK(strstr(ferrywire_last_error(), "outside the source region") != NULL);
 
-    /* Released once, when the last user of the memory has ended. */
+    /* The memory is released once, when its last user has ended. */
     CHECK(atomic_load(&released) == 0);
     OK(ferrywire_deregister(source));
     CHECK(atomic_load(&released) == 1);
