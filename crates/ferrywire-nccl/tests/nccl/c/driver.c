@@ -1,9 +1,9 @@
-/* Drives the plugin as NCCL does, and breaks in on it as NCCL may: driver PLUGIN VERSION CASE */
+/* Drives the plugin as NCCL does, and aborts as NCCL may: driver PLUGIN VERSION CASE */
 #include "net.h"
 
 static const char *path;
 
-/* A connection as NCCL's proxy thread sees it: up to eight steps in flight, only the oldest tested. */
+/* A connection as NCCL's proxy thread uses it: up to eight steps in flight, of which only the oldest is tested. */
 struct lane {
     void *comm;
     int sends;
@@ -126,7 +126,7 @@ static void unload_without_a_call(struct net *net)
         message(net, pair, 1 << 20, 1 << 20, 1);
         pair_close(net, pair);
         CHECK(dlclose(net->library) == 0);
-        /* Its threads may run at any time: what they run is still there, and so is the table. */
+        /* The plugin's threads may run at any time, so its code and table must still be loaded. */
         void *still = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
         CHECK(still && !strcmp(name, "ferrywire") && table[0] == name);
         dlclose(still);
@@ -157,7 +157,7 @@ static void properties(struct net *net)
     CHECK(net_properties(net, 1, room) != SUCCESS && net_properties(net, -1, room) != SUCCESS);
 }
 
-/* All tables: which slots there are, how far properties reach, and that a negative size is refused where sizes have a sign. */
+/* All tables: their slots, the size of properties, and that a negative size is refused where sizes are signed. */
 static void tables(struct net *net)
 {
     static const struct {
@@ -178,7 +178,7 @@ static void tables(struct net *net)
         void **table = dlsym(net->library, symbol);
         CHECK(table && !strcmp(table[0], "ferrywire"));
         for (int slot = 1; slot < all[n].slots; slot++) {
-            /* regMrDmaBuf, getDeviceMr and irecvConsumed are not there; finalize has to be. */
+            /* regMrDmaBuf, getDeviceMr and irecvConsumed are missing; finalize is required. */
             int empty = (all[n].regmr_dmabuf && slot == 8) || slot == 17 || slot == 18;
             CHECK((table[slot] == NULL) == empty);
         }
@@ -208,12 +208,12 @@ static void setting_up(struct net *net)
     char handle[128 + 16], copy[128];
     void *listener = NULL;
     net_load(net, path);
-    /* The device-handle argument is NULL itself, on one thread, in turns. */
+    /* The device-handle argument is NULL; one thread makes the calls of both ends in turn. */
     CHECK(net_listen(net, handle, &listener) == SUCCESS && listener);
     struct pair pair = meet(net, listener, handle, NULL);
     message(net, pair, 1000, 2000, 1);
     pair_close(net, pair);
-    /* Nobody ever accepts; nobody ever connects; an attempt is left. */
+    /* A connect without an accept; an accept without a connect; an abandoned attempt. */
     void *comm = NULL, *none = NULL;
     CHECK(net_listen(net, handle, &listener) == SUCCESS);
     net_close_listen(net, listener);
@@ -221,12 +221,12 @@ static void setting_up(struct net *net)
     CHECK(net_accept(net, listener, &comm, &none) == SUCCESS && comm == NULL && none == NULL);
     CHECK(net_connect(net, handle, &comm, &none) == SUCCESS && comm == NULL);
     net_close_listen(net, listener);
-    /* The listener is gone: the attempt fails, or is left. */
+    /* The listener is gone: the attempt fails, or is abandoned. */
     double since = now();
     while (net_connect(net, handle, &comm, &none) == SUCCESS)
         again(since, "a connect to nobody");
     CHECK(comm == NULL && warnings > 0);
-    /* Another secret is not let in, and the listener stays as it was. */
+    /* A connection with another secret is refused, and the listener is unchanged. */
     CHECK(net_listen(net, handle, &listener) == SUCCESS);
     memcpy(copy, handle, 128);
     copy[30] ^= 1;
@@ -240,14 +240,14 @@ static void setting_up(struct net *net)
     pair = meet(net, listener, handle, &none);
     message(net, pair, 1000, 2000, 2);
     pair_close(net, pair);
-    /* Bytes of something else are refused. */
+    /* Bytes that are not a handle are refused. */
     memset(handle, 0, sizeof handle);
     CHECK(net_connect(net, handle, &comm, &none) != SUCCESS && comm == NULL);
 }
 
 static void handles(struct net *net)
 {
-    /* Two different fills show which bytes are written. */
+    /* Two different fill bytes show which bytes are written. */
     unsigned char one[144], other[144];
     void *first = NULL, *second = NULL;
     net_load(net, path);
@@ -261,11 +261,12 @@ static void handles(struct net *net)
         CHECK(one[at] == 0x11 && other[at] == 0x22);
     net_close_listen(net, first);
     net_close_listen(net, second);
-    /* NCCL up to 2.11 would call connect and accept once, and expect them to wait. */
+    /* NCCL up to 2.11 would call connect and accept once and expect them to block. */
     CHECK(!dlsym(net->library, "ncclNetPlugin_v4"));
 }
 
-/* NCCL is asked for more channels than it makes for one NIC, and short collectives are kept to few, longer ones from LL. */
+/* The plugin asks NCCL for more channels than it makes for one NIC, limits short collectives to few channels, and keeps
+ * longer ones from LL. */
 static void tuning(struct net *net)
 {
     typedef int (*init_v4)(size_t, size_t, logger_t, void **);
@@ -290,7 +291,7 @@ static void tuning(struct net *net)
         memcpy(costs, before, sizeof costs);
         CHECK(((tune_v4)tuner[2])(context, 4, 128 << 10, 1, (float **)costs, 7, 3, 0, &few) == SUCCESS && few == 2);
         CHECK(!memcmp(before, costs, sizeof costs));
-        /* A long all-reduce, and none other, is kept from LL. */
+        /* Only a long all-reduce is kept from LL. */
         CHECK(((tune_v4)tuner[2])(context, 2, 256 << 20, 1, (float **)costs, 7, 3, 0, &all) == SUCCESS && all == 0);
         CHECK(!memcmp(before, costs, sizeof costs));
         CHECK(((tune_v4)tuner[2])(context, 4, 256 << 20, 1, (float **)costs, 7, 3, 0, &all) == SUCCESS && all == 0);
@@ -300,7 +301,7 @@ static void tuning(struct net *net)
     }
 }
 
-/* Who has said how many channels there should be is obeyed. */
+/* The user's number of channels is kept. */
 static void tuned_by_the_user(struct net *net)
 {
     int few = 0;
@@ -316,7 +317,7 @@ static void tuned_by_the_user(struct net *net)
     CHECK(((int (*)(void *))tuner[3])(context) == SUCCESS);
 }
 
-/* A child of a process that used ferrywire, with another network: what was set for ferrywire is not the user's word. */
+/* A child of a process that used ferrywire, with another network: ferrywire's settings are not taken for the user's. */
 static void tuned_for_another_network(struct net *net)
 {
     setenv("NCCL_NET", "Socket", 1);
@@ -364,14 +365,14 @@ static void registration(struct net *net)
         message(net, with.pair, seed * 4000, seed * 4000, seed);
     registering = 0;
     pthread_join(thread, NULL);
-    /* The same memory on another comm; memory of GPUs is refused. */
+    /* Memory that is also registered on another comm; memory of GPUs is refused. */
     CHECK(net_reg_mr(net, second.send, &with, sizeof with, HOST, &handle) == SUCCESS);
     CHECK(net_reg_mr(net, second.send, &with, sizeof with, CUDA, &handle) != SUCCESS);
     pair_close(net, with.pair);
     pair_close(net, second);
 }
 
-/* An abort: memory is deregistered, and given to somebody else, while messages of it are under way. */
+/* An abort: memory is deregistered and used for other data while messages from it are in flight. */
 static void deregistering(struct net *net)
 {
     enum { BYTES = 64 << 20 };
@@ -385,7 +386,7 @@ static void deregistering(struct net *net)
     CHECK(net_reg_mr(net, pair.send, source, BYTES, HOST, &handles[1]) == SUCCESS && handles[1] != handles[0]);
     CHECK(net_reg_mr(net, pair.recv, target, BYTES, HOST, &handles[2]) == SUCCESS && handles[2]);
     memset(source, 0x11, BYTES);
-    /* One is done before; the other is more than the sockets take, and its receive comes later. */
+    /* One message is done before; the other is more than the sockets take, and its receive is posted later. */
     CHECK(net_isend_of(net, pair.send, source, 100, handles[0], &sends[0]) == SUCCESS && sends[0]);
     CHECK(net_isend_of(net, pair.send, source, BYTES, handles[1], &sends[1]) == SUCCESS && sends[1]);
     CHECK(finish(net, sends[0], &result) >= 0);
@@ -396,7 +397,7 @@ static void deregistering(struct net *net)
     memset(source, 0xEE, BYTES);
     CHECK(finish(net, sends[1], &result) == -1 && result != SUCCESS);
     net_close_send(net, pair.send);
-    /* What was told as sent is there, what was under way is cut, and nobody's memory was sent. */
+    /* Bytes that were reported as sent have arrived, the message in flight is cut, and no other data were sent. */
     CHECK(net_irecv(net, pair.recv, target, 200, 0, &recv) == SUCCESS && recv);
     CHECK(finish(net, recv, &result) == 100 && target[99] == 0x11);
     CHECK(((int (*)(void *, int, void **, size_t *, int *, void **, void **, void **))net->table[11])(
@@ -424,13 +425,13 @@ static void testing(struct net *net)
         CHECK(net_test(net, recv, &done, NULL) == SUCCESS && (done == 0 || done == 1));
     for (done = 77; done != 1; again(since, "a send"))
         CHECK(net_test(net, send, &done, NULL) == SUCCESS && (done == 0 || done == 1));
-    /* No flush is needed: none is given. */
+    /* No flush is needed, so iflush returns no request. */
     void *data = target, *handle = NULL, *request = (void *)77;
     int size = 100;
     CHECK(((int (*)(void *, int, void **, int *, void **, void **))net->table[12])(pair.recv, 1, &data, &size, &handle,
                                                                                    &request) == SUCCESS);
     CHECK(request == NULL);
-    /* Written on the way of an error too. */
+    /* Written also when the call fails. */
     done = 77;
     CHECK(net_test(net, NULL, &done, NULL) != SUCCESS && done == 0);
     pair_close(net, pair);
@@ -468,14 +469,14 @@ static void outstanding(struct net *net)
     int result;
     net_load(net, path);
     struct pair pair = pair_here(net);
-    /* All that NCCL may post, on the sender before anything is received; sizes go both ways. */
+    /* As many messages as NCCL may post, all sent before a receive is posted; large and small messages alternate. */
     for (unsigned n = 0; n < REQUESTS; n++) {
         fill(sources[n], 70000, n);
         CHECK(net_isend(net, pair.send, sources[n], n % 2 ? 70000 : 100 + n, 0, &sends[n]) == SUCCESS && sends[n]);
     }
     for (unsigned n = 0; n < REQUESTS; n++)
         CHECK(net_irecv(net, pair.recv, targets[n], 70000, 0, &recvs[n]) == SUCCESS && recvs[n]);
-    /* Every one, whatever the order in which they are asked for. */
+    /* All are done, in whichever order they are tested. */
     for (unsigned n = REQUESTS; n-- > 0;) {
         int size = n % 2 ? 70000 : 100 + (int)n;
         double since = now();
@@ -489,7 +490,7 @@ static void outstanding(struct net *net)
         }
         CHECK(length == size && is_filled(targets[n], (size_t)size, n));
     }
-    /* Without an end the comm says "not now". */
+    /* The comm returns "not now" without limit. */
     void *request = (void *)1;
     for (int posted = 0; request; posted++) {
         CHECK(posted < 100000);
@@ -500,7 +501,7 @@ static void outstanding(struct net *net)
     pair_close(net, pair);
 }
 
-/* Sends, is told that all has gone, closes and ends at once. */
+/* Sends, sees all messages reported as sent, closes and exits immediately. */
 static void sends_and_goes(struct net *net, int socket)
 {
     static unsigned char data[3 << 20];
@@ -528,14 +529,14 @@ static void receives_late(struct net *net, int socket)
     struct pair pair = pair_there(net, socket);
     for (int n = 0; n < 3; n++)
         CHECK(net_irecv(net, pair.recv, data[n], 3 << 20, 0, &requests[n]) == SUCCESS);
-    /* Nothing is asked for until the sender is gone. */
+    /* Nothing is tested until the sender is gone. */
     siginfo_t ended = { 0 };
     CHECK(waitid(P_PID, (id_t)peer, &ended, WEXITED | WNOWAIT) == 0 && ended.si_pid == peer);
     for (int n = 0; n < 3; n++) {
         CHECK(finish(net, requests[n], &result) == (int)sizes[n]);
         CHECK(is_filled(data[n], sizes[n], 5));
     }
-    /* What never comes is an error, not a wait. */
+    /* A message that never comes is an error, not an endless wait. */
     CHECK(net_irecv(net, pair.recv, data[0], 100, 0, &last) == SUCCESS && last);
     CHECK(finish(net, last, &result) == -1 && result == REMOTE_ERROR && warnings == 1);
     pair_close(net, pair);
@@ -555,20 +556,20 @@ static void closing(struct net *net)
     net_load(net, path);
     for (int round = 0; round < 10; round++) {
         struct pair pair = pair_here(net);
-        /* More than any socket takes, and nobody receives. */
+        /* More than any socket takes, without a receive. */
         for (int n = 0; n < 8; n++)
             CHECK(net_isend(net, pair.send, data, sizeof data, 0, &request) == SUCCESS && request);
         CHECK(net_isend(net, pair.send, data, 100, 0, &request) == SUCCESS && request);
         net_close_send(net, pair.send);
         net_close_recv(net, pair.recv);
-        /* Receives that nobody fills; then the other end learns of it. */
+        /* Receives without messages; then the other end sees the close. */
         pair = pair_here(net);
         for (int n = 0; n < 8; n++)
             CHECK(net_irecv(net, pair.recv, data, sizeof data, 0, &request) == SUCCESS && request);
         if (round % 2) {
             net_close_recv(net, pair.recv);
             double since = now();
-            /* Something was in the kernel before the end was seen. */
+            /* Some bytes were in the kernel before the end was seen. */
             do {
                 again(since, "the end of the receiver");
                 result = net_isend(net, pair.send, data, sizeof data, 0, &request);
@@ -583,7 +584,7 @@ static void closing(struct net *net)
             net_close_recv(net, pair.recv);
         }
     }
-    /* A line for each broken peer, not one for each call. */
+    /* One log line for each broken peer, not one for each call. */
     CHECK(warnings == 10);
 }
 
@@ -607,7 +608,7 @@ static void survives(struct net *net, int socket)
     net_load(net, path);
     struct pair pairs[2] = { pair_there(net, socket), pair_there(net, socket) };
     CHECK(read(socket, &byte, 1) == 1);
-    /* Bulk under way and a receive that waits, on two comms; nothing of it can end while the peer lives. */
+    /* Bulk in flight and a waiting receive, on two comms; neither can end while the peer lives. */
     for (int n = 0; n < 4; n++)
         CHECK(net_isend(net, pairs[n % 2].send, data, sizeof data, 0, &sends[n]) == SUCCESS && sends[n]);
     for (int n = 0; n < 2; n++)
@@ -622,7 +623,7 @@ static void survives(struct net *net, int socket)
         CHECK(finish(net, recvs[n], &result) == -1 && result == REMOTE_ERROR);
         CHECK(finish(net, sends[2 + n], &result) == -1 && result == REMOTE_ERROR);
     }
-    /* A write to a dead peer raises no signal, and later calls say the same without a line. */
+    /* A write to a dead peer raises no signal, and later calls fail alike without a log line. */
     CHECK(net_isend(net, pairs[0].send, data, 100, 0, &request) != SUCCESS);
     CHECK(warnings == 4);
     struct sigaction action;
@@ -636,8 +637,8 @@ static void killed_peer(struct net *net)
     two(net, is_killed, survives, SIGKILL);
 }
 
-/* Bulk of a sender that is ahead, in receives that are posted one by one and late: sockets wait for receives, and
- * receives come in just that moment. */
+/* Bulk from a sender that is ahead, into receives that are posted late and one by one: sockets wait for receives, which
+ * are posted at that very moment. */
 static void late_receives(struct net *net)
 {
     enum { AHEAD = 24, MESSAGES = 200, BYTES = 131072 };
@@ -670,7 +671,7 @@ static void late_receives(struct net *net)
 
 enum { QUIET, SMALL, BULK, PATHS };
 
-/* Three pairs between two hosts; then neither hears anything of the other any more. */
+/* Three pairs between two hosts, whose connection is then cut. */
 static void goes_silent(struct net *net, int socket, const char *nic, int here, int there)
 {
     static unsigned char data[64 << 20];
@@ -688,7 +689,7 @@ static void goes_silent(struct net *net, int socket, const char *nic, int here, 
     both(socket);
     for (int n = 0; n < PATHS; n++)
         pairs[n] = pair_there(net, socket);
-    /* A receive of what is never sent; more than the sockets take, in one message and in many that go inline. */
+    /* A receive without a message; more bytes than the sockets take, in one message and in many inline messages. */
     CHECK(net_irecv(net, pairs[QUIET].recv, data, 100, 0, &requests[count++]) == SUCCESS);
     CHECK(net_isend(net, pairs[BULK].send, data, sizeof data, 0, &requests[count++]) == SUCCESS);
     for (double since = 0; since == 0 || now() - since < 1;) {
@@ -703,7 +704,7 @@ static void goes_silent(struct net *net, int socket, const char *nic, int here, 
     }
     count++;
     both(socket);
-    /* To somebody who is not there. */
+    /* To a link-layer address without a host. */
     shell("ip neigh replace 10.78.0.%d lladdr 02:00:00:00:00:77 dev %s nud permanent", there, nic);
     double since = now();
     for (size_t left = count; left; again(since, "the end of a silent path")) {
@@ -740,7 +741,7 @@ static void silent_here(struct net *net, int socket)
     goes_silent(net, socket, "va", 1, 2);
 }
 
-/* Both ends give up a path over which nothing comes any more, and not soon. */
+/* Both ends give up a path on which nothing arrives any more, but not too soon. */
 static void silent_path(struct net *net)
 {
     two(net, silent_there, silent_here, 0);
@@ -757,7 +758,7 @@ static int entries(const char *directory)
     return count;
 }
 
-/* Communicators come and go: descriptors and threads do not add up. */
+/* Communicators are made and destroyed: descriptors and threads do not accumulate. */
 static void nothing_left(struct net *net)
 {
     int descriptors = 0, threads = 0;
@@ -776,7 +777,7 @@ static void nothing_left(struct net *net)
     CHECK(entries("/proc/self/fd") == descriptors && entries("/proc/self/task") == threads);
 }
 
-/* Cores of this host as the plugin sees them, where a case says how many. */
+/* The cores of this host that the plugin sees, if a case sets their number. */
 static int cores;
 
 long sysconf(int name)
@@ -818,8 +819,7 @@ static int movers_for_one_more(struct net *net)
     struct pair pair = pair_here(net);
     message(net, pair, 1000000, 1000000, 1);
     pair_close(net, pair);
-    /* A thread that has just been started has its starter's name until it first runs: counted too early, one was missed on a
-       busy host. */
+    /* A new thread has its starter's name until it first runs. Counted too early, a thread was missed on a busy host. */
     int seen = movers();
     for (int same = 0; same < 30; same++) {
         usleep(10000);
@@ -831,7 +831,7 @@ static int movers_for_one_more(struct net *net)
     return seen;
 }
 
-/* One process with several ranks of a communicator, each with a GPU, has threads for each. */
+/* One process with several ranks of a communicator, each with a GPU, starts threads for each rank. */
 static void several_gpus(struct net *net)
 {
     cores = 64;
@@ -840,7 +840,7 @@ static void several_gpus(struct net *net)
     net_load(net, path);
     int one = movers_for_one_more(net);
     CHECK(one > 1);
-    /* Communicators of one rank each, and one that has ended, are no reason. */
+    /* Communicators of one rank each, or one that has ended, do not start more threads. */
     for (net->communicator = 2; net->communicator < 10; net->communicator++)
         CHECK(net_init(net, logger) == SUCCESS);
     net->communicator = 10;
@@ -858,7 +858,8 @@ static void several_gpus(struct net *net)
     CHECK(movers_for_one_more(net) == four);
 }
 
-/* A context that this plugin has not made: NCCL ends a rank with what the plugin before it gave, if ours fails to begin. */
+/* A context of another plugin: if this plugin fails to start a rank, NCCL ends the rank with the previous plugin's
+ * context. */
 static void somebody_elses_context(struct net *net)
 {
     net_load(net, path);

@@ -1,4 +1,4 @@
-/* Merged devices, between two network namespaces with a wire for each NIC: nics PLUGIN VERSION CASE */
+/* Merged devices between two network namespaces, with a link for each NIC: nics PLUGIN VERSION CASE */
 #pragma GCC diagnostic ignored "-Wunused-function"
 #include "net.h"
 
@@ -6,14 +6,14 @@ enum { NICS_MAX = 8, IN_FLIGHT = 8, MESSAGE = 524288 };
 
 static const char *path;
 
-/* What a case is about. */
+/* The parameters of a case. */
 static struct {
     int wires, v6;
-    /* How many of its NICs each end uses. */
+    /* The number of NICs that each end uses. */
     int here, there;
-    /* Every NIC of the one with the fewest carries its share. */
+    /* Every NIC of the end with fewer NICs carries its share. */
     int shared;
-    /* The first is four times as fast as the second. */
+    /* The first NIC is four times as fast as the second. */
     int unequal;
 } of = { .wires = 2, .here = 2, .there = 2 };
 
@@ -56,7 +56,7 @@ static void nics_up(char side, int used)
     CHECK(setenv("NCCL_SOCKET_FAMILY", of.v6 ? "AF_INET6" : "AF_INET", 1) == 0);
 }
 
-/* The plugin, over all NICs that are used as one device, or the only one. */
+/* The plugin, with all used NICs as one device, or with the only one. */
 static void load_merged(struct net *net, int used)
 {
     static const int devices[NICS_MAX] = { 0, 1, 2, 3, 4, 5, 6, 7 };
@@ -69,7 +69,7 @@ static void load_merged(struct net *net, int used)
     }
 }
 
-/* Bytes that a NIC has sent. */
+/* The number of bytes that a NIC has sent. */
 static long long sent_bytes(char side, int wire)
 {
     char line[512], name[16];
@@ -94,7 +94,7 @@ static long long dialled(void)
     long long count = -1;
     FILE *file = fopen("/proc/self/net/snmp", "r");
     CHECK(file);
-    /* The second such line has the numbers. */
+    /* The second line of this name has the numbers. */
     while (fgets(line, sizeof line, file))
         sscanf(line, "Tcp: %*d %*d %*d %*d %lld", &count);
     fclose(file);
@@ -102,7 +102,7 @@ static long long dialled(void)
     return count;
 }
 
-/* Messages one way, several in flight; 0, or what went wrong. */
+/* Sends messages in one direction, several in flight; returns 0 or an error. */
 static int stream(struct net *net, struct pair pair, int sends, int count)
 {
     static unsigned char ring[IN_FLIGHT][MESSAGE];
@@ -136,13 +136,13 @@ static int stream(struct net *net, struct pair pair, int sends, int count)
     return SUCCESS;
 }
 
-/* As many pairs as the end with more NICs has: each is to carry as much as the others, less a quarter for the scatter. */
+/* There are as many pairs as the larger number of NICs: each must carry as much as the others, within a quarter. */
 static int most(void)
 {
     return of.here > of.there ? of.here : of.there;
 }
 
-/* One comm each way, used one after the other; each NIC carries its share of what this end sends. */
+/* One comm in each direction, used one after the other; each NIC carries its share of this end's bytes. */
 static void exchange(struct net *net, int socket, char side, int used, int least)
 {
     const int count = (of.unequal ? 32 : 16) * of.wires;
@@ -234,7 +234,7 @@ static void unequal_nics(struct net *net)
 
 static void one_and_two(struct net *net) { carried(net, 2, 1, 2, 1); }
 
-/* What is asked for wrongly is refused with a line each; the same asked for again is the same device. */
+/* Each invalid request is refused with a log line; a repeated request returns the same device. */
 static void merging(struct net *net)
 {
     unsigned char room[256];
@@ -251,7 +251,7 @@ static void merging(struct net *net)
     CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &made) == SUCCESS && made == 6 && net_devices(net) == 7);
     CHECK(net_merge(net, 2, (int[]){ 1, 3 }, &made) == SUCCESS && made == 7 && net_devices(net) == 8);
     CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &again_made) == SUCCESS && again_made == 6);
-    /* Versions before 2.27 ask for those that stay alone, too, and forget them beside merged ones unless they are counted. */
+    /* Versions before 2.27 also ask for single NICs, and forget them beside merged devices unless they are counted. */
     CHECK(net_merge(net, 1, (int[]){ 5 }, &made) == SUCCESS && made == 5 && net_devices(net) == 9);
     char *alone[2];
     for (int n = 0; n < 2; n++) {
@@ -259,7 +259,7 @@ static void merging(struct net *net)
         alone[n] = *(char **)room;
     }
     CHECK(!strcmp(alone[0], alone[1]));
-    /* NCCL would lose those that are no PCI devices: not a mistake of the user's, and no warning. */
+    /* NCCL would not find devices without a PCI function: no mistake of the user, so no warning. */
     CHECK(unsetenv("FERRYWIRE_NCCL_MERGE") == 0);
     CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &again_made) != SUCCESS && warnings == 0);
     CHECK(setenv("FERRYWIRE_NCCL_MERGE", "any", 1) == 0);
@@ -280,7 +280,7 @@ static void merging(struct net *net)
     for (size_t at = size; at < sizeof room; at++)
         CHECK(room[at] == 0xA5);
     CHECK(net_properties(net, 0, room) == SUCCESS && INT(64) == 1 && INT(68) == 0);
-    /* Merged ones inside, what is not there, twice the same, none, and more than the version has room for. */
+    /* Merged members, missing members, one member twice, no members, and more than the version has room for. */
     const struct {
         int count, devices[2];
         const char *why;
@@ -299,13 +299,13 @@ static void merging(struct net *net)
     struct pair pair = pair_here(net);
     message(net, pair, 3 << 20, 3 << 20, 1);
     message(net, pair, 100, 200, 2);
-    /* NCCL has unloaded the plugin and loads it again: it counts the plain ones, and merges as before. What it knows from
-     * before goes on. */
+    /* NCCL has unloaded the plugin and loads it again: it counts the plain devices and merges as before. Devices from
+     * before remain valid. */
     net_finalize(net);
     CHECK(net_init(net, logger) == SUCCESS && net_devices(net) == 6);
     CHECK(net_properties(net, 7, room) == SUCCESS && INT(64) == 2 && INT(68) == 1 && INT(72) == 3);
     CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &made) == SUCCESS && made == 6 && net_devices(net) == 7);
-    /* Another communicator of the same NCCL, which counts no more. */
+    /* Another communicator of this NCCL, which does not count again. */
     CHECK(net_init(net, logger) == SUCCESS);
     CHECK(net_merge(net, 2, (int[]){ 0, 1 }, &made) == SUCCESS && made == 7 && net_devices(net) == 8);
     CHECK(net_properties(net, 7, room) == SUCCESS && INT(64) == 2 && INT(68) == 0 && INT(72) == 1);
@@ -314,7 +314,7 @@ static void merging(struct net *net)
     CHECK(warnings == 7);
 }
 
-/* A comm each way; all that is sent goes over one of the wires. Connections that this end has dialled for it. */
+/* One comm in each direction, whose bytes all use one of the links. Returns the connections that this end has dialled. */
 static long long over_one(struct net *net, int socket, char side, int wire)
 {
     long long count = dialled();
@@ -328,7 +328,7 @@ static long long over_one(struct net *net, int socket, char side, int wire)
     return count;
 }
 
-/* Said once, and nothing else. */
+/* Logged once, and nothing else. */
 static void left_out(char side, int wire, const char *why, int so_far)
 {
     char name[16];
@@ -336,7 +336,7 @@ static void left_out(char side, int wire, const char *why, int so_far)
     CHECK(warnings == so_far && strstr(last_warning, why) && strstr(last_warning, name));
 }
 
-/* After the devices are made the second wire is down, or carries nothing; comms come about over the first. */
+/* After the devices are made, the second link is down or carries nothing; comms are set up over the first. */
 static void over_the_first(struct net *net, int socket, char side, const char *why)
 {
     for (int round = 0; round < 2; round++)
@@ -344,7 +344,7 @@ static void over_the_first(struct net *net, int socket, char side, const char *w
     left_out(side, 1, why, 1);
 }
 
-/* The same; the first comm finds it out, and later ones do not dial what leads nowhere. */
+/* With such a link, the first comm detects it, and later comms do not dial it. */
 static void found_once(struct net *net, int socket, char side, const char *why)
 {
     long long first = over_one(net, socket, side, 0);
@@ -382,8 +382,8 @@ static void down_at_start(struct net *net)
     two(net, down_there, down_here, 0);
 }
 
-/* One of the addresses refuses, or two: the rest carries, and what is left out is said once for each. If all refuse that is
- * an error. */
+/* One or two addresses refuse: the others carry the data, and each one left out is logged once. It is an error if all
+ * refuse. */
 static void refused_at_start(struct net *net)
 {
     enum { ADDRESSES = 46, ADDRESS = 6, PORT = 4 };
@@ -419,14 +419,14 @@ static void refused_at_start(struct net *net)
 
 static int asked;
 
-/* In place of the C library's, also for the plugin: counts who walks all interfaces. */
+/* Replaces the C library's function, also for the plugin: counts the calls that list all interfaces. */
 int getifaddrs(struct ifaddrs **all)
 {
     asked++;
     return ((int (*)(struct ifaddrs **))dlsym(RTLD_NEXT, "getifaddrs"))(all);
 }
 
-/* Many comms ask for the interfaces once a second together, and not each for itself. */
+/* Many comms together list the interfaces once a second, instead of each by itself. */
 static void asking(struct net *net)
 {
     enum { COMMS = 32 };
@@ -446,7 +446,7 @@ static void asking(struct net *net)
     CHECK(asked >= 1 && asked <= 1 + now() - since);
 }
 
-/* To somebody who is not there: nothing comes back. */
+/* To an address without a host: nothing comes back. */
 static void nobody_answers(const char *nic, const char *address)
 {
     shell("ip neigh replace %s lladdr 02:00:00:00:00:77 dev %s nud permanent", address, nic);
@@ -475,7 +475,7 @@ static void mute_at_start(struct net *net)
     two(net, mute_there, mute_here, 0);
 }
 
-/* Nobody says where an address is; the kernel gives up looking, and tells its own sockets so over loopback. */
+/* No host answers for an address; the kernel gives up and reports that to its own sockets over loopback. */
 static void absent(struct net *net, int socket, char side)
 {
     shell("ip link set lo up");
@@ -503,7 +503,7 @@ static void absent_at_start(struct net *net)
     two(net, absent_there, absent_here, 0);
 }
 
-/* First one wire leads nowhere, then the other. */
+/* First one link is dead, then the other. */
 static void in_turn(struct net *net, int socket, char side)
 {
     char nics[2][16], theirs[2][64];
@@ -542,7 +542,7 @@ static void mute_in_turn(struct net *net)
     two(net, turns_there, turns_here, 0);
 }
 
-/* A stream without an end, until a NIC dies; both ends are told, and of which. */
+/* An endless stream until a NIC dies; both ends get an error that names the NIC. */
 static void ends(struct net *net, int socket, char side, void (*begin)(void))
 {
     struct pair pair = pair_there(net, socket);
@@ -553,7 +553,7 @@ static void ends(struct net *net, int socket, char side, void (*begin)(void))
     int result = stream(net, pair, side == 'a', 1 << 30);
     printf("%c: error %d after %.0f s: %s\n", side, result, now() - since, last_warning);
     CHECK(result == REMOTE_ERROR && warnings == 1);
-    /* The end that is told first closes, and the other hears of that. */
+    /* The end that gets the error first closes, and the other end sees that. */
     CHECK(strstr(last_warning, side == 'a' ? "over a" : "over b"));
     pair_close(net, pair);
 }
