@@ -25,6 +25,7 @@ impl Wakeup {
         Ok(Wakeup { wakeup: ferrywire::Wakeup::new().or_raise(py)? })
     }
 
+    /// The file descriptor, which the wakeup owns.
     fn fileno(&self) -> RawFd {
         self.wakeup.as_raw_fd()
     }

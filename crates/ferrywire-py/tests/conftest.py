@@ -1,4 +1,4 @@
-"""What the tests share: a pair of connected endpoints, and programs of their own."""
+"""Shared by the tests: a pair of connected endpoints, and separate Python programs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 import ferrywire as fw
 
-# Longer than anything takes on a machine that works: who waits so long has hung.
+# Longer than any step takes on a working machine: a longer wait hangs.
 LIMIT = 90.0
-# By then a peer that was killed is told of: its kernel says so at once, and what is promised is no more than this.
+# The promised time for detecting a killed peer, although its kernel reports the end immediately.
 LOSS_IS_TOLD = 15.0
 
 
 @dataclass
 class Pair:
-    """Two endpoints of this process, connected: `near` has dialled `far`."""
+    """Two connected endpoints of this process; `near` has connected to `far`."""
 
     near: fw.Endpoint
     far: fw.Endpoint
@@ -30,7 +30,7 @@ class Pair:
     kept: list[fw.Region] = field(default_factory=list)
 
     def target(self, memory: object) -> fw.RemoteRegion:
-        """Memory of `far` as `near` sees it, registered until the end of the test."""
+        """Memory of `far` and its remote region for `near`, registered until the end of the test."""
         self.kept.append(self.far.register(memory))
         return self.kept[-1].remote()
 
@@ -45,7 +45,7 @@ def pair():
 
 
 class Program:
-    """A Python program of its own, in development mode."""
+    """A separate Python program in development mode."""
 
     def __init__(self, code: str, *arguments: str, options: tuple[str, ...] = ("-X", "dev"), **environment: str):
         self.process = subprocess.Popen(
@@ -58,7 +58,7 @@ class Program:
         )
 
     def line(self) -> str:
-        """The next line that it prints; what went wrong if there is none."""
+        """Returns the next line of output; fails with the program's errors if there is none."""
         line = self.process.stdout.readline()
         if not line:
             raise AssertionError(f"it printed nothing more: {self.process.communicate(timeout=LIMIT)[1]}")
@@ -69,7 +69,7 @@ class Program:
         self.process.stdin.flush()
 
     def end(self, but: str | None = None) -> str:
-        """Waits for a good end without complaints, `but` for lines that begin so; the rest of what it printed."""
+        """Waits for success without warnings, except lines that begin with `but`; returns the rest of the output."""
         try:
             out, complaints = self.process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
@@ -95,7 +95,7 @@ def program():
 
 
 def eventually(condition, what: str) -> None:
-    """Looks again and again, with a garbage collection each time."""
+    """Repeats a check until it holds, with a garbage collection each time."""
     import time
 
     until = time.monotonic() + LIMIT

@@ -1,4 +1,4 @@
-//! Runs the Python tests (pytest) against the module that this very cargo run has built.
+//! Runs the Python tests (pytest) against the module that this cargo run has built.
 //!
 //! `FERRYWIRE_PYTHON` names another interpreter, one that has pytest and numpy: with PyTorch, for its tests.
 
@@ -13,10 +13,10 @@ use std::process::Command;
 use std::sync::OnceLock;
 use std::thread;
 
-/// What the stubs say and the module cannot be asked: buffers written in C have this method from Python 3.12 on.
+/// A difference between stubs and module that is allowed: buffers written in C have this method from Python 3.12 on.
 const NOT_TO_BE_SEEN: &str = "ferrywire._ferrywire.Region.__buffer__\n";
 
-/// The package as an installation has it: the sources, and the module beside them.
+/// The package as it is installed: the Python sources with the native module beside them.
 fn site() -> &'static Path {
     static SITE: OnceLock<PathBuf> = OnceLock::new();
     SITE.get_or_init(make_site)
@@ -44,7 +44,7 @@ fn pytest() {
     run_pytest(&[]);
 }
 
-/// What the C library finds wrong with its heap ends the process; memory is filled when it is given out and given back.
+/// With an allocator that ends the process when its heap is corrupt, and fills memory when it is allocated and freed.
 #[test]
 fn pytest_with_a_debug_allocator() {
     const ALLOCATOR: &str = "libc_malloc_debug.so.0";
@@ -59,7 +59,7 @@ fn pytest_with_a_debug_allocator() {
     run_pytest(&[&preload, "MALLOC_CHECK_=3", "MALLOC_PERTURB_=165", "FERRYWIRE_LONG="]);
 }
 
-/// So many parts of the tests go on at a time: they wait as long as they work.
+/// Number of parts of the tests that run in parallel, because the tests wait as long as they work.
 const PARTS: usize = 3;
 
 fn run_pytest(variables: &[&str]) {
@@ -78,7 +78,7 @@ fn run_pytest(variables: &[&str]) {
         command.arg(format!("FERRYWIRE_TEST_DRIVER={}", stand_in.display()));
         command.arg(format!("FERRYWIRE_TEST_HOSTILE={hostile}")).arg(&python);
         command.args(["-X", "dev", "-m", "pytest", "-rs", "-p", "no:cacheprovider"]);
-        // A file that is dealt to nobody is run by all.
+        // Each part leaves out the files of the others; a file of no part is run by all.
         let others = files.iter().enumerate().filter(|(index, _)| index % PARTS != part);
         command.args(others.map(|(_, file)| format!("--ignore={}", file.display())));
         environment::run(command.current_dir(environment::root()))

@@ -1,4 +1,4 @@
-"""What can be awaited, without threads and without polling."""
+"""Awaiting operations without threads and without polling."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_takes_long_is_not_looked_at_whenever_something_else_ends(monkeypat
     monkeypatch.setattr(_aio._Hub, "wait", counted)
 
     async def main():
-        # It accepts, and says nothing.
+        # The listener accepts and sends nothing.
         with socket.create_server(("127.0.0.1", 0)) as silent, fw.Endpoint() as near:
             connecting = asyncio.create_task(near.connect_async("127.0.0.1:%d" % silent.getsockname()[1], LIMIT))
             while not hubs:
@@ -97,7 +97,7 @@ def one():
     to_far = near.connect(far.metadata(), timeout=60)
     far.accept(60).close()
     loop = asyncio.new_event_loop()
-    # The end of the loop is not the end of the wait.
+    # Closing the loop does not end the operation.
     waiting = loop.create_task(near_waits(far))
     loop.run_until_complete(asyncio.sleep(0))
     waiting._log_destroy_pending = False
@@ -124,7 +124,7 @@ before = descriptors()
 gone = [each for _ in range(50) for each in one()]
 settle(gone, before)
 """) as other:
-        # An endpoint that goes while its loop is closed says nothing.
+        # An endpoint that is dropped while its loop is closed prints nothing.
         other.end()
 
 
@@ -162,7 +162,7 @@ def test_a_cancelled_await_leaves_the_transfer(pair: Pair):
     asyncio.run(main())
 
 
-# Each of these blocks the loop, so that an arrival and what ends the wait meet in one of its turns.
+# Each of these blocks the loop, so that an arrival and the end of the wait fall into one pass of the loop.
 
 
 def test_a_timeout_loses_no_notification(pair: Pair):
@@ -179,7 +179,7 @@ def test_a_timeout_loses_no_notification(pair: Pair):
 
 
 async def cancelled(waiting: asyncio.Task, after: float) -> None:
-    """Cancels it before the loop sees what has arrived, or just after that."""
+    """Cancels a wait before the loop has seen the arrival, or just after it."""
     if after:
         asyncio.get_running_loop().call_later(after, waiting.cancel)
         time.sleep(2 * after)
@@ -225,7 +225,7 @@ def test_a_timeout_or_cancel_loses_no_peer(after: float | None):
             time.sleep(0.05)
             accepted = []
             if after is None:
-                # Where the machine is slow they come later.
+                # On a slow machine they arrive later.
                 with contextlib.suppress(fw.TimedOut):
                     accepted.append(await waiting)
             else:
@@ -259,7 +259,7 @@ silent = socket.create_server(("127.0.0.1", 0))
 async def connects():
     await near.connect_async(silent.getsockname(), timeout=1000)
 async def closes():
-    # Its peer is stopped, and has not taken what is on its way.
+    # The peer is stopped and has not received the bytes in flight.
     peer = await near.connect_async(bytes.fromhex(sys.argv[1]), timeout=60)
     source = near.allocate(16 << 20)
     peer.send(1, source)
@@ -293,9 +293,9 @@ except KeyboardInterrupt: print("left", flush=True)""",
     with program(PEER) as peer:
         metadata = peer.line().split()[0]
         code = BLOCKED + ends[how] + "\nsilent.close()"
-        # Not in development mode, where a loop complains when the machine is slow.
+        # Without development mode, in which a loop warns on a slow machine.
         with program(code, metadata, str(peer.process.pid), options=()) as other:
-            # The interpreter waits for no thread of theirs.
+            # The interpreter does not wait for their threads.
             assert other.end() == "left\n"
 
 

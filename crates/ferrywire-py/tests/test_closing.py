@@ -1,4 +1,4 @@
-"""What is closed or deregistered: by us or by the peer, while others use it, and when it hangs."""
+"""Closing and deregistering: at either end, during use, and with a peer that hangs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_peer_that_was_closed_here(pair: Pair):
         with pytest.raises(fw.Closed, match=f"^{CLOSED}$"):
             use()
     assert isinstance(peer.error, fw.Closed) and "closed" in repr(peer) and not peer.stats()["channels"][0]["alive"]
-    # What is left works: the endpoint, its regions, and a new connection.
+    # The endpoint, its regions and a new connection still work.
     source.write_at(0, b"after it")
     with pair.near.connect(pair.far.metadata(), timeout=LIMIT) as again:
         assert again.write(source, target).wait(LIMIT) == 8
@@ -75,7 +75,7 @@ def target_of(pair: Pair) -> fw.RemoteRegion:
 
 
 def writers(pair: Pair, source: fw.Region, target: fw.RemoteRegion) -> tuple[list[threading.Thread], list[Exception]]:
-    """Threads that write until they may not any more, and why they stopped; each has written before this returns."""
+    """Threads that write until that fails, with their errors; each thread has written before this returns."""
     begun, ends = threading.Barrier(9), []
 
     def work(number: int) -> None:
@@ -89,7 +89,7 @@ def writers(pair: Pair, source: fw.Region, target: fw.RemoteRegion) -> tuple[lis
                     under_way.pop(0).wait(LIMIT)
         except Exception as error:
             ends.append(error)
-        # What was posted comes to an end too.
+        # Posted operations end too.
         for transfer in under_way:
             try:
                 transfer.wait(LIMIT)
@@ -118,7 +118,7 @@ def test_ends_under_8_threads_that_write(pair: Pair, what: str):
     assert not any(thread.is_alive() for thread in threads) and len(ends) >= 8
     expected = fw.UsageError if what == "the region" else fw.Closed
     assert all(isinstance(error, expected | fw.Cancelled) for error in ends), ends
-    # What was not ended goes on.
+    # The other operations continue.
     if what == "the region":
         assert pair.to_far.write(pair.near.register(bytes(8)), target).wait(LIMIT) == 8
     assert pair.far.peer_count <= 1 and not pair.far.closed
@@ -134,7 +134,7 @@ print("accepted", flush=True)
 sys.stdin.read()
 """
 
-# The peer does not take what is on its way to it, so that what has to wait for that waits.
+# The peer receives nothing more, so that calls that depend on it wait.
 STOPPED = """
 import ferrywire as fw, os, signal, socket, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -156,7 +156,7 @@ for act in (connects, deregisters, closes_the_peer, closes):
     try: act()
     except KeyboardInterrupt: print("stopped", flush=True)
     else: print(act.__name__, "came to an end", flush=True)
-    # It goes on behind the back, and what ends is not used again.
+    # Deregistering continues in the background, and freed memory is not used again.
     if act is deregisters or act is closes_the_peer:
         memory = region if act is deregisters else near.register(bytearray(8))
         try: peer.write(memory, fw.RemoteRegion(descriptor), nbytes=8)
@@ -187,10 +187,10 @@ def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pa
         raise KeyError("body")
     assert ["operations still use it" in note for note in raised.value.__notes__] == [True]
     if what == "what is shared":
-        # What nobody uses is not kept for the sake of the rest.
+        # An unused region is not kept because of the others.
         with pytest.raises(fw.UsageError, match="it is deregistered"):
             other.read_at()
-    # Nothing else is told of a block that raised nothing.
+    # A block that raised nothing has no further note.
     with pytest.raises(fw.UsageError, match="operations still use it: wait for them, or cancel them, first"), block:
         pass
     in_flight.cancel()
@@ -201,20 +201,20 @@ def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pa
 
 
 def test_a_close_that_could_not_begin_can_be_tried_again(program: type[Program]):
-    # Memory of threads that have ended would do for another one.
+    # Otherwise the stack of an ended thread would serve for a new one.
     with program("""
 import resource, time
 import ferrywire as fw
 
 endpoint = fw.Endpoint("127.0.0.1:0")
 
-# Room for what is made below, which comes from no new memory then.
+# Memory for the objects below, which then need no new memory.
 del [bytes(400) for _ in range(5000)][:]
 time.sleep(0.2)
 
 def without_room_for_a_thread(close):
     before = resource.getrlimit(resource.RLIMIT_AS)
-    # Less than there is already: whatever the other threads give back is not enough.
+    # Below the present use, so that memory freed by other threads is not enough.
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
     try: close()
     except fw.LocalError as error: failed = error

@@ -1,4 +1,4 @@
-"""CUDA memory and streams of other libraries, with a stand-in for the driver: no GPU is needed.
+"""CUDA memory and streams of other libraries, with a stand-in for the driver, so that no GPU is needed.
 
 Its device memory cannot be touched by the CPU, and its streams can be held up.
 """
@@ -39,7 +39,7 @@ class Array:
         address = ctypes.c_uint64()
         do("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(count * 4))
         self.address, self.nbytes = address.value, count * 4
-        # Copies from other memory would be waited for.
+        # Copies from other memory would block.
         self.pinned = pinned(self.nbytes)
         self.__cuda_array_interface__ = {
             "shape": (count,), "typestr": "<i4", "data": (self.address, read_only), "strides": strides, "version": 3}
@@ -73,7 +73,7 @@ to_near = far.accept(60)
 
 def run(program: type[Program], code: str) -> str:
     with program(GPU + code, LD_LIBRARY_PATH=DRIVER) as other:
-        # The stand-in tells what a program had not given back at its end; that was its own.
+        # The stand-in reports memory that a program has not freed; this was the program's own.
         return other.end(but="stand-in: left ")
 
 
@@ -122,7 +122,7 @@ for turn in range(1, 4):
     gate.open()
     transfer.wait(60)
     assert got.get() == data, turn
-    # The other way round: what is launched after the hold finds what is received.
+    # The other direction: work launched after block_stream finds the received bytes.
     data = bytes([turn + 100]) * sent.nbytes
     gate = Gate(stream)
     sent.put(stream, data)
@@ -204,7 +204,7 @@ for turn, blocks in enumerate((lists, lists[::-1]), 1):
     gate.open()
     transfer.wait(60)
     assert got.get() == data and there.read_at(4095) == b"x", turn
-# Of two libraries each has a current stream: which comes after the other's nobody knows.
+# Two libraries each have a current stream, in no known order.
 cupy = sys.modules["cupy"] = types.ModuleType("cupy")
 class ndarray(Array):
     __module__ = "cupy"
@@ -224,7 +224,7 @@ del own, source, target, blocks, lists, both, there, other, its
 """)
 
 
-# CuPy shows its arrays by DLPack, with a capsule that is made here by hand.
+# CuPy shares its arrays by DLPack; this capsule is made by hand.
 CUPY = """
 class Tensor(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
@@ -237,7 +237,7 @@ class ndarray:
     __module__ = "cupy"
     def __init__(self, array):
         self.array, self.shape = array, (ctypes.c_int64 * 1)(array.nbytes // 4)
-        # It begins behind its address.
+        # The data begin at an offset from the address.
         self.tensor = Tensor(array.address - 4, 2, 0, 1, 0, 32, 1, ctypes.addressof(self.shape), None, 4)
     def __dlpack_device__(self): return (2, 0)
     def __dlpack__(self, *, stream, max_version=None):
@@ -259,7 +259,7 @@ def get_current_stream({parameters}):
 cupy.cuda = types.SimpleNamespace(get_current_stream=get_current_stream)
 sent, got = Array(1 << 18), Array(1 << 18)
 source, target = near.register(ndarray(sent)), far.register(ndarray(got))
-# Nobody had to wait for a stream to show them.
+# Sharing the arrays did not wait for a stream.
 assert (source.device, source.nbytes, source.writable, exported) == ("cuda:0", 1 << 20, True, [-1, -1])
 for turn in range(1, 4):
     data = bytes([turn]) * sent.nbytes
@@ -289,7 +289,7 @@ received.block_stream(stream.value)
 to_far.send(1, plain)
 do("cuStreamSynchronize", stream)
 assert received.wait(60) == 1 << 20
-# Host memory is in no stream's order, but one can wait for it.
+# Host memory has no current stream, but a stream can wait for it.
 received = to_near.recv(2, host)
 received.block_stream()
 try: received.block_stream(stream.value)
@@ -322,7 +322,7 @@ except fw.GpuError as error: print(error.kind, error, flush=True)
 else: print("made", flush=True)
 """, LD_LIBRARY_PATH="/nonexistent") as other:
         said = other.end()
-    # A machine with a driver may find it elsewhere.
+    # On a machine with a driver it may be found elsewhere.
     assert said.startswith("gpu no CUDA driver: libcuda.so.1 cannot be loaded") or said == "made\n"
 
 

@@ -46,7 +46,7 @@ write_ipc writev writev_async
 
 
 def verbs() -> list[list[str]]:
-    """The rows of the table of verbs: NIXL's, UCCL's, ours."""
+    """The rows of the table of verbs: NIXL, UCCL, ferrywire."""
     table = PAGE.read_text().partition("| NIXL agent | UCCL p2p endpoint | ferrywire |")[2]
     lines = [line for line in table.splitlines()[2:] if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -59,7 +59,7 @@ def test_every_verb_of_nixl_and_uccl_is_in_the_table():
         assert not set(names) - set(told), set(names) - set(told)
     for row in rows:
         assert len(row) == 3 and (row[0] or row[1]), row
-        # A counterpart, or why there is none.
+        # A counterpart, or the reason why there is none.
         assert re.search(r"`[\w.]+\(?", row[2]) or re.match("not (needed, because|there)", row[2]), row
 
 
@@ -76,7 +76,7 @@ def test_the_right_column_names_what_is_there():
             for name in re.findall(r"\b([A-Z]\w+)", re.sub(r'"[^"]*"', "", code)):
                 assert hasattr(fw, name), code
                 takers.append(getattr(fw, name))
-            # `message=` of `peer.write`: whose it is stands in the same cell.
+            # `message=` of `peer.write`: the method is named in the same cell.
             takers += [getattr(fw.Peer, name) for name in re.findall(r"`peer\.(\w+)`", ours)]
             for keyword in keywords:
                 assert any(keyword in inspect.signature(taker).parameters for taker in takers), (code, keyword)
@@ -138,7 +138,7 @@ def operations() -> list[tuple[str, object]]:
     return [each for each in methods + functions if callable(each[1])]
 
 
-# What they are called for cannot fail.
+# These operations cannot fail.
 NEVER_RAISES = {"Peer.stats", "RemoteRegion.descriptor", "Transfer.done", "Transfer.cancel"}
 
 
@@ -152,7 +152,7 @@ def test_each_operation_names_the_errors_that_it_raises(name: str, operation: ob
     named = set(re.findall(r"`(\w+)`", raises.group(1))) if raises else set()
     errors = {each for each in named if each[0].isupper()}
     assert errors and errors <= set(_errors.__all__), f"{name}: {text}"
-    # Another method that it refers to is one.
+    # Other methods that the docstring names exist.
     others = named - errors - set(inspect.signature(operation).parameters)
     assert all(hasattr(fw.Peer, each) or hasattr(fw.Endpoint, each) or hasattr(fw.Transfer, each) for each in others), text
 
@@ -167,7 +167,7 @@ def test_every_exception_is_in_the_table_and_in_the_docs():
 
 def test_names_are_those_of_the_stubs():
     stubs = ast.parse(Path(fw.__file__).with_name("_ferrywire.pyi").read_text())
-    # They have no texts of their own, and say where those are.
+    # The stubs have no docstrings and refer to the module's.
     assert "help(ferrywire.Peer)" in ast.get_docstring(stubs)
     for node in stubs.body:
         if isinstance(node, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Peers that vanish: an exception that names them, and an endpoint that goes on."""
+"""Lost peers: an exception that names them, and an endpoint that continues to work."""
 
 from __future__ import annotations
 

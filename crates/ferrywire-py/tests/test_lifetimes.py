@@ -1,4 +1,4 @@
-"""Who lives how long: registered memory, regions, endpoints, processes, the interpreter."""
+"""Lifetimes of registered memory, regions, endpoints, processes and the interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ np = pytest.importorskip("numpy", reason="needs numpy")
 
 
 class Array(np.ndarray):
-    """One that can be watched going."""
+    """An array whose end can be observed."""
 
 
 def watched(nbytes: int) -> tuple[Array, weakref.ref[Array]]:
@@ -51,7 +51,7 @@ def test_an_object_that_refers_to_its_region_goes_once_that_is_deregistered(pair
     remote = region.remote()
     del array, region
     gc.collect()
-    # Peers may still write: it must not go by itself.
+    # Peers may still write, so the memory must not be freed by itself.
     pair.to_far.write(pair.near.register(b"\x07" * 8), remote, nbytes=8).wait(LIMIT)
     assert alive() is not None and alive()[:9].tolist() == [7] * 8 + [0]
     alive().region.deregister()
@@ -146,7 +146,7 @@ def test_endpoints_leave_nothing_behind():
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
     def steady() -> tuple[int, int]:
-        """What is there once nothing of it has changed for half a second."""
+        """The values once they have not changed for half a second."""
         last, since = threads_and_descriptors(), time.monotonic()
 
         def unchanged() -> bool:
@@ -173,7 +173,7 @@ def test_endpoints_leave_nothing_behind():
 
     rounds(2)
     before = steady()
-    # Those not closed are closed in the background.
+    # Endpoints that were not closed are closed in the background.
     rounds(10)
     eventually(none_left, "their threads and descriptors are gone")
     settled, many = memory_in_use(), 500 if os.environ.get("FERRYWIRE_LONG") else 20
@@ -183,7 +183,7 @@ def test_endpoints_leave_nothing_behind():
     endpoints = 2 * many
     said = f"{endpoints} endpoints: {heap} bytes of heap more, {resident >> 10} KiB of resident memory"
     print(said)
-    # Tables and caches grow at first; an endpoint that was forgotten would be far above what is allowed for each.
+    # Tables and caches grow at first; a leaked endpoint would exceed the allowance for each by far.
     assert heap < (64 << 10) + 100 * endpoints and resident < (1 << 20) + 4096 * endpoints, said
 
 
@@ -208,7 +208,7 @@ def test_many_threads_use_one_endpoint(pair: Pair):
 
 SETUP = """
 import ferrywire as fw, os, signal, sys, threading, time
-# A shell starts what runs in the background with Ctrl-C ignored.
+# A shell starts background processes with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 far, near = fw.Endpoint("127.0.0.1:0", label="far"), fw.Endpoint(label="near")
 to_far = near.connect(far.metadata(), timeout=60)
@@ -274,7 +274,7 @@ try: peer.wait_notification(60)
 except fw.PeerClosed: print("closed", flush=True)
 """
 
-# Nobody has taken anything when the program is at its end: its peer has been stopped.
+# At the program's end nothing has been received, because its peer was stopped.
 SENDER = """
 import asyncio, ferrywire as fw, os, signal, sys
 def begins(metadata, descriptor, number):
@@ -287,7 +287,7 @@ def begins(metadata, descriptor, number):
 async def is_closed(near):
     try: await asyncio.wait_for(near.close_async(), 0.01)
     except TimeoutError: pass
-# The first is of a peer that takes nothing at all.
+# The first transfer is to a peer that receives nothing at all.
 for arguments in (sys.argv[5:], sys.argv[2:5]):
     if not arguments: continue
     near = begins(*arguments)
@@ -299,13 +299,13 @@ print("leaves", flush=True)
 
 @pytest.mark.parametrize("how", ["nobody has it any more", "it is closed", "others are stuck"])
 def test_what_an_endpoint_has_taken_arrives_though_the_program_ends_as(program: type[Program], how: str):
-    """An endpoint that has just been dropped, or is being closed, has as long as one that is open."""
+    """An endpoint that was just dropped or is being closed gets as much time at exit as an open one."""
     with program(RECEIVER) as takes, program(RECEIVER) as stuck:
         ends = [takes, stuck] if how == "others are stuck" else [takes]
         arguments = [argument for end in ends for argument in (*end.line().split(), str(end.process.pid))]
         with program(SENDER, how, *arguments) as sender:
             assert sender.line() == "leaves"
-            # By now it would have ended if it waited for nothing.
+            # Without a wait the program would have ended by now.
             time.sleep(0.1)
             os.kill(takes.process.pid, signal.SIGCONT)
             assert takes.end() == "b'all' b'x'\nclosed\n"
@@ -398,7 +398,7 @@ with fw.Endpoint("127.0.0.1:0") as far:
     got = bytearray(7)
     region = far.register(got)
     spawn = multiprocessing.get_context("spawn")
-    # A region that is pickled arrives as the peer sees it.
+    # A pickled region arrives as a RemoteRegion.
     spawned = spawn.Process(target=work.child, args=(far.metadata(), region))
     spawned.start()
     peer = far.accept(60)
@@ -425,7 +425,7 @@ if child == 0:
                 lambda: near.register(bytearray(1))):
         refused(use)
     del region, transfer, to_far, near
-    # One of its own works, and ends with it.
+    # An endpoint of the child works, and ends with the child.
     mine, other = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
     other.connect(mine.metadata()).notify(b"child")
     print(mine.accept(60).wait_notification(60), flush=True)
@@ -440,7 +440,7 @@ print(transfer.wait(60), flush=True)
 def test_a_forked_child_waits_for_no_thread_of_its_parent(program: type[Program]):
     with program(SETUP + """
 region = near.register(bytearray(8))
-# A thread that lets go of memory wants the interpreter, which this one keeps until it has forked.
+# A thread that releases memory needs the interpreter, which this thread keeps until it has forked.
 sys.setswitchinterval(1000)
 del region
 until = time.monotonic() + 0.2

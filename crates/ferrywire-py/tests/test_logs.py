@@ -1,4 +1,4 @@
-"""The engine's log arrives in `logging`, at its level."""
+"""The engine's log records arrive in `logging`, with their level."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ logging.getLogger("ferrywire").addHandler(Tells())
 logging.getLogger("ferrywire").setLevel(logging.DEBUG)
 far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
 peers = [(near.connect(far.metadata(), timeout=60), far.accept(60)) for _ in range(4)]
-# Nobody hands on what is said of their end before this thread has forked.
+# No thread passes on the log records about their end before this thread has forked.
 sys.setswitchinterval(1000)
 del peers
 until = time.monotonic() + 0.3

@@ -1,4 +1,4 @@
-"""Each misuse does the right thing or raises at once, with a message that says what to do."""
+"""Each misuse raises immediately, with a message that says what to do, or does the right thing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OBJECTS = {
 
 @pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
 def test_arrays_of_objects_are_refused(pair: Pair, make):
-    """A peer that writes there crashes the interpreter."""
+    """Registering this would let a peer crash the interpreter."""
     with refuses("memory: its elements are Python objects"):
         pair.near.register(make())
 
@@ -74,7 +74,7 @@ def test_the_letter_of_objects_in_a_name_is_no_object(pair: Pair):
 
 
 class OnGpu:
-    """An array of a library for GPUs, as it tells of itself."""
+    """An array of a GPU library, by its __cuda_array_interface__."""
 
     def __init__(self, **changes: object):
         whole = {"shape": (4,), "typestr": "<i4", "data": (0x10000, False), "version": 3, **changes}
@@ -102,7 +102,7 @@ class OnGpu:
         ({"typestr": "|O8"}, "its elements are Python objects"),
         ({"data": 0x10000}, "has \"data\": 65536"),
         *(({name: KeyError}, f"has no \"{name}\"") for name in ("shape", "typestr", "data")),
-        # What is whole is refused for its address alone.
+        # A complete interface is refused only for its address.
         ({}, "it says that it is on a CUDA GPU, but no driver here knows its address"),
         ({"strides": (4,)}, "no driver here knows its address"),
         ({"typestr": "<U2", "shape": (2, 3), "strides": (24, 8)}, "no driver here knows its address"),
@@ -431,7 +431,7 @@ def test_one_size_does_for_all_blocks(pair: Pair):
 
 
 class OneSize:
-    """As a tensor of PyTorch with one entry: a number too."""
+    """An array with one entry, which converts to a number as PyTorch's tensors do."""
 
     ndim = 1
 

@@ -1,4 +1,4 @@
-"""The recipes run as they stand, each in development mode and without a complaint."""
+"""The recipes run unchanged, each in development mode and without a warning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_weights_for_8_receivers():
 
 @pytest.mark.parametrize("command", [("kv_cache.py",), ("weights.py", "--receivers", "1")])
 def test_a_recipe_ends_when_its_child_fails(command: tuple[str, ...], tmp_path: Path):
-    # Its children import this at their start.
+    # The recipe's child processes import this at start.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\nif '--multiprocessing-fork' in sys.argv: os._exit(3)\n"
     )
@@ -54,7 +54,7 @@ def test_a_recipe_ends_when_its_child_fails(command: tuple[str, ...], tmp_path: 
             complaints = running.communicate(timeout=LIMIT)[1]
         finally:
             running.kill()
-    # Which of them depends on what it had sent to the child.
+    # Which error it is depends on what was sent to the child before.
     ends = ("EOFError", "ConnectionResetError", "BrokenPipeError")
     assert running.returncode == 1 and any(end in complaints for end in ends), complaints
 

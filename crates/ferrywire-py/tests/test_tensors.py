@@ -1,4 +1,4 @@
-"""Dictionaries of arrays, shared by one and fetched by another."""
+"""Dictionaries of arrays, shared by one process and fetched by another."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_memory_that_is_not_there_is_named(pair: Pair, library: str):
     with fw.share(pair.far, {"a": np.zeros(1, np.float32)}) as shared:
         (entry,) = json.loads(shared.describe())["tensors"]
         descriptor = bytearray.fromhex(entry["region"])
-        # As a peer's that lies in a way that fits.
+        # A wrong but consistent description of a peer.
         descriptor[25:33] = (1 << 60).to_bytes(8, "little")
         lie = {**entry, "library": library, "shape": [1 << 58], "region": descriptor.hex()}
         with pytest.raises(fw.LocalError, match=f"^tensor 'a': {1 << 60} bytes cannot be had: "):
@@ -118,7 +118,7 @@ sys.stdin.read()
 
 
 def test_a_fetch_that_is_broken_off_writes_no_more(program: type[Program], monkeypatch: pytest.MonkeyPatch):
-    # A peer that is stopped says nothing about the end.
+    # A stopped peer does not confirm the end.
     monkeypatch.setattr("ferrywire._tensors.CANCEL_SECONDS", 0.5)
     with program(PEER) as other, fw.Endpoint() as near:
         metadata, told = map(bytes.fromhex, other.line().split())
@@ -132,9 +132,9 @@ def test_a_fetch_that_is_broken_off_writes_no_more(program: type[Program], monke
         finally:
             other.process.send_signal(signal.SIGCONT)
         before = mine.copy()
-        # All that the peer was asked for before is answered before this.
+        # The peer answers all earlier requests before this one.
         peer.notify(b"still here").wait(LIMIT)
         time.sleep(0.2)
         assert (mine == before).all()
-        # What comes next works.
+        # The next fetch works.
         assert not fw.fetch(near, peer, told, into={"a": mine}, timeout=LIMIT)["a"].any()

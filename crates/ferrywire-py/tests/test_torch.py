@@ -1,4 +1,4 @@
-"""Tensors of PyTorch on the CPU, as they are; on GPUs where there are some."""
+"""PyTorch tensors on the CPU, and on GPUs if there are some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conftest import LIMIT, Pair, eventually
 import ferrywire as fw
 
 torch = pytest.importorskip("torch", reason="needs torch")
-# Its pickling for other processes.
+# PyTorch's pickling for other processes.
 pytest.importorskip("torch.multiprocessing")
 
 
@@ -70,7 +70,7 @@ def shared_by_itself(tensor: torch.Tensor) -> None:
 
 
 def shared_by_a_queue(tensor: torch.Tensor) -> None:
-    # What a queue does with a tensor before it sends it.
+    # A queue does this to a tensor before it sends it.
     ForkingPickler.dumps(tensor)
 
 
@@ -84,7 +84,7 @@ def storage_emptied(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("move", [shared_by_itself, shared_by_a_queue, resized, storage_emptied])
 def test_a_tensor_that_is_moved_is_found_before_its_old_memory_is_used(pair: Pair, move):
-    """What was freed must not be touched: neither by us nor by peers that hold the description."""
+    """Freed memory must not be touched: neither by this process nor by peers that have the description."""
     tensor, other = torch.zeros(1 << 20), torch.zeros(1 << 20)
     uses = {
         "write": lambda region: pair.to_far.write(region, remote),
@@ -100,7 +100,7 @@ def test_a_tensor_that_is_moved_is_found_before_its_old_memory_is_used(pair: Pai
         "pickle": pickle.dumps,
     }
     remote = pair.target(other)
-    # Each finds it first once.
+    # Each of them is the first to detect it once.
     regions = {name: pair.near.register(tensor) for name in (*uses, "write_blocks", "read_blocks")}
     for name in ("write_blocks", "read_blocks"):
         blocks = fw.BlockList(regions[name], remote, [0], [0], 8)

@@ -1,4 +1,4 @@
-"""What arrives, in every form of operation and kind of memory."""
+"""The received data of every operation, for every kind of memory."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_whatever_is_one_run_of_bytes_is_a_region(pair: Pair, memory: object):
 
 
 class ThroughDlpack:
-    """An array that shows itself by DLPack alone, as an older library would."""
+    """An array that is only shared by DLPack, in the form of an older library."""
 
     def __init__(self, held: np.ndarray, versions: bool):
         self.held, self.versions = held, versions
@@ -172,7 +172,7 @@ def test_dlpack_says_that_memory_is_read_only(pair: Pair):
 
 
 class OfJax(ThroughDlpack):
-    """An array as jax has it: immutable, which its capsules do not say, and perhaps still being computed."""
+    """An array like those of jax: immutable, which its capsules do not tell, and perhaps still being computed."""
 
     __module__ = "jaxlib._jax"
     ready = False
@@ -254,7 +254,7 @@ def test_a_name_is_tried_at_each_of_its_addresses():
     if not {"127.0.0.1", "::1"} <= known:
         pytest.skip("needs a localhost with addresses of both kinds")
     with fw.Endpoint("[::1]:0") as far, fw.Endpoint() as near:
-        # Nobody is at the IPv4 address.
+        # Nothing listens on the IPv4 address.
         with near.connect(f"localhost:{far.port}", timeout=LIMIT) as peer:
             assert peer.address == f"[::1]:{far.port}"
 

@@ -1,4 +1,4 @@
-"""Waiting for whichever of several transfers ends first."""
+"""Waiting for the first of several transfers that ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SHORT = 0.1
 
 def test_the_one_that_has_ended_is_named_wherever_it_stands(pair: Pair):
     source, target = pair.near.register(bytes(8)), pair.far.register(bytearray(8 * 8))
-    # Each waits for a message of its own, which come in another order.
+    # Each receive waits for its own message; the messages come in another order.
     waiting = deque((tag, pair.to_near.recv(tag, target, offset=tag * 8, nbytes=8)) for tag in range(8))
     for tag in (5, 0, 7, 2, 6, 1, 4, 3):
         for timeout, words in ((0, "^not done yet: "), (SHORT, "^not done within ")):
             with pytest.raises(fw.TimedOut, match=words):
                 fw.wait_any((transfer for _, transfer in waiting), timeout)
-        # The thread needs the interpreter while this one waits.
+        # That thread needs the interpreter while this one waits.
         sender = threading.Timer(SHORT, lambda tag=tag: pair.to_far.send(tag, source))
         sender.start()
         at = fw.wait_any([transfer for _, transfer in waiting], timeout=LIMIT)
@@ -70,7 +70,7 @@ def test_what_fails_has_ended_and_tells_why_itself(pair: Pair):
 def test_progress_does_not_extend_the_timeout(pair: Pair):
     nbytes, count = 1 << 20, 1 << 20
     source, target = pair.near.allocate(nbytes), pair.far.allocate(nbytes)
-    # The same megabyte over and over: minutes of work.
+    # One megabyte again and again: minutes of work.
     nowhere_else = np.zeros(count, np.int64)
     blocks = fw.BlockList(source, target.remote(), nowhere_else, nowhere_else, nbytes)
     write = pair.to_far.write_blocks(blocks)

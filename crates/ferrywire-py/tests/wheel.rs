@@ -1,5 +1,5 @@
-//! What users do: `pip install .` in a clone, then the command, the module and the NCCL plugin, in an environment that has
-//! nothing else; a source distribution that becomes the same wheel; and its NIXL backend in the NIXL of another environment.
+//! Installs as users do: `pip install .` in a clone, then the command, the module and the NCCL plugin, in an environment
+//! without other packages; a source distribution that becomes an equal wheel; and the NIXL backend in another environment.
 
 mod environment;
 mod inspection;
@@ -12,7 +12,7 @@ use std::time::SystemTime;
 
 use inspection::{Wheel, needs_nothing_else};
 
-/// Moves some bytes and says which libraries came along.
+/// Moves some bytes and prints which libraries are loaded.
 const FIRST_TRANSFER: &str = r#"
 import ferrywire as fw, sys
 far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
@@ -24,7 +24,7 @@ assert got == b"\x07" * len(got)
 print("moved", fw.__version__, fw._ferrywire.__file__, sorted({"numpy", "torch"} & set(sys.modules)))
 "#;
 
-/// What NIXL's users do first. Where NIXL has no such backend it only warns.
+/// The first steps of a NIXL user. NIXL only warns about a missing backend.
 const FIRST_AGENT: &str = r#"
 import sys
 from nixl._api import nixl_agent, nixl_agent_config
@@ -36,7 +36,7 @@ print("metadata of", len(agent.get_agent_metadata()), "bytes; backends", *sorted
 /// NIXL for one version of CUDA and what its Python module imports: neither CUDA nor PyTorch.
 const NIXL: [&str; 4] = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1", "numpy"];
 
-/// As build front ends ask for a source distribution.
+/// The calls by which build front ends make a source distribution.
 const MAKE_SDIST: &str = r#"
 import sys
 sys.path.insert(0, "crates/ferrywire-py/build_backend")
@@ -95,13 +95,13 @@ fn crates(packages: &[&str]) -> BTreeSet<String> {
     environment::run(&mut tree).lines().map(str::to_owned).collect()
 }
 
-/// In an environment of its own, which is afterwards as it was.
+/// Installs and removes the backend in an environment of its own, which must be unchanged afterwards.
 fn nixl_has_a_backend_until_it_is_removed(wheel: &Path) {
     let Some(python) = environment::python("wheel-nixl", &NIXL) else {
         return;
     };
     let home = python.ancestors().nth(2).expect("the environment");
-    // A run that was ended in its midst may have left something.
+    // An interrupted run may have left files.
     let _ = Command::new(python.with_file_name("ferrywire")).args(["nixl", "remove"]).output();
     uninstall(&python);
     let before = files(home);
@@ -156,7 +156,7 @@ fn files(below: &Path) -> BTreeMap<PathBuf, (u64, Option<SystemTime>)> {
     files
 }
 
-/// Runs the module, and tells where it is.
+/// Runs the module and returns its path.
 fn first_transfer(python: &Path) -> PathBuf {
     let said = environment::run(Command::new(python).args(["-I", "-W", "error", "-c", FIRST_TRANSFER]));
     let words: Vec<&str> = said.split_whitespace().collect();
@@ -164,7 +164,7 @@ fn first_transfer(python: &Path) -> PathBuf {
     PathBuf::from(words[2])
 }
 
-/// The plugin is where the package says, and a host of plugins can use it.
+/// Checks that the plugin is where the package reports it, and that a host of plugins can use it.
 fn plugin_works(python: &Path, command: &Path) -> PathBuf {
     let ask = "import ferrywire; print(ferrywire.nccl_plugin_path())";
     let path = environment::run(Command::new(python).args(["-I", "-c", ask]));
@@ -176,8 +176,8 @@ fn plugin_works(python: &Path, command: &Path) -> PathBuf {
     plugin
 }
 
-/// A clone, and which files of the work tree are in it, with when they were last changed. It is gone when this is dropped:
-/// cargo, which has built of its files, would not see what is changed in the work tree's after that.
+/// A clone, with the work tree's files that are in it and their times. The clone is removed on drop: cargo, which has built
+/// from its files, would not see later changes of the work tree.
 struct Copied {
     folder: PathBuf,
     files: Vec<(PathBuf, SystemTime)>,
@@ -192,7 +192,7 @@ impl Drop for Copied {
 }
 
 impl Copied {
-    /// Cargo takes what it has built of a clone for built of the work tree, and goes by the times of files.
+    /// Checks the files' times: cargo takes builds from the clone for builds from the work tree, and goes by times.
     fn are_unchanged(&self) {
         for (path, changed) in &self.files {
             let now = fs::metadata(path).and_then(|about| about.modified()).ok();
@@ -206,7 +206,7 @@ impl Copied {
     }
 }
 
-/// What a commit of this work tree would hold, in a clone; the work tree itself, and said so, where there is no git.
+/// A clone with the contents that a commit of this work tree would have; without git the work tree itself, which is printed.
 fn clone() -> Copied {
     let (root, clone) = (environment::root(), environment::folder("clone"));
     let _ = fs::remove_dir_all(&clone);
@@ -221,7 +221,7 @@ fn clone() -> Copied {
         return Copied { folder: root, files: Vec::new() };
     };
     let mut copied = Copied { folder: clone, files: Vec::new() };
-    // With the files' own times: what cargo has built of them it need not build again.
+    // The files keep their times, so that cargo does not build again.
     for path in String::from_utf8(listed.stdout).expect("names").split_terminator('\0') {
         let (from, to) = (root.join(path), copied.folder.join(path));
         let Ok(about) = fs::metadata(&from) else {
@@ -239,7 +239,7 @@ fn clone() -> Copied {
     copied
 }
 
-/// The wheel that comes of a source distribution, without a network.
+/// The wheel made from a source distribution, without a network.
 fn wheel_from_sdist(python: &Path, sources: &Path) -> PathBuf {
     let folder = environment::folder("sdist");
     fs::remove_dir_all(&folder).and_then(|()| fs::create_dir(&folder)).expect("an empty folder");
@@ -255,12 +255,13 @@ fn wheel_from_sdist(python: &Path, sources: &Path) -> PathBuf {
     files.into_iter().find(|file| file.extension().is_some_and(|kind| kind == "whl")).expect("a wheel")
 }
 
-/// To describe a package, maturin asks cargo about what it needs on any platform, where a build here has fetched what this one needs.
+/// Fetches the dependencies for all platforms: maturin asks cargo for them, while a build has fetched only those of this
+/// platform.
 fn fetch_for_all_platforms(clone: &Path) {
     environment::run(Command::new(env!("CARGO")).args(["fetch", "--quiet", "--locked"]).current_dir(clone));
 }
 
-/// What the build needs is here already: nothing depends on a package index, or on a network, any more.
+/// A pip command without a package index or network: everything that the build needs is installed.
 fn pip(python: &Path, what: &str) -> Command {
     let mut pip = Command::new(python);
     pip.args(["-m", "pip", what, "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]);
@@ -269,7 +270,7 @@ fn pip(python: &Path, what: &str) -> Command {
 }
 
 fn with_tools(mut command: Command, python: &Path) -> Command {
-    // What cargo tells a test of its package is no setting for another cargo, which would build everything anew for it.
+    // cargo's variables for a test are not for another cargo, which would rebuild everything because of them.
     let told = |name: &str| {
         ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"].iter().any(|begin| name.starts_with(begin))
     };

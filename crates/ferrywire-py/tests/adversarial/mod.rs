@@ -1,4 +1,4 @@
-//! A peer that takes more than it was offered, as docs/protocol.md tells the opening: no endpoint of ours does that.
+//! A peer that claims more channels than were offered in the handshake of docs/protocol.md, which no ferrywire does.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -8,11 +8,11 @@ const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const NO_SECRET: &str = "ferrywire control without a secret v1";
 const PREAMBLE_BYTES: usize = 16;
 
-/// Listens as long as the process lives; whoever opens a session is answered with more channels than it proposed.
+/// Listens as long as the process lives, and answers every session with more channels than the peer proposed.
 pub fn overreaching_peer() -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let address = listener.local_addr().expect("an address");
-    // A caller that gives up is not its business.
+    // A caller that gives up is ignored.
     thread::spawn(move || listener.incoming().for_each(|caller| drop(caller.map(answer))));
     address
 }
@@ -33,7 +33,7 @@ fn answer(mut caller: TcpStream) -> io::Result<()> {
     sealed.read_message(&frame(&mut caller)?, &mut room).expect("the request");
     let bytes = sealed.write_message(&welcome(), &mut room).expect("the welcome");
     put(&mut caller, &room[..bytes])?;
-    // Until it hangs up.
+    // Until the caller closes the connection.
     caller.read_to_end(&mut Vec::new()).map(drop)
 }
 

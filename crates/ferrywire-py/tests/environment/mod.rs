@@ -1,9 +1,9 @@
-//! Where Python runs for the tests: a virtual environment below the target folder, made once.
+//! The Python environments of the tests: virtual environments below the target folder, made once.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Oldest Python that the package takes.
+/// Checks for the oldest Python that the package supports, and for the modules that the tests need.
 const VERSION_CHECK: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))";
 
 /// The root of the repository.
@@ -11,14 +11,14 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository")
 }
 
-/// A folder of the tests' own, below the target folder.
+/// A folder for the tests, below the target folder.
 pub fn folder(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     std::fs::create_dir_all(&folder).expect("a folder");
     folder
 }
 
-/// The interpreter of a virtual environment with these packages; `None`, and said so, where it cannot be had.
+/// The interpreter of a virtual environment with these packages; prints why and returns `None` if it cannot be made.
 pub fn python(name: &str, packages: &[&str]) -> Option<PathBuf> {
     if !succeeds(Command::new("python3").args(["-c", VERSION_CHECK])) {
         println!("SKIPPED: needs python3, 3.11 or newer, with venv (Debian: python3-venv)");
@@ -42,7 +42,7 @@ pub fn python(name: &str, packages: &[&str]) -> Option<PathBuf> {
     Some(python)
 }
 
-/// Runs it to a good end and gives what it printed.
+/// Runs a command, which must succeed, and returns its output.
 pub fn run(command: &mut Command) -> String {
     let output = output(command);
     assert!(output.status.success(), "{command:?}: {}\n{}", output.status, text(&output));
@@ -50,7 +50,7 @@ pub fn run(command: &mut Command) -> String {
 }
 
 fn output(command: &mut Command) -> Output {
-    // What a test run leaves in the checkout would be taken for a change.
+    // Byte code in the checkout would be taken for a change.
     command.env("PYTHONDONTWRITEBYTECODE", "1").env_remove("PYTHONPATH").env_remove("VIRTUAL_ENV");
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
 }

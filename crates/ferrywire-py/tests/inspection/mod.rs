@@ -1,4 +1,4 @@
-//! What has to be in a wheel and in a source distribution, and what must not: as auditwheel looks at wheels.
+//! The required and the forbidden contents of a wheel and of a source distribution, by checks like those of auditwheel.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -10,18 +10,19 @@ use super::environment;
 const EVERYWHERE: [&str; 6] =
     ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"];
 
-/// The newest glibc that anything linked here may ask for (`release.py` checks what it links against an older one): that of RHEL 9, Ubuntu 22.04 and Debian 12 is no older. It is where libdl
-/// and libpthread became part of libc, so that what is linked with any newer one asks for it.
+/// The newest glibc that a library linked on this host may need; RHEL 9, Ubuntu 22.04 and Debian 12 have it. In this
+/// version libdl and libpthread became part of libc, so everything linked against a newer glibc needs it. (`release.py`
+/// links against an older glibc and checks that.)
 const GLIBC_MAX: [u32; 2] = [2, 34];
 
-/// What NIXL loads. It gets and gives C++'s strings and maps, so that it shares NIXL's library of them.
+/// The library that NIXL loads. It exchanges C++ strings and maps with NIXL, so both use one libstdc++.
 const NIXL_BACKEND: &str = "libplugin_FERRYWIRE.so";
 const OF_CPP: &str = "libstdc++.so.6";
 
-/// The newest libstdc++ that it may ask for: what manylinux_2_28 allows. The wheel for PyPI has the same C++ in it.
+/// The newest libstdc++ that the backend may need: that of manylinux_2_28. The wheel for PyPI has the same C++ code.
 const GLIBCXX_MAX: [u32; 3] = [3, 4, 24];
 
-/// Beside the modules themselves.
+/// Files of the wheel besides its modules.
 const FILES: [&str; 4] = [
     "ferrywire/py.typed",
     "ferrywire/_ferrywire.pyi",
@@ -29,7 +30,7 @@ const FILES: [&str; 4] = [
     "ferrywire-{version}.data/scripts/ferrywire",
 ];
 
-/// A wheel, unpacked.
+/// An unpacked wheel.
 pub struct Wheel {
     names: BTreeSet<String>,
     folder: std::path::PathBuf,
@@ -37,7 +38,7 @@ pub struct Wheel {
 }
 
 impl Wheel {
-    /// Unpacks it beside itself.
+    /// Unpacks a wheel into a folder beside it.
     pub fn open(wheel: &Path) -> Wheel {
         let folder = wheel.with_extension("unpacked");
         let zip = ["-m", "zipfile"];
@@ -48,14 +49,15 @@ impl Wheel {
         Wheel { names: names.map(String::from).collect(), folder, file_name }
     }
 
-    /// The names of those that begin so, as they are installed.
+    /// The installed files whose names begin with `begin`.
     pub fn files(&self, begin: &str) -> Vec<String> {
         let platlib = format!("ferrywire-{}.data/platlib/", env!("CARGO_PKG_VERSION"));
         let names = self.names.iter().map(|name| name.strip_prefix(&platlib).unwrap_or(name));
         names.filter(|name| name.starts_with(begin)).map(String::from).collect()
     }
 
-    /// One wheel for every Python from 3.11 on; types, command, plugin and backend; nothing that a Linux may lack.
+    /// Checks that the wheel is for every Python from 3.11 on, has types, command, plugin and backend, and needs no library
+    /// that a Linux may lack.
     pub fn has_what_users_need(&self) {
         let version = env!("CARGO_PKG_VERSION");
         let tag = format!("ferrywire-{version}-cp311-abi3-");
@@ -80,8 +82,8 @@ fn is_elf(file: &Path) -> bool {
     std::fs::read(file).is_ok_and(|bytes| bytes.starts_with(b"\x7fELF"))
 }
 
-/// No CUDA, no Python library of a certain version, nothing that a distribution may lack, no path of the machine that
-/// built it.
+/// Checks that a library needs no CUDA, no specific version of Python, nothing that a distribution may lack, and contains
+/// no path of the machine that built it.
 pub fn needs_nothing_else(file: &Path) {
     let Ok(output) = Command::new("readelf").args(["-W", "-d", "-V"]).arg(file).output() else {
         return println!("SKIPPED: needs readelf (binutils), for the libraries of {}", file.display());
@@ -102,7 +104,7 @@ pub fn needs_nothing_else(file: &Path) {
     assert!(newest <= GLIBCXX_MAX.to_vec(), "{file} needs libstdc++ {newest:?}");
 }
 
-/// The newest version of a library that is asked for by these names: `GLIBC_2.17   Flags: none`.
+/// The newest version of a library among names like `GLIBC_2.17   Flags: none`.
 fn newest(listed: &str, begin: &str) -> Option<Vec<u32>> {
     let version = |text: &str| {
         let end = text.find(|letter: char| letter != '.' && !letter.is_ascii_digit()).unwrap_or(text.len());
@@ -111,7 +113,8 @@ fn newest(listed: &str, begin: &str) -> Option<Vec<u32>> {
     listed.split(begin).skip(1).filter_map(version).max()
 }
 
-/// What a build reads: of the crates the sources, of the root what the manifests name.
+/// Checks that the source distribution has only files that a build reads: sources of the crates, and files of the root that
+/// the manifests name.
 pub fn sdist_has_no_more_than_it_needs(listed: &str) {
     let begin = format!("ferrywire-{}/", env!("CARGO_PKG_VERSION"));
     let names: BTreeSet<&str> =
