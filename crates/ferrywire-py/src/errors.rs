@@ -82,7 +82,7 @@ fn kind_of(error: &Error) -> &'static str {
     }
 }
 
-/// Why, for programs, where the engine tells causes of this error apart.
+/// The cause as one word for programs, if the engine distinguishes causes of this error.
 fn reason_of(error: &Error) -> Option<&'static str> {
     match error {
         Error::Unreachable { cause, .. } => Some(cause.as_str()),

@@ -108,7 +108,7 @@ def test_the_blocks_of_the_page_run(program):
         assert running.end() == ""
 
 
-# What a reader of the README has: the other end has registered memory, and given its metadata and descriptor.
+# The state that the README assumes: the other end has registered memory and passed on its metadata and descriptor.
 OWNER = """
 import ferrywire
 SECRET = "a secret of a test"

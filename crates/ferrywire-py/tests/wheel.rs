@@ -75,8 +75,8 @@ fn an_installation_from_a_clone_works() {
     nixl_has_a_backend_until_it_is_removed(&file);
 }
 
-/// The command, the module and the whole workspace are built by three calls of cargo. A crate that has other features in one of
-/// them is compiled again, and so is the engine above that crate: a minute for each wheel.
+/// Three calls of cargo build the command, the module and the whole workspace. A crate with other features in one of them is
+/// compiled again, and so is the engine above it: a minute for each wheel.
 #[test]
 fn what_a_wheel_is_made_of_has_the_features_of_the_workspace() {
     let workspace = crates(&["--workspace"]);

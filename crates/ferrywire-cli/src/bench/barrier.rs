@@ -201,7 +201,7 @@ impl Barrier {
     }
 }
 
-/// What a peer hears whose own part did not fail.
+/// The failure of a peer whose own part did not fail.
 pub fn heard_of(why: &str) -> Failure {
     Failure::Hearsay(format!("another peer of this run failed: {why}"))
 }

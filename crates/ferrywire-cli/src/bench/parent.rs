@@ -1,8 +1,9 @@
-//! What a process of this command tells the process that started it, beside what it prints for people.
+//! Messages from a process of this command to the process that started it, besides its output for people.
 //!
-//! Standard output of such a child is a pipe for [`Message`]s, as that of a child with a plugin is. What a child prints
-//! goes to standard error, where nothing is looked for: no wording of it decides anything.
-//! Read next: [`super::isolated::message`], how messages travel.
+//! Standard output of such a child is a pipe for [`Message`]s, as that of a child with a plugin. The child's output for
+//! people goes to standard error.
+//! Invariant: the parent parses only messages, so no wording of the output decides anything.
+//! Read next: [`super::isolated::message`], the format of messages.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -14,20 +15,20 @@ use super::isolated::message::{Assembler, Message, Sender};
 use crate::exit::Outcome;
 use crate::sys;
 
-/// Tells a child that its standard output is a pipe for messages. As its name says no option, no flag is in its way.
+/// Tells a child that its standard output is a pipe for messages. No option has this name, so no flag interferes.
 const VARIABLE: &str = "FERRYWIRE_TELLS_PARENT";
 
-/// Has a child of this command tell this process what happens.
+/// Lets a child of this command send messages to this process.
 pub fn ask(command: &mut Command) {
     command.env(VARIABLE, "1").stdout(Stdio::piped());
 }
 
-/// Has a child of this command tell nobody, though this process may be such a child itself.
+/// Keeps a child of this command from sending messages, although this process may be such a child itself.
 pub fn do_not_ask(command: &mut Command) {
     command.env_remove(VARIABLE);
 }
 
-/// The pipe to the parent, where the parent has asked for it. From the first call on, what is printed goes to standard error.
+/// The pipe to the parent, if the parent has asked for messages. After the first call, prints go to standard error.
 pub fn pipe() -> Option<Arc<Sender>> {
     static PIPE: OnceLock<Option<Arc<Sender>>> = OnceLock::new();
     let take = || {
@@ -37,14 +38,14 @@ pub fn pipe() -> Option<Arc<Sender>> {
     PIPE.get_or_init(take).clone()
 }
 
-/// Tells the parent, if it has asked, how this process ends.
+/// Sends this process's outcome to the parent, if the parent has asked for messages.
 pub fn tell_outcome(outcome: &Outcome) {
     if let Some(pipe) = pipe() {
         pipe.send(&Message::Outcome(outcome.clone()));
     }
 }
 
-/// What a child says, until it closes its pipe. The pipe is read to its end: a full one would stop the child.
+/// The messages of a child until it closes its pipe. The pipe is read to its end, because a full pipe would block the child.
 pub fn messages(pipe: impl Read + Send + 'static) -> Receiver<Message> {
     let (sender, messages) = mpsc::channel();
     thread::spawn(move || {

@@ -54,16 +54,16 @@ pub struct NetlinkError {
     pub text: Option<String>,
     /// The request.
     pub call: &'static str,
-    /// What this crate knows of the refusal, and the kernel's number does not tell.
+    /// The cause, if this crate knows it and the kernel's number does not tell it.
     pub known: Option<KnownRefusal>,
 }
 
-/// A refusal that this crate has noticed itself.
+/// A cause of a refusal that this crate has detected itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KnownRefusal {
     /// The kernel's family has no such request.
     NoSuchRequest,
-    /// Buffers of that many bytes cannot be asked for.
+    /// Buffers of this size cannot be requested.
     OddPageBytes,
 }
 

@@ -122,7 +122,7 @@ impl Pool {
         let pool = Pool::new(PATTERN_BYTES);
         let base = pool.view.base() as *mut u8;
         for at in 0..PATTERN_BYTES {
-            // SAFETY: inside the view, which is writable, and nobody else has it yet.
+            // SAFETY: inside the view, which is writable and not shared yet.
             unsafe { base.add(at).write(pattern(at)) };
         }
         pool

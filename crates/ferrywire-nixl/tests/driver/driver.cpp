@@ -1,4 +1,4 @@
-// Calls the backend's table as NIXL's library does, in its order, and as nobody should.
+// Calls the backend's table in the order of NIXL's library, and with invalid arguments.
 //
 // usage: driver CASE. Prints "CASE: good" at the end.
 
@@ -19,7 +19,7 @@ using namespace ferrywire_nixl;
 
 extern "C" void *nixl_plugin_init();
 extern "C" void nixl_plugin_fini();
-// By this symbol the backend tells a NIXL of 1.0 or later.
+// The backend recognizes NIXL 1.0 or later by this symbol.
 extern "C" void _ZNK9nixlAgent14releaseMemViewEPv() {}
 
 #define CHECK(condition)                                                                                               \
@@ -50,7 +50,7 @@ void wait_until(const std::function<bool()> &condition, const char *what) {
 
 Plugin *plugin() { return static_cast<Plugin *>(nixl_plugin_init()); }
 
-// Memory that one agent has registered, with the views that NIXL keeps of it.
+// Registered memory of an agent, with the metadata objects that NIXL keeps for it.
 struct Registered {
     std::vector<uint8_t> bytes;
     Metadata *registration = nullptr, *local_view = nullptr;
@@ -112,7 +112,7 @@ class Agent {
         memory.local_view = memory.registration = nullptr;
     }
 
-    // Connection information and all memory of another one, as of its metadata.
+    // Loads connection information and all memory of another agent, as NIXL does from its metadata.
     void load(Agent &other) {
         CHECK(engine->load_connection_info(other.name, other.info) == success);
         for (auto &memory : other.registered) {
@@ -140,7 +140,7 @@ class Agent {
         return out;
     }
 
-    // The next so many.
+    // Waits for the next `count` notifications.
     Notifications wait_for(size_t count) {
         Notifications out;
         wait_until(
@@ -170,7 +170,7 @@ MetadataDescriptor part(Registered &memory, const Metadata *metadata, size_t off
     return out;
 }
 
-// A handle and the lists that live as long.
+// A transfer handle with its lists, which live as long.
 class Handle {
   public:
     Handle(Agent &agent, Operation operation, const std::string &peer) : agent(agent), operation(operation), peer(peer) {
@@ -238,7 +238,7 @@ void the_record_is_what_nixl_expects() {
         const auto options = record->options();
         CHECK(options.count("port") == 1);
         nixl_plugin_fini();
-        // Programs give the defaults back.
+        // Programs pass the defaults back.
         Agent agent("a", options);
     }
 }
@@ -249,7 +249,7 @@ void bytes_and_notifications_arrive() {
     auto &target = far.add(4 << 20);
     fill(source.bytes, 1);
     near.load(far);
-    // Every block to another place, first with a connection that is still to be made, then again and again.
+    // Every block moves to another offset, first while there is no connection, then repeatedly.
     Handle write(near, Operation::write, "far");
     const size_t block = 4096, blocks = (4 << 20) / block;
     for (size_t at = 0; at < blocks; ++at) {
@@ -265,7 +265,7 @@ void bytes_and_notifications_arrive() {
             CHECK(memcmp(&source.bytes[at * block], &target.bytes[(at * 5 + 3) % blocks * block], block) == 0);
         }
     }
-    // The way back, without the far end having loaded anything.
+    // The opposite direction, although the far end has loaded nothing.
     const auto sent = source.bytes;
     fill(source.bytes, 7);
     Handle read(near, Operation::read, "far");
@@ -274,7 +274,7 @@ void bytes_and_notifications_arrive() {
     }
     CHECK(read.prepare() == success && read.finish(read.post("")) == success && source.bytes == sent);
     CHECK(far.wait_for(1) == (Notifications{{"near", ""}}));
-    // Messages of their own, short and long, with zeros, in order.
+    // Separate notifications, short and long, with zero bytes, in order.
     Notifications expected;
     for (size_t bytes : {0, 1, 8000, 8192, 100000, 5}) {
         std::string message(bytes, '\0');
@@ -285,7 +285,7 @@ void bytes_and_notifications_arrive() {
         CHECK(near.engine->notify("far", message) == success);
     }
     CHECK(far.wait_for(expected.size()) == expected);
-    // A long one with a transfer.
+    // A long notification with a transfer.
     const std::string message(50000, 'n');
     CHECK(write.finish(write.post(message)) == success);
     CHECK(far.wait_for(1) == (Notifications{{"near", message}}));
@@ -358,7 +358,7 @@ void misuse_gives_errors() {
     BlobDescriptor wrong{};
     wrong.bytes = 4096;
     CHECK(near.engine->register_memory(wrong, Memory::dram, none) == invalid_parameter);
-    // Nothing, the same and overlapping ranges.
+    // Empty, identical and overlapping ranges.
     BlobDescriptor empty = source.descriptor();
     empty.bytes = 0;
     for (auto &each : {empty, source.descriptor(), source.descriptor()}) {
@@ -399,14 +399,14 @@ void misuse_gives_errors() {
                   handle.remote.items[0].address += shift;
               }) == invalid_parameter);
     }
-    // A handle that was never posted, and one of nothing.
+    // A handle that was never posted, and one without descriptors.
     Handle unposted(near, Operation::write, "far"), nothing(near, Operation::write, "far");
     good(unposted);
     CHECK(unposted.prepare() == success && near.engine->check(unposted.request) == not_posted);
     nothing.add(source, 0, target, 0, 0);
     CHECK(nothing.prepare() == success && nothing.finish(nothing.post("nothing")) == success);
     CHECK(far.wait_for(1) == (Notifications{{"near", "nothing"}}));
-    // What the far end has taken back is refused, and costs nothing else.
+    // Memory that the far end has deregistered is refused, without other effects.
     far.deregister(target);
     CHECK(unposted.finish(unposted.post("late")) == not_allowed);
     CHECK(near.engine->notify("far", "still here") == success);
@@ -442,7 +442,7 @@ void releasing_never_blocks() {
         }
         handle.release();
     }
-    // Nothing is left behind that would hold up what comes next.
+    // Nothing remains that would delay the next transfer.
     Handle handle(near, Operation::write, "far");
     handle.add(source, 0, target, 0, 4096);
     CHECK(handle.prepare() == success && handle.finish(handle.post("last")) == success);
@@ -470,7 +470,7 @@ void a_peer_is_removed_and_added_again_in_mid_transfer() {
             near.engine->check(handle->request);
         }
         near.unload(far);
-        // As NIXL releases what was left.
+        // NIXL also releases handles that were left.
         near.engine->check(handle->request);
         handle->release();
     }
@@ -479,7 +479,7 @@ void a_peer_is_removed_and_added_again_in_mid_transfer() {
     handle.add(source, 0, target, 0, 16 << 20);
     CHECK(handle.prepare() == success && handle.finish(handle.post()) == success);
     CHECK(target.bytes == source.bytes);
-    // A name that is known is loaded anew, as after a restart.
+    // A known name is loaded again, as after a restart.
     Agent restarted("far");
     CHECK(near.engine->load_connection_info("far", restarted.info) == success);
     CHECK(near.engine->notify("far", "hello") == success);
@@ -499,7 +499,7 @@ void memory_is_deregistered_in_mid_transfer() {
             near.engine->check(handle.request);
         }
         near.deregister(source);
-        // Whatever is still written to it shows here: the pages are the test's own again.
+        // A late write would show here, because the pages belong to the test again.
         std::vector<uint8_t>().swap(source.bytes);
         handle.finish(in_progress);
     }
@@ -527,7 +527,7 @@ void a_dead_peer_is_an_error_on_every_handle() {
     Handle write(near, Operation::write, "other");
     write.add(source, 0, good, 0, 1 << 20);
     CHECK(write.prepare() == success && write.finish(write.post()) == success && good.bytes == source.bytes);
-    // NIXL has dropped far's registrations only when it is removed.
+    // NIXL drops far's registrations only when far is removed.
     handles.clear();
 }
 

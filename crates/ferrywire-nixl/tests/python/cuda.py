@@ -15,7 +15,7 @@ _call("cuInit", 0)
 
 
 class Memory:
-    """On a device, in its primary context, which is made current on this thread, as programs have it that use a GPU."""
+    """Memory on a device, whose primary context is made current on this thread, as in programs that use a GPU."""
 
     def __init__(self, size, device=0):
         context, address = ctypes.c_void_p(), ctypes.c_uint64()

@@ -14,7 +14,7 @@ from nixl._api import nixl_agent, nixl_agent_config
 
 
 class Host:
-    """Memory of the host."""
+    """Host memory."""
 
     def __init__(self, size):
         self.pages, self.size, self.device = mmap.mmap(-1, size), size, 0

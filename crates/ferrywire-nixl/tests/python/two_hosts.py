@@ -35,7 +35,7 @@ class Target:
         assert self.answer() == "ready"
 
     def answer(self):
-        # Other lines are NIXL's log.
+        # Other lines are from NIXL's log.
         for line in self.process.stdout:
             if line[:1] in '["{n':
                 return json.loads(line)
@@ -84,7 +84,7 @@ class Initiator:
         return self.agent.initialize_xfer(operation, *lists, peer, notification)
 
     def state(self, handle):
-        """That of a post that has ended."""
+        """The state of a post that has ended."""
         states = []
 
         def ended():
@@ -120,7 +120,7 @@ def blocks(base, order, size):
 
 
 def moves():
-    """Both operations over both NICs, every byte in its place, notifications behind the bytes."""
+    """Both operations over both NICs: every byte in its place, notifications after the bytes."""
     target, initiator = Target(), Initiator()
     size, count = 64 << 10, 1024
     (base,), metadata = target.register(size * count)
@@ -139,7 +139,7 @@ def moves():
         assert target.notifications(1) == [("initiator", b"written")]
         return all(sent_bytes(nic) - was > 8 << 20 for nic, was in zip(NICS, before))
 
-    # Which takes how much depends on who has time.
+    # The share of each NIC depends on scheduling.
     until(both_nics, "bytes over both NICs")
     for at in (0, 1, 500, count - 1):
         assert target.read(0, int(order[at]) * size, size) == source[at * size : (at + 1) * size].tobytes(), at
@@ -147,7 +147,7 @@ def moves():
     assert initiator.move("READ", here, there, notification=b"read") == "DONE"
     assert (back == source).all()
     assert target.notifications(1) == [("initiator", b"read")]
-    # Lists that NIXL has prepared, and chosen from by index.
+    # Lists that NIXL has prepared, with elements selected by index.
     back[:] = 0
     sides = [initiator.agent.prep_xfer_dlist(peer, [(*each, 0) for each in blocks(base_of, range(count), size)], "DRAM")
              for peer, base_of in (("NIXL_INIT_AGENT", back.ctypes.data), ("target", base))]
@@ -166,7 +166,7 @@ def moves():
 
 
 def gpu():
-    """Memory of a GPU on either end or both; what a notification follows is there when it is."""
+    """GPU memory at one or both ends; the bytes have arrived when their notification has."""
     import cuda
 
     target, initiator = Target(), Initiator()
@@ -203,7 +203,7 @@ def gpu():
         back = host.tobytes() if kinds[0] == "DRAM" else device.read()
         assert back == data.tobytes(), kinds
         assert target.notifications(1) == [("initiator", b"read")]
-    # Memory of the other kind than it is said to be.
+    # Memory that is registered as the wrong kind.
     for address, kind in ((device.address, "DRAM"), (host.ctypes.data, "VRAM")):
         try:
             initiator.agent.register_memory([(address, total, 0, "")], kind)
@@ -215,7 +215,7 @@ def gpu():
 
 
 def restarted():
-    """A target that is killed is an error on every handle; the next process of the same name is reached as soon as it is loaded."""
+    """A killed target is an error on every handle; the next process of its name is reached as soon as it is loaded."""
     initiator = Initiator()
     size = 64 << 20
     source = initiator.memory(size)
@@ -288,7 +288,7 @@ def nic_down():
 
 
 def registrations():
-    """A thousand registrations, moved between by one transfer; agents that end leave nothing."""
+    """One transfer between a thousand registrations; agents that end leave nothing."""
     def counts():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -318,7 +318,7 @@ def registrations():
 
 
 def stopped():
-    """Memory is deregistered while a peer that stands still has still to answer, and nothing touches it afterwards."""
+    """Memory is deregistered while a stopped peer has not answered, and nothing touches it afterwards."""
     target, initiator = Target(), Initiator()
     size = 64 << 20
     (base,), metadata = target.register(size)
@@ -367,7 +367,7 @@ def again():
 
 
 def foreign():
-    """Under the name of UCX, what a real UCX agent tells of itself is refused."""
+    """Under the name of UCX, the metadata of a real UCX agent are refused."""
     other = subprocess.run(
         [sys.executable, "-c", "import base64\nfrom nixl._api import nixl_agent, nixl_agent_config\n"
          "agent = nixl_agent('real', nixl_agent_config(backends=['UCX']))\n"
