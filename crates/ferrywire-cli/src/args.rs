@@ -2,6 +2,11 @@
 //!
 //! Every flag is an `Option`, so that "not given" stays visible: the environment (`FERRYWIRE_<FLAG>`)
 //! fills in first, then the TOML file ([`crate::file`]), and [`crate::plan`] gives the rest its meaning.
+//!
+//! The first paragraph of a flag's comment is its line of `-h`: at most [`help::LINE_CHARS_MAX`] characters, with the default.
+//! Further paragraphs are shown by `--help` only.
+
+mod help;
 
 use std::path::PathBuf;
 
@@ -12,37 +17,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Gpus, Names, Sizes};
 
-const AFTER_HELP: &str = "Every option but -v can also be given as FERRYWIRE_<OPTION> in the environment or, of bench, under its name in the TOML \
-file of --config; an option goes before the environment, the environment before the file. Sizes take K, M, G \
-(powers of 1024); rates are decimal (GB/s = 1e9 bytes/s).\n\nExit status: 0 finished and verified, 1 failed, 2 bad usage, \
-130 stopped by Ctrl-C, 143 by SIGTERM.";
-
-const PLUGIN_AFTER_HELP: &str = "The file's code runs, as its users run it: name only plugins that you trust. With -v \
-what it logs is printed.\n\nExit status: 0 the plugin works and has devices, 1 it does not, 2 bad usage, 130 stopped by \
-Ctrl-C, 143 by SIGTERM.";
-
-const TOPO_AFTER_HELP: &str = "Each GPU uses the NICs behind its own PCIe bridge, else those below its PCIe root, else \
-those of its NUMA node; what is slower than it might be is noted. Without a GPU all NICs serve host memory.\n\nExit status: \
-0 there is a plan, 1 there is none (the tables are printed all the same), 2 bad usage.";
-
-const DOCTOR_AFTER_HELP: &str = "FAIL: something does not work. warn: it works, slower than it might, or not for everything. \
-info: good to know. Each finding has its evidence and what to type or change; no setting is changed. Without ADDR:PORT only \
-this host is looked at. With it the peer is visited over each NIC that a run would use: whether it answers, is ferrywire of \
-this version, holds the same secret and is free, and which NICs lead to which of its; nothing is measured. A plugin's code \
-runs, in a process of its own: name only plugins that you trust.\n\nExit status: 0 nothing failed, 1 a finding is FAIL, 2 bad \
-usage, 130 stopped by Ctrl-C, 143 by SIGTERM.";
-
-const NIXL_AFTER_HELP: &str = "NIXL takes backends from one folder, beside its own library; NIXL_PLUGIN_DIR replaces that folder \
-rather than adding to it. So the backend is copied there, into each NIXL of the environment: nixl-cu12 and nixl-cu13 alike. The \
-environment is that of --python, else the virtual environment in which this command lies, else the active one (VIRTUAL_ENV), \
-else that of python3. Programs then ask NIXL for the backend FERRYWIRE.\n\nExit status: 0 done; of status: every NIXL has the \
-backend. 1 it could not be done; of status: there is no NIXL, or one lacks the backend. 2 bad usage.";
-
-/// Moves memory between machines over ordinary TCP NICs, and says how fast and whether it arrived.
+/// Move GPU and host memory between machines over TCP NICs, and measure how fast
 #[derive(Debug, Parser)]
-#[command(name = "ferrywire", version, after_help = AFTER_HELP)]
+#[command(name = "ferrywire", version, after_long_help = help::COMMAND)]
 pub struct Cli {
-    /// Print the effective values of a run; twice for the engine's own log
+    /// Print the effective values; -vv also prints the engine's log
+    ///
+    /// `bench` also prints the seconds of each stage of a size, `doctor` the findings with level ok, and `plugin` what the
+    /// plugin logs.
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub verbose: u8,
     /// What to do
@@ -53,19 +35,22 @@ pub struct Cli {
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback, or with torchrun, mpirun, mpiexec or srun one process of a run
+    /// Measure and verify transfers, between two hosts or on this host alone
+    ///
+    /// `bench serve` and `bench connect` are the two ends of a run. Without a subcommand both ends run on this host over
+    /// loopback. Started by torchrun, mpirun, mpiexec or srun, the process is one rank of a run.
     Bench(Box<Bench>),
-    /// GPUs, NICs, NUMA nodes, PCIe roots of this host, and the plan: which GPU uses which NICs, and why
-    #[command(after_help = TOPO_AFTER_HELP)]
+    /// Show GPUs, NICs, NUMA nodes, PCIe roots, and which GPU uses which NICs
+    #[command(after_long_help = help::TOPO)]
     Topo(TopoFlags),
-    /// What stands in the way of speed, or of working at all: each finding with its evidence and its mend
-    #[command(after_help = DOCTOR_AFTER_HELP)]
+    /// Check this host and the way to a peer; each finding has evidence and a fix
+    #[command(after_long_help = help::DOCTOR)]
     Doctor(DoctorFlags),
-    /// What an NCCL net plugin exports: versions, devices, properties. It is started in a process of its own
-    #[command(after_help = PLUGIN_AFTER_HELP)]
+    /// Show the versions, devices and properties of an NCCL net plugin
+    #[command(after_long_help = help::PLUGIN)]
     Plugin(PluginFlags),
-    /// The backend for NIXL: put it into the NIXL of a Python environment, see whether it is there, take it away
-    #[command(after_help = NIXL_AFTER_HELP)]
+    /// Install, check or remove the NIXL backend of a Python environment
+    #[command(after_long_help = help::NIXL)]
     Nixl {
         /// What to do
         #[command(subcommand)]
@@ -88,19 +73,28 @@ pub struct TopoFlags {
     /// Write JSON instead of text
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub json: bool,
-    /// NICs of some GPUs, in place of what the plan would choose: 0=eth1,1=eth2, or 0-7=eth1,eth2 for several of each
+    /// NICs of GPUs: 0=eth1,1=eth2 or 0-7=eth1,eth2 [default: auto]
+    ///
+    /// auto: the NICs behind the GPU's own PCIe bridge, else below its PCIe root, else of its NUMA node. GPUs that are not
+    /// named keep the NICs that auto chooses.
     #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
     pub gpu_nics: Option<String>,
-    /// NICs to plan with, by name [default: those with a device, except ones for control only]
+    /// NICs to plan with, by name [default: auto]
+    ///
+    /// auto: every NIC with a device, except NICs for control. A NIC is for control if it shares its PCIe root with no GPU
+    /// while other NICs do.
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
-    /// Let GPUs use NICs of another NUMA node where there is no nearer one
+    /// Allow NICs of another NUMA node for GPUs without a nearer NIC
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub allow_cross_numa: bool,
-    /// Channels per GPU to spread over its NICs [default: 8]
+    /// Channels per GPU, spread over its NICs [default: 8]
     #[arg(long, value_name = "N")]
     pub channels: Option<usize>,
-    /// Undo first what runs with --allow-nic-setup that were killed have left at NICs of this network namespace: rules and settings. Live runs keep theirs
+    /// First undo NIC settings that killed runs left behind
+    ///
+    /// A run with --allow-nic-setup changes NIC settings and undoes the changes at its end. A killed run leaves its rules
+    /// and settings at the NICs of this network namespace. The settings of live runs stay.
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub clean_up: bool,
     /// A recorded host in place of this one
@@ -111,22 +105,34 @@ pub struct TopoFlags {
 /// `doctor`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DoctorFlags {
-    /// A peer to visit, where `ferrywire bench serve` or another endpoint listens [default: none; port 7420]
+    /// Peer to check, such as a host with `ferrywire bench serve` [default: none]
+    ///
+    /// Without a port: port 7420. doctor connects over each NIC that a run would use. It reports whether the peer answers,
+    /// has the same version and secret and is free, and which NICs of this host reach which NICs of the peer.
     #[arg(value_name = "ADDR:PORT")]
     pub address: Option<String>,
     /// Write JSON instead of text
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub json: bool,
-    /// NICs to look at and to visit the peer over, by name [default: all; to the peer those that a run would use]
+    /// NICs to check, by name [default: all]
+    ///
+    /// doctor connects to the peer over the same NICs; without the option, over the NICs that a run would use.
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
-    /// Look too whether this NCCL net plugin loads and offers devices: its file, or a name as in NCCL_NET_PLUGIN
+    /// Also check that this NCCL net plugin loads and has devices [default: none]
+    ///
+    /// A file, or a name as in NCCL_NET_PLUGIN. The plugin's code runs, in a process of its own: name only plugins that you
+    /// trust.
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// Longest time for one step: for the peer to answer, for a call of the plugin; in seconds [default: 10]
+    /// Longest time for one step, in seconds [default: 10]
+    ///
+    /// A step is an answer of the peer, or a call of the plugin.
     #[arg(long, alias = "deadline", value_name = "S")]
     pub timeout: Option<f64>,
-    /// File with the shared secret; or set FERRYWIRE_SECRET
+    /// File with the secret that this end and the peer share [default: none]
+    ///
+    /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
 }
@@ -134,10 +140,14 @@ pub struct DoctorFlags {
 /// `plugin`.
 #[derive(Debug, Args)]
 pub struct PluginFlags {
-    /// The plugin's file, or a name as in NCCL_NET_PLUGIN, looked up as NCCL does
+    /// Plugin file, or a name as in NCCL_NET_PLUGIN
+    ///
+    /// A name is looked up as NCCL does: `shorty` is libnccl-net-shorty.so of the library path.
     #[arg(value_name = "PATH")]
     pub path: PathBuf,
-    /// Version of the interface to use: v4 to v12 [default: the newest that it exports]
+    /// Interface version to use, v4 to v12 [default: auto]
+    ///
+    /// auto: the newest version that the plugin exports.
     #[arg(long, value_name = "vN")]
     pub version: Option<Version>,
     /// Write JSON instead of text
@@ -151,31 +161,40 @@ pub struct PluginFlags {
 /// The subcommands of `nixl`.
 #[derive(Debug, Subcommand)]
 pub enum NixlCommand {
-    /// Copy the backend into every NIXL of the environment; an older copy is replaced
-    #[command(after_help = NIXL_AFTER_HELP)]
+    /// Copy the backend into every NIXL of the environment
+    ///
+    /// An older copy is replaced.
+    #[command(after_long_help = help::NIXL)]
     Install {
         /// Where
         #[command(flatten)]
         flags: NixlFlags,
-        /// Let programs that ask for UCX get ferrywire too, for those that cannot be told another name. Both ends need it; `remove` undoes it
+        /// Give programs that ask for the UCX backend ferrywire instead
+        ///
+        /// For programs whose backend name cannot be changed. Both ends need it. `ferrywire nixl remove` undoes it.
         #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
         as_ucx: bool,
     },
-    /// Each NIXL of the environment, and whether it has the backend
-    #[command(after_help = NIXL_AFTER_HELP)]
+    /// Show each NIXL of the environment, and whether it has the backend
+    #[command(after_long_help = help::NIXL)]
     Status(NixlFlags),
-    /// Delete what install has put there, and give NIXL's own UCX backend its name again
-    #[command(after_help = NIXL_AFTER_HELP)]
+    /// Delete what install copied, and restore NIXL's own UCX backend
+    #[command(after_long_help = help::NIXL)]
     Remove(NixlFlags),
 }
 
 /// Of each of them.
 #[derive(Clone, Debug, Default, Args)]
 pub struct NixlFlags {
-    /// The interpreter whose packages have NIXL, or its virtual environment [default: see below]
+    /// Interpreter or virtual environment that has NIXL [default: auto]
+    ///
+    /// auto: the virtual environment in which this command lies, else the active one (VIRTUAL_ENV), else that of python3.
     #[arg(long, alias = "prefix", value_name = "PATH")]
     pub python: Option<PathBuf>,
-    /// The backend's file [default: the one of this command's build or wheel]
+    /// File of the backend [default: auto]
+    ///
+    /// `install` copies this file. `status` compares the installed copy with it. auto: the backend of this command's build
+    /// or wheel.
     #[arg(long, value_name = "PATH")]
     pub library: Option<PathBuf>,
     /// Write JSON instead of text
@@ -185,7 +204,7 @@ pub struct NixlFlags {
 
 /// `bench`: alone loopback mode or one process of a run, else one of its two ends.
 #[derive(Debug, Args)]
-#[command(args_conflicts_with_subcommands = true, after_help = AFTER_HELP)]
+#[command(args_conflicts_with_subcommands = true, after_long_help = help::BENCH)]
 pub struct Bench {
     /// Which end
     #[command(subcommand)]
@@ -201,18 +220,29 @@ pub struct Bench {
 /// Which process of a run this is, where no launcher tells.
 #[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
-#[command(next_help_heading = "Several processes")]
+#[command(next_help_heading = "Ranks")]
 pub struct RankArgs {
-    /// Number of this process among those of the run, from 0 [default: what torchrun, mpirun, mpiexec or srun says]
+    /// Rank of this process, from 0 [default: auto]
+    ///
+    /// auto: the rank that torchrun, mpirun, mpiexec or srun assigns.
     #[arg(long, value_name = "N")]
     pub rank: Option<u32>,
-    /// How many processes there are: the first half moves data to the second, rank i to rank i + N/2 [default: what the launcher says; 1 is loopback mode]
+    /// Number of ranks: even, or 1 for loopback mode [default: auto]
+    ///
+    /// Rank i of the first half sends to rank i + N/2. At most 1024. auto: the world size of the launcher, else 1.
     #[arg(long, alias = "world", value_name = "N")]
     pub world_size: Option<u32>,
-    /// Number of this process among those of its host: its GPU, where --memory names a kind without a number [default: what the launcher says, else 0]
+    /// Number of this process among those of its host [default: auto]
+    ///
+    /// The rank uses the GPU with this number where --memory names a kind without a number. auto: the local rank of the
+    /// launcher, else 0.
     #[arg(long, value_name = "N")]
     pub local_rank: Option<u32>,
-    /// Where rank 0 waits for the others; beyond loopback the serving rank with local rank r listens on PORT + r [default: port 7420 of loopback where all are on one host, else of MASTER_ADDR; of Slurm's first node at a port of the job's step]
+    /// Where rank 0 waits for the other ranks [default: auto]
+    ///
+    /// auto: loopback where all ranks are on one host, else MASTER_ADDR, else the first node of the Slurm job. The port is
+    /// MASTER_PORT unless torchrun listens there, a port of the Slurm job step, or 7420. mpirun and mpiexec over several
+    /// hosts need the option. Beyond loopback a serving rank with local rank r listens on PORT + r.
     #[arg(long, value_name = "ADDR:PORT")]
     pub rendezvous: Option<String>,
     /// As for serve
@@ -223,13 +253,16 @@ pub struct RankArgs {
 /// The two ends of a bench.
 #[derive(Debug, Subcommand)]
 pub enum End {
-    /// One end: listens, takes its configuration from the peer, stays up for further peers
-    #[command(after_help = AFTER_HELP)]
+    /// Listen for peers; each peer configures its own run
+    ///
+    /// `serve` takes one run at a time, refuses others as busy and stays up for further peers. Beyond loopback both ends
+    /// need the same secret. Without one, `serve` generates a one-time secret and prints the connect command with it.
+    #[command(after_long_help = help::SERVE)]
     Serve(Box<ServeFlags>),
-    /// The other end: everything is configured here
-    #[command(after_help = AFTER_HELP)]
+    /// Connect to `bench serve`, run the transfers and print the results
+    #[command(after_long_help = help::CONNECT)]
     Connect {
-        /// Where the other end listens
+        /// Where `ferrywire bench serve` listens; without a port: port 7420
         #[arg(value_name = "ADDR:PORT")]
         address: String,
         /// Options of the run
@@ -242,68 +275,100 @@ pub enum End {
 #[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ServeFlags {
-    /// Address to listen on; 0.0.0.0 listens on every NIC [default: 127.0.0.1:7420]
+    /// Address to listen on; 0.0.0.0 is every NIC [default: 127.0.0.1:7420]
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<String>,
-    /// NICs to use, by name [default: with --memory cuda:N those on that GPU's PCIe root, else every NIC with an address; loopback when listening on loopback]
+    /// NICs to use, by name: eth1,eth2 [default: auto]
+    ///
+    /// auto: with --memory cuda:N the NICs on the PCIe root of that GPU, else every NIC with an address; with --listen on
+    /// loopback only loopback.
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
-    /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
+    /// One endpoint for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
+    /// NICs of each GPU: 0=eth1,1=eth1,eth2 or 0-1=eth1 [default: auto]
+    ///
+    /// Needs --gpus, and names every GPU of it. auto: the plan that `ferrywire topo` shows.
     #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
     pub gpu_nics: Option<String>,
-    /// Let GPUs use NICs of another NUMA node where there is no nearer one
+    /// Allow NICs of another NUMA node for GPUs without a nearer NIC
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_cross_numa: Option<bool>,
     /// A recorded host to plan with in place of this one
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,
-    /// End after one peer, with its outcome as exit status
+    /// End after one run, with its outcome as exit status
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub once: Option<bool>,
-    /// Progress threads of this end [default: chosen]
+    /// Progress threads of this end [default: auto]
+    ///
+    /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Congestion control of this end's connections [default: chosen]
+    /// Congestion control of this end's data connections [default: auto]
+    ///
+    /// auto: cubic where the round trip is below 0.5 ms, else the default of the system.
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
-    /// How channels move bytes; plugin has to be said at both ends, and with devmem a peer that says tcp is refused [default: auto]
+    /// How channels move bytes [default: auto]
+    ///
+    /// Both ends must name plugin. With devmem, a peer that names tcp is refused.
     #[arg(long)]
     pub transport: Option<Transport>,
-    /// Let devmem change what NICs need for it: header split, rules for flows, which queues other flows go to; undone at the end
+    /// Let devmem change NIC settings; undone at the end
+    ///
+    /// devmem may turn header split on, add rules for its flows, and move other flows off its queues.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_nic_setup: Option<bool>,
-    /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: a peer can never name a file
+    /// NCCL net plugin that carries payload, on both ends [default: none]
+    ///
+    /// The plugin runs in a process of its own. Both ends need the same plugin: a peer can never name a file.
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// How receives into GPU memory are gathered that a plugin or devmem scatters; of a plugin the same on both ends [default: kernel]
+    /// How scattered receives into GPU memory are gathered [default: kernel]
+    ///
+    /// A plugin or devmem may scatter what it receives. With a plugin both ends need the same value.
     #[arg(long)]
     pub unpack: Option<Unpack>,
-    /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
+    /// Allow GPU memory over GPUDirect-TCPX within one host, for simulators
+    ///
+    /// The real plugin ends its process when both ends are on one host.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_same_host_gpu: Option<bool>,
-    /// Memory of this end that peers may ask for beside host memory, and get if they do not ask: host, cuda or cuda:N, sim or sim:N (a simulated GPU) [default: any CUDA GPU that is here; with --plugin host]
+    /// Memory that peers may use beside host memory [default: auto]
+    ///
+    /// host, cuda, cuda:N, sim, or sim:N (a simulated GPU). A peer that names no memory gets this memory. auto: any CUDA GPU
+    /// of this host; with --plugin host.
     #[arg(long, value_name = "KIND")]
     pub memory: Option<String>,
-    /// Longest message of the plugin, where the peer says another than the default; over GPUDirect-TCPX at most 1M [default: 512K]
+    /// Longest message of the plugin [default: 512K]
+    ///
+    /// Needed where the peer sets another --chunk than the default. Over GPUDirect-TCPX at most 1M.
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,
-    /// Requests posted per channel of the plugin, the same on both ends [default: 16]
+    /// Requests in flight per channel of the plugin [default: 16]
+    ///
+    /// Both ends need the same value.
     #[arg(long, value_name = "N")]
     pub window: Option<usize>,
-    /// Longest time for a call of the plugin, and for a peer to say what it wants where its run does not say, in seconds [default: 30]
+    /// Longest time for a plugin call or a silent peer, in seconds [default: 30]
+    ///
+    /// A silent peer has connected and has not yet asked for a run. A run brings its own timeout.
     #[arg(long, alias = "deadline", value_name = "S")]
     pub timeout: Option<f64>,
-    /// File with the shared secret; or set FERRYWIRE_SECRET
+    /// File with the secret that this end and the peer share [default: none]
+    ///
+    /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
-    /// TOML file with further options
+    /// TOML file with further options [default: none]
+    ///
+    /// Options have their long names there, such as gpu-nics. One file may serve both ends.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Spoil the data before it is verified (tests of the verification)
@@ -322,88 +387,134 @@ pub struct ServeFlags {
 #[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ConnectFlags {
-    /// One-sided write (default), one-sided read, or two-sided send
+    /// Operation that moves the bytes [default: write]
     #[arg(long)]
     pub op: Option<Op>,
-    /// Where this side's bytes lie: host, cuda or cuda:N, sim or sim:N (a simulated GPU) [default: cuda where a GPU is present, else host; with --plugin host]
+    /// Where this end's bytes lie: host, cuda[:N] or sim[:N] [default: auto]
+    ///
+    /// cuda:N is CUDA device N, sim:N a simulated GPU. auto: cuda where a GPU is present, else host; with --plugin host.
     #[arg(long, value_name = "KIND")]
     pub memory: Option<String>,
-    /// Where the peer's bytes lie: as for --memory; simulated GPUs its serve must offer with --memory [default: cuda where a GPU is present there, of two on one host the other one, else host; with --plugin host]
+    /// Where the peer's bytes lie: host, cuda[:N] or sim[:N] [default: auto]
+    ///
+    /// auto: cuda where the peer has a GPU (on a shared host the next GPU), else host; with --plugin host. `bench serve`
+    /// must offer simulated GPUs with --memory.
     #[arg(long, value_name = "KIND")]
     pub peer_memory: Option<String>,
-    /// Message sizes, a list or a range by powers of two: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M; latency: 8,4K,64K]
+    /// Message sizes: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M]
+    ///
+    /// A list, a range by powers of two, or both; at most 64 sizes. With --pattern latency the default is 8,4K,64K. With
+    /// --blocks N it is N times 4K and N times 64K.
     #[arg(long, value_name = "SIZES")]
     pub sizes: Option<Sizes>,
-    /// Transfers in flight [default: chosen by size; 1 with --pattern latency]
+    /// Transfers in flight [default: auto]
+    ///
+    /// auto: 256 MiB in flight, as 4 to 64 transfers; with --pattern latency 1. At most 4096.
     #[arg(long, value_name = "N")]
     pub depth: Option<usize>,
-    /// Cut each message into N scattered blocks, moved by one vectored call
+    /// Scattered blocks per message, moved by one vectored call [default: none]
     #[arg(long, value_name = "N")]
     pub blocks: Option<usize>,
-    /// Who sends to whom: unidir (default), bidir, all-to-all (needs --gpus), incast, or latency (write and notify, answered likewise)
+    /// Who sends to whom [default: unidir]
     #[arg(long)]
     pub pattern: Option<Pattern>,
-    /// Peers that write to the one end at once, with --pattern incast [default: 2]
+    /// Peers that send to one end, with --pattern incast [default: 2]
+    ///
+    /// At most 128.
     #[arg(long, value_name = "N")]
     pub peers: Option<usize>,
-    /// Channels per peer [default: chosen]
+    /// Channels per peer [default: auto]
+    ///
+    /// auto: as many as --threads has by default, rounded up to a multiple of the NIC pairs. At most 256.
     #[arg(long, value_name = "N")]
     pub channels: Option<usize>,
-    /// NICs to use, by name: eth1,eth2 [default: those on the PCIe root of the GPU of --memory, else all that share a subnet with the peer, else the route's own]
+    /// NICs to use, by name: eth1,eth2 [default: auto]
+    ///
+    /// auto: the NICs on the PCIe root of the GPU of --memory, else all NICs that share a subnet with the peer, else the NIC
+    /// of the route to the peer.
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
-    /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4; the serve there needs --gpus too. GPU i moves data to GPU i of the other end [default: one endpoint]
+    /// One endpoint for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
+    ///
+    /// All endpoints are in this process. GPU i sends to GPU i of the peer; `bench serve` needs --gpus too.
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
-    /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
+    /// NICs of each GPU: 0=eth1,1=eth1,eth2 or 0-1=eth1 [default: auto]
+    ///
+    /// Needs --gpus, and names every GPU of it. auto: the plan that `ferrywire topo` shows.
     #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
     pub gpu_nics: Option<String>,
-    /// Let GPUs use NICs of another NUMA node where there is no nearer one
+    /// Allow NICs of another NUMA node for GPUs without a nearer NIC
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_cross_numa: Option<bool>,
     /// A recorded host to plan with in place of this one
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,
-    /// Chunk size; over GPUDirect-TCPX at most 1M [default: chosen]
+    /// Chunk size [default: auto]
+    ///
+    /// auto: 2M; over a plugin 512K. At most 4M; over GPUDirect-TCPX at most 1M.
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,
-    /// Requests in flight per channel; of a plugin the same on both ends [default: chosen]
+    /// Frames or requests in flight per channel [default: auto]
+    ///
+    /// auto: 1024; over a plugin 16. Over a plugin both ends need the same value, at most 128.
     #[arg(long, value_name = "N")]
     pub window: Option<usize>,
-    /// Messages per size in the timed part; with --seconds too, whichever ends first
+    /// Messages per size in the timed part [default: none]
+    ///
+    /// With --seconds too, the timed part ends with whichever is reached first.
     #[arg(long, value_name = "N")]
     pub iters: Option<u64>,
-    /// Length of the timed part per size [default: 2]
+    /// Length of the timed part per size, in seconds [default: 2]
+    ///
+    /// With --iters alone, time does not end the timed part.
     #[arg(long, value_name = "S")]
     pub seconds: Option<f64>,
-    /// Messages per size before the timed part [default: 0.2 seconds' worth]
+    /// Messages per size before the timed part [default: auto]
+    ///
+    /// auto: as many as take 0.2 seconds.
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
     /// How channels move bytes [default: auto]
     #[arg(long)]
     pub transport: Option<Transport>,
-    /// Let devmem change what NICs need for it: header split, rules for flows, which queues other flows go to; undone at the end
+    /// Let devmem change NIC settings; undone at the end
+    ///
+    /// devmem may turn header split on, add rules for its flows, and move other flows off its queues.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_nic_setup: Option<bool>,
-    /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: give --plugin to serve too
+    /// NCCL net plugin that carries payload, on both ends [default: none]
+    ///
+    /// The plugin runs in a process of its own. Both ends need the same plugin: give --plugin to `bench serve` too.
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// How receives into GPU memory are gathered that a plugin or devmem scatters; of a plugin the same on both ends [default: kernel]
+    /// How scattered receives into GPU memory are gathered [default: kernel]
+    ///
+    /// A plugin or devmem may scatter what it receives. With a plugin both ends need the same value.
     #[arg(long)]
     pub unpack: Option<Unpack>,
-    /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
+    /// Allow GPU memory over GPUDirect-TCPX within one host, for simulators
+    ///
+    /// The real plugin ends its process when both ends are on one host.
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_same_host_gpu: Option<bool>,
-    /// Check every iteration's bytes (default), samples, or nothing
+    /// How much of the data is compared with what was sent [default: all]
+    ///
+    /// First the contents that the timed part left are compared. Then an untimed pass compares its iterations, each with
+    /// contents of its own. The pass has as many iterations as the timed part and takes at most half of --seconds.
     #[arg(long)]
     pub verify: Option<Verify>,
-    /// Write results as JSON; - is standard output. Table and progress then go to standard error
+    /// Write results as JSON; - is standard output [default: none]
+    ///
+    /// The table and the progress then go to standard error. docs/bench.schema.json describes the fields.
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<String>,
-    /// Write results as CSV; - is standard output
+    /// Write results as CSV; - is standard output [default: none]
+    ///
+    /// The table and the progress then go to standard error.
     #[arg(long, value_name = "FILE|-")]
     pub csv: Option<String>,
     /// Longest time without progress, in seconds [default: 30]
@@ -413,16 +524,24 @@ pub struct ConnectFlags {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub crc: Option<bool>,
-    /// Congestion control of the data connections [default: chosen]
+    /// Congestion control of this end's data connections [default: auto]
+    ///
+    /// auto: cubic where the round trip is below 0.5 ms, else the default of the system.
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
-    /// Progress threads of this end [default: chosen]
+    /// Progress threads of this end [default: auto]
+    ///
+    /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// File with the shared secret; or set FERRYWIRE_SECRET
+    /// File with the secret that this end and the peer share [default: none]
+    ///
+    /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
-    /// TOML file with further options
+    /// TOML file with further options [default: none]
+    ///
+    /// Options have their long names there, such as gpu-nics. One file may serve both ends.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Which peer of an incast this process is
@@ -455,13 +574,13 @@ pub enum Pattern {
     Unidir,
     /// Both directions at once
     Bidir,
-    /// Every GPU of one side to every GPU of the other, with --gpus
+    /// Every GPU of one end to every GPU of the other; needs --gpus or ranks
     #[value(alias = "mesh")]
     #[serde(alias = "mesh")]
     AllToAll,
-    /// Several peers to one
+    /// Several peers to one end
     Incast,
-    /// One message there, one back
+    /// One message, answered by one message: half of the round trip
     Latency,
 }
 
@@ -469,13 +588,13 @@ pub enum Pattern {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
-    /// A plugin where one is named with --plugin, else devmem where both ends can, else TCP
+    /// The plugin of --plugin, else devmem where both ends can, else tcp
     Auto,
     /// TCP sockets
     Tcp,
-    /// An NCCL net plugin for payload, TCP for the rest; needs --plugin on both ends
+    /// NCCL net plugin for payload, TCP for the rest; needs --plugin on both ends
     Plugin,
-    /// Linux devmem TCP: NICs write to and read from GPU memory; needs it on both ends
+    /// Linux devmem TCP: NICs access GPU memory; both ends need it
     Devmem,
     /// The simulated network
     #[value(hide = true)]
@@ -488,7 +607,7 @@ pub enum Transport {
 pub enum Unpack {
     /// By a kernel of the GPU
     Kernel,
-    /// By a copy per fragment
+    /// By one copy per fragment
     Copy,
     /// Through host memory
     Host,
@@ -500,9 +619,9 @@ pub enum Unpack {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verify {
-    /// Every byte: what the timed part left, then each iteration of an untimed pass with contents of its own, as many as were timed but at most half of --seconds long
+    /// Every byte of every iteration
     All,
-    /// Some pages of what was left and of some iterations
+    /// Some pages of some iterations
     Sample,
     /// Nothing: the result is marked as not verified
     Off,
@@ -534,7 +653,7 @@ pub fn parse() -> Cli {
 
 /// The whole command, each option readable from its variable.
 pub fn command() -> clap::Command {
-    with_environment(Cli::command())
+    help::wrapped(with_environment(Cli::command()))
 }
 
 /// The environment variable of an option.
@@ -566,12 +685,4 @@ fn with_environment(command: clap::Command) -> clap::Command {
     });
     let subcommands: Vec<String> = named.get_subcommands().map(|sub| sub.get_name().to_owned()).collect();
     subcommands.into_iter().fold(named, |command, name| command.mut_subcommand(name, with_environment))
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn the_command_is_well_formed() {
-        super::command().debug_assert();
-    }
 }

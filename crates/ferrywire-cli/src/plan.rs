@@ -274,11 +274,11 @@ fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
     })?;
     let channels = at_least_one("--channels", channels)?.unwrap_or(TOPO_CHANNELS_DEFAULT);
     if channels > CHANNELS_MAX {
-        return usage(format!("--channels {channels}: at most {CHANNELS_MAX}"));
+        return usage(format!("--channels must be at most {CHANNELS_MAX} (got {channels})"));
     }
     let nics = nics.map(|names| names.0).unwrap_or_default();
     if clean_up && root.is_some() {
-        return usage("--clean-up is about this host: leave out --root");
+        return usage("--clean-up changes NICs of this host only: leave out --root");
     }
     Ok(TopoPlan { options: PlanOptions { map, nics, allow_cross_numa }, channels, clean_up, root, json })
 }
@@ -305,7 +305,7 @@ fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
     let PluginFlags { path, version, json, timeout } = flags;
     let timeout = Duration::from_secs_f64(seconds("--timeout", timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
     if path.as_os_str().is_empty() {
-        return usage("PATH is empty");
+        return usage("PATH must not be empty: name a plugin file, or a name as in NCCL_NET_PLUGIN");
     }
     Ok(PluginPlan { path, version, json, timeout, verbose })
 }
@@ -383,7 +383,7 @@ fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) -> Outcome 
             Ok(())
         }
         (Some(_), Some((kind, number))) => usage(format!(
-            "{flag} {kind}:{number}: with --gpus the bytes of each endpoint lie on its own GPU: say {flag} {kind}"
+            "{flag} {kind}:{number}: with --gpus the bytes of each endpoint lie on its own GPU; use {flag} {kind}"
         )),
         _ => Ok(()),
     }
@@ -422,7 +422,7 @@ fn plan_connect(
     let secret = secret(flags.secret_file.as_deref())?;
     if secret.is_none() && beyond && !addresses.is_empty() {
         return usage(
-            "beyond loopback a secret is needed: FERRYWIRE_SECRET or --secret-file, the same on both ends (serve prints it)",
+            "beyond loopback a secret is needed: set FERRYWIRE_SECRET or --secret-file to the same secret on both ends (serve prints it)",
         );
     }
     let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
@@ -466,7 +466,7 @@ fn plan_connect(
 fn check_outputs(flags: &ConnectFlags) -> Outcome {
     match (&flags.json, &flags.csv) {
         (Some(json), Some(csv)) if is_one_place(Path::new(json), Path::new(csv)) => usage(format!(
-            "--json {json} and --csv {csv} name the same place, and one would spoil the other: choose two"
+            "--json {json} and --csv {csv} name one file, and one would overwrite the other: name two files"
         )),
         _ => Ok(()),
     }
@@ -499,9 +499,11 @@ fn is_one_place(one: &Path, other: &Path) -> bool {
 fn check_pattern(flags: &ConnectFlags) -> Outcome {
     match (flags.pattern, &flags.gpus, flags.peers) {
         (Some(Pattern::AllToAll), None, _) => {
-            usage("--pattern all-to-all joins several GPUs of each side: name them with --gpus")
+            usage("--pattern all-to-all needs several GPUs at each end: name them with --gpus")
         }
-        (_, Some(_), Some(_)) => usage("--peers: with --gpus the peers of an incast are the GPUs"),
+        (_, Some(_), Some(_)) => {
+            usage("--peers: with --gpus each GPU is a peer of the incast; leave out --peers")
+        }
         _ => Ok(()),
     }
 }
@@ -521,15 +523,17 @@ fn multi_gpu(
         return Ok((gpus, map));
     }
     if nics.is_some() {
-        return usage("--gpu-nics names the NICs of each GPU: leave out --nics");
+        return usage("--gpu-nics and --nics both name NICs: leave out --nics");
     }
     let named = gpus.as_deref().unwrap_or_default();
     match (
         map.nics.keys().find(|gpu| !named.contains(gpu)),
         named.iter().find(|gpu| !map.nics.contains_key(gpu)),
     ) {
-        (Some(gpu), _) => usage(format!("--gpu-nics {gpu}=...: GPU {gpu} is not one of --gpus")),
-        (_, Some(gpu)) => usage(format!("--gpu-nics: no NIC for GPU {gpu} of --gpus")),
+        (Some(gpu), _) => usage(format!(
+            "--gpu-nics {gpu}=...: GPU {gpu} is not one of --gpus; name it there, or leave it out here"
+        )),
+        (_, Some(gpu)) => usage(format!("--gpu-nics names no NIC for GPU {gpu} of --gpus: add {gpu}=NIC")),
         (None, None) => Ok((gpus, map)),
     }
 }
@@ -568,7 +572,10 @@ fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
         .map_err(|error| Failure::Usage(format!("--secret-file {}: {error}", path.display())))?;
     let secret = text.trim_ascii().to_vec();
     if secret.is_empty() {
-        return usage(format!("--secret-file {}: the file is empty", path.display()));
+        return usage(format!(
+            "--secret-file {}: the file is empty; write the secret into it",
+            path.display()
+        ));
     }
     Ok(Some(secret))
 }
@@ -581,23 +588,29 @@ fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
     let with_port = if text.contains(':') { text.to_owned() } else { format!("{text}:{PORT_DEFAULT}") };
     let port_is_number = with_port.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
     if !port_is_number {
-        return usage(format!("{flag} {text}: write it as ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"));
+        return usage(format!(
+            "{flag} {text}: not an address; write ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"
+        ));
     }
     let found: Vec<SocketAddr> = match with_port.to_socket_addrs() {
         Ok(found) => found.collect(),
         Err(error) => return Err(Failure::failed(format!("{flag} {text}: {error}"))),
     };
-    if found.is_empty() { Err(Failure::failed(format!("{flag} {text}: no address"))) } else { Ok(found) }
+    if found.is_empty() {
+        Err(Failure::failed(format!("{flag} {text}: the name has no address")))
+    } else {
+        Ok(found)
+    }
 }
 
 fn at_least_one(flag: &str, value: Option<usize>) -> Outcome<Option<usize>> {
-    if value == Some(0) { usage(format!("{flag} 0: must be at least 1")) } else { Ok(value) }
+    if value == Some(0) { usage(format!("{flag} must be at least 1 (got 0)")) } else { Ok(value) }
 }
 
 fn seconds(flag: &str, value: Option<f64>) -> Outcome<Option<f64>> {
     match value {
         Some(s) if !(s > 0.0 && s <= SECONDS_MAX) => {
-            usage(format!("{flag} {s}: a number of seconds above 0, and at most {SECONDS_MAX}"))
+            usage(format!("{flag} must be above 0 and at most {SECONDS_MAX} seconds (got {s})"))
         }
         other => Ok(other),
     }

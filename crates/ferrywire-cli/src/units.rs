@@ -30,12 +30,12 @@ impl FromStr for Bytes {
             "K" | "KB" | "KIB" => 10,
             "M" | "MB" | "MIB" => 20,
             "G" | "GB" | "GIB" => 30,
-            other => return Err(format!("unknown unit '{other}' (use K, M or G, powers of 1024)")),
+            other => return Err(format!("unit must be K, M or G, powers of 1024 (got '{other}')")),
         };
         let count: u64 =
-            digits.parse().map_err(|_| format!("'{text}' is not a size such as 4096, 4K or 64M"))?;
+            digits.parse().map_err(|_| format!("not a size (got '{text}'): write 4096, 4K or 64M"))?;
         let bytes = count.checked_mul(1 << shift).filter(|bytes| *bytes <= SIZE_BYTES_MAX);
-        bytes.map(Bytes).ok_or_else(|| format!("'{text}' is more than {}", Bytes(SIZE_BYTES_MAX)))
+        bytes.map(Bytes).ok_or_else(|| format!("must be at most {} (got '{text}')", Bytes(SIZE_BYTES_MAX)))
     }
 }
 
@@ -67,19 +67,19 @@ impl FromStr for Sizes {
             }
         }
         match sizes.len() {
-            0 => Err("no size given".to_owned()),
+            0 => Err("no size: write 64K,1M or 4K..256M".to_owned()),
             1..=SIZES_MAX => Ok(Sizes(sizes)),
-            n => Err(format!("{n} sizes; at most {SIZES_MAX} in one run")),
+            n => Err(format!("must be at most {SIZES_MAX} sizes (got {n})")),
         }
     }
 }
 
 fn push_range(sizes: &mut Vec<u64>, first: Bytes, last: Bytes) -> Result<(), String> {
     if first > last {
-        return Err(format!("the range {first}..{last} is empty"));
+        return Err(format!("the range {first}..{last} is empty: write the smaller size first"));
     }
     if first.0 == 0 {
-        return Err("a range by powers of two cannot start at 0; write 0,1..4K".to_owned());
+        return Err("a range by powers of two cannot start at 0: write 0,1..4K".to_owned());
     }
     let powers = std::iter::successors(Some(first.0), |size| size.checked_mul(2));
     sizes.extend(powers.take_while(|size| *size <= last.0));
@@ -149,15 +149,18 @@ impl FromStr for Gpus {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let number = |text: &str| text.trim().parse::<u32>().ok().filter(|gpu| *gpu < GPUS_MAX);
             let (Some(first), Some(last)) = (number(first), number(last)) else {
-                return Err(format!("'{part}' is no GPU; write 0-7 or 0,2, numbers 0 to {}", GPUS_MAX - 1));
+                return Err(format!(
+                    "not a GPU number from 0 to {} (got '{part}'): write 0-7 or 0,2",
+                    GPUS_MAX - 1
+                ));
             };
             if first > last {
-                return Err(format!("the range {first}-{last} is empty"));
+                return Err(format!("the range {first}-{last} is empty: write the smaller number first"));
             }
             gpus.extend(first..=last);
         }
         match gpus.iter().enumerate().find(|(at, gpu)| gpus[..*at].contains(gpu)) {
-            Some((_, gpu)) => Err(format!("GPU {gpu} is named twice")),
+            Some((_, gpu)) => Err(format!("GPU {gpu} is named twice: name it once")),
             None => Ok(Gpus(gpus)),
         }
     }
@@ -186,7 +189,7 @@ impl FromStr for Names {
     fn from_str(text: &str) -> Result<Names, String> {
         let names: Vec<String> = text.split(',').map(|name| name.trim().to_owned()).collect();
         if names.iter().any(String::is_empty) {
-            return Err("an empty name in the list".to_owned());
+            return Err("an empty name in the list: write eth1,eth2".to_owned());
         }
         Ok(Names(names))
     }

@@ -87,13 +87,13 @@ pub fn line(row: &ResultRow) -> Option<String> {
     let told = row.extra.get("staging")?;
     let seconds = |name: &str| row.stages_s.get(name).copied().unwrap_or(0.0);
     let end = |bytes: &str, calls: &str| match (told[bytes].as_u64().unwrap_or(0), told[calls].as_f64()) {
-        (0, _) => "nothing".to_owned(),
+        (0, _) => "no staging ring".to_owned(),
         (bytes, None) => format!("{} pinned", Bytes(bytes)),
         (bytes, Some(calls)) => format!("{} pinned, {calls:.0} driver calls per GB", Bytes(bytes)),
     };
     Some(format!(
-        "staged over {:.2} s, sums over channels: d2h {:.2} s, socket {:.2} s, h2d {:.2} s, waiting {:.2} s; here {}; \
-         there {}",
+        "staging in {:.2} s, summed over channels: d2h {:.2} s, socket {:.2} s, h2d {:.2} s, waiting {:.2} s; this end \
+         {}; peer {}",
         seconds("timed"),
         seconds("d2h"),
         seconds("socket"),

@@ -4,6 +4,7 @@
 
 use std::fmt::Write;
 
+use clap::ValueEnum;
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
 use super::report::Record;
@@ -35,7 +36,7 @@ const BITS: Column = ("Gbit/s", |row| format!("{:.1}", row.gb_per_s.p50 * 8.0));
 const LATENCY: Column = ("us p50", |row| latency(row, |us| us.p50));
 const LATENCY_P99: Column = ("us p99", |row| latency(row, |us| us.p99));
 const LATENCY_MAX: Column = ("us max", |row| latency(row, |us| us.max));
-const WRITE_P50: Column = ("write done us p50", |row| {
+const WRITE_P50: Column = ("write completion us p50", |row| {
     let p50 =
         row.extra.get("write_completion_us").and_then(|us| us.get("p50")).and_then(serde_json::Value::as_f64);
     p50.map_or_else(dash, three_digits)
@@ -79,7 +80,7 @@ fn columns(first: &ResultRow) -> Vec<Column> {
     columns
 }
 
-/// The whole report: the run, the table, and the bottlenecks.
+/// The whole report: the run's settings, the table, and the bottleneck of each size.
 pub fn render(record: &Record) -> String {
     let Some(first) = record.results.first() else {
         return String::new();
@@ -102,7 +103,7 @@ pub fn render(record: &Record) -> String {
     let mut text = String::new();
     let _ = writeln!(text, "{}\n{}\n{table}", headline(first), setting(record, first));
     matrices(&mut text, &record.results);
-    limits(&mut text, &record.results);
+    bottlenecks(&mut text, &record.results);
     warnings(&mut text, &record.results);
     text
 }
@@ -147,11 +148,11 @@ fn matrices(text: &mut String, rows: &[ResultRow]) {
         matrix.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
         let size = of_size.first().map_or(0, |row| row.size_bytes);
         let which = if of_size.first().is_some_and(|row| is_of_ranks(row)) {
-            "from ranks of the first half (lines) to ranks of the second"
+            "rows: ranks of the first half, columns: ranks of the second half"
         } else {
-            "from GPUs here (lines) to GPUs there"
+            "rows: GPUs of this end, columns: GPUs of the peer"
         };
-        let _ = writeln!(text, "GB/s at {}, {which}\n{matrix}", Bytes(size));
+        let _ = writeln!(text, "GB/s at {}; {which}\n{matrix}", Bytes(size));
     }
 }
 
@@ -176,23 +177,28 @@ fn headline(row: &ResultRow) -> String {
     let pattern = match (row.pattern, row.op) {
         (Pattern::Latency, Op::Read) => "latency of one read".to_owned(),
         (Pattern::Latency, _) => "half of the round trip".to_owned(),
-        (pattern, _) => format!("{pattern:?}").to_lowercase(),
+        (pattern, _) => typed(pattern),
     };
-    let op = format!("{:?}", row.op).to_lowercase();
+    let op = typed(row.op);
     let blocks = row.blocks.map_or_else(String::new, |n| format!(", {n} blocks per message"));
     if pair(row).is_some() {
         let kind = |memory: &str| memory.split(':').next().unwrap_or_default().to_owned();
         let (here, there) = (kind(&row.memory), kind(&row.peer_memory));
         let (each, [near, far]) = if is_of_ranks(row) {
-            ("process for each rank", ["on the first half", "on the second"])
+            ("one process per rank", ["first half", "second half"])
         } else {
-            ("endpoint for each GPU", ["here", "there"])
+            ("one endpoint per GPU", ["this end", "peer"])
         };
-        return format!("{op}, {pattern}{blocks}: one {each}, {here} {near}, {there} {far}");
+        return format!("{op}, {pattern}{blocks}, {each}: {near} {here}, {far} {there}");
     }
     let here = lies(&row.memory, row.gpu.as_deref());
     let there = lies(&row.peer_memory, row.peer_gpu.as_deref());
-    format!("{op}, {pattern}{blocks}: {here} here, {there} there")
+    format!("{op}, {pattern}{blocks}: this end {here}, peer {there}")
+}
+
+/// The value of an option, as it is typed.
+fn typed(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// A memory location with the name of its GPU.
@@ -205,52 +211,53 @@ fn setting(record: &Record, row: &ResultRow) -> String {
     nics.sort_unstable();
     nics.dedup();
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
-    let there = record.peer_threads.map_or_else(String::new, |n| format!(" here, {n} there"));
+    let peer = record.peer_threads.map_or_else(String::new, |n| format!(" (peer {n})"));
     format!(
-        "{} because {} ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
+        "transport {}: {}\n{} over {}, chunk {}, window {}, {}{peer}, congestion control {}, setup {:.3} s",
         row.transport,
-        why(row),
-        row.congestion_control,
+        transport_reason(row),
         plural(row.channels, "channel"),
-        nics.join(" "),
+        nics.join(","),
         Bytes(row.chunk_bytes),
         row.window,
         plural(row.threads, "thread"),
+        row.congestion_control,
         row.setup_s,
     )
 }
 
 /// Why this transport was chosen.
-fn why(row: &ResultRow) -> String {
-    if let Some(why) = row.extra.get("transport_reason").and_then(|why| why.as_str()) {
-        return why.to_owned();
+fn transport_reason(row: &ResultRow) -> String {
+    if let Some(reason) = row.extra.get("transport_reason").and_then(|reason| reason.as_str()) {
+        return reason.to_owned();
     }
     match row.extra.get("plugin").and_then(|plugin| plugin.as_str()) {
-        Some(plugin) => format!("one was named: {plugin}"),
-        None if row.memory == "host" && row.peer_memory == "host" => "both ends are host memory".to_owned(),
-        None => "no plugin was named: through pinned memory of the host".to_owned(),
+        Some(plugin) => format!("--plugin names {plugin}"),
+        None if row.memory == "host" && row.peer_memory == "host" => "both ends use host memory".to_owned(),
+        None => "no plugin is named; GPU memory passes through staging rings in host memory".to_owned(),
     }
 }
 
-/// The bottleneck of each size; consecutive sizes with one bottleneck share a line.
-fn limits(text: &mut String, rows: &[ResultRow]) {
+/// One line per bottleneck; consecutive sizes with one bottleneck share a line.
+fn bottlenecks(text: &mut String, rows: &[ResultRow]) {
     let mut groups: Vec<(&str, Vec<u64>)> = Vec::new();
     for row in rows {
         match groups.last_mut() {
-            Some((limit, sizes)) if *limit == row.bottleneck => sizes.push(row.size_bytes),
+            Some((bottleneck, sizes)) if *bottleneck == row.bottleneck => sizes.push(row.size_bytes),
             _ => groups.push((&row.bottleneck, vec![row.size_bytes])),
         }
     }
-    for (limit, mut sizes) in groups {
+    for (bottleneck, mut sizes) in groups {
         sizes.dedup();
         let names: Vec<String> = sizes.iter().map(|size| Bytes(*size).to_string()).collect();
-        let _ = writeln!(text, "limited by ({}): {limit}", names.join(", "));
+        let plural = if names.len() == 1 { "" } else { "s" };
+        let _ = writeln!(text, "bottleneck: {bottleneck} (size{plural} {})", names.join(", "));
     }
 }
 
 fn warnings(text: &mut String, rows: &[ResultRow]) {
     if rows.iter().any(|row| row.verified.is_none()) {
-        let _ = writeln!(text, "data was not verified (--verify off)");
+        let _ = writeln!(text, "not verified: --verify off");
     }
     let Some(last) = rows.last() else { return };
     let lost = last.extra.get("lost_channels").and_then(|lines| lines.as_array());

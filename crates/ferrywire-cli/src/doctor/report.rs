@@ -38,7 +38,7 @@ pub fn text(findings: &[Finding], verbose: bool) -> String {
     if !shown.is_empty() {
         let mut table = Table::new();
         table.load_preset(presets::NOTHING);
-        table.set_header(["level", "what", "evidence", "fix"]);
+        table.set_header(["level", "subject", "evidence", "fix"]);
         table.add_rows(shown.iter().map(|finding| row(finding)));
         for line in table.to_string().lines() {
             text += line.trim_end();

@@ -157,7 +157,7 @@ pub fn text(report: &Report) -> String {
     }
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
-    table.set_header(["NIXL", "ferrywire backend", "as UCX too", "folder"]);
+    table.set_header(["NIXL", "ferrywire backend", "UCX alias", "folder"]);
     for (nixl, state) in &report.nixls {
         let folder = nixl.plugins.display().to_string();
         table.add_row([name(nixl), backend(state), alias(state), folder].map(|cell| sanitize::line(&cell)));
@@ -180,16 +180,16 @@ fn name(nixl: &Nixl) -> String {
 fn backend(state: &State) -> String {
     match &state.backend {
         Held::Nothing => "not installed".to_owned(),
-        Held::Other => "another file of its name".to_owned(),
+        Held::Other => "not ferrywire's file".to_owned(),
         Held::Ours(version, Some(true)) => format!("{version}, up to date"),
-        Held::Ours(version, Some(false)) => format!("{version}, not the library above"),
+        Held::Ours(version, Some(false)) => format!("{version}, differs from the library above"),
         Held::Ours(version, None) => version.clone(),
     }
 }
 
 fn alias(state: &State) -> String {
     match (state.half_done(), state.has_alias()) {
-        (Some(_), _) => "half done",
+        (Some(_), _) => "incomplete",
         (None, true) => "yes",
         (None, false) => "no",
     }

@@ -44,7 +44,7 @@ pub fn plan(action: NixlCommand) -> Outcome<NixlPlan> {
     let NixlFlags { python, library, json } = flags;
     for (flag, path) in [("--python", &python), ("--library", &library)] {
         if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
-            return usage(format!("{flag} is empty"));
+            return usage(format!("{flag} must not be empty: name a path, or leave out {flag}"));
         }
     }
     Ok(NixlPlan { action, python, library, json })

@@ -66,10 +66,10 @@ pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, Rank
     let found = Ranks::from_env(&flags).map_err(|error| Failure::Usage(error.to_string()))?;
     match found.filter(|ranks| ranks.world_size > 1) {
         Some(Ranks { world_size, .. }) if world_size % 2 == 1 => usage(format!(
-            "{world_size} ranks have no two halves: the first half moves data to the second, so start an even number"
+            "--world-size must be even (got {world_size}): the first half of the ranks sends to the second half"
         )),
         Some(Ranks { world_size, .. }) if world_size > WORLD_MAX => {
-            usage(format!("{world_size} ranks: a bench has at most {WORLD_MAX}"))
+            usage(format!("--world-size must be at most {WORLD_MAX} (got {world_size})"))
         }
         found => Ok(found.map(|ranks| (ranks, args))),
     }
@@ -80,11 +80,11 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     let flags = with_file(flags)?;
     if flags.gpus.is_some() {
         return usage(
-            "--gpus: a rank has one GPU, that of its local rank; leave it out, or start one process",
+            "--gpus: each rank uses the GPU of its local rank; leave out --gpus, or start one process without a launcher",
         );
     }
     if flags.peers.is_some() {
-        return usage("--peers: the peers of an incast are the ranks of the first half");
+        return usage("--peers: the ranks of the first half are the peers of the incast; leave out --peers");
     }
     let group = Group::of(&ranks, args.rendezvous.is_some())?;
     let (own, gpu) = own_memory(&flags, &ranks)?;
@@ -108,8 +108,8 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     bench.addresses.clone_from(&group.addresses);
     if bench.engine.secret.is_none() && !group.on_loopback {
         return usage(format!(
-            "the ranks meet at {}, beyond loopback: they need a secret, the same for all, in FERRYWIRE_SECRET (mpirun passes \
-             it on with -x FERRYWIRE_SECRET) or --secret-file",
+            "the ranks meet at {}, and beyond loopback a secret is needed: set FERRYWIRE_SECRET or --secret-file to the same \
+             secret for every rank (mpirun -x FERRYWIRE_SECRET passes it on)",
             group.shown
         ));
     }
@@ -147,14 +147,14 @@ impl Group {
             // These launchers set no variable with rank 0's host.
             None if let Some(launcher) = silent(ranks.launcher) => {
                 return usage(format!(
-                    "{launcher} tells no rank where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} behind 'ferrywire bench', \
-                     ADDR being an address of the host that has rank 0, the first of the hostfile ('hostname -I' there)"
+                    "{launcher} does not tell the ranks where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} after 'ferrywire \
+                     bench', where ADDR is an address of the host of rank 0, the first of the hostfile ('hostname -I' there)"
                 ));
             }
             None => {
                 return usage(
-                    "nobody says where the ranks meet: give all of them --rendezvous ADDR:PORT with an address of rank 0's \
-                     host, or 127.0.0.1 where all are on one host",
+                    "--rendezvous is missing: give every rank --rendezvous ADDR:PORT with an address of the host of rank 0, or \
+                     127.0.0.1 where all ranks are on one host",
                 );
             }
         };
@@ -238,12 +238,12 @@ fn map(flags: &ConnectFlags, gpu: u32) -> Outcome<Map> {
     let Some(text) = &flags.gpu_nics else { return Ok(Map::default()) };
     let map: Map = text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?;
     if flags.nics.is_some() {
-        return usage("--gpu-nics names the NICs of each GPU: leave out --nics");
+        return usage("--gpu-nics and --nics both name NICs: leave out --nics");
     }
     if map.nics.contains_key(&gpu) {
         Ok(map)
     } else {
-        usage(format!("--gpu-nics {text}: no NIC for GPU {gpu}, that of this rank"))
+        usage(format!("--gpu-nics {text}: no NIC for GPU {gpu} of this rank; add {gpu}=NIC"))
     }
 }
 

@@ -20,10 +20,13 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> 
     let sizes = flags.sizes.clone().unwrap_or_else(|| default_sizes(latency, flags.blocks));
     let depth = at_least_one("--depth", flags.depth)?;
     if latency && depth.is_some_and(|depth| depth > 1) {
-        return usage("--pattern latency has one message in flight: --depth must be 1");
+        return usage(format!(
+            "--depth must be 1 with --pattern latency (got {})",
+            depth.unwrap_or_default()
+        ));
     }
     if depth.is_some_and(|depth| depth > DEPTH_MAX) {
-        return usage(format!("--depth: at most {DEPTH_MAX}"));
+        return usage(format!("--depth must be at most {DEPTH_MAX} (got {})", depth.unwrap_or_default()));
     }
     let run_seconds = seconds("--seconds", flags.seconds)?;
     let iters = at_least_one("--iters", flags.iters.map(|n| n as usize))?.map(|n| n as u64);
@@ -66,11 +69,11 @@ fn blocks(blocks: Option<usize>, sizes: &Sizes) -> Outcome<Option<u64>> {
         return Ok(None);
     };
     if count > BLOCKS_MAX {
-        return usage(format!("--blocks: at most {BLOCKS_MAX}"));
+        return usage(format!("--blocks must be at most {BLOCKS_MAX} (got {count})"));
     }
     match sizes.0.iter().find(|size| **size < count) {
         Some(size) => {
-            usage(format!("--blocks {count}: a message of {size} bytes cannot be cut into {count} blocks"))
+            usage(format!("--blocks must be at most the message size (got {count} blocks for {size} bytes)"))
         }
         None => Ok(Some(count)),
     }
@@ -80,8 +83,8 @@ fn peers(flags: &ConnectFlags, pattern: Pattern) -> Outcome<usize> {
     match (pattern, flags.peers) {
         (Pattern::Incast, None) if flags.gpus.is_none() => Ok(2),
         (Pattern::Incast, Some(n)) if (1..=PEERS_MAX).contains(&n) => Ok(n),
-        (Pattern::Incast, Some(n)) => usage(format!("--peers {n}: between 1 and {PEERS_MAX}")),
-        (_, Some(_)) => usage("--peers belongs to --pattern incast"),
+        (Pattern::Incast, Some(n)) => usage(format!("--peers must be between 1 and {PEERS_MAX} (got {n})")),
+        (_, Some(_)) => usage("--peers needs --pattern incast: add it, or leave out --peers"),
         (_, None) => Ok(1),
     }
 }

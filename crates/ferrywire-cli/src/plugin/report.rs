@@ -148,9 +148,9 @@ pub fn text(report: &Report) -> String {
     line("file", &report.path);
     line("name", &name(report));
     line("exports", &exports(report));
-    line("used", &report.used);
+    line("version", &report.used);
     for refused in report.devices.iter().filter_map(|device| device.refused_by_nccl.as_ref()) {
-        line("note", &format!("NCCL would drop this plugin: {refused}"));
+        line("note", &format!("NCCL rejects this plugin: {refused}"));
     }
     for row in table(report).to_string().lines() {
         text += row.trim_end();
@@ -163,15 +163,15 @@ fn name(report: &Report) -> String {
     if report.name == report.name_before_init {
         report.name.clone()
     } else {
-        format!("{} (before it was started: {})", report.name, report.name_before_init)
+        format!("{} (before init: {})", report.name, report.name_before_init)
     }
 }
 
 fn exports(report: &Report) -> String {
     let all: Vec<&str> = report.exported.iter().chain(&report.older).map(String::as_str).collect();
     let choice = match &report.nccl_choice {
-        Some(choice) => format!("NCCL 2.30 would use {choice}"),
-        None => "NCCL 2.30 would use none of them".to_owned(),
+        Some(choice) => format!("NCCL 2.30 uses {choice}"),
+        None => "NCCL 2.30 uses none of them".to_owned(),
     };
     format!("{} ({choice})", all.join(", "))
 }
@@ -188,8 +188,8 @@ const COLUMNS: [Column; 12] = [
     ("latency us", |device| device.latency_us.to_string()),
     ("memory", |device| device.memory.join(" ")),
     ("type", Device::kind),
-    ("comms", |device| device.max_comms.to_string()),
-    ("receives", |device| device.max_recvs.to_string()),
+    ("max comms", |device| device.max_comms.to_string()),
+    ("max receives", |device| device.max_recvs.to_string()),
     ("notes", Device::notes),
 ];
 

@@ -170,7 +170,7 @@ impl Report<'_> {
                 found.unsupported_reason.iter().chain(&found.missing).map(String::as_str).collect();
             [nic.name.clone(), answer(found).to_owned(), or_dash(words.join("; "))]
         };
-        table(["NIC", "possible", "what is in the way, or has to be set up"], asked.map(row))
+        table(["NIC", "supported", "reason, or missing setup"], asked.map(row))
     }
 
     fn planned(&self, plan: &Plan) -> String {
@@ -180,9 +180,9 @@ impl Report<'_> {
             [gpu.gpu.to_string(), nics.join(", "), gpu.cpus.to_string(), gpu.why.clone()]
         };
         let mut text = if plan.gpus.is_empty() {
-            format!("  no GPU; host memory uses {}\n", or_dash(plan.host_nics.join(", ")))
+            format!("  no GPU: host memory uses {}\n", or_dash(plan.host_nics.join(", ")))
         } else {
-            table(["GPU", "NICs (channels)", "CPUs", "why"], self.per_gpu(plan).into_iter().map(row))
+            table(["GPU", "NICs (channels)", "CPUs", "reason"], self.per_gpu(plan).into_iter().map(row))
         };
         for unused in &plan.unused {
             let _ = writeln!(text, "  not used: {}: {}", unused.nic, unused.why);

@@ -148,7 +148,7 @@ fn the_demo_shows_the_environment_and_who_set_it() {
     }
     let stored = &json(&output)["config"]["plugin_environment"]["NCCL_SOCKET_NTHREADS"];
     assert_eq!(*stored, serde_json::json!(["2", "the user"]));
-    assert!(said.contains("plugin because one was named"), "{said}");
+    assert!(said.contains("transport plugin: --plugin names "), "{said}");
 }
 
 /// What is said, in one line, of a plugin that fails in `call` at the connecting end; the next run is good.

@@ -183,7 +183,7 @@ fn cuda_memory_is_the_default_where_there_are_gpus() {
     verified(std::slice::from_ref(result), "cuda:0", "cuda:1");
     assert_eq!((&result["gpu"], &result["peer_gpu"]), (&"stand-in 0".into(), &"stand-in 1".into()));
     let said = text(&output.stderr);
-    assert!(said.contains("cuda:0 (stand-in 0) here, cuda:1 (stand-in 1) there"), "{said}");
+    assert!(said.contains("this end cuda:0 (stand-in 0), peer cuda:1 (stand-in 1)"), "{said}");
     let serve = driver.serve("");
     let connect = |args: &str| {
         let args = format!("bench connect {} --sizes 70001 --iters 5 --json - {args}", serve.address);

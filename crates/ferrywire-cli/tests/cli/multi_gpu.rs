@@ -42,7 +42,7 @@ fn every_pattern_between_several_gpus() {
         "--gpus 0-1 --memory host --peer-memory host --op read --pattern all-to-all --sizes 5000 --iters 3";
     let said = text(&serve.connect(mesh).stdout);
     for part in
-        ["one endpoint for each GPU, host here, host there", "from, to", "host:0", "host:2", "GB/s at 5000"]
+        ["one endpoint per GPU: this end host, peer host", "from, to", "host:0", "host:2", "GB/s at 5000"]
     {
         assert!(said.contains(part), "{part}: {said}");
     }
@@ -92,7 +92,7 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
     let bad = [
         ("--gpus 0,0", "GPU 0 is named twice"),
         ("--gpus 3-1", "empty"),
-        ("--gpus 0-99", "no GPU"),
+        ("--gpus 0-99", "not a GPU number"),
         ("--pattern all-to-all", "name them with --gpus"),
         ("--gpus 0-1 --pattern incast --peers 3", "--peers"),
         (
@@ -116,9 +116,9 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
 #[test]
 fn memory_of_several_gpus_has_no_number() {
     for (args, part) in [
-        ("serve --listen 127.0.0.1:0 --gpus 0-1 --memory sim:3", "say --memory sim"),
-        ("--gpus 0-1 --memory sim:3", "say --memory sim"),
-        ("--gpus 0-1 --memory sim --peer-memory sim:3", "say --peer-memory sim"),
+        ("serve --listen 127.0.0.1:0 --gpus 0-1 --memory sim:3", "use --memory sim"),
+        ("--gpus 0-1 --memory sim:3", "use --memory sim"),
+        ("--gpus 0-1 --memory sim --peer-memory sim:3", "use --peer-memory sim"),
     ] {
         let output = run_within(Duration::ZERO, &mut ferrywire(&format!("bench {args}")));
         assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));

@@ -19,7 +19,7 @@ const BACKUP: &str = "libplugin_UCX.so.before-ferrywire";
 const INCOMPLETE: &str = "libplugin_FERRYWIRE.so.new";
 
 /// A virtual environment.
-struct Environment {
+pub struct Environment {
     home: tempfile::TempDir,
     packages: PathBuf,
 }
@@ -50,7 +50,7 @@ impl Environment {
     }
 
     /// One with NIXL 1.5.1 for CUDA 12 and for CUDA 13, and their folders of backends.
-    fn with_two() -> Option<(Environment, [PathBuf; 2])> {
+    pub fn with_two() -> Option<(Environment, [PathBuf; 2])> {
         let environment = Environment::new()?;
         let plugins = ["cu12", "cu13"].map(|cuda| environment.nixl(cuda, "1.5.1"));
         Some((environment, plugins))
@@ -98,12 +98,13 @@ impl Environment {
         command
     }
 
-    fn run(&self, args: &str) -> Output {
+    /// Runs a subcommand of `nixl` in it.
+    pub fn run(&self, args: &str) -> Output {
         self.command(args).output().expect("it starts")
     }
 
     /// Runs it to a good end and gives what it printed.
-    fn good(&self, args: &str) -> String {
+    pub fn good(&self, args: &str) -> String {
         good(&self.run(args))
     }
 
@@ -388,7 +389,7 @@ fn an_older_backend_is_told_and_replaced() {
     fs::rename(plugins.join(UCX), plugins.join(BACKUP)).expect("renamed");
     fs::write(plugins.join(UCX), backend("0.0.9")).expect("written");
     assert_eq!(environment.each("current"), [false]);
-    assert!(environment.good("status").contains("0.0.9, not the library above"));
+    assert!(environment.good("status").contains("0.0.9, differs from the library above"));
     environment.good("install");
     assert!(is_ours(&plugins.join(OURS)) && is_ours(&plugins.join(UCX)));
     assert_eq!(environment.each("current"), [true]);

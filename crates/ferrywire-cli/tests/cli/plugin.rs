@@ -41,9 +41,9 @@ fn a_plugin_is_shown_with_versions_and_devices() {
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
     let shown = text(&output.stdout);
     for expected in [
-        "exports   v7 (NCCL 2.30 would use v7)",
-        "used      v7",
-        "name      Test plugin, started (before it was started: Test plugin)",
+        "exports   v7 (NCCL 2.30 uses v7)",
+        "version   v7",
+        "name      Test plugin, started (before init: Test plugin)",
     ] {
         assert!(shown.lines().any(|line| line == expected), "{expected}\n{shown}");
     }
@@ -282,5 +282,5 @@ fn a_file_here_needs_no_slash() {
 #[test]
 fn a_plugin_that_nccl_would_drop_is_marked() {
     let shown = text(&inspect(&broken("STRANGE_DEVICE"), "").stdout);
-    assert!(shown.contains("NCCL would drop this plugin: device nic 0 is of type 3"), "{shown}");
+    assert!(shown.contains("NCCL rejects this plugin: device nic 0 is of type 3"), "{shown}");
 }

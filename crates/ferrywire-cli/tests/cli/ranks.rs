@@ -76,7 +76,7 @@ fn every_pattern_between_ranks() {
         Launched::by_flags(4, "--memory host --op read --pattern all-to-all --sizes 5000 --iters 3").end();
     all_well(&outputs);
     let said = text(&outputs[0].stdout);
-    for part in ["one process for each rank", "from, to", "1 (host:1)", "3 (host:3)", "GB/s at 5000"] {
+    for part in ["one process per rank", "from, to", "1 (host:1)", "3 (host:3)", "GB/s at 5000"] {
         assert!(said.contains(part), "{part}: {said}");
     }
 }
@@ -156,8 +156,8 @@ fn torchrun_starts_a_run() {
 fn ranks_that_cannot_be_are_bad_usage() {
     let at = "--rendezvous 127.0.0.1:9";
     let bad = [
-        ("--rank 0 --world-size 3", "3 ranks have no two halves"),
-        ("--rank 0 --world-size 2", "nobody says where the ranks meet"),
+        ("--rank 0 --world-size 3", "--world-size must be even (got 3)"),
+        ("--rank 0 --world-size 2", "--rendezvous is missing"),
         ("--rank 2 --world-size 2", "--rank 2 is not below --world-size 2"),
         ("", "give --rank and --world-size too"),
         ("--rank 1", "--rank 1 is set and --world-size is not"),
@@ -170,7 +170,7 @@ fn ranks_that_cannot_be_are_bad_usage() {
         ("--rank 0 --world-size 5000", "at most"),
     ];
     for (args, part) in bad {
-        let place = if args.contains("--rendezvous") || part.contains("nobody says") { "" } else { at };
+        let place = if args.contains("--rendezvous") || part.contains("is missing") { "" } else { at };
         let output = untouched(&format!("bench {args} {place}")).output().expect("it runs");
         assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
         assert!(text(&output.stderr).contains(part), "{args}: {}", text(&output.stderr));
@@ -198,7 +198,7 @@ fn ranks_that_cannot_be_are_bad_usage() {
         let output = without.envs(names.into_iter().zip(["0", "4", "0", "2"])).output().expect("it runs");
         assert_eq!(output.status.code(), Some(2));
         let said = first_error(&output);
-        assert!(said.contains("add --rendezvous ADDR:7420 behind 'ferrywire bench'"), "{said}");
+        assert!(said.contains("add --rendezvous ADDR:7420 after 'ferrywire bench'"), "{said}");
         assert!(said.contains(launcher), "{said}");
     }
     // One rank is no run of several.

@@ -46,7 +46,11 @@ fn a_report_that_cannot_be_written_is_a_failure_and_a_closed_pipe_none() {
 fn what_is_undone_is_of_this_host_alone() {
     let output = topo(&Tree::named("small-vm"), "--clean-up");
     assert_eq!(output.status.code(), Some(2));
-    assert!(first_error(&output).contains("--clean-up is about this host"), "{}", text(&output.stderr));
+    assert!(
+        first_error(&output).contains("--clean-up changes NICs of this host only"),
+        "{}",
+        text(&output.stderr)
+    );
 }
 
 #[test]
@@ -73,7 +77,7 @@ NICs
   lo    up     -       65536  127.0.0.1/8     -             -        -     -           1/1     -
 
 Plan
-  no GPU; host memory uses eth0, eth1
+  no GPU: host memory uses eth0, eth1
   not used: ifb0: is down
   not used: lo: is loopback
 ";
@@ -99,7 +103,7 @@ PCIe roots with GPUs or NICs
     assert!(said.contains(nic), "{said}");
     let expected = "
 Plan
-  GPU  NICs (channels)  CPUs            why
+  GPU  NICs (channels)  CPUs            reason
   0    eth1 (8)         0-12,104-116    behind PCIe bridge 0000:02:00.0
   1    eth1 (8)         13-25,117-129   behind PCIe bridge 0000:02:00.0
   2    eth2 (8)         26-38,130-142   behind PCIe bridge 0000:08:00.0
@@ -216,8 +220,8 @@ fn wishes_that_make_no_sense_are_bad_usage() {
             "--gpu-nics eth1: no GPU before \"eth1\"; write it as GPU=NIC,..., for example 0=eth1,1=eth2, or 0-1=eth1,eth2 \
              for several of each",
         ),
-        ("--channels 0", 2, "--channels 0: must be at least 1"),
-        ("--channels 1000", 2, "--channels 1000: at most 256"),
+        ("--channels 0", 2, "--channels must be at least 1 (got 0)"),
+        ("--channels 1000", 2, "--channels must be at most 256 (got 1000)"),
     ];
     for (args, status, error) in said {
         let output = topo(&host, args);
