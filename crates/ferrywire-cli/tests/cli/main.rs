@@ -28,6 +28,7 @@ mod ranks;
 mod refused;
 mod results;
 mod runbook;
+mod schema;
 mod snapshots;
 mod topo;
 #[path = "../../../ferrywire-host/tests/topology/tree.rs"]
