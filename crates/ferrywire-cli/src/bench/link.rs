@@ -18,6 +18,11 @@ use crate::{sanitize, sys};
 pub const SLICE: Duration = Duration::from_millis(100);
 /// Time for a last message to leave.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest time in which [`Link::tell_failure`] waits for delivery: the message follows the payload posted before it.
+const FAILURE_TOLD_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time for the peers of a run to hear why it ends. It exceeds what [`Link::tell_failure`] takes: an endpoint
+/// that closes earlier tells its peers that it closed, and not why.
+pub const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// A busy host gets and fills memory no slower: pages that its kernel has to clear first, on one core.
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
@@ -131,7 +136,7 @@ impl Link {
         if self.peer.error().is_some() || self.their_failure().is_some() {
             return;
         }
-        let until = Instant::now() + CLOSE_TIMEOUT;
+        let until = Instant::now() + FAILURE_TOLD_TIMEOUT;
         for part in self.post(&Message::failed(failure)).unwrap_or_default() {
             let _ = part.wait(until.saturating_duration_since(Instant::now()));
         }

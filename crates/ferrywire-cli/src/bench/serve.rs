@@ -15,7 +15,7 @@ use super::barrier::Barrier;
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
-use super::link::{CLOSE_TIMEOUT, Link, SLICE};
+use super::link::{CLOSE_TIMEOUT, Link, RUN_END_TIMEOUT, SLICE};
 use super::multi_gpu::{MultiGpu, Setting};
 use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::run_slot::{self, ActiveRun, Ended, RunSlot};
@@ -105,7 +105,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
         }
     };
     // Ctrl-C ends what is under way: each peer hears why.
-    house.run_slot.wait_until_empty(CLOSE_TIMEOUT);
+    house.run_slot.wait_until_empty(RUN_END_TIMEOUT);
     std::thread::scope(|scope| {
         for door in &doors {
             scope.spawn(|| door.endpoint.close(CLOSE_TIMEOUT));
