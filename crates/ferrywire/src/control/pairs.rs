@@ -38,6 +38,10 @@ pub(super) fn pairs(
             && nic.loopback == dialled.ip().is_loopback()
             && (chosen.is_empty() || chosen.contains(&nic.name))
     };
+    let same_family = |nic: &Nic| nic.address.is_ipv4() == dialled.is_ipv4();
+    let is_best_of_its_nic = |nic: &Nic| {
+        same_family(nic) || !nics.iter().any(|other| other.name == nic.name && same_family(other))
+    };
     let mut out: Vec<Pair> = Vec::new();
     for nic in nics.iter().filter(usable) {
         let same_subnet = |address: &&ListenAddress| {
@@ -56,7 +60,8 @@ pub(super) fn pairs(
                 remote: address.address,
                 remote_nic: address.nic.clone(),
             }),
-            None if !chosen.is_empty() || nic.reaches(dialled.ip()) => {
+            // An address of the other family is tried only if its NIC, which the user named, has no other.
+            None if nic.reaches(dialled.ip()) || (!chosen.is_empty() && is_best_of_its_nic(nic)) => {
                 out.push(Pair { nic: Some(nic.clone()), remote: dialled, remote_nic: String::new() });
             }
             None => {}
@@ -128,6 +133,19 @@ mod tests {
         ];
         let found = paths(&nics, &[], "10.0.1.2", &["10.0.2.2", "10.0.1.2", "10.0.3.2"]);
         assert_eq!(found, [("eth1".into(), "10.0.1.2".into()), ("eth2".into(), "10.0.2.2".into())]);
+    }
+
+    #[test]
+    fn an_address_of_the_other_family_is_no_path_beside_one_of_the_same() {
+        let nics = [nic("lo", "127.0.0.1"), nic("lo", "::1")];
+        for order in [[0, 1], [1, 0]] {
+            let nics = order.map(|at| nics[at].clone());
+            let found = paths(&nics, &["lo"], "127.0.0.1", &["127.0.0.1"]);
+            assert_eq!(found, [("lo".into(), "127.0.0.1".into())]);
+        }
+        // The error of the dial names the families.
+        let found = paths(&[nic("eth1", "fd00::1")], &["eth1"], "10.0.1.2", &["10.0.1.2"]);
+        assert_eq!(found, [("eth1".into(), "10.0.1.2".into())]);
     }
 
     #[test]
