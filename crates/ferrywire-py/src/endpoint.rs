@@ -18,7 +18,7 @@ use crate::region::Region;
 use crate::shutdown::{self, Shared};
 use crate::tensor::{Framework, View};
 use crate::waiting::{NotStarted, PendingCall, after, aside, begin_aside, limit, overdue, sliced};
-use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
+use crate::wakeup::{Wakeup, coroutine, itself, leave, left, pending_call};
 
 /// Default of `timeout` in seconds when an endpoint or peer closes. The signatures of `close` repeat the number,
 /// because a constant's name there would hide the value from `help()`.
@@ -246,7 +246,7 @@ impl Endpoint {
         to: Bound<'py, PyAny>,
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        errand(slf, "_begin_connect", &[to, timeout.into_bound_py_any(slf.py())?])
+        pending_call(slf, "_begin_connect", &[to, timeout.into_bound_py_any(slf.py())?])
     }
 
     fn _begin_connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<PendingCall> {
@@ -351,7 +351,7 @@ impl Endpoint {
     /// Like `close`, for `await`. Raises `TimedOut` and `PeerLost` as `close` does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
-        errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
+        pending_call(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
     }
 
     fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<PendingCall> {

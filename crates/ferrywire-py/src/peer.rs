@@ -22,7 +22,7 @@ use crate::stream::named;
 use crate::tensor::Framework;
 use crate::transfer::Transfer;
 use crate::waiting::{PendingCall, aside, limit, overdue, sliced};
-use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
+use crate::wakeup::{Wakeup, coroutine, itself, leave, left, pending_call};
 
 /// A connected remote endpoint. When its last reference is gone, the connection is closed after what was posted has
 /// been sent.
@@ -368,7 +368,7 @@ impl Peer {
     /// Like `close`, for `await`. Raises `TimedOut` and `PeerLost` as `close` does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
-        errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
+        pending_call(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
     }
 
     fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

@@ -49,7 +49,7 @@ pub fn coroutine<'py>(
 
 /// A coroutine of `_aio.py` that starts a [`PendingCall`](crate::waiting::PendingCall) by a method and its arguments,
 /// and awaits it.
-pub fn errand<'py>(
+pub fn pending_call<'py>(
     object: &Bound<'py, impl PyClass>,
     begin: &str,
     arguments: &[Bound<'py, PyAny>],
@@ -57,7 +57,7 @@ pub fn errand<'py>(
     let py = object.py();
     let mut all = vec![object.as_any().getattr(begin)?];
     all.extend(arguments.iter().cloned());
-    py.import("ferrywire._aio")?.getattr("errand")?.call1(PyTuple::new(py, all)?)
+    py.import("ferrywire._aio")?.getattr("pending_call")?.call1(PyTuple::new(py, all)?)
 }
 
 /// The end of an `async with` block.

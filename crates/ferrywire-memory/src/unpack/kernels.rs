@@ -9,7 +9,7 @@
 
 use super::device::GatherRun;
 use super::lists::CopyPlaces;
-use super::sm_backoff::Crowd;
+use super::sm_backoff::SmBackoff;
 use super::table::Fragment;
 use crate::GpuCopy;
 use crate::cuda::{CudaBuffer, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
@@ -98,7 +98,7 @@ pub struct Kernels {
     delay: CudaFunction,
     multiprocessors: u32,
     /// Whether the multiprocessors have time for copies.
-    pub crowd: Crowd,
+    pub sm_backoff: SmBackoff,
     /// Zeroed device memory for counters; `free` lists the unused ones, each with the number of its next
     /// list.
     _counters: CudaBuffer,
@@ -204,7 +204,7 @@ impl Kernels {
             check_list: module.function(c"ferrywire_check_list")?,
             delay: module.function(c"ferrywire_delay")?,
             multiprocessors: gpu.multiprocessors().max(1),
-            crowd: Crowd::default(),
+            sm_backoff: SmBackoff::default(),
             free: Mutex::new(free.rev().collect()),
             _counters: counters,
         })

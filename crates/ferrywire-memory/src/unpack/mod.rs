@@ -44,7 +44,7 @@ pub use kernels::{COUNTERS, Counter, Kernels, PatternParameters};
 pub use lists::{CopyDesk, CopyList, CopyPlaces};
 pub use mode::UnpackMode;
 pub use sim::SimQueue;
-pub use sm_backoff::{Leave, PATIENCE};
+pub use sm_backoff::{LAUNCH_WAIT, Permit};
 pub use table::{FRAGMENTS_PER_SLOT_MAX, Fragment, METADATA_BYTES, SLOTS};
 
 use crate::error::Result;

@@ -2,7 +2,7 @@
 //!
 //! A kernel waits behind the blocks of other kernels, or for its process's time slice: hundreds of
 //! microseconds on a shared GPU, milliseconds on a fully loaded one. So when several kernels in a row have
-//! not started within [`PATIENCE`], all copies use the copy engines for a while. Then a single copy tries the
+//! not started within [`LAUNCH_WAIT`], all copies use the copy engines for a while. Then a single copy tries the
 //! multiprocessors again.
 //!
 //! Pure: times are arguments.
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Longest time for a kernel to start. On an idle H200, 83 of 100 kernels started within 64 us and 98 within
 /// 128 us, while 16 channels kept the link busy. Beside another process that multiplied small matrices, 7 and
 /// 20 of 100 did.
-pub const PATIENCE: Duration = Duration::from_micros(100);
+pub const LAUNCH_WAIT: Duration = Duration::from_micros(100);
 /// Late kernels in a row that count as contention.
 const STREAK: u32 = 6;
 /// First pause before another try; each failed try doubles the pause, up to `REST_MAX`.
@@ -25,7 +25,7 @@ const PEACE: Duration = Duration::from_secs(1);
 
 /// State of one GPU. Times are nanoseconds of the callers' clock.
 #[derive(Debug, Default)]
-pub struct Crowd {
+pub struct SmBackoff {
     /// Time of the next try; 0 without contention.
     until: AtomicU64,
     /// The last pause; then the time at which it ended with a successful try.
@@ -37,39 +37,39 @@ pub struct Crowd {
 
 /// A permit to use the multiprocessors; its holder reports the outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Leave {
+pub struct Permit {
     /// Whether the use is a try that finds out if contention has ended.
     tries: bool,
 }
 
-impl Leave {
+impl Permit {
     /// A permit for a use that has no alternative and never asked for one.
-    pub const NEEDED: Leave = Leave { tries: false };
+    pub const NEEDED: Permit = Permit { tries: false };
 }
 
 fn nanoseconds(time: Duration) -> u64 {
     time.as_nanos() as u64
 }
 
-impl Crowd {
+impl SmBackoff {
     /// A permit to use the multiprocessors. `None` during contention, except for one try after each pause.
-    pub fn leave(&self, now: Duration) -> Option<Leave> {
+    pub fn permit(&self, now: Duration) -> Option<Permit> {
         let until = self.until.load(Ordering::Relaxed);
         if until == 0 {
-            return Some(Leave { tries: false });
+            return Some(Permit { tries: false });
         }
         let now = nanoseconds(now);
         let next = now + self.rest.load(Ordering::Relaxed);
         let mine = until <= now
             && self.until.compare_exchange(until, next, Ordering::Relaxed, Ordering::Relaxed).is_ok();
-        mine.then_some(Leave { tries: true })
+        mine.then_some(Permit { tries: true })
     }
 
-    /// Reports that work had not started within [`PATIENCE`].
-    pub fn kept_waiting(&self, leave: Leave, now: Duration) {
+    /// Reports that work had not started within [`LAUNCH_WAIT`].
+    pub fn kept_waiting(&self, permit: Permit, now: Duration) {
         let crowded = self.until.load(Ordering::Relaxed) != 0;
         // The contention is known already, or the delay may be chance.
-        if !leave.tries && (crowded || self.streak.fetch_add(1, Ordering::Relaxed) + 1 < STREAK) {
+        if !permit.tries && (crowded || self.streak.fetch_add(1, Ordering::Relaxed) + 1 < STREAK) {
             return;
         }
         let (now, left) = (nanoseconds(now), self.left.load(Ordering::Relaxed));
@@ -87,11 +87,11 @@ impl Crowd {
     }
 
     /// Reports that work has started in time.
-    pub fn served(&self, leave: Leave, now: Duration) {
+    pub fn served(&self, permit: Permit, now: Duration) {
         if self.streak.load(Ordering::Relaxed) > 0 {
             self.streak.store(0, Ordering::Relaxed);
         }
-        if leave.tries {
+        if permit.tries {
             self.left.store(nanoseconds(now), Ordering::Relaxed);
             self.until.store(0, Ordering::Relaxed);
         }
@@ -107,45 +107,45 @@ mod tests {
     }
 
     /// Reports as many late kernels as count as contention.
-    fn crowd(crowd: &Crowd, now: u64) {
-        let leaves: Vec<_> = (0..STREAK).map(|_| crowd.leave(ms(now)).unwrap()).collect();
-        leaves.into_iter().for_each(|leave| crowd.kept_waiting(leave, ms(now)));
+    fn sm_backoff(sm_backoff: &SmBackoff, now: u64) {
+        let permits: Vec<_> = (0..STREAK).map(|_| sm_backoff.permit(ms(now)).unwrap()).collect();
+        permits.into_iter().for_each(|permit| sm_backoff.kept_waiting(permit, ms(now)));
     }
 
     #[test]
     fn an_idle_gpu_is_asked_by_everybody_though_one_or_the_other_is_late() {
-        let crowd = Crowd::default();
+        let sm_backoff = SmBackoff::default();
         for at in 0..100 {
-            let leave = crowd.leave(ms(1)).unwrap();
+            let permit = sm_backoff.permit(ms(1)).unwrap();
             match at % STREAK {
-                0 => crowd.served(leave, ms(1)),
-                _ => crowd.kept_waiting(leave, ms(1)),
+                0 => sm_backoff.served(permit, ms(1)),
+                _ => sm_backoff.kept_waiting(permit, ms(1)),
             }
         }
     }
 
     #[test]
     fn after_some_had_to_wait_nobody_asks_for_a_while_and_then_one_does() {
-        let crowd = Crowd::default();
-        let late: Vec<_> = (0..=STREAK).map(|_| crowd.leave(ms(0)).unwrap()).collect();
-        late[1..].iter().for_each(|leave| crowd.kept_waiting(*leave, ms(1)));
-        crowd.kept_waiting(late[0], ms(2));
-        assert_eq!(crowd.leave(ms(20)), None);
-        let tries = crowd.leave(ms(21)).expect("the rest is over, and the last one made it no longer");
-        assert_eq!(crowd.leave(ms(21)), None, "one tries");
-        crowd.served(tries, ms(21));
-        assert!(crowd.leave(ms(22)).is_some() && crowd.leave(ms(22)).is_some());
+        let sm_backoff = SmBackoff::default();
+        let late: Vec<_> = (0..=STREAK).map(|_| sm_backoff.permit(ms(0)).unwrap()).collect();
+        late[1..].iter().for_each(|permit| sm_backoff.kept_waiting(*permit, ms(1)));
+        sm_backoff.kept_waiting(late[0], ms(2));
+        assert_eq!(sm_backoff.permit(ms(20)), None);
+        let tries = sm_backoff.permit(ms(21)).expect("the rest is over, and the last one made it no longer");
+        assert_eq!(sm_backoff.permit(ms(21)), None, "one tries");
+        sm_backoff.served(tries, ms(21));
+        assert!(sm_backoff.permit(ms(22)).is_some() && sm_backoff.permit(ms(22)).is_some());
     }
 
     #[test]
     fn tries_in_vain_become_rarer_and_never_end() {
-        let crowd = Crowd::default();
-        self::crowd(&crowd, 0);
+        let sm_backoff = SmBackoff::default();
+        self::sm_backoff(&sm_backoff, 0);
         let (mut now, mut tries) = (0, Vec::new());
         while now < 10_000 {
-            if let Some(leave) = crowd.leave(ms(now)) {
+            if let Some(permit) = sm_backoff.permit(ms(now)) {
                 tries.push(now);
-                crowd.kept_waiting(leave, ms(now));
+                sm_backoff.kept_waiting(permit, ms(now));
             }
             now += 1;
         }
@@ -158,35 +158,35 @@ mod tests {
     /// kernels.
     #[test]
     fn a_crowd_that_comes_back_soon_is_left_alone_for_longer() {
-        let crowd = Crowd::default();
-        self::crowd(&crowd, 0);
-        crowd.served(crowd.leave(ms(20)).unwrap(), ms(20));
-        self::crowd(&crowd, 30);
-        assert_eq!(crowd.leave(ms(69)), None);
-        crowd.served(crowd.leave(ms(70)).unwrap(), ms(70));
-        self::crowd(&crowd, 2000);
-        assert_eq!(crowd.leave(ms(2019)), None);
-        assert!(crowd.leave(ms(2020)).is_some());
+        let sm_backoff = SmBackoff::default();
+        self::sm_backoff(&sm_backoff, 0);
+        sm_backoff.served(sm_backoff.permit(ms(20)).unwrap(), ms(20));
+        self::sm_backoff(&sm_backoff, 30);
+        assert_eq!(sm_backoff.permit(ms(69)), None);
+        sm_backoff.served(sm_backoff.permit(ms(70)).unwrap(), ms(70));
+        self::sm_backoff(&sm_backoff, 2000);
+        assert_eq!(sm_backoff.permit(ms(2019)), None);
+        assert!(sm_backoff.permit(ms(2020)).is_some());
     }
 
     #[test]
     fn what_is_avoided_is_not_asked_before_its_time() {
-        let crowd = Crowd::default();
-        let leave = crowd.leave(ms(0)).unwrap();
-        crowd.avoid(ms(5), ms(60_000));
-        crowd.kept_waiting(leave, ms(6));
-        crowd.served(leave, ms(7));
-        assert_eq!(crowd.leave(ms(60_004)), None);
-        assert!(crowd.leave(ms(60_005)).is_some());
+        let sm_backoff = SmBackoff::default();
+        let permit = sm_backoff.permit(ms(0)).unwrap();
+        sm_backoff.avoid(ms(5), ms(60_000));
+        sm_backoff.kept_waiting(permit, ms(6));
+        sm_backoff.served(permit, ms(7));
+        assert_eq!(sm_backoff.permit(ms(60_004)), None);
+        assert!(sm_backoff.permit(ms(60_005)).is_some());
     }
 
     /// The holder of a try's permit may be dropped before it reports the outcome.
     #[test]
     fn a_try_without_an_outcome_is_made_again_by_another() {
-        let crowd = Crowd::default();
-        self::crowd(&crowd, 0);
-        assert!(crowd.leave(ms(20)).is_some());
-        assert_eq!(crowd.leave(ms(39)), None);
-        assert!(crowd.leave(ms(40)).is_some());
+        let sm_backoff = SmBackoff::default();
+        self::sm_backoff(&sm_backoff, 0);
+        assert!(sm_backoff.permit(ms(20)).is_some());
+        assert_eq!(sm_backoff.permit(ms(39)), None);
+        assert!(sm_backoff.permit(ms(40)).is_some());
     }
 }

@@ -107,7 +107,7 @@ async def accept(endpoint: Endpoint, timeout: float | None) -> Peer:
     return await _until(endpoint.try_accept, endpoint._arm, endpoint._overdue, timeout)
 
 
-async def errand(begin: Callable[..., PendingCall], *arguments: Any) -> Any:
+async def pending_call(begin: Callable[..., PendingCall], *arguments: Any) -> Any:
     """Awaits a call that blocks on a thread of its own. Cancelling this leaves the thread behind."""
     begun = begin(*arguments)
     (given,) = await _until(begun.poll, begun._arm, _never, None, begun.done)
@@ -121,7 +121,7 @@ def _never(waited: float) -> Any:
 async def leave(thing: Endpoint | Peer, timeout: float, raised: BaseException | None) -> None:
     """The end of an ``async with`` block."""
     try:
-        await errand(thing._begin_close, timeout)
+        await pending_call(thing._begin_close, timeout)
     except Exception as failed:
         if raised is None:
             raise

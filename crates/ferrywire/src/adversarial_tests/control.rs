@@ -58,7 +58,7 @@ fn a_gap_in_the_control_messages_loses_the_peer() {
 
 #[test]
 fn a_forged_control_message_loses_the_peer() {
-    let scene = Scene::with_patience(Duration::from_secs(3));
+    let scene = Scene::with_limit(Duration::from_secs(3));
     let mut evil = Evil::new(&scene);
     let mut sealed = evil.secure().seal(&[0; 9]).unwrap();
     sealed[5] ^= 1;
@@ -293,7 +293,7 @@ fn ask_without_end(control: &mut TcpStream, secure: &mut Secure, taken: &AtomicU
 
 #[test]
 fn a_peer_that_never_reads_its_control_connection_is_not_heard_and_then_lost() {
-    let scene = Scene::with_patience(Duration::from_secs(5));
+    let scene = Scene::with_limit(Duration::from_secs(5));
     let mut evil = Evil::new(&scene);
     thread::scope(|scope| {
         let Evil { control, established, here, .. } = &mut evil;

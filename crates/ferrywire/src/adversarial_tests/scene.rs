@@ -23,11 +23,11 @@ pub(super) struct Scene {
 
 impl Scene {
     pub fn new() -> Scene {
-        Scene::with_patience(3 * LIMIT)
+        Scene::with_limit(3 * LIMIT)
     }
 
     /// A scene whose endpoint gives silent peers up after `limit`.
-    pub fn with_patience(limit: Duration) -> Scene {
+    pub fn with_limit(limit: Duration) -> Scene {
         let victim = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
         let victim = victim.secret(SECRET).threads(1).peer_timeout(limit).build().unwrap();
         let mut memory = vec![BEFORE; 3 * REGION_BYTES];

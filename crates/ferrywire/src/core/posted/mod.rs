@@ -203,7 +203,7 @@ impl Posted {
             let sends = self.sending.in_flight();
             self.receiving.turn(&mut *self.lane, sends, now, turned)
         });
-        if self.sending.has_let_go() | self.receiving.has_let_go() {
+        if self.sending.has_released() | self.receiving.has_released() {
             self.forget_revoked();
         }
         let counters = &self.counters;

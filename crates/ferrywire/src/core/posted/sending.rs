@@ -102,7 +102,7 @@ impl Sending {
     }
 
     /// Whether registrations may have become unused since the last call.
-    pub fn has_let_go(&mut self) -> bool {
+    pub fn has_released(&mut self) -> bool {
         std::mem::take(&mut self.released)
     }
 

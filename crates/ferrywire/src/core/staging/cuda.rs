@@ -144,12 +144,12 @@ impl CudaCopier {
         }
         let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.fits(runs)) else { return Ok(false) };
         let Some(_launching) = deferred_free::launching() else { return Ok(false) };
-        let Some(leave) = kernel.leave(bytes / runs < ENGINE_RUN_BYTES_MIN) else { return Ok(false) };
+        let Some(permit) = kernel.permit(bytes / runs < ENGINE_RUN_BYTES_MIN) else { return Ok(false) };
         let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
         self.calls += 1 + self.used.len() as u64;
         let marks = [self.behind, self.marked];
         // SAFETY: the flag outlives the stream; the rest by the caller's promise.
-        unsafe { kernel.launch(&self.stream, &self.batch, leave, &self.flag, marks, there) }.map(|()| true)
+        unsafe { kernel.launch(&self.stream, &self.batch, permit, &self.flag, marks, there) }.map(|()| true)
     }
 
     /// Ends posting to the kernel, which may end then: later work in the stream is not the kernel's.

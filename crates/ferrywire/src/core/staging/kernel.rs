@@ -26,7 +26,9 @@
 use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
-use ferrywire_memory::unpack::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, Leave, PATIENCE};
+use ferrywire_memory::unpack::{
+    COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, LAUNCH_WAIT, Permit,
+};
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::sync::atomic::{Ordering, fence};
@@ -36,8 +38,8 @@ use std::time::{Duration, Instant};
 /// Longest time from launch to observed beginning that counts as in time. A thread with other work may
 /// observe it late.
 const IN_TIME: Duration = Duration::from_micros(250);
-/// Factor on [`PATIENCE`] for a stream that is shared with other work: the time of some copies of a slot.
-const SHARED_PATIENCE: u32 = 30;
+/// Factor on [`LAUNCH_WAIT`] for a stream that is shared with other work: the time of some copies of a slot.
+const SHARED_LAUNCH_WAIT: u32 = 30;
 /// How long multiprocessors are avoided after a list that was not posted in time.
 const LONG_REST: Duration = Duration::from_secs(60);
 
@@ -54,7 +56,7 @@ fn clock() -> Duration {
 /// How long a kernel stays idle, and the age after which it ends as soon as it is idle.
 const STAYS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(1)];
 /// Number of blocks that a list is cut for, a power of two. Few blocks read what lies in the cores' caches
-/// faster than many do, and leave multiprocessors to other kernels.
+/// faster than many do, and permit multiprocessors to other kernels.
 const BLOCKS: u64 = 2;
 /// Most lists in flight: one being copied, and one ready behind it.
 const LISTS: usize = 2;
@@ -77,7 +79,7 @@ pub(super) struct ListKernel {
 struct Launched {
     /// The list for which the kernel was launched.
     first: u64,
-    leave: Leave,
+    permit: Permit,
     at: Duration,
     /// The last mark before the kernel in this copier, and since when it is reached.
     behind: u64,
@@ -151,8 +153,8 @@ impl ListKernel {
     }
 
     /// Permission to use the multiprocessors. `None` while they are busy, unless `needed`.
-    pub fn leave(&self, needed: bool) -> Option<Leave> {
-        self.kernels.crowd.leave(clock()).or(needed.then_some(Leave::NEEDED))
+    pub fn permit(&self, needed: bool) -> Option<Permit> {
+        self.kernels.sm_backoff.permit(clock()).or(needed.then_some(Permit::NEEDED))
     }
 
     /// Posts copies and the mark behind them to the kernel that stays. The kernel may end before it takes
@@ -186,7 +188,7 @@ impl ListKernel {
         &mut self,
         stream: &CudaStream,
         copies: &[GpuCopy],
-        leave: Leave,
+        permit: Permit,
         told: &PinnedBuffer,
         [behind, mark]: [u64; 2],
         there: impl FnOnce() -> Result<()>,
@@ -208,7 +210,7 @@ impl ListKernel {
         // SAFETY: a posted list stays until its mark is reached; the rest by the caller's promise.
         unsafe { self.kernels.copy(stream, places, first, BLOCKS, stays) }?;
         self.launched =
-            Some(Launched { first, leave, at: clock(), behind, first_since: None, settled: false });
+            Some(Launched { first, permit, at: clock(), behind, first_since: None, settled: false });
         match there() {
             Ok(()) => {
                 // SAFETY: by the caller's promise.
@@ -255,7 +257,7 @@ impl ListKernel {
         let in_vain = ended == launched.first;
         if in_vain {
             tracing::warn!("a kernel waited for its copies in vain: copy engines do them for a while");
-            self.kernels.crowd.avoid(clock(), LONG_REST);
+            self.kernels.sm_backoff.avoid(clock(), LONG_REST);
         }
         self.forget();
         debug_assert!(self.lists.len() <= 1, "at most the last was posted too late");
@@ -280,18 +282,19 @@ impl ListKernel {
         let begun = self.desk().begun.load(Ordering::Relaxed) != 0;
         let first_is_done = |first| self.lists.front().is_none_or(|(number, _)| *number > first);
         let Some(launched) = self.launched.as_ref().filter(|launched| !launched.settled) else { return };
-        let (done, crowd, now) = (first_is_done(launched.first), &self.kernels.crowd, clock());
+        let (done, sm_backoff, now) = (first_is_done(launched.first), &self.kernels.sm_backoff, clock());
         if reached < launched.behind {
             return;
         }
         let (begun, since) = (begun || done, launched.first_since.unwrap_or(now));
         let waited = now.saturating_sub(since);
-        let late = waited > PATIENCE && (!stream.has_others() || waited > SHARED_PATIENCE * PATIENCE);
+        let late =
+            waited > LAUNCH_WAIT && (!stream.has_others() || waited > SHARED_LAUNCH_WAIT * LAUNCH_WAIT);
         match (begun, late) {
             // The time of its beginning is not known.
             (true, _) if now.saturating_sub(launched.at) > IN_TIME => {}
-            (true, _) => crowd.served(launched.leave, now),
-            (false, true) => crowd.kept_waiting(launched.leave, now),
+            (true, _) => sm_backoff.served(launched.permit, now),
+            (false, true) => sm_backoff.kept_waiting(launched.permit, now),
             (false, false) => {}
         }
         if let Some(launched) = &mut self.launched {
