@@ -127,7 +127,7 @@ struct Door {
 /// What is kept open with the doors.
 enum Kept {
     One { _home: Option<Home> },
-    Several { _fleet: MultiGpu },
+    Several { _multi_gpu: MultiGpu },
 }
 
 /// The engine options with the NICs of its GPU, if that was named; a child of the process that prints finds the same.
@@ -153,7 +153,7 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
         gpu: Some(gpu),
         all: all.clone(),
     };
-    Ok((multi_gpu.endpoints().map(door).collect(), Kept::Several { _fleet: multi_gpu }))
+    Ok((multi_gpu.endpoints().map(door).collect(), Kept::Several { _multi_gpu: multi_gpu }))
 }
 
 /// What all that attend to peers share.
@@ -349,7 +349,7 @@ fn attend(
     let link = link.with_guest(Duration::from_secs_f64(hello.run.timeout_s));
     let member = Member { number: hello.member, run: &hello.run, barrier: &active.barrier, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
-    // The run_slot is free before the peer hears that it is over: the next run can follow at once.
+    // The run slot is free before the peer hears that it is over: the next run can follow at once.
     let ended = run_slot.leave(outcome.clone());
     link.tell_last(&match outcome {
         Ok(()) => Message::Bye,
