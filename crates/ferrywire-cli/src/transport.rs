@@ -193,7 +193,7 @@ pub fn devmem_for_serve(
     };
     let of_host = Memory::detect(None);
     if !required && memory.is_none() && of_host != Memory::Host {
-        tracing::info!("devmem is not tried: --memory {of_host} would say whose memory NICs are to reach");
+        tracing::info!("devmem not tried: --memory {of_host} names the GPU whose memory the NICs access");
         return Ok(None);
     }
     Ok(Some(DevmemUse {

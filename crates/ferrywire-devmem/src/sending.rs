@@ -160,7 +160,7 @@ impl Sending {
         *self.reports.get_or_insert_with(|| match zerocopy::enable(self.fd) {
             Ok(()) => true,
             Err(error) => {
-                tracing::warn!(%error, "this kernel sends nothing without a copy");
+                tracing::warn!(%error, "kernel cannot send from device memory: payload is copied to host memory first");
                 false
             }
         })
@@ -294,7 +294,7 @@ impl Sending {
     /// rest.
     pub fn has_released(&mut self) -> bool {
         if let Err(why) = self.hear_reports() {
-            tracing::error!("the kernel may still send of GPU memory: {why}");
+            tracing::error!("kernel may still send from GPU memory: {why}");
             self.unreported = 0;
         }
         self.unreported == 0

@@ -66,7 +66,7 @@ impl Binding {
         let id = netdev
             .bind_tx(index, dmabuf.as_fd())
             .map_err(|error| DevmemError::bind_tx(nic, &error).to_string())?;
-        tracing::debug!(nic, id, bytes, "a region of {location} is bound to be sent from");
+        tracing::debug!(nic, id, bytes, "region of {location} bound to the NIC for sending");
         Ok(Binding { id, base, lost: AtomicBool::new(false), _netdev: netdev })
     }
 }
@@ -145,7 +145,7 @@ impl Bindings {
         if self.told.lock().unwrap_or_else(PoisonError::into_inner).is_new(why) {
             tracing::warn!(
                 nic = device.name(),
-                "what is sent from GPU memory is copied to host memory first, since the NIC cannot read it there: {why}"
+                "NIC cannot read GPU memory, payload is copied to host memory first: {why}"
             );
         }
     }

@@ -95,7 +95,7 @@ impl Drop for Steering {
         self.shared.news.notify_one();
         // The thread holds the claim, which has to end now.
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread that removes rules panicked");
+            tracing::error!("flow rule removal thread panicked");
         }
     }
 }
@@ -128,9 +128,7 @@ impl Shared {
         let Err(NotRemoved { rules, why, no_lock }) = removed else { return Ok(()) };
         if !failed_before {
             let count = rules.len();
-            tracing::warn!(
-                "{count} rules that nobody needs are not removed yet, which is tried again: {why}"
-            );
+            tracing::warn!("{count} unused flow rules not removed yet, will retry: {why}");
         }
         rules.into_iter().rev().for_each(|rule| unneeded.rules.push_front(rule));
         no_lock.map_or(Ok(()), |error| Err(*error))

@@ -220,7 +220,12 @@ impl Drop for Base {
     fn drop(&mut self) {
         if !self.closed {
             let plugin = self.plugin.name();
-            tracing::warn!(plugin, device = self.device, "{} was not closed: it stays open", self.id);
+            tracing::warn!(
+                plugin,
+                device = self.device,
+                "{} stays open: it was dropped without a close",
+                self.id
+            );
         }
     }
 }
@@ -348,7 +353,7 @@ impl Drop for Connecting {
             (Some(lending), Attempt::Fresh) => lending.take_back(),
             (Some(_), Attempt::InFlight) => {
                 // The connection counts as open from now on: a thread of the plugin may still be in it.
-                tracing::debug!(plugin = self.plugin.name(), "connect was abandoned; its handle is leaked");
+                tracing::debug!(plugin = self.plugin.name(), "connect abandoned: its handle is leaked");
             }
             // After an error a plugin should not read the handle again. Leaking 200 bytes is safer than
             // relying on it.

@@ -135,7 +135,7 @@ impl Agent {
         // SAFETY: by the caller's promise.
         let region = unsafe { self.shared.endpoint.register_raw(address as *mut u8, bytes as usize) };
         let region = region.map_err(|error| {
-            tracing::warn!(%error, "{bytes} bytes at {address:#x} cannot be registered");
+            tracing::warn!(%error, "cannot register {bytes} bytes at {address:#x}");
             Status::of(&error)
         })?;
         if bytes > 0 && !is_of_kind(region.location(), kind) {
@@ -155,7 +155,7 @@ impl Agent {
         match region.clone().deregister() {
             Ok(()) => Status::SUCCESS,
             Err(error) => {
-                tracing::error!(%error, "memory could not be deregistered, and may still be used");
+                tracing::error!(%error, "cannot deregister memory: it may still be in use");
                 Status::BACKEND
             }
         }
@@ -167,14 +167,14 @@ impl Agent {
     /// Bytes that another version of ferrywire made, or that belong to another agent.
     pub fn load_remote(&self, peer: &str, blob: &[u8]) -> Result<Memory, Status> {
         let memory = Memory::from_public_data(blob).map_err(|why| {
-            tracing::warn!(agent = peer, "a registration of the remote agent cannot be used: {why}");
+            tracing::warn!(agent = peer, "registration of the remote agent is unusable: {why}");
             Status::MISMATCH
         })?;
         match (&memory, self.shared.remote(peer)) {
             (Memory::Remote { region, .. }, Some(remote)) if region.owner() != remote.identity() => {
                 tracing::warn!(
                     agent = peer,
-                    "a registration is of another process than the connection information"
+                    "registration and connection information are of different processes"
                 );
                 Err(Status::MISMATCH)
             }
@@ -320,7 +320,7 @@ impl Drop for Agent {
         // The thread has been told to end; a panic has been logged already.
         thread.into_iter().for_each(|thread| drop(thread.join()));
         if let Err(error) = shared.endpoint.close(CLOSING_TIMEOUT) {
-            tracing::info!(%error, "an agent ended before all that it had sent was there");
+            tracing::info!(%error, "remote agent ended before all its data arrived");
         }
         let remotes = std::mem::take(&mut *shared.remotes.write().unwrap_or_else(PoisonError::into_inner));
         remotes.values().for_each(|remote| remote.remove());
@@ -369,7 +369,7 @@ impl Shared {
             let dialing = remotes.iter().filter(|remote| advance(remote)).count() > 0;
             self.endpoint.arm(&self.wakeup);
             if let Err(error) = self.wakeup.wait(if dialing { Dialing::PAUSE } else { IDLE }) {
-                tracing::error!(%error, "waiting for connections failed");
+                tracing::error!(%error, "polling for connections failed");
                 return;
             }
         }

@@ -64,7 +64,7 @@ impl Sender {
                 Ok(Some(message)) => message,
                 Ok(None) => return true,
                 Err(error) => {
-                    tracing::info!(peer = self.peer.name(), %error, "a connection from a remote agent ended");
+                    tracing::info!(peer = self.peer.name(), %error, "connection from a remote agent ended");
                     return false;
                 }
             };
@@ -74,7 +74,7 @@ impl Sender {
                 Err(why) => {
                     tracing::warn!(
                         peer = self.peer.name(),
-                        "a notification cannot be read: {why}; the connection is closed"
+                        "malformed notification: {why}; connection closed"
                     );
                     return false;
                 }

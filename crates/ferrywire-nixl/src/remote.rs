@@ -159,7 +159,7 @@ impl Remote {
         match state.peer(self, timeout, wakeup) {
             Some(peer) => state.send(&peer, &parts),
             None if state.waiting_bytes + bytes_of(&parts) > WAITING_BYTES_MAX => {
-                tracing::warn!(agent = self.name, "too many notifications wait for a connection");
+                tracing::warn!(agent = self.name, "too many notifications queued for a connection");
                 Status::BACKEND
             }
             None => {
@@ -255,7 +255,7 @@ impl State {
             match peer.error() {
                 None => return Some(peer.clone()),
                 Some(error) => {
-                    tracing::warn!(agent = remote.name, %error, "the connection is lost, and made anew");
+                    tracing::warn!(agent = remote.name, %error, "connection lost, reconnecting");
                     self.link = Link::Idle;
                 }
             }
@@ -272,14 +272,14 @@ impl State {
         while let Some(outcome) = self.sent.front().and_then(|first| first.poll()) {
             self.sent.pop_front();
             if let Err(error) = outcome {
-                tracing::warn!(peer = peer.name(), %error, "a notification was lost");
+                tracing::warn!(peer = peer.name(), %error, "notification lost");
             }
         }
         for part in parts {
             match peer.notify(part) {
                 Ok(transfer) => self.sent.push_back(transfer),
                 Err(error) => {
-                    tracing::warn!(peer = peer.name(), %error, "a notification could not be sent");
+                    tracing::warn!(peer = peer.name(), %error, "cannot send a notification");
                     return Status::of(&error);
                 }
             }
@@ -291,7 +291,7 @@ impl State {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
         if !self.removed {
-            tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect; what waits for it fails");
+            tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect: queued operations fail");
         }
         for waiting in waiting {
             if let Waiting::Post(transfer, post) = waiting {

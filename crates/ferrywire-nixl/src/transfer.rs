@@ -421,6 +421,6 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
 }
 
 fn refused(error: &ferrywire::Error) -> Status {
-    tracing::warn!(%error, "a transfer cannot be prepared");
+    tracing::warn!(%error, "cannot prepare a transfer");
     Status::of(error)
 }

@@ -130,7 +130,7 @@ pub fn drop_later(thing: impl Send + 'static) {
     };
     // Without a thread the value is dropped here.
     if let Err(error) = thread::Builder::new().name("ferrywire-end".into()).spawn(run) {
-        tracing::warn!(%error, "no thread for the end of an object");
+        tracing::warn!(%error, "cannot start the thread that drops an object");
     }
 }
 

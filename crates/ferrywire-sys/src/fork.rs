@@ -27,7 +27,7 @@ impl Origin {
             // SAFETY: the handler only counts, which is allowed after a fork.
             let refused = unsafe { libc::pthread_atfork(None, None, Some(count)) };
             if refused != 0 {
-                tracing::warn!("forks will not be noticed: no memory for a handler");
+                tracing::warn!("cannot register a fork handler: forks go unnoticed");
             }
         });
         Origin { forks: FORKS.load(Ordering::Relaxed), process: process::id() }

@@ -106,7 +106,7 @@ fn the_slower_paths_of_a_resumption_are_no_strangers() {
         scene.pass(Duration::from_secs(2));
         assert!(scene.peers.iter().all(|peer| peer.error().is_none()));
         assert!(
-            lines.count("DEBUG", "a slower path of a resumption from 10.0.1.1") >= 1,
+            lines.count("DEBUG", "slower path of a session resumption from 10.0.1.1") >= 1,
             "no path was slower"
         );
         assert_eq!(lines.count("WARN", "refused a connection"), 0);

@@ -154,7 +154,7 @@ impl Drop for Block {
             call!(self.gpu.about().bytes(self.bytes), cuMemFree_v2(self.raw))
         });
         if let Err(error) = freed {
-            tracing::warn!(%error, "memory of a GPU could not be freed");
+            tracing::warn!(%error, "cannot free GPU memory");
         }
     }
 }

@@ -109,7 +109,7 @@ fn clear_soon() {
         }
     };
     if let Err(error) = thread::Builder::new().name("ferrywire-free".into()).spawn(free) {
-        tracing::debug!(%error, "no thread to free what is idle");
+        tracing::debug!(%error, "cannot start the thread that frees idle GPU resources");
         THREAD_FREES.store(false, Ordering::Release);
     }
 }

@@ -505,7 +505,7 @@ impl Drop for CudaGpu {
         // SAFETY: retained once, by `retain`; nothing uses it any more.
         let released = unsafe { call!(self.about(), cuDevicePrimaryCtxRelease_v2(self.device)) };
         if let Err(error) = released {
-            tracing::warn!(%error, "a GPU's context could not be released");
+            tracing::warn!(%error, "cannot release the GPU's context");
         }
     }
 }

@@ -83,7 +83,9 @@ impl CopyQueue {
             let room = count.next_power_of_two();
             match self.queue.map(room * size_of::<Fragment>()) {
                 Ok(list) => (self.list, self.room) = (Some(list), room),
-                Err(error) => tracing::debug!(%error, "scattered memory is copied piece by piece"),
+                Err(error) => {
+                    tracing::debug!(%error, "gather kernel not used: scattered memory is copied piece by piece")
+                }
             }
         }
         count <= self.room

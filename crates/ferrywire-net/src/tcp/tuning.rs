@@ -293,7 +293,7 @@ pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
 /// reports the one in force.
 fn prefer_short_path_control(fd: RawFd) {
     if let Err(e) = socket::set_congestion_control(fd, SHORT_PATH_CONTROL) {
-        tracing::debug!("congestion control {SHORT_PATH_CONTROL} is not to be had: {e}");
+        tracing::debug!("cannot set congestion control {SHORT_PATH_CONTROL}: {e}");
     }
 }
 
@@ -302,7 +302,7 @@ fn restore_system_control(fd: RawFd) {
     let fresh = super::new_socket(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0));
     let system = fresh.and_then(|fresh| socket::congestion_control(fresh.as_raw_fd()));
     if let Err(e) = system.and_then(|name| socket::set_congestion_control(fd, &name)) {
-        tracing::debug!("the system's congestion control is not to be had: {e}");
+        tracing::debug!("cannot set the system's congestion control: {e}");
     }
 }
 

@@ -658,7 +658,7 @@ impl Drop for Inner {
         if !self.context().closing.swap(true, Ordering::SeqCst)
             && let Err(error) = self.finish(None)
         {
-            tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
+            tracing::warn!(%error, "endpoint dropped before its peers had finished");
         }
     }
 }

@@ -125,7 +125,7 @@ impl Control {
             self.accepting.pause_logged_at = Some(now);
             let every = limits::ACCEPT_RETRY_INTERVAL;
             tracing::warn!(
-                "nobody can be accepted: {error}; tried again every {every:?} (open files: see ulimit -n)"
+                "cannot accept connections: {error}; retrying every {every:?} (open files: see ulimit -n)"
             );
         }
     }
@@ -133,7 +133,7 @@ impl Control {
     fn listen_for(&self, interest: Interest) {
         for fd in self.accepting.listeners.iter().filter_map(|listener| listener.fd()) {
             if let Err(error) = self.poller.modify(fd, LISTENER_TOKEN, interest) {
-                tracing::warn!(%error, "changing what a listener waits for failed");
+                tracing::warn!(%error, "cannot change a listener's poll interest");
             }
         }
     }
@@ -209,7 +209,7 @@ impl Control {
         refusals.auth_failures += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
         let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
         if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
-            return tracing::debug!("a slower path of a resumption from {from} was given up: {error}");
+            return tracing::debug!("slower path of a session resumption from {from} closed: {error}");
         }
         if now.saturating_sub(refusals.minute_began) > Duration::from_secs(60) {
             refusals.minute_began = now;
@@ -219,7 +219,7 @@ impl Control {
         match refusals.logged {
             0..LINES_PER_MINUTE => tracing::warn!("refused a connection from {from}: {error}"),
             LINES_PER_MINUTE => {
-                tracing::warn!("many connections are refused; the rest of this minute is not told")
+                tracing::warn!("many connections refused: further refusals of this minute are not logged")
             }
             _ => {}
         }

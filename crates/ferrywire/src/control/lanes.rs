@@ -269,11 +269,7 @@ impl Link {
         let options = self.bulk_options();
         let waiting = self.lanes.waiting.get_mut(&index).filter(|waiting| waiting.generation == generation);
         let Some(waiting) = waiting else {
-            tracing::debug!(
-                peer = self.peer().name(),
-                channel = index,
-                "a stale connection of a lane was dropped"
-            );
+            tracing::debug!(peer = self.peer().name(), channel = index, "stale lane connection dropped");
             return;
         };
         context.transport.tune(&mut *conn, &options);

@@ -168,7 +168,7 @@ impl Control {
             let worker = self.workers.iter().find(|worker| worker.thread_id() == call.thread);
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = backend.describe_call(&call);
-                tracing::error!("{why}; its thread is left behind");
+                tracing::error!("{why}; its thread is abandoned");
                 self.ready_set.touch_all();
                 self.links.values_mut().for_each(|link| link.worker_stuck(worker.index, &why, now));
             }
@@ -206,14 +206,14 @@ impl Control {
         if let Some(fd) = conn.fd()
             && let Err(error) = self.poller.add(fd, token(fd), interest)
         {
-            tracing::warn!(%error, "a connection cannot be waited for");
+            tracing::warn!(%error, "cannot poll a connection");
         }
     }
 
     /// Changes the poller's interest in a connection.
     fn rewatch(&self, fd: RawFd, interest: Interest) {
         if let Err(error) = self.poller.modify(fd, token(fd), interest) {
-            tracing::warn!(%error, "changing what a control connection waits for failed");
+            tracing::warn!(%error, "cannot change a control connection's poll interest");
         }
     }
 
@@ -407,7 +407,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
             (control.poller.clone(), control.sleep_limit())
         };
         if let Err(error) = poller.wait(&mut ready, Some(limit)) {
-            tracing::error!(%error, "waiting for control connections failed");
+            tracing::error!(%error, "polling control connections failed");
             thread::sleep(limit);
         }
     }

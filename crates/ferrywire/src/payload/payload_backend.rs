@@ -197,7 +197,7 @@ pub(crate) fn answer(
             }
         }
         (ours, Some(theirs)) if theirs.is_optional() && ours.is_none_or(|ours| ours.is_optional()) => {
-            declines(none.unwrap_or("payload goes over tcp"))
+            declines(none.unwrap_or("payload uses tcp"))
         }
         (Some(ours), Some(theirs)) => ours.agree(&theirs, same_host, session).map(|()| offered.to_vec()),
         (Some(ours), None) => {
@@ -325,7 +325,7 @@ mod tests {
         assert_eq!(between(Some(&needed), Some(&optional)), Ok(optional.terms().encode()));
         let other = Named("Sockets", true);
         let declined = between(Some(&optional), Some(&other)).map(|extra| reason_without(&extra));
-        assert_eq!(declined, Ok(Some("at the end that accepts: payload goes over tcp".into())));
+        assert_eq!(declined, Ok(Some("at the end that accepts: payload uses tcp".into())));
         assert!(between(Some(&needed), Some(&other)).is_err(), "this end needs devmem");
         assert!(between(Some(&other), Some(&needed)).is_err(), "the other end needs devmem");
     }
@@ -337,7 +337,7 @@ mod tests {
         let declined = answered(Some("NIC eth1 has no queue to spare"), &optional);
         assert_eq!(declined, Ok(Some("at the end that accepts: NIC eth1 has no queue to spare".into())));
         let never_tried = answered(None, &optional);
-        assert_eq!(never_tried, Ok(Some("at the end that accepts: payload goes over tcp".into())));
+        assert_eq!(never_tried, Ok(Some("at the end that accepts: payload uses tcp".into())));
         // The reason of the other end is kept for both.
         assert_eq!(answered(None, &without("at the end that connects: no NIC")), {
             Ok(Some("at the end that connects: no NIC".into()))

@@ -236,7 +236,7 @@ impl Link {
         awaited.go_without_lanes(why.clone());
         let backend = self.lanes.backend();
         let name = backend.as_ref().map_or("lanes", |backend| backend.name());
-        tracing::warn!(peer = self.peer.name(), "a session without {name} takes this one's place: {why}");
+        tracing::warn!(peer = self.peer.name(), "reconnecting without {name}: {why}");
         self.leave_with(GoodbyeCause::WithoutLanes, why, error, now);
     }
 

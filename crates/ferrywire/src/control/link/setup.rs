@@ -142,7 +142,7 @@ impl Link {
             // The acceptor may have accepted this generation: use the next number.
             record.go_down(generation, now + limits::REDIAL_INTERVAL);
         }
-        tracing::debug!(peer = self.peer.name(), channel = index, %error, "channel cannot be connected");
+        tracing::debug!(peer = self.peer.name(), channel = index, %error, "cannot connect a channel");
         self.last_trouble = Some(error);
     }
 
@@ -181,7 +181,7 @@ impl Link {
                     tracing::debug!(
                         peer = self.peer.name(),
                         channel = index,
-                        "dialled again before its lane stood"
+                        "channel dialled again before its lane was set up"
                     );
                     record.close_generation(current);
                     record.state = ChannelState::Down { dial_at: now };
@@ -195,7 +195,7 @@ impl Link {
             }
         }
         if !self.channels[index].may_come_up(generation) {
-            tracing::debug!(peer = self.peer.name(), channel = index, "a stale data connection was dropped");
+            tracing::debug!(peer = self.peer.name(), channel = index, "stale data connection dropped");
             return;
         }
         self.channel_up(context, conn, index, generation, now);
@@ -208,7 +208,7 @@ impl Link {
         match announced {
             Some((_, source)) if source == remote => {}
             Some((_, source)) => {
-                tracing::debug!(peer = self.peer.name(), channel, %remote, %source, "translated on its way");
+                tracing::debug!(peer = self.peer.name(), channel, %remote, %source, "address translated between the hosts (NAT)");
             }
             None => tracing::debug!(peer = self.peer.name(), channel, %remote, "not announced"),
         }
@@ -275,7 +275,7 @@ impl Link {
         } else if waited > limits::DIAL_TIMEOUT && self.leads_nowhere() && self.fall_back_to_target() {
             tracing::debug!(
                 peer = self.peer.name(),
-                "no NIC's own path leads to it: all channels go where it was dialled"
+                "no NIC pairs with the peer: all channels use the dialled address"
             );
         } else if waited > none {
             let why = "no data connection came about: is the peer's advertised address reachable?";

@@ -342,7 +342,7 @@ impl Sender {
         let Some(entry) = self.window.get_mut(self.sent).filter(|entry| entry.payload().is_some()) else {
             return Err(error);
         };
-        tracing::warn!(%error, peer = peer.name(), "memory that is registered cannot be read");
+        tracing::warn!(%error, peer = peer.name(), "cannot read registered memory");
         let why = if entry.is_gone() { DROPPED } else { UNREADABLE };
         let why = Error::invalid("region", why);
         if begun {

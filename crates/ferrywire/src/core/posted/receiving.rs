@@ -383,7 +383,7 @@ impl Arrival {
 
     /// Refuses the frame: its payload cannot be placed.
     fn refuse(&mut self, error: &Error) {
-        tracing::warn!(%error, "a payload cannot be placed");
+        tracing::warn!(%error, "cannot place a payload");
         self.landing.iter().for_each(|landing| landing.fail(error));
         self.refusal = Some(Refusal::Gpu);
     }

@@ -65,7 +65,7 @@ impl CudaCopier {
         let kernels = Kernels::loaded(gpu).filter(|_| !*LAUNCHES_BLOCK);
         let kernel =
             kernels.map(|kernels| ListKernel::new(kernels, gpu)).transpose().unwrap_or_else(|error| {
-                tracing::warn!(%error, "copy engines alone copy, run by run");
+                tracing::warn!(%error, "copy kernel not used: copy engines copy run by run");
                 None
             });
         let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);

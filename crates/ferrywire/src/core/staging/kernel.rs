@@ -256,7 +256,7 @@ impl ListKernel {
         }
         let in_vain = ended == launched.first;
         if in_vain {
-            tracing::warn!("a kernel waited for its copies in vain: copy engines do them for a while");
+            tracing::warn!("copy kernel did not start in time: copy engines copy for a while");
             self.kernels.sm_backoff.avoid(clock(), LONG_REST);
         }
         self.forget();

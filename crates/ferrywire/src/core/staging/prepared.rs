@@ -32,10 +32,10 @@ impl Prepared {
         // Warn only once: each registration of memory tries again.
         if known.is_none() {
             if let Err(error) = streams {
-                tracing::warn!(%error, "no streams on CUDA GPU {index} ahead of transfers");
+                tracing::warn!(%error, "cannot create streams on CUDA GPU {index} in advance");
             }
             if let Err(error) = &kernels {
-                tracing::warn!(%error, "no kernels on CUDA GPU {index}: copy engines alone copy, run by run");
+                tracing::warn!(%error, "cannot load kernels on CUDA GPU {index}: copy engines copy run by run");
             }
         }
         self.keep(index, kernels.ok());

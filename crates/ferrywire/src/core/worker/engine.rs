@@ -369,7 +369,7 @@ impl ProgressEngine {
         let mut ready = std::mem::take(&mut self.ready);
         if self.slots.len() > self.polled {
             if let Err(error) = worker.poller.wait(&mut ready, Some(Duration::ZERO)) {
-                tracing::error!(%error, "looking at sockets failed");
+                tracing::error!(%error, "polling sockets failed");
             }
             for event in &ready {
                 worked |= self.react(worker, context, *event);
@@ -529,7 +529,7 @@ impl Closed {
     /// Fails operations on dropped memory that the kernel or a NIC has not released in time, even where the
     /// peer has placed their bytes.
     fn give_up(&self) {
-        tracing::error!("a NIC may still send of memory of a connection or lane that is closed");
+        tracing::error!("NIC may still send from memory of a closed connection or lane");
         let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
         self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
     }
@@ -546,7 +546,7 @@ impl Slot {
         if let Some(fd) = self.channel.conn().fd()
             && let Err(error) = worker.poller.modify(fd, place as u64, interest)
         {
-            tracing::error!(%error, "changing what to wait for failed");
+            tracing::error!(%error, "cannot change a socket's poll interest");
         }
         self.waits_for = interest;
     }

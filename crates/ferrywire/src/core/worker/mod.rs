@@ -278,7 +278,7 @@ impl Worker {
             self.keep_to_core(context);
         }
         if let Err(error) = affinity::sharpen_timers(COPY_BACKOFF / 10) {
-            tracing::debug!(%error, "backoffs of a progress thread are longer than they should be");
+            tracing::debug!(%error, "cannot shorten the timer slack of a progress thread: its backoffs are longer");
         }
         let mut ignored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
@@ -302,7 +302,7 @@ impl Worker {
                 drop(engine);
                 // The poller reports ready sockets again to the next owner.
                 if let Err(error) = self.poller.wait(&mut ignored, timeout) {
-                    tracing::error!(%error, "waiting for sockets failed");
+                    tracing::error!(%error, "polling sockets failed");
                     thread::sleep(TICK);
                 }
                 self.sleeper.dozes.store(false, Ordering::SeqCst);
@@ -333,7 +333,7 @@ impl Worker {
         }
         match affinity::pin_current_thread(cores[self.index]) {
             Ok(()) => self.kept.store(true, Ordering::Relaxed),
-            Err(error) => tracing::debug!(%error, "a progress thread cannot be pinned"),
+            Err(error) => tracing::debug!(%error, "cannot pin a progress thread"),
         }
     }
 
@@ -392,7 +392,7 @@ impl Worker {
         self.sleeper.sleep(engine, has_work, |engine| {
             let mut ready = std::mem::take(&mut engine.ready);
             if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
-                tracing::error!(%error, "waiting for sockets failed");
+                tracing::error!(%error, "polling sockets failed");
             }
             to_the_end = ready.is_empty();
             engine.ready = ready;

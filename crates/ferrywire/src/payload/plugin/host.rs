@@ -93,7 +93,7 @@ impl Host {
         let most = limits::TCPX_MESSAGE_BYTES_MAX;
         if tcpx::is(loaded.name()) && message_bytes_max > most {
             tracing::info!(
-                "messages have at most {most} bytes over {}, not {message_bytes_max}",
+                "messages over {} have at most {most} bytes, not {message_bytes_max}",
                 loaded.name()
             );
             message_bytes_max = most;
@@ -288,7 +288,7 @@ impl Host {
     /// Counts and logs a listener that stays open for good.
     pub fn leaked_listener(&self, why: &str) {
         self.listeners_leaked.fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(plugin = self.plugin.name(), "a listener stays open until this process ends: {why}");
+        tracing::warn!(plugin = self.plugin.name(), "listener stays open until this process ends: {why}");
     }
 
     /// Counts and logs registrations of a connection that had requests in flight when it was closed; they are
@@ -300,7 +300,7 @@ impl Host {
         let all = self.registrations_leaked.fetch_add(count, Ordering::Relaxed) + count;
         tracing::warn!(
             plugin = self.plugin.name(), %comm, all,
-            "{count} registrations of memory stay until this process ends: a request was in flight"
+            "{count} memory registrations stay until this process ends: a request was in flight"
         );
     }
 }

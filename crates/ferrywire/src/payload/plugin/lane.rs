@@ -242,7 +242,7 @@ impl Lane for PluginLane {
         }
         for closed in [send.close(), recv.close()] {
             if let Err(error) = closed {
-                tracing::warn!(%error, "a connection did not close well");
+                tracing::warn!(%error, "closing a connection failed");
             }
         }
     }

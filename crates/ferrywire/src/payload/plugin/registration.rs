@@ -105,9 +105,9 @@ impl Registrations {
     fn tell(&mut self, comm: &Comm, memory: &Memory, why: &str) {
         let (comm, location) = (comm.id(), memory.location());
         if std::mem::replace(&mut self.warned, true) {
-            tracing::debug!(%comm, "{location} is copied, as it cannot be registered: {why}")
+            tracing::debug!(%comm, "{location} cannot be registered and is copied: {why}")
         } else {
-            tracing::warn!(%comm, "{location} is copied, as it cannot be registered: {why}")
+            tracing::warn!(%comm, "{location} cannot be registered and is copied: {why}")
         }
     }
 
@@ -160,7 +160,7 @@ fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Res
             (whole.ok_or("its allocation has no whole page of it")?, PointerType::Cuda)
         }
     };
-    tracing::debug!(comm = %comm.id(), begin, bytes, "memory is registered");
+    tracing::debug!(comm = %comm.id(), begin, bytes, "memory registered");
     // A failing call of TCPX leaves a context on the thread's stack.
     let handle = host.with_gpu_current_alone(|| {
         // SAFETY: these pages hold the region, or the usable part of it, which the registration keeps. The

@@ -335,12 +335,12 @@ fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result
 fn close_recv(comm: RecvComm, gather: Option<Gather>) {
     drop(gather);
     if let Err(error) = comm.close() {
-        tracing::debug!(%error, "closing what was not used");
+        tracing::debug!(%error, "closing an unused listener or connection failed");
     }
 }
 
 fn close_send(comm: SendComm) {
     if let Err(error) = comm.close() {
-        tracing::debug!(%error, "closing what was not used");
+        tracing::debug!(%error, "closing an unused listener or connection failed");
     }
 }

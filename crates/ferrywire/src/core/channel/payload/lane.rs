@@ -231,7 +231,7 @@ impl Channel {
         if let Some((frame, why)) = turned.unreadable
             && let Some(entry) = self.sender.window.get_mut(frame)
         {
-            tracing::warn!(%why, peer = self.peer.name(), "memory that is registered cannot be read");
+            tracing::warn!(%why, peer = self.peer.name(), "cannot read registered memory");
             entry.fail_unread(why);
         }
         for (frame, error) in turned.given_up {

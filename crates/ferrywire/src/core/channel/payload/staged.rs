@@ -156,7 +156,7 @@ impl StagedPayload {
                 self.open_part(receiver);
             }
             Err(error) => {
-                tracing::warn!(%error, %location, "a payload cannot be staged");
+                tracing::warn!(%error, %location, "cannot stage a payload");
                 landing.fail(&error);
                 receiver.refuse(Refusal::Gpu);
             }
