@@ -83,7 +83,7 @@ pub enum DevmemError {
         pool_bytes: u64,
     },
     /// The kernel did not take fragments back, so the pool would run dry.
-    #[error("NIC {nic}: {unknown} of {told} fragments were given back that this connection did not have")]
+    #[error("NIC {nic}: {unknown} of {told} fragments were returned that this connection did not hold")]
     UnknownTokens {
         /// The NIC.
         nic: String,

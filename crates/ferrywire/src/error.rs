@@ -149,7 +149,7 @@ pub enum Error {
         peer: String,
     },
     /// The peer has the secret and violates the protocol of this version.
-    #[error("peer {peer} misbehaves: {why}; is it the same version?")]
+    #[error("peer {peer} violates the protocol: {why}; check that both ends run one version")]
     ProtocolViolation {
         /// The peer's address.
         peer: String,

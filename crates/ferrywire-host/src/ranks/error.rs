@@ -55,7 +55,7 @@ pub enum RanksError {
     },
     /// A rendezvous was given without ranks.
     #[error(
-        "--rendezvous {text} says where ranks meet, and nobody says which rank this is: give --rank and --world-size too, or \
+        "--rendezvous {text} needs the rank of this process: give --rank and --world-size too, or \
          start it by a launcher"
     )]
     NoRank {

@@ -43,10 +43,10 @@ pub enum HandshakeError {
     #[error("wrong secret: {0}")]
     WrongSecret(Mismatch),
     /// The other end does not hold this end's secret: its first answer does not authenticate.
-    #[error("it could not prove our secret: altered on its way, replayed, or from somebody without the key")]
+    #[error("it could not prove the secret: the message was altered, replayed, or made without the key")]
     SecretUnproven,
     /// A message did not authenticate: it was altered, replayed, or made without the key.
-    #[error("it could not prove {0}: altered on its way, replayed, or from somebody without the key")]
+    #[error("it could not prove {0}: the message was altered, replayed, or made without the key")]
     Unproven(&'static str),
     /// A message that no ferrywire of this version sends.
     #[error("malformed handshake: {what}: {why}")]
@@ -101,7 +101,7 @@ pub enum HandshakeError {
     #[error("the noise handshake could not be set up")]
     Noise,
     /// The caller fed more bytes than wanted, or went on after the end.
-    #[error("fed more than was wanted")]
+    #[error("more bytes passed than the handshake asked for")]
     Misuse,
 }
 
