@@ -15,7 +15,7 @@ pub struct Config {
     pub listen: Option<SocketAddr>,
     /// The endpoint's name for people.
     pub label: String,
-    /// Names of the NICs to use. If empty: the NIC of the route, and all that share a subnet with the peer.
+    /// Names of the NICs to use. If empty: all NICs that share a subnet with the peer, else the NIC of the route.
     pub nics: Vec<String>,
     /// Channels per peer; `None` chooses by cores and NICs.
     pub channels: Option<usize>,
@@ -31,7 +31,7 @@ pub struct Config {
     pub congestion_control: Option<String>,
     /// Socket buffers in bytes; `None` chooses by path.
     pub socket_buffer_bytes: Option<usize>,
-    /// Longest silence in the control session before a peer is lost.
+    /// Time within which the loss of a silent peer is reported.
     pub peer_timeout: Duration,
     /// The shared secret. Never logged or printed.
     pub(crate) secret: Option<Secret>,

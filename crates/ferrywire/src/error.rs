@@ -37,9 +37,9 @@ pub enum ErrorKind {
     Plugin,
     /// The peer or the network to it.
     Peer,
-    /// The other end is not ferrywire, speaks another version, or has another secret.
+    /// One end refused the other, for example because of its version, secret or configuration.
     Refused,
-    /// The caller's timeout expired. The operation continues.
+    /// The caller's timeout or stall timeout passed. A transfer continues.
     Timeout,
     /// A defect of ferrywire; please report it.
     Internal,
@@ -122,14 +122,15 @@ pub enum Error {
         /// The target's address.
         address: String,
     },
-    /// The other end is not ferrywire, speaks another version, or has another secret.
+    /// One end refused the other: the other end is not ferrywire, or has another version, secret, identity or
+    /// configuration.
     #[error("{address} refused: {why}")]
     Refused {
         /// The remote address.
         address: String,
         /// The reason as a value, for programs.
         reason: RefusalReason,
-        /// Its answer, or what it failed to prove, and what to check.
+        /// The answer of the other end, or what it failed to prove, and what to check.
         why: String,
     },
     /// The peer is gone: killed, stopped, or unreachable over every NIC.
@@ -156,7 +157,8 @@ pub enum Error {
         /// The violation.
         why: String,
     },
-    /// The peer refused an access: its region is gone, foreign, or too small.
+    /// The peer refused an access: its region is deregistered, of another endpoint or too small, or the peer
+    /// holds too many unread notifications.
     #[error("peer {peer} refused the access: {why}")]
     AccessRefused {
         /// The peer's name.
@@ -174,7 +176,8 @@ pub enum Error {
         /// Size of the posted buffer in bytes.
         buffer_bytes: u64,
     },
-    /// An operation made no progress for the caller's stall timeout. The operation continues.
+    /// A transfer made no progress for the caller's stall timeout, and continues; or the timeout of a call
+    /// passed, such as `connect`, `accept`, `wait_notification` or `close`.
     #[error("{}{what}", stalled(waited))]
     Stalled {
         /// The operation and its state.
@@ -184,8 +187,7 @@ pub enum Error {
         /// Time without progress.
         waited: Duration,
     },
-    /// An operation did not finish within the caller's total timeout, although it made progress. The
-    /// operation continues.
+    /// A transfer did not end within the caller's total timeout. The transfer continues.
     #[error("{}: {what}", unfinished(limit))]
     TimedOut {
         /// The operation and its state.

@@ -1,7 +1,7 @@
 //! ferrywire moves GPU and host memory between machines over ordinary TCP NICs, at the speed of the network.
 //!
 //! ```text
-//!   Endpoint ── register ──> Region ── descriptor ──> (any way you like) ──> RemoteRegion
+//!   Endpoint ── register ──> Region ── descriptor ──> (file, socket, store) ──> RemoteRegion
 //!      │
 //!   connect / accept
 //!      │
@@ -19,21 +19,21 @@
 //! use std::time::Duration;
 //!
 //! # fn main() -> ferrywire::Result<()> {
-//! let limit = Duration::from_secs(5);
+//! let timeout = Duration::from_secs(5);
 //! let receiver = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build()?;
 //! let address = receiver.listen_addresses()[0];
 //! let target = receiver.alloc_host(1 << 20)?;
-//! let descriptor = target.descriptor().to_bytes(); // to the sender, by any way
+//! let descriptor = target.descriptor().to_bytes(); // to the sender, by a file, a socket or a store
 //!
 //! let sender = Endpoint::builder().build()?;
-//! let peer = sender.connect(address, limit)?;
+//! let peer = sender.connect(address, timeout)?;
 //! let source = sender.register(vec![7u8; 1 << 20])?;
 //! let remote = RemoteRegion::from_bytes(&descriptor)?;
 //! let transfer = peer.write_notify(&source, 0, &remote, 0, 1 << 20, b"here it is")?;
-//! transfer.wait(limit)?;
+//! transfer.wait(timeout)?;
 //!
-//! let from = receiver.accept(limit)?;
-//! assert_eq!(from.wait_notification(limit)?, b"here it is");
+//! let from = receiver.accept(timeout)?;
+//! assert_eq!(from.wait_notification(timeout)?, b"here it is");
 //! # Ok(()) }
 //! ```
 //!

@@ -54,7 +54,8 @@ impl Transfer {
     ///
     /// # Errors
     /// The transfer's own error, or [`Error::Stalled`]: then the transfer is still in flight, and can be
-    /// waited for again or cancelled.
+    /// waited for again or cancelled. After the transfer's own error nothing touches its memory, except a
+    /// call of a plugin that never returns ([`LossCause::CallHangs`](crate::LossCause::CallHangs)).
     pub fn wait(&self, stall_timeout: Duration) -> Result<u64> {
         self.wait_for(Duration::MAX, stall_timeout)
     }
@@ -94,7 +95,8 @@ impl Transfer {
     }
 
     /// Waits until one of several transfers with one peer has ended, with success or not. Returns its index
-    /// in `transfers`. Callers that keep several transfers in flight use this. `stall_timeout` is the longest
+    /// in `transfers`; [`Transfer::poll`] then returns its outcome. Callers that keep several transfers in
+    /// flight use this. `stall_timeout` is the longest
     /// time without progress of any of them.
     ///
     /// # Errors
@@ -233,7 +235,7 @@ impl Transfer {
         self.op.moved()
     }
 
-    /// A counter that grows while the transfer makes progress, even within a chunk. Callers that wait in
+    /// A counter that changes while the transfer makes progress, even within a chunk. Callers that wait in
     /// slices use it for a stall timeout of their own.
     pub fn progress_counter(&self) -> u64 {
         self.op.progress_counter()

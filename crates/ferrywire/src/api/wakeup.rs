@@ -1,4 +1,4 @@
-//! A file descriptor for event loops: it becomes readable when a transfer, peer or endpoint has news.
+//! A file descriptor for event loops: it becomes readable when an armed transfer, peer or endpoint has a result.
 //!
 //! An event loop (`epoll`, `asyncio`) polls one [`Wakeup`], and transfers, peers and endpoints are armed with
 //! it. Each arming makes the descriptor readable once:
@@ -32,10 +32,10 @@ use ferrywire_sys::poll::Wake;
 /// # use ferrywire::{Endpoint, Wakeup};
 /// # use std::time::Duration;
 /// # fn main() -> ferrywire::Result<()> {
-/// # let limit = Duration::from_secs(60);
+/// # let timeout = Duration::from_secs(60);
 /// # let near = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build()?;
 /// # let far = Endpoint::builder().build()?;
-/// # let peer = far.connect(near.listen_addresses()[0], limit)?;
+/// # let peer = far.connect(near.listen_addresses()[0], timeout)?;
 /// let wakeup = Wakeup::new()?;
 /// let transfer = peer.notify(b"hello")?;
 /// transfer.arm(&wakeup);
@@ -47,7 +47,7 @@ use ferrywire_sys::poll::Wake;
 ///     }
 ///     transfer.arm(&wakeup);
 /// };
-/// # outcome?; near.accept(limit)?; Ok(()) }
+/// # outcome?; near.accept(timeout)?; Ok(()) }
 /// ```
 #[derive(Clone, Debug)]
 pub struct Wakeup {

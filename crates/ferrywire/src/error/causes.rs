@@ -1,6 +1,6 @@
-//! Why something failed, as values: what callers decide by, and hints to users depend on.
+//! Causes of failures as values, for callers that decide by the cause and for hints to users.
 //!
-//! Invariant: each cause is set where the failure is noticed, and never read out of a message.
+//! Invariant: each cause is set where the failure is noticed, and never parsed from a message.
 
 use ferrywire_proto::handshake::{HandshakeError, RefusalCode};
 use std::io;
@@ -9,15 +9,16 @@ use std::io;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LossCause {
-    /// Nothing was heard from it for the peer timeout, or it has not read for as long: stopped, or unreachable over every NIC.
+    /// For the peer timeout the peer sent nothing, or read nothing: it is stopped, or unreachable over every
+    /// NIC.
     Silent,
-    /// Its host has closed its connections: its process ended.
+    /// The peer's host has closed the connections: the peer's process ended.
     ProcessEnded,
-    /// It does not know the session: it restarted, or gave this end up.
+    /// The peer does not know the session: it restarted, or gave this end up.
     Restarted,
-    /// It says that it gave this end up.
+    /// The peer reports that it gave this end up.
     GaveUp,
-    /// No data connection to it could be made.
+    /// No data connection to the peer could be made.
     NoChannel,
     /// A lane failed, or could not be set up, and no channel is left.
     LaneFailed,
@@ -27,12 +28,12 @@ pub enum LossCause {
     CallHangs,
     /// The control session broke a rule of the protocol.
     ControlSession,
-    /// It closed the connection before what was posted to it had finished.
+    /// The peer closed the connection before posted transfers had finished.
     Unfinished,
 }
 
 impl LossCause {
-    /// The cause as one word, as programs outside of Rust are told it.
+    /// The cause as one word, for programs in other languages.
     pub fn as_str(self) -> &'static str {
         match self {
             LossCause::Silent => "silent",
@@ -53,13 +54,13 @@ impl LossCause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum UnreachableCause {
-    /// The host is there, and no process listens on the port.
+    /// The host answered, and no process listens on the port.
     ConnectionRefused,
     /// Nothing answered in time.
     NoAnswer,
     /// This host has no route to the address.
     NoRoute,
-    /// The NIC no longer has the address from which the connection was to come.
+    /// The NIC has lost the source address of the connection.
     SourceAddressGone,
     /// This host has no free port for the connection.
     NoFreePort,
@@ -67,7 +68,7 @@ pub enum UnreachableCause {
     Forbidden,
     /// The connection was made, and closed before the handshake was done.
     Closed,
-    /// The peer did not say on the control session that it expects the connection.
+    /// The peer did not announce on the control session that it expects the connection.
     NotExpected,
     /// The payload backend cannot carry anything to that address.
     BackendCannot,
@@ -78,7 +79,7 @@ pub enum UnreachableCause {
 }
 
 impl UnreachableCause {
-    /// What a failed call of the system means.
+    /// The cause of a failed system call.
     pub(crate) fn of(error: &io::Error) -> UnreachableCause {
         match error.kind() {
             io::ErrorKind::ConnectionRefused => UnreachableCause::ConnectionRefused,
@@ -92,7 +93,7 @@ impl UnreachableCause {
         }
     }
 
-    /// The cause as one word, as programs outside of Rust are told it.
+    /// The cause as one word, for programs in other languages.
     pub fn as_str(self) -> &'static str {
         match self {
             UnreachableCause::ConnectionRefused => "connection_refused",
@@ -124,15 +125,15 @@ pub enum RefusalReason {
     Busy,
     /// A limit of the other end is reached.
     Limit,
-    /// The ends move payload over different things, or over the same with different settings.
+    /// The ends use different payload backends, or one backend with different settings.
     PayloadMismatch,
-    /// Both ends are on one host, and the plugin cannot move GPU memory within one.
+    /// Both ends are on one host, and the plugin cannot move GPU memory within a host.
     SameHost,
     /// The configuration is not acceptable for another reason.
     Config,
     /// The other end does not know the session.
     UnknownSession,
-    /// Another endpoint than the one asked for answers there: it restarted.
+    /// The endpoint at the address has another identity than the caller asked for: it restarted.
     Restarted,
     /// The handshake broke a rule, or was not authentic.
     Handshake,
@@ -141,7 +142,7 @@ pub enum RefusalReason {
 }
 
 impl RefusalReason {
-    /// What a handshake's failure means; `None` where neither end refused the other.
+    /// The reason of a failed handshake; `None` if neither end refused the other.
     pub(crate) fn of(error: &HandshakeError) -> Option<RefusalReason> {
         Some(match error {
             HandshakeError::NotFerrywire { .. } => RefusalReason::NotFerrywire,
@@ -163,7 +164,7 @@ impl RefusalReason {
         })
     }
 
-    /// The reason as one word, as programs outside of Rust are told it.
+    /// The reason as one word, for programs in other languages.
     pub fn as_str(self) -> &'static str {
         match self {
             RefusalReason::NotFerrywire => "not_ferrywire",

@@ -32,6 +32,7 @@ impl Builder {
     }
 
     /// Listens on this address. Port 0 chooses a free port; an unspecified address listens on every NIC.
+    /// Default: the endpoint does not listen.
     pub fn listen(mut self, address: SocketAddr) -> Builder {
         self.config.listen = Some(address);
         self
@@ -44,7 +45,7 @@ impl Builder {
         self
     }
 
-    /// Sets a name for people, at most 64 bytes.
+    /// Sets a label that peers and messages show, at most 64 bytes. Default: none.
     pub fn label(mut self, label: impl Into<String>) -> Builder {
         self.config.label = label.into();
         self
@@ -65,7 +66,7 @@ impl Builder {
     }
 
     /// Sets the number of progress threads. With 0 there are none, and [`Endpoint::progress`] and waiting
-    /// calls poll everything.
+    /// calls poll everything. Default: chosen from the number of cores.
     pub fn threads(mut self, threads: usize) -> Builder {
         self.config.threads = threads;
         self
@@ -78,19 +79,21 @@ impl Builder {
         self
     }
 
-    /// Sets the largest chunk, in bytes.
+    /// Sets the largest chunk, in bytes: 4096 to [`CHUNK_BYTES_MAX`](ferrywire_proto::limits::CHUNK_BYTES_MAX).
+    /// Default: 2 MiB.
     pub fn chunk_bytes(mut self, bytes: usize) -> Builder {
         self.config.chunk_bytes = bytes;
         self
     }
 
-    /// Sets the number of frames in flight per channel.
+    /// Sets the number of frames in flight per channel. Default, and largest:
+    /// [`WINDOW_FRAMES_MAX`](ferrywire_proto::limits::WINDOW_FRAMES_MAX).
     pub fn window(mut self, frames: usize) -> Builder {
         self.config.window = frames;
         self
     }
 
-    /// Sets whether chunks carry a CRC-32.
+    /// Sets whether chunks carry a CRC-32. Default: false.
     pub fn crc(mut self, on: bool) -> Builder {
         self.config.crc = on;
         self
@@ -109,7 +112,7 @@ impl Builder {
     }
 
     /// Sets the time within which the loss of a silent peer is reported, at least 3 s. The engine gives the peer
-    /// up a tenth of this time earlier, but at most one second.
+    /// up earlier by a tenth of this time, or by one second if that is less. Default: 10 s.
     pub fn peer_timeout(mut self, limit: Duration) -> Builder {
         self.config.peer_timeout = limit;
         self

@@ -168,7 +168,7 @@ impl Peer {
         Peer { after: Some(event), ..self.clone() }
     }
 
-    /// Address and label of the peer, for people.
+    /// Address and label of the peer, for messages.
     pub fn name(&self) -> String {
         self.state().info.name.clone()
     }
@@ -205,7 +205,8 @@ impl Peer {
     /// # Errors
     /// [`Error::OutOfRegion`] for a range outside a region, [`Error::Invalid`] for a region of another
     /// endpoint or a deregistered one, [`Error::UnsupportedMemory`] if the transport cannot reach `source`,
-    /// and the peer's error if it is lost or closed.
+    /// and the peer's error if it is lost or closed. The transfer fails with [`Error::AccessRefused`] if the
+    /// peer has deregistered its region.
     pub fn write(
         &self,
         source: &Region,
@@ -466,7 +467,8 @@ impl Peer {
     /// before.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `message` is too long; the peer's error if it is lost or closed.
+    /// [`Error::Invalid`] if `message` is too long; the peer's error if it is lost or closed. The transfer
+    /// fails with [`Error::AccessRefused`] if the peer holds too many unread notifications.
     pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
         self.check_open()?;
         self.check_there()?;
