@@ -57,7 +57,7 @@
 #define FERRYWIRE_ERROR_PEER -5
 
 /**
- * One end refused the other: the secret or the identity is wrong.
+ * One end refused the other, for example because of its version, secret, identity or configuration.
  */
 #define FERRYWIRE_ERROR_REFUSED -6
 
@@ -67,7 +67,7 @@
 #define FERRYWIRE_ERROR_INTERNAL -7
 
 /**
- * The time limit passed. The operation that was waited for continues.
+ * The timeout passed. A transfer that was waited for continues.
  */
 #define FERRYWIRE_ERROR_TIMEOUT -8
 
@@ -200,12 +200,12 @@ int ferrywire_options_channels(ferrywire_options *options,
 int ferrywire_options_threads(ferrywire_options *options, size_t threads);
 
 /**
- * Sets the largest chunk of a transfer, in bytes.
+ * Sets the largest chunk of a transfer, in bytes: 4096 to 4194304. Default: 2097152.
  */
 int ferrywire_options_chunk_bytes(ferrywire_options *options, size_t bytes);
 
 /**
- * Sets the window: the frames in flight on each channel.
+ * Sets the window: the frames in flight on each channel, 1 to 1024. Default: 1024.
  */
 int ferrywire_options_window(ferrywire_options *options, size_t frames);
 
@@ -222,7 +222,7 @@ int ferrywire_options_socket_buffer_bytes(ferrywire_options *options,
                                           size_t bytes);
 
 /**
- * Sets the time of silence after which a peer counts as lost, in milliseconds; at least 3000.
+ * Sets the time within which the loss of a silent peer is reported, in milliseconds; at least 3000. Default: 10000.
  */
 int ferrywire_options_peer_timeout_ms(ferrywire_options *options, uint64_t milliseconds);
 
@@ -559,7 +559,8 @@ int ferrywire_send(ferrywire_peer *peer,
 
 /**
  * Receives the next message with `tag`, of at most `bytes` bytes, into `target` at `offset`. The transfer's number of
- * bytes is the message's length; a longer message is an error. Errors and `transfer` as in `ferrywire_write`.
+ * bytes is the message's length; a longer message ends the transfer with FERRYWIRE_ERROR_USAGE. Errors and `transfer`
+ * as in `ferrywire_write`.
  */
 int ferrywire_recv(ferrywire_peer *peer,
                    uint64_t tag,

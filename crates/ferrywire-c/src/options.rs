@@ -119,13 +119,13 @@ pub extern "C" fn ferrywire_options_threads(options: *mut Options, threads: usiz
     change(options, |builder| Ok(builder.threads(threads)))
 }
 
-/// Sets the largest chunk of a transfer, in bytes.
+/// Sets the largest chunk of a transfer, in bytes: 4096 to 4194304. Default: 2097152.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_chunk_bytes(options: *mut Options, bytes: usize) -> c_int {
     change(options, |builder| Ok(builder.chunk_bytes(bytes)))
 }
 
-/// Sets the window: the frames in flight on each channel.
+/// Sets the window: the frames in flight on each channel, 1 to 1024. Default: 1024.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_window(options: *mut Options, frames: usize) -> c_int {
     change(options, |builder| Ok(builder.window(frames)))
@@ -144,7 +144,7 @@ pub extern "C" fn ferrywire_options_socket_buffer_bytes(options: *mut Options, b
     change(options, |builder| Ok(builder.socket_buffer_bytes(bytes)))
 }
 
-/// Sets the time of silence after which a peer counts as lost, in milliseconds; at least 3000.
+/// Sets the time within which the loss of a silent peer is reported, in milliseconds; at least 3000. Default: 10000.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_peer_timeout_ms(options: *mut Options, milliseconds: u64) -> c_int {
     change(options, |builder| Ok(builder.peer_timeout(Duration::from_millis(milliseconds))))

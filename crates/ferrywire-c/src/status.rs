@@ -24,11 +24,11 @@ pub const FERRYWIRE_ERROR_GPU: c_int = -3;
 pub const FERRYWIRE_ERROR_PLUGIN: c_int = -4;
 /// The peer, or the network to it, failed.
 pub const FERRYWIRE_ERROR_PEER: c_int = -5;
-/// One end refused the other: the secret or the identity is wrong.
+/// One end refused the other, for example because of its version, secret, identity or configuration.
 pub const FERRYWIRE_ERROR_REFUSED: c_int = -6;
 /// A defect of ferrywire: please report it.
 pub const FERRYWIRE_ERROR_INTERNAL: c_int = -7;
-/// The time limit passed. The operation that was waited for continues.
+/// The timeout passed. A transfer that was waited for continues.
 pub const FERRYWIRE_ERROR_TIMEOUT: c_int = -8;
 /// The transfer was cancelled.
 pub const FERRYWIRE_ERROR_CANCELLED: c_int = -9;

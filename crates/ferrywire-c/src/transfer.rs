@@ -133,7 +133,8 @@ pub unsafe extern "C" fn ferrywire_send(
 }
 
 /// Receives the next message with `tag`, of at most `bytes` bytes, into `target` at `offset`. The transfer's number of
-/// bytes is the message's length; a longer message is an error. Errors and `transfer` as in `ferrywire_write`.
+/// bytes is the message's length; a longer message ends the transfer with FERRYWIRE_ERROR_USAGE. Errors and `transfer`
+/// as in `ferrywire_write`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_recv(
     peer: *mut Peer,

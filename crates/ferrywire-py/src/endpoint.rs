@@ -105,9 +105,12 @@ impl Endpoint {
     /// host.
     ///
     /// `listen` is an address ("host:port" or a pair; port 0 chooses a free port); without it the endpoint does not
-    /// listen. `secret` (text or bytes) must be equal on both ends and is required beyond loopback. `nics` are names;
-    /// by default all NICs that share a subnet with the peer. `chunk_bytes` and `socket_buffer_bytes` are in bytes,
-    /// `window` in frames per channel, `peer_timeout` in seconds.
+    /// listen. `secret` (text or bytes, at least `SECRET_BYTES_MIN`) must be equal on both ends and is required beyond
+    /// loopback. `nics` are names; by default all NICs that share a subnet with the peer, else the NIC of the route.
+    /// `channels` counts the connections per peer, `threads` the progress threads; both follow the cores by default.
+    /// `chunk_bytes` and `socket_buffer_bytes` are in bytes, `window` in frames per channel. With `crc` each chunk
+    /// carries a checksum. `peer_timeout` is the time in seconds within which the loss of a silent peer is reported; 10
+    /// by default.
     ///
     /// Raises `UsageError` for an option that is not valid, and `LocalError` if this host refuses, for example because
     /// the address is in use (see its `errno`).

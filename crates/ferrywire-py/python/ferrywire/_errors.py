@@ -1,9 +1,9 @@
 """The exceptions of ferrywire, sorted by who has to act.
 
 Every exception has ``kind`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"refused"``, ``"timeout"``, ``"internal"``)
-and ``peer``, the name of the remote endpoint concerned, or ``None``. ``reason`` tells in one word the cause of a ``PeerLost``,
-``Unreachable`` or ``Refused`` (``"connection_refused"``, ``"secret"``, ``"version"``, ...) and is ``None`` for other exceptions;
-programs compare it instead of the message.
+and ``peer``, the name of the remote endpoint concerned, or ``None``. ``reason`` is the cause of a ``PeerLost``,
+``Unreachable`` or ``Refused`` in one word (``"connection_refused"``, ``"secret"``, ``"version"``, ...) and ``None`` for
+other exceptions; programs compare it instead of the message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Truncated(UsageError):
 
 
 class Closed(UsageError):
-    """The endpoint was closed."""
+    """This process closed the endpoint or the peer."""
 
 
 class Cancelled(Error):
@@ -87,11 +87,11 @@ class Unreachable(PeerError, ConnectionError):
 
 
 class Refused(PeerError, ConnectionError):
-    """The other end is not ferrywire, has another version or secret, or has restarted."""
+    """One end refused the other, for example because of its version, secret or configuration, or after a restart."""
 
 
 class AccessRefused(PeerError):
-    """The peer refused an access: its region is deregistered, of another endpoint, or too small."""
+    """The peer refused an access: its region is deregistered or too small, or it holds too many unread notifications."""
 
 
 class ProtocolViolation(PeerError):
@@ -99,7 +99,7 @@ class ProtocolViolation(PeerError):
 
 
 class TimedOut(Error, TimeoutError):
-    """A wait took longer than its caller allowed. The operation continues and can be waited for again."""
+    """The timeout passed. A transfer continues and can be waited for again; a connect ends."""
 
     kind = "timeout"
 
