@@ -171,8 +171,8 @@ impl Endpoint {
     ///
     /// # Errors
     /// [`Error::Stalled`] after `timeout`. [`Error::Unreachable`] if no connection can be established,
-    /// [`Error::Refused`] if the other end is not ferrywire or has another secret, [`Error::Closed`] if this
-    /// endpoint is closed.
+    /// [`Error::Refused`] if one end refused the other, [`Error::Invalid`] without a secret beyond loopback,
+    /// [`Error::Closed`] if this endpoint is closed.
     pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Peer> {
         self.connect_in(ConnectTarget::new(address), timeout, timeout)
     }
@@ -546,7 +546,7 @@ impl Inner {
     }
 
     /// Polls, or lets the threads poll, until no peer is left or `limit` is over. With `drains`, progress
-    /// restarts the limit.
+    /// restarts the time.
     fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
         let (running, context) = (&self.running, self.context());
         let (mut stall_timer, mut before) = (StallTimer::new(limit), None);
