@@ -489,10 +489,7 @@ impl Peer {
             return Ok(Some(message));
         }
         self.connection.nudge();
-        match (self.state().inbound.take_notification(), self.error()) {
-            (None, Some(error)) => Err(error),
-            (message, _) => Ok(message),
-        }
+        arrived_or_lost(|| self.state().inbound.take_notification(), || self.error()).transpose()
     }
 
     /// Waits for the next notification.
@@ -504,11 +501,8 @@ impl Peer {
         let inbound = &self.state().inbound;
         let start = self.context().transport.now();
         loop {
-            if let Some(message) = inbound.take_notification() {
-                return Ok(message);
-            }
-            if let Some(error) = self.error() {
-                return Err(error);
+            if let Some(outcome) = arrived_or_lost(|| inbound.take_notification(), || self.error()) {
+                return outcome;
             }
             let waited = self.context().transport.now().saturating_sub(start);
             let Some(rest) = timeout.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
@@ -633,4 +627,14 @@ fn checked_message(message: &[u8]) -> Result<Box<[u8]>> {
         return Err(Error::invalid("notification", why));
     }
     Ok(message.into())
+}
+
+/// The next notification, or the peer's error once no notification is left. The error is read first: notifications
+/// arrive before the error is set, so none can arrive after an error that was read.
+fn arrived_or_lost<T>(
+    take: impl FnOnce() -> Option<T>,
+    error: impl FnOnce() -> Option<Error>,
+) -> Option<Result<T>> {
+    let error = error();
+    take().map(Ok).or(error.map(Err))
 }

@@ -1,4 +1,5 @@
 use super::*;
+use std::cell::Cell;
 
 use ferrywire_proto::transfer::{Piece, Pieces};
 
@@ -40,4 +41,31 @@ fn a_receive_that_nobody_meets_is_no_deep_bulk() {
     sent.wait(LONG).unwrap();
     received.wait(LONG).unwrap();
     assert!(!near.state().in_deep_bulk() && !far.state().in_bulk());
+}
+
+/// A notification that arrived, and the loss of its peer, between two looks: the waiter was told of the loss alone.
+#[test]
+fn a_notification_that_arrives_while_its_peer_is_lost_goes_before_the_error() {
+    let (arrived, lost) = (Cell::new(0), Cell::new(false));
+    // After the first look of a call, whatever that looks at, a notification arrives and the peer is lost.
+    let looks = Cell::new(0);
+    let meanwhile = || {
+        looks.set(looks.get() + 1);
+        if looks.get() == 1 {
+            arrived.set(1);
+            lost.set(true);
+        }
+    };
+    let take = || {
+        let taken = (arrived.get() > 0).then(|| arrived.replace(0));
+        meanwhile();
+        taken
+    };
+    let error = || {
+        let error = lost.get().then_some(Error::Closed);
+        meanwhile();
+        error
+    };
+    let outcomes: Vec<_> = (0..3).filter_map(|_| arrived_or_lost(take, error)).collect();
+    assert_eq!(outcomes[..2], [Ok(1), Err(Error::Closed)]);
 }
