@@ -124,7 +124,7 @@ kvm_works() {
     boot=$(cat /proc/sys/kernel/random/boot_id)
     if [ "$(head -n 1 "$cache/kvm" 2>/dev/null)" != "$boot" ]; then
         # In a shell of its own: where it crashes, that is an answer and no news.
-        (timeout -k 1 15 qemu-system-x86_64 -accel kvm -cpu host -m 512M -nographic -no-reboot -nic none \
+        (timeout --foreground -k 1 15 qemu-system-x86_64 -accel kvm -cpu host -m 512M -nographic -no-reboot -nic none \
             -kernel "$root/kernel/vmlinuz" -append "console=ttyS0 panic=-1" </dev/null >"$cache/kvm.log" 2>&1 ||
             true) 2>/dev/null
         grep -aq 'Kernel panic' "$cache/kvm.log" && answer=yes
@@ -165,7 +165,7 @@ flock -u 9
 
 # Only what the guest prints after its start marker is shown; the exit marker gives the status.
 count=$(echo "${mtus//,/ }" | wc -w)
-timeout $((60 + count * (seconds + 10))) qemu-system-x86_64 "${accel[@]}" -smp "$cpus" -m "$mem" \
+timeout --foreground $((60 + count * (seconds + 10))) qemu-system-x86_64 "${accel[@]}" -smp "$cpus" -m "$mem" \
     -display none -serial stdio -serial "file:$work/out" -no-reboot -nic none -kernel "$work/vmlinuz" -initrd "$work/initramfs" \
     -append "console=ttyS0 quiet loglevel=3 oops=panic panic=-1" </dev/null 2>&1 |
     sed -u 's/\r//g' | tee "$work/console" | sed -un '/@devmem-vm-start/,/@devmem-vm-exit/p' || true

@@ -82,12 +82,18 @@ impl From<Error> for Failure {
     fn from(error: Error) -> Failure {
         match &error {
             // The lane does not know what keeps its message.
-            Error::PeerLost { cause: LossCause::LaneStalled, .. } => {
-                Failure::Failed(format!("{error}\n{A_LANE_STANDS_STILL}"))
-            }
+            error if is_stalled_lane(error) => Failure::Failed(format!("{error}\n{A_LANE_STANDS_STILL}")),
             error if is_address_in_use(error) => Failure::AddressInUse(error.to_string()),
             error => Failure::Failed(error.to_string()),
         }
+    }
+}
+
+fn is_stalled_lane(error: &Error) -> bool {
+    match error {
+        Error::PeerLost { cause, .. } => *cause == LossCause::LaneStalled,
+        Error::Phase { error, .. } => is_stalled_lane(error),
+        _ => false,
     }
 }
 

@@ -20,7 +20,9 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
     let mut options = Table::new();
     for (key, value) in table {
         let Some(name) = option_of(&key) else { return Err(usage(format!("unknown option '{key}'"))) };
-        options.insert(name, value);
+        if options.insert(name.clone(), value).is_some() {
+            return Err(usage(format!("'{name}' is given twice, once by a former spelling: keep one")));
+        }
     }
     options.extend(Table::try_from(flags).map_err(|error| usage(error.to_string()))?);
     options.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
@@ -69,6 +71,9 @@ mod tests {
         assert_eq!(flags.timeout, Some(7.0));
         assert_eq!(flags.pattern, Some(crate::args::Pattern::AllToAll));
         assert_eq!(flags.gpu_nics.as_deref(), Some("0=eth1"));
+        for twice in ["deadline = 7\ntimeout = 7", "gpu-nics = \"0=a\"\nmap = \"0=b\""] {
+            assert!(matches!(filled(twice, ConnectFlags::default()), Err(Failure::Usage(_))), "{twice}");
+        }
     }
 
     #[test]

@@ -32,11 +32,13 @@ use bench::isolated::Order;
 fn main() -> ExitCode {
     exit::tell_panics();
     let outcome = catch_unwind(run);
-    if let Ok(outcome) = &outcome {
-        bench::parent::tell_outcome(outcome);
-    }
     // Threads may still hold endpoints. Endpoints end with the process, but their changes of NICs would not.
     ferrywire_devmem::release_nics();
+    // Last: a parent kills a child that has told its outcome.
+    match &outcome {
+        Ok(outcome) => bench::parent::tell_outcome(outcome),
+        Err(_) => bench::parent::tell_outcome(&Err(exit::Failure::panicked())),
+    }
     // The panic's message has been printed.
     outcome.map_or(ExitCode::FAILURE, exit::report)
 }

@@ -113,10 +113,11 @@ impl Dialing {
     /// The error of an end that answered, or else any.
     fn most_telling(&mut self) -> Option<Error> {
         let tells = |error: &Error| match error {
-            Error::Unreachable { .. } => 0,
-            Error::Invalid { .. } => 1,
-            Error::Stalled { .. } => 2,
-            _ => 3,
+            Error::NoUsableNic { .. } => 0,
+            Error::Unreachable { .. } => 1,
+            Error::Invalid { .. } => 2,
+            Error::Stalled { .. } => 3,
+            _ => 4,
         };
         std::mem::take(&mut self.errors).into_iter().rev().max_by_key(tells)
     }

@@ -24,7 +24,9 @@ impl Status {
     /// The status for an error. The log has the message.
     pub fn of(error: &Error) -> Status {
         match error {
-            Error::Invalid { .. } | Error::OutOfRegion { .. } => Status::INVALID_PARAMETER,
+            Error::Invalid { .. } | Error::NoUsableNic { .. } | Error::OutOfRegion { .. } => {
+                Status::INVALID_PARAMETER
+            }
             Error::AccessRefused { .. } | Error::Refused { .. } => Status::NOT_ALLOWED,
             Error::PeerLost { .. } | Error::PeerClosed { .. } | Error::Unreachable { .. } => {
                 Status::REMOTE_DISCONNECT
@@ -34,5 +36,16 @@ impl Status {
             Error::Cancelled => Status::CANCELLED,
             _ => Status::BACKEND,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nics_without_an_address_for_the_target_are_a_wrong_parameter() {
+        let error = Error::NoUsableNic { nics: "eth1".into(), address: "[::1]:1".into() };
+        assert_eq!(Status::of(&error), Status::INVALID_PARAMETER);
     }
 }

@@ -342,6 +342,14 @@ pub fn advice(error: &Error) -> Option<&'static str> {
         Error::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
             "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one",
         ),
+        Error::Unreachable {
+            cause:
+                UnreachableCause::BackendCannot
+                | UnreachableCause::NoFreePort
+                | UnreachableCause::SourceAddressGone
+                | UnreachableCause::Forbidden,
+            ..
+        } => None,
         Error::Unreachable { .. } | Error::Stalled { .. } => {
             Some("likely: a firewall drops the port, the address is another host's, or no route leads there")
         }

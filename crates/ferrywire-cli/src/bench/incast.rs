@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::isolated::message::Message;
+use super::link::{CLOSE_TIMEOUT, FAILURE_TOLD_TIMEOUT};
 use super::{child_secret, parent};
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
@@ -15,8 +16,10 @@ use crate::plan::ConnectPlan;
 use crate::sys;
 use crate::units::rounded;
 
-/// A peer that is asked to end has so long for it.
-const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
+/// Longest time for a peer to end once it is asked to. It exceeds what the peer's last message and closing take, after
+/// which the peer undoes its changes of NICs.
+const INTERRUPT_GRACE: Duration =
+    Duration::from_secs(FAILURE_TOLD_TIMEOUT.as_secs() + 2 * CLOSE_TIMEOUT.as_secs() + 3);
 /// When this peer has failed, the others have so long to say what they know of it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How often it is looked whether they have ended.

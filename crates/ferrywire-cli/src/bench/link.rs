@@ -19,7 +19,7 @@ pub const SLICE: Duration = Duration::from_millis(100);
 /// Time for a last message to leave.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time in which [`Link::tell_failure`] waits for delivery: the message follows the payload posted before it.
-const FAILURE_TOLD_TIMEOUT: Duration = Duration::from_secs(5);
+pub const FAILURE_TOLD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time for the peers of a run to hear why it ends. It exceeds what [`Link::tell_failure`] takes: an endpoint
 /// that closes earlier tells its peers that it closed, and not why.
 pub const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);

@@ -36,7 +36,8 @@ pub fn run(plan: ConnectPlan) -> Outcome {
     };
     connect::run_after(plan, start, |other_end, outcome| match outcome {
         // A plugin that ends its process does so at either end, and the other one sees a lost peer.
-        Err(Failure::Failed(text)) if has_plugin => Err(Failure::Failed(other_end.added_to(text))),
+        outcome @ (Ok(()) | Err(Failure::Usage(_) | Failure::Interrupted)) => outcome,
+        Err(failure) if has_plugin => Err(failure.map_message(|text| other_end.added_to(text))),
         outcome => outcome,
     })
 }
@@ -81,11 +82,14 @@ impl OtherEnd {
     /// It has ended and told nothing, as where it is killed.
     fn ended_silently(&mut self) -> Failure {
         let _ = self.child.kill();
-        let status = self.child.wait().map_or_else(|error| error.to_string(), |status| status.to_string());
+        let ended = self.child.wait();
+        let is_usage = ended.as_ref().is_ok_and(|status| status.code() == Some(2));
+        let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
         let printed = self.printed.take().and_then(|printed| printed.recv_timeout(LAST_WORDS).ok());
         let printed = String::from_utf8_lossy(&printed.unwrap_or_default()).into_owned();
         let first = printed.lines().next().unwrap_or("it said nothing");
-        Failure::failed(format!("the other end did not start: {first} ({status})"))
+        let why = format!("the other end did not start: {first} ({status})");
+        if is_usage { Failure::Usage(why) } else { Failure::Failed(why) }
     }
 
     /// An error of this end, with the other end's own where it has one.
@@ -201,7 +205,10 @@ mod tests {
             listening(&format!("echo '{usage}'; exit 1")),
             Err(Failure::Usage("--nics a: no such NIC".into()))
         );
-        let silent = listening("exit 2");
-        assert!(matches!(&silent, Err(Failure::Failed(why)) if why.contains("exit status: 2")), "{silent:?}");
+        let silent = listening("exit 1");
+        assert!(matches!(&silent, Err(Failure::Failed(why)) if why.contains("exit status: 1")), "{silent:?}");
+        // The status of bad usage, as the parser of flags ends a process before it can send messages.
+        let usage = listening("exit 2");
+        assert!(matches!(&usage, Err(Failure::Usage(why)) if why.contains("no such flag")), "{usage:?}");
     }
 }

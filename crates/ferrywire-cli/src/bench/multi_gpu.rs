@@ -398,7 +398,9 @@ fn is_hearsay(failure: &Failure) -> bool {
 fn named(failure: &Failure, pair: &Pair) -> Failure {
     let name = format!("GPU {} to GPU {}", pair.gpu, pair.peer_gpu);
     match failure {
-        Failure::Failed(why) => Failure::Failed(format!("{name}: {why}")),
+        Failure::Failed(_) | Failure::Busy(_) | Failure::AddressInUse(_) => {
+            failure.clone().map_message(|why| format!("{name}: {why}"))
+        }
         other => other.clone(),
     }
 }

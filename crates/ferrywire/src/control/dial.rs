@@ -144,8 +144,8 @@ impl Dial {
     /// Dials the first control connection to a peer. `without` is why no backend is to carry payload, if so.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for a missing secret or an unusable NIC, [`Error::Unreachable`] if the address
-    /// cannot be dialled.
+    /// [`Error::Invalid`] for a missing secret or a NIC that does not exist, [`Error::NoUsableNic`] if no NIC
+    /// has an address for the target's family, [`Error::Unreachable`] if the address cannot be dialled.
     pub fn control(
         context: &Context,
         me: &Hello,

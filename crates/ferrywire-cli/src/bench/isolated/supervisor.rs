@@ -12,6 +12,7 @@ use ferrywire::payload::plugin::{SetBy, Variable};
 use ferrywire_ncclnet::log::{LastLines, LogLine};
 use ferrywire_ncclnet::{EndKind, explained};
 
+use super::super::link::{CLOSE_TIMEOUT, RUN_END_TIMEOUT};
 use super::super::{child_secret, parent};
 use super::Order;
 use super::message::{Assembler, Call, Message};
@@ -29,8 +30,9 @@ const CALL_GRACE: Duration = Duration::from_secs(5);
 const OVERDUE_REPORTS: u32 = 5;
 /// Longest silence of a child that has not ended.
 const SILENCE_LIMIT: Duration = Duration::from_secs(60);
-/// How long a child may take to end after Ctrl-C.
-const INTERRUPT_GRACE: Duration = Duration::from_secs(10);
+/// Longest time for a child to end after Ctrl-C. It exceeds what telling all peers and closing take.
+const INTERRUPT_GRACE: Duration =
+    Duration::from_secs(RUN_END_TIMEOUT.as_secs() + CLOSE_TIMEOUT.as_secs() + 3);
 /// How long the pipe of a child that has ended is read, in case one of its own processes holds it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 

@@ -113,7 +113,9 @@ fn answer(workers: &Workers, request: &Arc<Abandon>, what: impl FnOnce() -> Stri
         worker.commands.push(Command::Abandon(request.clone()));
     }
     for worker in workers.iter() {
-        worker.poll_once(&workers.context);
+        if !request.has_answered(worker.index) {
+            worker.poll_once(&workers.context);
+        }
         if !request.has_answered(worker.index) {
             worker.sleeper().rouse();
         }
