@@ -224,7 +224,8 @@ int ferrywire_options_socket_buffer_bytes(ferrywire_options *options,
 /**
  * Sets the time within which the loss of a silent peer is reported, in milliseconds; at least 3000. Default: 10000.
  */
-int ferrywire_options_peer_timeout_ms(ferrywire_options *options, uint64_t milliseconds);
+int ferrywire_options_peer_timeout_ms(ferrywire_options *options,
+                                      uint64_t milliseconds);
 
 /**
  * Opens an endpoint: checks the options, listens, starts the threads. `options` NULL means all defaults; the endpoint

@@ -246,7 +246,7 @@ mod tests {
             FERRYWIRE_ERROR_TIMEOUT
         );
         assert_eq!(
-            status(Error::TimedOut { what: "a".into(), peer: None, limit: time }),
+            status(Error::TimedOut { what: "a".into(), peer: None, timeout: time }),
             FERRYWIRE_ERROR_TIMEOUT
         );
         assert_eq!(status(Error::invalid("a", "b")), FERRYWIRE_ERROR_USAGE);

@@ -316,7 +316,7 @@ pub unsafe extern "C" fn ferrywire_transfer_block_stream(
         let transfer = handles::get(transfer)?;
         let gpu = CudaGpu::open(gpu).map_err(ferrywire::Error::from)?;
         // SAFETY: by the caller's promise, a live stream of this GPU.
-        unsafe { transfer.0.hold_raw(&gpu, stream.cast()) }?;
+        unsafe { transfer.0.block_raw_stream(&gpu, stream.cast()) }?;
         Ok(FERRYWIRE_OK)
     })
 }

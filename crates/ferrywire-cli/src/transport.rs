@@ -44,8 +44,8 @@ impl PluginUse {
         let config = unsafe { PluginConfig::at(&self.path) };
         let mut config = config
             .allow_same_host_gpu(self.allow_same_host_gpu)
-            .stall_limit(self.stall_limit())
-            .setup_limit(self.setup_limit())
+            .stall_timeout(self.stall_timeout())
+            .setup_timeout(self.setup_timeout())
             .set_before(self.set_before.iter().cloned());
         if let Some(bytes) = self.message_bytes_max {
             config = config.message_bytes_max(bytes);
@@ -64,13 +64,13 @@ impl PluginUse {
 
     /// Longest time without progress of a message or call. Shorter than the run's timeout, so that the engine's more
     /// precise error comes first.
-    fn stall_limit(&self) -> Duration {
+    fn stall_timeout(&self) -> Duration {
         self.call_limit / 2
     }
 
     /// Longest time for setting up connections. Shorter than the run's timeout for a peer, so that the engine's more
     /// precise error comes first.
-    fn setup_limit(&self) -> Duration {
+    fn setup_timeout(&self) -> Duration {
         (self.call_limit / 4 * 3).min(limits::LANE_SETUP_TIMEOUT)
     }
 
@@ -129,7 +129,7 @@ impl DevmemUse {
     pub fn config(&self) -> DevmemConfig {
         let mut config = DevmemConfig::default()
             .allow_nic_setup(self.allow_nic_setup)
-            .stall_limit(self.call_limit / 2)
+            .stall_timeout(self.call_limit / 2)
             .unpack(self.unpack.map_or_else(UnpackMode::default, mode));
         if let Some(bytes) = self.message_bytes_max {
             config = config.message_bytes_max(bytes);

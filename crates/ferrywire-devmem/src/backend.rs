@@ -211,12 +211,12 @@ impl PayloadBackend for Backend {
         Ok(Box::new(DevmemSetup::start(&self, &nic, dials, now, waker)?))
     }
 
-    fn setup_limit(&self) -> Duration {
-        self.config.setup_limit
+    fn setup_timeout(&self) -> Duration {
+        self.config.setup_timeout
     }
 
-    fn stall_limit(&self) -> Duration {
-        self.config.stall_limit
+    fn stall_timeout(&self) -> Duration {
+        self.config.stall_timeout
     }
 
     fn end(&self, limit: Duration) {

@@ -23,8 +23,8 @@ pub struct DevmemConfig {
     pub(crate) pool_bytes: usize,
     pub(crate) message_bytes_max: usize,
     pub(crate) window: usize,
-    pub(crate) stall_limit: Duration,
-    pub(crate) setup_limit: Duration,
+    pub(crate) stall_timeout: Duration,
+    pub(crate) setup_timeout: Duration,
     pub(crate) required: bool,
 }
 
@@ -38,8 +38,8 @@ impl Default for DevmemConfig {
             pool_bytes: limits::DEVMEM_POOL_BYTES_DEFAULT,
             message_bytes_max: limits::LANE_MESSAGE_BYTES_DEFAULT,
             window: limits::LANE_WINDOW_DEFAULT,
-            stall_limit: limits::LANE_STALL_LIMIT_DEFAULT,
-            setup_limit: limits::LANE_SETUP_TIMEOUT,
+            stall_timeout: limits::LANE_STALL_TIMEOUT_DEFAULT,
+            setup_timeout: limits::LANE_SETUP_TIMEOUT,
             required: true,
         }
     }
@@ -94,14 +94,14 @@ impl DevmemConfig {
     }
 
     /// Longest time without progress of a channel's oldest message. Default: 30 s.
-    pub fn stall_limit(mut self, limit: Duration) -> DevmemConfig {
-        self.stall_limit = limit;
+    pub fn stall_timeout(mut self, limit: Duration) -> DevmemConfig {
+        self.stall_timeout = limit;
         self
     }
 
     /// Longest time for setting up a channel's connections. Default: 60 s.
-    pub fn setup_limit(mut self, limit: Duration) -> DevmemConfig {
-        self.setup_limit = limit;
+    pub fn setup_timeout(mut self, limit: Duration) -> DevmemConfig {
+        self.setup_timeout = limit;
         self
     }
 

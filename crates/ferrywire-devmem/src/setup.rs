@@ -118,7 +118,7 @@ impl Setup for DevmemSetup {
         }
         let is_made = made.is_some();
         drop(made);
-        let limit = self.backend.config.setup_limit;
+        let limit = self.backend.config.setup_timeout;
         if self.age(now) <= limit {
             return Progress::Pending;
         }

@@ -237,7 +237,7 @@ pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// Time for both directions of a lane to be set up.
 pub const LANE_SETUP_TIMEOUT: Duration = Duration::from_secs(60);
 /// Default of the longest time without progress of a lane's oldest message, and of a plugin's call.
-pub const LANE_STALL_LIMIT_DEFAULT: Duration = Duration::from_secs(30);
+pub const LANE_STALL_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
 /// Time for posted messages to arrive after the first sign that the peer closes.
 pub const LANE_CLOSING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time for a posted receive into revoked memory to end; then its channel is closed.

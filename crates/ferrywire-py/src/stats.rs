@@ -46,7 +46,7 @@ fn lane<'py>(py: Python<'py>, stats: &LaneStats) -> PyResult<Bound<'py, PyDict>>
     dict.set_item("device", stats.device)?;
     dict.set_item("device_name", &stats.device_name)?;
     dict.set_item("max_outstanding_sends", stats.max_outstanding_sends)?;
-    dict.set_item("receives_posted_most", stats.receives_posted_most)?;
+    dict.set_item("max_outstanding_receives", stats.max_outstanding_receives)?;
     dict.set_item("closing_results", stats.closing_results)?;
     dict.set_item("setup_s", stats.setup.as_secs_f64())?;
     Ok(dict)
@@ -64,7 +64,7 @@ fn staging<'py>(py: Python<'py>, stats: &StagingStats) -> PyResult<Bound<'py, Py
         ("h2d_s", stats.h2d),
         ("socket_s", stats.socket),
         ("send_ring_full_s", stats.send_ring_full_time),
-        ("receive_full_s", stats.receive_full),
+        ("receive_ring_full_s", stats.receive_ring_full_time),
     ] {
         dict.set_item(name, time.as_secs_f64())?;
     }

@@ -122,7 +122,7 @@ impl Transfer {
         let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;
         let raw = named.raw;
         // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
-        py.detach(|| unsafe { self.transfer.hold_raw(&gpu, raw as RawStream) }).or_raise(py)
+        py.detach(|| unsafe { self.transfer.block_raw_stream(&gpu, raw as RawStream) }).or_raise(py)
     }
 
     /// The number of bytes that have arrived so far.

@@ -61,7 +61,7 @@ pub fn sliced<T: Send>(
 pub fn after(error: Error, waited: Duration) -> Error {
     match error {
         Error::Stalled { what, peer, .. } => Error::Stalled { what, peer, waited },
-        Error::TimedOut { what, peer, .. } => Error::TimedOut { what, peer, limit: waited },
+        Error::TimedOut { what, peer, .. } => Error::TimedOut { what, peer, timeout: waited },
         other => other,
     }
 }

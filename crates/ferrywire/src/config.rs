@@ -121,7 +121,7 @@ impl Config {
         within("window", self.window, 1, limits::WINDOW_FRAMES_MAX)?;
         if self.peer_timeout < 2 * limits::CONTROL_SUSPECT_AFTER {
             let least = 2 * limits::CONTROL_SUSPECT_AFTER;
-            return Err(Error::invalid("heartbeat limit", format!("must be at least {least:?}")));
+            return Err(Error::invalid("peer timeout", format!("must be at least {least:?}")));
         }
         let needs_secret = self.listen.is_some_and(|address| !address.ip().is_loopback());
         match &self.secret {

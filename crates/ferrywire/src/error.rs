@@ -188,14 +188,14 @@ pub enum Error {
         waited: Duration,
     },
     /// A transfer did not end within the caller's total timeout. The transfer continues.
-    #[error("{}: {what}", unfinished(limit))]
+    #[error("{}: {what}", unfinished(timeout))]
     TimedOut {
         /// The operation and its state.
         what: String,
         /// The peer's name, or the address to connect to, if there is one.
         peer: Option<String>,
         /// The timeout.
-        limit: Duration,
+        timeout: Duration,
     },
     /// The endpoint belongs to the process from which this process was forked.
     #[error(

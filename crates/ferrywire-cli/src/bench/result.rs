@@ -414,7 +414,7 @@ fn extra(
             None => drop(extra.insert("plugin".into(), json!(format!("{} ({})", lane.plugin, lane.version)))),
         }
         extra.insert("max_outstanding_sends".into(), json!(most(|lane| lane.max_outstanding_sends)));
-        extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
+        extra.insert("max_outstanding_receives".into(), json!(most(|lane| lane.max_outstanding_receives)));
         extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));
     }
     extra.insert("interval_s".into(), json!(interval_s));

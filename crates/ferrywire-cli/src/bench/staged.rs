@@ -36,7 +36,7 @@ fn since(now: &StagingStats, before: Option<&StagingStats>) -> Staged {
         d2h_s: seconds(|s| s.d2h),
         socket_s: seconds(|s| s.socket),
         h2d_s: seconds(|s| s.h2d),
-        waiting_s: seconds(|s| s.send_ring_full_time) + seconds(|s| s.receive_full),
+        waiting_s: seconds(|s| s.send_ring_full_time) + seconds(|s| s.receive_ring_full_time),
         driver_calls: count(|s| s.driver_calls),
     }
 }

@@ -28,8 +28,8 @@ fn every_operation_and_size_is_verified() {
             assert_eq!((&result["channels"], &result["window"]), (&channels.into(), &16.into()));
             assert_eq!(result["chunk_bytes"], 512 << 10);
             assert_eq!(result["extra"]["plugin"], "GPUDirectTCPX_v7 (v7)");
-            let posted =
-                ["max_outstanding_sends", "receives_posted_most"].map(|most| result["extra"][most].as_u64());
+            let posted = ["max_outstanding_sends", "max_outstanding_receives"]
+                .map(|most| result["extra"][most].as_u64());
             assert!(posted.into_iter().all(|most| most <= Some(16)), "{}", result["extra"]);
         }
         assert!(results[6]["extra"]["max_outstanding_sends"].as_u64() > Some(0) || op == "read");

@@ -288,7 +288,7 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
     let (mut connect, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
     connect.kill().expect("killed");
     connect.wait().expect("ended");
-    // The engine may need its heartbeat limit to be sure that the peer is gone.
+    // The engine may need its peer timeout to be sure that the peer is gone.
     let mut again = serve.connect("--sizes 4K --iters 5 --json -");
     while first_error(&again).contains("busy") {
         again = serve.connect("--sizes 4K --iters 5 --json -");

@@ -37,7 +37,7 @@ fn answer(mut caller: TcpStream) -> io::Result<()> {
     caller.read_to_end(&mut Vec::new()).map(drop)
 }
 
-/// Identity, boot id, no label, heartbeat limit, no addresses.
+/// Identity, boot id, no label, peer timeout, no addresses.
 fn hello() -> Vec<u8> {
     let mut hello = vec![7; 32];
     hello.push(0);

@@ -2,7 +2,7 @@
 //!
 //! Invariant: these handles keep [`running::Running`] alive, and nothing below them does.
 //! A file without `#![forbid(unsafe_code)]` has, or calls, an `unsafe fn` on raw memory or streams
-//! (`register_raw`, `hold_raw`).
+//! (`register_raw`, `block_raw_stream`).
 //! Read next: `endpoint.rs`, `peer/`, `transfer.rs`, `running/`.
 
 pub mod endpoint;

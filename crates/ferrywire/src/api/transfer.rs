@@ -60,14 +60,14 @@ impl Transfer {
         self.wait_for(Duration::MAX, stall_timeout)
     }
 
-    /// Waits until the transfer ends, for at most `total`, and for at most `stall` without progress. Time in
-    /// which the process is stopped counts towards `total`.
+    /// Waits until the transfer ends, for at most `timeout`, and for at most `stall_timeout` without progress. Time in
+    /// which the process is stopped counts towards `timeout`.
     ///
     /// # Errors
     /// As for [`Transfer::wait`], and [`Error::TimedOut`]: then the transfer is still in flight too.
-    pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
-        // Without a total timeout the clock is not read.
-        let until = (total < Duration::MAX).then(|| self.peer().now().saturating_add(total));
+    pub fn wait_for(&self, timeout: Duration, stall_timeout: Duration) -> Result<u64> {
+        // Without a timeout the clock is not read.
+        let until = (timeout < Duration::MAX).then(|| self.peer().now().saturating_add(timeout));
         let mut last_progress = self.op.progress_counter();
         loop {
             if let Some(outcome) = self.outcome() {
@@ -76,19 +76,23 @@ impl Transfer {
             let left = until.map_or(Duration::MAX, |until| until.saturating_sub(self.peer().now()));
             if left.is_zero() {
                 let timed_out =
-                    || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
+                    || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), timeout });
                 // A caller that polls with a zero timeout may be the only thread that polls.
                 return self.poll().unwrap_or_else(timed_out);
             }
             let ended = self.connection.wait(
-                stall.min(left),
+                stall_timeout.min(left),
                 |handle| self.op.wake_at_end(handle),
                 |handle| self.op.forget_waiter(handle),
                 || self.outcome().is_some(),
             );
             let now = self.op.progress_counter();
-            if !ended && now == last_progress && stall <= left {
-                return Err(Error::Stalled { what: self.describe(), peer: self.peer_named(), waited: stall });
+            if !ended && now == last_progress && stall_timeout <= left {
+                return Err(Error::Stalled {
+                    what: self.describe(),
+                    peer: self.peer_named(),
+                    waited: stall_timeout,
+                });
             }
             last_progress = now;
         }
@@ -109,15 +113,15 @@ impl Transfer {
         Transfer::wait_any_for(transfers, Duration::MAX, stall_timeout)
     }
 
-    /// Waits as [`Transfer::wait_any`] does, for at most `total`, and for at most `stall` without progress of
-    /// any transfer. A `total` of zero polls without waiting.
+    /// Waits as [`Transfer::wait_any`] does, for at most `timeout`, and for at most `stall_timeout` without progress of
+    /// any transfer. A `timeout` of zero polls without waiting.
     ///
     /// # Errors
     /// As for [`Transfer::wait_any`], and [`Error::TimedOut`]: then all transfers are still in flight too.
     pub fn wait_any_for<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
-        total: Duration,
-        stall: Duration,
+        timeout: Duration,
+        stall_timeout: Duration,
     ) -> Result<usize> {
         let transfers = transfers.into_iter();
         let Some(first) = transfers.clone().next() else {
@@ -136,7 +140,7 @@ impl Transfer {
         let progress = || {
             transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.progress_counter()))
         };
-        let until = (total < Duration::MAX).then(|| first.peer().now().saturating_add(total));
+        let until = (timeout < Duration::MAX).then(|| first.peer().now().saturating_add(timeout));
         let mut before = progress();
         loop {
             if let Some(at) = ended().or_else(lost) {
@@ -147,22 +151,22 @@ impl Transfer {
                 first.connection.nudge();
                 let timed_out = || {
                     let (what, peer) = (first.describe(), first.peer_named());
-                    Error::TimedOut { what, peer, limit: total }
+                    Error::TimedOut { what, peer, timeout }
                 };
                 return ended().or_else(lost).ok_or_else(timed_out);
             }
             let ended = first.connection.wait(
-                stall.min(left),
+                stall_timeout.min(left),
                 |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
                 |handle| transfers.clone().for_each(|transfer| transfer.op.forget_waiter(handle)),
                 || ended().or_else(lost).is_some(),
             );
             let now = progress();
-            if !ended && now == before && stall <= left {
+            if !ended && now == before && stall_timeout <= left {
                 return Err(Error::Stalled {
                     what: first.describe(),
                     peer: first.peer_named(),
-                    waited: stall,
+                    waited: stall_timeout,
                 });
             }
             before = now;
@@ -201,7 +205,7 @@ impl Transfer {
     /// [`Error::Cuda`] if the driver fails; the stream then does not wait.
     pub fn block_stream(&self, stream: &CudaStream) -> Result<()> {
         // SAFETY: `stream` is borrowed, so it is live.
-        unsafe { self.hold_raw(stream.gpu(), stream.raw()) }
+        unsafe { self.block_raw_stream(stream.gpu(), stream.raw()) }
     }
 
     /// Makes a stream of another library wait, such as PyTorch's, as [`Transfer::block_stream`] does. Null is
@@ -212,7 +216,7 @@ impl Transfer {
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null.
-    pub unsafe fn hold_raw(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
+    pub unsafe fn block_raw_stream(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
         self.connection.context().origin.check()?;
         // SAFETY: by the caller's promise.
         let gate = unsafe { self.connection.context().gates.hold(gpu, stream) }?;

@@ -79,12 +79,12 @@ impl Wakeup {
         self.wake.wake();
     }
 
-    /// Waits until the descriptor is readable; false after `limit`.
+    /// Waits until the descriptor is readable; false after `timeout`.
     ///
     /// # Errors
     /// [`Error::Io`] if the system call fails.
-    pub fn wait(&self, limit: Duration) -> Result<bool> {
-        self.wake.wait(limit).map_err(|error| Error::io("wait for an eventfd", &error))
+    pub fn wait(&self, timeout: Duration) -> Result<bool> {
+        self.wake.wait(timeout).map_err(|error| Error::io("wait for an eventfd", &error))
     }
 
     /// The entry for a wait list.

@@ -135,7 +135,7 @@ impl Lanes {
     /// Times after which a peer counts as connected with some of its channels, and as unreachable with none.
     /// With lanes these are longer by the set-up time of a lane.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
-        let more = self.backend.as_ref().map(|backend| backend.setup_limit()).unwrap_or_default();
+        let more = self.backend.as_ref().map(|backend| backend.setup_timeout()).unwrap_or_default();
         (some + more, none + more)
     }
 }
@@ -208,8 +208,8 @@ impl Link {
                     let setup_us = setup.age(now).as_micros() as u64;
                     counters.lane.setup_us.store(setup_us, Ordering::Relaxed);
                     *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(by);
-                    let limit = self.lanes.backend.as_ref().map(|backend| backend.stall_limit());
-                    let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
+                    let limit = self.lanes.backend.as_ref().map(|backend| backend.stall_timeout());
+                    let limit = limit.unwrap_or(limits::LANE_STALL_TIMEOUT_DEFAULT);
                     let posted = Posted::new(lane, limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);
                     self.carries_data(context, channel, now);

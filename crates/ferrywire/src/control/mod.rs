@@ -164,7 +164,7 @@ impl Control {
             return;
         }
         self.calls_seen = now;
-        for call in self.call_watch.overdue(backend.inflight_calls(), backend.stall_limit(), now) {
+        for call in self.call_watch.overdue(backend.inflight_calls(), backend.stall_timeout(), now) {
             let worker = self.workers.iter().find(|worker| worker.thread_id() == call.thread);
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = backend.describe_call(&call);

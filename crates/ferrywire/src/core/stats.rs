@@ -54,7 +54,7 @@ pub(crate) struct StagingCounters {
     pub h2d_ns: AtomicU64,
     pub socket_ns: AtomicU64,
     pub send_ring_full_ns: AtomicU64,
-    pub receive_full_ns: AtomicU64,
+    pub receive_ring_full_ns: AtomicU64,
     pub driver_calls: AtomicU64,
 }
 
@@ -72,7 +72,7 @@ impl StagingCounters {
             h2d: time(&self.h2d_ns),
             socket: time(&self.socket_ns),
             send_ring_full_time: time(&self.send_ring_full_ns),
-            receive_full: time(&self.receive_full_ns),
+            receive_ring_full_time: time(&self.receive_ring_full_ns),
             driver_calls: self.driver_calls.load(Ordering::Relaxed),
         })
     }
@@ -103,7 +103,7 @@ impl LaneCounters {
             device,
             device_name,
             max_outstanding_sends: self.sends_most.load(Ordering::Relaxed),
-            receives_posted_most: self.receives_most.load(Ordering::Relaxed),
+            max_outstanding_receives: self.receives_most.load(Ordering::Relaxed),
             closing_results: self.closing_results.load(Ordering::Relaxed),
             setup: Duration::from_micros(self.setup_us.load(Ordering::Relaxed)),
             devmem: devmem.map(|counters| counters.snapshot()),
@@ -193,7 +193,7 @@ pub struct LaneStats {
     /// Most sends posted at once so far.
     pub max_outstanding_sends: u64,
     /// Most receives at once so far that were posted, or finished and not reused.
-    pub receives_posted_most: u64,
+    pub max_outstanding_receives: u64,
     /// How often the plugin reported that the peer may be closing. Harmless if all messages arrived.
     pub closing_results: u64,
     /// Time from the channel's connection until both directions of the lane were ready.
@@ -225,7 +225,7 @@ pub struct StagingStats {
     /// Time during which the ring had no room for another frame to send.
     pub send_ring_full_time: Duration,
     /// Time during which received payloads waited for room in the ring.
-    pub receive_full: Duration,
+    pub receive_ring_full_time: Duration,
     /// Driver calls: copies, events behind them, and queries of their state.
     pub driver_calls: u64,
 }

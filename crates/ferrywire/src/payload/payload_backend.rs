@@ -109,10 +109,10 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     ) -> Result<Box<dyn Setup>, String>;
 
     /// Longest time for the set-up of a lane.
-    fn setup_limit(&self) -> Duration;
+    fn setup_timeout(&self) -> Duration;
 
     /// Longest time without progress of a lane's oldest message.
-    fn stall_limit(&self) -> Duration;
+    fn stall_timeout(&self) -> Duration;
 
     /// Whether lanes make calls that may block or never return. If so, only a worker's own thread polls its
     /// lanes. With other backends this holds only while the worker has lanes, because lanes raise no event
@@ -274,11 +274,11 @@ mod tests {
             Err("it has no lanes".into())
         }
 
-        fn setup_limit(&self) -> Duration {
+        fn setup_timeout(&self) -> Duration {
             Duration::ZERO
         }
 
-        fn stall_limit(&self) -> Duration {
+        fn stall_timeout(&self) -> Duration {
             Duration::ZERO
         }
     }

@@ -76,7 +76,7 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
     let receive = pair.near.recv(1, &source, 0, 1).unwrap();
     for total in [SHORT, Duration::ZERO] {
         let outcome = Transfer::wait_any_for([&receive], total, LIMIT);
-        assert!(matches!(&outcome, Err(Error::TimedOut { limit, .. }) if *limit == total), "{outcome:?}");
+        assert!(matches!(&outcome, Err(Error::TimedOut { timeout, .. }) if *timeout == total), "{outcome:?}");
     }
     let outcome = Transfer::wait_any_for([&receive], LIMIT, SHORT);
     assert!(matches!(&outcome, Err(Error::Stalled { waited, .. }) if *waited == SHORT), "{outcome:?}");

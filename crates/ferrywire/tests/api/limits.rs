@@ -12,7 +12,7 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
     let (short, zero) = (Duration::from_millis(30), Duration::ZERO);
     for (total, stall) in [(short, LIMIT), (zero, LIMIT), (zero, zero), (short, Duration::MAX)] {
         let error = receive.wait_for(total, stall).unwrap_err();
-        let Error::TimedOut { what, limit, peer } = &error else { panic!("{error}") };
+        let Error::TimedOut { what, timeout: limit, peer } = &error else { panic!("{error}") };
         assert_eq!(*limit, total);
         assert!(what.starts_with("recv with 127.0.0.1:"), "{what}");
         assert_eq!((error.kind(), peer.as_deref()), (ErrorKind::Timeout, Some(&*pair.far.name())));

@@ -15,7 +15,7 @@ const STALL: Duration = Duration::from_secs(4);
 
 /// Ends with one channel, that soon notice a stall.
 fn one_channel() -> Ends {
-    Ends::with(|builder| builder.channels(1).threads(1).plugin(plugin().stall_limit(STALL)))
+    Ends::with(|builder| builder.channels(1).threads(1).plugin(plugin().stall_timeout(STALL)))
 }
 
 /// The error that a write of a few chunks ends in.
@@ -66,7 +66,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
         // SAFETY: it stays until the end.
         let region = unsafe { ends.connecting.register_raw(memory.as_mut_ptr(), BYTES) }.unwrap();
         let write = ends.near.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-        while ends.far.stats().channels[0].lane.as_ref().unwrap().receives_posted_most == 0 {
+        while ends.far.stats().channels[0].lane.as_ref().unwrap().max_outstanding_receives == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
         drop(region);
@@ -432,8 +432,8 @@ fn without_any_environment_what_is_needed_is_set() {
 }
 
 /// What an attempt to connect ends in.
-fn failed_connect(setup_limit: Duration) -> Error {
-    let end = || builder().plugin(plugin().setup_limit(setup_limit));
+fn failed_connect(setup_timeout: Duration) -> Error {
+    let end = || builder().plugin(plugin().setup_timeout(setup_timeout));
     let accepting = loopback(end()).build().unwrap();
     let connecting = end().build().unwrap();
     connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err()

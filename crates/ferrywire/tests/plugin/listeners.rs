@@ -109,7 +109,7 @@ fn a_listener_whose_accept_is_unfinished_is_left_open_and_told_once() {
     case!("stats=on,fault_call=connect,call_fault=hang").passes(|| {
         let lines = Lines::collect();
         let told = || lines.with("listener stays open until this process ends: its accept has not ended");
-        let end = || builder().channels(1).plugin(plugin().setup_limit(Duration::from_secs(1)));
+        let end = || builder().channels(1).plugin(plugin().setup_timeout(Duration::from_secs(1)));
         for _ in 0..10 {
             let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
             let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err();
@@ -134,7 +134,7 @@ fn a_listener_whose_accept_is_unfinished_is_left_open_and_told_once() {
 fn what_comes_of_an_attempt_after_it_was_given_up_is_closed() {
     let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
     case!("stats=on").with(wait, "3000000").passes(|| {
-        let end = || builder().channels(2).plugin(plugin().setup_limit(Duration::from_secs(2)));
+        let end = || builder().channels(2).plugin(plugin().setup_timeout(Duration::from_secs(2)));
         let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
         let before = descriptors();
         for _ in 0..3 {

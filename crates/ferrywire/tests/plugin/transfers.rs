@@ -34,13 +34,13 @@ fn windows_are_used_and_never_exceeded() {
                 let lane = channel.lane.as_ref().unwrap();
                 assert_eq!((lane.plugin.as_str(), lane.version.as_str()), ("GPUDirectTCPX_v7", "v7"));
                 assert_eq!(lane.device_name, "lo");
-                assert!(lane.max_outstanding_sends <= 16 && lane.receives_posted_most <= 16, "{lane:?}");
+                assert!(lane.max_outstanding_sends <= 16 && lane.max_outstanding_receives <= 16, "{lane:?}");
                 assert_eq!(lane.closing_results, 0);
             }
         }
         let most = |peer: &ferrywire::Peer| peer.stats().channels[0].lane.clone().unwrap();
         assert!(most(&ends.near).max_outstanding_sends > 4, "{:?}", most(&ends.near));
-        assert!(most(&ends.far).receives_posted_most > 1, "{:?}", most(&ends.far));
+        assert!(most(&ends.far).max_outstanding_receives > 1, "{:?}", most(&ends.far));
         ends.close();
     });
 }
@@ -56,7 +56,7 @@ fn windows_go_round_and_what_is_reported_is_what_the_plugin_moved() {
             ends.write(bytes, chunks as u64);
             let far = ends.far.clone();
             ends.close();
-            let most = far.stats().channels[0].lane.as_ref().unwrap().receives_posted_most;
+            let most = far.stats().channels[0].lane.as_ref().unwrap().max_outstanding_receives;
             assert!((2..=16).contains(&most), "{most}");
             let lines = ferrywire_ncclnet::log::last_lines();
             let received = lines.iter().find(|line| {

@@ -27,7 +27,7 @@ fn until(what: &str, mut poll: impl FnMut() -> bool) {
 
 /// The most receives that the lane of a peer's first channel has had posted at once.
 fn receives_posted(peer: &Peer) -> u64 {
-    peer.stats().channels[0].lane.as_ref().map_or(0, |lane| lane.receives_posted_most)
+    peer.stats().channels[0].lane.as_ref().map_or(0, |lane| lane.max_outstanding_receives)
 }
 
 fn holds_reused(bytes: &[u8]) -> usize {

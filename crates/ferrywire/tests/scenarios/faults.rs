@@ -177,7 +177,7 @@ pub fn one_way_cut<W: Faulty>(world: &mut W) {
         _ => world.net().cut_incoming(address),
     }
     load.finish_well(world, [(0, &near), (1, &far)]);
-    // Longer than the heartbeat limit: the control session has to find the other NIC.
+    // Longer than the peer timeout: the control session has to find the other NIC.
     world.pass(Duration::from_secs(15));
     let mut after = Load::default();
     after.post(world, [(0, &near), (1, &far)], 2, BYTES);

@@ -67,10 +67,11 @@ pub(crate) struct Posted {
 }
 
 impl Posted {
-    /// Creates the state. `stall_limit` is the longest time without progress of the oldest message of each
+    /// Creates the state. `stall_timeout` is the longest time without progress of the oldest message of each
     /// direction.
-    pub fn new(lane: Box<dyn Lane>, stall_limit: Duration, counters: Arc<LaneCounters>) -> Posted {
-        let (sending, receiving) = (Sending::new(&*lane, stall_limit), Receiving::new(&*lane, stall_limit));
+    pub fn new(lane: Box<dyn Lane>, stall_timeout: Duration, counters: Arc<LaneCounters>) -> Posted {
+        let (sending, receiving) =
+            (Sending::new(&*lane, stall_timeout), Receiving::new(&*lane, stall_timeout));
         Posted { lane, sending, receiving, counters, clock: Clock::new(Duration::ZERO) }
     }
 

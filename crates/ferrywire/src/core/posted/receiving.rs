@@ -64,7 +64,7 @@ struct Receive {
 
 pub(super) struct Receiving {
     window: usize,
-    stall_limit: Duration,
+    stall_timeout: Duration,
     frames: VecDeque<Frame>,
     /// Number of frames that were considered for posting, and number of those whose payload is complete.
     seen: usize,
@@ -86,10 +86,10 @@ pub(super) struct Receiving {
 }
 
 impl Receiving {
-    pub fn new(lane: &dyn Lane, stall_limit: Duration) -> Receiving {
+    pub fn new(lane: &dyn Lane, stall_timeout: Duration) -> Receiving {
         Receiving {
             window: lane.window(),
-            stall_limit,
+            stall_timeout,
             frames: VecDeque::new(),
             seen: 0,
             tested: 0,
@@ -183,13 +183,13 @@ impl Receiving {
             };
             match lane.test_recv(receive.ticket) {
                 Step::Done => {}
-                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
+                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
                     let bytes = frame.arrival.header.len;
                     turned.stalled = true;
                     return Err(format!(
                         "message {} ({bytes} bytes) has not arrived after {}: its last test gave result 0, not done",
                         receive.number,
-                        seconds(self.stall_limit)
+                        seconds(self.stall_timeout)
                     ));
                 }
                 Step::Pending => return Ok(()),
@@ -306,8 +306,8 @@ impl Receiving {
         let since = *self.refused_since.get_or_insert(now);
         if self.outstanding > 0 {
             self.refused_since = None;
-        } else if now.saturating_sub(since) > self.stall_limit {
-            let waited = seconds(self.stall_limit);
+        } else if now.saturating_sub(since) > self.stall_timeout {
+            let waited = seconds(self.stall_timeout);
             return Err(format!("irecv takes nothing ({how}) for {waited}, although nothing is posted"));
         }
         Ok(())

@@ -41,7 +41,7 @@ enum Source {
 
 pub(super) struct Sending {
     window: usize,
-    stall_limit: Duration,
+    stall_timeout: Duration,
     waiting: VecDeque<Outgoing>,
     posted: VecDeque<(Ticket, Outgoing)>,
     begun: u64,
@@ -62,10 +62,10 @@ pub(super) struct Sending {
 }
 
 impl Sending {
-    pub fn new(lane: &dyn Lane, stall_limit: Duration) -> Sending {
+    pub fn new(lane: &dyn Lane, stall_timeout: Duration) -> Sending {
         Sending {
             window: lane.send_window(),
-            stall_limit,
+            stall_timeout,
             waiting: VecDeque::new(),
             posted: VecDeque::new(),
             begun: 0,
@@ -181,13 +181,13 @@ impl Sending {
         while let Some((ticket, message)) = self.posted.front() {
             match lane.test_send(*ticket) {
                 Step::Done => {}
-                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
+                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
                     turned.stalled = true;
                     return Err(format!(
                         "message {} ({} bytes) is still not sent after {}: its last test gave result 0, not done",
                         self.done,
                         message.bytes,
-                        seconds(self.stall_limit)
+                        seconds(self.stall_timeout)
                     ));
                 }
                 Step::Pending => return Ok(()),
@@ -262,8 +262,8 @@ impl Sending {
         let since = *self.refused_since.get_or_insert(now);
         if !self.posted.is_empty() {
             self.refused_since = None;
-        } else if now.saturating_sub(since) > self.stall_limit {
-            let waited = seconds(self.stall_limit);
+        } else if now.saturating_sub(since) > self.stall_timeout {
+            let waited = seconds(self.stall_timeout);
             return Err(format!("isend takes nothing ({how}) for {waited}, although nothing is posted"));
         }
         Ok(())

@@ -19,8 +19,8 @@ pub struct PluginConfig {
     pub(super) window: usize,
     pub(super) gpu: Option<MemoryLocation>,
     pub(super) unpack: UnpackMode,
-    pub(crate) stall_limit: Duration,
-    pub(crate) setup_limit: Duration,
+    pub(crate) stall_timeout: Duration,
+    pub(crate) setup_timeout: Duration,
     pub(super) allow_same_host_gpu: bool,
     pub(super) set_before: Vec<String>,
 }
@@ -60,8 +60,8 @@ impl PluginConfig {
             window: limits::LANE_WINDOW_DEFAULT,
             gpu: None,
             unpack: UnpackMode::default(),
-            stall_limit: limits::LANE_STALL_LIMIT_DEFAULT,
-            setup_limit: limits::LANE_SETUP_TIMEOUT,
+            stall_timeout: limits::LANE_STALL_TIMEOUT_DEFAULT,
+            setup_timeout: limits::LANE_SETUP_TIMEOUT,
             allow_same_host_gpu: false,
             set_before: Vec::new(),
         }
@@ -103,14 +103,14 @@ impl PluginConfig {
 
     /// Sets the longest time without progress of a channel's oldest message, and the longest time of a plugin
     /// call. Default: 30 s.
-    pub fn stall_limit(mut self, limit: Duration) -> PluginConfig {
-        self.stall_limit = limit;
+    pub fn stall_timeout(mut self, limit: Duration) -> PluginConfig {
+        self.stall_timeout = limit;
         self
     }
 
     /// Sets the longest time for the set-up of a channel's connections. Default: 60 s.
-    pub fn setup_limit(mut self, limit: Duration) -> PluginConfig {
-        self.setup_limit = limit;
+    pub fn setup_timeout(mut self, limit: Duration) -> PluginConfig {
+        self.setup_timeout = limit;
         self
     }
 

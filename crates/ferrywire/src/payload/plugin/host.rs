@@ -265,7 +265,7 @@ impl Host {
 
     /// How long a cancelled set-up attempt may continue.
     pub fn linger(&self) -> Duration {
-        self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_TIMEOUT)
+        self.config.setup_timeout.saturating_mul(5).min(limits::LANE_LINGER_TIMEOUT)
     }
 
     /// Describes a failed set-up call: the error, the plugin's warnings since line `began` of its log, and a
@@ -385,12 +385,12 @@ impl PayloadBackend for Host {
         Ok(Box::new(PluginSetup::start(&self, device, now, waker)?))
     }
 
-    fn setup_limit(&self) -> Duration {
-        self.config.setup_limit
+    fn setup_timeout(&self) -> Duration {
+        self.config.setup_timeout
     }
 
-    fn stall_limit(&self) -> Duration {
-        self.config.stall_limit
+    fn stall_timeout(&self) -> Duration {
+        self.config.stall_timeout
     }
 
     fn calls_may_block(&self) -> bool {

@@ -150,7 +150,7 @@ impl Setup for PluginSetup {
         }
         if let Some(failed) = &state.failed {
             let since = *self.failed_at.get_or_insert(now);
-            let grace = limits::LANE_FAILURE_GRACE.min(self.host.config.setup_limit / 2);
+            let grace = limits::LANE_FAILURE_GRACE.min(self.host.config.setup_timeout / 2);
             let waits = failed.may_follow && now.saturating_sub(since) < grace;
             return if waits { Progress::Pending } else { Progress::Failed(failed.why.clone()) };
         }
@@ -162,7 +162,7 @@ impl Setup for PluginSetup {
             let by = lane.by();
             return Progress::Ready(Box::new(lane), by);
         }
-        let limit = self.host.config.setup_limit;
+        let limit = self.host.config.setup_timeout;
         if now.saturating_sub(self.started) <= limit {
             return Progress::Pending;
         }

@@ -323,7 +323,7 @@ impl StagedPayload {
         store(&counters.d2h_ns, staging.sending.copying_time());
         store(&counters.h2d_ns, staging.receiving.copying_time());
         store(&counters.send_ring_full_ns, staging.sending.full_time());
-        store(&counters.receive_full_ns, staging.receiving.full_time());
+        store(&counters.receive_ring_full_ns, staging.receiving.full_time());
     }
 }
 
