@@ -6,6 +6,11 @@
 //! The first paragraph of a flag's comment is its line of `-h`: at most [`help::LINE_CHARS_MAX`] characters, with the default.
 //! Further paragraphs are shown by `--help` only.
 
+#![allow(
+    rustdoc::broken_intra_doc_links,
+    reason = "the comments of options are help texts, which write cuda[:N]"
+)]
+
 mod help;
 
 use std::path::PathBuf;
