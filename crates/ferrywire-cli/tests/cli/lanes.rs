@@ -138,7 +138,7 @@ fn a_listener_that_must_stay_open_is_told_once_and_ends_with_its_process() {
     let mut serve = serve("", "");
     let (own, said) = (listening(serve.child.id()), serve.collect_errors());
     let told =
-        || said.lock().expect("lines").iter().filter(|line| line.contains("a listener stays open")).count();
+        || said.lock().expect("lines").iter().filter(|line| line.contains("listener stays open")).count();
     let left_open = || (listening(serve.child.id()).len() - own.len()) / 2;
     for _ in 0..10 {
         // The peer never connects to it.

@@ -285,7 +285,7 @@ fn a_meeting_point_may_be_typed() {
     let alone = RankFlags { rendezvous: Some("node7:7000".to_owned()), ..RankFlags::default() };
     let error = told(alone, "").expect_err("no rank").to_string();
     assert!(
-        error.starts_with("--rendezvous node7:7000 says where ranks meet, and nobody says which"),
+        error.starts_with("--rendezvous node7:7000 needs the rank of this process"),
         "{error}"
     );
     for bad in ["", ":7000", "node7:", "node7:x", "node7:0", "node7:70000", "two words"] {
