@@ -284,10 +284,7 @@ fn a_meeting_point_may_be_typed() {
     assert_eq!(typed("fd00::1"), Ok(at("fd00::1", None)));
     let alone = RankFlags { rendezvous: Some("node7:7000".to_owned()), ..RankFlags::default() };
     let error = told(alone, "").expect_err("no rank").to_string();
-    assert!(
-        error.starts_with("--rendezvous node7:7000 needs the rank of this process"),
-        "{error}"
-    );
+    assert!(error.starts_with("--rendezvous node7:7000 needs the rank of this process"), "{error}");
     for bad in ["", ":7000", "node7:", "node7:x", "node7:0", "node7:70000", "two words"] {
         let error = typed(bad).expect_err(bad).to_string();
         assert_eq!(error, format!("--rendezvous {bad}: write it as HOST:PORT"));
