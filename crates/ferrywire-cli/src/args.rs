@@ -420,7 +420,7 @@ pub struct ConnectFlags {
     /// Scattered blocks per message, moved by one vectored call [default: none]
     #[arg(long, value_name = "N")]
     pub blocks: Option<usize>,
-    /// Who sends to whom [default: unidir]
+    /// Traffic direction [default: unidir]
     #[arg(long)]
     pub pattern: Option<Pattern>,
     /// Peers that send to one end, with --pattern incast [default: 2]
@@ -569,7 +569,7 @@ pub enum Op {
     Send,
 }
 
-/// Who sends to whom.
+/// Traffic direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pattern {
