@@ -90,13 +90,17 @@ pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut 
     Ok(address as *mut c_void)
 }
 
-/// `connect`: starts an attempt, or polls it; returns the comm's pointer when it is ready.
+/// `connect`: starts an attempt, or polls it; returns the comm's pointer when it is ready. The first call starts the
+/// attempt and looks no further, as in the real plugin: it gives null however soon the attempt ends.
 pub fn connect(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut c_void> {
     let plugin = plugin()?;
     let attempt = match handle::attempt(bytes) {
         0 => {
             let attempt = start_connect(plugin, device, bytes)?;
             handle::set_attempt(bytes, attempt.address());
+            if plugin.switches.null_first {
+                return Ok(std::ptr::null_mut());
+            }
             attempt
         }
         address => Attempt::at(address, "connect"),
@@ -127,7 +131,7 @@ fn start_connect(
 }
 
 /// `accept`: starts the attempt, or polls it; returns the comm's pointer when it is ready. `device_handle` is null if
-/// the host gave none.
+/// the host gave none. As in `connect`, the first call gives null, so it never imports a receive pool.
 ///
 /// # Safety
 /// `device_handle` must be null or writable.
@@ -137,6 +141,9 @@ pub unsafe fn accept(listener: *mut c_void, device_handle: *mut DeviceHandle) ->
     let mut accepting = locked(&listener.accepting);
     if accepting.is_none() {
         *accepting = Some(start_accept(plugin, &listener)?);
+        if plugin.switches.null_first {
+            return Ok(std::ptr::null_mut());
+        }
     }
     let Some(Accepting { attempt, device }) = &*accepting else { return Err(ResultCode::INTERNAL_ERROR) };
     let Some(mut comm) = poll(plugin, attempt, "accept")? else { return Ok(std::ptr::null_mut()) };
