@@ -26,6 +26,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_open(
     call(|| {
         // SAFETY: by the caller's promise.
         let out = unsafe { handles::place(endpoint) }?;
+        ferrywire::metrics::set_face("c");
         let builder =
             if options.is_null() { ferrywire::Endpoint::builder() } else { handles::get(options)?.builder() };
         out.put(handles::new(Endpoint(builder.build()?))?);

@@ -31,6 +31,12 @@ pub struct PathHealth {
     pub acked_bytes: u64,
     /// Most payload bytes of one packet (MSS); zero where unknown.
     pub mss_bytes: u32,
+    /// Packets retransmitted on this connection; zero where unknown.
+    pub retransmits: u32,
+    /// Congestion window in bytes; zero where unknown.
+    pub congestion_window_bytes: u64,
+    /// Bytes written to the socket and never sent.
+    pub unsent_bytes: u32,
 }
 
 impl PathHealth {

@@ -377,6 +377,7 @@ impl Shared {
 }
 
 fn listen(name: &str, settings: &Settings, secret: &[u8]) -> Result<Endpoint, String> {
+    ferrywire::metrics::set_face("nixl");
     let mut last = String::new();
     for address in settings.listen_addresses() {
         let mut builder = Endpoint::builder().listen(address).secret(secret).label(label(name));

@@ -54,6 +54,7 @@ mod native {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         crate::logs::start();
+        ferrywire::metrics::set_face("python");
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("NOTIFY_BYTES_MAX", ferrywire::limits::NOTIFY_BYTES_MAX)?;
         module.add("SECRET_BYTES_MIN", ferrywire::limits::SECRET_BYTES_MIN)

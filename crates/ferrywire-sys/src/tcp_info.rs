@@ -36,6 +36,8 @@ pub struct TcpInfo {
     pub rtt: Duration,
     /// Shortest round-trip time of the last minutes; zero before the first sample.
     pub min_rtt: Duration,
+    /// Congestion window in packets.
+    pub congestion_window: u32,
     /// Packets retransmitted since the connection began.
     pub total_retrans: u32,
     /// Bytes that the peer's kernel has acknowledged since the connection began.
@@ -69,6 +71,7 @@ impl TcpInfo {
             last_ack_recv: millis(56),
             rtt: micros(68),
             min_rtt: if word(148) == u32::MAX { Duration::ZERO } else { micros(148) },
+            congestion_window: word(80),
             total_retrans: word(100),
             acked_bytes: u64::from_ne_bytes(array(bytes, 120)),
             notsent_bytes: word(144),
@@ -107,6 +110,7 @@ mod tests {
         assert_eq!(24, mem::offset_of!(libc::tcp_info, tcpi_unacked));
         assert_eq!(56, mem::offset_of!(libc::tcp_info, tcpi_last_ack_recv));
         assert_eq!(68, mem::offset_of!(libc::tcp_info, tcpi_rtt));
+        assert_eq!(80, mem::offset_of!(libc::tcp_info, tcpi_snd_cwnd));
         assert_eq!(100, mem::offset_of!(libc::tcp_info, tcpi_total_retrans));
     }
 

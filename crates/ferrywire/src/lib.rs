@@ -74,6 +74,7 @@ pub use core::ordering::StreamEvent;
 pub use core::stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
 pub use error::{Error, ErrorKind, LossCause, RefusalReason, Result, UnreachableCause};
 pub use ferrywire_memory::{self as memory, MemoryLocation};
+pub use ferrywire_metrics as metrics;
 pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;

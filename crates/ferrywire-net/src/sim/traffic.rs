@@ -393,6 +393,9 @@ impl State {
             min_rtt: rtt,
             acked_bytes,
             mss_bytes: 0,
+            retransmits: 0,
+            congestion_window_bytes: 0,
+            unsent_bytes: 0,
         };
         if !link.is_up() {
             let silent_for = now.saturating_sub(link.dialled_at);

@@ -42,6 +42,9 @@ impl Watch {
             min_rtt: info.min_rtt,
             acked_bytes: info.acked_bytes,
             mss_bytes: info.send_mss,
+            retransmits: info.total_retrans,
+            congestion_window_bytes: u64::from(info.congestion_window) * u64::from(info.send_mss),
+            unsent_bytes: info.notsent_bytes,
         }
     }
 }

@@ -206,7 +206,10 @@ impl Control {
     fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
         const LINES_PER_MINUTE: u64 = 100;
         let refusals = &mut self.accepting.refusals;
-        refusals.auth_failures += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
+        if matches!(error, HandshakeError::WrongSecret(_)) {
+            refusals.auth_failures += 1;
+            ferrywire_metrics::count_auth_failure();
+        }
         let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
         if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
             return tracing::debug!("slower path of a session resumption from {from} closed: {error}");

@@ -19,6 +19,7 @@ use ferrywire_proto::outbox::Epoch;
 use ferrywire_proto::transfer::{Piece, Pieces};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Instant;
 
 /// The kind of an operation, with the fields that only this kind has.
 pub(crate) enum Task {
@@ -106,6 +107,8 @@ pub(crate) struct Op {
     moved: AtomicU64,
     /// Grows with every progress, also of incomplete frames.
     activity: AtomicU64,
+    /// When the operation was created, if times are recorded.
+    began: Option<Instant>,
     end: End,
 }
 
@@ -132,6 +135,7 @@ impl Op {
             holds: Holds::default(),
             moved: AtomicU64::new(0),
             activity: AtomicU64::new(0),
+            began: ferrywire_metrics::are_timed().then(Instant::now),
             end: End::default(),
         }
     }
@@ -144,6 +148,25 @@ impl Op {
             Task::Notify => Verb::Notify,
             Task::Read { .. } => Verb::Read,
             Task::Recv { .. } => Verb::Recv,
+        }
+    }
+
+    /// The operation's kind in metrics.
+    pub fn kind(&self) -> ferrywire_metrics::Kind {
+        match self.verb() {
+            Verb::Write => ferrywire_metrics::Kind::Write,
+            Verb::Read => ferrywire_metrics::Kind::Read,
+            Verb::Send => ferrywire_metrics::Kind::Send,
+            Verb::Recv => ferrywire_metrics::Kind::Recv,
+            Verb::Notify => ferrywire_metrics::Kind::Notify,
+            Verb::Serve => ferrywire_metrics::Kind::Serve,
+        }
+    }
+
+    /// Records the operation's time for metrics, at its end.
+    pub fn record_time(&self) {
+        if let Some(began) = self.began {
+            ferrywire_metrics::record_transfer(self.kind(), began.elapsed());
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::payload::DevmemStats;
 use crate::payload::lane::LaneBy;
+use ferrywire_metrics::{ChannelSample, StagingSample};
 use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
@@ -27,6 +28,9 @@ pub(crate) struct ChannelCounters {
     pub received_bytes: AtomicU64,
     pub rtt_us: AtomicU64,
     pub mss_bytes: AtomicU32,
+    retransmits: AtomicU32,
+    congestion_window_bytes: AtomicU64,
+    unsent_bytes: AtomicU32,
     send_buffer_bytes: AtomicUsize,
     receive_buffer_bytes: AtomicUsize,
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
@@ -138,6 +142,9 @@ impl ChannelCounters {
     pub fn note_health(&self, health: &PathHealth) {
         self.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         self.mss_bytes.store(health.mss_bytes, Ordering::Relaxed);
+        self.retransmits.store(health.retransmits, Ordering::Relaxed);
+        self.congestion_window_bytes.store(health.congestion_window_bytes, Ordering::Relaxed);
+        self.unsent_bytes.store(health.unsent_bytes, Ordering::Relaxed);
     }
 
     /// The kernel may resize socket buffers while a connection runs.
@@ -153,6 +160,33 @@ impl ChannelCounters {
             NO_BACKLOG => 0,
             bytes => bytes,
         }
+    }
+
+    /// The figures for metrics; `None` before the first connection.
+    pub fn sample(&self, index: u16) -> Option<ChannelSample> {
+        let stats = self.snapshot(index)?;
+        let staging = stats.staging.map(|staging| StagingSample {
+            pinned_bytes: staging.pinned_bytes,
+            d2h_s: staging.d2h.as_secs_f64(),
+            h2d_s: staging.h2d.as_secs_f64(),
+            socket_s: staging.socket.as_secs_f64(),
+            ring_full_s: (staging.send_ring_full_time + staging.receive_ring_full_time).as_secs_f64(),
+            ring_full_events: staging.ring_full_events,
+        });
+        Some(ChannelSample {
+            channel: index,
+            nic: stats.nic,
+            alive: stats.alive,
+            tx_bytes: stats.sent_bytes,
+            rx_bytes: stats.received_bytes,
+            reconnects: u64::from(stats.generation),
+            retransmits: u64::from(self.retransmits.load(Ordering::Relaxed)),
+            rtt_s: stats.rtt.as_secs_f64(),
+            congestion_window_bytes: self.congestion_window_bytes.load(Ordering::Relaxed),
+            send_queue_bytes: u64::from(self.unsent_bytes.load(Ordering::Relaxed)),
+            in_flight_bytes: self.in_flight(),
+            staging,
+        })
     }
 
     pub fn snapshot(&self, index: u16) -> Option<ChannelStats> {

@@ -225,7 +225,7 @@ fn a_flag_is_written_after_what_was_copied_before_it() {
             stream.write_flag_u64(flags.address() + 64, u64::from(round) << 40).unwrap();
         }
         let start = std::time::Instant::now();
-        while short.load(Ordering::Acquire) != round.into() {
+        while short.load(Ordering::Acquire) != u32::from(round) {
             assert!(start.elapsed() < LONG, "the flag never came");
             std::hint::spin_loop();
         }

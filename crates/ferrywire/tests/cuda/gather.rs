@@ -220,13 +220,13 @@ fn work_behind_a_slow_kernel_waits_for_it() {
             consumer.copy(source.address(), target.address(), BYTES).unwrap();
             consumer.write_flag_u32(flags.address(), round.into()).unwrap();
         }
-        let early = consumer.query().unwrap() || flag.load(Ordering::Acquire) == round.into();
+        let early = consumer.query().unwrap() || flag.load(Ordering::Acquire) == u32::from(round);
         // Asked last: if the kernel runs even now, it ran when the others were looked at.
         let in_time = !produced.query().unwrap();
         assert!(!(in_time && early), "nobody waited for the kernel");
         consumer.wait(LONG).unwrap();
         assert!(produced.query().unwrap());
-        assert_eq!(flag.load(Ordering::Acquire), round.into());
+        assert_eq!(flag.load(Ordering::Acquire), u32::from(round));
         // SAFETY: memory of the buffer, with nothing under way.
         let seen = unsafe { std::slice::from_raw_parts(target.as_ptr(), BYTES) };
         assert!(seen.iter().all(|byte| *byte == round), "round {round}");

@@ -38,7 +38,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A connected remote endpoint. Clones share one connection. When the last clone is dropped, the connection
 /// is closed after all posted transfers are sent, or when they have made no progress for 5 s
@@ -291,6 +291,8 @@ impl Peer {
     }
 
     fn post(&self, op: Op) -> Result<Transfer> {
+        let began = ferrywire_metrics::are_timed().then(Instant::now);
+        let kind = op.kind();
         let op = self.begin_posted(op)?;
         let transfer = self.transfer(&op);
         if let Some(ready) = &self.after {
@@ -301,6 +303,9 @@ impl Peer {
             return Err(self.state().gone());
         }
         self.connection.kick(transfer.op.total);
+        if let Some(began) = began {
+            ferrywire_metrics::record_post(kind, began.elapsed());
+        }
         Ok(transfer)
     }
 

@@ -23,7 +23,7 @@ fn a_region_of_gpu_memory_is_read_and_written_through_the_copy_engine() {
     assert_eq!(SimGpu::of(region.as_ptr() as u64), Some((1, region.as_ptr() as u64, 100_000)));
     region.write_at(99_990, &[7; 10]).unwrap();
     assert_eq!(bytes_of(&region, 99_988, 12), [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
-    assert_eq!(bytes_of(&region, 100_000, 0), []);
+    assert_eq!(bytes_of(&region, 100_000, 0), [0_u8; 0]);
     let outside = |side, offset| Err(Error::OutOfRegion { side, offset, len: 10, region_bytes: 100_000 });
     assert_eq!(region.write_at(99_991, &[7; 10]), outside("target", 99_991));
     assert_eq!(region.read_at(u64::MAX, &mut [0; 10]), outside("source", u64::MAX));

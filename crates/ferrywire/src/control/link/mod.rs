@@ -45,8 +45,8 @@ use stage::{Awaited, Settling, Stage};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Most reads from one control connection in one pass.
@@ -162,6 +162,8 @@ impl Link {
             why: refused.to_string(),
         });
         let peer = Arc::new(PeerState::new(context.clone(), info));
+        let source: Weak<dyn ferrywire_metrics::Source> = Arc::<PeerState>::downgrade(&peer);
+        ferrywire_metrics::register(source);
         let mut session = Session::new(id, now);
         // A new session has nothing to resend, so this cannot fail.
         let attached = session.attach(secure, 0, now);

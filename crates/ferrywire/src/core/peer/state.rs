@@ -16,6 +16,7 @@ use crate::core::stats::ChannelCounters;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
+use ferrywire_metrics::{Kind as Kinds, KindSample, PeerSample, Source};
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;
@@ -130,12 +131,23 @@ struct Progress {
     cut_off: AtomicBool,
 }
 
+/// Operations of one kind: those that began, and those that ended well or badly.
+#[derive(Default)]
+struct KindCounters {
+    started: AtomicU64,
+    completed: AtomicU64,
+    failed: AtomicU64,
+}
+
 /// Figures about the peer's past for reports.
 #[derive(Default)]
 pub(crate) struct History {
+    operations: [KindCounters; Kinds::ALL.len()],
     /// Frames of lost channels that went back into the outbox.
     pub resent: AtomicU64,
-    /// Lost channels, one line of text each.
+    /// Connections of channels that were lost.
+    lost_count: AtomicU64,
+    /// The latest lost channels, one line of text each.
     pub lost: Mutex<Vec<String>>,
     /// Time until the peer's channels were connected.
     pub setup: Mutex<Duration>,
@@ -162,6 +174,35 @@ pub(crate) struct PeerState {
     pub rouse_first: AtomicUsize,
     /// A write to GPU memory of the peer was posted: the peer stages what it receives.
     pub writes_to_gpus: AtomicBool,
+}
+
+impl Source for PeerState {
+    fn sample(&self) -> PeerSample {
+        let operations =
+            Kinds::ALL.into_iter().zip(&self.history.operations).map(|(kind, counters)| KindSample {
+                kind: kind.name().into(),
+                started: counters.started.load(Ordering::Relaxed),
+                completed: counters.completed.load(Ordering::Relaxed),
+                failed: counters.failed.load(Ordering::Relaxed),
+            });
+        let channels = self.counters.iter().enumerate();
+        PeerSample {
+            endpoint: self.context.identity.to_string(),
+            peer: self.info.name.clone(),
+            transport: self.info.transport.into(),
+            reason: self.info.transport_reason.clone(),
+            resent_chunks: self.history.resent.load(Ordering::Relaxed),
+            lost_channels: self.history.lost_count.load(Ordering::Relaxed),
+            operations: operations.filter(|kind| kind.started > 0).collect(),
+            channels: channels.filter_map(|(index, each)| each.sample(index as u16)).collect(),
+        }
+    }
+}
+
+impl Drop for PeerState {
+    fn drop(&mut self) {
+        ferrywire_metrics::retire(&self.sample());
+    }
 }
 
 impl PeerState {
@@ -278,6 +319,9 @@ impl PeerState {
         self.in_flight.bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
         self.in_flight.operations.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
         self.in_flight.answers.fetch_add(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
+        if op.parent().is_none() {
+            self.history.operations[op.kind() as usize].started.fetch_add(1, Ordering::Relaxed);
+        }
         Hold::new(op)
     }
 
@@ -334,6 +378,7 @@ impl PeerState {
 
     /// Records a lost channel as a line of text. Beyond `LOST_LINES_MAX` the oldest line is dropped.
     pub fn note_lost(&self, line: String) {
+        self.history.lost_count.fetch_add(1, Ordering::Relaxed);
         let mut lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
         if lost.len() >= limits::LOST_LINES_MAX {
             lost.remove(0);
@@ -376,6 +421,12 @@ impl PeerState {
     /// Handles the end of an operation: its last hold was dropped. The caller holds no lock of the peer.
     pub fn ended(self: &Arc<Self>, op: &Op) {
         self.count_ended(op);
+        if op.parent().is_none() {
+            let counters = &self.history.operations[op.kind() as usize];
+            let ended = if op.failed() { &counters.failed } else { &counters.completed };
+            ended.fetch_add(1, Ordering::Relaxed);
+            op.record_time();
+        }
         if op.failed() {
             self.tell_failure(op);
         }

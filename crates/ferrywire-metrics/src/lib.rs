@@ -1,0 +1,30 @@
+//! Metrics of a process that uses ferrywire: what it moved, how fast, over which NICs, and what failed.
+//!
+//! The engine counts anyway; a scrape reads those counters. What costs time in a transfer (histograms of times) is
+//! recorded only while [`are_timed`] is true, that is, once a server for scrapes runs. Every face has the metrics,
+//! because the engine registers each peer as a [`Source`].
+//!
+//! | module | holds |
+//! |---|---|
+//! | `sample` | what is known of a process: peers, channels, operations; plain data, as JSON too |
+//! | `registry` | the sources of this process, and what ended ones had counted |
+//! | `text` | the samples as Prometheus metrics |
+//! | `server` | `GET /metrics` over HTTP, for `--metrics` and `FERRYWIRE_METRICS` |
+//! | `local` | a socket per process, for `ferrywire watch` |
+//!
+//! Invariant: nothing here is called by a thread that moves payload, except the recording of times, which takes no lock.
+
+mod local;
+mod registry;
+mod sample;
+mod server;
+mod text;
+
+pub use local::{Failure, processes};
+pub use registry::{
+    Kind, Source, are_timed, count_auth_failure, process, record_post, record_transfer, register, retire,
+    set_face,
+};
+pub use sample::{ChannelSample, KindSample, PeerSample, ProcessSample, StagingSample};
+pub use server::{MetricsError, next_to, serve, serve_by_environment};
+pub use text::render;

@@ -1,0 +1,163 @@
+//! A socket of each process, from which `ferrywire watch` reads samples.
+//!
+//! The socket lies in a folder of its user below `/tmp`, which only that user and root can enter, and answers only
+//! these. A process that ends leaves its socket; the next process of that user removes it.
+//!
+//! Invariant: a reader that does not read keeps one thread for [`ANSWER_TIMEOUT`], and nothing that moves payload.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use crate::registry;
+use crate::sample::ProcessSample;
+
+const PREFIX: &str = "ferrywire-";
+/// Longest time that a reader may take for an answer, and that `watch` waits for one.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest answer that a reader accepts, in bytes.
+const ANSWER_BYTES_MAX: u64 = 64 << 20;
+/// Pause after an error of `accept`.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+fn folder_of(user: u32) -> PathBuf {
+    PathBuf::from(format!("/tmp/{PREFIX}{user}"))
+}
+
+fn user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// Offers this process's samples, once per process. A failure is logged: transfers do not depend on it.
+pub(crate) fn start() {
+    static STARTED_BY: Mutex<Option<u32>> = Mutex::new(None);
+    let mut started_by = STARTED_BY.lock().unwrap_or_else(PoisonError::into_inner);
+    // Threads of the parent are not in a forked child.
+    if *started_by == Some(std::process::id()) {
+        return;
+    }
+    *started_by = Some(std::process::id());
+    if let Err(error) = open() {
+        tracing::debug!(%error, "`ferrywire watch` will not see this process");
+    }
+}
+
+fn open() -> io::Result<()> {
+    let folder = folder_of(user());
+    match fs::DirBuilder::new().mode(0o700).create(&folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    if !is_private(&folder, user()) {
+        let why = format!("{} is not a folder that only this user can enter", folder.display());
+        return Err(io::Error::other(why));
+    }
+    remove_stale(&folder);
+    // Processes of two PID namespaces may have one number.
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let path = folder.join(format!("{}-{time:x}.sock", std::process::id()));
+    let listener = UnixListener::bind(&path)?;
+    thread::Builder::new().name("ferrywire-watch".into()).spawn(move || {
+        loop {
+            match listener.accept() {
+                Ok((stream, _)) => drop(answer(&stream)),
+                Err(_) => thread::sleep(ACCEPT_PAUSE),
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Whether only this user and root can enter a folder.
+fn is_private(folder: &Path, user: u32) -> bool {
+    fs::symlink_metadata(folder)
+        .is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
+}
+
+/// Removes sockets that no process listens on any more.
+fn remove_stale(folder: &Path) {
+    for path in sockets(folder) {
+        if connect(&path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused) {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+fn sockets(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|end| end == "sock"))
+        .collect()
+}
+
+fn answer(mut stream: &UnixStream) -> io::Result<()> {
+    let reader = rustix::net::sockopt::socket_peercred(stream)?.uid.as_raw();
+    if reader != user() && reader != 0 {
+        return Ok(());
+    }
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    stream.write_all(&serde_json::to_vec(&registry::process())?)
+}
+
+/// A process that has a socket and did not answer.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// The socket.
+    pub path: PathBuf,
+    /// Why there is no sample.
+    pub why: String,
+}
+
+/// Samples of all processes of this host that use ferrywire: those of this user, for root those of every user.
+pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
+    let (mut samples, mut failures) = (Vec::new(), Vec::new());
+    for folder in folders() {
+        for path in sockets(&folder) {
+            match read(&path) {
+                Ok(sample) => samples.push(sample),
+                // The process has ended.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
+                Err(error) => failures.push(Failure { path, why: error.to_string() }),
+            }
+        }
+    }
+    samples.sort_by_key(|sample| sample.pid);
+    (samples, failures)
+}
+
+fn folders() -> Vec<PathBuf> {
+    let own = user();
+    if own != 0 {
+        return vec![folder_of(own)].into_iter().filter(|folder| is_private(folder, own)).collect();
+    }
+    let entries = fs::read_dir("/tmp").into_iter().flatten().flatten();
+    let users =
+        entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix(PREFIX)?.parse::<u32>().ok());
+    // A folder that another user could write to may hold sockets of any program.
+    users.filter(|user| is_private(&folder_of(*user), *user)).map(folder_of).collect()
+}
+
+/// Connects without waiting for a process that is stopped and whose queue is full.
+fn connect(path: &Path) -> io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+fn read(path: &Path) -> io::Result<ProcessSample> {
+    let stream = connect(path)?;
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+    let mut bytes = Vec::new();
+    stream.take(ANSWER_BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok(serde_json::from_slice(&bytes)?)
+}

@@ -1,0 +1,208 @@
+//! The sources of this process, and the counts of those that are gone.
+//!
+//! Invariant: what a peer had counted is in the samples exactly once: as its own until it is retired, in the peer named
+//! [`CLOSED`] afterwards.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+
+use prometheus::{Histogram, HistogramOpts, HistogramVec, exponential_buckets};
+
+use crate::local;
+use crate::sample::{PeerSample, ProcessSample};
+
+/// Name under which the counts of peers that are gone are summed.
+const CLOSED: &str = "closed";
+/// Most NICs that are told apart in those counts; more are summed as `other`.
+const CLOSED_NICS_MAX: usize = 64;
+
+/// Something whose counters a scrape reads.
+pub trait Source: Send + Sync {
+    /// Reads the counters; must not block.
+    fn sample(&self) -> PeerSample;
+}
+
+/// The kind of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A one-sided write.
+    Write,
+    /// A one-sided read.
+    Read,
+    /// A message to the peer.
+    Send,
+    /// A message from the peer.
+    Recv,
+    /// A notification without a transfer.
+    Notify,
+    /// The answer to a peer's read.
+    Serve,
+}
+
+impl Kind {
+    /// All kinds; a kind's number is its place here.
+    pub const ALL: [Kind; 6] = [Kind::Write, Kind::Read, Kind::Send, Kind::Recv, Kind::Notify, Kind::Serve];
+
+    /// The kind's name in labels.
+    pub fn name(self) -> &'static str {
+        ["write", "read", "send", "recv", "notify", "serve"][self as usize]
+    }
+}
+
+#[derive(Default)]
+struct Sources {
+    live: Vec<Weak<dyn Source>>,
+    closed: PeerSample,
+}
+
+static SOURCES: LazyLock<Mutex<Sources>> = LazyLock::new(Mutex::default);
+static AUTH_FAILURES: AtomicU64 = AtomicU64::new(0);
+static TIMED: AtomicBool = AtomicBool::new(false);
+static FACE: OnceLock<&'static str> = OnceLock::new();
+
+fn sources() -> MutexGuard<'static, Sources> {
+    SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Adds a source. Its counters are part of all samples until it is dropped.
+pub fn register(source: Weak<dyn Source>) {
+    {
+        let mut sources = sources();
+        sources.live.retain(|each| each.strong_count() > 0);
+        sources.live.push(source);
+    }
+    local::start();
+}
+
+/// Keeps the counts of a source that is being dropped.
+pub fn retire(last: &PeerSample) {
+    let mut sources = sources();
+    let mut last = last.clone();
+    if sources.closed.channels.len() >= CLOSED_NICS_MAX {
+        last.channels.iter_mut().for_each(|channel| channel.nic = "other".into());
+    }
+    sources.closed.peer = CLOSED.into();
+    sources.closed.retire(&last);
+}
+
+/// Says how this process uses ferrywire; the first call counts.
+pub fn set_face(face: &'static str) {
+    let _ = FACE.set(face);
+}
+
+/// Counts a session that was refused because the peer did not prove the secret.
+pub fn count_auth_failure() {
+    AUTH_FAILURES.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Whether times of operations are to be recorded.
+pub fn are_timed() -> bool {
+    TIMED.load(Ordering::Relaxed)
+}
+
+pub(crate) fn time_from_now_on() {
+    TIMED.store(true, Ordering::Relaxed);
+}
+
+/// The two histograms, with one child per kind, so that recording looks nothing up.
+pub(crate) struct Times {
+    transfer: HistogramVec,
+    post: HistogramVec,
+    transfer_of: [Histogram; Kind::ALL.len()],
+    post_of: [Histogram; Kind::ALL.len()],
+}
+
+pub(crate) static TIMES: LazyLock<Times> = LazyLock::new(|| {
+    let made = |name: &str, help: &str, start: f64, count: usize| {
+        let buckets = exponential_buckets(start, 4.0, count).expect("constants that are positive");
+        HistogramVec::new(HistogramOpts::new(name, help).buckets(buckets), &["kind"]).expect("constant names")
+    };
+    let transfer = made(
+        "ferrywire_transfer_seconds",
+        "Time from the post of an operation to its end, in seconds.",
+        4e-6,
+        14,
+    );
+    let post = made(
+        "ferrywire_post_seconds",
+        "Time that the call which posts an operation takes, in seconds.",
+        1e-6,
+        10,
+    );
+    let of = |family: &HistogramVec| Kind::ALL.map(|kind| family.with_label_values(&[kind.name()]));
+    Times { transfer_of: of(&transfer), post_of: of(&post), transfer, post }
+});
+
+impl Times {
+    pub(crate) fn families(&self) -> [&HistogramVec; 2] {
+        [&self.transfer, &self.post]
+    }
+}
+
+/// Records the time from an operation's post to its end.
+pub fn record_transfer(kind: Kind, time: Duration) {
+    TIMES.transfer_of[kind as usize].observe(time.as_secs_f64());
+}
+
+/// Records the time of the call that posted an operation.
+pub fn record_post(kind: Kind, time: Duration) {
+    TIMES.post_of[kind as usize].observe(time.as_secs_f64());
+}
+
+/// Reads all sources of this process.
+pub fn process() -> ProcessSample {
+    let (live, closed) = {
+        let sources = sources();
+        let live: Vec<_> = sources.live.iter().filter_map(Weak::upgrade).collect();
+        (live, sources.closed.clone())
+    };
+    let mut peers: Vec<PeerSample> = live.iter().map(|source| source.sample()).collect();
+    // Dropped without the lock: a source that ends here is retired.
+    drop(live);
+    if !closed.peer.is_empty() {
+        peers.push(closed);
+    }
+    ProcessSample {
+        pid: std::process::id(),
+        program: program(),
+        face: FACE.get().copied().unwrap_or("rust").into(),
+        at_s: now(),
+        cpu_s: cpu_seconds(),
+        auth_failures: AUTH_FAILURES.load(Ordering::Relaxed),
+        peers,
+    }
+}
+
+fn program() -> String {
+    std::fs::read_to_string("/proc/self/comm").map_or_else(|_| "?".into(), |name| name.trim_end().into())
+}
+
+/// Seconds of the host's monotonic clock.
+fn now() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// CPU time of the threads of this process whose name begins with `ferrywire`.
+fn cpu_seconds() -> f64 {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
+    let ticks: u64 = tasks.flatten().filter_map(|task| ticks_of(&task.path())).sum();
+    ticks as f64 / ticks_per_second()
+}
+
+/// Clock ticks in user and kernel mode of one thread, if it is ours.
+fn ticks_of(task: &std::path::Path) -> Option<u64> {
+    let stat = std::fs::read_to_string(task.join("stat")).ok()?;
+    // The name is in parentheses and may contain any character.
+    let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
+    let mut fields = rest.split_ascii_whitespace().skip(11);
+    let (user, kernel) = (fields.next()?, fields.next()?);
+    name.starts_with("ferrywire").then(|| Some(user.parse::<u64>().ok()? + kernel.parse::<u64>().ok()?))?
+}
+
+fn ticks_per_second() -> f64 {
+    // SAFETY: takes a number and returns one.
+    let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    if ticks > 0 { ticks as f64 } else { 100.0 }
+}

@@ -1,0 +1,150 @@
+//! What is known of a process at one moment. Counters only grow while their peer is connected.
+
+use serde::{Deserialize, Serialize};
+
+/// A process that uses ferrywire.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ProcessSample {
+    /// Process id, in the PID namespace of the process.
+    pub pid: u32,
+    /// Name of the program.
+    pub program: String,
+    /// How the program uses ferrywire: `command`, `rust`, `python`, `c`, `nixl` or `nccl`.
+    pub face: String,
+    /// Seconds since an arbitrary moment of the host, for rates between two samples.
+    pub at_s: f64,
+    /// CPU seconds of ferrywire's own threads that still run.
+    pub cpu_s: f64,
+    /// Sessions refused because the peer did not prove the secret.
+    pub auth_failures: u64,
+    /// The connected peers of all endpoints, and one named `closed` with the counts of those that are gone.
+    pub peers: Vec<PeerSample>,
+}
+
+/// A peer of an endpoint.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PeerSample {
+    /// Identity of the local endpoint.
+    pub endpoint: String,
+    /// Name of the peer.
+    pub peer: String,
+    /// Transport that carries the payload.
+    pub transport: String,
+    /// Why this transport was chosen; empty where there was no choice.
+    pub reason: String,
+    /// Chunks resent because their channel was lost.
+    pub resent_chunks: u64,
+    /// Connections of channels that were lost.
+    pub lost_channels: u64,
+    /// Operations of each kind that began here.
+    pub operations: Vec<KindSample>,
+    /// The channels that were connected at least once.
+    pub channels: Vec<ChannelSample>,
+}
+
+/// Operations of one kind with one peer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct KindSample {
+    /// `write`, `read`, `send`, `recv`, `notify` or `serve` (the answer to a peer's read).
+    pub kind: String,
+    /// Operations that were posted.
+    pub started: u64,
+    /// Operations that finished.
+    pub completed: u64,
+    /// Operations that ended with an error, or were cancelled.
+    pub failed: u64,
+}
+
+/// A channel of a peer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ChannelSample {
+    /// The channel's number.
+    pub channel: u16,
+    /// Local NIC, or its address if it has no known name.
+    pub nic: String,
+    /// Whether the channel is connected.
+    pub alive: bool,
+    /// Bytes sent, including headers.
+    pub tx_bytes: u64,
+    /// Bytes received, including headers.
+    pub rx_bytes: u64,
+    /// How often the channel was reconnected.
+    pub reconnects: u64,
+    /// Packets that the kernel retransmitted on the current connection.
+    pub retransmits: u64,
+    /// Smoothed round-trip time in seconds.
+    pub rtt_s: f64,
+    /// Congestion window of the current connection in bytes.
+    pub congestion_window_bytes: u64,
+    /// Bytes in the kernel's send queue that were not sent.
+    pub send_queue_bytes: u64,
+    /// Bytes sent and not acknowledged by the peer's engine.
+    pub in_flight_bytes: u64,
+    /// Staging through pinned memory, if there was any.
+    pub staging: Option<StagingSample>,
+}
+
+/// Staging of a channel: copies between a GPU and pinned memory.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StagingSample {
+    /// Pinned bytes of the channel's rings.
+    pub pinned_bytes: u64,
+    /// Seconds during which copies from the GPU were in flight.
+    pub d2h_s: f64,
+    /// Seconds during which copies to the GPU were in flight.
+    pub h2d_s: f64,
+    /// Seconds in socket calls that moved payload from or to a ring.
+    pub socket_s: f64,
+    /// Seconds during which a full ring kept payload waiting.
+    pub ring_full_s: f64,
+    /// How often received payload waited for room in a ring.
+    pub ring_full_events: u64,
+}
+
+impl ChannelSample {
+    /// Adds another channel's counters; what is not a counter becomes zero.
+    fn retire(&mut self, other: &ChannelSample) {
+        self.tx_bytes += other.tx_bytes;
+        self.rx_bytes += other.rx_bytes;
+        self.reconnects += other.reconnects;
+        self.retransmits += other.retransmits;
+        if let Some(other) = &other.staging {
+            let own = self.staging.get_or_insert_default();
+            own.d2h_s += other.d2h_s;
+            own.h2d_s += other.h2d_s;
+            own.socket_s += other.socket_s;
+            own.ring_full_s += other.ring_full_s;
+            own.ring_full_events += other.ring_full_events;
+        }
+    }
+}
+
+impl PeerSample {
+    /// Adds a peer that is gone: its channels are summed by NIC.
+    pub(crate) fn retire(&mut self, other: &PeerSample) {
+        self.resent_chunks += other.resent_chunks;
+        self.lost_channels += other.lost_channels;
+        for other in &other.operations {
+            match self.operations.iter_mut().find(|own| own.kind == other.kind) {
+                Some(own) => {
+                    own.started += other.started;
+                    own.completed += other.completed;
+                    own.failed += other.failed;
+                }
+                None => self.operations.push(other.clone()),
+            }
+        }
+        for other in &other.channels {
+            let index = self.channels.iter().position(|own| own.nic == other.nic).unwrap_or_else(|| {
+                let channel = self.channels.len() as u16;
+                self.channels.push(ChannelSample {
+                    channel,
+                    nic: other.nic.clone(),
+                    ..ChannelSample::default()
+                });
+                self.channels.len() - 1
+            });
+            self.channels[index].retire(other);
+        }
+    }
+}

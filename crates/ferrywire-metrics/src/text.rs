@@ -1,0 +1,230 @@
+//! The samples as Prometheus metrics, in the text format of version 0.0.4.
+//!
+//! Units are seconds and bytes. Label values are NICs, connected peers, kinds and stages, so their number is bounded by
+//! the number of connected peers and NICs.
+
+use prometheus::core::Collector;
+use prometheus::proto::MetricFamily;
+use prometheus::{CounterVec, GaugeVec, Opts, TextEncoder};
+use std::collections::BTreeMap;
+
+use crate::registry::{TIMES, are_timed};
+use crate::sample::{ChannelSample, PeerSample, ProcessSample, StagingSample};
+
+/// All metrics of a sample as text. The histograms of times are those of this process.
+pub fn render(process: &ProcessSample) -> String {
+    let mut families = Vec::new();
+    by_path(process, &mut families);
+    by_peer(process, &mut families);
+    of_the_process(process, &mut families);
+    if are_timed() {
+        TIMES.families().into_iter().for_each(|family| families.extend(family.collect()));
+    }
+    families.retain(|family| !family.get_metric().is_empty());
+    families.sort_by(|a, b| a.name().cmp(b.name()));
+    TextEncoder::new().encode_to_string(&families).unwrap_or_default()
+}
+
+/// What channels have: summed over the channels of one NIC and peer.
+fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
+    let mut paths: BTreeMap<[&str; 2], Vec<&ChannelSample>> = BTreeMap::new();
+    for peer in &process.peers {
+        for channel in &peer.channels {
+            paths.entry([&channel.nic, &peer.peer]).or_default().push(channel);
+        }
+    }
+    let sum = |of: fn(&ChannelSample) -> u64| {
+        let paths = paths.iter();
+        let rows = paths.map(move |(labels, channels)| {
+            (*labels, channels.iter().map(|each| of(each)).sum::<u64>() as f64)
+        });
+        rows.collect::<Vec<_>>()
+    };
+    let labels = ["nic", "peer"];
+    out.extend(counter(
+        "tx_bytes_total",
+        "Bytes sent on connections, including headers.",
+        labels,
+        sum(|c| c.tx_bytes),
+    ));
+    out.extend(counter(
+        "rx_bytes_total",
+        "Bytes received on connections, including headers.",
+        labels,
+        sum(|c| c.rx_bytes),
+    ));
+    out.extend(counter(
+        "reconnects_total",
+        "Times that a channel was connected again.",
+        labels,
+        sum(|c| c.reconnects),
+    ));
+    out.extend(counter(
+        "tcp_retransmits_total",
+        "Packets that the kernel retransmitted on current connections.",
+        labels,
+        sum(|c| c.retransmits),
+    ));
+    out.extend(gauge(
+        "tcp_congestion_window_bytes",
+        "Congestion windows of the channels' connections, in bytes.",
+        labels,
+        sum(|c| c.congestion_window_bytes),
+    ));
+    out.extend(gauge(
+        "tcp_send_queue_bytes",
+        "Bytes in the kernel's send queues that were not sent.",
+        labels,
+        sum(|c| c.send_queue_bytes),
+    ));
+    out.extend(gauge(
+        "in_flight_bytes",
+        "Bytes sent that the peer's engine has not acknowledged.",
+        labels,
+        sum(|c| c.in_flight_bytes),
+    ));
+    out.extend(gauge("channels", "Channels that are connected.", labels, sum(|c| u64::from(c.alive))));
+    let rtt = paths
+        .iter()
+        .map(|(labels, channels)| (*labels, channels.iter().map(|c| c.rtt_s).fold(0.0, f64::max)));
+    out.extend(gauge(
+        "tcp_rtt_seconds",
+        "Longest smoothed round-trip time of the channels' connections, in seconds.",
+        labels,
+        rtt.collect(),
+    ));
+}
+
+/// What is counted per peer.
+fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
+    let mut peers: BTreeMap<&str, PeerSample> = BTreeMap::new();
+    let mut infos: BTreeMap<[&str; 4], f64> = BTreeMap::new();
+    for peer in &process.peers {
+        // Several endpoints may have peers of one name.
+        peers.entry(&peer.peer).or_default().retire(peer);
+        for channel in peer.channels.iter().filter(|_| !peer.transport.is_empty()) {
+            infos.insert([&peer.transport, &channel.nic, &peer.peer, &peer.reason], 1.0);
+        }
+    }
+    out.extend(gauge(
+        "path_info",
+        "The transport that carries payload over a NIC to a peer, and why it was chosen; always 1.",
+        ["transport", "nic", "peer", "reason"],
+        infos.into_iter().collect(),
+    ));
+    let all = |of: fn(&PeerSample) -> u64| {
+        peers.iter().map(|(peer, each)| ([*peer], of(each) as f64)).collect::<Vec<_>>()
+    };
+    out.extend(counter(
+        "lost_channels_total",
+        "Connections of channels that were lost; each was fenced and its chunks were resent.",
+        ["peer"],
+        all(|peer| peer.lost_channels),
+    ));
+    out.extend(counter(
+        "resent_chunks_total",
+        "Chunks resent because their channel was lost.",
+        ["peer"],
+        all(|peer| peer.resent_chunks),
+    ));
+    let mut operations: [Vec<([&str; 2], f64)>; 3] = Default::default();
+    for (peer, each) in &peers {
+        for kind in &each.operations {
+            let counts = [kind.started, kind.completed, kind.failed];
+            for (rows, count) in operations.iter_mut().zip(counts) {
+                rows.push(([kind.kind.as_str(), peer], count as f64));
+            }
+        }
+    }
+    let [started, completed, failed] = operations;
+    let labels = ["kind", "peer"];
+    out.extend(counter("operations_started_total", "Operations that were posted.", labels, started));
+    out.extend(counter("operations_completed_total", "Operations that finished.", labels, completed));
+    out.extend(counter(
+        "operations_failed_total",
+        "Operations that ended with an error or were cancelled.",
+        labels,
+        failed,
+    ));
+}
+
+/// What has no label of a peer.
+fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
+    let staged: Vec<&StagingSample> = process
+        .peers
+        .iter()
+        .flat_map(|peer| &peer.channels)
+        .filter_map(|channel| channel.staging.as_ref())
+        .collect();
+    if !staged.is_empty() {
+        let sum = |of: fn(&StagingSample) -> f64| staged.iter().map(|each| of(each)).sum::<f64>();
+        let stages = [
+            (["d2h"], sum(|s| s.d2h_s)),
+            (["socket"], sum(|s| s.socket_s)),
+            (["h2d"], sum(|s| s.h2d_s)),
+            (["waiting"], sum(|s| s.ring_full_s)),
+        ];
+        out.extend(counter(
+            "staging_seconds_total",
+            "Time of each stage between GPUs and sockets, in seconds; stages overlap.",
+            ["stage"],
+            stages.into(),
+        ));
+        out.extend(counter(
+            "staging_ring_full_total",
+            "Times that received payload waited for room in a ring.",
+            [],
+            vec![([], sum(|s| s.ring_full_events as f64))],
+        ));
+        out.extend(gauge(
+            "staging_pinned_bytes",
+            "Pinned memory of the channels' rings, in bytes.",
+            [],
+            vec![([], sum(|s| s.pinned_bytes as f64))],
+        ));
+    }
+    out.extend(counter(
+        "cpu_seconds_total",
+        "CPU time of ferrywire's own threads that still run, in seconds.",
+        [],
+        vec![([], process.cpu_s)],
+    ));
+    out.extend(counter(
+        "auth_failures_total",
+        "Sessions refused because the peer did not prove the secret.",
+        [],
+        vec![([], process.auth_failures as f64)],
+    ));
+    out.extend(gauge(
+        "info",
+        "How this process uses ferrywire, and the version; always 1.",
+        ["face", "version"],
+        vec![([process.face.as_str(), env!("CARGO_PKG_VERSION")], 1.0)],
+    ));
+}
+
+fn opts(name: &str, help: &str) -> Opts {
+    Opts::new(format!("ferrywire_{name}"), help)
+}
+
+fn counter<const N: usize>(
+    name: &str,
+    help: &str,
+    labels: [&str; N],
+    rows: Vec<([&str; N], f64)>,
+) -> Vec<MetricFamily> {
+    let family = CounterVec::new(opts(name, help), &labels).expect("a constant name");
+    rows.iter().for_each(|(values, value)| family.with_label_values(values).inc_by(value.max(0.0)));
+    family.collect()
+}
+
+fn gauge<const N: usize>(
+    name: &str,
+    help: &str,
+    labels: [&str; N],
+    rows: Vec<([&str; N], f64)>,
+) -> Vec<MetricFamily> {
+    let family = GaugeVec::new(opts(name, help), &labels).expect("a constant name");
+    rows.iter().for_each(|(values, value)| family.with_label_values(values).set(*value));
+    family.collect()
+}
