@@ -54,6 +54,12 @@ pub enum Command {
     /// Show the versions, devices and properties of an NCCL net plugin
     #[command(after_long_help = help::PLUGIN)]
     Plugin(PluginFlags),
+    /// Show live rates of all processes of this host that use ferrywire
+    ///
+    /// Each process has a socket that only its user and root can read, whatever way it uses ferrywire: command, Rust, Python,
+    /// C or NIXL. Root sees the processes of all users.
+    #[command(after_long_help = help::WATCH)]
+    Watch(WatchFlags),
     /// Install, check or remove the NIXL backend of a Python environment
     #[command(after_long_help = help::NIXL)]
     Nixl {
@@ -161,6 +167,20 @@ pub struct PluginFlags {
     /// Longest time for one step of the plugin, in seconds [default: 30]
     #[arg(long, alias = "deadline", value_name = "S")]
     pub timeout: Option<f64>,
+}
+
+/// `watch`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct WatchFlags {
+    /// Print once and end
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub once: bool,
+    /// Write JSON instead of a table: one object per interval
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub json: bool,
+    /// Time over which rates are measured, in seconds [default: 1]
+    #[arg(long, value_name = "S")]
+    pub interval: Option<f64>,
 }
 
 /// The subcommands of `nixl`.
@@ -366,6 +386,12 @@ pub struct ServeFlags {
     /// A silent peer has connected and has not yet asked for a run. A run brings its own timeout.
     #[arg(long, alias = "deadline", value_name = "S")]
     pub timeout: Option<f64>,
+    /// Serve Prometheus metrics at this address [default: none]
+    ///
+    /// PORT alone is a port of loopback. ADDR:PORT+ takes the next free port if another process has it. The metrics are at
+    /// http://ADDR:PORT/metrics.
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub metrics: Option<String>,
     /// File with the secret that this end and the peer share [default: none]
     ///
     /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.
@@ -539,6 +565,12 @@ pub struct ConnectFlags {
     /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
+    /// Serve Prometheus metrics at this address [default: none]
+    ///
+    /// PORT alone is a port of loopback. ADDR:PORT+ takes the next free port if another process has it. The metrics are at
+    /// http://ADDR:PORT/metrics.
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub metrics: Option<String>,
     /// File with the secret that this end and the peer share [default: none]
     ///
     /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.

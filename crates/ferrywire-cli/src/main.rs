@@ -1,7 +1,7 @@
 //! The `ferrywire` command.
 //!
 //! An invocation goes through [`args`], which parses it, and [`plan`], which applies defaults and checks, to
-//! [`mod@bench`], [`mod@plugin`], [`nixl`], [`topo`] or [`doctor`], which carry it out. Only [`exit`] turns the outcome
+//! [`mod@bench`], [`mod@plugin`], [`nixl`], [`watch`], [`topo`] or [`doctor`], which carry it out. Only [`exit`] turns the outcome
 //! into an exit status. All unsafe code is in [`sys`].
 
 // Output to standard error goes through `exit`, which survives a closed descriptor.
@@ -23,6 +23,7 @@ mod tool;
 mod topo;
 mod transport;
 mod units;
+mod watch;
 
 use std::panic::catch_unwind;
 use std::process::ExitCode;
@@ -51,6 +52,7 @@ fn run() -> exit::Outcome {
     if !matches!(plan, plan::Plan::PluginChild(..)) {
         exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
     }
+    ferrywire_metrics::set_face("command");
     sys::catch_interrupt();
     if let Some(order) = Order::from_env() {
         return bench::isolated::child::run(plan, order);
@@ -63,6 +65,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Topo(plan) => topo::run(&plan),
         plan::Plan::Doctor(plan) => doctor::run(&plan),
         plan::Plan::Plugin(plan) => plugin::run(&plan),
+        plan::Plan::Watch(plan) => watch::run(&plan),
         plan::Plan::Nixl(plan) => nixl::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }

@@ -16,7 +16,7 @@ use ferrywire_ncclnet::abi::Version;
 
 use crate::args::{
     self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Pattern, PluginFlags, ServeFlags, TopoFlags,
-    Unpack,
+    Unpack, WatchFlags,
 };
 use crate::bench::protocol::{Run, SECONDS_MAX};
 use crate::exit::{Failure, Outcome};
@@ -41,6 +41,9 @@ const TIMEOUT_S_DEFAULT: f64 = 30.0;
 /// Longest time for one step of `doctor`, in seconds.
 const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
 
+/// Time between two samples of `watch`, in seconds.
+const WATCH_INTERVAL_S_DEFAULT: f64 = 1.0;
+
 /// Channels per GPU that `topo` assigns.
 const TOPO_CHANNELS_DEFAULT: usize = 8;
 
@@ -61,6 +64,8 @@ pub enum Plan {
     Doctor(Box<DoctorPlan>),
     /// Show a plugin.
     Plugin(PluginPlan),
+    /// Show live rates.
+    Watch(WatchPlan),
     /// Install, show or remove the NIXL backend.
     Nixl(NixlPlan),
     /// The child process that loads a plugin for [`Plan::Plugin`].
@@ -96,6 +101,19 @@ pub struct DoctorPlan {
     /// Print JSON.
     pub json: bool,
     /// Whether to print passed checks too.
+    pub verbose: bool,
+}
+
+/// The plan of `watch`.
+#[derive(Clone, Debug)]
+pub struct WatchPlan {
+    /// Print once and end.
+    pub once: bool,
+    /// Print JSON.
+    pub json: bool,
+    /// Time between two samples.
+    pub interval: Duration,
+    /// Whether to print a row per channel.
     pub verbose: bool,
 }
 
@@ -137,6 +155,8 @@ pub struct EnginePlan {
     pub threads: Option<usize>,
     /// Whether each chunk has a checksum.
     pub crc: Option<bool>,
+    /// Where to serve metrics; `None` leaves it to the environment.
+    pub metrics: Option<String>,
     /// Congestion control by name.
     pub congestion_control: Option<String>,
     /// The plugin that carries payload.
@@ -239,6 +259,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
     let bench = match typed.command {
         Command::Bench(bench) => bench,
         Command::Topo(flags) => return plan_topo(flags).map(Plan::Topo),
+        Command::Watch(flags) => return plan_watch(&flags, verbose).map(Plan::Watch),
         Command::Doctor(flags) => return plan_doctor(flags, verbose).map(Box::new).map(Plan::Doctor),
         Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
         Command::Nixl { action } => return nixl::plan(action).map(Plan::Nixl),
@@ -301,6 +322,12 @@ fn plan_doctor(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
     })
 }
 
+fn plan_watch(flags: &WatchFlags, verbose: bool) -> Outcome<WatchPlan> {
+    let WatchFlags { once, json, interval } = *flags;
+    let interval = seconds("--interval", interval)?.unwrap_or(WATCH_INTERVAL_S_DEFAULT);
+    Ok(WatchPlan { once, json, interval: Duration::from_secs_f64(interval), verbose })
+}
+
 fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
     let PluginFlags { path, version, json, timeout } = flags;
     let timeout = Duration::from_secs_f64(seconds("--timeout", timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
@@ -343,9 +370,11 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
         threads: at_least_one("--threads", flags.threads)?,
         congestion_control: flags.congestion_control,
+        metrics: flags.metrics,
         secret,
         ..EnginePlan::default()
     };
+    next_metrics(engine.metrics.as_deref())?;
     let once = flags.once.unwrap_or(false);
     Ok(ServePlan {
         listen,
@@ -441,7 +470,10 @@ fn plan_connect(
         verbose,
         run_id: flags.run.clone().map_or_else(|| bench::host::random_hex(8), Ok)?,
         member: flags.member.unwrap_or(0),
-        environment: environment(&flags)?,
+        environment: environment(&ConnectFlags {
+            metrics: next_metrics(flags.metrics.as_deref())?,
+            ..flags.clone()
+        })?,
         engine: EnginePlan {
             channels: at_least_one("--channels", flags.channels)?,
             chunk_bytes: flags.chunk.map(|chunk| chunk.0),
@@ -457,9 +489,16 @@ fn plan_connect(
             root: flags.root,
             crc: flags.crc,
             congestion_control: flags.congestion_control,
+            metrics: flags.metrics,
             secret,
         },
     })
+}
+
+/// Where a child of this process serves its metrics; checks the address.
+fn next_metrics(address: Option<&str>) -> Outcome<Option<String>> {
+    let next = address.map(ferrywire_metrics::next_to).transpose();
+    next.map_err(|error| Failure::Usage(format!("--metrics: {error}")))
 }
 
 /// Refuses one file for both outputs.

@@ -64,6 +64,16 @@ Examples:
     bench_exit_status!()
 );
 
+/// After the long help of `watch`.
+pub const WATCH: &str = "\
+Examples:
+  ferrywire watch                  a table per second, until Ctrl-C
+  ferrywire watch --once --json    one object, for programs
+  ferrywire watch -v               a row per channel
+
+Exit status:
+  0 also where no process uses ferrywire, 1 failed, 2 bad usage";
+
 /// After the long help of `bench serve`.
 pub const SERVE: &str = concat!(
     "\

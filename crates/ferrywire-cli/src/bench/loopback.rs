@@ -140,6 +140,8 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
         |memory: Memory| if plan.run.multi_gpu { memory.kind().to_owned() } else { memory.to_string() };
     command.args(plan.run.peer_memory.map(|of_peer| format!("--memory={}", memory(of_peer))));
     plugin_options(&mut command, plan);
+    let metrics = plan.engine.metrics.as_deref().and_then(|address| ferrywire_metrics::next_to(address).ok());
+    command.args(metrics.map(|address| format!("--metrics={address}")));
     // Wherever this end has its own from.
     child_secret::hand(&mut command, plan.engine.secret.as_deref());
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.

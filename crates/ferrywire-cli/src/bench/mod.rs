@@ -42,13 +42,14 @@ use std::net::SocketAddr;
 
 use ferrywire::{Builder, Endpoint};
 
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::nics;
 use crate::plan::EnginePlan;
 
 /// The builder of this end's endpoint.
 pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder> {
     nics::check(&plan.nics)?;
+    serve_metrics(plan.metrics.as_deref())?;
     let mut builder = Endpoint::builder().label(host::hostname());
     if let Some(address) = listen {
         builder = builder.listen(address);
@@ -84,6 +85,20 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
         builder = builder.payload_backend(devmem.config());
     }
     Ok(builder)
+}
+
+/// Serves metrics, once per process, and prints where.
+fn serve_metrics(address: Option<&str>) -> Outcome {
+    let Some(address) = address else { return Ok(()) };
+    match ferrywire_metrics::serve(address) {
+        Ok(Some(address)) => exit::note(&format!("metrics: http://{address}/metrics")),
+        Ok(None) => {}
+        Err(error @ ferrywire_metrics::MetricsError::NotAnAddress { .. }) => {
+            return Err(Failure::Usage(format!("--metrics: {error}")));
+        }
+        Err(error) => return Err(Failure::failed(format!("--metrics: {error}"))),
+    }
+    Ok(())
 }
 
 /// Builds this end's endpoint. Its GPU must already be open: a simulated GPU publishes itself to plugins through the

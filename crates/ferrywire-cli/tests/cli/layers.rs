@@ -8,9 +8,10 @@ use std::process::Command;
 use serde_json::Value;
 
 /// From the lowest on. All others are faces, which nothing imports but tests.
-const LAYERS: [&str; 8] = [
+const LAYERS: [&str; 9] = [
     "ferrywire-proto",
     "ferrywire-sys",
+    "ferrywire-metrics",
     "ferrywire-ncclnet",
     "ferrywire-memory",
     "ferrywire-net",

@@ -21,6 +21,7 @@ mod lanes;
 mod launched;
 mod layers;
 mod matrix;
+mod metrics;
 mod multi_gpu;
 mod nixl;
 mod plugin;
@@ -34,4 +35,5 @@ mod topo;
 #[path = "../../../ferrywire-host/tests/topology/tree.rs"]
 mod tree;
 mod usage;
+mod watch;
 mod words;

@@ -11,7 +11,7 @@ use crate::common::{ferrywire, run, text};
 use crate::nixl::Environment;
 use crate::tree::Tree;
 
-const COMMANDS: [&str; 11] = [
+const COMMANDS: [&str; 12] = [
     "",
     "bench",
     "bench serve",
@@ -19,6 +19,7 @@ const COMMANDS: [&str; 11] = [
     "topo",
     "doctor",
     "plugin",
+    "watch",
     "nixl",
     "nixl install",
     "nixl status",

@@ -115,6 +115,7 @@ fn help_is_complete_and_hides_what_is_for_tests() {
         "topo --help",
         "doctor --help",
         "plugin --help",
+        "watch --help",
         "nixl --help",
         "nixl install --help",
         "nixl status --help",
@@ -128,7 +129,7 @@ fn help_is_complete_and_hides_what_is_for_tests() {
     }
     let help = text(&run("--help").stdout);
     assert!(
-        help.contains("  doctor ") && !help.contains("watch") && !help.contains("plugin-child"),
+        help.contains("  doctor ") && help.contains("  watch ") && !help.contains("plugin-child"),
         "{help}"
     );
 }

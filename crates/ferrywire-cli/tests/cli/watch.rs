@@ -1,0 +1,96 @@
+//! `ferrywire watch`: what it sees of other processes.
+
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use serde_json::Value;
+
+use crate::common::{GRACE, Serve, ferrywire, json, run, text};
+
+/// The process with this id, in the output of `watch --once --json`.
+fn watched(pid: u32) -> Option<Value> {
+    let output = run("watch --once --json --interval 0.3");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let json = json(&output);
+    assert_eq!(json["schema"], 1);
+    json["processes"].as_array().expect("processes").iter().find(|process| process["pid"] == pid).cloned()
+}
+
+#[test]
+fn both_ends_of_a_run_are_seen_with_their_rates() {
+    let serve = Serve::start("--memory host");
+    let mut connect =
+        ferrywire(&format!("bench connect {} --memory host --sizes 1M --seconds 60", serve.address));
+    let mut child = connect.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+    let until = Instant::now() + GRACE;
+    let sum = |process: &Value, field: &str| {
+        let paths = process["paths"].as_array().expect("paths").iter();
+        paths.map(|path| path[field].as_f64().expect("a rate")).sum::<f64>()
+    };
+    let [source, target] =
+        [(child.id(), "tx_gb_per_s"), (serve.child.id(), "rx_gb_per_s")].map(|(pid, field)| {
+            loop {
+                assert!(Instant::now() < until, "process {pid} moves nothing");
+                if let Some(process) = watched(pid).filter(|process| sum(process, field) > 0.001) {
+                    break process;
+                }
+            }
+        });
+    let pid = child.id();
+    let shown = text(&run("watch --once --interval 0.3 -v").stdout);
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    for process in [&source, &target] {
+        assert_eq!((&process["face"], &process["program"]), (&"command".into(), &"ferrywire".into()));
+        let path = &process["paths"][0];
+        assert_eq!((&path["nic"], &path["transport"]), (&"lo".into(), &"tcp".into()));
+        let channels = path["channels"].as_array().expect("channels");
+        assert!(channels.iter().all(|channel| channel["alive"] == true), "{channels:?}");
+    }
+    assert!(source["paths"][0]["operations_per_s"].as_f64().expect("a rate") > 0.0, "{source}");
+    assert!(shown.lines().any(|line| line.starts_with(&format!(" {pid} "))), "{pid} is not in\n{shown}");
+    assert!(shown.contains("#0"), "{shown}");
+}
+
+#[test]
+fn none_is_said_and_is_no_failure() {
+    // A user without processes, who is not root.
+    let mut command = Command::new("unshare");
+    command.args(["--user", env!("CARGO_BIN_EXE_ferrywire"), "watch", "--once", "--interval", "0.1"]);
+    let output = command.output().expect("unshare runs");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).starts_with("no process of this user uses ferrywire now"));
+}
+
+/// Runs the command in a terminal, interrupts it and prints what the terminal got.
+const IN_A_TERMINAL: &str = "
+import os, pty, signal, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[1], sys.argv[1:])
+got = b''
+while b'\\x1b[2J' not in got:
+    got += os.read(terminal, 65536)
+os.kill(pid, signal.SIGINT)
+while True:
+    try:
+        part = os.read(terminal, 65536)
+    except OSError:
+        break
+    if not part:
+        break
+    got += part
+_, status = os.waitpid(pid, 0)
+sys.stdout.buffer.write(got)
+sys.exit(os.waitstatus_to_exitcode(status))
+";
+
+#[test]
+fn ctrl_c_ends_it_well_and_leaves_the_terminal_as_it_was() {
+    let mut command = Command::new("python3");
+    command.args(["-c", IN_A_TERMINAL, env!("CARGO_BIN_EXE_ferrywire"), "watch", "--interval", "0.1"]);
+    let output = command.output().expect("python3 runs");
+    let got = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{got:?}");
+    assert!(got.starts_with("\u{1b}[?1049h") && got.trim_end().ends_with("\u{1b}[?1049l"), "{got:?}");
+}
