@@ -82,7 +82,7 @@ pub fn retire(last: &PeerSample) {
     if sources.closed.channels.len() >= CLOSED_NICS_MAX {
         last.channels.iter_mut().for_each(|channel| channel.nic = "other".into());
     }
-    sources.closed.peer = CLOSED.into();
+    (sources.closed.peer, sources.closed.label) = (CLOSED.into(), CLOSED.into());
     sources.closed.retire(&last);
 }
 

@@ -26,8 +26,10 @@ pub struct ProcessSample {
 pub struct PeerSample {
     /// Identity of the local endpoint.
     pub endpoint: String,
-    /// Name of the peer.
+    /// Name of the peer, with its port.
     pub peer: String,
+    /// The peer's label in metrics: without a port, so that a peer that connects again has the same label.
+    pub label: String,
     /// Transport that carries the payload.
     pub transport: String,
     /// Why this transport was chosen; empty where there was no choice.

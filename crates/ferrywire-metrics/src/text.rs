@@ -18,11 +18,19 @@ pub fn render(process: &ProcessSample) -> String {
     by_peer(process, &mut families);
     of_the_process(process, &mut families);
     if are_timed() {
-        TIMES.families().into_iter().for_each(|family| families.extend(family.collect()));
+        families.extend(TIMES.families().into_iter().flat_map(Collector::collect).map(without_empty_kinds));
     }
     families.retain(|family| !family.get_metric().is_empty());
     families.sort_by(|a, b| a.name().cmp(b.name()));
     TextEncoder::new().encode_to_string(&families).unwrap_or_default()
+}
+
+/// Leaves out kinds of operations that this process never posted.
+fn without_empty_kinds(mut family: MetricFamily) -> MetricFamily {
+    let mut rows = family.take_metric();
+    rows.retain(|row| row.get_histogram().get_sample_count() > 0);
+    family.set_metric(rows);
+    family
 }
 
 /// What channels have: summed over the channels of one NIC and peer.
@@ -30,7 +38,7 @@ fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let mut paths: BTreeMap<[&str; 2], Vec<&ChannelSample>> = BTreeMap::new();
     for peer in &process.peers {
         for channel in &peer.channels {
-            paths.entry([&channel.nic, &peer.peer]).or_default().push(channel);
+            paths.entry([&channel.nic, &peer.label]).or_default().push(channel);
         }
     }
     let sum = |of: fn(&ChannelSample) -> u64| {
@@ -100,10 +108,10 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let mut peers: BTreeMap<&str, PeerSample> = BTreeMap::new();
     let mut infos: BTreeMap<[&str; 4], f64> = BTreeMap::new();
     for peer in &process.peers {
-        // Several endpoints may have peers of one name.
-        peers.entry(&peer.peer).or_default().retire(peer);
+        // Several peers may have one label.
+        peers.entry(&peer.label).or_default().retire(peer);
         for channel in peer.channels.iter().filter(|_| !peer.transport.is_empty()) {
-            infos.insert([&peer.transport, &channel.nic, &peer.peer, &peer.reason], 1.0);
+            infos.insert([&peer.transport, &channel.nic, &peer.label, &peer.reason], 1.0);
         }
     }
     out.extend(gauge(

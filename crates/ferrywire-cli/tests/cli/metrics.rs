@@ -121,6 +121,10 @@ fn each_metric_has_help_type_and_unit() {
         assert!(types.contains_key(name), "{name} is missing:\n{metrics}");
     }
     assert!(metrics.contains("transport=\"tcp\""), "{metrics}");
+    assert!(
+        metrics.contains("peer=\"127.0.0.1 ("),
+        "a port makes a new label for each connection:\n{metrics}"
+    );
 }
 
 #[test]

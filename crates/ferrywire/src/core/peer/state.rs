@@ -91,6 +91,14 @@ pub(crate) struct PeerInfo {
     pub transport_reason: String,
 }
 
+impl PeerInfo {
+    /// The peer's address without its port, with the label that the peer gave itself.
+    fn without_port(&self) -> String {
+        let address = self.address.ip();
+        if self.label.is_empty() { address.to_string() } else { format!("{address} ({})", self.label) }
+    }
+}
+
 /// Counts of operations that have begun and not ended. Receives do not count: they may wait for ever.
 #[derive(Default)]
 pub(crate) struct InFlight {
@@ -189,6 +197,7 @@ impl Source for PeerState {
         PeerSample {
             endpoint: self.context.identity.to_string(),
             peer: self.info.name.clone(),
+            label: self.info.without_port(),
             transport: self.info.transport.into(),
             reason: self.info.transport_reason.clone(),
             resent_chunks: self.history.resent.load(Ordering::Relaxed),
