@@ -2,12 +2,8 @@
 //!
 //! | part | file | does |
 //! |---|---|---|
-//! | [`Sender`] | `sender.rs` | sends frames of the window; tracks which the kernel has taken and the peer has placed |
-//! | | `pull.rs` | takes frames from the peer's queue: how many, and of which size |
-//! | | `batch.rs` | the buffers of one socket call |
-//! | [`Receiver`] | `receiver.rs` | parses the stream into frames and hands them to the peer's state |
-//! | | `body.rs` | the rest of a frame's body that is still to be received, and its target |
-//! | | `acks.rs` | counts of received frames, and of those the peer has been sent |
+//! | [`Sender`] | `sender.rs` | takes frames from the peer's queue, sends them, and tracks them until the peer has placed them |
+//! | [`Receiver`] | `receiver.rs` | parses the stream into frames, hands them to the peer's state, and counts them |
 //! | [`Payload`] | `payload/` | payload that comes from a GPU, or travels over a lane |
 //! | | `dropped.rs` | memory that its user dropped while the connection may still send it |
 //!
@@ -20,12 +16,8 @@
 //! Read next: `sender.rs`, `receiver.rs`; then `worker/`, which owns channels and decides which one is polled
 //! when.
 
-mod acks;
-mod batch;
-mod body;
 mod dropped;
 mod payload;
-mod pull;
 mod receiver;
 mod sender;
 

@@ -1,24 +1,31 @@
-//! The receiving half of a channel: reads the socket, places payload and completes frames.
+//! The receiving half of a channel: reads the socket, places payload, and counts complete frames for the
+//! acknowledgements.
 //!
-//! A frame's states: `header -> placements -> body -> placed | refused -> counted`. A large payload is
-//! received directly into its target, with the next frame's header in the same call. Small frames are
-//! received together through a scratch buffer.
+//! A frame's states: `header -> placements -> body -> placed | refused -> counted -> acknowledged`. A large
+//! payload is received directly into its target, with the next frame's header in the same call. Small frames
+//! are received together through a scratch buffer.
 //!
-//! Invariant: bytes are taken in the order of the stream; a stage ends only when all its bytes are here.
-//! Read next: `body.rs`; `peer/frames.rs`, which finds the target of a payload and handles a complete frame.
+//! A body is received in *parts*. Most bodies are one part. A payload that goes through a staging ring has
+//! several: each part needs room in the ring. An acknowledgement is a count of frames, which covers a refused
+//! frame only once its refusal is in the stream.
+//!
+//! Invariants: bytes are taken in the order of the stream; a stage ends only when all its bytes are here;
+//! `acknowledged <= received`, and refusals are sent in the order of their frames.
+//! Read next: `peer/state.rs`, which finds the target of a payload and handles a complete frame.
 
 use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::acks::Acks;
-use super::body::Body;
 use super::{Channel, PASS_BYTES, Workspace, broken};
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
+
+/// Received frames after which an acknowledgement is sent at once.
+const URGENT_FRAMES: u64 = 16;
 
 /// State of the frame that is being received, and the counts of earlier frames.
 pub(super) struct Receiver {
@@ -365,5 +372,240 @@ pub(super) fn check_crc(expected: u32, computed: u32) -> io::Result<()> {
         Ok(())
     } else {
         Err(broken(&wire::WireError::Checksum { expected, computed }.to_string()))
+    }
+}
+
+/// The body of the frame that is being received. Placements are not part of the body.
+#[derive(Default)]
+pub(super) struct Body {
+    /// Targets of the current part. If empty, its bytes are discarded.
+    pub pieces: Vec<IoVec>,
+    /// Index of the first piece that is not full.
+    next: usize,
+    /// Bytes that are still to be received, of the body and of the current part.
+    left: usize,
+    part_left: usize,
+    /// The notification or message that follows the payload.
+    message: Vec<u8>,
+    /// Checksum of the bytes received so far, if the frame has one.
+    crc: Option<crc32fast::Hasher>,
+}
+
+// SAFETY: the pieces point into memory that the frame's landing keeps alive, into a ring of the channel's payload, or into
+// the body's own message; whichever thread owns the channel may write there.
+unsafe impl Send for Body {}
+
+impl Body {
+    /// Starts a body of `bytes` bytes.
+    pub fn begin(&mut self, bytes: usize, has_crc: bool) {
+        self.pieces.clear();
+        self.next = 0;
+        (self.left, self.part_left) = (bytes, bytes);
+        self.message.clear();
+        self.crc = has_crc.then(crc32fast::Hasher::new);
+    }
+
+    /// Adds a buffer of `len` bytes for the message that follows the payload.
+    pub fn expect_message(&mut self, len: usize) {
+        self.message.resize(len, 0);
+        if len > 0 {
+            self.pieces.push(IoVec::new(self.message.as_mut_ptr(), len));
+        }
+    }
+
+    /// Starts a part whose bytes go to `piece`. `message` is the length of the message behind the last part.
+    pub fn open_part(&mut self, piece: IoVec, message: Option<usize>) {
+        self.close_part();
+        self.pieces.push(piece);
+        let message = message.unwrap_or(0);
+        self.part_left = piece.len + message;
+        debug_assert!(self.part_left <= self.left, "parts are as long as the body");
+        if message > 0 {
+            self.expect_message(message);
+        }
+    }
+
+    /// Ends the current part while the next one has no room yet.
+    pub fn close_part(&mut self) {
+        self.pieces.clear();
+        self.next = 0;
+        self.part_left = 0;
+    }
+
+    /// Discards the rest of the body.
+    pub fn throw_away(&mut self) {
+        self.pieces.clear();
+        self.next = 0;
+        self.part_left = self.left;
+    }
+
+    /// Bytes of the body that are still to be received.
+    pub fn left(&self) -> usize {
+        self.left
+    }
+
+    /// Whether the current part has been received completely.
+    pub fn part_is_whole(&self) -> bool {
+        self.part_left == 0
+    }
+
+    /// Whether the rest of the body is discarded.
+    pub fn is_thrown_away(&self) -> bool {
+        self.pieces.is_empty() && self.left > 0
+    }
+
+    /// Targets of the rest of the current part.
+    pub fn rest(&self) -> &[IoVec] {
+        &self.pieces[self.next..]
+    }
+
+    /// Notes that `bytes` bytes were received into the pieces.
+    pub fn advance(&mut self, mut bytes: usize) {
+        self.left -= bytes;
+        self.part_left -= bytes;
+        while bytes > 0 {
+            let piece = &mut self.pieces[self.next];
+            let used = bytes.min(piece.len);
+            if let Some(crc) = &mut self.crc {
+                // SAFETY: these bytes of the piece were just received.
+                crc.update(unsafe { std::slice::from_raw_parts(piece.base, used) });
+            }
+            // SAFETY: `used` is at most the length of the piece.
+            *piece = IoVec::new(unsafe { piece.base.add(used) }, piece.len - used);
+            bytes -= used;
+            self.next += usize::from(piece.len == 0);
+        }
+    }
+
+    /// Copies bytes from the scratch buffer to the current part. Returns the number of bytes taken.
+    pub fn copy_in(&mut self, bytes: &[u8]) -> usize {
+        let used = self.part_left.min(bytes.len());
+        if self.pieces.is_empty() {
+            self.left -= used;
+            self.part_left -= used;
+            return used;
+        }
+        let mut from = &bytes[..used];
+        while !from.is_empty() {
+            let piece = self.pieces[self.next];
+            let now = from.len().min(piece.len);
+            // SAFETY: the piece is live memory of at least `now` bytes (see `receive_some`).
+            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), piece.base, now) };
+            self.advance(now);
+            from = &from[now..];
+        }
+        used
+    }
+
+    /// Skips the checksum here: the frame's checksum also covers bytes that travel beside the stream.
+    pub fn leave_unchecked(&mut self) {
+        self.crc = None;
+    }
+
+    /// The checksum of all received bytes, if the frame has one.
+    pub fn take_crc(&mut self) -> Option<u32> {
+        self.crc.take().map(crc32fast::Hasher::finalize)
+    }
+
+    /// Takes the message that was received.
+    pub fn take_message(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.message)
+    }
+}
+
+/// Counts of received and acknowledged frames of one connection.
+#[derive(Default)]
+pub(super) struct Acks {
+    /// Frames that were placed or refused.
+    received: u64,
+    /// The highest count written to the stream.
+    acknowledged: u64,
+    unacknowledged_bytes: usize,
+    /// Numbers and reasons of refused frames whose refusals are not in the stream yet.
+    refused: Vec<(u64, Refusal)>,
+    /// Refusals that are in the stream. The peer may not have received them.
+    reported: Vec<(u64, Refusal)>,
+}
+
+impl Acks {
+    /// Counts a frame of `bytes` bytes that was placed, or refused with the reason in `placed`.
+    pub fn count(&mut self, placed: Result<(), Refusal>, bytes: usize) {
+        if let Err(refusal) = placed {
+            self.refused.push((self.received, refusal));
+        }
+        self.received += 1;
+        self.unacknowledged_bytes += bytes;
+    }
+
+    /// Whether an acknowledgement or a refusal waits to be sent.
+    pub fn due(&self) -> bool {
+        self.received != self.acknowledged || !self.refused.is_empty()
+    }
+
+    /// Whether the acknowledgement should be sent now, not with the next data frame.
+    pub fn urgent(&self) -> bool {
+        self.unacknowledged_bytes >= limits::ACK_BYTES
+            || self.unacknowledged_frames() >= URGENT_FRAMES
+            || !self.refused.is_empty()
+    }
+
+    /// Frames that were received and not acknowledged.
+    pub fn unacknowledged_frames(&self) -> u64 {
+        self.received - self.acknowledged
+    }
+
+    /// The count for the next header. The count ends before the first frame whose refusal is not in the
+    /// stream yet.
+    pub fn covered(&self) -> u64 {
+        self.refused.first().map_or(self.received, |(number, _)| *number)
+    }
+
+    /// Notes that a header with this count (its low 32 bits) is in the stream.
+    pub fn sent_with_header(&mut self, low: u32) {
+        self.acknowledged = self.acknowledged.max(wire::widen(low, self.acknowledged));
+        if self.acknowledged == self.received {
+            self.unacknowledged_bytes = 0;
+        }
+    }
+
+    /// Appends a frame to `out` that carries only an acknowledgement and the waiting refusals. `posted` is
+    /// the count of posted lane receives for its header.
+    pub fn encode_frame(&mut self, out: &mut Vec<u8>, posted: u32, crc: bool) {
+        let mut header = Header::new(Kind::Ack);
+        header.ack = self.received as u32;
+        header.posted = posted;
+        let refused: Vec<_> =
+            self.refused.drain(..self.refused.len().min(limits::WINDOW_FRAMES_MAX)).collect();
+        let body = wire::encode_refusals(&refused);
+        // A refusal in the stream may still be lost with the connection; then the fence reports the refusal
+        // again.
+        let known_to_peer = self.known_to_peer();
+        self.reported.retain(|(number, _)| *number >= known_to_peer);
+        self.reported.extend(refused);
+        header.len = body.len() as u32;
+        if crc {
+            header.flags |= wire::FLAG_CRC;
+            header.crc = crc32fast::hash(&body);
+        }
+        out.extend_from_slice(&header.encode());
+        out.extend_from_slice(&body);
+        self.acknowledged = self.covered();
+        self.unacknowledged_bytes = 0;
+    }
+
+    /// Returns what a fence reports: the number of frames received, and the refusals that the peer may not
+    /// have.
+    pub fn end(mut self) -> (u64, Vec<(u64, Refusal)>) {
+        let known_to_peer = self.known_to_peer();
+        let mut refused = self.reported;
+        refused.append(&mut self.refused);
+        refused.retain(|(number, _)| *number >= known_to_peer);
+        (self.received, refused)
+    }
+
+    /// The peer has received the acknowledgements of all frames below this number: its window bounds how far
+    /// it sends ahead of them.
+    fn known_to_peer(&self) -> u64 {
+        self.received.saturating_sub(limits::WINDOW_FRAMES_MAX as u64)
     }
 }

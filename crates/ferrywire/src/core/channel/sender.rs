@@ -1,28 +1,39 @@
-//! The sending half of a channel: sends frames of the window, and completes what the peer acknowledges.
+//! The sending half of a channel: takes frames from the peer's queue, sends them, and completes what the peer
+//! acknowledges.
 //!
 //! A frame's states: `taken -> sent -> acknowledged -> released -> delivered`. A frame is released when the
-//! kernel no longer reads its memory. A connection that copies releases at once.
+//! kernel no longer reads its memory. A connection that copies releases at once. Each channel takes a share
+//! of the queued bytes, so that all channels of a peer have work and none runs ahead.
 //!
-//! Invariant: a frame's entry, and with it the memory, is kept until the peer has placed the frame and the
-//! kernel has released it.
-//! Read next: `batch.rs`, one socket call; `pull.rs`, where frames come from.
+//! Invariants: a frame is taken only while the window and the payload path have room for any frame. A frame's
+//! entry, and with it the memory, is kept until the peer has placed the frame and the kernel has released it.
+//! The pieces of a [`Batch`] are consecutive bytes of the stream.
+//! Read next: `queue.rs`, where frames come from.
 
 use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::batch::Batch;
 use super::payload::Payload;
 use super::{Channel, PASS_BYTES, Workspace, broken};
+use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
-use crate::core::queue::{DROPPED, Entry};
+use crate::core::queue::{DROPPED, Entry, Pull};
+use crate::core::stats::NO_BACKLOG;
 use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
-use ferrywire_net::IoVec;
+use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
+use ferrywire_proto::schedule;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header};
+
+/// Bytes of frames kept ready for the next send call.
+const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
+
+// One call can take a header, its placements, the blocks of the payload and a notification.
+const _: () = assert!(limits::SEGMENTS_PER_CHUNK_MAX + 2 <= ferrywire_sys::IOVECS_PER_CALL_MAX);
 
 /// Frames to send, and their progress through the kernel.
 pub(super) struct Sender {
@@ -242,6 +253,101 @@ impl Channel {
     }
 }
 
+impl Channel {
+    /// Whether the queue has frames for this channel, and the channel would take one now.
+    pub fn may_pull(&self) -> bool {
+        if !self.sender.window.has_room() || !self.payload.has_room() {
+            return false;
+        }
+        let queue = &self.peer.queue;
+        if queue.has_work_beside_bulk() && self.small_share() > 0 {
+            return true;
+        }
+        queue.has_work_beside_small() && self.bulk_share().0 > 0 && self.may_take_bulk()
+    }
+
+    /// Moves frames from the queue into the window, until one socket call can be filled.
+    pub(super) fn pull(&mut self) {
+        let unsent = self.sender.unsent();
+        let small = self.small_share();
+        let queue = &self.peer.queue;
+        let waits = (small > 0 && queue.has_work_beside_bulk()) || queue.has_work_beside_small();
+        let enough = unsent >= READY_BYTES;
+        self.payload.note_enough(enough);
+        if enough || !waits {
+            return;
+        }
+        let (share, chunk_bytes) = self.bulk_share();
+        let bulk = share > 0 && self.may_take_bulk();
+        let pull = Pull {
+            bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
+            channels: self.peer.live_channels(),
+            chunk_bytes,
+            staged_bytes: self.payload.staged_chunk_bytes(&self.peer),
+            small,
+            bulk,
+            messages: self.payload.messages(),
+        };
+        let dropped = self.payload.pull(&self.peer, &self.counters, &mut self.sender.window, pull);
+        dropped.into_iter().for_each(Hold::cut_short);
+        self.tell_backlog();
+    }
+
+    /// Publishes the bytes in this channel's window to the peer's other channels. A channel whose lane is not
+    /// open publishes `NO_BACKLOG`, so that it does not count as the least loaded.
+    pub(super) fn tell_backlog(&self) {
+        let backlog = if self.payload.is_open() { self.sender.window.bytes() as u64 } else { NO_BACKLOG };
+        self.counters.backlog.store(backlog, Ordering::Relaxed);
+    }
+
+    /// Whether this channel is close enough to the least loaded one to take bulk.
+    fn may_take_bulk(&self) -> bool {
+        let backlog = self.sender.window.bytes() as u64;
+        schedule::may_take(backlog, self.peer.least_backlog(), self.peer.queue.chunk_bytes)
+    }
+
+    /// Bytes of bulk that this channel may take, and its longest chunk in bytes.
+    fn bulk_share(&self) -> (u64, usize) {
+        let whole = (u64::MAX, self.peer.queue.chunk_bytes);
+        let Some(copying_ends) = self.payload.copying_ends(&self.peer) else { return whole };
+        let (share, chunk_bytes) = if self.peer.info.same_host && !self.conn.is_long() {
+            self.local_share(copying_ends)
+        } else {
+            whole
+        };
+        match copying_ends {
+            0 => (share, chunk_bytes),
+            _ => (share.min(self.peer.staged_share(self.sender.window.bytes() as u64)), chunk_bytes),
+        }
+    }
+
+    /// [`Channel::bulk_share`] between two ends of one host. At `copying_ends` of them payload is copied once
+    /// more.
+    fn local_share(&self, copying_ends: u64) -> (u64, usize) {
+        // Channels between different addresses may include a slow link, which must not delay the fast ones.
+        // Bytes that wait for another copy cost the other channels nothing. Both count by channel, not by
+        // thread.
+        let in_flight = if self.conn.within_host() && copying_ends == 0 {
+            self.peer.thread_backlog(self.index)
+        } else {
+            self.sender.window.bytes() as u64
+        };
+        let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
+        schedule::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)
+    }
+
+    /// Bytes of small operations that this channel may take. Without bulk, only the peer's home channel takes
+    /// them, so that one thread does all the work.
+    fn small_share(&self) -> u64 {
+        let backlog = self.sender.window.bytes() as u64;
+        match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
+            (true, _) => schedule::small_share(backlog, self.peer.least_backlog()),
+            (false, true) => u64::MAX,
+            (false, false) => 0,
+        }
+    }
+}
+
 impl Sender {
     /// Creates a sender for a connection over which `stream_sent` bytes have already gone.
     pub fn new(window_frames: usize, stream_sent: u64) -> Sender {
@@ -368,6 +474,104 @@ impl Sender {
         let mut entries = self.window.from(self.window.first() + whole as u64);
         if let Some(op) = entries.next().and_then(|entry| entry.op.as_ref()) {
             peer.note_moving(op);
+        }
+    }
+}
+
+/// The buffers of one socket call.
+pub(super) struct Batch<'a> {
+    pieces: &'a mut Vec<IoVec>,
+    bytes: usize,
+    /// Bytes at the front of the next pieces that an earlier call has sent.
+    pub skip: usize,
+    /// Whether this call sends without a copy. The first piece decides, where `split`.
+    stable: Option<bool>,
+    /// The connection can send without copies; a call sends either all of its pieces so, or none.
+    split: bool,
+    /// Whether the connection takes lent pieces, whose memory the kernel reads until the peer has placed
+    /// them.
+    pub lends: bool,
+    /// Whether the last piece is lent.
+    lent: bool,
+    /// Whether a piece was left for the next call. All later pieces then follow in that call too.
+    closed: bool,
+    /// Whether the duration of the call is measured.
+    pub timed: bool,
+}
+
+impl<'a> Batch<'a> {
+    /// Creates an empty batch for one call of this connection.
+    pub fn new(pieces: &'a mut Vec<IoVec>, conn: &dyn Conn) -> Batch<'a> {
+        pieces.clear();
+        Batch {
+            pieces,
+            bytes: 0,
+            skip: 0,
+            stable: None,
+            split: conn.zero_copy(),
+            // On a path with a long RTT a lent piece would stay in use for one RTT.
+            lends: conn.lends() && !conn.is_long(),
+            lent: false,
+            closed: false,
+            timed: false,
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Bytes of all pieces.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.closed
+            || self.bytes >= limits::SEND_BYTES_PER_CALL_MAX
+            || self.pieces.len() + 3 > ferrywire_sys::IOVECS_PER_CALL_MAX
+    }
+
+    /// Adds a lent piece, if there is room, and closes the batch. Returns whether the piece was added.
+    pub fn lend(&mut self, base: *mut u8, len: usize) -> bool {
+        let before = self.pieces.len();
+        self.add(base, len, false);
+        let taken = self.pieces.len() > before;
+        self.lent |= taken;
+        self.closed |= taken;
+        taken
+    }
+
+    /// Adds a piece. `stable` allows the kernel to send the piece without a copy.
+    pub fn add(&mut self, base: *mut u8, len: usize, stable: bool) {
+        let skip = self.skip.min(len);
+        self.skip -= skip;
+        if len == skip {
+            return;
+        }
+        self.closed |= self.pieces.len() == ferrywire_sys::IOVECS_PER_CALL_MAX
+            || (self.split && *self.stable.get_or_insert(stable) != stable);
+        if !self.closed {
+            // SAFETY: `skip` is less than the length of the piece.
+            self.pieces.push(IoVec::new(unsafe { base.add(skip) }, len - skip));
+            self.bytes += len - skip;
+        }
+    }
+
+    /// Makes the socket call. Returns the bytes that the kernel took.
+    ///
+    /// # Safety
+    /// Each piece is readable for the length of the call. A `stable` piece stays readable until
+    /// `Conn::released` has passed it, or the connection is dropped. A lent piece is not written to before
+    /// the peer has placed its frame, or its pages have been given back to the system.
+    pub unsafe fn send(self, conn: &mut dyn Conn) -> io::Result<usize> {
+        // SAFETY: promised by the caller.
+        unsafe {
+            match (self.lent, self.stable == Some(true)) {
+                (true, _) => conn.send_lent(self.pieces),
+                (false, true) => conn.send_stable(self.pieces),
+                (false, false) => conn.send(self.pieces),
+            }
         }
     }
 }

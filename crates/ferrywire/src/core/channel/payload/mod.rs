@@ -16,9 +16,8 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::batch::Batch;
 use super::receiver::Receiver;
-use super::sender::Sender;
+use super::sender::{Batch, Sender};
 use super::{Touched, broken};
 use crate::core::operation::Hold;
 use crate::core::peer::{Landing, PeerState};

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use super::super::Channel;
-use super::super::batch::Batch;
 use super::super::receiver::Receiver;
+use super::super::sender::Batch;
 use super::{Payload, gather};
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
