@@ -5,7 +5,7 @@
 //! first, and sent over other channels.
 //!
 //! Pure: no sockets, no clock.
-//! Read next: the engine's `core/queue/`, which fills the window, and `core/channel/`, which empties it.
+//! Read next: the engine's `core/queue.rs`, which fills the window, and `core/channel/`, which empties it.
 
 use std::collections::VecDeque;
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: this folder knows connected peers, but neither how they were connected nor which handles users
 //! hold.
-//! Read next: `operation.rs`, `queue/`, `channel/`, `worker/`.
+//! Read next: `operation.rs`, `queue.rs`, `channel/`, `worker/`.
 
 pub(crate) mod channel;
 pub(crate) mod context;

@@ -5,7 +5,7 @@
 //! reported only then. The queue has a hold, each frame in a window has one, and so has the sink of an
 //! operation that waits for the peer's data (`recv`, `read`).
 //!
-//! Invariant: an operation ends exactly once. Read next: `queue/`, where operations wait to be cut.
+//! Invariant: an operation ends exactly once. Read next: `queue.rs`, where operations wait to be cut.
 
 use crate::core::hold::{self, Held, Holds};
 use crate::core::ordering::Gate;

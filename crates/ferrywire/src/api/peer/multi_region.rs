@@ -5,7 +5,7 @@
 //!
 //! Invariant: the children of a write use the parent's id. The peer counts their bytes together, and delivers
 //! the notification when it has all of them.
-//! Read next: `../../core/queue/`, where children wait in order.
+//! Read next: `../../core/queue.rs`, where children wait in order.
 
 use super::blocks::Part;
 use super::{Peer, message_behind_bytes};

@@ -4,7 +4,7 @@
 //! A loss is reported by `lose` in `core/worker/engine.rs`, through `LostChannels` and
 //! `Control::take_lost_channels`.
 //! Invariant: frames go back into the outbox only when both ends have closed the connection, so none is placed twice.
-//! Read next: `../../core/queue/mod.rs` (`resend`).
+//! Read next: `../../core/queue.rs` (`resend`).
 
 use super::Link;
 use super::channels::{ChannelState, OwnFence, PeerFence};

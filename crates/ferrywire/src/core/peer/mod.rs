@@ -1,7 +1,7 @@
 //! A connected peer: its state, the frames that arrive from it, and the answers it is due.
 //!
 //! Invariant: an operation ends exactly once, when its last hold is dropped.
-//! Read next: `state.rs`; `frames.rs` for arriving frames; `../queue/` for frames to send.
+//! Read next: `state.rs`; `frames.rs` for arriving frames; `../queue.rs` for frames to send.
 
 mod frames;
 mod handle;
