@@ -1,8 +1,8 @@
 //! ferrywire's protocol without sockets, threads and clocks: bytes and times come in, bytes come out.
 //!
-//! [`wire`] defines the frames of a channel, [`window`] and [`transfer`] count them at both ends, and
-//! [`schedule`] decides how large the next chunk is and which channel takes it. [`outbox`] holds what a peer
-//! is to be sent, [`inbox`] what it has sent. [`handshake`] opens a connection, and [`session`] is the
+//! [`wire`] defines the frames of a channel, and [`window`] counts those in flight. [`transfer`] cuts
+//! transfers into chunks and decides which channel takes the next one; [`schedule`] has the numbers of
+//! channels and threads. [`outbox`] holds what a peer is to be sent, [`inbox`] what the peer has sent. [`handshake`] opens a connection, and [`session`] is the
 //! control session on it.
 //! Invariant: no function here does I/O, reads a clock or accesses memory by address; a peer's bytes can
 //! cause an error and nothing worse.

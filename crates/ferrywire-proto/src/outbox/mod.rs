@@ -23,8 +23,7 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::limits::{self, PeerLimits};
 use crate::operation::{Operation, Verb};
-use crate::schedule;
-use crate::transfer::{Chunk, ChunkLimits, Cutter};
+use crate::transfer::{self, Chunk, ChunkLimits, Cutter};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, WITHDRAWN};
 use epochs::Epochs;
 use read_flow_control::ReadFlowControl;
@@ -476,7 +475,7 @@ impl<O: Operation> Outbox<O> {
             } else {
                 (limits::CHUNK_BYTES_MIN, pull.chunk_bytes)
             };
-            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
+            let bytes = transfer::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk =
                 if bulk.op.is_unsendable() { None } else { bulk.cutter.next(bulk.op.pieces(), limits) };
