@@ -63,7 +63,7 @@ impl Connection {
         self.running.context()
     }
 
-    /// Waits until `done` returns true; see [`Running::wait`].
+    /// Waits until `done` returns true; see [`Workers::wait`](crate::core::worker::Workers::wait).
     pub fn wait(
         &self,
         limit: Duration,
@@ -71,17 +71,18 @@ impl Connection {
         forget: impl FnOnce(&WakeHandle),
         done: impl FnMut() -> bool,
     ) -> bool {
-        self.running.wait(&self.state, limit, register, forget, done)
+        let Connection { state, running } = self;
+        running.workers.wait(state, limit, register, forget, done, || running.poll_once())
     }
 
-    /// Handles a newly posted operation; see [`Running::kick`].
+    /// Handles a newly posted operation; see [`Workers::kick`](crate::core::worker::Workers::kick).
     pub fn kick(&self, bytes: u64) {
-        self.running.kick(&self.state, bytes);
+        self.running.workers.kick(&self.state, bytes);
     }
 
-    /// Supports a poll without waiting; see [`Running::nudge`].
+    /// Supports a poll without waiting; see [`Workers::nudge`](crate::core::worker::Workers::nudge).
     pub fn nudge(&self) {
-        self.running.nudge(&self.state);
+        self.running.workers.nudge(&self.state);
     }
 
     /// Ends an operation early, unless it has finished.

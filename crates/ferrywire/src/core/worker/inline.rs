@@ -1,10 +1,12 @@
-//! Inline progress: a caller that posts or waits polls the worker's channels itself.
+//! Callers that post and wait: which thread moves the bytes meanwhile.
 //!
-//! A caller claims the progress engine and polls it. It gives the engine back when its operation is done or
-//! the worker's thread does better.
+//! A caller that posts a small operation to an idle worker sends it inline; bulk is left to the worker
+//! threads. A caller that waits polls its peer's worker inline, unless bulk is in flight, and otherwise
+//! sleeps. To poll inline a caller claims the worker's progress engine. The caller gives the engine back when
+//! its operation is done or the worker's thread does better.
 //!
-//! Invariant: a claim gives the engine back when it is dropped, and wakes the worker's thread if work is
-//! left.
+//! Invariants: after [`Workers::kick`] the operation is sent, or a worker's thread or a polling caller will
+//! send it. A claim gives the engine back when it is dropped, and wakes the worker's thread if work is left.
 //! Read next: `engine.rs`, one pass.
 
 use std::sync::atomic::Ordering;
@@ -13,20 +15,201 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::engine::Polled;
-use super::{ProgressEngine, Worker};
+use super::{ProgressEngine, Worker, Workers};
 use crate::core::context::Context;
 use crate::core::peer::PeerState;
-use crate::core::sleeper::Activity;
+use crate::core::queue::SMALL_BYTES_MAX;
+use crate::core::sleeper::{Activity, PassiveWaiter};
 use crate::core::waiting::WakeHandle;
+use ferrywire_proto::wire::HEADER_BYTES;
 
 /// How long a caller that polls inline spins without work before it sleeps in the kernel.
-pub(crate) const SPIN: Duration = Duration::from_micros(50);
+pub(super) const SPIN: Duration = Duration::from_micros(50);
 /// How long a waiting caller spins before it sleeps, while the worker threads make progress.
 const BULK_SPIN: Duration = Duration::from_micros(200);
 /// Longest time a caller spins for an engine that the thread is about to give up.
 const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it hands the rest to the thread, which is pinned to a core.
 const DRIVE_BYTES: u64 = 4 << 20;
+/// Largest operation, in bytes, that may wait to be sent together with others.
+const DEFERRED_BYTES_MAX: u64 = 4 << 10;
+/// Most frames that wait to be sent together: as many as the kernel puts into one packet. One more frame would
+/// need a second packet, almost empty, which costs as much as the first.
+const DEFERRED_FRAMES_MAX: usize = 15;
+/// Fewest bytes that the kernel puts into one packet: whole segments within 64 KiB, seven at an MTU of 9000.
+const PACKET_BYTES: usize = 7 * 8948;
+/// Operations in flight with which the peer stays busy until a call of two packets is made.
+const SENT_FOR_TWO: u64 = 2 * DEFERRED_FRAMES_MAX as u64;
+
+const _: () = assert!(DEFERRED_FRAMES_MAX * (DEFERRED_BYTES_MAX as usize + HEADER_BYTES) <= PACKET_BYTES);
+
+/// Longest time that a waiting caller sleeps before it checks again.
+const PARK: Duration = Duration::from_millis(50);
+/// Bytes of bulk per additional worker that is woken. Waking a sleeping thread costs the caller microseconds,
+/// as much as sending these bytes.
+const ROUSE_BYTES: u64 = 256 << 10;
+
+impl Workers {
+    /// Waits until `done` returns true, and polls the peer's home worker inline where possible. Returns false
+    /// after `limit`.
+    ///
+    /// `register` adds the caller to the wait lists of the event, and `forget` removes it. Without `forget`
+    /// callers whose wait timed out would accumulate there. In an endpoint without threads the caller calls
+    /// `poll_all`, which polls the workers and the control side.
+    pub fn wait(
+        &self,
+        peer: &PeerState,
+        limit: Duration,
+        mut register: impl FnMut(WakeHandle),
+        forget: impl FnOnce(&WakeHandle),
+        done: impl FnMut() -> bool,
+        poll_all: impl Fn() -> bool,
+    ) -> bool {
+        let mut listed = false;
+        let register = |handle| {
+            // Only threads have to be removed: there are few workers, and another caller may poll the same
+            // one by now.
+            listed |= matches!(handle, WakeHandle::Thread(_));
+            register(handle);
+        };
+        let is_done = self.wait_listed(peer, limit, register, done, poll_all);
+        if listed {
+            forget(&WakeHandle::Thread(thread::current()));
+        }
+        is_done
+    }
+
+    fn wait_listed(
+        &self,
+        peer: &PeerState,
+        limit: Duration,
+        mut register: impl FnMut(WakeHandle),
+        mut done: impl FnMut() -> bool,
+        poll_all: impl Fn() -> bool,
+    ) -> bool {
+        let context = &self.context;
+        if context.is_caller_driven() {
+            return self.wait_driving(limit, done, poll_all);
+        }
+        let now = Instant::now();
+        let until = now.checked_add(limit).unwrap_or_else(|| now + Duration::from_secs(86400 * 365));
+        let mut wait = Wait { until, register: &mut register, done: &mut done };
+        let mut stand_back = false;
+        let mut lively = true;
+        loop {
+            if (wait.done)() {
+                return true;
+            }
+            let worker = &self[peer.home_index()];
+            if !peer.in_bulk() && !stand_back && worker.drive(&mut wait, context) {
+                return true;
+            }
+            stand_back = true;
+            if wait.rest(Instant::now()).is_zero() {
+                return (wait.done)();
+            }
+            if lively && peer.in_bulk() && wait.spin() {
+                return true;
+            }
+            (wait.register)(WakeHandle::Thread(thread::current()));
+            let _passive = PassiveWaiter::on(worker.sleeper());
+            if !(wait.done)() {
+                let slept = Instant::now();
+                thread::park_timeout(wait.rest(slept).min(PARK));
+                // After a full sleep nothing moves. An unmatched receive counts as bulk for ever, so the
+                // caller polls again.
+                lively = slept.elapsed() < PARK;
+                stand_back = lively;
+            }
+        }
+    }
+
+    /// Waits in an endpoint without threads: the caller polls everything.
+    fn wait_driving(
+        &self,
+        limit: Duration,
+        mut done: impl FnMut() -> bool,
+        poll_all: impl Fn() -> bool,
+    ) -> bool {
+        let transport = &self.context.transport;
+        let until = transport.now().saturating_add(limit);
+        if limit.is_zero() && !done() {
+            // A caller that polls with a zero timeout may be the only thread that polls.
+            poll_all();
+        }
+        let mut quiet = 0u32;
+        while !done() {
+            if transport.now() >= until {
+                return done();
+            }
+            quiet = if poll_all() { 0 } else { quiet + 1 };
+            match quiet {
+                0 => {}
+                1..200 => thread::yield_now(),
+                _ => thread::sleep(SPIN),
+            }
+        }
+        true
+    }
+
+    /// Handles a newly posted operation: sends it inline where that is best, or makes sure that a thread
+    /// sends it.
+    pub fn kick(&self, peer: &Arc<PeerState>, bytes: u64) {
+        let context = &self.context;
+        let home = &self[peer.home_index()];
+        // A caller that polls inline sends several small operations in one call when it waits.
+        let waiting = peer.queue.waiting();
+        let company = waiting < frames_in_company(peer.in_flight_beside_one(), waiting);
+        if company && bytes <= DEFERRED_BYTES_MAX && home.sleeper().may_leave_behind() {
+            return;
+        }
+        // Bulk is left to threads that are pinned to their cores.
+        let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
+        let is_for_threads = peer.in_bulk() && !context.is_caller_driven();
+        if is_for_threads || !home.send_at_once(context, peer) {
+            home.sleeper().rouse();
+        }
+        if bulk && peer.queue.has_work() {
+            self.rouse_for_bulk(peer, bytes);
+        }
+    }
+
+    /// Wakes further workers, in proportion to `bytes`.
+    fn rouse_for_bulk(&self, peer: &PeerState, bytes: u64) {
+        let sleepers = &self.context.sleepers;
+        // Other workers have no channel of this peer.
+        let count = sleepers.len().min(peer.channels()).max(1);
+        let mut left = bytes.div_ceil(ROUSE_BYTES);
+        // Each operation starts at another worker.
+        let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
+        for step in 0..count {
+            let sleeper = &sleepers[(first.wrapping_add(step)) % count];
+            if left == 0 {
+                break;
+            }
+            left -= u64::from(sleeper.index != peer.home_index() && sleeper.rouse());
+        }
+    }
+
+    /// Supports polling of a transfer: polls the home worker if its thread is parked or there is none.
+    pub fn nudge(&self, peer: &PeerState) {
+        let home = &self[peer.home_index()];
+        if matches!(home.sleeper().activity(), Activity::Parked | Activity::NoThread) {
+            home.poll_once(&self.context);
+        }
+    }
+}
+
+/// Number of frames to wait for before a socket call, with `in_flight` operations in flight besides the one
+/// just posted, and `waiting` frames queued.
+fn frames_in_company(in_flight: u64, waiting: usize) -> usize {
+    match in_flight {
+        0 => 0,
+        _ if in_flight.saturating_sub(waiting as u64) < SENT_FOR_TWO => DEFERRED_FRAMES_MAX,
+        _ => 2 * DEFERRED_FRAMES_MAX,
+    }
+}
+
 impl Worker {
     /// Claims the progress engine for a caller. `None` if another caller has it, or only the thread may poll.
     fn claim(&self) -> Option<Claim<'_>> {
@@ -56,7 +239,7 @@ impl Worker {
 
     /// Sends the queued frames of one peer. False if another thread polls this worker, or only its own thread
     /// may.
-    pub fn send_at_once(&self, context: &Context, peer: &Arc<PeerState>) -> bool {
+    fn send_at_once(&self, context: &Context, peer: &Arc<PeerState>) -> bool {
         let Some(mut claim) = self.try_claim() else { return false };
         claim.engine().send_for(self, context, peer);
         true
@@ -83,7 +266,7 @@ impl Worker {
     }
 
     /// Polls until `done` returns true, or until the worker's thread does better. Returns whether it is done.
-    pub fn drive(&self, wait: &mut Wait<'_>, context: &Context) -> bool {
+    fn drive(&self, wait: &mut Wait<'_>, context: &Context) -> bool {
         let Some(mut claim) = self.claim() else {
             return false;
         };
@@ -167,7 +350,7 @@ impl Drop for Claim<'_> {
 }
 
 /// A waiting caller: until when it waits, and for what.
-pub(crate) struct Wait<'a> {
+struct Wait<'a> {
     pub until: Instant,
     /// Puts the caller on the wait lists of what it waits for.
     pub register: &'a mut dyn FnMut(WakeHandle),
@@ -218,5 +401,23 @@ mod tests {
             done: &mut || asked.get() > 2,
         };
         assert!(worker.drive(&mut wait, running.context()), "it slept through");
+    }
+
+    #[test]
+    fn an_operation_alone_goes_at_once_and_many_go_in_whole_packets() {
+        assert_eq!(frames_in_company(0, 1), 0);
+        let frame = DEFERRED_BYTES_MAX as usize + HEADER_BYTES;
+        for in_flight in [1, 15, 31, 63, 1000] {
+            for waiting in [1, 14, 29] {
+                let frames = frames_in_company(in_flight, waiting);
+                let packets = (frames * frame).div_ceil(PACKET_BYTES);
+                assert!(packets * PACKET_BYTES - frames * frame < frame, "{in_flight}: packets are not full");
+                let sent = in_flight.saturating_sub(waiting as u64);
+                assert!(
+                    packets == 1 || sent as usize >= frames,
+                    "{in_flight}: the peer has too little to do"
+                );
+            }
+        }
     }
 }

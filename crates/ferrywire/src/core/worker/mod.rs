@@ -11,7 +11,7 @@
 //!
 //! Invariant: threads only try to take the engine's lock and never wait for it, so no thread blocks behind an
 //! owner.
-//! Read next: `engine.rs`, one pass; `inline.rs`, callers that poll inline.
+//! Read next: `engine.rs`, one pass; `inline.rs`, callers that post and wait.
 
 mod engine;
 mod inline;
@@ -34,7 +34,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::{Polled, Slot};
-pub(crate) use inline::{SPIN, Wait};
+use inline::SPIN;
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
 pub(crate) use workers::{Loss, LostChannel, LostChannels, Workers};
 

@@ -5,10 +5,8 @@
 //! channels; channels refer to their peer's state and to the [`Context`].
 //!
 //! Invariant: no part refers to its owner, so a dropped part is freed.
-//! Read next: `inline.rs`, callers that post and wait; `../../core/worker/`, `../../control/`.
+//! Read next: `../core/worker/`, `../control/`.
 #![forbid(unsafe_code)]
-
-mod inline;
 
 use super::region::RegionHome;
 use super::releaser::Releaser;
