@@ -5,8 +5,7 @@
 //!
 //! Invariant: a posted operation has been checked against the local region, and against the length and owner
 //! of the remote one.
-//! Read next, in `../../core/`: `peer/state.rs`; `peer/frames.rs` for arriving frames; `queue.rs` for frames to
-//! send.
+//! Read next, in `../../core/`: `peer/state.rs`, also for arriving frames; `queue.rs` for frames to send.
 #![forbid(unsafe_code)]
 
 mod blocks;

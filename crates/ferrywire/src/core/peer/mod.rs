@@ -1,11 +1,11 @@
 //! A connected peer: its state, the frames that arrive from it, and the answers it is due.
 //!
 //! Invariant: an operation ends exactly once, when its last hold is dropped.
-//! Read next: `state.rs`; `frames.rs` for arriving frames; `../queue.rs` for frames to send.
+//! Read next: `state.rs`, also for arriving frames; `../queue.rs` for frames to send.
 
-mod frames;
 mod handle;
 mod read_requests;
+mod replies;
 mod serving;
 mod state;
 mod stream_queue;

@@ -1,6 +1,9 @@
-//! State that a peer's channels, its control session and its operations share.
+//! State that a peer's channels, its control session and its operations share, and what frames that arrive
+//! do to it.
 //!
-//! Invariant: an operation ends exactly once, when its last hold is dropped. Read next: `frames.rs`.
+//! Invariants: an operation ends exactly once, when its last hold is dropped. Every offset from the wire is
+//! checked against its region before an address is made from it.
+//! Read next: `inbound.rs`, the sinks of receives and reads; `replies.rs`, the answers to messages.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -8,23 +11,28 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use crate::core::context::Context;
-use crate::core::inbound::{Inbound, Sink};
-use crate::core::operation::{Hold, Op, Task, Verb};
-use crate::core::queue::{Body, Entry, SendQueue, WITHDRAWN};
+use crate::core::inbound::{Inbound, Reply, Sink};
+use crate::core::operation::{Hold, Op, Verb};
+use crate::core::queue::{Body, Entry, SMALL_BYTES_MAX, SendQueue};
 use crate::core::sleeper::Sleeper;
 use crate::core::stats::ChannelCounters;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_metrics::{Kind as Kinds, KindSample, PeerSample, Source};
+use ferrywire_net::IoVec;
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
+use ferrywire_proto::outbox::Matched;
 use ferrywire_proto::schedule;
 use ferrywire_proto::transfer;
-use ferrywire_proto::wire::{Header, Kind, Refusal};
+use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
+
+/// Bytes in flight above which worker threads move them, not waiting callers.
+const BULK_BYTES: u64 = 512 << 10;
 
 /// The target of a frame's payload. It keeps the memory alive while it is filled.
 pub(crate) enum Landing {
@@ -426,6 +434,25 @@ impl PeerState {
         self.life.lost_waiters.add(handle, || self.lost_to_a_call().is_some());
     }
 
+    /// Wakes the workers for `bytes` newly queued bytes: all workers for bulk, the home worker for small
+    /// operations.
+    pub fn rouse_for(&self, bytes: u64) {
+        if bytes > SMALL_BYTES_MAX {
+            self.context().sleepers.iter().for_each(|sleeper| {
+                sleeper.rouse();
+            })
+        } else {
+            self.wake_home_worker()
+        }
+    }
+
+    /// Wakes the home worker if frames are queued: only its channels take small operations.
+    pub fn wake_home_worker(&self) {
+        if self.queue.has_work() {
+            self.home().rouse();
+        }
+    }
+
     // ---- operations ----
 
     /// Handles the end of an operation: its last hold was dropped. The caller holds no lock of the peer.
@@ -446,32 +473,6 @@ impl PeerState {
         self.queue.ended(op);
         // A notification may have waited for this operation.
         self.wake_home_worker();
-    }
-
-    /// Tells the peer that an operation of ours failed, so that nothing there waits for its remaining bytes.
-    fn tell_failure(&self, op: &Op) {
-        let mut header = Header::new(Kind::Refuse);
-        header.key = Refusal::Other as u64;
-        match &op.task {
-            Task::Send { sink, uncut, .. } => {
-                header.transfer = sink.load(Ordering::Relaxed);
-                if uncut.load(Ordering::Relaxed) {
-                    // No chunk was cut, so the receive can match the next message.
-                    header.key = Refusal::NoSink as u64;
-                }
-            }
-            Task::Serve { sink, .. } => header.transfer = *sink,
-            Task::Write { .. } if !op.message.is_empty() => {
-                header = Header::new(Kind::Notify);
-                header.transfer = op.id;
-                header.total = WITHDRAWN;
-            }
-            _ => {}
-        }
-        // Ids start at 1: a send that was not matched has no sink.
-        if header.transfer != 0 {
-            self.queue.push_own(header);
-        }
     }
 
     pub fn gone(&self) -> Error {
@@ -614,5 +615,147 @@ impl PeerState {
     }
 }
 
-/// Bytes in flight above which worker threads move them, not waiting callers.
-const BULK_BYTES: u64 = 512 << 10;
+impl PeerState {
+    // ---- arriving frames ----
+
+    /// Finds the target of a data frame's payload and appends it to `pieces`. `last` is the landing of the
+    /// last frame, reused if it is of the same region.
+    ///
+    /// # Errors
+    /// The reason to refuse the frame: no such region or sink, a range outside it, or memory that the
+    /// transport cannot reach.
+    pub fn land(
+        self: &Arc<Self>,
+        header: &Header,
+        placements: &[u8],
+        pieces: &mut Vec<IoVec>,
+        last: Option<Landing>,
+    ) -> Result<Landing, Refusal> {
+        if header.flags & wire::FLAG_SINK != 0 {
+            let landing = Landing::Sink { sink: self.inbound.sink(header.key)? };
+            if let Landing::Sink { sink } = &landing {
+                sink.locate(header.offset, u64::from(header.len), pieces)?;
+            }
+            return Ok(landing);
+        }
+        let landing = match last {
+            Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
+            _ => Landing::Region { key: header.key, memory: self.named(header.key)? },
+        };
+        if let Landing::Region { memory, .. } = &landing {
+            if memory.revoked() {
+                return Err(Refusal::NoRegion);
+            }
+            place(memory, header, placements, pieces)?;
+        }
+        Ok(landing)
+    }
+
+    /// The region with this key, which the peer may write or read, if the transport can reach its memory.
+    pub(super) fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
+        let memory = self.context().regions.find(key)?;
+        self.context().check_reach(memory.location(), "local").map_err(|_| Refusal::OutOfReach)?;
+        Ok(memory)
+    }
+
+    /// Handles a complete frame whose payload is in place.
+    ///
+    /// # Errors
+    /// The reason to refuse the frame.
+    pub fn arrived(
+        self: &Arc<Self>,
+        header: &Header,
+        placements: &[u8],
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        match header.kind {
+            Kind::Data => self.data_arrived(header, landing, message),
+            Kind::Notify => self.inbound.notified(header, message),
+            Kind::Send | Kind::Announce => {
+                let replies = self.inbound.message(header, message)?;
+                self.reply(replies);
+                Ok(())
+            }
+            Kind::Match => {
+                match self.queue.matched(header.transfer, header.key) {
+                    Matched::Empty(op) => drop(op),
+                    Matched::Queued(bytes) => self.rouse_for(bytes),
+                    Matched::Unknown => {
+                        let mut refuse = Header::new(Kind::Refuse);
+                        refuse.transfer = header.key;
+                        refuse.key = Refusal::NoSink as u64;
+                        self.reply(vec![Reply::Frame(refuse)]);
+                    }
+                }
+                Ok(())
+            }
+            Kind::Credit => {
+                self.queue.credit(header.total);
+                Ok(())
+            }
+            Kind::Read => self.serve(header, placements),
+            Kind::Refuse => {
+                self.peer_refused(header);
+                Ok(())
+            }
+            Kind::Ack => Ok(()),
+        }
+    }
+
+    fn data_arrived(
+        &self,
+        header: &Header,
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        if let Some(Landing::Sink { sink }) = landing {
+            if header.len > 0 {
+                self.note_moved(&sink.op);
+            }
+            match self.inbound.filled(sink, u64::from(header.len)) {
+                Ok(false) if sink.op.verb() == Verb::Read => self.note_answered(&sink.op),
+                Ok(_) => {}
+                // The receive or read ended before this frame: the sender is told by the refusal.
+                Err(Refusal::NoSink) => return Err(Refusal::NoSink),
+                Err(refusal) => {
+                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
+                    sink.op.fail(Error::ProtocolViolation { peer: self.info.name.clone(), why });
+                    self.end_sink(&sink.op);
+                    return Err(refusal);
+                }
+            }
+        }
+        if header.flags & wire::FLAG_COUNTED != 0 {
+            self.inbound.count(header)?;
+        }
+        if header.notify > 0 { self.inbound.notified(header, message) } else { Ok(()) }
+    }
+}
+
+fn place(
+    memory: &Memory,
+    header: &Header,
+    placements: &[u8],
+    pieces: &mut Vec<IoVec>,
+) -> Result<(), Refusal> {
+    if header.segments == 0 {
+        let base = memory.span(header.offset, u64::from(header.len)).ok_or(Refusal::OutOfRegion)?;
+        push_piece(pieces, base, header.len);
+        return Ok(());
+    }
+    let mut sum = 0u64;
+    for placement in wire::placements(placements) {
+        let base = memory.span(placement.offset, u64::from(placement.len)).ok_or(Refusal::OutOfRegion)?;
+        push_piece(pieces, base, placement.len);
+        sum += u64::from(placement.len);
+    }
+    if sum == u64::from(header.len) { Ok(()) } else { Err(Refusal::OutOfRegion) }
+}
+
+/// Adds a piece unless it is empty. The receive loop could not advance past an empty piece.
+fn push_piece(pieces: &mut Vec<IoVec>, base: *mut u8, len: u32) {
+    if len > 0 {
+        pieces.push(IoVec::new(base, len as usize));
+    }
+}

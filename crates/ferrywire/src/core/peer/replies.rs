@@ -1,0 +1,99 @@
+//! What this end and the peer tell each other about operations beside their data: the answers that messages
+//! cause, and refusals.
+//!
+//! Invariant: answers that wait to be sent are bounded. Refusals beyond the bound are dropped.
+//! Read next: `inbound.rs`.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::state::PeerState;
+use crate::core::inbound::{Reply, place as place_message};
+use crate::core::operation::{Op, Task, Verb};
+use crate::core::queue::WITHDRAWN;
+use crate::error::Error;
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::{Header, Kind, Refusal};
+
+impl PeerState {
+    /// Sends and applies the actions that an arrived message, or a posted receive, causes.
+    pub fn reply(&self, replies: Vec<Reply>) {
+        let mut replies = VecDeque::from(replies);
+        while let Some(reply) = replies.pop_front() {
+            match reply {
+                // Beyond this many unsent answers the peer floods this end with requests that are refused;
+                // refusals are dropped.
+                Reply::Frame(header)
+                    if header.kind == Kind::Refuse
+                        && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
+                Reply::Frame(header) => self.queue.push_own(header),
+                Reply::Place(op, message) => {
+                    if !place_message(&message, &op) {
+                        // Return it before the receive ends, so that a receive posted then gets this message,
+                        // not a later one.
+                        replies.extend(self.inbound.return_message(message));
+                    }
+                }
+                Reply::Received(op) => drop(op),
+                Reply::Truncated { op, message_bytes } => {
+                    op.fail(Error::Truncated { tag: op.key(), message_bytes, buffer_bytes: op.total });
+                }
+                Reply::Cancelled(op) => op.cut_short(),
+                Reply::Open { .. } => debug_assert!(false, "sinks are opened with the inbox locked"),
+            }
+        }
+    }
+
+    /// Handles the peer's refusal of an announced send, or of a send that a receive here has matched.
+    pub(super) fn peer_refused(&self, header: &Header) {
+        let refusal = Refusal::parse(header.key as u8);
+        if let Some(op) = self.queue.withdraw(header.transfer) {
+            self.refused(&op, refusal);
+        } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
+            let is_untouched = Arc::strong_count(&sink) == 1 && sink.op.is_untouched();
+            if refusal == Refusal::NoSink && sink.op.verb() == Verb::Recv && is_untouched {
+                // The send was withdrawn before a byte was sent: the receive matches the next message.
+                let op = sink.op.clone();
+                // Drop it first. The next message may be matched and withdrawn at once, and must find the
+                // receive untouched.
+                drop(sink);
+                let replies = self.inbound.post_again(op);
+                return self.reply(replies);
+            }
+            let why = if refusal != Refusal::Other && is_untouched {
+                refusal.text().into()
+            } else {
+                "it gave the operation up half-way".into()
+            };
+            sink.op.fail(Error::AccessRefused { peer: self.info.name.clone(), why });
+            self.stop_asking(&sink.op);
+        }
+    }
+
+    /// Tells the peer that an operation of ours failed, so that nothing there waits for its remaining bytes.
+    pub(super) fn tell_failure(&self, op: &Op) {
+        let mut header = Header::new(Kind::Refuse);
+        header.key = Refusal::Other as u64;
+        match &op.task {
+            Task::Send { sink, uncut, .. } => {
+                header.transfer = sink.load(Ordering::Relaxed);
+                if uncut.load(Ordering::Relaxed) {
+                    // No chunk was cut, so the receive can match the next message.
+                    header.key = Refusal::NoSink as u64;
+                }
+            }
+            Task::Serve { sink, .. } => header.transfer = *sink,
+            Task::Write { .. } if !op.message.is_empty() => {
+                header = Header::new(Kind::Notify);
+                header.transfer = op.id;
+                header.total = WITHDRAWN;
+            }
+            _ => {}
+        }
+        // Ids start at 1: a send that was not matched has no sink.
+        if header.transfer != 0 {
+            self.queue.push_own(header);
+        }
+    }
+}
