@@ -317,7 +317,7 @@ pub enum Refusal {
     /// A limit of the refusing end is reached.
     Limit = 4,
     /// The memory is not accessible to the channel's transport.
-    OutOfReach = 5,
+    UnreachableMemory = 5,
     /// The copy to GPU memory failed.
     Gpu = 6,
     /// Any other reason.
@@ -332,7 +332,7 @@ impl Refusal {
             2 => Refusal::OutOfRegion,
             3 => Refusal::NoSink,
             4 => Refusal::Limit,
-            5 => Refusal::OutOfReach,
+            5 => Refusal::UnreachableMemory,
             6 => Refusal::Gpu,
             _ => Refusal::Other,
         }
@@ -349,7 +349,7 @@ impl Refusal {
             Refusal::Limit => {
                 "one of its limits was reached: it does not take its notifications (NOTIFICATIONS_HELD_MAX), or too many operations are outstanding"
             }
-            Refusal::OutOfReach => {
+            Refusal::UnreachableMemory => {
                 "its region is memory of a GPU that its transport does not reach: over a plugin, the one that the plugin was told to use"
             }
             Refusal::Gpu => "copying to its memory of a GPU failed: its log says why",

@@ -654,7 +654,7 @@ impl PeerState {
     /// The region with this key, which the peer may write or read, if the transport can reach its memory.
     pub(super) fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
         let memory = self.context().regions.find(key)?;
-        self.context().check_reach(memory.location(), "local").map_err(|_| Refusal::OutOfReach)?;
+        self.context().check_reach(memory.location(), "local").map_err(|_| Refusal::UnreachableMemory)?;
         Ok(memory)
     }
 

@@ -263,7 +263,7 @@ impl Payload {
             }
             (Payload::Lane(lane), None) => lane.land(receiver, landing),
             // The peer would have sent GPU payload over the lane.
-            (Payload::Lane(_), Some(_)) => receiver.refuse(Refusal::OutOfReach),
+            (Payload::Lane(_), Some(_)) => receiver.refuse(Refusal::UnreachableMemory),
         }
     }
 
