@@ -37,7 +37,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use payload::{Ended, Payload};
+use payload::{Payload, PayloadRemains};
 use receiver::Receiver;
 use sender::Sender;
 
@@ -164,7 +164,7 @@ impl Channel {
     /// Closes the connection. Returns the frames placed and those not delivered.
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
-        let Ended { lane, lane_state, lane_fault, acknowledged } = self.payload.end();
+        let PayloadRemains { lane, lane_state, lane_fault, acknowledged } = self.payload.end();
         acknowledged.into_iter().for_each(|entry| self.peer.delivered(entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);

@@ -148,7 +148,7 @@ impl Channel {
         if self.peer.queue.crc && header.flags & wire::FLAG_CRC == 0 {
             return Err(broken("a frame without the checksum that was agreed on"));
         }
-        if self.payload.hear(&header)? {
+        if self.payload.note_header(&header)? {
             self.tell_backlog();
         }
         if header.kind != Kind::Ack {

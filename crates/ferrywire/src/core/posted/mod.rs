@@ -37,7 +37,7 @@ use std::time::Duration;
 
 /// Results of one pass over a lane.
 #[derive(Default)]
-pub(crate) struct Turned {
+pub(crate) struct LanePass {
     /// Payload bytes sent and received.
     pub sent_bytes: u64,
     pub received_bytes: u64,
@@ -81,8 +81,8 @@ impl Posted {
     }
 
     /// Whether the peer has reported its end of the lane as ready.
-    pub fn is_heard(&self) -> bool {
-        self.sending.is_heard()
+    pub fn is_peer_ready(&self) -> bool {
+        self.sending.is_peer_ready()
     }
 
     /// Number of frames with a payload for the lane that may be taken now.
@@ -131,8 +131,8 @@ impl Posted {
     }
 
     /// Whether the header of this frame waits until its payload is packed.
-    pub fn holds_head(&self, frame: u64) -> bool {
-        self.sending.holds_head(frame)
+    pub fn is_unpacked(&self, frame: u64) -> bool {
+        self.sending.is_unpacked(frame)
     }
 
     /// Returns the entry of an acknowledged frame, or keeps it while the lane uses its memory.
@@ -164,7 +164,7 @@ impl Posted {
     }
 
     /// Number of receives posted here, in its low half, for the header.
-    pub fn told(&self) -> u32 {
+    pub fn posted_count(&self) -> u32 {
         self.receiving.posted_count() as u32
     }
 
@@ -198,17 +198,17 @@ impl Posted {
     ///
     /// # Errors
     /// Why the lane has failed, with a description of it.
-    pub fn turn(&mut self, now: Duration, turned: &mut Turned) -> Result<(), String> {
+    pub fn poll(&mut self, now: Duration, pass: &mut LanePass) -> Result<(), String> {
         let now = self.clock.look(now);
-        let result = self.sending.turn(&mut *self.lane, now, turned).and_then(|()| {
+        let result = self.sending.poll(&mut *self.lane, now, pass).and_then(|()| {
             let sends = self.sending.in_flight();
-            self.receiving.turn(&mut *self.lane, sends, now, turned)
+            self.receiving.poll(&mut *self.lane, sends, now, pass)
         });
         if self.sending.has_released() | self.receiving.has_released() {
             self.forget_revoked();
         }
         let counters = &self.counters;
-        let moved = turned.arrived.iter().filter(|arrival| arrival.header.is_posted()).count();
+        let moved = pass.arrived.iter().filter(|arrival| arrival.header.is_posted()).count();
         counters.moved.fetch_add(moved as u64, Ordering::Relaxed);
         counters.sends_most.fetch_max(self.sending.most() as u64, Ordering::Relaxed);
         counters.receives_most.fetch_max(self.receiving.most() as u64, Ordering::Relaxed);

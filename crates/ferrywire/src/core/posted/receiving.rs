@@ -8,7 +8,7 @@
 //! a time. A finished receive counts until it is returned to the lane.
 
 use super::slots::{Slot, Slots};
-use super::{Turned, seconds};
+use super::{LanePass, seconds};
 use crate::core::peer::Landing;
 use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
@@ -23,7 +23,7 @@ use std::time::Duration;
 
 /// Bytes after which a pass takes no further message: the CPU may have to copy each, and the worker has other
 /// lanes, and requests to release memory.
-const BYTES_PER_TURN: u64 = 1 << 20;
+const BYTES_PER_PASS: u64 = 1 << 20;
 
 /// A frame whose stream bytes are here.
 pub(crate) struct Arrival {
@@ -160,22 +160,22 @@ impl Receiving {
     }
 
     /// Makes one pass. `sends` is whether the lane has sends in flight.
-    pub fn turn(
+    pub fn poll(
         &mut self,
         lane: &mut dyn Lane,
         sends: bool,
         now: Duration,
-        turned: &mut Turned,
+        pass: &mut LanePass,
     ) -> Result<(), String> {
-        self.test(lane, now, turned)?;
-        self.finish(lane, sends, turned)?;
-        self.post(lane, now, turned)?;
-        self.look_after_closing(now)
+        self.test(lane, now, pass)?;
+        self.finish(lane, sends, pass)?;
+        self.post(lane, now, pass)?;
+        self.check_closing(now)
     }
 
-    /// Tests the oldest request, and later ones while they are done, up to `BYTES_PER_TURN`.
-    fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
-        while self.tested < self.seen && turned.received_bytes < BYTES_PER_TURN {
+    /// Tests the oldest request, and later ones while they are done, up to `BYTES_PER_PASS`.
+    fn test(&mut self, lane: &mut dyn Lane, now: Duration, pass: &mut LanePass) -> Result<(), String> {
+        while self.tested < self.seen && pass.received_bytes < BYTES_PER_PASS {
             let frame = &mut self.frames[self.tested];
             let State::Posted(receive) = &frame.state else {
                 self.tested += 1;
@@ -185,7 +185,7 @@ impl Receiving {
                 Step::Done => {}
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
                     let bytes = frame.arrival.header.len;
-                    turned.stalled = true;
+                    pass.stalled = true;
                     return Err(format!(
                         "message {} ({bytes} bytes) has not arrived after {}: its last test gave result 0, not done",
                         receive.number,
@@ -210,8 +210,8 @@ impl Receiving {
                 }
             }
             let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
-            turned.worked = true;
-            turned.received_bytes += receive.run.bytes as u64;
+            pass.worked = true;
+            pass.received_bytes += receive.run.bytes as u64;
             // A refused payload stays where it is, and its request is returned.
             if frame.arrival.refusal.is_none() && lane.scatters(&receive.run.memory) {
                 frame.state = match lane.gather(receive.number, &receive.run) {
@@ -233,7 +233,7 @@ impl Receiving {
 
     /// Places the payload of the oldest finished requests, returns the requests, and passes complete frames
     /// on.
-    fn finish(&mut self, lane: &mut dyn Lane, sends: bool, turned: &mut Turned) -> Result<(), String> {
+    fn finish(&mut self, lane: &mut dyn Lane, sends: bool, pass: &mut LanePass) -> Result<(), String> {
         while self.tested > 0 {
             match self.frames[0].take(lane) {
                 Poll::Pending => return Ok(()),
@@ -242,7 +242,7 @@ impl Receiving {
                 // does with its memory.
                 Poll::Ready(Err(why)) => {
                     lane.close(InFlight { sends, receives: true });
-                    turned.arrived.extend(self.frames.pop_front().map(|frame| frame.arrival));
+                    pass.arrived.extend(self.frames.pop_front().map(|frame| frame.arrival));
                     return Err(why);
                 }
             }
@@ -255,15 +255,15 @@ impl Receiving {
                 self.finished += 1;
             }
             self.released |= frame.abandoned;
-            turned.worked = true;
-            turned.arrived.push(frame.arrival);
+            pass.worked = true;
+            pass.arrived.push(frame.arrival);
         }
         Ok(())
     }
 
     /// Posts receives for the next headers, while the window has room. Also while the peer closes: a message
     /// whose header is here was sent.
-    fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+    fn post(&mut self, lane: &mut dyn Lane, now: Duration, pass: &mut LanePass) -> Result<(), String> {
         while self.seen < self.frames.len() {
             let frame = &mut self.frames[self.seen];
             if matches!(frame.state, State::Waiting) {
@@ -290,7 +290,7 @@ impl Receiving {
                 self.posted += 1;
                 self.outstanding += 1;
                 self.most = self.most.max(self.outstanding);
-                turned.worked = true;
+                pass.worked = true;
             }
             self.seen += 1;
         }
@@ -318,7 +318,7 @@ impl Receiving {
         self.closing.get_or_insert((now, why));
     }
 
-    fn look_after_closing(&mut self, now: Duration) -> Result<(), String> {
+    fn check_closing(&mut self, now: Duration) -> Result<(), String> {
         let Some((since, why)) = &self.closing else { return Ok(()) };
         // The peer cannot send messages for which this end's window has no room.
         let has_room = self.outstanding < self.window;

@@ -8,7 +8,7 @@
 //! most a window are begun and not done; none before the peer's end of the lane is known to be ready.
 
 use super::slots::{Slot, Slots};
-use super::{Turned, seconds, widen};
+use super::{LanePass, seconds, widen};
 use crate::core::queue::Entry;
 use crate::error::Error;
 use crate::payload::lane::{Lane, Post, Run, Step, Ticket, Way};
@@ -46,7 +46,7 @@ pub(super) struct Sending {
     posted: VecDeque<(Ticket, Outgoing)>,
     begun: u64,
     /// The peer has reported its end of the lane as ready.
-    heard: bool,
+    peer_ready: bool,
     confirmed: u64,
     done: u64,
     /// Number of messages that are not packed yet.
@@ -69,7 +69,7 @@ impl Sending {
             waiting: VecDeque::new(),
             posted: VecDeque::new(),
             begun: 0,
-            heard: !lane.may_stand_alone(),
+            peer_ready: !lane.may_stand_alone(),
             confirmed: 0,
             done: 0,
             unpacked: 0,
@@ -81,12 +81,12 @@ impl Sending {
         }
     }
 
-    pub fn is_heard(&self) -> bool {
-        self.heard
+    pub fn is_peer_ready(&self) -> bool {
+        self.peer_ready
     }
 
     pub fn room(&self) -> usize {
-        if !self.heard {
+        if !self.peer_ready {
             return 0;
         }
         let credit = (self.confirmed + self.window as u64).saturating_sub(self.begun) as usize;
@@ -149,13 +149,13 @@ impl Sending {
     }
 
     /// Whether the header of this frame waits until its message is packed.
-    pub fn holds_head(&self, frame: u64) -> bool {
+    pub fn is_unpacked(&self, frame: u64) -> bool {
         self.unpacked > 0
             && self.waiting.iter().any(|message| message.frame == frame && !message.source.is_packed())
     }
 
     pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
-        self.heard = true;
+        self.peer_ready = true;
         self.confirmed = widen(low, self.confirmed, self.begun)
             .ok_or("it says that it has posted for messages that were never begun")?;
         Ok(())
@@ -172,17 +172,17 @@ impl Sending {
         })
     }
 
-    pub fn turn(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
-        self.test(lane, now, turned)?;
-        self.post(lane, now, turned)
+    pub fn poll(&mut self, lane: &mut dyn Lane, now: Duration, pass: &mut LanePass) -> Result<(), String> {
+        self.test(lane, now, pass)?;
+        self.post(lane, now, pass)
     }
 
-    fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+    fn test(&mut self, lane: &mut dyn Lane, now: Duration, pass: &mut LanePass) -> Result<(), String> {
         while let Some((ticket, message)) = self.posted.front() {
             match lane.test_send(*ticket) {
                 Step::Done => {}
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_timeout => {
-                    turned.stalled = true;
+                    pass.stalled = true;
                     return Err(format!(
                         "message {} ({} bytes) is still not sent after {}: its last test gave result 0, not done",
                         self.done,
@@ -191,31 +191,31 @@ impl Sending {
                     ));
                 }
                 Step::Pending => return Ok(()),
-                Step::Unreadable(ticket, why) => return Err(self.unreadable(ticket, why, turned)),
+                Step::Unreadable(ticket, why) => return Err(self.unreadable(ticket, why, pass)),
                 // A send has no later result to wait for: the peer may never get the message.
                 Step::Closing(why) | Step::Failed(why) => return Err(self.failed(message, &why)),
             }
             let Some((_, message)) = self.posted.pop_front() else { return Ok(()) };
             self.done += 1;
             self.moved_at = now;
-            turned.worked = true;
-            turned.sent_bytes += message.bytes as u64;
+            pass.worked = true;
+            pass.sent_bytes += message.bytes as u64;
             self.released |= matches!(&message.source, Source::Run(run) if run.memory.revoked());
             if let Source::Slot { slot, .. } = message.source {
                 self.slots.give_back(slot);
             }
-            turned.delivered.extend(message.entry);
+            pass.delivered.extend(message.entry);
         }
         Ok(())
     }
 
-    fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+    fn post(&mut self, lane: &mut dyn Lane, now: Duration, pass: &mut LanePass) -> Result<(), String> {
         while let Some(message) = self.waiting.front_mut() {
             let was_packed = message.source.is_packed();
             let run = match message.pack(lane, &mut self.slots)? {
                 Poll::Ready(Ok(run)) => run,
                 Poll::Ready(Err(error)) => {
-                    self.give_up(error, turned);
+                    self.give_up(error, pass);
                     continue;
                 }
                 Poll::Pending => return Ok(()),
@@ -223,7 +223,7 @@ impl Sending {
             if !was_packed {
                 self.unpacked -= 1;
                 // The message's header may be sent now.
-                turned.worked = true;
+                pass.worked = true;
             }
             match lane.isend(&run) {
                 Post::Posted(ticket) => {
@@ -231,7 +231,7 @@ impl Sending {
                         self.moved_at = now;
                     }
                     self.refused_since = None;
-                    turned.worked = true;
+                    pass.worked = true;
                     self.posted.extend(self.waiting.pop_front().map(|message| (ticket, message)));
                     self.most = self.most.max(self.posted.len());
                 }
@@ -246,15 +246,15 @@ impl Sending {
     }
 
     /// Gives up the oldest message, which cannot be packed. Its header was not sent.
-    fn give_up(&mut self, error: Error, turned: &mut Turned) {
+    fn give_up(&mut self, error: Error, pass: &mut LanePass) {
         let Some(message) = self.waiting.pop_front() else { return };
         if let Source::Slot { slot, .. } = message.source {
             self.slots.give_back(slot);
         }
         self.begun -= 1;
         self.unpacked -= 1;
-        turned.worked = true;
-        turned.given_up.push((message.frame, error));
+        pass.worked = true;
+        pass.given_up.push((message.frame, error));
     }
 
     /// Handles a full lane. A lane that stays full with nothing posted has failed.
@@ -271,10 +271,10 @@ impl Sending {
 
     /// Handles a message whose memory cannot be read. Its header was sent, so only the lane's end withdraws
     /// it.
-    fn unreadable(&self, ticket: Ticket, why: Error, turned: &mut Turned) -> String {
+    fn unreadable(&self, ticket: Ticket, why: Error, pass: &mut LanePass) -> String {
         let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
         let said = format!("memory that it was to send cannot be read: {why}");
-        turned.unreadable = frame.map(|frame| (frame, why));
+        pass.unreadable = frame.map(|frame| (frame, why));
         said
     }
 
@@ -290,7 +290,7 @@ impl Sending {
             self.waiting.len(),
             self.done,
             self.confirmed,
-            if self.heard { "" } else { ", and has not said that it stands" }
+            if self.peer_ready { "" } else { ", and has not said that it stands" }
         )
     }
 

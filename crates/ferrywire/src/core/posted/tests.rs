@@ -2,7 +2,7 @@
 
 mod standstill;
 
-use super::{Arrival, Posted, Turned};
+use super::{Arrival, LanePass, Posted};
 use crate::core::operation::{Hold, Op, Task};
 use crate::core::peer::Landing;
 use crate::core::queue::{Entry, Pull, SendQueue};
@@ -184,18 +184,18 @@ impl Bench {
     }
 
     /// Lets time pass with passes in between: a clock that is not read does not advance.
-    fn pass(&mut self, time: Duration) -> Result<(), String> {
+    fn advance(&mut self, time: Duration) -> Result<(), String> {
         let end = self.now + time;
         while self.now < end {
             self.now = end.min(self.now + Duration::from_millis(500));
-            self.turn()?;
+            self.poll()?;
         }
         Ok(())
     }
 
-    fn turn(&mut self) -> Result<Turned, String> {
-        let mut turned = Turned::default();
-        self.posted.turn(self.now, &mut turned).map(|()| turned)
+    fn poll(&mut self) -> Result<LanePass, String> {
+        let mut pass = LanePass::default();
+        self.posted.poll(self.now, &mut pass).map(|()| pass)
     }
 
     fn script<T>(&self, look: impl FnOnce(&mut Script) -> T) -> T {
@@ -277,8 +277,8 @@ fn whole(number: u64) -> Arrival {
     Arrival { header, placements, landing: None, message, refusal: None, target }
 }
 
-fn numbers(turned: &Turned) -> Vec<u64> {
-    turned.arrived.iter().map(|arrival| arrival.header.transfer).collect()
+fn numbers(pass: &LanePass) -> Vec<u64> {
+    pass.arrived.iter().map(|arrival| arrival.header.transfer).collect()
 }
 
 #[test]
@@ -286,11 +286,11 @@ fn sends_run_on_credit_and_never_past_the_window() {
     let (queue, bytes) = queue_of(40);
     let (mut bench, mut window) = (Bench::new(), window());
     assert_eq!(bench.take(&queue, &mut window), WINDOW, "a window without a word from the peer");
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| assert_eq!(script.posted_sends.len(), WINDOW));
     // All are done, but the peer has posted for none of them: no credit for more.
     bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     assert_eq!(bench.take(&queue, &mut window), 0);
     bench.posted.confirm(3).unwrap();
     assert_eq!(bench.take(&queue, &mut window), 3, "three more than a window");
@@ -300,8 +300,8 @@ fn sends_run_on_credit_and_never_past_the_window() {
     assert!(bench.posted.confirm(18).is_err(), "a count does not go back");
     while bench.take(&queue, &mut window) > 0 {
         bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
-        bench.turn().unwrap();
-        bench.turn().unwrap();
+        bench.poll().unwrap();
+        bench.poll().unwrap();
         let begun = window.next() as u32;
         bench.posted.confirm(begun).unwrap();
     }
@@ -313,12 +313,12 @@ fn memory_is_kept_until_it_is_sent_and_acknowledged() {
     let (queue, _) = queue_of(2);
     let (mut bench, mut window) = (Bench::new(), window());
     assert!(bench.take(&queue, &mut window) >= 2);
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     let (_, first) = window.release(1).unwrap();
     assert!(bench.posted.acknowledged(0, first).is_none(), "the lane is not done with it");
     bench.script(|script| script.sends.extend([Step::Done, Step::Done]));
-    let turned = bench.turn().unwrap();
-    assert_eq!(turned.delivered.len(), 1);
+    let pass = bench.poll().unwrap();
+    assert_eq!(pass.delivered.len(), 1);
     let (_, second) = window.release(2).unwrap();
     assert!(bench.posted.acknowledged(1, second).is_some(), "done before it was acknowledged");
 }
@@ -329,12 +329,12 @@ fn what_a_lane_keeps_for_memory_that_is_taken_back_goes_when_that_is_sent() {
     let queue = queue_with(memory.clone(), Pieces::One(Piece { local: 0, remote: 0, len: 100 }));
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     memory.revoke();
     bench.posted.forget_revoked();
     bench.script(|script| assert_eq!(script.known.len(), 1, "it is being sent"));
     bench.script(|script| script.sends.push_back(Step::Done));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| assert!(script.known.is_empty()));
 }
 
@@ -346,7 +346,7 @@ fn what_is_no_single_run_is_packed() {
     let queue = queue_with(memory, Pieces::Many(Arc::new(pieces)));
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     let expected: Vec<u8> = (10..15).chain(100..110).collect();
     bench.script(|script| assert_eq!(script.sent, [expected]));
 }
@@ -365,13 +365,13 @@ fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone(
     ))));
     let (mut bench, mut window) = (Bench::new(), window());
     assert_eq!(bench.take(&queue, &mut window), 2);
-    assert_eq!([0, 1].map(|frame| bench.posted.holds_head(frame)), [true, false]);
+    assert_eq!([0, 1].map(|frame| bench.posted.is_unpacked(frame)), [true, false]);
     let failure = Error::Internal("scripted".into());
     bench.script(|script| script.copies.extend([Poll::Pending, Poll::Ready(Err(failure.clone()))]));
-    assert!(bench.turn().unwrap().given_up.is_empty());
-    assert!(bench.posted.holds_head(0), "it is being packed");
-    let turned = bench.turn().unwrap();
-    assert_eq!(turned.given_up, [(0, failure)]);
+    assert!(bench.poll().unwrap().given_up.is_empty());
+    assert!(bench.posted.is_unpacked(0), "it is being packed");
+    let pass = bench.poll().unwrap();
+    assert_eq!(pass.given_up, [(0, failure)]);
     bench.script(|script| assert_eq!(script.sent, [(100..107).collect::<Vec<u8>>()], "the one behind it"));
     bench.posted.confirm(1).unwrap();
     assert!(bench.posted.confirm(2).is_err(), "one message was begun");
@@ -382,13 +382,13 @@ fn what_cannot_be_unpacked_is_refused() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| {
         script.receives.push_back(Step::Done);
         script.copies.push_back(Poll::Ready(Err(Error::Internal("scripted".into()))));
     });
-    let turned = bench.turn().unwrap();
-    assert_eq!(turned.arrived[0].refusal, Some(Refusal::Gpu));
+    let pass = bench.poll().unwrap();
+    assert_eq!(pass.arrived[0].refusal, Some(Refusal::Gpu));
     bench.script(|script| assert_eq!(script.consumed, 1));
 }
 
@@ -398,9 +398,9 @@ fn a_full_lane_is_asked_again() {
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
     bench.script(|script| script.full = true);
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.full = false);
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| assert!(!script.sent.is_empty()));
 }
 
@@ -410,9 +410,9 @@ fn any_error_of_a_send_is_final() {
         let (queue, _) = queue_of(1);
         let mut bench = Bench::new();
         bench.take(&queue, &mut window());
-        bench.turn().unwrap();
+        bench.poll().unwrap();
         bench.script(|script| script.sends.push_back(step));
-        let why = bench.turn().map(drop).unwrap_err();
+        let why = bench.poll().map(drop).unwrap_err();
         assert!(why.starts_with("the fake: sending message 0 (65536 bytes): result"), "{why}");
     }
 }
@@ -427,23 +427,23 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
     assert!(queue.post(op));
     let (mut bench, mut first) = (Bench::new(), window());
     assert_eq!(bench.take(&queue, &mut first), 2);
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     let why = Error::invalid("region", "scripted");
     // The second one fails while the first is tested.
     bench.script(|script| {
         let second = Ticket(script.posted_sends[1]);
         script.sends.push_back(Step::Unreadable(second, why.clone()));
     });
-    let mut turned = Turned::default();
-    let told = bench.posted.turn(bench.now, &mut turned).unwrap_err();
+    let mut pass = LanePass::default();
+    let told = bench.posted.poll(bench.now, &mut pass).unwrap_err();
     assert!(told.contains("scripted"), "{told}");
-    assert_eq!((&turned.unreadable, turned.stalled), (&Some((1, why.clone())), false));
+    assert_eq!((&pass.unreadable, pass.stalled), (&Some((1, why.clone())), false));
     // As a channel does, and the fence after it.
     first.get_mut(1).unwrap().fail_unread(why.clone());
     assert!(queue.resend(first.drain().into_iter().map(|(_, entry)| entry).collect()).is_empty());
     let (mut bench, mut second) = (Bench::new(), window());
     bench.take(&queue, &mut second);
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| assert_eq!(script.sent, [vec![2; 100]], "the other one, and nothing else"));
     assert_eq!(shared.failure(), Some(why));
 }
@@ -452,21 +452,21 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
 fn receives_are_posted_for_heads_and_given_back_in_order() {
     let memory = Memory::private(64 * CHUNK).unwrap();
     let mut bench = Bench::new();
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| assert!(script.posted_receives.is_empty(), "posted without a header"));
     for number in 0..20 {
         bench.expect(frame(number, &[(number * 10, 10)], &memory));
     }
     bench.expect(whole(20));
-    bench.turn().unwrap();
-    assert_eq!(bench.posted.told(), WINDOW as u32);
+    bench.poll().unwrap();
+    assert_eq!(bench.posted.posted_count(), WINDOW as u32);
     bench.script(|script| script.receives.extend(vec![Step::Done; 5]));
-    let turned = bench.turn().unwrap();
-    assert_eq!(numbers(&turned), [0, 1, 2, 3, 4]);
-    assert_eq!((turned.received_bytes, bench.posted.told()), (50, 20));
+    let pass = bench.poll().unwrap();
+    assert_eq!(numbers(&pass), [0, 1, 2, 3, 4]);
+    assert_eq!((pass.received_bytes, bench.posted.posted_count()), (50, 20));
     bench.script(|script| script.receives.extend(vec![Step::Done; 15]));
-    let turned = bench.turn().unwrap();
-    assert_eq!(numbers(&turned), (5..21).collect::<Vec<_>>(), "the one behind them has waited");
+    let pass = bench.poll().unwrap();
+    assert_eq!(numbers(&pass), (5..21).collect::<Vec<_>>(), "the one behind them has waited");
     bench.script(|script| {
         assert_eq!(script.consumed, 20);
         assert_eq!(script.received_into, (0..20).map(|at| (at * 10, 10)).collect::<Vec<_>>());
@@ -482,16 +482,16 @@ fn a_scattered_receive_is_given_back_after_its_gather() {
     for number in 0..3 {
         bench.expect(frame(number, &[(number * 10, 10)], &memory));
     }
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.receives.extend(vec![Step::Done; 3]));
-    assert!(numbers(&bench.turn().unwrap()).is_empty());
+    assert!(numbers(&bench.poll().unwrap()).is_empty());
     bench.script(|script| {
         assert_eq!(script.gathers, [(0, false), (1, false), (2, false)], "all at once");
         script.gathers[1].1 = true;
     });
-    assert!(numbers(&bench.turn().unwrap()).is_empty(), "not before the one in front of it");
+    assert!(numbers(&bench.poll().unwrap()).is_empty(), "not before the one in front of it");
     bench.script(|script| script.gathers[0].1 = true);
-    assert_eq!(numbers(&bench.turn().unwrap()), [0, 1]);
+    assert_eq!(numbers(&bench.poll().unwrap()), [0, 1]);
     bench.script(|script| assert_eq!(script.consumed, 2));
 }
 
@@ -503,13 +503,13 @@ fn a_refused_message_is_received_and_thrown_away() {
     (refused.refusal, refused.landing) = (Some(Refusal::NoRegion), None);
     refused.target.clear();
     bench.expect(refused);
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| {
         assert_eq!(script.received_into, [(0, 100)], "into a slot");
         script.receives.push_back(Step::Done);
     });
-    let turned = bench.turn().unwrap();
-    assert_eq!(turned.arrived[0].refusal, Some(Refusal::NoRegion));
+    let pass = bench.poll().unwrap();
+    assert_eq!(pass.arrived[0].refusal, Some(Refusal::NoRegion));
 }
 
 #[test]
@@ -517,12 +517,12 @@ fn scattered_targets_go_through_a_slot() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| {
         assert_eq!(script.received_into, [(0, 10)]);
         script.receives.push_back(Step::Done);
     });
-    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
+    assert_eq!(numbers(&bench.poll().unwrap()), [0]);
 }
 
 #[test]
@@ -530,13 +530,13 @@ fn the_first_sign_of_a_closing_peer_is_absorbed_if_all_arrives() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.expect(frame(0, &[(0, 10)], &memory));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.receives.push_back(Step::Closing("result 2".into())));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.now += Duration::from_secs(1);
     bench.script(|script| script.receives.push_back(Step::Done));
-    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
-    bench.pass(10 * limits::LANE_CLOSING_TIMEOUT).unwrap();
+    assert_eq!(numbers(&bench.poll().unwrap()), [0]);
+    bench.advance(10 * limits::LANE_CLOSING_TIMEOUT).unwrap();
 }
 
 #[test]
@@ -544,16 +544,16 @@ fn what_was_announced_before_the_peer_closes_has_some_time_to_arrive() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.expect(frame(0, &[(0, 10)], &memory));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.receives.push_back(Step::Closing("result 2".into())));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.expect(frame(1, &[(10, 10)], &memory));
-    bench.turn().unwrap();
-    assert_eq!(bench.posted.told(), 2, "its header is here, so it was sent");
-    bench.pass(limits::LANE_CLOSING_TIMEOUT / 2).unwrap();
+    bench.poll().unwrap();
+    assert_eq!(bench.posted.posted_count(), 2, "its header is here, so it was sent");
+    bench.advance(limits::LANE_CLOSING_TIMEOUT / 2).unwrap();
     bench.script(|script| script.receives.push_back(Step::Done));
-    bench.pass(limits::LANE_CLOSING_TIMEOUT).expect("something has arrived meanwhile");
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("something has arrived meanwhile");
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
 }
 
@@ -564,9 +564,9 @@ fn the_second_sign_and_every_other_error_are_final() {
     for steps in [vec![closing(), closing()], vec![Step::Failed("result 2, and done".into())]] {
         let mut bench = Bench::new();
         bench.expect(frame(0, &[(0, 10)], &memory));
-        bench.turn().unwrap();
+        bench.poll().unwrap();
         bench.script(|script| script.receives.extend(steps.clone()));
-        let outcome = steps.iter().map(|_| bench.turn().map(drop)).collect::<Result<Vec<()>, String>>();
+        let outcome = steps.iter().map(|_| bench.poll().map(drop)).collect::<Result<Vec<()>, String>>();
         assert!(outcome.unwrap_err().contains("receiving message 0"));
     }
 }
@@ -579,21 +579,21 @@ fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
         bench.expect(frame(number, &[(0, 10)], &other));
     }
     bench.expect(frame(16, &[(0, 10)], &mine));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     let gone = |landing: &Landing| landing.is_in(&mine);
     assert!(!bench.posted.abandon(&gone), "it is not posted yet");
     bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| assert_eq!(script.received_into[16], (0, 10), "its message is thrown away"));
 
     bench.expect(frame(17, &[(0, 10)], &mine));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     assert!(bench.posted.abandon(&gone), "it is being received into");
     bench.script(|script| script.receives.extend([Step::Done, Step::Done]));
-    let turned = bench.turn().unwrap();
-    let refusals: Vec<_> = turned.arrived.iter().map(|arrival| arrival.refusal).collect();
+    let pass = bench.poll().unwrap();
+    let refusals: Vec<_> = pass.arrived.iter().map(|arrival| arrival.refusal).collect();
     assert_eq!(refusals, [Some(Refusal::NoRegion), Some(Refusal::NoRegion)]);
-    drop(turned);
+    drop(pass);
     assert!(!bench.posted.abandon(&gone));
 }
 
@@ -615,10 +615,10 @@ fn closing_says_what_is_in_flight() {
     let (queue, _) = queue_of(1);
     let mut sends = Bench::new();
     sends.take(&queue, &mut window());
-    sends.turn().unwrap();
+    sends.poll().unwrap();
     assert_eq!(closed(sends), Some(InFlight { sends: true, receives: false }));
     let mut receives = Bench::new();
     receives.expect(frame(0, &[(0, 10)], &Memory::private(10).unwrap()));
-    receives.turn().unwrap();
+    receives.poll().unwrap();
     assert_eq!(closed(receives), Some(InFlight { sends: false, receives: true }));
 }

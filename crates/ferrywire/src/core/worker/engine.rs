@@ -204,9 +204,9 @@ impl ProgressEngine {
             if worked && worker.has_commands() {
                 break;
             }
-            let turned = slot.channel.poll_lane();
+            let polled = slot.channel.poll_lane();
             worker.step();
-            match turned {
+            match polled {
                 Ok(moved) => worked |= moved,
                 Err(error) => {
                     self.fail(worker, context, place, &error);
@@ -228,9 +228,9 @@ impl ProgressEngine {
             let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
                 continue;
             };
-            let turned = slot.channel.poll_staging();
+            let polled = slot.channel.poll_staging();
             worker.step();
-            match turned {
+            match polled {
                 Ok(placed) => worked |= placed,
                 Err(error) => {
                     self.fail(worker, context, place, &error);

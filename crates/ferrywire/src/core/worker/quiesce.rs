@@ -233,16 +233,16 @@ mod tests {
         let endpoint = crate::Endpoint::builder().threads(0).build().unwrap();
         let running = endpoint.running().clone();
         let worker = &running.workers[0];
-        let turned = |before: u64| {
+        let stepped = |before: u64| {
             worker.poll_once(running.context());
             worker.steps() - before
         };
-        let idle = turned(worker.steps());
+        let idle = stepped(worker.steps());
         assert!(idle > 0);
         for index in 0..2 {
             let (session, generation, why) = (0, 0, String::new().into());
             worker.command(Command::Drop { session, index, generation, why });
         }
-        assert!(turned(worker.steps()) >= idle + 2, "a step for each command");
+        assert!(stepped(worker.steps()) >= idle + 2, "a step for each command");
     }
 }

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use super::super::receiver::{Receiver, check_crc};
 use super::super::{Channel, broken};
-use super::{Ended, Payload};
+use super::{Payload, PayloadRemains};
 use crate::core::peer::{Landing, PeerState};
-use crate::core::posted::{Arrival, Posted, Turned};
+use crate::core::posted::{Arrival, LanePass, Posted};
 use crate::core::queue::{DROPPED, Entry};
 use crate::error::Error;
 use crate::payload::lane::Run;
@@ -51,7 +51,7 @@ impl LanePayload {
 
     /// Whether the peer has reported that its end of the lane is ready.
     pub fn is_open(&self) -> bool {
-        self.posted.is_heard()
+        self.posted.is_peer_ready()
     }
 
     /// Hands the payloads of pulled frames, with their frame numbers, to the lane.
@@ -66,7 +66,7 @@ impl LanePayload {
 
     /// Whether the header of this frame may be sent without waiting for its payload.
     pub fn is_packed(&self, number: u64) -> bool {
-        !self.posted.holds_head(number)
+        !self.posted.is_unpacked(number)
     }
 
     /// The error for a frame to be sent whose memory its user has dropped.
@@ -86,15 +86,15 @@ impl LanePayload {
 
     /// Receives posted on this end, for the header.
     pub fn posted_count(&self) -> u32 {
-        self.posted.told()
+        self.posted.posted_count()
     }
 
     // ---- receiving ----
 
     /// Handles the peer's count of posted receives and checks the size of its message. Returns true when this
     /// header is the first sign that the peer's end is ready.
-    pub fn hear(&mut self, header: &Header) -> io::Result<bool> {
-        let is_first = !self.posted.is_heard();
+    pub fn note_header(&mut self, header: &Header) -> io::Result<bool> {
+        let is_first = !self.posted.is_peer_ready();
         self.posted.fits(header).and_then(|()| self.posted.confirm(header.posted)).map_err(broken)?;
         Ok(is_first)
     }
@@ -163,10 +163,10 @@ impl LanePayload {
     }
 
     /// Closes the lane.
-    pub fn end(mut self) -> Ended {
+    pub fn end(mut self) -> PayloadRemains {
         let lane_state = Some(self.posted.state());
         let acknowledged = self.posted.end();
-        Ended { lane: Some(self.posted), lane_state, lane_fault: self.fault, acknowledged }
+        PayloadRemains { lane: Some(self.posted), lane_state, lane_fault: self.fault, acknowledged }
     }
 }
 
@@ -216,25 +216,25 @@ impl Channel {
         if !lane.posted.active() {
             return lane.stream_ended.take().map_or(Ok(false), Err);
         }
-        let mut turned = Turned::default();
-        let result = lane.posted.turn(self.peer.now(), &mut turned);
-        self.counters.sent_bytes.fetch_add(turned.sent_bytes, Ordering::Relaxed);
-        self.counters.received_bytes.fetch_add(turned.received_bytes, Ordering::Relaxed);
-        for entry in turned.delivered {
+        let mut pass = LanePass::default();
+        let result = lane.posted.poll(self.peer.now(), &mut pass);
+        self.counters.sent_bytes.fetch_add(pass.sent_bytes, Ordering::Relaxed);
+        self.counters.received_bytes.fetch_add(pass.received_bytes, Ordering::Relaxed);
+        for entry in pass.delivered {
             self.peer.delivered(entry, None);
         }
         let fault = match () {
-            () if turned.unreadable.is_some() => FenceCause::SourceUnreadable,
-            () if turned.stalled => FenceCause::LaneStalled,
+            () if pass.unreadable.is_some() => FenceCause::SourceUnreadable,
+            () if pass.stalled => FenceCause::LaneStalled,
             () => FenceCause::LaneFailed,
         };
-        if let Some((frame, why)) = turned.unreadable
+        if let Some((frame, why)) = pass.unreadable
             && let Some(entry) = self.sender.window.get_mut(frame)
         {
             tracing::warn!(%why, peer = self.peer.name(), "cannot read registered memory");
             entry.fail_unread(why);
         }
-        for (frame, error) in turned.given_up {
+        for (frame, error) in pass.given_up {
             let Some(entry) = self.sender.window.get_mut(frame) else { continue };
             let credit = entry.give_up(&error);
             if self.peer.queue.crc {
@@ -242,7 +242,7 @@ impl Channel {
             }
             self.peer.queue.credit(credit);
         }
-        for arrival in turned.arrived {
+        for arrival in pass.arrived {
             let Arrival { header, placements, landing, message, refusal, target } = arrival;
             if refusal.is_none() {
                 check_posted(&header, &target, &message)?;
@@ -254,7 +254,7 @@ impl Channel {
         {
             lane.fault = Some(fault);
         }
-        result.map(|()| turned.worked).map_err(io::Error::other)
+        result.map(|()| pass.worked).map_err(io::Error::other)
     }
 }
 

@@ -45,7 +45,7 @@ pub(super) enum Payload {
 
 /// What the payload of an ended channel leaves behind.
 #[derive(Default)]
-pub(super) struct Ended {
+pub(super) struct PayloadRemains {
     /// The closed lane, which may still read memory, and a description of its state.
     pub lane: Option<Box<Posted>>,
     pub lane_state: Option<String>,
@@ -239,9 +239,9 @@ impl Payload {
     /// Handles the peer's count of posted receives, and checks that this channel can have such a frame.
     /// Returns true when the peer has become ready with this header.
     #[inline]
-    pub fn hear(&mut self, header: &Header) -> io::Result<bool> {
+    pub fn note_header(&mut self, header: &Header) -> io::Result<bool> {
         match self {
-            Payload::Lane(lane) => lane.hear(header),
+            Payload::Lane(lane) => lane.note_header(header),
             _ if header.is_posted() || header.posted != 0 => {
                 Err(broken("it sends over a lane, and this channel has none"))
             }
@@ -402,12 +402,12 @@ impl Payload {
     }
 
     /// Ends all payload movement beside the stream. After this nothing writes to memory any more.
-    pub fn end(self) -> Ended {
+    pub fn end(self) -> PayloadRemains {
         match self {
-            Payload::Stream => Ended::default(),
+            Payload::Stream => PayloadRemains::default(),
             Payload::Staged(mut staged) => {
                 staged.end();
-                Ended::default()
+                PayloadRemains::default()
             }
             Payload::Lane(lane) => lane.end(),
         }

@@ -8,9 +8,9 @@ fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
     bench.script(|script| script.full = true);
-    bench.turn().unwrap();
-    bench.pass(STALL).unwrap();
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    bench.poll().unwrap();
+    bench.advance(STALL).unwrap();
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("isend takes nothing (scripted) for 30.0 s"), "{why}");
 }
 
@@ -20,9 +20,9 @@ fn a_lane_that_takes_no_receive_with_nothing_posted_is_an_error() {
     let mut bench = Bench::new();
     bench.script(|script| script.full = true);
     bench.expect(frame(0, &[(0, 10)], &memory));
-    bench.turn().unwrap();
-    bench.pass(STALL).unwrap();
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    bench.poll().unwrap();
+    bench.advance(STALL).unwrap();
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("irecv takes nothing (scripted) for 30.0 s"), "{why}");
 }
 
@@ -31,11 +31,11 @@ fn a_send_that_stands_still_is_an_error() {
     let (queue, _) = queue_of(2);
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
-    bench.turn().unwrap();
-    bench.pass(STALL).unwrap();
+    bench.poll().unwrap();
+    bench.advance(STALL).unwrap();
     bench.script(|script| script.sends.push_back(Step::Done));
-    bench.pass(STALL).expect("one is sent meanwhile");
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    bench.advance(STALL).expect("one is sent meanwhile");
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 (65536 bytes) is still not sent after 30.0 s"), "{why}");
 }
 
@@ -46,10 +46,10 @@ fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
     for number in 0..20 {
         bench.expect(frame(number, &[(0, 10)], &memory));
     }
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.now += 100 * STALL;
-    bench.pass(STALL / 2).expect("a process that was stopped does not blame its peer");
-    let why = bench.pass(STALL).unwrap_err();
+    bench.advance(STALL / 2).expect("a process that was stopped does not blame its peer");
+    let why = bench.advance(STALL).unwrap_err();
     assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
     let state = bench.posted.state();
     assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
@@ -62,12 +62,12 @@ fn a_message_stands_still_since_it_was_posted_for_while_others_are_gathered() {
     let mut bench = Bench::new();
     bench.script(|script| script.scatters = true);
     bench.expect(frame(0, &[(0, 10)], &memory));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.receives.push_back(Step::Done));
-    bench.pass(STALL - Duration::from_secs(5)).unwrap();
+    bench.advance(STALL - Duration::from_secs(5)).unwrap();
     bench.expect(frame(1, &[(10, 10)], &memory));
-    bench.pass(STALL).unwrap();
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    bench.advance(STALL).unwrap();
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 (10 bytes) has not arrived after 30.0 s"), "{why}");
 }
 
@@ -80,15 +80,15 @@ fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
     for number in 0..WINDOW as u64 + 1 {
         bench.expect(frame(number, &[(number * 10, 10)], &memory));
     }
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| {
         script.receives.push_back(Step::Closing("result 2".into()));
         script.receives.extend(vec![Step::Done; WINDOW]);
     });
-    bench.pass(2 * limits::LANE_CLOSING_TIMEOUT).expect("all that was posted for is here");
+    bench.advance(2 * limits::LANE_CLOSING_TIMEOUT).expect("all that was posted for is here");
     bench.script(|script| script.gathers[0].1 = true);
-    bench.pass(limits::LANE_CLOSING_TIMEOUT).expect("its time begins when it is posted for");
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("its time begins when it is posted for");
+    let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
 }
 
@@ -110,13 +110,13 @@ fn a_finished_receive_counts_until_it_is_given_back() {
     for number in 0..20 {
         bench.expect(frame(number, &[(number * 10, 10)], &memory));
     }
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
-    bench.turn().unwrap();
-    assert_eq!(bench.posted.told(), WINDOW as u32, "all are finished, and none is gathered");
+    bench.poll().unwrap();
+    assert_eq!(bench.posted.posted_count(), WINDOW as u32, "all are finished, and none is gathered");
     bench.script(|script| script.gathers[0].1 = true);
-    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
-    assert_eq!(bench.posted.told(), WINDOW as u32 + 1);
+    assert_eq!(numbers(&bench.poll().unwrap()), [0]);
+    assert_eq!(bench.posted.posted_count(), WINDOW as u32 + 1);
 }
 
 #[test]
@@ -125,10 +125,10 @@ fn a_turn_takes_no_more_than_others_can_wait_for() {
     let memory = Memory::private(BYTES).unwrap();
     let mut bench = Bench::new();
     (0..5).for_each(|number| bench.expect(frame(number, &[(0, BYTES)], &memory)));
-    bench.turn().unwrap();
+    bench.poll().unwrap();
     bench.script(|script| script.receives.extend(vec![Step::Done; 5]));
     for expected in [vec![0, 1], vec![2, 3], vec![4]] {
-        let turned = bench.turn().unwrap();
-        assert_eq!((numbers(&turned), turned.worked), (expected, true), "and it is turned again");
+        let pass = bench.poll().unwrap();
+        assert_eq!((numbers(&pass), pass.worked), (expected, true), "and it is polled again");
     }
 }
