@@ -65,7 +65,7 @@ impl Channel {
     /// Sends frames that are ready; with `flush`, also a due acknowledgement. Returns the bytes taken by the
     /// kernel.
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
-        self.payload.look(&mut self.sender, &self.peer.queue);
+        self.payload.poll_copies(&mut self.sender, &self.peer.queue);
         if self.sender.blocked || self.payload.stream_ended() {
             return Ok(0);
         }

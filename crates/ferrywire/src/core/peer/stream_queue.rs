@@ -39,7 +39,7 @@ pub(crate) struct StreamQueue {
     releasing: Mutex<()>,
     /// How often the list was searched for ready operations.
     #[cfg(test)]
-    pub looks: std::sync::atomic::AtomicUsize,
+    pub polls: std::sync::atomic::AtomicUsize,
 }
 
 /// What has to stay in order during one pass over the list, even if the GPU finishes a later operation's
@@ -99,7 +99,7 @@ impl StreamQueue {
     /// failed.
     fn take(&self) -> Vec<(Waiting, Option<Error>)> {
         #[cfg(test)]
-        self.looks.fetch_add(1, Ordering::SeqCst);
+        self.polls.fetch_add(1, Ordering::SeqCst);
         let mut list = self.lock();
         let mut taken = Vec::new();
         let mut order = Order::default();

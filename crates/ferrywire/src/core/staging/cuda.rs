@@ -24,7 +24,7 @@ use ferrywire_memory::unpack::Kernels;
 /// Interval between driver queries for failed copies, after the last copy or query; and number of checks of
 /// the flag per check of the clock.
 const QUESTION_INTERVAL: Duration = Duration::from_millis(2);
-const LOOKS_PER_TIME: u32 = 16;
+const POLLS_PER_CLOCK_READ: u32 = 16;
 /// Fewest runs of a batch that the kernel copies.
 const KERNEL_RUNS_MIN: usize = 3;
 /// Fewest bytes of a batch that the kernel copies whatever the number of runs.
@@ -49,7 +49,7 @@ pub(super) struct CudaCopier {
     marked: u64,
     behind: u64,
     /// Checks without progress, and the time of the last driver call for copies.
-    looks: u32,
+    polls: u32,
     asked: Instant,
     calls: u64,
     batch: Vec<GpuCopy>,
@@ -77,7 +77,7 @@ impl CudaCopier {
             before: 0,
             marked: 0,
             behind: 0,
-            looks: 0,
+            polls: 0,
             asked: Instant::now(),
             calls: 0,
             batch,
@@ -87,7 +87,7 @@ impl CudaCopier {
     }
 
     /// The last mark that was reached.
-    fn told(&self) -> u64 {
+    fn mark_reached(&self) -> u64 {
         // SAFETY: 8 bytes, page-aligned, alive as long as `self`; every writer writes all 8 bytes at once.
         let flag = unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) };
         flag.load(Ordering::Acquire).max(self.before)
@@ -209,7 +209,7 @@ impl Copier for CudaCopier {
             (self.before, self.marked) = (mark - 1, mark - 1);
         }
         (self.behind, self.marked) = (self.marked, mark);
-        (self.looks, self.asked) = (0, Instant::now());
+        (self.polls, self.asked) = (0, Instant::now());
         let posts = self.kernel.as_ref().is_some_and(ListKernel::posts);
         self.fill(runs)?;
         match &mut self.kernel {
@@ -224,18 +224,18 @@ impl Copier for CudaCopier {
     }
 
     fn reached(&mut self) -> (u64, Option<Error>) {
-        let (mut reached, mut failed) = (self.told(), None);
+        let (mut reached, mut failed) = (self.mark_reached(), None);
         let waits = reached < self.marked || !self.takes_more();
-        self.looks = if waits { self.looks.wrapping_add(1) } else { 0 };
-        if self.looks > 0
-            && self.looks.is_multiple_of(LOOKS_PER_TIME)
+        self.polls = if waits { self.polls.wrapping_add(1) } else { 0 };
+        if self.polls > 0
+            && self.polls.is_multiple_of(POLLS_PER_CLOCK_READ)
             && self.asked.elapsed() >= QUESTION_INTERVAL
         {
             (self.asked, self.calls) = (Instant::now(), self.calls + 1);
             failed = self.stream.query().err().map(Error::from);
-            reached = self.told();
+            reached = self.mark_reached();
         }
-        let again = self.kernel.as_mut().and_then(|kernel| kernel.look(reached, &self.stream));
+        let again = self.kernel.as_mut().and_then(|kernel| kernel.poll(reached, &self.stream));
         if let Some(again) = again.filter(|_| failed.is_none()) {
             // SAFETY: the mark is not reached, so the promise to `copy` still holds, and no other batch was
             // enqueued since.
@@ -259,7 +259,7 @@ impl Copier for CudaCopier {
     fn stop(&mut self) -> u64 {
         self.bar();
         self.stream.finish();
-        self.told()
+        self.mark_reached()
     }
 
     fn calls(&self) -> u64 {

@@ -158,7 +158,7 @@ impl ListKernel {
     }
 
     /// Posts copies and the mark behind them to the kernel that stays. The kernel may end before it takes
-    /// them; see [`ListKernel::look`].
+    /// them; see [`ListKernel::poll`].
     ///
     /// # Safety
     /// As for [`Copier::copy`](super::copier::Copier::copy). The memory was checked after
@@ -175,21 +175,21 @@ impl ListKernel {
         fence(Ordering::SeqCst);
     }
 
-    /// Launches a kernel for the copies and the mark behind them, which the GPU writes to `told`. `there`
+    /// Launches a kernel for the copies and the mark behind them, which the GPU writes to `flag`. `there`
     /// checks the memory after the launch.
     ///
     /// # Errors
     /// The error of the launch or of `there`.
     ///
     /// # Safety
-    /// As for [`Copier::copy`](super::copier::Copier::copy) if `there` succeeds. `told` outlives the stream.
+    /// As for [`Copier::copy`](super::copier::Copier::copy) if `there` succeeds. `flag` outlives the stream.
     /// The runs fit, and no kernel is running.
     pub unsafe fn launch(
         &mut self,
         stream: &CudaStream,
         copies: &[GpuCopy],
         permit: Permit,
-        told: &PinnedBuffer,
+        flag: &PinnedBuffer,
         [behind, mark]: [u64; 2],
         there: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
@@ -202,7 +202,7 @@ impl ListKernel {
             desk: self.desk.address(),
             runs: self.desk.address() + size_of::<CopyDesk>() as u64,
             stride: LIST_BYTES as u64,
-            told: told.address(),
+            told: flag.address(),
             blocks: self.words.address(),
         };
         // Other work in the stream would wait behind a kernel that stays.
@@ -245,7 +245,7 @@ impl ListKernel {
 
     /// Notes the progress of the lists. If the kernel has ended without the last one, that list is dropped,
     /// and the result says how to repeat its copies.
-    pub fn look(&mut self, reached: u64, stream: &CudaStream) -> Option<Again> {
+    pub fn poll(&mut self, reached: u64, stream: &CudaStream) -> Option<Again> {
         while self.lists.pop_front_if(|(_, mark)| *mark <= reached).is_some() {}
         self.settle(reached, stream);
         let (Some(launched), ended) = (&self.launched, self.desk().ended.load(Ordering::Acquire)) else {

@@ -204,7 +204,7 @@ impl Pipeline {
 
     /// Checks the progress of the copier. Returns true if one has failed: then some marks are
     /// [lost](Pipeline::lost) until [`Pipeline::settle`].
-    pub fn look(&mut self) -> bool {
+    pub fn poll(&mut self) -> bool {
         if let Some(copier) = self.copier.as_mut().filter(|_| self.reached < self.marked) {
             let (reached, failed) = copier.reached();
             self.reached = self.reached.max(reached);
@@ -228,8 +228,8 @@ impl Pipeline {
         self.marked += u64::from(self.batch_bytes > 0);
         self.forget();
         // Batches that another copier has done since the last failure are valid too.
-        let told = self.failures.last().map_or(0, |(_, lost)| *lost.end());
-        self.failures.push((error, self.reached.max(told) + 1..=self.marked));
+        let reported = self.failures.last().map_or(0, |(_, lost)| *lost.end());
+        self.failures.push((error, self.reached.max(reported) + 1..=self.marked));
     }
 
     /// Whether the copies before a mark are done.
@@ -237,7 +237,7 @@ impl Pipeline {
         mark <= self.reached && self.lost(mark..=mark).is_none()
     }
 
-    /// Why the copies before one of these marks are lost, if they are. Valid between [`Pipeline::look`] and
+    /// Why the copies before one of these marks are lost, if they are. Valid between [`Pipeline::poll`] and
     /// [`Pipeline::settle`].
     pub fn lost(&self, marks: RangeInclusive<u64>) -> Option<&Error> {
         let overlaps =
@@ -385,12 +385,12 @@ mod tests {
             line.flush();
         }
         assert_eq!((line.next_mark(), line.batch_bytes()), (4, 0));
-        assert!(!line.look() && line.copying());
+        assert!(!line.poll() && line.copying());
         seen.lock().unwrap().reached = 1;
-        assert!(!line.look() && line.done(1) && !line.done(2) && line.copying());
+        assert!(!line.poll() && line.done(1) && !line.done(2) && line.copying());
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, 5)]);
         seen.lock().unwrap().reached = 3;
-        assert!(!line.look() && line.done(3) && !line.copying());
+        assert!(!line.poll() && line.done(3) && !line.copying());
     }
 
     /// Short parts may wait for more: their user decides when to flush.
@@ -401,7 +401,7 @@ mod tests {
         line.flush();
         add(&mut line, 1);
         seen.lock().unwrap().reached = 1;
-        line.look();
+        line.poll();
         assert!(!line.copying());
         assert_eq!((line.next_mark(), line.batch_bytes(), seen.lock().unwrap().batches.len()), (2, 1, 1));
     }
@@ -416,7 +416,7 @@ mod tests {
         }
         for reached in [1, 3, 4] {
             seen.lock().unwrap().reached = reached;
-            line.look();
+            line.poll();
         }
         let list = limits::STAGING_LIST_RUNS;
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, list), (4, list)]);
@@ -434,7 +434,7 @@ mod tests {
         }
         for reached in [1, 3, 4, 5] {
             seen.lock().unwrap().reached = reached;
-            line.look();
+            line.poll();
         }
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, 2), (4, 1), (5, 1)]);
     }
@@ -448,7 +448,7 @@ mod tests {
         }
         add(&mut line, 1);
         seen.lock().unwrap().fails = true;
-        assert!(line.look() && line.copying());
+        assert!(line.poll() && line.copying());
         line.settle();
         assert!(line.done(3) && !line.copying() && line.batch_bytes() == 0);
         assert_eq!((line.next_mark(), seen.lock().unwrap().batches.len()), (4, 1));
@@ -467,7 +467,7 @@ mod tests {
         line.flush();
         assert_eq!(seen.lock().unwrap().batches, [(2, 2)]);
         seen.lock().unwrap().reached = 2;
-        assert!(line.look() && !line.done(1) && line.done(2));
+        assert!(line.poll() && !line.done(1) && line.done(2));
         line.settle();
         assert!(line.done(2) && !line.copying());
         // This time the failure is not reported in between.
@@ -479,9 +479,9 @@ mod tests {
         line.copier = { other }.copier.take();
         add(&mut line, 1);
         line.flush();
-        assert!(!line.look() && line.copying() && !line.done(4));
+        assert!(!line.poll() && line.copying() && !line.done(4));
         seen.lock().unwrap().reached = 4;
-        assert!(!line.look() && line.done(4) && !line.copying());
+        assert!(!line.poll() && line.done(4) && !line.copying());
     }
 
     /// The copy used to be given up with the failed ones, with the first error.
@@ -498,9 +498,9 @@ mod tests {
         *seen.lock().unwrap() = Seen { reached: 2, refuses: true, ..Seen::default() };
         add(&mut line, 1);
         line.flush();
-        assert!(line.look() && line.copying());
+        assert!(line.poll() && line.copying());
         assert_eq!([1, 2, 3].map(|mark| line.done(mark)), [false, true, false]);
         line.settle();
-        assert!(!line.look() && !line.copying());
+        assert!(!line.poll() && !line.copying());
     }
 }

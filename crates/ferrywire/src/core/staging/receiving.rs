@@ -200,10 +200,10 @@ impl Receiving {
 
     /// Checks the progress of the copies. Returns true if those of the frame that is being received have
     /// failed: break the frame off before [`Receiving::free`].
-    pub fn look(&mut self) -> bool {
+    pub fn poll(&mut self) -> bool {
         let mut failed = false;
         for at in 0..self.lanes.len() {
-            if self.lanes[at].line.look() {
+            if self.lanes[at].line.poll() {
                 failed |= self.fail(at);
             }
         }
@@ -379,14 +379,14 @@ mod tests {
             receiving.lanes[0].line.break_copier();
             receiving.flush();
             if told_first {
-                assert!(!receiving.look(), "nothing of the second was to be copied");
+                assert!(!receiving.poll(), "nothing of the second was to be copied");
                 receiving.free();
             }
             assert!(!receiving.close_part());
             receiving.expect(frame(2, &memory));
             receiving.flush();
             let mut placed = || {
-                assert!(!receiving.look());
+                assert!(!receiving.poll());
                 receiving.free();
                 receiving.next().map(|arrival| (arrival.header.key, arrival.refusal))
             };
@@ -415,11 +415,11 @@ mod tests {
                 receiving.expect(frame(1, &memory));
                 receiving.flush();
             }
-            assert_eq!(receiving.look(), !is_whole, "it is being received, or it waits");
+            assert_eq!(receiving.poll(), !is_whole, "it is being received, or it waits");
             if is_whole {
                 receiving.free();
                 let refusal = until("it ends", || {
-                    receiving.look();
+                    receiving.poll();
                     receiving.next().map(|arrival| arrival.refusal)
                 });
                 assert_eq!(refusal, Some(Refusal::Gpu));
@@ -439,7 +439,7 @@ mod tests {
         receive(&mut receiving, 2, &second);
         receiving.flush();
         until("the second is copied", || {
-            assert!(!receiving.look());
+            assert!(!receiving.poll());
             receiving.free();
             receiving.lanes[1].line.done(1).then_some(())
         });
@@ -448,7 +448,7 @@ mod tests {
         assert_eq!(receiving.abandon(&|landing| landing.is_in(&first)), Some(MemoryLocation::SimGpu(ALONE)));
         stands.set_stall(false);
         let mut placed = || {
-            receiving.look();
+            receiving.poll();
             receiving.free();
             receiving.next().map(|arrival| (arrival.header.key, arrival.landing.is_some()))
         };
@@ -485,7 +485,7 @@ mod tests {
         receiving.flush();
         assert_eq!(receiving.lanes[0].line.next_mark(), 3);
         let refusal = until("it is copied", || {
-            assert!(!receiving.look());
+            assert!(!receiving.poll());
             receiving.free();
             receiving.next().map(|arrival| arrival.refusal)
         });
@@ -516,7 +516,7 @@ mod tests {
         in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
         let start = std::time::Instant::now();
         while receiving.copying() {
-            assert!(!receiving.look());
+            assert!(!receiving.poll());
             assert!(start.elapsed() < Duration::from_secs(60), "the first part is copied");
         }
         receiving.free();
@@ -546,7 +546,7 @@ mod tests {
         gpu.set_stall(false);
         let start = std::time::Instant::now();
         while receiving.lanes[0].line.failure().is_none() {
-            receiving.look();
+            receiving.poll();
             assert!(start.elapsed() < Duration::from_secs(60), "the copies fail");
         }
         receiving.free();

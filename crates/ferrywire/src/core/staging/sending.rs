@@ -102,7 +102,7 @@ impl Sending {
                         line.make_room(entry.payload().map_or(0, |(_, ranges)| ranges.count()));
                         staged.host = base + staged.offset;
                         staged.state = State::Copying(line.next_mark());
-                        copy_out(line, entry, staged.host);
+                        add_d2h(line, entry, staged.host);
                         self.staged_bytes += u64::from(entry.header.len);
                         if line.batch_bytes() >= limits::STAGING_BATCH_BYTES {
                             line.flush();
@@ -122,10 +122,10 @@ impl Sending {
 
     /// Checks the progress of the copies. Frames with failed copies are emptied, and their operations fail.
     /// Returns credit as [`Sending::begin`] does.
-    pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) -> u64 {
+    pub fn poll<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) -> u64 {
         let (mut failed, mut credit) = (false, 0);
         for line in &mut self.lines {
-            failed |= line.look();
+            failed |= line.poll();
         }
         if !failed {
             return credit;
@@ -217,7 +217,7 @@ impl Sending {
     }
 }
 
-fn copy_out(line: &mut Pipeline, entry: &Entry, mut host: usize) {
+fn add_d2h(line: &mut Pipeline, entry: &Entry, mut host: usize) {
     let Some((memory, ranges)) = entry.payload() else { return };
     for (offset, len) in ranges {
         let Some(device) = memory.span(offset, len) else {
@@ -325,7 +325,7 @@ mod tests {
         sending.begin(window.from(0));
         let start = std::time::Instant::now();
         while !window.from(0).all(|entry| sending.ready(entry, false).is_some()) {
-            assert_eq!(sending.look(window.from(0)), 0);
+            assert_eq!(sending.poll(window.from(0)), 0);
             assert!(start.elapsed() < Duration::from_secs(60));
         }
         sending.lines[0].break_copier();
@@ -334,7 +334,7 @@ mod tests {
         let goes_on = take(&third, &mut window, &mut sending);
         sending.begin(window.from(2));
         while !window.from(0).all(|entry| sending.ready(entry, false).is_some()) {
-            sending.look(window.from(0));
+            sending.poll(window.from(0));
             assert!(start.elapsed() < Duration::from_secs(60));
         }
         assert_eq!([&fine, &fails, &goes_on].map(|op| op.failed()), [false, true, false]);

@@ -662,10 +662,10 @@ mod tests {
         let gate = stream.hold().unwrap();
         let waits = peer.on_stream(StreamEvent::after_sim(&stream).unwrap()).notify(b"later").unwrap();
         let mut engine = engine_of(&worker, running.context(), 3);
-        let looks = || peer.state().held.looks.load(Ordering::SeqCst);
-        let before = looks();
+        let polls = || peer.state().held.polls.load(Ordering::SeqCst);
+        let before = polls();
         engine.poll_once(&worker, running.context(), &mut || false);
-        assert_eq!(looks() - before, 1);
+        assert_eq!(polls() - before, 1);
         gate.open();
         drop(engine);
         waits.wait(LONG).unwrap();

@@ -153,9 +153,9 @@ impl Payload {
 
     /// Checks which payloads have become ready to be sent.
     #[inline]
-    pub fn look(&mut self, sender: &mut Sender, queue: &SendQueue) {
+    pub fn poll_copies(&mut self, sender: &mut Sender, queue: &SendQueue) {
         if let Payload::Staged(staged) = self {
-            staged.look(sender.window.from(sender.sent), queue);
+            staged.poll_copies(sender.window.from(sender.sent), queue);
         }
     }
 

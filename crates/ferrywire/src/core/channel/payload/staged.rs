@@ -86,11 +86,11 @@ impl StagedPayload {
     }
 
     /// Checks which copies of unsent frames are finished.
-    pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>, queue: &SendQueue) {
+    pub fn poll_copies<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>, queue: &SendQueue) {
         if !self.staging.sending.copying() {
             return;
         }
-        let credit = self.staging.sending.look(unsent);
+        let credit = self.staging.sending.poll(unsent);
         if !self.staging.sending.copying() {
             self.count();
         }
@@ -279,7 +279,7 @@ impl StagedPayload {
     /// Checks which copies to the GPU are finished. Refuses the frame that is being received if its copies
     /// have failed.
     fn look_received(&mut self, receiver: &mut Receiver) {
-        if self.staging.receiving.look() {
+        if self.staging.receiving.poll() {
             if let Some(landing) = &receiver.landing {
                 self.staging.receiving.blame(landing);
             }
