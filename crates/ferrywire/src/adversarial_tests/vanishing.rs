@@ -102,8 +102,8 @@ fn rounds(count: u64, bytes: impl Fn(u64) -> usize + Sync) -> u64 {
     let together = |batch: &[u64]| {
         std::thread::scope(|scope| {
             let begin = |&salt| scope.spawn(move || round(bytes(salt), salt));
-            let under_way: Vec<_> = batch.iter().map(begin).collect();
-            under_way.into_iter().map(|round| round.join().unwrap()).sum::<u64>()
+            let in_flight: Vec<_> = batch.iter().map(begin).collect();
+            in_flight.into_iter().map(|round| round.join().unwrap()).sum::<u64>()
         })
     };
     all.chunks(AT_ONCE).map(together).sum()
@@ -130,7 +130,7 @@ fn a_sender_that_vanishes_after_ten_thousand_small_messages_costs_at_most_one_re
         let sent = pattern(MANY * SMALL_BYTES, 1);
         let source = ends.near_end.register(sent.clone()).unwrap();
         let target = ends.far_end.alloc_host(sent.len()).unwrap();
-        let mut under_way = VecDeque::new();
+        let mut in_flight = VecDeque::new();
         for number in 0..MANY {
             let ((offset, len), remote) = (small(number), target.descriptor());
             let write = if number + 1 == MANY {
@@ -138,10 +138,10 @@ fn a_sender_that_vanishes_after_ten_thousand_small_messages_costs_at_most_one_re
             } else {
                 ends.near.write(&source, offset, &remote, offset, len)
             };
-            under_way.push_back(write.unwrap());
+            in_flight.push_back(write.unwrap());
             let most = if number + LAST < MANY { 64 } else { LAST };
-            while under_way.len() > most {
-                under_way.pop_front().unwrap().wait(LIMIT).unwrap();
+            while in_flight.len() > most {
+                in_flight.pop_front().unwrap().wait(LIMIT).unwrap();
             }
         }
         ends.vanish();

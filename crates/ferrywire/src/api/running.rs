@@ -59,7 +59,7 @@ impl Running {
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         };
-        let worked = control.is_some_and(|mut control| control.turn());
+        let worked = control.is_some_and(|mut control| control.poll_once());
         self.workers.poll_once() | worked
     }
 
@@ -135,7 +135,7 @@ impl Running {
             Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
             failure => failure.unwrap_or(Error::Closed),
         };
-        self.with_control(|control| control.note_told(peer.info.session));
+        self.with_control(|control| control.note_error_reported(peer.info.session));
         Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), timeout))
     }
 }

@@ -291,7 +291,7 @@ impl Link {
         self.lanes.drop_setup(index);
         let why = format!("channel {index} cannot be set up: {why}");
         if self.settling() {
-            return self.part_with_lanes(why, now);
+            return self.end_without_lanes(why, now);
         }
         tracing::warn!(peer = self.peer().name(), "{why}");
         self.peer().note_lost(why.clone());
@@ -301,7 +301,7 @@ impl Link {
         {
             let why = format!("{why}; {in_vain}");
             let error = self.lost(LossCause::LaneFailed, why);
-            return self.part_with(error, now);
+            return self.end_with_error(error, now);
         }
         self.fence_empty(index, generation, why, now);
     }
@@ -315,7 +315,7 @@ impl Link {
         self.peer().mark_stuck();
         let why = format!("{why}; it carried channels {}", channels.join(", "));
         let error = self.lost(LossCause::CallHangs, why);
-        self.part_with(error, now);
+        self.end_with_error(error, now);
     }
 }
 

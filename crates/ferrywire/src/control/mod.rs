@@ -127,9 +127,9 @@ impl Control {
     }
 
     /// Makes one pass over everything. Returns whether there was progress.
-    pub fn turn(&mut self) -> bool {
+    pub fn poll_once(&mut self) -> bool {
         self.ready_set.touch_all();
-        self.turn_where_due()
+        self.poll_due()
     }
 
     /// The endpoint's configuration and shared parts.
@@ -138,7 +138,7 @@ impl Control {
     }
 
     /// Makes one pass that skips resting links. Pass the poller's events to `ready_set` first.
-    fn turn_where_due(&mut self) -> bool {
+    fn poll_due(&mut self) -> bool {
         let context = &*self.context();
         let _moving = deferred_free::moving();
         let now = self.now(context);
@@ -255,7 +255,7 @@ impl Control {
             if link.disowned() && !self.dialling.resumes(session) {
                 link.give_up();
             }
-            worked |= link.turn(context, now);
+            worked |= link.poll(context, now);
             let received = link.received();
             let mut dials = link.take_dials(context, &self.me, now);
             dials.extend(link.take_lane_dials(now));
@@ -295,11 +295,11 @@ impl Control {
 
     /// Notes that the caller that closed this peer was given the error. A caller that already closes the
     /// endpoint gets the error as well.
-    pub fn note_told(&mut self, session: u64) {
+    pub fn note_error_reported(&mut self, session: u64) {
         if !self.endpoint_closes
             && let Some(link) = self.links.get_mut(&session)
         {
-            link.note_told();
+            link.note_error_reported();
         }
     }
 
@@ -394,7 +394,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
             let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
             control.ready_set.reported(&ready);
             ready.clear();
-            if control.turn_where_due() {
+            if control.poll_due() {
                 // Callers get the lock between passes, however busy the connections keep this thread.
                 drop(control);
                 thread::yield_now();

@@ -36,7 +36,7 @@ fn a_receive_that_nobody_meets_is_no_deep_bulk() {
     let (source, target) = (connecting.alloc_host(BYTES).unwrap(), accepting.alloc_host(BYTES).unwrap());
     let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
     assert!(far.state().in_bulk() && far.state().is_deep_bulk(BYTES as u64));
-    assert!(!far.state().in_deep_bulk(), "nothing is under way");
+    assert!(!far.state().in_deep_bulk(), "nothing is in flight");
     let sent = near.send(1, &source, 0, BYTES as u64).unwrap();
     sent.wait(LONG).unwrap();
     received.wait(LONG).unwrap();

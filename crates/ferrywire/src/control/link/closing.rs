@@ -88,7 +88,7 @@ impl Link {
     }
 
     /// Notes that the caller of `close_alone` has been given the error.
-    pub fn note_told(&mut self) {
+    pub fn note_error_reported(&mut self) {
         self.closing.caller = Caller::Reported;
     }
 
@@ -191,7 +191,7 @@ impl Link {
     }
 
     /// Ends the session with a local error, and sends the peer the reason.
-    pub(in crate::control) fn part_with(&mut self, error: Error, now: Duration) {
+    pub(in crate::control) fn end_with_error(&mut self, error: Error, now: Duration) {
         if self.dying() {
             return;
         }
@@ -226,11 +226,11 @@ impl Link {
 
     /// Ends a session whose lanes cannot be set up before the peer is up. If lanes are optional on both ends,
     /// a session without lanes replaces it: the connecting end opens that, and both ends log why.
-    pub(in crate::control) fn part_with_lanes(&mut self, why: String, now: Duration) {
+    pub(in crate::control) fn end_without_lanes(&mut self, why: String, now: Duration) {
         let error = self.lost(LossCause::LaneFailed, why.clone());
         let end = if self.dials() { "connects" } else { "accepts" };
         let Stage::Settling(Settling { awaited, lanes_optional: true, .. }) = &mut self.stage else {
-            return self.part_with(error, now);
+            return self.end_with_error(error, now);
         };
         let why = format!("at the end that {end}: {why}");
         awaited.go_without_lanes(why.clone());
@@ -352,7 +352,7 @@ mod tests {
         let running = near.running();
         let part = |control: &mut crate::control::Control| {
             let link = control.links.get_mut(&peer.state().info.session).unwrap();
-            link.part_with(why.clone(), near.now());
+            link.end_with_error(why.clone(), near.now());
             link.drop_channel(lost as u16, link.channels[lost as u16].generation, "it stalled as well");
         };
         running.with_control(part);

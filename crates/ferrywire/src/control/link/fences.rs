@@ -160,7 +160,7 @@ impl Link {
                 format!("; at the peer: {}", theirs.reason)
             };
             let error = self.lost(cause, format!("{why}{at_peer}; {last}"));
-            return self.part_with(error, now);
+            return self.end_with_error(error, now);
         }
         self.peer.rouse_for(u64::MAX);
     }

@@ -288,7 +288,7 @@ impl Link {
 
     // ---- one pass ----
 
-    pub fn turn(&mut self, context: &Context, now: Duration) -> bool {
+    pub fn poll(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = self.read(now);
         worked |= self.advance_lanes(context, now);
         self.look_after_session(now);
