@@ -11,7 +11,7 @@
 use ferrywire::{Error, Result};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::deferred_free;
-use ferrywire_memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, see_that_it_is_there};
+use ferrywire_memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, check_allocated};
 use ferrywire_proto::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use std::collections::VecDeque;
 use std::task::Poll;
@@ -151,7 +151,7 @@ impl Gatherer {
         }
         // Copies are checked for freed memory too, as the kernel's runs are.
         for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
-            if let Err(error) = see_that_it_is_there(&*self.queue, job.used) {
+            if let Err(error) = check_allocated(&*self.queue, job.used) {
                 (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error.into()));
             }
         }

@@ -166,9 +166,9 @@ impl Memory {
     }
 
     /// Prevents reuse of GPU memory: a send may still read it when it is dropped.
-    pub fn use_never_again(&self) {
+    pub fn prevent_reuse(&self) {
         if let Keeper::Cuda { buffer } = &self.keeper {
-            buffer.use_never_again();
+            buffer.prevent_reuse();
         }
     }
 

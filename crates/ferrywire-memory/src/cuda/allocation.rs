@@ -118,7 +118,7 @@ impl CudaBuffer {
 
     /// Prevents reuse: a send may still read the memory when the buffer is dropped. The memory then goes back
     /// to the driver only.
-    pub fn use_never_again(&self) {
+    pub fn prevent_reuse(&self) {
         self.block.iter().for_each(|block| block.own.store(false, Ordering::SeqCst));
     }
 

@@ -123,7 +123,7 @@ impl PinnedBuffer {
     }
 
     /// Prevents reuse: the pages are only freed after the buffer is dropped.
-    pub fn use_never_again(&mut self) {
+    pub fn prevent_reuse(&mut self) {
         self.pages.iter_mut().for_each(|pages| pages.again = false);
     }
 

@@ -51,7 +51,7 @@ impl CopyQueue {
         let by_kernel =
             launching.is_some() && copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
         // The driver would access freed GPU memory as if it were host memory.
-        self.see_that_it_is_there(copies)?;
+        self.check_allocated(copies)?;
         match fragments(copies).filter(|_| by_kernel) {
             Some((fragments, parts)) => self.launch(&fragments, &parts)?,
             None => self.queue.copy(copies)?,
@@ -67,12 +67,9 @@ impl CopyQueue {
         Ok(!self.copying)
     }
 
-    fn see_that_it_is_there(&self, copies: &[GpuCopy]) -> Result<()> {
+    fn check_allocated(&self, copies: &[GpuCopy]) -> Result<()> {
         for side in [|copy: &GpuCopy| copy.source, |copy: &GpuCopy| copy.target] {
-            device::see_that_it_is_there(
-                &*self.queue,
-                copies.iter().map(|copy| (side(copy), copy.bytes as u64)),
-            )?;
+            device::check_allocated(&*self.queue, copies.iter().map(|copy| (side(copy), copy.bytes as u64)))?;
         }
         Ok(())
     }

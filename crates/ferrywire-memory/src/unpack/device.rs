@@ -93,10 +93,7 @@ pub unsafe trait GatherDevice: Send + Debug {
 /// allocation. A simulated GPU checks by itself.
 ///
 /// Returns [`CudaError::Freed`] for the first range that is not.
-pub fn see_that_it_is_there(
-    device: &dyn GatherDevice,
-    all: impl IntoIterator<Item = (u64, u64)>,
-) -> Result<()> {
+pub fn check_allocated(device: &dyn GatherDevice, all: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
     let MemoryLocation::Cuda(_) = device.location() else { return Ok(()) };
     let mut known = Extent { base: 0, bytes: 0 };
     for (address, bytes) in all {

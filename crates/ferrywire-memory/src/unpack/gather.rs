@@ -12,7 +12,7 @@
 //! returned, and the outcome is returned only after the GPU has done all of the slot's work.
 //! Read next: `host.rs`.
 
-use super::device::{FragmentTable, GatherDevice, GatherRun, see_that_it_is_there};
+use super::device::{FragmentTable, GatherDevice, GatherRun, check_allocated};
 use super::host::HostTwin;
 use super::table::{Bounds, Checked, Fragment, SLOTS};
 use super::{DeviceUnpack, UnpackMode};
@@ -389,7 +389,7 @@ impl Job {
     /// Whether the destination is still allocated; the receive may have waited for long. Checked before each
     /// of its launches: kernels and copies would access a freed address.
     fn is_there(&self, device: &dyn GatherDevice) -> bool {
-        see_that_it_is_there(device, [(self.target, self.bytes)]).is_ok()
+        check_allocated(device, [(self.target, self.bytes)]).is_ok()
     }
 
     /// Ends the receive because its destination is freed; `launch` is the last one with work for it.

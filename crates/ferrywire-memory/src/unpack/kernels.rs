@@ -8,7 +8,7 @@
 //! Read next: `cuda.rs`, which launches.
 
 use super::device::GatherRun;
-use super::lists::CopyPlaces;
+use super::lists::CopyAddresses;
 use super::sm_backoff::SmBackoff;
 use super::table::Fragment;
 use crate::GpuCopy;
@@ -210,7 +210,7 @@ impl Kernels {
         })
     }
 
-    /// A counter for one stream's [`CopyPlaces::blocks`], to be dropped when the stream's work is done;
+    /// A counter for one stream's [`CopyAddresses::blocks`], to be dropped when the stream's work is done;
     /// `None` when all are in use.
     pub fn counter(self: &Arc<Kernels>) -> Option<Counter> {
         let (address, next) = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
@@ -255,12 +255,12 @@ impl Kernels {
     pub unsafe fn copy(
         &self,
         stream: &CudaStream,
-        places: CopyPlaces,
+        places: CopyAddresses,
         first: u64,
         blocks: u64,
         [idle, stay]: [Duration; 2],
     ) -> Result<()> {
-        let CopyPlaces { desk, runs, stride, told, blocks: words } = places;
+        let CopyAddresses { desk, runs, stride, told, blocks: words } = places;
         let [idle_ns, stay_ns] = [idle, stay].map(|time| time.as_nanos() as u64);
         let mut parameters =
             CopyParameters { desk, runs, stride, told, blocks: words, first, idle_ns, stay_ns };

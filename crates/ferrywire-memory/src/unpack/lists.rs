@@ -106,7 +106,7 @@ impl CopyDesk {
 
 /// Addresses through which [`Kernels::copy`](super::Kernels::copy) finds lists and reports completion.
 #[derive(Clone, Copy, Debug)]
-pub struct CopyPlaces {
+pub struct CopyAddresses {
     /// Address of a [`CopyDesk`].
     pub desk: u64,
     /// Address of the runs ([`GpuCopy`]) of lists with even numbers.

@@ -297,7 +297,7 @@ impl Sending {
     /// Clears the state, since the lane is closed. Returns the acknowledged frames that were not done.
     pub fn clear(&mut self) -> Vec<Entry> {
         if self.in_flight() {
-            self.slots.use_never_again();
+            self.slots.prevent_reuse();
         }
         let posted = self.posted.drain(..).map(|(_, message)| message);
         posted.chain(self.waiting.drain(..)).filter_map(|message| message.entry).collect()

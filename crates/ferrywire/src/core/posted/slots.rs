@@ -80,8 +80,8 @@ impl Slots {
     }
 
     /// Marks the slots' memory as not reusable: the kernel of a closed connection may still send from it.
-    pub fn use_never_again(&self) {
-        self.pools.iter().for_each(|pool| pool.memory.use_never_again());
+    pub fn prevent_reuse(&self) {
+        self.pools.iter().for_each(|pool| pool.memory.prevent_reuse());
     }
 
     fn is_taken(&self, lane: &mut dyn Lane, memory: &Arc<Memory>) -> bool {

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
 use ferrywire_memory::unpack::{
-    COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, LAUNCH_WAIT, Permit,
+    COUNTERS, CopyAddresses, CopyDesk, CopyList, Counter, Kernels, LAUNCH_WAIT, Permit,
 };
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
@@ -198,7 +198,7 @@ impl ListKernel {
         self.barred = !stream.gpu().kernels_see_news();
         let first = self.words.next();
         self.desk().clear(first);
-        let places = CopyPlaces {
+        let places = CopyAddresses {
             desk: self.desk.address(),
             runs: self.desk.address() + size_of::<CopyDesk>() as u64,
             stride: LIST_BYTES as u64,

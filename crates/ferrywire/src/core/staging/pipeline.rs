@@ -76,7 +76,7 @@ impl Drop for Pipeline {
         // to the system, which keeps them while they are read. Pages that were not lent are read by no
         // socket.
         if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| self.lent) {
-            buffer.use_never_again();
+            buffer.prevent_reuse();
         }
     }
 }
