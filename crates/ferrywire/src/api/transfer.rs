@@ -219,7 +219,7 @@ impl Transfer {
     pub unsafe fn block_raw_stream(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
         self.connection.context().origin.check()?;
         // SAFETY: by the caller's promise.
-        let gate = unsafe { self.connection.context().gates.hold(gpu, stream) }?;
+        let gate = unsafe { self.connection.context().gates.block(gpu, stream) }?;
         self.op.open_at_end(gate);
         Ok(())
     }

@@ -152,7 +152,7 @@ impl Control {
         worked |= self.advance_dials(context, now);
         worked |= self.advance_links(context, now);
         self.watch_calls(context, now);
-        self.workers.iter().for_each(|worker| worker.look_after());
+        self.workers.iter().for_each(|worker| worker.wake_dozing());
         worked
     }
 

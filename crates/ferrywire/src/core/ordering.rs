@@ -166,7 +166,7 @@ impl Gates {
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null.
-    pub unsafe fn hold(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<Gate> {
+    pub unsafe fn block(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<Gate> {
         let gate = self.gate(gpu)?;
         deferred_free::stream_waits();
         let address = gate.words.page.address() + 8 * gate.word as u64;

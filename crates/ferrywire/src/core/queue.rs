@@ -156,7 +156,7 @@ impl SendQueue {
     ///
     /// # Errors
     /// The operation's hold, if the peer is gone.
-    pub fn post_held(&self, op: Hold) -> Result<(), Hold> {
+    pub fn post_joined(&self, op: Hold) -> Result<(), Hold> {
         self.change(|outbox| outbox.post_joined(op))
     }
 

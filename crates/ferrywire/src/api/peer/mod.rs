@@ -92,7 +92,7 @@ impl Connection {
         }
         op.cancel();
         let children: Vec<_> = op.children().filter(|child| !child.ended()).collect();
-        let reads = op.verb() == Verb::Read && !children.iter().any(|child| state.held.knows(child));
+        let reads = op.verb() == Verb::Read && !children.iter().any(|child| state.stream_queue.knows(child));
         if reads {
             // One request to the workers covers all children.
             children.iter().for_each(|child| {
@@ -104,8 +104,8 @@ impl Connection {
         }
         match op.verb() {
             Verb::Read if op.is_parent() && (children.is_empty() || !reads) => {}
-            _ if state.held.knows(op) => {
-                state.release_held();
+            _ if state.stream_queue.knows(op) => {
+                state.start_ready();
             }
             Verb::Recv | Verb::Read => {
                 if op.verb() == Verb::Recv
@@ -375,7 +375,7 @@ impl Peer {
             }
         };
         if let Some(ready) = &self.after {
-            return self.state().hold(ready.clone(), op, move |state, op| {
+            return self.state().start_after(ready.clone(), op, move |state, op| {
                 start(state, op);
                 state.wake_home_worker();
             });
@@ -411,7 +411,9 @@ impl Peer {
         });
         let (op, held) = posted.ok_or_else(|| state.gone())?;
         match (&self.after, held) {
-            (Some(ready), Some(held)) => state.hold(ready.clone(), held, |state, op| state.start(op))?,
+            (Some(ready), Some(held)) => {
+                state.start_after(ready.clone(), held, |state, op| state.start(op))?
+            }
             _ => self.connection.kick(op.total),
         }
         Ok(self.transfer(&op))
@@ -437,7 +439,7 @@ impl Peer {
         let op = state.begin(self.op(Task::Recv { tag }, pieces, Some(target.memory().clone())));
         let transfer = self.transfer(&op);
         if let Some(ready) = &self.after {
-            state.hold(ready.clone(), op, |state, op| {
+            state.start_after(ready.clone(), op, |state, op| {
                 let shared = Arc::clone(&op);
                 let replies = state.inbound.post(op);
                 state.reply(replies);

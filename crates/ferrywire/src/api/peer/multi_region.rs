@@ -41,7 +41,7 @@ impl Peer {
         if parent.message.is_empty() {
             drop(parent);
         } else if let Some(ready) = &self.after {
-            state.hold(ready.clone(), parent, |state, parent| {
+            state.start_after(ready.clone(), parent, |state, parent| {
                 state.post_behind_children(parent);
                 state.wake_home_worker();
             })?;

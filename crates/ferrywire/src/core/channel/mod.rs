@@ -147,8 +147,8 @@ impl Channel {
 
     /// Whether this channel polls its peer's operations that wait for a GPU stream. One channel of each peer
     /// does.
-    pub fn asks_for_held(&self) -> bool {
-        self.peer.held.any() && self.peer.is_home(self.index)
+    pub fn polls_stream_queue(&self) -> bool {
+        self.peer.stream_queue.any() && self.peer.is_home(self.index)
     }
 
     /// Stops placing bytes into memory for which `gone` is true. The rest of a payload in flight is

@@ -70,7 +70,7 @@ impl PeerState {
     /// has ended.
     pub(super) fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
         let answer = self.answer(header, placements)?;
-        if self.places.admit(header, placements)? {
+        if self.serving.admit(header, placements)? {
             self.begin_answer(answer);
         }
         Ok(())
@@ -80,7 +80,7 @@ impl PeerState {
     pub fn served(self: &Arc<Self>) {
         // A peer that is over gets no more answers.
         while let Some(Request { header, placements }) =
-            self.places.next().filter(|_| self.failure().is_none())
+            self.serving.next().filter(|_| self.failure().is_none())
         {
             match self.answer(&header, &placements) {
                 Ok(answer) => return self.begin_answer(answer),

@@ -179,9 +179,9 @@ pub(crate) struct PeerState {
     pub counters: Vec<Arc<ChannelCounters>>,
     pub in_flight: InFlight,
     /// Reads by the peer that are answered or wait.
-    pub places: Serving,
+    pub serving: Serving,
     /// Operations that wait for a GPU stream.
-    pub held: StreamQueue,
+    pub stream_queue: StreamQueue,
     pub life: Life,
     progress: Progress,
     pub history: History,
@@ -233,8 +233,8 @@ impl PeerState {
             counters: (0..info.channels).map(|_| Arc::new(ChannelCounters::new())).collect(),
             info,
             in_flight: InFlight::default(),
-            places: Serving::default(),
-            held: StreamQueue::default(),
+            serving: Serving::default(),
+            stream_queue: StreamQueue::default(),
             life: Life::default(),
             progress: Progress::default(),
             history: History::default(),
@@ -571,7 +571,7 @@ impl PeerState {
     /// placed any more.
     pub fn fail(&self) {
         let error = self.gone();
-        for op in self.held.close().into_iter().chain(self.queue.close()) {
+        for op in self.stream_queue.close().into_iter().chain(self.queue.close()) {
             self.fail_with_peer(&op, &error);
         }
         for op in self.inbound.close(&error) {

@@ -139,13 +139,14 @@ impl PeerState {
     ///
     /// # Errors
     /// The peer's error if the peer is gone; the operation then has failed with it.
-    pub fn hold(
+    pub fn start_after(
         self: &Arc<Self>,
         ready: StreamEvent,
         op: Hold,
         start: impl FnOnce(&Arc<PeerState>, Hold) + Send + 'static,
     ) -> Result<()> {
-        if let Err(Waiting { op, .. }) = self.held.add(Waiting { ready, op, start: Box::new(start) }) {
+        if let Err(Waiting { op, .. }) = self.stream_queue.add(Waiting { ready, op, start: Box::new(start) })
+        {
             op.fail(self.gone());
             return Err(self.gone());
         }
@@ -154,31 +155,31 @@ impl PeerState {
     }
 
     /// Queues an operation once `ready` has happened. Later notifications wait for it from now on. Errors as
-    /// for [`PeerState::hold`].
+    /// for [`PeerState::start_after`].
     pub fn post_after(self: &Arc<Self>, ready: StreamEvent, op: Hold) -> Result<()> {
         if op.verb() != Verb::Notify {
             self.queue.join(&op);
         }
-        self.hold(ready, op, |state, op| state.start(op))
+        self.start_after(ready, op, |state, op| state.start(op))
     }
 
     /// Queues an operation that has waited for a stream.
     pub fn start(self: &Arc<Self>, op: Hold) {
         let bytes = op.total;
-        match self.queue.post_held(op) {
+        match self.queue.post_joined(op) {
             Ok(()) => self.rouse_for(bytes),
             Err(op) => op.fail(self.gone()),
         }
     }
 
     /// Starts operations that need not wait any longer. Returns whether there were any.
-    pub fn release_held(self: &Arc<Self>) -> bool {
-        if !self.held.any() {
+    pub fn start_ready(self: &Arc<Self>) -> bool {
+        if !self.stream_queue.any() {
             return false;
         }
         // Another thread is starting operations, and will poll again soon.
-        let Ok(_alone) = self.held.releasing.try_lock() else { return false };
-        let taken = self.held.take();
+        let Ok(_alone) = self.stream_queue.releasing.try_lock() else { return false };
+        let taken = self.stream_queue.take();
         let worked = !taken.is_empty();
         for (Waiting { op, start, .. }, error) in taken {
             if let Some(error) = error {

@@ -224,7 +224,7 @@ impl ProgressEngine {
     fn poll_staging(&mut self, worker: &Worker, context: &Context) -> bool {
         let mut worked = false;
         for place in 0..self.slots.len() {
-            worked |= self.begin_held(place);
+            worked |= self.start_ready(place);
             let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
                 continue;
             };
@@ -250,13 +250,13 @@ impl ProgressEngine {
 
     /// Starts operations that need no longer wait for a GPU stream. Only the first channel of each peer does
     /// this: each waiting operation costs a driver call.
-    fn begin_held(&self, place: usize) -> bool {
-        let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.asks_for_held()) else {
+    fn start_ready(&self, place: usize) -> bool {
+        let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.polls_stream_queue()) else {
             return false;
         };
         let peer = &slot.channel.peer;
         let mut before = self.slots[..place].iter().flatten();
-        !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer)) && peer.release_held()
+        !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer)) && peer.start_ready()
     }
 
     /// Whether a GPU copies for some channel, so that a thread has to poll it.
@@ -662,7 +662,7 @@ mod tests {
         let gate = stream.hold().unwrap();
         let waits = peer.on_stream(StreamEvent::after_sim(&stream).unwrap()).notify(b"later").unwrap();
         let mut engine = engine_of(&worker, running.context(), 3);
-        let polls = || peer.state().held.polls.load(Ordering::SeqCst);
+        let polls = || peer.state().stream_queue.polls.load(Ordering::SeqCst);
         let before = polls();
         engine.poll_once(&worker, running.context(), &mut || false);
         assert_eq!(polls() - before, 1);

@@ -213,7 +213,7 @@ impl Worker {
 
     /// Wakes a thread that sleeps without a timeout although a caller has sent something since: no other thread
     /// would check the paths. The control thread calls this regularly.
-    pub fn look_after(&self) {
+    pub fn wake_dozing(&self) {
         if self.sleeper.dozes.load(Ordering::SeqCst)
             && self.try_engine().is_some_and(|engine| engine.sleep_limit().is_some())
         {

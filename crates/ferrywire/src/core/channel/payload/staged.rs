@@ -338,7 +338,7 @@ impl Channel {
     /// Whether the channel has to be polled: copies are in flight, bytes wait for copies, or operations of
     /// its peer wait for a GPU stream. None of these raises an event when it is done.
     pub fn staging_active(&self) -> bool {
-        self.staged().is_some_and(StagedPayload::is_active) || self.asks_for_held()
+        self.staged().is_some_and(StagedPayload::is_active) || self.polls_stream_queue()
     }
 
     /// Whether the channel may have bytes to consume that the socket does not report.
