@@ -9,7 +9,6 @@
 
 use crate::core::hold::{self, Held, Holds};
 use crate::core::ordering::Gate;
-use crate::core::peer::PeerState;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, MemoryLocation};
@@ -89,11 +88,22 @@ const RUNNING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
+/// The peer of an operation, which learns of its end.
+pub(crate) trait Owner: Send + Sync {
+    /// Handles the end of an operation: its last hold was dropped. The caller holds no lock of the peer.
+    fn ended(self: Arc<Self>, op: &Op);
+}
+
+/// For tests: the owner of an operation whose peer is gone.
+#[cfg(test)]
+pub(crate) fn no_owner() -> Weak<dyn Owner> {
+    Weak::<crate::core::peer::PeerState>::new()
+}
+
 /// An operation: immutable description, atomic state.
 pub(crate) struct Op {
     pub id: u64,
-    /// The peer, which is notified of the end.
-    peer: Weak<PeerState>,
+    owner: Weak<dyn Owner>,
     pub task: Task,
     pub pieces: Pieces,
     pub total: u64,
@@ -113,9 +123,9 @@ pub(crate) struct Op {
 }
 
 impl Op {
-    /// Creates an operation of `peer`. `memory` counts it as a user until its end.
+    /// Creates an operation of the peer `owner`. `memory` counts it as a user until its end.
     pub fn new(
-        peer: Weak<PeerState>,
+        owner: Weak<dyn Owner>,
         id: u64,
         task: Task,
         pieces: Pieces,
@@ -124,7 +134,7 @@ impl Op {
         memory.iter().for_each(|memory| memory.enter());
         Op {
             id,
-            peer,
+            owner,
             task,
             total: pieces.total(),
             pieces,
@@ -342,8 +352,8 @@ impl Held for Op {
         self.end.state.store(state, Ordering::SeqCst);
         self.open_gates();
         self.end.waiters.wake();
-        if let Some(peer) = self.peer.upgrade() {
-            peer.ended(self);
+        if let Some(owner) = self.owner.upgrade() {
+            owner.ended(self);
         }
         if let Family::Child { held, .. } = &self.family {
             let parent = held.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -468,7 +478,7 @@ mod tests {
     use super::*;
 
     fn op(task: Task) -> Op {
-        Op::new(Weak::new(), 1, task, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None)
+        Op::new(no_owner(), 1, task, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None)
     }
 
     /// A lost connection that a NIC still reads for kept a reference to the child, and the parent did not end

@@ -450,9 +450,9 @@ impl From<Entry> for Frame<Hold> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::operation::Task;
+    use crate::core::operation::{Task, no_owner};
     use ferrywire_proto::transfer::{Piece, Pieces};
-    use std::sync::{Weak, mpsc};
+    use std::sync::mpsc;
     use std::thread;
     use std::time::Duration;
 
@@ -462,7 +462,7 @@ mod tests {
         const LIMIT: Duration = Duration::from_secs(60);
         let op = |id, task| {
             let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
-            Hold::new(Op::new(Weak::new(), id, task, pieces, None))
+            Hold::new(Op::new(no_owner(), id, task, pieces, None))
         };
         let queue = Arc::new(SendQueue::new(1 << 20, false));
         let writes = [1, 2, 3].map(|id| op(id, Task::Write { region: 9 }));

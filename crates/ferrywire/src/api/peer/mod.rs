@@ -569,7 +569,8 @@ impl Peer {
     }
 
     fn op(&self, task: Task, pieces: Pieces, memory: Option<Arc<Memory>>) -> Op {
-        Op::new(Arc::downgrade(self.state()), self.context().next_id(), task, pieces, memory)
+        let owner = Arc::downgrade(self.state());
+        Op::new(owner, self.context().next_id(), task, pieces, memory)
     }
 
     /// # Errors

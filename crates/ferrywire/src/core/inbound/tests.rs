@@ -1,10 +1,9 @@
 //! Sinks and inbound messages without a network.
 
 use super::*;
-use crate::core::operation::Task;
+use crate::core::operation::{Task, no_owner};
 use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::wire::Kind;
-use std::sync::Weak;
 use std::thread;
 use std::time::Duration;
 
@@ -13,7 +12,7 @@ use std::time::Duration;
 fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
     let memory = Memory::private(4096).unwrap();
     let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 4096 });
-    let op = Hold::new(Op::new(Weak::new(), 1, Task::Recv { tag: 0 }, pieces, Some(memory.clone())));
+    let op = Hold::new(Op::new(no_owner(), 1, Task::Recv { tag: 0 }, pieces, Some(memory.clone())));
     let inbound = Inbound::default();
     let shared = Arc::clone(&op);
     inbound.open_sink(op, 4096);
@@ -32,7 +31,7 @@ fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_
     let memory = Memory::private(4096).unwrap();
     let receive = |id| {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 4096 });
-        Hold::new(Op::new(Weak::new(), id, Task::Recv { tag: 0 }, pieces, Some(memory.clone())))
+        Hold::new(Op::new(no_owner(), id, Task::Recv { tag: 0 }, pieces, Some(memory.clone())))
     };
     let inbound = Inbound::default();
     // Cancelled when all bytes are placed but not counted.
@@ -59,7 +58,7 @@ fn a_message_is_placed_when_nothing_is_locked_any_more() {
     let inbound = Inbound::default();
     let receive = |id| {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 8 });
-        Hold::new(Op::new(Weak::new(), id, Task::Recv { tag: 7 }, pieces, Some(memory.clone())))
+        Hold::new(Op::new(no_owner(), id, Task::Recv { tag: 7 }, pieces, Some(memory.clone())))
     };
     let arrives = |number: u64| {
         let header = Header { offset: number, key: 7, ..Header::new(Kind::Send) };

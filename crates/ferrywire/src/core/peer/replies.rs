@@ -1,5 +1,5 @@
 //! What this end and the peer tell each other about operations beside their data: the answers that messages
-//! cause, and refusals.
+//! and read requests cause, and refusals.
 //!
 //! Invariant: answers that wait to be sent are bounded. Refusals beyond the bound are dropped.
 //! Read next: `inbound.rs`.
@@ -8,13 +8,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::serving::Request;
 use super::state::PeerState;
 use crate::core::inbound::{Reply, place as place_message};
 use crate::core::operation::{Op, Task, Verb};
 use crate::core::queue::WITHDRAWN;
 use crate::error::Error;
 use ferrywire_proto::limits;
-use ferrywire_proto::wire::{Header, Kind, Refusal};
+use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 impl PeerState {
     /// Sends and applies the actions that an arrived message, or a posted receive, causes.
@@ -94,6 +96,62 @@ impl PeerState {
         // Ids start at 1: a send that was not matched has no sink.
         if header.transfer != 0 {
             self.queue.push_own(header);
+        }
+    }
+}
+
+impl PeerState {
+    /// Handles a read of a local region: answers with a write to the peer's sink, now or when another answer
+    /// has ended.
+    pub(super) fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
+        let answer = self.answer(header, placements)?;
+        if self.serving.admit(header, placements)? {
+            self.begin_answer(answer);
+        }
+        Ok(())
+    }
+
+    /// Handles the end of an answer: answers the next waiting read. Its region may be gone meanwhile.
+    pub fn served(self: &Arc<Self>) {
+        // A peer that is over gets no more answers.
+        while let Some(Request { header, placements }) =
+            self.serving.next().filter(|_| self.failure().is_none())
+        {
+            match self.answer(&header, &placements) {
+                Ok(answer) => return self.begin_answer(answer),
+                Err(refusal) => {
+                    let mut refuse = Header::new(Kind::Refuse);
+                    refuse.transfer = header.total;
+                    refuse.key = refusal as u64;
+                    // The number of waiting requests bounds these frames. The reader learns of the refusal by
+                    // no other way.
+                    self.queue.push_own(refuse);
+                }
+            }
+        }
+    }
+
+    fn answer(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<Op, Refusal> {
+        let memory = self.named(header.key)?;
+        let mut position = 0;
+        let mut pieces = Vec::new();
+        for placement in wire::placements(placements) {
+            let len = u64::from(placement.len);
+            memory.span(placement.offset, len).ok_or(Refusal::OutOfRegion)?;
+            pieces.push(Piece { local: placement.offset, remote: position, len });
+            position += len;
+        }
+        // The answer's chunks lie in the sink from `header.offset` on.
+        header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
+        let task = Task::Serve { sink: header.total, start: header.offset };
+        let (peer, id) = (Arc::downgrade(self), self.context().next_id());
+        Ok(Op::new(peer, id, task, Pieces::joined(pieces), Some(memory)))
+    }
+
+    fn begin_answer(self: &Arc<Self>, op: Op) {
+        let bytes = op.total;
+        if self.queue.post(self.begin(op)) {
+            self.rouse_for(bytes);
         }
     }
 }

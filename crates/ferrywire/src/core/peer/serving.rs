@@ -6,16 +6,13 @@
 //! at most `READS_WAITING_MAX` of them waiting. Requests beyond that are refused.
 //!
 //! Invariant: a request waits only while all slots are taken, and a freed slot goes to the oldest request.
-//! Read next: `state.rs`, where requests arrive.
+//! Read next: `replies.rs`, which makes the answers.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::state::PeerState;
-use crate::core::operation::{Op, Task};
 use ferrywire_proto::limits::{INBOUND_READS_MAX, READS_WAITING_MAX};
-use ferrywire_proto::transfer::{Piece, Pieces};
-use ferrywire_proto::wire::{self, Header, Kind, Refusal};
+use ferrywire_proto::wire::{Header, Refusal};
 
 /// A read request that waits. It names its region only by key, so a waiting request does not keep memory in
 /// use.
@@ -65,65 +62,10 @@ impl Serving {
     }
 }
 
-impl PeerState {
-    /// Handles a read of a local region: answers with a write to the peer's sink, now or when another answer
-    /// has ended.
-    pub(super) fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
-        let answer = self.answer(header, placements)?;
-        if self.serving.admit(header, placements)? {
-            self.begin_answer(answer);
-        }
-        Ok(())
-    }
-
-    /// Handles the end of an answer: answers the next waiting read. Its region may be gone meanwhile.
-    pub fn served(self: &Arc<Self>) {
-        // A peer that is over gets no more answers.
-        while let Some(Request { header, placements }) =
-            self.serving.next().filter(|_| self.failure().is_none())
-        {
-            match self.answer(&header, &placements) {
-                Ok(answer) => return self.begin_answer(answer),
-                Err(refusal) => {
-                    let mut refuse = Header::new(Kind::Refuse);
-                    refuse.transfer = header.total;
-                    refuse.key = refusal as u64;
-                    // The number of waiting requests bounds these frames. The reader learns of the refusal by
-                    // no other way.
-                    self.queue.push_own(refuse);
-                }
-            }
-        }
-    }
-
-    fn answer(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<Op, Refusal> {
-        let memory = self.named(header.key)?;
-        let mut position = 0;
-        let mut pieces = Vec::new();
-        for placement in wire::placements(placements) {
-            let len = u64::from(placement.len);
-            memory.span(placement.offset, len).ok_or(Refusal::OutOfRegion)?;
-            pieces.push(Piece { local: placement.offset, remote: position, len });
-            position += len;
-        }
-        // The answer's chunks lie in the sink from `header.offset` on.
-        header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
-        let task = Task::Serve { sink: header.total, start: header.offset };
-        let (peer, id) = (Arc::downgrade(self), self.context().next_id());
-        Ok(Op::new(peer, id, task, Pieces::joined(pieces), Some(memory)))
-    }
-
-    fn begin_answer(self: &Arc<Self>, op: Op) {
-        let bytes = op.total;
-        if self.queue.post(self.begin(op)) {
-            self.rouse_for(bytes);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrywire_proto::wire::Kind;
 
     /// A peer that posts reads without end is refused, and the number answered at once stays bounded.
     #[test]

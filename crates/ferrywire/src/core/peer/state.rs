@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use crate::core::context::Context;
 use crate::core::inbound::{Inbound, Reply, Sink};
-use crate::core::operation::{Hold, Op, Verb};
+use crate::core::operation::{Hold, Op, Owner, Verb};
 use crate::core::queue::{Body, Entry, SMALL_BYTES_MAX, SendQueue};
 use crate::core::sleeper::Sleeper;
 use crate::core::stats::ChannelCounters;
@@ -455,26 +455,6 @@ impl PeerState {
 
     // ---- operations ----
 
-    /// Handles the end of an operation: its last hold was dropped. The caller holds no lock of the peer.
-    pub fn ended(self: &Arc<Self>, op: &Op) {
-        self.count_ended(op);
-        if op.parent().is_none() {
-            let counters = &self.history.operations[op.kind() as usize];
-            let ended = if op.failed() { &counters.failed } else { &counters.completed };
-            ended.fetch_add(1, Ordering::Relaxed);
-            op.record_time();
-        }
-        if op.failed() {
-            self.tell_failure(op);
-        }
-        if op.verb() == Verb::Serve {
-            self.served();
-        }
-        self.queue.ended(op);
-        // A notification may have waited for this operation.
-        self.wake_home_worker();
-    }
-
     pub fn gone(&self) -> Error {
         self.failure().unwrap_or(Error::Closed)
     }
@@ -612,6 +592,27 @@ impl PeerState {
                 self.end_sink(&op);
             }
         }
+    }
+}
+
+impl Owner for PeerState {
+    fn ended(self: Arc<Self>, op: &Op) {
+        self.count_ended(op);
+        if op.parent().is_none() {
+            let counters = &self.history.operations[op.kind() as usize];
+            let ended = if op.failed() { &counters.failed } else { &counters.completed };
+            ended.fetch_add(1, Ordering::Relaxed);
+            op.record_time();
+        }
+        if op.failed() {
+            self.tell_failure(op);
+        }
+        if op.verb() == Verb::Serve {
+            self.served();
+        }
+        self.queue.ended(op);
+        // A notification may have waited for this operation.
+        self.wake_home_worker();
     }
 }
 

@@ -3,7 +3,7 @@
 mod standstill;
 
 use super::{Arrival, LanePass, Posted};
-use crate::core::operation::{Hold, Op, Task};
+use crate::core::operation::{Hold, Op, Task, no_owner};
 use crate::core::peer::Landing;
 use crate::core::queue::{Entry, Pull, SendQueue};
 use crate::core::stats::LaneCounters;
@@ -15,7 +15,6 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{FLAG_POSTED, Header, Kind, Refusal};
 use std::collections::VecDeque;
-use std::sync::Weak;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
@@ -242,7 +241,7 @@ fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
 
 fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
     let queue = SendQueue::new(CHUNK, false).with_lanes();
-    assert!(queue.post(Hold::new(Op::new(Weak::new(), 1, Task::Write { region: 9 }, pieces, Some(memory)))));
+    assert!(queue.post(Hold::new(Op::new(no_owner(), 1, Task::Write { region: 9 }, pieces, Some(memory)))));
     queue
 }
 
@@ -357,7 +356,7 @@ fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone(
     let pieces = [(10, 0, 5), (100, 50, 7)].map(|(local, remote, len)| Piece { local, remote, len });
     let queue = queue_with(memory.clone(), Pieces::Many(Arc::new(pieces)));
     assert!(queue.post(Hold::new(Op::new(
-        Weak::new(),
+        no_owner(),
         2,
         Task::Write { region: 9 },
         Pieces::One(pieces[1]),
@@ -422,7 +421,7 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
     let (unread, read) = (filled(&[1; 100]), filled(&[2; 100]));
     let piece = Pieces::One(Piece { local: 0, remote: 0, len: 100 });
     let queue = queue_with(read, piece.clone());
-    let op = Hold::new(Op::new(Weak::new(), 2, Task::Write { region: 9 }, piece, Some(unread)));
+    let op = Hold::new(Op::new(no_owner(), 2, Task::Write { region: 9 }, piece, Some(unread)));
     let shared = Arc::clone(&op);
     assert!(queue.post(op));
     let (mut bench, mut first) = (Bench::new(), window());

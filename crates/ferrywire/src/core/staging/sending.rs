@@ -236,13 +236,13 @@ fn add_d2h(line: &mut Pipeline, entry: &Entry, mut host: usize) {
 mod tests {
     use super::super::{ALONE, alone};
     use super::*;
-    use crate::core::operation::{Hold, Op, Task};
+    use crate::core::operation::{Hold, Op, Task, no_owner};
     use crate::core::queue::{Pull, SendQueue};
     use ferrywire_memory::sim::SimGpu;
     use ferrywire_memory::{Gpu, Memory};
     use ferrywire_proto::transfer::{Piece, Pieces};
     use ferrywire_proto::window::Window;
-    use std::sync::{Arc, Weak};
+    use std::sync::Arc;
 
     /// Takes a write of all of the memory, as a channel does.
     fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
@@ -257,7 +257,7 @@ mod tests {
         sending: &mut Sending,
     ) -> Arc<Op> {
         let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, false);
-        let op = Hold::new(Op::new(Weak::new(), 1, Task::Write { region: 9 }, pieces, Some(memory.clone())));
+        let op = Hold::new(Op::new(no_owner(), 1, Task::Write { region: 9 }, pieces, Some(memory.clone())));
         let shared = Arc::clone(&op);
         assert!(queue.post(op));
         let pull = Pull {
