@@ -8,17 +8,13 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::{Abandoning, COPY_BACKOFF, Closed, Command, Loss, LostChannel, ProgressEngine, Worker};
-use crate::core::channel::Channel;
+use super::quiesce::{Abandoning, Closed};
+use super::{COPY_BACKOFF, Command, Loss, LostChannel, Worker};
+use crate::core::channel::{Channel, Workspace};
 use crate::core::context::Context;
-use crate::core::operation::Op;
 use crate::core::peer::PeerState;
-use crate::core::queue::DROPPED;
-use crate::error::Error;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
 use ferrywire_sys::affinity;
@@ -28,12 +24,29 @@ use ferrywire_sys::poll::{Event as PollEvent, Interest, WAKE_TOKEN};
 const HOT_POLLS: u32 = 8;
 /// Passes after which every due acknowledgement is sent, even while more data arrives.
 const ACK_POLLS: u32 = 64;
-/// Pause before the kernel is asked again whether it has released memory.
-const RELEASE_PAUSE: Duration = Duration::from_micros(100);
-/// Reason for losing a channel that sends from memory which its user has dropped.
-const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
 /// Bytes that keep a lane busy for longer than one backoff.
 const BACKOFF_BYTES: usize = 4 << 20;
+
+/// The channels of a worker. Only the thread that holds the engine's lock touches them.
+pub(crate) struct ProgressEngine {
+    pub(super) slots: Vec<Option<Slot>>,
+    space: Workspace,
+    pub(super) ready: Vec<PollEvent>,
+    last_check: Duration,
+    /// Bytes moved so far, received and sent.
+    pub(super) moved: u64,
+    /// The channel that received last.
+    hot: Option<usize>,
+    polls: u32,
+    /// The channel that may send first in this pass.
+    first: usize,
+    /// Channels without a file descriptor, which have to be polled.
+    polled: usize,
+    /// Requests to release memory that a lane or GPU may still write to.
+    pub(super) abandoning: Vec<Abandoning>,
+    /// Lanes and connections of lost channels, while they may still read memory.
+    pub(super) unreleased: Vec<Closed>,
+}
 
 pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
@@ -49,6 +62,22 @@ pub(super) enum Polled {
 }
 
 impl ProgressEngine {
+    pub(super) fn new() -> ProgressEngine {
+        ProgressEngine {
+            slots: Vec::new(),
+            space: Workspace::new(),
+            ready: Vec::new(),
+            last_check: Duration::ZERO,
+            moved: 0,
+            hot: None,
+            polls: 0,
+            first: 0,
+            polled: 0,
+            abandoning: Vec::new(),
+            unreleased: Vec::new(),
+        }
+    }
+
     /// Makes one pass: runs commands, receives, polls lanes and GPU copies, and then sends, unless `done`
     /// returns true before.
     pub(super) fn poll_once(
@@ -113,83 +142,6 @@ impl ProgressEngine {
             }
         }
         worked
-    }
-
-    /// Loses the channels whose connections still send from memory that its user has dropped, once the kernel
-    /// has released the memory or `KERNEL_RELEASE_TIMEOUT` has passed. One timeout covers all these channels.
-    fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, context: &Context) {
-        let sends = |slot: &mut Option<Slot>| {
-            slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
-        };
-        let places: Vec<usize> =
-            (0..self.slots.len()).filter(|place| sends(&mut self.slots[*place])).collect();
-        let since = Instant::now();
-        for place in places {
-            let Some(slot) = &mut self.slots[place] else { continue };
-            // A NIC's queue may still hold packets.
-            while !slot.channel.has_released_dropped_memory() {
-                if since.elapsed() >= limits::KERNEL_RELEASE_TIMEOUT {
-                    slot.channel.fail_unreleased();
-                    break;
-                }
-                thread::sleep(RELEASE_PAUSE);
-            }
-            self.lose(worker, context, place, SENDS_DROPPED);
-        }
-    }
-
-    /// Answers a request to release memory once no channel writes there and no NIC sends from it over a
-    /// closed lane or connection. If a lane does not let go of the memory in time, its channel is lost. If a
-    /// GPU does not, its channel is lost only where the request has `force`.
-    fn release_memory(&mut self, worker: &Worker, context: &Context) {
-        self.lose_senders_of_dropped_memory(worker, context);
-        let now = context.transport.now();
-        for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
-            let waited = now.saturating_sub(since);
-            let late = waited > limits::LANE_ABANDON_TIMEOUT;
-            let cut = request.force && waited > limits::GPU_ABANDON_TIMEOUT;
-            let (mut lane, mut gpu) = (false, None);
-            for place in 0..self.slots.len() {
-                let Some(slot) = &mut self.slots[place] else { continue };
-                let touched = slot.channel.abandon(&request.gone);
-                worker.step();
-                if slot.channel.lane_sends_what_is_gone() {
-                    self.lose(worker, context, place, SENDS_DROPPED);
-                } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
-                    let why = "memory was taken back while a message was being received into it";
-                    self.lose(worker, context, place, why);
-                } else if touched.lane || touched.gpu.is_some() {
-                    lane |= touched.lane;
-                    gpu = gpu.or(touched.gpu);
-                } else {
-                    slot.channel.forget_revoked();
-                }
-            }
-            lane |= request.sources && !self.has_released(now);
-            let gpu = gpu.filter(|_| !lane);
-            request.note_gpu(worker.index, gpu);
-            if lane || gpu.is_some() {
-                self.abandoning.push(Abandoning { request, since, by_gpu: gpu.is_some() })
-            } else {
-                request.answered[worker.index].store(true, Ordering::Release)
-            }
-        }
-    }
-
-    /// Whether no closed lane or connection reads memory any more. One that does so for longer than
-    /// `CLOSED_RELEASE_TIMEOUT` counts as released, and its operations fail.
-    fn has_released(&mut self, now: Duration) -> bool {
-        self.unreleased.retain_mut(|closed| {
-            let late = now.saturating_sub(closed.since) > limits::CLOSED_RELEASE_TIMEOUT;
-            if closed.unreleased.has_released() {
-                return false;
-            }
-            if late {
-                closed.give_up();
-            }
-            !late
-        });
-        self.unreleased.is_empty()
     }
 
     /// Polls every lane: lanes raise no events.
@@ -317,7 +269,7 @@ impl ProgressEngine {
         }
     }
 
-    fn lose(&mut self, worker: &Worker, context: &Context, place: usize, why: impl Into<Loss>) {
+    pub(super) fn lose(&mut self, worker: &Worker, context: &Context, place: usize, why: impl Into<Loss>) {
         let Some(slot) = self.slots[place].take() else {
             return;
         };
@@ -351,7 +303,7 @@ impl ProgressEngine {
     /// For tests: sends everything that is queued, where the channel's peer is to vanish.
     #[cfg(test)]
     fn handed_over(&mut self, mut slot: Slot) -> Slot {
-        if slot.channel.peer.life.vanishes.load(Ordering::SeqCst) {
+        if slot.channel.peer.life.vanishes.load(std::sync::atomic::Ordering::SeqCst) {
             slot.channel.hand_over(&mut self.space);
         }
         slot
@@ -525,16 +477,6 @@ impl ProgressEngine {
     }
 }
 
-impl Closed {
-    /// Fails operations on dropped memory that the kernel or a NIC has not released in time, even where the
-    /// peer has placed their bytes.
-    fn give_up(&self) {
-        tracing::error!("NIC may still send from memory of a closed connection or lane");
-        let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
-        self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
-    }
-}
-
 impl Slot {
     /// Polls the socket for writability only while the channel is blocked, and for bytes only while the
     /// channel can take them.
@@ -562,7 +504,8 @@ mod tests {
     use std::net::SocketAddr;
     use std::os::fd::RawFd;
     use std::sync::MutexGuard;
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Instant;
 
     const LONG: Duration = Duration::from_secs(60);
 

@@ -18,22 +18,21 @@ mod inline;
 mod quiesce;
 mod workers;
 
-use crate::core::channel::{Channel, Unreleased, Workspace};
+use crate::core::channel::Channel;
 use crate::core::context::Context;
-use crate::core::operation::Op;
 use crate::core::sleeper::{Activity, Sleeper};
 use crossbeam_queue::SegQueue;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::schedule::Spin;
 use ferrywire_sys::affinity;
-use ferrywire_sys::poll::{Event as PollEvent, Poller};
+use ferrywire_sys::poll::Poller;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::{Polled, Slot};
+use engine::{Polled, ProgressEngine};
 use inline::SPIN;
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
 pub(crate) use workers::{Loss, LostChannel, LostChannels, Workers};
@@ -104,43 +103,6 @@ pub(crate) enum PolledBy {
     Thread,
 }
 
-/// The channels of a worker. Only the thread that holds the engine's lock touches them.
-pub(crate) struct ProgressEngine {
-    slots: Vec<Option<Slot>>,
-    space: Workspace,
-    ready: Vec<PollEvent>,
-    last_check: Duration,
-    /// Bytes moved so far, received and sent.
-    moved: u64,
-    /// The channel that received last.
-    hot: Option<usize>,
-    polls: u32,
-    /// The channel that may send first in this pass.
-    first: usize,
-    /// Channels without a file descriptor, which have to be polled.
-    polled: usize,
-    /// Requests to release memory that a lane or GPU may still write to.
-    abandoning: Vec<Abandoning>,
-    /// Lanes and connections of lost channels, while they may still read memory.
-    unreleased: Vec<Closed>,
-}
-
-/// Lane and connection of a lost channel.
-struct Closed {
-    unreleased: Unreleased,
-    /// Operations with frames that the peer has not acknowledged.
-    ops: Vec<Arc<Op>>,
-    since: Duration,
-}
-
-/// A request that is not answered yet.
-struct Abandoning {
-    request: Arc<Abandon>,
-    since: Duration,
-    /// Whether the request waits only for GPU copies.
-    by_gpu: bool,
-}
-
 impl Worker {
     /// Creates a worker. `spin` is how long its thread spins without work before it sleeps in the kernel.
     ///
@@ -155,22 +117,9 @@ impl Worker {
     ) -> io::Result<Worker> {
         let poller = Poller::new()?;
         let sleeper = Arc::new(Sleeper::new(index, poller.waker(), threaded));
-        let engine = ProgressEngine {
-            slots: Vec::new(),
-            space: Workspace::new(),
-            ready: Vec::new(),
-            last_check: Duration::ZERO,
-            moved: 0,
-            hot: None,
-            polls: 0,
-            first: 0,
-            polled: 0,
-            abandoning: Vec::new(),
-            unreleased: Vec::new(),
-        };
         Ok(Worker {
             index,
-            engine: Mutex::new(engine),
+            engine: Mutex::new(ProgressEngine::new()),
             poller,
             commands: SegQueue::new(),
             sleeper,
