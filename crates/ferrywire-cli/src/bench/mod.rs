@@ -16,6 +16,7 @@ pub mod connect;
 pub mod cpu_accounting;
 pub mod flow;
 pub mod host;
+pub mod idle_nics;
 pub mod incast;
 pub mod isolated;
 pub mod layout;

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::host::Host;
+use super::idle_nics;
 use super::isolated;
 use super::result::ResultRow;
 use super::table;
@@ -77,7 +78,10 @@ impl Record {
         match news {
             News::Peer(host, threads) => (self.peer, self.peer_threads) = (Some(host), Some(threads)),
             News::Ranks(ranks) => self.note("ranks", json!(ranks)),
-            News::Results(rows) => self.results.extend(rows),
+            News::Results(rows) => {
+                let rows = rows.into_iter().map(|row| with_idle_nics(&self.config, row));
+                self.results.extend(rows.collect::<Vec<_>>());
+            }
         }
     }
 
@@ -113,6 +117,15 @@ impl Record {
             "error": outcome.as_ref().err().map(Failure::message),
         })
     }
+}
+
+/// The result with this end's NICs that carry no channel.
+fn with_idle_nics(config: &Value, mut row: ResultRow) -> ResultRow {
+    let idle = idle_nics::of_result(config, &row);
+    if !idle.is_empty() {
+        row.extra.insert("idle_nics".to_owned(), json!(idle));
+    }
+    row
 }
 
 /// A value is `null` if the engine chooses; the results then have its choice.

@@ -7,6 +7,7 @@ use std::fmt::Write;
 use clap::ValueEnum;
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
+use super::idle_nics::IdleNic;
 use super::report::Record;
 use super::result::{ALL, LatencyUs, ResultRow};
 use crate::args::{Op, Pattern};
@@ -101,7 +102,9 @@ pub fn render(record: &Record) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     });
     let mut text = String::new();
-    let _ = writeln!(text, "{}\n{}\n{table}", headline(first), setting(record, first));
+    let _ = writeln!(text, "{}\n{}", headline(first), setting(record, first));
+    idle_nics(&mut text, &record.results);
+    let _ = writeln!(text, "{table}");
     matrices(&mut text, &record.results);
     bottlenecks(&mut text, &record.results);
     warnings(&mut text, &record.results);
@@ -224,6 +227,17 @@ fn setting(record: &Record, row: &ResultRow) -> String {
         row.congestion_control,
         row.setup_s,
     )
+}
+
+/// One line per NIC of this end that carries no channel; results of several pairs may have NICs of their own.
+fn idle_nics(text: &mut String, rows: &[ResultRow]) {
+    let of_row =
+        |row: &ResultRow| row.extra.get("idle_nics").cloned().map(serde_json::from_value::<Vec<IdleNic>>);
+    // The total of all pairs comes last, and has the NICs of all.
+    let idle = rows.last().and_then(of_row).and_then(Result::ok).unwrap_or_default();
+    for IdleNic { nic, reason, fix } in idle {
+        let _ = writeln!(text, "NIC {nic} carries no channel: {reason}; {fix}");
+    }
 }
 
 /// Why this transport was chosen.

@@ -171,6 +171,35 @@ fn a_run_over_a_plugin_and_one_between_two_commands_are_accepted() {
     assert_eq!(refusals(&crate::common::json(&failed)), Vec::<String>::new());
 }
 
+/// A NIC of this host beside loopback, as the command lists them.
+fn nic_beside_loopback() -> Option<String> {
+    let said = crate::common::first_error(&run("bench --nics nosuch0 --memory host --peer-memory host"));
+    let (_, names) = said.rsplit_once("there are ")?;
+    names.split(", ").find(|name| *name != "lo").map(str::to_owned)
+}
+
+#[test]
+fn a_named_nic_without_a_channel_is_in_the_result_and_in_the_header() {
+    let Some(nic) = nic_beside_loopback() else {
+        eprintln!("SKIPPED: needs a NIC with an address beside loopback");
+        return;
+    };
+    let document = accepted(&format!("--nics lo,{nic}"));
+    let idle = &document["results"][0]["extra"]["idle_nics"];
+    assert_eq!((list(idle).len(), &idle[0]["nic"]), (1, &json!(nic)), "{document}");
+    assert!(accepted("--nics lo")["results"][0]["extra"]["idle_nics"].is_null());
+    let args = format!("bench --memory host --peer-memory host --sizes 4K --iters 2 --nics lo,{nic}");
+    let shown = crate::common::text(&run(&args).stdout);
+    let header = shown.lines().take_while(|line| !line.contains('─'));
+    let named: Vec<&str> =
+        header.filter(|line| line.starts_with(&format!("NIC {nic} carries no channel: "))).collect();
+    assert_eq!(named.len(), 1, "{shown}");
+    assert!(
+        named[0]
+            .ends_with(&format!("leave {nic} out of --nics, or connect to an address that {nic} reaches"))
+    );
+}
+
 #[test]
 fn unknown_missing_and_wrong_fields_are_refused() {
     let document = accepted("");
