@@ -89,6 +89,34 @@ fn known() -> BTreeSet<String> {
     known
 }
 
+/// Today's and a former variable of each option that has both.
+fn renamed() -> BTreeSet<(String, String)> {
+    fn collect(command: &clap::Command, into: &mut BTreeSet<(String, String)>) {
+        for arg in command.get_arguments() {
+            let pair = |(today, former): (&str, &str)| (args::variable(today), args::variable(former));
+            let today = arg.get_long().into_iter();
+            into.extend(
+                today.flat_map(|today| args::former_names(arg).map(move |former| (today, former))).map(pair),
+            );
+        }
+        command.get_subcommands().for_each(|sub| collect(sub, into));
+    }
+    let mut renamed = BTreeSet::new();
+    collect(&args::command(), &mut renamed);
+    renamed
+}
+
+/// Former variables that have no effect, because today's variable of the option has another value.
+fn overridden<'a>(value: impl Fn(&str) -> Option<&'a String>) -> Vec<Finding> {
+    let both = |(today, former): (String, String)| {
+        let (counts, ignored) = (value(&today)?, value(&former)?);
+        let evidence = format!("{former} is {ignored} and {today} is {counts}: {today} counts");
+        let fix = format!("unset {former}, the former name of {today}");
+        (counts != ignored).then(|| Finding::ok("former-variable", former.clone(), evidence).warn(fix))
+    };
+    renamed().into_iter().filter_map(both).collect()
+}
+
 /// The findings about the environment; `nics` are the names of the host's NICs.
 pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
     let known = known();
@@ -110,6 +138,7 @@ pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
             .warn("name the plugin's file, the same on every host")
     }));
     let value = |name: &str| environment.variables.iter().find(|(of, _)| of == name).map(|(_, value)| value);
+    found.extend(overridden(value));
     found.extend(value("NCCL_SOCKET_IFNAME").and_then(|wish| socket_nics(wish, nics)));
     found.extend(value("NCCL_NET").and_then(|wish| net(wish)));
     if found.is_empty() {
@@ -165,6 +194,17 @@ mod tests {
         assert_eq!(found(&[("FERRYWIRE_NIC", "eth0")], "unknown-variable"), [Level::Warn]);
         // The names of NCCL's variables are not known here.
         assert_eq!(found(&[("NCCL_WHATEVER", "1")], "unknown-variable"), []);
+    }
+
+    #[test]
+    fn a_former_variable_with_another_value_is_a_warning() {
+        let both =
+            |former| found(&[("FERRYWIRE_TIMEOUT", "5"), ("FERRYWIRE_DEADLINE", former)], "former-variable");
+        assert_eq!(both("7"), [Level::Warn]);
+        assert_eq!(both("5"), []);
+        assert_eq!(found(&[("FERRYWIRE_DEADLINE", "7")], "former-variable"), []);
+        let map = [("FERRYWIRE_GPU_NICS", "0=eth0"), ("FERRYWIRE_MAP", "0=eth1")];
+        assert_eq!(found(&map, "former-variable"), [Level::Warn]);
     }
 
     #[test]

@@ -167,6 +167,20 @@ fn variables_that_no_command_takes_are_told() {
 }
 
 #[test]
+fn a_former_variable_beside_todays_is_told() {
+    let found = |former: &str| {
+        let mut command = doctor("--json");
+        command.env("FERRYWIRE_TIMEOUT", "9").env("FERRYWIRE_DEADLINE", former);
+        run_within(TIMEOUT_DEFAULT, &mut command)
+    };
+    let finding = only(&found("8"), "former-variable");
+    assert_eq!((&finding["level"], &finding["subject"]), (&"warn".into(), &"FERRYWIRE_DEADLINE".into()));
+    let evidence = finding["evidence"].as_str().unwrap_or_default();
+    assert!(evidence.ends_with("FERRYWIRE_TIMEOUT is 9: FERRYWIRE_TIMEOUT counts"), "{finding}");
+    assert!(!text(&found("9").stdout).contains("former-variable"));
+}
+
+#[test]
 fn what_makes_no_sense_is_bad_usage() {
     for args in
         ["--no-such-flag", "host:port", "--nics no-such-nic", "--timeout 0", "--secret-file /nonexistent"]
