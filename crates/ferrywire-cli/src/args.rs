@@ -5,6 +5,9 @@
 //!
 //! The first paragraph of a flag's comment is its line of `-h`: at most [`help::LINE_CHARS_MAX`] characters, with the default.
 //! Further paragraphs are shown by `--help` only.
+//!
+//! Invariant: an option whose help says `[default: auto]` takes the word `auto` ([`OrAuto`]), and so does an option of this
+//! name in another command, since one variable or file may serve several commands.
 
 #![allow(
     rustdoc::broken_intra_doc_links,
@@ -15,11 +18,12 @@ mod help;
 
 use std::path::PathBuf;
 
-use clap::builder::{BoolishValueParser, FalseyValueParser};
+use clap::builder::{BoolishValueParser, FalseyValueParser, OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use ferrywire_ncclnet::abi::Version;
 use serde::{Deserialize, Serialize};
 
+use crate::auto::OrAuto;
 use crate::units::{Bytes, Gpus, Names, Sizes};
 
 /// Move GPU and host memory between machines over TCP NICs, and measure how fast
@@ -89,19 +93,19 @@ pub struct TopoFlags {
     /// auto: the NICs behind the GPU's own PCIe bridge, else below its PCIe root, else of its NUMA node. GPUs that are not
     /// named keep the NICs that auto chooses.
     #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
-    pub gpu_nics: Option<String>,
+    pub gpu_nics: Option<OrAuto<String>>,
     /// NICs to plan with, by name [default: auto]
     ///
     /// auto: every NIC with a device, except NICs for control. A NIC is for control if it shares its PCIe root with no GPU
     /// while other NICs do.
     #[arg(long, value_name = "NAMES")]
-    pub nics: Option<Names>,
+    pub nics: Option<OrAuto<Names>>,
     /// Allow NICs of another NUMA node for GPUs without a nearer NIC
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub allow_cross_numa: bool,
     /// Channels per GPU, spread over its NICs [default: 8]
     #[arg(long, value_name = "N")]
-    pub channels: Option<usize>,
+    pub channels: Option<OrAuto<usize>>,
     /// First undo NIC settings that killed runs left behind
     ///
     /// A run with --allow-nic-setup changes NIC settings and undoes the changes at its end. A killed run leaves its rules
@@ -160,7 +164,7 @@ pub struct PluginFlags {
     ///
     /// auto: the newest version that the plugin exports.
     #[arg(long, value_name = "vN")]
-    pub version: Option<Version>,
+    pub version: Option<OrAuto<Version>>,
     /// Write JSON instead of text
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub json: bool,
@@ -214,14 +218,14 @@ pub struct NixlFlags {
     /// Interpreter or virtual environment that has NIXL [default: auto]
     ///
     /// auto: the virtual environment in which this command lies, else the active one (VIRTUAL_ENV), else that of python3.
-    #[arg(long, alias = "prefix", value_name = "PATH")]
-    pub python: Option<PathBuf>,
+    #[arg(long, alias = "prefix", value_name = "PATH", value_parser = OsStringValueParser::new().map(OrAuto::path))]
+    pub python: Option<OrAuto<PathBuf>>,
     /// File of the backend [default: auto]
     ///
     /// `install` copies this file. `status` compares the installed copy with it. auto: the backend of this command's build
     /// or wheel.
-    #[arg(long, value_name = "PATH")]
-    pub library: Option<PathBuf>,
+    #[arg(long, value_name = "PATH", value_parser = OsStringValueParser::new().map(OrAuto::path))]
+    pub library: Option<OrAuto<PathBuf>>,
     /// Write JSON instead of text
     #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
     pub json: bool,
@@ -251,25 +255,25 @@ pub struct RankArgs {
     ///
     /// auto: the rank that torchrun, mpirun, mpiexec or srun assigns.
     #[arg(long, value_name = "N")]
-    pub rank: Option<u32>,
+    pub rank: Option<OrAuto<u32>>,
     /// Number of ranks: even, or 1 for loopback mode [default: auto]
     ///
     /// Rank i of the first half sends to rank i + N/2. At most 1024. auto: the world size of the launcher, else 1.
     #[arg(long, alias = "world", value_name = "N")]
-    pub world_size: Option<u32>,
+    pub world_size: Option<OrAuto<u32>>,
     /// Number of this process among those of its host [default: auto]
     ///
     /// The rank uses the GPU with this number where --memory names a kind without a number. auto: the local rank of the
     /// launcher, else 0.
     #[arg(long, value_name = "N")]
-    pub local_rank: Option<u32>,
+    pub local_rank: Option<OrAuto<u32>>,
     /// Where rank 0 waits for the other ranks [default: auto]
     ///
     /// auto: loopback where all ranks are on one host, else MASTER_ADDR, else the first node of the Slurm job. The port is
     /// MASTER_PORT unless torchrun listens there, a port of the Slurm job step, or 7420. mpirun and mpiexec over several
     /// hosts need the option. Beyond loopback a serving rank with local rank r listens on PORT + r.
     #[arg(long, value_name = "ADDR:PORT")]
-    pub rendezvous: Option<String>,
+    pub rendezvous: Option<OrAuto<String>>,
     /// As for serve
     #[arg(long, hide = true)]
     pub inject: Option<Inject>,
@@ -308,7 +312,7 @@ pub struct ServeFlags {
     /// auto: with --memory cuda:N the NICs on the PCIe root of that GPU, else every NIC with an address; with --listen on
     /// loopback only loopback.
     #[arg(long, value_name = "NAMES")]
-    pub nics: Option<Names>,
+    pub nics: Option<OrAuto<Names>>,
     /// One endpoint for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
     #[arg(long, value_name = "LIST")]
     pub gpus: Option<Gpus>,
@@ -316,7 +320,7 @@ pub struct ServeFlags {
     ///
     /// Needs --gpus, and names every GPU of it. auto: the plan that `ferrywire topo` shows.
     #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
-    pub gpu_nics: Option<String>,
+    pub gpu_nics: Option<OrAuto<String>>,
     /// Allow NICs of another NUMA node for GPUs without a nearer NIC
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -332,12 +336,12 @@ pub struct ServeFlags {
     ///
     /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
     #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
+    pub threads: Option<OrAuto<usize>>,
     /// Congestion control of this end's data connections [default: auto]
     ///
     /// auto: cubic where the round trip is below 0.5 ms, else the default of the system.
     #[arg(long, value_name = "NAME")]
-    pub congestion_control: Option<String>,
+    pub congestion_control: Option<OrAuto<String>>,
     /// How channels move bytes [default: auto]
     ///
     /// Both ends must name plugin. With devmem, a peer that names tcp is refused.
@@ -370,17 +374,17 @@ pub struct ServeFlags {
     /// host, cuda, cuda:N, sim, or sim:N (a simulated GPU). A peer that names no memory gets this memory. auto: any CUDA GPU
     /// of this host; with --plugin host.
     #[arg(long, value_name = "KIND")]
-    pub memory: Option<String>,
+    pub memory: Option<OrAuto<String>>,
     /// Longest message of the plugin [default: 512K]
     ///
     /// Needed where the peer sets another --chunk than the default. Over GPUDirect-TCPX at most 1M.
     #[arg(long, value_name = "BYTES")]
-    pub chunk: Option<Bytes>,
+    pub chunk: Option<OrAuto<Bytes>>,
     /// Requests in flight per channel of the plugin [default: 16]
     ///
     /// Both ends need the same value.
     #[arg(long, value_name = "N")]
-    pub window: Option<usize>,
+    pub window: Option<OrAuto<usize>>,
     /// Longest time for a plugin call or a silent peer, in seconds [default: 30]
     ///
     /// A silent peer has connected and has not yet asked for a run. A run brings its own timeout.
@@ -425,13 +429,13 @@ pub struct ConnectFlags {
     ///
     /// cuda:N is CUDA device N, sim:N a simulated GPU. auto: cuda where a GPU is present, else host; with --plugin host.
     #[arg(long, value_name = "KIND")]
-    pub memory: Option<String>,
+    pub memory: Option<OrAuto<String>>,
     /// Where the peer's bytes lie: host, cuda[:N] or sim[:N] [default: auto]
     ///
     /// auto: cuda where the peer has a GPU (on a shared host the next GPU), else host; with --plugin host. `bench serve`
     /// must offer simulated GPUs with --memory.
     #[arg(long, value_name = "KIND")]
-    pub peer_memory: Option<String>,
+    pub peer_memory: Option<OrAuto<String>>,
     /// Message sizes: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M]
     ///
     /// A list, a range by powers of two, or both; at most 64 sizes. With --pattern latency the default is 8,4K,64K. With
@@ -442,7 +446,7 @@ pub struct ConnectFlags {
     ///
     /// auto: 256 MiB in flight, as 4 to 64 transfers; with --pattern latency 1. At most 4096.
     #[arg(long, value_name = "N")]
-    pub depth: Option<usize>,
+    pub depth: Option<OrAuto<usize>>,
     /// Scattered blocks per message, moved by one vectored call [default: none]
     #[arg(long, value_name = "N")]
     pub blocks: Option<usize>,
@@ -458,13 +462,13 @@ pub struct ConnectFlags {
     ///
     /// auto: as many as --threads has by default, rounded up to a multiple of the NIC pairs. At most 256.
     #[arg(long, value_name = "N")]
-    pub channels: Option<usize>,
+    pub channels: Option<OrAuto<usize>>,
     /// NICs to use, by name: eth1,eth2 [default: auto]
     ///
     /// auto: the NICs on the PCIe root of the GPU of --memory, else all NICs that share a subnet with the peer, else the NIC
     /// of the route to the peer.
     #[arg(long, value_name = "NAMES")]
-    pub nics: Option<Names>,
+    pub nics: Option<OrAuto<Names>>,
     /// One endpoint for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
     ///
     /// All endpoints are in this process. GPU i sends to GPU i of the peer; `bench serve` needs --gpus too.
@@ -474,7 +478,7 @@ pub struct ConnectFlags {
     ///
     /// Needs --gpus, and names every GPU of it. auto: the plan that `ferrywire topo` shows.
     #[arg(long, alias = "map", value_name = "GPU=NIC,...")]
-    pub gpu_nics: Option<String>,
+    pub gpu_nics: Option<OrAuto<String>>,
     /// Allow NICs of another NUMA node for GPUs without a nearer NIC
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -486,12 +490,12 @@ pub struct ConnectFlags {
     ///
     /// auto: 2M; over a plugin 512K. At most 4M; over GPUDirect-TCPX at most 1M.
     #[arg(long, value_name = "BYTES")]
-    pub chunk: Option<Bytes>,
+    pub chunk: Option<OrAuto<Bytes>>,
     /// Frames or requests in flight per channel [default: auto]
     ///
     /// auto: 1024; over a plugin 16. Over a plugin both ends need the same value, at most 128.
     #[arg(long, value_name = "N")]
-    pub window: Option<usize>,
+    pub window: Option<OrAuto<usize>>,
     /// Messages per size in the timed part [default: none]
     ///
     /// With --seconds too, the timed part ends with whichever is reached first.
@@ -506,7 +510,7 @@ pub struct ConnectFlags {
     ///
     /// auto: as many as take 0.2 seconds.
     #[arg(long, value_name = "N")]
-    pub warmup: Option<u64>,
+    pub warmup: Option<OrAuto<u64>>,
     /// How channels move bytes [default: auto]
     #[arg(long)]
     pub transport: Option<Transport>,
@@ -559,12 +563,12 @@ pub struct ConnectFlags {
     ///
     /// auto: cubic where the round trip is below 0.5 ms, else the default of the system.
     #[arg(long, value_name = "NAME")]
-    pub congestion_control: Option<String>,
+    pub congestion_control: Option<OrAuto<String>>,
     /// Progress threads of this end [default: auto]
     ///
     /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
     #[arg(long, value_name = "N")]
-    pub threads: Option<usize>,
+    pub threads: Option<OrAuto<usize>>,
     /// Serve Prometheus metrics at this address [default: none]
     ///
     /// PORT alone is a port of loopback. ADDR:PORT+ takes the next free port if another process has it. The metrics are at

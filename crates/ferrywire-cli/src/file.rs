@@ -46,7 +46,8 @@ fn one_line(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::args::ConnectFlags;
+    use crate::args::{ConnectFlags, RankArgs, ServeFlags};
+    use crate::auto::{Given, OrAuto};
 
     fn filled(text: &str, flags: ConnectFlags) -> Result<ConnectFlags, Failure> {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
@@ -61,7 +62,40 @@ mod tests {
             .expect("good");
         assert_eq!(flags.iters, Some(3));
         assert_eq!(flags.sizes.map(|sizes| sizes.0), Some(vec![4096, 1]));
-        assert_eq!(flags.chunk.map(|chunk| chunk.0), Some(65536));
+        assert_eq!(flags.chunk.given().map(|chunk| chunk.0), Some(65536));
+    }
+
+    #[test]
+    fn every_default_of_auto_may_be_written() {
+        let command = crate::args::command();
+        let bench = command.find_subcommand("bench").expect("a subcommand");
+        let of = |end: Option<&str>| {
+            let command = end.map_or(bench, |end| bench.find_subcommand(end).expect("an end"));
+            let is_auto = |arg: &&clap::Arg| {
+                arg.get_help().is_some_and(|help| help.to_string().contains("[default: auto]"))
+            };
+            let names = command.get_arguments().filter(is_auto).filter_map(|arg| arg.get_long());
+            names.map(|name| format!("{name} = \"auto\"\n")).collect::<String>()
+        };
+        let flags = filled(&of(Some("connect")), ConnectFlags::default()).expect("good");
+        assert_eq!(flags.depth, Some(OrAuto::Auto));
+        assert_eq!(flags.depth.given(), None);
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        std::fs::write(file.path(), of(Some("serve"))).expect("written");
+        fill(ServeFlags::default(), file.path()).expect("good");
+        std::fs::write(file.path(), of(None)).expect("written");
+        fill(RankArgs::default(), file.path()).expect("good");
+    }
+
+    #[test]
+    fn a_typed_auto_goes_before_a_value_of_the_file() {
+        let typed = ConnectFlags { depth: Some(OrAuto::Auto), ..Default::default() };
+        let flags = filled("depth = 3\nwindow = 9", typed).expect("good");
+        assert_eq!((flags.depth, flags.window), (Some(OrAuto::Auto), Some(OrAuto::Value(9))));
+        for text in ["depth = \"Auto\"", "depth = -1", "chunk = \"4Q\""] {
+            let refused = filled(text, ConnectFlags::default());
+            assert!(matches!(refused, Err(Failure::Usage(_))), "{text}");
+        }
     }
 
     #[test]
@@ -70,7 +104,7 @@ mod tests {
         let flags = flags.expect("good");
         assert_eq!(flags.timeout, Some(7.0));
         assert_eq!(flags.pattern, Some(crate::args::Pattern::AllToAll));
-        assert_eq!(flags.gpu_nics.as_deref(), Some("0=eth1"));
+        assert_eq!(flags.gpu_nics.given().as_deref(), Some("0=eth1"));
         for twice in ["deadline = 7\ntimeout = 7", "gpu-nics = \"0=a\"\nmap = \"0=b\""] {
             assert!(matches!(filled(twice, ConnectFlags::default()), Err(Failure::Usage(_))), "{twice}");
         }

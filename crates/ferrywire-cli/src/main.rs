@@ -8,6 +8,7 @@
 #![deny(clippy::print_stderr)]
 
 mod args;
+mod auto;
 mod bench;
 mod doctor;
 mod exit;

@@ -18,6 +18,7 @@ use crate::args::{
     self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Pattern, PluginFlags, ServeFlags, TopoFlags,
     Unpack, WatchFlags,
 };
+use crate::auto::{Given, OrAuto};
 use crate::bench::protocol::{Run, SECONDS_MAX};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
@@ -280,7 +281,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Some(End::Connect { address, options }) => {
             let addresses = resolve("ADDR:PORT", &address)?;
             let options = with_file(*options)?;
-            unnumbered("--memory", options.gpus.as_ref(), options.memory.as_deref())?;
+            unnumbered("--memory", options.gpus.as_ref(), options.memory.given_ref().map(String::as_str))?;
             let beyond = addresses.iter().any(|address| !address.ip().is_loopback());
             let plan = plan_connect(options, addresses, beyond, verbose)?;
             Ok(Plan::Connect(Box::new(ConnectPlan { typed_address: Some(address), ..plan })))
@@ -290,14 +291,14 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
 
 fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
     let TopoFlags { json, gpu_nics: map, nics, allow_cross_numa, channels, clean_up, root } = flags;
-    let map = map.map_or(Ok(Default::default()), |text| {
+    let map = map.given().map_or(Ok(Default::default()), |text| {
         text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))
     })?;
-    let channels = at_least_one("--channels", channels)?.unwrap_or(TOPO_CHANNELS_DEFAULT);
+    let channels = at_least_one("--channels", channels.given())?.unwrap_or(TOPO_CHANNELS_DEFAULT);
     if channels > CHANNELS_MAX {
         return usage(format!("--channels must be at most {CHANNELS_MAX} (got {channels})"));
     }
-    let nics = nics.map(|names| names.0).unwrap_or_default();
+    let nics = nics.given().map(|names| names.0).unwrap_or_default();
     if clean_up && root.is_some() {
         return usage("--clean-up changes NICs of this host only: leave out --root");
     }
@@ -334,7 +335,7 @@ fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
     if path.as_os_str().is_empty() {
         return usage("PATH must not be empty: name a plugin file, or a name as in NCCL_NET_PLUGIN");
     }
-    Ok(PluginPlan { path, version, json, timeout, verbose })
+    Ok(PluginPlan { path, version: version.given(), json, timeout, verbose })
 }
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
@@ -356,9 +357,10 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =
         Duration::from_secs_f64(seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT));
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
-    unnumbered("--memory", flags.gpus.as_ref(), flags.memory.as_deref())?;
-    let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
+    let memory = Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?;
+    unnumbered("--memory", flags.gpus.as_ref(), flags.memory.given_ref().map(String::as_str))?;
+    let (gpus, map) =
+        multi_gpu(flags.gpus.clone(), flags.gpu_nics.given_ref().map(String::as_str), &flags.nics)?;
     let engine = EnginePlan {
         // Contradictions are reported before missing resources.
         devmem: transport::devmem_for_serve(&flags, listen, call_limit)?,
@@ -367,9 +369,9 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         map,
         allow_cross_numa: flags.allow_cross_numa.unwrap_or(false),
         root: flags.root,
-        nics: flags.nics.map(|names| names.0).unwrap_or_default(),
-        threads: at_least_one("--threads", flags.threads)?,
-        congestion_control: flags.congestion_control,
+        nics: flags.nics.given().map(|names| names.0).unwrap_or_default(),
+        threads: at_least_one("--threads", flags.threads.given())?,
+        congestion_control: flags.congestion_control.given(),
         metrics: flags.metrics,
         secret,
         ..EnginePlan::default()
@@ -394,13 +396,14 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
 fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     let mut flags = with_file(flags)?;
     for (flag, text) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
-        unnumbered(flag, flags.gpus.as_ref(), text.as_deref())?;
+        unnumbered(flag, flags.gpus.as_ref(), text.given_ref().map(String::as_str))?;
     }
     let memory = memory(&mut flags)?;
-    if flags.plugin.is_none() && flags.peer_memory.is_none() {
+    if flags.plugin.is_none() && flags.peer_memory.given_ref().is_none() {
         let there = Memory::detect(Some(memory));
         let of_gpus = || there.kind().to_owned();
-        flags.peer_memory = Some(flags.gpus.as_ref().map_or_else(|| there.to_string(), |_| of_gpus()));
+        let text = flags.gpus.as_ref().map_or_else(|| there.to_string(), |_| of_gpus());
+        flags.peer_memory = Some(text.into());
     }
     Ok(flags)
 }
@@ -429,13 +432,13 @@ fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {
 
 /// The memory location of this end; stored in the flags, so that further processes of the run use it too.
 fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
-    let typed = Memory::typed("--memory", flags.memory.as_deref())?;
+    let typed = Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?;
     let memory = match (typed, &flags.plugin) {
         (Some(memory), _) => memory,
         (None, Some(_)) => Memory::Host,
         (None, None) => Memory::detect(None),
     };
-    flags.memory = Some(memory.to_string());
+    flags.memory = Some(memory.to_string().into());
     Ok(memory)
 }
 
@@ -454,7 +457,8 @@ fn plan_connect(
             "beyond loopback a secret is needed: set FERRYWIRE_SECRET or --secret-file to the same secret on both ends (serve prints it)",
         );
     }
-    let (gpus, map) = multi_gpu(flags.gpus.clone(), flags.gpu_nics.as_deref(), &flags.nics)?;
+    let (gpus, map) =
+        multi_gpu(flags.gpus.clone(), flags.gpu_nics.given_ref().map(String::as_str), &flags.nics)?;
     check_outputs(&flags)?;
     check_pattern(&flags)?;
     let timeout_s = seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT);
@@ -475,20 +479,20 @@ fn plan_connect(
             ..flags.clone()
         })?,
         engine: EnginePlan {
-            channels: at_least_one("--channels", flags.channels)?,
-            chunk_bytes: flags.chunk.map(|chunk| chunk.0),
+            channels: at_least_one("--channels", flags.channels.given())?,
+            chunk_bytes: flags.chunk.given().map(|chunk| chunk.0),
             // A plugin's window is a separate option.
-            window: at_least_one("--window", flags.window)?.filter(|_| plugin.is_none()),
+            window: at_least_one("--window", flags.window.given())?.filter(|_| plugin.is_none()),
             plugin,
             devmem,
-            threads: at_least_one("--threads", flags.threads)?,
-            nics: flags.nics.map(|names| names.0).unwrap_or_default(),
+            threads: at_least_one("--threads", flags.threads.given())?,
+            nics: flags.nics.given().map(|names| names.0).unwrap_or_default(),
             gpus,
             map,
             allow_cross_numa: flags.allow_cross_numa.unwrap_or(false),
             root: flags.root,
             crc: flags.crc,
-            congestion_control: flags.congestion_control,
+            congestion_control: flags.congestion_control.given(),
             metrics: flags.metrics,
             secret,
         },
@@ -551,7 +555,7 @@ fn check_pattern(flags: &ConnectFlags) -> Outcome {
 fn multi_gpu(
     gpus: Option<Gpus>,
     map: Option<&str>,
-    nics: &Option<Names>,
+    nics: &Option<OrAuto<Names>>,
 ) -> Outcome<(Option<Vec<u32>>, Map)> {
     let map: Map = match map {
         Some(text) => text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?,
@@ -561,7 +565,7 @@ fn multi_gpu(
     if map.nics.is_empty() {
         return Ok((gpus, map));
     }
-    if nics.is_some() {
+    if nics.given_ref().is_some() {
         return usage("--gpu-nics and --nics both name NICs: leave out --nics");
     }
     let named = gpus.as_deref().unwrap_or_default();
@@ -679,12 +683,12 @@ mod tests {
     #[test]
     fn contradictions_are_bad_usage() {
         let bad = [
-            ConnectFlags { depth: Some(0), ..Default::default() },
+            ConnectFlags { depth: Some(0.into()), ..Default::default() },
             ConnectFlags { peers: Some(3), ..Default::default() },
-            ConnectFlags { memory: Some("cuda:x".into()), ..Default::default() },
-            ConnectFlags { peer_memory: Some("sim:99".into()), ..Default::default() },
+            ConnectFlags { memory: Some("cuda:x".to_owned().into()), ..Default::default() },
+            ConnectFlags { peer_memory: Some("sim:99".to_owned().into()), ..Default::default() },
             ConnectFlags { pattern: Some(Pattern::AllToAll), ..Default::default() },
-            ConnectFlags { pattern: Some(Pattern::Latency), depth: Some(2), ..Default::default() },
+            ConnectFlags { pattern: Some(Pattern::Latency), depth: Some(2.into()), ..Default::default() },
             ConnectFlags { blocks: Some(5), sizes: Some(Sizes(vec![4])), ..Default::default() },
             ConnectFlags { seconds: Some(f64::NAN), ..Default::default() },
         ];

@@ -12,6 +12,7 @@ use ferrywire_devmem::DevmemConfig;
 use ferrywire_memory::unpack::UnpackMode;
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
+use crate::auto::Given;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::units::Bytes;
@@ -150,7 +151,8 @@ pub fn devmem_for_connect(
     beyond: bool,
     call_limit: Duration,
 ) -> Outcome<Option<DevmemUse>> {
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?.unwrap_or(Memory::Host);
+    let memory =
+        Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?.unwrap_or(Memory::Host);
     let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Devmem, _) => true,
         (Transport::Auto, None) if beyond => false,
@@ -165,8 +167,8 @@ pub fn devmem_for_connect(
     Ok(Some(DevmemUse {
         gpu: memory.gpu(),
         unpack: flags.unpack,
-        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
-        window: flags.window.filter(|_| required).map_or(Ok(None), |window| self::window(Some(window)))?,
+        message_bytes_max: message_bytes_max(flags.chunk.given_ref().map(|chunk| chunk.0))?,
+        window: window(flags.window.given_ref().copied().filter(|_| required))?,
         allow_nic_setup: flags.allow_nic_setup.unwrap_or(false),
         required,
         call_limit,
@@ -179,7 +181,7 @@ pub fn devmem_for_serve(
     listen: SocketAddr,
     call_limit: Duration,
 ) -> Outcome<Option<DevmemUse>> {
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let memory = Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?;
     let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Devmem, Some(_)) => {
             return usage("--plugin with --transport devmem: leave one of them out");
@@ -199,8 +201,8 @@ pub fn devmem_for_serve(
     Ok(Some(DevmemUse {
         gpu: memory.and_then(Memory::gpu),
         unpack: flags.unpack,
-        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
-        window: flags.window.filter(|_| required).map_or(Ok(None), |window| self::window(Some(window)))?,
+        message_bytes_max: message_bytes_max(flags.chunk.given_ref().map(|chunk| chunk.0))?,
+        window: window(flags.window.given_ref().copied().filter(|_| required))?,
         allow_nic_setup: flags.allow_nic_setup.unwrap_or(false),
         required,
         call_limit,
@@ -210,8 +212,10 @@ pub fn devmem_for_serve(
 /// Chooses the plugin for `connect`, if there is one.
 pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
     // By default a plugin moves host memory, because not every plugin can move GPU memory.
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?.unwrap_or(Memory::Host);
-    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?.unwrap_or(Memory::Host);
+    let memory =
+        Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?.unwrap_or(Memory::Host);
+    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.given_ref().map(String::as_str))?
+        .unwrap_or(Memory::Host);
     let path = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Auto | Transport::Plugin, Some(path)) => path,
         (Transport::Plugin, None) => {
@@ -246,8 +250,8 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
     }
     Ok(Some(PluginUse {
         path: existing(path)?,
-        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
-        window: window(flags.window)?,
+        message_bytes_max: message_bytes_max(flags.chunk.given_ref().map(|chunk| chunk.0))?,
+        window: window(flags.window.given_ref().copied())?,
         gpu: memory.gpu(),
         unpack: flags.unpack,
         allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),
@@ -258,7 +262,7 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
 
 /// Chooses the plugin for `serve`, if there is one.
 pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let memory = Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?;
     let Some(path) = &flags.plugin else {
         let devmem = flags.transport == Some(Transport::Devmem);
         refuse_without_plugin(&[
@@ -270,8 +274,8 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
     };
     Ok(Some(PluginUse {
         path: existing(path)?,
-        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
-        window: window(flags.window)?,
+        message_bytes_max: message_bytes_max(flags.chunk.given_ref().map(|chunk| chunk.0))?,
+        window: window(flags.window.given_ref().copied())?,
         gpu: memory.and_then(Memory::gpu),
         unpack: flags.unpack,
         allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),

@@ -231,12 +231,43 @@ fn wrap(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use clap::FromArgMatches;
+
     use super::super::command;
     use super::*;
 
     #[test]
     fn the_command_is_well_formed() {
         command().debug_assert();
+    }
+
+    /// The command lines that give each option with the default `auto` this word.
+    fn autos(command: &clap::Command, path: &[String], into: &mut Vec<Vec<String>>) {
+        let is_auto = |arg: &&clap::Arg| {
+            arg.get_help().is_some_and(|help| help.to_string().contains("[default: auto]"))
+        };
+        let positionals =
+            command.get_positionals().filter(|arg| arg.is_required_set()).map(|_| "x:1".to_owned());
+        let positionals: Vec<String> = positionals.collect();
+        for long in command.get_arguments().filter(is_auto).filter_map(|arg| arg.get_long()) {
+            let option = [format!("--{long}"), "auto".to_owned()];
+            into.push([path, &positionals, &option].concat());
+        }
+        for sub in command.get_subcommands() {
+            autos(sub, &[path, &[sub.get_name().to_owned()]].concat(), into);
+        }
+    }
+
+    #[test]
+    fn every_option_with_the_default_auto_takes_the_word() {
+        let mut lines = Vec::new();
+        autos(&command(), &["ferrywire".to_owned()], &mut lines);
+        assert!(lines.len() > 30, "{lines:?}");
+        for line in lines {
+            let matches =
+                command().try_get_matches_from(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+            super::super::Cli::from_arg_matches(&matches).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+        }
     }
 
     /// What `-h` says in one line each: of commands, options and their values.

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use super::usage;
 use crate::args::{NixlCommand, NixlFlags};
+use crate::auto::Given;
 use crate::exit::Outcome;
 
 /// The plan of `nixl`.
@@ -42,6 +43,7 @@ pub fn plan(action: NixlCommand) -> Outcome<NixlPlan> {
         NixlCommand::Remove(flags) => (NixlAction::Remove, flags),
     };
     let NixlFlags { python, library, json } = flags;
+    let (python, library) = (python.given(), library.given());
     for (flag, path) in [("--python", &python), ("--library", &library)] {
         if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
             return usage(format!("{flag} must not be empty: name a path, or leave out {flag}"));

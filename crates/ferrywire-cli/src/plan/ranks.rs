@@ -12,6 +12,7 @@ use ferrywire_memory::cuda::CudaGpu;
 
 use super::{ConnectPlan, PORT_DEFAULT, plain, plan_connect, resolve, usage, with_file};
 use crate::args::{ConnectFlags, Inject, RankArgs};
+use crate::auto::{AUTO, Given};
 use crate::bench::protocol::Run;
 use crate::bench::ranks::WORLD_MAX;
 use crate::exit::{Failure, Outcome};
@@ -58,10 +59,10 @@ pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, Rank
         None => args,
     };
     let flags = RankFlags {
-        rank: args.rank,
-        world_size: args.world_size,
-        local_rank: args.local_rank,
-        rendezvous: args.rendezvous.clone(),
+        rank: args.rank.given_ref().copied(),
+        world_size: args.world_size.given_ref().copied(),
+        local_rank: args.local_rank.given_ref().copied(),
+        rendezvous: args.rendezvous.given_ref().cloned(),
     };
     let found = Ranks::from_env(&flags).map_err(|error| Failure::Usage(error.to_string()))?;
     match found.filter(|ranks| ranks.world_size > 1) {
@@ -86,7 +87,7 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     if flags.peers.is_some() {
         return usage("--peers: the ranks of the first half are the peers of the incast; leave out --peers");
     }
-    let group = Group::of(&ranks, args.rendezvous.is_some())?;
+    let group = Group::of(&ranks, args.rendezvous.given_ref().is_some())?;
     let (own, gpu) = own_memory(&flags, &ranks)?;
     let (connecting, serving) = texts(&flags);
     let map = map(&flags, gpu)?;
@@ -94,8 +95,8 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     let connects = ranks.rank < ranks.world_size / 2;
     let theirs = if connects { serving } else { connecting };
     let flags = ConnectFlags {
-        memory: Some(own.to_string()),
-        peer_memory: theirs,
+        memory: Some(own.to_string().into()),
+        peer_memory: theirs.map(Into::into),
         gpus: Some(Gpus(vec![gpu])),
         gpu_nics: None,
         // Only sending ranks corrupt data.
@@ -187,7 +188,8 @@ fn silent(launcher: Launcher) -> Option<&'static str> {
 /// The memory locations of the connecting and the serving half, as they were typed. One flag is for both halves unless
 /// the other is given too.
 fn texts(flags: &ConnectFlags) -> (Option<String>, Option<String>) {
-    (flags.memory.clone(), flags.peer_memory.clone().or_else(|| flags.memory.clone()))
+    let [memory, peer_memory] = [&flags.memory, &flags.peer_memory].map(|text| text.given_ref().cloned());
+    (memory.clone(), peer_memory.or(memory))
 }
 
 /// The memory location of this rank, with the index of its GPU: the local rank, unless an index was typed.
@@ -196,7 +198,7 @@ fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
     let (flag, text) = if ranks.rank < ranks.world_size / 2 {
         ("--memory", connecting)
     } else {
-        (if flags.peer_memory.is_some() { "--peer-memory" } else { "--memory" }, serving)
+        (if flags.peer_memory.given_ref().is_some() { "--peer-memory" } else { "--memory" }, serving)
     };
     let memory = match (Memory::typed(flag, text.as_deref())?, &flags.plugin) {
         (Some(memory), _) => memory,
@@ -235,9 +237,9 @@ fn cuda_of(local_rank: u32) -> u32 {
 
 /// NICs by GPU, which must include this rank's GPU.
 fn map(flags: &ConnectFlags, gpu: u32) -> Outcome<Map> {
-    let Some(text) = &flags.gpu_nics else { return Ok(Map::default()) };
+    let Some(text) = flags.gpu_nics.given_ref() else { return Ok(Map::default()) };
     let map: Map = text.parse().map_err(|why| Failure::Usage(format!("--gpu-nics {text}: {why}")))?;
-    if flags.nics.is_some() {
+    if flags.nics.given_ref().is_some() {
         return usage("--gpu-nics and --nics both name NICs: leave out --nics");
     }
     if map.nics.contains_key(&gpu) {
@@ -263,8 +265,9 @@ fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
         ..flags.clone()
     };
     let table = toml::Table::try_from(own).map_err(|error| Failure::failed(error.to_string()))?;
-    let mut options: BTreeMap<String, String> =
-        table.into_iter().map(|(name, value)| (name, plain(&value))).collect();
+    let options = table.into_iter().map(|(name, value)| (name, plain(&value)));
+    // A missing option and `auto` mean the same.
+    let mut options: BTreeMap<String, String> = options.filter(|(_, value)| value != AUTO).collect();
     if flags.plugin.is_some() {
         options.insert("plugin".to_owned(), "given".to_owned());
     }
@@ -300,7 +303,7 @@ mod tests {
             launcher: Launcher::Flags,
         };
         let flags = ConnectFlags {
-            memory: Some("host".to_owned()),
+            memory: Some("host".to_owned().into()),
             secret_file: Some(secret.path().to_owned()),
             ..flags
         };

@@ -5,6 +5,7 @@
 
 use super::{at_least_one, seconds, usage};
 use crate::args::{ConnectFlags, Op, Pattern, Transport, Unpack, Verify};
+use crate::auto::Given;
 use crate::bench;
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run};
 use crate::exit::Outcome;
@@ -18,7 +19,7 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> 
     let pattern = flags.pattern.unwrap_or(Pattern::Unidir);
     let latency = pattern == Pattern::Latency;
     let sizes = flags.sizes.clone().unwrap_or_else(|| default_sizes(latency, flags.blocks));
-    let depth = at_least_one("--depth", flags.depth)?;
+    let depth = at_least_one("--depth", flags.depth.given_ref().copied())?;
     if latency && depth.is_some_and(|depth| depth > 1) {
         return usage(format!(
             "--depth must be 1 with --pattern latency (got {})",
@@ -30,7 +31,7 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> 
     }
     let run_seconds = seconds("--seconds", flags.seconds)?;
     let iters = at_least_one("--iters", flags.iters.map(|n| n as usize))?.map(|n| n as u64);
-    let typed = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
+    let typed = Memory::typed("--peer-memory", flags.peer_memory.given_ref().map(String::as_str))?;
     let peer_memory = typed.or(flags.plugin.as_ref().map(|_| Memory::Host));
     let on_gpus = memory != Memory::Host || peer_memory != Some(Memory::Host);
     let scattered = (flags.plugin.is_some() || flags.transport == Some(Transport::Devmem)) && on_gpus;
@@ -47,7 +48,7 @@ pub(super) fn plan_run(flags: &ConnectFlags, memory: Memory, timeout_s: f64) -> 
         multi_gpu: flags.gpus.is_some(),
         iters,
         seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
-        warmup: flags.warmup,
+        warmup: flags.warmup.given_ref().copied(),
         verify: flags.verify.unwrap_or(Verify::All),
         timeout_s,
         seed: bench::host::random_u64()?,

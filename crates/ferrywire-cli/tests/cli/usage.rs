@@ -172,6 +172,25 @@ fn flags_go_before_the_environment_and_that_before_the_file() {
     assert_eq!(crate::common::json(&output)["config"]["verify"], "off");
 }
 
+#[test]
+fn the_word_auto_is_the_default_and_goes_before_the_environment_and_the_file() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), "depth = 3\nwindow = \"auto\"\nchunk = \"64K\"\nwarmup = \"auto\"\n")
+        .expect("written");
+    let mut command =
+        ferrywire("bench --memory host --peer-memory auto --sizes 4K --iters 2 --depth auto --json -");
+    command.arg("--config").arg(file.path());
+    command.envs([("FERRYWIRE_DEPTH", "2"), ("FERRYWIRE_CHANNELS", "auto"), ("FERRYWIRE_CHUNK", "auto")]);
+    let output = command.output().expect("it runs");
+    let depth = crate::common::results(&output)[0]["depth"].as_u64();
+    assert!(depth.is_some_and(|depth| depth > 3), "{depth:?}");
+    let config = &crate::common::json(&output)["config"];
+    for chosen in ["depth", "window", "chunk", "channels", "warmup"] {
+        assert!(config[chosen].is_null(), "{chosen}: {config}");
+    }
+    assert!(refused("bench --depth automatic").contains("--depth"));
+}
+
 /// Nobody may read standard error either.
 #[test]
 fn an_error_that_nobody_reads_keeps_its_exit_status() {
