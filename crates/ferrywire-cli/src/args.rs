@@ -553,6 +553,8 @@ pub struct ConnectFlags {
     #[arg(long, value_name = "FILE|-")]
     pub csv: Option<String>,
     /// Longest time without progress, in seconds [default: 30]
+    ///
+    /// The run fails when no byte has moved for this long. A run that makes progress may take longer.
     #[arg(long, alias = "deadline", value_name = "S")]
     pub timeout: Option<f64>,
     /// Checksum every chunk
