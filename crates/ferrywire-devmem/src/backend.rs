@@ -38,7 +38,7 @@ impl Backend {
     pub fn open(config: DevmemConfig, endpoint: &Config, nics: &[Nic]) -> Result<Backend> {
         config.check()?;
         if endpoint.threads == 0 {
-            let why = format!("{NAME} needs a progress thread: give at least 1");
+            let why = format!("{NAME} needs a progress thread: set threads to 1 or more");
             return Err(Error::invalid("threads", why));
         }
         let gpu = config.gpu.map(Gpu::open).transpose()?;
@@ -50,7 +50,7 @@ impl Backend {
                 continue;
             }
             let opened = if loopback(&name) {
-                Err("packets of loopback never reach a NIC".to_owned())
+                Err("loopback packets never reach a NIC: name another NIC".to_owned())
             } else {
                 Device::open(&name, &config, gpu.as_ref())
             };
@@ -63,13 +63,13 @@ impl Backend {
         let incomplete = !trouble.is_empty() && (!config.required || !endpoint.nics.is_empty());
         if devices.is_empty() || incomplete {
             let why = if trouble.is_empty() {
-                "packets of loopback never reach a NIC: listen on the address of one, or name one".to_owned()
+                "loopback packets never reach a NIC: listen on the address of a NIC, or name a NIC".to_owned()
             } else {
                 trouble.join("; ")
             };
             return Err(Error::invalid(NAME, why));
         }
-        trouble.iter().for_each(|why| tracing::info!("no {NAME} on {why}"));
+        trouble.iter().for_each(|why| tracing::info!("{NAME} is not used on {why}"));
         Ok(Backend { config, gpu, devices })
     }
 
@@ -87,7 +87,7 @@ impl Backend {
     pub fn device(&self, nic: &str) -> Result<Arc<Device>, String> {
         self.devices.iter().find(|device| device.name() == nic).cloned().ok_or_else(|| {
             format!(
-                "{nic} has no queue for {NAME}, only {}: name NICs that have",
+                "NIC {nic} has no queue for {NAME}, only {} have: name those NICs",
                 self.device_names().join(", ")
             )
         })
@@ -103,7 +103,8 @@ impl Backend {
 
     /// A work queue of the endpoint's GPU. May wait for the GPU.
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
-        let gpu = self.gpu.as_ref().ok_or_else(|| format!("{NAME} was given no GPU"))?;
+        let gpu =
+            self.gpu.as_ref().ok_or_else(|| format!("{NAME} has no GPU: set one in its configuration"))?;
         gpu.queue().map_err(|error| error.to_string())
     }
 
@@ -124,9 +125,9 @@ impl Backend {
         let made = match &self.gpu {
             _ if location == MemoryLocation::Host => Memory::private(bytes),
             Some(gpu) => Memory::private_on(gpu, bytes),
-            None => return Err(format!("no slots in {location}")),
+            None => return Err(format!("cannot allocate bounce buffers in {location}: {NAME} has no GPU")),
         };
-        made.map_err(|error| format!("memory for slots: {error}"))
+        made.map_err(|error| format!("cannot allocate bounce buffers: {error}"))
     }
 }
 
@@ -168,7 +169,7 @@ impl PayloadBackend for Backend {
                 cause: UnreachableCause::BackendCannot,
                 why,
             }),
-            Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
+            Err(why) => Ok(without(&format!("at the connecting end: {why}"))),
         }
     }
 
@@ -189,10 +190,14 @@ impl PayloadBackend for Backend {
         let options = |why: String| Err(Incompatible::Options(why));
         if session.chunk_bytes as usize > self.config.message_bytes_max {
             let (chunk, most) = (session.chunk_bytes, self.config.message_bytes_max);
-            return options(format!("chunks of {chunk} bytes, and messages over {NAME} have at most {most}"));
+            return options(format!(
+                "chunks have {chunk} bytes, and messages over {NAME} at most {most}: use smaller chunks"
+            ));
         }
         if (self.gpu.is_some() || theirs.gpu()) && session.crc {
-            return options("checksums need host memory at both ends: leave them off with a GPU".into());
+            return options(
+                "checksums need host memory at both ends: turn checksums off for GPU memory".into(),
+            );
         }
         Ok(())
     }
@@ -207,7 +212,7 @@ impl PayloadBackend for Backend {
     ) -> Result<Box<dyn Setup>, String> {
         let address = conn.local().ip();
         let nic = transport.nic_name(address);
-        let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
+        let nic = nic.ok_or_else(|| format!("the address {address} is gone from this host's NICs"))?;
         Ok(Box::new(DevmemSetup::start(&self, &nic, dials, now, waker)?))
     }
 
@@ -229,10 +234,10 @@ impl PayloadBackend for Backend {
 
 /// Checks that packets to an address leave this host.
 fn crosses_nic(address: SocketAddr, transport: &dyn Transport) -> Result<(), String> {
-    let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+    let nics = transport.nics().map_err(|error| format!("cannot list NICs: {error}"))?;
     let ip = address.ip().to_canonical();
     if ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
-        Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC"))
+        Err(format!("packets to {ip} stay on this host and cross no NIC, which {NAME} needs"))
     } else {
         Ok(())
     }
@@ -266,7 +271,7 @@ mod tests {
         assert_eq!(backend.agree(&backend.terms(), false, &session(512 << 10, true)), Ok(()));
         let refused =
             backend.agree(&backend.terms(), false, &session(1 << 20, false)).unwrap_err().to_string();
-        assert!(refused.contains("messages over devmem have at most 524288"), "{refused}");
+        assert!(refused.contains("messages over devmem at most 524288"), "{refused}");
         let gpu = Terms::new(NAME, &[("message", "524288".into()), ("window", "16".into())], true);
         assert!(
             backend

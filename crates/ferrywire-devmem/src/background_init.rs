@@ -31,7 +31,7 @@ impl<T: Send + 'static> BackgroundInit<T> {
             *maker.0.made() = Some(made);
         });
         if let Err(error) = thread {
-            *init.made() = Some(Err(format!("{what}: no thread for it: {error}")));
+            *init.made() = Some(Err(format!("{what}: cannot start a thread: {error}")));
         }
         init
     }
@@ -42,7 +42,7 @@ impl<T: Send + 'static> BackgroundInit<T> {
         match made.take() {
             None => Poll::Pending,
             Some(Ok(thing)) => {
-                *made = Some(Err("it was taken already".into()));
+                *made = Some(Err("internal error: the resource was taken before".into()));
                 Poll::Ready(Ok(thing))
             }
             Some(Err(why)) => {
@@ -68,7 +68,7 @@ impl<T: Send + 'static> BackgroundInit<T> {
 impl<T> Drop for Maker<T> {
     fn drop(&mut self) {
         let mut made = self.0.made.lock().unwrap_or_else(PoisonError::into_inner);
-        made.get_or_insert_with(|| Err("whoever was to make it panicked".into()));
+        made.get_or_insert_with(|| Err("internal error: the thread that initializes it panicked".into()));
     }
 }
 
@@ -102,6 +102,6 @@ mod tests {
         assert_eq!(ended(&refused), Err("a thing: the kernel refuses".into()));
         assert_eq!(refused.get(), Poll::Ready(Err("a thing: the kernel refuses".into())), "and keeps it");
         let broken = BackgroundInit::<u8>::start("a thing", || panic!("on purpose"));
-        assert_eq!(ended(&broken), Err("whoever was to make it panicked".into()));
+        assert_eq!(ended(&broken), Err("internal error: the thread that initializes it panicked".into()));
     }
 }

@@ -120,7 +120,7 @@ impl DevmemConfig {
             if (least..=most).contains(&value) {
                 Ok(())
             } else {
-                Err(Error::invalid(what, format!("{value} is not between {least} and {most}")))
+                Err(Error::invalid(what, format!("must be between {least} and {most} (got {value})")))
             }
         };
         let (least, most) = (limits::LANE_MESSAGE_BYTES_MIN, limits::CHUNK_BYTES_MAX);

@@ -50,7 +50,7 @@ impl Device {
             binding,
             bindings: Bindings::default(),
             steering: Steering::new(name, claim)
-                .map_err(|error| format!("no thread that removes rules: {error}"))?,
+                .map_err(|error| format!("cannot start the thread that removes flow rules: {error}"))?,
             pool,
         })
     }

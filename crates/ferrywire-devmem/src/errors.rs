@@ -65,7 +65,7 @@ pub enum DevmemError {
     },
     /// A fragment is not inside the pool of this connection.
     #[error(
-        "NIC {nic}: {bytes} bytes at {offset} of dma-buf {dmabuf} are not in the pool ({pool_bytes} bytes, \
+        "NIC {nic}: a fragment of {bytes} bytes at offset {offset} of dma-buf {dmabuf} is outside the pool ({pool_bytes} bytes, \
          dma-buf {pool})"
     )]
     OutsidePool {
@@ -83,7 +83,9 @@ pub enum DevmemError {
         pool_bytes: u64,
     },
     /// The kernel did not take fragments back, so the pool would run dry.
-    #[error("NIC {nic}: {unknown} of {told} fragments were returned that this connection did not hold")]
+    #[error(
+        "NIC {nic}: the kernel refused {unknown} of {told} returned fragments: this connection did not hold them"
+    )]
     UnknownTokens {
         /// The NIC.
         nic: String,
@@ -250,47 +252,47 @@ impl fmt::Display for BindCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             BindCause::NoKernel => {
-                "this kernel is too old: it takes Linux 6.12 to receive into device memory (before: use --transport tcp), \
-                 6.16 to send from it (before: it is copied to the host first)"
+                "this kernel is too old: receiving into device memory needs Linux 6.12 (else use --transport tcp), sending from \
+                 it needs 6.16 (else the payload is copied to host memory first)"
             }
             BindCause::NoNic => "there is no such NIC in this network namespace",
             BindCause::NotAllowed => {
-                "not allowed: it takes CAP_NET_ADMIN (root, or setcap cap_net_admin+ep) in the user namespace that the \
-                 network namespace belongs to; older kernels, 6.18 among them, want it outside of any container's"
+                "not permitted: CAP_NET_ADMIN is needed (root, or setcap cap_net_admin+ep) in the user namespace that owns the \
+                 network namespace; kernels up to 6.18 need it in the initial user namespace, outside of containers"
             }
             BindCause::CannotReceive => {
                 "its driver cannot receive into device memory: gve (DQO), bnxt, mlx5 and fbnic can, in newer kernels; \
                  use --transport tcp"
             }
-            BindCause::CannotSend => "its driver cannot send device memory: it is copied to the host first",
-            BindCause::SplitOff => "headers are not split from payload: allow it (--allow-nic-setup)",
+            BindCause::CannotSend => "its driver cannot send from device memory: the payload is copied to host memory first",
+            BindCause::SplitOff => "header split is off: allow ferrywire to turn it on (--allow-nic-setup)",
             BindCause::SplitThreshold => {
-                "headers of short packets are not split from payload: allow it (--allow-nic-setup)"
+                "the header split threshold is not 0: allow ferrywire to set it (--allow-nic-setup)"
             }
             BindCause::NoSuchQueue => {
-                "there is no such queue, or the memory is no dma-buf: did somebody change the number of queues?"
+                "there is no such queue, or the memory is not a dma-buf: check whether the number of queues has changed"
             }
-            BindCause::NoDmabuf => "the memory is no dma-buf: was it exported by its GPU, or by udmabuf?",
+            BindCause::NoDmabuf => "the memory is not a dma-buf: export it from its GPU, or with udmabuf",
             BindCause::QueueTaken => {
-                "memory is bound to a queue already: another run's or another program's; choose other queues, or end it"
+                "another run or program has bound memory to a queue: choose other queues, or end that program"
             }
-            BindCause::XdpSocket => "an AF_XDP socket has a queue: choose other queues, or end its program",
-            BindCause::XdpProgram => "an XDP program is attached, which cannot read device memory: detach it",
+            BindCause::XdpSocket => "an AF_XDP socket uses a queue: choose other queues, or end its program",
+            BindCause::XdpProgram => "an XDP program is attached, and XDP cannot read device memory: detach the program",
             BindCause::Scattered => {
-                "the memory is in pieces smaller than the NIC's buffers: allocate it in one, aligned to 2 MiB"
+                "the memory consists of pieces smaller than the NIC's buffers: allocate one piece, aligned to 2 MiB"
             }
             BindCause::OddSize => "the memory's size is not a multiple of 4096 bytes",
-            BindCause::NoLargeBuffers => "this kernel (before 7.3) has no larger receive buffers: ask for none",
+            BindCause::NoLargeBuffers => "this kernel (before 7.3) has no receive buffers larger than a page: leave their size unset",
             BindCause::DriverNoLargeBuffers => {
-                "its driver has no receive buffers of this size (bnxt and mlx5 have some): ask for none"
+                "its driver has no receive buffers of this size (bnxt and mlx5 have some): leave their size unset"
             }
             BindCause::OddBuffers => {
-                "the size of receive buffers has to be a power of 2, at least 4096 bytes: ask for such, or for none"
+                "the size of receive buffers must be a power of 2 and at least 4096 bytes: change it, or leave it unset"
             }
-            BindCause::NoDma => "it reads and writes no memory by itself: use a physical NIC",
+            BindCause::NoDma => "the device has no DMA: use a physical NIC",
             BindCause::OutOfReach => {
-                "it cannot reach this memory: NIC and GPU need a common PCIe tree (or an IOMMU that lets them talk), \
-                 room in the GPU's BAR1, and the open GPU kernel modules"
+                "the NIC cannot access this memory: NIC and GPU need a common PCIe tree (or an IOMMU that connects them), \
+                 space in the GPU's BAR1, and the open GPU kernel modules"
             }
             BindCause::Other => "the kernel refuses",
         })
@@ -339,17 +341,17 @@ impl SendCause {
 impl fmt::Display for SendCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            SendCause::NotBound => "it is not bound to send any more, or the socket was not set up for zero copy",
-            SendCause::Outside => "the bytes are not all inside of it",
+            SendCause::NotBound => "the binding for sending is gone, or the socket has no zero copy (SO_ZEROCOPY)",
+            SendCause::Outside => "some bytes are outside of the dma-buf",
             SendCause::OtherRoute => {
-                "the connection leaves by another device (loopback, a bridge, a changed route?): the memory is bound \
-                 to this NIC alone"
+                "the connection uses another device (loopback, a bridge or a changed route): the memory is bound to this \
+                 NIC only"
             }
-            SendCause::NoRoute => "there is no route to the peer any more",
+            SendCause::NoRoute => "the route to the peer is gone",
             SendCause::Unfinished => {
-                "too many sends are unfinished: raise net.core.optmem_max, or wait for the peer"
+                "too many sends are in flight: raise net.core.optmem_max, or wait for the peer"
             }
-            SendCause::Other => "the system refuses",
+            SendCause::Other => "the kernel refuses",
         })
     }
 }

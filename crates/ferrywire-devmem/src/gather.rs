@@ -119,7 +119,7 @@ impl Gatherer {
     pub fn poll(&mut self, number: u64) -> Poll<Result<()>> {
         let turned = self.turn();
         let Some(at) = self.jobs.iter().position(|job| job.number == number) else {
-            return Poll::Ready(Err(Error::Internal(format!("message {number} is not being gathered"))));
+            return Poll::Ready(Err(Error::Internal(format!("message {number} has no gather in progress"))));
         };
         // A message that was done before others failed is done.
         let job = &self.jobs[at];

@@ -218,7 +218,12 @@ impl Lane for DevmemLane {
 /// The reason if the peer acknowledges nothing any more. A pool without room drops packets, which looks like a dead
 /// path from here.
 fn silence(health: &PathHealth) -> Option<String> {
-    health.is_dead().then(|| format!("{}, or its pool is empty all that time", health.describe()))
+    health.is_dead().then(|| {
+        format!(
+            "{}; either the path is dead, or the peer's receive pool has no free buffers",
+            health.describe()
+        )
+    })
 }
 
 impl Drop for DevmemLane {
@@ -242,7 +247,7 @@ mod tests {
         assert_eq!(silence(&quiet), None, "nothing waits");
         let told = silence(&PathHealth { waiting: true, ..quiet }).expect("two seconds are too long");
         assert!(
-            told.starts_with("no answer from the peer's host") && told.contains("pool is empty"),
+            told.starts_with("no answer from the peer's host") && told.contains("no free buffers"),
             "{told}"
         );
     }

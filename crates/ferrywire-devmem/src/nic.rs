@@ -201,7 +201,7 @@ impl Claim {
     /// Removes a rule of this claim. A rule that others have changed meanwhile stays.
     pub fn unsteer(&mut self, rule: Rule) {
         if let Err(NotRemoved { why, .. }) = self.unsteer_all(vec![rule], limits::NIC_LOCK_TIMEOUT) {
-            tracing::warn!("a rule is not removed before the claim ends: {why}");
+            tracing::warn!("NIC {}: a flow rule stays until the claim ends: {why}", self.nic);
         }
     }
 
@@ -221,7 +221,10 @@ impl Claim {
             match bench.delete_rules(&Claimed { rules: vec![ours], ..Claimed::default() }, &[]) {
                 Ok(count) => {
                     if count == 0 {
-                        tracing::warn!("NIC {}: a rule of ours was removed or changed by others", self.nic);
+                        tracing::warn!(
+                            "NIC {}: another program removed or changed a flow rule of this claim",
+                            self.nic
+                        );
                     }
                     self.claimed.rules.swap_remove(at);
                     changed = true;
@@ -304,7 +307,10 @@ impl Drop for Claim {
         match self.end() {
             Ok(told) => told.iter().for_each(|line| tracing::info!("{line}")),
             Err(error) => {
-                tracing::warn!("NIC {}: rules and settings are left to the next start: {error}", self.nic)
+                tracing::warn!(
+                    "NIC {}: flow rules and settings are not restored; the next start tries again: {error}",
+                    self.nic
+                )
             }
         }
     }
@@ -316,10 +322,15 @@ fn delete_rules(bench: &mut Bench<'_, '_>, rules: Vec<(Flow, Option<u32>)>) -> b
     let deleted = bench.delete_rules(&Claimed { rules, ..Claimed::default() }, &[]);
     match deleted {
         Ok(deleted) if deleted < count => {
-            tracing::warn!("NIC {nic}: {} rules of ours were removed or changed by others", count - deleted);
+            tracing::warn!(
+                "NIC {nic}: another program removed or changed {} flow rules of this claim",
+                count - deleted
+            );
         }
         Ok(_) => {}
-        Err(ref error) => tracing::warn!("NIC {nic}: not all of {count} rules could be removed: {error}"),
+        Err(ref error) => tracing::warn!(
+            "NIC {nic}: some of {count} flow rules could not be removed; the next start tries again: {error}"
+        ),
     }
     deleted.is_ok()
 }
@@ -348,10 +359,10 @@ fn choose(bench: &mut Bench<'_, '_>, wanted: usize, live: &[u32]) -> Result<Vec<
     if wanted == 0 || free.len() < wanted {
         let total = all.len();
         let why = match total {
-            0 => "it has no receive queues: is it up?".to_owned(),
+            0 => "it has no receive queues: bring it up (ip link set {nic} up)".to_owned(),
             _ => format!(
-                "{wanted} of its {total} receive queues are wanted and {} are free, queue 0 being everybody's: ask for \
-                 fewer, end what has them, or make more (ethtool -L {nic} combined N)",
+                "{wanted} free receive queues are needed and {} of {total} are free (queue 0 stays for other flows): use fewer \
+                 queues, end the programs that use them, or add queues (ethtool -L {nic} combined N)",
                 free.len()
             ),
         };

@@ -215,7 +215,7 @@ impl Receiving {
                 self.give_back()?;
                 return Ok(false);
             }
-            Err(error) => return Err(format!("receiving over {NAME} TCP: {error}")),
+            Err(error) => return Err(format!("cannot receive over {NAME} TCP: {error}")),
         };
         if received.bytes == 0 {
             return Err("the peer closed the connection".into());
@@ -326,7 +326,7 @@ impl Receiving {
         let (Some(message), Some(gatherer)) =
             (self.messages.get(number.wrapping_sub(self.first) as usize), &mut self.gatherer)
         else {
-            return Err(format!("message {number} is not there to be gathered"));
+            return Err(format!("message {number} has not arrived, so it cannot be gathered"));
         };
         let staged = message.stage.map(|stage| self.stages.address(stage));
         match (message.route, staged) {
@@ -390,8 +390,10 @@ impl Receiving {
             return Ok(());
         }
         let told = self.back.fragments();
-        let released =
-            self.back.release(self.fd).map_err(|error| format!("giving fragments back: {error}"))?;
+        let released = self
+            .back
+            .release(self.fd)
+            .map_err(|error| format!("cannot return fragments to the kernel: {error}"))?;
         if released.unknown > 0 {
             let (nic, unknown) = (self.device.name().to_owned(), released.unknown);
             return Err(DevmemError::UnknownTokens { nic, unknown, told }.to_string());

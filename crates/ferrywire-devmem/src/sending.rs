@@ -148,9 +148,14 @@ impl Sending {
             };
             self.stager = Some(made?);
         }
-        let Some(stager) = &mut self.stager else { return Err("no stage".into()) };
+        let Some(stager) = &mut self.stager else {
+            return Err("internal error: no bounce buffers to send from".into());
+        };
         add(&self.counters.staged_sent_bytes, run.bytes());
-        let stage = stager.free.pop().ok_or("more messages are posted than there are stages")?;
+        let stage = stager
+            .free
+            .pop()
+            .ok_or("internal error: more messages are posted than there are bounce buffers")?;
         let target = stager.address(stage);
         stager.gatherer.begin_copy(number, GpuCopy { source: address, target, bytes: run.bytes() });
         Ok(Poll::Ready(Source::Staged { stage, copied: false }))
@@ -160,7 +165,7 @@ impl Sending {
         *self.reports.get_or_insert_with(|| match zerocopy::enable(self.fd) {
             Ok(()) => true,
             Err(error) => {
-                tracing::warn!(%error, "kernel cannot send from device memory: payload is copied to host memory first");
+                tracing::warn!(%error, "the kernel cannot send from device memory (SO_ZEROCOPY): the payload is copied to host memory first");
                 false
             }
         })
@@ -211,7 +216,9 @@ impl Sending {
                     unsafe { devmem::send(self.fd, binding.id, &[piece]) }
                 }
                 Source::Staged { stage, copied } => {
-                    let Some(stager) = &mut self.stager else { return Err("no stage".into()) };
+                    let Some(stager) = &mut self.stager else {
+                        return Err("internal error: no bounce buffers to send from".into());
+                    };
                     if !*copied {
                         match stager.gatherer.poll(number) {
                             Poll::Pending => return Ok(()),
@@ -263,7 +270,7 @@ impl Sending {
                 Ok(Some(report)) => report,
                 Ok(None) => continue,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                Err(error) => return Err(format!("reports of what was sent: {error}")),
+                Err(error) => return Err(format!("cannot read send completions: {error}")),
             };
             for message in self.messages.iter_mut().filter(|message| message.unreported > 0) {
                 let count = common(message.first_call, message.calls, report.first, report.last);
@@ -294,7 +301,9 @@ impl Sending {
     /// rest.
     pub fn has_released(&mut self) -> bool {
         if let Err(why) = self.hear_reports() {
-            tracing::error!("kernel may still send from GPU memory: {why}");
+            tracing::error!(
+                "the kernel may still read GPU memory, because its completions cannot be read: {why}"
+            );
             self.unreported = 0;
         }
         self.unreported == 0
@@ -327,7 +336,7 @@ impl Stager {
 fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
     match (source, SendCause::of(error)) {
         (_, SendCause::Other) | (Source::Host(_) | Source::Staged { .. }, _) => {
-            format!("sending over {NAME} TCP: {error}")
+            format!("cannot send over {NAME} TCP: {error}")
         }
         (Source::Bound { binding, .. }, cause) => {
             if cause == SendCause::NotBound {

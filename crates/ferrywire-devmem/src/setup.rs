@@ -80,7 +80,7 @@ impl Setup for DevmemSetup {
 
     fn connected(&mut self, conn: Box<dyn Conn>) -> Result<(), String> {
         if std::mem::replace(&mut self.connected, true) {
-            return Err("the peer dialled two connections for one lane".into());
+            return Err("the peer made two connections for one lane".into());
         }
         let (backend, device, shared) = (self.backend.clone(), self.device.clone(), self.shared.clone());
         let thread = thread::Builder::new().name("ferrywire-steer".into()).spawn(move || {
@@ -89,12 +89,12 @@ impl Setup for DevmemSetup {
             *shared.made.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
             shared.waker.wake();
         });
-        thread.map(drop).map_err(|error| format!("no thread to set up a lane: {error}"))
+        thread.map(drop).map_err(|error| format!("cannot start the thread that sets up a lane: {error}"))
     }
 
     fn peer_listens(&mut self, _handle: [u8; LANE_HANDLE_BYTES]) -> Result<(), String> {
         if std::mem::replace(&mut self.peer_ready, true) {
-            Err("the peer told twice that one lane is ready".into())
+            Err("the peer reported one lane as ready twice".into())
         } else {
             Ok(())
         }
@@ -123,12 +123,12 @@ impl Setup for DevmemSetup {
             return Progress::Pending;
         }
         let missing = match (self.connected, is_made) {
-            (false, _) => "its connection has not come about",
-            (true, false) => "the rule that steers it has not come about",
-            (true, true) => "the peer has not told that it is ready",
+            (false, _) => "the connection of the lane was not established",
+            (true, false) => "the flow rule of the lane was not made",
+            (true, true) => "the peer did not report that its lane is ready",
         };
         let (nic, seconds) = (self.device.name(), limit.as_secs_f64());
-        Progress::Failed(format!("{NAME} on {nic}: {missing} after {seconds:.0} s"))
+        Progress::Failed(format!("{NAME} on NIC {nic}: {missing} within {seconds:.0} s"))
     }
 
     fn age(&self, now: Duration) -> Duration {
@@ -137,7 +137,7 @@ impl Setup for DevmemSetup {
 }
 
 fn make(backend: Arc<Backend>, device: Arc<Device>, conn: Box<dyn Conn>) -> Result<DevmemLane, String> {
-    let fd = conn.fd().ok_or_else(|| format!("{NAME} needs a connection of the kernel's"))?;
+    let fd = conn.fd().ok_or_else(|| format!("{NAME} needs a kernel TCP socket"))?;
     let rule = device.steer(conn.local(), conn.remote())?;
     let made =
         backend.clone().with_gpu_current(|| DevmemLane::new(backend.clone(), device.clone(), conn, fd, rule));

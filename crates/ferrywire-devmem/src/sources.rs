@@ -59,7 +59,7 @@ impl Binding {
         let inside =
             queue.device_memory(start, memory.len()).is_some_and(|(_, found)| found.holds(base, bytes));
         if !inside {
-            return Err("the region's first or last page is not all of its allocation".into());
+            return Err("a page at an end of the region belongs to another allocation too: align the region to whole pages".into());
         }
         let dmabuf = dmabuf_fd(location, base, bytes).map_err(|error| error.to_string())?;
         let mut netdev = Netdev::open().map_err(|error| error.to_string())?;
@@ -206,7 +206,7 @@ mod tests {
     #[test]
     fn a_reason_is_told_once_for_however_many_regions() {
         let no_buffer = |at: usize| format!("binding a region: no dma-buf of {} bytes at {at:#x}", at / 2);
-        let no_pages = "the region's first or last page is not all of its allocation";
+        let no_pages = "a page at an end of the region belongs to another allocation too: align the region to whole pages";
         let mut told = Told::default();
         assert_eq!([no_buffer(0x7000).as_str(), no_pages].map(|why| told.is_new(why)), [true, true]);
         for at in [0x7000, 0xab_c000, 0x9000] {

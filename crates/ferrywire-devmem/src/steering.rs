@@ -71,7 +71,7 @@ impl Steering {
         self.shared.remove(claim.as_mut(), limits::NIC_LOCK_TIMEOUT)?;
         let gone = || NicError::NoQueues {
             nic: self.nic.clone(),
-            why: "the endpoint is closed, and has given its queues back".to_owned(),
+            why: "the endpoint is closed and has released its queues".to_owned(),
         };
         claim.as_mut().ok_or_else(gone)?.steer(local, remote)
     }
@@ -95,7 +95,9 @@ impl Drop for Steering {
         self.shared.news.notify_one();
         // The thread holds the claim, which has to end now.
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("flow rule removal thread panicked");
+            tracing::error!(
+                "the thread that removes flow rules panicked: the rules stay until the next start of ferrywire on this NIC"
+            );
         }
     }
 }

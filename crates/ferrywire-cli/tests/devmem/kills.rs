@@ -53,7 +53,7 @@ fn what_a_killed_run_has_left_is_undone_on_request() {
     assert!(has_rules(&seen(0)), "nobody has undone them");
     let cleaned = ferrywire(0, "topo --clean-up").output().expect("it starts");
     let told = String::from_utf8_lossy(&cleaned.stderr).into_owned();
-    for words in ["ended without undoing its work", "header split is as it was before"] {
+    for words in ["ended without undoing its changes", "restored header split"] {
         assert!(told.contains(words), "{told}");
     }
     assert_eq!(seen(0), before[0], "{told}");

@@ -17,7 +17,7 @@ const RECEIVE: [Row; 21] = [
     // seen
     (libc::EINVAL, "hds-thresh is not zero", BindCause::SplitThreshold, &["ethtool -G eth7 hds-thresh 0"]),
     // seen: queue 99, no queue, no dma-buf
-    (libc::EINVAL, "", BindCause::NoSuchQueue, &["no such queue", "no dma-buf"]),
+    (libc::EINVAL, "", BindCause::NoSuchQueue, &["no such queue", "not a dma-buf"]),
     (libc::ERANGE, "rx queue index out of range", BindCause::NoSuchQueue, &["no such queue"]),
     // seen
     (libc::EEXIST, "designated queue already memory provider bound", BindCause::QueueTaken, &["another"]),
@@ -57,12 +57,17 @@ const RECEIVE: [Row; 21] = [
 
 const SEND: [Row; 6] = [
     // seen: loopback
-    (libc::EOPNOTSUPP, "Driver does not support netmem TX", BindCause::CannotSend, &["copied to the host"]),
+    (
+        libc::EOPNOTSUPP,
+        "Driver does not support netmem TX",
+        BindCause::CannotSend,
+        &["copied to host memory"],
+    ),
     // A kernel that can only receive does not know the request.
     (libc::EOPNOTSUPP, "this kernel has no such request", BindCause::NoKernel, &["6.16"]),
     (libc::EINVAL, "TX dma-buf size must be a multiple of PAGE_SIZE", BindCause::OddSize, &["4096"]),
     // seen: no dma-buf
-    (libc::EINVAL, "", BindCause::NoDmabuf, &["no dma-buf"]),
+    (libc::EINVAL, "", BindCause::NoDmabuf, &["not a dma-buf"]),
     (libc::EOPNOTSUPP, "Failed to bind dmabuf to device", BindCause::OutOfReach, &["PCIe"]),
     (libc::ENOENT, "this kernel has no family \"netdev\"", BindCause::NoKernel, &["6.12"]),
 ];
@@ -121,14 +126,14 @@ fn no_two_causes_are_told_alike() {
 fn each_failed_send_says_why() {
     let rows: [(i32, SendCause, ErrorKind, &str); 6] = [
         // seen: no SO_ZEROCOPY, unknown number, one that receives, closed binding
-        (libc::EINVAL, SendCause::NotBound, ErrorKind::Internal, "not bound"),
+        (libc::EINVAL, SendCause::NotBound, ErrorKind::Internal, "the binding for sending is gone"),
         // seen
-        (libc::EFAULT, SendCause::Outside, ErrorKind::Internal, "inside"),
+        (libc::EFAULT, SendCause::Outside, ErrorKind::Internal, "outside of the dma-buf"),
         // seen: over loopback
         (libc::ENODEV, SendCause::OtherRoute, ErrorKind::Local, "another device"),
-        (libc::EHOSTUNREACH, SendCause::NoRoute, ErrorKind::Local, "no route"),
+        (libc::EHOSTUNREACH, SendCause::NoRoute, ErrorKind::Local, "the route to the peer is gone"),
         (libc::ENOBUFS, SendCause::Unfinished, ErrorKind::Local, "net.core.optmem_max"),
-        (libc::EIO, SendCause::Other, ErrorKind::Local, "the system refuses"),
+        (libc::EIO, SendCause::Other, ErrorKind::Local, "the kernel refuses"),
     ];
     for (errno, cause, fault, words) in rows {
         let said = io::Error::from_raw_os_error(errno);
@@ -190,7 +195,7 @@ fn what_the_kernel_mixes_up_is_named() {
     let text = outside.to_string();
     assert_eq!(
         text,
-        "NIC eth7: 1448 bytes at 4096 of dma-buf 9 are not in the pool (1048576 bytes, dma-buf 5)"
+        "NIC eth7: a fragment of 1448 bytes at offset 4096 of dma-buf 9 is outside the pool (1048576 bytes, dma-buf 5)"
     );
     let unknown = DevmemError::UnknownTokens { nic: "eth7".into(), unknown: 3, told: 1000 };
     assert!(unknown.to_string().contains("3 of 1000"), "{unknown}");

@@ -28,13 +28,13 @@ pub fn clean_up_in(directory: &Path) -> Vec<String> {
         if nics::index(&nic).is_none() {
             told.extend(
                 journal::forget(directory, &nic)
-                    .then(|| format!("NIC {nic} is gone, and with it what earlier runs have left there")),
+                    .then(|| format!("NIC {nic} is gone: removed the records of earlier runs")),
             );
             continue;
         }
         match clean_nic(directory, &nic) {
             Ok(lines) => told.extend(lines),
-            Err(error) => told.push(format!("NIC {nic}: what earlier runs have left is not undone: {error}")),
+            Err(error) => told.push(format!("NIC {nic}: cannot undo the changes of earlier runs: {error}")),
         }
     }
     told.iter().for_each(|line| tracing::warn!("{line}"));
@@ -86,13 +86,13 @@ impl Bench<'_, '_> {
             match left {
                 Ok(count) => {
                     cleaned.told.push(format!(
-                        "NIC {nic}: {name} ended without undoing its work: {} removed",
+                        "NIC {nic}: {name} ended without undoing its changes: removed {}",
                         rules(count)
                     ));
                     self.journal.remove_claim(name);
                 }
                 Err(error) => {
-                    cleaned.told.push(format!("NIC {nic}: {name} has left rules, not removed: {error}"))
+                    cleaned.told.push(format!("NIC {nic}: cannot remove flow rules of {name}: {error}"))
                 }
             }
         }
@@ -112,8 +112,8 @@ impl Bench<'_, '_> {
             queues.iter().filter(|(_, state)| state.dmabuf.is_some()).map(|(queue, _)| *queue).collect();
         (!bound.is_empty()).then(|| {
             format!(
-                "NIC {}: {} bound to device memory, by a program that is not in the journal here. If that is ferrywire in \
-                 another container, let both have the same /run/ferrywire: else the NIC is not put back as it was",
+                "NIC {}: {} bound to device memory by a program without a record in this journal. If that program is ferrywire in \
+                 another container, mount one /run/ferrywire into both: else the NIC's settings are not restored",
                 self.nic,
                 if let [one] = bound[..] { format!("queue {one} is") } else { format!("{} are", queues_in_words(&bound)) },
             )

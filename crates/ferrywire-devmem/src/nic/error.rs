@@ -31,7 +31,7 @@ pub enum NicError {
     },
     /// Settings must be changed for devmem TCP, and changes are not allowed.
     #[error(
-        "NIC {nic} is not set up for devmem TCP: {}. With --allow-nic-setup that is done, and undone at the end; by \
+        "NIC {nic} is not set up for devmem TCP: {}. --allow-nic-setup changes this and restores it at the end; by \
          hand: {}",
         listed(missing, "; "),
         commands(nic, missing)
@@ -95,11 +95,11 @@ impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Missing::Split { is } => {
-                write!(f, "header split has to be on, with threshold 0 ({is})")
+                write!(f, "header split must be on with threshold 0 ({is})")
             }
-            Missing::Ntuple => f.write_str("rules for flows (ntuple) have to be on"),
+            Missing::Ntuple => f.write_str("flow rules (ntuple) must be on"),
             Missing::Spread { queues, .. } => {
-                write!(f, "other flows (RSS) have to keep off {}", queues_in_words(queues))
+                write!(f, "other flows (RSS) must not use {}", queues_in_words(queues))
             }
         }
     }

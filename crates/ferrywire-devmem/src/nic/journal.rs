@@ -147,7 +147,7 @@ impl Journal {
         let failed = |path: &Path, error: &io::Error| NicError::Journal {
             nic: nic.to_owned(),
             path: path.to_owned(),
-            why: format!("{error}; root can write to /run, others to XDG_RUNTIME_DIR"),
+            why: format!("{error}; run as root, or set XDG_RUNTIME_DIR to a writable folder"),
         };
         let namespace = namespace().map_err(|error| failed(Path::new("/proc/thread-self/ns/net"), &error))?;
         let folder = directory.join(format!("{namespace}-{nic}"));
@@ -220,19 +220,20 @@ impl Journal {
             // A process can outlive its NIC, but not its host's boot.
             Some((header, _)) if of_live_run && header.index == self.header.index => Err(self.unread(
                 path,
-                &io::Error::other("it is of an earlier start of the host, and a run that needs it lives"),
+                &io::Error::other("it is from an earlier boot of the host, and a running process needs it"),
             )),
             Some(_) => {
-                told.push(format!("{} is about a NIC that is gone: removed", path.display()));
+                told.push(format!("removed {}: it records a NIC that is gone", path.display()));
                 let _ = fs::remove_file(path);
                 Ok(None)
             }
             None if of_live_run => {
-                Err(self.unread(path, &io::Error::other("it makes no sense, and a run that needs it lives")))
+                Err(self
+                    .unread(path, &io::Error::other("it cannot be parsed, and a running process needs it")))
             }
             None => {
                 let aside = with_suffix(path, BROKEN_SUFFIX);
-                told.push(format!("{} makes no sense: set aside as {}", path.display(), aside.display()));
+                told.push(format!("cannot parse {}: renamed it to {}", path.display(), aside.display()));
                 let _ = fs::rename(path, aside);
                 Ok(None)
             }
@@ -241,7 +242,7 @@ impl Journal {
 
     fn unread(&self, path: &Path, error: &io::Error) -> NicError {
         let what = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        self.failed(&format!("{what} cannot be read, so nothing is undone"), error)
+        self.failed(&format!("cannot read {what}, so no NIC setting is restored"), error)
     }
 }
 
@@ -338,9 +339,9 @@ impl ClaimFile {
 /// The error of a lock that could not be taken; its text says who has to act.
 fn not_locked(error: TryLockError) -> io::Error {
     match error {
-        TryLockError::WouldBlock => {
-            io::Error::other(format!("{error}: another process holds it, maybe a stopped one"))
-        }
+        TryLockError::WouldBlock => io::Error::other(
+            "another process holds the lock: wait for it; if it is stopped, continue or end it",
+        ),
         TryLockError::Error(error) => error,
     }
 }
@@ -370,7 +371,7 @@ mod tests {
     #[test]
     fn only_of_a_lock_that_is_held_it_is_said_that_somebody_holds_it() {
         let held = not_locked(TryLockError::WouldBlock).to_string();
-        assert!(held.contains("another process holds it"), "{held}");
+        assert!(held.contains("another process holds the lock"), "{held}");
         let broken = io::Error::from_raw_os_error(libc::ENOLCK);
         let said = broken.to_string();
         assert_eq!(not_locked(TryLockError::Error(broken)).to_string(), said);

@@ -108,8 +108,12 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
             let missing = last.map(|last| Missing::Spread { queues: vec![*last], others: *last });
             found.missing.extend(missing.map(|missing| missing.to_string()));
             if found.free_queues == 0 {
-                let up = if queues.is_empty() { "is it up?" } else { "the first one is everybody's" };
-                found.unsupported_reason.push(format!("NIC {nic} has no receive queue to spare: {up}"));
+                let up = if queues.is_empty() {
+                    "it has none at all, so it may be down"
+                } else {
+                    "queue 0 stays for other flows, and the others are bound"
+                };
+                found.unsupported_reason.push(format!("NIC {nic} has no free receive queue: {up}"));
             }
         }
         Err(error) => found.unsupported_reason.push(error.to_string()),
@@ -126,7 +130,7 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
         Ok(feature) if !feature.on && !feature.changeable => {
             found
                 .unsupported_reason
-                .push(format!("NIC {nic} has no rules for flows (ntuple), and its driver offers none"));
+                .push(format!("NIC {nic}: flow rules (ntuple) are off, and its driver cannot turn them on"));
         }
         Ok(feature) if !feature.on => found.missing.push(Missing::Ntuple.to_string()),
         _ => {}

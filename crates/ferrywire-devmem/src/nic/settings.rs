@@ -75,7 +75,7 @@ impl Bench<'_, '_> {
         before.threshold_bytes = before.threshold_bytes.or(set.threshold_bytes.and(is.threshold_bytes));
         self.journal.write_settings(&settings)?;
         let done = self.kernel.set_rings(set);
-        done.map_err(|error| self.refused("split headers from payload", split_command(self.nic), &error))?;
+        done.map_err(|error| self.refused("turn header split on", split_command(self.nic), &error))?;
         match split_is(self.rings()?) {
             None => Ok(()),
             Some(is) => Err(self.unheard("header split", is, split_command(self.nic))),
@@ -87,7 +87,7 @@ impl Bench<'_, '_> {
         settings.ntuple_was_off = true;
         self.journal.write_settings(&settings)?;
         let set = self.kernel.set_ntuple(true);
-        set.map_err(|error| self.refused("switch rules for flows on", ntuple_command(self.nic), &error))?;
+        set.map_err(|error| self.refused("turn flow rules (ntuple) on", ntuple_command(self.nic), &error))?;
         if self.ntuple()? { Ok(()) } else { Err(self.unheard("ntuple", "off", ntuple_command(self.nic))) }
     }
 
@@ -108,11 +108,13 @@ impl Bench<'_, '_> {
         self.journal.write_settings(&settings)?;
         let hint = format!("ethtool -X {} equal {}", self.nic, queues.iter().min().unwrap_or(&1));
         let set = self.kernel.set_spread(&wanted);
-        set.map_err(|error| self.refused("keep other flows off claimed queues", hint.clone(), &error))?;
+        set.map_err(|error| {
+            self.refused("keep other flows (RSS) off the claimed queues", hint.clone(), &error)
+        })?;
         if self.spread()? == wanted {
             Ok(())
         } else {
-            Err(self.unheard("the spread of flows (RSS)", "something else", hint))
+            Err(self.unheard("the RSS table", "another one", hint))
         }
     }
 
@@ -142,11 +144,11 @@ impl Bench<'_, '_> {
         let mut told = Vec::new();
         if let Some(spread) = settings.spread.take() {
             let done = self.put_spread_back(&spread);
-            settings.spread = self.tell(&mut told, "the spread of flows (RSS)", done).then_some(spread);
+            settings.spread = self.tell(&mut told, "the RSS table", done).then_some(spread);
         }
         if settings.ntuple_was_off {
             let done = self.put_ntuple_back();
-            settings.ntuple_was_off = self.tell(&mut told, "rules for flows (ntuple)", done);
+            settings.ntuple_was_off = self.tell(&mut told, "the flow rules setting (ntuple)", done);
         }
         if settings.rings != Rings::default() {
             let done = self.put_rings_back(settings.rings, others);
@@ -165,11 +167,13 @@ impl Bench<'_, '_> {
         let nic = self.nic;
         let later = matches!(done, Err(_) | Ok(Back::Later(_)));
         told.push(match &done {
-            Ok(Back::Done) => format!("NIC {nic}: {what} is as it was before"),
-            Ok(Back::Left(why)) => format!("NIC {nic}: {what} is left as it is: {why}"),
-            Ok(Back::Later(until)) => format!("NIC {nic}: {what} is left as it is until {until}"),
+            Ok(Back::Done) => format!("NIC {nic}: restored {what}"),
+            Ok(Back::Left(why)) => format!("NIC {nic}: {what} is not restored: {why}"),
+            Ok(Back::Later(until)) => {
+                format!("NIC {nic}: {what} is not restored yet: {until}; the next start tries again")
+            }
             Err(error) => {
-                format!("NIC {nic}: {what} could not be put back ({error}); the next start tries again")
+                format!("NIC {nic}: cannot restore {what}: {error}; the next start tries again")
             }
         });
         later
@@ -181,7 +185,7 @@ impl Bench<'_, '_> {
             return Ok(Back::Done);
         }
         if !spread.ours.contains(&is) {
-            return Ok(Back::Left("somebody else has changed it"));
+            return Ok(Back::Left("another program has changed it"));
         }
         // If the original spread was the kernel's default, the default is restored, so that it follows the number of
         // queues again.
@@ -201,11 +205,11 @@ impl Bench<'_, '_> {
         let left = self.kernel.rules()?;
         match self.all_known(&left)? {
             Some(true) => {}
-            Some(false) => return Ok(Back::Left("there are rules of others now, which need it")),
-            None => return Ok(Back::Later("it is known whose rules there are")),
+            Some(false) => return Ok(Back::Left("another program has flow rules, which need it")),
+            None => return Ok(Back::Later("it is unknown which program made the remaining flow rules")),
         }
         if !left.is_empty() {
-            return Ok(Back::Later("rules of ours are gone that could not be removed"));
+            return Ok(Back::Later("flow rules of earlier claims remain"));
         }
         self.kernel.set_ntuple(false).map(|()| Back::Done)
     }
@@ -236,7 +240,7 @@ impl Bench<'_, '_> {
             return Ok(Back::Done);
         }
         if split_is(is_before).is_some() {
-            return Ok(Back::Left("somebody else has changed it"));
+            return Ok(Back::Left("another program has changed it"));
         }
         let began = Instant::now();
         loop {
@@ -261,18 +265,20 @@ impl Bench<'_, '_> {
         match self.kernel.rings() {
             // The driver has no ring settings; the bind call will tell whether that is a problem.
             Err(error) if error.errno == libc::EOPNOTSUPP => Ok(Rings::default()),
-            rings => rings.map_err(|error| self.refused("ask for header split", String::new(), &error)),
+            rings => {
+                rings.map_err(|error| self.refused("read the header split setting", String::new(), &error))
+            }
         }
     }
 
     fn ntuple(&mut self) -> Result<bool, NicError> {
         let feature = self.kernel.ntuple();
-        Ok(feature.map_err(|error| self.refused("ask for features", String::new(), &error))?.on)
+        Ok(feature.map_err(|error| self.refused("read the features", String::new(), &error))?.on)
     }
 
     fn spread(&mut self) -> Result<Vec<u32>, NicError> {
         let spread = self.kernel.spread();
-        spread.map_err(|error| self.refused("ask how flows are spread (RSS)", String::new(), &error))
+        spread.map_err(|error| self.refused("read the RSS table", String::new(), &error))
     }
 
     fn refused(&self, what: &str, hint: String, error: &NetlinkError) -> NicError {
@@ -281,7 +287,7 @@ impl Bench<'_, '_> {
 
     /// The error for a change that the kernel accepted without effect.
     fn unheard(&self, what: &str, is: &str, hint: String) -> NicError {
-        let text = Some(format!("the driver took the change and did not make it: {what} is {is}"));
+        let text = Some(format!("the driver accepted the change without effect: {what} is {is}"));
         NicError::setting(
             self.nic,
             "change a setting",

@@ -75,15 +75,15 @@ pub struct Received {
 #[non_exhaustive]
 pub enum ReceiveFault {
     /// `ETOOSMALL`. The data stays queued.
-    #[error("no room for a single fragment's control message: give a Control of more fragments")]
+    #[error("the control buffer has no room for one fragment: make a larger Control")]
     NoRoom,
     /// `EFAULT`. The data stays queued.
     #[error(
-        "the kernel could not write to the buffer, or the data is device memory and was asked for as plain"
+        "the kernel could not write to the buffer, or the data is in device memory and a plain receive was requested"
     )]
     Unreadable,
     /// Impossible fragments. They are lost, and the connection with them.
-    #[error("device memory in {0}")]
+    #[error("invalid control message of the kernel: {0}")]
     Control(#[from] ControlFault),
 }
 

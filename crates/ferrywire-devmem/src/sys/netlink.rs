@@ -111,7 +111,7 @@ impl Family {
         let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, name);
         let reply = match family.ask(CALL, CTRL_CMD_GETFAMILY, &question) {
             Err(NetlinkError { errno: libc::ENOENT, text: None, call, known }) => {
-                let text = Some(format!("this kernel has no family {name:?}"));
+                let text = Some(format!("this kernel has no netlink family {name:?}"));
                 return Err(NetlinkError { errno: libc::ENOENT, text, call, known });
             }
             answer => answer?,

@@ -44,7 +44,7 @@ fn what_a_dead_one_left_goes_and_what_a_live_one_has_stays() {
     nic.kill(dead);
     assert_eq!(nic.state().rules.len(), 3);
     let told = nic.clean().join("\n");
-    assert!(told.contains("1 rule removed"), "{told}");
+    assert!(told.contains("removed 1 rule"), "{told}");
     let now = nic.state();
     assert_eq!(now.rules, [(9, Some(foreign())), (kept.location, Some(kept.flow))].into());
     assert_eq!(now.bound.keys().copied().collect::<Vec<_>>(), live.queues());
@@ -158,7 +158,7 @@ fn while_a_live_claim_cannot_be_read_nothing_is_taken_from_it() {
         drop(second);
         assert_eq!(nic.state(), during, "nothing is put back");
         let error = nic.claim(&wish(1, true)).expect_err("nobody knows what is free").to_string();
-        assert!(error.contains(&format!("{name} cannot be read")), "{error}");
+        assert!(error.contains(&format!("cannot read {name}")), "{error}");
         assert_eq!(nic.state(), during);
     });
     drop(first);
@@ -193,7 +193,7 @@ fn a_live_claim_of_another_boot_is_let_be() {
     let other = record.replace(boot.trim(), "unknown");
     assert_ne!(other, record);
     nic.overwrite(&name, &other);
-    stops_another_claim(&nic, &[&name, "earlier start of the host"]);
+    stops_another_claim(&nic, &[&name, "earlier boot of the host"]);
     assert_eq!(nic.read(&name), other);
     nic.overwrite(&name, &record);
     drop(first);
@@ -215,7 +215,10 @@ fn settings_that_make_no_sense_are_let_be_while_a_run_lives() {
     let first = nic.claim(&wish(1, true)).expect("allowed");
     let record = nic.read("settings");
     nic.overwrite("settings", "of a later version\n");
-    stops_another_claim(&nic, &["settings cannot be read", "a run that needs it lives"]);
+    stops_another_claim(
+        &nic,
+        &["cannot read settings", "it cannot be parsed, and a running process needs it"],
+    );
     nic.overwrite("settings", &record);
     drop(first);
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
@@ -227,7 +230,7 @@ fn settings_that_cannot_be_read_stop_a_run_that_needs_nothing_changed() {
     let nic = Nic::new(untouched());
     let first = nic.claim(&wish(1, true)).expect("allowed");
     nic.kill(first);
-    nic.while_unreadable("settings", || stops_another_claim(&nic, &["settings cannot be read"]));
+    nic.while_unreadable("settings", || stops_another_claim(&nic, &["cannot read settings"]));
     drop(nic.claim(&wish(1, true)).expect("allowed"));
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
@@ -236,7 +239,7 @@ fn settings_that_cannot_be_read_stop_a_run_that_needs_nothing_changed() {
 fn settings_that_cannot_be_read_are_not_written_anew() {
     let nic = Nic::new(untouched());
     let first = nic.claim(&wish(1, true)).expect("allowed");
-    nic.while_unreadable("settings", || stops_another_claim(&nic, &["settings cannot be read"]));
+    nic.while_unreadable("settings", || stops_another_claim(&nic, &["cannot read settings"]));
     drop(first);
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }

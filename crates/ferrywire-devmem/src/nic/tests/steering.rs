@@ -126,6 +126,6 @@ fn an_end_waits_for_others_at_the_nic_as_long_as_it_may_and_leaves_the_rest_to_t
         assert_eq!((now.bound.len(), now.rules.len()), (0, 2));
     });
     let told = nic.clean().join("\n");
-    assert!(told.contains("2 rules removed"), "{told}");
+    assert!(told.contains("removed 2 rules"), "{told}");
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }

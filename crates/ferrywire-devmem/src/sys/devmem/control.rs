@@ -51,7 +51,7 @@ impl Fragment {
 #[non_exhaustive]
 pub enum ControlFault {
     /// The fragments do not add up to the call's result.
-    #[error("fragments of {fragments} bytes where the kernel says it received {received}")]
+    #[error("the fragments have {fragments} bytes, and the call returned {received}")]
     Sum {
         /// Bytes of all fragments.
         fragments: u64,
@@ -59,7 +59,7 @@ pub enum ControlFault {
         received: usize,
     },
     /// The buffer has no room for the bytes that are reported in it.
-    #[error("{linear} bytes said to be in a buffer of {buffer}")]
+    #[error("{linear} bytes reported in a buffer of {buffer}")]
     Linear {
         /// Bytes of the fragments in the buffer.
         linear: u64,
@@ -67,7 +67,7 @@ pub enum ControlFault {
         buffer: usize,
     },
     /// A control message is too short for a fragment.
-    #[error("a control message of {bytes} bytes, too short for a fragment")]
+    #[error("{bytes} bytes are too short for a fragment")]
     Short {
         /// Bytes of the message's payload.
         bytes: usize,

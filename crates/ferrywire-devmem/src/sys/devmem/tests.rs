@@ -71,7 +71,7 @@ fn fragments_that_are_not_what_was_received_are_an_error() {
         assert_eq!(check(&control, received, received), Err(fault));
     }
     let message = ReceiveFault::from(ControlFault::Sum { fragments: 8192, received: 1 }).to_string();
-    assert!(message.contains("8192") && message.contains("received 1"), "{message}");
+    assert!(message.contains("8192") && message.contains("the call returned 1"), "{message}");
 }
 
 #[test]
