@@ -244,12 +244,14 @@ impl Bench<'_, '_> {
         }
         let began = Instant::now();
         loop {
-            // Bindings of a process that was just killed may still be ending, and the kernel refuses a change until they
-            // have ended.
+            // Bindings of a process that was just killed may still be ending, and until they have ended the kernel
+            // refuses the change with `EINVAL`. Other numbers have another cause, which does not pass.
             let may_wait = others == Others::MayBeDying && self.is_bound();
             match self.kernel.set_rings(before) {
                 Ok(()) => return Ok(Back::Done),
-                Err(_) if may_wait && began.elapsed() < UNBIND_TIMEOUT => thread::sleep(UNBIND_INTERVAL),
+                Err(error) if may_wait && error.errno == libc::EINVAL && began.elapsed() < UNBIND_TIMEOUT => {
+                    thread::sleep(UNBIND_INTERVAL);
+                }
                 Err(error) => return Err(error),
             }
         }

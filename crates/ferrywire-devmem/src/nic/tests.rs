@@ -7,6 +7,7 @@ mod steering;
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::*;
 use crate::sys::ethtool::{Feature, Rings, Split};
@@ -314,6 +315,47 @@ fn rules_for_flows_are_switched_off_once_our_own_could_be_removed() {
         assert!(now.ntuple.on, "rules of others need it");
         assert_eq!((now.rules, nic.files()), ([(0, Some(foreign()))].into(), vec!["lock".to_owned()]));
     }
+}
+
+/// A claim was killed while another process has memory bound, which the kernel may still be releasing.
+fn killed_beside_a_binding() -> Nic {
+    let nic = Nic::new(untouched());
+    let claim = nic.claim(&wish(1, true)).expect("allowed");
+    nic.change(|state| state.bound.extend([(1, 77)]));
+    nic.kill(claim);
+    nic
+}
+
+#[test]
+fn header_split_is_restored_once_the_binding_of_a_killed_process_has_ended() {
+    let nic = killed_beside_a_binding();
+    let (begun, ended) = (nic.changes(), AtomicBool::new(false));
+    let told = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Ntuple, the RSS table, and the first attempts for header split.
+            while nic.changes() < begun + 5 && !ended.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            nic.change(|state| state.bound.clear());
+        });
+        let told = nic.clean().join("\n");
+        ended.store(true, Ordering::Relaxed);
+        told
+    });
+    assert!(told.contains("restored header split"), "{told}");
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn a_refusal_with_another_number_is_not_retried() {
+    let nic = killed_beside_a_binding();
+    nic.refuse("rings", false);
+    assert!(nic.clean().join("\n").contains("cannot restore header split"));
+    assert_eq!(nic.refusals(), 1);
+    nic.refuse("nothing", false);
+    nic.change(|state| state.bound.clear());
+    nic.clean();
+    assert_eq!(nic.state(), untouched());
 }
 
 #[test]
