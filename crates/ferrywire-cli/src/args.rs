@@ -64,6 +64,9 @@ pub enum Command {
     /// C or NIXL. Root sees the processes of all users.
     #[command(after_long_help = help::WATCH)]
     Watch(WatchFlags),
+    /// Show stored results of bench as a web page or a table, runs side by side
+    #[command(after_long_help = help::REPORT)]
+    Report(ReportFlags),
     /// Install, check or remove the NIXL backend of a Python environment
     #[command(after_long_help = help::NIXL)]
     Nixl {
@@ -185,6 +188,20 @@ pub struct WatchFlags {
     /// Time over which rates are measured, in seconds [default: 1]
     #[arg(long, value_name = "S")]
     pub interval: Option<f64>,
+}
+
+/// `report`.
+#[derive(Debug, Args)]
+pub struct ReportFlags {
+    /// Files that `ferrywire bench --json FILE` wrote; the first is the base of ratios
+    #[arg(value_name = "RESULT.json", required = true)]
+    pub files: Vec<PathBuf>,
+    /// Write a web page to this file; - is standard output [default: print a table]
+    ///
+    /// The page is one file with plots and tables. A browser shows it without a network and without JavaScript. An older page
+    /// is replaced at once.
+    #[arg(long, value_name = "OUT.html")]
+    pub html: Option<PathBuf>,
 }
 
 /// The subcommands of `nixl`.

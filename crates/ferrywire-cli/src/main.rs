@@ -1,8 +1,8 @@
 //! The `ferrywire` command.
 //!
 //! An invocation goes through [`args`], which parses it, and [`plan`], which applies defaults and checks, to
-//! [`mod@bench`], [`mod@plugin`], [`nixl`], [`watch`], [`topo`] or [`doctor`], which carry it out. Only [`exit`] turns the outcome
-//! into an exit status. All unsafe code is in [`sys`].
+//! [`mod@bench`], [`mod@plugin`], [`nixl`], [`topo`], [`doctor`], [`watch`] or [`report`], which carry it out. Only
+//! [`exit`] turns the outcome into an exit status. All unsafe code is in [`sys`].
 
 // Output to standard error goes through `exit`, which survives a closed descriptor.
 #![deny(clippy::print_stderr)]
@@ -18,6 +18,7 @@ mod nics;
 mod nixl;
 mod plan;
 mod plugin;
+mod report;
 mod sanitize;
 mod sys;
 mod tool;
@@ -67,6 +68,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Doctor(plan) => doctor::run(&plan),
         plan::Plan::Plugin(plan) => plugin::run(&plan),
         plan::Plan::Watch(plan) => watch::run(&plan),
+        plan::Plan::Report(plan) => report::run(&plan),
         plan::Plan::Nixl(plan) => nixl::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }

@@ -15,8 +15,8 @@ use ferrywire_host::topology::{Map, PlanOptions};
 use ferrywire_ncclnet::abi::Version;
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Pattern, PluginFlags, ServeFlags, TopoFlags,
-    Unpack, WatchFlags,
+    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Pattern, PluginFlags, ReportFlags,
+    ServeFlags, TopoFlags, Unpack, WatchFlags,
 };
 use crate::auto::{Given, OrAuto};
 use crate::bench::protocol::{Run, SECONDS_MAX};
@@ -48,6 +48,9 @@ const WATCH_INTERVAL_S_DEFAULT: f64 = 1.0;
 /// Channels per GPU that `topo` assigns.
 const TOPO_CHANNELS_DEFAULT: usize = 8;
 
+/// Most files of one report: more columns cannot be compared by eye.
+const REPORT_FILES_MAX: usize = 16;
+
 /// The work of this process.
 #[derive(Debug)]
 pub enum Plan {
@@ -67,6 +70,8 @@ pub enum Plan {
     Plugin(PluginPlan),
     /// Show live rates.
     Watch(WatchPlan),
+    /// Show stored results.
+    Report(ReportPlan),
     /// Install, show or remove the NIXL backend.
     Nixl(NixlPlan),
     /// The child process that loads a plugin for [`Plan::Plugin`].
@@ -131,6 +136,15 @@ pub struct PluginPlan {
     pub timeout: Duration,
     /// Whether to print the plugin's log.
     pub verbose: bool,
+}
+
+/// The plan of `report`.
+#[derive(Clone, Debug)]
+pub struct ReportPlan {
+    /// Stored results, the base of ratios first.
+    pub files: Vec<PathBuf>,
+    /// The file for the page; `None` for a table on standard output.
+    pub html: Option<PathBuf>,
 }
 
 /// Engine options of one end.
@@ -263,6 +277,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Command::Watch(flags) => return plan_watch(&flags, verbose).map(Plan::Watch),
         Command::Doctor(flags) => return plan_doctor(flags, verbose).map(Box::new).map(Plan::Doctor),
         Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
+        Command::Report(flags) => return plan_report(flags).map(Plan::Report),
         Command::Nixl { action } => return nixl::plan(action).map(Plan::Nixl),
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
@@ -336,6 +351,20 @@ fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
         return usage("PATH must not be empty: name a plugin file, or a name as in NCCL_NET_PLUGIN");
     }
     Ok(PluginPlan { path, version: version.given(), json, timeout, verbose })
+}
+
+fn plan_report(flags: ReportFlags) -> Outcome<ReportPlan> {
+    let ReportFlags { files, html } = flags;
+    if files.iter().any(|file| file.as_os_str().is_empty()) {
+        return usage("RESULT.json must not be empty: name a file that `ferrywire bench --json FILE` wrote");
+    }
+    if html.as_ref().is_some_and(|html| html.as_os_str().is_empty()) {
+        return usage("--html must not be empty: name a file, or leave out --html to print a table");
+    }
+    if files.len() > REPORT_FILES_MAX {
+        return usage(format!("at most {REPORT_FILES_MAX} files fit one report (got {})", files.len()));
+    }
+    Ok(ReportPlan { files, html })
 }
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {

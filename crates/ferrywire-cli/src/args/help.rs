@@ -35,6 +35,7 @@ Examples:
   ferrywire bench connect 10.0.1.2:7420          on the other host
   ferrywire topo                                 which GPU uses which NICs
   ferrywire doctor 10.0.1.2:7420                 this host and a peer
+  ferrywire report a.json b.json --html r.html   stored results side by side
 
 ",
     options_elsewhere!(),
@@ -172,6 +173,25 @@ Examples:
 Exit status:
   0 the plugin works and has devices, 1 it does not, 2 bad usage,
   130 stopped by Ctrl-C, 143 stopped by SIGTERM";
+
+/// After the long help of `report`.
+pub const REPORT: &str = "\
+What is shown:
+  The hosts and the options that differ between runs; throughput by size,
+  latency, CPU seconds per GB, bytes by NIC, and the bottleneck.
+  Results of several runs stand side by side where operation, pattern, memory,
+  direction, endpoints, blocks, size and depth are equal. A ratio divides a
+  figure by that of the first file.
+
+Examples:
+  ferrywire bench --json result.json
+  ferrywire report result.json
+      a table of one run
+  ferrywire report before.json after.json --html report.html
+      a web page with plots that compares two runs
+
+Exit status:
+  0 done, 1 a file cannot be read or holds no results, 2 bad usage";
 
 /// After the long help of `nixl`.
 pub const NIXL: &str = "\

@@ -20,7 +20,7 @@ use crate::memory::Memory;
 use crate::plan::ConnectPlan;
 
 /// Version of the JSON form.
-const SCHEMA: u32 = 2;
+pub const SCHEMA: u32 = 2;
 
 /// The record of a run.
 #[derive(Clone, Debug)]

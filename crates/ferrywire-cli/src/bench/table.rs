@@ -55,7 +55,8 @@ fn latency(row: &ResultRow, part: fn(&LatencyUs) -> f64) -> String {
     row.latency_us.as_ref().map_or_else(dash, |us| three_digits(part(us)))
 }
 
-fn three_digits(value: f64) -> String {
+/// A figure with three significant digits.
+pub fn three_digits(value: f64) -> String {
     let decimals = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
     format!("{value:.decimals$}")
 }
@@ -112,7 +113,7 @@ pub fn render(record: &Record) -> String {
 }
 
 /// The GPUs of a row in a run with several endpoints; with the ranks in a run of several ranks.
-fn pair(row: &ResultRow) -> Option<[String; 2]> {
+pub fn pair(row: &ResultRow) -> Option<[String; 2]> {
     let pair = row.extra.get("pair")?.as_array()?;
     let gpu = |at: usize| pair.get(at)?.as_str();
     let rank = |at: usize| row.extra.get("ranks")?.as_array()?.get(at)?.as_u64();

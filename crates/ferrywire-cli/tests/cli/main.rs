@@ -27,6 +27,7 @@ mod nixl;
 mod plugin;
 mod ranks;
 mod refused;
+mod report;
 mod results;
 mod runbook;
 mod schema;

@@ -11,7 +11,7 @@ use crate::common::{ferrywire, run, text};
 use crate::nixl::Environment;
 use crate::tree::Tree;
 
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "",
     "bench",
     "bench serve",
@@ -20,6 +20,7 @@ const COMMANDS: [&str; 12] = [
     "doctor",
     "plugin",
     "watch",
+    "report",
     "nixl",
     "nixl install",
     "nixl status",
@@ -29,7 +30,7 @@ const COMMANDS: [&str; 12] = [
 const LEVELS: [&str; 4] = ["FAIL", "warn", "note", "ok"];
 
 /// Compares a text with the stored one of this name; blanks at the ends of lines do not count.
-fn is_stored(name: &str, text: &str) {
+pub fn is_stored(name: &str, text: &str) {
     let text: String = text.lines().map(|line| line.trim_end().to_owned() + "\n").collect();
     let mut settings = insta::Settings::clone_current();
     settings.set_prepend_module_to_snapshot(false);
@@ -38,7 +39,7 @@ fn is_stored(name: &str, text: &str) {
 }
 
 /// Standard output of a command that went well.
-fn printed(output: &Output) -> String {
+pub fn printed(output: &Output) -> String {
     assert!(output.status.success(), "{:?}: {}", output.status, text(&output.stderr));
     text(&output.stdout)
 }
