@@ -1,12 +1,14 @@
 //! The errors of the engine, sorted by their origin.
 //!
-//! A failed operation returns an [`Error`]: what failed, on what object, why, and what to try. Its
-//! [`ErrorKind`] says who has to act. Errors are plain values (`Clone`, `PartialEq`): tests compare them, and
+//! A failed operation returns an [`Error`], or the part of it that its family of operations can return
+//! (`families.rs`): what failed, on what object, why, and what to try. The [`ErrorKind`] says who has to act. Errors are plain values (`Clone`, `PartialEq`): tests compare them, and
 //! one failure ends any number of transfers.
 
 mod causes;
+mod families;
 
 pub use causes::{LossCause, RefusalReason, UnreachableCause};
+pub use families::{ConnectError, RegisterError, TransferError};
 
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::sim::SimGpuError;

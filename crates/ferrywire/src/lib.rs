@@ -72,7 +72,10 @@ pub use config::Config;
 pub use control::ConnectTarget;
 pub use core::ordering::StreamEvent;
 pub use core::stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
-pub use error::{Error, ErrorKind, LossCause, RefusalReason, Result, UnreachableCause};
+pub use error::{
+    ConnectError, Error, ErrorKind, LossCause, RefusalReason, RegisterError, Result, TransferError,
+    UnreachableCause,
+};
 pub use ferrywire_memory::{self as memory, MemoryLocation};
 pub use ferrywire_metrics as metrics;
 pub use ferrywire_net as net;
