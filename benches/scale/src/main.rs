@@ -94,7 +94,7 @@ fn hub(options: Options) -> Result<()> {
     leaves.hear("built");
     let start = Instant::now();
     leaves.say("connect");
-    let accepted: Vec<Peer> = (0..peers).map(|_| endpoint.accept(LIMIT)).collect::<Result<_>>()?;
+    let accepted: Vec<Peer> = (0..peers).map(|_| endpoint.accept(LIMIT)).collect::<Result<_, _>>()?;
     let accepted_in = start.elapsed();
     leaves.hear("connected");
     let connected = start.elapsed();
@@ -222,12 +222,13 @@ fn leaves(arguments: &[String]) -> Result<()> {
     println!("connected");
     let Some(target) = unhex(&next()) else { usage() };
     let target = RemoteRegion::from_bytes(&target)?;
-    all.each("writing", LIMIT, move |peer, endpoint| {
+    all.each("writing", LIMIT, move |peer, endpoint| -> Result<()> {
         let source = endpoint.alloc_host(bytes)?;
         source.write_at(0, &pattern(peer, bytes))?;
         let at = (peer * bytes) as u64;
         let write = peers_of_all[peer].write_notify(&source, 0, &target, at, bytes as u64, b"written")?;
-        write.wait(LIMIT).map(drop)
+        write.wait(LIMIT)?;
+        Ok(())
     })?;
     next();
     all.close(LIMIT)

@@ -198,7 +198,7 @@ pub extern "C" fn ferrywire_region_free(region: *mut Region) -> c_int {
         if freed.callers {
             match freed.region.clone().deregister() {
                 // A forked child has no threads or connections that could touch the memory.
-                Ok(()) | Err(ferrywire::Error::Forked { .. }) => {}
+                Ok(()) | Err(ferrywire::RegisterError::Forked { .. }) => {}
                 Err(error) => return Err(error.into()),
             }
         }

@@ -199,7 +199,7 @@ pub unsafe extern "C" fn ferrywire_peer_on_stream(
         // SAFETY: by the caller's promise.
         let out = unsafe { handles::place(after) }?;
         let peer = handles::get(peer)?;
-        let gpu = CudaGpu::open(gpu).map_err(ferrywire::Error::from)?;
+        let gpu = CudaGpu::open(gpu)?;
         // SAFETY: by the caller's promise, a live stream of this GPU.
         let ready = unsafe { StreamEvent::after_raw_stream(&gpu, stream.cast()) }?;
         out.put(handles::new(Peer { peer: peer.peer.on_stream(ready), inbox: peer.inbox.clone() })?);

@@ -49,8 +49,9 @@ impl Failure {
     }
 }
 
-impl From<Error> for Failure {
-    fn from(error: Error) -> Failure {
+impl<E: Into<Error>> From<E> for Failure {
+    fn from(error: E) -> Failure {
+        let error = error.into();
         let status = match &error {
             Error::Cancelled => FERRYWIRE_ERROR_CANCELLED,
             Error::Closed | Error::PeerClosed { .. } => FERRYWIRE_ERROR_CLOSED,

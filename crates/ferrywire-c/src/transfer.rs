@@ -314,7 +314,7 @@ pub unsafe extern "C" fn ferrywire_transfer_block_stream(
 ) -> c_int {
     call(|| {
         let transfer = handles::get(transfer)?;
-        let gpu = CudaGpu::open(gpu).map_err(ferrywire::Error::from)?;
+        let gpu = CudaGpu::open(gpu)?;
         // SAFETY: by the caller's promise, a live stream of this GPU.
         unsafe { transfer.0.block_raw_stream(&gpu, stream.cast()) }?;
         Ok(FERRYWIRE_OK)

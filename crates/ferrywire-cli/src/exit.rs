@@ -78,9 +78,9 @@ impl Failure {
     }
 }
 
-impl From<Error> for Failure {
-    fn from(error: Error) -> Failure {
-        match &error {
+impl<E: Into<Error>> From<E> for Failure {
+    fn from(error: E) -> Failure {
+        match &error.into() {
             // The lane does not know what keeps its message.
             error if is_stalled_lane(error) => Failure::Failed(format!("{error}\n{A_LANE_STANDS_STILL}")),
             error if is_address_in_use(error) => Failure::AddressInUse(error.to_string()),

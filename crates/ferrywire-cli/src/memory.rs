@@ -184,7 +184,7 @@ impl Home {
     /// Refuses to use nearly all free memory.
     pub fn check_room(&self, bytes: u64) -> Outcome {
         let Home::Cuda(gpu) = self else { return host::check_memory(bytes) };
-        let free_bytes = gpu.free_bytes().map_err(ferrywire::Error::from)?;
+        let free_bytes = gpu.free_bytes()?;
         if bytes <= free_bytes / 10 * 9 {
             return Ok(());
         }

@@ -136,7 +136,7 @@ impl Agent {
         let region = unsafe { self.shared.endpoint.register_raw(address as *mut u8, bytes as usize) };
         let region = region.map_err(|error| {
             tracing::warn!(%error, "cannot register {bytes} bytes at {address:#x}");
-            Status::of(&error)
+            Status::of(error)
         })?;
         if bytes > 0 && !is_of_kind(region.location(), kind) {
             tracing::warn!(

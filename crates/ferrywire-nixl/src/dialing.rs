@@ -8,7 +8,7 @@
 
 use std::time::{Duration, Instant};
 
-use ferrywire::{ConnectTarget, Connecting, Endpoint, Error, Peer, Wakeup};
+use ferrywire::{ConnectError, ConnectTarget, Connecting, Endpoint, Peer, Wakeup};
 
 use crate::connection_info::ConnectionInfo;
 
@@ -27,7 +27,7 @@ pub struct Dialing {
     /// Whether the agent has never been connected or waited for.
     first_contact: bool,
     /// The errors of the addresses in this round.
-    errors: Vec<Error>,
+    errors: Vec<ConnectError>,
 }
 
 impl Dialing {
@@ -51,7 +51,7 @@ impl Dialing {
         endpoint: &Endpoint,
         to: &ConnectionInfo,
         wakeup: &Wakeup,
-    ) -> Option<Result<Peer, Error>> {
+    ) -> Option<Result<Peer, ConnectError>> {
         let now = Instant::now();
         let mut won = None;
         let errors = &mut self.errors;
@@ -70,14 +70,16 @@ impl Dialing {
             return Some(Ok(peer));
         }
         if now.duration_since(self.began) >= self.timeout {
-            return Some(Err(self.most_telling().unwrap_or_else(|| Error::Stalled {
+            return Some(Err(self.most_telling().unwrap_or_else(|| ConnectError::Stalled {
                 what: format!("connecting to any of {:?}", to.addresses),
                 peer: None,
                 waited: self.timeout,
             })));
         }
         if self.next == to.addresses.len() {
-            let refused = |error: &Error| !matches!(error, Error::Unreachable { .. } | Error::Stalled { .. });
+            let refused = |error: &ConnectError| {
+                !matches!(error, ConnectError::Unreachable { .. } | ConnectError::Stalled { .. })
+            };
             if !self.attempts.is_empty() {
                 return None;
             }
@@ -111,12 +113,12 @@ impl Dialing {
     pub const PAUSE: Duration = Duration::from_millis(50);
 
     /// The error of an end that answered, or else any.
-    fn most_telling(&mut self) -> Option<Error> {
-        let tells = |error: &Error| match error {
-            Error::NoUsableNic { .. } => 0,
-            Error::Unreachable { .. } => 1,
-            Error::Invalid { .. } => 2,
-            Error::Stalled { .. } => 3,
+    fn most_telling(&mut self) -> Option<ConnectError> {
+        let tells = |error: &ConnectError| match error {
+            ConnectError::NoUsableNic { .. } => 0,
+            ConnectError::Unreachable { .. } => 1,
+            ConnectError::Invalid { .. } => 2,
+            ConnectError::Stalled { .. } => 3,
             _ => 4,
         };
         std::mem::take(&mut self.errors).into_iter().rev().max_by_key(tells)

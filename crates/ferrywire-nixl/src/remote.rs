@@ -13,7 +13,7 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ferrywire::{Endpoint, Error, Identity, Peer, Wakeup};
+use ferrywire::{ConnectError, Endpoint, Identity, Peer, TransferError, Wakeup};
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_net::{Nic, Transport};
 
@@ -104,7 +104,7 @@ impl Remote {
     }
 
     /// Logs a failed transfer and returns its status for NIXL.
-    pub fn failed(&self, what: &str, error: &Error) -> Status {
+    pub fn failed(&self, what: &str, error: TransferError) -> Status {
         let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
         if failures.told_at.is_some_and(|at| at.elapsed() < FAILURES_APART) {
             failures.untold += 1;
@@ -244,7 +244,7 @@ impl Remote {
         state.removed = true;
         state.link = Link::Idle;
         state.sent.clear();
-        state.fail_waiting(&self.name, &Error::Closed);
+        state.fail_waiting(&self.name, &ConnectError::Closed);
     }
 }
 
@@ -280,14 +280,14 @@ impl State {
                 Ok(transfer) => self.sent.push_back(transfer),
                 Err(error) => {
                     tracing::warn!(peer = peer.name(), %error, "cannot send a notification");
-                    return Status::of(&error);
+                    return Status::of(error);
                 }
             }
         }
         Status::SUCCESS
     }
 
-    fn fail_waiting(&mut self, name: &str, error: &Error) {
+    fn fail_waiting(&mut self, name: &str, error: &ConnectError) {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
         if !self.removed {

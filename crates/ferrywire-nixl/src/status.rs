@@ -22,8 +22,8 @@ impl Status {
     pub const CANCELLED: Status = Status(-11);
 
     /// The status for an error. The log has the message.
-    pub fn of(error: &Error) -> Status {
-        match error {
+    pub fn of(error: impl Into<Error>) -> Status {
+        match error.into() {
             Error::Invalid { .. } | Error::NoUsableNic { .. } | Error::OutOfRegion { .. } => {
                 Status::INVALID_PARAMETER
             }
@@ -46,6 +46,6 @@ mod tests {
     #[test]
     fn nics_without_an_address_for_the_target_are_a_wrong_parameter() {
         let error = Error::NoUsableNic { nics: "eth1".into(), address: "[::1]:1".into() };
-        assert_eq!(Status::of(&error), Status::INVALID_PARAMETER);
+        assert_eq!(Status::of(error), Status::INVALID_PARAMETER);
     }
 }

@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ferrywire::{Block, BlockList, Peer, Region, Wakeup};
+use ferrywire::{Block, BlockList, Peer, Region, RegisterError, TransferError, Wakeup};
 
 use crate::memory::Memory;
 use crate::notification;
@@ -217,7 +217,7 @@ impl Transfer {
         let (remote, post) = match &self.route {
             Route::Own(copies) => {
                 let done = copies.iter().try_for_each(Copy::make);
-                let status = done.map_or_else(|error| Status::of(&error), |()| Status::SUCCESS);
+                let status = done.map_or_else(Status::of, |()| Status::SUCCESS);
                 self.phase().step = Step::Ended(status);
                 return status;
             }
@@ -265,7 +265,7 @@ impl Transfer {
         };
         phase.step = match posted {
             Ok(transfer) => Step::Moving { transfer, notification: later },
-            Err(error) => Step::Ended(remote.failed("a transfer could not be posted", &error)),
+            Err(error) => Step::Ended(remote.failed("a transfer could not be posted", error)),
         };
     }
 
@@ -306,7 +306,7 @@ impl Transfer {
             return Status::BACKEND;
         };
         let status = match (outcome, notification) {
-            (Err(error), _) => remote.failed("a transfer failed", &error),
+            (Err(error), _) => remote.failed("a transfer failed", error),
             (Ok(_), None) => Status::SUCCESS,
             (Ok(_), Some(message)) => {
                 phase.step = Step::Notifying;
@@ -348,7 +348,7 @@ impl Transfer {
 }
 
 impl Copy {
-    fn make(&self) -> ferrywire::Result<()> {
+    fn make(&self) -> Result<(), RegisterError> {
         const PIECE_BYTES: usize = 1 << 20;
         let ((from, from_offset), (to, to_offset)) = (&self.from, &self.to);
         let mut buffer = vec![0; PIECE_BYTES.min(self.bytes as usize)];
@@ -400,7 +400,7 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
         // SAFETY: the descriptors' references live, by the caller's promise.
         match unsafe { (&**one, &**two) } {
             (Memory::Local { region, .. }, Memory::Remote { region: remote, .. }) => {
-                BlockList::new(region, remote, blocks).map_err(|error| refused(&error))
+                BlockList::new(region, remote, blocks).map_err(refused)
             }
             _ => Err(Status::INVALID_PARAMETER),
         }
@@ -413,14 +413,14 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
         Some(only) if lists.is_empty() => only,
         Some(last) => {
             lists.push(last);
-            BlockList::join(&lists.iter().collect::<Vec<_>>()).map_err(|error| refused(&error))?
+            BlockList::join(&lists.iter().collect::<Vec<_>>()).map_err(refused)?
         }
         None => return Err(Status::INVALID_PARAMETER),
     };
     Ok((list, memory))
 }
 
-fn refused(error: &ferrywire::Error) -> Status {
+fn refused(error: TransferError) -> Status {
     tracing::warn!(%error, "cannot prepare a transfer");
     Status::of(error)
 }

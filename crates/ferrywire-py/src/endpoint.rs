@@ -71,7 +71,7 @@ impl Endpoint {
         let limit = limit(py, "timeout", timeout)?;
         crate::logs::look_at_level(py)?;
         Ok(move || match to {
-            ConnectTarget::Metadata(metadata) => endpoint.connect_metadata(&metadata, limit),
+            ConnectTarget::Metadata(metadata) => Ok(endpoint.connect_metadata(&metadata, limit)?),
             ConnectTarget::At(address) => connect_to_any(&endpoint, address, limit),
         })
     }
@@ -335,7 +335,9 @@ impl Endpoint {
             "host" => endpoint.alloc_host(nbytes),
             "cuda" => endpoint.alloc_cuda(index, nbytes),
             "sim" => endpoint.alloc_sim(index, nbytes),
-            _ => Err(Error::invalid("device", format!("{device:?}; there are host, cuda:N and sim:N"))),
+            _ => {
+                Err(Error::invalid("device", format!("{device:?}; there are host, cuda:N and sim:N")).into())
+            }
         });
         Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
     }
@@ -403,7 +405,7 @@ fn connect_to_any(
     let since = Instant::now();
     let addresses = address.resolve(limit)?;
     let left = limit.saturating_sub(since.elapsed());
-    endpoint.connect_any(&addresses, left).map_err(|error| after(error, limit))
+    endpoint.connect_any(&addresses, left).map_err(|error| after(error.into(), limit))
 }
 
 type Setter = Box<dyn FnOnce(ferrywire::Builder) -> ferrywire::Builder>;

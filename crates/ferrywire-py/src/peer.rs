@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use ferrywire::{Error, MemoryLocation};
+use ferrywire::{Error, MemoryLocation, TransferError};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -43,7 +43,7 @@ impl Peer {
         py: Python<'_>,
         region: &Region,
         stream: Option<&Bound<'_, PyAny>>,
-        operation: impl FnOnce(&ferrywire::Peer) -> ferrywire::Result<ferrywire::Transfer> + Send,
+        operation: impl FnOnce(&ferrywire::Peer) -> Result<ferrywire::Transfer, TransferError> + Send,
     ) -> PyResult<Transfer> {
         self.post_in(py, (region.is_at(), region.framework), stream, operation)
     }
@@ -54,7 +54,7 @@ impl Peer {
         py: Python<'_>,
         (location, framework): (MemoryLocation, Framework),
         stream: Option<&Bound<'_, PyAny>>,
-        operation: impl FnOnce(&ferrywire::Peer) -> ferrywire::Result<ferrywire::Transfer> + Send,
+        operation: impl FnOnce(&ferrywire::Peer) -> Result<ferrywire::Transfer, TransferError> + Send,
     ) -> PyResult<Transfer> {
         let stream = named(py, location, framework, stream)?;
         let transfer = match &stream {

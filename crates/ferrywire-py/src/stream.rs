@@ -23,7 +23,7 @@ pub struct Named {
 impl Named {
     /// An event after the work that the stream has now.
     pub fn ready(&self, py: Python<'_>) -> PyResult<StreamEvent> {
-        let gpu = CudaGpu::open(self.gpu).map_err(ferrywire::Error::from).or_raise(py)?;
+        let gpu = CudaGpu::open(self.gpu).or_raise(py)?;
         // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
         unsafe { StreamEvent::after_raw_stream(&gpu, self.raw as RawStream) }.or_raise(py)
     }

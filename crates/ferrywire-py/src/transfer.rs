@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Error, MemoryLocation};
+use ferrywire::{MemoryLocation, TransferError};
 use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::prelude::*;
 
@@ -79,9 +79,9 @@ impl Transfer {
             }
             match outcome {
                 // Only a stall ends the slices.
-                Err(Error::TimedOut { what, peer, .. }) if moved.1.elapsed() >= stall => {
+                Err(TransferError::TimedOut { what, peer, .. }) if moved.1.elapsed() >= stall => {
                     let waited = if stall.is_zero() { stall } else { moved.1.elapsed() };
-                    Ok(Err(Error::Stalled { what, peer, waited }))
+                    Ok(Err(TransferError::Stalled { what, peer, waited }))
                 }
                 outcome => outcome.map(Ok),
             }
@@ -119,7 +119,7 @@ impl Transfer {
         let Some(named) = stream::to_hold(py, self.location, self.framework, stream)? else {
             return Ok(());
         };
-        let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;
+        let gpu = CudaGpu::open(named.gpu).or_raise(py)?;
         let raw = named.raw;
         // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
         py.detach(|| unsafe { self.transfer.block_raw_stream(&gpu, raw as RawStream) }).or_raise(py)

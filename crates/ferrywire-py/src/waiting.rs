@@ -34,15 +34,15 @@ pub fn limit(py: Python<'_>, what: &str, seconds: Option<f64>) -> PyResult<Durat
 
 /// Calls `wait` with a short timeout again and again, until it returns something else than a timeout, or `limit` has
 /// passed.
-pub fn sliced<T: Send>(
+pub fn sliced<T: Send, E: Into<Error>>(
     py: Python<'_>,
     limit: Duration,
-    mut wait: impl FnMut(Duration) -> Result<T> + Send,
+    mut wait: impl FnMut(Duration) -> Result<T, E> + Send,
 ) -> PyResult<T> {
     let start = Instant::now();
     loop {
         let left = limit.saturating_sub(start.elapsed());
-        match py.detach(|| wait(left.min(SLICE))) {
+        match py.detach(|| wait(left.min(SLICE)).map_err(E::into)) {
             Err(error @ (Error::Stalled { .. } | Error::TimedOut { .. })) => {
                 py.check_signals()?;
                 let waited = start.elapsed();
@@ -67,21 +67,21 @@ pub fn after(error: Error, waited: Duration) -> Error {
 }
 
 /// After a wait elsewhere (in an event loop): the result if there is one by now, or else the timeout error.
-pub fn overdue<T: Send>(
+pub fn overdue<T: Send, E: Into<Error>>(
     py: Python<'_>,
     waited_s: f64,
-    wait: impl FnOnce(Duration) -> Result<T> + Send,
+    wait: impl FnOnce(Duration) -> Result<T, E> + Send,
 ) -> PyResult<T> {
     let waited = Duration::try_from_secs_f64(waited_s).unwrap_or_default();
-    py.detach(|| wait(Duration::ZERO)).map_err(|error| after(error, waited)).or_raise(py)
+    py.detach(|| wait(Duration::ZERO).map_err(|error| after(error.into(), waited))).or_raise(py)
 }
 
 /// Runs `work`, which blocks, on a thread of its own and waits for it. Ctrl-C abandons the thread.
-pub fn aside<T: Send + 'static>(
+pub fn aside<T: Send + 'static, E: Into<Error>>(
     py: Python<'_>,
-    work: impl FnOnce() -> Result<T> + Send + 'static,
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> PyResult<T> {
-    begin_aside(py, work)?.wait(py)
+    begin_aside(py, || work().map_err(E::into))?.wait(py)
 }
 
 /// The result of `work` that runs on a thread of its own.

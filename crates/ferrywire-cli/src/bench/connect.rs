@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use ferrywire::{Endpoint, Error, Peer, PeerStats, RefusalReason, UnreachableCause};
+use ferrywire::{ConnectError, Endpoint, Peer, PeerStats, RefusalReason, UnreachableCause};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use super::host::Host;
@@ -298,9 +298,9 @@ fn with_tried(failure: Failure, addresses: &[SocketAddr]) -> Failure {
 
 /// Waits for what a thread does, which has this timeout itself; Ctrl-C ends the wait.
 pub fn wait_for<T>(
-    result: &mpsc::Receiver<ferrywire::Result<T>>,
+    result: &mpsc::Receiver<Result<T, ConnectError>>,
     timeout: Duration,
-) -> Outcome<ferrywire::Result<T>> {
+) -> Outcome<Result<T, ConnectError>> {
     let since = Instant::now();
     loop {
         match result.recv_timeout(DIAL_SLICE) {
@@ -318,31 +318,33 @@ pub fn wait_for<T>(
 }
 
 /// Adds what to try to a failed connection.
-pub fn explain(error: &Error) -> Failure {
+pub fn explain(error: &ConnectError) -> Failure {
     match (error, advice(error)) {
-        (Error::Invalid { .. } | Error::NoUsableNic { .. }, _) => Failure::Usage(error.to_string()),
+        (ConnectError::Invalid { .. } | ConnectError::NoUsableNic { .. }, _) => {
+            Failure::Usage(error.to_string())
+        }
         (_, Some(advice)) => Failure::Failed(format!("{error}\n{advice}")),
         (_, None) => Failure::Failed(error.to_string()),
     }
 }
 
 /// What to try after a failed connection, where its cause tells.
-pub fn advice(error: &Error) -> Option<&'static str> {
+pub fn advice(error: &ConnectError) -> Option<&'static str> {
     match error {
-        Error::Refused { reason: RefusalReason::Secret, .. } => {
+        ConnectError::Refused { reason: RefusalReason::Secret, .. } => {
             Some("try: the other end's secret, in FERRYWIRE_SECRET or a file named with --secret-file")
         }
-        Error::Refused { reason: RefusalReason::SameHost, .. } => Some(
+        ConnectError::Refused { reason: RefusalReason::SameHost, .. } => Some(
             "try: memory of the host, or two hosts; with a simulated plugin or between namespaces, --allow-same-host-gpu \
              on both ends (the simulated TCPX plugin wants FERRYWIRE_TCPX_SIM=same_host=allow, too)",
         ),
-        Error::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
+        ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
             Some("try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends")
         }
-        Error::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
+        ConnectError::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
             "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one",
         ),
-        Error::Unreachable {
+        ConnectError::Unreachable {
             cause:
                 UnreachableCause::BackendCannot
                 | UnreachableCause::NoFreePort
@@ -350,7 +352,7 @@ pub fn advice(error: &Error) -> Option<&'static str> {
                 | UnreachableCause::Forbidden,
             ..
         } => None,
-        Error::Unreachable { .. } | Error::Stalled { .. } => {
+        ConnectError::Unreachable { .. } | ConnectError::Stalled { .. } => {
             Some("likely: a firewall drops the port, the address is another host's, or no route leads there")
         }
         _ => None,
@@ -366,14 +368,15 @@ mod tests {
         let address = || "b:1".to_owned();
         let words = ["wrong secret", "both ends are on one host", "both need the same", "refused", "nothing"];
         for why in words.map(str::to_owned) {
-            let refused = |reason| advice(&Error::Refused { address: address(), reason, why: why.clone() });
+            let refused =
+                |reason| advice(&ConnectError::Refused { address: address(), reason, why: why.clone() });
             let has = |advice: Option<&str>, word: &str| advice.is_some_and(|advice| advice.contains(word));
             assert!(has(refused(RefusalReason::Secret), "--secret-file"), "{why}");
             assert!(has(refused(RefusalReason::SameHost), "--allow-same-host-gpu"), "{why}");
             assert!(has(refused(RefusalReason::PayloadMismatch), "the same --plugin"), "{why}");
             assert_eq!(refused(RefusalReason::Version), None, "{why}");
             let unreachable =
-                |cause| advice(&Error::Unreachable { address: address(), cause, why: why.clone() });
+                |cause| advice(&ConnectError::Unreachable { address: address(), cause, why: why.clone() });
             assert!(has(unreachable(UnreachableCause::ConnectionRefused), "does not run there"), "{why}");
             assert!(has(unreachable(UnreachableCause::NoAnswer), "a firewall"), "{why}");
         }

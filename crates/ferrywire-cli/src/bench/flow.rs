@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Block, BlockList, Error, Region, RemoteRegion, Transfer};
+use ferrywire::{Block, BlockList, Region, RemoteRegion, Transfer, TransferError};
 
 use super::layout::{Flow, Layout};
 use super::link::{Link, Stall};
@@ -217,7 +217,7 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
                 waiting.pop_front();
                 received += 1;
             }
-            Err(Error::Stalled { .. }) => stall.check("messages")?,
+            Err(TransferError::Stalled { .. }) => stall.check("messages")?,
             Err(error) => return Err(poster.link.lost(error)),
         }
         if stop.is_none() {
@@ -241,9 +241,9 @@ pub fn withdraw(poster: &Poster, transfer: &Transfer) -> Outcome {
     transfer.cancel();
     loop {
         match transfer.wait(FOLLOW_SLICE) {
-            Err(Error::Cancelled) => return Ok(()),
+            Err(TransferError::Cancelled) => return Ok(()),
             Ok(_) => return Err(poster.link.strange("a message after the last")),
-            Err(Error::Stalled { .. }) => Stall::new(poster.link).check("a cancelled receive")?,
+            Err(TransferError::Stalled { .. }) => Stall::new(poster.link).check("a cancelled receive")?,
             Err(error) => return Err(poster.link.lost(error)),
         }
     }

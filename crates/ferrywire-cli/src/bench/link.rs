@@ -6,7 +6,7 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use ferrywire::{Error, Peer, Transfer};
+use ferrywire::{Peer, Transfer, TransferError};
 use ferrywire_ncclnet::{InflightCall, inflight_calls};
 
 use super::barrier::heard_of;
@@ -194,7 +194,7 @@ impl Link {
                     }
                     Some(heard) => return Ok(heard),
                 },
-                Err(Error::Stalled { .. }) => stall.check("an answer")?,
+                Err(TransferError::Stalled { .. }) => stall.check("an answer")?,
                 Err(error) => return Err(self.lost(error)),
             }
         }
@@ -208,7 +208,7 @@ impl Link {
                 Some(Heard::Message(message)) => Ok(Some(message)),
                 None => Ok(None),
             },
-            Err(Error::Stalled { .. }) => Ok(None),
+            Err(TransferError::Stalled { .. }) => Ok(None),
             Err(error) => Err(self.lost(error)),
         }
     }
@@ -291,7 +291,7 @@ impl Link {
         self.goes_on()?;
         match transfer.wait(SLICE) {
             Ok(bytes) => Ok(bytes),
-            Err(Error::Stalled { .. }) => self.finish_slowly(transfer),
+            Err(TransferError::Stalled { .. }) => self.finish_slowly(transfer),
             Err(error) => Err(self.lost(error)),
         }
     }
@@ -302,7 +302,7 @@ impl Link {
             stall.check("a transfer")?;
             match transfer.wait(SLICE) {
                 Ok(bytes) => return Ok(bytes),
-                Err(Error::Stalled { .. }) => {}
+                Err(TransferError::Stalled { .. }) => {}
                 Err(error) => return Err(self.lost(error)),
             }
         }
@@ -315,7 +315,7 @@ impl Link {
         loop {
             match Transfer::wait_any_for(transfers.clone(), SLICE, SLICE) {
                 Ok(at) => return Ok(at),
-                Err(Error::Stalled { .. } | Error::TimedOut { .. }) => {
+                Err(TransferError::Stalled { .. } | TransferError::TimedOut { .. }) => {
                     stall.get_or_insert_with(|| Stall::new(self)).check("a transfer")?
                 }
                 Err(error) => return Err(self.lost(error)),
@@ -325,7 +325,7 @@ impl Link {
 
     /// What an engine error means here: after Ctrl-C, nothing else matters; what the other end has said of its failure
     /// tells more than what came of it.
-    pub fn lost(&self, error: Error) -> Failure {
+    pub fn lost(&self, error: TransferError) -> Failure {
         if sys::interrupted() {
             return Failure::Interrupted;
         }

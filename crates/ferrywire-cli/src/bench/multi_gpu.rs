@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
-use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer};
+use ferrywire::{Builder, ConnectError, Endpoint, Error, Orchestrator, Peer};
 use ferrywire_host::topology::Topology;
 
 use super::connect::{self, Listeners, Part};
@@ -141,7 +141,11 @@ impl MultiGpu {
     }
 
     /// Connects all of them at once, so that Ctrl-C is noticed. An error of the engine says which target it is about.
-    pub fn connect(&self, targets: Vec<Target>, timeout: Duration) -> Outcome<ferrywire::Result<Vec<Peer>>> {
+    pub fn connect(
+        &self,
+        targets: Vec<Target>,
+        timeout: Duration,
+    ) -> Outcome<Result<Vec<Peer>, ConnectError>> {
         let (done, result) = mpsc::channel();
         let orchestrator = self.orchestrator.clone();
         thread::spawn(move || done.send(orchestrator.connect(&targets, timeout)));

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use ferrywire::{Error, Transfer};
+use ferrywire::{Transfer, TransferError};
 
 use super::flow::{self, Poster};
 use super::link::{Heard, Stall};
@@ -131,7 +131,7 @@ impl PingPong<'_> {
         loop {
             match receive.wait(SLICE) {
                 Ok(_) => return Ok(None),
-                Err(Error::Stalled { .. }) => stall.check("a message")?,
+                Err(TransferError::Stalled { .. }) => stall.check("a message")?,
                 Err(error) => return Err(link.lost(error)),
             }
             if let Some(count) = flow::stopped(link)? {

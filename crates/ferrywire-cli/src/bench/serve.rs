@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
+use ferrywire::{ConnectError, Endpoint, Peer, RemoteRegion};
 
 use super::barrier::Barrier;
 use super::host::Host;
@@ -101,7 +101,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
             break outcome;
         }
         if !house.answer(&doors[0], &mut last_error) {
-            break Err(Error::Closed.into());
+            break Err(ConnectError::Closed.into());
         }
     };
     // Ctrl-C ends what is under way: each peer hears why.
@@ -167,11 +167,11 @@ struct House {
 
 impl House {
     /// Attends to whoever is at the door; false when it is closed.
-    fn answer(&self, door: &Door, last_error: &mut Option<Error>) -> bool {
+    fn answer(&self, door: &Door, last_error: &mut Option<ConnectError>) -> bool {
         match door.endpoint.accept(SLICE) {
             Ok(peer) => self.attend_in_thread(door, peer),
-            Err(Error::Stalled { .. }) => {}
-            Err(Error::Closed) => return false,
+            Err(ConnectError::Stalled { .. }) => {}
+            Err(ConnectError::Closed) => return false,
             Err(error) => complain_once(last_error, error),
         }
         true
@@ -241,7 +241,7 @@ pub fn tell_run_over(once: bool, name: &str, what: &str, outcome: &Outcome) {
     }
 }
 
-fn complain_once(last: &mut Option<Error>, error: Error) {
+fn complain_once(last: &mut Option<ConnectError>, error: ConnectError) {
     if last.as_ref() != Some(&error) {
         exit::complain(&error.to_string());
         *last = Some(error);

@@ -7,7 +7,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use ferrywire::{ChannelStats, Error, RefusalReason};
+use ferrywire::{ChannelStats, ConnectError, RefusalReason};
 use ferrywire_host::topology::{Nic, Topology};
 use serde_json::{Value, json};
 
@@ -34,7 +34,7 @@ pub struct PeerFacts {
     /// Where it was looked for.
     pub address: SocketAddr,
     /// What it is, or why it could not be visited.
-    pub visit: Result<Visit, Error>,
+    pub visit: Result<Visit, ConnectError>,
     /// Whether this end has a secret.
     pub with_secret: bool,
 }
@@ -185,20 +185,25 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
     found
 }
 
-fn not_let_in(subject: String, facts: &PeerFacts, error: &Error) -> Finding {
+fn not_let_in(subject: String, facts: &PeerFacts, error: &ConnectError) -> Finding {
     let needs_secret = !facts.with_secret && !facts.address.ip().is_loopback();
-    let is_greeting =
-        matches!(error, Error::Refused { .. } | Error::Invalid { .. } | Error::NoUsableNic { .. });
+    let is_greeting = matches!(
+        error,
+        ConnectError::Refused { .. } | ConnectError::Invalid { .. } | ConnectError::NoUsableNic { .. }
+    );
     let id = if is_greeting { "peer-greeting" } else { "peer-reachable" };
     let found = Finding::ok(id, subject, error.to_string());
     match error {
-        Error::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
+        ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
             found.warn("it serves with a plugin: ferrywire bench connect with --plugin tries that too")
         }
-        Error::Refused { reason: RefusalReason::Secret, .. } | Error::Invalid { .. } if needs_secret => found
-            .fail(
+        ConnectError::Refused { reason: RefusalReason::Secret, .. } | ConnectError::Invalid { .. }
+            if needs_secret =>
+        {
+            found.fail(
                 "the peer's secret, in FERRYWIRE_SECRET or a file named with --secret-file (serve prints it)",
-            ),
+            )
+        }
         _ => found.fail(advice(error).unwrap_or("ferrywire bench connect -vv tells more")),
     }
 }
@@ -343,7 +348,7 @@ mod tests {
         }
     }
 
-    fn facts(visit: Result<Visit, Error>) -> PeerFacts {
+    fn facts(visit: Result<Visit, ConnectError>) -> PeerFacts {
         PeerFacts { address: there(1), visit, with_secret: true }
     }
 
@@ -364,12 +369,12 @@ mod tests {
         let address = there(1).to_string();
         // Words of another cause: none of them counts.
         let why = || "refused: both need the same secret".to_owned();
-        let refused = |reason| Error::Refused { address: address.clone(), reason, why: why() };
+        let refused = |reason| ConnectError::Refused { address: address.clone(), reason, why: why() };
         let wrong = judge(&facts(Err(refused(RefusalReason::Secret))), &host(vec![]), &[]);
         assert_eq!(levels(&wrong, "peer-greeting"), [Level::Fail]);
         assert!(wrong[0].fix.as_ref().is_some_and(|fix| fix.contains("FERRYWIRE_SECRET")), "{wrong:?}");
         let cause = UnreachableCause::ConnectionRefused;
-        let none = Error::Unreachable { address: address.clone(), cause, why: why() };
+        let none = ConnectError::Unreachable { address: address.clone(), cause, why: why() };
         let none = judge(&facts(Err(none)), &host(vec![]), &[]);
         assert_eq!(levels(&none, "peer-reachable"), [Level::Fail]);
         let plugin = refused(RefusalReason::PayloadMismatch);

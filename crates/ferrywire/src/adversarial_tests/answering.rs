@@ -3,7 +3,7 @@
 use super::evil::{Evil, dial, goodbye};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, SECRET, eventually};
-use crate::{Endpoint, Error};
+use crate::{ConnectError, Endpoint, Error};
 use ferrywire_proto::handshake::testing::{Shared, hello};
 use ferrywire_proto::handshake::{Established, Initiator, Outcome, Purpose, RefusalCode, Responder, Secure};
 use ferrywire_proto::session::{ControlMessage, Frame};
@@ -156,7 +156,7 @@ fn a_peer_that_expects_no_data_connection_is_named_for_it() {
         end.is_some()
     });
     let error = end.unwrap().unwrap_err();
-    assert!(matches!(&error, Error::PeerLost { .. }), "{error:?}");
+    assert!(matches!(&error, ConnectError::PeerLost { .. }), "{error:?}");
     assert!(error.to_string().contains("did not answer on the control session"), "{error}");
 }
 
@@ -177,7 +177,7 @@ fn a_connect_whose_time_is_up_says_farewell_to_whoever_has_answered() {
         };
         assert_eq!(reason, "given up before it was up");
         let error = connect.join().unwrap().unwrap_err();
-        assert!(matches!(error, Error::Stalled { .. }), "{error:?}");
+        assert!(matches!(error, ConnectError::Stalled { .. }), "{error:?}");
     });
     eventually("nothing of it is left", || dialler.peer_count() == 0);
     assert_eq!(dialler.close(LIMIT), Ok(()));
@@ -333,7 +333,7 @@ fn a_session_number_that_is_taken_does_not_replace_its_session() {
     let streams = first_thread.join().unwrap();
     let (second_address, _second_thread) = acceptor();
     let error = dialler.connect(second_address, LIMIT).unwrap_err();
-    assert!(matches!(&error, Error::Refused { .. }), "{error:?}");
+    assert!(matches!(&error, ConnectError::Refused { .. }), "{error:?}");
     assert!(error.to_string().contains("session"), "{error}");
     assert_eq!(first.error(), None);
     assert_eq!(dialler.peer_count(), 1);

@@ -3,7 +3,7 @@
 use super::evil::{Data, Evil, channel, data, dial, evil_config, goodbye};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
-use crate::{Error, LossCause, RemoteRegion, limits};
+use crate::{Error, LossCause, RemoteRegion, TransferError, limits};
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
@@ -159,7 +159,7 @@ fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
         reason: "evil".into(),
     });
     let error = write.wait(LIMIT).unwrap_err();
-    assert!(matches!(&error, Error::AccessRefused { .. }), "{error:?}");
+    assert!(matches!(&error, TransferError::AccessRefused { .. }), "{error:?}");
     evil.channel_lost_for("the peer lost it: evil");
     scene.unharmed();
 }

@@ -3,7 +3,7 @@
 use super::evil::{Data, Evil, data, evil_config, limited};
 use super::scene::{REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
-use crate::{Error, limits};
+use crate::{TransferError, limits};
 use ferrywire_proto::handshake::Config;
 use ferrywire_proto::wire::{self, Header, Kind, Placement, Refusal};
 use std::io::Write;
@@ -245,7 +245,7 @@ fn a_message_number_counts_once() {
         assert_eq!(got, [expected]);
     }
     let late = evil.here.recv(9, &target, 0, 1).unwrap();
-    assert!(matches!(late.wait(Duration::from_millis(100)), Err(Error::Stalled { .. })));
+    assert!(matches!(late.wait(Duration::from_millis(100)), Err(TransferError::Stalled { .. })));
     scene.unharmed();
 }
 

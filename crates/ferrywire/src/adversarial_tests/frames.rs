@@ -3,7 +3,7 @@
 use super::evil::{Evil, data};
 use super::scene::{BEFORE, REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
-use crate::{Error, RemoteRegion, limits};
+use crate::{RemoteRegion, TransferError, limits};
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
@@ -142,7 +142,7 @@ fn a_receive_is_not_filled_past_its_end() {
     assert_eq!(evil.data[0].answers(), [(3, Refusal::OutOfRegion), (4, Refusal::NoSink)]);
     let outcome = received.wait(LIMIT);
     assert!(
-        matches!(&outcome, Err(Error::ProtocolViolation { why, .. }) if why.contains("more")),
+        matches!(&outcome, Err(TransferError::ProtocolViolation { why, .. }) if why.contains("more")),
         "{outcome:?}"
     );
     assert_eq!(received.bytes_moved(), 90);
@@ -161,7 +161,7 @@ fn a_receive_that_has_begun_is_for_no_other_message() {
     evil.send(header, &[1; 90]);
     evil.send(Header { transfer: header.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
     let outcome = received.wait(LIMIT);
-    assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(TransferError::AccessRefused { .. })), "{outcome:?}");
     evil.send(Header { key: 5, offset: 1, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
     assert_eq!(evil.here.recv(5, &target, 0, 100).unwrap().wait(LIMIT), Ok(50));
     // A receive without any bytes is matched again.

@@ -20,7 +20,7 @@ use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
 use crate::core::worker::{LostChannels, PolledBy, Worker, Workers};
-use crate::error::{Error, Result};
+use crate::error::{ConnectError, Error, RegisterError, Result};
 use crate::payload::payload_backend::SharedBackend;
 use crate::payload::plugin::Variable;
 use ferrywire_memory::cuda::{CudaGpu, deferred_free};
@@ -172,18 +172,23 @@ impl Endpoint {
     /// Connects to an endpoint that listens on `address`. Blocks until the peer is connected.
     ///
     /// # Errors
-    /// [`Error::Stalled`] after `timeout`. [`Error::Unreachable`] if no connection can be established,
-    /// [`Error::Refused`] if one end refused the other, [`Error::Invalid`] without a secret beyond loopback,
-    /// [`Error::Closed`] if this endpoint is closed.
-    pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Peer> {
+    /// [`ConnectError::Stalled`] after `timeout`. [`ConnectError::Unreachable`] if no connection can be established,
+    /// [`ConnectError::Refused`] if one end refused the other, [`ConnectError::Invalid`] without a secret beyond loopback,
+    /// [`ConnectError::Closed`] if this endpoint is closed.
+    pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Peer, ConnectError> {
         self.connect_in(ConnectTarget::new(address), timeout, timeout)
     }
 
     /// Connects if the address answers within `to_answer` and the peer is connected within `timeout`.
-    fn connect_in(&self, target: ConnectTarget, to_answer: Duration, timeout: Duration) -> Result<Peer> {
+    fn connect_in(
+        &self,
+        target: ConnectTarget,
+        to_answer: Duration,
+        timeout: Duration,
+    ) -> Result<Peer, ConnectError> {
         let connecting = self.start_connect_to(target)?;
         let mut result = connecting.wait(to_answer);
-        let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Stalled { .. }));
+        let timed_out = |result: &Result<_, _>| matches!(result, Err(ConnectError::Stalled { .. }));
         if timed_out(&result) && to_answer < timeout && connecting.has_answered() {
             result = connecting.wait(timeout - to_answer);
         }
@@ -196,23 +201,23 @@ impl Endpoint {
     /// Starts to connect to `address` without blocking.
     ///
     /// # Errors
-    /// [`Error::Closed`] if this endpoint is closed, [`Error::Forked`] in a forked child. Other errors come
+    /// [`ConnectError::Closed`] if this endpoint is closed, [`ConnectError::Forked`] in a forked child. Other errors come
     /// with the result.
-    pub fn start_connect(&self, address: SocketAddr) -> Result<Connecting> {
+    pub fn start_connect(&self, address: SocketAddr) -> Result<Connecting, ConnectError> {
         self.start_connect_to(ConnectTarget::new(address))
     }
 
     /// Starts to connect to `target` without blocking; the other end has to prove that it is this target.
     ///
     /// # Errors
-    /// [`Error::Closed`] if this endpoint is closed, [`Error::Forked`] in a forked child, [`Error::Invalid`]
+    /// [`ConnectError::Closed`] if this endpoint is closed, [`ConnectError::Forked`] in a forked child, [`ConnectError::Invalid`]
     /// for a short secret. Other errors come with the result.
-    pub fn start_connect_to(&self, target: ConnectTarget) -> Result<Connecting> {
+    pub fn start_connect_to(&self, target: ConnectTarget) -> Result<Connecting, ConnectError> {
         self.check_origin()?;
         let accept_queue = Arc::new(AcceptQueue::default());
         let context = self.context();
         if context.closing.load(Ordering::SeqCst) {
-            return Err(Error::Closed);
+            return Err(ConnectError::Closed);
         }
         if let Some(secret) = &target.secret {
             secret.check()?;
@@ -227,17 +232,17 @@ impl Endpoint {
     /// [`limits::ANSWER_SHARE_MIN`] if so much remains.
     ///
     /// # Errors
-    /// As for [`Endpoint::connect`], the error of the last address tried; [`Error::Invalid`] for unusable
+    /// As for [`Endpoint::connect`], the error of the last address tried; [`ConnectError::Invalid`] for unusable
     /// metadata.
-    pub fn connect_metadata(&self, metadata: &[u8], timeout: Duration) -> Result<Peer> {
+    pub fn connect_metadata(&self, metadata: &[u8], timeout: Duration) -> Result<Peer, ConnectError> {
         let (identity, addresses) = parse_metadata(metadata)?;
-        let tell = |mut errors: Vec<Error>| match errors.pop() {
-            Some(Error::Stalled { .. }) => {
+        let tell = |mut errors: Vec<ConnectError>| match errors.pop() {
+            Some(ConnectError::Stalled { .. }) => {
                 let what = format!("connecting to {identity} at {addresses:?}");
-                Error::Stalled { what, peer: Some(identity.to_string()), waited: timeout }
+                ConnectError::Stalled { what, peer: Some(identity.to_string()), waited: timeout }
             }
             Some(error) => error,
-            None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
+            None => Error::invalid("metadata", "it names no address: that endpoint does not listen").into(),
         };
         self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(tell)
     }
@@ -247,24 +252,24 @@ impl Endpoint {
     ///
     /// # Errors
     /// As for [`Endpoint::connect`]: the most informative error of all addresses.
-    pub fn connect_any(&self, addresses: &[SocketAddr], timeout: Duration) -> Result<Peer> {
+    pub fn connect_any(&self, addresses: &[SocketAddr], timeout: Duration) -> Result<Peer, ConnectError> {
         self.connect_first(addresses, None, timeout, limits::NAME_SHARE_MIN).map_err(|errors| {
             // Ranks errors: an address where something listens is more informative than one where nothing
             // does, or that no NIC reaches.
-            let tells = |error: &Error| match error {
-                Error::NoUsableNic { .. } => 0,
-                Error::Unreachable { .. } => 1,
-                Error::Invalid { .. } => 2,
-                Error::Stalled { .. } => 3,
+            let tells = |error: &ConnectError| match error {
+                ConnectError::NoUsableNic { .. } => 0,
+                ConnectError::Unreachable { .. } => 1,
+                ConnectError::Invalid { .. } => 2,
+                ConnectError::Stalled { .. } => 3,
                 _ => 4,
             };
             match errors.into_iter().rev().max_by_key(tells) {
-                Some(Error::Stalled { .. }) if addresses.len() > 1 => {
+                Some(ConnectError::Stalled { .. }) if addresses.len() > 1 => {
                     let what = format!("connecting to any of {addresses:?}");
-                    Error::Stalled { what, peer: None, waited: timeout }
+                    ConnectError::Stalled { what, peer: None, waited: timeout }
                 }
                 Some(error) => error,
-                None => Error::invalid("addresses", "none is given"),
+                None => Error::invalid("addresses", "none is given").into(),
             }
         })
     }
@@ -277,7 +282,7 @@ impl Endpoint {
         identity: Option<Identity>,
         timeout: Duration,
         share_min: Duration,
-    ) -> std::result::Result<Peer, Vec<Error>> {
+    ) -> Result<Peer, Vec<ConnectError>> {
         let (until, mut errors) = (self.now().saturating_add(timeout), Vec::new());
         for (tried, address) in addresses.iter().enumerate() {
             let left = until.saturating_sub(self.now());
@@ -288,7 +293,9 @@ impl Endpoint {
             let target = ConnectTarget { address: *address, identity, secret: None };
             match self.connect_in(target, share.max(share_min).min(left), left) {
                 Ok(peer) => return Ok(peer),
-                Err(error @ (Error::Closed | Error::Forked { .. } | Error::Internal(_))) => {
+                Err(
+                    error @ (ConnectError::Closed | ConnectError::Forked { .. } | ConnectError::Internal(_)),
+                ) => {
                     return Err(vec![error]);
                 }
                 Err(error) => errors.push(error),
@@ -325,25 +332,26 @@ impl Endpoint {
     /// Waits for the next peer that connects.
     ///
     /// # Errors
-    /// [`Error::Stalled`] after `timeout`, [`Error::Closed`] as soon as the endpoint is closed,
-    /// [`Error::Invalid`] if the endpoint does not listen.
-    pub fn accept(&self, timeout: Duration) -> Result<Peer> {
+    /// [`ConnectError::Stalled`] after `timeout`, [`ConnectError::Closed`] as soon as the endpoint is closed,
+    /// [`ConnectError::Invalid`] if the endpoint does not listen.
+    pub fn accept(&self, timeout: Duration) -> Result<Peer, ConnectError> {
         self.check_origin()?;
         let context = self.context();
         if self.inner.listen_addresses.is_empty() {
-            return Err(Error::invalid("accept", "this endpoint does not listen: build it with an address"));
+            let why = "this endpoint does not listen: build it with an address";
+            return Err(Error::invalid("accept", why).into());
         }
         if context.closing.load(Ordering::SeqCst) {
-            return Err(Error::Closed);
+            return Err(ConnectError::Closed);
         }
         self.inner.next_peer(timeout).unwrap_or_else(|| {
             let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
-            Err(Error::Stalled { what, peer: None, waited: timeout })
+            Err(ConnectError::Stalled { what, peer: None, waited: timeout })
         })
     }
 
     /// Returns the next connected peer, if there is one. An endpoint without threads is polled once.
-    pub fn try_accept(&self) -> Option<Result<Peer>> {
+    pub fn try_accept(&self) -> Option<Result<Peer, ConnectError>> {
         match self.check_origin() {
             Ok(()) => self.inner.take_peer().or_else(|| {
                 if self.context().is_caller_driven() {
@@ -353,9 +361,9 @@ impl Endpoint {
                     }
                 }
                 let closed = self.context().closing.load(Ordering::SeqCst);
-                closed.then_some(Err(Error::Closed))
+                closed.then_some(Err(ConnectError::Closed))
             }),
-            Err(error) => Some(Err(error)),
+            Err(error) => Some(Err(error.into())),
         }
     }
 
@@ -379,8 +387,8 @@ impl Endpoint {
     /// Registers a buffer. The region owns it.
     ///
     /// # Errors
-    /// [`Error::Forked`] in a forked child.
-    pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
+    /// [`RegisterError::Forked`] in a forked child.
+    pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region, RegisterError> {
         self.check_origin()?;
         Ok(Region::owned(&self.inner.home, Owned::Vector(memory.into())))
     }
@@ -388,8 +396,8 @@ impl Endpoint {
     /// Allocates and registers `bytes` zeroed, page-aligned bytes of host memory.
     ///
     /// # Errors
-    /// [`Error::Io`] if the system has too little memory.
-    pub fn alloc_host(&self, bytes: usize) -> Result<Region> {
+    /// [`RegisterError::Io`] if the system has too little memory.
+    pub fn alloc_host(&self, bytes: usize) -> Result<Region, RegisterError> {
         self.check_origin()?;
         Ok(Region::owned(&self.inner.home, Owned::Host(HostBuffer::zeroed(bytes)?)))
     }
@@ -397,8 +405,8 @@ impl Endpoint {
     /// Allocates and registers `bytes` zeroed bytes on simulated GPU `index`, and opens the GPU if necessary.
     ///
     /// # Errors
-    /// [`Error::SimGpu`] if there is no such GPU, or it has too little memory.
-    pub fn alloc_sim(&self, index: u32, bytes: usize) -> Result<Region> {
+    /// [`RegisterError::SimGpu`] if there is no such GPU, or it has too little memory.
+    pub fn alloc_sim(&self, index: u32, bytes: usize) -> Result<Region, RegisterError> {
         self.check_origin()?;
         let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         Ok(Region::owned(&self.inner.home, Owned::Sim(buffer)))
@@ -407,8 +415,8 @@ impl Endpoint {
     /// Allocates and registers `bytes` zeroed bytes on CUDA GPU `index`, and opens the GPU if necessary.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver fails, or the GPU has too little memory.
-    pub fn alloc_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
+    /// [`RegisterError::Cuda`] if the driver fails, or the GPU has too little memory.
+    pub fn alloc_cuda(&self, index: u32, bytes: usize) -> Result<Region, RegisterError> {
         self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         self.context().prepared.prepare(MemoryLocation::Cuda(index));
@@ -420,14 +428,14 @@ impl Endpoint {
     /// allocation.
     ///
     /// # Errors
-    /// [`Error::Cuda`] or [`Error::SimGpu`] if the range begins in GPU memory and extends beyond its
-    /// allocation. [`Error::Invalid`] for a null pointer with a size.
+    /// [`RegisterError::Cuda`] or [`RegisterError::SimGpu`] if the range begins in GPU memory and extends beyond its
+    /// allocation. [`RegisterError::Invalid`] for a null pointer with a size.
     ///
     /// # Safety
     /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until the
     /// region is deregistered or its last clone dropped, and nothing may rely on their values while peers
     /// can write to them.
-    pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region> {
+    pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region, RegisterError> {
         // SAFETY: the caller's promise.
         unsafe { self.register_user(base, bytes, None) }
     }
@@ -443,7 +451,7 @@ impl Endpoint {
     /// without threads releases the memory only while the application calls [`Endpoint::progress`].
     ///
     /// # Errors
-    /// As for [`Endpoint::register_raw`], and [`Error::Io`] if the thread cannot be started.
+    /// As for [`Endpoint::register_raw`], and [`RegisterError::Io`] if the thread cannot be started.
     ///
     /// # Safety
     /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until `owner` is dropped,
@@ -453,7 +461,7 @@ impl Endpoint {
         base: *mut u8,
         bytes: usize,
         owner: Box<dyn Any + Send + Sync>,
-    ) -> Result<Region> {
+    ) -> Result<Region, RegisterError> {
         self.check_origin()?;
         self.inner.running.start_releaser()?;
         // SAFETY: the caller's promise.
@@ -462,10 +470,15 @@ impl Endpoint {
 
     /// # Safety
     /// As of [`Endpoint::register_raw`] and [`Endpoint::register_with`].
-    unsafe fn register_user(&self, base: *mut u8, bytes: usize, owner: Option<Owner>) -> Result<Region> {
+    unsafe fn register_user(
+        &self,
+        base: *mut u8,
+        bytes: usize,
+        owner: Option<Owner>,
+    ) -> Result<Region, RegisterError> {
         self.check_origin()?;
         if base.is_null() && bytes > 0 {
-            return Err(Error::invalid("memory", "a null pointer with a size"));
+            return Err(Error::invalid("memory", "a null pointer with a size").into());
         }
         let location = MemoryLocation::of(base, bytes as u64)?;
         // SAFETY: the caller's promise; the memory location is that of the address.
@@ -527,16 +540,16 @@ impl Inner {
         self.running.context()
     }
 
-    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
-        result.map(|handle| Peer::new(self.running.clone(), handle))
+    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer, ConnectError> {
+        Ok(Peer::new(self.running.clone(), result?))
     }
 
     /// Takes the next connected peer, if there is one.
-    fn take_peer(&self) -> Option<Result<Peer>> {
+    fn take_peer(&self) -> Option<Result<Peer, ConnectError>> {
         self.accept_queue.take().map(|result| self.peer(result))
     }
 
-    fn next_peer(&self, limit: Duration) -> Option<Result<Peer>> {
+    fn next_peer(&self, limit: Duration) -> Option<Result<Peer, ConnectError>> {
         self.running.next_of(&self.accept_queue, limit).map(|result| self.peer(result))
     }
 

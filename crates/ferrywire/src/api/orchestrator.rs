@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use crate::api::endpoint::{Builder, Connecting, Endpoint};
 use crate::api::peer::Peer;
-use crate::error::{Error, Result};
+use crate::error::{ConnectError, Error, Result};
 
 /// Interval between checks of connection attempts.
 const LOOK_INTERVAL: Duration = Duration::from_micros(200);
@@ -88,9 +88,9 @@ impl Orchestrator {
     /// Connects all targets at once. Returns the peers in the order of `targets`.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the first endpoint that failed, or was not connected in time, and its remote
+    /// [`ConnectError::Phase`] with the first endpoint that failed, or was not connected in time, and its remote
     /// address.
-    pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>> {
+    pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>, ConnectError> {
         let mut dials = Vec::with_capacity(targets.len());
         for target in targets {
             let number = dials.len();
@@ -117,14 +117,14 @@ impl Orchestrator {
             Err(error) => error,
         };
         retreat(dials.into_iter().filter_map(|dial| dial.peer).collect());
-        Err(error)
+        Err(error.into())
     }
 
     /// Accepts `peers_of_each` peers at each endpoint. Returns them by endpoint, in the order of arrival.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the endpoint that had too few peers in time, and their number.
-    pub fn accept(&self, peers_of_each: usize, timeout: Duration) -> Result<Vec<Vec<Peer>>> {
+    /// [`ConnectError::Phase`] with the endpoint that had too few peers in time, and their number.
+    pub fn accept(&self, peers_of_each: usize, timeout: Duration) -> Result<Vec<Vec<Peer>>, ConnectError> {
         let mut accepted: Vec<Vec<Peer>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         let outcome = self.look_until(timeout, || {
             let mut missing = None;
@@ -153,7 +153,7 @@ impl Orchestrator {
                     Ok(None) => unreachable!("handled above"),
                 };
                 retreat(accepted.into_iter().flatten().collect());
-                Err(error)
+                Err(error.into())
             }
         }
     }
@@ -164,11 +164,11 @@ impl Orchestrator {
     ///
     /// # Errors
     /// [`Error::Phase`] with the name of an endpoint whose work failed, or had not finished in time.
-    pub fn each<T: Send + 'static>(
+    pub fn each<T: Send + 'static, E: Into<Error> + Send + 'static>(
         &self,
         phase: &'static str,
         timeout: Duration,
-        work: impl Fn(usize, &Endpoint) -> Result<T> + Send + Sync + 'static,
+        work: impl Fn(usize, &Endpoint) -> Result<T, E> + Send + Sync + 'static,
     ) -> Result<Vec<T>> {
         let work = Arc::new(work);
         let one = |(index, endpoint): (usize, &Endpoint)| {
@@ -222,7 +222,7 @@ impl Orchestrator {
         }
     }
 
-    fn failed(&self, phase: &'static str, endpoint: usize, error: Error) -> Error {
+    fn failed(&self, phase: &'static str, endpoint: usize, error: impl Into<Error>) -> Error {
         failed(phase, self.name(endpoint), error)
     }
 }
@@ -270,17 +270,17 @@ impl<'a> Dial<'a> {
                 Ok(())
             }
             Some(Err(_)) if self.next < self.target.addresses.len() => self.dial_next(),
-            Some(Err(error)) => Err(error),
+            Some(Err(error)) => Err(error.into()),
         }
     }
 }
 
 /// Runs all work at once, each item in its own thread. Returns the results in order. A late result has no
 /// receiver and is dropped.
-fn all_at_once<T: Send + 'static>(
+fn all_at_once<T: Send + 'static, E: Into<Error> + Send + 'static>(
     phase: &'static str,
     names: &[String],
-    work: Vec<impl FnOnce() -> Result<T> + Send + 'static>,
+    work: Vec<impl FnOnce() -> Result<T, E> + Send + 'static>,
     timeout: Duration,
 ) -> Result<Vec<T>> {
     let (done, results) = channel();
@@ -321,8 +321,8 @@ fn retreat(peers: Vec<Peer>) {
     });
 }
 
-fn failed(phase: &'static str, endpoint: &str, error: Error) -> Error {
-    Error::Phase { phase, endpoint: endpoint.to_owned(), target: None, error: Box::new(error) }
+fn failed(phase: &'static str, endpoint: &str, error: impl Into<Error>) -> Error {
+    Error::Phase { phase, endpoint: endpoint.to_owned(), target: None, error: Box::new(error.into()) }
 }
 
 /// The same, with which of the targets it was.

@@ -8,7 +8,7 @@ use super::wakeup::Wakeup;
 use crate::core::operation::Op;
 use crate::core::ordering::Gate;
 use crate::core::peer::PeerState;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, TransferError};
 use ferrywire_memory::cuda::{CudaGpu, CudaStream, RawStream};
 use ferrywire_memory::sim::SimStream;
 use std::fmt;
@@ -37,7 +37,7 @@ impl Transfer {
     ///
     /// # Errors
     /// The transfer's own error, inside the `Some`.
-    pub fn poll(&self) -> Option<Result<u64>> {
+    pub fn poll(&self) -> Option<Result<u64, TransferError>> {
         self.outcome().or_else(|| {
             self.connection.nudge();
             self.outcome()
@@ -45,18 +45,20 @@ impl Transfer {
     }
 
     /// The outcome, or an error if the operation never ends.
-    fn outcome(&self) -> Option<Result<u64>> {
+    fn outcome(&self) -> Option<Result<u64, TransferError>> {
         let elsewhere = || self.connection.context().origin.check().err().map(|forked| Err(forked.into()));
-        self.op.outcome().or_else(|| self.peer().lost_to_a_call().map(Err)).or_else(elsewhere)
+        let outcome =
+            self.op.outcome().or_else(|| self.peer().lost_to_a_call().map(Err)).or_else(elsewhere)?;
+        Some(outcome.map_err(TransferError::from))
     }
 
     /// Waits until the transfer ends. `stall_timeout` is the longest time without progress.
     ///
     /// # Errors
-    /// The transfer's own error, or [`Error::Stalled`]: then the transfer is still in flight, and can be
+    /// The transfer's own error, or [`TransferError::Stalled`]: then the transfer is still in flight, and can be
     /// waited for again or cancelled. After the transfer's own error nothing touches its memory, except a
     /// call of a plugin that never returns ([`LossCause::CallHangs`](crate::LossCause::CallHangs)).
-    pub fn wait(&self, stall_timeout: Duration) -> Result<u64> {
+    pub fn wait(&self, stall_timeout: Duration) -> Result<u64, TransferError> {
         self.wait_for(Duration::MAX, stall_timeout)
     }
 
@@ -64,8 +66,8 @@ impl Transfer {
     /// which the process is stopped counts towards `timeout`.
     ///
     /// # Errors
-    /// As for [`Transfer::wait`], and [`Error::TimedOut`]: then the transfer is still in flight too.
-    pub fn wait_for(&self, timeout: Duration, stall_timeout: Duration) -> Result<u64> {
+    /// As for [`Transfer::wait`], and [`TransferError::TimedOut`]: then the transfer is still in flight too.
+    pub fn wait_for(&self, timeout: Duration, stall_timeout: Duration) -> Result<u64, TransferError> {
         // Without a timeout the clock is not read.
         let until = (timeout < Duration::MAX).then(|| self.peer().now().saturating_add(timeout));
         let mut last_progress = self.op.progress_counter();
@@ -75,8 +77,9 @@ impl Transfer {
             }
             let left = until.map_or(Duration::MAX, |until| until.saturating_sub(self.peer().now()));
             if left.is_zero() {
-                let timed_out =
-                    || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), timeout });
+                let timed_out = || {
+                    Err(TransferError::TimedOut { what: self.describe(), peer: self.peer_named(), timeout })
+                };
                 // A caller that polls with a zero timeout may be the only thread that polls.
                 return self.poll().unwrap_or_else(timed_out);
             }
@@ -88,7 +91,7 @@ impl Transfer {
             );
             let now = self.op.progress_counter();
             if !ended && now == last_progress && stall_timeout <= left {
-                return Err(Error::Stalled {
+                return Err(TransferError::Stalled {
                     what: self.describe(),
                     peer: self.peer_named(),
                     waited: stall_timeout,
@@ -104,12 +107,12 @@ impl Transfer {
     /// time without progress of any of them.
     ///
     /// # Errors
-    /// [`Error::Stalled`]: then all transfers are still in flight. [`Error::Invalid`] if there are none, or
+    /// [`TransferError::Stalled`]: then all transfers are still in flight. [`TransferError::Invalid`] if there are none, or
     /// they are of several peers.
     pub fn wait_any<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         stall_timeout: Duration,
-    ) -> Result<usize> {
+    ) -> Result<usize, TransferError> {
         Transfer::wait_any_for(transfers, Duration::MAX, stall_timeout)
     }
 
@@ -117,15 +120,15 @@ impl Transfer {
     /// any transfer. A `timeout` of zero polls without waiting.
     ///
     /// # Errors
-    /// As for [`Transfer::wait_any`], and [`Error::TimedOut`]: then all transfers are still in flight too.
+    /// As for [`Transfer::wait_any`], and [`TransferError::TimedOut`]: then all transfers are still in flight too.
     pub fn wait_any_for<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         timeout: Duration,
         stall_timeout: Duration,
-    ) -> Result<usize> {
+    ) -> Result<usize, TransferError> {
         let transfers = transfers.into_iter();
         let Some(first) = transfers.clone().next() else {
-            return Err(Error::invalid("transfers", "there are none: give one at least"));
+            return Err(Error::invalid("transfers", "there are none: give one at least").into());
         };
         if let Some(other) = transfers.clone().find(|other| !Arc::ptr_eq(first.peer(), other.peer())) {
             let why = format!(
@@ -133,7 +136,7 @@ impl Transfer {
                 first.peer().name(),
                 other.peer().name()
             );
-            return Err(Error::invalid("transfers", why));
+            return Err(Error::invalid("transfers", why).into());
         }
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
@@ -151,7 +154,7 @@ impl Transfer {
                 first.connection.nudge();
                 let timed_out = || {
                     let (what, peer) = (first.describe(), first.peer_named());
-                    Error::TimedOut { what, peer, timeout }
+                    TransferError::TimedOut { what, peer, timeout }
                 };
                 return ended().or_else(lost).ok_or_else(timed_out);
             }
@@ -163,7 +166,7 @@ impl Transfer {
             );
             let now = progress();
             if !ended && now == before && stall_timeout <= left {
-                return Err(Error::Stalled {
+                return Err(TransferError::Stalled {
                     what: first.describe(),
                     peer: first.peer_named(),
                     waited: stall_timeout,
@@ -202,8 +205,8 @@ impl Transfer {
     /// except a single byte. (Tested with a stand-in for the driver; on an H200 each call alone.)
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver fails; the stream then does not wait.
-    pub fn block_stream(&self, stream: &CudaStream) -> Result<()> {
+    /// [`TransferError::Cuda`] if the driver fails; the stream then does not wait.
+    pub fn block_stream(&self, stream: &CudaStream) -> Result<(), TransferError> {
         // SAFETY: `stream` is borrowed, so it is live.
         unsafe { self.block_raw_stream(stream.gpu(), stream.raw()) }
     }
@@ -212,11 +215,15 @@ impl Transfer {
     /// the default stream.
     ///
     /// # Errors
-    /// [`Error::Cuda`] if the driver fails; the stream then does not wait.
+    /// [`TransferError::Cuda`] if the driver fails; the stream then does not wait.
     ///
     /// # Safety
     /// `stream` is a live stream of this GPU's primary context, or null.
-    pub unsafe fn block_raw_stream(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
+    pub unsafe fn block_raw_stream(
+        &self,
+        gpu: &Arc<CudaGpu>,
+        stream: RawStream,
+    ) -> Result<(), TransferError> {
         self.connection.context().origin.check()?;
         // SAFETY: by the caller's promise.
         let gate = unsafe { self.connection.context().gates.block(gpu, stream) }?;
@@ -228,7 +235,7 @@ impl Transfer {
     ///
     /// # Errors
     /// The error of a stream that has failed.
-    pub fn block_sim_stream(&self, stream: &SimStream) -> Result<()> {
+    pub fn block_sim_stream(&self, stream: &SimStream) -> Result<(), TransferError> {
         self.connection.context().origin.check()?;
         self.op.open_at_end(Gate::Sim(stream.hold()?));
         Ok(())
@@ -246,7 +253,7 @@ impl Transfer {
     }
 
     /// Requests an early end of the transfer. Wait for the transfer afterwards: the outcome is
-    /// [`Error::Cancelled`], or success if all bytes had arrived.
+    /// [`TransferError::Cancelled`], or success if all bytes had arrived.
     pub fn cancel(&self) {
         if !self.connection.context().origin.is_elsewhere() {
             self.connection.cancel(&self.op);

@@ -121,7 +121,7 @@ fn left_something(waiting: &Result<PeerHandle>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Endpoint, Peer};
+    use crate::{ConnectError, Endpoint, Peer};
     use ferrywire_proto::stall_timer::StallTimer;
     use std::time::Instant;
 
@@ -136,7 +136,7 @@ mod tests {
         (acceptor, builder().build().unwrap())
     }
 
-    fn connect(dialler: &Endpoint, acceptor: &Endpoint) -> Result<Peer> {
+    fn connect(dialler: &Endpoint, acceptor: &Endpoint) -> Result<Peer, ConnectError> {
         dialler.connect(acceptor.listen_addresses()[0], LIMIT)
     }
 
@@ -148,10 +148,10 @@ mod tests {
         }
     }
 
-    fn refused(result: Result<Peer>) {
+    fn refused(result: Result<Peer, ConnectError>) {
         let error = result.unwrap_err();
         assert!(
-            matches!(&error, Error::Refused { why, .. } if why.contains("PEERS_UNACCEPTED_MAX")),
+            matches!(&error, ConnectError::Refused { why, .. } if why.contains("PEERS_UNACCEPTED_MAX")),
             "{error}"
         );
     }

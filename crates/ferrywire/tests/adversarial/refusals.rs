@@ -4,7 +4,7 @@ use crate::peers::{dialler, record, victim};
 use crate::process::{alone, eventually, lines};
 use crate::strangers::{HTTP, SSH, hear, refusal, say};
 use crate::{LIMIT, LINES_MAX, SECRET};
-use ferrywire::{Endpoint, Error};
+use ferrywire::{ConnectError, Endpoint};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
@@ -39,13 +39,16 @@ fn a_wrong_secret_is_named_at_the_end_that_connects() {
     for secret in [Some("incorrect horse"), None] {
         let stranger = dialler(secret);
         let error = stranger.connect(victim.listen_addresses()[0], LIMIT).unwrap_err();
-        assert!(matches!(&error, Error::Refused { why, .. } if why.contains("wrong secret")), "{error:?}");
+        assert!(
+            matches!(&error, ConnectError::Refused { why, .. } if why.contains("wrong secret")),
+            "{error:?}"
+        );
         assert_eq!(stranger.peer_count(), 0);
     }
     let open = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).threads(1).build().unwrap();
     let stranger = dialler(Some(SECRET));
     let error = stranger.connect(open.listen_addresses()[0], LIMIT).unwrap_err();
-    assert!(matches!(&error, Error::Refused { why, .. } if why.contains("wrong secret")), "{error:?}");
+    assert!(matches!(&error, ConnectError::Refused { why, .. } if why.contains("wrong secret")), "{error:?}");
     // The stranger hears of its refusal first, the log a moment later.
     let told = || lines().lock().unwrap().iter().filter(|line| line.contains("wrong secret")).count();
     eventually("one line for each", || told() >= 3);
@@ -82,7 +85,7 @@ fn a_wrong_version_is_named_at_both_ends() {
             let _ = stream.write_all(answer);
         });
         let error = recorded.endpoint.connect(address, LIMIT).unwrap_err();
-        assert!(matches!(&error, Error::Refused { why, .. } if why.contains(cause)), "{error:?}");
+        assert!(matches!(&error, ConnectError::Refused { why, .. } if why.contains(cause)), "{error:?}");
     }
     recorded.close();
 }

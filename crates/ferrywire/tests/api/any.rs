@@ -1,7 +1,7 @@
 //! Waiting for whichever of several transfers ends first.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Block, BlockList, Error, Transfer};
+use ferrywire::{Block, BlockList, Transfer, TransferError};
 use std::thread;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn the_one_that_has_ended_is_named_wherever_it_stands() {
     for tag in [5, 0, 7, 2, 6, 1, 4, 3] {
         assert!(matches!(
             Transfer::wait_any(waiting.iter().map(|(_, one)| one), SHORT),
-            Err(Error::Stalled { .. })
+            Err(TransferError::Stalled { .. })
         ));
         thread::scope(|scope| {
             scope.spawn(|| pair.near.send(tag, &source, 0, 512).unwrap().wait(LIMIT).unwrap());
@@ -59,7 +59,7 @@ fn a_transfer_that_fails_has_ended_and_so_have_all_when_the_peer_goes() {
     let receives: Vec<Transfer> = (0..3).map(|tag| pair.far.recv(tag, &target, 0, 64).unwrap()).collect();
     receives[1].cancel();
     assert_eq!(Transfer::wait_any(&receives, LIMIT), Ok(1));
-    assert_eq!(receives[1].poll(), Some(Err(Error::Cancelled)));
+    assert_eq!(receives[1].poll(), Some(Err(TransferError::Cancelled)));
     thread::scope(|scope| {
         scope.spawn(|| pair.near.close(LIMIT).unwrap());
         let at = Transfer::wait_any([&receives[0], &receives[2]], LIMIT).unwrap();
@@ -76,10 +76,16 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
     let receive = pair.near.recv(1, &source, 0, 1).unwrap();
     for total in [SHORT, Duration::ZERO] {
         let outcome = Transfer::wait_any_for([&receive], total, LIMIT);
-        assert!(matches!(&outcome, Err(Error::TimedOut { timeout, .. }) if *timeout == total), "{outcome:?}");
+        assert!(
+            matches!(&outcome, Err(TransferError::TimedOut { timeout, .. }) if *timeout == total),
+            "{outcome:?}"
+        );
     }
     let outcome = Transfer::wait_any_for([&receive], LIMIT, SHORT);
-    assert!(matches!(&outcome, Err(Error::Stalled { waited, .. }) if *waited == SHORT), "{outcome:?}");
+    assert!(
+        matches!(&outcome, Err(TransferError::Stalled { waited, .. }) if *waited == SHORT),
+        "{outcome:?}"
+    );
     // The same megabyte over and over, minutes of work: one that moves all the time extends no total.
     let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
     let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
@@ -88,7 +94,7 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
         assert_eq!(both[1].poll(), None);
     }
     let outcome = Transfer::wait_any_for(&both, 6 * SHORT, LIMIT);
-    assert!(matches!(outcome, Err(Error::TimedOut { .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(TransferError::TimedOut { .. })), "{outcome:?}");
     both[1].cancel();
     assert_eq!(Transfer::wait_any_for(&both, LIMIT, LIMIT), Ok(1));
     assert_eq!(Transfer::wait_any_for(&both, Duration::ZERO, Duration::ZERO), Ok(1));
@@ -97,7 +103,7 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
 #[test]
 fn none_and_those_of_several_peers_are_refused() {
     let (one, other) = (pair(), pair());
-    assert!(matches!(Transfer::wait_any([], LIMIT), Err(Error::Invalid { .. })));
+    assert!(matches!(Transfer::wait_any([], LIMIT), Err(TransferError::Invalid { .. })));
     let notes = [one.near.notify(b"a").unwrap(), other.near.notify(b"b").unwrap()];
-    assert!(matches!(Transfer::wait_any(&notes, LIMIT), Err(Error::Invalid { .. })));
+    assert!(matches!(Transfer::wait_any(&notes, LIMIT), Err(TransferError::Invalid { .. })));
 }

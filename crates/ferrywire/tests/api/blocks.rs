@@ -2,11 +2,11 @@
 //! `tests/scenarios/basics.rs`.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Block, BlockList, Endpoint, Error, Lengths};
+use ferrywire::{Block, BlockList, Endpoint, Lengths, TransferError};
 
-fn invalid(result: ferrywire::Result<BlockList>) -> (String, String) {
+fn invalid(result: Result<BlockList, TransferError>) -> (String, String) {
     match result {
-        Err(Error::Invalid { what, why }) => (what, why),
+        Err(TransferError::Invalid { what, why }) => (what, why),
         other => panic!("{other:?}"),
     }
 }

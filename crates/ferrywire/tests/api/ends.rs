@@ -2,7 +2,7 @@
 
 use crate::case::case;
 use crate::{LIMIT, listening, pair};
-use ferrywire::{Endpoint, Error, Transfer};
+use ferrywire::{ConnectError, Endpoint, Error, Transfer, TransferError};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Barrier;
@@ -31,7 +31,7 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
     let (pair, sent) = never_finished();
     thread::scope(|scope| {
         let first = scope.spawn(|| pair.ends[0].close(Duration::from_secs(2)));
-        eventually("it closes", || matches!(pair.near.notify(b"x"), Err(Error::Closed)));
+        eventually("it closes", || matches!(pair.near.notify(b"x"), Err(TransferError::Closed)));
         let early = pair.ends[0].close(Duration::ZERO);
         assert!(matches!(early, Err(Error::Stalled { waited: Duration::ZERO, .. })), "{early:?}");
         let second = pair.ends[0].close(LIMIT);
@@ -84,7 +84,7 @@ fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
     let _sent = near.send(1, &source, 0, 1 << 20).unwrap();
     thread::scope(|scope| {
         let all = scope.spawn(|| here.close(LIMIT));
-        eventually("it closes", || matches!(near.notify(b"x"), Err(Error::Closed)));
+        eventually("it closes", || matches!(near.notify(b"x"), Err(TransferError::Closed)));
         let told = [near.close(Duration::from_millis(50)), all.join().unwrap()];
         assert!(told.iter().all(|told| matches!(told, Err(Error::Stalled { .. }))), "{told:?}");
     });
@@ -110,7 +110,7 @@ fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
             near.notify(b"are you there?").unwrap().wait(LIMIT).unwrap();
             thread::sleep(Duration::from_millis(50));
             assert_eq!(accepting.close(LIMIT), Ok(()));
-            assert_eq!(waiting.join().unwrap().0, Err(Error::Closed));
+            assert_eq!(waiting.join().unwrap().0, Err(ConnectError::Closed));
         });
     }
 }
@@ -197,11 +197,11 @@ fn one_deadline_is_for_all_addresses_of_an_endpoint() {
     all.push(accepting.listen_addresses()[0]);
     let limit = Duration::from_secs(1);
     let error = connecting.connect_metadata(&metadata_at(&accepting, &all), limit).unwrap_err();
-    assert!(matches!(error, Error::Stalled { waited, .. } if waited == limit), "{error}");
+    assert!(matches!(error, ConnectError::Stalled { waited, .. } if waited == limit), "{error}");
     let mut last = accepting.metadata();
     last[1] ^= 1;
     let error = connecting.connect_metadata(&last, LIMIT).unwrap_err();
-    assert!(matches!(&error, Error::Refused { why, .. } if why.contains("restarted")), "{error}");
+    assert!(matches!(&error, ConnectError::Refused { why, .. } if why.contains("restarted")), "{error}");
     // Nobody was meant there.
     assert_eq!((accepting.peer_count(), connecting.peer_count()), (0, 0));
     let peer = accepting.try_accept();
@@ -232,11 +232,11 @@ fn the_first_address_that_works_is_taken_and_else_the_error_that_tells_most() {
     assert_eq!(near.identity(), accepting.identity());
     let error = |all: &[SocketAddr], limit| connecting.connect_any(all, limit).unwrap_err();
     let silent = silent[0].local_addr().unwrap();
-    assert!(matches!(error(&[nobody], LIMIT), Error::Unreachable { .. }));
-    assert!(matches!(error(&[nobody, other], LIMIT), Error::Refused { .. }));
+    assert!(matches!(error(&[nobody], LIMIT), ConnectError::Unreachable { .. }));
+    assert!(matches!(error(&[nobody, other], LIMIT), ConnectError::Refused { .. }));
     let late = error(&[nobody, silent], Duration::from_secs(1));
-    assert!(matches!(&late, Error::Stalled { what, .. } if what.contains("any of")), "{late}");
-    assert!(matches!(error(&[], LIMIT), Error::Invalid { .. }));
+    assert!(matches!(&late, ConnectError::Stalled { what, .. } if what.contains("any of")), "{late}");
+    assert!(matches!(error(&[], LIMIT), ConnectError::Invalid { .. }));
 }
 
 /// Passes on what one end says to the other, until one has nothing more to say.
@@ -260,7 +260,7 @@ fn a_connect_whose_time_is_up_is_withdrawn() {
     let (accepting, connecting, late) = (listening(), listening(), dead(1));
     let limit = Duration::from_millis(300);
     let error = connecting.connect(late[0].local_addr().unwrap(), limit).unwrap_err();
-    assert!(matches!(error, Error::Stalled { waited, .. } if waited == limit), "{error}");
+    assert!(matches!(error, ConnectError::Stalled { waited, .. } if waited == limit), "{error}");
     let (asked, _) = late[0].accept().unwrap();
     let answers = TcpStream::connect(accepting.listen_addresses()[0]).unwrap();
     thread::scope(|scope| {

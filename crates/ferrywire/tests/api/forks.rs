@@ -33,8 +33,8 @@ fn in_child(body: impl FnOnce()) {
 }
 
 #[track_caller]
-fn forked<T: std::fmt::Debug>(result: Result<T, Error>) {
-    let error = result.expect_err("it works in a forked child");
+fn forked<T: std::fmt::Debug>(result: Result<T, impl Into<Error> + std::fmt::Debug>) {
+    let error: Error = result.expect_err("it works in a forked child").into();
     assert_eq!(error.kind(), ErrorKind::Usage);
     let Error::Forked { built_in, here } = error else { panic!("{error}") };
     assert_eq!((built_in, here), (std::os::unix::process::parent_id(), std::process::id()));

@@ -1,7 +1,7 @@
 //! What one thing must not hold up of another: a GPU that stands still, a long queue, memory that nobody names any more.
 
 use crate::{LIMIT, builder, listening, pair, sockets_copy};
-use ferrywire::{Endpoint, Error, Peer, Region, limits};
+use ferrywire::{Endpoint, Peer, Region, RegisterError, TransferError, limits};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -130,9 +130,9 @@ fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() 
     let ended = || write.poll().is_some() && receive.poll().is_some() && send.poll().is_some();
     driven(&ended, &[&connecting, &accepting]);
     assert_eq!(write.poll(), Some(Ok(4096)));
-    assert_eq!(receive.poll(), Some(Err(Error::Cancelled)));
+    assert_eq!(receive.poll(), Some(Err(TransferError::Cancelled)));
     let sent = send.poll();
-    assert!(matches!(sent, Some(Err(Error::AccessRefused { .. }))), "{sent:?}");
+    assert!(matches!(sent, Some(Err(TransferError::AccessRefused { .. }))), "{sent:?}");
 }
 
 /// Both are driven by whoever calls this.
@@ -172,7 +172,7 @@ fn a_long_queue_of_our_own_drops_no_answer() {
             far.progress();
         }
     }
-    assert!(matches!(receive.poll(), Some(Err(Error::Truncated { .. }))));
+    assert!(matches!(receive.poll(), Some(Err(TransferError::Truncated { .. }))));
     assert!(matches!(send.poll(), Some(Err(_))));
 }
 
@@ -398,11 +398,14 @@ fn memory_of_a_gpu_that_is_slow_is_taken_back_later_and_costs_no_channel() {
     let second = write(&ours);
     until_staged(&pair.far, 2 * BYTES as u64);
     let error = ours.clone().deregister().unwrap_err();
-    assert!(matches!(&error, Error::ResourceBusy { by, .. } if by.contains("simulated GPU 9")), "{error}");
+    assert!(
+        matches!(&error, RegisterError::ResourceBusy { by, .. } if by.contains("simulated GPU 9")),
+        "{error}"
+    );
     gpu.set_stall(false);
     ours.deregister().unwrap();
     let ended = second.wait(LIMIT);
-    assert!(matches!(ended, Ok(_) | Err(Error::AccessRefused { .. })), "{ended:?}");
+    assert!(matches!(ended, Ok(_) | Err(TransferError::AccessRefused { .. })), "{ended:?}");
     assert_eq!(pair.far.stats().lost_channels, [""; 0]);
 }
 
@@ -422,7 +425,10 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     let read = pair.far.read(&target, 0, &source.descriptor(), 0, BYTES as u64).unwrap();
     until_staged(&pair.far, BYTES as u64);
     let error = target.deregister().unwrap_err();
-    assert!(matches!(&error, Error::ResourceBusy { by, .. } if by.contains("simulated GPU 11")), "{error}");
+    assert!(
+        matches!(&error, RegisterError::ResourceBusy { by, .. } if by.contains("simulated GPU 11")),
+        "{error}"
+    );
     assert_eq!(read.poll(), None);
     gpu.set_stall(false);
     assert_eq!(read.wait(LIMIT), Ok(BYTES as u64));

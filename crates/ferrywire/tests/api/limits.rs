@@ -1,7 +1,7 @@
 //! Limits on time, and names.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Block, BlockList, Endpoint, Error, ErrorKind};
+use ferrywire::{Block, BlockList, Endpoint, ErrorKind, TransferError};
 use std::time::Duration;
 
 #[test]
@@ -12,7 +12,7 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
     let (short, zero) = (Duration::from_millis(30), Duration::ZERO);
     for (total, stall) in [(short, LIMIT), (zero, LIMIT), (zero, zero), (short, Duration::MAX)] {
         let error = receive.wait_for(total, stall).unwrap_err();
-        let Error::TimedOut { what, timeout: limit, peer } = &error else { panic!("{error}") };
+        let TransferError::TimedOut { what, timeout: limit, peer } = &error else { panic!("{error}") };
         assert_eq!(*limit, total);
         assert!(what.starts_with("recv with 127.0.0.1:"), "{what}");
         assert_eq!((error.kind(), peer.as_deref()), (ErrorKind::Timeout, Some(&*pair.far.name())));
@@ -21,7 +21,7 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
     }
     for total in [LIMIT, Duration::MAX] {
         let error = receive.wait_for(total, short).unwrap_err();
-        assert!(matches!(error, Error::Stalled { waited, .. } if waited == short), "{error}");
+        assert!(matches!(error, TransferError::Stalled { waited, .. } if waited == short), "{error}");
     }
     // It is still under way.
     let source = pair.ends[0].register(vec![7u8; 100]).unwrap();
@@ -45,9 +45,9 @@ fn progress_does_not_extend_the_total() {
         assert_eq!(write.poll(), None);
     }
     let outcome = write.wait_for(Duration::from_millis(300), LIMIT);
-    assert!(matches!(outcome, Err(Error::TimedOut { .. })), "{outcome:?}");
+    assert!(matches!(outcome, Err(TransferError::TimedOut { .. })), "{outcome:?}");
     write.cancel();
-    assert_eq!(write.wait(LIMIT), Err(Error::Cancelled));
+    assert_eq!(write.wait(LIMIT), Err(TransferError::Cancelled));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::held_up::connected;
 use crate::{LIMIT, pair};
 use ferrywire::limits::INBOUND_READS_MAX;
-use ferrywire::{Endpoint, Error, Transfer};
+use ferrywire::{Endpoint, Transfer, TransferError};
 use std::time::{Duration, Instant};
 
 /// The peer serves so many at once and refused the others, where it takes any number of writes.
@@ -30,7 +30,7 @@ fn still() -> [Endpoint; 2] {
     [near.listen("127.0.0.1:0".parse().unwrap()).build().unwrap(), far.build().unwrap()]
 }
 
-fn outcomes(ends: &[Endpoint], reads: &[Transfer]) -> Vec<Result<u64, Error>> {
+fn outcomes(ends: &[Endpoint], reads: &[Transfer]) -> Vec<Result<u64, TransferError>> {
     let begun = Instant::now();
     while reads.iter().any(|read| read.poll().is_none()) {
         assert!(begun.elapsed() < LIMIT);
@@ -56,12 +56,15 @@ fn reads_that_are_kept_back_are_cancelled_at_once_and_leave_their_room_to_others
         let reads: Vec<Transfer> = (0..many).map(read).collect();
         for read in &reads[many - 100..] {
             read.cancel();
-            assert_eq!(read.poll(), Some(Err(Error::Cancelled)), "round {round}");
+            assert_eq!(read.poll(), Some(Err(TransferError::Cancelled)), "round {round}");
         }
         reads.iter().step_by(3).for_each(Transfer::cancel);
         for (number, outcome) in outcomes(&ends, &reads).into_iter().enumerate() {
             let cancelled = number % 3 == 0 || number >= many - 100;
-            assert!(outcome == Ok(8) || (cancelled && outcome == Err(Error::Cancelled)), "{outcome:?}");
+            assert!(
+                outcome == Ok(8) || (cancelled && outcome == Err(TransferError::Cancelled)),
+                "{outcome:?}"
+            );
         }
     }
     // Refused ones leave their room too.
@@ -70,7 +73,7 @@ fn reads_that_are_kept_back_are_cancelled_at_once_and_leave_their_room_to_others
     gone.deregister().unwrap();
     let refused: Vec<_> = (0..many).map(|_| here.read(&ours, 0, &descriptor, 0, 8).unwrap()).collect();
     let refused = outcomes(&ends, &refused);
-    assert!(refused.iter().all(|outcome| matches!(outcome, Err(Error::AccessRefused { .. }))));
+    assert!(refused.iter().all(|outcome| matches!(outcome, Err(TransferError::AccessRefused { .. }))));
     let reads: Vec<Transfer> = (0..many).map(read).collect();
     assert!(outcomes(&ends, &reads).iter().all(Result::is_ok));
 }
@@ -84,5 +87,8 @@ fn reads_that_are_kept_back_end_with_their_peer() {
         (0..INBOUND_READS_MAX).map(|_| here.read(&ours, 0, &theirs.descriptor(), 0, 8).unwrap()).collect();
     let _ = there.close(Duration::ZERO);
     let outcomes = outcomes(&[near, far], &reads);
-    assert!(matches!(outcomes.last(), Some(Err(Error::PeerClosed { .. } | Error::PeerLost { .. }))));
+    assert!(matches!(
+        outcomes.last(),
+        Some(Err(TransferError::PeerClosed { .. } | TransferError::PeerLost { .. }))
+    ));
 }

@@ -8,7 +8,7 @@
 use crate::LIMIT;
 use crate::case::case;
 use crate::netns::Hosts;
-use ferrywire::{Builder, Endpoint, Error, MemoryLocation, Peer, PluginConfig, Region};
+use ferrywire::{Builder, Endpoint, MemoryLocation, Peer, PluginConfig, Region, TransferError};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use rand::rngs::StdRng;
@@ -402,7 +402,7 @@ fn a_short_message_whose_receive_has_lost_its_memory_is_for_the_next_receive() {
     let source = pair.ends[0].register(vec![6; 100]).unwrap();
     assert_eq!(pair.near.send(3, &source, 0, 100).unwrap().wait(LIMIT), Ok(100));
     let error = receive.wait(LIMIT).unwrap_err();
-    assert!(matches!(error, Error::Invalid { .. }), "{error}");
+    assert!(matches!(error, TransferError::Invalid { .. }), "{error}");
     assert_eq!(pair.far.recv(3, &second, 0, 100).unwrap().wait(LIMIT), Ok(100));
     assert_eq!(contents(&second), [6; 100]);
 }

@@ -1,7 +1,7 @@
 //! Memory that somebody else owns: its owner is dropped when nothing can touch it any more, and where that may block.
 
 use crate::{LIMIT, listening, pair};
-use ferrywire::{Endpoint, Error, Region};
+use ferrywire::{Endpoint, Region, RegisterError, TransferError};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
 use std::sync::{Arc, Mutex};
@@ -59,7 +59,7 @@ fn the_last_handle_waits_for_nobody_and_operations_go_on() {
     // The region is gone for the peer, and the receive is not.
     let source = pair.ends[0].register(vec![7u8; 300_000]).unwrap();
     let refused = pair.near.write(&source, 0, &descriptor, 0, 10).unwrap().wait(LIMIT);
-    assert!(matches!(refused, Err(Error::AccessRefused { .. })), "{refused:?}");
+    assert!(matches!(refused, Err(TransferError::AccessRefused { .. })), "{refused:?}");
     kept(&told);
     pair.near.send(1, &source, 0, 300_000).unwrap().wait(LIMIT).unwrap();
     assert_eq!(receive.wait(LIMIT), Ok(300_000));
@@ -102,7 +102,7 @@ fn nothing_is_placed_once_the_owner_is_gone() {
         let gone = gone(&told);
         let outcomes: Vec<_> = writes.iter().map(|write| write.wait(LIMIT)).collect();
         for outcome in &outcomes {
-            assert!(matches!(outcome, Ok(_) | Err(Error::AccessRefused { .. })), "{outcome:?}");
+            assert!(matches!(outcome, Ok(_) | Err(TransferError::AccessRefused { .. })), "{outcome:?}");
         }
         assert!(gone.bytes.iter().all(|byte| *byte == 0xEE), "round {round}: written to after its end");
     }
@@ -119,8 +119,8 @@ fn deregistering_drops_the_owner_on_the_spot() {
     assert_eq!(told.try_recv().unwrap().thread.0, thread::current().id());
     // What another handle reads now would be somebody else's.
     let mut out = [0; 10];
-    assert!(matches!(clone.read_at(0, &mut out), Err(Error::Invalid { .. })));
-    assert!(matches!(clone.write_at(0, &out), Err(Error::Invalid { .. })));
+    assert!(matches!(clone.read_at(0, &mut out), Err(RegisterError::Invalid { .. })));
+    assert!(matches!(clone.write_at(0, &out), Err(RegisterError::Invalid { .. })));
     assert!(pair.near.write(&clone, 0, &target.descriptor(), 0, 10).is_err());
     assert_eq!(clone.deregister(), Ok(()));
 }
@@ -243,6 +243,6 @@ fn nobody_reads_what_was_deregistered_after_its_endpoint() {
     region.deregister().unwrap();
     gone(&told);
     for refused in [other.read_at(0, &mut bytes), other.write_at(0, &bytes)] {
-        assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(RegisterError::Invalid { .. })), "{refused:?}");
     }
 }

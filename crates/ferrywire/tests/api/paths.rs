@@ -5,7 +5,9 @@
 
 use crate::outcomes::{contents, pattern};
 use crate::{LIMIT, builder};
-use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, RemoteRegion, Transfer, limits};
+use ferrywire::{
+    Block, BlockList, Endpoint, Peer, Region, RegisterError, RemoteRegion, Transfer, TransferError, limits,
+};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -231,14 +233,17 @@ fn short_blocks_are_not_placed_into_a_gpu_once_their_region_is_deregistered() {
         pause(&mut rng, 20_000);
         // A busy machine may be slower than the engine waits; the region is free once a call returns `Ok`.
         while let Err(error) = target.clone().deregister() {
-            assert!(matches!(error, Error::ResourceBusy { .. }) && begun.elapsed() < LIMIT, "{error}");
+            assert!(
+                matches!(error, RegisterError::ResourceBusy { .. }) && begun.elapsed() < LIMIT,
+                "{error}"
+            );
         }
         let placed = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
         let placed = placed.iter().filter(|byte| **byte == 5).count();
         reuse(buffer.address(), SPREAD_BYTES);
         let written = write.wait(LIMIT);
         println!("{placed} bytes placed in {:?}, written whole: {}", begun.elapsed(), written.is_ok());
-        assert!(written == all || matches!(written, Err(Error::AccessRefused { .. })), "{written:?}");
+        assert!(written == all || matches!(written, Err(TransferError::AccessRefused { .. })), "{written:?}");
         assert!(written.is_err() || placed == BLOCKS * BLOCK_BYTES, "{placed} bytes placed of a whole write");
         // What the GPU does in order comes after whatever it still had to scatter.
         let found = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
@@ -363,7 +368,7 @@ fn cancelled_reads(
         let found = &left[index * slot..][..slot];
         match outcome {
             Ok(_) => assert!(found == expected, "a read of {slot} bytes is not complete"),
-            Err(Error::Cancelled) => {
+            Err(TransferError::Cancelled) => {
                 assert!(
                     found.iter().all(|byte| *byte == REUSED),
                     "{slot} bytes: placed after the read had ended"

@@ -1,7 +1,7 @@
 //! Connecting to an endpoint that has a secret of its own.
 
 use super::LIMIT;
-use ferrywire::{ConnectTarget, Endpoint, Error, Identity, Peer};
+use ferrywire::{ConnectError, ConnectTarget, Endpoint, Identity, Peer};
 use std::process::Command;
 
 const SECRETS: [&[u8]; 2] = [b"of the near end", b"of the far end"];
@@ -16,7 +16,7 @@ fn target(end: &Endpoint) -> ConnectTarget {
     ConnectTarget::new(end.listen_addresses()[0])
 }
 
-fn connect(from: &Endpoint, to: ConnectTarget) -> Result<Peer, Error> {
+fn connect(from: &Endpoint, to: ConnectTarget) -> Result<Peer, ConnectError> {
     from.start_connect_to(to)?.wait(LIMIT)
 }
 
@@ -33,10 +33,10 @@ fn each_end_is_reached_with_its_own_secret() {
         connect(&near, target(&far).secret(SECRETS[1]).identity(Identity([1; 16]))),
     ];
     for refused in refused {
-        assert!(matches!(refused, Err(Error::Refused { .. })), "{refused:?}");
+        assert!(matches!(refused, Err(ConnectError::Refused { .. })), "{refused:?}");
     }
     let short = connect(&near, target(&far).secret(*b"short"));
-    assert!(matches!(&short, Err(Error::Invalid { what, .. }) if what == "secret"), "{short:?}");
+    assert!(matches!(&short, Err(ConnectError::Invalid { what, .. }) if what == "secret"), "{short:?}");
 }
 
 #[test]

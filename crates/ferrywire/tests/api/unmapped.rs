@@ -3,7 +3,7 @@
 //! system, as by any access.)
 
 use crate::{LIMIT, Pair, pair};
-use ferrywire::{Endpoint, Error, Region};
+use ferrywire::{Endpoint, Region, TransferError};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 const BYTES: usize = 8 << 20;
@@ -60,16 +60,16 @@ fn goes_on(pair: &Pair) {
 }
 
 #[track_caller]
-fn local(outcome: Result<u64, Error>) {
+fn local(outcome: Result<u64, TransferError>) {
     let error = outcome.unwrap_err();
-    assert!(matches!(&error, Error::Invalid { what, .. } if what == "region"), "{error}");
+    assert!(matches!(&error, TransferError::Invalid { what, .. } if what == "region"), "{error}");
     assert!(error.to_string().contains("of a file that is shorter now"), "{error}");
 }
 
 #[track_caller]
-fn refused(outcome: Result<u64, Error>) {
+fn refused(outcome: Result<u64, TransferError>) {
     let error = outcome.unwrap_err();
-    assert!(matches!(error, Error::AccessRefused { .. }), "{error}");
+    assert!(matches!(error, TransferError::AccessRefused { .. }), "{error}");
 }
 
 /// The connections were lost and made again without end, and nothing else got on.

@@ -3,7 +3,7 @@
 use crate::LIMIT;
 use crate::held_up::connected;
 use ferrywire::limits::{ANNOUNCED_SENDS_MAX, EAGER_BYTES_MAX};
-use ferrywire::{Endpoint, Error, Peer, Region, Transfer};
+use ferrywire::{Endpoint, Peer, Region, Transfer, TransferError};
 use std::time::Instant;
 
 /// Two ends that move when they are told to, a little at a time.
@@ -36,7 +36,7 @@ impl Still {
         }
     }
 
-    fn outcome(&self, transfer: &Transfer) -> Result<u64, Error> {
+    fn outcome(&self, transfer: &Transfer) -> Result<u64, TransferError> {
         self.until(|| transfer.poll().is_some());
         transfer.poll().unwrap()
     }
@@ -59,7 +59,7 @@ fn a_receive_whose_message_is_cancelled_behind_another_is_for_the_next_one() {
     let cancelled = still.here.send(2, &source, 0, BYTES as u64).unwrap();
     still.until(|| before.bytes_moved() > 0);
     cancelled.cancel();
-    assert_eq!(still.outcome(&cancelled), Err(Error::Cancelled));
+    assert_eq!(still.outcome(&cancelled), Err(TransferError::Cancelled));
     let next = still.here.send(2, &source, 0, 1000).unwrap();
     assert_eq!(still.outcome(&behind), Ok(1000));
     for (transfer, bytes) in [(&next, 1000), (&sent, BYTES), (&before, BYTES)] {
@@ -84,7 +84,7 @@ fn sends_that_are_cancelled_before_anybody_receives_them_are_not_held_against_ot
         (0..200).for_each(|_| still.turn());
         sent.iter().for_each(Transfer::cancel);
         (0..200).for_each(|_| still.turn());
-        assert!(sent.iter().all(|sent| sent.poll() == Some(Err(Error::Cancelled))));
+        assert!(sent.iter().all(|sent| sent.poll() == Some(Err(TransferError::Cancelled))));
     }
     let sent = still.here.send(1, &source, 0, BYTES as u64).unwrap();
     let received = still.there.recv(1, &target, 0, BYTES as u64).unwrap();

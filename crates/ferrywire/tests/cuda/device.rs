@@ -2,7 +2,7 @@
 
 use crate::{gpu, is_alone, is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::{Block, BlockList, Endpoint, Error, MemoryLocation, StreamEvent};
+use ferrywire::{Block, BlockList, Endpoint, MemoryLocation, RegisterError, StreamEvent};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{
     CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, dmabuf_fd, driver_version, pointer,
@@ -136,7 +136,7 @@ fn too_much_memory_is_refused_with_what_there_is() {
     assert!(error.to_string().starts_with("cuMemAlloc on CUDA GPU 0 ("), "{error}");
     let end = Endpoint::builder().build().unwrap();
     let error = end.alloc_cuda(0, bytes).unwrap_err();
-    assert!(matches!(error, Error::Cuda(CudaError::OutOfMemory { .. })), "{error}");
+    assert!(matches!(error, RegisterError::Cuda(CudaError::OutOfMemory { .. })), "{error}");
     // More than there are addresses: a driver that is asked for all memory may take the machine with it.
     let error = gpu.pinned(1 << 62).unwrap_err();
     assert!(matches!(error, CudaError::Pinned { bytes: 0x4000_0000_0000_0000, .. }), "{error}");
@@ -281,7 +281,7 @@ fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     let mut seen = [1; 12];
     region.read_at(99_988, &mut seen).unwrap();
     assert_eq!(seen, [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
-    assert!(matches!(region.write_at(99_991, &[7; 10]), Err(Error::OutOfRegion { .. })));
+    assert!(matches!(region.write_at(99_991, &[7; 10]), Err(RegisterError::OutOfRegion { .. })));
     let told = ferrywire::RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
     assert_eq!((told, told.location()), (region.descriptor(), MemoryLocation::Cuda(0)));
     // A part of what somebody else has allocated.
@@ -294,7 +294,7 @@ fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     assert_eq!(gpu.read_to_vec(users.address() + 1511, 2).unwrap(), [9, 0]);
     // SAFETY: refused.
     let refused = unsafe { end.register_raw(users.as_ptr(), 1 << 45) };
-    assert!(matches!(refused, Err(Error::Cuda(CudaError::OutOfRange { .. }))), "{refused:?}");
+    assert!(matches!(refused, Err(RegisterError::Cuda(CudaError::OutOfRange { .. }))), "{refused:?}");
     part.deregister().unwrap();
     region.deregister().unwrap();
 }

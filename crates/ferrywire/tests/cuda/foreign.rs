@@ -3,7 +3,7 @@
 use crate::gather::queue;
 use crate::{is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::{Endpoint, Error, MemoryLocation};
+use ferrywire::{Endpoint, MemoryLocation, RegisterError};
 use ferrywire_memory::cuda::{CudaGpu, pointer};
 use std::process::Command;
 use std::sync::Arc;
@@ -176,7 +176,7 @@ fn write_into(text: &str) {
     region.write_at(0, b"the child").unwrap();
     // SAFETY: refused: it leaves the allocation.
     let refused = unsafe { end.register_raw(base as *mut u8, 1 << 40) };
-    assert!(matches!(refused, Err(Error::Cuda(_))), "{refused:?}");
+    assert!(matches!(refused, Err(RegisterError::Cuda(_))), "{refused:?}");
     region.deregister().unwrap();
     // SAFETY: opened above.
     right(unsafe { sys::cuIpcCloseMemHandle(base) });

@@ -5,7 +5,7 @@ use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
 use crate::gpus::{location, on_gpus};
 use cudarc::driver::sys;
-use ferrywire::{Endpoint, Error, MemoryLocation, Region};
+use ferrywire::{Endpoint, MemoryLocation, Region, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_memory::unpack::UnpackMode;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ fn memory_that_is_freed_before_its_copy_in_one_piece_costs_its_operation_alone()
             let (address, source) = allocated(&ends.connecting, &here);
             free(&here, address);
             let error = write(&source, &room).unwrap_err();
-            assert!(matches!(error, Error::Cuda(CudaError::Freed { .. })), "{error}");
+            assert!(matches!(error, TransferError::Cuda(CudaError::Freed { .. })), "{error}");
             let (address, target) = allocated(&ends.accepting, &there);
             free(&there, address);
             let error = write(&bytes, &target).unwrap_err();

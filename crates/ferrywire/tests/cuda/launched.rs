@@ -2,7 +2,7 @@
 //! with kernels, which can be told to be busy.
 
 use crate::{gpu, is_alone, is_real, moves, of_stand_in, still_moves};
-use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region};
+use ferrywire::{Block, BlockList, Endpoint, Peer, Region, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use std::ffi::{c_int, c_ulonglong};
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ fn while_multiprocessors_are_busy_the_copy_engines_copy() {
         // Some wait for them until that is known, and then now and then one that tries.
         match under_way.wait(Duration::from_millis(100)) {
             Ok(_) => passed += 1,
-            Err(Error::Stalled { .. }) => {
+            Err(TransferError::Stalled { .. }) => {
                 waited += 1;
                 hold(0);
                 assert_eq!(under_way.wait(LONG), Ok(BYTES as u64));
@@ -85,7 +85,7 @@ fn memory_that_is_freed_while_its_copy_is_launched_is_not_touched() {
         free_at_launch(address);
         let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
         match write.wait(LONG) {
-            Err(Error::Cuda(CudaError::Freed { .. })) => freed += 1,
+            Err(TransferError::Cuda(CudaError::Freed { .. })) => freed += 1,
             // On a slow machine the copy engines had to do it, and nothing was launched.
             Ok(_) => {
                 free_at_launch(0);
@@ -134,7 +134,7 @@ fn memory_that_is_freed_while_its_kernel_waits_for_it_is_copied_whole_or_not_at_
                 target.read_at(0, &mut seen).unwrap();
                 assert!(seen.iter().all(|byte| *byte == salt));
             }
-            Err(error) => assert!(matches!(error, Error::Cuda(CudaError::Freed { .. })), "{error}"),
+            Err(error) => assert!(matches!(error, TransferError::Cuda(CudaError::Freed { .. })), "{error}"),
         }
         // On a slow machine the copy engines had to do it, and nobody has freed it.
         match free_after_launch(0) {
@@ -194,7 +194,9 @@ fn memory_that_is_freed_after_it_was_seen_to_be_there_is_copied_whole_or_not_at_
                 Ok(_) if at % 2 == 0 => {}
                 Ok(_) => assert!(seen[at / 2 * step..][..step].iter().all(|byte| *byte == salt)),
                 // What was copied in one batch with it may fail too.
-                Err(error) => assert!(matches!(error, Error::Cuda(CudaError::Freed { .. })), "{error}"),
+                Err(error) => {
+                    assert!(matches!(error, TransferError::Cuda(CudaError::Freed { .. })), "{error}")
+                }
             }
         }
         match free_after(0, 0) {

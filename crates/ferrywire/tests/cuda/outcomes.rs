@@ -9,7 +9,7 @@
 use crate::ends::{contents, pattern};
 use crate::occupied::Occupied;
 use crate::{ALONE, gpu, is_real, moves, of_stand_in, passes};
-use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, StagingStats, Transfer};
+use ferrywire::{Block, BlockList, Endpoint, Peer, Region, StagingStats, Transfer, TransferError};
 use ferrywire_memory::cuda::CudaGpu;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -262,8 +262,8 @@ fn cancel_receives(copies: Copies, test: &str) {
         let takers = usize::from(first.is_ok()) + usize::from(second.is_ok());
         assert_eq!(takers, usize::from(sent.is_ok()), "{outcomes}");
         if held {
-            assert_eq!(first, Err(Error::Cancelled), "{outcomes}");
-            assert!(matches!(sent, Err(Error::AccessRefused { .. })), "{outcomes}");
+            assert_eq!(first, Err(TransferError::Cancelled), "{outcomes}");
+            assert!(matches!(sent, Err(TransferError::AccessRefused { .. })), "{outcomes}");
         }
         counts[if first.is_ok() { 0 } else { 1 + usize::from(second.is_err()) }] += 1;
         for (target, outcome) in targets.iter().zip([&first, &second]) {

@@ -2,7 +2,7 @@
 
 use crate::{gpu, is_real};
 use ferrywire::region::pattern::RegionPattern;
-use ferrywire::{Endpoint, Error};
+use ferrywire::{Endpoint, RegisterError};
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::pattern::{Stretch, WordPattern};
 
@@ -44,7 +44,7 @@ fn many_stretches_are_written_and_compared_at_once() {
     let patterns = match RegionPattern::of(&region) {
         Ok(patterns) => patterns.expect("memory of a GPU"),
         // The stand-in that runs no kernels.
-        Err(Error::Cuda(CudaError::Call { .. })) => {
+        Err(RegisterError::Cuda(CudaError::Call { .. })) => {
             return println!("SKIPPED: needs a CUDA device that runs kernels");
         }
         Err(error) => panic!("{error}"),

@@ -2,7 +2,7 @@
 
 use crate::{gpu, is_alone, is_real, moves, other_gpu, still_moves};
 use cudarc::driver::sys;
-use ferrywire::{Endpoint, Error, Peer, Region};
+use ferrywire::{Endpoint, Peer, Region, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, pinned_bytes};
 use std::time::{Duration, Instant};
 
@@ -206,7 +206,7 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
         outcomes.iter().filter(|one| one.is_ok()).count(),
         outcomes.len()
     );
-    let freed = |one: &Result<u64, Error>| matches!(one, Err(Error::Cuda(CudaError::Freed { .. })));
+    let freed = |one: &_| matches!(one, Err(TransferError::Cuda(CudaError::Freed { .. })));
     assert!(freed(last), "{last:?}");
     assert!(outcomes.iter().all(|one| one.is_ok() || freed(one)), "{outcomes:?}");
     still_moves(&connecting, &near, &target, BYTES);

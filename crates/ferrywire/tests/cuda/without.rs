@@ -3,7 +3,7 @@
 use crate::driver::{WITH_KERNELS, has_kernels, stand_in};
 use crate::ends;
 use crate::rounds::lose_a_peer;
-use ferrywire::{Endpoint, Error, MemoryLocation};
+use ferrywire::{Endpoint, Error, MemoryLocation, RegisterError, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, pointer};
 use std::path::Path;
 use std::process::Command;
@@ -38,7 +38,7 @@ fn unsupported_reason() -> CudaError {
     assert_eq!(CudaGpu::open(0).unwrap_err(), error, "the same again");
     assert_eq!(Error::from(error.clone()).kind(), ferrywire::ErrorKind::Gpu);
     let end = Endpoint::builder().build().unwrap();
-    assert_eq!(end.alloc_cuda(0, 4096).unwrap_err(), Error::Cuda(error.clone()));
+    assert_eq!(end.alloc_cuda(0, 4096).unwrap_err(), RegisterError::Cuda(error.clone()));
     error
 }
 
@@ -132,7 +132,7 @@ fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goe
         for _ in 0..3 {
             let write = near.write(&on_gpu, 0, &far.descriptor(), 0, 1 << 20).unwrap();
             let error = write.wait(LONG).unwrap_err();
-            assert!(matches!(error, Error::Cuda(CudaError::Pinned { .. })), "{error}");
+            assert!(matches!(error, TransferError::Cuda(CudaError::Pinned { .. })), "{error}");
             assert!(error.to_string().contains("ulimit -l"), "{error}");
             let write = near.write(&host, 0, &far.descriptor(), 0, 1 << 20).unwrap();
             assert_eq!(write.wait(LONG), Ok(1 << 20));

@@ -2,7 +2,9 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use ferrywire::{Block, BlockList, Endpoint, Error, ErrorKind, MemoryLocation, Region, RemoteRegion};
+use ferrywire::{
+    Block, BlockList, ConnectError, Endpoint, ErrorKind, MemoryLocation, Region, RemoteRegion, TransferError,
+};
 use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_ncclnet::log;
 use std::io::{BufRead, BufReader, Write};
@@ -19,7 +21,7 @@ fn one_channel() -> Ends {
 }
 
 /// The error that a write of a few chunks ends in.
-fn failed_write(ends: &Ends) -> Error {
+fn failed_write(ends: &Ends) -> TransferError {
     let source = ends.connecting.register(pattern(20 << 20, 1)).unwrap();
     let target = ends.accepting.register(vec![0; 20 << 20]).unwrap();
     let write = ends.near.write(&source, 0, &target.descriptor(), 0, 20 << 20).unwrap();
@@ -27,7 +29,7 @@ fn failed_write(ends: &Ends) -> Error {
 }
 
 #[track_caller]
-fn says(error: &Error, words: &[&str]) {
+fn says(error: &impl std::fmt::Display, words: &[&str]) {
     let text = error.to_string();
     for word in words {
         assert!(text.contains(word), "{word:?} is not in: {text}");
@@ -292,7 +294,7 @@ fn a_message_that_cannot_be_packed_costs_its_operation_alone() {
             gpus[0].set_faults(SimFaults { fail_after: Some(round), ..SimFaults::default() });
             let failed = ends.near.write_blocks(&list, None, Some(b"never")).unwrap();
             let error = failed.wait(LIMIT).unwrap_err();
-            assert!(matches!(error, Error::SimGpu(_)), "{error}");
+            assert!(matches!(error, TransferError::SimGpu(_)), "{error}");
             gpus[0].set_faults(SimFaults::default());
             goes_on(&ends);
         }
@@ -330,7 +332,7 @@ fn memory_of_a_gpu_that_is_freed_before_a_message_costs_its_operation_alone() {
                 ends.near.write_blocks(&scattered, None, None).unwrap(),
             ] {
                 let error = write.wait(LIMIT).unwrap_err();
-                assert!(matches!(&error, Error::AccessRefused { .. }), "{error}");
+                assert!(matches!(&error, TransferError::AccessRefused { .. }), "{error}");
                 says(&error, &["copying to its memory of a GPU failed"]);
             }
             let read = ends.far.read(&target, 0, &source.descriptor(), 0, 1 << 20).unwrap();
@@ -432,7 +434,7 @@ fn without_any_environment_what_is_needed_is_set() {
 }
 
 /// What an attempt to connect ends in.
-fn failed_connect(setup_timeout: Duration) -> Error {
+fn failed_connect(setup_timeout: Duration) -> ConnectError {
     let end = || builder().plugin(plugin().setup_timeout(setup_timeout));
     let accepting = loopback(end()).build().unwrap();
     let connecting = end().build().unwrap();
@@ -518,7 +520,7 @@ fn killed_peers_are_named() {
             other.wait().unwrap();
             let error = peer.wait_notification(LIMIT).unwrap_err();
             assert!(
-                matches!(&error, Error::PeerLost { peer, .. } if peer.starts_with("127.0.0.1:")),
+                matches!(&error, TransferError::PeerLost { peer, .. } if peer.starts_with("127.0.0.1:")),
                 "{error}"
             );
         }

@@ -6,7 +6,7 @@
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, long, loopback, pattern, plugin};
 use crate::gpus::{MANY, have_a_stand_in, location, on_gpus};
-use ferrywire::{Block, BlockList, Endpoint, Error, MemoryLocation, Peer, PluginConfig, Region};
+use ferrywire::{Block, BlockList, Endpoint, MemoryLocation, Peer, PluginConfig, Region, TransferError};
 use ferrywire_memory::unpack::UnpackMode;
 
 const CHUNK: usize = 512 << 10;
@@ -337,10 +337,12 @@ fn memory_of_another_gpu_is_refused_by_either_end() {
         let wrong_there = register(&ends.accepting, 0, 1000);
         let good = ends.accepting.register(vec![0; 1000]).unwrap();
         let error = ends.near.write(&wrong_here, 0, &good.descriptor(), 0, 1000).unwrap_err();
-        let Error::UnsupportedMemory { side: "local", location: of, .. } = error else { panic!("{error}") };
+        let TransferError::UnsupportedMemory { side: "local", location: of, .. } = error else {
+            panic!("{error}")
+        };
         assert_eq!(of, location(1));
         let error = ends.near.write(&host, 0, &wrong_there.descriptor(), 0, 1000).unwrap().wait(LIMIT);
-        assert!(matches!(error, Err(Error::AccessRefused { .. })), "{error:?}");
+        assert!(matches!(error, Err(TransferError::AccessRefused { .. })), "{error:?}");
         assert!(contents(&wrong_there) == [0; 1000]);
         ends.close();
     });

@@ -1,7 +1,7 @@
 //! Threads, not calls: who wakes whom when several callers or several progress threads share a peer. These
 //! run on TCP alone, since the simulated network has one thread.
 
-use ferrywire::{Endpoint, Error, Peer, Region, Transfer, limits};
+use ferrywire::{Endpoint, Peer, Region, Transfer, TransferError, limits};
 use std::thread;
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ fn ends(threads: usize) -> Ends {
 const HELD_BYTES: u64 = 256 << 10;
 
 fn done(transfer: &Transfer) -> bool {
-    !matches!(transfer.wait(LIMIT / 4), Err(Error::Stalled { .. }))
+    !matches!(transfer.wait(LIMIT / 4), Err(TransferError::Stalled { .. }))
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, World, assert_same, contents, pattern};
-use ferrywire::{Error, Peer, Region, Transfer};
+use ferrywire::{ConnectError, Error, Peer, Region, Transfer, TransferError};
 use ferrywire_net::sim::{ResetSeen, Side};
 use std::time::Duration;
 
@@ -95,7 +95,7 @@ pub fn endpoint_closed_with_work_under_way(world: &mut impl World) {
     let end = world.end(0);
     assert_eq!(world.blocking(|| end.close(LIMIT)), Ok(()));
     load.finish_well(world, [(0, &near), (1, &far)]);
-    assert!(matches!(end.start_connect(world.address(1)), Err(Error::Closed)));
+    assert!(matches!(end.start_connect(world.address(1)), Err(ConnectError::Closed)));
     assert_eq!(end.close(LIMIT), Ok(()));
 }
 
@@ -126,7 +126,7 @@ pub fn a_peer_that_leaves_before_the_end_is_told_by_close(world: &mut impl World
     assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
     assert!(tells_of(&closed, &near), "{closed:?}");
     let error = world.outcome(&sent).unwrap_err();
-    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+    assert!(matches!(error, TransferError::PeerClosed { .. }), "{error}");
     assert_eq!(near.close(LIMIT), closed, "closed already");
 }
 
@@ -148,7 +148,7 @@ pub fn an_endpoint_tells_of_a_peer_that_left_before_the_end(world: &mut impl Wor
 
 /// Waits until the peer is being closed.
 fn closes(peer: &Peer) {
-    while peer.notify(b"x").err() != Some(Error::Closed) {
+    while peer.notify(b"x").err() != Some(TransferError::Closed) {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -167,7 +167,7 @@ pub fn the_earliest_deadline_of_a_close_counts(world: &mut impl World) {
     let (hasty, patient) = world.blocking(both);
     assert!(matches!(hasty, Err(Error::Stalled { .. })), "{hasty:?}");
     assert!(matches!(patient, Err(Error::Stalled { .. })), "{patient:?}");
-    assert_eq!(world.outcome(&sent), Err(Error::Closed));
+    assert_eq!(world.outcome(&sent), Err(TransferError::Closed));
     let error = world.until("the other side to know", || far.error());
     assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
 }
@@ -187,7 +187,7 @@ pub fn an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes(world: &mut im
     let closed = world.blocking(killed);
     let lost = near.error().unwrap();
     assert!(matches!(&lost, Error::PeerLost { peer, .. } if *peer == near.name()), "{lost}");
-    assert_eq!((closed, world.outcome(&sent)), (Err(lost.clone()), Err(lost)));
+    assert_eq!((closed, world.outcome(&sent)), (Err(lost.clone()), Err(lost.into())));
     drop(far);
     world.kill(1);
 }
@@ -294,7 +294,7 @@ pub fn dropped_peers_do_not_wait_for_what_stands_still(world: &mut impl Faulty) 
         let took = world.net().now() - since;
         assert!(took < Duration::from_secs(8), "{took:?}");
     };
-    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+    assert!(matches!(error, TransferError::PeerClosed { .. }), "{error}");
     assert!(is_gone(&world.outcome(&sent).unwrap_err()));
 }
 

@@ -5,7 +5,9 @@
 use crate::nics::{Counter, Knob, counted};
 use crate::vm::{HERE, Hosts, LIMIT, THERE};
 use crate::world::{assert_same, contents, pattern};
-use ferrywire::{Builder, DevmemStats, Endpoint, Error, MemoryLocation, Peer, Region};
+use ferrywire::{
+    Builder, ConnectError, DevmemStats, Endpoint, Error, MemoryLocation, Peer, Region, TransferError,
+};
 use ferrywire_devmem::DevmemConfig;
 use ferrywire_devmem::sys::flow::{Flow, Flows};
 use std::fs;
@@ -184,10 +186,10 @@ fn memory_that_cannot_be_read_fails_what_reads_it_however_often_and_everything_e
         let len = if round % 2 == 0 { 100_000 } else { bytes as u64 };
         let written = ends.near.write(&source, 0, &target.descriptor(), 0, len).unwrap().wait(LIMIT);
         let error = written.expect_err("there is nothing to read");
-        assert!(matches!(&error, Error::Invalid { what, .. } if what == "region"), "{error}");
+        assert!(matches!(&error, TransferError::Invalid { what, .. } if what == "region"), "{error}");
         let read = ends.far.read(&target, 0, &source.descriptor(), 0, len).unwrap().wait(LIMIT);
         let error = read.expect_err("there is nothing to read");
-        assert!(matches!(error, Error::AccessRefused { .. }), "{error}");
+        assert!(matches!(error, TransferError::AccessRefused { .. }), "{error}");
     }
     ends.exchange(1 << 20);
 }
@@ -341,7 +343,7 @@ fn an_end_that_cannot_is_named() {
     let strict = hosts.plain(1).payload_backend(hosts.devmem(None));
     let strict = hosts.on(1, || strict.build()).unwrap();
     let error = near.connect(strict.listen_addresses()[0], LIMIT).unwrap_err();
-    assert!(matches!(&error, Error::Refused { why, .. } if why.contains("devmem")), "{error}");
+    assert!(matches!(&error, ConnectError::Refused { why, .. } if why.contains("devmem")), "{error}");
     // And packets that never cross a NIC are no use.
     let beside = hosts.plain(0).payload_backend(hosts.devmem(None)).build().unwrap();
     let error = beside.connect(near.listen_addresses()[0], LIMIT).unwrap_err().to_string();
@@ -441,7 +443,7 @@ fn lanes_that_stall_again_and_again_end_the_session_with_the_reason() {
     let knob = Knob::set("swallow", "1");
     let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     let error = transfer.wait(LIMIT).unwrap_err();
-    for error in [error, ends.near.error().unwrap(), told(&ends.far)] {
+    for error in [error.into(), ends.near.error().unwrap(), told(&ends.far)] {
         assert!(matches!(error, Error::PeerLost { .. }), "{error}");
         assert!(error.to_string().contains("lanes of it in a row have moved nothing"), "{error}");
     }

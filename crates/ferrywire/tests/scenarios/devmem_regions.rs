@@ -7,7 +7,7 @@ use crate::devmem::Ends;
 use crate::nics::Knob;
 use crate::vm::{Hosts, LIMIT};
 use crate::world::{Raw, contents};
-use ferrywire::{Error, Peer};
+use ferrywire::{Error, Peer, TransferError};
 use ferrywire_memory::sim::SimGpu;
 use ferrywire_memory::unpack::UnpackMode;
 use std::thread;
@@ -190,7 +190,7 @@ fn nothing_is_placed_into_memory_of_a_gpu_whose_region_is_taken_back() {
         gpu.set_stall(false);
         for write in writes {
             let error = write.wait(LIMIT).unwrap_err();
-            assert!(matches!(error, Error::AccessRefused { .. }), "{error}");
+            assert!(matches!(error, TransferError::AccessRefused { .. }), "{error}");
         }
         // The GPU goes on, behind all that it was given before.
         ends.exchange(BYTES);
@@ -228,9 +228,9 @@ fn a_message_that_waits_for_a_gpu_whose_receive_is_cancelled_is_refused_to_its_s
         gpu.set_stall(false);
         cancelling.join().unwrap();
     });
-    assert_eq!(receive.wait(LIMIT), Err(Error::Cancelled));
+    assert_eq!(receive.wait(LIMIT), Err(TransferError::Cancelled));
     let sent = send.wait(LIMIT);
-    assert!(matches!(sent, Err(Error::AccessRefused { .. })), "{sent:?}");
+    assert!(matches!(sent, Err(TransferError::AccessRefused { .. })), "{sent:?}");
     assert_eq!(
         [&ends.near, &ends.far].map(|peer| peer.stats().lost_channels),
         [vec![], vec![]] as [Vec<String>; 2]

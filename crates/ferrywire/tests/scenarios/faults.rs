@@ -4,7 +4,7 @@ use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
-use ferrywire::{Block, BlockList, Error, Peer, Transfer};
+use ferrywire::{Block, BlockList, Peer, Transfer, TransferError};
 use ferrywire_net::sim::{Faults, ResetSeen, Side};
 use std::time::Duration;
 
@@ -217,7 +217,7 @@ pub fn cancelled_in_the_middle_of_a_scattered_frame<W: Faulty>(world: &mut W) {
         let moment = Duration::from_micros(world.below(4000) as u64);
         world.pass(moment);
         read.cancel();
-        assert!(matches!(world.outcome(&read), Ok(50_000) | Err(Error::Cancelled)));
+        assert!(matches!(world.outcome(&read), Ok(50_000) | Err(TransferError::Cancelled)));
     }
     let read = near.read_blocks(&list, None).unwrap();
     world.all_done(&[read]);
@@ -257,7 +257,7 @@ pub fn cancelled_writes_are_not_sent_again<W: Faulty>(world: &mut W) {
     let second = near.write(&newer, 0, &target.descriptor(), 0, 1 << 20).unwrap();
     assert_eq!(world.outcome(&second), Ok(1 << 20));
     let outcome = world.outcome(&write);
-    assert!(matches!(outcome, Ok(_) | Err(Error::Cancelled)), "{outcome:?}");
+    assert!(matches!(outcome, Ok(_) | Err(TransferError::Cancelled)), "{outcome:?}");
     world.pass(Duration::from_secs(5));
     assert_same(&contents(&target), &pattern(1 << 20, 78), "what was written later");
 }
@@ -284,7 +284,7 @@ pub fn a_killed_peer_is_lost<W: Faulty>(world: &mut W) {
     assert!(is_gone(&peer.send(1, &region, 0, 1).unwrap_err()));
     assert!(is_gone(&peer.recv(1, &region, 0, 1).unwrap_err()));
     assert!(is_gone(&peer.notify(b"x").unwrap_err()));
-    assert!(is_gone(&peer.error().unwrap()));
+    assert!(is_gone(&peer.error().unwrap().into()));
 }
 
 pub fn a_peer_that_stops_for_three_seconds_is_not_lost<W: Faulty>(world: &mut W) {
@@ -338,7 +338,7 @@ pub fn a_restarted_peer_is_another_one<W: Faulty>(world: &mut W) {
     let (again, _far) = world.connect(0, 1);
     assert_ne!(again.identity(), identity);
     let refused = again.write(&source, 0, &old, 0, 1000).unwrap_err();
-    assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
+    assert!(matches!(refused, TransferError::Invalid { .. }), "{refused}");
     let target = world.zeroed(1, 1000);
     let write = again.write(&source, 0, &target.descriptor(), 0, 1000).unwrap();
     world.all_done(&[write]);
@@ -401,7 +401,9 @@ pub fn random_faults<W: Faulty>(world: &mut W) {
     for error in load.finish(world, [(0, &near), (1, &far)]) {
         let known = is_gone(&error) && (lost(&near) || lost(&far));
         assert!(
-            known || load.cancelled() && matches!(error, Error::Cancelled | Error::AccessRefused { .. }),
+            known
+                || load.cancelled()
+                    && matches!(error, TransferError::Cancelled | TransferError::AccessRefused { .. }),
             "{error}"
         );
     }

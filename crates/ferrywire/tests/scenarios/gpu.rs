@@ -4,7 +4,7 @@
 
 use crate::load::Load;
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
-use ferrywire::{Block, BlockList, Error, MemoryLocation, Peer, Region, RemoteRegion, Transfer};
+use ferrywire::{Block, BlockList, MemoryLocation, Peer, Region, RemoteRegion, Transfer, TransferError};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -209,14 +209,14 @@ pub fn copies_that_fail_to_be_sent(world: &mut impl World) {
         let eager = near.send(2, &source, 0, 5000).unwrap();
         for transfer in [&write, &small, &sent, &eager] {
             match world.outcome(transfer) {
-                Err(Error::SimGpu(_)) => {}
+                Err(TransferError::SimGpu(_)) => {}
                 Ok(_) => assert!(round > 0, "{transfer:?} went well"),
                 Err(error) => panic!("{transfer:?}: {error}"),
             }
         }
         for transfer in [read, received] {
             let outcome = world.outcome(&transfer);
-            let told = matches!(&outcome, Err(Error::AccessRefused { why, .. }) if why.contains("gave the operation up"));
+            let told = matches!(&outcome, Err(TransferError::AccessRefused { why, .. }) if why.contains("gave the operation up"));
             assert!(told || (outcome.is_ok() && round > 0), "{transfer:?}: {outcome:?}");
         }
         own.gpus[0].set_faults(slow());
@@ -250,11 +250,13 @@ pub fn copies_that_fail_to_land(world: &mut impl World) {
         let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"never").unwrap();
         let read = far.read(&target, 0, &source.descriptor(), 0, bytes as u64).unwrap();
         let outcome = world.outcome(&write);
-        let refused =
-            matches!(&outcome, Err(Error::AccessRefused { why, .. }) if why.contains("memory of a GPU"));
+        let refused = matches!(&outcome, Err(TransferError::AccessRefused { why, .. }) if why.contains("memory of a GPU"));
         assert!(refused || (outcome.is_ok() && round > 3), "{outcome:?}");
         let outcome = world.outcome(&read);
-        assert!(matches!(outcome, Err(Error::SimGpu(_))) || (outcome.is_ok() && round > 3), "{outcome:?}");
+        assert!(
+            matches!(outcome, Err(TransferError::SimGpu(_))) || (outcome.is_ok() && round > 3),
+            "{outcome:?}"
+        );
         own.gpus[0].set_faults(slow());
         still_works(world, &near, 8);
         let told = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
@@ -288,7 +290,7 @@ pub fn memory_taken_back_while_it_is_copied(world: &mut impl World) {
         own.gpus[0].write_from_slice(buffer.address(), &poison).unwrap();
         match world.outcome(&write) {
             Ok(moved) => assert_eq!(moved, bytes as u64),
-            Err(Error::AccessRefused { .. } | Error::Invalid { .. }) => {}
+            Err(TransferError::AccessRefused { .. } | TransferError::Invalid { .. }) => {}
             Err(error) => panic!("{error}"),
         }
         world.linger();
@@ -320,8 +322,10 @@ pub fn memory_freed_in_mid_transfer(world: &mut impl World) {
         drop(buffer);
         own.gpus[0].set_stall(false);
         match world.outcome(&write) {
-            Err(Error::AccessRefused { why, .. }) if !from_gpu => assert!(why.contains("GPU"), "{why}"),
-            Err(Error::SimGpu(_)) if from_gpu => {}
+            Err(TransferError::AccessRefused { why, .. }) if !from_gpu => {
+                assert!(why.contains("GPU"), "{why}")
+            }
+            Err(TransferError::SimGpu(_)) if from_gpu => {}
             outcome => panic!("{outcome:?}"),
         }
         world.blocking(|| region.deregister()).unwrap();

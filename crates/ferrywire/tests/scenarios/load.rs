@@ -4,7 +4,7 @@
 //! error; each notification comes at most once, and exactly once if its operation succeeded.
 
 use crate::world::{World, contents, pattern};
-use ferrywire::{Block, BlockList, Error, Peer, Region, Transfer};
+use ferrywire::{Block, BlockList, Peer, Region, Transfer, TransferError};
 use std::collections::BTreeMap;
 
 struct Move {
@@ -58,7 +58,7 @@ impl Load {
         ends: [(usize, &Peer); 2],
         (from, to): (usize, usize),
         bytes_max: usize,
-    ) -> Result<(), Error> {
+    ) -> Result<(), TransferError> {
         let ((here, peer), (there, other)) = (ends[from], ends[to]);
         let small = world.below(2) == 0;
         let bytes = world.below(if small { bytes_max.min(4000) } else { bytes_max } + 1);
@@ -157,7 +157,7 @@ impl Load {
     }
 
     /// Everything ends; returns the errors.
-    pub fn finish(&mut self, world: &mut impl World, ends: [(usize, &Peer); 2]) -> Vec<Error> {
+    pub fn finish(&mut self, world: &mut impl World, ends: [(usize, &Peer); 2]) -> Vec<TransferError> {
         let moves = std::mem::take(&mut self.moves);
         // A receive whose message was taken back waits for another one, and a send for another receive.
         for pair in moves.iter().filter(|each| each.cancelled).filter_map(|each| each.pair.as_ref()) {

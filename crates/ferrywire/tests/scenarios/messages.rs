@@ -1,7 +1,7 @@
 //! Tagged messages and standalone notifications: order, credit, truncation, withdrawal.
 
 use crate::world::{World, assert_same, contents, pattern};
-use ferrywire::{Block, BlockList, Error, Region, Transfer};
+use ferrywire::{Block, BlockList, Region, Transfer, TransferError};
 use rand::Rng;
 
 /// Posts a receive into fresh memory.
@@ -89,7 +89,7 @@ pub fn messages_of_a_tag_keep_their_order(world: &mut impl World) {
     for (tag, list) in received.iter().enumerate() {
         for (transfer, _) in &list[posted[tag].len()..] {
             transfer.cancel();
-            assert_eq!(world.outcome(transfer), Err(Error::Cancelled));
+            assert_eq!(world.outcome(transfer), Err(TransferError::Cancelled));
         }
     }
 }
@@ -121,7 +121,7 @@ pub fn messages_too_long_for_their_receive(world: &mut impl World) {
         let sent = peer.send(4, &source, 0, bytes as u64).unwrap();
         let (received, target) = receive(world, &far, 4, bytes - 1);
         let truncated =
-            Error::Truncated { tag: 4, message_bytes: bytes as u64, buffer_bytes: bytes as u64 - 1 };
+            TransferError::Truncated { tag: 4, message_bytes: bytes as u64, buffer_bytes: bytes as u64 - 1 };
         assert_eq!(world.outcome(&received), Err(truncated));
         assert_same(&contents(&target), &vec![0; bytes - 1], "a refused message's target");
         // An eager message had left before anybody could refuse it.
@@ -129,7 +129,7 @@ pub fn messages_too_long_for_their_receive(world: &mut impl World) {
         match world.outcome(&sent) {
             Ok(moved) => assert!(eager && moved == 100, "{moved} bytes"),
             Err(error) => {
-                assert!(!eager && matches!(error, Error::AccessRefused { .. }), "{error}");
+                assert!(!eager && matches!(error, TransferError::AccessRefused { .. }), "{error}");
                 let words = format!("longer than the receive that met it: receive into {bytes} bytes");
                 assert!(error.to_string().contains(&words), "{error}");
             }
@@ -151,7 +151,7 @@ pub fn withdrawn_sends_reach_nobody(world: &mut impl World) {
         world.linger();
     }
     sent.cancel();
-    assert_eq!(world.outcome(&sent), Err(Error::Cancelled));
+    assert_eq!(world.outcome(&sent), Err(TransferError::Cancelled));
     source.write_at(0, &[0; 200_000]).unwrap();
     let next = world.patterned(0, 300, 2);
     let second = peer.send(4, &next, 0, 300).unwrap();
@@ -181,13 +181,13 @@ pub fn send_cancelled_in_mid_transfer_ends_the_receive(world: &mut impl World) {
             assert_same(&contents(&target), &pattern(bytes, 1), "a message whose cancellation came too late");
         }
         Err(error) => {
-            assert_eq!(error, Error::Cancelled);
+            assert_eq!(error, TransferError::Cancelled);
             // If it was not under way yet, the receive is for the next message.
             let next = peer.send(4, &source, 0, 10).unwrap();
             match world.outcome(&received) {
                 Ok(bytes) => assert!(bytes == 10 && !begun, "{bytes}"),
                 Err(error) => {
-                    assert!(matches!(error, Error::AccessRefused { .. }), "{error}");
+                    assert!(matches!(error, TransferError::AccessRefused { .. }), "{error}");
                     let (received, _target) = receive(world, &far, 4, 10);
                     world.all_done(&[received]);
                 }
@@ -211,7 +211,7 @@ pub fn cancelled_receives_leave_their_memory_alone(world: &mut impl World) {
     // Not met yet.
     let (received, target) = receive(world, &far, 4, 500);
     received.cancel();
-    assert_eq!(world.outcome(&received), Err(Error::Cancelled));
+    assert_eq!(world.outcome(&received), Err(TransferError::Cancelled));
     let source = world.patterned(0, world.bytes_max(), 1);
     let sent = peer.send(4, &source, 0, 500).unwrap();
     untouched_from_now_on(world, &target);
@@ -235,12 +235,12 @@ pub fn cancelled_receives_leave_their_memory_alone(world: &mut impl World) {
                 let expected = &pattern(bytes, 1);
                 assert_same(&contents(&target), expected, "a message that was received after all");
             }
-            Err(error) => assert_eq!(*error, Error::Cancelled),
+            Err(error) => assert_eq!(*error, TransferError::Cancelled),
         }
         untouched_from_now_on(world, &target);
         match (world.outcome(&sent), outcome.is_ok()) {
             (Ok(moved), true) => assert_eq!(moved, bytes as u64),
-            (Err(Error::AccessRefused { .. }), false) => {}
+            (Err(TransferError::AccessRefused { .. }), false) => {}
             (sent, _) => panic!("of {enough} bytes: {sent:?} at the sender, and {outcome:?} at the receiver"),
         }
     }
@@ -259,7 +259,7 @@ pub fn cancelled_reads_leave_their_memory_alone(world: &mut impl World) {
         read.cancel();
         match world.outcome(&read) {
             Ok(moved) => assert_eq!(moved, bytes as u64),
-            Err(error) => assert_eq!(error, Error::Cancelled),
+            Err(error) => assert_eq!(error, TransferError::Cancelled),
         }
         untouched_from_now_on(world, &target);
     }
@@ -288,7 +288,7 @@ pub fn cancelled_writes_change_nothing_later(world: &mut impl World) {
                 assert_eq!(world.notification(&far), Ok(b"x".to_vec()));
             }
             Err(error) => {
-                assert_eq!(error, Error::Cancelled);
+                assert_eq!(error, TransferError::Cancelled);
                 cancelled += 1;
             }
         }
@@ -329,7 +329,7 @@ pub fn cancelled_joined_lists_end_in_every_part(world: &mut impl World) {
                     assert_eq!(world.notification(&far), Ok(b"x".to_vec()));
                 }
             }
-            Err(error) => assert_eq!(error, Error::Cancelled),
+            Err(error) => assert_eq!(error, TransferError::Cancelled),
         }
         for target in if write { &there } else { &here } {
             untouched_from_now_on(world, target);

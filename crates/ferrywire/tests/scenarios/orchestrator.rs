@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
-use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer, Region};
+use ferrywire::{Builder, ConnectError, Endpoint, Error, Orchestrator, Peer, Region, TransferError};
 use ferrywire_memory::sim::SimGpu;
 
 use crate::compile;
@@ -35,8 +35,8 @@ fn address(end: &Orchestrator, endpoint: usize) -> SocketAddr {
 }
 
 /// What a phase that failed says.
-fn parts(error: Error) -> (&'static str, String, Error) {
-    match error {
+fn parts(error: impl Into<Error>) -> (&'static str, String, Error) {
+    match error.into() {
         Error::Phase { phase, endpoint, error, .. } => (phase, endpoint, *error),
         other => panic!("{other}"),
     }
@@ -117,7 +117,7 @@ fn a_target_that_does_not_answer_is_named_and_the_other_peers_are_closed() {
     // The first had another address to go to, unless the failure came before it got there.
     if let Ok(peer) = there.endpoints()[0].accept(LONG.min(Duration::from_secs(2))) {
         let gone = peer.wait_notification(LONG).expect_err("it goes");
-        assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
+        assert!(matches!(gone, TransferError::PeerClosed { .. } | TransferError::PeerLost { .. }), "{gone}");
     }
     let good = [Target { endpoint: 1, addresses: vec![address(&there, 0)] }];
     assert_eq!(here.connect(&good, LONG).expect("it is there").len(), 1, "the endpoints go on");
@@ -132,7 +132,7 @@ fn peers_that_do_not_come_are_counted() {
     assert_eq!((phase, endpoint.as_str()), ("accepting", "gpu 1"));
     assert!(error.to_string().contains("0 of 1"), "{error}");
     let gone = peers[0].wait_notification(LONG).expect_err("it is closed");
-    assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
+    assert!(matches!(gone, TransferError::PeerClosed { .. } | TransferError::PeerLost { .. }), "{gone}");
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn work_that_fails_on_one_endpoint_names_it() {
     };
     let (phase, endpoint, _) = parts(here.each("registering", LONG, fail).expect_err("one fails"));
     assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
-    assert_eq!(here.each("registering", LONG, |gpu, _| Ok(gpu)), Ok(vec![0, 1, 2]));
+    assert_eq!(here.each("registering", LONG, |gpu, _| Ok::<_, Error>(gpu)), Ok(vec![0, 1, 2]));
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn a_closed_endpoint_says_so_to_whoever_looks_for_peers() {
     let end = &there.endpoints()[0];
     assert!(end.try_accept().is_none());
     there.close(LONG).expect("it closes");
-    assert!(matches!(end.try_accept(), Some(Err(Error::Closed))));
+    assert!(matches!(end.try_accept(), Some(Err(ConnectError::Closed))));
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn what_does_not_end_is_late_by_name() {
         if gpu == 1 {
             let _ = released.lock().expect("nobody else").recv();
         }
-        Ok(gpu)
+        Ok::<_, Error>(gpu)
     };
     let (phase, endpoint, error) = parts(here.each("registering", SHORT, hang).expect_err("one hangs"));
     assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
@@ -194,7 +194,7 @@ fn what_does_not_end_is_late_by_name() {
     assert_eq!(error, Error::Stalled { what, peer, waited: limit });
     if let Ok(peer) = there.endpoints()[0].accept(SHORT) {
         let gone = peer.wait_notification(LONG).expect_err("it is closed with the others");
-        assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
+        assert!(matches!(gone, TransferError::PeerClosed { .. } | TransferError::PeerLost { .. }), "{gone}");
     }
 }
 
@@ -248,7 +248,7 @@ fn a_phase_that_fails_leaves_nothing_behind() {
             }),
             ("registering", &|| {
                 let register = |gpu: usize, endpoint: &Endpoint| match gpu {
-                    3 => Err(Error::invalid("memory", "there is none")),
+                    3 => Err(Error::invalid("memory", "there is none").into()),
                     _ => endpoint.alloc_sim(gpu as u32, 1 << 20),
                 };
                 connecting(4).each("registering", LONG, register).expect_err("one has no memory");

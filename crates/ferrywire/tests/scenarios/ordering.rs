@@ -3,7 +3,7 @@
 //! The GPU whose work takes long has no memory here: what stands still is its clock, not the copies.
 
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
-use ferrywire::{Block, BlockList, Error, Peer, StreamEvent};
+use ferrywire::{Block, BlockList, Peer, StreamEvent, TransferError};
 use ferrywire_memory::sim::{SimEvent, SimFaults, SimGpu, SimStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -71,7 +71,7 @@ pub fn joined_lists_wait_for_a_kernel(world: &mut impl World) {
     assert_eq!((write.poll(), far.poll_notification()), (None, Ok(None)));
     for each in &cancelled {
         each.cancel();
-        assert_eq!(world.outcome(each), Err(Error::Cancelled));
+        assert_eq!(world.outcome(each), Err(TransferError::Cancelled));
     }
     slow.go();
     assert_eq!(world.notification(&far), Ok(b"all".to_vec()));
@@ -177,7 +177,7 @@ pub fn a_stream_waits_for_what_is_received(world: &mut impl World) {
     never.block_sim_stream(&stream).unwrap();
     never.cancel();
     world.until("the stream to go on", || stream.query().unwrap().then_some(()));
-    assert_eq!(world.outcome(&never), Err(Error::Cancelled));
+    assert_eq!(world.outcome(&never), Err(TransferError::Cancelled));
 }
 
 /// What waits can be cancelled, and fails with the kernel it waits for; messages behind it come in their turn.
@@ -197,7 +197,7 @@ pub fn what_waits_for_a_kernel_may_end_before(world: &mut impl World) {
     ];
     cancelled.iter().for_each(|each| each.cancel());
     for each in &cancelled {
-        assert_eq!(world.outcome(each), Err(Error::Cancelled), "{each:?}");
+        assert_eq!(world.outcome(each), Err(TransferError::Cancelled), "{each:?}");
     }
     // A kernel that touches what is nobody's.
     let wrong = slow.gpu.stream();
@@ -210,7 +210,7 @@ pub fn what_waits_for_a_kernel_may_end_before(world: &mut impl World) {
             after.write(&source, 0, &target.descriptor(), 0, len).unwrap(),
             after.send(1, &source, 0, len).unwrap(),
         ] {
-            assert!(matches!(world.outcome(&failed), Err(Error::SimGpu(_))), "{failed:?}");
+            assert!(matches!(world.outcome(&failed), Err(TransferError::SimGpu(_))), "{failed:?}");
         }
     }
     assert_same(&contents(&target), &[0; BYTES], "nothing was written");

@@ -1,7 +1,7 @@
 //! Who may touch which memory, and until when.
 
 use crate::world::{Raw, World, assert_same, contents, pattern};
-use ferrywire::{Block, BlockList, Error, RemoteRegion};
+use ferrywire::{Block, BlockList, RemoteRegion, TransferError};
 
 pub fn deregistered_regions_are_refused(world: &mut impl World) {
     let (peer, _far) = world.pair();
@@ -12,11 +12,14 @@ pub fn deregistered_regions_are_refused(world: &mut impl World) {
         there.deregister().unwrap();
         let write = peer.write(&here, 0, &remote, 0, bytes as u64).unwrap();
         let outcome = world.outcome(&write);
-        assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "write of {bytes}: {outcome:?}");
+        assert!(matches!(outcome, Err(TransferError::AccessRefused { .. })), "write of {bytes}: {outcome:?}");
         if bytes > 0 {
             let read = peer.read(&here, 0, &remote, 0, bytes as u64).unwrap();
             let outcome = world.outcome(&read);
-            assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "read of {bytes}: {outcome:?}");
+            assert!(
+                matches!(outcome, Err(TransferError::AccessRefused { .. })),
+                "read of {bytes}: {outcome:?}"
+            );
         }
         assert_same(&contents(&here), &pattern(bytes, 1), "the local side of a refused access");
     }
@@ -38,7 +41,7 @@ pub fn refused_writes_do_not_notify(world: &mut impl World) {
         let write = peer.write_notify(&here, 0, &remote, 0, bytes as u64, b"never").unwrap();
         let after = peer.notify(b"after").unwrap();
         let outcome = world.outcome(&write);
-        assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
+        assert!(matches!(outcome, Err(TransferError::AccessRefused { .. })), "{outcome:?}");
         assert_eq!(world.notification(&far), Ok(b"after".to_vec()));
         world.all_done(&[after]);
     }
@@ -62,7 +65,7 @@ pub fn a_refused_part_fails_the_whole(world: &mut impl World) {
         let after = peer.notify(b"after").unwrap();
         for transfer in [write, read] {
             let outcome = world.outcome(&transfer);
-            assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
+            assert!(matches!(outcome, Err(TransferError::AccessRefused { .. })), "{outcome:?}");
         }
         assert_eq!(world.notification(&far), Ok(b"after".to_vec()));
         world.all_done(&[after]);
@@ -87,7 +90,7 @@ pub fn deregistered_during_a_write(world: &mut impl World) {
     memory.bytes().fill(0xEE);
     match world.outcome(&write) {
         Ok(moved) => assert_eq!(moved, bytes as u64),
-        Err(error) => assert!(matches!(error, Error::AccessRefused { .. }), "{error}"),
+        Err(error) => assert!(matches!(error, TransferError::AccessRefused { .. }), "{error}"),
     }
     world.linger();
     assert_same(memory.bytes(), &vec![0xEE; bytes], "memory that is the caller's again");
@@ -115,14 +118,14 @@ pub fn wrong_regions_and_offsets_are_refused_at_once(world: &mut impl World) {
     let (up, _down) = world.connect(third, 0);
     let (mine, theirs, others) = (world.zeroed(0, 100), world.zeroed(1, 100), world.zeroed(third, 100));
     let remote = theirs.descriptor();
-    let invalid = |error: Error| assert!(matches!(error, Error::Invalid { .. }), "{error}");
+    let invalid = |error| assert!(matches!(error, TransferError::Invalid { .. }), "{error}");
     invalid(peer.write(&mine, 0, &others.descriptor(), 0, 10).unwrap_err());
     invalid(peer.read(&mine, 0, &others.descriptor(), 0, 10).unwrap_err());
     invalid(peer.write(&others, 0, &remote, 0, 10).unwrap_err());
     invalid(peer.send(1, &others, 0, 10).unwrap_err());
     invalid(far.recv(1, &mine, 0, 10).unwrap_err());
     invalid(up.write(&others, 0, &remote, 0, 10).unwrap_err());
-    let outside = |error: Error| assert!(matches!(error, Error::OutOfRegion { .. }), "{error}");
+    let outside = |error| assert!(matches!(error, TransferError::OutOfRegion { .. }), "{error}");
     for (offset, bytes) in [(0, 101), (100, 1), (u64::MAX, 1), (1, u64::MAX), (101, 0)] {
         outside(peer.write(&mine, offset, &remote, 0, bytes).unwrap_err());
         outside(peer.read(&mine, 0, &remote, offset, bytes).unwrap_err());

@@ -4,7 +4,7 @@
 //! turns, with its seed and the network's last events.
 
 use crate::world::{Faulty, Gpus, World};
-use ferrywire::{Builder, Endpoint, Error, Peer, Result, Transfer};
+use ferrywire::{Builder, Endpoint, Peer, Result, Transfer, TransferError};
 use ferrywire_net::sim::{Faults, SimHost, SimNet};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -182,11 +182,11 @@ impl World for SimWorld {
         }
     }
 
-    fn outcome(&mut self, transfer: &Transfer) -> Result<u64> {
+    fn outcome(&mut self, transfer: &Transfer) -> Result<u64, TransferError> {
         self.until(&format!("{transfer:?}"), || transfer.poll())
     }
 
-    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>> {
+    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>, TransferError> {
         self.until("a notification", || peer.poll_notification().transpose())
     }
 
@@ -273,6 +273,6 @@ impl Faulty for SimWorld {
 }
 
 /// Whether an error says that the peer is gone.
-pub fn is_gone(error: &Error) -> bool {
-    matches!(error, Error::PeerLost { .. } | Error::PeerClosed { .. } | Error::Closed)
+pub fn is_gone(error: &TransferError) -> bool {
+    matches!(error, TransferError::PeerLost { .. } | TransferError::PeerClosed { .. } | TransferError::Closed)
 }

@@ -4,7 +4,7 @@
 use crate::netns::Hosts;
 use crate::vm;
 use crate::world::{Gpus, World};
-use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
+use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Result, Transfer, TransferError};
 use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -145,11 +145,11 @@ impl World for TcpWorld {
         }
     }
 
-    fn outcome(&mut self, transfer: &Transfer) -> Result<u64> {
+    fn outcome(&mut self, transfer: &Transfer) -> Result<u64, TransferError> {
         patiently(|limit| transfer.wait(limit))
     }
 
-    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>> {
+    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>, TransferError> {
         patiently(|limit| peer.wait_notification(limit))
     }
 
@@ -191,11 +191,11 @@ impl World for TcpWorld {
 }
 
 /// Waits up to [`LIMIT`] in many short waits, so that a stop of this process counts as one of them.
-fn patiently<T>(mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
+fn patiently<T>(mut wait: impl FnMut(Duration) -> Result<T, TransferError>) -> Result<T, TransferError> {
     const WAITS: u32 = 60;
     for _ in 1..WAITS {
         match wait(LIMIT / WAITS) {
-            Err(Error::Stalled { .. }) => {}
+            Err(TransferError::Stalled { .. }) => {}
             result => return result,
         }
     }
@@ -246,13 +246,13 @@ fn callers_who_go_on_posting_do_not_keep_a_peer_from_closing() {
                         under_way.pop_front().unwrap().wait(LIMIT).unwrap();
                     }
                 };
-                assert_eq!(refusal, Error::Closed);
+                assert_eq!(refusal, TransferError::Closed);
                 // What was posted before that is finished.
                 under_way.into_iter().for_each(|transfer| assert_eq!(transfer.wait(LIMIT), Ok(4096)));
             });
         }
         posting.wait();
         near.close(LIMIT).unwrap();
-        assert_eq!(near.notify(b"late").err(), Some(Error::Closed));
+        assert_eq!(near.notify(b"late").err(), Some(TransferError::Closed));
     });
 }

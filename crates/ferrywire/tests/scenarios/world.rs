@@ -1,6 +1,6 @@
 //! What a scenario needs of the world it runs in, and the tools that all scenarios share.
 
-use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer};
+use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer, TransferError};
 use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_net::sim::SimNet;
 use rand::Rng;
@@ -34,10 +34,10 @@ pub trait World {
     fn until<T>(&mut self, what: &str, poll: impl FnMut() -> Option<T>) -> T;
 
     /// Drives a transfer to its end.
-    fn outcome(&mut self, transfer: &Transfer) -> Result<u64>;
+    fn outcome(&mut self, transfer: &Transfer) -> Result<u64, TransferError>;
 
     /// Drives until the next notification, or until none can come any more.
-    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>>;
+    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>, TransferError>;
 
     /// Runs a call that waits, everything turning meanwhile.
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T;

@@ -1,7 +1,7 @@
 //! A thread that does not come back from the kernel, with memory in its hands.
 
 use crate::{LIMIT, Watched, Watcher, eventually};
-use ferrywire::{Endpoint, Error, ErrorKind, limits};
+use ferrywire::{Endpoint, ErrorKind, RegisterError, TransferError, limits};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -50,7 +50,7 @@ fn memory_in_the_hands_of_a_thread_that_is_stuck_is_not_deregistered() {
     eventually("a thread is stuck with the region", || gate.waiting.load(Ordering::SeqCst) == 1);
     let error = region.clone().deregister().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Local);
-    let Error::ResourceBusy { what, by, waited } = &error else { panic!("{error:?}") };
+    let RegisterError::ResourceBusy { what, by, waited } = &error else { panic!("{error:?}") };
     assert_eq!((&what[..], &by[..]), ("a region of 1048576 bytes", "progress thread 0"));
     assert!(*waited >= limits::ABANDON_TIMEOUT, "{error}");
 
@@ -58,5 +58,5 @@ fn memory_in_the_hands_of_a_thread_that_is_stuck_is_not_deregistered() {
     gate.set_shut(false);
     region.deregister().expect("the thread is back");
     let ended = write.wait(LIMIT);
-    assert!(matches!(ended, Ok(_) | Err(Error::AccessRefused { .. })), "{ended:?}");
+    assert!(matches!(ended, Ok(_) | Err(TransferError::AccessRefused { .. })), "{ended:?}");
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use ferrywire::Error;
 use ferrywire::orchestrator::Target;
+use ferrywire::{ConnectError, Error};
 use ferrywire_host::topology::Topology;
 
 use super::super::barrier::WaitNotice;
@@ -105,8 +105,8 @@ impl<'a> Connecting<'a> {
         };
         let connected = multi_gpu.connect(own_pairs.iter().map(target).collect(), bench.timeout);
         let connected = connected.map_err(|failure| failed(None, failure))?;
-        let missed = |error: &Error| match error {
-            Error::Phase { target, .. } => *target,
+        let missed = |error: &ConnectError| match error {
+            ConnectError::Phase { target, .. } => *target,
             _ => None,
         };
         let peers = connected.map_err(|error| failed(missed(&error), error.into()))?;

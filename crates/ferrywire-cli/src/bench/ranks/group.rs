@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Endpoint, Error, Peer};
+use ferrywire::{ConnectError, Endpoint, Peer};
 
 use super::super::barrier::Barrier;
 use super::super::link::{CLOSE_TIMEOUT, Link, SLICE};
@@ -401,7 +401,7 @@ impl Group {
                         exit::complain(&failure.message());
                     }
                 }
-                Err(Error::Closed) => return,
+                Err(ConnectError::Closed) => return,
                 Err(_) => {}
             }
         }

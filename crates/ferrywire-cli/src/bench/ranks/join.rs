@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Endpoint, Error, Peer};
+use ferrywire::{ConnectError, Endpoint, Error, Peer};
 
 use super::super::connect;
 use super::messages::Card;
@@ -48,7 +48,11 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
                 // Trying again would not change this.
-                Err(error @ (Error::Refused { .. } | Error::Invalid { .. } | Error::NoUsableNic { .. })) => {
+                Err(
+                    error @ (ConnectError::Refused { .. }
+                    | ConnectError::Invalid { .. }
+                    | ConnectError::NoUsableNic { .. }),
+                ) => {
                     return Err(connect::explain(&error));
                 }
                 Err(error) => last = Some(error),
@@ -71,7 +75,7 @@ fn dial_once(
     address: SocketAddr,
     since: Instant,
     timeout: Duration,
-) -> Outcome<ferrywire::Result<Peer>> {
+) -> Outcome<Result<Peer, ConnectError>> {
     let connecting = match endpoint.start_connect(address) {
         Ok(connecting) => connecting,
         Err(error) => return Ok(Err(error)),
@@ -82,7 +86,7 @@ fn dial_once(
         }
         if since.elapsed() >= timeout {
             let (what, peer) = (format!("connecting to {address}"), Some(address.to_string()));
-            return Ok(Err(Error::Stalled { what, peer, waited: timeout }));
+            return Ok(Err(ConnectError::Stalled { what, peer, waited: timeout }));
         }
         pause(LOOK_INTERVAL)?;
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Error, Peer};
+use ferrywire::{ConnectError, Peer};
 
 use super::super::barrier::Barrier;
 use super::super::layout;
@@ -135,8 +135,8 @@ impl Serving<'_> {
             self.group.check()?;
             match self.multi_gpu.lead().accept(SLICE) {
                 Ok(peer) => attend(peer)?,
-                Err(Error::Stalled { .. }) if since.elapsed() < limit => {}
-                Err(Error::Stalled { .. }) => {
+                Err(ConnectError::Stalled { .. }) if since.elapsed() < limit => {}
+                Err(ConnectError::Stalled { .. }) => {
                     let why = format!("it has not connected within {:.0} s", limit.as_secs_f64());
                     let failure = Failure::failed(why);
                     self.group.fail(Some(missing), &failure);

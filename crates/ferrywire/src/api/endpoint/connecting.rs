@@ -7,7 +7,7 @@ use crate::api::running::Running;
 use crate::api::wakeup::Wakeup;
 use crate::control::AcceptQueue;
 use crate::core::peer::PeerHandle;
-use crate::error::{Error, Result};
+use crate::error::{ConnectError, Result};
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,14 +30,14 @@ impl Connecting {
     /// Waits until the peer is connected.
     ///
     /// # Errors
-    /// [`Error::Stalled`] after `timeout`: the attempt continues. Otherwise as for
+    /// [`ConnectError::Stalled`] after `timeout`: the attempt continues. Otherwise as for
     /// [`Endpoint::connect`](crate::Endpoint::connect).
-    pub fn wait(&self, timeout: Duration) -> Result<Peer> {
+    pub fn wait(&self, timeout: Duration) -> Result<Peer, ConnectError> {
         self.running.context().origin.check()?;
         let peer = self.running.next_of(&self.accept_queue, timeout).map(|result| self.peer(result));
         peer.unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
-            Err(Error::Stalled { what, peer: Some(self.address.to_string()), waited: timeout })
+            Err(ConnectError::Stalled { what, peer: Some(self.address.to_string()), waited: timeout })
         })
     }
 
@@ -46,19 +46,19 @@ impl Connecting {
         !self.running.with_control(|control| control.withdraw_dial(&self.accept_queue))
     }
 
-    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
-        result.map(|handle| Peer::new(self.running.clone(), handle))
+    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer, ConnectError> {
+        Ok(Peer::new(self.running.clone(), result?))
     }
 
     /// Ends the attempt, so that no unknown peer is left. Returns the result if there was one at the last
     /// moment.
-    pub(super) fn withdraw(&self) -> Option<Result<Peer>> {
+    pub(super) fn withdraw(&self) -> Option<Result<Peer, ConnectError>> {
         self.running.with_control(|control| control.withdraw(&self.accept_queue));
         self.accept_queue.take().map(|result| self.peer(result))
     }
 
     /// The result, if there is one.
-    pub fn poll(&self) -> Option<Result<Peer>> {
+    pub fn poll(&self) -> Option<Result<Peer, ConnectError>> {
         match self.running.context().origin.check() {
             Ok(()) => self.accept_queue.take().map(|result| self.peer(result)),
             Err(error) => Some(Err(error.into())),

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::api::region::{Region, RemoteRegion};
 use crate::core::operation::Verb;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, TransferError};
 use ferrywire_memory::check_range;
 use ferrywire_proto::transfer::{Piece, Pieces};
 
@@ -77,8 +77,8 @@ impl BlockList {
     /// bytes of any of them may remain.
     ///
     /// # Errors
-    /// [`Error::OutOfRegion`] for a block that is not inside both regions.
-    pub fn new(local: &Region, remote: &RemoteRegion, blocks: &[Block]) -> Result<BlockList> {
+    /// [`TransferError::OutOfRegion`] for a block that is not inside both regions.
+    pub fn new(local: &Region, remote: &RemoteRegion, blocks: &[Block]) -> Result<BlockList, TransferError> {
         for block in blocks {
             local.check("local", block.local_offset, block.bytes)?;
             check_range("remote", block.remote_offset, block.bytes, remote.len())?;
@@ -95,7 +95,7 @@ impl BlockList {
     /// `remote_offsets[i]` in the remote one, in bytes.
     ///
     /// # Errors
-    /// [`Error::Invalid`] with the first block that is not inside both regions, or with arrays of different
+    /// [`TransferError::Invalid`] with the first block that is not inside both regions, or with arrays of different
     /// lengths.
     pub fn from_offsets(
         local: &Region,
@@ -103,7 +103,7 @@ impl BlockList {
         local_offsets: &[i64],
         remote_offsets: &[i64],
         lengths: Lengths<'_>,
-    ) -> Result<BlockList> {
+    ) -> Result<BlockList, TransferError> {
         let count = local_offsets.len();
         same_count("remote offsets", remote_offsets.len(), count)?;
         if let Lengths::Each(list) = lengths {
@@ -129,17 +129,17 @@ impl BlockList {
     /// follow them, even if they are of different regions. The lists are not changed.
     ///
     /// # Errors
-    /// [`Error::Invalid`] without a list, or if the remote regions are not all of one endpoint.
-    pub fn join(lists: &[&BlockList]) -> Result<BlockList> {
+    /// [`TransferError::Invalid`] without a list, or if the remote regions are not all of one endpoint.
+    pub fn join(lists: &[&BlockList]) -> Result<BlockList, TransferError> {
         let Some(owner) = lists.first().map(|list| list.parts[0].remote.owner()) else {
-            return Err(Error::invalid("block lists", "none were given"));
+            return Err(Error::invalid("block lists", "none were given").into());
         };
         let parts: Arc<[Arc<Part>]> = lists.iter().flat_map(|list| list.parts.iter().cloned()).collect();
         match parts.iter().position(|part| part.remote.owner() != owner) {
             Some(at) => {
                 let other = parts[at].remote.owner();
                 let why = format!("pair {at} has a remote region of endpoint {other}, the first of {owner}");
-                Err(Error::invalid("block lists", why))
+                Err(Error::invalid("block lists", why).into())
             }
             None => Ok(BlockList { blocks: lists.iter().map(|list| list.blocks).sum(), parts }),
         }

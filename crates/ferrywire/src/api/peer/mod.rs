@@ -27,7 +27,7 @@ use crate::core::peer::{Landing, PeerHandle, PeerState};
 use crate::core::stats::PeerStats;
 use crate::core::waiting::WakeHandle;
 use crate::core::worker;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, TransferError};
 use ferrywire_memory::{Memory, MemoryLocation, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
@@ -203,9 +203,9 @@ impl Peer {
     /// The transfer ends when the bytes are in the peer's memory.
     ///
     /// # Errors
-    /// [`Error::OutOfRegion`] for a range outside a region, [`Error::Invalid`] for a region of another
-    /// endpoint or a deregistered one, [`Error::UnsupportedMemory`] if the transport cannot reach `source`,
-    /// and the peer's error if it is lost or closed. The transfer fails with [`Error::AccessRefused`] if the
+    /// [`TransferError::OutOfRegion`] for a range outside a region, [`TransferError::Invalid`] for a region of another
+    /// endpoint or a deregistered one, [`TransferError::UnsupportedMemory`] if the transport cannot reach `source`,
+    /// and the peer's error if it is lost or closed. The transfer fails with [`TransferError::AccessRefused`] if the
     /// peer has deregistered its region.
     pub fn write(
         &self,
@@ -214,14 +214,14 @@ impl Peer {
         target: &RemoteRegion,
         target_offset: u64,
         bytes: u64,
-    ) -> Result<Transfer> {
-        self.write_run(source, source_offset, target, target_offset, bytes, None)
+    ) -> Result<Transfer, TransferError> {
+        Ok(self.write_run(source, source_offset, target, target_offset, bytes, None)?)
     }
 
     /// Writes as [`Peer::write`] does, and delivers `message` to the peer once the bytes are in its memory.
     ///
     /// # Errors
-    /// As for [`Peer::write`], and [`Error::Invalid`] unless `message` has 1 to [`limits::NOTIFY_BYTES_MAX`]
+    /// As for [`Peer::write`], and [`TransferError::Invalid`] unless `message` has 1 to [`limits::NOTIFY_BYTES_MAX`]
     /// bytes.
     pub fn write_notify(
         &self,
@@ -231,8 +231,8 @@ impl Peer {
         target_offset: u64,
         bytes: u64,
         message: &[u8],
-    ) -> Result<Transfer> {
-        self.write_run(source, source_offset, target, target_offset, bytes, Some(message))
+    ) -> Result<Transfer, TransferError> {
+        Ok(self.write_run(source, source_offset, target, target_offset, bytes, Some(message))?)
     }
 
     fn write_run(
@@ -254,18 +254,18 @@ impl Peer {
     /// to the peer once all their bytes are in its memory, even if they are of several regions.
     ///
     /// # Errors
-    /// As for [`Peer::write_notify`], and [`Error::Invalid`] for an index outside the list.
+    /// As for [`Peer::write_notify`], and [`TransferError::Invalid`] for an index outside the list.
     pub fn write_blocks(
         &self,
         list: &BlockList,
         indices: Option<&[u32]>,
         message: Option<&[u8]>,
-    ) -> Result<Transfer> {
+    ) -> Result<Transfer, TransferError> {
         let mut chosen = list.select(Verb::Write, indices)?;
-        match (chosen.len(), chosen.pop()) {
-            (1, Some((part, pieces))) => self.write_pieces(&part.local, &part.remote, pieces, message),
-            (_, last) => self.write_joined(chosen.into_iter().chain(last), message),
-        }
+        Ok(match (chosen.len(), chosen.pop()) {
+            (1, Some((part, pieces))) => self.write_pieces(&part.local, &part.remote, pieces, message)?,
+            (_, last) => self.write_joined(chosen.into_iter().chain(last), message)?,
+        })
     }
 
     fn write_pieces(
@@ -324,23 +324,23 @@ impl Peer {
         source: &RemoteRegion,
         source_offset: u64,
         bytes: u64,
-    ) -> Result<Transfer> {
+    ) -> Result<Transfer, TransferError> {
         target.check("target", target_offset, bytes)?;
         check_range("source", source_offset, bytes, source.len())?;
         let pieces = Pieces::One(Piece { local: target_offset, remote: source_offset, len: bytes });
-        self.read_pieces(target, source, pieces)
+        Ok(self.read_pieces(target, source, pieces)?)
     }
 
     /// Reads the blocks of a list, or those at `indices`, as one transfer.
     ///
     /// # Errors
     /// As for [`Peer::write_blocks`].
-    pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer> {
+    pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer, TransferError> {
         let mut chosen = list.select(Verb::Read, indices)?;
-        match (chosen.len(), chosen.pop()) {
-            (1, Some((part, pieces))) => self.read_pieces(&part.local, &part.remote, pieces),
-            (_, last) => self.read_joined(chosen.into_iter().chain(last)),
-        }
+        Ok(match (chosen.len(), chosen.pop()) {
+            (1, Some((part, pieces))) => self.read_pieces(&part.local, &part.remote, pieces)?,
+            (_, last) => self.read_joined(chosen.into_iter().chain(last))?,
+        })
     }
 
     fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {
@@ -390,14 +390,25 @@ impl Peer {
     ///
     /// # Errors
     /// As for [`Peer::write`].
-    pub fn send(&self, tag: u64, source: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
+    pub fn send(
+        &self,
+        tag: u64,
+        source: &Region,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Transfer, TransferError> {
         self.send_blocks(tag, source, &[(offset, bytes)])
     }
     /// Sends one message that is gathered from `(offset, bytes)` pieces.
     ///
     /// # Errors
     /// As for [`Peer::write`].
-    pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
+    pub fn send_blocks(
+        &self,
+        tag: u64,
+        source: &Region,
+        blocks: &[(u64, u64)],
+    ) -> Result<Transfer, TransferError> {
         self.check_local(source)?;
         self.check_there()?;
         let pieces = lined_up("source", source, blocks)?;
@@ -420,11 +431,17 @@ impl Peer {
     }
 
     /// Receives the next message with this tag into `bytes` bytes of `target` at `offset`. The outcome is the
-    /// message's length; the transfer fails with [`Error::Truncated`] if the message is longer than `bytes`.
+    /// message's length; the transfer fails with [`TransferError::Truncated`] if the message is longer than `bytes`.
     ///
     /// # Errors
     /// As for [`Peer::write`].
-    pub fn recv(&self, tag: u64, target: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
+    pub fn recv(
+        &self,
+        tag: u64,
+        target: &Region,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Transfer, TransferError> {
         self.recv_blocks(tag, target, &[(offset, bytes)])
     }
 
@@ -432,7 +449,12 @@ impl Peer {
     ///
     /// # Errors
     /// As for [`Peer::write`].
-    pub fn recv_blocks(&self, tag: u64, target: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
+    pub fn recv_blocks(
+        &self,
+        tag: u64,
+        target: &Region,
+        blocks: &[(u64, u64)],
+    ) -> Result<Transfer, TransferError> {
         self.check_local(target)?;
         let pieces = lined_up("target", target, blocks)?;
         let state = self.state();
@@ -462,7 +484,7 @@ impl Peer {
             && let Some(op) = state.inbound.unpost(&transfer.op)
         {
             op.fail(error.clone());
-            return Err(error);
+            return Err(error.into());
         }
         if answer {
             self.connection.kick(0);
@@ -474,15 +496,15 @@ impl Peer {
     /// before.
     ///
     /// # Errors
-    /// [`Error::Invalid`] if `message` is too long; the peer's error if it is lost or closed. The transfer
-    /// fails with [`Error::AccessRefused`] if the peer holds too many unread notifications.
-    pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
+    /// [`TransferError::Invalid`] if `message` is too long; the peer's error if it is lost or closed. The transfer
+    /// fails with [`TransferError::AccessRefused`] if the peer holds too many unread notifications.
+    pub fn notify(&self, message: &[u8]) -> Result<Transfer, TransferError> {
         self.check_open()?;
         self.check_there()?;
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Task::Notify, pieces, None);
         op.message = checked_message(message)?;
-        self.post(op)
+        Ok(self.post(op)?)
     }
 
     /// The next notification, if there is one. Notifications that arrived before the peer was lost are still
@@ -490,26 +512,26 @@ impl Peer {
     ///
     /// # Errors
     /// The peer's error, once no notification is left.
-    pub fn poll_notification(&self) -> Result<Option<Vec<u8>>> {
+    pub fn poll_notification(&self) -> Result<Option<Vec<u8>>, TransferError> {
         self.context().origin.check()?;
         if let Some(message) = self.state().inbound.take_notification() {
             return Ok(Some(message));
         }
         self.connection.nudge();
-        arrived_or_lost(|| self.state().inbound.take_notification(), || self.error()).transpose()
+        Ok(arrived_or_lost(|| self.state().inbound.take_notification(), || self.error()).transpose()?)
     }
 
     /// Waits for the next notification.
     ///
     /// # Errors
-    /// [`Error::Stalled`] after `timeout`; the peer's error if it is lost and no notification is left.
-    pub fn wait_notification(&self, timeout: Duration) -> Result<Vec<u8>> {
+    /// [`TransferError::Stalled`] after `timeout`; the peer's error if it is lost and no notification is left.
+    pub fn wait_notification(&self, timeout: Duration) -> Result<Vec<u8>, TransferError> {
         self.context().origin.check()?;
         let inbound = &self.state().inbound;
         let start = self.context().transport.now();
         loop {
             if let Some(outcome) = arrived_or_lost(|| inbound.take_notification(), || self.error()) {
-                return outcome;
+                return Ok(outcome?);
             }
             let waited = self.context().transport.now().saturating_sub(start);
             let Some(rest) = timeout.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
@@ -518,7 +540,7 @@ impl Peer {
                 // A zero timeout is reported as zero.
                 let waited = if timeout.is_zero() { timeout } else { waited };
                 let peer = Some(self.state().info.name.to_string());
-                return Err(Error::Stalled { what, peer, waited });
+                return Err(TransferError::Stalled { what, peer, waited });
             };
             self.connection.wait(
                 rest,

@@ -11,7 +11,7 @@ mod tests;
 
 pub use remote::RemoteRegion;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, RegisterError, Result};
 use ferrywire_memory::{Memory, MemoryLocation, Owned, Owner, RegionTable, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_sys::fork::Origin;
@@ -195,8 +195,8 @@ impl Region {
     /// memory is read by a copy engine, and the call waits for it.
     ///
     /// # Errors
-    /// [`Error::OutOfRegion`]; [`Error::Invalid`] if the region is deregistered; the GPU's error.
-    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+    /// [`RegisterError::OutOfRegion`]; [`RegisterError::Invalid`] if the region is deregistered; the GPU's error.
+    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<(), RegisterError> {
         self.check("source", offset, into.len() as u64)?;
         let memory = self.memory();
         Ok(memory.while_it_stays(|| memory.read(offset, into))?)
@@ -205,8 +205,8 @@ impl Region {
     /// Copies `from` to `offset`. GPU memory is written by a copy engine, and the call waits for it.
     ///
     /// # Errors
-    /// [`Error::OutOfRegion`]; [`Error::Invalid`] if the region is deregistered; the GPU's error.
-    pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
+    /// [`RegisterError::OutOfRegion`]; [`RegisterError::Invalid`] if the region is deregistered; the GPU's error.
+    pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<(), RegisterError> {
         self.check("target", offset, from.len() as u64)?;
         Ok(self.memory().while_it_stays(|| self.memory().write(offset, from))?)
     }
@@ -221,10 +221,10 @@ impl Region {
     /// touches the memory. An owner of the memory is dropped before that, on this thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while operations of this endpoint still use the region. [`Error::ResourceBusy`] if
+    /// [`RegisterError::Invalid`] while operations of this endpoint still use the region. [`RegisterError::ResourceBusy`] if
     /// a thread, or a GPU that still copies to it, does not release it. In both cases peers are refused, but
     /// the memory is not free: deregister a clone again. An owner is dropped later, once the memory is free.
-    pub fn deregister(self) -> Result<()> {
-        self.inner.end(false)
+    pub fn deregister(self) -> Result<(), RegisterError> {
+        Ok(self.inner.end(false)?)
     }
 }

@@ -5,7 +5,7 @@
 //! Read next: `pattern.rs` of `ferrywire-memory`.
 
 use super::Region;
-use crate::error::Result;
+use crate::error::{RegisterError, Result};
 use ferrywire_memory::cuda::CudaPattern;
 use ferrywire_memory::pattern::{Stretch, WordPattern};
 use ferrywire_memory::sim::SimPattern;
@@ -31,8 +31,8 @@ impl RegionPattern {
     /// access directly.
     ///
     /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda) or [`Error::SimGpu`](crate::Error::SimGpu).
-    pub fn of(region: &Region) -> Result<Option<RegionPattern>> {
+    /// [`RegisterError::Cuda`] or [`RegisterError::SimGpu`].
+    pub fn of(region: &Region) -> Result<Option<RegionPattern>, RegisterError> {
         if region.location() == MemoryLocation::Host {
             return Ok(None);
         }
@@ -46,8 +46,8 @@ impl RegionPattern {
     /// Writes all stretches, which should not overlap. Blocks until the GPU is done, without a timeout.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::Error::Invalid) if the region is deregistered; the GPU's error.
-    pub fn fill(&self, stretches: &[Stretch]) -> Result<()> {
+    /// [`RegisterError::Invalid`] if the region is deregistered; the GPU's error.
+    pub fn fill(&self, stretches: &[Stretch]) -> Result<(), RegisterError> {
         let parts = self.parts(stretches)?;
         let done = self.region.memory().while_it_stays(|| {
             match &self.by {
@@ -65,7 +65,7 @@ impl RegionPattern {
     ///
     /// # Errors
     /// As for [`fill`](RegionPattern::fill).
-    pub fn first_difference(&self, stretches: &[Stretch]) -> Result<Option<(usize, u64)>> {
+    pub fn first_difference(&self, stretches: &[Stretch]) -> Result<Option<(usize, u64)>, RegisterError> {
         let parts = self.parts(stretches)?;
         let done = self.region.memory().while_it_stays(|| {
             Ok(match &self.by {
@@ -91,7 +91,7 @@ impl RegionPattern {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Endpoint, Error};
+    use crate::Endpoint;
     use ferrywire_memory::sim::SimGpu;
 
     const PATTERN: WordPattern =
@@ -148,8 +148,8 @@ mod tests {
         let pattern = RegionPattern::of(&region).unwrap().expect("GPU memory");
         let all = [Stretch { pattern: PATTERN, from: 0, offset: 0, bytes: 4096 }];
         region.deregister().unwrap();
-        assert!(matches!(pattern.fill(&all), Err(Error::Invalid { .. })));
-        assert!(matches!(pattern.first_difference(&all), Err(Error::Invalid { .. })));
+        assert!(matches!(pattern.fill(&all), Err(RegisterError::Invalid { .. })));
+        assert!(matches!(pattern.first_difference(&all), Err(RegisterError::Invalid { .. })));
         assert_eq!(gpu.read_to_vec(buffer.address(), 4096).unwrap(), [0; 4096]);
     }
 }

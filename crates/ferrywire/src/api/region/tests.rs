@@ -24,7 +24,8 @@ fn a_region_of_gpu_memory_is_read_and_written_through_the_copy_engine() {
     region.write_at(99_990, &[7; 10]).unwrap();
     assert_eq!(bytes_of(&region, 99_988, 12), [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
     assert_eq!(bytes_of(&region, 100_000, 0), [0_u8; 0]);
-    let outside = |side, offset| Err(Error::OutOfRegion { side, offset, len: 10, region_bytes: 100_000 });
+    let outside =
+        |side, offset| Err(RegisterError::OutOfRegion { side, offset, len: 10, region_bytes: 100_000 });
     assert_eq!(region.write_at(99_991, &[7; 10]), outside("target", 99_991));
     assert_eq!(region.read_at(u64::MAX, &mut [0; 10]), outside("source", u64::MAX));
 }
@@ -39,7 +40,7 @@ fn a_gpu_region_keeps_its_memory_until_it_is_deregistered() {
     again.deregister().unwrap();
     assert_eq!(SimGpu::of(address), None);
     assert!(end.alloc_sim(0, 0).unwrap().is_empty());
-    let no_such = Error::SimGpu(SimGpuError::NoSuchGpu { index: 99 });
+    let no_such = RegisterError::SimGpu(SimGpuError::NoSuchGpu { index: 99 });
     assert_eq!(end.alloc_sim(99, 1).unwrap_err(), no_such);
     assert_eq!(no_such.kind(), crate::ErrorKind::Gpu);
 }
@@ -79,10 +80,10 @@ fn a_users_gpu_memory_is_recognised_by_its_address() {
     let outside = SimGpuError::OutOfRange { address, bytes: 9901, base: buffer.address(), len: 10_000 };
     // SAFETY: refused.
     let refused = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9901) };
-    assert_eq!(refused.unwrap_err(), Error::SimGpu(outside));
+    assert_eq!(refused.unwrap_err(), RegisterError::SimGpu(outside));
     drop(buffer);
     let freed = SimGpuError::NotAllocated { address };
-    assert_eq!(region.read_at(0, &mut [0; 10]), Err(Error::SimGpu(freed)));
+    assert_eq!(region.read_at(0, &mut [0; 10]), Err(RegisterError::SimGpu(freed)));
     let host = end.register(vec![0; 10]).unwrap();
     assert_eq!(host.location(), MemoryLocation::Host);
 }
@@ -93,7 +94,7 @@ fn a_failure_of_the_gpu_is_the_callers_to_see() {
     let region = end.alloc_sim(13, 4096).unwrap();
     let gpu = SimGpu::open(13).unwrap();
     gpu.set_faults(sim::SimFaults { fail_after: Some(0), ..Default::default() });
-    let failed = |operation| Err(Error::SimGpu(SimGpuError::Injected { gpu: 13, operation }));
+    let failed = |operation| Err(RegisterError::SimGpu(SimGpuError::Injected { gpu: 13, operation }));
     assert_eq!(region.write_at(0, &[1]), failed(0));
     assert_eq!(region.read_at(0, &mut [1]), failed(1));
 }

@@ -357,13 +357,17 @@ mod tests {
         };
         running.with_control(part);
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);
-        assert_eq!(again.unwrap_err(), why, "there are channels still, and nothing is accepted for them");
+        assert_eq!(
+            again.unwrap_err(),
+            why.clone().into(),
+            "there are channels still, and nothing is accepted for them"
+        );
         assert!(peer.stats().channels[1 - lost].alive);
         // When `close` returns that the peer is lost, none of its transfers is in flight.
         assert_eq!(peer.close(LIMIT), Err(why.clone()));
         let outcome = transfer.poll().expect("it has ended");
         assert!(!peer.stats().channels[1 - lost].alive);
-        assert_eq!((outcome, peer.error()), (Err(why.clone()), Some(why)));
+        assert_eq!((outcome, peer.error()), (Err(why.clone().into()), Some(why)));
         drop(accepted);
     }
 }
