@@ -37,6 +37,17 @@
 //! # Ok(()) }
 //! ```
 //!
+//! # Errors
+//!
+//! | type | returned by |
+//! |---|---|
+//! | [`ConnectError`] | connecting and accepting |
+//! | [`TransferError`] | posting and waiting for transfers, notifications, block lists |
+//! | [`RegisterError`] | allocating, registering, reading and writing memory |
+//! | [`Error`] | everything else; `?` converts the other three to it |
+//!
+//! Each has `kind()`, the [`ErrorKind`] that says who has to act.
+//!
 //! # Layers
 //!
 //! | folder | holds |
