@@ -113,7 +113,8 @@ fn walk(list: AttributeList<'_>, depth: usize) {
     for (kind, value) in list {
         assert_eq!(list.u8(kind).is_some(), list.find(kind).is_some_and(|value| value.len() == 1));
         assert!(
-            list.number(kind).is_none_or(|number| list.u32(kind).is_none_or(|word| number == word.into()))
+            list.number(kind)
+                .is_none_or(|number| list.u32(kind).is_none_or(|word| number == u64::from(word)))
         );
         assert!(list.text(kind).is_none_or(|text| !text.contains('\0')));
         if depth > 0 {
