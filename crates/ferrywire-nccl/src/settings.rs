@@ -54,7 +54,7 @@ pub struct Settings {
     /// GPUs of the host.
     gpus: usize,
     /// The user's number of threads, if set.
-    threads_said: Option<usize>,
+    threads_set: Option<usize>,
     /// More threads than this have no work, for any number of GPUs.
     threads_of_nics: usize,
     /// Sockets for bulk in each comm over one NIC.
@@ -177,14 +177,14 @@ impl Settings {
         };
         const NOT_SAID: usize = 0;
         let mut said = |name, range| Some(number(name, range, NOT_SAID)).filter(|&value| value != NOT_SAID);
-        let threads_said = said("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX);
+        let threads_set = said("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX);
         let sockets_said = said("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX);
         let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 16 << 10);
         let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 100) as u64);
         let mut settings = Settings {
             cores,
             gpus: if gpus == 0 { RANKS_ASSUMED } else { gpus },
-            threads_said,
+            threads_set,
             // In both directions.
             threads_of_nics: nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN)),
             sockets: 0,
@@ -198,7 +198,7 @@ impl Settings {
 
     /// Threads that move bulk, for a process with this many GPUs.
     pub fn threads(&self, own_gpus: usize) -> usize {
-        self.threads_said.unwrap_or_else(|| {
+        self.threads_set.unwrap_or_else(|| {
             let share = self.cores.share(own_gpus, self.gpus);
             let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX * own_gpus);
             enough.min(self.threads_of_nics).min(THREADS_MAX)
@@ -210,7 +210,7 @@ impl Settings {
     pub fn answer_bytes(&self, own_gpus: usize) -> usize {
         let each = self.cores.share(own_gpus, self.gpus) / own_gpus;
         // Not if the user wants nothing inline, or has set the number of threads.
-        let few = each <= FEW_CORES && self.inline_bytes > 0 && self.threads_said.is_none();
+        let few = each <= FEW_CORES && self.inline_bytes > 0 && self.threads_set.is_none();
         if few { ANSWER_BYTES_MAX } else { 0 }
     }
 }

@@ -35,11 +35,11 @@ pub enum EndKind {
 /// A plugin's last log lines before its process ended, followed by the fix when a warning states a known
 /// cause, else by the likely cause when the kind of end suggests one.
 pub fn explained(end: EndKind, logged: &LastLines) -> String {
-    let told = logged.told();
+    let summary = logged.summary();
     match (logged.cause(), likely(end)) {
-        (Some((cause, _)), _) => format!("{told}; fix: {}", cause.fix()),
-        (None, Some(likely)) => format!("{told}; likely: {likely}"),
-        (None, None) => told,
+        (Some((cause, _)), _) => format!("{summary}; fix: {}", cause.fix()),
+        (None, Some(likely)) => format!("{summary}; likely: {likely}"),
+        (None, None) => summary,
     }
 }
 

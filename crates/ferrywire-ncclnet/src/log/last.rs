@@ -55,7 +55,7 @@ impl LastLines {
 
     /// The last lines as text: the warning with a known cause; else at most [`PLUGIN_LOG_LINES_TOLD`]
     /// warnings; else other lines.
-    pub fn told(&self) -> String {
+    pub fn summary(&self) -> String {
         if let Some((_, line)) = self.cause() {
             return format!("it warned: {}", line.text);
         }
@@ -127,10 +127,10 @@ mod tests {
         ]
         .into_iter()
         .collect();
-        assert_eq!(last.told(), "it logged last: isend is faulty | giving up | 3 pages");
+        assert_eq!(last.summary(), "it logged last: isend is faulty | giving up | 3 pages");
         let one_place: LastLines = (0..5).map(|n| line(1, &format!("line {n}"))).collect();
-        assert_eq!(one_place.told(), "it logged last: line 2 | line 3 | line 4");
-        assert_eq!(LastLines::new().told(), "it had logged nothing");
+        assert_eq!(one_place.summary(), "it logged last: line 2 | line 3 | line 4");
+        assert_eq!(LastLines::new().summary(), "it had logged nothing");
     }
 
     /// TCPX's last lines trace its error through the source. They are informational, not warnings.
@@ -146,13 +146,13 @@ mod tests {
         ]
         .into_iter()
         .collect();
-        assert_eq!(last.told(), "it warned: NET/GPUDirectTCPX : no interface found");
+        assert_eq!(last.summary(), "it warned: NET/GPUDirectTCPX : no interface found");
         assert_eq!(last.cause().map(|(cause, _)| cause), Some(LoggedCause::NoInterface));
         for place in 10..13 {
             last.keep(line(place, "newer"));
         }
         assert_eq!(last.cause(), None, "warnings since are about something else");
         let informs: LastLines = [info(1, "about to crash")].into_iter().collect();
-        assert_eq!((informs.told().as_str(), informs.warning()), ("it logged last: about to crash", None));
+        assert_eq!((informs.summary().as_str(), informs.warning()), ("it logged last: about to crash", None));
     }
 }
