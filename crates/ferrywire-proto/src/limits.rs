@@ -112,7 +112,7 @@ pub const STAGING_LIST_RUNS: usize = 8192;
 /// the ring.
 pub const STAGING_PART_BYTES: usize = STAGING_SLOT_BYTES;
 /// Received bytes after which the receiver checks which copies are complete.
-pub const STAGING_LOOK_BYTES: usize = 256 << 10;
+pub const STAGING_POLL_BYTES: usize = 256 << 10;
 /// Bytes of copies from a GPU that are launched without waiting for more, so that what was copied first is
 /// sent first.
 pub const STAGING_BATCH_BYTES: usize = 512 << 10;

@@ -98,10 +98,10 @@ impl Orchestrator {
                 .map_err(|error| at_target(number, self.failed("connecting", target.endpoint, error)))?;
             dials.push(dial);
         }
-        let outcome = self.look_until(timeout, || {
+        let outcome = self.poll_until(timeout, || {
             let mut missing = None;
             for (number, dial) in dials.iter_mut().enumerate() {
-                if let Err(error) = dial.look() {
+                if let Err(error) = dial.poll() {
                     let error = self.failed("connecting", dial.target.endpoint, error);
                     return Err(at_target(number, error));
                 }
@@ -126,7 +126,7 @@ impl Orchestrator {
     /// [`ConnectError::Phase`] with the endpoint that had too few peers in time, and their number.
     pub fn accept(&self, peers_of_each: usize, timeout: Duration) -> Result<Vec<Vec<Peer>>, ConnectError> {
         let mut accepted: Vec<Vec<Peer>> = self.endpoints.iter().map(|_| Vec::new()).collect();
-        let outcome = self.look_until(timeout, || {
+        let outcome = self.poll_until(timeout, || {
             let mut missing = None;
             for (index, peers) in accepted.iter_mut().enumerate() {
                 while peers.len() < peers_of_each
@@ -200,16 +200,16 @@ impl Orchestrator {
         results.into_iter().enumerate().try_for_each(named)
     }
 
-    /// Calls `look` until nothing is missing, an error occurs, or `timeout` is over. Returns the index that
+    /// Calls `poll` until nothing is missing, an error occurs, or `timeout` is over. Returns the index that
     /// is missing.
-    fn look_until(
+    fn poll_until(
         &self,
         timeout: Duration,
-        mut look: impl FnMut() -> Result<Option<usize>>,
+        mut poll: impl FnMut() -> Result<Option<usize>>,
     ) -> Result<Option<usize>> {
         let until = end_of(timeout);
         loop {
-            let missing = look()?;
+            let missing = poll()?;
             if missing.is_none() || Instant::now() >= until {
                 return Ok(missing);
             }
@@ -262,7 +262,7 @@ impl<'a> Dial<'a> {
         self.all.failed("connecting", self.target.endpoint, Error::Stalled { what, peer, waited })
     }
 
-    fn look(&mut self) -> Result<()> {
+    fn poll(&mut self) -> Result<()> {
         match self.connecting.as_ref().and_then(Connecting::poll) {
             None => Ok(()),
             Some(Ok(peer)) => {

@@ -100,7 +100,7 @@ impl Control {
             for _ in 0..limits::HANDSHAKES_PENDING_MAX {
                 match self.accepting.listeners[index].accept() {
                     Ok(Some(conn)) => {
-                        self.look_at_nics(context, now);
+                        self.refresh_nic_addresses(context, now);
                         self.greet(conn, now);
                     }
                     Ok(None) => break,
@@ -139,7 +139,7 @@ impl Control {
     }
 
     /// Looks up the addresses at which peers can reach this endpoint, but not for every connection.
-    fn look_at_nics(&mut self, context: &Context, now: Duration) {
+    fn refresh_nic_addresses(&mut self, context: &Context, now: Duration) {
         if now.saturating_sub(self.accepting.nics_seen) < limits::REDIAL_INTERVAL {
             return;
         }

@@ -262,7 +262,7 @@ impl Control {
             // Send announcements now, not after the next sleep.
             worked |= link.write(now);
             let (over, interest) = (link.over(), link.changed_interest());
-            self.ready_set.looked(session, link.rests(), link.fd());
+            self.ready_set.note_polled(session, link.rests(), link.fd());
             self.session_table.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {
                 self.start(dial, what, now);

@@ -61,8 +61,8 @@ impl ReadySet {
         Some(&heard | &self.restless)
     }
 
-    /// Notes that a link was looked at, and the file descriptor of its connection, if it has one.
-    pub fn looked(&mut self, session: u64, rests: bool, fd: Option<RawFd>) {
+    /// Notes that a link was polled, and the file descriptor of its connection, if it has one.
+    pub fn note_polled(&mut self, session: u64, rests: bool, fd: Option<RawFd>) {
         if rests {
             self.restless.remove(&session)
         } else {
@@ -110,7 +110,7 @@ mod tests {
         let mut ready_set = ReadySet::default();
         assert_eq!(ready_set.take(NOW), None, "no link has been looked at");
         for session in 1..=3 {
-            ready_set.looked(session, true, Some(10 + session as RawFd));
+            ready_set.note_polled(session, true, Some(10 + session as RawFd));
         }
         ready_set
     }
@@ -128,10 +128,10 @@ mod tests {
     fn a_restless_link_is_looked_at_until_it_rests() {
         let mut ready_set = three_at_rest();
         ready_set.touch(3);
-        ready_set.looked(1, false, Some(11));
+        ready_set.note_polled(1, false, Some(11));
         assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([1, 3])));
-        ready_set.looked(1, true, Some(11));
-        ready_set.looked(3, false, None);
+        ready_set.note_polled(1, true, Some(11));
+        ready_set.note_polled(3, false, None);
         assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([3])));
         ready_set.forget(3);
         ready_set.reported(&[said(token(13))]);
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn a_descriptor_is_the_session_s_that_had_it_last() {
         let mut ready_set = three_at_rest();
-        ready_set.looked(1, true, Some(12));
+        ready_set.note_polled(1, true, Some(12));
         ready_set.reported(&[said(token(12))]);
         assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([1])));
     }

@@ -150,7 +150,7 @@ impl Link {
         !self.peer.in_flight() && !self.peer.queue.has_work()
     }
 
-    pub(super) fn look_after_closing(&mut self, now: Duration) {
+    pub(super) fn check_closing(&mut self, now: Duration) {
         if self.dying() {
             return self.leave(now);
         }

@@ -291,9 +291,9 @@ impl Link {
     pub fn poll(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = self.read(now);
         worked |= self.advance_lanes(context, now);
-        self.look_after_session(now);
+        self.check_session(now);
         self.settle(now);
-        self.look_after_closing(now);
+        self.check_closing(now);
         if let Some(error) = self.ending.take() {
             self.die(error);
         }

@@ -116,7 +116,7 @@ impl Link {
         })
     }
 
-    pub(super) fn look_after_session(&mut self, now: Duration) {
+    pub(super) fn check_session(&mut self, now: Duration) {
         if self.dying() {
             return;
         }
@@ -184,15 +184,15 @@ mod tests {
             let link = control.links.get_mut(&peer.state().info.session).unwrap();
             link.session.not_heard_until(heard);
             let silence = heard + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL;
-            link.look_after_session(silence);
+            link.check_session(silence);
             let reason = RefusalReason::UnknownSession;
             let error =
                 Error::Refused { address: address.to_string(), reason, why: "never heard of it".into() };
             link.resume_failed(DialFailure { error, refused: Some(RefusalCode::UnknownSession) }, silence);
             let before = link.disowned();
             link.session.not_heard_until(silence);
-            link.look_after_session(silence);
-            link.look_after_session(silence + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL);
+            link.check_session(silence);
+            link.check_session(silence + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL);
             (before, link.needs_resume(), link.disowned())
         });
         assert_eq!(disowned, (true, true, false));

@@ -70,7 +70,7 @@ impl Registrations {
     /// # Errors
     /// Why the message's memory cannot be registered. The result is final.
     pub fn of(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<MemoryHandle, String> {
-        match self.look(comm, run, host) {
+        match self.part_of(comm, run, host) {
             Ok(part) if part.holds(run) => Ok(part.handle),
             Err(why) => Err(why.clone()),
             Ok(_) => Err(format!(
@@ -82,10 +82,10 @@ impl Registrations {
 
     /// Whether the memory of the run is registered or can be.
     pub fn has(&mut self, comm: &Comm, run: &Run, host: &Host) -> bool {
-        self.look(comm, run, host).is_ok_and(|part| part.holds(run))
+        self.part_of(comm, run, host).is_ok_and(|part| part.holds(run))
     }
 
-    fn look(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<&Part, &String> {
+    fn part_of(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<&Part, &String> {
         let in_parts = comm.plugin().registration_bytes_max() < usize::MAX;
         let part = in_parts.then_some(run.offset / PART_BYTES);
         let at = self.position(&run.memory);

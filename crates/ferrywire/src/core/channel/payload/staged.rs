@@ -238,7 +238,7 @@ impl StagedPayload {
     /// Whether to check running copies before receiving more: the peer waits for acknowledgements of finished
     /// ones.
     pub fn pauses_after(&self, received_bytes: usize) -> bool {
-        received_bytes >= limits::STAGING_LOOK_BYTES && self.staging.receiving.copying()
+        received_bytes >= limits::STAGING_POLL_BYTES && self.staging.receiving.copying()
     }
 
     /// Whether the current payload has no room in its ring.
@@ -278,7 +278,7 @@ impl StagedPayload {
 
     /// Checks which copies to the GPU are finished. Refuses the frame that is being received if its copies
     /// have failed.
-    fn look_received(&mut self, receiver: &mut Receiver) {
+    fn poll_received(&mut self, receiver: &mut Receiver) {
         if self.staging.receiving.poll() {
             if let Some(landing) = &receiver.landing {
                 self.staging.receiving.blame(landing);
@@ -357,7 +357,7 @@ impl Channel {
         if !staged.staging.receiving.active() && !staged.stalled {
             return Ok(false);
         }
-        staged.look_received(&mut self.receiver);
+        staged.poll_received(&mut self.receiver);
         let mut worked = false;
         while let Payload::Staged(staged) = &mut self.payload
             && let Some(arrival) = staged.staging.receiving.next()
