@@ -11,6 +11,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("CHANGELOG.md", 2),
     ("CONTRIBUTING.md", 5),
     ("SECURITY.md", 6),
+    ("deploy/README.md", 3),
     ("docs/a3-high.md", 6),
     ("docs/c.md", 4),
     ("docs/cli.md", 15),

@@ -8,6 +8,7 @@ mod common;
 #[path = "../../../ferrywire-ncclnet/tests/nccl/compile.rs"]
 mod compile;
 mod contained;
+mod deploy;
 mod docs;
 mod doctor;
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]
