@@ -120,11 +120,44 @@ fn each_metric_has_help_type_and_unit() {
     {
         assert!(types.contains_key(name), "{name} is missing:\n{metrics}");
     }
+    let page = include_str!("../../../../docs/metrics.md").replace("`..._", "`ferrywire_operations_");
+    let documented = metrics_named(&page);
+    let missing: Vec<_> = types.keys().filter(|name| !documented.contains(*name)).collect();
+    assert!(missing.is_empty(), "{missing:?} are not in docs/metrics.md");
     assert!(metrics.contains("transport=\"tcp\""), "{metrics}");
     assert!(
         metrics.contains("peer=\"127.0.0.1 ("),
         "a port makes a new label for each connection:\n{metrics}"
     );
+}
+
+/// What is named `ferrywire_...` and may be a metric, without the endings of a histogram's series.
+fn metrics_named(text: &str) -> std::collections::BTreeSet<String> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+    let names = words.filter(|word| word.starts_with("ferrywire_") && word.len() > "ferrywire_".len());
+    names
+        .map(|name| {
+            ["_bucket", "_sum", "_count"]
+                .iter()
+                .fold(name, |name, end| name.strip_suffix(end).unwrap_or(name))
+                .into()
+        })
+        .collect()
+}
+
+#[test]
+fn dashboard_and_alerts_name_metrics_of_the_page_alone() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).expect(path);
+    // "`..._completed_total`" continues the name before it.
+    let page = metrics_named(&read("docs/metrics.md").replace("`..._", "`ferrywire_operations_"));
+    for file in ["deploy/grafana/ferrywire.json", "deploy/prometheus/alerts.yml"] {
+        let named = metrics_named(&read(file));
+        assert!(named.len() > 4, "{file}: {named:?}");
+        let unknown: Vec<_> = named.difference(&page).collect();
+        assert!(unknown.is_empty(), "{file}: {unknown:?} are not in docs/metrics.md");
+    }
+    serde_json::from_str::<serde_json::Value>(&read("deploy/grafana/ferrywire.json")).expect("JSON");
 }
 
 #[test]
