@@ -87,7 +87,7 @@ impl Memory {
             Ok(gpus) => gpus.min(limits::CUDA_GPUS_MAX as u32),
             Err(CudaError::NoDriver | CudaError::NoDevice) => 0,
             Err(error) => {
-                exit::note(&format!("warning: memory of the host is used: {error}"));
+                exit::note(&format!("warning: uses host memory instead of GPU memory: {error}"));
                 0
             }
         };

@@ -184,18 +184,22 @@ pub fn devmem_for_serve(
     let memory = Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?;
     let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Devmem, Some(_)) => {
-            return usage("--plugin with --transport devmem: leave one of them out");
+            return usage("--plugin and --transport devmem exclude each other: leave one of them out");
         }
         (Transport::Devmem, None) => true,
-        (Transport::Plugin, None) => return usage("--transport plugin: say which with --plugin PATH"),
-        (Transport::Tcp, Some(_)) => return usage("--plugin with --transport tcp: leave one of them out"),
-        (Transport::Sim, _) => return usage("--transport: this build has tcp, plugin and devmem only"),
+        (Transport::Plugin, None) => return usage("--transport plugin needs --plugin PATH"),
+        (Transport::Tcp, Some(_)) => {
+            return usage("--plugin and --transport tcp exclude each other: leave one of them out");
+        }
+        (Transport::Sim, _) => return usage("--transport must be auto, tcp, plugin or devmem"),
         (Transport::Auto, None) if !listen.ip().is_loopback() => false,
         _ => return Ok(None),
     };
     let of_host = Memory::detect(None);
     if !required && memory.is_none() && of_host != Memory::Host {
-        tracing::info!("devmem not tried: --memory {of_host} names the GPU whose memory the NICs access");
+        tracing::info!(
+            "devmem is not used: it needs --memory {of_host}, which names the GPU whose memory the NICs access"
+        );
         return Ok(None);
     }
     Ok(Some(DevmemUse {
@@ -219,16 +223,16 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
     let path = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Auto | Transport::Plugin, Some(path)) => path,
         (Transport::Plugin, None) => {
-            return usage("--transport plugin: say which with --plugin PATH, here and on the other end");
+            return usage("--transport plugin needs --plugin PATH, at both ends");
         }
         (Transport::Tcp, Some(_)) => {
-            return usage("--plugin with --transport tcp: leave one of them out");
+            return usage("--plugin and --transport tcp exclude each other: leave one of them out");
         }
         (Transport::Devmem, Some(_)) => {
-            return usage("--plugin with --transport devmem: leave one of them out");
+            return usage("--plugin and --transport devmem exclude each other: leave one of them out");
         }
         (Transport::Sim, _) => {
-            return usage("--transport: this build has tcp, plugin and devmem only");
+            return usage("--transport must be auto, tcp, plugin or devmem");
         }
         (Transport::Auto | Transport::Tcp | Transport::Devmem, None) => {
             let devmem = flags.transport == Some(Transport::Devmem);
@@ -320,7 +324,9 @@ fn existing(path: &Path) -> Outcome<PathBuf> {
 fn message_bytes_max(chunk_bytes: Option<u64>) -> Outcome<Option<usize>> {
     let most = limits::CHUNK_BYTES_MAX as u64;
     match chunk_bytes {
-        Some(bytes) if bytes > most => usage(format!("--chunk {}: at most {}", Bytes(bytes), Bytes(most))),
+        Some(bytes) if bytes > most => {
+            usage(format!("--chunk must be at most {1} (got {0})", Bytes(bytes), Bytes(most)))
+        }
         Some(bytes) if bytes > limits::LANE_MESSAGE_BYTES_DEFAULT as u64 => Ok(Some(bytes as usize)),
         _ => Ok(None),
     }
@@ -330,7 +336,7 @@ fn window(window: Option<usize>) -> Outcome<Option<usize>> {
     let most = limits::LANE_WINDOW_MAX;
     match window {
         Some(requests) if !(1..=most).contains(&requests) => {
-            usage(format!("--window {requests}: a plugin's is between 1 and {most}"))
+            usage(format!("--window must be between 1 and {most} over a plugin (got {requests})"))
         }
         other => Ok(other),
     }

@@ -211,7 +211,8 @@ impl TcpTransport {
     /// travel over loopback, and a socket bound to another device would never see the answer.
     fn bind_to_device(&self, socket: &Socket, nic: &Nic, to: SocketAddr, local_peer: bool) -> io::Result<()> {
         if nic.address.is_ipv4() != to.is_ipv4() {
-            let why = format!("{} of {} and {to} are of different families", nic.address, nic.name);
+            let why =
+                format!("{} of NIC {} and {to} are of different address families", nic.address, nic.name);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         if !nic.loopback && !local_peer {
@@ -225,7 +226,10 @@ impl TcpTransport {
 
     fn tell_device_refusal(&self, nic: &Nic) {
         if !self.device_refusal_told.swap(true, Ordering::Relaxed) {
-            tracing::debug!("not allowed to bind to {}: its address alone chooses the route", nic.name);
+            tracing::debug!(
+                "not permitted to bind sockets to NIC {}: the routing table chooses the NIC by the local address",
+                nic.name
+            );
         }
     }
 }
@@ -292,7 +296,7 @@ fn no_port_left(error: io::Error, address: IpAddr) -> io::Error {
     if error.kind() != io::ErrorKind::AddrInUse {
         return error;
     }
-    let why = format!("no port of {address} is free (sysctl net.ipv4.ip_local_port_range)");
+    let why = format!("no local port of {address} is free: widen net.ipv4.ip_local_port_range");
     io::Error::new(io::ErrorKind::AddrInUse, why)
 }
 

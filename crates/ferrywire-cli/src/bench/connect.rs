@@ -183,7 +183,7 @@ pub fn converse(
             Message::Welcome { host, region, threads, memory, gpu } => {
                 (*host, region_from(link, &region)?, threads, memory, gpu)
             }
-            _ => return Err(link.strange("no welcome")),
+            _ => return Err(link.strange("expected a welcome")),
         };
     let unpack = settled_unpack(run.unpack, [run.memory, peer_memory], link.peer.stats().transport);
     let run = &Run { peer_memory: Some(peer_memory), unpack, ..run.clone() };
@@ -225,7 +225,7 @@ pub fn converse(
         link.tell(&Message::Bye)?;
         match link.hear()? {
             Message::Bye => Ok(()),
-            _ => Err(link.strange("no farewell")),
+            _ => Err(link.strange("expected a farewell")),
         }
     };
     through_sizes().inspect_err(|failure| {
@@ -342,7 +342,7 @@ pub fn advice(error: &ConnectError) -> Option<&'static str> {
             Some("try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends")
         }
         ConnectError::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
-            "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one",
+            "likely: 'ferrywire bench serve' does not run there, or its --listen address is not reachable from this host",
         ),
         ConnectError::Unreachable {
             cause:

@@ -90,7 +90,7 @@ pub fn check_memory(bytes: u64) -> Outcome {
     let of_host = Some(kibibytes("MemAvailable")).filter(|bytes| *bytes > 0);
     let of_host = of_host.map(|bytes| (bytes, "which has"));
     let of_group = cgroup::available_bytes();
-    let of_group = of_group.map(|bytes| (bytes, "where this container or control group may have"));
+    let of_group = of_group.map(|bytes| (bytes, "whose container or control group has"));
     match of_host.into_iter().chain(of_group).min() {
         Some((available, who)) if bytes > available / 2 => Err(Failure::failed(format!(
             "the sizes and the depth need {} MiB on {}, {who} {} MiB available: choose smaller --sizes or --depth",

@@ -233,7 +233,7 @@ impl Link {
                 return Ok(Some(Heard::Mark(u64::from_le_bytes(mark))));
             }
             (Some((&(PART | LAST_PART), [])), _) => {
-                return Err(self.strange("a part of a message without a byte"));
+                return Err(self.strange("an empty part of a message"));
             }
             (Some((&(PART | LAST_PART), rest)), held) if held + rest.len() <= self.message_bytes_max => {
                 partial.extend_from_slice(rest);
@@ -244,7 +244,7 @@ impl Link {
                 let limit = self.message_bytes_max >> 10;
                 return Err(self.strange(&format!("a message of more than {limit} KiB")));
             }
-            _ => return Err(self.strange("a notification that is none of a bench")),
+            _ => return Err(self.strange("a notification of unknown kind")),
         }
         if bytes[0] == PART {
             return Ok(None);

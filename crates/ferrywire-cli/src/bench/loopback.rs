@@ -72,7 +72,9 @@ impl OtherEnd {
                 Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
                 Err(RecvTimeoutError::Timeout) => {
                     let limit = rounded(limit);
-                    return Err(Failure::failed(format!("the other end does not listen after {limit:?}")));
+                    return Err(Failure::failed(format!(
+                        "the serving process has not started to listen within {limit:?}"
+                    )));
                 }
                 Err(RecvTimeoutError::Disconnected) => return Err(self.ended_silently()),
             }
@@ -88,7 +90,7 @@ impl OtherEnd {
         let printed = self.printed.take().and_then(|printed| printed.recv_timeout(LAST_WORDS).ok());
         let printed = String::from_utf8_lossy(&printed.unwrap_or_default()).into_owned();
         let first = printed.lines().next().unwrap_or("it said nothing");
-        let why = format!("the other end did not start: {first} ({status})");
+        let why = format!("the serving process did not start: {first} ({status})");
         if is_usage { Failure::Usage(why) } else { Failure::Failed(why) }
     }
 
@@ -119,12 +121,13 @@ fn not_started(failure: &Failure) -> Failure {
     match failure {
         Failure::Usage(_) => Failure::Usage(failure.first_line()),
         Failure::Interrupted => Failure::Interrupted,
-        _ => Failure::failed(format!("the other end did not start: {}", failure.first_line())),
+        _ => Failure::failed(format!("the serving process did not start: {}", failure.first_line())),
     }
 }
 
 fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
-    let failed = |error: std::io::Error| Failure::failed(format!("cannot start the other end: {error}"));
+    let failed =
+        |error: std::io::Error| Failure::failed(format!("cannot start the serving process: {error}"));
     let mut command = Command::new(std::env::current_exe().map_err(failed)?);
     command.args(["bench", "serve", "--listen=127.0.0.1:0", "--once", "--child"]);
     if !plan.engine.nics.is_empty() {
@@ -193,7 +196,7 @@ mod tests {
     #[test]
     fn an_other_end_that_says_nothing_is_not_waited_for_without_end() {
         let said = other_end("exec sleep 600").listening(Duration::from_millis(1)).expect_err("it is silent");
-        assert!(said.message().contains("does not listen"), "{said:?}");
+        assert!(said.message().contains("has not started to listen"), "{said:?}");
     }
 
     #[test]

@@ -188,8 +188,11 @@ fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
         0 => Some(0),
         port => port.checked_add(index as u16),
     };
-    let none =
-        || Failure::Usage(format!("--listen {first}: there is no port left for each endpoint behind it"));
+    let none = || {
+        Failure::Usage(format!(
+            "--listen {first}: each endpoint needs a port above it, up to 65535: use a smaller port"
+        ))
+    };
     Ok(SocketAddr::new(first.ip(), port.ok_or_else(none)?))
 }
 
@@ -246,7 +249,7 @@ fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
     lead.tell(&Message::Ask { timeout_s: lead.timeout().as_secs_f64() })?;
     match lead.hear()? {
         Message::Here { endpoints, .. } if !endpoints.is_empty() => Ok(endpoints),
-        _ => Err(lead.strange("no list of endpoints")),
+        _ => Err(lead.strange("expected a list of endpoints")),
     }
 }
 
@@ -266,7 +269,7 @@ impl MultiGpu {
                 let (own, gpu) = (self.places[pair.home].nics.join(", "), pair.gpu);
                 let (peer_gpu, nic) = (pair.peer_gpu, &wanted.1);
                 self.notes.push(format!(
-                    "GPU {gpu}: {own} does not reach GPU {peer_gpu} there; {nic} does, on that rail"
+                    "GPU {gpu}: {own} does not reach GPU {peer_gpu} of the peer; uses {nic}, on that GPU's rail"
                 ));
                 detours.push(wanted);
                 detours.len() - 1
@@ -303,7 +306,7 @@ impl MultiGpu {
 pub fn reachable(gpu: u32, addresses: &[SocketAddr]) -> Outcome {
     match addresses {
         [] => Err(Failure::failed(format!(
-            "the NIC of GPU {gpu} there is down or has no address: bring it up, or give that GPU another with --gpu-nics there"
+            "the NIC of GPU {gpu} of the peer is down or has no address: bring it up, or name another NIC with --gpu-nics at the peer"
         ))),
         _ => Ok(()),
     }
@@ -325,7 +328,7 @@ fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
         Pattern::Incast => (0..here.len()).map(|from| (from, 0)).collect(),
         _ if here.len() != there.len() => {
             return Err(Failure::failed(format!(
-                "this end has {}, the other {}: give both as many with --gpus",
+                "this end has {}, the peer {}: name equally many GPUs with --gpus at both ends",
                 counted(here.len()),
                 counted(there.len())
             )));
@@ -338,7 +341,7 @@ fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
     match pairs.len() {
         0..=PEERS_MAX => Ok(pairs),
         many => Err(Failure::Usage(format!(
-            "{many} pairs of GPUs are more than {PEERS_MAX}: name fewer with --gpus"
+            "the run has {many} pairs of GPUs, at most {PEERS_MAX} are possible: name fewer GPUs with --gpus"
         ))),
     }
 }
@@ -428,14 +431,14 @@ mod tests {
         assert_eq!(numbers(Pattern::AllToAll, &[4, 5], 3).map(|pairs| pairs[0]), Ok((0, 10)));
         assert_eq!(numbers(Pattern::Incast, &[4, 5], 3), Ok(vec![(0, 10), (1, 10)]));
         let said = numbers(Pattern::Bidir, &[4, 5], 1).expect_err("not as many").message();
-        assert!(said.contains("2 endpoints") && said.contains("the other 1 endpoint:"), "{said}");
+        assert!(said.contains("2 endpoints") && said.contains("the peer 1 endpoint:"), "{said}");
     }
 
     #[test]
     fn a_gpu_that_listens_nowhere_is_the_other_ends_matter() {
         assert_eq!(reachable(2, &[([127, 0, 0, 1], 1).into()]), Ok(()));
         let said = reachable(2, &[]).expect_err("nowhere").message();
-        assert!(said.starts_with("the NIC of GPU 2 there is down or has no address"), "{said}");
+        assert!(said.starts_with("the NIC of GPU 2 of the peer is down or has no address"), "{said}");
     }
 
     #[test]

@@ -144,7 +144,7 @@ impl PingPong<'_> {
         match self.back_memory.check_stamp(0, iteration)? {
             None => Ok(()),
             Some(mismatch) => {
-                Err(Failure::failed(format!("the data was not there when it was announced: {mismatch}")))
+                Err(Failure::failed(format!("a notification arrived before its data: {mismatch}")))
             }
         }
     }

@@ -199,12 +199,13 @@ impl ActiveRun {
 
     fn admit(&self, hello: &Hello) -> Result<(), String> {
         if (Run { seed: self.run.seed, ..hello.run.clone() }) != self.run {
-            return Err("the peers of this run do not agree on its options".to_owned());
+            return Err("the peers of this run have different options: give all of them one set of options"
+                .to_owned());
         }
         let mut members = self.members.lock().unwrap_or_else(PoisonError::into_inner);
         match members.get_mut(hello.member) {
             Some(came) if !*came => *came = true,
-            _ => return Err(format!("peer {} of this run is already here", hello.member)),
+            _ => return Err(format!("peer {} of this run is connected already", hello.member)),
         }
         self.barrier.join();
         self.farewells.lock().unwrap_or_else(PoisonError::into_inner).owed += 1;

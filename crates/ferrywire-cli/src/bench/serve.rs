@@ -187,13 +187,13 @@ impl House {
                     let why = failure.message();
                     let is_news = || !run_slot::is_busy(&failure) || house.run_slot.is_news(&run_id);
                     if house.plan.verbose || is_news() {
-                        exit::complain(&format!("no run of {}: {why}", link.peer.name()));
+                        exit::complain(&format!("refused a run of {}: {why}", link.peer.name()));
                     }
                     link.tell_last(&Message::Refused { why });
                 }
                 Ok(None) => {
                     let whom = sanitize::line(&link.peer.name());
-                    exit::note(&format!("note: {whom} looked in and asked for no run"));
+                    exit::note(&format!("note: {whom} connected and requested no run"));
                     link.tell_last(&Message::Bye);
                 }
                 Ok(Some((hello, active, home))) => {
@@ -265,7 +265,7 @@ fn offered(hello: &Hello, own: Option<Memory>, engine: &EnginePlan) -> Outcome<M
         _ if own == Some(asked) => Ok(asked),
         Memory::Cuda(_) if own.is_none() && engine.plugin.is_none() && engine.devmem.is_none() => Ok(asked),
         _ => Err(Failure::failed(format!(
-            "this end offers no memory {asked}: start its serve with --memory {asked}"
+            "this end does not offer memory {asked}: start serve with --memory {asked}"
         ))),
     }
 }
@@ -276,7 +276,7 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
         (Some(theirs), Some(ours)) if theirs != ours => {
             let [theirs, ours] = [theirs, ours].map(|unpack| format!("{unpack:?}").to_lowercase());
             Err(Failure::failed(format!(
-                "the run has --unpack {theirs}, and this end {ours}: start its serve with --unpack {theirs}"
+                "--unpack must be equal at both ends (got {theirs} in the run, {ours} here): start serve with --unpack {theirs}"
             )))
         }
         _ => Ok(()),
@@ -305,7 +305,7 @@ fn admit(
     let mut hello = match first {
         Message::Hello(hello) => *hello,
         Message::Bye => return Ok(None),
-        _ => return Err(link.strange("no greeting")),
+        _ => return Err(link.strange("expected a greeting")),
     };
     if hello.version != protocol::VERSION {
         return Err(Failure::Failed(protocol::other_version(hello.version.into())));
@@ -318,7 +318,7 @@ fn admit(
         && !is_ours(asked, gpu)
     {
         return Err(Failure::failed(format!(
-            "each endpoint of this end has memory of its own GPU: say --peer-memory {}, not {asked}",
+            "--peer-memory {asked}: each endpoint of this end has memory of its own GPU; use --peer-memory {}",
             asked.kind()
         )));
     }
@@ -403,7 +403,7 @@ fn through_sizes(
     })?;
     let remote = match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
         Message::Region { region } => region_from(link, &region)?,
-        _ => return Err(link.strange("no region")),
+        _ => return Err(link.strange("expected a region")),
     };
     let session = Session {
         link,
@@ -420,13 +420,14 @@ fn through_sizes(
     }
     match link.hear()? {
         Message::Bye => Ok(()),
-        _ => Err(link.strange("no farewell")),
+        _ => Err(link.strange("expected a farewell")),
     }
 }
 
 /// A region's descriptor as it was sent.
 pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
-    let bytes = protocol::from_hex(text).ok_or_else(|| link.strange("a region that is not hex"))?;
+    let bytes = protocol::from_hex(text)
+        .ok_or_else(|| link.strange("a region descriptor that is not hexadecimal"))?;
     Ok(RemoteRegion::from_bytes(&bytes)?)
 }
 
@@ -444,7 +445,7 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
     if plan.listen.ip().is_loopback() {
         let port = addresses.first().map_or(plan.listen.port(), SocketAddr::port);
         say(&format!(
-            "other hosts cannot reach it; to let them: --listen 0.0.0.0:{port}, or the address of one NIC"
+            "other hosts cannot reach loopback: for them use --listen 0.0.0.0:{port}, or the address of a NIC"
         ));
         return;
     }

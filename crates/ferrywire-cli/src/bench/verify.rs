@@ -162,7 +162,7 @@ impl Contents<'_> {
         let offset = stretch.from + index;
         let in_gap = stretch.pattern == self.pattern(GAP_ITERATION).words();
         let likely = if in_gap {
-            "written to, though no message lies there".to_owned()
+            "a byte outside of all messages was written".to_owned()
         } else {
             self.likely(iteration, offset, &near)
         };
@@ -353,7 +353,7 @@ mod tests {
                 contents.local.region.write_at(piece.offset + piece.bytes, b"x").expect("written");
             };
             let [_, bad] = found_after(size, blocks, outside);
-            assert!(bad.is_some_and(|bad| bad.likely.starts_with("written to")));
+            assert!(bad.is_some_and(|bad| bad.likely.starts_with("a byte outside of all messages")));
         }
     }
 

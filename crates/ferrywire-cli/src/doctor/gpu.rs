@@ -116,7 +116,7 @@ fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
             Finding::ok("cuda-driver", SUBJECT, format!("driver for CUDA {version}, {count} GPUs{module}"))
         }
         Err(CudaError::NoDriver) if on_bus == 0 => {
-            Finding::ok("cuda-driver", SUBJECT, "no GPU and no driver: memory of the host is used")
+            Finding::ok("cuda-driver", SUBJECT, "no GPU and no driver: ferrywire uses host memory")
                 .at(Level::Note)
         }
         Err(CudaError::NoDriver) => {
@@ -136,7 +136,7 @@ fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
             Finding::ok("cuda-driver", SUBJECT, error.to_string()).fail("install a newer driver of NVIDIA's")
         }
         Err(error) => Finding::ok("cuda-driver", SUBJECT, error.to_string())
-            .fail("nvidia-smi says more; until then --memory host"),
+            .fail("nvidia-smi shows more; until it is fixed use --memory host"),
     }
 }
 
@@ -175,10 +175,13 @@ fn of_link(subject: String, link: &Link, is_gpu: bool) -> Finding {
     let found = Finding::ok("pcie-link", subject, evidence);
     let slow = speed != speed_max && !speed.starts_with("Unknown");
     match (*width > 0 && width < width_max, slow) {
-        (true, _) => found.warn("another slot, or seat it again: it has fewer lanes than it can use"),
+        (true, _) => found
+            .warn("move the card to another slot, or reseat it: it has fewer PCIe lanes than it supports"),
         // An idle GPU reduces its link speed.
-        (false, true) if is_gpu => found.at(Level::Note).fix("look again under load: an idle GPU lowers it"),
-        (false, true) => found.warn("another slot, or see the firmware's settings of this one"),
+        (false, true) if is_gpu => {
+            found.at(Level::Note).fix("check again under load: an idle GPU lowers its speed")
+        }
+        (false, true) => found.warn("move the card to another slot, or check the slot's firmware settings"),
         _ => found,
     }
 }
@@ -201,9 +204,9 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
             format!("uses {}: {}", gpu.nics.join(", "), gpu.why),
         );
         match gpu.locality {
-            Locality::Across => found.warn("put a NIC on its NUMA node: bytes cross from socket to socket"),
+            Locality::Across => found.warn("put a NIC on its NUMA node: now bytes cross CPU sockets"),
             Locality::Node => {
-                found.at(Level::Note).fix("a NIC on its PCIe root would spare the way through the CPU")
+                found.at(Level::Note).fix("a NIC on its PCIe root would avoid the path through the CPU")
             }
             _ => found,
         }

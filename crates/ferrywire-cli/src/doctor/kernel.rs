@@ -87,7 +87,7 @@ pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
 Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id can be read")
 } else {
 Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id cannot be read").warn(
-            "mount /proc whole: without it two ends on one host take the network's way, and pin the same cores",
+            "mount all of /proc: without it two ends on one host do not recognize each other and pin the same cores",
         )
 });
     let iommu = "/sys/class/iommu: devices are behind an IOMMU";
@@ -100,7 +100,7 @@ Finding::ok("iommu", SUBJECT, iommu).at(Level::Note).fix(
 Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty")
 });
     found.push(match &kernel.ethtool {
-        Ok(()) => Finding::ok("ethtool", SUBJECT, "the kernel tells about NICs"),
+        Ok(()) => Finding::ok("ethtool", SUBJECT, "NIC settings can be read"),
         Err(why) => {
             Finding::ok("ethtool", SUBJECT, format!("settings of NICs cannot be read: {why}")).at(Level::Note)
         }

@@ -116,7 +116,7 @@ fn cores(limits: &Limits, mbps: u32) -> Vec<Finding> {
     let quota = format!("control groups leave the time of {cores_with_time} of {cores_allowed} cores");
     let quota = Finding::ok("cpu-quota", "cores", quota);
     let quota = if cores_with_time < cores_allowed {
-        quota.warn("raise the container's limit of CPU time: threads stand still for the rest of each period")
+        quota.warn("raise the container's CPU limit: threads are stopped for the rest of each period")
     } else {
         quota
     };

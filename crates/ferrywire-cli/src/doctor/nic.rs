@@ -109,8 +109,9 @@ fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> Vec<F
         usable.iter().partition(|nic| settings(&nic.name).bridge);
     let bridge_alone = bridges.iter().all(|nic| nic.lower.is_empty() || nic.name.starts_with("docker"));
     let mut found = vec![match (usable.is_empty(), outward.is_empty() && bridge_alone) {
-        (true, _) => Finding::ok("nics", "NICs", "none but loopback is up with an address")
-            .warn("ip link set NIC up; ip address add ADDR/LEN dev NIC: as it is, only this host is reached"),
+        (true, _) => Finding::ok("nics", "NICs", "none but loopback is up with an address").warn(
+            "ip link set NIC up; ip address add ADDR/LEN dev NIC: without it only this host is reachable",
+        ),
         (_, true) => {
             Finding { evidence: format!("{}, which only leads to containers", nics.evidence), ..nics }.warn(
                 "give a NIC that leaves this host an address: every host may have one like that bridge's",
@@ -177,15 +178,15 @@ fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
 
 fn speed(nic: &Nic, fastest: Option<u32>) -> Finding {
     let Some(mbps) = nic.speed_mbps else {
-        let evidence = format!("/sys/class/net/{}/speed tells none", nic.name);
+        let evidence = format!("/sys/class/net/{}/speed has no value", nic.name);
         return Finding::ok("nic-speed", &nic.name, evidence)
             .at(Level::Note)
-            .fix("nothing in a virtual machine; channels are dealt to NICs without knowing their speed");
+            .fix("nothing in a virtual machine: channels are assigned to NICs evenly, without their speeds");
     };
     let found = Finding::ok("nic-speed", &nic.name, format!("{} Gbit/s", f64::from(mbps) / 1000.0));
     match fastest {
         Some(fastest) if counts(nic) && mbps < fastest => found.at(Level::Note).fix(format!(
-            "if it is to be one of several: the others have {} Gbit/s; look at cable and switch, or leave it out with --nics",
+            "if it carries data beside the others: the others have {} Gbit/s; check cable and switch, or leave it out with --nics",
             f64::from(fastest) / 1000.0
         )),
         _ => found,
@@ -230,7 +231,7 @@ fn offloads(nic: &str, off: &[&str]) -> Finding {
     }
     let switches: Vec<String> = off.iter().map(|name| format!("{name} on")).collect();
     Finding::ok("offloads", nic, format!("ethtool: off: {}", off.join(", "))).warn(format!(
-        "ethtool -K {nic} {}: without, each packet passes all of the kernel",
+        "ethtool -K {nic} {}: without them the kernel processes each packet alone",
         switches.join(" ")
     ))
 }

@@ -149,7 +149,7 @@ fn look_around(link: Link) -> Outcome<Visit> {
             let addresses = endpoints.into_iter().flat_map(|(_, addresses)| addresses).collect();
             Ok(Serving { addresses, busy })
         }
-        Ok(_) => Err("it answers with something else".to_owned()),
+        Ok(_) => Err("its answer is not a bench message".to_owned()),
         Err(Failure::Interrupted) => return Err(Failure::Interrupted),
         Err(failure) => Err(failure.first_line()),
     };
@@ -171,11 +171,11 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
         Ok(visit) => visit,
         Err(error) => return vec![not_let_in(subject, facts, error)],
     };
-    let mut found = vec![Finding::ok("peer", &subject, format!("{} lets this end in", visit.name))];
+    let mut found = vec![Finding::ok("peer", &subject, format!("{} accepts this end", visit.name))];
     found.extend(visit.bench.as_ref().map(|bench| serving(&subject, bench)));
     found.extend(visit.lost.iter().map(|why| {
         Finding::ok("peer-channel", &subject, why.clone()).warn(
-            "look at this NIC's way to the peer: firewall, routes, rp_filter; or leave it out with --nics",
+            "check firewall, routes and rp_filter between this NIC and the peer; or leave the NIC out with --nics",
         )
     }));
     found.extend(paths(visit, topology));
@@ -213,7 +213,7 @@ fn serving(subject: &str, bench: &Result<Serving, String>) -> Finding {
         Ok(Serving { busy: Some(whose), .. }) => {
             Finding::ok("peer-bench", subject, format!("busy with a run of {whose}"))
                 .at(Level::Note)
-                .fix("another run can begin when that one is over")
+                .fix("wait until that run has ended")
         }
         Ok(Serving { addresses, .. }) => {
             let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
@@ -250,7 +250,7 @@ fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
         found.push(match *rtt >= ROUND_TRIP_LONG {
             true => way
                 .at(Level::Note)
-                .fix("on long ways more channels and large socket buffers help: --channels 16"),
+                .fix("on long paths more channels and large socket buffers help: --channels 16"),
             false => way,
         });
         // Within this host packets take no NIC.

@@ -148,7 +148,7 @@ impl Group {
             // These launchers set no variable with rank 0's host.
             None if let Some(launcher) = silent(ranks.launcher) => {
                 return usage(format!(
-                    "{launcher} does not tell the ranks where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} after 'ferrywire \
+                    "{launcher} sets no variable with the address of rank 0: add --rendezvous ADDR:{PORT_DEFAULT} after 'ferrywire \
                      bench', where ADDR is an address of the host of rank 0, the first of the hostfile ('hostname -I' there)"
                 ));
             }

@@ -78,7 +78,7 @@ fn a_run_whose_ends_gather_differently_is_refused() {
     assert_eq!(refused.status.code(), Some(1));
     assert!(
         first_error(&refused)
-            .contains("the run has --unpack kernel, and this end copy: start its serve with --unpack kernel"),
+            .contains("--unpack must be equal at both ends (got kernel in the run, copy here): start serve with --unpack kernel"),
         "{}",
         first_error(&refused)
     );
@@ -295,7 +295,7 @@ fn bad_combinations_say_what_to_change() {
         ("bench --unpack none", "--verify off"),
         ("bench --window 1000", "between 1 and 128"),
         ("bench --window 17", "17 is more than the 16 requests that GPUDirectTCPX_v7 takes"),
-        ("bench --chunk 1G", "--chunk 1G: at most 4M"),
+        ("bench --chunk 1G", "--chunk must be at most 4M (got 1G)"),
         ("bench --memory floppy", "no such kind"),
         ("bench --crc --memory sim", "--crc"),
     ] {

@@ -61,7 +61,7 @@ fn what_a_container_may_not_have_is_refused_and_nothing_is_killed() {
     let said = first_error(&refused);
     assert_eq!(refused.status.code(), Some(1), "{}", text(&refused.stderr));
     assert!(
-        said.contains("this container or control group may have") && said.contains("MiB available"),
+        said.contains("whose container or control group has") && said.contains("MiB available"),
         "{said}"
     );
     assert!(said.contains("choose smaller --sizes or --depth"), "{said}");

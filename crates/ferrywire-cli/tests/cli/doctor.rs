@@ -76,7 +76,7 @@ fn a_serving_bench_is_visited_and_takes_runs_after_it() {
     let said = said.lock().expect("whole lines").join("\n");
     let notes = said
         .lines()
-        .filter(|line| line.starts_with("note: ") && line.ends_with("looked in and asked for no run"));
+        .filter(|line| line.starts_with("note: ") && line.ends_with("connected and requested no run"));
     assert_eq!((notes.count(), said.lines().count()), (1, 1), "{said}");
 }
 

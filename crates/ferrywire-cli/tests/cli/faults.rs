@@ -235,7 +235,7 @@ fn a_second_connect_is_refused_as_busy_and_ctrl_c_ends_the_first() {
     assert_eq!(second.status.code(), Some(1));
     assert!(first_error(&second).contains("busy with a run of"), "{}", first_error(&second));
     let told = serve.next_error();
-    assert!(told.contains("no run of 127.0.0.1:") && told.contains("busy with a run of"), "{told}");
+    assert!(told.contains("refused a run of 127.0.0.1:") && told.contains("busy with a run of"), "{told}");
     signal(&first, "-INT");
     let output = first.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(130));
@@ -295,7 +295,7 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
     }
     results(&again);
     // Those that came too early are told of, too.
-    let is_busy = |line: &str| line.contains("no run of ") && line.contains("busy with a run of");
+    let is_busy = |line: &str| line.contains("refused a run of ") && line.contains("busy with a run of");
     let mut said = serve.next_error();
     while is_busy(&said) {
         said = serve.next_error();

@@ -168,7 +168,7 @@ fn a_peer_gets_no_memory_that_is_not_offered() {
         let refused = serve.connect(&format!("--memory host --peer-memory {asked} --sizes 4K --iters 5"));
         assert_eq!(refused.status.code(), Some(1));
         let said = first_error(&refused);
-        assert!(said.contains(&format!("start its serve with --memory {asked}")), "{said}");
+        assert!(said.contains(&format!("start serve with --memory {asked}")), "{said}");
     }
     // What was named is the default too.
     let output = serve.connect("--memory host --sizes 4K --iters 5 --json -");
@@ -288,7 +288,7 @@ fn what_is_missing_for_cuda_memory_is_said() {
         let refused = failed(&serve.connect_within(TIMEOUT_DEFAULT, &args));
         assert!(refused.contains(why), "{refused}");
         let told = serve.next_error();
-        assert!(told.contains("no run of 127.0.0.1:") && told.contains(why), "{told}");
+        assert!(told.contains("refused a run of 127.0.0.1:") && told.contains(why), "{told}");
     }
     // With the host's memory the same end goes on.
     results(&serve.connect("--memory host --peer-memory host --sizes 4K --iters 5 --json -"));
@@ -301,7 +301,7 @@ fn an_old_driver_is_no_reason_to_fail_unasked() {
     let output = command.env("LD_LIBRARY_PATH", folder).output().expect("it runs");
     verified(&results(&output), "host", "host");
     assert!(
-        text(&output.stderr).contains("warning: memory of the host is used: "),
+        text(&output.stderr).contains("warning: uses host memory instead of GPU memory: "),
         "{}",
         text(&output.stderr)
     );

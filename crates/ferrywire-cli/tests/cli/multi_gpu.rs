@@ -66,11 +66,12 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
     let args = "--gpus 0-2 --memory sim --peer-memory sim --sizes 4K --iters 3";
     let refused = serve.connect_within(TIMEOUT_DEFAULT, args);
     assert_eq!(refused.status.code(), Some(1));
-    let why = "this end has 3 endpoints, the other 2 endpoints: give both as many with --gpus";
+    let why =
+        "this end has 3 endpoints, the peer 2 endpoints: name equally many GPUs with --gpus at both ends";
     let said = first_error(&refused);
     assert!(said.contains(why), "{said}");
     let told = serve.next_error();
-    assert!(told.contains("no run of 127.0.0.1:") && told.contains(why), "{told}");
+    assert!(told.contains("refused a run of 127.0.0.1:") && told.contains(why), "{told}");
     // What does not need as many of both goes on, and so does the serving end.
     let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern all-to-all --sizes 4K {QUICK}");
     assert_eq!(results(&serve.connect(&args)).len(), 7);
@@ -83,7 +84,7 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
     let args = "--gpus 0-1 --memory sim --peer-memory sim --sizes 4K --iters 3";
     let refused = plain.connect_within(TIMEOUT_DEFAULT, args);
     for said in [first_error(&refused), plain.next_error()] {
-        assert!(said.contains("2 endpoints, the other 1 endpoint:"), "{said}");
+        assert!(said.contains("2 endpoints, the peer 1 endpoint:"), "{said}");
     }
 }
 
@@ -128,7 +129,7 @@ fn memory_of_several_gpus_has_no_number() {
     let args = format!("--memory sim --sizes 4K {QUICK}");
     let refused = serve.connect(&format!("{args} --gpus 0-1 --peer-memory sim:1"));
     assert_eq!(refused.status.code(), Some(1));
-    assert!(first_error(&refused).contains("say --peer-memory sim, not sim:1"), "{}", first_error(&refused));
+    assert!(first_error(&refused).contains("use --peer-memory sim"), "{}", first_error(&refused));
     let lies = |row: &Value| [&row["memory"], &row["peer_memory"]].map(|memory| memory.to_string());
     for args in ["--gpus 0-1 --peer-memory sim", "--gpus 0-1"] {
         let found = results(&serve.connect(&format!("--memory sim --sizes 4K {QUICK} {args}")));

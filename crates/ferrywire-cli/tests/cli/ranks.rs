@@ -158,7 +158,7 @@ fn ranks_that_cannot_be_are_bad_usage() {
     let bad = [
         ("--rank 0 --world-size 3", "--world-size must be even (got 3)"),
         ("--rank 0 --world-size 2", "--rendezvous is missing"),
-        ("--rank 2 --world-size 2", "--rank 2 is not below --world-size 2"),
+        ("--rank 2 --world-size 2", "--rank 2 must be below --world-size 2"),
         ("", "give --rank and --world-size too"),
         ("--rank 1", "--rank 1 is set and --world-size is not"),
         ("--rank 0 --world-size 2 --rendezvous node:x", "write it as HOST:PORT"),
@@ -314,8 +314,8 @@ fn a_rank_that_does_not_come_is_named_by_all() {
     let mut outputs = launched.end_within(Duration::from_secs(10));
     outputs.remove(2);
     for line in failures(&outputs) {
-        assert!(line.starts_with("error: rank 2: it has not come within 10 s"), "{line}");
-        assert!(line.contains("3 of 4 ranks are here"), "{line}");
+        assert!(line.starts_with("error: rank 2: it has not connected within 10 s"), "{line}");
+        assert!(line.contains("3 of 4 ranks are connected"), "{line}");
     }
 }
 
@@ -329,7 +329,7 @@ fn options_that_differ_are_named_with_the_rank() {
     for line in failures(&outputs) {
         assert!(line.starts_with("error: rank 1 ("), "{line}");
         assert!(
-            line.contains("--sizes is 8192, and that of rank 0 4096") || line.contains("--sizes is"),
+            line.contains("--sizes is 8192, and rank 0 has 4096") || line.contains("--sizes is"),
             "{line}"
         );
     }
@@ -351,8 +351,8 @@ fn a_rank_with_another_secret_is_told_so() {
     })
     .end_within(Duration::from_secs(10));
     let said = failures(&outputs);
-    assert!(said[0].contains("rank 1: it has not come within 10 s"), "{}", said[0]);
-    assert!(said[0].ends_with("1 of 2 ranks are here; 1 connection had another secret"), "{}", said[0]);
+    assert!(said[0].contains("rank 1: it has not connected within 10 s"), "{}", said[0]);
+    assert!(said[0].ends_with("1 of 2 ranks are connected; 1 connection had another secret"), "{}", said[0]);
     assert!(said[1].starts_with("error: rank 1 (") && said[1].contains("secret"), "{}", said[1]);
     let port = self::port();
     let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3", |rank, command| {
@@ -395,7 +395,7 @@ fn a_second_launch_at_one_meeting_point_leaves_the_first_alone() {
         if first.rank(0).try_wait().expect("it can be waited for").is_none() {
             thread::sleep(Duration::from_secs(1));
         }
-        let others = [("other", "another launch has started"), ("one", "two runs at one --rendezvous")];
+        let others = [("other", "another launch has started"), ("one", "two runs use one --rendezvous")];
         let said = others.map(|(name, _)| Launched::start(2, &args, job(name)).end());
         let first = first.end_within(Duration::from_secs(seconds) + TIMEOUT_DEFAULT);
         if said.iter().flatten().any(|output| output.status.success()) {

@@ -14,12 +14,12 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "note: GPU 2: eth2 does not reach GPU 0 there; eth1 does, on that rail",
+        "note: GPU 2: eth2 does not reach GPU 0 of the peer; uses eth1, on that GPU's rail",
         &[
             ("ferrywire-cli/src/bench/multi_gpu.rs", "note: {}"),
             (
                 "ferrywire-cli/src/bench/multi_gpu.rs",
-                "GPU {}: {} does not reach GPU {} there; {} does, on that rail",
+                "GPU {}: {} does not reach GPU {} of the peer; uses {}, on that GPU's rail",
             ),
         ],
     ),
@@ -67,10 +67,10 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     ),
     ("both need the same", &[("ferrywire/src/payload/terms.rs", "both need the same")]),
     (
-        "rank 11: it has not come within 30 s",
+        "rank 11: it has not connected within 30 s",
         &[
             ("ferrywire-cli/src/bench/ranks/messages.rs", "rank {}: {}"),
-            ("ferrywire-cli/src/bench/ranks/coordinator.rs", "it has not come within {} s"),
+            ("ferrywire-cli/src/bench/ranks/coordinator.rs", "it has not connected within {} s"),
         ],
     ),
     (
@@ -150,8 +150,8 @@ fn the_runbook_quotes_what_is_printed() {
 
 #[test]
 fn a_quote_that_nobody_prints_is_noticed() {
-    assert!(is_in("rank 11: it has not come within 30 s", "rank {}: {}"));
+    assert!(is_in("rank 11: it has not connected within 30 s", "rank {}: {}"));
     assert!(!is_in("rank 11 (host): it has not come", "rank {}: {}"));
-    assert!(!is_in("it has not come for 30 s", "it has not come within {} s"));
+    assert!(!is_in("it has not connected for 30 s", "it has not connected within {} s"));
     assert_eq!(flat("\"a {name:.0} \\\n   b\""), "\"a {} b\"");
 }

@@ -113,7 +113,7 @@ Plan
   6    eth4 (8)         78-90,182-194   behind PCIe bridge 0000:88:00.0
   7    eth4 (8)         91-103,195-207  behind PCIe bridge 0000:88:00.0
   not used: docker0: is down
-  not used: eth0: for control: it shares its PCIe root with no GPU, others do
+  not used: eth0: is for control: it shares its PCIe root with no GPU, and other NICs do
   not used: lo: is loopback
 ";
     assert!(said.ends_with(expected), "{said}");
@@ -156,10 +156,10 @@ fn a_map_overrides_the_plan_and_what_is_slower_is_noted() {
     let host = json_of(&output);
     assert_eq!(host["plan"]["gpus"][0]["channels"], json!({ "eth1": 2, "eth2": 2, "eth3": 1, "eth4": 1 }));
     assert_eq!(host["plan"]["gpus"][1]["channels"], json!({ "eth1": 1, "eth2": 2, "eth3": 2, "eth4": 1 }));
-    assert_eq!(host["plan"]["notes"][0], "GPUs 0-3: on another NUMA node than eth3, eth4, which is slower");
+    assert_eq!(host["plan"]["notes"][0], "GPUs 0-3: uses eth3, eth4 of another NUMA node, which is slower");
     let said = text(&topo(&Tree::named("a3-high"), "--gpu-nics 0=eth3 --nics eth1,eth3").stdout);
     assert!(said.contains("  0    eth3 (8) "), "{said}");
-    assert!(said.contains("Notes\n  GPU 0: on another NUMA node than eth3, which is slower\n"), "{said}");
+    assert!(said.contains("Notes\n  GPU 0: uses eth3 of another NUMA node, which is slower\n"), "{said}");
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn wishes_that_make_no_sense_are_bad_usage() {
     let host =
         Tree::of(&tree::text("a3-high").replace("0000:0c:00.0 node=0", "0000:0c:00.0 node=0 state=down"));
     let said = [
-        ("--gpu-nics 9=eth1", 2, "--gpu-nics 9=...: there is no GPU 9; there are GPUs 0-7"),
+        ("--gpu-nics 9=eth1", 2, "--gpu-nics 9=...: no such GPU; there are GPUs 0-7"),
         (
             "--gpu-nics 0=eth7",
             2,

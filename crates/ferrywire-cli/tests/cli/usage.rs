@@ -75,7 +75,7 @@ fn what_this_build_cannot_do_is_said() {
     assert!(refused("bench --peer-memory cuda:x").contains("numbered 0 to"));
     assert!(refused("bench serve --memory sim:16").contains("numbered 0 to 15"));
     assert!(refused("bench --pattern all-to-all").contains("--gpus"));
-    assert!(refused("bench --transport sim").contains("tcp, plugin and devmem only"));
+    assert!(refused("bench --transport sim").contains("auto, tcp, plugin or devmem"));
     for end in ["bench connect 127.0.0.1:1", "bench serve"] {
         assert!(
             refused(&format!("{end} --transport devmem --plugin x.so")).contains("leave one of them out")

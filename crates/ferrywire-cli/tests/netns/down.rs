@@ -113,8 +113,8 @@ fn a_mesh_of_ranks_says_which_rails_it_takes() {
         ended[0].errors.lines().filter_map(|line| line.strip_prefix("note: ")).collect();
     notes.sort_unstable();
     let expected = [
-        "rank 0: GPU 0: va1 does not reach GPU 1 there; va2 does, on that rail",
-        "rank 1: GPU 1: va2 does not reach GPU 0 there; va1 does, on that rail",
+        "rank 0: GPU 0: va1 does not reach GPU 1 of the peer; uses va2, on that GPU's rail",
+        "rank 1: GPU 1: va2 does not reach GPU 0 of the peer; uses va1, on that GPU's rail",
     ];
     assert_eq!(notes, expected);
     nothing_is_left(&world);

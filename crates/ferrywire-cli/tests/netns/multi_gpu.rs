@@ -90,7 +90,7 @@ pub fn mesh_notes() -> Vec<String> {
         for there in (0..GPUS).step_by(2).filter(|there| nic_of(*there) != nic_of(gpu)) {
             let (own, on_rail) = (nic_of(gpu), nic_of(there));
             notes.push(format!(
-                "GPU {gpu}: {own} does not reach GPU {there} there; {on_rail} does, on that rail"
+                "GPU {gpu}: {own} does not reach GPU {there} of the peer; uses {on_rail}, on that GPU's rail"
             ));
         }
     }

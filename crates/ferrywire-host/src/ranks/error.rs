@@ -6,7 +6,7 @@
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RanksError {
     /// A variable's value is not a number.
-    #[error("{variable} is not a number that can be")]
+    #[error("{variable} is not a valid number")]
     NotANumber {
         /// The variable with its value, `RANK=x`.
         variable: String,
@@ -32,7 +32,7 @@ pub enum RanksError {
         other: String,
     },
     /// A rank is not below the world size.
-    #[error("{rank} is not below {world_size}: ranks are numbered from 0")]
+    #[error("{rank} must be below {world_size}: ranks are numbered from 0")]
     Outside {
         /// The rank's variable with its value.
         rank: String,
@@ -40,7 +40,7 @@ pub enum RanksError {
         world_size: String,
     },
     /// The world size is above [`RANKS_MAX`](ferrywire_proto::limits::RANKS_MAX).
-    #[error("{world_size} is more than a run can have ({})", ferrywire_proto::limits::RANKS_MAX)]
+    #[error("{world_size} is too large: a run has at most {} ranks", ferrywire_proto::limits::RANKS_MAX)]
     TooMany {
         /// The world size's variable with its value.
         world_size: String,
@@ -56,7 +56,7 @@ pub enum RanksError {
     /// A rendezvous was given without ranks.
     #[error(
         "--rendezvous {text} needs the rank of this process: give --rank and --world-size too, or \
-         start it by a launcher"
+         start the process with a launcher"
     )]
     NoRank {
         /// The value of `--rendezvous`.

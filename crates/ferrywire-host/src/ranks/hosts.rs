@@ -14,11 +14,11 @@ pub fn hosts(list: &str) -> Result<Vec<String>, String> {
         hosts.extend(expand(pattern)?);
         bounded(hosts.len())?;
     }
-    if hosts.is_empty() { Err("no host is named".to_owned()) } else { Ok(hosts) }
+    if hosts.is_empty() { Err("the list has no host".to_owned()) } else { Ok(hosts) }
 }
 
 fn bounded(count: usize) -> Result<(), String> {
-    if count > RANKS_MAX as usize { Err(format!("more than {RANKS_MAX} hosts")) } else { Ok(()) }
+    if count > RANKS_MAX as usize { Err(format!("the list has more than {RANKS_MAX} hosts")) } else { Ok(()) }
 }
 
 /// Splits at the commas outside of brackets.
@@ -27,8 +27,8 @@ fn split(list: &str) -> Result<Vec<&str>, String> {
     for (at, c) in list.char_indices() {
         match (c, inside) {
             ('[', false) | (']', true) => inside = c == '[',
-            ('[', true) => return Err("a bracket inside brackets".to_owned()),
-            (']', false) => return Err("a bracket closes that none opens".to_owned()),
+            ('[', true) => return Err("'[' inside brackets".to_owned()),
+            (']', false) => return Err("']' without '['".to_owned()),
             (',', false) => {
                 patterns.push(&list[from..at]);
                 from = at + 1;
@@ -37,7 +37,7 @@ fn split(list: &str) -> Result<Vec<&str>, String> {
         }
     }
     if inside {
-        return Err("a bracket is not closed".to_owned());
+        return Err("'[' without ']'".to_owned());
     }
     patterns.push(&list[from..]);
     Ok(patterns.into_iter().map(str::trim).filter(|pattern| !pattern.is_empty()).collect())
@@ -47,7 +47,7 @@ fn expand(pattern: &str) -> Result<Vec<String>, String> {
     let mut names = vec![String::new()];
     let mut rest = pattern;
     while let Some((before, after)) = rest.split_once('[') {
-        let (ranges, after) = after.split_once(']').ok_or("a bracket is not closed")?;
+        let (ranges, after) = after.split_once(']').ok_or("'[' without ']'")?;
         let numbers = numbers(ranges)?;
         bounded(names.len().saturating_mul(numbers.len()))?;
         let with = |name: &String| -> Vec<String> {
@@ -65,7 +65,7 @@ fn numbers(ranges: &str) -> Result<Vec<String>, String> {
     let mut numbers = Vec::new();
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let bad = || format!("[{ranges}] is no list of numbers");
+        let bad = || format!("[{ranges}] is not a list of numbers: expected 1-4,7");
         let (from, to) = (digits(first).ok_or_else(bad)?, digits(last).ok_or_else(bad)?);
         if from > to {
             return Err(bad());
@@ -107,18 +107,18 @@ mod tests {
     #[test]
     fn broken_and_endless_lists_are_refused() {
         let said = [
-            ("", "no host"),
-            (",", "no host"),
-            ("gpu[1-3", "not closed"),
-            ("gpu1]", "none opens"),
+            ("", "has no host"),
+            (",", "has no host"),
+            ("gpu[1-3", "'[' without ']'"),
+            ("gpu1]", "']' without '['"),
             ("gpu[1[2]]", "inside brackets"),
-            ("gpu[]", "no list of numbers"),
-            ("gpu[3-1]", "no list of numbers"),
-            ("gpu[a-b]", "no list of numbers"),
-            ("gpu[1-2-3]", "no list of numbers"),
+            ("gpu[]", "is not a list of numbers"),
+            ("gpu[3-1]", "is not a list of numbers"),
+            ("gpu[a-b]", "is not a list of numbers"),
+            ("gpu[1-2-3]", "is not a list of numbers"),
             ("gpu[0-18446744073709551615]", "more than"),
             ("a[0-999]b[0-999]", "more than"),
-            ("gpu[0-99999999999999999999999]", "no list of numbers"),
+            ("gpu[0-99999999999999999999999]", "is not a list of numbers"),
         ];
         for (list, part) in said {
             let why = hosts(list).expect_err(list);

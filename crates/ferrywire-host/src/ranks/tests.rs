@@ -209,26 +209,29 @@ fn half_of_a_launchers_variables_are_not_enough() {
 #[test]
 fn numbers_that_cannot_be_are_named() {
     let said = [
-        ("RANK=4 WORLD_SIZE=4 LOCAL_RANK=0", "RANK=4 is not below WORLD_SIZE=4: ranks are numbered from 0"),
-        ("RANK=0 WORLD_SIZE=0 LOCAL_RANK=0", "RANK=0 is not below WORLD_SIZE=0: ranks are numbered from 0"),
+        ("RANK=4 WORLD_SIZE=4 LOCAL_RANK=0", "RANK=4 must be below WORLD_SIZE=4: ranks are numbered from 0"),
+        ("RANK=0 WORLD_SIZE=0 LOCAL_RANK=0", "RANK=0 must be below WORLD_SIZE=0: ranks are numbered from 0"),
         (
             "RANK=5 WORLD_SIZE=9 LOCAL_RANK=5 LOCAL_WORLD_SIZE=4",
-            "LOCAL_RANK=5 is not below LOCAL_WORLD_SIZE=4: ranks are numbered from 0",
+            "LOCAL_RANK=5 must be below LOCAL_WORLD_SIZE=4: ranks are numbered from 0",
         ),
         (
             "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2",
-            "LOCAL_RANK=2 is not below WORLD_SIZE=2: ranks are numbered from 0",
+            "LOCAL_RANK=2 must be below WORLD_SIZE=2: ranks are numbered from 0",
         ),
-        ("RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0", "RANK=-1 is not a number that can be"),
-        ("RANK=0 WORLD_SIZE=two LOCAL_RANK=0", "WORLD_SIZE=two is not a number that can be"),
-        ("RANK=0 WORLD_SIZE=100000 LOCAL_RANK=0", "WORLD_SIZE=100000 is more than a run can have (65536)"),
+        ("RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0", "RANK=-1 is not a valid number"),
+        ("RANK=0 WORLD_SIZE=two LOCAL_RANK=0", "WORLD_SIZE=two is not a valid number"),
+        (
+            "RANK=0 WORLD_SIZE=100000 LOCAL_RANK=0",
+            "WORLD_SIZE=100000 is too large: a run has at most 65536 ranks",
+        ),
         (
             "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=0",
-            "MASTER_PORT=0 is not a number that can be",
+            "MASTER_PORT=0 is not a valid number",
         ),
         (
             "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-",
-            "SLURM_JOB_NODELIST=gpu[1-: a bracket is not closed",
+            "SLURM_JOB_NODELIST=gpu[1-: '[' without ']'",
         ),
     ];
     for (variables, error) in said {
@@ -268,7 +271,7 @@ fn flags_do_without_launchers() {
     );
     assert_eq!(
         refused(flags(Some(2), Some(2))),
-        "--rank 2 is not below --world-size 2: ranks are numbered from 0"
+        "--rank 2 must be below --world-size 2: ranks are numbered from 0"
     );
 }
 

@@ -19,7 +19,7 @@ pub(super) fn cpus(topology: &Topology, gpus: &[&Gpu]) -> (Vec<Cpus>, Vec<String
             let node = gpu.node.unwrap_or(0);
             let gpu = gpus_shown(&[gpu.index]);
             notes
-                .push(format!("{gpu}: this process may use no CPU of its NUMA node {node}; others are used"));
+                .push(format!("{gpu}: the CPU affinity of this process has no CPU of NUMA node {node}; uses CPUs of other nodes"));
         }
         let cores = if cores.is_empty() { topology.cores.iter().collect() } else { cores };
         let (place, of) = place_among(topology, gpu);

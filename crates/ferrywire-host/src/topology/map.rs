@@ -35,7 +35,7 @@ impl FromStr for Map {
                 Some((named, nic)) => {
                     gpus = numbers(named)?;
                     if let Some(twice) = gpus.iter().find(|gpu| map.nics.contains_key(gpu)) {
-                        return Err(format!("GPU {twice} is named twice"));
+                        return Err(format!("GPU {twice} is named twice: name it once"));
                     }
                     nic.trim()
                 }
@@ -43,12 +43,12 @@ impl FromStr for Map {
                 None => item,
             };
             if nic.is_empty() {
-                return Err(format!("an empty name of a NIC; {FORM}"));
+                return Err(format!("a NIC name is empty; {FORM}"));
             }
             for gpu in gpus.iter() {
                 let nics = map.nics.entry(gpu).or_default();
                 if nics.iter().any(|known| known == nic) {
-                    return Err(format!("{nic} is named twice for GPU {gpu}"));
+                    return Err(format!("{nic} is named twice for GPU {gpu}: name it once"));
                 }
                 nics.push(nic.to_owned());
             }
@@ -59,7 +59,7 @@ impl FromStr for Map {
 
 fn numbers(text: &str) -> Result<Cpus, String> {
     let most = CUDA_GPUS_MAX - 1;
-    let gpus: Cpus = text.trim().parse().map_err(|()| format!("{text:?} is no GPU; {FORM}"))?;
+    let gpus: Cpus = text.trim().parse().map_err(|()| format!("{text:?} is not a GPU number; {FORM}"))?;
     match gpus.iter().last() {
         None => Err(format!("no GPU before {:?}; {FORM}", "=")),
         Some(last) if last as usize > most => Err(format!("GPU {last}: GPUs are numbered 0 to {most}")),
@@ -91,13 +91,13 @@ mod tests {
             ("", "no GPU before \"\""),
             ("eth1", "no GPU before \"eth1\""),
             ("=eth1", "no GPU before \"=\""),
-            ("x=eth1", "\"x\" is no GPU"),
-            ("0=", "an empty name"),
-            ("0=eth1,", "an empty name"),
+            ("x=eth1", "\"x\" is not a GPU number"),
+            ("0=", "a NIC name is empty"),
+            ("0=eth1,", "a NIC name is empty"),
             ("0=eth1,0=eth2", "GPU 0 is named twice"),
             ("0=eth1,eth1", "eth1 is named twice for GPU 0"),
             ("64=eth1", "numbered 0 to 63"),
-            ("3-1=eth1", "\"3-1\" is no GPU"),
+            ("3-1=eth1", "\"3-1\" is not a GPU number"),
         ];
         for (text, part) in said {
             let why = text.parse::<Map>().expect_err(text);

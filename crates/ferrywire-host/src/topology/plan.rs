@@ -75,7 +75,7 @@ pub struct Unused {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
     /// The map names a GPU that does not exist.
-    #[error("--gpu-nics {gpu}=...: there is no GPU {gpu}; there {}", are(present, "GPU", "GPUs"))]
+    #[error("--gpu-nics {gpu}=...: no such GPU; there {}", are(present, "GPU", "GPUs"))]
     UnknownGpu {
         /// The index in the map.
         gpu: u32,

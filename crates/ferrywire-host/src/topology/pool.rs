@@ -62,7 +62,7 @@ impl<'a> Pool<'a> {
         }
         let (kept, dropped): (Vec<Candidate<'_>>, Vec<Candidate<'_>>) =
             self.nics.iter().partition(|candidate| placed(candidate.nic));
-        let why = "an interface of software, without a device".to_owned();
+        let why = "is a software interface without a device".to_owned();
         self.unused.extend(
             dropped.iter().map(|of: &Candidate<'_>| Unused { nic: of.nic.name.clone(), why: why.clone() }),
         );
@@ -148,7 +148,7 @@ impl<'a> Pool<'a> {
         }
         let told = self.unused.iter().map(|unused| format!("{} {}", unused.nic, unused.why));
         let why = if self.unused.is_empty() {
-            "there is none".to_owned()
+            "this host has no NIC".to_owned()
         } else {
             told.collect::<Vec<_>>().join(", ")
         };
@@ -200,21 +200,21 @@ impl<'a> Pool<'a> {
         if choice.mapped {
             let far = choice.nics.iter().filter(|(near, _)| far(near)).map(|(_, nic)| nic.name.as_str());
             let far = far.collect::<Vec<_>>().join(", ");
-            return (!far.is_empty()).then(|| format!("on another NUMA node than {far}, which is slower"));
+            return (!far.is_empty()).then(|| format!("uses {far} of another NUMA node, which is slower"));
         }
         let root = choice.gpu.pci.as_ref().and_then(|pci| pci.root);
         let none = root.map_or_else(String::new, |root| format!("no NIC on PCIe root {root} can be used; "));
         let control = self.nics.iter().any(|of| of.control && choice.uses(of.nic));
-        let control = if control { ", though it shares its PCIe root with no GPU," } else { "" };
+        let control = if control { " (a control NIC, which shares its PCIe root with no GPU)" } else { "" };
         match choice.locality() {
             Locality::Switch | Locality::Root => None,
             Locality::Node if root.is_none() => None,
-            Locality::Node => Some(format!("{none}{nics} of the same NUMA node{control} is used")),
+            Locality::Node => Some(format!("{none}uses {nics} of the same NUMA node{control}")),
             Locality::Unknown => {
-                Some(format!("{none}where the GPU or its NICs are is not known; {nics} is used"))
+                Some(format!("{none}the PCIe location of the GPU or of NICs is unknown; uses {nics}"))
             }
             Locality::Across => {
-                Some(format!("{none}{nics} of another NUMA node{control} is used, which is slower"))
+                Some(format!("{none}uses {nics} of another NUMA node{control}, which is slower"))
             }
         }
     }
@@ -222,7 +222,7 @@ impl<'a> Pool<'a> {
 
 fn idle_because(control: bool) -> String {
     if control {
-        "for control: it shares its PCIe root with no GPU, others do".to_owned()
+        "is for control: it shares its PCIe root with no GPU, and other NICs do".to_owned()
     } else {
         "other NICs are nearer to each GPU".to_owned()
     }
@@ -269,13 +269,13 @@ impl Choice<'_> {
         let bridge = self.nics.first().and_then(|(near, _)| near.bridge);
         let root = self.gpu.pci.as_ref().and_then(|pci| pci.root);
         match (self.mapped, self.locality()) {
-            (true, _) => "--gpu-nics says so".to_owned(),
+            (true, _) => "named by --gpu-nics".to_owned(),
             (_, Locality::Switch) => {
                 bridge.map_or_else(String::new, |bridge| format!("behind PCIe bridge {bridge}"))
             }
             (_, Locality::Root) => root.map_or_else(String::new, |root| format!("on PCIe root {root}")),
             (_, Locality::Node) => "on the same NUMA node".to_owned(),
-            (_, Locality::Unknown) => "places are not known".to_owned(),
+            (_, Locality::Unknown) => "PCIe locations are unknown".to_owned(),
             (_, Locality::Across) => "on another NUMA node".to_owned(),
         }
     }

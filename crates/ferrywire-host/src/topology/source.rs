@@ -73,7 +73,7 @@ impl Source {
             fs::read_to_string(&file).map_err(|error| Error::io(file.display().to_string(), &error))?;
         let facts = Facts::parse(&text).map_err(|line| Error::Invalid {
             what: file.display().to_string(),
-            why: format!("cannot read {line:?}"),
+            why: format!("cannot parse the line {line:?}"),
         })?;
         Ok(Source { root: root.to_owned(), facts })
     }
@@ -127,7 +127,7 @@ impl Facts {
         };
         match nics::addresses() {
             Ok(found) => facts.addresses = found.iter().map(address_of).collect(),
-            Err(error) => facts.notes.push(format!("the kernel does not tell addresses of NICs: {error}")),
+            Err(error) => facts.notes.push(format!("cannot read the addresses of NICs: {error}")),
         }
         match driver_gpus() {
             Ok(gpus) => facts.gpus = Some(gpus),
@@ -136,7 +136,7 @@ impl Facts {
                 facts.gpus = Some(Vec::new());
                 facts.notes.push(error.to_string());
             }
-            Err(error) => facts.notes.push(format!("the CUDA driver cannot be asked: {error}")),
+            Err(error) => facts.notes.push(format!("cannot query the CUDA driver: {error}")),
         }
         facts
     }

@@ -40,7 +40,7 @@ fn a3_high_gives_each_gpu_the_nic_of_its_own_root() {
     assert!(plan.gpus.iter().all(|gpu| gpu.locality == Locality::Switch));
     assert_eq!(plan.gpus[6].why, "behind PCIe bridge 0000:88:00.0");
     assert_eq!(plan.notes, Vec::<String>::new());
-    let control = "for control: it shares its PCIe root with no GPU, others do";
+    let control = "is for control: it shares its PCIe root with no GPU, and other NICs do";
     assert_eq!(
         plan.unused,
         [unused("docker0", "is down"), unused("eth0", control), unused("lo", "is loopback")]
@@ -86,7 +86,7 @@ fn a_missing_nic_is_replaced_within_the_node_and_said() {
     assert_eq!((plan.gpus[2].locality, plan.gpus[2].why.as_str()), (Locality::Node, "on the same NUMA node"));
     assert_eq!(
         plan.notes,
-        ["GPUs 2-3: no NIC on PCIe root 0000:07 can be used; eth1 of the same NUMA node is used"]
+        ["GPUs 2-3: no NIC on PCIe root 0000:07 can be used; uses eth1 of the same NUMA node"]
     );
 }
 
@@ -104,8 +104,8 @@ fn where_a_node_has_no_nic_for_data_the_one_for_control_carries_them_and_it_is_s
     assert_eq!(nics(&plan)[..4], ["eth0"; 4]);
     assert_eq!(
         plan.notes[0],
-        "GPUs 0-1: no NIC on PCIe root 0000:01 can be used; eth0 of the same NUMA node, though it shares its PCIe root \
-         with no GPU, is used"
+        "GPUs 0-1: no NIC on PCIe root 0000:01 can be used; uses eth0 of the same NUMA node (a control NIC, which \
+         shares its PCIe root with no GPU)"
     );
 }
 
@@ -122,7 +122,7 @@ fn across_nodes_is_refused_unless_it_is_allowed() {
     assert_eq!(nics(&plan)[4..], ["eth1+eth2"; 4]);
     assert_eq!(
         plan.notes[0],
-        "GPUs 4-5: no NIC on PCIe root 0000:81 can be used; eth1, eth2 of another NUMA node is used, which is slower"
+        "GPUs 4-5: no NIC on PCIe root 0000:81 can be used; uses eth1, eth2 of another NUMA node, which is slower"
     );
 }
 
@@ -186,8 +186,8 @@ fn unknown_nodes_on_a_host_with_several_are_said_to_be_unknown() {
     assert_eq!(
         plan.notes,
         [
-            "GPU 0: no NIC on PCIe root 0000:40 can be used; where the GPU or its NICs are is not known; eth0 is used",
-            "GPU 1: no NIC on PCIe root 0000:c0 can be used; where the GPU or its NICs are is not known; eth0 is used"
+            "GPU 0: no NIC on PCIe root 0000:40 can be used; the PCIe location of the GPU or of NICs is unknown; uses eth0",
+            "GPU 1: no NIC on PCIe root 0000:c0 can be used; the PCIe location of the GPU or of NICs is unknown; uses eth0"
         ]
     );
 }
@@ -213,7 +213,7 @@ fn bonds_and_vlans_are_where_their_devices_are() {
     assert!(plan.gpus.iter().all(|gpu| gpu.locality == Locality::Root));
     let why =
         |name: &str| plan.unused.iter().find(|unused| unused.nic == name).map(|unused| unused.why.clone());
-    assert_eq!(why("docker0").as_deref(), Some("an interface of software, without a device"));
+    assert_eq!(why("docker0").as_deref(), Some("is a software interface without a device"));
     assert_eq!(why("eth3").as_deref(), Some("is part of eth3.7"));
     assert_eq!(why("eth4").as_deref(), Some("has no address"));
     assert_eq!(why("veth12ab").as_deref(), Some("is part of docker0"));
@@ -242,7 +242,7 @@ fn a_host_whose_nics_cannot_be_used_says_why_not() {
     assert!(
         refused(&host, &PlanOptions::default())
             .to_string()
-            .contains("no NIC can be used for GPU 0: there is none;")
+            .contains("no NIC can be used for GPU 0: this host has no NIC;")
     );
 }
 
@@ -252,7 +252,10 @@ fn threads_stay_on_the_cores_that_the_process_has() {
     let plan = plan(&topology(&host));
     assert_eq!(plan.gpus[1].cpus.to_string(), "1,105");
     assert_eq!(plan.gpus[5].cpus.to_string(), "1,105");
-    assert_eq!(plan.notes[0], "GPU 4: this process may use no CPU of its NUMA node 1; others are used");
+    assert_eq!(
+        plan.notes[0],
+        "GPU 4: the CPU affinity of this process has no CPU of NUMA node 1; uses CPUs of other nodes"
+    );
     assert_eq!(plan.notes.len(), 4);
 }
 
@@ -268,7 +271,7 @@ fn a_tree_needs_its_facts() {
     let tree = Tree::named("small-vm");
     std::fs::write(tree.root().join("facts"), "address eth0 nowhere\n").expect("written");
     let error = Source::recorded(tree.root()).expect_err("no sense").to_string();
-    assert!(error.contains("cannot read \"address eth0 nowhere\""), "{error}");
+    assert!(error.contains("cannot parse the line \"address eth0 nowhere\""), "{error}");
     std::fs::remove_file(tree.root().join("facts")).expect("removed");
     assert!(Source::recorded(tree.root()).is_err());
 }

@@ -16,7 +16,7 @@ pub fn planned(topology: &Topology, options: &PlanOptions) -> Plan {
 fn a_map_goes_before_everything_for_the_gpus_it_names() {
     let plan = planned(&named("a3-high"), &mapped("0=eth2,1=eth0,2-3=eth1,eth2"));
     assert_eq!(nics(&plan), ["eth2", "eth0", "eth1+eth2", "eth1+eth2", "eth3", "eth3", "eth4", "eth4"]);
-    assert_eq!(plan.gpus[0].why, "--gpu-nics says so");
+    assert_eq!(plan.gpus[0].why, "named by --gpu-nics");
     assert_eq!(plan.gpus[2].locality, Locality::Node);
     assert!(plan.notes.is_empty(), "{:?}", plan.notes);
 }
@@ -28,8 +28,8 @@ fn a_map_may_cross_nodes_and_that_is_said() {
     assert_eq!(
         plan.notes,
         [
-            "GPUs 0-3: on another NUMA node than eth3, eth4, which is slower",
-            "GPUs 4-7: on another NUMA node than eth1, eth2, which is slower"
+            "GPUs 0-3: uses eth3, eth4 of another NUMA node, which is slower",
+            "GPUs 4-7: uses eth1, eth2 of another NUMA node, which is slower"
         ]
     );
 }
@@ -39,7 +39,7 @@ fn impossible_maps_are_refused_with_what_there_is() {
     let host =
         topology(&tree::text("a3-high").replace("0000:0c:00.0 node=0", "0000:0c:00.0 node=0 state=down"));
     let said = [
-        ("8=eth1", "--gpu-nics 8=...: there is no GPU 8; there are GPUs 0-7"),
+        ("8=eth1", "--gpu-nics 8=...: no such GPU; there are GPUs 0-7"),
         (
             "0=eth9",
             "--gpu-nics 0=eth9: there is no NIC eth9; there are docker0, eth0, eth1, eth2, eth3, eth4, lo",
@@ -50,10 +50,7 @@ fn impossible_maps_are_refused_with_what_there_is() {
         assert_eq!(refused(&host, &mapped(map)).to_string(), text);
     }
     let host = topology(&without("small-vm", &["address"]));
-    assert_eq!(
-        refused(&host, &mapped("0=eth0")).to_string(),
-        "--gpu-nics 0=...: there is no GPU 0; there is none"
-    );
+    assert_eq!(refused(&host, &mapped("0=eth0")).to_string(), "--gpu-nics 0=...: no such GPU; there is none");
     let host = topology(&format!("{}gpu pci0000:00/0000:00:09.0\n", without("small-vm", &["address"])));
     let refused = refused(&host, &mapped("0=eth0"));
     assert_eq!(refused.to_string(), "--gpu-nics 0=eth0: eth0 has no address; NICs that can be used: none");

@@ -211,7 +211,7 @@ fn fit(fd: RawFd, path: Path, long: bool, options: &ConnOptions) {
     let fitted =
         fitted.and_then(|()| socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, unsent_bytes));
     if let Err(e) = fitted {
-        tracing::debug!("socket buffers stay as they are: {e}");
+        tracing::debug!("cannot change the socket buffers: {e}");
     }
 }
 
@@ -249,9 +249,10 @@ fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
 fn shortfall(bytes: usize, given: (usize, usize)) -> Option<String> {
     let short = [("wmem_max", given.0), ("rmem_max", given.1)].into_iter().filter(|(_, of)| *of < 2 * bytes);
     let short: Vec<_> = short.map(|(name, of)| format!("net.core.{name} ({})", of / 2)).collect();
-    let hint = "larger ones make fewer turns: raise it to that many, or run with CAP_NET_ADMIN";
-    (!short.is_empty())
-        .then(|| format!("socket buffers of {bytes} bytes were cut short by {}; {hint}", short.join(" and ")))
+    let hint = "raise the limit, or run with CAP_NET_ADMIN: larger buffers need fewer system calls";
+    (!short.is_empty()).then(|| {
+        format!("the kernel limits socket buffers of {bytes} bytes to {}; {hint}", short.join(" and "))
+    })
 }
 
 /// Largest buffer in bytes, as asked for, that autotuning reaches. The system's limit counts a buffer
@@ -281,9 +282,9 @@ pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
         };
         let what = match e.kind() {
             io::ErrorKind::PermissionDenied => {
-                format!("{name:?} is for root; allowed to all are {}", listed("allowed"))
+                format!("{name:?} needs CAP_NET_ADMIN; without it these are allowed: {}", listed("allowed"))
             }
-            _ => format!("{name:?} is not to be had ({e}); there are {}", listed("available")),
+            _ => format!("{name:?} is not available ({e}); available: {}", listed("available")),
         };
         io::Error::new(e.kind(), what)
     })

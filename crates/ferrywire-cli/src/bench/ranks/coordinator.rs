@@ -55,7 +55,7 @@ impl Coordinator {
                 "this is {here}, which another launch has started: give each its own --rendezvous"
             )),
             Some(Some(known)) => Some(format!(
-                "this is {here}, whose rank {} is already there, on {}: two runs at one --rendezvous, or a --rank given twice",
+                "this is {here}, whose rank {} is connected already, on {}: two runs use one --rendezvous, or one --rank is given twice",
                 card.rank, known.host
             )),
             Some(None) => None,
@@ -101,7 +101,7 @@ impl Coordinator {
                 all.then(|| self.end(None))
             }
             RankMessage::Failed { blamed: Some(rank), why } if rank != from => {
-                let why = format!("{why} (so says {})", self.named(from));
+                let why = format!("{why} (reported by {})", self.named(from));
                 Some(self.fault(rank, why))
             }
             RankMessage::Failed { why, .. } => Some(self.fault(from, why)),
@@ -134,11 +134,13 @@ impl Coordinator {
                     many => format!("; {many} connections had another secret"),
                 };
                 let why = format!(
-                    "it has not come within {waited_s:.0} s (--timeout); {came} of {all} ranks are here{strangers}"
+                    "it has not connected within {waited_s:.0} s (--timeout); {came} of {all} ranks are connected{strangers}"
                 );
                 (rank, why)
             }
-            (None, Some(rank)) => (rank, format!("it has not got ready within {waited_s:.0} s (--timeout)")),
+            (None, Some(rank)) => {
+                (rank, format!("it has not reported ready within {waited_s:.0} s (--timeout)"))
+            }
             (None, None) => return None,
         };
         self.lost(rank as u32, &why)
@@ -147,7 +149,8 @@ impl Coordinator {
     /// The time for ending is over, after everything was measured: names the ranks that have not ended.
     pub fn unended(&mut self, waited_s: f64) -> Option<RankMessage> {
         let rank = self.done.iter().position(|done| !done)?;
-        let why = format!("it has not ended within {waited_s:.0} s (--timeout), though all is measured");
+        let why =
+            format!("all measurements are done, and it has not ended within {waited_s:.0} s (--timeout)");
         self.lost(rank as u32, &why)
     }
 
@@ -171,7 +174,7 @@ impl Coordinator {
         }
         if card.world_size != own.world_size {
             return Some(format!(
-                "its --world-size is {}, and that of rank 0 {}",
+                "its --world-size is {}, and --world-size of rank 0 is {}",
                 card.world_size, own.world_size
             ));
         }
@@ -180,7 +183,7 @@ impl Coordinator {
         let mut differing = names.filter(|name| own.options.get(*name) != card.options.get(*name));
         differing.next().map(|name| {
             let (theirs, ours) = (shown(card.options.get(name)), shown(own.options.get(name)));
-            format!("its --{name} is {theirs}, and that of rank 0 {ours}: give all ranks the same options")
+            format!("its --{name} is {theirs}, and rank 0 has {ours}: give all ranks the same options")
         })
     }
 
@@ -214,7 +217,7 @@ impl Coordinator {
         let first = found / half * half;
         let shown = |at: usize| kind(at).map_or_else(String::new, |memory| memory.kind().to_owned());
         let why = format!(
-            "its bytes lie in {} memory, and those of rank {first} in {}: say which with --memory and --peer-memory",
+            "its bytes lie in {} memory, and the bytes of rank {first} in {}: name one kind per half with --memory and --peer-memory",
             shown(found),
             shown(first)
         );
@@ -361,7 +364,7 @@ mod tests {
         let failed = |blamed| RankMessage::Failed { blamed, why: "it broke".to_owned() };
         assert_eq!(fault(coordinator(Pattern::Unidir, 4).take(1, failed(None))), "rank 1 (h0): it broke");
         let blamed = fault(coordinator(Pattern::Unidir, 4).take(1, failed(Some(3))));
-        assert_eq!(blamed, "rank 3 (h1): it broke (so says rank 1 on h0)");
+        assert_eq!(blamed, "rank 3 (h1): it broke (reported by rank 1 on h0)");
         let mut first = coordinator(Pattern::Unidir, 4);
         assert_eq!(fault(first.lost(2, "it is gone")), "rank 2 (h1): it is gone");
         assert!(first.take(1, failed(None)).is_none(), "the first failure is the one");
@@ -377,18 +380,22 @@ mod tests {
         let said = join(&|card| drop(card.options.insert("sizes".to_owned(), "8K".to_owned())));
         assert_eq!(
             said,
-            "rank 2 (h1): its --sizes is 8K, and that of rank 0 4K: give all ranks the same options"
+            "rank 2 (h1): its --sizes is 8K, and rank 0 has 4K: give all ranks the same options"
         );
         let said = join(&|card| drop(card.options.insert("op".to_owned(), "read".to_owned())));
-        assert!(said.contains("its --op is read, and that of rank 0 not given"), "{said}");
+        assert!(said.contains("its --op is read, and rank 0 has not given"), "{said}");
         let said = join(&|card| card.version = "2".to_owned());
         assert!(said.contains("it is ferrywire 2") && said.contains("install the same"), "{said}");
-        assert!(join(&|card| card.world_size = 8).contains("its --world-size is 8, and that of rank 0 4"));
+        assert!(
+            join(&|card| card.world_size = 8)
+                .contains("its --world-size is 8, and --world-size of rank 0 is 4")
+        );
         let mut unlike = coordinator(Pattern::Unidir, 4);
         let memory = |rank| if rank == 3 { Memory::Host } else { Memory::Cuda(rank) };
         let last = (0..4).filter_map(|rank| unlike.take(rank, place(memory(rank)))).last();
         assert!(
-            fault(last).starts_with("rank 3 (h1): its bytes lie in host memory, and those of rank 2 in cuda")
+            fault(last)
+                .starts_with("rank 3 (h1): its bytes lie in host memory, and the bytes of rank 2 in cuda")
         );
     }
 
@@ -397,7 +404,7 @@ mod tests {
         let coordinator = coordinator(Pattern::Unidir, 2);
         assert_eq!(coordinator.refuses(&card(2)), None);
         let twice = coordinator.refuses(&card(1)).expect("it is there");
-        assert!(twice.contains("rank 0 of a run of 4 on h0, whose rank 1 is already there"), "{twice}");
+        assert!(twice.contains("rank 0 of a run of 4 on h0, whose rank 1 is connected already"), "{twice}");
         let beyond = coordinator.refuses(&Card { rank: 7, ..card(3) }).expect("no such rank");
         assert!(beyond.contains("has no rank 7"), "{beyond}");
         let other = coordinator.refuses(&Card { job: Some("k".to_owned()), ..card(3) }).expect("another run");
@@ -419,10 +426,9 @@ mod tests {
     fn who_does_not_end_is_named() {
         let mut coordinator = coordinator(Pattern::Unidir, 4);
         assert!([0, 1, 3].iter().all(|rank| coordinator.take(*rank, RankMessage::Done).is_none()));
-        assert!(
-            fault(coordinator.unended(30.0))
-                .starts_with("rank 2 (h1): it has not ended within 30 s (--timeout)")
-        );
+        assert!(fault(coordinator.unended(30.0)).starts_with(
+            "rank 2 (h1): all measurements are done, and it has not ended within 30 s (--timeout)"
+        ));
         assert!(coordinator.unended(31.0).is_none(), "the first failure is the one");
     }
 
@@ -430,11 +436,11 @@ mod tests {
     fn the_first_that_is_missing_is_named() {
         assert_eq!(
             fault(coordinator(Pattern::Unidir, 3).late(9.6, 1)),
-            "rank 3: it has not come within 10 s (--timeout); 3 of 4 ranks are here; 1 connection had another secret"
+            "rank 3: it has not connected within 10 s (--timeout); 3 of 4 ranks are connected; 1 connection had another secret"
         );
-        assert!(fault(coordinator(Pattern::Unidir, 2).late(9.6, 0)).ends_with("2 of 4 ranks are here"));
+        assert!(fault(coordinator(Pattern::Unidir, 2).late(9.6, 0)).ends_with("2 of 4 ranks are connected"));
         let mut unready = coordinator(Pattern::Unidir, 4);
         assert!(unready.take(0, place(Memory::Host)).is_none());
-        assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): it has not got ready"));
+        assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): it has not reported ready"));
     }
 }

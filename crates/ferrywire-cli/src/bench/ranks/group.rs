@@ -377,7 +377,7 @@ impl Group {
             match link.hear_soon() {
                 Ok(None) => {}
                 Ok(Some(Message::Rank(word))) => self.apply(*word),
-                Ok(Some(_)) => return self.rank_0_is_gone(&link.strange("no word of a rank")),
+                Ok(Some(_)) => return self.rank_0_is_gone(&link.strange("expected a message of a rank")),
                 Err(failure) => return self.rank_0_is_gone(&failure),
             }
             if self.lock().over.is_some() {
@@ -419,7 +419,7 @@ impl Group {
             },
             Ok(_) => {
                 let why =
-                    "this is where the ranks of a run meet, no serve: connect to another port".to_owned();
+                    "this port is the rendezvous of ranks, not a serve: connect to another port".to_owned();
                 return link.tell_last(&Message::Refused { why });
             }
             Err(_) => return,
@@ -451,7 +451,7 @@ impl Group {
             match link.hear_soon() {
                 Ok(None) => {}
                 Ok(Some(Message::Rank(word))) => self.hear(rank, *word),
-                Ok(Some(_)) => return self.is_gone(rank, &link.strange("no word of a rank")),
+                Ok(Some(_)) => return self.is_gone(rank, &link.strange("expected a message of a rank")),
                 Err(failure) => return self.is_gone(rank, &failure),
             }
         }

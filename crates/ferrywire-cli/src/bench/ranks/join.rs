@@ -31,7 +31,7 @@ pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoin
     builder.build().map_err(|error| match error {
         Error::Invalid { .. } => Failure::Usage(error.to_string()),
         Error::Io { .. } if listens => Failure::failed(format!(
-            "cannot wait for the other ranks at {}: {error}\nlikely: another run does; try: another port with --rendezvous \
+            "cannot wait for the other ranks at {}: {error}\nlikely: another run waits there; try: another port with --rendezvous \
              ADDR:PORT, the same for all ranks",
             plan.listen
         )),

@@ -75,7 +75,9 @@ impl RanksPlan {
         let port = local_rank.and_then(|local_rank| self.listen.port().checked_add(local_rank));
         let none = || {
             let (port, local_rank) = (self.listen.port(), self.ranks.local_rank);
-            Failure::Usage(format!("--rendezvous: port {port} + local rank {local_rank} is no port"))
+            Failure::Usage(format!(
+                "--rendezvous: port {port} + local rank {local_rank} exceeds 65535: use a smaller port"
+            ))
         };
         Ok(SocketAddr::new(self.listen.ip(), port.ok_or_else(none)?))
     }
@@ -137,7 +139,7 @@ impl Serving<'_> {
                 Ok(peer) => attend(peer)?,
                 Err(ConnectError::Stalled { .. }) if since.elapsed() < limit => {}
                 Err(ConnectError::Stalled { .. }) => {
-                    let why = format!("it has not connected within {:.0} s", limit.as_secs_f64());
+                    let why = format!("no connection within {:.0} s", limit.as_secs_f64());
                     let failure = Failure::failed(why);
                     self.group.fail(Some(missing), &failure);
                     return Err(failure);
@@ -179,17 +181,17 @@ impl Serving<'_> {
     fn admit(&self, link: &Link) -> Outcome<usize> {
         let Hello { run_id, member, version, .. } = match link.hear()? {
             Message::Hello(hello) => *hello,
-            _ => return Err(link.strange("no greeting")),
+            _ => return Err(link.strange("expected a greeting")),
         };
         if (version, &run_id) != (protocol::VERSION, &self.run_id) {
             return Err(Failure::failed(
-                "a rank of another run serves here: do two runs share a --rendezvous?",
+                "a rank of another run serves here: give each run its own --rendezvous",
             ));
         }
         let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
         match came.get_mut(member) {
             Some(came) if !*came => *came = true,
-            _ => return Err(Failure::failed(format!("peer {member} of this run is already here"))),
+            _ => return Err(Failure::failed(format!("peer {member} of this run is connected already"))),
         }
         self.barrier.join();
         Ok(member)
