@@ -65,7 +65,7 @@ impl<T: Object> Handles<T> {
             None => {
                 let slot = u32::try_from(slots.list.len());
                 slots.list.push(Slot { generation: 0, value: None });
-                slot.map_err(|_| Failure::usage(format!("too many of {}: free some", T::NAME)))?
+                slot.map_err(|_| Failure::usage(format!("too many objects of type {}: free some", T::NAME)))?
             }
         };
         let place = &mut slots.list[slot as usize];
@@ -109,7 +109,7 @@ pub(crate) fn new<T: Object>(value: T) -> Result<*mut T, Failure> {
 /// `place` is null or valid for writing a handle.
 pub(crate) unsafe fn place<T: Object>(place: *mut *mut T) -> Result<Out<*mut T>, Failure> {
     // SAFETY: by the caller's promise.
-    let out = unsafe { Out::new(&format!("the place for a {}", T::NAME), place) }?;
+    let out = unsafe { Out::new(&format!("the output pointer for a {}", T::NAME), place) }?;
     out.put(std::ptr::null_mut());
     Ok(out)
 }
@@ -138,7 +138,7 @@ fn not_one<T: Object>(handle: *const T) -> Failure {
     if handle.is_null() {
         Failure::usage(format!("the {} is NULL", T::NAME))
     } else {
-        Failure::usage(format!("{handle:p} is no {}, or was freed", T::NAME))
+        Failure::usage(format!("{handle:p} is not a {}, or was freed", T::NAME))
     }
 }
 

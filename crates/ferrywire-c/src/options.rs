@@ -151,5 +151,5 @@ pub extern "C" fn ferrywire_options_peer_timeout_ms(options: *mut Options, milli
 }
 
 pub(crate) fn parse_address(text: &str) -> Result<SocketAddr, Failure> {
-    text.parse().map_err(|_| Failure::usage(format!("\"{text}\" is no address: give ip:port")))
+    text.parse().map_err(|_| Failure::usage(format!("\"{text}\" is not an address: expected ip:port")))
 }

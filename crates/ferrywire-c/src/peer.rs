@@ -300,7 +300,7 @@ impl Inbox {
                 // The next notification belongs to the caller that waits for the engine.
                 return Ok(FERRYWIRE_PENDING);
             } else if left.is_zero() {
-                let what = format!("a notification from {}, for which another thread waits too", peer.name());
+                let what = format!("a notification from {} (another thread waits for one too)", peer.name());
                 return Err(ferrywire::Error::Stalled {
                     what,
                     peer: Some(peer.name()),

@@ -106,7 +106,7 @@ pub(crate) fn call(body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
 
 fn panicked(panic: &(dyn Any + Send)) -> Failure {
     let words = panic.downcast_ref::<&str>().copied();
-    let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no words");
+    let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no message");
     Failure {
         status: FERRYWIRE_ERROR_INTERNAL,
         text: format!("internal error, please report: panicked: {words}"),
@@ -137,11 +137,13 @@ pub(crate) unsafe fn array<'a, T>(what: &str, from: *const T, count: usize) -> R
         return Ok(&[]);
     }
     if from.is_null() {
-        return Err(Failure::usage(format!("{what} is NULL, and {count} of it are announced")));
+        return Err(Failure::usage(format!("{what} is NULL, and its count is {count}")));
     }
     if !from.is_aligned() || count.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > isize::MAX as usize)
     {
-        return Err(Failure::usage(format!("{what}: {count} values cannot lie at {from:p}")));
+        return Err(Failure::usage(format!(
+            "{what}: {from:p} is misaligned, or {count} values exceed the address space"
+        )));
     }
     // SAFETY: by the caller's promise; alignment and size were checked.
     Ok(unsafe { std::slice::from_raw_parts(from, count) })
@@ -164,7 +166,7 @@ impl<T> Out<T> {
     /// `place` is null or valid for writing during the call.
     pub unsafe fn new(what: &str, place: *mut T) -> Result<Out<T>, Failure> {
         if place.is_null() || !place.is_aligned() {
-            Err(Failure::usage(format!("{what} is NULL or misaligned, and a value is to be put there")))
+            Err(Failure::usage(format!("{what} is NULL or misaligned: give a valid pointer")))
         } else {
             Ok(Out(place))
         }
@@ -200,7 +202,8 @@ pub(crate) unsafe fn copy_out(
     // SAFETY: by the caller's promise.
     unsafe { put_if_wanted(told, from.len()) };
     if from.len() > capacity || (to.is_null() && !from.is_empty()) {
-        let text = format!("{} bytes do not fit into a buffer of {capacity}", from.len());
+        let text =
+            format!("the value has {} bytes and the buffer {capacity}: give a larger buffer", from.len());
         return Err(Failure { status: FERRYWIRE_ERROR_TOO_SMALL, text });
     }
     if !from.is_empty() {

@@ -17,29 +17,29 @@ static void release(void *context) {
 
 static void nulls(struct pair pair) {
     char room[64];
-    USAGE(ferrywire_options_new(NULL), "the place for a ferrywire_options is NULL");
+    USAGE(ferrywire_options_new(NULL), "the output pointer for a ferrywire_options is NULL");
     USAGE(ferrywire_options_listen(NULL, "127.0.0.1:0"), "the ferrywire_options is NULL");
     ferrywire_options *options;
     OK(ferrywire_options_new(&options));
     USAGE(ferrywire_options_listen(options, NULL), "the address is NULL");
-    USAGE(ferrywire_options_listen(options, "nowhere"), "\"nowhere\" is no address");
+    USAGE(ferrywire_options_listen(options, "nowhere"), "\"nowhere\" is not an address");
     USAGE(ferrywire_options_label(options, "\xff\xfe"), "the label is not UTF-8");
-    USAGE(ferrywire_options_secret(options, NULL, 9), "the secret is NULL, and 9 of it");
+    USAGE(ferrywire_options_secret(options, NULL, 9), "the secret is NULL, and its count is 9");
     OK(ferrywire_options_secret(options, "short", 5));
     ferrywire_endpoint *endpoint = (ferrywire_endpoint *)&endpoint;
     USAGE(ferrywire_endpoint_open(options, &endpoint), "secret: must be at least");
     CHECK(endpoint == NULL);
     USAGE(ferrywire_endpoint_open(options, NULL), "NULL");
     OK(ferrywire_options_free(options));
-    USAGE(ferrywire_endpoint_open(options, &endpoint), "is no ferrywire_options, or was freed");
+    USAGE(ferrywire_endpoint_open(options, &endpoint), "is not a ferrywire_options, or was freed");
 
     USAGE(ferrywire_endpoint_close(NULL, 0), "NULL");
     USAGE(ferrywire_endpoint_identity(NULL, room, 16), "NULL");
-    FAILS(ferrywire_endpoint_identity(pair.ends[0], room, 15), FERRYWIRE_ERROR_TOO_SMALL, "16 bytes do not fit");
-    FAILS(ferrywire_endpoint_identity(pair.ends[0], NULL, 16), FERRYWIRE_ERROR_TOO_SMALL, "do not fit");
+    FAILS(ferrywire_endpoint_identity(pair.ends[0], room, 15), FERRYWIRE_ERROR_TOO_SMALL, "the value has 16 bytes and the buffer 15");
+    FAILS(ferrywire_endpoint_identity(pair.ends[0], NULL, 16), FERRYWIRE_ERROR_TOO_SMALL, "give a larger buffer");
     USAGE(ferrywire_endpoint_address(pair.ends[0], room, sizeof room, NULL), "does not listen");
     size_t bytes = 0;
-    FAILS(ferrywire_endpoint_metadata(pair.ends[1], NULL, 0, &bytes), FERRYWIRE_ERROR_TOO_SMALL, "do not fit");
+    FAILS(ferrywire_endpoint_metadata(pair.ends[1], NULL, 0, &bytes), FERRYWIRE_ERROR_TOO_SMALL, "give a larger buffer");
     CHECK(bytes > 16);
     OK(ferrywire_endpoint_progress(pair.ends[0], NULL));
 
@@ -63,7 +63,7 @@ static void nulls(struct pair pair) {
     size_t first = 77;
     ferrywire_transfer *none = NULL, *notes[2];
     USAGE(ferrywire_transfer_wait_any(NULL, 0, 0, 0, &first), "transfers: there are none: give one at least");
-    USAGE(ferrywire_transfer_wait_any(NULL, 2, 0, 0, &first), "transfers is NULL, and 2 of it");
+    USAGE(ferrywire_transfer_wait_any(NULL, 2, 0, 0, &first), "transfers is NULL, and its count is 2");
     USAGE(ferrywire_transfer_wait_any(&none, 1, 0, 0, &first), "the ferrywire_transfer is NULL");
     OK(ferrywire_notify(pair.near, "a", 1, &notes[0]));
     OK(ferrywire_notify(pair.far, "b", 1, &notes[1]));
@@ -115,8 +115,8 @@ static void memory(struct pair pair) {
     USAGE(ferrywire_write(pair.near, other, 0, remote, 0, 1, NULL, 0, &transfer), "another endpoint");
     USAGE(ferrywire_write(pair.near, region, 0, mine, 0, 1, NULL, 0, &transfer), "belongs to endpoint");
     USAGE(ferrywire_write(pair.near, region, 0, remote, 0, 1, "", 0, &transfer), "empty");
-    USAGE(ferrywire_write((ferrywire_peer *)region, region, 0, remote, 0, 1, NULL, 0, NULL), "is no ferrywire_peer");
-    USAGE(ferrywire_write(pair.near, (ferrywire_region *)bytes, 0, remote, 0, 1, NULL, 0, NULL), "is no ferrywire_region");
+    USAGE(ferrywire_write((ferrywire_peer *)region, region, 0, remote, 0, 1, NULL, 0, NULL), "is not a ferrywire_peer");
+    USAGE(ferrywire_write(pair.near, (ferrywire_region *)bytes, 0, remote, 0, 1, NULL, 0, NULL), "is not a ferrywire_region");
     USAGE(ferrywire_write(pair.near, (ferrywire_region *)(intptr_t)-1, 0, remote, 0, 1, NULL, 0, NULL), "is no");
     static char large[FERRYWIRE_NOTIFICATION_BYTES_MAX];
     USAGE(ferrywire_notify(pair.near, large, sizeof large, &transfer), "at most");
@@ -127,8 +127,8 @@ static void memory(struct pair pair) {
     USAGE(ferrywire_blocks_new(region, remote, here, there, NULL, 10, 3, &blocks), "block 2: its remote offset is -20");
     USAGE(ferrywire_blocks_new(region, remote, here, here, odd, 0, 3, &blocks), "block 2: bytes 20..3020 are outside");
     USAGE(ferrywire_blocks_new(region, remote, NULL, here, NULL, 1, 3, &blocks), "local_offsets is NULL");
-    USAGE(ferrywire_blocks_new(region, remote, (int64_t *)(bytes + 1), here, NULL, 1, 3, &blocks), "cannot lie at");
-    USAGE(ferrywire_blocks_new(region, remote, here, here, NULL, 1, SIZE_MAX, &blocks), "cannot lie at");
+    USAGE(ferrywire_blocks_new(region, remote, (int64_t *)(bytes + 1), here, NULL, 1, 3, &blocks), "is misaligned");
+    USAGE(ferrywire_blocks_new(region, remote, here, here, NULL, 1, SIZE_MAX, &blocks), "values exceed the address space");
     USAGE(ferrywire_blocks_join(NULL, 0, &blocks), "none were given");
     OK(ferrywire_blocks_new(region, remote, here, here, NULL, 10, 3, &blocks));
     const ferrywire_blocks *lists[2] = {blocks, NULL};
