@@ -39,7 +39,7 @@ fn the_end_whose_connect_fails_hears_why_from_the_other_one() {
 }
 
 #[test]
-fn an_accept_that_does_not_return_is_named_within_the_deadline() {
+fn an_accept_that_does_not_return_is_named_within_the_timeout() {
     let error = demo("dp_manager=hang", "--timeout 4");
     says(&error, &["accept has not ended after 3 s", "(lo) has not returned for"]);
 }

@@ -190,7 +190,7 @@ fn a_plugin_that_ends_the_process_is_reported_not_followed() {
 }
 
 #[test]
-fn a_plugin_that_hangs_is_ended_at_the_deadline() {
+fn a_plugin_that_hangs_is_ended_at_the_timeout() {
     let said = refused(&broken("INIT_HANGS"), "--timeout 3");
     let pid = said
         .strip_prefix(

@@ -191,7 +191,7 @@ fn addresses<'a>(of: impl IntoIterator<Item = &'a TcpListener>) -> Vec<SocketAdd
 
 /// Eight addresses that take the time of each: behind them nobody is reached any more.
 #[test]
-fn one_deadline_is_for_all_addresses_of_an_endpoint() {
+fn one_timeout_is_for_all_addresses_of_an_endpoint() {
     let (accepting, connecting, dead) = (listening(), listening(), dead(8));
     let mut all = addresses(&dead);
     all.push(accepting.listen_addresses()[0]);

@@ -154,7 +154,7 @@ fn closes(peer: &Peer) {
 }
 
 /// Whoever has less time than another who closes the same peer does not break it off: the other side is told.
-pub fn the_earliest_deadline_of_a_close_counts(world: &mut impl World) {
+pub fn the_earliest_timeout_of_a_close_counts(world: &mut impl World) {
     let (near, far, sent) = pair_with_a_message_under_way(world);
     let end = world.end(0);
     let both = || {

@@ -154,7 +154,7 @@ scenarios! {
         endpoint_closed_with_work_under_way,
         a_peer_that_leaves_before_the_end_is_told_by_close,
         an_endpoint_tells_of_a_peer_that_left_before_the_end,
-        the_earliest_deadline_of_a_close_counts,
+        the_earliest_timeout_of_a_close_counts,
     };
     both(10): gpu::{
         many_places_at_once,

@@ -157,7 +157,7 @@ fn a_closed_endpoint_says_so_to_whoever_looks_for_peers() {
 }
 
 #[test]
-fn a_deadline_beyond_all_clocks_is_a_far_one() {
+fn a_timeout_beyond_all_clocks_is_a_far_one() {
     let builders = builders(1, |_| Endpoint::builder().listen(loopback(0)));
     let there = Orchestrator::start(builders, Duration::MAX).expect("it starts");
     let here = connecting(1);
