@@ -12,7 +12,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::registry;
 use crate::sample::ProcessSample;
@@ -21,7 +21,7 @@ const PREFIX: &str = "ferrywire-";
 /// Longest time that a reader may take for an answer, and that `watch` waits for one.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest answer that a reader accepts, in bytes.
-const ANSWER_BYTES_MAX: u64 = 64 << 20;
+const ANSWER_BYTES_MAX: usize = 64 << 20;
 /// Pause after an error of `accept`.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -101,8 +101,21 @@ fn answer(mut stream: &UnixStream) -> io::Result<()> {
     if reader != user() && reader != 0 {
         return Ok(());
     }
-    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
-    stream.write_all(&serde_json::to_vec(&registry::process())?)
+    let end = Instant::now() + ANSWER_TIMEOUT;
+    let answer = serde_json::to_vec(&registry::process())?;
+    let mut rest = &answer[..];
+    while !rest.is_empty() {
+        stream.set_write_timeout(Some(left(end)?))?;
+        let written = stream.write(rest)?;
+        rest = &rest[written..];
+    }
+    Ok(())
+}
+
+/// The time until `end`, for one call.
+fn left(end: Instant) -> io::Result<Duration> {
+    let left = end.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
 /// A process that has a socket and did not answer.
@@ -155,9 +168,18 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
 }
 
 fn read(path: &Path) -> io::Result<ProcessSample> {
-    let stream = connect(path)?;
-    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
-    let mut bytes = Vec::new();
-    stream.take(ANSWER_BYTES_MAX).read_to_end(&mut bytes)?;
-    Ok(serde_json::from_slice(&bytes)?)
+    let mut stream = connect(path)?;
+    let end = Instant::now() + ANSWER_TIMEOUT;
+    let (mut bytes, mut part) = (Vec::new(), [0; 64 << 10]);
+    loop {
+        stream.set_read_timeout(Some(left(end)?))?;
+        let got = stream.read(&mut part)?;
+        if got == 0 {
+            return Ok(serde_json::from_slice(&bytes)?);
+        }
+        bytes.extend_from_slice(&part[..got]);
+        if bytes.len() > ANSWER_BYTES_MAX {
+            return Err(io::Error::other(format!("its answer is longer than {ANSWER_BYTES_MAX} bytes")));
+        }
+    }
 }

@@ -1,11 +1,12 @@
 //! `ferrywire watch`: what it sees of other processes.
 
+use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::{GRACE, Serve, ferrywire, json, run, text};
+use crate::common::{GRACE, Serve, ferrywire, json, run, run_within, text};
 
 /// The process with this id, in the output of `watch --once --json`.
 fn watched(pid: u32) -> Option<Value> {
@@ -60,6 +61,32 @@ fn none_is_said_and_is_no_failure() {
     let output = command.output().expect("unshare runs");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert!(text(&output.stdout).starts_with("no process of this user uses ferrywire now"));
+}
+
+/// Another program of the user may have a socket there that never stops to answer.
+#[test]
+fn an_answer_without_an_end_is_an_error_of_that_process_alone() {
+    let _serve = Serve::start("--memory host");
+    let user = std::fs::metadata("/proc/self")
+        .map(|found| std::os::unix::fs::MetadataExt::uid(&found))
+        .expect("a user");
+    let path = format!("/tmp/ferrywire-{user}/endless-{}.sock", std::process::id());
+    let listener = UnixListener::bind(&path).expect("the folder is there");
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().map_while(Result::ok) {
+            std::thread::spawn(move || {
+                while std::io::Write::write_all(&mut stream, b" ").is_ok() {
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            });
+        }
+    });
+    let output = run_within(Duration::from_secs(10), &mut ferrywire("watch --once --json --interval 0.1"));
+    std::fs::remove_file(&path).expect("it is still there");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let unread = json(&output)["unread"].as_array().expect("a list").clone();
+    let of_path = unread.iter().find(|failure| failure["socket"] == path.as_str()).expect("it is told");
+    assert!(of_path["error"].as_str().is_some_and(|why| !why.is_empty()), "{of_path}");
 }
 
 /// Runs the command in a terminal, interrupts it and prints what the terminal got.
