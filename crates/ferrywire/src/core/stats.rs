@@ -21,16 +21,22 @@ struct Path {
 /// Backlog of a channel that is down, or whose lane is not ready at the peer.
 pub(crate) const NO_BACKLOG: u64 = u64::MAX;
 
+/// What the kernel told last about the current connection.
+#[derive(Default)]
+struct HealthCounters {
+    rtt_us: AtomicU64,
+    mss_bytes: AtomicU32,
+    retransmits: AtomicU32,
+    congestion_window_bytes: AtomicU64,
+    unsent_bytes: AtomicU32,
+}
+
 /// Counters of one channel, over all its connections.
 #[derive(Default)]
 pub(crate) struct ChannelCounters {
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
-    pub rtt_us: AtomicU64,
-    pub mss_bytes: AtomicU32,
-    retransmits: AtomicU32,
-    congestion_window_bytes: AtomicU64,
-    unsent_bytes: AtomicU32,
+    health: HealthCounters,
     send_buffer_bytes: AtomicUsize,
     receive_buffer_bytes: AtomicUsize,
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
@@ -140,11 +146,11 @@ impl ChannelCounters {
 
     /// The path's RTT and MSS change while a connection runs.
     pub fn note_health(&self, health: &PathHealth) {
-        self.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
-        self.mss_bytes.store(health.mss_bytes, Ordering::Relaxed);
-        self.retransmits.store(health.retransmits, Ordering::Relaxed);
-        self.congestion_window_bytes.store(health.congestion_window_bytes, Ordering::Relaxed);
-        self.unsent_bytes.store(health.unsent_bytes, Ordering::Relaxed);
+        self.health.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
+        self.health.mss_bytes.store(health.mss_bytes, Ordering::Relaxed);
+        self.health.retransmits.store(health.retransmits, Ordering::Relaxed);
+        self.health.congestion_window_bytes.store(health.congestion_window_bytes, Ordering::Relaxed);
+        self.health.unsent_bytes.store(health.unsent_bytes, Ordering::Relaxed);
     }
 
     /// The kernel may resize socket buffers while a connection runs.
@@ -180,10 +186,10 @@ impl ChannelCounters {
             tx_bytes: stats.sent_bytes,
             rx_bytes: stats.received_bytes,
             reconnects: u64::from(stats.generation),
-            retransmits: u64::from(self.retransmits.load(Ordering::Relaxed)),
+            retransmits: u64::from(self.health.retransmits.load(Ordering::Relaxed)),
             rtt_s: stats.rtt.as_secs_f64(),
-            congestion_window_bytes: self.congestion_window_bytes.load(Ordering::Relaxed),
-            send_queue_bytes: u64::from(self.unsent_bytes.load(Ordering::Relaxed)),
+            congestion_window_bytes: self.health.congestion_window_bytes.load(Ordering::Relaxed),
+            send_queue_bytes: u64::from(self.health.unsent_bytes.load(Ordering::Relaxed)),
             in_flight_bytes: self.in_flight(),
             staging,
         })
@@ -199,8 +205,8 @@ impl ChannelCounters {
             alive: self.alive.load(Ordering::Relaxed),
             sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
             received_bytes: self.received_bytes.load(Ordering::Relaxed),
-            rtt: Duration::from_micros(self.rtt_us.load(Ordering::Relaxed)),
-            mss_bytes: self.mss_bytes.load(Ordering::Relaxed),
+            rtt: Duration::from_micros(self.health.rtt_us.load(Ordering::Relaxed)),
+            mss_bytes: self.health.mss_bytes.load(Ordering::Relaxed),
             send_buffer_bytes: self.send_buffer_bytes.load(Ordering::Relaxed),
             receive_buffer_bytes: self.receive_buffer_bytes.load(Ordering::Relaxed),
             congestion_control: path.congestion_control,
