@@ -26,5 +26,15 @@ pub use registry::{
     set_face,
 };
 pub use sample::{ChannelSample, KindSample, PeerSample, ProcessSample, StagingSample};
-pub use server::{MetricsError, next_to, serve, serve_by_environment};
+pub use server::{MetricsError, next_to, serve};
 pub use text::render;
+
+/// Makes this process visible to `ferrywire watch`, and serves metrics where `FERRYWIRE_METRICS` says so. Later calls in one
+/// process do nothing.
+///
+/// # Errors
+/// [`MetricsError::NotAnAddress`] if the variable holds no address.
+pub fn start() -> Result<(), MetricsError> {
+    local::start();
+    server::serve_by_environment()
+}

@@ -9,7 +9,6 @@ use std::time::Duration;
 
 use prometheus::{Histogram, HistogramOpts, HistogramVec, exponential_buckets};
 
-use crate::local;
 use crate::sample::{PeerSample, ProcessSample};
 
 /// Name under which the counts of peers that are gone are summed.
@@ -67,12 +66,9 @@ fn sources() -> MutexGuard<'static, Sources> {
 
 /// Adds a source. Its counters are part of all samples until it is dropped.
 pub fn register(source: Weak<dyn Source>) {
-    {
-        let mut sources = sources();
-        sources.live.retain(|each| each.strong_count() > 0);
-        sources.live.push(source);
-    }
-    local::start();
+    let mut sources = sources();
+    sources.live.retain(|each| each.strong_count() > 0);
+    sources.live.push(source);
 }
 
 /// Keeps the counts of a source that is being dropped.

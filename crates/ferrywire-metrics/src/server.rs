@@ -126,7 +126,7 @@ fn listen(address: SocketAddr, next: bool) -> Result<TcpListener, MetricsError> 
 ///
 /// # Errors
 /// [`MetricsError::NotAnAddress`] if the variable holds no address.
-pub fn serve_by_environment() -> Result<(), MetricsError> {
+pub(crate) fn serve_by_environment() -> Result<(), MetricsError> {
     let Some(text) = std::env::var(VARIABLE).ok().filter(|text| !text.is_empty()) else { return Ok(()) };
     match serve(&text) {
         Ok(None) => Ok(()),

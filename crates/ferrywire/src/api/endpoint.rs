@@ -93,8 +93,7 @@ impl Endpoint {
         backend: Option<SharedBackend>,
         no_backend: Option<String>,
     ) -> Result<Endpoint> {
-        ferrywire_metrics::serve_by_environment()
-            .map_err(|error| Error::invalid("FERRYWIRE_METRICS", error.to_string()))?;
+        ferrywire_metrics::start().map_err(|error| Error::invalid("FERRYWIRE_METRICS", error.to_string()))?;
         let identity = Identity(random_bytes().map_err(|error| Error::io("random bytes", &error))?);
         let listeners = listening::listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
