@@ -173,7 +173,7 @@ fn a_secret_may_be_any_bytes() {
 fn listening_on_loopback_says_so() {
     let mut serve = Serve::start("");
     let said = crate::common::read_line(&mut serve.stdout);
-    assert!(said.contains("other hosts cannot reach it") && said.contains("--listen"), "{said}");
+    assert!(said.contains("other hosts cannot reach loopback") && said.contains("--listen"), "{said}");
 }
 
 #[test]
