@@ -1,7 +1,7 @@
 //! `ferrywire report`: shows stored results of `bench --json` as a page or as a table, several runs side by side.
 //!
 //! Reading order: [`load`] (files to runs), [`compare`] (which results of which runs belong together), [`text`] (the
-//! table), [`page`] and [`plot`] (the page), [`write`] (the page's file).
+//! table), [`page`] and [`plot`] (the page), [`mod@write`] (the page's file).
 //!
 //! Invariant: every text of a file is sanitized when it is loaded, and the page escapes it.
 
