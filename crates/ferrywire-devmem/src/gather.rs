@@ -245,12 +245,13 @@ fn follows(last: &Fragment, next: &Fragment) -> bool {
 mod tests {
     use super::*;
     use ferrywire_memory::cuda::CudaError;
-    use ferrywire_memory::unpack::recorder::{Recorder, Seen, Waiting};
+    use ferrywire_memory::unpack::recorder::{Recorder, Seen, Waiting, one_at_a_time};
     use std::sync::{Arc, Mutex};
 
     /// Regression: the requested copy was refused although its memory was valid.
     #[test]
     fn a_message_whose_memory_is_gone_fails_alone() {
+        let _alone = one_at_a_time();
         let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
         let mut gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), UnpackMode::Kernel).unwrap();
         let fragments = [Fragment { source: 10, bytes: 4, target: 0 }];
@@ -271,6 +272,7 @@ mod tests {
 
     #[test]
     fn nothing_is_copied_without_a_kernel_either_where_memory_is_gone() {
+        let _alone = one_at_a_time();
         let _waiting = Waiting::new();
         for mode in [UnpackMode::Kernel, UnpackMode::Copy] {
             let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
@@ -292,6 +294,7 @@ mod tests {
 
     #[test]
     fn what_was_begun_before_a_stream_waits_and_is_launched_after_goes_without_a_kernel() {
+        let _alone = one_at_a_time();
         let seen = Arc::new(Mutex::new(Seen::default()));
         let mut gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), UnpackMode::Kernel).unwrap();
         let fragments =

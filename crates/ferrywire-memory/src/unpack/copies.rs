@@ -144,12 +144,13 @@ mod tests {
     use crate::cuda::CudaError;
     use crate::sim::SimGpu;
     use crate::unpack::SimQueue;
-    use crate::unpack::recorder::{Recorder, Seen, Waiting};
+    use crate::unpack::recorder::{Recorder, Seen, Waiting, one_at_a_time};
     use ferrywire_sys::rng::Rng;
     use std::sync::{Arc, Mutex};
 
     #[test]
     fn copies_are_the_same_as_fragments_however_far_apart() {
+        let _alone = one_at_a_time();
         let mut rng = Rng::new(3);
         for _ in 0..2000 {
             let within = [100, 1 << 31, 1 << 32, 1 << 34, 1 << 46][rng.below(5) as usize];
@@ -179,6 +180,7 @@ mod tests {
 
     #[test]
     fn while_a_stream_waits_copies_are_no_kernel() {
+        let _alone = one_at_a_time();
         let seen = Arc::new(Mutex::new(Seen::default()));
         let mut queue = CopyQueue::new(Box::new(Recorder(seen.clone())));
         let copies = [0, 1, 2, 3].map(|k| GpuCopy { source: k * 10, target: 1000 + k * 10, bytes: 9 });
@@ -195,6 +197,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_gone_is_not_copied_with_or_without_a_kernel() {
+        let _alone = one_at_a_time();
         let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
         let mut queue = CopyQueue::new(Box::new(Recorder(seen.clone())));
         let there = GpuCopy { source: 5000, target: 5500, bytes: 4 };
@@ -215,6 +218,7 @@ mod tests {
 
     #[test]
     fn batches_of_every_length_are_copied_one_after_the_other() {
+        let _alone = one_at_a_time();
         let gpu = SimGpu::open(9).unwrap();
         let (from, to) = (gpu.alloc(9000, 4096).unwrap(), gpu.alloc(9000, 4096).unwrap());
         let bytes: Vec<u8> = (0..9000).map(|k| (k * 7 / 3) as u8).collect();

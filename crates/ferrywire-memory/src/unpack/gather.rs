@@ -426,7 +426,7 @@ fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::recorder::{Recorder, Seen, Waiting};
+    use super::super::recorder::{Recorder, Seen, Waiting, one_at_a_time};
     use super::super::table::{METADATA_BYTES, Metadata};
     use super::super::{Extent, FRAGMENTS_PER_SLOT_MAX};
     use super::*;
@@ -485,6 +485,7 @@ mod tests {
 
     #[test]
     fn a_message_whose_memory_is_gone_fails_alone_in_every_mode() {
+        let _alone = one_at_a_time();
         for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
             into_the_gone_one(mode);
         }
@@ -495,6 +496,7 @@ mod tests {
     /// Until then the first launch reads the plugin's pages.
     #[test]
     fn memory_that_goes_between_two_launches_is_told_of_when_the_first_is_done() {
+        let _alone = one_at_a_time();
         let (mut gather, seen, _table) = scene(UnpackMode::Copy);
         seen.lock().unwrap().memory = Some(5000..8000);
         for slot in [0, 1] {

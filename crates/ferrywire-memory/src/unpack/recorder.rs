@@ -6,7 +6,13 @@ use crate::error::{Error, Result};
 use crate::sim::MappedBuffer;
 use crate::{GpuCopy, MemoryLocation};
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Lets one test at a time record: a [`Waiting`] stream changes what every queue of the process does.
+pub fn one_at_a_time() -> MutexGuard<'static, ()> {
+    static LOCK: Mutex<()> = Mutex::new(());
+    LOCK.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The recorded calls, and how much of the work counts as done.
 #[derive(Debug, Default)]
