@@ -109,7 +109,7 @@ fn the_first_connect_and_accept_give_null_though_the_attempt_has_ended_by_then()
 
 #[test]
 fn a_handle_uses_88_bytes_and_leaves_the_rest() {
-    case!("").with("NCCL_SOCKET_N64", "2").with("NCCL_NSOCKS_PERTHREAD", "3").passes(|| {
+    case!("").with("NCCL_SOCKET_NTHREADS", "2").with("NCCL_NSOCKS_PERTHREAD", "3").passes(|| {
         let plugin = Plugin::start();
         let mut handle = Handle([0xAA; 128]);
         plugin.listen(0, &mut handle).unwrap();
