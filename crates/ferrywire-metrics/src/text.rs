@@ -2,6 +2,8 @@
 //!
 //! Units are seconds and bytes. Label values are NICs, connected peers, kinds and stages, so their number is bounded by
 //! the number of connected peers and NICs.
+//! Invariant: each metric has help, a type and a base unit, and `docs/metrics.md` has its name.
+//! Read next: `sample.rs`, what is rendered.
 
 use prometheus::core::Collector;
 use prometheus::proto::MetricFamily;
