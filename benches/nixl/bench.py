@@ -42,7 +42,7 @@ class Memory:
 
         self.numpy, self.size, self.device = numpy, size, device
         if kind == "VRAM":
-            sys.path.insert(0, str(HERE.parents[2] / "crates/ferrywire-nixl/tests/python"))
+            sys.path.insert(0, str(HERE.parents[2] / "crates/ferrywire-nixl/tests/nixl/python"))
             import cuda
 
             self.gpu, self.pages = cuda.Memory(size, device), None

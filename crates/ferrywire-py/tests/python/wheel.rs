@@ -1,16 +1,14 @@
 //! Installs as users do: `pip install .` in a clone, then the command, the module and the NCCL plugin, in an environment
 //! without other packages; a source distribution that becomes an equal wheel; and the NIXL backend in another environment.
 
-mod environment;
-mod inspection;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::SystemTime;
 
-use inspection::{Wheel, needs_nothing_else};
+use crate::environment;
+use crate::inspection::{self, Wheel, needs_nothing_else};
 
 /// Moves some bytes and prints which libraries are loaded.
 const FIRST_TRANSFER: &str = r#"

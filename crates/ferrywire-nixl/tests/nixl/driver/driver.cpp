@@ -2,7 +2,7 @@
 //
 // usage: driver CASE. Prints "CASE: good" at the end.
 
-#include "../../shim/nixl.hpp"
+#include "../../../shim/nixl.hpp"
 
 #include <cstdio>
 #include <cstdlib>

@@ -19,7 +19,7 @@ fn compile(into: &Path, sanitized: bool) -> Output {
         compiler.args(["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]);
     }
     // The C++ side is compiled again, so that AddressSanitizer checks it too.
-    compiler.arg(here.join("tests/driver/driver.cpp")).arg(here.join("shim/shim.cpp")).arg(library);
+    compiler.arg(here.join("tests/nixl/driver/driver.cpp")).arg(here.join("shim/shim.cpp")).arg(library);
     // System libraries that Rust's standard library needs.
     compiler.args(["-lgcc_s", "-lutil", "-lrt", "-lm", "-ldl", "-lc", "-pthread"]);
     compiler.output().expect("a C++ compiler, which the backend is built with")

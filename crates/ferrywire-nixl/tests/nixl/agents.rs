@@ -1,15 +1,6 @@
 //! Runs NIXL's own library, from its wheel, with the backend: two agents in two network namespaces with two NICs each.
 
-#[allow(dead_code, reason = "the tests of CUDA memory use all of it")]
-#[path = "../../ferrywire/tests/cuda/driver.rs"]
-mod driver;
-#[allow(dead_code, reason = "the tests of the Python package use all of it")]
-#[path = "../../ferrywire-py/tests/environment/mod.rs"]
-mod environment;
-#[allow(dead_code, reason = "the test of the wheel uses all of it")]
-#[path = "../../ferrywire-py/tests/inspection/mod.rs"]
-mod inspection;
-
+use crate::{driver, environment, inspection};
 use std::path::{Path, PathBuf};
 use std::process::{self, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -97,7 +88,7 @@ fn case(backend: &str, case: &str) -> Option<String> {
 
 fn case_with(backend: &str, case: &str, variables: &[(&str, &Path)]) -> Option<String> {
     let (python, hosts) = (python()?, Hosts::new()?);
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/two_hosts.py");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/nixl/python/two_hosts.py");
     let Hosts([near, far]) = &hosts;
     let mut command = Command::new("timeout");
     command.args(["-k", "5", &HANGS_AFTER.as_secs().to_string(), "ip", "netns", "exec", near]);

@@ -1,6 +1,6 @@
 //! The committed header must be what cbindgen generates from the source today.
 //!
-//! `FERRYWIRE_WRITE=1 cargo test -p ferrywire-c --test header` writes it.
+//! `FERRYWIRE_WRITE=1 cargo test -p ferrywire-c --test c header` writes it.
 
 use std::path::Path;
 

@@ -1,11 +1,13 @@
-//! Runs the Python tests (pytest) against the module that this cargo run has built.
+//! The Python package: its tests (pytest) against the module that this cargo run has built, and its wheel.
 //!
 //! `FERRYWIRE_PYTHON` names another interpreter, one that has pytest and numpy: with PyTorch, for its tests.
 
 mod adversarial;
-#[path = "../../ferrywire/tests/cuda/driver.rs"]
+#[path = "../../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod environment;
+mod inspection;
+mod wheel;
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

@@ -1,0 +1,4 @@
+//! The C library: its committed header, and programs in C that use it.
+
+mod header;
+mod programs;
