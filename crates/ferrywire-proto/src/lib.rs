@@ -1,9 +1,9 @@
 //! ferrywire's protocol without sockets, threads and clocks: bytes and times come in, bytes come out.
 //!
-//! [`wire`] defines the frames of a channel, and [`window`] counts those in flight. [`transfer`] cuts
-//! transfers into chunks and decides which channel takes the next one; [`schedule`] has the numbers of
-//! channels and threads. [`outbox`] holds what a peer is to be sent, [`inbox`] what the peer has sent. [`handshake`] opens a connection, and [`session`] is the
-//! control session on it.
+//! [`wire`] defines the frames of a channel, and [`window`] counts those in flight. [`outbox`] holds what a
+//! peer is to be sent, and cuts it into chunks; [`schedule`] decides which channel takes the next one.
+//! [`inbox`] holds what the peer has sent. [`handshake`] opens a connection, and [`session`] is the control
+//! session on it.
 //! Invariant: no function here does I/O, reads a clock or accesses memory by address; a peer's bytes can
 //! cause an error and nothing worse.
 //! Read next: `wire.rs`, then `window.rs`.
@@ -30,7 +30,6 @@ pub mod session;
 pub mod stall_timer;
 mod sync;
 pub mod text;
-pub mod transfer;
 pub mod window;
 pub mod wire;
 

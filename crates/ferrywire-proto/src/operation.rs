@@ -1,5 +1,7 @@
-//! The view that [`outbox`](crate::outbox) and [`inbox`](crate::inbox) have of an operation: its geometry,
-//! and whether it may go on.
+//! The view that [`outbox`](crate::outbox) and [`inbox`](crate::inbox) have of an operation: its pieces, and
+//! whether it may go on.
+//!
+//! A message is a list of [`Piece`]s: which local bytes belong to which remote bytes.
 //!
 //! Both are generic over a *handle* to the operation. The engine's handle keeps memory alive, and dropping
 //! the last handle ends the operation; a test's handle is a number with a few fields.
@@ -12,7 +14,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::outbox::Epoch;
-use crate::transfer::Piece;
 
 /// Kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,69 @@ impl fmt::Display for Verb {
             Verb::Recv => "recv",
         })
     }
+}
+
+/// `len` bytes at offset `local` of the local region and at offset `remote` of the remote target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Offset in the local region, in bytes.
+    pub local: u64,
+    /// Offset in the remote target, in bytes.
+    pub remote: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+/// The pieces of one message; a single piece needs no allocation.
+#[derive(Clone, Debug)]
+pub enum Pieces {
+    /// A single piece.
+    One(Piece),
+    /// Several pieces, shared with a prepared block list.
+    Many(Arc<[Piece]>),
+}
+
+impl Pieces {
+    /// The pieces in this order. Pieces that touch on both sides are joined; a message without bytes becomes
+    /// one empty piece.
+    pub fn joined(pieces: impl IntoIterator<Item = Piece>) -> Pieces {
+        let mut merged = merge(pieces);
+        match merged.len() {
+            0 => Pieces::One(Piece { local: 0, remote: 0, len: 0 }),
+            1 => Pieces::One(merged.remove(0)),
+            _ => Pieces::Many(merged.into()),
+        }
+    }
+
+    /// The pieces, in order.
+    pub fn as_slice(&self) -> &[Piece] {
+        match self {
+            Pieces::One(piece) => std::slice::from_ref(piece),
+            Pieces::Many(pieces) => pieces,
+        }
+    }
+
+    /// Total length of the message in bytes.
+    pub fn total(&self) -> u64 {
+        self.as_slice().iter().map(|piece| piece.len).sum()
+    }
+}
+
+/// Drops empty pieces, and joins pieces that touch on both sides.
+pub fn merge(pieces: impl IntoIterator<Item = Piece>) -> Vec<Piece> {
+    let mut out: Vec<Piece> = Vec::new();
+    for piece in pieces {
+        if piece.len == 0 {
+            continue;
+        }
+        match out.last_mut() {
+            Some(last) if last.local + last.len == piece.local && last.remote + last.len == piece.remote => {
+                last.len += piece.len;
+            }
+            _ => out.push(piece),
+        }
+    }
+    out
 }
 
 /// A handle to an operation; each handle stands for one token.

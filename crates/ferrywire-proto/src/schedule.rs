@@ -1,7 +1,12 @@
-//! How many channels and progress threads an endpoint has, and how long an idle thread spins.
+//! How many channels and progress threads an endpoint has, how long an idle thread spins, and which channel
+//! takes the next chunk.
+//!
+//! Channels pull: each takes the next chunk when it is ready, so a fast NIC carries more and a slow one less,
+//! without a plan that could be wrong. A channel whose backlog is much longer than the others' leaves the rest
+//! of a transfer to them, which keeps the end of the transfer short.
 //!
 //! Pure: numbers in, numbers out.
-//! Read next: `transfer.rs`, which divides transfers among channels.
+//! Read next: `outbox/`, which cuts the chunks.
 
 use crate::limits;
 use std::time::Duration;
@@ -53,9 +58,83 @@ fn workers(cores: usize) -> usize {
     }
 }
 
+/// Whether a channel with `backlog` unacknowledged bytes may take another chunk, when the least loaded live
+/// channel of the peer has `least`.
+///
+/// A channel that is far ahead of the others waits until they catch up.
+pub fn may_take(backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
+    backlog <= least.saturating_add(SPREAD_CHUNKS * chunk_bytes_max as u64)
+}
+
+/// Backlog, in chunks, by which a channel may be ahead of the least loaded one.
+const SPREAD_CHUNKS: u64 = 8;
+
+/// Bytes of small operations that a channel may take now from the peer's queue. The share keeps the channel
+/// within `SMALL_SPREAD_BYTES` of the least loaded one, so every thread gets some.
+pub fn small_share(backlog: u64, least: u64) -> u64 {
+    least.saturating_add(SMALL_SPREAD_BYTES).saturating_sub(backlog)
+}
+
+/// Backlog of small operations, in bytes, by which a channel may be ahead of the least loaded one.
+const SMALL_SPREAD_BYTES: u64 = 256 << 10;
+
+/// Bytes of bulk that a channel within this host may take now, and its longest chunk in bytes. `sharing`
+/// channels of one thread each have such a bound.
+///
+/// The threads at the two ends alternate on a core or share a cache, which holds the bytes in flight between
+/// them. A bound no larger than the socket buffers keeps these bytes in the cache. It also lets the kernel
+/// take each call whole. A partial call ends at an odd byte; the kernel copies sent bytes into pages that all
+/// connections of a thread share, so all later bytes are misaligned and are copied out at half the speed. A
+/// staging end adds its ring to the bound, since bytes wait there while they are copied.
+pub fn local_share(in_flight: u64, sharing: usize, ends_staged: u64, chunk_bytes_max: usize) -> (u64, usize) {
+    let local = local_bytes(sharing);
+    let bound = local + ends_staged * limits::STAGING_OUT_RING_BYTES as u64;
+    (bound.saturating_sub(in_flight), chunk_bytes_max.min(local as usize / 2))
+}
+
+/// Bytes of bulk in flight on each of `sharing` channels between two threads of one host; also the size of
+/// their socket buffers.
+pub fn local_bytes(sharing: usize) -> u64 {
+    (LOCAL_BYTES / sharing.max(1) as u64).max(LOCAL_BYTES_MIN)
+}
+
+/// Bytes of bulk in flight between two threads of one host; below, the least for one channel.
+const LOCAL_BYTES: u64 = 2 << 20;
+const LOCAL_BYTES_MIN: u64 = 512 << 10;
+
+/// Bytes of bulk that a channel with `backlog` bytes may take where payload is staged: an equal share of the
+/// queue and of the backlogs of all `channels`.
+///
+/// Copies start long before the first byte can be sent. Without this bound a channel would take much more
+/// than it sends, and a few channels would take everything.
+pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: u64) -> u64 {
+    if queued == 0 {
+        // A queue without bytes holds a notification that follows bytes cut earlier; any channel may take it.
+        return 1;
+    }
+    // Rounded up, so that the least loaded channel may always take some.
+    queued.saturating_add(backlog_of_all).div_ceil(channels.max(1) as u64).saturating_sub(backlog)
+}
+
+/// Shortest and longest chunk of staged payload in bytes. `in_flight` bytes are queued or in flight; `alone`
+/// says that they belong to one operation.
+///
+/// With several operations a channel copies half of its share while the other half is on the wire. The size
+/// is a whole number of steps, so no message leaves a small rest for a chunk of its own: each chunk costs the
+/// GPU some time. A single operation waits for the copies of its first and last chunk, so it is cut finely.
+pub fn staged_chunk_bytes(in_flight: u64, alone: bool, channels: usize) -> (usize, usize) {
+    let (step, longest) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
+    if alone {
+        return (step, limits::STAGING_BATCH_BYTES);
+    }
+    let half = (in_flight / channels.max(1) as u64 / 2).min(longest as u64) as usize;
+    (half.next_multiple_of(step).clamp(step, longest), longest)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn hosts_keep_as_many_threads_busy_as_they_have_cores_to_spare() {
@@ -80,5 +159,57 @@ mod tests {
         assert_eq!(channels_default(2, 1), 2);
         assert_eq!(channels_default(2, 4), 4);
         assert_eq!(channels_default(208, 3), 18);
+    }
+
+    #[test]
+    fn within_a_host_one_chunk_is_under_way_while_the_next_is_taken() {
+        for sharing in [0, 1, 2, 4, 64] {
+            let (share, chunk) = local_share(0, sharing, 0, limits::CHUNK_BYTES_MAX);
+            assert_eq!(share, 2 * chunk as u64);
+            assert_eq!(local_share(chunk as u64, sharing, 0, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
+            assert_eq!(local_share(share + 1, sharing, 0, 4096), (0, 4096));
+            let staged = 2 * limits::STAGING_OUT_RING_BYTES as u64;
+            assert_eq!(local_share(share, sharing, 2, 4096), (staged, 4096));
+        }
+        assert!(local_bytes(4) < local_bytes(1) && local_bytes(64) == local_bytes(4));
+    }
+
+    #[test]
+    fn what_is_staged_is_shared_equally() {
+        assert_eq!(staged_share(1 << 20, 0, 4, 0), 256 << 10);
+        // A channel with more than the others waits until they have as much.
+        assert_eq!(staged_share(1 << 20, 8 << 20, 4, 8 << 20), 0);
+        assert_eq!(staged_share(1 << 20, 8 << 20, 4, 0), 9 << 18);
+        // A single channel may take everything.
+        assert_eq!(staged_share(1 << 30, 0, 1, 0), 1 << 30);
+    }
+
+    #[test]
+    fn one_operation_is_cut_finely_and_many_are_not() {
+        let (finest, slot) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
+        let shortest = |in_flight, channels| staged_chunk_bytes(in_flight, false, channels).0;
+        assert_eq!(staged_chunk_bytes(1 << 40, true, 16), (finest, slot / 2));
+        assert_eq!(staged_chunk_bytes(0, false, 16), (finest, slot));
+        assert_eq!(shortest(16 << 20, 16), 512 << 10);
+        // When one of 16 messages of 1 MiB has just ended, the next are not cut into 480, 480 and 64 KiB.
+        assert_eq!(shortest(15 << 20, 16), 512 << 10);
+        assert_eq!([shortest(1 << 40, 16), shortest(1 << 40, 0)], [slot; 2]);
+    }
+
+    proptest! {
+        #[test]
+        fn the_least_loaded_channel_may_always_take(backlog: u64, chunk in 1usize..1 << 22) {
+            prop_assert!(may_take(backlog, backlog, chunk));
+        }
+
+        /// Some channel may always take a chunk of what is queued.
+        #[test]
+        fn the_least_loaded_channel_may_take_what_is_staged(
+            queued in 0u64..1 << 40,
+            backlogs in proptest::collection::vec(0u64..1 << 30, 1..64),
+        ) {
+            let least = backlogs.iter().copied().min().unwrap_or(0);
+            prop_assert!(staged_share(queued, backlogs.iter().sum(), backlogs.len(), least) > 0);
+        }
     }
 }

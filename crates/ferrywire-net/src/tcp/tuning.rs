@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::{ConnOptions, Nic};
-use ferrywire_proto::transfer;
+use ferrywire_proto::schedule;
 use ferrywire_sys::tcp_info::TcpInfo;
 use ferrywire_sys::{nics, socket};
 
@@ -267,7 +267,7 @@ fn same_host_buffer_bytes(path: Path, options: &ConnOptions) -> usize {
     // Between addresses of this host, a bound on the bytes in flight of all connections of a thread exists
     // already.
     let sharing = if path == Path::SameHost { 1 } else { options.per_thread };
-    transfer::local_bytes(sharing) as usize
+    schedule::local_bytes(sharing) as usize
 }
 
 /// Whether this host offers a congestion control. Setting one may make the kernel load its module.
@@ -469,7 +469,7 @@ mod tests {
             for (path, sharing) in [(Path::SameHost, 1), (Path::Near, per_thread)] {
                 let options = ConnOptions { same_host: true, per_thread, ..bulk() };
                 let (socket, _) = tuned(path, Duration::ZERO, &options);
-                let (in_flight, chunk) = transfer::local_share(0, sharing, 0, usize::MAX);
+                let (in_flight, chunk) = schedule::local_share(0, sharing, 0, usize::MAX);
                 // The kernel counts buffers doubled, for its own overhead.
                 let (send, receive) = buffers(&socket);
                 let cut = shortfall(in_flight as usize, (send, receive)).is_some();

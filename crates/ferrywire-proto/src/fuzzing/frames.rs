@@ -1,8 +1,10 @@
 //! Fuzz targets for data frames, and for the pure code that acts on them, compared with models.
 
 use super::{Input, check_text};
+use crate::inbox::Scatter;
 use crate::limits;
-use crate::transfer::{ChunkLimits, Cutter, Piece, Scatter, merge};
+use crate::operation::{Piece, merge};
+use crate::outbox::{ChunkLimits, Cutter};
 use crate::window::Window;
 use crate::wire::{self, HEADER_BYTES, Header, Kind};
 use std::collections::VecDeque;

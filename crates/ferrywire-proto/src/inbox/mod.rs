@@ -14,7 +14,7 @@ mod reassembly;
 #[cfg(test)]
 mod tests;
 
-pub use reassembly::Reassembly;
+pub use reassembly::{Reassembly, Scatter};
 
 use crate::limits::{self, PeerLimits};
 use crate::operation::Operation;

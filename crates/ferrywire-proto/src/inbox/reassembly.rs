@@ -5,12 +5,11 @@
 //! it.
 //!
 //! Invariant: a closed target has counted fewer bytes than its message has, and counts no more.
-//! Read next: `transfer.rs` for [`Scatter`].
+//! Read next: `matching.rs`, which matches messages and receives.
 
 use std::sync::atomic::Ordering;
 
 use crate::sync::AtomicU64;
-use crate::transfer::Scatter;
 use crate::wire::Refusal;
 
 /// Value of [`Reassembly::remaining`] once the target is closed. No message is that long.
@@ -64,5 +63,47 @@ impl Reassembly {
             Err(CLOSED) => Err(Refusal::NoSink),
             Err(_) => Err(Refusal::OutOfRegion),
         }
+    }
+}
+
+/// Maps positions of a message to local memory.
+#[derive(Clone, Debug)]
+pub struct Scatter {
+    ranges: Vec<(u64, u64)>,
+    starts: Vec<u64>,
+    total: u64,
+}
+
+impl Scatter {
+    /// A map over `(offset, len)` ranges of a region, in the message's order. Empty ranges are dropped.
+    pub fn new(ranges: impl IntoIterator<Item = (u64, u64)>) -> Scatter {
+        let ranges: Vec<(u64, u64)> = ranges.into_iter().filter(|(_, len)| *len > 0).collect();
+        let mut total = 0;
+        let mut starts = Vec::with_capacity(ranges.len());
+        for (_, len) in &ranges {
+            starts.push(total);
+            total += len;
+        }
+        Scatter { ranges, starts, total }
+    }
+
+    /// Local `(offset, len)` ranges of `len` bytes at `position`; `None` when they exceed the ranges.
+    pub fn locate(&self, position: u64, len: u64) -> Option<impl Iterator<Item = (u64, u64)> + '_> {
+        if position.checked_add(len)? > self.total {
+            return None;
+        }
+        let first = self.starts.partition_point(|start| *start <= position).saturating_sub(1);
+        let mut left = len;
+        let mut within = position - self.starts.get(first).copied().unwrap_or(0);
+        Some(self.ranges[first.min(self.ranges.len())..].iter().map_while(move |(offset, size)| {
+            if left == 0 {
+                return None;
+            }
+            let take = (size - within).min(left);
+            let range = (offset + within, take);
+            left -= take;
+            within = 0;
+            Some(range)
+        }))
     }
 }

@@ -3,6 +3,7 @@
 use super::*;
 use crate::operation::testing::Model;
 use crate::wire::{Kind, WITHDRAWN};
+use proptest::prelude::*;
 use std::collections::VecDeque;
 
 fn notify(inbox: &mut Inbox<Model>, number: u64) -> Result<(), Refusal> {
@@ -226,4 +227,17 @@ fn the_last_bytes_of_a_closed_target_are_refused_and_counted_ones_cannot_be_clos
     let target = Reassembly::new([(0, 100)], 100);
     assert_eq!(target.fill(100), Ok(true));
     assert!(!target.close() && !target.is_closed());
+}
+
+proptest! {
+    #[test]
+    fn a_scatter_finds_every_range(
+        ranges in prop::collection::vec((0u64..1000, 0u64..30), 0..10), position in 0u64..200, len in 0u64..200
+    ) {
+        let flat: Vec<u64> = ranges.iter().flat_map(|(o, l)| *o..o + l).collect();
+        let scatter = Scatter::new(ranges);
+        let found = scatter.locate(position, len).map(|r| r.flat_map(|(o, l)| o..o + l).collect::<Vec<_>>());
+        let end = (position + len) as usize;
+        prop_assert_eq!(found, (end <= flat.len()).then(|| flat[position as usize..end].to_vec()));
+    }
 }

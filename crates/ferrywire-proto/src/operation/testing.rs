@@ -6,8 +6,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::{Operation, Verb};
+use crate::operation::{Piece, Pieces};
 use crate::outbox::Epoch;
-use crate::transfer::{Piece, Pieces};
 
 /// The properties that a test gives an operation, and its recorded events.
 pub(crate) struct Facts {

@@ -4,29 +4,34 @@
 //! ahead), then the two queue classes, small operations and bulk. Small operations neither wait behind bulk
 //! nor starve it.
 //!
-//! Invariants: each pulled frame is in exactly one window, or back in the outbox, until the peer has
-//! acknowledged it; each handle that enters leaves once: in a frame, in the list of dropped ones, or returned
-//! to the caller; the pieces of a payload have exactly the bytes that its header announces. Pure: no lock, no
-//! memory access, no clock.
+//! A [`Cutter`] walks a bulk operation once and hands out [`Chunk`]s, runs of its pieces with a bounded number of
+//! bytes and placements. Chunks shrink as the rest shrinks, which keeps the end of a transfer short.
+//!
+//! Invariants: the chunks of an operation cover each of its bytes exactly once, in order; each pulled frame is
+//! in exactly one window, or back in the outbox, until the peer has acknowledged it; each handle that enters
+//! leaves once: in a frame, in the list of dropped ones, or returned to the caller; the pieces of a payload have
+//! exactly the bytes that its header announces. Pure: no lock, no memory access, no clock.
 //! Read next: `window.rs`, which holds frames after the pull.
 
 mod epochs;
 mod read_flow_control;
+mod sends;
 mod sequencer;
 #[cfg(test)]
 mod tests;
 
 pub use epochs::Epoch;
 pub use read_flow_control::Read;
+pub use sends::Matched;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use crate::limits::{self, PeerLimits};
-use crate::operation::{Operation, Verb};
-use crate::transfer::{self, Chunk, ChunkLimits, Cutter};
-use crate::wire::{self, HEADER_BYTES, Header, Kind, WITHDRAWN};
+use crate::operation::{Operation, Piece, Verb};
+use crate::wire::{self, HEADER_BYTES, Header, Kind, Placement, WITHDRAWN};
 use epochs::Epochs;
 use read_flow_control::ReadFlowControl;
+use sends::{Sends, eager_cost};
 use sequencer::Sequencer;
 
 /// Bytes of small operations after which a bulk chunk is pulled.
@@ -73,27 +78,6 @@ impl<O: Operation> Bulk<O> {
     }
 }
 
-/// Outcome of the peer's match of an announced send.
-#[derive(Debug)]
-pub enum Matched<O> {
-    /// The send is queued; this many bytes follow.
-    Queued(u64),
-    /// The send has no bytes, and has ended.
-    Empty(O),
-    /// No such send is announced, or it was withdrawn.
-    Unknown,
-}
-
-/// Tagged sends to the peer.
-#[derive(Debug)]
-struct Sends<O> {
-    next_number: u64,
-    sequencer: Sequencer<O>,
-    credit: usize,
-    /// Sends that are announced and not matched yet, by id.
-    announced: HashMap<u64, O>,
-}
-
 /// The sending side of one peer.
 #[derive(Debug)]
 pub struct Outbox<O> {
@@ -127,12 +111,7 @@ impl<O> Outbox<O> {
             small_run: 0,
             bulk_bytes: 0,
             epochs: Epochs::default(),
-            sends: Sends {
-                next_number: 0,
-                sequencer: Sequencer::new(limits),
-                credit: limits.eager_credit_bytes,
-                announced: HashMap::new(),
-            },
+            sends: Sends::new(limits),
             notifications: Sequencer::new(limits),
             reads: ReadFlowControl::new(limits),
             limits,
@@ -168,16 +147,6 @@ impl<O> Outbox<O> {
     /// Number of queued frames of the engine's own, such as answers to the peer.
     pub fn answers_len(&self) -> usize {
         self.own.len()
-    }
-
-    /// Whether read requests wait for earlier ones to be answered.
-    pub fn keeps_back(&self) -> bool {
-        self.reads.keeps_back()
-    }
-
-    /// Eager credit in bytes that is left.
-    pub fn eager_credit_bytes(&self) -> usize {
-        self.sends.credit
     }
 }
 
@@ -231,18 +200,6 @@ impl<O: Operation> Outbox<O> {
         op.set_epoch(self.epochs.join());
     }
 
-    /// Gives the next number to a send that `make` creates, and makes later notifications wait for it. Does
-    /// not queue it. `None` when the peer is lost or `make` returns `None`.
-    pub fn number_send(&mut self, make: impl FnOnce(u64) -> Option<O>) -> Option<O> {
-        if self.closed {
-            return None;
-        }
-        let op = make(self.sends.next_number)?;
-        self.sends.next_number += 1;
-        self.join(&op);
-        Some(op)
-    }
-
     /// Queues a frame of the engine's own.
     ///
     /// # Errors
@@ -253,32 +210,6 @@ impl<O: Operation> Outbox<O> {
         }
         self.own.push_back(frame);
         Ok(())
-    }
-
-    /// Queues a read request, or holds it back while too many are outstanding.
-    ///
-    /// # Errors
-    /// Returns the request when the peer is lost.
-    pub fn ask(&mut self, request: Frame<O>, read: Read) -> Result<(), Frame<O>> {
-        if self.closed {
-            return Err(request);
-        }
-        self.reads.keep(request, read);
-        self.ask_on();
-        Ok(())
-    }
-
-    /// Notes that the first `moved` bytes of a read have arrived; held-back requests may follow.
-    pub fn answered(&mut self, read: Read, moved: u64) {
-        self.reads.answered(read, moved);
-        self.ask_on();
-    }
-
-    /// Ends the requests of a read: returns its held-back ones, and lets other reads use its share.
-    pub fn forget_requests(&mut self, read: Read) -> Vec<Frame<O>> {
-        let kept = self.reads.forget(read);
-        self.ask_on();
-        kept
     }
 
     /// Queues the undelivered frames of a lost channel, oldest first, ahead of everything else. Must not be
@@ -321,40 +252,6 @@ impl<O: Operation> Outbox<O> {
             }
         }
         any
-    }
-
-    /// Returns eager credit: the peer has consumed messages, or a frame that had used credit was withdrawn.
-    pub fn return_credit(&mut self, bytes: u64) {
-        self.sends.credit =
-            self.limits.eager_credit_bytes.min(self.sends.credit.saturating_add(bytes as usize));
-    }
-
-    /// Handles the peer's match of an announced send: its data go to `sink`, if it has any.
-    pub fn matched(&mut self, transfer: u64, sink: u64) -> Matched<O> {
-        let Some(op) = self.sends.announced.remove(&transfer) else { return Matched::Unknown };
-        op.set_sink(sink);
-        let bytes = op.total();
-        if bytes == 0 {
-            return Matched::Empty(op);
-        }
-        self.push_bulk(op, sink);
-        Matched::Queued(bytes)
-    }
-
-    /// Cancels an announced send that no receive has matched yet, and tells the peer to discard the
-    /// announcement.
-    pub fn take_back(&mut self, transfer: u64) -> Option<O> {
-        let op = self.sends.announced.remove(&transfer)?;
-        let mut header = Header::new(Kind::Announce);
-        (header.transfer, header.key, header.offset, header.total) =
-            (op.id(), op.key(), op.number(), WITHDRAWN);
-        self.own.push_back(Frame::bare(header));
-        Some(op)
-    }
-
-    /// Removes an announced send that the peer has refused.
-    pub fn withdraw(&mut self, transfer: u64) -> Option<O> {
-        self.sends.announced.remove(&transfer)
     }
 
     /// Removes the part of an operation of this kind that is not cut yet.
@@ -438,34 +335,6 @@ impl<O: Operation> Outbox<O> {
         None
     }
 
-    /// Sends a message eagerly if it is short and credit allows; otherwise announces it.
-    fn send_frame(&mut self, op: O, lane: bool, dropped: &mut Vec<O>) -> Frame<O> {
-        let mut header = Header::new(Kind::Announce);
-        header.transfer = op.id();
-        header.key = op.key();
-        header.offset = op.number();
-        header.total = op.total();
-        if op.is_unsendable() {
-            header.total = WITHDRAWN;
-            dropped.push(op);
-            return Frame::bare(header);
-        }
-        let cost = eager_cost(op.total());
-        if op.total() > self.limits.eager_bytes_max as u64
-            // Payload that the lane can send from GPU memory is not staged.
-            || (lane && op.on_gpu() && op.total() > 0)
-            || cost > self.sends.credit
-            || op.pieces().len() > limits::SEGMENTS_PER_CHUNK_MAX
-        {
-            self.sends.announced.insert(op.id(), op);
-            return Frame::bare(header);
-        }
-        self.sends.credit -= cost;
-        header.kind = Kind::Send;
-        header.len = op.total() as u32;
-        Frame { header, placements: Box::default(), body: Body::Chunk(whole(&op)), op: Some(op) }
-    }
-
     fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
         loop {
             let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
@@ -475,7 +344,7 @@ impl<O: Operation> Outbox<O> {
             } else {
                 (limits::CHUNK_BYTES_MIN, pull.chunk_bytes)
             };
-            let bytes = transfer::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
+            let bytes = chunk_bytes(self.bulk_bytes, pull.channels, min, max);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk =
                 if bulk.op.is_unsendable() { None } else { bulk.cutter.next(bulk.op.pieces(), limits) };
@@ -500,13 +369,6 @@ impl<O: Operation> Outbox<O> {
         }
     }
 
-    /// Queues read requests that need not be held back any longer.
-    fn ask_on(&mut self) {
-        while let Some(frame) = self.reads.next() {
-            self.own.push_back(frame);
-        }
-    }
-
     fn enqueue(&mut self, op: O) {
         if op.total() <= self.limits.small_bytes_max && op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
             self.small.push_back(op);
@@ -519,12 +381,6 @@ impl<O: Operation> Outbox<O> {
     fn push_bulk(&mut self, op: O, key: u64) {
         self.bulk_bytes += op.bytes_to_cut();
         self.bulk.push_back(Bulk { op, key, cutter: Cutter::default() });
-    }
-
-    /// Number of announced sends that are not matched.
-    #[cfg(test)]
-    pub(crate) fn announced_len(&self) -> usize {
-        self.sends.announced.len()
     }
 
     /// Asserts that the outbox holds nothing that waits for the peer or for an operation.
@@ -622,11 +478,6 @@ pub fn withdrawn(header: &Header) -> (Header, u64) {
     }
 }
 
-/// Credit that an eager message of `bytes` bytes costs.
-fn eager_cost(bytes: u64) -> usize {
-    bytes as usize + limits::EAGER_OVERHEAD_BYTES
-}
-
 /// The whole operation as one chunk.
 fn whole(op: &impl Operation) -> Chunk {
     let all = ChunkLimits { bytes: op.total(), segments: limits::SEGMENTS_PER_CHUNK_MAX };
@@ -684,4 +535,120 @@ fn message_frame<O: Operation>(op: O, transfer: u64, total: u64) -> Frame<O> {
     header.total = total;
     header.len = op.message_bytes() as u32;
     Frame { header, placements: Box::default(), body: Body::None, op: Some(op) }
+}
+
+/// Bounds of one chunk.
+#[derive(Clone, Copy, Debug)]
+pub struct ChunkLimits {
+    /// Most bytes of the chunk.
+    pub bytes: u64,
+    /// Most pieces of the chunk, and so most placements.
+    pub segments: usize,
+}
+
+/// A run of a message: `bytes` bytes, starting `within` bytes into piece `first`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    first: u32,
+    within: u64,
+    /// Length of the chunk in bytes.
+    pub bytes: u32,
+    /// Offset of the chunk in the message, in bytes.
+    pub position: u64,
+}
+
+impl Chunk {
+    /// The chunk of a message without bytes.
+    pub const EMPTY: Chunk = Chunk { first: 0, within: 0, bytes: 0, position: 0 };
+
+    /// The chunk's runs, in order.
+    fn runs<'a>(&self, pieces: &'a [Piece]) -> impl Iterator<Item = Piece> + use<'a> {
+        let mut left = u64::from(self.bytes);
+        let mut within = self.within;
+        pieces[(self.first as usize).min(pieces.len())..].iter().map_while(move |piece| {
+            if left == 0 {
+                return None;
+            }
+            let len = (piece.len - within).min(left);
+            let run = Piece { local: piece.local + within, remote: piece.remote + within, len };
+            left -= len;
+            within = 0;
+            Some(run)
+        })
+    }
+
+    /// Local `(offset, len)` ranges of the chunk, in order.
+    pub fn locals<'a>(&self, pieces: &'a [Piece]) -> impl Iterator<Item = (u64, u64)> + use<'a> {
+        self.runs(pieces).map(|run| (run.local, run.len))
+    }
+
+    /// Remote placements of the chunk, in order; placements that touch are joined.
+    pub fn placements(&self, pieces: &[Piece]) -> Vec<Placement> {
+        let mut out: Vec<Placement> = Vec::new();
+        for run in self.runs(pieces) {
+            match out.last_mut() {
+                Some(last) if last.offset + u64::from(last.len) == run.remote => last.len += run.len as u32,
+                _ => out.push(Placement { offset: run.remote, len: run.len as u32 }),
+            }
+        }
+        out
+    }
+
+    /// The remote offset of a chunk that is one run; `None` for several runs.
+    pub fn single(&self, pieces: &[Piece]) -> Option<u64> {
+        let piece = pieces.get(self.first as usize)?;
+        (piece.len - self.within >= u64::from(self.bytes)).then_some(piece.remote + self.within)
+    }
+}
+
+/// Walks a message once and hands out its chunks.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Cutter {
+    piece: usize,
+    within: u64,
+    position: u64,
+}
+
+impl Cutter {
+    /// Bytes handed out so far.
+    pub fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// The next chunk within the limits; `None` at the end.
+    pub fn next(&mut self, pieces: &[Piece], limits: ChunkLimits) -> Option<Chunk> {
+        let start = *self;
+        let mut bytes = 0;
+        for _ in 0..limits.segments.max(1) {
+            let Some(piece) = pieces.get(self.piece) else {
+                break;
+            };
+            let len = (piece.len - self.within).min(limits.bytes - bytes);
+            bytes += len;
+            self.within += len;
+            if self.within < piece.len {
+                break;
+            }
+            self.piece += 1;
+            self.within = 0;
+            if bytes == limits.bytes {
+                break;
+            }
+        }
+        self.position += bytes;
+        (bytes > 0).then_some(Chunk {
+            first: start.piece as u32,
+            within: start.within,
+            bytes: bytes as u32,
+            position: start.position,
+        })
+    }
+}
+
+/// Size of the next chunk in bytes: half of an equal share of the rest, in whole pages, within the bounds.
+pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_min: usize, chunk_bytes_max: usize) -> u64 {
+    let max = chunk_bytes_max as u64;
+    let min = (chunk_bytes_min as u64).min(max);
+    let share = (rest / (2 * channels.max(1) as u64)).next_multiple_of(4096);
+    share.clamp(min, max)
 }

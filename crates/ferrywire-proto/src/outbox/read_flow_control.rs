@@ -13,8 +13,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Frame;
+use super::{Frame, Outbox};
 use crate::limits::PeerLimits;
+use crate::operation::Operation;
 use crate::wire;
 
 /// The identity and size of a read.
@@ -125,6 +126,48 @@ impl<O> Requests<O> {
     fn uncount(&mut self, read: u64, end: u64) {
         while let Some(request) = self.asked.range((read, 0)..=(read, end)).next().copied() {
             self.asked.remove(&request);
+        }
+    }
+}
+
+impl<O> Outbox<O> {
+    /// Whether read requests wait for earlier ones to be answered.
+    pub fn keeps_back(&self) -> bool {
+        self.reads.keeps_back()
+    }
+}
+
+impl<O: Operation> Outbox<O> {
+    /// Queues a read request, or holds it back while too many are outstanding.
+    ///
+    /// # Errors
+    /// Returns the request when the peer is lost.
+    pub fn ask(&mut self, request: Frame<O>, read: Read) -> Result<(), Frame<O>> {
+        if self.closed {
+            return Err(request);
+        }
+        self.reads.keep(request, read);
+        self.ask_on();
+        Ok(())
+    }
+
+    /// Notes that the first `moved` bytes of a read have arrived; held-back requests may follow.
+    pub fn answered(&mut self, read: Read, moved: u64) {
+        self.reads.answered(read, moved);
+        self.ask_on();
+    }
+
+    /// Ends the requests of a read: returns its held-back ones, and lets other reads use its share.
+    pub fn forget_requests(&mut self, read: Read) -> Vec<Frame<O>> {
+        let kept = self.reads.forget(read);
+        self.ask_on();
+        kept
+    }
+
+    /// Queues read requests that need not be held back any longer.
+    fn ask_on(&mut self) {
+        while let Some(frame) = self.reads.next() {
+            self.own.push_back(frame);
         }
     }
 }

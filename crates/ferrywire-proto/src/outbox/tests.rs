@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::operation::testing::Model;
-use crate::transfer::{Piece, Pieces};
+use crate::operation::{Pieces, merge};
+use proptest::prelude::*;
 
 fn pull() -> Pull {
     Pull {
@@ -159,4 +160,58 @@ fn every_handle_that_comes_in_leaves_once() {
     assert!(!copies[0].0.uncut.get() && dropped.is_empty());
     assert_eq!(copies.map(|op| op.0.tokens.get()), [1, 1]);
     assert!(outbox.post(write(4, 1)).is_err());
+}
+
+fn bytes_of(pieces: &[Piece]) -> Vec<(u64, u64)> {
+    pieces.iter().flat_map(|p| (0..p.len).map(move |i| (p.local + i, p.remote + i))).collect()
+}
+
+fn any_pieces() -> impl Strategy<Value = Vec<Piece>> {
+    prop::collection::vec((0u64..500, 0u64..500, 0u64..40), 0..12)
+        .prop_map(|list| list.into_iter().map(|(local, remote, len)| Piece { local, remote, len }).collect())
+}
+
+proptest! {
+    #[test]
+    fn chunks_cover_each_byte_once_and_in_order(
+        pieces in any_pieces(), sizes in prop::collection::vec((1u64..64, 1usize..5), 1..20)
+    ) {
+        let merged = merge(pieces.clone());
+        prop_assert_eq!(bytes_of(&merged), bytes_of(&pieces));
+        let mut cutter = Cutter::default();
+        let mut seen = Vec::new();
+        let mut position = 0;
+        for turn in 0.. {
+            let (bytes, segments) = sizes[turn % sizes.len()];
+            let Some(chunk) = cutter.next(&merged, ChunkLimits { bytes, segments }) else { break };
+            prop_assert!(u64::from(chunk.bytes) <= bytes && chunk.bytes > 0);
+            prop_assert_eq!(chunk.position, position);
+            position += u64::from(chunk.bytes);
+            let locals: Vec<u64> = chunk.locals(&merged).flat_map(|(o, l)| o..o + l).collect();
+            let places = chunk.placements(&merged);
+            prop_assert!(places.len() <= segments);
+            let remotes: Vec<u64> =
+                places.iter().flat_map(|p| p.offset..p.offset + u64::from(p.len)).collect();
+            prop_assert_eq!(locals.len(), chunk.bytes as usize);
+            if let Some(single) = chunk.single(&merged) {
+                prop_assert_eq!(single, remotes[0]);
+                prop_assert_eq!(places.len(), 1);
+            }
+            seen.extend(locals.into_iter().zip(remotes));
+        }
+        prop_assert_eq!(seen, bytes_of(&merged));
+    }
+
+    #[test]
+    fn a_chunk_is_within_bounds(rest: u64, channels in 0usize..300, max in 1usize..limits::CHUNK_BYTES_MAX) {
+        let bytes = chunk_bytes(rest / 2, channels, limits::CHUNK_BYTES_MIN, max);
+        prop_assert!(bytes >= 1 && bytes <= max as u64);
+    }
+
+    #[test]
+    fn chunks_do_not_grow_towards_the_end(rest in 0u64..1 << 40, less in 0u64..1 << 40, channels in 1usize..64) {
+        let (small, large) = (rest.min(less), rest.max(less));
+        let bytes = |rest| chunk_bytes(rest, channels, limits::CHUNK_BYTES_MIN, 1 << 20);
+        prop_assert!(bytes(small) <= bytes(large));
+    }
 }

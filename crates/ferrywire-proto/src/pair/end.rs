@@ -8,9 +8,8 @@ use std::rc::Rc;
 use crate::inbox::{Inbox, Reassembly, Reply};
 use crate::limits::PeerLimits;
 use crate::operation::testing::{Facts, Model};
-use crate::operation::{Operation, Verb};
+use crate::operation::{Operation, Piece, Pieces, Verb};
 use crate::outbox::{Body, Frame, Matched, Outbox, Read};
-use crate::transfer::{Piece, Pieces};
 use crate::wire::{self, Header, Kind, Placement, Refusal, WITHDRAWN};
 
 /// Key of the single region of each end.

@@ -21,7 +21,7 @@ use std::rc::Rc;
 use crate::limits::{self, PeerLimits};
 use crate::operation::testing::{Facts, Model};
 use crate::outbox::{Body, Frame, Pull};
-use crate::transfer;
+use crate::schedule;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 use channel::{Refused, Side};
 use end::End;
@@ -265,8 +265,8 @@ impl Pair {
             channels,
             chunk_bytes: self.settings.chunk_bytes,
             staged_bytes: (self.settings.chunk_bytes / 2, self.settings.chunk_bytes),
-            small: transfer::small_share(backlog, least).min(self.rng.below(1000)),
-            bulk: transfer::may_take(backlog, least, self.settings.chunk_bytes),
+            small: schedule::small_share(backlog, least).min(self.rng.below(1000)),
+            bulk: schedule::may_take(backlog, least, self.settings.chunk_bytes),
             messages: None,
         };
         let (mut taken, mut dropped) = (0, Vec::new());

@@ -14,9 +14,8 @@ use std::rc::Rc;
 use super::end::REGION;
 use super::{Draw, Event, Pair, Rng, Settings};
 use crate::limits::PeerLimits;
-use crate::operation::Verb;
 use crate::operation::testing::{Facts, Model};
-use crate::transfer::{Piece, Pieces};
+use crate::operation::{Piece, Pieces, Verb};
 
 /// Longest message, write or read, in bytes.
 const BYTES_MAX: u64 = 2500;

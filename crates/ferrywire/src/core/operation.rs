@@ -15,7 +15,7 @@ use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::operation::Operation;
 pub(crate) use ferrywire_proto::operation::Verb;
 use ferrywire_proto::outbox::Epoch;
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Instant;

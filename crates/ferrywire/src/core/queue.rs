@@ -451,7 +451,7 @@ impl From<Entry> for Frame<Hold> {
 mod tests {
     use super::*;
     use crate::core::operation::{Task, no_owner};
-    use ferrywire_proto::transfer::{Piece, Pieces};
+    use ferrywire_proto::operation::{Piece, Pieces};
     use std::sync::mpsc;
     use std::thread;
     use std::time::Duration;

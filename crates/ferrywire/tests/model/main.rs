@@ -19,9 +19,6 @@ mod reassembly;
 mod sync {
     pub use loom::sync::atomic::AtomicU64;
 }
-mod transfer {
-    pub use ferrywire_proto::transfer::Scatter;
-}
 mod wire {
     pub use ferrywire_proto::wire::Refusal;
 }

@@ -9,7 +9,7 @@ use crate::api::region::{Region, RemoteRegion};
 use crate::core::operation::Verb;
 use crate::error::{Error, Result, TransferError};
 use ferrywire_memory::check_range;
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 
 /// One block of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -31,7 +31,7 @@ use crate::error::{Error, Result, TransferError};
 use ferrywire_memory::{Memory, MemoryLocation, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 
 use std::fmt;
 use std::net::SocketAddr;

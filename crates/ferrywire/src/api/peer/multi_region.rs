@@ -13,7 +13,7 @@ use crate::api::transfer::Transfer;
 use crate::core::operation::{Family, Hold, Op, Task};
 use crate::core::peer::PeerState;
 use crate::error::{Error, Result};
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 use std::sync::{Arc, OnceLock};
 
 impl Peer {

@@ -1,7 +1,7 @@
 use super::*;
 use std::cell::Cell;
 
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 
 const LONG: Duration = Duration::from_secs(60);
 

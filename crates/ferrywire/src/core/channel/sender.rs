@@ -25,7 +25,7 @@ use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
-use ferrywire_proto::transfer;
+use ferrywire_proto::schedule;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header};
 
@@ -303,7 +303,7 @@ impl Channel {
     /// Whether this channel is close enough to the least loaded one to take bulk.
     fn may_take_bulk(&self) -> bool {
         let backlog = self.sender.window.bytes() as u64;
-        transfer::may_take(backlog, self.peer.least_backlog(), self.peer.queue.chunk_bytes)
+        schedule::may_take(backlog, self.peer.least_backlog(), self.peer.queue.chunk_bytes)
     }
 
     /// Bytes of bulk that this channel may take, and its longest chunk in bytes.
@@ -333,7 +333,7 @@ impl Channel {
             self.sender.window.bytes() as u64
         };
         let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
-        transfer::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)
+        schedule::local_share(in_flight, sharing, copying_ends, self.peer.queue.chunk_bytes)
     }
 
     /// Bytes of small operations that this channel may take. Without bulk, only the peer's home channel takes
@@ -341,7 +341,7 @@ impl Channel {
     fn small_share(&self) -> u64 {
         let backlog = self.sender.window.bytes() as u64;
         match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
-            (true, _) => transfer::small_share(backlog, self.peer.least_backlog()),
+            (true, _) => schedule::small_share(backlog, self.peer.least_backlog()),
             (false, true) => u64::MAX,
             (false, false) => 0,
         }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::core::operation::{Task, no_owner};
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 use ferrywire_proto::wire::Kind;
 use std::thread;
 use std::time::Duration;

@@ -15,7 +15,7 @@ use crate::core::operation::{Op, Task, Verb};
 use crate::core::queue::WITHDRAWN;
 use crate::error::Error;
 use ferrywire_proto::limits;
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 impl PeerState {

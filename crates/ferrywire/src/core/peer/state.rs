@@ -25,7 +25,6 @@ use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
 use ferrywire_proto::outbox::Matched;
 use ferrywire_proto::schedule;
-use ferrywire_proto::transfer;
 use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 use super::serving::Serving;
@@ -378,14 +377,14 @@ impl PeerState {
     /// Bytes of staged payload that a channel with `backlog` bytes in its window may take.
     pub fn staged_share(&self, backlog: u64) -> u64 {
         let (channels, in_flight) = self.live_backlog();
-        transfer::staged_share(self.queue.bulk_bytes(), in_flight, channels, backlog)
+        schedule::staged_share(self.queue.bulk_bytes(), in_flight, channels, backlog)
     }
 
     /// The shortest and the longest chunk, in bytes, of staged payload.
     pub fn staged_chunk_bytes(&self) -> (usize, usize) {
         let (channels, in_flight) = self.live_backlog();
         let alone = self.in_flight_beside_one() == 0;
-        transfer::staged_chunk_bytes(self.queue.bulk_bytes().saturating_add(in_flight), alone, channels)
+        schedule::staged_chunk_bytes(self.queue.bulk_bytes().saturating_add(in_flight), alone, channels)
     }
 
     /// The number of live channels, and the bytes that they have in flight together.

@@ -11,7 +11,7 @@ use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
 use ferrywire_memory::Memory;
 use ferrywire_proto::limits;
-use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::operation::{Piece, Pieces};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{FLAG_POSTED, Header, Kind, Refusal};
 use std::collections::VecDeque;

@@ -240,7 +240,7 @@ mod tests {
     use crate::core::queue::{Pull, SendQueue};
     use ferrywire_memory::sim::SimGpu;
     use ferrywire_memory::{Gpu, Memory};
-    use ferrywire_proto::transfer::{Piece, Pieces};
+    use ferrywire_proto::operation::{Piece, Pieces};
     use ferrywire_proto::window::Window;
     use std::sync::Arc;
 
