@@ -1,13 +1,22 @@
-//! The window of one channel: frames that are sent and not acknowledged, as a bounded FIFO.
+//! Acknowledgement by count: the frames of one channel that are sent and not acknowledged, and at the other end
+//! those that are received.
 //!
-//! Only the peer's count releases entries, the oldest first, so an acknowledgement needs nothing but a count.
-//! When a channel is lost, the entries that the peer has placed are released. The rest is taken out, oldest
-//! first, and sent over other channels.
+//! A [`Window`] is a bounded FIFO of sent frames, and [`Acks`] counts received ones. Only the peer's count
+//! releases entries, the oldest first, so an acknowledgement needs nothing but a count. When a channel is lost,
+//! the entries that the peer has placed are released. The rest is taken out, oldest first, and sent over other
+//! channels.
 //!
-//! Pure: no sockets, no clock.
+//! Invariant: the count that a peer is told covers only frames that are placed, or whose refusals are in the
+//! stream. Pure: no sockets, no clock.
 //! Read next: the engine's `core/queue.rs`, which fills the window, and `core/channel/`, which empties it.
 
 use std::collections::VecDeque;
+
+use crate::limits;
+use crate::wire::{self, Header, Kind, Refusal};
+
+/// Received frames after which an acknowledgement is sent at once.
+const URGENT_FRAMES: u64 = 16;
 
 /// A bounded FIFO of entries in flight, numbered from 0 without gaps.
 #[derive(Debug)]
@@ -96,6 +105,112 @@ impl<T> Window<T> {
     }
 }
 
+/// Frames of one channel that are received, and those of them that are acknowledged, as counts.
+///
+/// A refused frame is acknowledged only once its refusal is in the stream, and refusals are sent in the order
+/// of their frames. The count that was sent never exceeds the count that was received.
+#[derive(Debug, Default)]
+pub struct Acks {
+    /// Frames that were placed or refused.
+    received: u64,
+    /// The highest count written to the stream.
+    acknowledged: u64,
+    unacknowledged_bytes: usize,
+    /// Numbers and reasons of refused frames whose refusals are not in the stream yet.
+    refused: Vec<(u64, Refusal)>,
+    /// Refusals that are in the stream. The peer may not have received them.
+    reported: Vec<(u64, Refusal)>,
+}
+
+impl Acks {
+    /// Counts a frame of `bytes` bytes that was placed, or refused with the reason in `placed`.
+    #[inline]
+    pub fn count(&mut self, placed: Result<(), Refusal>, bytes: usize) {
+        if let Err(refusal) = placed {
+            self.refused.push((self.received, refusal));
+        }
+        self.received += 1;
+        self.unacknowledged_bytes += bytes;
+    }
+
+    /// Whether an acknowledgement or a refusal waits to be sent.
+    #[inline]
+    pub fn due(&self) -> bool {
+        self.received != self.acknowledged || !self.refused.is_empty()
+    }
+
+    /// Whether the acknowledgement should be sent now, not with the next data frame.
+    #[inline]
+    pub fn urgent(&self) -> bool {
+        self.unacknowledged_bytes >= limits::ACK_BYTES
+            || self.unacknowledged_frames() >= URGENT_FRAMES
+            || !self.refused.is_empty()
+    }
+
+    /// Frames that were received and not acknowledged.
+    #[inline]
+    pub fn unacknowledged_frames(&self) -> u64 {
+        self.received - self.acknowledged
+    }
+
+    /// The count for the next header. The count ends before the first frame whose refusal is not in the
+    /// stream yet.
+    #[inline]
+    pub fn covered(&self) -> u64 {
+        self.refused.first().map_or(self.received, |(number, _)| *number)
+    }
+
+    /// Notes that a header with this count (its low 32 bits) is in the stream.
+    #[inline]
+    pub fn sent_with_header(&mut self, low: u32) {
+        self.acknowledged = self.acknowledged.max(wire::widen(low, self.acknowledged));
+        if self.acknowledged == self.received {
+            self.unacknowledged_bytes = 0;
+        }
+    }
+
+    /// Appends a frame to `out` that carries only an acknowledgement and the waiting refusals. `posted` is
+    /// the count of posted lane receives for its header.
+    pub fn encode_frame(&mut self, out: &mut Vec<u8>, posted: u32, crc: bool) {
+        let mut header = Header::new(Kind::Ack);
+        header.ack = self.received as u32;
+        header.posted = posted;
+        let refused: Vec<_> =
+            self.refused.drain(..self.refused.len().min(limits::WINDOW_FRAMES_MAX)).collect();
+        let body = wire::encode_refusals(&refused);
+        // A refusal in the stream may still be lost with the connection; then the fence reports the refusal
+        // again.
+        let known_to_peer = self.known_to_peer();
+        self.reported.retain(|(number, _)| *number >= known_to_peer);
+        self.reported.extend(refused);
+        header.len = body.len() as u32;
+        if crc {
+            header.flags |= wire::FLAG_CRC;
+            header.crc = crc32fast::hash(&body);
+        }
+        out.extend_from_slice(&header.encode());
+        out.extend_from_slice(&body);
+        self.acknowledged = self.covered();
+        self.unacknowledged_bytes = 0;
+    }
+
+    /// Returns what a fence reports: the number of frames received, and the refusals that the peer may not
+    /// have.
+    pub fn end(mut self) -> (u64, Vec<(u64, Refusal)>) {
+        let known_to_peer = self.known_to_peer();
+        let mut refused = self.reported;
+        refused.append(&mut self.refused);
+        refused.retain(|(number, _)| *number >= known_to_peer);
+        (self.received, refused)
+    }
+
+    /// The peer has received the acknowledgements of all frames below this number: its window bounds how far
+    /// it sends ahead of them.
+    fn known_to_peer(&self) -> u64 {
+        self.received.saturating_sub(limits::WINDOW_FRAMES_MAX as u64)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -119,6 +234,25 @@ mod tests {
         assert!(window.has_room());
         window.post((), 100);
         assert!(!window.has_room());
+    }
+
+    #[test]
+    fn a_refused_frame_is_acknowledged_only_with_its_refusal() {
+        let mut acks = Acks::default();
+        for placed in [Ok(()), Err(Refusal::NoRegion), Ok(())] {
+            acks.count(placed, 1);
+        }
+        assert!(acks.due() && acks.urgent());
+        assert_eq!(acks.covered(), 1, "the count of a data frame ends before the refused one");
+        acks.sent_with_header(1);
+        let mut frame = Vec::new();
+        acks.encode_frame(&mut frame, 0, false);
+        let (header, body) = frame.split_first_chunk().expect("a header");
+        assert_eq!(Header::decode(header).map(|header| header.ack), Ok(3));
+        assert_eq!(wire::refusals(body).collect::<Vec<_>>(), [(1, Refusal::NoRegion)]);
+        assert!(!acks.due());
+        // The frame may be lost with the connection.
+        assert_eq!(acks.end(), (3, vec![(1, Refusal::NoRegion)]));
     }
 
     proptest! {
