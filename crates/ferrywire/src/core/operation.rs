@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::operation::Operation;
 pub(crate) use ferrywire_proto::operation::Verb;
-use ferrywire_proto::outbox::Epoch;
 use ferrywire_proto::operation::{Piece, Pieces};
+use ferrywire_proto::outbox::Epoch;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Instant;
@@ -97,7 +97,11 @@ pub(crate) trait Owner: Send + Sync {
 /// For tests: the owner of an operation whose peer is gone.
 #[cfg(test)]
 pub(crate) fn no_owner() -> Weak<dyn Owner> {
-    Weak::<crate::core::peer::PeerState>::new()
+    struct Gone;
+    impl Owner for Gone {
+        fn ended(self: Arc<Self>, _op: &Op) {}
+    }
+    Weak::<Gone>::new()
 }
 
 /// An operation: immutable description, atomic state.

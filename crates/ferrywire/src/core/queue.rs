@@ -11,7 +11,7 @@ pub(crate) use ferrywire_proto::outbox::{Body, Pull};
 pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
 use crate::core::operation::{Hold, Op, Verb};
-use crate::core::staging::{Sending, Staged};
+use crate::core::staging::Staged;
 use crate::error::Error;
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits::PeerLimits;
@@ -20,6 +20,15 @@ use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The staging rings of a channel, as the queue fills them.
+pub(crate) trait Stage {
+    /// Whether another frame of the largest size can be reserved.
+    fn has_room(&self) -> bool;
+
+    /// Reserves room for a frame that has just left the queue. Arithmetic only, because the queue is locked.
+    fn reserve(&mut self, entry: &mut Entry);
+}
 
 /// The queue of one peer.
 pub(crate) struct SendQueue {
@@ -282,7 +291,7 @@ impl SendQueue {
     pub fn pull(
         &self,
         window: &mut Window<Entry>,
-        staging: &mut Sending,
+        staging: &mut impl Stage,
         mut pull: Pull,
     ) -> (u64, Vec<Hold>) {
         let mut outbox = self.lock();

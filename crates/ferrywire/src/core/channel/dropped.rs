@@ -6,7 +6,7 @@
 //!
 //! Invariant: when a worker has answered a request to release memory, no connection of its channels reads
 //! that memory.
-//! Read next: `worker/quiesce.rs`, which calls this.
+//! Read next: `worker/release.rs`, which calls this.
 
 use std::sync::Arc;
 

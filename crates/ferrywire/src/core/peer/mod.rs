@@ -4,6 +4,7 @@
 //! Read next: `state.rs`, also for arriving frames; `../queue.rs` for frames to send.
 
 mod handle;
+mod on_stream;
 mod read_requests;
 mod replies;
 mod serving;

@@ -180,7 +180,7 @@ pub(crate) struct PeerState {
     /// Reads by the peer that are answered or wait.
     pub serving: Serving,
     /// Operations that wait for a GPU stream.
-    pub stream_queue: StreamQueue,
+    pub stream_queue: StreamQueue<PeerState>,
     pub life: Life,
     progress: Progress,
     pub history: History,

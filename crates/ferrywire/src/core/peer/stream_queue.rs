@@ -4,39 +4,36 @@
 //!
 //! Invariant: an operation is either in this list or has begun. If it is cancelled, fails or loses its memory
 //! while it waits, it ends as if it had begun.
-//! Read next: `ordering.rs`, the stream events.
+//! Read next: `on_stream.rs`, which adds and starts operations; `../ordering.rs`, the stream events.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::state::PeerState;
 use crate::core::operation::{Hold, Op, Verb};
 use crate::core::ordering::StreamEvent;
-use crate::error::{Error, Result};
+use crate::error::Error;
 
-/// Starts an operation.
-type Start = Box<dyn FnOnce(&Arc<PeerState>, Hold) + Send>;
+/// Starts an operation of the peer `P`.
+type Start<P> = Box<dyn FnOnce(&Arc<P>, Hold) + Send>;
 
-struct Waiting {
-    ready: StreamEvent,
-    op: Hold,
-    start: Start,
+pub(super) struct Waiting<P> {
+    pub ready: StreamEvent,
+    pub op: Hold,
+    pub start: Start<P>,
 }
 
-#[derive(Default)]
-struct List {
-    waiting: Vec<Waiting>,
+struct List<P> {
+    waiting: Vec<Waiting<P>>,
     closed: bool,
 }
 
-/// The operations of one peer that wait for a GPU stream.
-#[derive(Default)]
-pub(crate) struct StreamQueue {
+/// The operations of one peer `P` that wait for a GPU stream.
+pub(crate) struct StreamQueue<P> {
     any: AtomicBool,
-    list: Mutex<List>,
+    list: Mutex<List<P>>,
     /// Held while operations are started, so that they start in order.
-    releasing: Mutex<()>,
+    pub(super) releasing: Mutex<()>,
     /// How often the list was searched for ready operations.
     #[cfg(test)]
     pub polls: std::sync::atomic::AtomicUsize,
@@ -52,14 +49,14 @@ struct Order {
 }
 
 impl Order {
-    fn is_behind(&self, waiting: &Waiting) -> bool {
+    fn is_behind<P>(&self, waiting: &Waiting<P>) -> bool {
         let op = &waiting.op;
         self.last.as_ref().is_some_and(|last| last.is_same(&waiting.ready))
             || (op.verb() == Verb::Recv && self.tags.contains(&op.key()))
             || (op.verb() == Verb::Notify && self.notification)
     }
 
-    fn stays(&mut self, waiting: &Waiting) {
+    fn stays<P>(&mut self, waiting: &Waiting<P>) {
         match waiting.op.verb() {
             Verb::Recv => drop(self.tags.insert(waiting.op.key())),
             Verb::Notify => self.notification = true,
@@ -69,8 +66,20 @@ impl Order {
     }
 }
 
-impl StreamQueue {
-    fn lock(&self) -> MutexGuard<'_, List> {
+impl<P> Default for StreamQueue<P> {
+    fn default() -> StreamQueue<P> {
+        StreamQueue {
+            any: AtomicBool::new(false),
+            list: Mutex::new(List { waiting: Vec::new(), closed: false }),
+            releasing: Mutex::new(()),
+            #[cfg(test)]
+            polls: std::sync::atomic::AtomicUsize::new(0),
+        }
+    }
+}
+
+impl<P> StreamQueue<P> {
+    fn lock(&self) -> MutexGuard<'_, List<P>> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -85,7 +94,7 @@ impl StreamQueue {
     }
 
     /// Adds an operation; returns it if the peer is gone.
-    fn add(&self, waiting: Waiting) -> std::result::Result<(), Waiting> {
+    pub(super) fn add(&self, waiting: Waiting<P>) -> Result<(), Waiting<P>> {
         let mut list = self.lock();
         if list.closed {
             return Err(waiting);
@@ -97,7 +106,7 @@ impl StreamQueue {
 
     /// Removes the operations that need not wait any longer, in order, with the error of the GPU if it
     /// failed.
-    fn take(&self) -> Vec<(Waiting, Option<Error>)> {
+    pub(super) fn take(&self) -> Vec<(Waiting<P>, Option<Error>)> {
         #[cfg(test)]
         self.polls.fetch_add(1, Ordering::SeqCst);
         let mut list = self.lock();
@@ -131,67 +140,5 @@ impl StreamQueue {
         list.closed = true;
         self.any.store(false, Ordering::SeqCst);
         list.waiting.drain(..).map(|waiting| waiting.op).collect()
-    }
-}
-
-impl PeerState {
-    /// Starts an operation once `ready` has happened. The operation already counts as posted.
-    ///
-    /// # Errors
-    /// The peer's error if the peer is gone; the operation then has failed with it.
-    pub fn start_after(
-        self: &Arc<Self>,
-        ready: StreamEvent,
-        op: Hold,
-        start: impl FnOnce(&Arc<PeerState>, Hold) + Send + 'static,
-    ) -> Result<()> {
-        if let Err(Waiting { op, .. }) = self.stream_queue.add(Waiting { ready, op, start: Box::new(start) })
-        {
-            op.fail(self.gone());
-            return Err(self.gone());
-        }
-        self.home().rouse();
-        Ok(())
-    }
-
-    /// Queues an operation once `ready` has happened. Later notifications wait for it from now on. Errors as
-    /// for [`PeerState::start_after`].
-    pub fn post_after(self: &Arc<Self>, ready: StreamEvent, op: Hold) -> Result<()> {
-        if op.verb() != Verb::Notify {
-            self.queue.join(&op);
-        }
-        self.start_after(ready, op, |state, op| state.start(op))
-    }
-
-    /// Queues an operation that has waited for a stream.
-    pub fn start(self: &Arc<Self>, op: Hold) {
-        let bytes = op.total;
-        match self.queue.post_joined(op) {
-            Ok(()) => self.rouse_for(bytes),
-            Err(op) => op.fail(self.gone()),
-        }
-    }
-
-    /// Starts operations that need not wait any longer. Returns whether there were any.
-    pub fn start_ready(self: &Arc<Self>) -> bool {
-        if !self.stream_queue.any() {
-            return false;
-        }
-        // Another thread is starting operations, and will poll again soon.
-        let Ok(_alone) = self.stream_queue.releasing.try_lock() else { return false };
-        let taken = self.stream_queue.take();
-        let worked = !taken.is_empty();
-        for (Waiting { op, start, .. }, error) in taken {
-            if let Some(error) = error {
-                op.fail(error);
-            }
-            match op.verb() {
-                // The send has a number that the peer expects: it is withdrawn through the queue.
-                Verb::Send => start(self, op),
-                _ if op.failing() => op.cut_short(),
-                _ => start(self, op),
-            }
-        }
-        worked
     }
 }

@@ -6,6 +6,7 @@ use super::{Arrival, LanePass, Posted};
 use crate::core::operation::{Hold, Op, Task, no_owner};
 use crate::core::peer::Landing;
 use crate::core::queue::{Entry, Pull, SendQueue};
+use crate::core::staging::Sending;
 use crate::core::stats::LaneCounters;
 use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
@@ -214,7 +215,7 @@ impl Bench {
             bulk: true,
             messages: Some(room),
         };
-        queue.pull(window, &mut Default::default(), pull);
+        queue.pull(window, &mut Sending::default(), pull);
         let mut taken = 0;
         for (entry, frame) in window.from(first).zip(first..) {
             if entry.header.is_posted() {

@@ -4,12 +4,11 @@
 //! memory once the batch is done, so that checking it costs a load and no driver call.
 //!
 //! Invariant: a dropped copier no longer touches any memory that was passed to it.
-//! Read next: `cuda.rs`; `pipeline.rs`, the only user.
+//! Read next: `cuda.rs`; `pipeline.rs`, the only user, which makes a copier of either kind.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::cuda::CudaCopier;
 use crate::error::{Error, Result};
 use ferrywire_memory::cuda::PinnedBuffer;
 use ferrywire_memory::sim::{MappedBuffer, SimStream};
@@ -99,26 +98,19 @@ pub(super) fn pinned(location: MemoryLocation, bytes: usize) -> Result<Pinned> {
     }
 }
 
-/// Creates a copier of a GPU that is open. For set-up only: the call may wait for the GPU.
-///
-/// # Errors
-/// The GPU is not open, or the driver's error.
-pub(super) fn copier(location: MemoryLocation, way: Way) -> Result<Box<dyn Copier>> {
-    match Gpu::opened(location)? {
-        Gpu::Sim(gpu) => {
-            let stream = gpu.stream();
-            Ok(Box::new(SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }))
-        }
-        Gpu::Cuda(gpu) => Ok(Box::new(CudaCopier::new(&gpu, way)?)),
-    }
-}
-
-struct SimCopier {
+/// The copies of a simulated GPU.
+pub(super) struct SimCopier {
     stream: SimStream,
     flag: Arc<AtomicU64>,
     marked: u64,
     calls: u64,
     way: Way,
+}
+
+impl SimCopier {
+    pub fn new(stream: SimStream, way: Way) -> SimCopier {
+        SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }
+    }
 }
 
 impl Copier for SimCopier {
@@ -154,6 +146,7 @@ impl Copier for SimCopier {
 
 #[cfg(test)]
 mod tests {
+    use super::super::pipeline::copier;
     use super::*;
     use ferrywire_memory::sim::{SimFaults, SimGpu, SimGpuError};
     use std::time::{Duration, Instant};

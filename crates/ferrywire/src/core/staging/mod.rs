@@ -27,7 +27,8 @@ mod stopwatch;
 
 pub(crate) use prepared::Prepared;
 pub(crate) use receiving::Receiving;
-pub(crate) use sending::{Sending, Staged};
+pub(crate) use ring::Staged;
+pub(crate) use sending::Sending;
 
 /// The staging of a channel, in both directions.
 #[derive(Default)]

@@ -7,11 +7,12 @@
 //! were added later are not.
 //! Read next: `sending.rs`, `receiving.rs`.
 
-use super::copier::{self, Copier, Pinned, Run, Way};
+use super::copier::{self, Copier, Pinned, Run, SimCopier, Way};
+use super::cuda::CudaCopier;
 use super::ring::Ring;
 use super::stopwatch::Stopwatch;
 use crate::error::{Error, Result};
-use ferrywire_memory::MemoryLocation;
+use ferrywire_memory::{Gpu, MemoryLocation};
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -118,7 +119,7 @@ impl Pipeline {
     /// Creates a copier if there is none, or the last one has failed.
     fn make_copier(&mut self) -> Result<()> {
         if self.copier.is_none() {
-            self.copier = Some(copier::copier(self.location, self.way)?);
+            self.copier = Some(copier(self.location, self.way)?);
         }
         Ok(())
     }
@@ -314,6 +315,17 @@ impl Pipeline {
     /// Makes the next batch fail.
     pub fn break_copier(&mut self) {
         self.copier = Some(Box::new(Broken));
+    }
+}
+
+/// Creates a copier of a GPU that is open. For set-up only: the call may wait for the GPU.
+///
+/// # Errors
+/// The GPU is not open, or the driver's error.
+pub(super) fn copier(location: MemoryLocation, way: Way) -> Result<Box<dyn Copier>> {
+    match Gpu::opened(location)? {
+        Gpu::Sim(gpu) => Ok(Box::new(SimCopier::new(gpu.stream(), way))),
+        Gpu::Cuda(gpu) => Ok(Box::new(CudaCopier::new(&gpu, way)?)),
     }
 }
 

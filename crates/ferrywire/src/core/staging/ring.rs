@@ -1,7 +1,8 @@
 //! Allocation of a ring: spans are taken at one end and returned at the other.
 //!
 //! Invariant: spans do not overlap, and each is contiguous and begins at a multiple of [`ALIGN_BYTES`]. Pure
-//! arithmetic without memory. Read next: `pipeline.rs`, which adds the memory.
+//! arithmetic without memory.
+//! Read next: `pipeline.rs`, which adds the memory.
 
 use std::collections::VecDeque;
 
@@ -81,6 +82,40 @@ impl Ring {
 /// The aligned length. A span of 0 bytes would have the offset of the next one.
 fn aligned(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(ALIGN_BYTES)
+}
+
+/// The bytes of a ring that hold a frame's payload.
+pub(crate) struct Staged {
+    pub(super) line: usize,
+    pub(super) offset: usize,
+    /// Address in the ring.
+    pub(super) host: usize,
+    /// Whether some of the bytes were lent to the socket.
+    pub(super) lent: bool,
+    pub(super) state: State,
+}
+
+/// A staged frame's state; see `sending.rs`.
+pub(super) enum State {
+    Reserved,
+    /// The copies are before this mark.
+    Copying(u64),
+    /// The operation has failed: there is nothing to send.
+    Lost,
+    Ready,
+}
+
+impl Staged {
+    /// Address of the bytes to send, once they are copied.
+    pub fn base(&self) -> *mut u8 {
+        self.host as *mut u8
+    }
+
+    /// Whether some of the bytes were lent to the socket, which may read them until the peer has placed the
+    /// frame.
+    pub fn is_lent(&self) -> bool {
+        self.lent
+    }
 }
 
 #[cfg(test)]

@@ -10,44 +10,12 @@
 
 use super::copier::{Run, Way};
 use super::pipeline::Pipeline;
+use super::ring::{Staged, State};
 use super::stopwatch::Stopwatch;
-use crate::core::queue::{DROPPED, Entry};
+use crate::core::queue::{DROPPED, Entry, Stage};
 use crate::error::Error;
 use ferrywire_proto::limits;
 use std::time::Duration;
-
-/// The bytes of a ring that hold a frame's payload.
-pub(crate) struct Staged {
-    line: usize,
-    offset: usize,
-    /// Address in the ring.
-    host: usize,
-    /// Whether some of the bytes were lent to the socket.
-    lent: bool,
-    state: State,
-}
-
-enum State {
-    Reserved,
-    /// The copies are before this mark.
-    Copying(u64),
-    /// The operation has failed: there is nothing to send.
-    Lost,
-    Ready,
-}
-
-impl Staged {
-    /// Address of the bytes to send, once they are copied.
-    pub fn base(&self) -> *mut u8 {
-        self.host as *mut u8
-    }
-
-    /// Whether some of the bytes were lent to the socket, which may read them until the peer has placed the
-    /// frame.
-    pub fn is_lent(&self) -> bool {
-        self.lent
-    }
-}
 
 /// Payload that a channel sends from GPU memory.
 #[derive(Default)]
@@ -58,19 +26,12 @@ pub(crate) struct Sending {
     full: Stopwatch,
 }
 
-impl Sending {
-    /// Whether any payload was ever staged.
-    pub fn begun(&self) -> bool {
-        !self.lines.is_empty()
-    }
-
-    /// Whether another frame of the largest size can be reserved.
-    pub fn has_room(&self) -> bool {
+impl Stage for Sending {
+    fn has_room(&self) -> bool {
         self.lines.iter().all(|line| line.ring.fits(limits::STAGING_SLOT_BYTES))
     }
 
-    /// Reserves room for a frame that has just left the queue. Arithmetic only, because the queue is locked.
-    pub fn reserve(&mut self, entry: &mut Entry) {
+    fn reserve(&mut self, entry: &mut Entry) {
         let Some(location) = entry.gpu() else { return };
         let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {
             self.lines.push(Pipeline::new(location, Way::Out));
@@ -84,6 +45,13 @@ impl Sending {
             None => drop(entry.give_up(&Error::Internal("a frame was to be staged without room".into()))),
         }
         self.full.set(!self.has_room());
+    }
+}
+
+impl Sending {
+    /// Whether any payload was ever staged.
+    pub fn begun(&self) -> bool {
+        !self.lines.is_empty()
     }
 
     /// Starts the copies of all reserved frames; short ones of one GPU form one batch. Returns credit in

@@ -16,6 +16,7 @@
 mod engine;
 mod inline;
 mod quiesce;
+mod release;
 mod workers;
 
 use crate::core::channel::Channel;

@@ -1,20 +1,17 @@
-//! Requests that make every worker release some memory, and a worker's answer.
+//! Requests that make every worker release some memory.
 //!
 //! Invariant: once all workers have answered, no channel places bytes into the memory.
-//! Read next: `engine.rs`, whose pass answers.
+//! Read next: `release.rs`, a worker's answer.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::engine::{ProgressEngine, Slot};
-use super::{Command, SPIN, Worker, Workers};
+use super::{Command, SPIN, Workers};
 use crate::core::channel::Unreleased;
-use crate::core::context::Context;
 use crate::core::operation::Op;
 use crate::core::peer::Landing;
-use crate::core::queue::DROPPED;
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits;
@@ -23,11 +20,6 @@ use ferrywire_proto::stall_timer::StallTimer;
 /// Pause of a thread that waits for answers, after a short spin. Spinning with yields takes so much of a
 /// small or overloaded host that the worker is kept from answering, for seconds.
 const PAUSE: Duration = Duration::from_micros(100);
-
-/// Pause before the kernel is asked again whether it has released memory.
-const RELEASE_PAUSE: Duration = Duration::from_micros(100);
-/// Reason for losing a channel that sends from memory which its user has dropped.
-const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
 
 /// A request to all workers to release some memory, and which workers have answered.
 pub(crate) struct Abandon {
@@ -188,95 +180,6 @@ pub(crate) fn abandon_memory(workers: &Workers, memory: &Arc<Memory>, force: boo
     let (what, memory) = (memory.describe(), memory.clone());
     let request = Abandon::new(workers, force, true, move |landing| landing.is_in(&memory));
     answer(workers, &request, || what)
-}
-
-impl ProgressEngine {
-    /// Loses the channels whose connections still send from memory that its user has dropped, once the kernel
-    /// has released the memory or `KERNEL_RELEASE_TIMEOUT` has passed. One timeout covers all these channels.
-    fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, context: &Context) {
-        let sends = |slot: &mut Option<Slot>| {
-            slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
-        };
-        let places: Vec<usize> =
-            (0..self.slots.len()).filter(|place| sends(&mut self.slots[*place])).collect();
-        let since = Instant::now();
-        for place in places {
-            let Some(slot) = &mut self.slots[place] else { continue };
-            // A NIC's queue may still hold packets.
-            while !slot.channel.has_released_dropped_memory() {
-                if since.elapsed() >= limits::KERNEL_RELEASE_TIMEOUT {
-                    slot.channel.fail_unreleased();
-                    break;
-                }
-                thread::sleep(RELEASE_PAUSE);
-            }
-            self.lose(worker, context, place, SENDS_DROPPED);
-        }
-    }
-
-    /// Answers a request to release memory once no channel writes there and no NIC sends from it over a
-    /// closed lane or connection. If a lane does not let go of the memory in time, its channel is lost. If a
-    /// GPU does not, its channel is lost only where the request has `force`.
-    pub(super) fn release_memory(&mut self, worker: &Worker, context: &Context) {
-        self.lose_senders_of_dropped_memory(worker, context);
-        let now = context.transport.now();
-        for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
-            let waited = now.saturating_sub(since);
-            let late = waited > limits::LANE_ABANDON_TIMEOUT;
-            let cut = request.force && waited > limits::GPU_ABANDON_TIMEOUT;
-            let (mut lane, mut gpu) = (false, None);
-            for place in 0..self.slots.len() {
-                let Some(slot) = &mut self.slots[place] else { continue };
-                let touched = slot.channel.abandon(&request.gone);
-                worker.step();
-                if slot.channel.lane_sends_what_is_gone() {
-                    self.lose(worker, context, place, SENDS_DROPPED);
-                } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
-                    let why = "memory was taken back while a message was being received into it";
-                    self.lose(worker, context, place, why);
-                } else if touched.lane || touched.gpu.is_some() {
-                    lane |= touched.lane;
-                    gpu = gpu.or(touched.gpu);
-                } else {
-                    slot.channel.forget_revoked();
-                }
-            }
-            lane |= request.sources && !self.has_released(now);
-            let gpu = gpu.filter(|_| !lane);
-            request.note_gpu(worker.index, gpu);
-            if lane || gpu.is_some() {
-                self.abandoning.push(Abandoning { request, since, by_gpu: gpu.is_some() })
-            } else {
-                request.answered[worker.index].store(true, Ordering::Release)
-            }
-        }
-    }
-
-    /// Whether no closed lane or connection reads memory any more. One that does so for longer than
-    /// `CLOSED_RELEASE_TIMEOUT` counts as released, and its operations fail.
-    pub(super) fn has_released(&mut self, now: Duration) -> bool {
-        self.unreleased.retain_mut(|closed| {
-            let late = now.saturating_sub(closed.since) > limits::CLOSED_RELEASE_TIMEOUT;
-            if closed.unreleased.has_released() {
-                return false;
-            }
-            if late {
-                closed.give_up();
-            }
-            !late
-        });
-        self.unreleased.is_empty()
-    }
-}
-
-impl Closed {
-    /// Fails operations on dropped memory that the kernel or a NIC has not released in time, even where the
-    /// peer has placed their bytes.
-    fn give_up(&self) {
-        tracing::error!("NIC may still send from memory of a closed connection or lane");
-        let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
-        self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
-    }
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ use super::super::sender::Batch;
 use super::{Payload, gather};
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
-use crate::core::queue::{Entry, SendQueue};
+use crate::core::queue::{Entry, SendQueue, Stage};
 use crate::core::staging::{Receiving, Sending, Staging};
 use crate::core::stats::ChannelCounters;
 use ferrywire_memory::MemoryLocation;
