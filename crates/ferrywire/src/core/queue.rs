@@ -113,10 +113,6 @@ impl SendQueue {
         self.waiting_beside_small.store(waiting - outbox.small_len(), Ordering::SeqCst);
         self.waiting_beside_bulk.store(waiting - outbox.bulk_len(), Ordering::SeqCst);
         self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
-        let keeps_back = outbox.keeps_back();
-        if self.keeps_back.load(Ordering::Relaxed) != keeps_back {
-            self.keeps_back.store(keeps_back, Ordering::Relaxed);
-        }
     }
 
     /// Changes the outbox and publishes its counts.
@@ -125,6 +121,15 @@ impl SendQueue {
         let changed = change(&mut outbox);
         self.publish(&outbox);
         changed
+    }
+
+    /// Changes the read requests of the outbox, and publishes whether some of them wait.
+    fn change_reads<T>(&self, change: impl FnOnce(&mut Outbox<Hold>) -> T) -> T {
+        self.change(|outbox| {
+            let changed = change(outbox);
+            self.keeps_back.store(outbox.keeps_back(), Ordering::Relaxed);
+            changed
+        })
     }
 
     /// Queues an operation; false if the peer is gone.
@@ -183,7 +188,7 @@ impl SendQueue {
     /// Queues a read request, or keeps it back while the peer has `OUTSTANDING_READS_MAX`. Returns the frame
     /// if the peer is gone.
     pub fn ask(&self, entry: Entry, op: &Op) -> Vec<Entry> {
-        let closed: Result<(), Frame<Hold>> = self.change(|outbox| {
+        let closed: Result<(), Frame<Hold>> = self.change_reads(|outbox| {
             outbox.ask(entry.into(), read_of(op))?;
             if outbox.keeps_back() {
                 // A thread that places and counts bytes of the read after this store sees that requests wait.
@@ -202,13 +207,13 @@ impl SendQueue {
     pub fn answered(&self, op: &Op) {
         fence(Ordering::SeqCst);
         if self.keeps_back.load(Ordering::Relaxed) {
-            self.change(|outbox| outbox.answered(read_of(op), op.moved()));
+            self.change_reads(|outbox| outbox.answered(read_of(op), op.moved()));
         }
     }
 
     /// Withdraws the requests of a read that are kept back, and returns them. Other reads get the room.
     pub fn forget_requests(&self, op: &Op) -> Vec<Entry> {
-        let kept = self.change(|outbox| outbox.forget_requests(read_of(op)));
+        let kept = self.change_reads(|outbox| outbox.forget_requests(read_of(op)));
         kept.into_iter().map(Entry::from).collect()
     }
 
@@ -283,7 +288,7 @@ impl SendQueue {
 
     /// Closes the queue for good and returns its operations.
     pub fn close(&self) -> Vec<Hold> {
-        self.change(Outbox::close)
+        self.change_reads(Outbox::close)
     }
 
     /// Fills a window from the outbox, up to `pull.bytes`, and reserves staging room for GPU payload in the
