@@ -294,7 +294,7 @@ impl Link {
             return self.end_without_lanes(why, now);
         }
         tracing::warn!(peer = self.peer().name(), "{why}");
-        self.peer().note_lost(why.clone());
+        self.peer().history.note_lost(why.clone());
         // While another channel is up the peer stays connected.
         if !self.any_is_up()
             && let Some(in_vain) = self.lanes.ended_in_vain(index, age, self.peer().lanes_moved(), false)

@@ -1,7 +1,7 @@
 //! Facts that all parts of an endpoint share, and the means to wake its threads.
 //!
 //! Invariant: this owns no worker, channel, peer or control side, so each of them may refer to it.
-//! Read next: `worker/workers.rs`, which owns the workers.
+//! Read next: `worker/mod.rs`, which owns the workers.
 
 use crate::config::Config;
 use crate::core::ordering::Gates;
@@ -9,9 +9,10 @@ use crate::core::sleeper::Sleeper;
 use crate::core::staging::Prepared;
 use crate::error::{Error, Result};
 use crate::payload::payload_backend::SharedBackend;
-use ferrywire_memory::{Gpu, MemoryLocation, RegionTable};
+use ferrywire_memory::{Gpu, Memory, MemoryLocation, RegionTable};
 use ferrywire_net::SharedTransport;
 use ferrywire_proto::Identity;
+use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::fork::Origin;
 use ferrywire_sys::poll::Waker;
 use std::sync::Arc;
@@ -91,6 +92,16 @@ impl Context {
         } else {
             Err(Error::UnsupportedMemory { side, location, transport: self.payload_name() })
         }
+    }
+
+    /// The region with this key, which peers may write or read, if payload can reach its memory.
+    ///
+    /// # Errors
+    /// The reason to refuse the peer's frame.
+    pub fn reachable_region(&self, key: u64) -> std::result::Result<Arc<Memory>, Refusal> {
+        let memory = self.regions.find(key)?;
+        self.check_reach(memory.location(), "local").map_err(|_| Refusal::UnreachableMemory)?;
+        Ok(memory)
     }
 
     /// The payload backend, if its calls may block.

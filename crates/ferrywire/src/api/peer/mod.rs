@@ -5,7 +5,7 @@
 //!
 //! Invariant: a posted operation has been checked against the local region, and against the length and owner
 //! of the remote one.
-//! Read next, in `../../core/`: `peer/state.rs`, also for arriving frames; `queue.rs` for frames to send.
+//! Read next, in `../../core/`: `queue.rs` for frames to send, `channel/receiver.rs` for arriving ones.
 #![forbid(unsafe_code)]
 
 mod blocks;
@@ -59,7 +59,7 @@ pub(crate) struct Connection {
 impl Connection {
     /// The endpoint's configuration and shared parts.
     pub fn context(&self) -> &Context {
-        self.running.context()
+        self.state.context()
     }
 
     /// Waits until `done` returns true; see [`Workers::wait`](crate::core::worker::Workers::wait).

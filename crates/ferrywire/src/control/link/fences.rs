@@ -8,7 +8,7 @@
 
 use super::Link;
 use super::channels::{ChannelState, OwnFence, PeerFence};
-use crate::core::channel::Remains;
+use crate::core::channel::{Remains, delivered};
 use crate::core::worker::{Command, Loss};
 use crate::error::LossCause;
 use ferrywire_proto::limits;
@@ -40,7 +40,7 @@ impl Link {
         // What ended of memory is no lane's failure.
         let is_lanes = |fault: &FenceCause| *fault != FenceCause::SourceUnreadable;
         let lane_failed = remains.lane_fault.filter(is_lanes).map(|fault| (fault, line.clone()));
-        self.peer.note_lost(line);
+        self.peer.history.note_lost(line);
         let fence = OwnFence { entries, lane_failed };
         self.channels[index].set(generation, ChannelState::Fencing(fence));
         let refused = remains.refused.iter().map(|(number, why)| (*number, *why as u8)).collect();
@@ -142,7 +142,7 @@ impl Link {
             }
             let refusal =
                 theirs.refused.iter().find(|(each, _)| *each == number).map(|(_, why)| Refusal::parse(*why));
-            self.peer.delivered(entry, refusal);
+            delivered(&self.peer, entry, refusal);
         }
         self.peer.history.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
         let unsendable = self.peer.queue.resend(again);

@@ -267,7 +267,7 @@ impl Link {
                 let trouble = self.last_trouble.as_ref().map(Error::to_string).unwrap_or_default();
                 let line = format!("{} of {all} channels could not be set up: {trouble}", all - up);
                 tracing::warn!(peer = self.peer.name(), "{line}");
-                self.peer.note_lost(line);
+                self.peer.history.note_lost(line);
             }
             if let Stage::Settling(settling) = std::mem::replace(&mut self.stage, Stage::Up) {
                 settling.awaited.put(PeerHandle(self.peer.clone()));

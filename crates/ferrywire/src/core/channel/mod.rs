@@ -3,14 +3,15 @@
 //! | part | file | does |
 //! |---|---|---|
 //! | [`Sender`] | `sender.rs` | takes frames from the peer's queue, sends them, and tracks them until the peer has placed them |
-//! | [`Receiver`] | `receiver.rs` | parses the stream into frames, hands them to the peer's state, and counts them |
+//! | [`Receiver`] | `receiver.rs` | parses the stream into frames, finds the memory of their payload, and counts them |
 //! | [`Payload`] | `payload/` | payload that comes from a GPU, or travels over a lane |
 //! | | `dropped.rs` | memory that its user dropped while the connection may still send it |
 //!
 //! A write: `pull` fills the window. `send_batch` sends frames straight from the source memory. `account`
-//! advances the sent position by what the kernel took. `acknowledged` completes what the peer has placed. On
-//! the target: `take_header` parses, `land` finds the target memory, `copy_in` or the socket call itself
-//! fills it, and `placed` counts the frame. That count is the acknowledgement.
+//! advances the sent position by what the kernel took. `acknowledged` completes what the peer has placed, and
+//! `delivered` drops the frame's token. On the target: `take_header` parses, `land` finds the target memory,
+//! `copy_in` or the socket call itself fills it, and `placed` counts the frame. That count is the
+//! acknowledgement.
 //!
 //! Invariant: after [`Channel::end`] no byte of this connection is placed.
 //! Read next: `sender.rs`, `receiver.rs`; then `worker/`, which owns channels and decides which one is polled
@@ -22,6 +23,7 @@ mod receiver;
 mod sender;
 
 pub(crate) use dropped::Unreleased;
+pub(crate) use sender::delivered;
 
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Posted;
@@ -37,7 +39,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use payload::{Payload, PayloadRemains};
+use payload::{LanePayload, Payload, PayloadRemains, StagedPayload};
 use receiver::Receiver;
 use sender::Sender;
 
@@ -145,6 +147,32 @@ impl Channel {
         !self.has_lane() && (coming || self.peer.in_deep_bulk())
     }
 
+    /// Whether the payload goes over a lane.
+    pub fn has_lane(&self) -> bool {
+        self.payload.lane().is_some()
+    }
+
+    /// Whether the lane has to be polled: it raises no event when it makes progress.
+    pub fn lane_active(&self) -> bool {
+        self.payload.lane().is_some_and(LanePayload::is_active)
+    }
+
+    /// How long to pause after a poll without progress, if the lane specifies that.
+    pub fn lane_pause(&self) -> Option<Duration> {
+        self.payload.lane().and_then(LanePayload::pause)
+    }
+
+    /// Whether the channel has to be polled: copies are in flight, bytes wait for copies, or operations of
+    /// its peer wait for a GPU stream. None of these raises an event when it is done.
+    pub fn staging_active(&self) -> bool {
+        self.payload.staged().is_some_and(StagedPayload::is_active) || self.polls_stream_queue()
+    }
+
+    /// Whether the channel reads nothing because the current payload has no room.
+    pub fn stalled(&self) -> bool {
+        self.payload.is_stalled()
+    }
+
     /// Whether this channel polls its peer's operations that wait for a GPU stream. One channel of each peer
     /// does.
     pub fn polls_stream_queue(&self) -> bool {
@@ -165,12 +193,12 @@ impl Channel {
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
         let PayloadRemains { lane, lane_state, lane_fault, acknowledged } = self.payload.end();
-        acknowledged.into_iter().for_each(|entry| self.peer.delivered(entry, None));
+        acknowledged.into_iter().for_each(|entry| delivered(&self.peer, entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
         self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
         let unreleased = Unreleased::of(lane, self.conn, self.sender.stream_sent);
-        self.sender.unreleased.into_iter().for_each(|(_, entry)| self.peer.delivered(entry, None));
+        self.sender.unreleased.into_iter().for_each(|(_, entry)| delivered(&self.peer, entry, None));
         let mut entries = self.sender.window.drain();
         // A resent frame is staged again by its next channel.
         entries.iter_mut().for_each(|(_, entry)| entry.staged = None);

@@ -9,17 +9,20 @@
 //! several: each part needs room in the ring. An acknowledgement is a count of frames, which covers a refused
 //! frame only once its refusal is in the stream.
 //!
-//! Invariants: bytes are taken in the order of the stream; a stage ends only when all its bytes are here;
-//! `acknowledged <= received`, and refusals are sent in the order of their frames.
-//! Read next: `peer/state.rs`, which finds the target of a payload and handles a complete frame.
+//! Invariants: bytes are taken in the order of the stream; a stage ends only when all its bytes are here. Every
+//! offset from the wire is checked against its region before an address is made from it.
+//! Read next: `../peer/replies.rs`, which handles complete frames without payload.
 
 use std::io;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::{Channel, PASS_BYTES, Workspace, broken};
-use crate::core::peer::Landing;
+use crate::core::operation::Verb;
+use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Arrival;
+use crate::error::Error;
+use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::window::Acks;
@@ -184,7 +187,7 @@ impl Channel {
         if header.kind != Kind::Data {
             return body.expect_message(header.len as usize);
         }
-        match self.peer.land(header, placements, &mut body.pieces, landing.take()) {
+        match find_target(&self.peer, header, placements, &mut body.pieces, landing.take()) {
             Ok(landing) => self.payload.land(receiver, landing, &self.counters),
             Err(refusal) => receiver.refuse(refusal),
         }
@@ -229,10 +232,43 @@ impl Channel {
     ) -> io::Result<()> {
         let result = match refusal {
             Some(refusal) => Err(refusal),
-            None => self.peer.arrived(header, placements, landing, message),
+            None if header.kind == Kind::Data => self.data_placed(header, landing, message),
+            None => self.peer.arrived(header, placements, message),
         };
         self.receiver.acks.count(result, HEADER_BYTES + header.body_bytes());
         self.within_window()
+    }
+
+    /// Counts payload that is in place: for the receive or read that waits for it, and for the notification
+    /// that follows it.
+    fn data_placed(
+        &self,
+        header: &Header,
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        let peer = &self.peer;
+        if let Some(Landing::Sink { sink }) = landing {
+            if header.len > 0 {
+                peer.note_moved(&sink.op);
+            }
+            match peer.inbound.filled(sink, u64::from(header.len)) {
+                Ok(false) if sink.op.verb() == Verb::Read => peer.note_answered(&sink.op),
+                Ok(_) => {}
+                // The receive or read ended before this frame: the sender is told by the refusal.
+                Err(Refusal::NoSink) => return Err(Refusal::NoSink),
+                Err(refusal) => {
+                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
+                    sink.op.fail(Error::ProtocolViolation { peer: peer.info.name.clone(), why });
+                    peer.end_sink(&sink.op);
+                    return Err(refusal);
+                }
+            }
+        }
+        if header.flags & wire::FLAG_COUNTED != 0 {
+            peer.inbound.count(header)?;
+        }
+        if header.notify > 0 { peer.inbound.notified(header, message) } else { Ok(()) }
     }
 
     fn within_window(&self) -> io::Result<()> {
@@ -362,6 +398,66 @@ impl Receiver {
             Some(computed) => check_crc(self.header.crc, computed),
             None => Ok(()),
         }
+    }
+}
+
+/// Finds the target of a data frame's payload and appends it to `pieces`. `last` is the landing of the
+/// last frame, reused if it is of the same region.
+///
+/// # Errors
+/// The reason to refuse the frame: no such region or sink, a range outside it, or memory that the
+/// transport cannot reach.
+fn find_target(
+    peer: &PeerState,
+    header: &Header,
+    placements: &[u8],
+    pieces: &mut Vec<IoVec>,
+    last: Option<Landing>,
+) -> Result<Landing, Refusal> {
+    if header.flags & wire::FLAG_SINK != 0 {
+        let landing = Landing::Sink { sink: peer.inbound.sink(header.key)? };
+        if let Landing::Sink { sink } = &landing {
+            sink.locate(header.offset, u64::from(header.len), pieces)?;
+        }
+        return Ok(landing);
+    }
+    let landing = match last {
+        Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
+        _ => Landing::Region { key: header.key, memory: peer.context().reachable_region(header.key)? },
+    };
+    if let Landing::Region { memory, .. } = &landing {
+        if memory.revoked() {
+            return Err(Refusal::NoRegion);
+        }
+        place(memory, header, placements, pieces)?;
+    }
+    Ok(landing)
+}
+
+fn place(
+    memory: &Memory,
+    header: &Header,
+    placements: &[u8],
+    pieces: &mut Vec<IoVec>,
+) -> Result<(), Refusal> {
+    if header.segments == 0 {
+        let base = memory.span(header.offset, u64::from(header.len)).ok_or(Refusal::OutOfRegion)?;
+        push_piece(pieces, base, header.len);
+        return Ok(());
+    }
+    let mut sum = 0u64;
+    for placement in wire::placements(placements) {
+        let base = memory.span(placement.offset, u64::from(placement.len)).ok_or(Refusal::OutOfRegion)?;
+        push_piece(pieces, base, placement.len);
+        sum += u64::from(placement.len);
+    }
+    if sum == u64::from(header.len) { Ok(()) } else { Err(Refusal::OutOfRegion) }
+}
+
+/// Adds a piece unless it is empty. The receive loop could not advance past an empty piece.
+fn push_piece(pieces: &mut Vec<IoVec>, base: *mut u8, len: u32) {
+    if len > 0 {
+        pieces.push(IoVec::new(base, len as usize));
     }
 }
 

@@ -19,7 +19,7 @@ use super::payload::Payload;
 use super::{Channel, PASS_BYTES, Workspace, broken};
 use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
-use crate::core::queue::{DROPPED, Entry, Pull};
+use crate::core::queue::{Body, DROPPED, Entry, Pull};
 use crate::core::stats::NO_BACKLOG;
 use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
@@ -27,7 +27,7 @@ use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;
 use ferrywire_proto::window::Window;
-use ferrywire_proto::wire::{self, HEADER_BYTES, Header};
+use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
 /// Bytes of frames kept ready for the next send call.
 const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
@@ -170,7 +170,7 @@ impl Channel {
             // copy.
             let mut release = |entry| {
                 if copied {
-                    self.peer.delivered(entry, None)
+                    delivered(&self.peer, entry, None)
                 } else {
                     sender.unreleased.push_back((end, entry))
                 }
@@ -199,7 +199,7 @@ impl Channel {
         let released = self.conn.released();
         let unreleased = &mut self.sender.unreleased;
         while let Some((_, entry)) = unreleased.pop_front_if(|(end, _)| *end <= released) {
-            self.peer.delivered(entry, None);
+            delivered(&self.peer, entry, None);
         }
     }
 
@@ -474,6 +474,26 @@ impl Sender {
         let mut entries = self.window.from(self.window.first() + whole as u64);
         if let Some(op) = entries.next().and_then(|entry| entry.op.as_ref()) {
             peer.note_moving(op);
+        }
+    }
+}
+
+/// Handles a frame that the peer has placed or refused. The frame's token is dropped here, which ends the
+/// operation if no other token is left.
+pub(crate) fn delivered(peer: &PeerState, entry: Entry, refusal: Option<Refusal>) {
+    if peer.queue.had(&entry.header) {
+        peer.wake_home_worker();
+    }
+    let Some(op) = &entry.op else { return };
+    if let Some(refusal) = refusal {
+        peer.refused(op, refusal);
+    }
+    match entry.header.kind {
+        Kind::Read if op.failing() => peer.end_sink(op),
+        Kind::Read => {}
+        _ => {
+            op.count(u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None)));
+            peer.note_moved(op);
         }
     }
 }

@@ -1,9 +1,9 @@
-//! A connected peer: its state, the frames that arrive from it, and the answers it is due.
+//! A connected peer: its state, the frames without payload that arrive from it, and the answers it is due.
 //!
 //! Invariant: an operation ends exactly once, when its last hold is dropped.
-//! Read next: `state.rs`, also for arriving frames; `../queue.rs` for frames to send.
+//! Read next: `state.rs`; `../queue.rs` for frames to send, `../channel/receiver.rs` for arriving ones.
 
-mod handle;
+mod metrics;
 mod on_stream;
 mod read_requests;
 mod replies;
@@ -11,5 +11,4 @@ mod serving;
 mod state;
 mod stream_queue;
 
-pub(crate) use handle::PeerHandle;
-pub(crate) use state::{Landing, PeerInfo, PeerState};
+pub(crate) use state::{Landing, PeerHandle, PeerInfo, PeerState};

@@ -1,7 +1,7 @@
 //! Requests of a read: the ranges of the peer's memory to read.
 //!
 //! Invariant: each request names a bounded number of ranges and bytes.
-//! Read next: `state.rs`, where the peer's answers arrive.
+//! Read next: `../channel/receiver.rs`, where the peer's answers arrive.
 
 use std::sync::Arc;
 

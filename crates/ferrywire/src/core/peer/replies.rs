@@ -1,5 +1,5 @@
-//! What this end and the peer tell each other about operations beside their data: the answers that messages
-//! and read requests cause, and refusals.
+//! What this end and the peer tell each other about operations beside their data: complete frames without
+//! payload, the answers that messages and read requests cause, and refusals.
 //!
 //! Invariant: answers that wait to be sent are bounded. Refusals beyond the bound are dropped.
 //! Read next: `inbound.rs`.
@@ -16,9 +16,54 @@ use crate::core::queue::WITHDRAWN;
 use crate::error::Error;
 use ferrywire_proto::limits;
 use ferrywire_proto::operation::{Piece, Pieces};
+use ferrywire_proto::outbox::Matched;
 use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 impl PeerState {
+    /// Handles a complete frame that has no payload for a region or sink.
+    ///
+    /// # Errors
+    /// The reason to refuse the frame.
+    pub fn arrived(
+        self: &Arc<Self>,
+        header: &Header,
+        placements: &[u8],
+        message: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        match header.kind {
+            Kind::Notify => self.inbound.notified(header, message),
+            Kind::Send | Kind::Announce => {
+                let replies = self.inbound.message(header, message)?;
+                self.reply(replies);
+                Ok(())
+            }
+            Kind::Match => {
+                match self.queue.matched(header.transfer, header.key) {
+                    Matched::Empty(op) => drop(op),
+                    Matched::Queued(bytes) => self.rouse_for(bytes),
+                    Matched::Unknown => {
+                        let mut refuse = Header::new(Kind::Refuse);
+                        refuse.transfer = header.key;
+                        refuse.key = Refusal::NoSink as u64;
+                        self.reply(vec![Reply::Frame(refuse)]);
+                    }
+                }
+                Ok(())
+            }
+            Kind::Credit => {
+                self.queue.credit(header.total);
+                Ok(())
+            }
+            Kind::Read => self.serve(header, placements),
+            Kind::Refuse => {
+                self.peer_refused(header);
+                Ok(())
+            }
+            // The receiver handles these itself.
+            Kind::Data | Kind::Ack => Ok(()),
+        }
+    }
+
     /// Sends and applies the actions that an arrived message, or a posted receive, causes.
     pub fn reply(&self, replies: Vec<Reply>) {
         let mut replies = VecDeque::from(replies);
@@ -132,7 +177,7 @@ impl PeerState {
     }
 
     fn answer(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<Op, Refusal> {
-        let memory = self.named(header.key)?;
+        let memory = self.context().reachable_region(header.key)?;
         let mut position = 0;
         let mut pieces = Vec::new();
         for placement in wire::placements(placements) {

@@ -1,32 +1,28 @@
-//! State that a peer's channels, its control session and its operations share, and what frames that arrive
-//! do to it.
+//! State that a peer's channels, its control session and its operations share.
 //!
-//! Invariants: an operation ends exactly once, when its last hold is dropped. Every offset from the wire is
-//! checked against its region before an address is made from it.
-//! Read next: `inbound.rs`, the sinks of receives and reads; `replies.rs`, the answers to messages.
+//! Invariant: an operation ends exactly once, when its last hold is dropped.
+//! Read next: `inbound.rs`, the sinks of receives and reads; `replies.rs`, frames without payload.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::core::context::Context;
-use crate::core::inbound::{Inbound, Reply, Sink};
+use crate::core::inbound::{Inbound, Sink};
 use crate::core::operation::{Hold, Op, Owner, Verb};
-use crate::core::queue::{Body, Entry, SMALL_BYTES_MAX, SendQueue};
+use crate::core::queue::{Entry, SMALL_BYTES_MAX, SendQueue};
 use crate::core::sleeper::Sleeper;
 use crate::core::stats::ChannelCounters;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
-use ferrywire_metrics::{Kind as Kinds, KindSample, PeerSample, Source};
-use ferrywire_net::IoVec;
+use ferrywire_metrics::{PeerSample, Source};
 use ferrywire_proto::Identity;
-use ferrywire_proto::limits;
-use ferrywire_proto::outbox::Matched;
 use ferrywire_proto::schedule;
-use ferrywire_proto::wire::{self, Header, Kind, Refusal};
+use ferrywire_proto::wire::Refusal;
 
+use super::metrics::History;
 use super::serving::Serving;
 use super::stream_queue::StreamQueue;
 
@@ -121,7 +117,7 @@ pub(crate) struct InFlight {
 pub(crate) struct Life {
     /// Why the peer is lost, or closed.
     failure: OnceLock<Error>,
-    /// Every [`PeerHandle`](super::PeerHandle) is dropped. The peer is closed once everything is sent.
+    /// Every [`PeerHandle`] is dropped. The peer is closed once everything is sent.
     pub abandoned: AtomicBool,
     /// The user closes the peer: posted operations finish, and new ones are refused.
     pub closing: AtomicBool,
@@ -145,28 +141,6 @@ struct Progress {
     drained: AtomicU64,
     /// No complete frame has moved since a connection was lost.
     cut_off: AtomicBool,
-}
-
-/// Operations of one kind: those that began, and those that ended well or badly.
-#[derive(Default)]
-struct KindCounters {
-    started: AtomicU64,
-    completed: AtomicU64,
-    failed: AtomicU64,
-}
-
-/// Figures about the peer's past for reports.
-#[derive(Default)]
-pub(crate) struct History {
-    operations: [KindCounters; Kinds::ALL.len()],
-    /// Frames of lost channels that went back into the outbox.
-    pub resent: AtomicU64,
-    /// Connections of channels that were lost.
-    lost_count: AtomicU64,
-    /// The latest lost channels, one line of text each.
-    pub lost: Mutex<Vec<String>>,
-    /// Time until the peer's channels were connected.
-    pub setup: Mutex<Duration>,
 }
 
 /// The shared state of a connected peer.
@@ -194,13 +168,6 @@ pub(crate) struct PeerState {
 
 impl Source for PeerState {
     fn sample(&self) -> PeerSample {
-        let operations =
-            Kinds::ALL.into_iter().zip(&self.history.operations).map(|(kind, counters)| KindSample {
-                kind: kind.name().into(),
-                started: counters.started.load(Ordering::Relaxed),
-                completed: counters.completed.load(Ordering::Relaxed),
-                failed: counters.failed.load(Ordering::Relaxed),
-            });
         let channels = self.counters.iter().enumerate();
         PeerSample {
             endpoint: self.context.identity.to_string(),
@@ -209,8 +176,8 @@ impl Source for PeerState {
             transport: self.info.transport.into(),
             reason: self.info.transport_reason.clone(),
             resent_chunks: self.history.resent.load(Ordering::Relaxed),
-            lost_channels: self.history.lost_count.load(Ordering::Relaxed),
-            operations: operations.filter(|kind| kind.started > 0).collect(),
+            lost_channels: self.history.lost_count(),
+            operations: self.history.kinds(),
             channels: channels.filter_map(|(index, each)| each.sample(index as u16)).collect(),
         }
     }
@@ -219,6 +186,20 @@ impl Source for PeerState {
 impl Drop for PeerState {
     fn drop(&mut self) {
         ferrywire_metrics::retire(&self.sample());
+    }
+}
+
+/// Keeps its peer open. When it is dropped, the control side closes the peer once all posted operations are
+/// sent.
+pub(crate) struct PeerHandle(pub Arc<PeerState>);
+
+impl Drop for PeerHandle {
+    fn drop(&mut self) {
+        let context = self.0.context();
+        if !context.origin.is_elsewhere() {
+            self.0.life.abandoned.store(true, Ordering::SeqCst);
+            context.wake_control();
+        }
     }
 }
 
@@ -393,20 +374,9 @@ impl PeerState {
         live.fold((0, 0), |(count, bytes), channel| (count + 1, bytes + channel.in_flight()))
     }
 
-    /// Records a lost channel as a line of text. Beyond `LOST_LINES_MAX` the oldest line is dropped.
-    pub fn note_lost(&self, line: String) {
-        self.history.lost_count.fetch_add(1, Ordering::Relaxed);
-        let mut lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        if lost.len() >= limits::LOST_LINES_MAX {
-            lost.remove(0);
-        }
-        lost.push(line);
-    }
-
     /// The peer's state in one line, for error messages.
     pub fn describe(&self) -> String {
-        let lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = lost.last().map(|line| format!("; last lost: {line}")).unwrap_or_default();
+        let last = self.history.last_lost().map(|line| format!("; last lost: {line}")).unwrap_or_default();
         format!("{} of {} channels up{last}", self.live_channels(), self.counters.len())
     }
 
@@ -456,29 +426,6 @@ impl PeerState {
 
     pub fn gone(&self) -> Error {
         self.failure().unwrap_or(Error::Closed)
-    }
-
-    /// Handles a frame that the peer has placed or refused.
-    pub fn delivered(&self, entry: Entry, refusal: Option<Refusal>) {
-        if self.queue.had(&entry.header) {
-            self.wake_home_worker();
-        }
-        let Some(op) = &entry.op else { return };
-        if let Some(refusal) = refusal {
-            self.refused(op, refusal);
-        }
-        match entry.header.kind {
-            Kind::Read if op.failing() => {
-                self.end_sink(op);
-            }
-            Kind::Read => {}
-            _ => self.count(op, u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None))),
-        }
-    }
-
-    fn count(&self, op: &Op, bytes: u64) {
-        op.count(bytes);
-        self.note_moved(op);
     }
 
     /// Notes that a complete frame of an operation has moved.
@@ -612,150 +559,5 @@ impl Owner for PeerState {
         self.queue.ended(op);
         // A notification may have waited for this operation.
         self.wake_home_worker();
-    }
-}
-
-impl PeerState {
-    // ---- arriving frames ----
-
-    /// Finds the target of a data frame's payload and appends it to `pieces`. `last` is the landing of the
-    /// last frame, reused if it is of the same region.
-    ///
-    /// # Errors
-    /// The reason to refuse the frame: no such region or sink, a range outside it, or memory that the
-    /// transport cannot reach.
-    pub fn land(
-        self: &Arc<Self>,
-        header: &Header,
-        placements: &[u8],
-        pieces: &mut Vec<IoVec>,
-        last: Option<Landing>,
-    ) -> Result<Landing, Refusal> {
-        if header.flags & wire::FLAG_SINK != 0 {
-            let landing = Landing::Sink { sink: self.inbound.sink(header.key)? };
-            if let Landing::Sink { sink } = &landing {
-                sink.locate(header.offset, u64::from(header.len), pieces)?;
-            }
-            return Ok(landing);
-        }
-        let landing = match last {
-            Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
-            _ => Landing::Region { key: header.key, memory: self.named(header.key)? },
-        };
-        if let Landing::Region { memory, .. } = &landing {
-            if memory.revoked() {
-                return Err(Refusal::NoRegion);
-            }
-            place(memory, header, placements, pieces)?;
-        }
-        Ok(landing)
-    }
-
-    /// The region with this key, which the peer may write or read, if the transport can reach its memory.
-    pub(super) fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
-        let memory = self.context().regions.find(key)?;
-        self.context().check_reach(memory.location(), "local").map_err(|_| Refusal::UnreachableMemory)?;
-        Ok(memory)
-    }
-
-    /// Handles a complete frame whose payload is in place.
-    ///
-    /// # Errors
-    /// The reason to refuse the frame.
-    pub fn arrived(
-        self: &Arc<Self>,
-        header: &Header,
-        placements: &[u8],
-        landing: Option<&Landing>,
-        message: Vec<u8>,
-    ) -> Result<(), Refusal> {
-        match header.kind {
-            Kind::Data => self.data_arrived(header, landing, message),
-            Kind::Notify => self.inbound.notified(header, message),
-            Kind::Send | Kind::Announce => {
-                let replies = self.inbound.message(header, message)?;
-                self.reply(replies);
-                Ok(())
-            }
-            Kind::Match => {
-                match self.queue.matched(header.transfer, header.key) {
-                    Matched::Empty(op) => drop(op),
-                    Matched::Queued(bytes) => self.rouse_for(bytes),
-                    Matched::Unknown => {
-                        let mut refuse = Header::new(Kind::Refuse);
-                        refuse.transfer = header.key;
-                        refuse.key = Refusal::NoSink as u64;
-                        self.reply(vec![Reply::Frame(refuse)]);
-                    }
-                }
-                Ok(())
-            }
-            Kind::Credit => {
-                self.queue.credit(header.total);
-                Ok(())
-            }
-            Kind::Read => self.serve(header, placements),
-            Kind::Refuse => {
-                self.peer_refused(header);
-                Ok(())
-            }
-            Kind::Ack => Ok(()),
-        }
-    }
-
-    fn data_arrived(
-        &self,
-        header: &Header,
-        landing: Option<&Landing>,
-        message: Vec<u8>,
-    ) -> Result<(), Refusal> {
-        if let Some(Landing::Sink { sink }) = landing {
-            if header.len > 0 {
-                self.note_moved(&sink.op);
-            }
-            match self.inbound.filled(sink, u64::from(header.len)) {
-                Ok(false) if sink.op.verb() == Verb::Read => self.note_answered(&sink.op),
-                Ok(_) => {}
-                // The receive or read ended before this frame: the sender is told by the refusal.
-                Err(Refusal::NoSink) => return Err(Refusal::NoSink),
-                Err(refusal) => {
-                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
-                    sink.op.fail(Error::ProtocolViolation { peer: self.info.name.clone(), why });
-                    self.end_sink(&sink.op);
-                    return Err(refusal);
-                }
-            }
-        }
-        if header.flags & wire::FLAG_COUNTED != 0 {
-            self.inbound.count(header)?;
-        }
-        if header.notify > 0 { self.inbound.notified(header, message) } else { Ok(()) }
-    }
-}
-
-fn place(
-    memory: &Memory,
-    header: &Header,
-    placements: &[u8],
-    pieces: &mut Vec<IoVec>,
-) -> Result<(), Refusal> {
-    if header.segments == 0 {
-        let base = memory.span(header.offset, u64::from(header.len)).ok_or(Refusal::OutOfRegion)?;
-        push_piece(pieces, base, header.len);
-        return Ok(());
-    }
-    let mut sum = 0u64;
-    for placement in wire::placements(placements) {
-        let base = memory.span(placement.offset, u64::from(placement.len)).ok_or(Refusal::OutOfRegion)?;
-        push_piece(pieces, base, placement.len);
-        sum += u64::from(placement.len);
-    }
-    if sum == u64::from(header.len) { Ok(()) } else { Err(Refusal::OutOfRegion) }
-}
-
-/// Adds a piece unless it is empty. The receive loop could not advance past an empty piece.
-fn push_piece(pieces: &mut Vec<IoVec>, base: *mut u8, len: u32) {
-    if len > 0 {
-        pieces.push(IoVec::new(base, len as usize));
     }
 }

@@ -9,15 +9,16 @@
 //! kernel, so that an idle endpoint uses no CPU. On a large host it does not spin while enough bytes are in
 //! flight. A parked thread wakes every [`TICK`] and takes over when no caller has polled.
 //!
-//! Invariant: threads only try to take the engine's lock and never wait for it, so no thread blocks behind an
-//! owner.
+//! Invariants: threads only try to take the engine's lock and never wait for it, so no thread blocks behind an
+//! owner. Workers own channels, channels refer to their peer's state, and that refers to the [`Context`]. No
+//! reference points back.
 //! Read next: `engine.rs`, one pass; `inline.rs`, callers that post and wait.
 
 mod engine;
 mod inline;
+mod lost;
 mod quiesce;
 mod release;
-mod workers;
 
 use crate::core::channel::Channel;
 use crate::core::context::Context;
@@ -28,6 +29,7 @@ use ferrywire_proto::schedule::Spin;
 use ferrywire_sys::affinity;
 use ferrywire_sys::poll::Poller;
 use std::io;
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread;
@@ -35,8 +37,8 @@ use std::time::{Duration, Instant};
 
 use engine::{Polled, ProgressEngine};
 use inline::SPIN;
+pub(crate) use lost::{Loss, LostChannel, LostChannels};
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
-pub(crate) use workers::{Loss, LostChannel, LostChannels, Workers};
 
 /// Pause of a thread whose lanes are busy: about the time of a 512 KiB message at 3 GB/s.
 const BACKOFF: Duration = Duration::from_micros(150);
@@ -67,6 +69,39 @@ pub(crate) enum Command {
         generation: u32,
         why: Loss,
     },
+}
+
+/// All workers of one endpoint.
+pub(crate) struct Workers {
+    pub context: Arc<Context>,
+    list: Box<[Arc<Worker>]>,
+    lost: Arc<LostChannels>,
+}
+
+impl Workers {
+    /// `lost` takes the workers' lost channels.
+    pub fn new(context: Arc<Context>, list: Box<[Arc<Worker>]>, lost: Arc<LostChannels>) -> Workers {
+        Workers { context, list, lost }
+    }
+
+    /// Lost channels that wait for their fence.
+    pub fn lost(&self) -> &LostChannels {
+        &self.lost
+    }
+
+    /// Polls every worker that no other thread polls. Returns whether any of them made progress.
+    pub fn poll_once(&self) -> bool {
+        // No short circuit: every worker is polled.
+        self.list.iter().fold(false, |worked, worker| worker.poll_once(&self.context) | worked)
+    }
+}
+
+impl Deref for Workers {
+    type Target = [Arc<Worker>];
+
+    fn deref(&self) -> &[Arc<Worker>] {
+        &self.list
+    }
 }
 
 /// A progress engine and its thread, if the endpoint has threads.

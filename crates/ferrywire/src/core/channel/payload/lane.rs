@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::super::receiver::{Receiver, check_crc};
-use super::super::{Channel, broken};
+use super::super::{Channel, broken, delivered};
 use super::{Payload, PayloadRemains};
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::{Arrival, LanePass, Posted};
@@ -42,6 +42,16 @@ impl LanePayload {
     /// Messages that the lane can take now.
     pub fn room(&self) -> usize {
         self.posted.room()
+    }
+
+    /// Whether the lane has to be polled.
+    pub fn is_active(&self) -> bool {
+        self.posted.active()
+    }
+
+    /// How long to pause after a poll without progress, if an active lane specifies that.
+    pub fn pause(&self) -> Option<Duration> {
+        self.is_active().then(|| self.posted.pause()).flatten()
     }
 
     /// Whether any frame may be taken. Each may have a payload for the lane.
@@ -171,36 +181,14 @@ impl LanePayload {
 }
 
 impl Channel {
-    fn lane(&self) -> Option<&LanePayload> {
-        match &self.payload {
-            Payload::Lane(lane) => Some(lane),
-            Payload::Stream | Payload::Staged(_) => None,
-        }
-    }
-
-    /// Whether the payload goes over a lane.
-    pub fn has_lane(&self) -> bool {
-        self.lane().is_some()
-    }
-
     /// Payload bytes that the lane has in flight.
     pub fn lane_bytes_in_flight(&self) -> usize {
-        self.lane().map_or(0, |lane| lane.posted.bytes_in_flight())
-    }
-
-    /// Whether the lane has to be polled: it raises no event when it makes progress.
-    pub fn lane_active(&self) -> bool {
-        self.lane().is_some_and(|lane| lane.posted.active())
-    }
-
-    /// How long to pause after a poll without progress, if the lane specifies that.
-    pub fn lane_pause(&self) -> Option<Duration> {
-        self.lane().filter(|lane| lane.posted.active()).and_then(|lane| lane.posted.pause())
+        self.payload.lane().map_or(0, |lane| lane.posted.bytes_in_flight())
     }
 
     /// Whether the lane sends from memory that its user has dropped, and may have freed.
     pub fn lane_sends_what_is_gone(&self) -> bool {
-        self.lane().is_some_and(|lane| lane.posted.sends_what_is_gone())
+        self.payload.lane().is_some_and(|lane| lane.posted.sends_what_is_gone())
     }
 
     /// Undoes the lane's registrations of dropped regions.
@@ -221,7 +209,7 @@ impl Channel {
         self.counters.sent_bytes.fetch_add(pass.sent_bytes, Ordering::Relaxed);
         self.counters.received_bytes.fetch_add(pass.received_bytes, Ordering::Relaxed);
         for entry in pass.delivered {
-            self.peer.delivered(entry, None);
+            delivered(&self.peer, entry, None);
         }
         let fault = match () {
             () if pass.unreadable.is_some() => FenceCause::SourceUnreadable,

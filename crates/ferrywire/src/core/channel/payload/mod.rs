@@ -22,7 +22,7 @@ use super::{Touched, broken};
 use crate::core::operation::Hold;
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::{Arrival, Posted};
-use crate::core::queue::{Entry, Pull, SendQueue};
+use crate::core::queue::{Entry, Pull, SendQueue, Stage};
 use crate::core::staging::Sending;
 use crate::core::stats::ChannelCounters;
 use ferrywire_memory::MemoryLocation;
@@ -30,8 +30,8 @@ use ferrywire_proto::limits;
 use ferrywire_proto::session::FenceCause;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{Header, Refusal};
-use lane::LanePayload;
-use staged::StagedPayload;
+pub(super) use lane::LanePayload;
+pub(super) use staged::StagedPayload;
 
 /// Smallest piece in bytes that may be sent without a copy.
 const STABLE_BYTES_MIN: usize = 64 << 10;
@@ -58,6 +58,22 @@ impl Payload {
     /// Payload over `posted`, a lane.
     pub fn over_lane(posted: Posted) -> Payload {
         Payload::Lane(LanePayload::new(posted))
+    }
+
+    /// The lane, if the payload goes over one.
+    pub fn lane(&self) -> Option<&LanePayload> {
+        match self {
+            Payload::Lane(lane) => Some(lane),
+            Payload::Stream | Payload::Staged(_) => None,
+        }
+    }
+
+    /// The staging, if the payload may come from a GPU or go to one.
+    pub fn staged(&self) -> Option<&StagedPayload> {
+        match self {
+            Payload::Staged(staged) => Some(staged),
+            Payload::Stream | Payload::Lane(_) => None,
+        }
     }
 
     // ---- taking frames from the queue ----
@@ -127,9 +143,9 @@ impl Payload {
         let queue = &peer.queue;
         match self {
             Payload::Stream => {
-                let mut sending = Sending::default();
-                let (_, dropped) = queue.pull(window, &mut sending, pull);
-                if sending.begun() {
+                let mut rings = NoRings::default();
+                let (_, dropped) = queue.pull(window, &mut rings, pull);
+                if let NoRings(Some(sending)) = rings {
                     let mut staged = StagedPayload::new(sending, counters.clone());
                     staged.begin_copies(window.from(first), queue);
                     *self = Payload::Staged(Box::new(staged));
@@ -142,7 +158,7 @@ impl Payload {
                 dropped
             }
             Payload::Lane(lane) => {
-                let (_, dropped) = queue.pull(window, &mut Sending::default(), pull);
+                let (_, dropped) = queue.pull(window, &mut NoRings::default(), pull);
                 lane.admit(window.from(first).zip(first..));
                 dropped
             }
@@ -410,6 +426,22 @@ impl Payload {
                 PayloadRemains::default()
             }
             Payload::Lane(lane) => lane.end(),
+        }
+    }
+}
+
+/// The staging of a channel that has staged nothing yet. The first GPU payload makes the rings.
+#[derive(Default)]
+struct NoRings(Option<Sending>);
+
+impl Stage for NoRings {
+    fn has_room(&self) -> bool {
+        self.0.as_ref().is_none_or(Sending::has_room)
+    }
+
+    fn reserve(&mut self, entry: &mut Entry) {
+        if entry.gpu().is_some() {
+            self.0.get_or_insert_default().reserve(entry);
         }
     }
 }

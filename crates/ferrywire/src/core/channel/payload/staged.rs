@@ -298,7 +298,7 @@ impl StagedPayload {
     }
 
     /// Whether copies are in flight, or received bytes wait for them.
-    fn is_active(&self) -> bool {
+    pub fn is_active(&self) -> bool {
         self.staging.copying() || self.holds_back()
     }
 
@@ -328,27 +328,9 @@ impl StagedPayload {
 }
 
 impl Channel {
-    fn staged(&self) -> Option<&StagedPayload> {
-        match &self.payload {
-            Payload::Staged(staged) => Some(staged),
-            Payload::Stream | Payload::Lane(_) => None,
-        }
-    }
-
-    /// Whether the channel has to be polled: copies are in flight, bytes wait for copies, or operations of
-    /// its peer wait for a GPU stream. None of these raises an event when it is done.
-    pub fn staging_active(&self) -> bool {
-        self.staged().is_some_and(StagedPayload::is_active) || self.polls_stream_queue()
-    }
-
     /// Whether the channel may have bytes to consume that the socket does not report.
     pub fn holds_back(&self) -> bool {
-        self.staged().is_some_and(StagedPayload::holds_back)
-    }
-
-    /// Whether the channel reads nothing because the current payload has no room.
-    pub fn stalled(&self) -> bool {
-        self.payload.is_stalled()
+        self.payload.staged().is_some_and(StagedPayload::holds_back)
     }
 
     /// Places frames whose copies have finished. Returns whether there were any.

@@ -1,52 +1,15 @@
-//! The workers of an endpoint, and the channels that they have lost.
+//! Channels that workers have lost, on their way to the control thread.
 //!
-//! Invariant: workers own channels, channels refer to their peer's state, and that refers to the [`Context`].
-//! No reference points back.
-//! Read next: `mod.rs`, one worker.
+//! Invariant: the control thread takes each lost channel, or the channel's operations fail.
+//! Read next: `control/link/fences.rs`, which takes them.
 
 use crate::core::channel::Remains;
-use crate::core::context::Context;
 use crate::core::peer::PeerState;
-use crate::core::worker::Worker;
 use crossbeam_queue::SegQueue;
 use ferrywire_proto::session::FenceCause;
 use ferrywire_sys::poll::Waker;
-use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// All workers of one endpoint.
-pub(crate) struct Workers {
-    pub context: Arc<Context>,
-    list: Box<[Arc<Worker>]>,
-    lost: Arc<LostChannels>,
-}
-
-impl Workers {
-    /// `lost` takes the workers' lost channels.
-    pub fn new(context: Arc<Context>, list: Box<[Arc<Worker>]>, lost: Arc<LostChannels>) -> Workers {
-        Workers { context, list, lost }
-    }
-
-    /// Lost channels that wait for their fence.
-    pub fn lost(&self) -> &LostChannels {
-        &self.lost
-    }
-
-    /// Polls every worker that no other thread polls. Returns whether any of them made progress.
-    pub fn poll_once(&self) -> bool {
-        // No short circuit: every worker is polled.
-        self.list.iter().fold(false, |worked, worker| worker.poll_once(&self.context) | worked)
-    }
-}
-
-impl Deref for Workers {
-    type Target = [Arc<Worker>];
-
-    fn deref(&self) -> &[Arc<Worker>] {
-        &self.list
-    }
-}
 
 /// The end of a channel.
 #[derive(Debug)]
