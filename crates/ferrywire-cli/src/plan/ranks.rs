@@ -10,7 +10,8 @@ use ferrywire_host::ranks::{Launcher, RankFlags, Ranks, Rendezvous};
 use ferrywire_host::topology::Map;
 use ferrywire_memory::cuda::CudaGpu;
 
-use super::{ConnectPlan, PORT_DEFAULT, plain, plan_connect, resolve, usage, with_file};
+use super::connect::{ConnectPlan, plain, plan_connect, with_file};
+use super::{PORT_DEFAULT, resolve, usage};
 use crate::args::{ConnectFlags, Inject, RankArgs};
 use crate::auto::{AUTO, Given};
 use crate::bench::protocol::Run;

@@ -1,7 +1,7 @@
 //! The parameters of a run of `bench`: sizes, depth, blocks, pattern and length.
 //!
 //! Invariant: a run made here can be sent to the other end as it is; its numbers are within the protocol's limits.
-//! Read next: `../plan.rs`, the caller.
+//! Read next: `connect.rs`, the caller.
 
 use super::{at_least_one, seconds, usage};
 use crate::args::{ConnectFlags, Op, Pattern, Transport, Unpack, Verify};
