@@ -149,7 +149,7 @@ impl Endpoint {
         let (channels, threads, chunk_bytes) = (channels?, threads?, chunk_bytes?);
         let (window, socket_buffer_bytes) = (window?, socket_buffer_bytes?);
         if threads == Some(0) {
-            let why = "0 leaves nobody to drive the endpoint: Python needs at least one";
+            let why = "0 starts no progress thread: Python needs at least one";
             return Err(usage(py, "threads", why));
         }
         let built = py.detach(move || {
@@ -335,9 +335,7 @@ impl Endpoint {
             "host" => endpoint.alloc_host(nbytes),
             "cuda" => endpoint.alloc_cuda(index, nbytes),
             "sim" => endpoint.alloc_sim(index, nbytes),
-            _ => {
-                Err(Error::invalid("device", format!("{device:?}; there are host, cuda:N and sim:N")).into())
-            }
+            _ => Err(Error::invalid("device", format!("{device:?}; expected host, cuda:N or sim:N")).into()),
         });
         Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
     }

@@ -33,15 +33,15 @@ impl Address {
         if let Ok(text) = object.cast::<PyString>() {
             let text: String = text.extract()?;
             let parsed = parse(&text);
-            let wrong = || refused(format!("{text:?} is no address: write it as 'host:port'"));
+            let wrong = || refused(format!("{text:?} is not an address: write it as 'host:port'"));
             return parsed.ok_or_else(wrong).map(Some);
         }
         let Ok(pair) = object.cast::<PyTuple>() else { return Ok(None) };
-        let wrong = || refused("it is no address: write it as ('host', port)".into());
+        let wrong = || refused("it is not an address: write it as ('host', port)".into());
         let (host, port): (String, Bound<'_, PyAny>) = pair.extract().map_err(|_| wrong())?;
         let number = whole(&port).map_err(|_| wrong())?;
         let port =
-            u16::try_from(number).map_err(|_| refused(format!("{port} is no port: use 0 to 65535")))?;
+            u16::try_from(number).map_err(|_| refused(format!("{port} is not a port: use 0 to 65535")))?;
         if host.is_empty() || host.contains('\0') { Err(wrong()) } else { Ok(Some(Address { host, port })) }
     }
 

@@ -131,6 +131,6 @@ fn raw(stream: &Bound<'_, PyAny>) -> PyResult<usize> {
     Err(usage(
         py,
         "stream",
-        format!("{kind} is no CUDA stream: give a number, or an object with cuda_stream"),
+        format!("{kind} is not a CUDA stream: give a number, or an object with cuda_stream"),
     ))
 }

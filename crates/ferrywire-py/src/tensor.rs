@@ -263,7 +263,7 @@ fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     let interface = object.getattr(intern!(py, "__cuda_array_interface__"))?;
     let refused = |why: String| usage(py, what, format!("its __cuda_array_interface__ {why}"));
     let Ok(interface) = interface.cast::<PyDict>() else {
-        return Err(refused("is no dictionary".into()));
+        return Err(refused("is not a dictionary".into()));
     };
     let entry = |name: &str| interface.get_item(name);
     let needed = |name: &str| entry(name)?.ok_or_else(|| refused(format!("has no {name:?}")));

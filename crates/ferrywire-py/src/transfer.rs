@@ -163,7 +163,7 @@ fn listed(transfers: &Bound<'_, PyAny>) -> PyResult<Vec<Py<Transfer>>> {
     let refused = |why: String| usage(transfers.py(), "transfers", why);
     let Ok(entries) = transfers.try_iter() else {
         let kind = transfers.get_type().qualname()?;
-        return Err(refused(format!("{kind} is no sequence of transfers: try [x]")));
+        return Err(refused(format!("{kind} is not a sequence of transfers: try [x]")));
     };
     let mut list = Vec::with_capacity(transfers.len().unwrap_or(0));
     for (at, entry) in entries.enumerate() {

@@ -308,7 +308,7 @@ def test_a_stream_that_is_none(program: type[Program]):
     run(program, """
 source, target = near.register(Array(4)), far.register(Array(4)).remote()
 try: to_far.write(source, target, stream="none")
-except fw.UsageError as error: assert "str is no CUDA stream" in str(error), error
+except fw.UsageError as error: assert "str is not a CUDA stream" in str(error), error
 else: raise AssertionError
 """)
 

@@ -118,7 +118,7 @@ def test_an_array_without_elements_is_on_no_gpu(pair: Pair):
         assert pair.near.register(empty).nbytes == 0
     wrong = OnGpu()
     wrong.__cuda_array_interface__ = 5
-    with refuses("its __cuda_array_interface__ is no dictionary"):
+    with refuses("its __cuda_array_interface__ is not a dictionary"):
         pair.near.register(wrong)
 
 
@@ -224,7 +224,7 @@ def test_after_close(pair: Pair):
     pair.to_far.close()
 
 
-def test_a_deadline_leaves_the_transfer_running(pair: Pair):
+def test_a_timeout_leaves_the_transfer_running(pair: Pair):
     got = bytearray(4)
     transfer = pair.to_near.recv(9, pair.far.register(got))
     assert transfer.poll() is None and not transfer.done()
@@ -237,7 +237,7 @@ def test_a_deadline_leaves_the_transfer_running(pair: Pair):
     assert transfer.wait(LIMIT) == 4 and got == b"late"
 
 
-def test_a_deadline_is_nobodys_fault_yet_and_names_the_peer(pair: Pair):
+def test_a_timeout_names_the_peer_and_blames_no_one_yet(pair: Pair):
     transfer = pair.to_far.recv(9, pair.near.register(bytearray(4)))
     name = pair.to_far.name
     waits = (
@@ -278,17 +278,17 @@ def test_a_configuration_that_cannot_work():
         fw.Endpoint("0.0.0.0:0")
     with refuses("secret: must be at least 8 bytes long"):
         fw.Endpoint("0.0.0.0:0", secret=b"short")
-    with refuses("listen: \"nonsense\" is no address: write it as 'host:port'"):
+    with refuses("listen: \"nonsense\" is not an address: write it as 'host:port'"):
         fw.Endpoint("nonsense")
     with refuses("channels: 0 is not between 1 and"):
         fw.Endpoint(channels=0)
-    with refuses("threads: 0 leaves nobody to drive the endpoint"):
+    with refuses("threads: 0 starts no progress thread"):
         fw.Endpoint(threads=0)
     with refuses("accept: this endpoint does not listen: build it with an address"), fw.Endpoint() as endpoint:
         endpoint.accept()
     with refuses("timeout: -1 is not a number of seconds"), fw.Endpoint("127.0.0.1:0") as endpoint:
         endpoint.accept(timeout=-1)
-    with refuses("device: \"moon:1\"; there are host, cuda:N and sim:N"), fw.Endpoint() as endpoint:
+    with refuses("device: \"moon:1\"; expected host, cuda:N or sim:N"), fw.Endpoint() as endpoint:
         endpoint.allocate(1, "moon:1")
 
 
@@ -335,7 +335,7 @@ def test_a_name_that_nobody_knows_is_a_matter_of_the_network(pair: Pair):
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":7", "host:port", "host:65536", "host:-1", "::1", "a\0b:7"])
 def test_what_is_no_address(pair: Pair, text: str):
-    with refuses(" is no address: write it as 'host:port'"):
+    with refuses(" is not an address: write it as 'host:port'"):
         pair.near.connect(text)
     with refuses("listen: "):
         fw.Endpoint(text)
@@ -350,10 +350,10 @@ def test_addresses_of_another_kind(pair: Pair):
         with refuses(f"listen: {type(wrong).__name__} is not an address: 'host:port', ('host', port)"):
             fw.Endpoint(wrong)
     for port in (-1, 65536, 1 << 200):
-        with refuses(f"listen: {port} is no port: use 0 to 65535"):
+        with refuses(f"listen: {port} is not a port: use 0 to 65535"):
             fw.Endpoint(("localhost", port))
     for pair_of_what in (("localhost",), ("localhost", "7"), (7, 7), ("", 7), ("a", 7, 7)):
-        with refuses("to: it is no address: write it as ('host', port)"):
+        with refuses("to: it is not an address: write it as ('host', port)"):
             pair.near.connect(pair_of_what)
     with refuses("secret: int is not text or bytes"):
         fw.Endpoint(secret=5)

@@ -90,7 +90,7 @@ def test_what_is_no_several_transfers_with_one_peer(pair: Pair):
             (notes, "transfers: they are of several peers, .*far.* and .*: give those of one"),
             ([notes[0], None], "transfers: entry 1 is NoneType, not a Transfer"),
             ([pair.to_far], "transfers: entry 0 is Peer, not a Transfer"),
-            (notes[0], "transfers: Transfer is no sequence of transfers: try \\[x\\]"),
+            (notes[0], "transfers: Transfer is not a sequence of transfers: try \\[x\\]"),
         ):
             with pytest.raises(fw.UsageError, match=why):
                 fw.wait_any(wrong, LIMIT)
