@@ -63,7 +63,7 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
             generation,
             placed: input.u64(),
             refused: (0..input.u16() % 1024).map(|number| (number.into(), 3)).collect(),
-            cause: FenceCause::Lost,
+            cause: one_of(&FenceCause::ALL, input),
             reason: String::from_utf8_lossy(input.take(40)).into_owned(),
         },
         1 => ControlMessage::Dialling { channel, generation, source: (input.array::<16>(), channel).into() },
@@ -72,10 +72,15 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
         4 => ControlMessage::Drained,
         5 => ControlMessage::Lane { channel, generation, handle: Box::new([input.u8(); 128]) },
         _ => {
+            let cause = one_of(&GoodbyeCause::ALL, input);
             let reason = String::from_utf8_lossy(input.take(40)).into_owned();
-            ControlMessage::Goodbye { cause: GoodbyeCause::GaveUp, reason }
+            ControlMessage::Goodbye { cause, reason }
         }
     }
+}
+
+fn one_of<T: Copy>(all: &[T], input: &mut Input<'_>) -> T {
+    all[usize::from(input.u8()) % all.len()]
 }
 
 /// A session whose peer holds the key and seals arbitrary content.

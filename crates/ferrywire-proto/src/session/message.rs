@@ -122,7 +122,7 @@ const GOODBYE: u8 = 6;
 const LANE: u8 = 7;
 
 impl FenceCause {
-    pub(super) const ALL: [FenceCause; 6] = [
+    pub(crate) const ALL: [FenceCause; 6] = [
         FenceCause::Lost,
         FenceCause::Answer,
         FenceCause::NeverUp,
@@ -137,7 +137,7 @@ impl FenceCause {
 }
 
 impl GoodbyeCause {
-    pub(super) const ALL: [GoodbyeCause; 4] =
+    pub(crate) const ALL: [GoodbyeCause; 4] =
         [GoodbyeCause::Closed, GoodbyeCause::GaveUp, GoodbyeCause::LaneStalled, GoodbyeCause::WithoutLanes];
 
     fn read(reader: &mut Reader<'_>) -> Result<GoodbyeCause, SessionError> {
