@@ -1,41 +1,41 @@
-// Kernels: the gather of scattered receives, copies of many runs at once, the pattern that the bench sends, and a delay for tests.
+// Kernels: the gather of scattered receives, batched copies of many runs, the bench's data pattern, and a delay for tests.
 //
-// make_ptx.py makes kernel.ptx of this file, which is what is loaded; nobody needs CUDA to build. The structures
-// are those of kernels.rs, where a test compares sizes and names.
+// make_ptx.py compiles this file to kernel.ptx, which the library loads, so building ferrywire does not need CUDA. The
+// structures mirror those of kernels.rs and lists.rs, where a test compares sizes and names.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// Threads of a block, everywhere.
+// Threads per block of every kernel.
 #ifndef BLOCK
 #define BLOCK 256
 #endif
-// Threads that work together at least.
+// Smallest group of threads that share a copy.
 #define WARP 32
-// Runs of one launch, and fragments of one block, at most.
+// Most runs per launch, and most fragments per block.
 #define RUNS 32
 #define BATCH 32
-// 16-byte words that a thread has under way.
+// 16-byte words that a thread has in flight.
 #define DEPTH 8
-// Runs of a list that a block takes at once.
+// Runs of a list that a block reads at once.
 #define LIST_BATCH 256
-// Words of a list, and where in each of them the list's number is.
+// Words of a list, and the bit of each word at which the list's number begins.
 #define WORDS 8
 #define NUMBER_AT 56
-// How long the first list of a launch is waited for.
+// Longest wait for the first list of a launch.
 #define FIRST_NANOSECONDS 500000000ull
 
 // ---- gather ----
 
-// As the table has them: where in the pool, how long, where in the message.
+// An entry of the plugin's table: offset in the receive pool, length, offset in the message.
 struct Fragment {
     u32 source;
     u32 bytes;
     u64 target;
 };
 
-// Fragments in mapped memory, and the addresses that they count from.
+// Fragments in mapped memory, and the base addresses of their offsets.
 struct Run {
     u64 fragments;
     u64 count;
@@ -43,8 +43,8 @@ struct Run {
     u64 target;
 };
 
-// Block b works on fragments [b / slices * batch, + batch) of all runs together, and of each of them on every
-// slices-th piece of piece_bytes, from piece b % slices on.
+// Block b copies parts of fragments [b / slices * batch, + batch), numbered over all runs: of each fragment every
+// slices-th piece of piece_bytes, beginning with piece b % slices.
 struct Gather {
     Run runs[RUNS];
     u64 fragments;
@@ -59,58 +59,60 @@ struct Copy {
     u64 bytes;
 };
 
-// A list of runs, and how it is cut, as above. Every word has the lower bits of the list's number in its uppermost 8, so whoever
-// reads all of them knows whether they belong together. Without runs it says that there are no further lists.
+// A list of runs, and its partition among blocks as in Gather. The top 8 bits of every word hold the low bits of the list's
+// number, so a reader detects words of different lists. A list without runs ends the kernel.
 struct List {
     u64 count;
-    // What tells that all is copied.
+    // Written to Copies::completion once all runs are copied.
     u64 value;
-    // Runs that a block takes at once, and slices, above 32 bits.
+    // Runs that a block takes at once; in the bits above 32, the number of slices.
     u64 batch;
     u64 piece_bytes;
-    // If there is one run only, here it is, and need not be read from elsewhere.
+    // The run of a list with one run, which saves a read of mapped memory.
     u64 source;
     u64 target;
     u64 bytes;
     u64 unused;
 };
 
-// What CPU and GPU tell each other, in mapped memory, each side in lines of its own. Lists are numbered; list n is lists[n % 2].
-struct Desk {
+// Mapped memory through which CPU and GPU exchange lists; each side writes to cache lines of its own. Lists are numbered, and
+// list n is in lists[n % 2].
+struct Mailbox {
     List lists[2];
-    // By the GPU: have all blocks begun, do they wait for no further list, and the first that they do not take.
+    // Written by the GPU: whether all blocks have started, whether they wait for no further list, and the first list not taken.
     u64 begun;
     u64 closed;
     u64 ended;
     u64 unused[5];
 };
 
-// What the blocks tell each other, in device memory: list n, in said[n % 4], since the next two may be said before all have heard
-// of it; and how many are done with it in done[n % 2], from 0 and back to it.
+// Device memory through which block 0 passes lists to the other blocks. List n is in forwarded[n % 4], since block 0 may
+// forward the next two lists before every block has read it. done[n % 2] counts blocks that finished list n, and returns to 0.
 struct Blocks {
-    List said[4];
+    List forwarded[4];
     u32 done[2];
 };
 
-// From list `first` on, whose runs are at `runs`, or `stride` bytes further, whatever there is until nothing has come for some
-// time, or until some time has passed since the beginning. `told` is where the GPU tells which lists are done, in mapped memory.
+// Parameters of ferrywire_copy. The kernel takes lists from number `first` on, until none has come for idle_ns or stay_ns have
+// passed since its start. Runs of lists with even numbers are at `runs`, those of odd ones `stride` bytes behind. The GPU writes
+// the value of each finished list to `completion`, in mapped memory.
 struct Copies {
-    u64 desk;
+    u64 mailbox;
     u64 runs;
     u64 stride;
-    u64 told;
+    u64 completion;
     u64 blocks;
     u64 first;
     u64 idle_ns;
     u64 stay_ns;
 };
 
-// `lanes` threads, of which this is number `lane`, copy bytes.
+// Copies bytes with `lanes` threads, of which the calling thread is number `lane`.
 __device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u32 bytes, u32 lane, u32 lanes) {
     for (u32 at = lane; at < bytes; at += lanes) target[at] = source[at];
 }
 
-// The same with 16-byte words, both sides aligned.
+// Copies 16-byte words, aligned at both ends, as copy_bytes does.
 __device__ __forceinline__ void copy_words(uint4 *target, const uint4 *source, u32 words, u32 lane, u32 lanes) {
     for (u32 first = lane; first < words; first += lanes * DEPTH) {
         uint4 held[DEPTH];
@@ -123,7 +125,7 @@ __device__ __forceinline__ void copy_words(uint4 *target, const uint4 *source, u
     }
 }
 
-// 16 bytes from byte 4 * SKIP + bits / 8 of two words on.
+// The 16 bytes that begin at byte 4 * SKIP + bits / 8 of two adjacent words.
 template <u32 SKIP> __device__ __forceinline__ uint4 between(uint4 low, uint4 high, u32 bits) {
     const u32 all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     uint4 out;
@@ -134,7 +136,7 @@ template <u32 SKIP> __device__ __forceinline__ uint4 between(uint4 low, uint4 hi
     return out;
 }
 
-// Target words of which each lies across two words of the source: words + 1 of them are read.
+// Copies target words that each lie across two words of the source; reads words + 1 source words.
 template <u32 SKIP>
 __device__ __forceinline__ void copy_skewed(uint4 *target, const uint4 *source, u32 words, u32 bits, u32 lane, u32 lanes) {
     for (u32 first = lane; first < words; first += lanes * (DEPTH / 2)) {
@@ -151,9 +153,9 @@ __device__ __forceinline__ void copy_skewed(uint4 *target, const uint4 *source, 
     }
 }
 
-// Any addresses, any length; nothing outside of the two ranges is read or written.
+// Copies between any addresses, with any length; reads and writes nothing outside of the two ranges.
 __device__ void copy(u8 *target, const u8 *source, u32 bytes, u32 lane, u32 lanes) {
-    // Up to the first target word; and one word more, where the source's word there begins before its range.
+    // Bytes up to the first aligned target word; one word more if the source word there begins before the source range.
     u32 head = (0 - (u32)(u64)target) & 15;
     const u32 skew = ((u32)(u64)source + head) & 15;
     if (head < skew) head += 16;
@@ -168,7 +170,7 @@ __device__ void copy(u8 *target, const u8 *source, u32 bytes, u32 lane, u32 lane
     if (skew == 0) {
         copy_words(to, from, words, lane, lanes);
     } else if (words > 0) {
-        // The last word that is read ends inside.
+        // The last word read must end within the source range.
         words = (bytes + skew) / 16 - 1;
         const u32 bits = skew % 4 * 8;
         switch (skew / 4) {
@@ -181,7 +183,7 @@ __device__ void copy(u8 *target, const u8 *source, u32 bytes, u32 lane, u32 lane
     copy_bytes(target + words * 16, source + words * 16, bytes - words * 16, lane, lanes);
 }
 
-// Fragment `index` of all runs together.
+// Fragment `index`, counted over all runs.
 __device__ __forceinline__ Copy find(const Gather &gather, u64 index) {
     u32 run = 0;
     while (index >= gather.runs[run].count) index -= gather.runs[run++].count;
@@ -193,7 +195,7 @@ __device__ __forceinline__ Copy find(const Gather &gather, u64 index) {
     return found;
 }
 
-// This block's pieces of some copies.
+// Copies this block's pieces of the given copies.
 __device__ __forceinline__ void copy_all(const Copy *copies, u32 count, u32 slices, u64 piece_bytes) {
     u32 lanes = BLOCK;
     while (lanes > WARP && BLOCK / lanes < count) lanes /= 2;
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_gather(const Gathe
     __shared__ Copy copies[BATCH];
     const u64 first = (u64)(blockIdx.x / gather.slices) * gather.batch;
     const u32 count = gather.fragments - first < gather.batch ? (u32)(gather.fragments - first) : gather.batch;
-    // Read together, since each access of mapped memory goes over PCIe.
+    // Threads read at once, since each access of mapped memory crosses PCIe.
     if (threadIdx.x < count) copies[threadIdx.x] = find(gather, first + threadIdx.x);
     __syncthreads();
     copy_all(copies, count, gather.slices, gather.piece_bytes);
@@ -224,10 +226,10 @@ __device__ __forceinline__ u64 nanoseconds_now() {
     return now;
 }
 
-// What a word of a list says beside its number.
+// The value of a list's word, without the list's number.
 __device__ __forceinline__ u64 part(u64 word) { return word & ((1ull << NUMBER_AT) - 1); }
 
-// Reads list n. Whether it was there as a whole.
+// Reads list n; returns whether all its words had arrived.
 __device__ __forceinline__ u32 reads(u64 *list, const volatile List *from, u64 n) {
     if (threadIdx.x < WORDS) list[threadIdx.x] = ((const volatile u64 *)from)[threadIdx.x];
     __syncthreads();
@@ -236,11 +238,12 @@ __device__ __forceinline__ u32 reads(u64 *list, const volatile List *from, u64 n
     return there;
 }
 
-// Waits for list n. The CPU posts the first one of a launch when it has seen that the memory is still there, which it can only do
-// once this is under way: before that its owner could still free it. When the time is over, the first thread says so, and of
-// each further list all look once whether it is there: what the CPU has posted before it could know is taken.
+// Waits for list n; returns whether it arrived. The CPU posts the first list of a launch after it has checked that the memory
+// is still allocated, and it can check that only once the kernel runs: before, the owner could still free the memory. When the
+// time is over, thread 0 sets `closed`, and each further list is read once: a list that the CPU posted before it could see
+// `closed` is still taken.
 __device__ __forceinline__ u32 awaits(const Copies &all, u64 n, u64 begin, u64 *list, u32 &over, u32 *closed) {
-    volatile Desk *const desk = (volatile Desk *)all.desk;
+    volatile Mailbox *const mailbox = (volatile Mailbox *)all.mailbox;
     const u64 since = nanoseconds_now();
     for (;;) {
         if (threadIdx.x == 0) {
@@ -249,7 +252,7 @@ __device__ __forceinline__ u32 awaits(const Copies &all, u64 n, u64 begin, u64 *
                 over = n == all.first ? now - since >= FIRST_NANOSECONDS
                                       : now - since >= all.idle_ns || now - begin >= all.stay_ns;
                 if (over) {
-                    desk->closed = 1;
+                    mailbox->closed = 1;
                     __threadfence_system();
                 }
             }
@@ -257,18 +260,18 @@ __device__ __forceinline__ u32 awaits(const Copies &all, u64 n, u64 begin, u64 *
         }
         __syncthreads();
         const u32 last = *closed;
-        if (reads(list, &desk->lists[n % 2], n)) return 1;
+        if (reads(list, &mailbox->lists[n % 2], n)) return 1;
         if (last) return 0;
     }
 }
 
-// This block's part of a list.
+// Copies this block's part of a list.
 __device__ __forceinline__ void copy_list(const u64 *list, const volatile u64 *runs, Copy *copies) {
     const u64 count = part(list[0]), batch = list[2] & 0xffffffff;
     const u32 slices = (u32)(part(list[2]) >> 32), groups = gridDim.x / slices;
     for (u64 first = blockIdx.x / slices * batch; first < count; first += groups * batch) {
         const u32 some = count - first < batch ? (u32)(count - first) : (u32)batch;
-        // Read together, since each access of mapped memory goes over PCIe.
+        // Threads read at once, since each access of mapped memory crosses PCIe.
         if (count > 1)
             for (u32 k = threadIdx.x; k < some * 3; k += BLOCK) ((u64 *)copies)[k] = runs[first * 3 + k];
         else if (threadIdx.x < 3)
@@ -279,33 +282,33 @@ __device__ __forceinline__ void copy_list(const u64 *list, const volatile u64 *r
     }
 }
 
-// Launches cost the CPU and the GPU tens of microseconds, so these blocks stay for a while and take further lists. The first
-// block asks the CPU, and the others ask it.
+// A launch costs CPU and GPU tens of microseconds, so the blocks stay for a while and take further lists. Block 0 polls the
+// mailbox, and the other blocks poll block 0.
 extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_copy(const Copies all) {
     __shared__ Copy copies[LIST_BATCH];
     __shared__ u64 list[WORDS];
     __shared__ u32 closed;
-    volatile Desk *const desk = (volatile Desk *)all.desk;
+    volatile Mailbox *const mailbox = (volatile Mailbox *)all.mailbox;
     volatile Blocks *const blocks = (volatile Blocks *)all.blocks;
     const u64 begin = nanoseconds_now();
     u32 over = 0;
-    // Blocks begin in their order.
-    if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) desk->begun = 1;
+    // Blocks start in order, so all have started when the last one runs.
+    if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) mailbox->begun = 1;
     for (u64 n = all.first;; n++) {
-        volatile List *const said = &blocks->said[n % 4];
+        volatile List *const forwarded = &blocks->forwarded[n % 4];
         u32 there = 1;
         if (blockIdx.x == 0) {
             there = awaits(all, n, begin, list, over, &closed);
             there = there && part(list[0]) != 0;
-            if (threadIdx.x == 0 && !there) desk->ended = n;
+            if (threadIdx.x == 0 && !there) mailbox->ended = n;
             __threadfence_system();
-            if (threadIdx.x < WORDS) ((volatile u64 *)said)[threadIdx.x] = there ? list[threadIdx.x] : n << NUMBER_AT;
+            if (threadIdx.x < WORDS) ((volatile u64 *)forwarded)[threadIdx.x] = there ? list[threadIdx.x] : n << NUMBER_AT;
         } else {
             do __syncthreads();
-            while (!reads(list, said, n) && nanoseconds_now());
+            while (!reads(list, forwarded, n) && nanoseconds_now());
         }
         if (!there || part(list[0]) == 0) return;
-        // What was written before the list is seen by all.
+        // Makes visible to this block what the CPU wrote before it posted the list.
         __threadfence_system();
         __syncthreads();
         copy_list(list, (const volatile u64 *)(all.runs + n % 2 * all.stride), copies);
@@ -315,15 +318,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_copy(const Copies 
         if (threadIdx.x == 0 && atomicAdd((u32 *)&blocks->done[n % 2], 1) + 1 == gridDim.x) {
             blocks->done[n % 2] = 0;
             __threadfence_system();
-            *(volatile u64 *)all.told = part(list[1]);
+            *(volatile u64 *)all.completion = part(list[1]);
         }
     }
 }
 
 // ---- the bench's pattern ----
 
-// Word w has key + w * step, its upper half mixed with the lower, its bits turned by flip. Byte `offset` of the words
-// belongs to `address`.
+// Word w of the pattern is key + w * step, with its lower half mixed into the upper one, XOR flip. The byte at `address` is
+// byte `offset` of the pattern.
 struct Pattern {
     u64 key;
     u64 step;
@@ -338,7 +341,7 @@ __device__ __forceinline__ u64 word(const Pattern &pattern, u64 index) {
     return sum ^ (sum << 32) ^ pattern.flip;
 }
 
-// The 8 bytes from an offset on.
+// The 8 bytes of the pattern that begin at an offset.
 __device__ __forceinline__ u64 bytes_at(const Pattern &pattern, u64 offset) {
     const u32 skew = (u32)(offset % 8) * 8;
     const u64 low = word(pattern, offset / 8);
@@ -350,7 +353,7 @@ __device__ __forceinline__ u64 head_bytes(const Pattern &pattern) {
     return head < pattern.bytes ? head : pattern.bytes;
 }
 
-// Thread `thread` of `threads` writes its share.
+// Writes the share of thread `thread` of `threads`.
 __device__ __forceinline__ void fill(const Pattern &pattern, u64 thread, u64 threads) {
     const u64 head = head_bytes(pattern), words = (pattern.bytes - head) / 16;
     u8 *const bytes = (u8 *)pattern.address;
@@ -364,7 +367,8 @@ __device__ __forceinline__ void fill(const Pattern &pattern, u64 thread, u64 thr
         bytes[k] = (u8)bytes_at(pattern, pattern.offset + k);
 }
 
-// The index of a byte in this thread's share that is not the pattern's, the first of its words and of its single bytes.
+// The lowest index of a wrong byte among the words of this thread's share, or among its single bytes if that is lower;
+// ~0 if none differs.
 __device__ __forceinline__ u64 differs(const Pattern &pattern, u64 thread, u64 threads) {
     const u64 head = head_bytes(pattern), words = (pattern.bytes - head) / 16;
     const u8 *const bytes = (const u8 *)pattern.address;
@@ -389,13 +393,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill(const Pattern
     fill(pattern, (u64)blockIdx.x * BLOCK + threadIdx.x, (u64)gridDim.x * BLOCK);
 }
 
-// Lowers *first to the index of the first byte that is not the pattern's.
+// Lowers *first to the index of the first byte that differs from the pattern.
 extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check(const Pattern pattern, u64 *first) {
     const u64 wrong = differs(pattern, (u64)blockIdx.x * BLOCK + threadIdx.x, (u64)gridDim.x * BLOCK);
     if (wrong != ~0ull) atomicMin(first, wrong);
 }
 
-// Many short stretches in one launch: each is the work of one block.
+// Fills many short stretches in one launch, each with one block.
 extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill_list(const Pattern *list, u64 count) {
     for (u64 k = blockIdx.x; k < count; k += gridDim.x) {
         const Pattern pattern = list[k];
@@ -403,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill_list(const Pa
     }
 }
 
-// Lowers *first to the number of the first one of the list that differs.
+// Lowers *first to the index of the first stretch of the list that differs from its pattern.
 extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check_list(const Pattern *list, u64 count, u64 *first) {
     for (u64 k = blockIdx.x; k < count; k += gridDim.x) {
         const Pattern pattern = list[k];

@@ -56,10 +56,10 @@ struct GatherParameters {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct CopyParameters {
-    desk: u64,
+    mailbox: u64,
     runs: u64,
     stride: u64,
-    told: u64,
+    completion: u64,
     blocks: u64,
     first: u64,
     idle_ns: u64,
@@ -249,21 +249,21 @@ impl Kernels {
     /// for `idle`, or after `stay`; it waits half a second for the first list.
     ///
     /// # Safety
-    /// CPU and GPU access all of `places` at one address. A list and its runs are unchanged until the GPU has
+    /// CPU and GPU access all of `addresses` at one address. A list and its runs are unchanged until the GPU has
     /// reported the list as done or as not taken. When the list is posted, all memory that it names is
     /// allocated, and stays so until then; no target overlaps with another range of the list.
     pub unsafe fn copy(
         &self,
         stream: &CudaStream,
-        places: CopyAddresses,
+        addresses: CopyAddresses,
         first: u64,
         blocks: u64,
         [idle, stay]: [Duration; 2],
     ) -> Result<()> {
-        let CopyAddresses { desk, runs, stride, told, blocks: words } = places;
+        let CopyAddresses { mailbox, runs, stride, completion, blocks: words } = addresses;
         let [idle_ns, stay_ns] = [idle, stay].map(|time| time.as_nanos() as u64);
         let mut parameters =
-            CopyParameters { desk, runs, stride, told, blocks: words, first, idle_ns, stay_ns };
+            CopyParameters { mailbox, runs, stride, completion, blocks: words, first, idle_ns, stay_ns };
         // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
         unsafe { stream.launch(&self.copy, blocks as u32, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
@@ -382,7 +382,7 @@ impl Layout {
 
 #[cfg(test)]
 mod tests {
-    use super::super::lists::{CopyDesk, CopyList, LIST_BATCH, LIST_WORDS, NUMBER_AT};
+    use super::super::lists::{CopyList, CopyMailbox, LIST_BATCH, LIST_WORDS, NUMBER_AT};
     use super::*;
     use std::mem::offset_of;
 
@@ -422,7 +422,7 @@ mod tests {
             ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
             ("copy", offset_of!(CopyParameters, runs), "u64"),
             ("copy", offset_of!(CopyParameters, stride), "u64"),
-            ("copy", offset_of!(CopyParameters, told), "u64"),
+            ("copy", offset_of!(CopyParameters, completion), "u64"),
             ("copy", offset_of!(CopyParameters, blocks), "u64"),
             ("copy", offset_of!(CopyParameters, first), "u64"),
             ("copy", offset_of!(CopyParameters, idle_ns), "u64"),
@@ -478,10 +478,10 @@ mod tests {
         assert_eq!(
             fields("Copies"),
             [
-                "u64 desk",
+                "u64 mailbox",
                 "u64 runs",
                 "u64 stride",
-                "u64 told",
+                "u64 completion",
                 "u64 blocks",
                 "u64 first",
                 "u64 idle_ns",
@@ -490,12 +490,12 @@ mod tests {
         );
         let list = [
             "u64 count",
-            "// What tells that all is copied.",
+            "// Written to Copies::completion once all runs are copied.",
             "u64 value",
-            "// Runs that a block takes at once, and slices, above 32 bits.",
+            "// Runs that a block takes at once; in the bits above 32, the number of slices.",
             "u64 batch",
             "u64 piece_bytes",
-            "// If there is one run only, here it is, and need not be read from elsewhere.",
+            "// The run of a list with one run, which saves a read of mapped memory.",
             "u64 source",
             "u64 target",
             "u64 bytes",
@@ -505,11 +505,15 @@ mod tests {
         let only = GpuCopy { source: 6, target: 7, bytes: 8 };
         let words = CopyList { count: 1, value: 2, batch: 3, slices: 4, piece_bytes: 5, only }.words();
         assert_eq!(words, [1, 2, 3 | 4 << 32, 5, 6, 7, 8, 0]);
-        let desk = ["List lists[2]", "u64 begun", "u64 closed", "u64 ended", "u64 unused[5]"];
-        assert_eq!(fields("Desk").into_iter().filter(|l| !l.starts_with("//")).collect::<Vec<_>>(), desk);
-        let of_gpu = [offset_of!(CopyDesk, begun), offset_of!(CopyDesk, closed), offset_of!(CopyDesk, ended)];
-        assert_eq!((of_gpu, size_of::<CopyDesk>()), ([128, 136, 144], 192));
-        assert_eq!(fields("Blocks"), ["List said[4]", "u32 done[2]"]);
+        let mailbox = ["List lists[2]", "u64 begun", "u64 closed", "u64 ended", "u64 unused[5]"];
+        assert_eq!(
+            fields("Mailbox").into_iter().filter(|l| !l.starts_with("//")).collect::<Vec<_>>(),
+            mailbox
+        );
+        let of_gpu =
+            [offset_of!(CopyMailbox, begun), offset_of!(CopyMailbox, closed), offset_of!(CopyMailbox, ended)];
+        assert_eq!((of_gpu, size_of::<CopyMailbox>()), ([128, 136, 144], 192));
+        assert_eq!(fields("Blocks"), ["List forwarded[4]", "u32 done[2]"]);
         const { assert!(4 * 8 * LIST_WORDS + 2 * 4 <= COUNTER_BYTES) };
         assert_eq!(
             fields("Pattern"),
@@ -519,7 +523,7 @@ mod tests {
 
     #[test]
     fn the_text_was_made_of_the_source_for_old_gpus() {
-        let sum = format!("// Of kernel.cu with CRC-32 {:08x}", crc32fast::hash(SOURCE.as_bytes()));
+        let sum = format!("// Made from kernel.cu with CRC-32 {:08x}", crc32fast::hash(SOURCE.as_bytes()));
         assert!(ptx().contains(&sum), "kernel.ptx is not of this kernel.cu: make it again; {sum}");
         assert!(ptx().contains("\n.version 6.0\n.target sm_60\n"));
     }

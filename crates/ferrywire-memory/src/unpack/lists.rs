@@ -70,7 +70,7 @@ pub(super) const NUMBER_AT: u32 = 56;
 /// own. Lists are numbered, and list `n` is in `lists[n % 2]`.
 #[derive(Debug)]
 #[repr(C)]
-pub struct CopyDesk {
+pub struct CopyMailbox {
     lists: [[AtomicU64; LIST_WORDS]; 2],
     /// Not 0 once all blocks have started.
     pub begun: AtomicU64,
@@ -82,7 +82,7 @@ pub struct CopyDesk {
     _unused: [u64; 5],
 }
 
-impl CopyDesk {
+impl CopyMailbox {
     /// Resets the words while no kernel runs; the next kernel will start with list `first`.
     pub fn clear(&self, first: u64) {
         // A number as far as possible from the next ones.
@@ -107,15 +107,15 @@ impl CopyDesk {
 /// Addresses through which [`Kernels::copy`](super::Kernels::copy) finds lists and reports completion.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyAddresses {
-    /// Address of a [`CopyDesk`].
-    pub desk: u64,
+    /// Address of a [`CopyMailbox`].
+    pub mailbox: u64,
     /// Address of the runs ([`GpuCopy`]) of lists with even numbers.
     pub runs: u64,
     /// Offset in bytes from there to the runs of lists with odd numbers.
     pub stride: u64,
     /// Address of a word of pinned memory, to which the GPU writes the value of each list once its copies are
     /// done and visible.
-    pub told: u64,
+    pub completion: u64,
     /// Address of the stream's own [`Counter`](super::Counter).
     pub blocks: u64,
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes kernel.ptx of kernel.cu with NVRTC, which needs neither a GPU nor CUDA's toolkit:
+"""Compiles kernel.cu to kernel.ptx with NVRTC, which needs neither a GPU nor CUDA's toolkit:
 
     pip install nvidia-cuda-nvrtc-cu12==12.2.140
     python3 make_ptx.py [path of libnvrtc.so.12]
@@ -13,11 +13,11 @@ import zlib
 
 FOLDER = pathlib.Path(__file__).parent
 OPTIONS = [b"--gpu-architecture=compute_60", b"--std=c++14"]
-# The oldest that has all that is used; ptxas says so if it is not.
+# The oldest PTX version with all instructions that are used; ptxas fails if it is too old.
 VERSION = ".version 6.0"
 HEAD = """//
-// Of kernel.cu with CRC-32 {:08x}, compiled by NVRTC (make_ptx.py) for compute_60; .version lowered to the oldest that
-// has all that is used, and checked by ptxas. A change of kernel.cu goes here the same way.
+// Made from kernel.cu with CRC-32 {:08x} by make_ptx.py: compiled by NVRTC for compute_60, with .version lowered to the
+// oldest that has all instructions used, which ptxas has checked. After a change of kernel.cu, run make_ptx.py again.
 //
 """
 
@@ -53,7 +53,7 @@ def compiled(source):
 
 source = (FOLDER / "kernel.cu").read_bytes()
 ptx = compiled(source)
-# Without the compiler's banner, and without tables that it adds and nothing uses.
+# Removes the compiler's banner, and tables that it adds and nothing uses.
 lines = ptx[ptx.index(".version") :].splitlines(True)
 ptx = "".join(line for line in lines if "nv6target" not in line and "has been demoted" not in line)
 ptx = re.sub(r"\.version .*", VERSION, ptx, count=1)

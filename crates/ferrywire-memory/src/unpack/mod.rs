@@ -41,7 +41,7 @@ pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;
 pub use gather::Gather;
 pub use kernels::{COUNTERS, Counter, Kernels, PatternParameters};
-pub use lists::{CopyAddresses, CopyDesk, CopyList};
+pub use lists::{CopyAddresses, CopyList, CopyMailbox};
 pub use mode::UnpackMode;
 pub use sim::SimQueue;
 pub use sm_backoff::{LAUNCH_WAIT, Permit};

@@ -51,7 +51,7 @@ impl FromStr for UnpackMode {
     fn from_str(text: &str) -> Result<UnpackMode, Error> {
         let named = UnpackMode::ALL.into_iter().find(|mode| mode.name() == text);
         named.ok_or_else(|| {
-            Error::invalid("unpack mode", format!("{text:?} is none of kernel, copy, host, none"))
+            Error::invalid("unpack mode", format!("must be kernel, copy, host or none (got {text:?})"))
         })
     }
 }
@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(UnpackMode::ALL.map(UnpackMode::verifiable), [true, true, true, false]);
         for wrong in ["", "Kernel", "kernel ", "d2d"] {
             let error = wrong.parse::<UnpackMode>().unwrap_err().to_string();
-            assert!(error.ends_with("is none of kernel, copy, host, none"), "{error}");
+            assert!(error.contains("must be kernel, copy, host or none"), "{error}");
         }
     }
 }

@@ -117,7 +117,7 @@ struct Batch {
 
 static u64 read(const u64 &word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
 
-// Lists of copies: each byte where it belongs, none beside it, and the end of each told once all of it is there. What is posted
+// Lists of copies: each byte is copied where it belongs and no byte beside it, and a list completes once all of it is copied. What is posted
 // while the kernel is about to go is copied as a whole or not at all, as it says.
 static void copies(int rounds) {
     Blocks blocks = {};
@@ -130,19 +130,19 @@ static void copies(int rounds) {
     for (; round < rounds && (round < 20 || time(nullptr) < end); round++) {
         const unsigned count = 1 << random_below(3);
         const u64 first = next;
-        Desk desk = {};
-        for (List &list : desk.lists)
+        Mailbox mailbox = {};
+        for (List &list : mailbox.lists)
             for (u64 *word = (u64 *)&list; word < (u64 *)(&list + 1); word++) *word = (first + 128) << NUMBER_AT;
-        u64 told = 0;
+        u64 completion = 0;
         const u64 stride = (u64)room[1].data() - (u64)room[0].data();
-        const Copies all = {(u64)&desk, (u64)room[0].data(), stride, (u64)&told, (u64)&blocks, first,
+        const Copies all = {(u64)&mailbox, (u64)room[0].data(), stride, (u64)&completion, (u64)&blocks, first,
                             random_below(3) * 1000000, random_below(3) * 10000000};
         std::vector<Batch> batches;
         auto post = [&] {
             batches.emplace_back(1000 + next, count);
             std::copy(batches.back().runs.begin(), batches.back().runs.end(), room[next % 2].begin());
             // The GPU may see the words in any order.
-            u64 *const list = (u64 *)&desk.lists[next % 2];
+            u64 *const list = (u64 *)&mailbox.lists[next % 2];
             const u32 turn = (u32)random_below(WORDS), spreads = random_below(8) == 0;
             for (u32 k = 0; k < WORDS; k++) {
                 const u32 at = (k + turn) % WORDS;
@@ -157,9 +157,9 @@ static void copies(int rounds) {
         if (round == 5 || round % 100 == 7) {
             const bool none = round % 100 == 7;
             if (none)
-                for (u64 k = 0; k < WORDS; k++) __atomic_store_n((u64 *)&desk.lists[first % 2] + k, first << NUMBER_AT, __ATOMIC_SEQ_CST);
+                for (u64 k = 0; k < WORDS; k++) __atomic_store_n((u64 *)&mailbox.lists[first % 2] + k, first << NUMBER_AT, __ATOMIC_SEQ_CST);
             while (!launch.has_ended()) sched_yield();
-            if (read(desk.ended) != first || told != 0) fail("what was told is not so", round);
+            if (read(mailbox.ended) != first || completion != 0) fail("a completion without a list", round);
             next++;
             continue;
         }
@@ -167,19 +167,19 @@ static void copies(int rounds) {
         // At most two are under way, and none is posted to a kernel that is seen to go.
         for (;;) {
             const u64 most = random_below(4) ? 2 : 1;
-            auto full = [&] { return read(told) < 1000 + std::max(first, next - most); };
-            while (full() && !read(desk.closed)) sched_yield();
-            if (read(desk.closed) || batches.size() == 12) break;
+            auto full = [&] { return read(completion) < 1000 + std::max(first, next - most); };
+            while (full() && !read(mailbox.closed)) sched_yield();
+            if (read(mailbox.closed) || batches.size() == 12) break;
             if (random_below(4) == 0) usleep(random_below(60));
             post();
         }
         while (!launch.has_ended()) sched_yield();
-        const u64 ended = read(desk.ended);
-        if (ended + 1 < next || ended > next || !read(desk.begun)) fail("the end is not so", round);
-        if (read(told) != (ended == first ? 0 : 999 + ended)) fail("not all was told", round);
+        const u64 ended = read(mailbox.ended);
+        if (ended + 1 < next || ended > next || !read(mailbox.begun)) fail("begun or ended is wrong", round);
+        if (read(completion) != (ended == first ? 0 : 999 + ended)) fail("not every list completed", round);
         for (size_t k = 0; k < batches.size(); k++) batches[k].is_copied(first + k < ended, round);
         taken += ended - first, left += next - ended;
-        // The blocks have said of that number that there is none.
+        // The blocks have forwarded the end under that number.
         next = ended + 1;
     }
     if (blocks.done[0] || blocks.done[1]) fail("a count of blocks is not back where it began", round);

@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
 use ferrywire_memory::unpack::{
-    COUNTERS, CopyAddresses, CopyDesk, CopyList, Counter, Kernels, LAUNCH_WAIT, Permit,
+    COUNTERS, CopyAddresses, CopyList, CopyMailbox, Counter, Kernels, LAUNCH_WAIT, Permit,
 };
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
@@ -45,7 +45,7 @@ const LONG_REST: Duration = Duration::from_secs(60);
 
 /// Bytes of the runs of a list, and of the memory that CPU and GPU share.
 const LIST_BYTES: usize = limits::STAGING_LIST_RUNS * size_of::<GpuCopy>();
-const DESK_BYTES: usize = size_of::<CopyDesk>() + LISTS * LIST_BYTES;
+const MAILBOX_BYTES: usize = size_of::<CopyMailbox>() + LISTS * LIST_BYTES;
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
@@ -65,8 +65,8 @@ const LISTS: usize = 2;
 pub(super) struct ListKernel {
     kernels: Arc<Kernels>,
     words: Counter,
-    /// The shared memory: a desk, and the runs of its lists.
-    desk: PinnedBuffer,
+    /// The shared memory: a mailbox, and the runs of its lists.
+    mailbox: PinnedBuffer,
     /// The launched kernel, unless it is known to have ended.
     launched: Option<Launched>,
     /// Lists in flight, oldest first: their numbers, and the marks behind them.
@@ -97,24 +97,24 @@ pub(super) enum Again {
 
 impl ListKernel {
     pub fn new(kernels: Arc<Kernels>, gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
-        let desk = gpu.pinned(DESK_BYTES)?;
+        let mailbox = gpu.pinned(MAILBOX_BYTES)?;
         let words = kernels.counter().ok_or_else(|| Error::Limit {
             name: "COUNTERS",
             limit: COUNTERS as u64,
             why: "so many channels stage for this GPU that further ones copy run by run: use fewer".into(),
         })?;
-        if desk.address() != desk.as_ptr() as u64 {
+        if mailbox.address() != mailbox.as_ptr() as u64 {
             return Err(Error::Internal(
                 "the GPU reaches pinned memory at another address than the CPU".into(),
             ));
         }
         let lists = VecDeque::with_capacity(LISTS);
-        Ok(ListKernel { kernels, words, desk, launched: None, lists, barred: false })
+        Ok(ListKernel { kernels, words, mailbox, launched: None, lists, barred: false })
     }
 
     /// Bytes of pinned memory in use.
     pub fn pinned_bytes(&self) -> usize {
-        self.desk.pinned_bytes()
+        self.mailbox.pinned_bytes()
     }
 
     /// Whether this number of runs fits into a list.
@@ -128,7 +128,7 @@ impl ListKernel {
         let Some(launched) = self.launched.as_ref().filter(|_| self.posts()) else { return true };
         let first_is_done = self.lists.front().is_none_or(|(number, _)| *number > launched.first);
         let open = first_is_done && !self.barred && self.lists.len() < LISTS;
-        open && self.desk().closed.load(Ordering::Acquire) == 0
+        open && self.mailbox().closed.load(Ordering::Acquire) == 0
     }
 
     /// Ends posting to the running kernel, which may end at once.
@@ -141,14 +141,14 @@ impl ListKernel {
 
     fn post_none(&mut self) {
         let number = self.words.next();
-        self.desk().post(number, &CopyList::NONE);
+        self.mailbox().post(number, &CopyList::NONE);
         self.words.go_on(number + 1);
     }
 
     /// Whether the next batch would be posted to a running kernel. If the kernel takes it, memory that is
     /// checked after this call is not freed before it is copied.
     pub fn posts(&self) -> bool {
-        let gone = self.lists.is_empty() && self.desk().ended.load(Ordering::Acquire) != 0;
+        let gone = self.lists.is_empty() && self.mailbox().ended.load(Ordering::Acquire) != 0;
         self.launched.is_some() && !gone
     }
 
@@ -170,7 +170,7 @@ impl ListKernel {
         self.lists.push_back((number, mark));
         // SAFETY: by the caller's promise; of the two lists at most one is in flight, and not this one.
         unsafe { self.lay_out(number, copies) };
-        self.desk().post(number, &CopyList::of(copies, mark, BLOCKS));
+        self.mailbox().post(number, &CopyList::of(copies, mark, BLOCKS));
         // Either the kernel sees the list, or this thread sees `closed` from now on.
         fence(Ordering::SeqCst);
     }
@@ -197,18 +197,18 @@ impl ListKernel {
         self.forget();
         self.barred = !stream.gpu().kernels_see_news();
         let first = self.words.next();
-        self.desk().clear(first);
-        let places = CopyAddresses {
-            desk: self.desk.address(),
-            runs: self.desk.address() + size_of::<CopyDesk>() as u64,
+        self.mailbox().clear(first);
+        let addresses = CopyAddresses {
+            mailbox: self.mailbox.address(),
+            runs: self.mailbox.address() + size_of::<CopyMailbox>() as u64,
             stride: LIST_BYTES as u64,
-            told: flag.address(),
+            completion: flag.address(),
             blocks: self.words.address(),
         };
         // Other work in the stream would wait behind a kernel that stays.
         let stays = if self.barred || stream.has_others() { [Duration::ZERO; 2] } else { STAYS };
         // SAFETY: a posted list stays until its mark is reached; the rest by the caller's promise.
-        unsafe { self.kernels.copy(stream, places, first, BLOCKS, stays) }?;
+        unsafe { self.kernels.copy(stream, addresses, first, BLOCKS, stays) }?;
         self.launched =
             Some(Launched { first, permit, at: clock(), behind, first_since: None, settled: false });
         match there() {
@@ -229,18 +229,18 @@ impl ListKernel {
     /// # Safety
     /// The runs fit, and the GPU does not read this list's memory.
     unsafe fn lay_out(&mut self, number: u64, copies: &[GpuCopy]) {
-        // SAFETY: there is aligned room behind the desk that the GPU does not read, by the caller's promise.
+        // SAFETY: there is aligned room behind the mailbox that the GPU does not read, by the caller's promise.
         unsafe {
-            let runs = self.desk.as_ptr().cast::<CopyDesk>().add(1).cast::<u8>();
+            let runs = self.mailbox.as_ptr().cast::<CopyMailbox>().add(1).cast::<u8>();
             let runs = runs.add((number % 2) as usize * LIST_BYTES).cast::<GpuCopy>();
             runs.copy_from_nonoverlapping(copies.as_ptr(), copies.len());
         }
     }
 
-    fn desk(&self) -> &CopyDesk {
-        // SAFETY: the desk is at the beginning of the memory, aligned; shared words are written whole by both
+    fn mailbox(&self) -> &CopyMailbox {
+        // SAFETY: the mailbox is at the beginning of the memory, aligned; shared words are written whole by both
         // sides.
-        unsafe { &*self.desk.as_ptr().cast::<CopyDesk>() }
+        unsafe { &*self.mailbox.as_ptr().cast::<CopyMailbox>() }
     }
 
     /// Notes the progress of the lists. If the kernel has ended without the last one, that list is dropped,
@@ -248,7 +248,7 @@ impl ListKernel {
     pub fn poll(&mut self, reached: u64, stream: &CudaStream) -> Option<Again> {
         while self.lists.pop_front_if(|(_, mark)| *mark <= reached).is_some() {}
         self.settle(reached, stream);
-        let (Some(launched), ended) = (&self.launched, self.desk().ended.load(Ordering::Acquire)) else {
+        let (Some(launched), ended) = (&self.launched, self.mailbox().ended.load(Ordering::Acquire)) else {
             return None;
         };
         if ended == 0 || self.lists.front().is_some_and(|(number, _)| *number < ended) {
@@ -269,17 +269,17 @@ impl ListKernel {
         if self.launched.take().is_none() {
             return;
         }
-        match self.desk().ended.load(Ordering::Acquire) {
+        match self.mailbox().ended.load(Ordering::Acquire) {
             // The context was lost, and the kernel with it.
             0 => self.words.lose_count(),
-            // The kernel has told its blocks that no list with that number will come.
+            // Block 0 has forwarded the end to the other blocks under that number.
             ended => self.words.go_on(ended + 1),
         }
     }
 
     /// Notes whether the launched kernel has to wait for other work.
     fn settle(&mut self, reached: u64, stream: &CudaStream) {
-        let begun = self.desk().begun.load(Ordering::Relaxed) != 0;
+        let begun = self.mailbox().begun.load(Ordering::Relaxed) != 0;
         let first_is_done = |first| self.lists.front().is_none_or(|(number, _)| *number > first);
         let Some(launched) = self.launched.as_ref().filter(|launched| !launched.settled) else { return };
         let (done, sm_backoff, now) = (first_is_done(launched.first), &self.kernels.sm_backoff, clock());
