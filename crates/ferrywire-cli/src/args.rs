@@ -1,4 +1,4 @@
-//! What was typed: one typed flag per option, nothing decided yet.
+//! The command line as typed: one flag per option, before any decision.
 //!
 //! Every flag is an `Option`, so that "not given" stays visible: the environment (`FERRYWIRE_<FLAG>`)
 //! fills in first, then the TOML file ([`crate::file`]), and [`crate::plan`] gives the rest its meaning.

@@ -1,4 +1,4 @@
-//! How the command ends, and what it says on standard error: the one place that decides exit statuses and prints errors.
+//! The command's exit statuses and error output: the one place that decides the status and prints errors.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
@@ -15,29 +15,31 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::{sanitize, sys};
 
-const A_LANE_STANDS_STILL: &str = "likely: the network between the plugin's NICs loses what it sends, or the plugin of \
-one end stands still; try: -v on both ends, for what it logs, and the run without --plugin, to see what the network does";
-/// Where plugins' lines are found in the log.
+/// The advice for a lane without progress.
+const STALLED_LANE_ADVICE: &str = "likely: the network between the plugin's NICs loses packets, or the plugin of one end \
+hangs; try: -v on both ends for the plugin's log, and the run without --plugin to check the network";
+/// The log target of plugins' lines.
 const PLUGINS_LOG: &str = "ferrywire::plugin";
 
 /// Why the command did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// What was typed makes no sense: 2.
+    /// Bad usage: exit status 2.
     Usage(String),
-    /// Peer, network, memory or data: 1. The first line says what; more lines say what to try.
+    /// Failure of a peer, network, memory or data: exit status 1. The first line says what failed, further lines what to
+    /// try.
     Failed(String),
-    /// Another peer of the run has failed, and this one has only heard of it: 1.
+    /// Another peer of the run has failed, and has reported the failure to this one: exit status 1.
     Hearsay(String),
-    /// The serving end is busy with another run: 1.
+    /// The serving end is busy with another run: exit status 1.
     Busy(String),
-    /// Another socket has the address to listen on: 1.
+    /// Another socket has the address to listen on: exit status 1.
     AddressInUse(String),
-    /// Ctrl-C: 130. SIGTERM: 143.
+    /// Ctrl-C: exit status 130. SIGTERM: exit status 143.
     Interrupted,
 }
 
-/// Success, or why not.
+/// Success, or the failure.
 pub type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
@@ -46,7 +48,7 @@ impl Failure {
         Failure::Failed(message.into())
     }
 
-    /// A thread of this process met a mistake of ours; [`tell_panics`] has said which.
+    /// A thread of this process has panicked; [`tell_panics`] has printed the message.
     pub fn panicked() -> Failure {
         Failure::failed("internal error, please report: a thread of the bench panicked")
     }
@@ -60,7 +62,7 @@ impl Failure {
         }
     }
 
-    /// The same failure with another message.
+    /// This failure with a changed message.
     pub fn map_message(self, change: impl FnOnce(String) -> String) -> Failure {
         match self {
             Failure::Usage(text) => Failure::Usage(change(text)),
@@ -81,8 +83,8 @@ impl Failure {
 impl<E: Into<Error>> From<E> for Failure {
     fn from(error: E) -> Failure {
         match &error.into() {
-            // The lane does not know what keeps its message.
-            error if is_stalled_lane(error) => Failure::Failed(format!("{error}\n{A_LANE_STANDS_STILL}")),
+            // The lane cannot know why its message makes no progress.
+            error if is_stalled_lane(error) => Failure::Failed(format!("{error}\n{STALLED_LANE_ADVICE}")),
             error if is_address_in_use(error) => Failure::AddressInUse(error.to_string()),
             error => Failure::Failed(error.to_string()),
         }
@@ -105,7 +107,7 @@ fn is_address_in_use(error: &Error) -> bool {
     }
 }
 
-/// Prints what was asked for. That nobody reads on is no failure.
+/// Prints the requested output. A closed standard output is not a failure.
 pub fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -116,7 +118,7 @@ pub fn print(text: &str) -> Outcome {
     }
 }
 
-/// The outcome of a run whose results were written so: that a run has failed tells more than that nobody will read of it.
+/// The outcome of a run and of writing its results. A failure of the run takes precedence.
 pub fn with_results(outcome: Outcome, written: Outcome) -> Outcome {
     if let (Err(_), Err(failure)) = (&outcome, &written) {
         complain(&failure.message());
@@ -124,7 +126,7 @@ pub fn with_results(outcome: Outcome, written: Outcome) -> Outcome {
     outcome.and(written)
 }
 
-/// Prints the error, if any, and gives the exit status.
+/// Prints the error, if any, and returns the exit status.
 pub fn report(outcome: Outcome) -> ExitCode {
     let Err(failure) = outcome else { return ExitCode::SUCCESS };
     let status = match failure {
@@ -136,7 +138,7 @@ pub fn report(outcome: Outcome) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// From now on a panic is an error like others, in one line.
+/// Makes panics print one line, as other errors do.
 pub fn tell_panics() {
     panic::set_hook(Box::new(|info| {
         let thread = thread::current();
@@ -151,7 +153,7 @@ pub fn tell_panics() {
     }));
 }
 
-/// Starts a thread that others wait for without looking after it: its panic ends the process.
+/// Starts a thread whose result other threads wait for without joining it; a panic in the thread ends the process.
 pub fn attend(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
     let guarded = move || {
         if panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
@@ -163,7 +165,7 @@ pub fn attend(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
     spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
 }
 
-/// Prints an error. What peers and plugins have put into it cannot steer a terminal.
+/// Prints an error. Control characters from peers and plugins are removed, so that they cannot steer a terminal.
 pub fn complain(message: &str) {
     note(&format!("error: {}", sanitize::text(message)));
 }
@@ -173,16 +175,16 @@ pub fn note(line: &str) {
     aside(&format!("{line}\n"));
 }
 
-/// Prints text on standard error, beside what was asked for. That nobody reads it is no reason to end.
+/// Prints text on standard error, beside the requested output. A closed standard error does not end the command.
 pub fn aside(text: &str) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
 /// The engine's log goes to standard error: more with `-v`, everything with `-vv`.
 ///
-/// A serving end also prints warnings, such as peers that were turned away. On other ends the first line is
-/// what went wrong, and lost channels are told under the table. What a plugin logs comes with `-v`, since some
-/// warn of each receive; the last of it is told when one dies.
+/// A serving end also prints warnings, such as refused peers. On other ends the first line is the error, and lost
+/// channels are listed below the table. A plugin's log needs `-v`, since some plugins warn of each receive; its last
+/// line is part of the error when a plugin dies.
 pub fn start_log(verbose: u8, serving: bool) {
     let level = match (verbose, serving) {
         (0, false) => tracing::Level::ERROR,
@@ -206,7 +208,7 @@ mod tests {
     fn a_hint_goes_by_the_cause_of_a_loss_and_not_by_its_words() {
         let hinted = |cause, why: &str| {
             let lost = Error::PeerLost { peer: "b".to_owned(), cause, why: why.to_owned() };
-            Failure::from(lost).message().lines().any(|line| line == A_LANE_STANDS_STILL)
+            Failure::from(lost).message().lines().any(|line| line == STALLED_LANE_ADVICE)
         };
         for words in ["its last test gave result 0, not done", "other words"] {
             assert!(hinted(LossCause::LaneStalled, words), "{words}");

@@ -98,7 +98,7 @@ impl Memory {
         }
     }
 
-    /// The same kind of memory on another GPU.
+    /// This kind of memory on another GPU.
     pub fn on(self, gpu: u32) -> Memory {
         match self {
             Memory::Host => Memory::Host,

@@ -61,7 +61,8 @@ fn check_of(flag: &str, names: &[String]) -> Outcome {
     if names.is_empty() {
         return Ok(());
     }
-    let found = nics::addresses().map_err(|error| Failure::failed(format!("NICs of this host: {error}")))?;
+    let found = nics::addresses()
+        .map_err(|error| Failure::failed(format!("cannot list the NICs of this host: {error}")))?;
     judge(flag, names, &found)
 }
 

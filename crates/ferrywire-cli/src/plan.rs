@@ -35,7 +35,7 @@ pub use serve::ServePlan;
 pub use topo::TopoPlan;
 pub use watch::WatchPlan;
 
-use connect::{here_on_both_ends, plan_connect, with_file};
+use connect::{loopback_flags, plan_connect, with_file};
 use engine::unnumbered;
 
 /// The port of `serve` and `connect` if none is given.
@@ -93,7 +93,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
                 Ok(Plan::Ranks(Box::new(plan)))
             }
             None => {
-                let options = here_on_both_ends(bench.options)?;
+                let options = loopback_flags(bench.options)?;
                 Ok(Plan::Loopback(Box::new(plan_connect(options, Vec::new(), false, verbose)?)))
             }
         },
@@ -123,10 +123,12 @@ fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
     }
     let found: Vec<SocketAddr> = match with_port.to_socket_addrs() {
         Ok(found) => found.collect(),
-        Err(error) => return Err(Failure::failed(format!("{flag} {text}: {error}"))),
+        Err(error) => {
+            return Err(Failure::failed(format!("{flag} {text}: cannot look up the name: {error}")));
+        }
     };
     if found.is_empty() {
-        Err(Failure::failed(format!("{flag} {text}: the name has no address")))
+        Err(Failure::failed(format!("{flag} {text}: the name has no address; write an IP address")))
     } else {
         Ok(found)
     }

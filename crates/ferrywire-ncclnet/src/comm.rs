@@ -289,7 +289,7 @@ impl ListenComm {
     /// listener open for good: a thread of the plugin may be waiting in it.
     pub fn close(mut self) -> Result<(), CallError> {
         if self.is_accepting() {
-            let why = "its accept is unfinished, so it has to stay open until the process ends";
+            let why = "an accept is unfinished, so the listener stays open until the process ends";
             self.base.closed = true;
             return Err(self.base.error(Call::CloseListen, Cause::Misuse(why)));
         }

@@ -59,13 +59,13 @@ fn check_headers<'a>(data: impl ReadRef<'a>, file_bytes: u64) -> Result<(), Defe
     }
     let header: &Header = data.read_at(0).map_err(|()| truncated(size_of::<Header>() as u64))?;
     if !header.is_class_64() || !header.is_little_endian() {
-        return Err(Defect::Other("it is not a 64-bit little-endian ELF file"));
+        return Err(Defect::Other("not a 64-bit little-endian ELF file"));
     }
     if header.e_machine(LittleEndian) != MACHINE {
-        return Err(Defect::Other("it is built for another kind of processor"));
+        return Err(Defect::Other("built for another kind of processor"));
     }
     if header.e_type(LittleEndian) != ET_DYN {
-        return Err(Defect::Other("it is an ELF file, but not a shared library"));
+        return Err(Defect::Other("an ELF file, but not a shared library"));
     }
     if usize::from(header.e_phentsize(LittleEndian)) != size_of::<Segment>() {
         return Err(Defect::Other("its ELF header is damaged"));
@@ -80,7 +80,7 @@ fn check_headers<'a>(data: impl ReadRef<'a>, file_bytes: u64) -> Result<(), Defe
     match mapped.map(end).max() {
         Some(needed_bytes) if needed_bytes > file_bytes => Err(truncated(needed_bytes)),
         _ if segments.iter().any(|segment| segment.p_type(LittleEndian) == PT_DYNAMIC) => Ok(()),
-        _ => Err(Defect::Other("it is an ELF file, but not a shared library")),
+        _ => Err(Defect::Other("an ELF file, but not a shared library")),
     }
 }
 

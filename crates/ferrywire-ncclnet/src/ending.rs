@@ -102,7 +102,7 @@ fn plugin_on_stack() -> Option<PluginId> {
     let libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner).clone();
     let mut search = Search { libraries, found: None };
     // SAFETY: only this thread's frames are read, and `search` outlives the call.
-    unsafe { _Unwind_Backtrace(look, (&raw mut search).cast()) };
+    unsafe { _Unwind_Backtrace(visit_frame, (&raw mut search).cast()) };
     search.found
 }
 
@@ -116,7 +116,7 @@ const STOP: c_int = 5;
 
 unsafe extern "C" {
     fn _Unwind_Backtrace(
-        look: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
+        visit: unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int,
         search: *mut c_void,
     ) -> c_int;
     fn _Unwind_GetIP(frame: *mut c_void) -> usize;
@@ -124,7 +124,7 @@ unsafe extern "C" {
 
 /// # Safety
 /// `frame` comes from the unwinder, and `search` points at a [`Search`].
-unsafe extern "C" fn look(frame: *mut c_void, search: *mut c_void) -> c_int {
+unsafe extern "C" fn visit_frame(frame: *mut c_void, search: *mut c_void) -> c_int {
     // SAFETY: by the caller's promise.
     let (code, search) = unsafe { (_Unwind_GetIP(frame), &mut *search.cast::<Search>()) };
     // The return address lies behind the call, which may be the last instruction of a function.

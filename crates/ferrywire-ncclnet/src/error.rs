@@ -99,7 +99,7 @@ pub enum LoadError {
         exported: Vec<Version>,
     },
     /// The plugin's name in the table is a null pointer.
-    #[error("{path}: its {version} table has no name (a null pointer)")]
+    #[error("{path}: the plugin's {version} table has no name (a null pointer)")]
     NullName {
         /// Path of the library.
         path: String,
@@ -107,7 +107,7 @@ pub enum LoadError {
         version: Version,
     },
     /// A mandatory function is missing in the table.
-    #[error("{path}: its {version} table has no {slot} function (a null pointer)")]
+    #[error("{path}: the plugin's {version} table has no {slot} function (a null pointer)")]
     MissingSlot {
         /// Path of the library.
         path: String,
@@ -127,7 +127,7 @@ pub enum LoadError {
         said: Box<LastLines>,
     },
     /// The plugin started, but offers no device.
-    #[error("{path}: plugin {plugin} ({version}) has no devices (it says {count}){}", last_words(.said))]
+    #[error("{path}: plugin {plugin} ({version}) has no devices (it reports {count}){}", last_words(.said))]
     NoDevices {
         /// Path of the library.
         path: String,
@@ -166,9 +166,9 @@ fn listed(versions: &[Version]) -> String {
 /// The most informative warning, with its fix when the cause is known; without a warning, the last line.
 fn last_words(said: &LastLines) -> String {
     let line = said.warning().or_else(|| said.iter().next_back());
-    let said_last = line.map_or_else(String::new, |line| format!("; it said last: {}", line.text));
+    let output = line.map_or_else(String::new, |line| format!("; last output: {}", line.text));
     let fix = said.cause().map_or_else(String::new, |(cause, _)| format!("; fix: {}", cause.fix()));
-    said_last + &fix
+    output + &fix
 }
 
 /// A plugin call that failed or was refused.
@@ -225,7 +225,7 @@ impl CallError {
         match (self.call, code) {
             (Call::RegMr, _) => "; check alignment and kind of the memory",
             (Call::Isend | Call::Irecv, ResultCode::INTERNAL_ERROR) => {
-                "; some plugins answer so when too many requests are posted"
+                "; some plugins return this when too many requests are in flight"
             }
             (Call::Test, ResultCode::SYSTEM_ERROR | ResultCode::REMOTE_ERROR) => "; the peer may be gone",
             _ => "",
@@ -251,7 +251,7 @@ impl fmt::Display for CallError {
                 write!(f, ": not called: {bytes} bytes; this version of the interface takes at most {limit}")
             }
             Cause::Misuse(why) => write!(f, ": not called: {why}"),
-            Cause::BadAnswer(what) => write!(f, ": it said success, but {what}"),
+            Cause::BadAnswer(what) => write!(f, ": the plugin returned success, but {what}"),
         }
     }
 }

@@ -196,7 +196,7 @@ pub struct ServeFlags {
     /// Spoil the data before it is verified (tests of the verification)
     #[arg(long, hide = true)]
     pub inject: Option<Inject>,
-    /// That of this peer of a run alone
+    /// The index of the only peer of a run whose data are spoiled (tests of the verification)
     #[arg(long, hide = true)]
     pub inject_member: Option<usize>,
     /// End when the starting process ends

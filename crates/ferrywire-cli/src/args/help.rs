@@ -1,4 +1,4 @@
-//! What `--help` says beyond the comments of the flags: examples, exit status, and lines that fit a terminal.
+//! The parts of `--help` beside the comments of the flags: examples, exit status, and lines that fit a terminal.
 //!
 //! Invariant: no line of help is longer than [`LINE_CHARS_MAX`], without what clap adds. Read next: [`super`], whose
 //! comments are the rest of the help.
@@ -290,7 +290,7 @@ mod tests {
         }
     }
 
-    /// What `-h` says in one line each: of commands, options and their values.
+    /// The one-line helps of `-h`, of commands, options and their values.
     fn short_helps(command: &clap::Command) -> Vec<(String, String)> {
         let name = command.get_name();
         let said = |what: String, help: Option<&clap::builder::StyledStr>| {
@@ -322,7 +322,7 @@ mod tests {
         }
     }
 
-    /// Its examples too, which nothing wraps.
+    /// The lines of the long help, including examples, which clap does not wrap.
     fn long_lines(command: &clap::Command) -> Vec<String> {
         let after = command.get_after_long_help().into_iter().map(ToString::to_string);
         let args = command.get_arguments().filter_map(|arg| arg.get_long_help()).map(ToString::to_string);

@@ -171,7 +171,7 @@ impl Barrier {
         }
         let (generation, since) = (state.generation, Instant::now());
         while state.generation == generation {
-            self.look_around(link, &state, since)?;
+            self.check_failure(link, &state, since)?;
             notice.ask();
             let waited = self.changed.wait_timeout(state, SLICE.min(notice.interval));
             state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
@@ -179,7 +179,7 @@ impl Barrier {
         Ok(state)
     }
 
-    fn look_around(&self, link: &Link, state: &State, since: Instant) -> Outcome {
+    fn check_failure(&self, link: &Link, state: &State, since: Instant) -> Outcome {
         if sys::interrupted() {
             return Err(Failure::Interrupted);
         }

@@ -98,8 +98,11 @@ impl<'a> Step<'a> {
                 self.inject(contents, slot, iteration, false)?;
             }
             self.move_verified(poster, iteration, slot)?;
-            let found =
-                if flow.target() == self.side() { self.look(contents, slot, iteration)? } else { None };
+            let found = if flow.target() == self.side() {
+                self.check_iteration(contents, slot, iteration)?
+            } else {
+                None
+            };
             if found.is_some() {
                 link.tell(&Message::Verdict { mismatch: found.clone().map(Box::new) })?;
                 return fail_on(found.as_ref()).map(|()| 0);
@@ -158,8 +161,11 @@ impl<'a> Step<'a> {
             if self.session.run.op == Op::Send {
                 poster.finish(&poster.receive(slot)?)?;
             }
-            let found =
-                if flow.target() == self.side() { self.look(contents, slot, iteration)? } else { None };
+            let found = if flow.target() == self.side() {
+                self.check_iteration(contents, slot, iteration)?
+            } else {
+                None
+            };
             if found.is_some() {
                 link.tell(&Message::Verdict { mismatch: found.clone().map(Box::new) })?;
                 return fail_on(found.as_ref()).map(|()| 0);
@@ -169,7 +175,7 @@ impl<'a> Step<'a> {
     }
 
     /// Checks one iteration at its target, and poisons the slot for its next message.
-    fn look(&self, contents: &Contents, slot: u64, iteration: u64) -> Outcome<Option<Mismatch>> {
+    fn check_iteration(&self, contents: &Contents, slot: u64, iteration: u64) -> Outcome<Option<Mismatch>> {
         if self.side() == Side::Serve {
             self.inject(contents, slot, iteration, false)?;
         }

@@ -1,4 +1,4 @@
-//! The configuring end: connects, walks through the sizes, prints and stores what came of them.
+//! The connecting end, which configures the run: connects, measures each size, prints and stores the results.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -29,20 +29,20 @@ use crate::sys;
 use crate::transport::PluginUse;
 use crate::units::Bytes;
 
-/// The engine keeps its timeout; it is waited for so much longer.
+/// Longest wait for `connect` beyond the timeout that the engine itself keeps.
 const DIAL_GRACE: Duration = Duration::from_secs(60);
-/// What the engine calls the transport that scatters nothing.
+/// The engine's name for the transport whose receives are not scattered.
 const TCP: &str = "tcp";
-/// How often a wait for the connection looks for Ctrl-C.
+/// How often a wait for the connection checks for Ctrl-C.
 const DIAL_SLICE: Duration = Duration::from_millis(50);
 
-/// Connects and measures; what is finished is printed and stored also when the rest fails.
+/// Connects and measures. Finished sizes are printed and stored even if a later size fails.
 pub fn run(plan: ConnectPlan) -> Outcome {
     run_after(plan, |_| Ok(()), |(), outcome| outcome)
 }
 
-/// The same after the other end was made ready; what that gives is kept until the run is over. From when the files are
-/// open every failure is stored, too.
+/// Runs `ready`, which prepares the other end, then connects and measures as [`run`] does. The result of `ready` is kept
+/// until the run is over and passed to `explain`. Once the output files are open, a failure is stored too.
 pub fn run_after<T>(
     mut plan: ConnectPlan,
     ready: impl FnOnce(&mut ConnectPlan) -> Outcome<T>,
@@ -83,14 +83,14 @@ fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
     companions.end(outcome)
 }
 
-/// Connects and goes through the sizes; `tell` hears what was found out, `stage` what begins.
+/// Connects and measures all sizes. `tell` receives the results, `stage` the name of each stage that begins.
 pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&str)) -> Outcome {
     if plan.engine.gpus.is_some() {
         return multi_gpu::measure(plan, (tell, stage));
     }
     let start = Instant::now();
     let home = plan.run.memory.open()?;
-    // Other peers of an incast come from processes that the first has started: it looks for all of them.
+    // The first peer of an incast reports idle NICs for all peers, whose processes it has started.
     if plan.member == 0 {
         let peers = plan.run.peers as u64;
         home.check_room(layout::region_bytes(&plan.run).saturating_mul(peers))?;
@@ -106,13 +106,13 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     outcome
 }
 
-/// The engine options with the NICs of its GPU; a child of the process that prints finds the same ones.
+/// The engine options, with the NICs of the GPU in use. A child process finds the same NICs as its parent.
 fn on_nics_of_gpu(plan: &ConnectPlan, tells: bool) -> Outcome<EnginePlan> {
     let on_loopback = Setting::alone(&plan.engine, &plan.addresses).on_loopback;
     places::of_one(&plan.engine, Some(plan.run.memory), on_loopback, tells)
 }
 
-/// Tells the other end how it ended, where it does not know.
+/// Tells the other end the outcome, if it cannot know it.
 pub fn take_leave(link: &Link, outcome: &Outcome) {
     match outcome {
         Ok(()) => drop(link.peer.close(CLOSE_TIMEOUT)),
@@ -120,16 +120,16 @@ pub fn take_leave(link: &Link, outcome: &Outcome) {
     }
 }
 
-/// Who hears of each finished size, and of what is being done.
+/// The receivers of results, and of the names of stages.
 pub type Listeners<'a> = (&'a mut dyn FnMut(News), &'a dyn Fn(&str));
 
 /// One peer's part in a run.
 pub struct Part<'a> {
-    /// Which of the serving end's peers this is.
+    /// The peer's index at the serving end.
     pub number: usize,
-    /// What all peers of the run agree on.
+    /// The parameters of the run, equal for all its peers.
     pub run: &'a Run,
-    /// The endpoint that it connects from.
+    /// The endpoint that connects.
     pub endpoint: &'a Endpoint,
     /// Where this end's bytes lie.
     pub home: &'a Home,
@@ -137,16 +137,16 @@ pub struct Part<'a> {
     pub pairs: &'a [(u32, u32)],
     /// The pairs of processes, in a run of several ranks.
     pub ranks: &'a [RankPair],
-    /// Whether it shows how far the run is.
+    /// Whether this peer prints the run's progress.
     pub tells: bool,
-    /// Hears of a failure before this end lets go of its memory, which the peer may notice first.
+    /// Called with a failure before this end releases its memory, because the peer may notice the release first.
     pub failed: &'a dyn Fn(&Failure),
-    /// Takes the report on a size; gives that on all pairs to the one that tells.
+    /// Takes the report of one pair on a size; returns the reports of all pairs to the peer that prints.
     pub merge: &'a dyn Fn(usize, StepReport) -> Outcome<Option<StepReport>>,
 }
 
 impl<'a> Part<'a> {
-    /// A peer that hears of all others from the serving end.
+    /// A peer that gets the reports of all other peers from the serving end.
     pub fn of_peer(
         number: usize,
         run: &'a Run,
@@ -160,7 +160,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Greets, and goes through the sizes.
+/// Greets the serving end and measures all sizes.
 pub fn converse(
     plan: &ConnectPlan,
     part: &Part<'_>,
@@ -225,7 +225,7 @@ pub fn converse(
         link.tell(&Message::Bye)?;
         match link.hear()? {
             Message::Bye => Ok(()),
-            _ => Err(link.strange("expected a farewell")),
+            _ => Err(link.strange("a message in place of the closing one")),
         }
     };
     through_sizes().inspect_err(|failure| {
@@ -234,8 +234,8 @@ pub fn converse(
     })
 }
 
-/// How scattered receives are gathered, now that it is known where the bytes lie there and what carries them: without a
-/// GPU, or over sockets, nothing is.
+/// How scattered receives are gathered, given the memory of both ends and the transport; `None` without a GPU or over
+/// sockets, where nothing is gathered.
 fn settled_unpack(asked: Option<Unpack>, memory: [Memory; 2], transport: &str) -> Option<Unpack> {
     let is_scattered = transport != TCP && memory.iter().any(|memory| *memory != Memory::Host);
     is_scattered.then(|| asked.unwrap_or(Unpack::Kernel))
@@ -287,7 +287,7 @@ pub fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
     wait_for(&result, timeout)?.map_err(|error| with_tried(explain(&error), &plan.addresses))
 }
 
-/// A failure to connect, with all that was tried where that is more than one address.
+/// Adds the addresses that were tried to a failure to connect, if there are several.
 fn with_tried(failure: Failure, addresses: &[SocketAddr]) -> Failure {
     let (Failure::Failed(text), [_, _, ..]) = (&failure, addresses) else { return failure };
     let tried: Vec<String> = addresses.iter().map(ToString::to_string).collect();
@@ -296,7 +296,7 @@ fn with_tried(failure: Failure, addresses: &[SocketAddr]) -> Failure {
     Failure::failed(text.trim_end())
 }
 
-/// Waits for what a thread does, which has this timeout itself; Ctrl-C ends the wait.
+/// Waits for the result of a thread that keeps the timeout itself; Ctrl-C ends the wait.
 pub fn wait_for<T>(
     result: &mpsc::Receiver<Result<T, ConnectError>>,
     timeout: Duration,
@@ -328,7 +328,7 @@ pub fn explain(error: &ConnectError) -> Failure {
     }
 }
 
-/// What to try after a failed connection, where its cause tells.
+/// The next step after a failed connection; `None` if its cause suggests none.
 pub fn advice(error: &ConnectError) -> Option<&'static str> {
     match error {
         ConnectError::Refused { reason: RefusalReason::Secret, .. } => {

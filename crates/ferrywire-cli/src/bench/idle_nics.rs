@@ -18,7 +18,7 @@ pub struct IdleNic {
     pub nic: String,
     /// Why it carries no channel.
     pub reason: String,
-    /// What gives it a channel, or avoids the message.
+    /// The step that gives the NIC a channel, or avoids the message.
     pub fix: String,
 }
 

@@ -16,15 +16,15 @@ use crate::plan::ConnectPlan;
 use crate::sys;
 use crate::units::rounded;
 
-/// Longest time for a peer to end once it is asked to. It exceeds what the peer's last message and closing take, after
-/// which the peer undoes its changes of NICs.
+/// Longest time for a peer to end after it was interrupted. It exceeds the time of the peer's last message and of
+/// closing, after which the peer undoes its changes of NICs.
 const INTERRUPT_GRACE: Duration =
     Duration::from_secs(FAILURE_TOLD_TIMEOUT.as_secs() + 2 * CLOSE_TIMEOUT.as_secs() + 3);
-/// When this peer has failed, the others have so long to say what they know of it.
+/// How long other peers may take to report the cause after this peer has failed.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// How often it is looked whether they have ended.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
-/// So much of what a peer says is read.
+/// How often the other processes are checked for their end.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Most bytes that are kept of a peer's standard error.
 const SAID_BYTES_MAX: u64 = 64 << 10;
 
 /// The other peers of the run, each a process of its own.
@@ -37,20 +37,20 @@ pub struct Companions {
 
 #[derive(Debug)]
 struct Companion {
-    /// Which peer of the run it is.
+    /// The peer's index in the run.
     number: usize,
     child: Child,
-    /// What it tells this process.
+    /// The peer's messages to this process.
     messages: Receiver<Message>,
-    /// The first line that it has printed for people, once it has ended.
+    /// The first line of the peer's standard error, once the peer has ended.
     printed: Receiver<String>,
 }
 
 impl Companions {
-    /// Starts those that are not this process.
+    /// Starts the run's other peers.
     pub fn start(plan: &ConnectPlan) -> Outcome<Companions> {
         let mut companions = Companions { peers: Vec::new(), timeout: plan.timeout };
-        // Endpoints of this process need none.
+        // With --gpus the peers are endpoints of this process.
         if plan.member > 0 || plan.engine.gpus.is_some() {
             return Ok(companions);
         }
@@ -68,7 +68,7 @@ impl Companions {
         Ok(companions)
     }
 
-    /// Waits for the others, or ends them when this one has failed. Each that has failed is named.
+    /// Waits for the other peers, or ends them if this one has failed. The error names each peer that failed.
     pub fn end(mut self, outcome: Outcome) -> Outcome {
         let grace = match &outcome {
             Ok(()) => self.timeout.saturating_add(INTERRUPT_GRACE),
@@ -90,22 +90,22 @@ impl Companions {
         }
     }
 
-    /// Waits until all have ended, for so long at most, or until Ctrl-C.
+    /// Waits until all peers have ended, `limit` has passed, or the user pressed Ctrl-C.
     fn wait(&mut self, limit: Duration) {
         let since = Instant::now();
         while self.peers.iter_mut().any(Companion::runs) && since.elapsed() < limit && !sys::interrupted() {
-            thread::sleep(LOOK_INTERVAL);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Ends the others, which first may put back what they have changed at NICs.
+    /// Ends the other peers, after they had time to undo their changes of NICs.
     fn kill(&mut self) {
         for peer in self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer)) {
             sys::interrupt(peer.child.id());
         }
         let until = Instant::now() + INTERRUPT_GRACE;
         while self.peers.iter_mut().any(Companion::runs) && Instant::now() < until {
-            thread::sleep(LOOK_INTERVAL);
+            thread::sleep(POLL_INTERVAL);
         }
         for peer in &mut self.peers {
             let _ = peer.child.kill();
@@ -130,7 +130,7 @@ impl Companion {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Why it has failed, if it has ended and has.
+    /// The peer's failure, if the peer has ended with one.
     fn failure(&mut self) -> Option<Failure> {
         let status = self.child.try_wait().ok().flatten().filter(|status| !status.success())?;
         while let Ok(message) = self.messages.recv_timeout(LAST_WORDS) {
@@ -138,7 +138,7 @@ impl Companion {
                 return Some(failure);
             }
         }
-        // As where it was killed.
+        // A killed process leaves no message.
         let printed = self.printed.recv_timeout(LAST_WORDS).unwrap_or_default();
         let printed = if printed.is_empty() { "no message".to_owned() } else { printed };
         Some(Failure::failed(format!("{printed}, {status}")))
@@ -153,14 +153,15 @@ fn first_line(mut pipe: impl Read) -> String {
     String::from_utf8_lossy(&bytes).lines().next().unwrap_or_default().to_owned()
 }
 
-/// The outcome of all peers. Whoever only heard of another's failure gives way to those who met one.
+/// The outcome of all peers. A failure that was only reported to a peer by another is left out, unless there is no
+/// other.
 fn together(outcome: Outcome, of_others: Vec<(usize, Failure)>) -> Outcome {
     let own = match outcome {
         Ok(()) => None,
         Err(own @ (Failure::Usage(_) | Failure::Interrupted)) => return Err(own),
         Err(own) => Some(own),
     };
-    // What all of them were told, as that the other end is busy, is said once.
+    // A failure that all peers share, such as a busy serving end, is reported once.
     let repeats =
         |failure: &Failure| own.as_ref().is_some_and(|own| own.first_line() == failure.first_line());
     let of_others = of_others.into_iter().filter(|(_, failure)| !repeats(failure));
@@ -182,7 +183,7 @@ fn together(outcome: Outcome, of_others: Vec<(usize, Failure)>) -> Outcome {
 
 fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
-    // A name may have several addresses, of which any may be the one that answers.
+    // Any of the addresses of a name may be the one that answers.
     let first = || plan.addresses.first().map(ToString::to_string).unwrap_or_default();
     command.args(["bench", "connect", &plan.typed_address.clone().unwrap_or_else(first)]);
     for output in ["json", "csv", "config"] {

@@ -14,24 +14,24 @@ use super::protocol::{Message, VERSION, other_version};
 use crate::exit::{Failure, Outcome};
 use crate::{sanitize, sys};
 
-/// Longest stretch of a wait in which Ctrl-C is not noticed.
+/// Longest time of a wait between two checks for Ctrl-C.
 pub const SLICE: Duration = Duration::from_millis(100);
-/// Time for a last message to leave.
+/// Longest time for a last message to be delivered.
 pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time in which [`Link::tell_failure`] waits for delivery: the message follows the payload posted before it.
 pub const FAILURE_TOLD_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time for the peers of a run to hear why it ends. It exceeds what [`Link::tell_failure`] takes: an endpoint
-/// that closes earlier tells its peers that it closed, and not why.
+/// Longest time for the peers of a run to receive the reason of its end. It exceeds the time of [`Link::tell_failure`]:
+/// an endpoint that closes earlier tells its peers that it closed, without the reason.
 pub const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
-/// A busy host gets and fills memory no slower: pages that its kernel has to clear first, on one core.
+/// Slowest rate at which a busy host allocates and fills memory, with one core and pages that the kernel has to clear.
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
 const PART_BYTES: usize = 4096;
 /// Longest message that is accepted: the reports on all peers of a run.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
-/// Longest message of a peer that has said nothing yet that would let it in: anybody may be one.
+/// Longest message of a peer that has not been admitted.
 const STRANGER_BYTES_MAX: usize = 64 << 10;
-/// Longest message of a peer that was let in: its report, whose intervals and latencies are bounded.
+/// Longest message of an admitted peer: its report, whose intervals and latencies are bounded.
 const GUEST_BYTES_MAX: usize = 2 << 20;
 const _: () = assert!(STRANGER_BYTES_MAX < GUEST_BYTES_MAX && GUEST_BYTES_MAX < MESSAGE_BYTES_MAX);
 
@@ -39,7 +39,7 @@ const MARK: u8 = b'*';
 const PART: u8 = b'+';
 const LAST_PART: u8 = b'.';
 
-/// What a peer said.
+/// A notification from the peer.
 #[derive(Debug)]
 pub enum Heard {
     /// A message.
@@ -55,19 +55,19 @@ pub struct Link {
     timeout: Duration,
     message_bytes_max: usize,
     partial: Mutex<Vec<u8>>,
-    /// The parts of a message follow one another, whoever else speaks over this link.
+    /// Keeps the parts of a message together when several threads send.
     speaking: Mutex<()>,
     their_failure: Mutex<Option<String>>,
     stop: Stop,
 }
 
-/// Ends the waits of all conversations of a run, once one of them has failed. For the end that drives: if the other
-/// one left a conversation in which data move, that would look like the loss of its peer.
+/// Ends the waits of all conversations of a run once one of them has failed. Only the driving end uses it: if the other
+/// end left a conversation while data move, the driving end would report the loss of its peer.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<OnceLock<String>>);
 
 impl Stop {
-    /// It has failed, and why.
+    /// Records that a conversation has failed, with the reason.
     pub fn because(&self, why: &str) {
         let _ = self.0.set(why.to_owned());
     }
@@ -81,32 +81,32 @@ impl Link {
         Link { peer, timeout, message_bytes_max, partial, speaking, their_failure, stop: Stop::default() }
     }
 
-    /// The same with a peer that came by itself, and may be anybody.
+    /// A conversation with a peer that has connected and was not admitted yet.
     pub fn with_stranger(peer: Peer, timeout: Duration) -> Link {
         Link { message_bytes_max: STRANGER_BYTES_MAX, ..Link::new(peer, timeout) }
     }
 
-    /// The same conversation with a peer that was let in, with another timeout.
+    /// This conversation after the peer was admitted, with another timeout.
     pub fn with_guest(self, timeout: Duration) -> Link {
         Link { message_bytes_max: GUEST_BYTES_MAX, timeout, ..self }
     }
 
-    /// Waits end after so long without progress from now on.
+    /// Changes the longest time of waits without progress.
     pub fn wait_up_to(&mut self, timeout: Duration) {
         self.timeout = timeout;
     }
 
-    /// After so long without progress waits end.
+    /// Longest time of waits without progress.
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// The same conversation as one of a run's.
+    /// This conversation as one of a run, whose failure ends its waits.
     pub fn of_run(self, stop: &Stop) -> Link {
         Link { stop: stop.clone(), ..self }
     }
 
-    /// Whether there is still something to wait for.
+    /// Fails if the user pressed Ctrl-C, or if another conversation of the run has failed.
     fn goes_on(&self) -> Outcome {
         if sys::interrupted() {
             return Err(Failure::Interrupted);
@@ -122,7 +122,7 @@ impl Link {
         self.post(message)?.iter().try_for_each(|part| self.finish(part).map(|_| ()))
     }
 
-    /// Sends a message that closing the connection delivers, if it still can be.
+    /// Sends a message without waiting; closing the connection delivers it, if the peer is still there.
     pub fn tell_last(&self, message: &Message) {
         if self.peer.error().is_none() {
             let _ = self.post(message);
@@ -130,8 +130,8 @@ impl Link {
         let _ = self.peer.close(CLOSE_TIMEOUT);
     }
 
-    /// Tells the other end of a failure while this end's memory is still there: in what moves there, its end would look
-    /// like a failure of its own.
+    /// Sends a failure to the other end while this end's memory is still registered. Otherwise the other end would see
+    /// the missing memory as a failure of its own.
     pub fn tell_failure(&self, failure: &Failure) {
         if self.peer.error().is_some() || self.their_failure().is_some() {
             return;
@@ -142,12 +142,12 @@ impl Link {
         }
     }
 
-    /// Sends a message and does not wait for it.
+    /// Sends a message without waiting for its delivery.
     pub fn say(&self, message: &Message) -> Outcome {
         self.post(message).map(drop)
     }
 
-    /// Why the other end has failed, if it has said so.
+    /// The failure that the other end has reported, if any.
     pub fn their_failure(&self) -> Option<String> {
         self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
     }
@@ -163,12 +163,12 @@ impl Link {
         parts.iter().enumerate().map(post).collect()
     }
 
-    /// The next message; a mark here is against the protocol.
+    /// The next message. A mark instead of a message is an error.
     pub fn hear(&self) -> Outcome<Message> {
         self.hear_from_one_who_prepares(0)
     }
 
-    /// The next message of a peer that first gets and fills so many bytes of memory.
+    /// The next message of a peer that first allocates and fills `bytes` of memory.
     pub fn hear_from_one_who_prepares(&self, bytes: u64) -> Outcome<Message> {
         let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
         match self.hear_within(self.timeout.saturating_add(more))? {
@@ -200,7 +200,7 @@ impl Link {
         }
     }
 
-    /// The next message, if one comes soon, however long the peer has been silent.
+    /// The next message, if one arrives within [`SLICE`]; a silent peer is not an error.
     pub fn hear_soon(&self) -> Outcome<Option<Message>> {
         match self.peer.wait_notification(SLICE) {
             Ok(bytes) => match self.take_in(&bytes)? {
@@ -213,7 +213,7 @@ impl Link {
         }
     }
 
-    /// A message, if one is there.
+    /// The next message, if one has arrived.
     pub fn try_hear(&self) -> Outcome<Option<Message>> {
         while let Some(bytes) = self.peer.poll_notification().map_err(|error| self.lost(error))? {
             match self.take_in(&bytes)? {
@@ -239,7 +239,7 @@ impl Link {
                 partial.extend_from_slice(rest);
             }
             (Some((&(PART | LAST_PART), _)), _) => {
-                // What it has said so far is of no more use.
+                // Parts of a refused message are dropped.
                 *partial = Vec::new();
                 let limit = self.message_bytes_max >> 10;
                 return Err(self.strange(&format!("a message of more than {limit} KiB")));
@@ -270,7 +270,7 @@ impl Link {
         failure
     }
 
-    /// What another version greets with may be made of other parts.
+    /// The failure for an unreadable message; the greeting of another version may have another form.
     fn unreadable(&self, text: &[u8], error: &serde_json::Error) -> Failure {
         let version = serde_json::from_slice::<serde_json::Value>(text).ok();
         match version.and_then(|message| message["version"].as_u64()) {
@@ -286,7 +286,7 @@ impl Link {
         bytes
     }
 
-    /// Waits for a transfer; gives the bytes moved.
+    /// Waits for a transfer; returns the bytes moved.
     pub fn finish(&self, transfer: &Transfer) -> Outcome<u64> {
         self.goes_on()?;
         match transfer.wait(SLICE) {
@@ -308,7 +308,7 @@ impl Link {
         }
     }
 
-    /// Waits until one of these transfers has ended, and gives its place among them.
+    /// Waits until one of the transfers has ended, and returns its index.
     pub fn first_of<'a>(&self, transfers: impl Iterator<Item = &'a Transfer> + Clone) -> Outcome<usize> {
         self.goes_on()?;
         let mut stall = None;
@@ -323,8 +323,8 @@ impl Link {
         }
     }
 
-    /// What an engine error means here: after Ctrl-C, nothing else matters; what the other end has said of its failure
-    /// tells more than what came of it.
+    /// The failure for an engine error. Ctrl-C takes precedence, then a failure that the other end has reported, which
+    /// names the cause.
     pub fn lost(&self, error: TransferError) -> Failure {
         if sys::interrupted() {
             return Failure::Interrupted;
@@ -338,7 +338,7 @@ impl Link {
         error.into()
     }
 
-    /// A failure for a peer that does not keep to the protocol.
+    /// The failure for a peer that violates the bench's protocol.
     pub fn strange(&self, what: &str) -> Failure {
         Failure::failed(format!(
             "{} does not speak this bench's protocol: {}",
@@ -366,7 +366,7 @@ impl<'a> Stall<'a> {
         Stall { link, limit: link.timeout, moved_bytes: u64::MAX, since: Instant::now() }
     }
 
-    /// To be called at least once per [`SLICE`] of a wait for `what`.
+    /// Checks a wait for `what`; the caller calls it at least once per [`SLICE`].
     pub fn check(&mut self, what: &str) -> Outcome {
         self.link.goes_on()?;
         let moved_bytes = self.link.moved_bytes();
@@ -386,7 +386,7 @@ impl<'a> Stall<'a> {
     }
 }
 
-/// The call of a plugin in which nothing progresses, if there is one.
+/// The plugin call that has not returned, as text; empty without one.
 fn plugin_call(waited: Duration) -> String {
     let calls = inflight_calls();
     let Some(call) = calls.first().filter(|call| call.since > waited / 2) else {

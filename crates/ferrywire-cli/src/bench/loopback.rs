@@ -19,9 +19,9 @@ use crate::plan::ConnectPlan;
 use crate::sys;
 use crate::units::rounded;
 
-/// So much of what the other end says is kept, in case it does not start.
+/// Most bytes that are kept of the other end's standard error, for the error if that end does not start.
 const SAID_BYTES_MAX: u64 = 64 << 10;
-/// When it has ended, its pipe is read for so long, in case a process of its own holds it.
+/// How long the pipe of the other end is read after that process has ended, in case a child of it holds the pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// Longest time for the other end to listen: it opens GPUs, and may load a plugin.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
@@ -35,19 +35,19 @@ pub fn run(plan: ConnectPlan) -> Outcome {
         Ok(other_end)
     };
     connect::run_after(plan, start, |other_end, outcome| match outcome {
-        // A plugin that ends its process does so at either end, and the other one sees a lost peer.
+        // A plugin may end the process of either end, and the remaining end sees a lost peer.
         outcome @ (Ok(()) | Err(Failure::Usage(_) | Failure::Interrupted)) => outcome,
         Err(failure) if has_plugin => Err(failure.map_message(|text| other_end.added_to(text))),
         outcome => outcome,
     })
 }
 
-/// The other end. When this one goes, it has served its one peer, or there is nothing left for it to do.
+/// The process of the other end. Dropping this value ends that process, which serves this one peer only.
 struct OtherEnd {
     child: Child,
-    /// What it tells this process.
+    /// Messages of the other end.
     messages: Receiver<Message>,
-    /// What it has printed for people once it has ended, unless its standard error is this end's too.
+    /// The other end's standard error, once that process has ended; `None` if both ends share standard error.
     printed: Option<Receiver<Vec<u8>>>,
 }
 
@@ -60,7 +60,7 @@ impl OtherEnd {
         Ok(OtherEnd { child, messages, printed })
     }
 
-    /// Where it listens.
+    /// Waits for the address on which the other end listens.
     fn listening(&mut self, limit: Duration) -> Outcome<SocketAddr> {
         let until = Instant::now() + limit;
         loop {
@@ -81,7 +81,7 @@ impl OtherEnd {
         }
     }
 
-    /// It has ended and told nothing, as where it is killed.
+    /// The failure if the other end has ended without a message, as after a kill.
     fn ended_silently(&mut self) -> Failure {
         let _ = self.child.kill();
         let ended = self.child.wait();
@@ -94,7 +94,7 @@ impl OtherEnd {
         if is_usage { Failure::Usage(why) } else { Failure::Failed(why) }
     }
 
-    /// An error of this end, with the other end's own where it has one.
+    /// Adds the other end's error, if any, to an error of this end.
     fn added_to(mut self, text: String) -> String {
         let until = Instant::now() + LAST_WORDS;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until && !sys::interrupted() {
@@ -145,7 +145,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     plugin_options(&mut command, plan);
     let metrics = plan.engine.metrics.as_deref().and_then(|address| ferrywire_metrics::next_to(address).ok());
     command.args(metrics.map(|address| format!("--metrics={address}")));
-    // Wherever this end has its own from.
+    // The secret may come from a file that cannot be read twice.
     child_secret::hand(&mut command, plan.engine.secret.as_deref());
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null());
@@ -157,8 +157,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     Ok((other_end, address))
 }
 
-/// What a pipe gives until it ends, and no more of it than a message may have. It is read to its end: a full one would stop
-/// the other end.
+/// Reads a pipe to its end, because a full pipe would stop the other end; keeps the first [`SAID_BYTES_MAX`] bytes.
 fn read_all(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
     let (done, said) = mpsc::channel();
     thread::spawn(move || {
@@ -186,7 +185,7 @@ fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
 mod tests {
     use super::*;
 
-    /// A shell in place of the other end: what it writes to its standard output are messages.
+    /// A shell script in place of the other end, whose standard output holds the messages.
     fn other_end(script: &str) -> OtherEnd {
         let mut command = Command::new("sh");
         command.args(["-c", script]).stdin(Stdio::null()).stderr(Stdio::piped());

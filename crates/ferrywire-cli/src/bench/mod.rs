@@ -88,7 +88,7 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
     Ok(builder)
 }
 
-/// Serves metrics, once per process, and prints where.
+/// Serves metrics once per process, and prints their address.
 fn serve_metrics(address: Option<&str>) -> Outcome {
     let Some(address) = address else { return Ok(()) };
     match ferrywire_metrics::serve(address) {

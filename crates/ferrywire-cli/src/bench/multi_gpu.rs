@@ -367,8 +367,7 @@ fn all_pairs(
         let converse = || connect::converse(plan, &part, link, start, listeners);
         let outcome = catch_unwind(AssertUnwindSafe(converse)).unwrap_or_else(|_| Err(Failure::panicked()));
         if let Err(failure) = &outcome {
-            // A pair whose peer was told of another's failure leaves the others to find out by themselves: they know
-            // more.
+            // A failure that another peer reported is not passed on: the other pairs detect the cause themselves.
             if !is_hearsay(failure) {
                 stop.because(&named(failure, pair).first_line());
             }

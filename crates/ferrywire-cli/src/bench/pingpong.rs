@@ -44,7 +44,7 @@ impl PingPong<'_> {
             let transfer = self.post(op, iteration)?;
             self.await_answer(iteration, expected)?;
             now = Instant::now();
-            self.look(iteration)?;
+            self.check_stamp(iteration)?;
             self.out.finish(&transfer)?;
             meter.completed(now, 2 * self.out.layout().size(), now.duration_since(start) / 2);
             iteration += 1;
@@ -71,7 +71,7 @@ impl PingPong<'_> {
                 Some(_) => return Err(self.out.link().strange("a wrong number of messages")),
                 None => {}
             }
-            self.look(iteration)?;
+            self.check_stamp(iteration)?;
             expected = self.expect(op)?;
             if !ahead {
                 self.make_ready(&mut last, iteration)?;
@@ -140,7 +140,7 @@ impl PingPong<'_> {
         }
     }
 
-    fn look(&self, iteration: u64) -> Outcome {
+    fn check_stamp(&self, iteration: u64) -> Outcome {
         match self.back_memory.check_stamp(0, iteration)? {
             None => Ok(()),
             Some(mismatch) => {

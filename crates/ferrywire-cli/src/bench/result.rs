@@ -111,7 +111,7 @@ pub struct ResultRow {
     /// Time of a message, or half of a round trip, in microseconds.
     pub latency_us: Option<LatencyUs>,
     pub cpu_s_per_gb: Option<CpuPerGb>,
-    /// What limited the result.
+    /// The bottleneck of the result.
     pub bottleneck: String,
     /// Time until the first size could start, in seconds.
     pub setup_s: f64,

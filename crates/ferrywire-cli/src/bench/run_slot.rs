@@ -26,14 +26,14 @@ pub struct ActiveRun {
     /// The barrier of the run's peers.
     pub barrier: Barrier,
     members: Mutex<Vec<bool>>,
-    farewells: Mutex<Farewells>,
+    goodbyes: Mutex<Goodbyes>,
     /// The memories in which room for all peers was checked, see [`Home::store`](crate::memory::Home::store).
     checked: Mutex<BTreeSet<Option<u32>>>,
 }
 
 /// Peers that have not yet been told that the run is over.
 #[derive(Default)]
-struct Farewells {
+struct Goodbyes {
     owed: usize,
     ended: Option<Ended>,
 }
@@ -174,7 +174,7 @@ impl ActiveRun {
             name: name.to_owned(),
             barrier,
             members,
-            farewells: Mutex::default(),
+            goodbyes: Mutex::default(),
             checked: Mutex::default(),
         }
     }
@@ -190,11 +190,11 @@ impl ActiveRun {
 
     /// A peer that has left has been told so; returns the ended run once all peers have been told. A process that ends
     /// with the run can then exit.
-    pub fn bade_farewell(&self, ended: Option<Ended>) -> Option<Ended> {
-        let mut farewells = self.farewells.lock().unwrap_or_else(PoisonError::into_inner);
-        farewells.owed -= 1;
-        farewells.ended = ended.or(farewells.ended.take());
-        if farewells.owed > 0 { None } else { farewells.ended.take() }
+    pub fn goodbye_sent(&self, ended: Option<Ended>) -> Option<Ended> {
+        let mut goodbyes = self.goodbyes.lock().unwrap_or_else(PoisonError::into_inner);
+        goodbyes.owed -= 1;
+        goodbyes.ended = ended.or(goodbyes.ended.take());
+        if goodbyes.owed > 0 { None } else { goodbyes.ended.take() }
     }
 
     fn admit(&self, hello: &Hello) -> Result<(), String> {
@@ -208,7 +208,7 @@ impl ActiveRun {
             _ => return Err(format!("peer {} of this run is connected already", hello.member)),
         }
         self.barrier.join();
-        self.farewells.lock().unwrap_or_else(PoisonError::into_inner).owed += 1;
+        self.goodbyes.lock().unwrap_or_else(PoisonError::into_inner).owed += 1;
         Ok(())
     }
 }
@@ -300,7 +300,7 @@ mod tests {
         run_slot.enter(&hello(1), "b", None, &|| Ok(())).expect("room");
         assert!(run_slot.leave(Ok(())).is_none());
         let ended = run_slot.leave(Ok(())).expect("the last has left");
-        assert!(run.bade_farewell(Some(ended)).is_none(), "the first has not heard so yet");
-        assert!(run.bade_farewell(None).is_some_and(|ended| ended.outcome.is_ok()));
+        assert!(run.goodbye_sent(Some(ended)).is_none(), "the first has not heard so yet");
+        assert!(run.goodbye_sent(None).is_some_and(|ended| ended.outcome.is_ok()));
     }
 }

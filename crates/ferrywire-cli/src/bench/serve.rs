@@ -1,7 +1,7 @@
 //! The listening end: takes runs from peers until it is stopped.
 //!
-//! Each peer gets a thread; the [`RunSlot`] lets one run in at a time, with all its peers. A failed run
-//! is one line on standard error, and the next peer is welcome.
+//! Each peer gets a thread; the [`RunSlot`] admits one run at a time, with all its peers. A failed run
+//! is one line on standard error, and serving goes on.
 
 use std::io::Write;
 use std::net::SocketAddr;
@@ -29,17 +29,17 @@ use crate::sanitize;
 use crate::sys;
 use crate::transport::PluginUse;
 
-/// What the first peer of a run may take longer to greet than its --timeout: until then it connects the others.
+/// Time beyond its `--timeout` that the first peer of a run has to greet, because it connects the other peers first.
 const CONNECT_GRACE: Duration = Duration::from_secs(2);
-/// Endpoints have this long to start.
+/// Longest time for the endpoints to start.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where the serving end says what happens: it may do its work in a child of the process that prints.
+/// Where the serving end reports events. With a plugin it works in a child of the process that prints.
 #[derive(Clone)]
 pub enum Voice {
     /// This process prints.
     Own,
-    /// The parent does.
+    /// The parent process prints.
     Parent(Arc<Pipe>),
 }
 
@@ -82,7 +82,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
     if plan.child {
         sys::die_with_parent();
     }
-    // As long as it serves: what was named to it is there from the beginning.
+    // Memory and GPUs that the command line names are opened now and kept while this end serves.
     let (doors, _homes) = open_doors(&plan)?;
     voice.listening(&plan, &doors[0].endpoint);
     let (over, ended) = mpsc::channel();
@@ -104,7 +104,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
             break Err(ConnectError::Closed.into());
         }
     };
-    // Ctrl-C ends what is under way: each peer hears why.
+    // After Ctrl-C each peer of the active run receives the reason.
     house.run_slot.wait_until_empty(RUN_END_TIMEOUT);
     std::thread::scope(|scope| {
         for door in &doors {
@@ -114,23 +114,23 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
     outcome
 }
 
-/// An endpoint that peers come to.
+/// An endpoint that accepts peers.
 #[derive(Clone)]
 struct Door {
     endpoint: Endpoint,
-    /// Its GPU, where there are several endpoints.
+    /// The endpoint's GPU, if there are several endpoints.
     gpu: Option<u32>,
     /// All endpoints of the process, this one first.
     all: Arc<Vec<(u32, Vec<SocketAddr>)>>,
 }
 
-/// What is kept open with the doors.
+/// Resources that stay open while the endpoints accept peers.
 enum Kept {
     One { _home: Option<Home> },
     Several { _multi_gpu: MultiGpu },
 }
 
-/// The engine options with the NICs of its GPU, if that was named; a child of the process that prints finds the same.
+/// The engine options, with the NICs of the GPU that was named. A child process finds the same NICs as its parent.
 fn on_nics_of_gpu(plan: &ServePlan, tells: bool) -> Outcome<EnginePlan> {
     places::of_one(&plan.engine, plan.memory, plan.listen.ip().is_loopback(), tells)
 }
@@ -156,7 +156,7 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
     Ok((multi_gpu.endpoints().map(door).collect(), Kept::Several { _multi_gpu: multi_gpu }))
 }
 
-/// What all that attend to peers share.
+/// State that the threads of all peers share.
 #[derive(Clone)]
 struct House {
     plan: Arc<ServePlan>,
@@ -166,7 +166,7 @@ struct House {
 }
 
 impl House {
-    /// Attends to whoever is at the door; false when it is closed.
+    /// Starts a thread for the next peer of an endpoint; returns false once the endpoint is closed.
     fn answer(&self, door: &Door, last_error: &mut Option<ConnectError>) -> bool {
         match door.endpoint.accept(SLICE) {
             Ok(peer) => self.attend_in_thread(door, peer),
@@ -213,7 +213,7 @@ impl House {
     }
 }
 
-/// Tells what has ended; gives the outcome when it is time to go.
+/// Reports runs that have ended; returns the outcome when this end has to stop.
 fn after(plan: &ServePlan, voice: &Voice, ended: &Receiver<Ended>) -> Option<Outcome> {
     if sys::interrupted() {
         return Some(Err(Failure::Interrupted));
@@ -249,8 +249,8 @@ fn complain_once(last: &mut Option<ConnectError>, error: ConnectError) {
     std::thread::sleep(SLICE);
 }
 
-/// Where the bytes of this end shall lie: where the peer asks, if that is offered. Host memory always is; beside it
-/// the kind that was named to this end, or any GPU that is here; plugin and devmem have to be told of theirs.
+/// The memory of this end: the kind that the peer requests, if this end offers it. Host memory is always offered,
+/// beside it the kind that `--memory` names, or else any GPU of this host. With a plugin or devmem a GPU must be named.
 fn offered(hello: &Hello, own: Option<Memory>, engine: &EnginePlan) -> Outcome<Memory> {
     let Some(asked) = hello.run.peer_memory else {
         let neighbour = Some(hello.run.memory).filter(|_| hello.boot_id == Host::this().boot_id);
@@ -270,7 +270,7 @@ fn offered(hello: &Hello, own: Option<Memory>, engine: &EnginePlan) -> Outcome<M
     }
 }
 
-/// Refuses a run whose results would name another way to gather than what this end does.
+/// Refuses a run whose `--unpack` differs from that of this end, since the results would name the wrong one.
 fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
     match (run.unpack, plugin.map(PluginUse::unpack)) {
         (Some(theirs), Some(ours)) if theirs != ours => {
@@ -283,7 +283,7 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
     }
 }
 
-/// Hears what the peer wants and of which run it is, and lets it in if there is room. `None`: it wants nothing.
+/// Receives a peer's greeting, and admits the peer if the run slot has room. `None` if the peer wants no run.
 fn admit(
     link: &mut Link,
     run_slot: &RunSlot,
@@ -325,10 +325,10 @@ fn admit(
     let memory = offered(&hello, own, &plan.engine)?;
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
-    // Not before: a run that is about to end still has its memory.
+    // Checked only now, because a run that is about to end still holds its memory.
     run_slot.wait_for_room(&hello)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
-    // The host's memory is for the peers of all endpoints, a GPU's for those of its own.
+    // The peers of all endpoints share host memory; a GPU's memory is for the peers of its endpoint.
     let peers_of_store = match (hello.run.pattern, home.store()) {
         (Pattern::Incast, _) | (_, None) => hello.run.peers,
         _ => hello.run.peers.div_ceil(door.all.len()),
@@ -349,31 +349,31 @@ fn attend(
     let link = link.with_guest(Duration::from_secs_f64(hello.run.timeout_s));
     let member = Member { number: hello.member, run: &hello.run, barrier: &active.barrier, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
-    // The run slot is free before the peer hears that it is over: the next run can follow at once.
+    // The run slot is freed before the peer is told of the end, so that the next run can follow at once.
     let ended = run_slot.leave(outcome.clone());
     link.tell_last(&match outcome {
         Ok(()) => Message::Bye,
         Err(failure) => Message::failed(&failure),
     });
     // With --once this process may end now.
-    if let Some(ended) = active.bade_farewell(ended) {
+    if let Some(ended) = active.goodbye_sent(ended) {
         over(ended);
     }
 }
 
-/// One of the peers of a run, as the serving end sees it.
+/// The serving end's view of one peer of a run.
 pub struct Member<'a> {
-    /// Which of them.
+    /// The peer's index in the run.
     pub number: usize,
-    /// What is to be done.
+    /// The parameters of the run.
     pub run: &'a Run,
-    /// Where all of them wait for each other.
+    /// The barrier of the run's peers.
     pub barrier: &'a Barrier,
-    /// Hears of a failure before this end lets go of its memory, which the peer may notice first.
+    /// Called with a failure before this end releases its memory, because the peer may notice the release first.
     pub failed: &'a dyn Fn(&Failure),
 }
 
-/// Goes through the sizes with a peer that was let in.
+/// Measures all sizes with an admitted peer.
 pub fn converse(
     link: &Link,
     endpoint: &Endpoint,
@@ -420,18 +420,18 @@ fn through_sizes(
     }
     match link.hear()? {
         Message::Bye => Ok(()),
-        _ => Err(link.strange("expected a farewell")),
+        _ => Err(link.strange("a message in place of the closing one")),
     }
 }
 
-/// A region's descriptor as it was sent.
+/// Parses the region descriptor that the peer sent.
 pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
     let bytes = protocol::from_hex(text)
         .ok_or_else(|| link.strange("a region descriptor that is not hexadecimal"))?;
     Ok(RemoteRegion::from_bytes(&bytes)?)
 }
 
-/// Says where this end listens, and how to connect to it.
+/// Prints the addresses on which this end listens, and the commands that connect to it.
 pub fn announce(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[SocketAddr]) {
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     say(&format!("listening on {}", listed.join(", ")));

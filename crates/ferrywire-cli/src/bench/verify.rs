@@ -37,7 +37,7 @@ pub struct Mismatch {
     pub expected: u8,
     /// The byte that was found.
     pub found: u8,
-    /// What the wrong data look like.
+    /// A description of the wrong data.
     #[serde(deserialize_with = "crate::sanitize::one_line")]
     pub likely: String,
 }
@@ -99,8 +99,8 @@ impl Contents<'_> {
     /// The first piece with a wrong byte, and the index of that byte.
     fn find(&self, mut stretches: impl Iterator<Item = Stretch>) -> Outcome<Option<(Stretch, u64)>> {
         let Some(gpu) = &self.local.patterns else {
-            let look = |stretch| first_difference(&self.local.region, stretch).transpose();
-            return stretches.find_map(look).transpose();
+            let differs = |stretch| first_difference(&self.local.region, stretch).transpose();
+            return stretches.find_map(differs).transpose();
         };
         let all: Vec<Stretch> = stretches.collect();
         Ok(gpu.first_difference(&all)?.map(|(stretch, index)| (all[stretch], index)))
@@ -139,7 +139,7 @@ impl Contents<'_> {
             return Ok(None);
         }
         let pattern = self.pattern(iteration);
-        let looked_at = |piece: Piece| {
+        let checked_stretches = |piece: Piece| {
             let data = data_of(piece, pattern);
             let parts = stretches(piece.bytes, how, mix(self.seed ^ iteration)).into_iter();
             let part = move |(start, bytes)| Stretch {
@@ -150,7 +150,7 @@ impl Contents<'_> {
             };
             parts.map(part).chain([self.gap_of(piece)])
         };
-        match self.find(self.layout.pieces(slot).flat_map(looked_at))? {
+        match self.find(self.layout.pieces(slot).flat_map(checked_stretches))? {
             Some((stretch, index)) => self.mismatch(iteration, stretch, index).map(Some),
             None => Ok(None),
         }
@@ -175,7 +175,7 @@ impl Contents<'_> {
         })
     }
 
-    /// What the bytes from `offset` on look like.
+    /// A description of the bytes from `offset` on, such as the contents of another iteration.
     fn likely(&self, iteration: u64, offset: u64, near: &[u8]) -> String {
         let is = |pattern: Pattern| pattern.first_difference(offset, near).is_none();
         if is(self.pattern(iteration).complement()) {

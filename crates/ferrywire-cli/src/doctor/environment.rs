@@ -126,23 +126,22 @@ pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
         .map(|(name, _)| {
             let found =
                 Finding::ok("unknown-variable", name.clone(), "no option or setting has this variable");
-            found.warn(format!("unset {name}, or fix its name: it does nothing"))
+            found.warn(format!("unset {name}, or correct its name: the variable has no effect"))
         })
         .collect();
     found.extend(environment.refused.iter().map(|why| {
-        Finding::ok("bad-variable", SUBJECT, why.clone())
-            .fail("fix the variable, or unset it: bench refuses it")
+        Finding::ok("bad-variable", SUBJECT, why.clone()).fail("fix or unset the variable: bench refuses it")
     }));
     found.extend(environment.missing_files.iter().map(|(name, file)| {
-        Finding::ok("plugin-variable", name.clone(), format!("{file}: there is no such file"))
-            .warn("name the plugin's file, the same on every host")
+        Finding::ok("plugin-variable", name.clone(), format!("{file} does not exist"))
+            .warn("name the plugin's file, with the same path on every host")
     }));
     let value = |name: &str| environment.variables.iter().find(|(of, _)| of == name).map(|(_, value)| value);
     found.extend(overridden(value));
     found.extend(value("NCCL_SOCKET_IFNAME").and_then(|wish| socket_nics(wish, nics)));
     found.extend(value("NCCL_NET").and_then(|wish| net(wish)));
     if found.is_empty() {
-        let evidence = format!("{} variables of ferrywire's and NCCL's", environment.variables.len());
+        let evidence = format!("{} variables of ferrywire and NCCL", environment.variables.len());
         found.push(Finding::ok("environment", SUBJECT, evidence));
     }
     found
@@ -165,12 +164,13 @@ fn socket_nics(wish: &str, nics: &[String]) -> Option<Finding> {
         format!("{wish} names no NIC; there are {}", nics.join(", ")),
     );
     let named = nics.iter().any(|nic| fits(nic) != others);
-    (!named && !wish.is_empty()).then(|| found.warn("name NICs of this host, or unset it: NCCL finds none"))
+    (!named && !wish.is_empty())
+        .then(|| found.warn("name NICs of this host, or unset the variable: NCCL finds no NIC"))
 }
 
 fn net(wish: &str) -> Option<Finding> {
     let is_ours = wish.eq_ignore_ascii_case("ferrywire");
-    let found = Finding::ok("nccl-net", "NCCL_NET", format!("it is {wish}")).at(Level::Note);
+    let found = Finding::ok("nccl-net", "NCCL_NET", format!("NCCL_NET={wish}")).at(Level::Note);
     (!is_ours).then(|| found.fix("for NCCL over ferrywire: NCCL_NET=ferrywire, or unset it"))
 }
 

@@ -24,7 +24,7 @@ pub struct Gpus {
     pub mps: bool,
     /// PCIe links by PCI address.
     pub links: BTreeMap<String, Link>,
-    /// What `nvidia-smi` reports for each GPU.
+    /// The report of `nvidia-smi` for each GPU.
     pub told: Vec<Told>,
 }
 
@@ -92,12 +92,16 @@ pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Fin
             SUBJECT,
             "an MPS server shares the GPUs (CUDA_MPS_PIPE_DIRECTORY, or /tmp/nvidia-mps)",
         );
-        found.push(mps.at(Level::Note).fix("nothing; an error of one client may end the contexts of all"));
+        found.push(
+            mps.at(Level::Note)
+                .fix("nothing to do; note that an error of one client may end the contexts of all"),
+        );
     }
     if !topology.hidden_gpus.is_empty() {
-        let evidence = format!("{} of the host are not shown to this process", topology.hidden_gpus.len());
+        let evidence =
+            format!("{} GPUs of the host are hidden from this process", topology.hidden_gpus.len());
         found.push(
-            Finding::ok("hidden-gpus", "GPUs", evidence).at(Level::Note).fix("see CUDA_VISIBLE_DEVICES"),
+            Finding::ok("hidden-gpus", "GPUs", evidence).at(Level::Note).fix("check CUDA_VISIBLE_DEVICES"),
         );
     }
     gpus.told.iter().for_each(|told| found.extend(health(told)));
@@ -119,24 +123,26 @@ fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
             Finding::ok("cuda-driver", SUBJECT, "no GPU and no driver: ferrywire uses host memory")
                 .at(Level::Note)
         }
-        Err(CudaError::NoDriver) => {
-            Finding::ok("cuda-driver", SUBJECT, format!("{on_bus} GPUs on the PCI bus, and no libcuda.so.1"))
-                .warn("install NVIDIA's driver, or give the container the GPUs: --gpus all")
-        }
+        Err(CudaError::NoDriver) => Finding::ok(
+            "cuda-driver",
+            SUBJECT,
+            format!("{on_bus} GPUs on the PCI bus, but libcuda.so.1 is missing"),
+        )
+        .warn("install the NVIDIA driver, or start the container with --gpus all"),
         Err(CudaError::NoDevice) if on_bus == 0 => {
-            Finding::ok("cuda-driver", SUBJECT, "a driver, and no GPU").at(Level::Note)
+            Finding::ok("cuda-driver", SUBJECT, "a driver is loaded, but no GPU was found").at(Level::Note)
         }
         Err(CudaError::NoDevice) => Finding::ok(
             "cuda-driver",
             SUBJECT,
-            format!("{on_bus} GPUs on the PCI bus, and the driver shows none"),
+            format!("{on_bus} GPUs on the PCI bus, but the driver shows none"),
         )
-        .warn("see CUDA_VISIBLE_DEVICES, and dmesg for lines of NVRM"),
+        .warn("check CUDA_VISIBLE_DEVICES, and dmesg for lines with NVRM"),
         Err(error @ CudaError::OldDriver { .. }) => {
-            Finding::ok("cuda-driver", SUBJECT, error.to_string()).fail("install a newer driver of NVIDIA's")
+            Finding::ok("cuda-driver", SUBJECT, error.to_string()).fail("install a newer NVIDIA driver")
         }
         Err(error) => Finding::ok("cuda-driver", SUBJECT, error.to_string())
-            .fail("nvidia-smi shows more; until it is fixed use --memory host"),
+            .fail("run nvidia-smi for details; use --memory host until the driver works"),
     }
 }
 
@@ -145,14 +151,16 @@ fn health(told: &Told) -> [Finding; 2] {
     let mode =
         Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", told.persistence));
     let mode = if told.persistence == "Disabled" {
-        mode.at(Level::Note).fix("nvidia-smi -pm 1, or nvidia-persistenced: each first start takes seconds")
+        mode.at(Level::Note).fix(
+            "nvidia-smi -pm 1, or run nvidia-persistenced: without it the first use of the GPU takes seconds",
+        )
     } else {
         mode
     };
-    let errors = format!("nvidia-smi: uncorrected errors of memory: {}", told.uncorrected_errors);
+    let errors = format!("nvidia-smi: uncorrected memory errors: {}", told.uncorrected_errors);
     let errors = Finding::ok("ecc", subject, errors);
     let errors = match told.uncorrected_errors.parse::<u64>() {
-        Ok(1..) => errors.warn("drain this GPU and reset it; if they come back, replace it"),
+        Ok(1..) => errors.warn("drain and reset this GPU; if the errors come back, replace it"),
         _ => errors,
     };
     [mode, errors]
@@ -175,8 +183,9 @@ fn of_link(subject: String, link: &Link, is_gpu: bool) -> Finding {
     let found = Finding::ok("pcie-link", subject, evidence);
     let slow = speed != speed_max && !speed.starts_with("Unknown");
     match (*width > 0 && width < width_max, slow) {
-        (true, _) => found
-            .warn("move the card to another slot, or reseat it: it has fewer PCIe lanes than it supports"),
+        (true, _) => found.warn(
+            "move the card to another slot, or reseat it: the card has fewer PCIe lanes than it supports",
+        ),
         // An idle GPU reduces its link speed.
         (false, true) if is_gpu => {
             found.at(Level::Note).fix("check again under load: an idle GPU lowers its speed")
@@ -193,7 +202,7 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
         Err(error) => {
             let found = Finding::ok("gpu-nics", "GPUs", error.to_string());
             return vec![found.warn(
-                "ferrywire topo shows what there is; --gpu-nics or --allow-cross-numa choose otherwise",
+                "run ferrywire topo to list GPUs and NICs; then use --gpu-nics or --allow-cross-numa",
             )];
         }
     };
@@ -204,10 +213,12 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
             format!("uses {}: {}", gpu.nics.join(", "), gpu.why),
         );
         match gpu.locality {
-            Locality::Across => found.warn("put a NIC on its NUMA node: now bytes cross CPU sockets"),
-            Locality::Node => {
-                found.at(Level::Note).fix("a NIC on its PCIe root would avoid the path through the CPU")
+            Locality::Across => {
+                found.warn("put a NIC on the GPU's NUMA node: without one, bytes cross CPU sockets")
             }
+            Locality::Node => found
+                .at(Level::Note)
+                .fix("put a NIC on the GPU's PCIe root to avoid the path through the CPU"),
             _ => found,
         }
     };
@@ -217,7 +228,10 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
 /// Without GPUs an impossible plan is a matter of NICs, which other findings cover.
 fn without_gpu(error: &PlanError) -> Vec<Finding> {
     if error.is_usage() {
-        vec![Finding::ok("gpu-nics", "NICs", error.to_string()).warn("ferrywire topo shows what there is")]
+        vec![
+            Finding::ok("gpu-nics", "NICs", error.to_string())
+                .warn("run ferrywire topo to list GPUs and NICs"),
+        ]
     } else {
         Vec::new()
     }

@@ -44,8 +44,11 @@ pub struct Kernel {
 }
 
 const OPTIONS: [(&str, &str); 3] = [
-    ("tcp_window_scaling", "no connection has more than 64 KiB on its way"),
-    ("tcp_timestamps", "round trips are measured worse, and long sequences may be taken for old ones"),
+    ("tcp_window_scaling", "a connection has at most 64 KiB in flight"),
+    (
+        "tcp_timestamps",
+        "round trips are measured less precisely, and wrapped sequence numbers are not recognized",
+    ),
     ("tcp_sack", "each loss costs a round trip or more"),
 ];
 
@@ -93,8 +96,8 @@ Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id cannot be read"
     let iommu = "/sys/class/iommu: devices are behind an IOMMU";
     found.push(if kernel.iommu {
 Finding::ok("iommu", SUBJECT, iommu).at(Level::Note).fix(
-            "nothing for TCP through host memory; where NICs are to reach GPUs (devmem, plugins): iommu=pt, and ACS off \
-             between them",
+            "nothing for TCP through host memory; where NICs access GPU memory (devmem, plugins), boot with iommu=pt and turn \
+             ACS off between NIC and GPU",
         )
 } else {
 Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty")
@@ -102,7 +105,7 @@ Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty")
     found.push(match &kernel.ethtool {
         Ok(()) => Finding::ok("ethtool", SUBJECT, "NIC settings can be read"),
         Err(why) => {
-            Finding::ok("ethtool", SUBJECT, format!("settings of NICs cannot be read: {why}")).at(Level::Note)
+            Finding::ok("ethtool", SUBJECT, format!("NIC settings cannot be read: {why}")).at(Level::Note)
         }
     });
     found
@@ -116,7 +119,7 @@ fn needed_bytes(mbps: u32) -> u64 {
 }
 
 fn grown(name: &str, bytes: u64, needed: u64, mbps: Option<u32>) -> Finding {
-    let evidence = format!("/proc/sys/net/ipv4/{name} ends at {}", size(bytes));
+    let evidence = format!("/proc/sys/net/ipv4/{name} allows {}", size(bytes));
     let found = Finding::ok("tcp-buffers", SUBJECT, evidence.clone());
     if bytes >= needed {
         return found;
@@ -141,12 +144,12 @@ fn asked(name: &str, bytes: u64) -> Finding {
 
 fn congestion_control(kernel: &Kernel) -> Option<Finding> {
     let (inforce, all) = (kernel.congestion_control.as_ref()?, kernel.congestion_controls.as_ref()?);
-    let evidence = format!("default {inforce}; there are {all}");
+    let evidence = format!("the default is {inforce}; available: {all}");
     let found = Finding::ok("congestion-control", SUBJECT, evidence);
     Some(if all.split_whitespace().any(|name| name == "cubic") || inforce == "cubic" {
         found
     } else {
-        found.warn("modprobe tcp_cubic: on short clean paths it moves half as much again as bbr")
+        found.warn("modprobe tcp_cubic: on short paths without loss, cubic moves 50 % more than bbr")
     })
 }
 
@@ -160,11 +163,11 @@ fn version(release: &str) -> Finding {
     let found = Finding::ok("kernel-version", SUBJECT, evidence);
     match numbers(release) {
         Some(version) if version < ZERO_COPY => {
-            found.warn("a kernel from 4.14 on: this one has no zero-copy sends")
+            found.warn("use Linux 4.14 or later: this kernel has no zero-copy sends")
         }
         Some(version) if version < DEVMEM_SENDS => found
             .at(Level::Note)
-            .fix("for devmem TCP, which needs NICs for it too: a kernel from 6.16 on; else nothing"),
+            .fix("for devmem TCP, use Linux 6.16 or later and NICs that support it; otherwise nothing"),
         _ => found,
     }
 }

@@ -98,22 +98,27 @@ fn cores(limits: &Limits, mbps: u32) -> Vec<Finding> {
     let &Limits { cores_online, cores_allowed, cores_with_time, .. } = limits;
     let enough = CORES_MIN.max(mbps.div_ceil(MBPS_PER_CORE) as usize);
     let usable = cores_allowed.min(cores_with_time);
-    let count =
-        Finding::ok("cores", "cores", format!("{usable} of this process, {cores_online} of the machine"));
+    let count = Finding::ok(
+        "cores",
+        "cores",
+        format!("{usable} usable by this process, {cores_online} in the machine"),
+    );
     let count = if usable < enough {
-        Finding { evidence: format!("{}; its NICs take about {enough}", count.evidence), ..count }
-            .warn("more cores: GPU memory over devmem or a plugin needs fewer")
+        Finding { evidence: format!("{}; the NICs need about {enough}", count.evidence), ..count }
+            .warn("give the process more cores; GPU memory over devmem or a plugin needs fewer")
     } else {
         count
     };
     let mask =
         Finding::ok("affinity", "cores", format!("sched_getaffinity: {cores_allowed} of {cores_online}"));
     let mask = match cores_allowed < cores_online {
-        true if usable < enough => mask.warn("start it without taskset, or in a cpuset with more cores"),
+        true if usable < enough => {
+            mask.warn("start the process without taskset, or in a cpuset with more cores")
+        }
         true => mask.at(Level::Note),
         false => mask,
     };
-    let quota = format!("control groups leave the time of {cores_with_time} of {cores_allowed} cores");
+    let quota = format!("control groups allow the CPU time of {cores_with_time} of {cores_allowed} cores");
     let quota = Finding::ok("cpu-quota", "cores", quota);
     let quota = if cores_with_time < cores_allowed {
         quota.warn("raise the container's CPU limit: threads are stopped for the rest of each period")
@@ -138,9 +143,9 @@ fn memory(limits: &Limits) -> Finding {
     let Some((bytes, whose)) = group.into_iter().chain(host).min() else {
         return Finding::ok("memory", "memory", "/proc/meminfo cannot be read").at(Level::Note);
     };
-    let found = Finding::ok("memory", "memory", format!("{} left, {whose}", size(bytes)));
+    let found = Finding::ok("memory", "memory", format!("{} available, {whose}", size(bytes)));
     if bytes < MEMORY_BYTES_MIN {
-        found.warn("raise the limit of memory, or end what uses it")
+        found.warn("raise the memory limit, or end other processes")
     } else {
         found
     }
@@ -150,9 +155,9 @@ fn locked(bytes: Option<u64>) -> Finding {
     let shown = bytes.map_or_else(|| "unlimited".to_owned(), size);
     let found = Finding::ok("locked-memory", "memory", format!("RLIMIT_MEMLOCK is {shown}"));
     if bytes.is_some_and(|bytes| bytes < LOCKED_BYTES_MIN) {
-        found.at(Level::Note).fix(
-            "ulimit -l unlimited, where NICs send without a copy: without, the kernel copies what is above the limit",
-        )
+        found
+            .at(Level::Note)
+            .fix("ulimit -l unlimited, where NICs send zero-copy: the kernel copies bytes above the limit")
     } else {
         found
     }

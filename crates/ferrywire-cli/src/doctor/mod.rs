@@ -83,13 +83,12 @@ fn plugin_works(asked: &crate::plan::PluginPlan) -> Outcome<Finding> {
     let subject = format!("plugin {}", asked.path.display());
     let found = |evidence: String| Finding::ok("plugin", &subject, evidence);
     Ok(match plugin::devices(asked) {
-        Ok((0, name)) => {
-            found(format!("{name} offers no device")).fail("it needs NICs that it can use: see -v")
-        }
-        Ok((count, name)) => found(format!("{name} offers {count} devices")),
+        Ok((0, name)) => found(format!("{name} has no devices"))
+            .fail("give the plugin NICs that it can use; -v shows its log"),
+        Ok((count, name)) => found(format!("{name} has {count} devices")),
         Err(Failure::Interrupted) => return Err(Failure::Interrupted),
         Err(failure) => found(failure.first_line())
-            .fail(format!("ferrywire plugin {} -v shows what it logs", asked.path.display())),
+            .fail(format!("ferrywire plugin {} -v shows the plugin's log", asked.path.display())),
     })
 }
 

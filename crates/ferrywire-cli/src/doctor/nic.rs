@@ -110,11 +110,11 @@ fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> Vec<F
     let bridge_alone = bridges.iter().all(|nic| nic.lower.is_empty() || nic.name.starts_with("docker"));
     let mut found = vec![match (usable.is_empty(), outward.is_empty() && bridge_alone) {
         (true, _) => Finding::ok("nics", "NICs", "none but loopback is up with an address").warn(
-            "ip link set NIC up; ip address add ADDR/LEN dev NIC: without it only this host is reachable",
+            "ip link set NIC up; ip address add ADDR/LEN dev NIC: without an address only this host is reachable",
         ),
         (_, true) => {
-            Finding { evidence: format!("{}, which only leads to containers", nics.evidence), ..nics }.warn(
-                "give a NIC that leaves this host an address: every host may have one like that bridge's",
+            Finding { evidence: format!("{}, which leads only to containers", nics.evidence), ..nics }.warn(
+                "give a NIC that leads to other hosts an address: every host may have a bridge with this address",
             )
         }
         _ => nics,
@@ -131,7 +131,7 @@ fn mtus(usable: &[&Nic]) -> Option<Finding> {
     Some(if devices.iter().all(|nic| nic.mtu_bytes == first.mtu_bytes) {
         found
     } else {
-        found.warn("give NICs that carry one transfer the same MTU, and their switches too")
+        found.warn("set one MTU on all NICs that carry a transfer, and on their switches")
     })
 }
 
@@ -147,9 +147,11 @@ fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> 
     found.push(queues(nic, fast));
     if settings.steered && nic.rx_queues > 1 {
         let evidence = format!("/sys/class/net/{}/queues/rx-0/rps_cpus is set", nic.name);
-        found.push(Finding::ok("rps", &nic.name, evidence).at(Level::Note).fix(
-            "echo 0 into the rps_cpus of its queues: with several queues a second core only adds to the work",
-        ));
+        found.push(
+            Finding::ok("rps", &nic.name, evidence)
+                .at(Level::Note)
+                .fix("write 0 to rps_cpus of all queues: with several queues a second core only adds work"),
+        );
     }
     if settings.offloads_known {
         found.push(offloads(&nic.name, &settings.offloads_off));
@@ -160,7 +162,7 @@ fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> 
 
 fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
     let fix = match settings.carrier {
-        Some(false) => "no carrier: look at its cable and at the port of the switch",
+        Some(false) => "no carrier: check the cable and the switch port",
         _ => "ip link set NIC up",
     };
     let found = |evidence: &str| Finding::ok("nic-state", &nic.name, evidence);
@@ -179,14 +181,14 @@ fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
 fn speed(nic: &Nic, fastest: Option<u32>) -> Finding {
     let Some(mbps) = nic.speed_mbps else {
         let evidence = format!("/sys/class/net/{}/speed has no value", nic.name);
-        return Finding::ok("nic-speed", &nic.name, evidence)
-            .at(Level::Note)
-            .fix("nothing in a virtual machine: channels are assigned to NICs evenly, without their speeds");
+        return Finding::ok("nic-speed", &nic.name, evidence).at(Level::Note).fix(
+            "nothing in a virtual machine: channels are assigned to NICs evenly, without regard to speed",
+        );
     };
     let found = Finding::ok("nic-speed", &nic.name, format!("{} Gbit/s", f64::from(mbps) / 1000.0));
     match fastest {
         Some(fastest) if counts(nic) && mbps < fastest => found.at(Level::Note).fix(format!(
-            "if it carries data beside the others: the others have {} Gbit/s; check cable and switch, or leave it out with --nics",
+            "other NICs have {} Gbit/s: check cable and switch, or leave this NIC out with --nics",
             f64::from(fastest) / 1000.0
         )),
         _ => found,
@@ -217,10 +219,11 @@ fn queues(nic: &Nic, fast: bool) -> Finding {
     let evidence = format!("{} receive and {} send queues", nic.rx_queues, nic.tx_queues);
     let found = Finding::ok("nic-queues", &nic.name, evidence);
     match (nic.rx_queues <= 1, fast) {
-        (true, true) => {
-            found.warn(format!("ethtool -L {} combined N: one core takes all its interrupts", nic.name))
+        (true, true) => found
+            .warn(format!("ethtool -L {} combined N: one core takes all interrupts of the NIC", nic.name)),
+        (true, false) => {
+            found.at(Level::Note).fix(format!("ethtool -L {} combined N, if the NIC supports it", nic.name))
         }
-        (true, false) => found.at(Level::Note).fix(format!("ethtool -L {} combined N, if it can", nic.name)),
         _ => found,
     }
 }
@@ -231,7 +234,7 @@ fn offloads(nic: &str, off: &[&str]) -> Finding {
     }
     let switches: Vec<String> = off.iter().map(|name| format!("{name} on")).collect();
     Finding::ok("offloads", nic, format!("ethtool: off: {}", off.join(", "))).warn(format!(
-        "ethtool -K {nic} {}: without them the kernel processes each packet alone",
+        "ethtool -K {nic} {}: without these offloads the kernel processes each packet separately",
         switches.join(" ")
     ))
 }

@@ -1,7 +1,8 @@
-//! A peer: whether it answers, to whom, and over which NICs.
+//! Checks of a peer: whether it answers, and over which NICs.
 //!
-//! The doctor comes as any peer does, over every NIC that the engine would use, asks a serving bench who it is, and takes its
-//! leave: nothing is measured and nothing reserved. Invariant: [`judge`] reads nothing; each wait has a timeout.
+//! The doctor connects as any peer does, over every NIC that the engine would use, asks a serving bench for its
+//! addresses, and closes. Nothing is measured and no run slot is taken.
+//! Invariant: [`judge`] reads nothing; each wait has a timeout.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
@@ -19,62 +20,62 @@ use crate::bench::protocol::Message;
 use crate::exit::{Failure, Outcome};
 use crate::plan::EnginePlan;
 
-/// Channels at least, so that each of a few NICs has one.
+/// Fewest channels of the visit, so that each of a few NICs gets one.
 const CHANNELS_MIN: usize = 8;
-/// Whoever takes longer to answer a question is no bench.
+/// Time in which a serving bench answers; a peer that takes longer is not one.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
-/// From here on a round trip is no data centre's.
+/// Shortest round trip that counts as a long path: those within a data centre are below.
 const ROUND_TRIP_LONG: Duration = Duration::from_micros(500);
-/// Headers of TCP over IPv6, with the options that data carry, and some more.
+/// Most bytes of headers in a packet: IPv6 and TCP with the options of data packets, and some slack.
 const HEADER_BYTES_MAX: u32 = 80;
 
-/// What came of a visit.
+/// The result of connecting to a peer.
 #[derive(Clone, Debug)]
 pub struct PeerFacts {
-    /// Where it was looked for.
+    /// The address that was dialled.
     pub address: SocketAddr,
-    /// What it is, or why it could not be visited.
+    /// The facts that the peer gave, or why the connection failed.
     pub visit: Result<Visit, ConnectError>,
     /// Whether this end has a secret.
     pub with_secret: bool,
 }
 
-/// A peer that let this end in.
+/// The facts about a peer that accepted this end.
 #[derive(Clone, Debug, Default)]
 pub struct Visit {
-    /// Its name.
+    /// The peer's name.
     pub name: String,
-    /// Whether it runs on this machine.
+    /// Whether the peer runs on this host.
     pub same_host: bool,
-    /// The channels that came about.
+    /// The channels that were connected.
     pub channels: Vec<Channel>,
-    /// Those that did not, or not for long.
+    /// Why other channels could not be connected, or were lost.
     pub lost: Vec<String>,
-    /// What a serving bench said; else what the peer is instead.
+    /// The answer of a serving bench, or why the peer is not one.
     pub bench: Option<Result<Serving, String>>,
 }
 
-/// A channel to it.
+/// A channel to the peer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Channel {
     /// This end's NIC.
     pub nic: String,
-    /// Its address.
+    /// The NIC's address and this end's port.
     pub local: SocketAddr,
-    /// The peer's.
+    /// The peer's address and port.
     pub remote: SocketAddr,
-    /// Round trip.
+    /// Round-trip time.
     pub rtt: Duration,
-    /// Payload of a packet; 0: not known.
+    /// Payload bytes of a packet; 0 if unknown.
     pub mss_bytes: u32,
 }
 
-/// What a serving bench tells of itself.
+/// The answer of a serving bench.
 #[derive(Clone, Debug, Default)]
 pub struct Serving {
-    /// Addresses under which it is reached.
+    /// Addresses at which peers reach the bench.
     pub addresses: Vec<SocketAddr>,
-    /// Whose run it is busy with.
+    /// The peer whose run is in progress; `None` if the bench is idle.
     pub busy: Option<String>,
 }
 
@@ -86,10 +87,10 @@ impl From<&ChannelStats> for Channel {
 }
 
 impl PeerFacts {
-    /// Visits the first of the addresses that lets this end in.
+    /// Connects to the first address that accepts this end; a failure to connect is a fact and not an error.
     ///
     /// # Errors
-    /// Only where this end cannot have an endpoint, or on Ctrl-C.
+    /// This end's endpoint could not be built, or the user pressed Ctrl-C.
     pub fn visit(
         engine: &EnginePlan,
         nics: usize,
@@ -103,8 +104,7 @@ impl PeerFacts {
         for &address in addresses {
             let (dialler, (done, result)) = (endpoint.clone(), mpsc::channel());
             std::thread::spawn(move || done.send(dialler.connect(address, limit)));
-            let visit =
-                wait_for(&result, limit)?.map(|peer| look_around(Link::new(peer, limit.min(ANSWER_LIMIT))));
+            let visit = wait_for(&result, limit)?.map(|peer| query(Link::new(peer, limit.min(ANSWER_LIMIT))));
             let arrived = visit.is_ok();
             let visit = visit.map_or_else(|error| Ok(Err(error)), |visit| visit.map(Ok))?;
             last = Ok(PeerFacts { address, visit, with_secret });
@@ -116,7 +116,7 @@ impl PeerFacts {
         last
     }
 
-    /// For programs.
+    /// The facts as JSON.
     pub fn json(&self) -> Value {
         let visit = self.visit.as_ref().ok();
         let serving = visit.and_then(|visit| visit.bench.as_ref()?.as_ref().ok());
@@ -140,8 +140,8 @@ impl PeerFacts {
     }
 }
 
-/// Asks, and takes its leave.
-fn look_around(link: Link) -> Outcome<Visit> {
+/// Asks the peer for its addresses and closes the connection.
+fn query(link: Link) -> Outcome<Visit> {
     let stats = link.peer.stats();
     let answer = link.tell(&Message::Ask { timeout_s: 0.0 }).and_then(|()| link.hear());
     let bench = match answer {
@@ -149,7 +149,7 @@ fn look_around(link: Link) -> Outcome<Visit> {
             let addresses = endpoints.into_iter().flat_map(|(_, addresses)| addresses).collect();
             Ok(Serving { addresses, busy })
         }
-        Ok(_) => Err("its answer is not a bench message".to_owned()),
+        Ok(_) => Err("the answer is not a bench message".to_owned()),
         Err(Failure::Interrupted) => return Err(Failure::Interrupted),
         Err(failure) => Err(failure.first_line()),
     };
@@ -164,12 +164,12 @@ fn look_around(link: Link) -> Outcome<Visit> {
     Ok(visit)
 }
 
-/// What there is to say.
+/// The findings about the peer.
 pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Finding> {
     let subject = format!("peer {}", facts.address);
     let visit = match &facts.visit {
         Ok(visit) => visit,
-        Err(error) => return vec![not_let_in(subject, facts, error)],
+        Err(error) => return vec![not_accepted(subject, facts, error)],
     };
     let mut found = vec![Finding::ok("peer", &subject, format!("{} accepts this end", visit.name))];
     found.extend(visit.bench.as_ref().map(|bench| serving(&subject, bench)));
@@ -185,7 +185,7 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
     found
 }
 
-fn not_let_in(subject: String, facts: &PeerFacts, error: &ConnectError) -> Finding {
+fn not_accepted(subject: String, facts: &PeerFacts, error: &ConnectError) -> Finding {
     let needs_secret = !facts.with_secret && !facts.address.ip().is_loopback();
     let is_greeting = matches!(
         error,
@@ -195,16 +195,14 @@ fn not_let_in(subject: String, facts: &PeerFacts, error: &ConnectError) -> Findi
     let found = Finding::ok(id, subject, error.to_string());
     match error {
         ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
-            found.warn("it serves with a plugin: ferrywire bench connect with --plugin tries that too")
+            found.warn("the peer serves with a plugin: use ferrywire bench connect with --plugin")
         }
         ConnectError::Refused { reason: RefusalReason::Secret, .. } | ConnectError::Invalid { .. }
             if needs_secret =>
         {
-            found.fail(
-                "the peer's secret, in FERRYWIRE_SECRET or a file named with --secret-file (serve prints it)",
-            )
+            found.fail("set FERRYWIRE_SECRET or --secret-file to the peer's secret (serve prints it)")
         }
-        _ => found.fail(advice(error).unwrap_or("ferrywire bench connect -vv tells more")),
+        _ => found.fail(advice(error).unwrap_or("run ferrywire bench connect -vv for details")),
     }
 }
 
@@ -217,17 +215,19 @@ fn serving(subject: &str, bench: &Result<Serving, String>) -> Finding {
         }
         Ok(Serving { addresses, .. }) => {
             let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
-            Finding::ok("peer-bench", subject, format!("a serving bench at {}", listed.join(", ")))
+            Finding::ok("peer-bench", subject, format!("a bench serves at {}", listed.join(", ")))
         }
-        Err(why) => {
-            Finding::ok("peer-bench", subject, format!("a ferrywire endpoint, but no serving bench: {why}"))
-                .at(Level::Note)
-                .fix("for a measurement: ferrywire bench serve there")
-        }
+        Err(why) => Finding::ok(
+            "peer-bench",
+            subject,
+            format!("the peer is a ferrywire endpoint, but not a serving bench: {why}"),
+        )
+        .at(Level::Note)
+        .fix("for a measurement, run ferrywire bench serve there"),
     }
 }
 
-/// One finding for each way that channels take.
+/// One finding for each pair of addresses that channels use, and one for its MTU.
 fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
     let mut ways: Vec<&Channel> = Vec::new();
     for channel in &visit.channels {
@@ -247,13 +247,12 @@ fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
             rtt.as_micros()
         );
         let way = Finding::ok("path", nic, evidence);
-        found.push(match *rtt >= ROUND_TRIP_LONG {
-            true => way
-                .at(Level::Note)
-                .fix("on long paths more channels and large socket buffers help: --channels 16"),
-            false => way,
+        found.push(if *rtt >= ROUND_TRIP_LONG {
+            way.at(Level::Note).fix("use more channels and large socket buffers on long paths: --channels 16")
+        } else {
+            way
         });
-        // Within this host packets take no NIC.
+        // Packets within this host do not cross a NIC.
         let outward = |nic: &&Nic| !nic.loopback && !is_ours(topology, remote.ip());
         let mtu = topology.nic(nic).filter(outward).map(|nic| nic.mtu_bytes);
         found.extend(mtu.filter(|_| *mss_bytes > 0).map(|mtu| path_mtu(nic, *mss_bytes, mtu)));
@@ -263,10 +262,11 @@ fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
 
 fn path_mtu(nic: &str, mss_bytes: u32, mtu: u32) -> Finding {
     let found =
-        Finding::ok("path-mtu", nic, format!("packets carry {mss_bytes} bytes, and its MTU is {mtu}"));
-    match mss_bytes + HEADER_BYTES_MAX < mtu {
-        true => found.warn("raise the MTU of the peer's NIC and of all switches between to this one's"),
-        false => found,
+        Finding::ok("path-mtu", nic, format!("packets carry {mss_bytes} bytes, and the NIC's MTU is {mtu}"));
+    if mss_bytes + HEADER_BYTES_MAX < mtu {
+        found.warn("raise the MTU of the peer's NIC and of all switches between to that of this NIC")
+    } else {
+        found
     }
 }
 
@@ -278,15 +278,14 @@ fn is_ours(topology: &Topology, ip: IpAddr) -> bool {
 /// NICs of either end that no channel uses.
 fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding> {
     let theirs = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses).map(SocketAddr::ip);
-    // Of what both hosts have, such as a bridge for containers, nobody knows whose it is.
+    // An address that both hosts have, such as that of a bridge for containers, tells nothing about the peer.
     let theirs = theirs.filter(|ip| !ip.is_loopback() && !is_ours(topology, *ip));
     let alone = theirs.filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == *ip));
     let mut found: Vec<Finding> = alone
         .map(|ip| {
-            let evidence = format!("no NIC of this host has a channel to its address {ip}");
-            let fix = format!(
-                "give a NIC of this host an address in the subnet of {ip}, if that one is to carry data too"
-            );
+            let evidence = format!("no channel leads from a NIC of this host to the peer's address {ip}");
+            let fix =
+                format!("to carry data over {ip} too, give a NIC of this host an address in its subnet");
             Finding::ok("peer-nic", format!("peer {}", visit.name), evidence).warn(fix)
         })
         .collect();
@@ -295,9 +294,13 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
         is_asked && nic::counts(nic) && !visit.channels.iter().any(|channel| channel.nic == nic.name)
     };
     found.extend(topology.nics.iter().filter(idle).map(|nic| {
-        Finding::ok("own-nic", &nic.name, "it shares no subnet with a NIC of the peer: no channel uses it")
-            .at(Level::Note)
-            .fix("if it is to carry data too: addresses of one subnet at both ends")
+        Finding::ok(
+            "own-nic",
+            &nic.name,
+            "no channel uses the NIC: it shares no subnet with a NIC of the peer",
+        )
+        .at(Level::Note)
+        .fix("to carry data over the NIC too, give it and a NIC of the peer addresses in one subnet")
     }));
     found
 }

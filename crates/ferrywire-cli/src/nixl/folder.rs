@@ -73,7 +73,7 @@ impl State {
         match (&self.ucx, self.backup) {
             (Held::Nothing, true) => Some(format!("NIXL's own {UCX} is still named {BACKUP}")),
             (Held::Other, true) => {
-                Some(format!("{BACKUP} lies beside NIXL's own {UCX}, so that the alias is not in force"))
+                Some(format!("both NIXL's own {UCX} and {BACKUP} exist, so the alias has no effect"))
             }
             _ if self.incomplete => Some(format!("{NEW} is an incomplete copy")),
             _ => None,
@@ -95,7 +95,7 @@ impl<'a> Folder<'a> {
     }
 
     /// Reads the folder's state.
-    pub fn look(&self, library: Option<&Library>) -> Outcome<State> {
+    pub fn read_state(&self, library: Option<&Library>) -> Outcome<State> {
         Ok(State {
             backend: self.held(FILE, library)?,
             ucx: self.held(UCX, library)?,
@@ -126,7 +126,7 @@ impl<'a> Folder<'a> {
     /// Installs the backend, and the alias if it is asked for or in force. Returns the steps, one line each.
     pub fn install(&self, library: &Library, alias: bool) -> Outcome<Vec<String>> {
         let _alone = self.lock()?;
-        let state = self.look(Some(library))?;
+        let state = self.read_state(Some(library))?;
         let mut done = Vec::new();
         if state.incomplete {
             self.delete(NEW)?;
@@ -136,7 +136,7 @@ impl<'a> Folder<'a> {
         }
         let current = |held: &Held| matches!(held, Held::Ours(_, Some(true)));
         if current(&state.backend) {
-            done.push(self.line(&format!("{} was installed already", self.at(FILE).display())));
+            done.push(self.line(&format!("{} is up to date", self.at(FILE).display())));
         } else {
             self.copy(library, FILE)?;
             done.push(self.line(&format!("installed {}", self.at(FILE).display())));
@@ -148,9 +148,9 @@ impl<'a> Folder<'a> {
                 self.keep_ucx()?;
             }
             self.copy(library, UCX)?;
-            done.push(self.line(&format!("installed it as {UCX} too")));
+            done.push(self.line(&format!("installed ferrywire as {UCX} too")));
         } else {
-            done.push(self.line(&format!("{UCX} was ferrywire's already")));
+            done.push(self.line(&format!("{UCX} is ferrywire's and up to date")));
         }
         Ok(done)
     }
@@ -170,7 +170,7 @@ impl<'a> Folder<'a> {
     /// Removes the files that this command has installed.
     pub fn remove(&self) -> Outcome<Vec<String>> {
         let _alone = self.lock()?;
-        let state = self.look(None)?;
+        let state = self.read_state(None)?;
         let mut done = self.end_alias(&state)?;
         if state.incomplete {
             self.delete(NEW)?;
@@ -210,7 +210,7 @@ impl<'a> Folder<'a> {
             self.delete(UCX)?;
             let note = if self.nixl.present {
                 format!(
-                    "; there was no {BACKUP}: if NIXL came with a UCX backend, install {} again to have it",
+                    "; no {BACKUP} was found: to get a UCX backend that NIXL came with, reinstall {}",
                     self.nixl.package
                 )
             } else {
@@ -250,7 +250,8 @@ impl<'a> Folder<'a> {
         match folder.try_lock() {
             Ok(()) => Ok(Some(folder)),
             Err(TryLockError::WouldBlock) => Err(Failure::failed(format!(
-                "cannot change {}: another ferrywire nixl is changing it\ntry: again, when that has ended",
+                "cannot change {}: another `ferrywire nixl` command has the folder locked\n\
+                 try: again when that command has ended",
                 self.path.display()
             ))),
             Err(TryLockError::Error(_)) => Ok(None),
@@ -260,7 +261,7 @@ impl<'a> Folder<'a> {
     /// The refusal if another file has the backend's name.
     pub fn not_ours(&self) -> Failure {
         Failure::failed(format!(
-            "cannot replace or remove {}: it is not ferrywire's\ntry: move it away, then again",
+            "cannot replace or remove {}: the file is not ferrywire's\ntry: move the file away, then again",
             self.at(FILE).display()
         ))
     }
@@ -281,7 +282,7 @@ fn is_there(path: &Path) -> bool {
 fn failed(what: &str, path: &Path, error: &io::Error) -> Failure {
     let advice = match error.kind() {
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "\ntry: as the user who owns that environment"
+            "\ntry: run the command as the user who owns that environment"
         }
         _ => "",
     };

@@ -35,7 +35,7 @@ impl Library {
         let failed = |why: &str| Failure::failed(format!("cannot install {}: {why}", path.display()));
         let bytes = contents(path).map_err(|error| failed(&error.to_string()))?;
         let version = version(&bytes).ok_or_else(|| {
-            failed("it is not ferrywire's NIXL backend\ntry: cargo build --release -p ferrywire-nixl")
+            failed("the file is not ferrywire's NIXL backend\ntry: cargo build --release -p ferrywire-nixl")
         })?;
         Ok(Library { path: path.to_owned(), version, bytes })
     }
@@ -43,14 +43,14 @@ impl Library {
     /// Finds the library of this command's build or wheel; the wheel may be in one of these folders.
     pub fn find(packages: &[PathBuf]) -> Outcome<Library> {
         let command = std::env::current_exe()
-            .map_err(|error| Failure::failed(format!("cannot tell where this command lies: {error}")))?;
+            .map_err(|error| Failure::failed(format!("cannot find the path of this command: {error}")))?;
         let places = places(&command, packages);
         let found: Vec<Library> =
             places.iter().filter(|path| path.is_file()).filter_map(|path| Library::open(path).ok()).collect();
         let fits = found.iter().position(|library| library.version == env!("CARGO_PKG_VERSION"));
         found.into_iter().nth(fits.unwrap_or(0)).ok_or_else(|| {
             Failure::failed(format!(
-                "cannot find {FILE} beside {}, nor in the packages of its environment\n\
+                "cannot find {FILE} in the folder of {}, nor in the packages of its environment\n\
                  try: cargo build --release -p ferrywire-nixl; or name the file with --library PATH",
                 command.display()
             ))
@@ -90,7 +90,8 @@ pub fn contents(path: &Path) -> io::Result<Vec<u8>> {
     let file = File::open(path)?;
     let about = file.metadata()?;
     if !about.is_file() || about.len() > LIBRARY_BYTES_MAX {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file of a library's size"));
+        let why = "not a regular file of at most 1 GiB";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     }
     let mut bytes = Vec::new();
     file.take(LIBRARY_BYTES_MAX).read_to_end(&mut bytes)?;

@@ -51,7 +51,7 @@ fn act(plan: &NixlPlan, done: &mut Vec<String>) -> Outcome<(Report, Outcome)> {
     let mut nixls = Vec::new();
     for nixl in python.nixls() {
         // Files of other programs in the folder of an uninstalled NIXL are not reported.
-        if nixl.present || Folder::of(&nixl).look(None)?.has_ours() {
+        if nixl.present || Folder::of(&nixl).read_state(None)?.has_ours() {
             nixls.push(nixl);
         }
     }
@@ -61,13 +61,16 @@ fn act(plan: &NixlPlan, done: &mut Vec<String>) -> Outcome<(Report, Outcome)> {
         NixlAction::Status => Ok(()),
     };
     let library = library.ok();
-    let look = |nixl: Nixl| {
-        let state = Folder::of(&nixl).look(library.as_ref())?;
+    let with_state = |nixl: Nixl| {
+        let state = Folder::of(&nixl).read_state(library.as_ref())?;
         Ok((nixl, state))
     };
     // Removing may have deleted the folder of an uninstalled NIXL.
-    let nixls =
-        nixls.into_iter().filter(|nixl| nixl.plugins.is_dir()).map(look).collect::<Outcome<Vec<_>>>()?;
+    let nixls = nixls
+        .into_iter()
+        .filter(|nixl| nixl.plugins.is_dir())
+        .map(with_state)
+        .collect::<Outcome<Vec<_>>>()?;
     let override_folder = override_folder(&nixls)?;
     let report = Report { python, library, nixls, override_folder };
     let outcome = match plan.action {
@@ -94,7 +97,7 @@ fn install(
     }
     let library = library.map_err(Failure::clone)?;
     for nixl in &present {
-        if Folder::of(nixl).look(Some(library))?.backend == Held::Other {
+        if Folder::of(nixl).read_state(Some(library))?.backend == Held::Other {
             return Err(Folder::of(nixl).not_ours());
         }
     }
@@ -114,7 +117,7 @@ fn remove(nixls: &[Nixl], done: &mut Vec<String>) -> Outcome {
         }
     }
     if done.is_empty() && outcome.is_ok() {
-        done.push("nothing of ferrywire's was there".to_owned());
+        done.push("no files of ferrywire were installed".to_owned());
     }
     outcome
 }

@@ -38,7 +38,7 @@ pub struct Nixl {
     pub version: Option<String>,
     /// The folder of the NIXL's backends.
     pub plugins: PathBuf,
-    /// Whether NIXL is installed; otherwise it was uninstalled, and files of others keep its folder.
+    /// Whether NIXL is installed. If it was uninstalled, files of other programs still keep its folder.
     pub present: bool,
 }
 
@@ -81,8 +81,9 @@ impl Python {
         };
         let said = said.map_err(failed)?;
         let list = said.lines().next_back().unwrap_or_default();
-        let told: Option<(PathBuf, Vec<PathBuf>)> = serde_json::from_str(list).ok();
-        let (path, folders) = told.ok_or_else(|| failed("it is no Python interpreter".to_owned()))?;
+        let answer: Option<(PathBuf, Vec<PathBuf>)> = serde_json::from_str(list).ok();
+        let (path, folders) =
+            answer.ok_or_else(|| failed("it does not answer as a Python interpreter does".to_owned()))?;
         Ok(Python { path, named: named.is_some(), folders })
     }
 

@@ -53,7 +53,7 @@ fn problem(python: &Python, nixl: &Nixl, state: &State) -> Option<Failure> {
     }
     if let Some(what) = state.half_done() {
         return Some(Failure::failed(format!(
-            "{nixl}: {what}, in {plugins}: a command was interrupted, or NIXL was installed anew\n\
+            "{nixl}: {what} (in {plugins}): a command was interrupted, or NIXL was reinstalled\n\
              try: {}; then {}, with --as-ucx for the alias",
             python.command("remove"),
             python.command("install")
@@ -66,7 +66,7 @@ fn problem(python: &Python, nixl: &Nixl, state: &State) -> Option<Failure> {
         Held::Ours(..) => None,
         Held::Other => Some(Failure::failed(format!(
             "{nixl}: libplugin_FERRYWIRE.so in {plugins} is not ferrywire's\n\
-             try: move it away, then {}",
+             try: move the file away, then {}",
             python.command("install")
         ))),
         Held::Nothing => Some(Failure::failed(format!(
@@ -88,7 +88,7 @@ pub fn no_nixl(python: &Python) -> Failure {
 /// The error for a NIXL whose backends have another interface.
 pub fn too_old(nixl: &Nixl) -> Failure {
     Failure::failed(format!(
-        "{nixl} is too old for the ferrywire backend, which needs NIXL 1.0 or later ({}); try: pip install --upgrade nixl",
+        "{nixl} is too old for the ferrywire backend, which needs NIXL 1.0 or later (in {}); try: pip install --upgrade nixl",
         nixl.plugins.display()
     ))
 }

@@ -46,8 +46,8 @@ pub struct ConnectPlan {
     pub environment: Vec<(String, OsString)>,
 }
 
-/// In loopback mode the memory of both ends is decided here, once.
-pub(super) fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
+/// Decides the memory of both ends in loopback mode.
+pub(super) fn loopback_flags(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     let mut flags = with_file(flags)?;
     for (flag, text) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
         unnumbered(flag, flags.gpus.as_ref(), text.given_ref().map(String::as_str))?;
@@ -95,7 +95,7 @@ pub(super) fn plan_connect(
     let secret = secret(flags.secret_file.as_deref())?;
     if secret.is_none() && beyond && !addresses.is_empty() {
         return usage(
-            "beyond loopback a secret is needed: set FERRYWIRE_SECRET or --secret-file to the same secret on both ends (serve prints it)",
+            "a connection to another host needs a secret: set FERRYWIRE_SECRET or --secret-file to the same secret at both ends (serve prints it)",
         );
     }
     let (gpus, map) =
@@ -143,7 +143,7 @@ pub(super) fn plan_connect(
 /// Refuses one file for both outputs.
 fn check_outputs(flags: &ConnectFlags) -> Outcome {
     match (&flags.json, &flags.csv) {
-        (Some(json), Some(csv)) if is_one_place(Path::new(json), Path::new(csv)) => usage(format!(
+        (Some(json), Some(csv)) if is_one_file(Path::new(json), Path::new(csv)) => usage(format!(
             "--json {json} and --csv {csv} name one file, and one would overwrite the other: name two files"
         )),
         _ => Ok(()),
@@ -151,7 +151,7 @@ fn check_outputs(flags: &ConnectFlags) -> Outcome {
 }
 
 /// Whether both paths name one file, or standard output.
-fn is_one_place(one: &Path, other: &Path) -> bool {
+fn is_one_file(one: &Path, other: &Path) -> bool {
     // /dev/null may be used twice.
     let nowhere = Path::new("/dev/null");
     if one == other {

@@ -104,7 +104,7 @@ pub(super) fn multi_gpu(
         named.iter().find(|gpu| !map.nics.contains_key(gpu)),
     ) {
         (Some(gpu), _) => usage(format!(
-            "--gpu-nics {gpu}=...: GPU {gpu} is not one of --gpus; name it there, or leave it out here"
+            "--gpu-nics {gpu}=...: GPU {gpu} is not one of --gpus; add the GPU there, or leave its NICs out"
         )),
         (_, Some(gpu)) => usage(format!("--gpu-nics names no NIC for GPU {gpu} of --gpus: add {gpu}=NIC")),
         (None, None) => Ok((gpus, map)),
@@ -118,7 +118,7 @@ pub(super) fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) 
             Ok(())
         }
         (Some(_), Some((kind, number))) => usage(format!(
-            "{flag} {kind}:{number}: with --gpus the bytes of each endpoint lie on its own GPU; use {flag} {kind}"
+            "{flag} {kind}:{number}: with --gpus each endpoint uses memory of its own GPU; use {flag} {kind}"
         )),
         _ => Ok(()),
     }
@@ -149,8 +149,9 @@ pub(super) fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
     let Some(path) = path else {
         return Ok(secret_of_environment());
     };
-    let text = std::fs::read(path)
-        .map_err(|error| Failure::Usage(format!("--secret-file {}: {error}", path.display())))?;
+    let text = std::fs::read(path).map_err(|error| {
+        Failure::Usage(format!("--secret-file {}: cannot read it: {error}", path.display()))
+    })?;
     let secret = text.trim_ascii().to_vec();
     if secret.is_empty() {
         return usage(format!(

@@ -29,7 +29,10 @@ pub(super) fn plan(flags: ReportFlags) -> Outcome<ReportPlan> {
         return usage("--html must not be empty: name a file, or leave out --html to print a table");
     }
     if files.len() > REPORT_FILES_MAX {
-        return usage(format!("at most {REPORT_FILES_MAX} files fit one report (got {})", files.len()));
+        return usage(format!(
+            "RESULT.json: a report compares at most {REPORT_FILES_MAX} files (got {}): leave some out",
+            files.len()
+        ));
     }
     Ok(ReportPlan { files, html })
 }

@@ -26,7 +26,7 @@ use child::Message;
 use report::Report;
 
 /// How often a silent child is checked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// After the child's end each further line is waited for at most this long, in case a process of its own holds the
 /// pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -87,7 +87,9 @@ struct Watch<'a> {
 
 impl Watch<'_> {
     fn start(plan: &PluginPlan) -> Outcome<Watch<'_>> {
-        let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
+        let failed = |error: std::io::Error| {
+            Failure::failed(format!("cannot start a child process for the plugin: {error}"))
+        };
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg("plugin-child").args(plan.version.map(|version| format!("--version={version}")));
         command.arg("--").arg(&plan.path);
@@ -99,7 +101,7 @@ impl Watch<'_> {
             read_lines(messages, sender.clone(), understood);
             read_lines(printed, sender, |line| Some(Seen::Printed(line)));
         }
-        let step = "before anything was loaded".to_owned();
+        let step = "before its file was loaded".to_owned();
         let (logged, printed, waited) = (LastLines::new(), VecDeque::new(), Duration::ZERO);
         Ok(Watch { plan, child, seen, step, logged, printed, waited })
     }
@@ -108,7 +110,7 @@ impl Watch<'_> {
     fn outcome(mut self) -> Outcome<Report> {
         loop {
             let began = Instant::now();
-            match self.seen.recv_timeout(LOOK_INTERVAL) {
+            match self.seen.recv_timeout(CHECK_INTERVAL) {
                 Ok(Seen::Message(Message::Step(step))) => {
                     self.step = step;
                     self.waited = Duration::ZERO;
@@ -120,7 +122,7 @@ impl Watch<'_> {
                 Err(RecvTimeoutError::Timeout) if self.has_ended() => return self.last_words(),
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            self.waited += began.elapsed().min(2 * LOOK_INTERVAL);
+            self.waited += began.elapsed().min(2 * CHECK_INTERVAL);
             if self.waited > self.plan.timeout {
                 return Err(self.hangs());
             }
@@ -195,7 +197,7 @@ impl Watch<'_> {
     fn failure(&self, how: &str) -> Failure {
         let logged = self.logged.warning().or_else(|| self.logged.iter().next_back());
         let said = logged.map(|line| &line.text).or(self.printed.front());
-        let said = said.map_or_else(|| "it said nothing".to_owned(), |said| format!("it said last: {said}"));
+        let said = said.map_or_else(|| "no output".to_owned(), |said| format!("last output: {said}"));
         let fix =
             self.logged.cause().map_or_else(String::new, |(cause, _)| format!("; fix: {}", cause.fix()));
         Failure::failed(format!("{}: {how} {}; {said}{fix}", self.plan.path.display(), self.step))
@@ -216,7 +218,7 @@ pub fn end_of(child: &mut Child) -> (String, EndKind) {
         if Instant::now() > until {
             let _ = child.kill();
             let _ = child.wait();
-            let how = "the plugin closed the pipe of its process, which was ended".to_owned();
+            let how = "the plugin closed the standard output of its process, which was killed".to_owned();
             return (how, EndKind::Exit);
         }
         std::thread::sleep(Duration::from_millis(5));
@@ -264,9 +266,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_closes_its_pipe_and_stays_is_ended() {
+    fn a_process_that_closes_its_pipe_and_stays_is_killed() {
         let mut child = Command::new("sh").args(["-c", "exec sleep 600 >&-"]).spawn().expect("a shell");
-        assert!(end_of(&mut child).0.contains("which was ended"));
+        assert!(end_of(&mut child).0.contains("which was killed"));
         let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().expect("a shell");
         assert!(end_of(&mut child).0.contains("exit status 3"));
     }

@@ -13,7 +13,7 @@ use crate::bench::result::{ALL, ResultRow};
 use crate::bench::table;
 use crate::units::Bytes;
 
-/// What a result measured, apart from size and depth: one curve of a plot.
+/// The subject of a result, apart from size and depth: one curve of a plot.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Series {
     op: String,
@@ -26,7 +26,7 @@ pub struct Series {
     endpoints: Option<String>,
 }
 
-/// What a result measured.
+/// The subject of a result.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     pub series: Series,

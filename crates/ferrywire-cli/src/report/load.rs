@@ -29,7 +29,7 @@ pub struct StoredRun {
     pub document: Document,
 }
 
-/// What `bench --json` writes, as far as a report shows it.
+/// The part of a `bench --json` document that a report shows.
 #[derive(Debug, Deserialize)]
 pub struct Document {
     /// Version of ferrywire that measured.

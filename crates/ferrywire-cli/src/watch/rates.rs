@@ -73,7 +73,7 @@ impl ProcessRates {
         let seconds = before.map_or(0.0, |before| now.at_s - before.at_s);
         let per_s = |grown: f64| if seconds > 0.0 { grown.max(0.0) / seconds } else { 0.0 };
         let mut paths = Vec::new();
-        // What is gone has no rate.
+        // A peer that is gone has no rate.
         for peer in now.peers.iter().filter(|peer| !peer.transport.is_empty()) {
             let before = before.and_then(|before| before.peers.iter().find(|old| same(old, peer)));
             paths.extend(paths_of(before, peer, &per_s));

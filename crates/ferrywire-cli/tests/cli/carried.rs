@@ -151,7 +151,7 @@ fn the_demo_shows_the_environment_and_who_set_it() {
     assert!(said.contains("transport plugin: --plugin names "), "{said}");
 }
 
-/// What is said, in one line, of a plugin that fails in `call` at the connecting end; the next run is good.
+/// Checks the one-line error of a plugin that fails at the connecting end; the next run succeeds.
 fn fails_at_connect(fault: &str, expected: &[&str]) {
     let serve = serve("", "");
     let switches = format!("fault_call=isend,call_fault={fault},call_fault_after=30");
@@ -294,7 +294,7 @@ fn bad_combinations_say_what_to_change() {
         ("bench --transport tcp", "leave one of them out"),
         ("bench --unpack none", "--verify off"),
         ("bench --window 1000", "between 1 and 128"),
-        ("bench --window 17", "17 is more than the 16 requests that GPUDirectTCPX_v7 takes"),
+        ("bench --window 17", "must be at most 16, the requests that GPUDirectTCPX_v7 takes"),
         ("bench --chunk 1G", "--chunk must be at most 4M (got 1G)"),
         ("bench --memory floppy", "no such kind"),
         ("bench --crc --memory sim", "--crc"),

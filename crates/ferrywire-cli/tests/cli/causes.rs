@@ -1,4 +1,4 @@
-//! What is said when a plugin fails: its own last warning, the fix where the cause is known, and nothing guessed.
+//! Errors of failing plugins: the last warning of the plugin, the fix if the cause is known, and no guesses.
 
 use crate::common::{ferrywire, first_error, text};
 use crate::hosted::{connect, serve, with_plugin};
@@ -64,7 +64,7 @@ fn a_start_that_fails_is_told_with_its_warning_and_not_with_the_last_line() {
     let error = first_error(&output);
     says(
         &error,
-        &["init: result 3", "it said last: NET/GPUDirectTCPX : no interface found", "fix: name interfaces"],
+        &["init: result 3", "last output: NET/GPUDirectTCPX : no interface found", "fix: name interfaces"],
     );
     assert!(!error.contains("TCPXCHECK") && !error.contains("once per process"), "{error}");
 }

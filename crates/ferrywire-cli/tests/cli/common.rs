@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// What --timeout is, where nothing is said.
+/// The default of `--timeout`.
 pub const TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
-/// More than a busy machine adds to anything. Whoever takes longer than a timeout and this hangs.
+/// More than a busy machine adds to any step. A process that takes longer than its timeout and this hangs.
 pub const GRACE: Duration = Duration::from_secs(60);
 
-/// The command, untouched by the environment of whoever runs the tests.
+/// The command, without the environment variables of the user who runs the tests.
 pub fn ferrywire(args: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrywire"));
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("FERRYWIRE_")) {
@@ -51,7 +51,7 @@ pub fn end_within(timeout: Duration, child: Child) -> Output {
     output.expect("it can be waited for")
 }
 
-/// A command that goes well fails in one line where its report cannot be written; that nobody reads it is no failure.
+/// A successful command fails with one line if its report cannot be written; a closed pipe is no failure.
 pub fn unwritten(command: &mut Command) {
     let full = std::fs::File::create("/dev/full").expect("it is always full");
     let output = command.stdout(full).output().expect("the command starts");
@@ -121,7 +121,7 @@ impl Serve {
         run(&format!("bench connect {} {args}", self.address))
     }
 
-    /// The same with a timeout, see [`run_within`].
+    /// As the method above, with a timeout; see [`run_within`].
     pub fn connect_within(&self, timeout: Duration, args: &str) -> Output {
         run_within(timeout, &mut ferrywire(&format!("bench connect {} {args}", self.address)))
     }
@@ -151,7 +151,7 @@ impl Serve {
         self.next_error_within(TIMEOUT_DEFAULT)
     }
 
-    /// The same with a timeout, see [`run_within`].
+    /// As the method above, with a timeout; see [`run_within`].
     pub fn next_error_within(&mut self, timeout: Duration) -> String {
         let until = Instant::now() + timeout + GRACE;
         let lines = self.stderr.as_ref().expect("nobody else reads it");

@@ -10,7 +10,7 @@ use crate::common::{TIMEOUT_DEFAULT, ferrywire, first_error, results, run_within
 struct Group(PathBuf);
 
 impl Group {
-    /// None where this process may not make one, or the kernel has none for memory.
+    /// `None` if this process may not create a group, or the kernel has no memory groups.
     fn with_limit(mib: u64) -> Option<Group> {
         let name = format!("ferrywire-test-{}-{mib}", std::process::id());
         let places = [

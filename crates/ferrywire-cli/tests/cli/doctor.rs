@@ -196,7 +196,7 @@ fn what_makes_no_sense_is_bad_usage() {
 
 #[test]
 fn a_report_that_cannot_be_written_is_a_failure() {
-    // What this host lacks may be a failure too.
+    // A resource that this host lacks may be a failure too.
     if run("").status.success() {
         unwritten(&mut doctor("--json"));
     }

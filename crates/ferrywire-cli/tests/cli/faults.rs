@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, text};
 use serde_json::Value;
 
-/// Never ends by itself within a test.
+/// Options of a run that does not end by itself within a test.
 const ENDLESS: &str = "--sizes 64K --seconds 600 --verify off";
 
 fn mismatch(inject: &str, connect: &str) -> String {
@@ -60,7 +60,7 @@ fn a_skipped_write_fails_the_run() {
     mismatch("skip-write", "--sizes 64K --blocks 7");
 }
 
-/// It waited for others of its run, which waited for it, and whoever came next was told that it is busy.
+/// Regression: the peer waited for others of its run, which waited for it, and the next run was refused as busy.
 #[test]
 fn a_panic_while_it_serves_ends_it_with_an_error() {
     let serve = Serve::start("--memory host --inject panic");
@@ -188,7 +188,7 @@ fn the_command_to_paste_is_for_as_many_gpus() {
     assert_eq!(result["config"]["gpus"], serde_json::json!([0, 1]), "{result}");
 }
 
-/// What comes of the line that a serve prints.
+/// Runs the command line that `serve` prints; returns its results.
 fn pasted(serve: &str, more: &str) -> Option<serde_json::Value> {
     let mut serve = Serve::start_with(serve, &[]);
     assert!(crate::common::read_line(&mut serve.stdout).contains("on the other host run:"));
@@ -294,7 +294,7 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
         again = serve.connect("--sizes 4K --iters 5 --json -");
     }
     results(&again);
-    // Those that came too early are told of, too.
+    // Runs that started too early are reported, too.
     let is_busy = |line: &str| line.contains("refused a run of ") && line.contains("busy with a run of");
     let mut said = serve.next_error();
     while is_busy(&said) {

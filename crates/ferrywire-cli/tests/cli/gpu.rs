@@ -170,7 +170,7 @@ fn a_peer_gets_no_memory_that_is_not_offered() {
         let said = first_error(&refused);
         assert!(said.contains(&format!("start serve with --memory {asked}")), "{said}");
     }
-    // What was named is the default too.
+    // The named memory is the default too.
     let output = serve.connect("--memory host --sizes 4K --iters 5 --json -");
     verified(&results(&output), "host", "sim:1");
 }
@@ -226,7 +226,7 @@ fn every_operation_and_pattern_with_cuda_memory() {
                 !results.is_empty() && results.iter().all(|result| result["verified"] == true),
                 "{shape}"
             );
-            // What is left at the end is told by the driver; the other end's words are not shown.
+            // The driver reports remaining resources at the end; the other end's output is not shown.
             let said = text(&output.stderr);
             let clean = "stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges";
             assert!(!memory.starts_with("cuda") || said.contains(clean), "{said}");

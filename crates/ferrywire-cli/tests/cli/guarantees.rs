@@ -26,7 +26,7 @@ fn defines(source: &str, function: &str) -> bool {
     source.lines().any(|line| starts(line) == Some(true))
 }
 
-/// What is wrong with a guarantee's test, given as `CRATE PATH::FUNCTION`.
+/// The fault of a guarantee's test, given as `CRATE PATH::FUNCTION`.
 fn fault(name: &str) -> Option<String> {
     let Some(((package, path), function)) =
         name.rsplit_once("::").and_then(|(file, function)| Some((file.split_once(' ')?, function)))

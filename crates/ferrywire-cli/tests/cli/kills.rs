@@ -1,5 +1,5 @@
 //! Either end of a run over the plugin is killed in the middle, whole or only the process with the plugin:
-//! the other end says whom it lost, and ends.
+//! the other end names the lost peer, and ends.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ExitStatus, Stdio};
@@ -69,7 +69,7 @@ fn a_killed_receiver_is_named_by_the_end_that_connects() {
 /// A connect in the middle of its run.
 struct Running {
     child: Child,
-    /// What it says from now on, on both pipes, and what it has said.
+    /// All output of the process, on both pipes.
     said: thread::JoinHandle<String>,
     output: thread::JoinHandle<String>,
 }
@@ -102,7 +102,7 @@ impl Running {
         Running { child, said, output }
     }
 
-    /// Its exit status, standard output and standard error.
+    /// Waits for the end; returns exit status, standard output and standard error.
     fn end(mut self) -> (ExitStatus, String, String) {
         let status = ended(&mut self.child);
         (status, self.output.join().expect("text"), self.said.join().expect("text"))
@@ -180,7 +180,7 @@ fn serve_is_killed(moment: Duration, whole: bool) {
     let json = only_finished_sizes(&output, &said, Killed::Serve);
     assert!(json["error"].as_str().is_some_and(|error| error.contains(&serve.address)), "{output}");
     if !whole {
-        // Its own end says what became of the plugin, and is there for the next peer.
+        // The serving end reports the plugin's end, and accepts the next peer.
         let error = serve.next_error();
         assert!(
             error.contains("signal 9 (SIGKILL)") && error.contains("during a run of 127.0.0.1"),

@@ -1,4 +1,4 @@
-//! What the plugin itself saw of a run: how much it moved, how it was closed, its listeners, and a message that
+//! The plugin's own view of a run: bytes moved, the way it was closed, its listeners, and a message that
 //! never completes.
 
 use std::process::Output;
@@ -154,7 +154,7 @@ fn a_listener_that_must_stay_open_is_told_once_and_ends_with_its_process() {
         }
     }
     assert_eq!(told(), 1, "{said:?}");
-    // It is in nobody's way.
+    // The leaked listener does not disturb the next run.
     results(&connect_when_free(&serve, "--channels 1 --sizes 4K --iters 5 --json -"));
     assert_eq!((left_open(), told()), (1, 1));
     let port = *listening(serve.child.id()).iter().find(|port| !own.contains(port)).expect("one is left");

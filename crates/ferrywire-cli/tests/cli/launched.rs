@@ -15,7 +15,7 @@ const LAUNCHERS: [&str; 8] =
 /// Ports of their own for meetings: below those that the kernel gives away.
 const PORTS: std::ops::Range<u16> = 12_000..27_000;
 
-/// A free port, which nobody is given by chance.
+/// A free port outside of the ephemeral range.
 pub fn port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let span = PORTS.end - PORTS.start;
@@ -47,7 +47,7 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Starts so many, each with what `change` adds; in the order of their numbers, the last first.
+    /// Starts `world` ranks, the highest first; `change` adds to the command of each.
     pub fn start(world: usize, args: &str, change: impl Fn(usize, &mut Command)) -> Launched {
         let mut ranks: Vec<Child> = (0..world)
             .rev()
@@ -92,7 +92,7 @@ impl Launched {
         self.end_within(TIMEOUT_DEFAULT)
     }
 
-    /// The same with another timeout.
+    /// As `end`, with another timeout.
     pub fn end_within(mut self, timeout: Duration) -> Vec<Output> {
         let wait = |rank| thread::spawn(move || end_within(timeout, rank));
         let waiting: Vec<_> = self.ranks.drain(..).map(wait).collect();
@@ -109,7 +109,7 @@ impl Drop for Launched {
     }
 }
 
-/// What rank 0 says behind its first finished size.
+/// The output of rank 0 after its first finished size.
 pub struct Rest(thread::JoinHandle<String>);
 
 impl Rest {
@@ -125,7 +125,7 @@ fn rest_of(mut errors: BufReader<ChildStderr>) -> String {
     rest
 }
 
-/// Who a rank of one host is.
+/// The flags that identify a rank of one host.
 pub fn flags(rank: usize, world: usize, port: u16) -> [String; 4] {
     [
         format!("--rank={rank}"),

@@ -72,7 +72,7 @@ fn names_at_the_root(lib: &str) -> BTreeMap<String, usize> {
     names
 }
 
-/// What code outside of tests names of its own crate: `crate::NAME`.
+/// The names that code outside of tests uses from its own crate: `crate::NAME`.
 fn named_of_the_crate(source: &str) -> Vec<&str> {
     let code = source.split("#[cfg(test)]\nmod tests").next().expect("split gives one part at least");
     let lines = code.lines().filter(|line| !line.trim_start().starts_with("//"));

@@ -8,7 +8,7 @@ use crate::hosted::{ONE_HOST, connect, long, serve};
 
 /// Around every edge: nothing, fragments, chunks, and many of them.
 const SIZES: &str = "0,1,4095,4096,4097,65535,524287,524288,524289,1048577,16777219,256M";
-/// The same without those that take long, or cannot be cut into blocks.
+/// Sizes without those that take long, or cannot be cut into blocks.
 const SIZES_SHORT: &str = "0,1,4095,4096,4097,65535,524287,524288,524289,1048577,16777219";
 const SIZES_OF_BLOCKS: &str = "4097,65535,524287,524289,1048577,16777219";
 
@@ -54,7 +54,7 @@ fn runs() -> Vec<Run> {
     runs
 }
 
-/// What is wrong with a run; its results are counted.
+/// Checks a run and counts its results; the error says what is wrong.
 fn try_run(serves: &[(&str, Serve)], run: &Run, count: &mut usize) -> Result<(), String> {
     let (_, serve) = serves.iter().find(|(unpack, _)| *unpack == run.unpack).expect("one for each mode");
     let args = format!(

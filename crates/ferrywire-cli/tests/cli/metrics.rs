@@ -131,7 +131,7 @@ fn each_metric_has_help_type_and_unit() {
     );
 }
 
-/// What is named `ferrywire_...` and may be a metric, without the endings of a histogram's series.
+/// Names `ferrywire_...` that may be metrics, without the endings of a histogram's series.
 fn metrics_named(text: &str) -> std::collections::BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     let names = words.filter(|word| word.starts_with("ferrywire_") && word.len() > "ferrywire_".len());

@@ -72,7 +72,7 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
     assert!(said.contains(why), "{said}");
     let told = serve.next_error();
     assert!(told.contains("refused a run of 127.0.0.1:") && told.contains(why), "{told}");
-    // What does not need as many of both goes on, and so does the serving end.
+    // A pattern that does not need equal numbers still runs, and the serving end continues.
     let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern all-to-all --sizes 4K {QUICK}");
     assert_eq!(results(&serve.connect(&args)).len(), 7);
     // One endpoint is one endpoint.
@@ -96,10 +96,7 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
         ("--gpus 0-99", "not a GPU number"),
         ("--pattern all-to-all", "name them with --gpus"),
         ("--gpus 0-1 --pattern incast --peers 3", "--peers"),
-        (
-            "--gpus 0-1 --memory sim:3",
-            "--memory sim:3: with --gpus the bytes of each endpoint lie on its own GPU",
-        ),
+        ("--gpus 0-1 --memory sim:3", "--memory sim:3: with --gpus each endpoint uses memory of its own GPU"),
         ("--gpus 0-1 --gpu-nics 0=lo", "no NIC for GPU 1"),
         ("--gpus 0 --gpu-nics 0=lo,1=lo", "GPU 1 is not one of --gpus"),
         ("--gpus 0 --gpu-nics lo", "no GPU before"),
@@ -148,10 +145,10 @@ fn memory_of_several_gpus_has_no_number() {
     assert_eq!(pair(&found[0]), ("sim:5", "sim:3"));
 }
 
-/// What the error advises is what helps, at both ends. Only a GPU that is used is a reason to refuse.
+/// The fix in the error works at both ends. Only a GPU that is used causes a refusal.
 #[test]
 fn a_gpu_without_a_near_nic_needs_leave_to_use_a_far_one() {
-    // Nobody has this NIC: whoever gets so far as to miss it has a plan.
+    // This NIC does not exist: the error about it shows that the plan was reached.
     let host = Tree::of(
         "node 0 0\nnode 1 1\ncpus 0-1\n\
          gpu pci0000:40/0000:40:01.0/0000:41:00.0 node=0\ngpu pci0000:c0/0000:c0:01.0/0000:c1:00.0 node=1\n\
@@ -240,7 +237,7 @@ fn a_port_that_is_taken_names_the_endpoint() {
     let output = run(&format!("bench serve --listen 127.0.0.1:{} --gpus 0-1 --memory host", port - 1));
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     let said = first_error(&output);
-    // Somebody may have the first port, too.
+    // Another process may have the first port, too.
     assert!(said.contains("starting the endpoint of GPU") && said.contains("in use"), "{said}");
 }
 

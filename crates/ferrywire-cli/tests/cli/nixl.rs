@@ -207,7 +207,7 @@ fn what_install_puts_into_every_nixl_remove_takes_away() {
         assert_eq!(table.matches(" up to date ").count(), 2, "{table}");
     }
     assert_eq!(environment.tree().len(), before.len() + 2);
-    for said in ["removed", "nothing of ferrywire's was there"] {
+    for said in ["removed", "no files of ferrywire were installed"] {
         assert!(environment.good("remove").contains(said));
         environment.is_as_before(&before, said);
     }
@@ -343,7 +343,7 @@ fn a_file_that_is_not_ours_is_neither_replaced_nor_removed() {
         let before = environment.tree();
         for args in ["install", "install --as-ucx", "remove"] {
             let said = failed(&environment.run(args));
-            assert!(said.contains("it is not ferrywire's\ntry: move it away"), "{args}: {said}");
+            assert!(said.contains("the file is not ferrywire's\ntry: move the file away"), "{args}: {said}");
             environment.is_as_before(&before, args);
         }
         assert_eq!(environment.each("other_file"), [false, true]);
@@ -409,7 +409,7 @@ fn nixl_installed_anew_ends_the_alias_and_keeps_its_own_ucx() {
         fs::remove_dir_all(environment.packages.join("nixl_cu12-1.5.1.dist-info")).expect("removed");
         environment.nixl("cu12", "1.6.0");
         let newer = fs::read(plugins.join(UCX)).expect("UCX");
-        assert!(failed(&environment.run("status")).contains("the alias is not in force"));
+        assert!(failed(&environment.run("status")).contains("the alias has no effect"));
         environment.good(mend);
         assert_eq!(is_ours(&plugins.join(UCX)), mend == "install --as-ucx", "{mend}");
         environment.good("remove");
@@ -512,7 +512,7 @@ fn what_was_named_in_vain_is_told() {
         python(&script("echo 'it is broken' >&2; exit 7"))
             .contains("exit status: 7: it is broken\ntry: --python")
     );
-    assert!(python(&script("echo hello")).contains("no Python interpreter"));
+    assert!(python(&script("echo hello")).contains("does not answer as a Python interpreter"));
     assert!(python(environment.home.path()).contains("not installed"), "a virtual environment's folder");
 
     for (path, why) in [
@@ -541,7 +541,7 @@ fn two_commands_do_not_change_a_folder_at_once() {
     let before = environment.tree();
     for args in ["install", "remove"] {
         let output = environment.run(args);
-        assert!(first_error(&output).contains("another ferrywire nixl"), "{}", failed(&output));
+        assert!(first_error(&output).contains("another `ferrywire nixl`"), "{}", failed(&output));
     }
     environment.is_as_before(&before, "while another works");
     folder.unlock().expect("unlocked");

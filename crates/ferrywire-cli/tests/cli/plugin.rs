@@ -160,32 +160,32 @@ fn plugins_that_do_not_work_get_one_line_each() {
     let said = |case| refused(&broken(case), "");
     assert_eq!(said("NO_TABLE"), "exports no ncclNetPlugin_v4 to v12: not an NCCL net plugin");
     assert!(said("TOO_OLD").ends_with("only ncclNetPlugin_v3, which is too old"));
-    assert_eq!(said("NULL_NAME"), "its v7 table has no name (a null pointer)");
-    assert_eq!(said("NO_IRECV"), "its v7 table has no irecv function (a null pointer)");
-    assert_eq!(said("NO_DEVICES"), "plugin Broken plugin (v7) has no devices (it says 0)");
+    assert_eq!(said("NULL_NAME"), "the plugin's v7 table has no name (a null pointer)");
+    assert_eq!(said("NO_IRECV"), "the plugin's v7 table has no irecv function (a null pointer)");
+    assert_eq!(said("NO_DEVICES"), "plugin Broken plugin (v7) has no devices (it reports 0)");
     assert_eq!(said("UNRESOLVED"), "cannot be loaded: undefined symbol: this_symbol_is_nowhere");
     let failed = said("INIT_FAILS");
     assert!(failed.starts_with("plugin Broken plugin (v7): init: result 3 (internal error)"), "{failed}");
-    assert!(failed.ends_with("it said last: no NIC here: 0%"), "{failed}");
+    assert!(failed.ends_with("last output: no NIC here: 0%"), "{failed}");
 }
 
 #[test]
 fn a_plugin_that_ends_the_process_is_reported_not_followed() {
     assert_eq!(
         refused(&broken("INIT_EXITS"), ""),
-        "the plugin ended its process with exit status 1 in init; it said last: the manager is not running, giving up"
+        "the plugin ended its process with exit status 1 in init; last output: the manager is not running, giving up"
     );
     assert_eq!(
         refused(&broken("INIT_CRASHES"), ""),
-        "the plugin died by signal 11 (SIGSEGV) in init; it said last: about to crash"
+        "the plugin died by signal 11 (SIGSEGV) in init; last output: about to crash"
     );
     assert_eq!(
         refused(&broken("PROPERTIES_EXIT"), ""),
-        "the plugin ended its process with exit status 9 in getProperties of device 0; it said last: device 0 is gone"
+        "the plugin ended its process with exit status 9 in getProperties of device 0; last output: device 0 is gone"
     );
     assert_eq!(
         refused(&broken("PRINTS_AND_EXITS"), ""),
-        "the plugin died by signal 6 (SIGABRT) in init; it said last: assertion failed: the sky is up"
+        "the plugin died by signal 6 (SIGABRT) in init; last output: assertion failed: the sky is up"
     );
 }
 
@@ -194,7 +194,7 @@ fn a_plugin_that_hangs_is_ended_at_the_timeout() {
     let said = refused(&broken("INIT_HANGS"), "--timeout 3");
     let pid = said
         .strip_prefix(
-            "the plugin did not return within 3s in init; it said last: waiting for ever in process ",
+            "the plugin did not return within 3s in init; last output: waiting for ever in process ",
         )
         .unwrap_or_else(|| panic!("{said}"));
     assert!(!Path::new("/proc").join(pid).exists(), "its process is still there");
@@ -239,7 +239,7 @@ fn a_device_without_properties_fails_the_command_but_not_the_table() {
     assert_eq!(output.status.code(), Some(1));
     assert!(
         first_error(&output)
-            .ends_with("getProperties on device 0: it said success, but the device has no name")
+            .ends_with("getProperties on device 0: the plugin returned success, but the device has no name")
     );
     assert!(text(&output.stdout).contains("exports   v7"));
     let json = json_of(&inspect(&broken("NULL_NIC"), "--json"));

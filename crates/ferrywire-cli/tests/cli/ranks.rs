@@ -119,7 +119,7 @@ fn launched_by(program: &str, args: &str) -> Option<Output> {
         return None;
     }
     let port = port();
-    // Its environment, but its own program.
+    // A process with the rank's environment and another program.
     let mut command = Command::new(program);
     let own = untouched("");
     for (name, value) in own.get_envs() {
@@ -333,7 +333,7 @@ fn options_that_differ_are_named_with_the_rank() {
             "{line}"
         );
     }
-    // What a host may have for itself may differ.
+    // Options that concern one host may differ.
     let port = self::port();
     let outputs = Launched::start(2, "--memory host --iters 3 --sizes 4K", |rank, command| {
         command.args(flags(rank, 2, port)).arg(format!("--threads={}", rank + 1));
@@ -404,7 +404,7 @@ fn a_second_launch_at_one_meeting_point_leaves_the_first_alone() {
         for ((_, why), outputs) in others.iter().zip(&said) {
             let lines = failures(outputs);
             assert!(lines[0].contains("cannot wait for the other ranks at 127.0.0.1:"), "{}", lines[0]);
-            // So says rank 0 of the first.
+            // Rank 0 reports the failure of the first rank.
             assert!(lines[1].starts_with("error: rank 0: ") && lines[1].contains(why), "{}", lines[1]);
             assert!(lines[1].contains("this is rank 0 of a run of 2 on "), "{}", lines[1]);
         }
@@ -449,7 +449,7 @@ fn ranks_have_cuda_gpus_by_their_local_rank() {
     for (rank, output) in outputs.iter().enumerate() {
         let said = text(&output.stderr);
         assert!(output.status.success(), "rank {rank}: {said}");
-        // The stand-in says what nobody has let go of.
+        // The stand-in driver reports resources that were not released.
         let left = said.lines().filter(|line| line.starts_with("stand-in: left"));
         assert!(
             left.clone().count() == 2 && left.clone().all(|line| line.contains("left 0 contexts, 0 streams")),

@@ -79,7 +79,7 @@ fn without_end(peer: &Peer, bytes: usize) {
     }
 }
 
-/// Anybody can knock, and many at once: what each may make this end keep is little.
+/// Any host can connect, and many at once: each may make this end keep little.
 #[test]
 fn a_message_without_end_is_refused() {
     let mut serve = Serve::start("--memory host --timeout 20");
@@ -102,7 +102,7 @@ fn a_message_without_end_is_refused() {
     assert!(serve.next_error().contains("a message of more than 2048 KiB"));
 }
 
-/// What steers a terminal, as JSON may write it, and more of it than anybody reads.
+/// A long text of control characters that steer a terminal, as JSON may write them.
 fn steering() -> String {
     format!("stop \\u001b[2J\u{9b}31m\u{202e}{}", "x".repeat(20_000))
 }
@@ -131,7 +131,7 @@ fn the_words_of_a_peer_do_not_steer_a_terminal() {
     harmless(json(&output)["error"].as_str().expect("an error"));
 }
 
-/// Who has asked for a run of several GPUs, and does not come with all of them, has the time that it named.
+/// A peer that asked for a run of several GPUs and does not connect all of them has the timeout that it named.
 #[test]
 fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
     let mut serve = Serve::start("--gpus 0-1 --memory sim --timeout 600");
@@ -180,7 +180,7 @@ fn a_second_run_of_several_gpus_is_told_that_the_first_has_the_port() {
     assert!(!rest.contains("busy"), "the other peer of the same run is no news: {rest}");
 }
 
-/// What a run is told that comes during another one, which then ends verified; `None` if none came in time.
+/// The refusal of a run that starts during another one, which then ends verified; `None` if no run started in time.
 fn beside_another_run(serve: &Serve, seconds: u64) -> Option<String> {
     let limit = Duration::from_secs(seconds) + TIMEOUT_DEFAULT;
     let args = format!("bench connect {} {FLEET} --seconds {seconds} --json -", serve.address);
@@ -194,7 +194,7 @@ fn beside_another_run(serve: &Serve, seconds: u64) -> Option<String> {
     }
     let output = end_within(limit, first);
     let rows = match text(&output.stderr) {
-        // It is the first that came during the second.
+        // The first run started during the second.
         said if said.contains("busy with a run of") => return None,
         _ => results(&output),
     };

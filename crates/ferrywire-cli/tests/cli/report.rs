@@ -387,7 +387,7 @@ fn stands_alone_but_for(page: &str, script: &str, breaks_out: &str) {
     assert!(page.chars().all(|sign| !sign.is_control() || sign == '\n'), "a control character is left");
 }
 
-/// What `report` says about a bad file, in one line that names the file.
+/// The error of `report` for a bad file: one line that names the file.
 fn refused(files: &Files, name: &str) -> String {
     let before = files.names();
     let output = files.report(&["good.json", name, "--html", "out.html"]);

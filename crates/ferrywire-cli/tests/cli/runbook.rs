@@ -1,4 +1,4 @@
-//! What `docs/a3-high.md` says that users will see is what the code prints.
+//! Checks that the code prints the messages that `docs/a3-high.md` quotes.
 
 use std::fs;
 use std::path::Path;

@@ -18,7 +18,7 @@ fn schema() -> Value {
     serde_json::from_str(&fs::read_to_string(path).expect("the schema")).expect("JSON")
 }
 
-/// What the schema refuses in a document: a place and a reason each.
+/// The violations of the schema in a document, each with its path and reason.
 fn refusals(document: &Value) -> Vec<String> {
     let root = schema();
     let mut found = Vec::new();

@@ -26,7 +26,7 @@ const COMMANDS: [&str; 13] = [
     "nixl status",
     "nixl remove",
 ];
-/// What `doctor` calls how much a finding matters.
+/// The levels of `doctor`'s findings.
 const LEVELS: [&str; 4] = ["FAIL", "warn", "note", "ok"];
 
 /// Compares a text with the stored one of this name; blanks at the ends of lines do not count.
@@ -67,7 +67,7 @@ fn placeholder(word: &str) -> String {
     word.replacen(core, stands_for, 1)
 }
 
-/// The kernel's default differs.
+/// Replaces the name of the congestion control: the kernel's default differs between hosts.
 fn congestion_control(line: &str) -> String {
     match line.split_once("congestion control ") {
         Some((before, after)) => {
@@ -78,7 +78,7 @@ fn congestion_control(line: &str) -> String {
     }
 }
 
-/// What limits a run differs.
+/// Replaces the bottleneck, which differs between runs.
 fn bottleneck(line: &str) -> String {
     match (line.strip_prefix("bottleneck: "), line.rfind(" (size ")) {
         (Some(_), Some(sizes)) => format!("bottleneck: BOTTLENECK{}", &line[sizes..]),
@@ -149,7 +149,7 @@ fn the_table_of_doctor() {
     );
 }
 
-/// Its devices are NICs of the machine: loopback is everywhere.
+/// The plugin's devices are NICs of the machine; only loopback is present everywhere.
 #[test]
 fn the_simulated_plugin() {
     let mut command = ferrywire("plugin");

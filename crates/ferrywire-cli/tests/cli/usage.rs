@@ -1,4 +1,4 @@
-//! What is refused, with which status, and what is said about it.
+//! Refused command lines: exit status and message.
 
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
@@ -191,7 +191,7 @@ fn the_word_auto_is_the_default_and_goes_before_the_environment_and_the_file() {
     assert!(refused("bench --depth automatic").contains("--depth"));
 }
 
-/// Nobody may read standard error either.
+/// A closed standard error does not change the exit status either.
 #[test]
 fn an_error_that_nobody_reads_keeps_its_exit_status() {
     for (args, status) in

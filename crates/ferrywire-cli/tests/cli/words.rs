@@ -21,7 +21,7 @@ const SEARCHES: [&str; 11] = [
     ".match_indices(",
 ];
 
-/// What a message for people is called, at the end of an expression.
+/// The functions and macros that take a message for people, as they end an expression.
 const MESSAGES: [&str; 23] = [
     "to_string()",
     "to_lowercase()",

@@ -132,7 +132,7 @@ impl Running {
         let mut said = BufReader::new(child.stdout.take().expect("piped"));
         let listens = said.by_ref().lines().any(|line| line.is_ok_and(|line| line.contains(&listen)));
         assert!(listens, "it does not listen: {:?}", child.wait());
-        // What it says later is not read, but it can say it.
+        // Later output is discarded, so that the process does not block on a full pipe.
         thread::spawn(move || std::io::copy(&mut said, &mut std::io::sink()));
         Running { child }
     }
@@ -148,7 +148,7 @@ impl Running {
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
-    /// Its exit status, once it has ended.
+    /// Waits for the end of the process; returns its exit status.
     pub fn ended(mut self) -> Option<i32> {
         let began = Instant::now();
         loop {

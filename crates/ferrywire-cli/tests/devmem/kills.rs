@@ -6,7 +6,7 @@ use std::env;
 use std::thread;
 use std::time::Duration;
 
-/// It would go on for longer than anybody waits.
+/// A run that is longer than any test waits.
 const LONG_RUN: &str = "--sizes 1M --seconds 3000 --channels 2 --depth 2";
 
 fn has_rules(seen: &Seen) -> bool {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_ferrywire");
 
-/// What the barrier has time for.
+/// The tests that the gate has time for.
 #[test]
 fn runs_leave_nothing_at_nics() {
     boot::pass_beside(

@@ -48,7 +48,7 @@ pub fn undisturbed<T>(run: impl Fn() -> T) -> T {
     for _ in 1..TRIES {
         let before = LOST_US.load(Ordering::Relaxed);
         let result = catch_unwind(AssertUnwindSafe(&run));
-        // What stopped the run may have ended just now.
+        // The cause of the pause may have ended just now.
         thread::sleep(2 * TICK);
         let lost = Duration::from_micros(LOST_US.load(Ordering::Relaxed) - before);
         if lost < LOST_MAX {

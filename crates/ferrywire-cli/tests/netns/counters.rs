@@ -1,4 +1,4 @@
-//! What the kernel counts on NICs, beside what the command says it has sent.
+//! Compares the kernel's counters of NICs with the bytes that the command reports.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ const HEADERS_BYTES: u64 = 14 + 20 + 20 + 12;
 /// How far the two may lie apart, with heads, acknowledgements and the conversation in it.
 const AGREE: f64 = 0.01;
 
-/// What the NICs of host A have sent, by link.
+/// Bytes that the NICs of host A have sent, by link.
 pub struct Counters(Vec<(u64, u64)>);
 
 impl Counters {
@@ -30,7 +30,7 @@ impl Counters {
     }
 }
 
-/// What was sent by the words of these rows, by NIC.
+/// Bytes sent according to these rows, by NIC.
 pub fn told(rows: &[Value]) -> BTreeMap<String, u64> {
     let mut told = BTreeMap::new();
     for nic in rows.iter().flat_map(|row| row["per_nic"].as_array().expect("NICs")) {

@@ -1,4 +1,4 @@
-//! What the doctor finds between hosts: ways, packets and NICs that do not meet.
+//! Findings of `doctor` between hosts: paths, packet sizes and NICs without a counterpart.
 
 use serde_json::Value;
 

@@ -1,4 +1,4 @@
-//! What is missing when a run is to start: a NIC that is down, a port that is taken; and what a mesh of few ranks says of
+//! Runs that cannot start: a NIC that is down, a port in use; and the notes of an all-to-all run of few ranks about
 //! its rails. Two GPUs a side, each with a NIC of its own.
 
 use std::time::Duration;

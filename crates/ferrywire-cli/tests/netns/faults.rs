@@ -8,7 +8,7 @@ use crate::process::{CONNECT, Ended, Process, SERVE, wait_until};
 use crate::world::{Host, World};
 use crate::{RUN_TIMEOUT, clock, long, nothing_is_left, shared_turn, skip, summarize};
 
-/// What is promised of a silent peer's loss: 10 s, the engine's default limit, and a second for a busy machine.
+/// Longest time until a silent peer is reported as lost: the default peer timeout of 10 s, and 1 s for a busy machine.
 const NOTICED_IN: Duration = Duration::from_secs(11);
 /// Speed of each link.
 const RATE: &str = "50mbit";
@@ -16,7 +16,7 @@ const RATE: &str = "50mbit";
 const RUNS: usize = 20;
 const RUNS_TOGETHER: usize = 4;
 
-/// What befalls a run.
+/// The fault that hits a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fault {
     /// The process on a host is stopped for good.
@@ -41,7 +41,7 @@ impl Fault {
         }
     }
 
-    /// Makes it good for whoever connects next.
+    /// Repairs the fault for the next run.
     fn mend(self, world: &World) {
         match self {
             Fault::Stopped(_) => {}
@@ -104,7 +104,7 @@ fn serve_goes_on(fault: Fault, world: &World, mut serve: Process) -> Duration {
     let error = serve.await_error(RUN_TIMEOUT);
     assert!(error.contains(CONNECT), "{error}");
     assert!(serve.runs(), "serve ended: {}", serve.errors());
-    // Nobody finds a serve whose own host is gone.
+    // A serving end on a deleted host cannot be reached again.
     if fault != Fault::Deleted(Host::B) {
         fault.mend(world);
         Process::connect(world, "--sizes 64K --iters 8").end(RUN_TIMEOUT).verified();

@@ -12,7 +12,7 @@ use crate::{RUN_TIMEOUT, clock, long, nothing_is_left, shared_turn, summarize};
 const NOTICED_IN: Duration = Duration::from_secs(5);
 /// Kills happen up to this long after the start of `connect`.
 const MOMENT_MAX_MS: u64 = 2500;
-/// So short that set-up, timed part, verified pass and what lies between are all met.
+/// Sizes that are so short that kills meet the set-up, the timed part, the verified pass and the steps between.
 const MANY_SIZES: &str = "--sizes 1M,64K,2M,4K,4M,1K,1M,64K,2M,4K,4M,1K --seconds 0.4";
 
 /// A number of a sequence that a seed determines.

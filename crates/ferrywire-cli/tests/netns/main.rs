@@ -72,7 +72,7 @@ fn summarize(kind: &str, runs: usize, mut noticed: Vec<Duration>, promise: Durat
     assert!(!long() || max <= promise.as_secs_f64(), "{kind}: noticed after {max:.1} s, not {promise:?}");
 }
 
-/// Whoever used these hosts has left nothing there.
+/// Checks that no process, file or setting of a run is left on these hosts.
 fn nothing_is_left(world: &World) {
     for host in [Host::A, Host::B].into_iter().filter(|host| world.exists(*host)) {
         assert_eq!(world.processes(host), "", "processes of {host:?}");

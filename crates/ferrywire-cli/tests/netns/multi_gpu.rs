@@ -83,7 +83,7 @@ pub fn measured_by(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value
     (Counters::payload_since(world, &before), results)
 }
 
-/// What a mesh says of GPUs whose own NICs do not reach those of the others there.
+/// The notes of an all-to-all run about GPUs whose NICs do not reach those of other GPUs of the peer.
 pub fn mesh_notes() -> Vec<String> {
     let mut notes = Vec::new();
     for gpu in 0..GPUS {
@@ -238,7 +238,7 @@ fn either_process_may_be_killed_under_eight_gpus() {
     assert_eq!(run.kill().status, None);
     let said = served.await_error(RUN_TIMEOUT);
     assert!(said.contains("10.77."), "{said}");
-    // It is there for the next one.
+    // The serving end accepts the next run.
     let again = connect(&world, MAPS[0], "--sizes 64K --iters 4 --warmup 0 --channels 2");
     assert!(again.len() == GPUS + 1 && again.iter().all(|row| row["verified"] == true));
     let run = Process::start(&world, Host::A, &args);

@@ -14,7 +14,7 @@ use crate::{RUN_TIMEOUT, clock};
 
 /// Where `serve` is found.
 pub const SERVE: &str = "10.77.1.2:7420";
-/// How `serve` names whoever connects to [`SERVE`].
+/// The name by which `serve` calls peers that connect to [`SERVE`].
 pub const CONNECT: &str = "10.77.1.1:";
 /// Begins a line that says what failed.
 const FAILED: &str = "error: ";
@@ -70,7 +70,7 @@ fn error_lines(text: &str) -> Vec<String> {
     text.lines().filter(|line| line.starts_with(FAILED)).map(str::to_owned).collect()
 }
 
-/// What a process has said.
+/// The output of a process.
 #[derive(Default)]
 struct Said {
     text: String,
@@ -142,17 +142,17 @@ impl Process {
         self.child.try_wait().expect("it can be waited for").is_none()
     }
 
-    /// What it said failed, so far.
+    /// The error lines so far.
     pub fn error_lines(&self) -> Vec<String> {
         error_lines(&lock(&self.errors).text)
     }
 
-    /// Those of them that are about its own runs.
+    /// The error lines about the process's own runs.
     pub fn failures(&self) -> Vec<String> {
         self.error_lines().into_iter().filter(|line| is_failure(line)).collect()
     }
 
-    /// Its standard error so far.
+    /// The standard error so far.
     pub fn errors(&self) -> String {
         lock(&self.errors).text.clone()
     }

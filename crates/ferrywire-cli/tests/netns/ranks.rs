@@ -12,7 +12,7 @@ use crate::{RUN_TIMEOUT, long, nothing_is_left, shared_turn, skip, turn};
 
 type Variables = Vec<(&'static str, String)>;
 
-/// What torchrun sets, whose own store holds the port of `MASTER_PORT`.
+/// The variables of torchrun, whose own store holds the port of `MASTER_PORT`.
 fn torchrun(rank: usize) -> Variables {
     vec![
         ("RANK", rank.to_string()),
@@ -26,7 +26,7 @@ fn torchrun(rank: usize) -> Variables {
     ]
 }
 
-/// What srun sets.
+/// The variables of srun.
 fn slurm(rank: usize) -> Variables {
     vec![
         ("SLURM_PROCID", rank.to_string()),
@@ -45,12 +45,12 @@ fn start(world: &World, maps: [&str; 2], args: &str, launcher: fn(usize) -> Vari
     (0..2 * GPUS).map(one).collect()
 }
 
-/// The results of a run in which nobody but rank 0 printed anything.
+/// The results of a run in which only rank 0 printed anything.
 fn results(ranks: Vec<Process>) -> Vec<Value> {
     outcome(ranks).0
 }
 
-/// The same, with what rank 0 noted.
+/// The results and the notes of rank 0.
 fn outcome(ranks: Vec<Process>) -> (Vec<Value>, Vec<String>) {
     let all: Vec<Ended> = ranks.into_iter().map(|rank| rank.end(2 * RUN_TIMEOUT)).collect();
     for (rank, ended) in all.iter().enumerate() {

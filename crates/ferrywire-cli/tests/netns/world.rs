@@ -213,7 +213,7 @@ impl World {
         }
     }
 
-    /// It sees all packets again.
+    /// Lets the host receive all packets again.
     pub fn undeafen(&self, host: Host) {
         self.inside(host, "nft", &["delete table inet deaf"]);
     }

@@ -67,7 +67,7 @@ impl FromStr for Version {
     fn from_str(text: &str) -> Result<Version, String> {
         let number = text.strip_prefix('v').unwrap_or(text);
         let known = Version::NEWEST_FIRST.into_iter().find(|version| version.number().to_string() == number);
-        known.ok_or_else(|| format!("{text:?} is no version of the ncclNet interface; there are v4 to v12"))
+        known.ok_or_else(|| format!("{text:?} is not a version of the ncclNet interface; expected v4 to v12"))
     }
 }
 

@@ -121,7 +121,7 @@ fn a_failing_init_is_told_with_its_last_words_and_not_repeated() {
     let path = broken("INIT_FAILS");
     let (error, said) = refused(&path);
     assert!(said.contains("init: result 3 (internal error)"), "{said}");
-    assert!(said.ends_with("it said last: no NIC here: 0%"), "{said}");
+    assert!(said.ends_with("last output: no NIC here: 0%"), "{said}");
     assert_eq!(refused(&path).0, error);
     assert_eq!(inits(&path), 1, "init runs once per process");
 }
@@ -131,7 +131,7 @@ fn a_failing_init_is_told_with_its_last_words_and_not_repeated() {
 fn a_failing_init_is_told_with_its_last_warning() {
     let (_, said) = refused(&broken("INIT_WARNS_AND_FAILS"));
     assert!(
-        said.contains("init: result 3 (internal error); it said last: NET/X : no interface found; fix: "),
+        said.contains("init: result 3 (internal error); last output: NET/X : no interface found; fix: "),
         "{said}"
     );
     assert!(said.contains("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"), "{said}");

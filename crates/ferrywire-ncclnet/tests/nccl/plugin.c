@@ -82,7 +82,7 @@ struct properties {
 #endif
 };
 
-/* What older versions say as int, newer ones say as size_t. */
+/* Sizes are int in older versions and size_t in newer ones. */
 #if VERSION >= 8
 typedef size_t region_size;
 #define REGION_SIZE ((size_t)0x123456789)

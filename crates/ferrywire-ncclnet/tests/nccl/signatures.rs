@@ -128,7 +128,7 @@ impl Round {
         let (mut send, mut recv) = (None, None);
         for _ in 0..3 {
             assert!(send.is_none() && recv.is_none());
-            // What the plugin has a pointer to must not move when its owner does.
+            // Memory that the plugin points to must not move when its owner does.
             let mut elsewhere = Box::new(connecting);
             send = elsewhere.poll().expect("connects");
             connecting = *elsewhere;

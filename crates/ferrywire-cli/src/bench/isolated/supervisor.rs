@@ -23,7 +23,7 @@ use crate::transport::PluginUse;
 use crate::units::rounded;
 
 /// How often a silent child is checked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// The engine gives up a call that does not return; the parent does so this much later.
 const CALL_GRACE: Duration = Duration::from_secs(5);
 /// A call is overdue after this many reports in a row, so that a pause of the whole machine does not count.
@@ -104,7 +104,7 @@ impl<'a> Supervisor<'a> {
     pub fn next(&mut self) -> Event {
         loop {
             let began = Instant::now();
-            match self.seen.recv_timeout(LOOK_INTERVAL) {
+            match self.seen.recv_timeout(POLL_INTERVAL) {
                 Ok(Seen::Message(message)) => {
                     self.silent = Duration::ZERO;
                     if let Some(event) = self.hear(message) {
@@ -118,7 +118,7 @@ impl<'a> Supervisor<'a> {
                 }
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            if let Some(failure) = self.look(began.elapsed().min(2 * LOOK_INTERVAL)) {
+            if let Some(failure) = self.check(began.elapsed().min(2 * POLL_INTERVAL)) {
                 return Event::Ended(failure);
             }
         }
@@ -153,7 +153,7 @@ impl<'a> Supervisor<'a> {
     }
 
     /// Checks for events that the child does not report.
-    fn look(&mut self, passed: Duration) -> Option<Failure> {
+    fn check(&mut self, passed: Duration) -> Option<Failure> {
         self.silent += passed;
         if sys::interrupted() {
             let since = self.interrupted.get_or_insert_with(|| {

@@ -146,7 +146,8 @@ impl<'a> Connecting<'a> {
                         Err(Failure::failed("internal error, please report: a conversation panicked"))
                     }),
                     Err(error) => {
-                        let failure = Failure::failed(format!("cannot start a thread: {error}"));
+                        let failure =
+                            Failure::failed(format!("cannot start a thread for a partner: {error}"));
                         self.group.fail(None, &failure);
                         Err(failure)
                     }

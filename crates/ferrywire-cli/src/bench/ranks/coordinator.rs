@@ -106,11 +106,12 @@ impl Coordinator {
             }
             RankMessage::Failed { why, .. } => Some(self.fault(from, why)),
             RankMessage::Join(_) => {
-                Some(self.fault(from, "it has come twice: is it the same version?".to_owned()))
+                Some(self.fault(from, "it has joined twice: install one version on all hosts".to_owned()))
             }
-            RankMessage::Table(_) | RankMessage::Pass(_) | RankMessage::Over(_) => {
-                Some(self.fault(from, "it speaks as only rank 0 may: is it the same version?".to_owned()))
-            }
+            RankMessage::Table(_) | RankMessage::Pass(_) | RankMessage::Over(_) => Some(self.fault(
+                from,
+                "it sent a message that only rank 0 sends: install one version on all hosts".to_owned(),
+            )),
         }
     }
 
@@ -417,7 +418,7 @@ mod tests {
             let again = RankMessage::Join(Box::new(Card { rank, ..card(1) }));
             assert!(
                 fault(coordinator(Pattern::Unidir, 2).take(1, again))
-                    .starts_with("rank 1 (h0): it has come twice")
+                    .starts_with("rank 1 (h0): it has joined twice")
             );
         }
     }

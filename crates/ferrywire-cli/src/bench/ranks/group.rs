@@ -26,7 +26,7 @@ use crate::sys;
 use crate::units::rounded;
 
 /// How often rank 0 checks whether other ranks have left.
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a rank that has failed waits for the cause of the run's end.
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
 /// After the last message of a conversation its endpoints are closed, which takes longer than a short timeout.
@@ -205,7 +205,7 @@ impl Group {
     }
 
     /// Reports that this rank is done, and waits until all are. At rank 0 all reports have arrived by then; only
-    /// farewells are missing.
+    /// closing messages are missing.
     fn await_end(&self) -> Outcome {
         self.say(RankMessage::Done)?;
         let is_over = |state: &mut State| state.over.clone();
@@ -233,7 +233,7 @@ impl Group {
             if all_came.is_some_and(|since| left || since.elapsed() > VERDICT_WAIT) {
                 return;
             }
-            thread::sleep(LOOK_INTERVAL);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -343,7 +343,7 @@ impl Group {
         &self,
         limit: Option<Duration>,
         tick: &dyn Fn(),
-        mut look: impl FnMut(&mut State) -> Option<T>,
+        mut poll: impl FnMut(&mut State) -> Option<T>,
     ) -> Outcome<Option<T>> {
         let since = Instant::now();
         let mut state = self.lock();
@@ -351,7 +351,7 @@ impl Group {
             if let Some(Some(fault)) = &state.over {
                 return Err(Failure::failed(fault.to_string()));
             }
-            if let Some(found) = look(&mut state) {
+            if let Some(found) = poll(&mut state) {
                 return Ok(Some(found));
             }
             if sys::interrupted() {

@@ -17,7 +17,7 @@ use crate::sys;
 /// Pause between attempts to reach rank 0, which may start later.
 const DIAL_INTERVAL: Duration = Duration::from_millis(100);
 /// How often a pending connection is checked.
-const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The endpoint for the group's messages only, which are few.
 pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
@@ -88,7 +88,7 @@ fn dial_once(
             let (what, peer) = (format!("connecting to {address}"), Some(address.to_string()));
             return Ok(Err(ConnectError::Stalled { what, peer, waited: timeout }));
         }
-        pause(LOOK_INTERVAL)?;
+        pause(POLL_INTERVAL)?;
     }
 }
 

@@ -20,7 +20,7 @@ use crate::args::Inject;
 use crate::exit::{Failure, Outcome};
 use crate::plan::RanksPlan;
 
-/// Ranks that connect may begin so much later than this one waits.
+/// How much later than this rank a connecting rank may start.
 const CONNECT_GRACE: Duration = Duration::from_secs(5);
 
 /// Starts the endpoint, and serves when all are ready.
@@ -66,7 +66,7 @@ fn with_multi_gpu(plan: &RanksPlan, group: &Arc<Group>, multi_gpu: &MultiGpu) ->
 }
 
 impl RanksPlan {
-    /// On loopback any free port; else the group's, with the local rank added.
+    /// The address to listen on: any free port on loopback, otherwise the group's port plus the local rank.
     fn serves_at(&self) -> Outcome<SocketAddr> {
         if self.on_loopback {
             return Ok(SocketAddr::new(self.listen.ip(), 0));
@@ -82,7 +82,7 @@ impl RanksPlan {
         Ok(SocketAddr::new(self.listen.ip(), port.ok_or_else(none)?))
     }
 
-    /// Says where a port came from that somebody else has.
+    /// Adds the origin of a port to the error that another process has it.
     fn port_taken(&self, failure: Failure) -> Failure {
         match failure {
             Failure::AddressInUse(why) if !self.on_loopback => {
@@ -105,7 +105,7 @@ struct Serving<'a> {
     run_id: String,
     run: Run,
     barrier: &'a Barrier,
-    /// The ranks that connect, and which of them have.
+    /// The ranks that connect to this one, and whether each has connected.
     members: Vec<u32>,
     came: Mutex<Vec<bool>>,
     inject: Option<Inject>,
@@ -122,7 +122,7 @@ impl Serving<'_> {
                 spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
             });
             if let Err(failure) = outcome {
-                // Known to all before any conversation can end because of it.
+                // All ranks learn of the failure before a conversation can end because of it.
                 self.group.fail(None, &failure);
                 self.note(failure);
             }
@@ -130,7 +130,7 @@ impl Serving<'_> {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
     }
 
-    /// Takes in peers until all members are among them.
+    /// Accepts peers until all members have connected.
     fn accept_all(&self, attend: impl Fn(Peer) -> Outcome) -> Outcome {
         let (since, limit) = (Instant::now(), self.timeout + CONNECT_GRACE);
         while let Some(missing) = self.missing() {
@@ -177,7 +177,7 @@ impl Serving<'_> {
         }
     }
 
-    /// Hears who it is: a member that this rank waits for, or somebody else.
+    /// Reads a peer's greeting: the peer is a member that this rank waits for, or another process.
     fn admit(&self, link: &Link) -> Outcome<usize> {
         let Hello { run_id, member, version, .. } = match link.hear()? {
             Message::Hello(hello) => *hello,
