@@ -27,7 +27,7 @@ const TABLES: [fn() -> Box<dyn Any>; 8] = [
 ];
 
 /// Registers the fork handlers, once. Called before the first handle exists; before that no table can be locked.
-pub(crate) fn look_after() {
+pub(crate) fn install_fork_handlers() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: the functions live as long as this library. If memory is short, the handlers are missing and a child

@@ -9,7 +9,7 @@ use std::any::Any;
 use std::ffi::c_int;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use crate::forks::look_after;
+use crate::forks::install_fork_handlers;
 use crate::status::{FERRYWIRE_OK, Failure, Out, call};
 
 /// A type that C holds handles of.
@@ -58,7 +58,7 @@ impl<T: Object> Handles<T> {
     }
 
     fn add(&self, value: T) -> Result<*mut T, Failure> {
-        look_after();
+        install_fork_handlers();
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let slot = match slots.free.pop() {
             Some(slot) => slot,

@@ -46,7 +46,7 @@ use kernel::{Host, Kernel};
 use record::Claimed;
 use settings::{Bench, Others};
 
-/// What a claim needs of a NIC.
+/// The requirements of a claim on a NIC.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
     /// The number of receive queues.

@@ -181,7 +181,7 @@ impl Receiving {
     /// # Errors
     /// The reason why nothing more will arrive.
     pub fn is_whole(&mut self, number: u64) -> Result<bool, String> {
-        self.look_after_part()?;
+        self.poll_part()?;
         let at = number.wrapping_sub(self.first) as usize;
         while self.whole <= at && self.whole < self.messages.len() {
             if !self.receive()? {
@@ -310,7 +310,7 @@ impl Receiving {
     }
 
     /// Returns the fragments of a part once it has been gathered.
-    fn look_after_part(&mut self) -> Result<(), String> {
+    fn poll_part(&mut self) -> Result<(), String> {
         let (Some(part), Some(gatherer)) = (&self.part, &mut self.gatherer) else { return Ok(()) };
         match gatherer.poll(part.number) {
             Poll::Pending => return Ok(()),

@@ -1,4 +1,4 @@
-//! What is known of a process at one moment. Counters only grow while their peer is connected.
+//! A sample: the counters of a process at one moment. Counters only grow while their peer is connected.
 
 use serde::{Deserialize, Serialize};
 

@@ -224,7 +224,7 @@ fn left(end: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// What a client asks for.
+/// A client's request.
 enum Request {
     Metrics,
     Root,

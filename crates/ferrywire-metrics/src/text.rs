@@ -35,7 +35,7 @@ fn without_empty_kinds(mut family: MetricFamily) -> MetricFamily {
     family
 }
 
-/// What channels have: summed over the channels of one NIC and peer.
+/// Metrics of channels, summed over the channels of one NIC and peer.
 fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let mut paths: BTreeMap<[&str; 2], Vec<&ChannelSample>> = BTreeMap::new();
     for peer in &process.peers {
@@ -105,7 +105,7 @@ fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
 }
 
-/// What is counted per peer.
+/// Metrics with the label of a peer.
 fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let mut peers: BTreeMap<&str, PeerSample> = BTreeMap::new();
     let mut infos: BTreeMap<[&str; 4], f64> = BTreeMap::new();
@@ -158,7 +158,7 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
 }
 
-/// What has no label of a peer.
+/// Metrics without the label of a peer.
 fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let staged: Vec<&StagingSample> = process
         .peers

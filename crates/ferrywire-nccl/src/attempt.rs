@@ -226,9 +226,9 @@ impl Attempt {
         let (several, is_late) = (self.pairs.len() > 1, self.is_late());
         let is_given_up = |pair| several && (is_late || unreachable_paths::has(pair));
         let given_up: Vec<bool> = self.pairs.iter().map(is_given_up).collect();
-        let looks = given_up.contains(&true);
+        let has_given_up = given_up.contains(&true);
         let answers = |pair| self.dialled.iter().any(|dialled| dialled.pair == pair && !dialled.is_silent());
-        let answered: Vec<bool> = (0..self.pairs.len()).map(|pair| looks && answers(pair)).collect();
+        let answered: Vec<bool> = (0..self.pairs.len()).map(|pair| has_given_up && answers(pair)).collect();
         for dialled in self.dialled.iter_mut().filter(|dialled| dialled.conn.is_none()) {
             let pair = dialled.pair;
             match dialled.dialling.poll(&self.secret) {

@@ -104,7 +104,7 @@ impl Wish {
             // while it makes its first communicator.
             unsafe { std::env::set_var(name, self.value.to_string()) };
         }
-        log::info(format_args!("{}={} set", self.variable, self.value));
+        log::info(format_args!("set {}={}", self.variable, self.value));
     }
 
     /// Removes a value that a parent process has set for ferrywire, which another network would take for the user's
@@ -114,7 +114,7 @@ impl Wish {
             // SAFETY: as for setting it.
             unsafe { std::env::remove_var(name) };
         }
-        log::info(format_args!("{} of a parent process, for ferrywire, removed", self.variable));
+        log::info(format_args!("removed {}, which a parent process had set for ferrywire", self.variable));
     }
 
     /// Whether a parent process has set the variable.

@@ -134,7 +134,7 @@ fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
     let refused = |why: String| Fault::usage(format_args!("devices {members:?} cannot be merged: {why}"));
     let find = |(k, number): (usize, &i32)| {
         if members[..k].contains(number) {
-            return Err(refused(format!("{number} is named twice")));
+            return Err(refused(format!("device {number} is named twice")));
         }
         let found = usize::try_from(*number).ok().and_then(|index| plain.get(index));
         found.ok_or_else(|| refused(format!("there is no plain device {number}")))
@@ -143,8 +143,8 @@ fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
     let fitting =
         handle::fitting(found.iter().flat_map(|device| &device.nics).map(|nic| nic.address), HANDLE_BYTES);
     match found.len() {
-        0 => Err(refused("there are none".into())),
-        count if count > fitting => Err(refused(format!("a handle holds the addresses of {fitting}"))),
+        0 => Err(refused("the list of devices is empty".into())),
+        count if count > fitting => Err(refused(format!("at most {fitting} NICs fit into a handle"))),
         _ => Ok(found),
     }
 }
@@ -220,8 +220,8 @@ mod tests {
         assert!(why(&four, &[0, 1, 0]).contains("0 is named twice"));
         assert!(why(&four, &[]).contains("none"));
         assert_eq!(check(&plain(8, "10.0.K.1"), &[7, 6, 5, 4, 3, 2, 1, 0]).unwrap().len(), 8);
-        assert!(why(&plain(9, "10.0.K.1"), &[0, 1, 2, 3, 4, 5, 6, 7, 8]).contains("addresses of 8"));
-        assert!(why(&plain(5, "2001:db8::K"), &[0, 1, 2, 3, 4]).contains("addresses of 4"));
+        assert!(why(&plain(9, "10.0.K.1"), &[0, 1, 2, 3, 4, 5, 6, 7, 8]).contains("at most 8 NICs"));
+        assert!(why(&plain(5, "2001:db8::K"), &[0, 1, 2, 3, 4]).contains("at most 4 NICs"));
     }
 
     #[test]

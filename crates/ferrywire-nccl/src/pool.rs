@@ -228,7 +228,7 @@ pub struct Wire {
 /// The reason why a wire cannot take work immediately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delay {
-    /// There is none.
+    /// No delay: the worker is awake.
     Awake,
     /// The worker sleeps.
     Asleep,
@@ -363,7 +363,7 @@ struct Apart<T>(T);
 
 #[derive(Default)]
 struct Signs {
-    /// There are commands.
+    /// Whether commands are queued.
     commanded: AtomicBool,
     /// The worker has to be woken.
     sleeps: AtomicBool,

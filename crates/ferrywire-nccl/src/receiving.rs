@@ -242,7 +242,7 @@ impl RecvComm {
             done = slot.done();
         }
         if done.is_none() && ending {
-            done = self.last_look(&mut own, slot);
+            done = self.check_last(&mut own, slot);
         }
         match done {
             Some(_) => {
@@ -263,7 +263,7 @@ impl RecvComm {
     }
 
     /// The length of a message that may have lost a part, if it is complete after all.
-    fn last_look(&self, own: &mut RecvOwn, slot: &Slot) -> Option<usize> {
+    fn check_last(&self, own: &mut RecvOwn, slot: &Slot) -> Option<usize> {
         let message = slot.message.load(Ordering::Relaxed);
         // In this order: a stream's bytes are counted before its end.
         let lost = self.shared.is_lost(message);

@@ -322,7 +322,7 @@ impl SendComm {
         let mut own = locked(&self.own);
         if own.sender.is_busy() || !own.inline.is_empty() {
             self.send_inline(&mut own);
-            self.look_at_inline(&mut own);
+            self.check_inline(&mut own);
         }
         let Some(Posted { bytes, .. }) = own.posted[slot] else {
             return Err(Fault::usage("test of a request that is done"));
@@ -346,7 +346,7 @@ impl SendComm {
     }
 
     /// Checks socket 0 for the peer's end; workers check the sockets for bulk.
-    fn look_at_inline(&self, own: &mut SendOwn) {
+    fn check_inline(&self, own: &mut SendOwn) {
         if own.sender.is_busy() && own.health_asked.elapsed() >= HEALTH_INTERVAL {
             own.health_asked = Instant::now();
             if let Some(fault) = own.sender.silence() {

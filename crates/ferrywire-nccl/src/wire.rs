@@ -146,14 +146,14 @@ impl Sender {
     }
 
     /// Checks for the peer's end: the peer sends nothing else on this socket.
-    pub fn look(&mut self, comm: &Sending) -> Turn {
+    pub fn check_end(&mut self, comm: &Sending) -> Turn {
         let mut byte = 0;
         // SAFETY: the byte is a local variable.
         let fault = match unsafe { self.conn.recv(&[IoVec::new(&mut byte, 1)]) } {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
             Err(e) => Fault::connection(&self.name, &e),
             Ok(0) => Fault::remote(format_args!("{} has closed the connection", self.name)),
-            Ok(_) => Fault::remote(format_args!("{} sent what nobody asked for", self.name)),
+            Ok(_) => Fault::remote(format_args!("{} sent data that was not requested", self.name)),
         };
         comm.failure.record(fault);
         Turn::Over

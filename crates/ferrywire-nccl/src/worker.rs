@@ -24,7 +24,7 @@ use crate::pool::{Command, NO_MESSAGE, Side, Wire, Worker};
 use crate::settings::settings;
 use crate::wire::{HEALTH_INTERVAL, Turn};
 
-/// If other threads had the core for this long, they want it: polling then costs more than being woken.
+/// Pause between two polls beyond which other threads are taken to need the core: polling then costs more than a wake-up.
 const YIELD_MAX: Duration = Duration::from_micros(200);
 /// For this long after that, the worker sleeps without polling first.
 const CROWDED_FOR: Duration = Duration::from_millis(20);
@@ -94,8 +94,8 @@ impl Loop {
             } else {
                 unasked = 0;
                 let now = Instant::now();
-                let looked = now < crowded_until || now.duration_since(idle_since) >= spin;
-                worked |= self.wait(&mut events, looked && !worked);
+                let may_sleep = now < crowded_until || now.duration_since(idle_since) >= spin;
+                worked |= self.wait(&mut events, may_sleep && !worked);
                 for event in &events {
                     worked |= self.ready(event);
                 }
@@ -213,8 +213,8 @@ impl Loop {
         match &wire.side {
             Side::Send { sender, comm, blocked, .. } => {
                 if event.readable || broken {
-                    let looked = locked(sender).as_mut().map(|sender| sender.look(comm));
-                    if looked != Some(Turn::Idle) {
+                    let turn = locked(sender).as_mut().map(|sender| sender.check_end(comm));
+                    if turn != Some(Turn::Idle) {
                         seat.leave();
                         return true;
                     }

@@ -115,7 +115,7 @@ impl Agent {
             let _end = EndOfService(&of_thread);
             of_thread.run();
         });
-        let thread = thread.map_err(|error| format!("start a thread: {error}"))?;
+        let thread = thread.map_err(|error| format!("cannot start a thread: {error}"))?;
         Ok(Agent { shared, info: info.to_bytes(), has_gpus, thread: Mutex::new(Some(thread)) })
     }
 

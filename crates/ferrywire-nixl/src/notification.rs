@@ -79,7 +79,7 @@ impl Assembly {
                 }
                 self.bytes.extend_from_slice(part);
                 if self.bytes.len() > total {
-                    return Err("its parts are longer than the whole");
+                    return Err("its parts are longer than the announced length");
                 }
                 let whole = self.bytes.len() == total;
                 Ok(whole.then(|| (sender.to_vec(), std::mem::take(&mut self.bytes))))

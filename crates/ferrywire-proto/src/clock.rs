@@ -12,26 +12,26 @@ use std::time::Duration;
 /// A clock. Links and dials measure all their times on it.
 #[derive(Debug)]
 pub struct Clock {
-    looked_at: Duration,
+    last_read: Duration,
     missed: Duration,
 }
 
 impl Clock {
     /// A clock that starts at the time `real` of the transport's clock.
     pub fn new(real: Duration) -> Clock {
-        Clock { looked_at: real, missed: Duration::ZERO }
+        Clock { last_read: real, missed: Duration::ZERO }
     }
 
     /// The time at the last reading.
     pub fn now(&self) -> Duration {
-        self.looked_at.saturating_sub(self.missed)
+        self.last_read.saturating_sub(self.missed)
     }
 
     /// Reads the clock; `real` is the current time of the transport's clock.
-    pub fn look(&mut self, real: Duration) -> Duration {
-        let apart = real.saturating_sub(self.looked_at);
+    pub fn read(&mut self, real: Duration) -> Duration {
+        let apart = real.saturating_sub(self.last_read);
         self.missed += apart.saturating_sub(limits::CONTROL_TURNS_APART_MAX);
-        self.looked_at = self.looked_at.max(real);
+        self.last_read = self.last_read.max(real);
         real.saturating_sub(self.missed)
     }
 }
@@ -57,10 +57,10 @@ mod tests {
     fn time_without_turns_does_not_pass() {
         let second = Duration::from_secs(1);
         let mut clock = Clock::new(5 * second);
-        assert_eq!(clock.look(5 * second), 5 * second);
-        assert_eq!(clock.look(6 * second), 6 * second);
-        assert_eq!(clock.look(66 * second), 6 * second + limits::CONTROL_TURNS_APART_MAX);
-        assert_eq!(clock.look(66 * second), 6 * second + limits::CONTROL_TURNS_APART_MAX);
-        assert_eq!(clock.look(67 * second), 7 * second + limits::CONTROL_TURNS_APART_MAX);
+        assert_eq!(clock.read(5 * second), 5 * second);
+        assert_eq!(clock.read(6 * second), 6 * second);
+        assert_eq!(clock.read(66 * second), 6 * second + limits::CONTROL_TURNS_APART_MAX);
+        assert_eq!(clock.read(66 * second), 6 * second + limits::CONTROL_TURNS_APART_MAX);
+        assert_eq!(clock.read(67 * second), 7 * second + limits::CONTROL_TURNS_APART_MAX);
     }
 }

@@ -100,7 +100,7 @@ pub const RANKS_MAX: u32 = 1 << 16;
 pub const CPUS_MAX: u32 = 1 << 16;
 /// Oldest supported CUDA driver, in the driver's notation: 12000 is CUDA 12.0.
 pub const CUDA_DRIVER_VERSION_MIN: u32 = 12_000;
-/// Gather launches that one connection has queued on its GPU; later fragments join the next launch.
+/// Most gather launches that one connection has queued on its GPU; later fragments join the next launch.
 pub const GATHER_LAUNCHES_MAX: usize = 2;
 /// Most copies of one launch, where scattered receives are gathered without a kernel.
 pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;

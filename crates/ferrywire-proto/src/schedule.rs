@@ -202,7 +202,7 @@ mod tests {
             prop_assert!(may_take(backlog, backlog, chunk));
         }
 
-        /// Some channel may always take a chunk of what is queued.
+        /// At least one channel may take a chunk whenever bytes are queued.
         #[test]
         fn the_least_loaded_channel_may_take_what_is_staged(
             queued in 0u64..1 << 40,

@@ -2,32 +2,32 @@
 //!
 //! A process that was stopped for a minute has not waited for a minute: the thread that it waits for, mostly
 //! one of its own, was stopped too.
-//! Invariant: between two calls at most `LOOKS_APART_MAX` counts.
+//! Invariant: between two calls at most `POLLS_APART_MAX` counts.
 
 use std::time::Duration;
 
 /// Longest time between two calls that counts.
-const LOOKS_APART_MAX: Duration = Duration::from_millis(100);
+const POLLS_APART_MAX: Duration = Duration::from_millis(100);
 
 /// Compares the time waited so far with a limit.
 #[derive(Debug)]
 pub struct StallTimer {
     limit: Duration,
     waited: Duration,
-    looked_at: Option<Duration>,
+    last_poll: Option<Duration>,
 }
 
 impl StallTimer {
     /// A timer with this limit.
     pub fn new(limit: Duration) -> StallTimer {
-        StallTimer { limit, waited: Duration::ZERO, looked_at: None }
+        StallTimer { limit, waited: Duration::ZERO, last_poll: None }
     }
 
     /// Whether the limit is reached at `now`. Call this often: long gaps between calls do not count.
     pub fn is_over(&mut self, now: Duration) -> bool {
-        let apart = self.looked_at.map_or(Duration::ZERO, |at| now.saturating_sub(at));
-        self.waited += apart.min(LOOKS_APART_MAX);
-        self.looked_at = Some(now);
+        let apart = self.last_poll.map_or(Duration::ZERO, |at| now.saturating_sub(at));
+        self.waited += apart.min(POLLS_APART_MAX);
+        self.last_poll = Some(now);
         self.waited >= self.limit
     }
 

@@ -342,18 +342,18 @@ impl Refusal {
     pub fn text(self) -> &'static str {
         match self {
             Refusal::NoRegion => {
-                "it has no region with that key: deregistered, or from before a restart; exchange descriptors again"
+                "the peer has no region with that key: deregistered, or from before a restart; exchange descriptors again"
             }
-            Refusal::OutOfRegion => "offset and length are outside its region",
-            Refusal::NoSink => "its receive or read is over (cancelled or failed)",
+            Refusal::OutOfRegion => "offset and length are outside of the peer's region",
+            Refusal::NoSink => "the peer's receive or read is over (cancelled or failed)",
             Refusal::Limit => {
-                "one of its limits was reached: it does not take its notifications (NOTIFICATIONS_HELD_MAX), or too many operations are outstanding"
+                "the peer reached a limit: of notifications that it did not take (NOTIFICATIONS_HELD_MAX), or of outstanding operations"
             }
             Refusal::UnreachableMemory => {
-                "its region is memory of a GPU that its transport does not reach: over a plugin, the one that the plugin was told to use"
+                "the peer's region is GPU memory that its transport does not reach: a plugin reaches only the GPU that it was configured for"
             }
-            Refusal::Gpu => "copying to its memory of a GPU failed: its log says why",
-            Refusal::Other => "it gave no known reason",
+            Refusal::Gpu => "the peer's copy to GPU memory failed: see the peer's log",
+            Refusal::Other => "the peer gave no known reason",
         }
     }
 }

@@ -69,7 +69,7 @@ impl Endpoint {
         let py = to.py();
         let (endpoint, to) = (self.open(py)?.clone(), ConnectTarget::of(to)?);
         let limit = limit(py, "timeout", timeout)?;
-        crate::logs::look_at_level(py)?;
+        crate::logs::refresh_level(py)?;
         Ok(move || match to {
             ConnectTarget::Metadata(metadata) => Ok(endpoint.connect_metadata(&metadata, limit)?),
             ConnectTarget::At(address) => connect_to_any(&endpoint, address, limit),
@@ -175,7 +175,7 @@ impl Endpoint {
             builder.check_nics()?;
             set.into_iter().flatten().fold(builder, |builder, set| set(builder)).build()
         });
-        crate::logs::look_at_level(py)?;
+        crate::logs::refresh_level(py)?;
         Ok(Endpoint { shared: Shared::new(built.or_raise(py)?), closed: AtomicBool::new(false) })
     }
 
@@ -237,7 +237,7 @@ impl Endpoint {
     fn accept(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Peer> {
         let endpoint = self.open(py)?;
         let limit = limit(py, "timeout", timeout)?;
-        crate::logs::look_at_level(py)?;
+        crate::logs::refresh_level(py)?;
         let peer = sliced(py, limit, |slice| endpoint.accept(slice))?;
         Ok(Peer::new(peer, self.shared.clone()))
     }

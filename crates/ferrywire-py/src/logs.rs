@@ -126,11 +126,11 @@ pub fn log_level(level: i64) {
 }
 
 /// Asks `logging` which level is wanted now.
-pub fn look_at_level(py: Python<'_>) -> PyResult<()> {
-    static LOOK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let look =
-        LOOK.get_or_try_init(py, || py.import("ferrywire._log")?.getattr("look").map(Bound::unbind))?;
-    run(py, look).map(drop)
+pub fn refresh_level(py: Python<'_>) -> PyResult<()> {
+    static REFRESH: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let refresh = REFRESH
+        .get_or_try_init(py, || py.import("ferrywire._log")?.getattr("refresh_level").map(Bound::unbind))?;
+    run(py, refresh).map(drop)
 }
 
 unsafe extern "C-unwind" {

@@ -84,7 +84,7 @@ impl View {
     /// Registers the memory; the region keeps the object alive.
     ///
     /// # Errors
-    /// Those of the engine's `register_with`, and `Invalid` if the memory is on a GPU whose driver does not know it.
+    /// The errors of the engine's `register_with`, and `Invalid` if the memory is on a GPU whose driver does not know it.
     pub fn register(self, endpoint: &ferrywire::Endpoint) -> ferrywire::Result<ferrywire::Region> {
         let owner = Box::new(Owner(Some(self.keeper)));
         // SAFETY: the owner keeps the memory where it is: a buffer by the protocol, an array because its library does

@@ -59,7 +59,7 @@ def test_a_block_list_over_a_deregistered_region(pair: Pair):
     assert pair.to_far.write_blocks(blocks).wait(LIMIT) == 16
     target.deregister()
     for move in (pair.to_far.write_blocks, pair.to_far.read_blocks):
-        with pytest.raises(fw.AccessRefused, match="peer .*far.* refused the access: it has no region with that key"):
+        with pytest.raises(fw.AccessRefused, match="peer .*far.* refused the access: the peer has no region with that key"):
             move(blocks).wait(LIMIT)
     source.deregister()
     for move in (pair.to_far.write_blocks, pair.to_far.read_blocks):

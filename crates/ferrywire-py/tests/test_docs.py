@@ -1,4 +1,4 @@
-"""What the docs say is there: the names of the table of verbs, the errors in the docstrings, the types of the stubs.
+"""Checks that the docs match the package: the table of verbs, the errors in the docstrings, the types of the stubs.
 
 The blocks of Python code of the pages run as they stand.
 """

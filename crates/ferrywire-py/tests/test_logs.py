@@ -27,7 +27,7 @@ def test_records_have_the_levels_of_the_engine(caplog: pytest.LogCaptureFixture)
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_a_handler_that_fails_or_is_slow_holds_nobody_up(program: type[Program]):
+def test_a_handler_that_fails_or_is_slow_delays_no_transfer(program: type[Program]):
     with program("""
 import ferrywire as fw, logging, sys, traceback, time
 traceback.print_exc = lambda *_: None

@@ -23,7 +23,7 @@ def test_the_one_that_has_ended_is_named_wherever_it_stands(pair: Pair):
         for timeout, words in ((0, "^not done yet: "), (SHORT, "^not done within ")):
             with pytest.raises(fw.TimedOut, match=words):
                 fw.wait_any((transfer for _, transfer in waiting), timeout)
-        # That thread needs the interpreter while this one waits.
+        # The timer's thread needs the interpreter while this one waits.
         sender = threading.Timer(SHORT, lambda tag=tag: pair.to_far.send(tag, source))
         sender.start()
         at = fw.wait_any([transfer for _, transfer in waiting], timeout=LIMIT)
@@ -86,8 +86,8 @@ def test_what_is_no_several_transfers_with_one_peer(pair: Pair):
     with fw.Endpoint("127.0.0.1:0") as other, pair.near.connect(other.metadata(), timeout=LIMIT) as to_other:
         notes = [pair.to_far.notify(b"a"), to_other.notify(b"b")]
         for wrong, why in (
-            ([], "transfers: there are none: give one at least"),
-            (notes, "transfers: they are of several peers, .*far.* and .*: give those of one"),
+            ([], "transfers: the list is empty: give at least one"),
+            (notes, "transfers: they are of several peers, .*far.* and .*: give transfers of one peer"),
             ([notes[0], None], "transfers: entry 1 is NoneType, not a Transfer"),
             ([pair.to_far], "transfers: entry 0 is Peer, not a Transfer"),
             (notes[0], "transfers: Transfer is not a sequence of transfers: try \\[x\\]"),

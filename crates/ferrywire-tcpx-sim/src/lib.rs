@@ -92,7 +92,7 @@
 //!
 //! # Reading order
 //!
-//! `table.rs` (the calls), `listener.rs`, `attempt.rs` and `handshake.rs` (how comms come about), `cell.rs`
+//! `table.rs` (the calls), `listener.rs`, `attempt.rs` and `handshake.rs` (how comms are set up), `cell.rs`
 //! and `comm.rs` (what the calls do), `progress.rs` (progress), `worker.rs` and `transfer.rs` (what moves
 //! bytes). Pure and small: `ring.rs`, `control.rs`, `pool.rs`, `handle.rs`, `switches.rs`, `settings.rs`.
 

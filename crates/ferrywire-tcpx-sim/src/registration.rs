@@ -143,10 +143,10 @@ fn check_gpu(device: usize, gpu_of_comm: Option<i32>, address: usize, bytes: usi
     }
     match gpu::device_of(address as u64, bytes) {
         None => refuse("no GPU has it"),
-        owner if gpu_of_comm.is_some() && owner != gpu_of_comm => {
-            refuse(&format!("the comm is GPU {gpu_of_comm:?}'s, current at its first connect"))
-        }
+        owner if gpu_of_comm.is_some() && owner != gpu_of_comm => refuse(&format!(
+            "the comm belongs to GPU {gpu_of_comm:?}, which was current at its first connect"
+        )),
         owner if owner == gpu::current_device() => Ok(()),
-        Some(owner) => refuse(&format!("it is GPU {owner}'s, which is not current on this thread")),
+        Some(owner) => refuse(&format!("the memory is on GPU {owner}, which is not current on this thread")),
     }
 }

@@ -120,9 +120,9 @@ choice! {
 choice! {
     /// The fate of GPU payload from this host.
     SameHost {
-        /// It arrives in linear memory: a warning and `exit(1)`.
+        /// The payload arrives in linear memory: a warning and `exit(1)`.
         Die = "die",
-        /// It arrives in the pool.
+        /// The payload arrives in the pool.
         Allow = "allow",
     }
 }
@@ -130,7 +130,7 @@ choice! {
 choice! {
     /// The fate of payload that arrives before flow rules are in force.
     EarlyPayload {
-        /// It arrives.
+        /// The payload arrives.
         Allow = "allow",
         /// A warning and `exit(1)`.
         Die = "die",
@@ -140,15 +140,15 @@ choice! {
 choice! {
     /// The dp-manager, which installs flow rules and hands out pools.
     DpManager {
-        /// It works.
+        /// The daemon works.
         On = "on",
-        /// It does not exist.
+        /// The daemon does not exist.
         Off = "off",
-        /// It refuses each rule.
+        /// The daemon refuses each rule.
         Refuse = "refuse",
-        /// It ends between a rule and the import of the pool.
+        /// The daemon ends between a rule and the import of the pool.
         Gone = "gone",
-        /// It never answers an import of the pool.
+        /// The daemon never answers an import of the pool.
         Hang = "hang",
     }
 }

@@ -142,7 +142,7 @@ pub enum Error {
         peer: String,
         /// The cause as a value, for programs.
         cause: LossCause,
-        /// What was observed, and on which NICs and channels.
+        /// The observation, with its NICs and channels.
         why: String,
     },
     /// The peer closed the connection in an orderly way.
@@ -211,7 +211,9 @@ pub enum Error {
         here: u32,
     },
     /// A thread or device of this host still uses a resource that should be free.
-    #[error("{what} is still held by {by} after {waited:.1?}: is it stuck in the kernel or a driver?")]
+    #[error(
+        "{what} is still held by {by} after {waited:.1?}: it may be stuck in the kernel or a driver, so do not reuse the memory"
+    )]
     ResourceBusy {
         /// The resource.
         what: String,
@@ -223,7 +225,7 @@ pub enum Error {
     /// One of several endpoints that work together failed, which fails all of them.
     #[error("{phase} {endpoint}: {error}")]
     Phase {
-        /// What the endpoints were doing.
+        /// The phase in which the endpoints were.
         phase: &'static str,
         /// The name of the endpoint.
         endpoint: String,
@@ -243,9 +245,9 @@ pub enum Error {
     Limit {
         /// The constant's name.
         name: &'static str,
-        /// Its value.
+        /// The value of the limit.
         limit: u64,
-        /// What reached the limit, and what to try.
+        /// The object that reached the limit, and the fix.
         why: String,
     },
     /// An invariant of ferrywire was broken.
@@ -265,7 +267,7 @@ fn unfinished(limit: &Duration) -> String {
 /// The end of the message about memory that a transport cannot reach.
 fn way_out(transport: &str) -> String {
     match transport {
-        "plugin" => "which is not the GPU that the plugin was told to use (PluginConfig::gpu)".into(),
+        "plugin" => "which is not the GPU that the plugin is configured for (PluginConfig::gpu)".into(),
         _ => format!("which is not open in this process, so that {transport} cannot stage it"),
     }
 }
@@ -400,12 +402,12 @@ mod tests {
         let error = |error: HandshakeError| Error::of_handshake(&error, at).to_string();
         assert_eq!(
             error(HandshakeError::Version { theirs: 2, ours: 1 }),
-            "10.0.0.1:7471 refused: it speaks protocol version 2, we speak 1: install the same ferrywire on both"
+            "10.0.0.1:7471 refused: the other end speaks protocol version 2, this end 1: install one version of ferrywire on both"
         );
-        let refusal = Refusal::new(RefusalCode::Secret, "the two ends hold different ones");
+        let refusal = Refusal::new(RefusalCode::Secret, "the two ends have different ones");
         assert_eq!(
             error(HandshakeError::Refused(refusal)),
-            "10.0.0.1:7471 refused: wrong secret: it says \"the two ends hold different ones\""
+            "10.0.0.1:7471 refused: wrong secret: the other end says \"the two ends have different ones\""
         );
         assert_eq!(
             error(HandshakeError::foreign_answer(b"HTTP/1.1 400 Bad")),

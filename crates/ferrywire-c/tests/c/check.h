@@ -1,4 +1,4 @@
-/* What the C tests share: a check that names its line, and two endpoints of one process that are connected. */
+/* Shared parts of the C tests: a check that names its line, and two connected endpoints of one process. */
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -62,7 +62,7 @@ static void nulls(struct pair pair) {
     USAGE(ferrywire_transfer_wait(NULL, 0, 0, NULL), "NULL");
     size_t first = 77;
     ferrywire_transfer *none = NULL, *notes[2];
-    USAGE(ferrywire_transfer_wait_any(NULL, 0, 0, 0, &first), "transfers: there are none: give one at least");
+    USAGE(ferrywire_transfer_wait_any(NULL, 0, 0, 0, &first), "transfers: the list is empty: give at least one");
     USAGE(ferrywire_transfer_wait_any(NULL, 2, 0, 0, &first), "transfers is NULL, and its count is 2");
     USAGE(ferrywire_transfer_wait_any(&none, 1, 0, 0, &first), "the ferrywire_transfer is NULL");
     OK(ferrywire_notify(pair.near, "a", 1, &notes[0]));

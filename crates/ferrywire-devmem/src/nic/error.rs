@@ -18,7 +18,7 @@ pub enum NicError {
     /// There is no NIC of this name.
     #[error("there is no NIC {nic} in this network namespace")]
     NoNic {
-        /// Its name.
+        /// Name of the NIC.
         nic: String,
     },
     /// There are too few free queues.

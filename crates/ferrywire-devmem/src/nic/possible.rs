@@ -13,7 +13,7 @@ use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::mapping;
 use ferrywire_sys::nics;
 
-/// What a NIC supports.
+/// The capabilities of a NIC.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Possible {
     /// Whether the NIC can receive into device memory; `None` if that is unknown, for the reason in

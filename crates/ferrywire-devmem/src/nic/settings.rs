@@ -312,7 +312,7 @@ pub(super) enum Others {
 enum Back {
     Done,
     Left(&'static str),
-    /// It cannot be restored yet, for this reason.
+    /// The setting cannot be restored yet, for this reason.
     Later(&'static str),
 }
 

@@ -91,7 +91,7 @@ pub enum ReceiveFault {
 /// [`Control::fragments`] tells where they are. On a connection without device memory all bytes arrive as plain ones.
 ///
 /// # Errors
-/// Those of `recvmsg`, and [`ReceiveFault`] inside of one of [`io::ErrorKind::Other`].
+/// The errors of `recvmsg`, and [`ReceiveFault`] inside of an error of [`io::ErrorKind::Other`].
 ///
 /// # Safety
 /// `len` bytes at `buffer` must be writable for the length of the call.

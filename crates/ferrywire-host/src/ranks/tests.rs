@@ -146,7 +146,7 @@ fn launchers_may_nest() {
     // srun with one task per host and torchrun in each task: torchrun's ranks need not follow Slurm's.
     let srun = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
     assert_eq!(ranks(&format!("{srun} {TORCHRUN}")).launcher, Launcher::Torchrun);
-    // The same nesting with a script that sets the numbers itself.
+    // A nested launcher, with a script that sets the numbers itself.
     let by_hand = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5";
     assert_eq!(numbers(&ranks(&format!("{srun} {by_hand}"))), (13, 16, 5));
     // mpirun in a batch script.

@@ -195,7 +195,7 @@ fn driver_gpus() -> std::result::Result<Vec<DriverGpu>, CudaError> {
     let count = CudaGpu::count()?.min(CUDA_GPUS_MAX as u32);
     let mut gpus = Vec::new();
     for index in 0..count {
-        let (name, address) = CudaGpu::look(index)?;
+        let (name, address) = CudaGpu::name_and_pci(index)?;
         gpus.extend(address.parse().ok().map(|address| DriverGpu { index, address, name }));
     }
     Ok(gpus)

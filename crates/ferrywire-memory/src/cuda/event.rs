@@ -44,7 +44,7 @@ impl CudaEvent {
     /// Waits until all work before the event is done.
     ///
     /// # Errors
-    /// Those of [`CudaEvent::query`], and [`CudaError::TimedOut`].
+    /// The errors of [`CudaEvent::query`], and [`CudaError::TimedOut`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         wait_until(&self.gpu, "an event", timeout, || self.query())
     }

@@ -146,7 +146,7 @@ impl CudaGpu {
     }
 
     /// Name and PCI address of GPU `index`, without making a context.
-    pub fn look(index: u32) -> Result<(String, String)> {
+    pub fn name_and_pci(index: u32) -> Result<(String, String)> {
         let about = About::gpu(index);
         let count = driver()?.devices;
         if index >= count {
@@ -348,7 +348,7 @@ impl CudaGpu {
     /// Copies device or pinned memory to the host, and waits.
     ///
     /// # Errors
-    /// Those of [`CudaGpu::read_to_vec`].
+    /// The errors of [`CudaGpu::read_to_vec`].
     pub fn read_into_slice(&self, source: u64, target: &mut [u8]) -> Result<()> {
         self.reaches(source, target.len())?;
         // SAFETY: the source was just looked up; `target` is borrowed until the copy is done.

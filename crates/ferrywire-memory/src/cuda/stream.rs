@@ -394,7 +394,7 @@ impl CudaStream {
     /// Waits until all enqueued work is done.
     ///
     /// # Errors
-    /// Those of [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after a
+    /// The errors of [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after a
     /// timeout the work goes on.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         event::wait_until(&self.gpu, "work in a stream", timeout, || self.query())

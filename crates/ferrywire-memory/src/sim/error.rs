@@ -90,7 +90,7 @@ pub enum SimGpuError {
         waited: Duration,
     },
     /// The stream was dropped before its work was done.
-    #[error("simulated GPU {gpu}: the stream was dropped before it came to this")]
+    #[error("simulated GPU {gpu}: the stream was dropped before this work started")]
     StreamDropped {
         /// Number of the GPU.
         gpu: u32,

@@ -294,7 +294,7 @@ impl Conn for TcpConn {
     fn health(&self) -> PathHealth {
         let info = TcpInfo::read(self.descriptor()).unwrap_or_default();
         let mut watch = self.watch.get();
-        let health = watch.look(START.elapsed(), &info);
+        let health = watch.sample(START.elapsed(), &info);
         self.watch.set(watch);
         health
     }
@@ -357,6 +357,6 @@ impl Drop for TcpConn {
 
 /// Total bytes of the pieces that one system call uses.
 fn total_bytes(pieces: &[IoVec]) -> usize {
-    let looked_at = &pieces[..pieces.len().min(IOVECS_PER_CALL_MAX)];
-    looked_at.iter().fold(0, |total, piece| total.saturating_add(piece.len))
+    let used = &pieces[..pieces.len().min(IOVECS_PER_CALL_MAX)];
+    used.iter().fold(0, |total, piece| total.saturating_add(piece.len))
 }

@@ -14,22 +14,22 @@ use ferrywire_proto::limits::PATH_CHECK_INTERVAL;
 use ferrywire_sys::tcp_info::TcpInfo;
 
 /// Two samples further apart than this say nothing about the time between them.
-const LOOKS_APART_MAX: Duration = Duration::from_millis(500);
-const _: () = assert!(LOOKS_APART_MAX.as_millis() >= 2 * PATH_CHECK_INTERVAL.as_millis());
+const SAMPLES_APART_MAX: Duration = Duration::from_millis(500);
+const _: () = assert!(SAMPLES_APART_MAX.as_millis() >= 2 * PATH_CHECK_INTERVAL.as_millis());
 
 /// The earlier samples of one connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Watch {
-    looked_at: Duration,
+    sampled_at: Duration,
     waiting_since: Option<Duration>,
 }
 
 impl Watch {
     /// Takes a sample and returns the path's health at `now`.
-    pub(super) fn look(&mut self, now: Duration, info: &TcpInfo) -> PathHealth {
-        let apart = now.saturating_sub(self.looked_at);
-        self.looked_at = now;
-        let since = self.waiting_since.filter(|_| apart <= LOOKS_APART_MAX).unwrap_or(now);
+    pub(super) fn sample(&mut self, now: Duration, info: &TcpInfo) -> PathHealth {
+        let apart = now.saturating_sub(self.sampled_at);
+        self.sampled_at = now;
+        let since = self.waiting_since.filter(|_| apart <= SAMPLES_APART_MAX).unwrap_or(now);
         self.waiting_since = info.waiting().then_some(since);
         let waited = self.waiting_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
         // One window probe is answered within a round trip, however long ago the previous probe was.
@@ -61,14 +61,17 @@ mod tests {
         Duration::from_millis(count)
     }
 
-    /// The silence that is reported after `looks` samples, 200 ms apart, of `info`; the kernel's silence
+    /// The silence that is reported after `samples` samples, 200 ms apart, of `info`; the kernel's silence
     /// begins at `silent`.
-    fn silence_after(looks: u64, info: TcpInfo, silent: Duration) -> Duration {
+    fn silence_after(samples: u64, info: TcpInfo, silent: Duration) -> Duration {
         let mut watch = Watch::default();
-        let look = |i| {
-            watch.look(millis(60_000 + 200 * i), &TcpInfo { last_ack_recv: silent + millis(200 * i), ..info })
+        let sample = |i| {
+            watch.sample(
+                millis(60_000 + 200 * i),
+                &TcpInfo { last_ack_recv: silent + millis(200 * i), ..info },
+            )
         };
-        (0..=looks).map(look).last().unwrap().silent_for
+        (0..=samples).map(sample).last().unwrap().silent_for
     }
 
     #[test]
@@ -84,16 +87,16 @@ mod tests {
     #[test]
     fn silence_is_no_longer_than_the_kernel_says() {
         let mut watch = Watch::default();
-        watch.look(millis(100), &lost());
-        let health = watch.look(millis(400), &TcpInfo { last_ack_recv: millis(5), ..lost() });
+        watch.sample(millis(100), &lost());
+        let health = watch.sample(millis(400), &TcpInfo { last_ack_recv: millis(5), ..lost() });
         assert_eq!(health.silent_for, millis(5));
     }
 
     #[test]
-    fn looks_far_apart_begin_a_new_wait() {
+    fn samples_far_apart_begin_a_new_wait() {
         let mut watch = Watch::default();
-        watch.look(millis(100), &lost());
-        let health = watch.look(millis(5000), &TcpInfo { last_ack_recv: millis(4900), ..lost() });
+        watch.sample(millis(100), &lost());
+        let health = watch.sample(millis(5000), &TcpInfo { last_ack_recv: millis(4900), ..lost() });
         assert_eq!(health.silent_for, millis(0));
     }
 

@@ -374,7 +374,7 @@ impl<'a> Reader<'a> {
         let ip = match self.u8()? {
             4 => IpAddr::from(self.array::<4>()?),
             6 => IpAddr::from(self.array::<16>()?),
-            other => return Err(self.malformed(format!("an address of family {other}"))),
+            other => return Err(self.malformed(format!("address family {other}, expected 4 or 6"))),
         };
         Ok(SocketAddr::new(ip, self.u16()?))
     }

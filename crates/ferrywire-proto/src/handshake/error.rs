@@ -29,7 +29,9 @@ pub enum HandshakeError {
         guess: Option<&'static str>,
     },
     /// The other end uses another version of the protocol.
-    #[error("it speaks protocol version {theirs}, we speak {ours}: install the same ferrywire on both")]
+    #[error(
+        "the other end speaks protocol version {theirs}, this end {ours}: install one version of ferrywire on both"
+    )]
     Version {
         /// The other end's version.
         theirs: u16,
@@ -37,16 +39,18 @@ pub enum HandshakeError {
         ours: u16,
     },
     /// The other end opened an unknown kind of connection.
-    #[error("it opened a connection of unknown kind {0}")]
+    #[error("the other end opened a connection of unknown kind {0}")]
     UnknownKind(u8),
     /// The other end does not hold this end's secret.
     #[error("wrong secret: {0}")]
     WrongSecret(Mismatch),
     /// The other end does not hold this end's secret: its first answer does not authenticate.
-    #[error("it could not prove the secret: the message was altered, replayed, or made without the key")]
+    #[error(
+        "the other end could not prove the secret: the message was altered, replayed, or made without the key"
+    )]
     SecretUnproven,
     /// A message did not authenticate: it was altered, replayed, or made without the key.
-    #[error("it could not prove {0}: the message was altered, replayed, or made without the key")]
+    #[error("the other end could not prove {0}: the message was altered, replayed, or made without the key")]
     Unproven(&'static str),
     /// A message that no ferrywire of this version sends.
     #[error("malformed handshake: {what}: {why}")]
@@ -69,13 +73,13 @@ pub enum HandshakeError {
         max: usize,
     },
     /// The responder's settled configuration exceeds the proposal.
-    #[error("its welcome is not what was asked for: {0}")]
+    #[error("the other end's welcome exceeds the proposal: {0}")]
     Overreach(String),
     /// The other end is not the endpoint that was dialled.
-    #[error("it is {0} now: it restarted since the metadata were made")]
+    #[error("the endpoint there is {0}: it restarted since the metadata were made")]
     Another(Identity),
     /// The other end refused this end.
-    #[error("{}: it says \"{}\"", .0.code, .0.text)]
+    #[error("{}: the other end says \"{}\"", .0.code, .0.text)]
     Refused(Refusal),
     /// This end refused the other end.
     #[error("{}: {}", .0.code, .0.text)]
@@ -121,10 +125,10 @@ pub enum Mismatch {
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Mismatch::Different => "it holds another one than this end",
-            Mismatch::TheyHaveNone => "it has none, this end has one: give both the same",
-            Mismatch::WeHaveNone => "it uses one, this end has none: give both the same",
-            Mismatch::NeededHere => "this end takes nobody without one, and has none: give both the same",
+            Mismatch::Different => "the other end has another one",
+            Mismatch::TheyHaveNone => "the other end has none, this end has one: give both the same",
+            Mismatch::WeHaveNone => "the other end has one, this end has none: give both the same",
+            Mismatch::NeededHere => "this end requires one and has none: give both the same",
         })
     }
 }
@@ -133,10 +137,10 @@ impl Mismatch {
     /// The text for the other end, which sees the difference from its own side.
     fn told(self) -> &'static str {
         match self {
-            Mismatch::Different => "the two ends hold different ones",
-            Mismatch::TheyHaveNone => "you use none, this end has one: give both the same",
-            Mismatch::WeHaveNone => "you use one, this end has none: give both the same",
-            Mismatch::NeededHere => "this end takes nobody without one, and has none: give both the same",
+            Mismatch::Different => "the two ends have different ones",
+            Mismatch::TheyHaveNone => "only the end that refuses has one: give both the same",
+            Mismatch::WeHaveNone => "the end that refuses has none: give both the same",
+            Mismatch::NeededHere => "the end that refuses requires one and has none: give both the same",
         }
     }
 }

@@ -70,7 +70,7 @@ const SECRET_CONTEXT: &str = "ferrywire control secret v1";
 const NO_SECRET_CONTEXT: &str = "ferrywire control without a secret v1";
 const DATA_KEY_CONTEXT: &str = "ferrywire data key of a session v1";
 
-/// What a successful handshake has established.
+/// The result of a successful handshake.
 #[derive(Debug)]
 pub enum Outcome {
     /// A control connection; session traffic follows.

@@ -1,6 +1,6 @@
 //! The accepting end of a handshake: identifies a new connection, and admits or refuses it.
 //!
-//! States: `Preamble`, then control `Knock -> Opening -> Over`, data `Claim -> Proof -> Over`.
+//! States: `Preamble`, then control `FirstMessage -> Opening -> Over`, data `Claim -> Proof -> Over`.
 //! Invariant: the [`Admission`] decides only about an end that has proven the secret or the session's key;
 //! before that it is only queried.
 //! Read next: `session/mod.rs`, for the traffic of a control connection.
@@ -61,7 +61,7 @@ pub struct Responder<A> {
 #[derive(Debug)]
 enum Stage {
     Preamble,
-    Knock,
+    FirstMessage,
     Opening { secure: Secure, handshake: [u8; 32] },
     Claim,
     Proof { opening: DataOpening, key: DataKey, challenge: [u8; CHALLENGE_BYTES] },
@@ -136,7 +136,7 @@ impl<A: Admission> Responder<A> {
     fn expect(&self) -> Expect {
         let (what, bytes) = match self.stage {
             Stage::Preamble => ("the preamble", 0..=0),
-            Stage::Knock => ("the first message", NOISE_BYTES..=NOISE_BYTES),
+            Stage::FirstMessage => ("the first message", NOISE_BYTES..=NOISE_BYTES),
             Stage::Opening { .. } => ("the opening", TAG_BYTES..=TAG_BYTES + OPENING_BYTES_MAX),
             Stage::Claim => ("the data opening", DataOpening::BYTES..=DataOpening::BYTES),
             Stage::Proof { .. } => ("the proof", PROOF_BYTES..=PROOF_BYTES),
@@ -156,7 +156,7 @@ impl<A: Admission> Responder<A> {
 
     fn message(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
         match std::mem::replace(&mut self.stage, Stage::Over) {
-            Stage::Knock => self.on_knock(message),
+            Stage::FirstMessage => self.on_first_message(message),
             Stage::Opening { secure, handshake } => self.on_opening(secure, handshake, message),
             Stage::Claim => self.on_claim(message),
             Stage::Proof { opening, key, challenge } => self.on_proof(opening, &key, &challenge, message),
@@ -169,13 +169,13 @@ impl<A: Admission> Responder<A> {
             Kind::Control if self.admission.secret_needed() && self.admission.secret().is_none() => {
                 return Err(HandshakeError::WrongSecret(Mismatch::NeededHere));
             }
-            Kind::Control => Stage::Knock,
+            Kind::Control => Stage::FirstMessage,
             Kind::Data => Stage::Claim,
         };
         Ok(())
     }
 
-    fn on_knock(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
+    fn on_first_message(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
         let secret = self.admission.secret();
         let mut noise = noise(secret.as_deref(), false)?;
         if noise_read(&mut noise, message).is_none() {

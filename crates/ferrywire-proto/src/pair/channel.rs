@@ -25,7 +25,7 @@ pub(super) struct Side {
     pub ack_is_due: bool,
     /// Content of the window when the channel was closed.
     pub ours: Option<Vec<(u64, Frame<Model>)>>,
-    /// What the peer had placed and refused.
+    /// The number of frames that the peer had placed, and the frames that it had refused.
     pub theirs: Option<(u64, Vec<Refused>)>,
     pub is_resolved: bool,
 }

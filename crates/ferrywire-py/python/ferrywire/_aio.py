@@ -1,10 +1,10 @@
 """Awaiting transfers, notifications, peers and blocking calls: one eventfd per event loop.
 
-    await ──▶ look ──▶ attach to the loop's wakeup, look ──▶ readable ──▶ all waiting tasks look again
+    await ──▶ poll ──▶ attach to the loop's wakeup, poll ──▶ readable ──▶ all waiting tasks poll again
 
 Nothing is polled on a timer, and no thread is used, except that connecting and closing block and have a thread of
 their own. Invariant: a cancelled `await` loses nothing. Looking takes a notification or a peer out of its queue, so
-a task looks only in the step in which it returns the result. A cancelled connect or close leaves its thread behind.
+a task polls only in the step in which it returns the result. A cancelled connect or close leaves its thread behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Hub:
         return hub
 
     async def wait(self, loop: asyncio.AbstractEventLoop, worth: Callable[[], bool]) -> None:
-        """Waits until an attached object may have a result and `worth` says that looking for it is worthwhile."""
+        """Waits until an attached object may have a result and `worth` says that polling for it is worthwhile."""
         future = loop.create_future()
         if not self.waiting:
             loop.add_reader(self.wakeup.fileno(), self.turn)
@@ -58,18 +58,18 @@ class _Hub:
 
 
 async def _until(
-    look: Callable[[], Any],
+    poll: Callable[[], Any],
     attach: Callable[[Wakeup], None],
     overdue: Callable[[float], Any],
     timeout: float | None,
     done: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """Waits for the first result of `look` that is not None; `attach` arms the loop's wakeup for it.
+    """Waits for the first result of `poll` that is not None; `attach` arms the loop's wakeup for it.
 
     When the time is up, `overdue` returns a last result or raises `TimedOut`. `done` tells, without taking a result,
     whether there is one: with a thousand transfers, each that ends wakes only its own task.
     """
-    if (found := look()) is not None:
+    if (found := poll()) is not None:
         return found
     loop = asyncio.get_running_loop()
     hub = _Hub.of(loop)
@@ -81,17 +81,17 @@ async def _until(
 
     try:
         async with asyncio.timeout(timeout) as limit:
-            while (found := look()) is None:
-                # A result that comes after this makes the wakeup readable; look once more for an earlier one.
+            while (found := poll()) is None:
+                # A result that comes after this makes the wakeup readable; poll once more for an earlier one.
                 attach(hub.wakeup)
-                if (found := look()) is not None:
+                if (found := poll()) is not None:
                     break
                 await hub.wait(loop, worth)
             return found
     except TimeoutError:
         if not limit.expired():
             raise
-    found = look()
+    found = poll()
     return found if found is not None else overdue(timeout or 0.0)
 
 

@@ -20,7 +20,7 @@ _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def look() -> None:
+def refresh_level() -> None:
     """Tells the engine which level is wanted, and starts the thread that passes records on."""
     global _thread
     _ferrywire.log_level(logger.getEffectiveLevel())

@@ -65,7 +65,7 @@ fn an_installation_from_a_clone_works() {
     let file = wheel_from_sdist(&python, clone);
     let wheel = Wheel::open(&file);
     wheel.has_what_users_need();
-    // It is what was installed from the clone.
+    // The installed package is the one from the clone.
     let site = installed.ancestors().nth(2).expect("the folder of the packages");
     for file in wheel.files("ferrywire/") {
         assert!(site.join(&file).is_file(), "{file} is in the wheel from the source distribution alone");

@@ -15,7 +15,7 @@ use std::thread;
 /// Frames that are sent before waiting for acknowledgements: fewer than the window.
 const FLOOD_BATCH: u64 = 400;
 
-/// What an adversarial peer has received on one data connection.
+/// The frames that an adversarial peer has received on one data connection.
 #[derive(Default)]
 pub(super) struct Heard {
     pub refused: Vec<(u32, Refusal)>,

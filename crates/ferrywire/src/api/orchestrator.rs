@@ -22,7 +22,7 @@ use crate::api::peer::Peer;
 use crate::error::{ConnectError, Error, Result};
 
 /// Interval between checks of connection attempts.
-const LOOK_INTERVAL: Duration = Duration::from_micros(200);
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 /// Time for closing what a failed phase has left.
 const RETREAT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A timeout longer than any phase.
@@ -217,7 +217,7 @@ impl Orchestrator {
             let unthreaded = self.endpoints.iter().filter(|endpoint| endpoint.config().threads == 0);
             let worked = unthreaded.map(Endpoint::progress).fold(false, |some, worked| some | worked);
             if !worked {
-                thread::sleep(LOOK_INTERVAL);
+                thread::sleep(POLL_INTERVAL);
             }
         }
     }
@@ -325,7 +325,7 @@ fn failed(phase: &'static str, endpoint: &str, error: impl Into<Error>) -> Error
     Error::Phase { phase, endpoint: endpoint.to_owned(), target: None, error: Box::new(error.into()) }
 }
 
-/// The same, with which of the targets it was.
+/// Names the endpoint and the number of the target in an error.
 fn at_target(number: usize, error: Error) -> Error {
     match error {
         Error::Phase { phase, endpoint, error, .. } => {

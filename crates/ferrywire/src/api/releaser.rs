@@ -21,8 +21,8 @@ use crate::core::worker::{self, Abandon};
 use ferrywire_memory::Memory;
 
 /// Pause between two checks of draining memory: the first, and the longest.
-const LOOK_MIN: Duration = Duration::from_micros(100);
-const LOOK_MAX: Duration = Duration::from_millis(20);
+const POLL_MIN: Duration = Duration::from_micros(100);
+const POLL_MAX: Duration = Duration::from_millis(20);
 
 /// The thread that drops owners. It ends after [`Running`], once it has dropped all of them.
 pub(crate) struct Releaser(Sender<Arc<Memory>>);
@@ -44,7 +44,7 @@ impl Releaser {
 
 fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
     let mut draining: Vec<Draining> = Vec::new();
-    let mut pause = LOOK_MIN;
+    let mut pause = POLL_MIN;
     loop {
         let next = if draining.is_empty() {
             given.recv().map_err(|_| RecvTimeoutError::Disconnected)
@@ -54,12 +54,12 @@ fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
         match next {
             Ok(memory) => {
                 draining.extend([memory].into_iter().chain(given.try_iter()).map(Draining::new));
-                pause = LOOK_MIN;
+                pause = POLL_MIN;
             }
-            Err(RecvTimeoutError::Timeout) => pause = LOOK_MAX.min(pause * 2),
+            Err(RecvTimeoutError::Timeout) => pause = POLL_MAX.min(pause * 2),
             Err(RecvTimeoutError::Disconnected) if draining.is_empty() => return,
             // The endpoint is being dropped.
-            Err(RecvTimeoutError::Disconnected) => thread::sleep(LOOK_MIN),
+            Err(RecvTimeoutError::Disconnected) => thread::sleep(POLL_MIN),
         }
         draining.retain_mut(|each| {
             let free = running.upgrade().is_none_or(|running| each.is_free(&running));

@@ -161,7 +161,7 @@ impl RegionHome for Running {
                 let why = if memory.user_owned() {
                     "operations still use it: wait for them, or cancel them, first"
                 } else {
-                    "a message is still being placed into it: its GPU stands still"
+                    "a message is still being placed into it, because its GPU is stalled"
                 };
                 return Err(Error::invalid("region", why));
             }

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// A posted operation. Dropping the handle lets the operation continue.
 ///
-/// Its memory stays registered, and alive if the engine owns it, until the operation ends.
+/// The memory of a transfer stays registered, and alive if the engine owns it, until the operation ends.
 #[derive(Clone)]
 pub struct Transfer {
     pub(crate) op: Arc<Op>,
@@ -128,11 +128,11 @@ impl Transfer {
     ) -> Result<usize, TransferError> {
         let transfers = transfers.into_iter();
         let Some(first) = transfers.clone().next() else {
-            return Err(Error::invalid("transfers", "there are none: give one at least").into());
+            return Err(Error::invalid("transfers", "the list is empty: give at least one").into());
         };
         if let Some(other) = transfers.clone().find(|other| !Arc::ptr_eq(first.peer(), other.peer())) {
             let why = format!(
-                "they are of several peers, {} and {}: give those of one",
+                "they are of several peers, {} and {}: give transfers of one peer",
                 first.peer().name(),
                 other.peer().name()
             );

@@ -353,15 +353,15 @@ fn named_nic(context: &Context, address: SocketAddr) -> Result<Nic> {
 fn unreachable_at(address: &str, error: &io::Error) -> Error {
     let hint = match UnreachableCause::of(error) {
         UnreachableCause::ConnectionRefused => {
-            "nobody listens there: is the other end running, on that address and port?"
+            "no process listens on that address and port: start the other end first, or correct the address"
         }
-        UnreachableCause::NoAnswer => "no answer: a firewall, or a wrong address?",
-        UnreachableCause::NoRoute => "no route: is the NIC up?",
-        UnreachableCause::SourceAddressGone => "the NIC's address is gone",
+        UnreachableCause::NoAnswer => "no answer: check the address, and the firewalls of both hosts",
+        UnreachableCause::NoRoute => "no route: check that the NIC is up, and the routes of this host",
+        UnreachableCause::SourceAddressGone => "the NIC has lost its address: give the NIC an address again",
         UnreachableCause::NoFreePort => {
-            "each data connection takes one: fewer channels or peers, more NICs, or a wider range"
+            "each data connection takes one port: use fewer channels or peers, or more NICs"
         }
-        UnreachableCause::Forbidden => "forbidden by a local firewall rule?",
+        UnreachableCause::Forbidden => "check the firewall rules of this host",
         _ => "check address, port and firewall",
     };
     let cause = UnreachableCause::of(error);

@@ -38,7 +38,7 @@ use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Interest, Poller};
 use link::Link;
-use ready_set::{LOOK_AT_ALL, ReadySet, token};
+use ready_set::{FULL_SCAN_INTERVAL, ReadySet, token};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
@@ -51,7 +51,7 @@ use std::time::Duration;
 /// Longest sleep of the control thread while something is being set up or closed.
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
 
-const _: () = assert!(2 * LOOK_AT_ALL.as_millis() < limits::PEER_TIMEOUT_MARGIN.as_millis());
+const _: () = assert!(2 * FULL_SCAN_INTERVAL.as_millis() < limits::PEER_TIMEOUT_MARGIN.as_millis());
 
 /// The poller's token for listeners; see [`token`] for connections.
 const LISTENER_TOKEN: u64 = 0;
@@ -123,7 +123,7 @@ impl Control {
     }
 
     fn now(&mut self, context: &Context) -> Duration {
-        self.clock.look(context.transport.now())
+        self.clock.read(context.transport.now())
     }
 
     /// Makes one pass over everything. Returns whether there was progress.

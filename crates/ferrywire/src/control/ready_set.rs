@@ -1,23 +1,23 @@
-//! The links that a pass of the control thread looks at: those that do not rest, and those whose peer has
-//! sent something. With many peers nearly all links rest, and a heartbeat of one must not cost a look at all
+//! The links that a pass of the control thread polls: those that do not rest, and those whose peer has
+//! sent something. With many peers nearly all links rest, and a heartbeat of one must not cost a poll of all
 //! others.
 //!
-//! Invariant: a skipped link rests (see `Link::rests`) and has not been touched since. All links are looked
-//! at after every wake-up by another thread, which names no link, and after [`LOOK_AT_ALL`].
+//! Invariant: a skipped link rests (see `Link::rests`) and has not been touched since. All links are
+//! polled after every wake-up by another thread, which names no link, and after [`FULL_SCAN_INTERVAL`].
 
 use ferrywire_sys::poll::{Event, WAKE_TOKEN};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// Longest time without a look at a resting link: the resolution of heartbeats and silences.
-pub(super) const LOOK_AT_ALL: Duration = Duration::from_millis(200);
+/// Longest time without a poll of a resting link: the resolution of heartbeats and silences.
+pub(super) const FULL_SCAN_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The links of one endpoint, by session id.
 #[derive(Debug, Default)]
 pub(super) struct ReadySet {
     all: bool,
-    looked_at_all: Duration,
+    last_full_scan: Duration,
     restless: BTreeSet<u64>,
     heard: BTreeSet<u64>,
     /// The session that each control connection's file descriptor carries.
@@ -51,11 +51,11 @@ impl ReadySet {
         self.all = true;
     }
 
-    /// Takes the links to look at now; `None` for all.
+    /// Takes the links to poll now; `None` for all.
     pub fn take(&mut self, now: Duration) -> Option<BTreeSet<u64>> {
         let heard = std::mem::take(&mut self.heard);
-        if std::mem::take(&mut self.all) || now >= self.looked_at_all + LOOK_AT_ALL {
-            self.looked_at_all = now;
+        if std::mem::take(&mut self.all) || now >= self.last_full_scan + FULL_SCAN_INTERVAL {
+            self.last_full_scan = now;
             return None;
         }
         Some(&heard | &self.restless)
@@ -85,9 +85,9 @@ impl ReadySet {
         self.restless.iter().copied()
     }
 
-    /// Time until all links are looked at.
+    /// Time until all links are polled.
     pub fn until_all(&self, now: Duration) -> Duration {
-        (self.looked_at_all + LOOK_AT_ALL).saturating_sub(now)
+        (self.last_full_scan + FULL_SCAN_INTERVAL).saturating_sub(now)
     }
 }
 
@@ -105,10 +105,10 @@ mod tests {
         Event { token, readable: true, writable: false, error: false, hangup: false }
     }
 
-    /// Sessions 1 to 3 on descriptors 11 to 13, all at rest and just looked at.
+    /// Sessions 1 to 3 on descriptors 11 to 13, all at rest and just polled.
     fn three_at_rest() -> ReadySet {
         let mut ready_set = ReadySet::default();
-        assert_eq!(ready_set.take(NOW), None, "no link has been looked at");
+        assert_eq!(ready_set.take(NOW), None, "no link has been polled");
         for session in 1..=3 {
             ready_set.note_polled(session, true, Some(10 + session as RawFd));
         }
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_whose_peer_speaks_is_looked_at_alone_and_once() {
+    fn a_link_whose_peer_speaks_is_polled_alone_and_once() {
         let mut ready_set = three_at_rest();
         assert_eq!(ready_set.take(NOW), Some(BTreeSet::new()));
         ready_set.reported(&[said(token(12)), said(0), said(token(99))]);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restless_link_is_looked_at_until_it_rests() {
+    fn a_restless_link_is_polled_until_it_rests() {
         let mut ready_set = three_at_rest();
         ready_set.touch(3);
         ready_set.note_polled(1, false, Some(11));
@@ -139,18 +139,18 @@ mod tests {
     }
 
     #[test]
-    fn all_are_looked_at_after_a_wake_and_after_a_while() {
+    fn all_are_polled_after_a_wake_and_after_a_while() {
         let mut ready_set = three_at_rest();
         ready_set.reported(&[said(WAKE_TOKEN)]);
         assert_eq!(ready_set.take(NOW), None);
         ready_set.touch_all();
         assert_eq!(ready_set.take(NOW), None);
-        assert_eq!(ready_set.until_all(NOW), LOOK_AT_ALL);
-        assert_eq!(ready_set.take(NOW + LOOK_AT_ALL / 2), Some(BTreeSet::new()));
-        assert_eq!(ready_set.take(NOW + LOOK_AT_ALL), None);
+        assert_eq!(ready_set.until_all(NOW), FULL_SCAN_INTERVAL);
+        assert_eq!(ready_set.take(NOW + FULL_SCAN_INTERVAL / 2), Some(BTreeSet::new()));
+        assert_eq!(ready_set.take(NOW + FULL_SCAN_INTERVAL), None);
     }
 
-    /// A resumed session's connection, and another session's on a descriptor that was closed.
+    /// A closed descriptor's number is reused by a resumed session, and by another session.
     #[test]
     fn a_descriptor_is_the_session_s_that_had_it_last() {
         let mut ready_set = three_at_rest();

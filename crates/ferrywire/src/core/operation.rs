@@ -119,7 +119,7 @@ pub(crate) struct Op {
     pub epoch: OnceLock<Arc<Epoch>>,
     holds: Holds,
     moved: AtomicU64,
-    /// Grows with every progress, also of incomplete frames.
+    /// Counter that grows with every progress, also of incomplete frames.
     activity: AtomicU64,
     /// When the operation was created, if times are recorded.
     began: Option<Instant>,

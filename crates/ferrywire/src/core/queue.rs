@@ -470,7 +470,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// Each ending write used to take the lock, and kept channels from taking frames.
+    /// Regression: each ending write took the lock, and kept channels from taking frames.
     #[test]
     fn the_end_of_a_write_that_no_notification_waits_for_takes_no_lock() {
         const LIMIT: Duration = Duration::from_secs(60);

@@ -12,7 +12,7 @@ use super::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Thread, Waker};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 
-/// What the thread of a worker is doing.
+/// The state of a worker's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Activity {

@@ -21,7 +21,7 @@ struct Path {
 /// Backlog of a channel that is down, or whose lane is not ready at the peer.
 pub(crate) const NO_BACKLOG: u64 = u64::MAX;
 
-/// What the kernel told last about the current connection.
+/// The kernel's last report about the current connection.
 #[derive(Default)]
 struct HealthCounters {
     rtt_us: AtomicU64,

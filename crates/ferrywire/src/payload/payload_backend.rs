@@ -79,7 +79,7 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     /// The terms that the other end has to match.
     fn terms(&self) -> Terms;
 
-    /// What the connecting end offers for a session with this address, as bytes. If the backend is optional
+    /// The connecting end's offer for a session with this address, as bytes. If the backend is optional
     /// and not available, the offer is the reason.
     ///
     /// # Errors
@@ -217,7 +217,7 @@ pub fn different(here: &str, there: &str) -> String {
     )
 }
 
-/// What an end without a backend is said to use, in contrast to `backend`.
+/// The name of the transport of an end without a backend, in contrast to `backend`.
 fn beside(backend: &str) -> &'static str {
     if backend == DEVMEM { "tcp" } else { "no plugin" }
 }

@@ -1,4 +1,4 @@
-//! Each stranger who is refused is told of once, with the cause; and so is whoever connects to a stranger.
+//! Each refused host is logged once, with the cause, at the listening and at the connecting end.
 
 use crate::peers::{dialler, record, victim};
 use crate::process::{alone, eventually, lines};
@@ -66,13 +66,13 @@ fn a_wrong_version_is_named_at_both_ends() {
     let heard = say(victim.listen_addresses()[0], &hello).unwrap();
     let (code, text) = refusal(&heard).expect("another version is told why");
     assert_eq!((code, &text[..]), (1, "you speak protocol version 9, this end speaks 3"));
-    let named = |line: &String| line.contains("it speaks protocol version 9, we speak 3");
+    let named = |line: &String| line.contains("the other end speaks protocol version 9, this end 3");
     let told = || lines().lock().unwrap().iter().filter(|line| named(line)).count();
     eventually("it is told", || told() > 0);
     assert_eq!(told(), 1);
 
     let answers: [(&[u8], &str); 3] = [
-        (b"\xff\xff\x01\x04\x00nine", "wrong protocol version: it says \"nine\""),
+        (b"\xff\xff\x01\x04\x00nine", "wrong protocol version: the other end says \"nine\""),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "HTTP"),
         (SSH, "SSH"),
     ];

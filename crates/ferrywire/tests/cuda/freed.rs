@@ -59,7 +59,7 @@ fn memory_that_is_freed_before_its_copy_in_one_piece_costs_its_operation_alone()
             let (address, target) = allocated(&ends.accepting, &there);
             free(&there, address);
             let error = write(&bytes, &target).unwrap_err();
-            assert!(error.to_string().contains("copying to its memory of a GPU failed"), "{error}");
+            assert!(error.to_string().contains("the peer's copy to GPU memory failed"), "{error}");
 
             assert_eq!(write(&bytes, &room), Ok(BYTES as u64));
             assert!(contents(&room) == pattern(BYTES, 1));

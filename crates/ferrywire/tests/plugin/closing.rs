@@ -14,18 +14,18 @@ const ROUNDS: u64 = 20;
 const MANY: usize = 10_000;
 /// Room for one, and the longest.
 const SMALL_BYTES: usize = 96;
-/// How many of the lines that are kept are about a peer that closed.
+/// Number of kept log lines about a peer that closed.
 fn lines_of_closing() -> usize {
     log::last_lines().iter().filter(|line| line.text == "Connection closed by remote peer").count()
 }
 
-/// Results of a closing peer that an end's channels have had.
+/// The number of results of a closing peer, for each channel.
 fn results_of_closing(peer: &ferrywire::Peer) -> Vec<u64> {
     let channels = peer.stats().channels;
     channels.iter().map(|channel| channel.lane.as_ref().unwrap().closing_results).collect()
 }
 
-/// Closes both ends well; nobody may have met the other's close.
+/// Closes both ends in order, and checks that neither has met a result of the other's close.
 fn close_without_a_closing_result(ends: Ends) {
     let peers = [ends.near.clone(), ends.far.clone()];
     ends.close();
@@ -44,7 +44,7 @@ fn a_normal_close_causes_no_closing_result() {
     });
 }
 
-/// Where the bytes of a small message lie, and how many they are.
+/// Offset and length of a small message.
 fn small(number: usize) -> (u64, u64) {
     ((number * SMALL_BYTES) as u64, (number % SMALL_BYTES) as u64 + 1)
 }

@@ -17,9 +17,9 @@ pub fn library() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so")
 }
 
-/// Its configuration.
+/// The configuration of the simulated plugin.
 pub fn plugin() -> PluginConfig {
-    // SAFETY: the file was built with these tests, and the process has just begun: nobody else looks at its
+    // SAFETY: the file was built with these tests, and the process has just begun: no other thread reads its
     // environment.
     unsafe { PluginConfig::at(library()) }
 }
@@ -34,7 +34,7 @@ pub struct Ends {
     pub far: Peer,
 }
 
-/// What most tests use.
+/// The builder of most tests.
 pub fn builder() -> Builder {
     Endpoint::builder().channels(2).threads(2).plugin(plugin())
 }

@@ -1,4 +1,4 @@
-//! What breaks: a plugin that stands still, lies, hangs or is full, peers that die, ends that differ.
+//! Failures: a plugin that stalls, reports wrong results, hangs or is full, peers that die, ends that differ.
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Longest a message stands still in these tests: short, and long beside what anything takes.
+/// The stall timeout of these tests: short, but longer than any step takes.
 const STALL: Duration = Duration::from_secs(4);
 
 /// Ends with one channel, that soon notice a stall.
@@ -56,7 +56,7 @@ fn a_head_that_never_completes_is_told_with_both_windows() {
     });
 }
 
-/// What the plugin had of it went on being sent, whatever it had been reused for.
+/// Regression: the plugin continued to send the memory after its reuse.
 #[test]
 fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
     const BYTES: usize = 32 << 20;
@@ -209,7 +209,7 @@ fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
         drop(source);
         let _ = ends.connecting.close(Duration::from_secs(2));
         assert!(told.try_recv().is_err(), "memory in the hands of a call was given back");
-        // Its user is done with everything, and the call still has the memory.
+        // The user has dropped everything, and the call still uses the memory.
         drop((write, wakeup, target, ends));
         let given_back = told.recv_timeout(Duration::from_secs(1));
         assert!(
@@ -333,7 +333,7 @@ fn memory_of_a_gpu_that_is_freed_before_a_message_costs_its_operation_alone() {
             ] {
                 let error = write.wait(LIMIT).unwrap_err();
                 assert!(matches!(&error, TransferError::AccessRefused { .. }), "{error}");
-                says(&error, &["copying to its memory of a GPU failed"]);
+                says(&error, &["the peer's copy to GPU memory failed"]);
             }
             let read = ends.far.read(&target, 0, &source.descriptor(), 0, 1 << 20).unwrap();
             let error = read.wait(LIMIT).unwrap_err();
@@ -355,7 +355,7 @@ fn a_gather_that_fails_costs_its_channel_and_its_operation() {
         gpus[1].set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
         let error = write().wait(LIMIT).unwrap_err();
         gpus[1].set_faults(SimFaults::default());
-        says(&error, &["copying to its memory of a GPU failed"]);
+        says(&error, &["the peer's copy to GPU memory failed"]);
         assert_eq!(write().wait(LIMIT), Ok(100_000));
         assert!(contents(&target) == pattern(100_000, 1));
         assert_eq!(ends.far.stats().lost_channels.len(), 1, "{:?}", ends.far.stats().lost_channels);
@@ -363,10 +363,10 @@ fn a_gather_that_fails_costs_its_channel_and_its_operation() {
     });
 }
 
-/// It stayed registered, and so allocated, until its connection was closed.
+/// Regression: the memory stayed registered, and so allocated, until its connection was closed.
 #[test]
 fn memory_of_a_gpu_that_is_dropped_during_a_peers_write_is_freed() {
-    // So slow that receives are posted for it when it goes.
+    // The low rate leaves receives posted for the memory when it is dropped.
     case!("same_host=allow,rate=20000000").passes(|| {
         let (ends, _gpus) = with_gpus();
         let source = ends.connecting.register(pattern(16 << 20, 1)).unwrap();
@@ -377,7 +377,7 @@ fn memory_of_a_gpu_that_is_dropped_during_a_peers_write_is_freed() {
             std::thread::sleep(Duration::from_millis(1));
         }
         drop(target);
-        says(&write.wait(LIMIT).unwrap_err(), &["it has no region with that key"]);
+        says(&write.wait(LIMIT).unwrap_err(), &["the peer has no region with that key"]);
         let began = Instant::now();
         while SimGpu::of(address).is_some() {
             assert!(began.elapsed() < LIMIT, "it is still allocated");
@@ -433,7 +433,7 @@ fn without_any_environment_what_is_needed_is_set() {
         });
 }
 
-/// What an attempt to connect ends in.
+/// The error of an attempt to connect.
 fn failed_connect(setup_timeout: Duration) -> ConnectError {
     let end = || builder().plugin(plugin().setup_timeout(setup_timeout));
     let accepting = loopback(end()).build().unwrap();

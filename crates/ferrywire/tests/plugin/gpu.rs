@@ -141,7 +141,7 @@ fn many_channels_come_about() {
     });
 }
 
-/// So few pages that each is recycled, and spoiled, many times over.
+/// A small pool, whose pages are recycled and spoiled many times.
 #[test]
 fn pages_are_given_back_after_their_bytes_were_gathered_and_not_before() {
     for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
@@ -289,7 +289,7 @@ fn pages_that_an_allocation_shares_are_copied() {
             let target = on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]);
             write(&ends, &source, &target, bytes, salt);
         }
-        // What an allocator cuts off the end.
+        // A piece at the end of an allocation, as allocators cut it.
         let (begin, bytes) = (3 * 512, 1_000_000 - 3 * 512);
         let part = |end: &Endpoint, whole: &Region| {
             // SAFETY: a part of the region, which stays until the end.

@@ -20,7 +20,7 @@ typedef void (*slot)(void);
 /* NCCL_DYNAMIC_CHUNK_SIZE as a constructor sees it. */
 char chunk_at_open[32];
 int listens, listened_on = -1, accepts_most, later_accepts, later_accepts_most;
-/* So many accepts have to be under way before one returns. */
+/* Number of accepts in progress before one returns. */
 volatile int accepts_wanted;
 /* An accept that is not its listener's first takes so long. */
 volatile int later_accept_us;
@@ -60,7 +60,7 @@ struct properties {
     int max_comms, max_recvs, device_type, device_version;
 };
 
-/* Sorted by nobody: the device of a NIC is found by its name alone. */
+/* Not sorted: the device of a NIC is found by its name alone. */
 static int p_properties(int device, struct properties *p) {
     static const char *names[] = {"ferrywire-none0", "ferrywire-none1", "lo"};
     memset(p, 0, sizeof *p);

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-/// Longest a message stands still in these tests: short, and long beside what anything takes.
+/// The stall timeout of these tests: short, but longer than any step takes.
 const STALL: Duration = Duration::from_secs(4);
 const CHUNK: usize = 512 << 10;
 
@@ -22,12 +22,12 @@ fn attentive() -> PathBuf {
     compile_in("../ferrywire/tests/plugin", "rules.c", &[])
 }
 
-/// The same under a name of TCPX's.
+/// The attentive plugin under a name of TCPX.
 fn attentive_tcpx() -> PathBuf {
     compile_in("../ferrywire/tests/plugin", "rules.c", &["NAME=\"GPUDirectTCPX_attentive\""])
 }
 
-/// What it remembers under this name.
+/// The plugin's variable of this name.
 fn remembered<T: Copy>(name: &str) -> T {
     remembered_by(attentive(), name)
 }
@@ -72,7 +72,7 @@ fn the_environment_is_set_before_the_file_is_opened() {
 
 #[test]
 fn a_gpu_is_refused_where_its_bytes_would_not_get_there() {
-    for (support, why) in [("1", "takes host memory only"), ("3", "takes a flush behind each receive")] {
+    for (support, why) in [("1", "takes host memory only"), ("3", "needs a flush after each receive")] {
         case!("").passes(|| {
             let define = format!("PTR_SUPPORT={support}");
             let file = compile_in("../ferrywire/tests/plugin", "rules.c", &[&define]);
@@ -452,7 +452,7 @@ fn receives_into_host_memory_count_among_those_into_gpu_memory() {
 
 #[test]
 fn the_gpu_is_current_for_every_call_that_is_tied_to_it() {
-    // None of the calls may go by the GPU that a thread has by default.
+    // No call may depend on the GPU that a thread has by default.
     case!("same_host=allow").passes(|| {
         let end = |index| {
             plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true).stall_timeout(STALL)

@@ -67,7 +67,7 @@ impl Tokens {
     /// Returns all fragments to the kernel, on the socket that received them.
     ///
     /// # Errors
-    /// Those of the kernel (`EBADF`: not a TCP socket). Tokens that were not returned stay in the list.
+    /// The kernel's errors (`EBADF`: not a TCP socket). Tokens that were not returned stay in the list.
     pub fn release(&mut self, fd: RawFd) -> io::Result<Released> {
         let mut released = Released::default();
         self.merge();

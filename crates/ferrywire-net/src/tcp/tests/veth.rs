@@ -183,14 +183,14 @@ fn connecting_would_block_until_there_is_an_answer() {
 fn is_found_dead(break_path: impl Fn(&Namespaces)) {
     const TRIES: usize = 10;
     let found = (0..TRIES).any(|_| match Namespaces::new() {
-        Some(namespaces) => looks_find_dead(&namespaces, &break_path),
+        Some(namespaces) => samples_find_dead(&namespaces, &break_path),
         None => true,
     });
     assert!(found, "never found dead by looks at it");
 }
 
 /// Whether the path was found dead before the kernel ended the connection.
-fn looks_find_dead(namespaces: &Namespaces, break_path: impl Fn(&Namespaces)) -> bool {
+fn samples_find_dead(namespaces: &Namespaces, break_path: impl Fn(&Namespaces)) -> bool {
     let (mut near, mut far) = namespaces.pair();
     send_all(near.as_mut(), &mut pattern(1000));
     recv_all(far.as_mut(), &mut [0; 1000]);

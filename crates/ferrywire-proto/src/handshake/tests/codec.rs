@@ -125,7 +125,7 @@ fn counts_and_flags_outside_their_range_are_refused() {
     let cases = [
         (32, 65, "65 text bytes, must be 0 to 64"),
         (32 + label_bytes + 4, 65, "65 addresses, must be 0 to 64"),
-        (32 + label_bytes + 5, 5, "an address of family 5"),
+        (32 + label_bytes + 5, 5, "address family 5, expected 4 or 6"),
         (33, 0x1b, "a text that is not printable"),
         (33, 0xff, "a text that is not printable"),
         (end - 6, 2, "a flag of value 2"),

@@ -143,9 +143,9 @@ proptest! {
 #[test]
 fn secrets_that_differ_are_told_apart() {
     let cases = [
-        (Some("battery staple"), SECRET, Mismatch::Different, "the two ends hold different ones"),
-        (None, SECRET, Mismatch::TheyHaveNone, "you use none, this end has one: give both the same"),
-        (SECRET, None, Mismatch::WeHaveNone, "you use one, this end has none: give both the same"),
+        (Some("battery staple"), SECRET, Mismatch::Different, "the two ends have different ones"),
+        (None, SECRET, Mismatch::TheyHaveNone, "only the end that refuses has one: give both the same"),
+        (SECRET, None, Mismatch::WeHaveNone, "the end that refuses has none: give both the same"),
     ];
     for (theirs, ours, mismatch, told) in cases {
         let desk = Shared::new(ours);

@@ -13,7 +13,7 @@ use ferrywire_memory::unpack::PatternParameters;
 use ferrywire_memory::{Gpu, MemoryLocation};
 
 /// Writes and checks patterns in a region of GPU memory, on its GPU. Each call waits until the GPU is done.
-/// It costs one launch for all short stretches, and one for each long one.
+/// The call costs one launch for all short stretches, and one for each long one.
 ///
 /// Bytes that peers write at the same time may be overwritten, or be read torn.
 pub struct RegionPattern {

@@ -170,13 +170,13 @@ impl Link {
                 self.peer.life.unfinished.store(true, Ordering::SeqCst);
             }
             let reason = if done { "closed" } else { "closed before all was finished" };
-            self.say_farewell(GoodbyeCause::Closed, reason.into(), Error::Closed, now);
+            self.send_goodbye(GoodbyeCause::Closed, reason.into(), Error::Closed, now);
         }
     }
 
     /// Sends the last message of this end. The session ends with `last_words` once that has arrived, or after
     /// a heartbeat interval.
-    fn say_farewell(&mut self, cause: GoodbyeCause, reason: String, last_words: Error, now: Duration) {
+    fn send_goodbye(&mut self, cause: GoodbyeCause, reason: String, last_words: Error, now: Duration) {
         self.say(ControlMessage::Goodbye { cause, reason }, now);
         let until = now + limits::HEARTBEAT_INTERVAL;
         self.stage.advance(|awaited| Stage::Leaving { awaited, until, last_words });
@@ -209,7 +209,7 @@ impl Link {
         // The session's error is set first: channels may end, and operations with them, while the reason is
         // sent.
         self.peer.doom(error.clone());
-        self.say_farewell(cause, reason, error, now);
+        self.send_goodbye(cause, reason, error, now);
     }
 
     /// Withdraws a connect: ends the session if its result was for this queue and the peer is not up.

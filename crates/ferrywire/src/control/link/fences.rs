@@ -37,7 +37,7 @@ impl Link {
         let why = if lane_state.is_empty() { why } else { format!("{why}; {lane_state}") };
         let line = format!("channel {index} over {path}: {why}");
         tracing::warn!(peer = self.peer.name(), "lost {line}");
-        // What ended of memory is no lane's failure.
+        // An unreadable source is not a failure of the lane.
         let is_lanes = |fault: &FenceCause| *fault != FenceCause::SourceUnreadable;
         let lane_failed = remains.lane_fault.filter(is_lanes).map(|fault| (fault, line.clone()));
         self.peer.history.note_lost(line);
@@ -113,7 +113,7 @@ impl Link {
             self.lanes.drop_setup(index);
         }
         // This end never had that connection, so nothing was sent or placed over it.
-        self.say_nothing_placed(index, generation, "never came about here".into(), now);
+        self.say_nothing_placed(index, generation, "the connection never existed at this end".into(), now);
         self.peer.rouse_for(u64::MAX);
     }
 

@@ -278,7 +278,8 @@ impl Link {
                 "no NIC pairs with the peer: all channels use the dialled address"
             );
         } else if waited > none {
-            let why = "no data connection came about: is the peer's advertised address reachable?";
+            let why =
+                "no data connection could be made: check that the peer's advertised addresses are reachable";
             self.fail(LossCause::NoChannel, why.into());
         }
     }

@@ -60,7 +60,7 @@ pub(crate) struct Channel {
     payload: Payload,
 }
 
-/// What an ended channel leaves for the fence.
+/// The state of an ended channel that the fence needs.
 pub(crate) struct Remains {
     /// Frames received and placed.
     pub placed: u64,
@@ -76,7 +76,7 @@ pub(crate) struct Remains {
     pub unreleased: Option<Unreleased>,
 }
 
-/// What may still write to memory that is being released.
+/// Work that may still write to memory that is being released.
 pub(crate) struct Touched {
     /// The lane: it has a posted receive for the memory.
     pub lane: bool,

@@ -1,5 +1,5 @@
-//! What this end and the peer tell each other about operations beside their data: complete frames without
-//! payload, the answers that messages and read requests cause, and refusals.
+//! Frames about operations that carry no data: complete frames, the answers to messages and read requests, and
+//! refusals.
 //!
 //! Invariant: answers that wait to be sent are bounded. Refusals beyond the bound are dropped.
 //! Read next: `inbound.rs`.

@@ -107,7 +107,7 @@ impl PeerInfo {
 #[derive(Default)]
 pub(crate) struct InFlight {
     pub operations: AtomicU64,
-    /// Those of the operations that answer the peer's reads.
+    /// The number of operations that answer the peer's reads.
     answers: AtomicU64,
     bytes: AtomicU64,
 }

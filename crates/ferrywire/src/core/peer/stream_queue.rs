@@ -39,8 +39,8 @@ pub(crate) struct StreamQueue<P> {
     pub polls: std::sync::atomic::AtomicUsize,
 }
 
-/// What has to stay in order during one pass over the list, even if the GPU finishes a later operation's
-/// event meanwhile: operations of one event, receives of one tag, and notifications.
+/// Groups that stay in order during one pass over the list, even if the GPU finishes a later operation's event
+/// meanwhile: operations of one event, receives of one tag, and notifications.
 #[derive(Default)]
 struct Order {
     last: Option<StreamEvent>,

@@ -199,7 +199,7 @@ impl Posted {
     /// # Errors
     /// Why the lane has failed, with a description of it.
     pub fn poll(&mut self, now: Duration, pass: &mut LanePass) -> Result<(), String> {
-        let now = self.clock.look(now);
+        let now = self.clock.read(now);
         let result = self.sending.poll(&mut *self.lane, now, pass).and_then(|()| {
             let sends = self.sending.in_flight();
             self.receiving.poll(&mut *self.lane, sends, now, pass)
@@ -218,7 +218,7 @@ impl Posted {
 
     /// Handles the end of the connection beside the lane. Messages in flight may still arrive.
     pub fn companion_closed(&mut self, now: Duration, why: &str) {
-        let now = self.clock.look(now);
+        let now = self.clock.read(now);
         self.receiving.closing(now, format!("the connection beside it ended: {why}"));
     }
 

@@ -48,7 +48,7 @@ enum State {
     Whole,
     Waiting,
     Posted(Receive),
-    /// Done, and being gathered from fragments.
+    /// The receive is complete, and its fragments are being gathered.
     Gathering(Receive),
     /// In its target, or in a slot to be unpacked.
     Done(Receive),

@@ -131,11 +131,11 @@ pub(crate) struct Worker {
 /// Which threads poll a worker's progress engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PolledBy {
-    /// Its thread and callers.
+    /// The worker's thread and callers.
     All,
-    /// Its thread alone while the worker has lanes: lanes raise no event that would wake a caller.
+    /// The worker's thread alone while the worker has lanes: lanes raise no event that would wake a caller.
     ThreadWithLanes,
-    /// Its thread alone: the thread makes calls that may block or never return.
+    /// The worker's thread alone: the thread makes calls that may block or never return.
     Thread,
 }
 

@@ -156,7 +156,7 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
         }
         let late = !force && start.elapsed() >= limits::GPU_ABANDON_TIMEOUT;
         if let Some(location) = request.gpu(missing).filter(|_| late) {
-            let by = format!("copies to {location}, which stands still or is slow");
+            let by = format!("copies to {location}, which is stalled or slow");
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
         let worked = workers.poll_once();

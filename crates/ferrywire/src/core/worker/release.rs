@@ -47,7 +47,7 @@ impl ProgressEngine {
     }
 
     /// Answers a request to release memory once no channel writes there and no NIC sends from it over a
-    /// closed lane or connection. If a lane does not let go of the memory in time, its channel is lost. If a
+    /// closed lane or connection. If a lane does not release the memory in time, its channel is lost. If a
     /// GPU does not, its channel is lost only where the request has `force`.
     pub(super) fn release_memory(&mut self, worker: &Worker, context: &Context) {
         self.lose_senders_of_dropped_memory(worker, context);

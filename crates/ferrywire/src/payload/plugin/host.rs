@@ -60,7 +60,7 @@ impl Host {
     pub unsafe fn load(plugin: PluginConfig, config: &Config, nics: &[Nic]) -> Result<Host> {
         plugin.check()?;
         if config.threads == 0 {
-            let why = "a plugin's calls may block, so they need a progress thread: give at least 1";
+            let why = "a plugin's calls may block, so they need a progress thread: set threads to 1 or more";
             return Err(Error::invalid("threads", why));
         }
         let mut seen = environment::seen();
@@ -93,7 +93,7 @@ impl Host {
         let most = limits::TCPX_MESSAGE_BYTES_MAX;
         if tcpx::is(loaded.name()) && message_bytes_max > most {
             tracing::info!(
-                "messages over {} have at most {most} bytes, not {message_bytes_max}",
+                "messages over {} are limited to {most} bytes, not {message_bytes_max}",
                 loaded.name()
             );
             message_bytes_max = most;
@@ -128,14 +128,11 @@ impl Host {
         tracing::info!("plugin {name} ({version}) from {path}; devices: {}", names.join(", "));
         if self.takes_turns() {
             tracing::info!(
-                "listen and accept of {name} are called by one thread at a time: it imports its GPU's receive pool without a \
-                 lock, and only polls there"
+                "one thread at a time calls listen and accept of {name}: the plugin imports its GPU's receive pool \
+                 without a lock, and its calls do not block"
             )
         } else {
-            tracing::info!(
-                "listen and accept of {name} are called by several threads at once: nothing else is known of it, and it may \
-                 block there"
-            )
+            tracing::info!("several threads at a time call listen and accept of {name}: its calls may block")
         }
         for Variable { name, value, set_by } in &self.environment {
             tracing::info!("{name}={value} (set by {set_by:?})");
@@ -159,8 +156,8 @@ impl Host {
             None => {
                 let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
                 Err(format!(
-                    "plugin {} has no device {}, only {}; name NICs that both have, or tell the plugin of it: many \
-                     leave loopback out unless NCCL_SOCKET_IFNAME names it",
+                    "plugin {} has no device for NIC {}, only for {}: name NICs that the plugin uses, or add this NIC \
+                     to NCCL_SOCKET_IFNAME (many plugins leave loopback out otherwise)",
                     self.plugin.name(),
                     nic.name,
                     names.join(", ")
@@ -179,8 +176,8 @@ impl Host {
         match tcpx::lacks_address(device.pci_path.as_deref()) {
             None => Ok(()),
             Some(why) => Err(format!(
-                "{name} would end the process when it registers GPU memory on NIC {nic}, {why}; choose NICs that are PCI \
-                 devices (--nics, or the address to listen on), or leave the GPU out"
+                "plugin {name} would end the process when it registers GPU memory on NIC {nic}, {why}: choose NICs that \
+                 are PCI devices (--nics, or the address to listen on), or use host memory"
             )),
         }
     }
@@ -220,7 +217,8 @@ impl Host {
 
     /// Creates a work queue on the GPU. May wait for the GPU.
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
-        let gpu = self.gpu.as_ref().ok_or("the plugin has no GPU")?;
+        let no_gpu = || format!("plugin {} has no GPU: set one in its configuration", self.plugin.name());
+        let gpu = self.gpu.as_ref().ok_or_else(no_gpu)?;
         gpu.queue().map_err(|error| error.to_string())
     }
 
@@ -229,9 +227,14 @@ impl Host {
         let made = match &self.gpu {
             _ if location == MemoryLocation::Host => Memory::private(bytes),
             Some(gpu) => Memory::private_on(gpu, bytes),
-            None => return Err(format!("no slots in {location}")),
+            None => {
+                let name = self.plugin.name();
+                return Err(format!(
+                    "cannot allocate bounce buffers in {location}: plugin {name} has no GPU"
+                ));
+            }
         };
-        made.map_err(|error| format!("memory for slots: {error}"))
+        made.map_err(|error| format!("cannot allocate bounce buffers: {error}"))
     }
 
     /// Allocates host memory that the GPU reaches too, if there is one. May wait for the GPU.
@@ -239,7 +242,8 @@ impl Host {
         match &self.gpu {
             Some(gpu) => {
                 let mapped = gpu.map_once(bytes);
-                let mapped = mapped.map_err(|error| format!("host memory for slots: {error}"))?;
+                let mapped =
+                    mapped.map_err(|error| format!("cannot allocate bounce buffers on the host: {error}"))?;
                 Ok(Memory::mapped(mapped, bytes))
             }
             None => self.memory(MemoryLocation::Host, bytes),
@@ -300,7 +304,8 @@ impl Host {
         let all = self.registrations_leaked.fetch_add(count, Ordering::Relaxed) + count;
         tracing::warn!(
             plugin = self.plugin.name(), %comm, all,
-            "{count} memory registrations stay until this process ends: a request was in flight"
+            "cannot undo {count} memory registrations, which stay until this process ends: a request was in flight \
+             when the connection was closed"
         );
     }
 }
@@ -349,24 +354,27 @@ impl PayloadBackend for Host {
         if session.chunk_bytes as usize > self.message_bytes_max {
             let (chunk, most) = (session.chunk_bytes, self.message_bytes_max);
             return options(format!(
-                "chunks of {chunk} bytes, and the plugin's messages have at most {most}"
+                "chunks have {chunk} bytes, and messages over {} at most {most}: use smaller chunks",
+                self.plugin.name()
             ));
         }
         let gpu = self.config.gpu.is_some() || theirs.gpu();
         let name = self.plugin.name();
         if gpu && session.crc {
-            return options("checksums need host memory at both ends: leave them off with a GPU".into());
+            return options(
+                "checksums need host memory at both ends: turn checksums off for GPU memory".into(),
+            );
         }
         if gpu && tcpx::is(name) && environment::inline_bytes(&self.environment) != Ok(0) {
             let inline = environment::INLINE;
             return options(format!(
-                "{inline} is not 0, and one end has a GPU: set it to 0 at both, or not at all"
+                "{inline} must be 0 where one end has a GPU: set the variable to 0 at both ends, or unset it"
             ));
         }
         if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
             return Err(Incompatible::SameHost(format!(
                 "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
-                 cross a NIC; use another transport here, or allow it for a simulator or namespaces"
+                 cross a NIC: use another transport on one host, or allow the plugin for a simulator or namespaces"
             )));
         }
         Ok(())
@@ -427,7 +435,9 @@ impl PayloadBackend for Host {
 fn window_fits(name: &str, window: usize) -> Result<()> {
     match REQUESTS_MAX.iter().find(|(begin, most)| name.starts_with(begin) && window > *most) {
         Some((_, most)) => {
-            let why = format!("{window} is more than the {most} requests that {name} takes per connection");
+            let why = format!(
+                "must be at most {most}, the requests that {name} takes per connection (got {window})"
+            );
             Err(Error::invalid("window of the plugin", why))
         }
         None => Ok(()),
@@ -442,8 +452,8 @@ fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
         Some(nic) => Err(Error::invalid(
             "NICs of the plugin",
             format!(
-                "{name} has no device {nic}: an endpoint that was built before has set {} for its own; set it to all of them \
-                 before, or build the endpoint with most NICs first",
+                "{name} has no device {nic}: an endpoint that was built before has set {} to its own NICs; set the \
+                 variable to all NICs before the first endpoint, or build the endpoint with most NICs first",
                 environment::NICS
             ),
         )),
@@ -459,12 +469,12 @@ fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
     for device in devices {
         let of = format!("device {} of {name}", device.name);
         if !device.takes(PointerType::Cuda) {
-            return refused(format!("{of} takes host memory only; leave the GPU out, and use host memory"));
+            return refused(format!("{of} takes host memory only: use host memory, without a GPU"));
         }
         if !device.unpacks() {
             return refused(format!(
-                "{of} writes to GPU memory itself, which takes a flush behind each receive that is not built yet; \
-                 leave the GPU out, and use host memory"
+                "{of} writes to GPU memory itself and needs a flush after each receive, which ferrywire does not support: \
+                 use host memory, without a GPU"
             ));
         }
     }
@@ -500,7 +510,7 @@ fn message_bytes_max(environment: &[Variable]) -> Result<usize> {
     match text.parse() {
         Ok(bytes) if (least..=most).contains(&bytes) => Ok(bytes),
         _ => {
-            let why = format!("{text:?} is not between {least} and {most}");
+            let why = format!("must be between {least} and {most} bytes (got {text:?})");
             Err(Error::invalid(environment::CHUNK_BYTES, why))
         }
     }

@@ -74,7 +74,7 @@ impl Registrations {
             Ok(part) if part.holds(run) => Ok(part.handle),
             Err(why) => Err(why.clone()),
             Ok(_) => Err(format!(
-                "its first or last page is not all of its allocation ({})",
+                "the first or last page of the message also holds bytes outside of its allocation ({})",
                 run.memory.describe()
             )),
         }

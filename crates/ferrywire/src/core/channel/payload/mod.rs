@@ -43,7 +43,7 @@ pub(super) enum Payload {
     Lane(LanePayload),
 }
 
-/// What the payload of an ended channel leaves behind.
+/// The state of an ended channel's payload that the fence needs.
 #[derive(Default)]
 pub(super) struct PayloadRemains {
     /// The closed lane, which may still read memory, and a description of its state.
@@ -259,7 +259,7 @@ impl Payload {
         match self {
             Payload::Lane(lane) => lane.note_header(header),
             _ if header.is_posted() || header.posted != 0 => {
-                Err(broken("it sends over a lane, and this channel has none"))
+                Err(broken("a frame announces a message of a lane, and this channel has no lane"))
             }
             _ => Ok(false),
         }
