@@ -35,7 +35,7 @@ def call(*command):
 
 
 def free_port():
-    """A port of loopback that nobody has now."""
+    """A free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -93,7 +93,7 @@ class Hosts:
         listen = f"0.0.0.0:{port}" if self.names else f"127.0.0.1:{port}"
         command = self.on("b", [*(program or (self.program, "bench")), "serve", "--listen", listen, *args])
         self.serving = subprocess.Popen(command, env={**self.env, **dict(env)}, stdout=subprocess.PIPE, text=True)
-        # It says something once it listens, whatever the words.
+        # `serve` prints a line once it listens.
         if not self.serving.stdout.readline():
             sys.exit("serve did not start")
         self.address = f"10.77.1.2:{port}" if self.names else f"127.0.0.1:{port}"

@@ -50,7 +50,7 @@ def busy_share(seconds=0.1):
 
 
 class Quiet:
-    """Waits, a bounded time, until nobody else uses the cores; counts the measurements that began all the same."""
+    """Waits, a bounded time, until no other program uses the cores; counts the measurements that began all the same."""
 
     limit = 0.15
 

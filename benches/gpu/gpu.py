@@ -38,7 +38,7 @@ def options():
 
 
 def call(command, env=None):
-    """What a program prints, or why there is nothing."""
+    """The output of a program, or the reason why there is none."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env={**os.environ, **(env or {})})
     if done.returncode != 0:
         lines = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()
@@ -87,7 +87,7 @@ def plain(program, connections, copies):
 
 
 def links(o, program):
-    """What copies alone carry between pinned memory and the slower of the GPUs: one way, and both ways together."""
+    """The rate of copies alone between pinned memory and the slower of the GPUs: one way, and both ways together."""
     each = [dict(re.findall(r"(\w+) ([0-9.]+) GB/s", call([str(program), "link", memory.removeprefix("cuda:")])))
             for memory in sorted(set(o.memory.split(","))) if memory.startswith("cuda:")]
     slowest = lambda *ways: min(float(gpu[way]) for gpu in each for way in ways)

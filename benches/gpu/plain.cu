@@ -232,6 +232,6 @@ int main(int count, char **arguments) {
         int status;
         wait(&status);
     }
-    // What the driver holds goes with the process.
+    // The end of the process frees the driver's resources.
     _exit(0);
 }

@@ -1,4 +1,4 @@
-// What a call of one thread does to copies of another while a kernel waits, as NCCL's do for a peer.
+// The effect of one thread's call on another thread's copies while a kernel waits, as NCCL's kernels do for a peer.
 //
 //     nvcc -O2 -arch=native -o waits benches/nccl/waits.cu -lcuda && for n in $(seq 0 19); do ./waits $n; done
 //

@@ -88,7 +88,7 @@ def agent(name, backend, tuned):
 def target(arguments):
     """The passive end: answers lines on standard input."""
     size = max(bytes * count for bytes, count in CASES)
-    # Its progress thread is what moves UCX's bytes where nothing else is called.
+    # The progress thread moves UCX's bytes where no other call does.
     nixl, memory = agent("target", arguments.backend, False), Memory(arguments.memory, size, arguments.device)
     nixl.register_memory([(memory.address, size, memory.device, "")], arguments.memory)
     print(json.dumps({"address": memory.address, "device": memory.device, "metadata": nixl.get_agent_metadata().hex()}), flush=True)
@@ -140,7 +140,7 @@ def initiator(arguments):
                 post(handle)
                 finish(handle)
 
-            # What is moved is verified before anything is timed, and again after.
+            # The data are verified before the timed part, and again after it.
             def verified(handle, seed):
                 if operation == "WRITE":
                     memory.fill(memory.pattern(seed))
@@ -240,7 +240,7 @@ def ends(arguments, variant, folders):
 
 
 def engine(arguments):
-    """The same by ferrywire's own benchmark."""
+    """Measures the same transfers with ferrywire's own benchmark."""
     rows, env = [], os.environ | {"FERRYWIRE_SECRET": "of this benchmark alone"}
     place = lambda host: ["ip", "netns", "exec", host] if host else []
     serve = [*place(HOSTS[1]), arguments.command, "bench", "serve", "--listen", f"{ADDRESSES[1]}:7420"]

@@ -15,7 +15,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import sizes  # noqa: E402
 
 FOOTPRINT, CHUNK, WINDOW = 256 << 20, 512 << 10, 16
-# What ferrywire would set by itself, the same for the bare loop; and loopback for plugins that else leave it out.
+# The variables that ferrywire would set itself, for the bare loop too; and loopback, which plugins leave out by default.
 ENVIRONMENT = {
     "NCCL_DYNAMIC_CHUNK_SIZE": str(CHUNK),
     "NCCL_SOCKET_NTHREADS": "1",
@@ -74,7 +74,7 @@ def ferrywire(o, program, channels, size):
 
 
 def measure(o, channels):
-    """What every contender gave in each repetition: {name: [(GB/s, CPU-s/GB)]}."""
+    """The results of every contender in each repetition: {name: [(GB/s, CPU-s/GB)]}."""
     contenders = {"bare": lambda: bare(o, channels, []), "bare, pinned": lambda: bare(o, channels, ["--pin"])}
     for name, program in (("ferrywire", os.path.join(o.bin, "ferrywire")), ("also", o.also)):
         for size in o.sizes if program else []:

@@ -29,7 +29,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def faults_of(row):
-    """What is wrong with one row, in words."""
+    """The faults of one row, as text."""
     if len(row) != len(HEADER):
         yield f"{len(row)} fields, expected {len(HEADER)}"
         return

@@ -51,7 +51,7 @@ class Runs:
         self.depths = {}
         self.plugin = [] if o.plugin == "tcp" else ["--plugin", o.plugin, "--allow-same-host-gpu"]
         here = None if rate == "loopback" else rate
-        # What the GPU receives stays on this host, which the real plugin forbids.
+        # The GPUs receive from this host, which the real plugin forbids.
         self.hosts = hosts.Hosts(os.path.join(o.bin, "ferrywire"), here, {"FERRYWIRE_TCPX_SIM": "same_host=allow"})
         self.plans = ["own", "all"] if here else ["own"]
 

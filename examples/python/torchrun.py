@@ -40,7 +40,7 @@ def rendezvous(endpoint: fw.Endpoint, rank: int, world_size: int, master: tuple[
 
 
 def patiently(endpoint: fw.Endpoint, to: tuple[str, int]) -> fw.Peer:
-    """Connects as soon as somebody listens there: ranks start in any order."""
+    """Connects as soon as a process listens there: ranks start in any order."""
     import time
 
     until = time.monotonic() + LIMIT

@@ -2,7 +2,7 @@
 
     python examples/python/weights.py --receivers 8 --mib 16
 
-Each receiver reads on its own, so that a slow one holds nobody up, and the sender does nothing meanwhile. With PyTorch
+Each receiver reads on its own, so that a slow one delays no other, and the sender does nothing meanwhile. With PyTorch
 the weights are a `state_dict` (`--torch`).
 """
 

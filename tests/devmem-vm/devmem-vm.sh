@@ -47,7 +47,7 @@ log=$cache/build.log
 skip() { echo "SKIPPED: devmem VM needs $*" >&2; exit 77; }
 fail() { echo "devmem VM: $*; the log is build.log in the cache directory" >&2; tail -n 5 "$log" >&2; exit 125; }
 
-# Interfaces of modules change: a kernel that nobody has tried yet is something missing, not something broken.
+# Module interfaces change: a build failure on an untested kernel counts as a missing requirement, not as a defect.
 fail_on_known_kernel() {
     local kernel
     kernel=$(cat "$root/kernel/.complete")

@@ -1,4 +1,4 @@
-"""What the peer programs share: options, a control connection, the timed loop.
+"""Shared parts of the peer programs: options, a control connection, the timed loop.
 
 The source drives: it asks the target over the control connection (JSON lines) and measures. CPU time is that of the
 timed part, on both sides.

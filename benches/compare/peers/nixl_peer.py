@@ -25,7 +25,7 @@ def main():
         answer_cpu(control)
     else:
         source(o, agent, address, slots)
-    # Its destructors can hang once the other side is gone; the results are out.
+    # NIXL's destructors can hang once the other side is gone; the results are out.
     sys.stdout.flush()
     os._exit(0)
 

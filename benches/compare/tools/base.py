@@ -1,4 +1,4 @@
-"""What a tool is, and how programs are run in the two namespaces."""
+"""The base class of a tool, and how programs run in the two namespaces."""
 
 import contextlib
 import glob

@@ -15,7 +15,7 @@ const SPARES_MAX: usize = 512;
 /// Packets smaller than this are copied instead of keeping a buffer of the largest size.
 const SMALL_BYTES: usize = 4096;
 
-/// What the path is like.
+/// The properties of the path.
 #[derive(Clone, Default)]
 pub struct Shape {
     /// One way.
@@ -28,7 +28,7 @@ pub struct Shape {
     pub queue_ns: u64,
 }
 
-/// What became of a packet's segments.
+/// The outcome of a packet's segments.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fate {
     /// All of them.

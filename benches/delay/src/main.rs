@@ -29,7 +29,7 @@ usage: delay-line NAME NAME [--delay-us N] [--loss P] [--gbit R] [--queue-ms N]
 /// Packets read before those that are due are written.
 const BATCH: usize = 32;
 
-/// What one direction has done.
+/// Counters of one direction.
 #[derive(Default)]
 struct Counts {
     segments: AtomicU64,

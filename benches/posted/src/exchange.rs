@@ -196,7 +196,7 @@ trait Pair {
     fn memory(&mut self) -> &mut Memory;
 }
 
-/// What goes and what comes.
+/// The memory of outgoing and incoming messages.
 struct Memory {
     out: &'static mut [u8],
     into: &'static mut [u8],
@@ -258,7 +258,7 @@ impl Pair for Comms {
         let Memory { out, into } = &mut self.memory;
         while self.received.is_none() {
             let (comm, memory) = self.comes;
-            // SAFETY: registered memory, which nobody looks at before the message is here.
+            // SAFETY: registered memory, which no thread reads before the message has arrived.
             self.received = unsafe { self.net.irecv(comm, into.as_mut_ptr(), into.len(), memory) }?;
         }
         while self.sent.is_none() {

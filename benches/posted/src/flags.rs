@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-/// What `--help` prints.
+/// The text of `--help`.
 pub const HELP: &str = "\
 usage: posted --plugin FILE [options]      both ends, two processes of this host; prints one JSON line
   --device N        device of the plugin, on both ends (default 0)

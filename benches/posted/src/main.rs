@@ -1,6 +1,6 @@
 //! `posted`: the bare loop over an NCCL net plugin.
 //!
-//! What ferrywire's plugin transport is held against: two processes on this host, a connection of the plugin and
+//! The baseline of ferrywire's plugin transport: two processes on this host, a connection of the plugin and
 //! a thread per connection and side, at most a window of requests posted, only the oldest tested, finished receives
 //! given back at once. No heads, no acknowledgements, no statistics. Of the engine it uses the layouts of the
 //! interface and nothing else.

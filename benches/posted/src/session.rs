@@ -87,7 +87,7 @@ pub fn source(flags: &Flags) -> io::Result<()> {
     Ok(())
 }
 
-/// What one run took.
+/// The time and CPU time of one run.
 struct Took {
     seconds: f64,
     /// Of both ends.
@@ -196,7 +196,7 @@ impl Target {
         rest.ok_or_else(|| io::Error::other(format!("the target ended, or said {line:?}")))
     }
 
-    /// What a listener of its plugin gave.
+    /// The handle of the plugin's listener.
     pub fn handle(&mut self) -> io::Result<Handle> {
         unhex(&self.line("handle ")?)
     }
@@ -209,7 +209,7 @@ impl Target {
 
 impl Drop for Target {
     fn drop(&mut self) {
-        // It may have ended by itself; there is nothing to do about a failure here.
+        // The child may have ended by itself, so a failure is ignored.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -15,7 +15,7 @@ use ferrywire_ncclnet::abi::{
 };
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// What a plugin tells the other end, for `connect`.
+/// The handle that a plugin passes to the other end, for `connect`.
 pub type Handle = [u8; HANDLE_BYTES];
 
 /// Between two attempts to connect or accept.
@@ -121,7 +121,7 @@ impl Net {
         } else {
             return Err(io::Error::other(format!("{path} has no table of v4 to v8")));
         };
-        // Its threads may run in it from now on.
+        // From now on the plugin's threads may run in the library.
         std::mem::forget(library);
         let (Some(net), Some(init)) = (net, init) else {
             return Err(io::Error::other(format!("{path}: a function is missing")));
@@ -224,7 +224,7 @@ impl Net {
     /// Posts room for a message; `None`: not now.
     ///
     /// # Safety
-    /// As [`Net::isend`]; the memory is nobody else's meanwhile.
+    /// As [`Net::isend`]; nothing else uses the memory meanwhile.
     #[inline]
     pub unsafe fn irecv(
         &self,

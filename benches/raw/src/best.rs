@@ -16,7 +16,7 @@ const FINALISTS: usize = 4;
 
 /// The repetitions of one plan.
 pub struct Series {
-    /// What was run.
+    /// The plan of the run.
     pub plan: Plan,
     /// Each repetition, in order.
     pub outcomes: Vec<Outcome>,

@@ -14,7 +14,7 @@ use crate::net::Buffer;
 use crate::plan::{Placement, Plan};
 use crate::sys;
 
-/// What one side saw.
+/// The measurements of one side.
 #[derive(Clone, Debug, Default)]
 pub struct Side {
     /// Bytes of the timed part, per connection.

@@ -40,7 +40,7 @@ pingpong: one connection
   --seconds S | --iters N  (default 1 s each)
 ";
 
-/// What the command line asks for.
+/// The command.
 pub enum Command {
     /// Print the help text.
     Help,
@@ -57,12 +57,12 @@ pub enum Command {
     Connect {
         /// The target.
         peer: SocketAddr,
-        /// What to measure.
+        /// The measurement.
         flags: Flags,
     },
 }
 
-/// What the client knows beside the plan.
+/// Settings of the client that are not part of the plan.
 pub struct Flags {
     /// The run, before lists are expanded.
     pub plan: Plan,

@@ -1,4 +1,4 @@
-//! What one run is. The same `key=value` pairs serve as flags and as the line the client sends to the server, so
+//! The plan of one run. Its `key=value` pairs serve as flags and as the line that the client sends to the server, so
 //! that a run is configured on one side only.
 //!
 //! Invariant: a plan that passed [`Plan::check`] divides evenly, so both sides cut the same region the same way.
@@ -13,7 +13,7 @@ pub const FOOTPRINT_MAX: u64 = 1 << 38;
 /// alternate between the connections.
 pub const STRIPE_MIN: u64 = 64 << 10;
 
-/// What is measured.
+/// The kind of measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
     /// Throughput.
@@ -45,7 +45,7 @@ pub enum Wait {
 /// One run, as both sides know it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// What is measured.
+    /// The kind of measurement.
     pub mode: Mode,
     /// Data connections, one thread each on both sides.
     pub connections: usize,

@@ -1,4 +1,4 @@
-//! What is printed: one line for people, or one JSON line with the same figures and the run's plan.
+//! The report: one line for people, or one JSON line with the same figures and the run's plan.
 
 use std::collections::BTreeMap;
 

@@ -17,7 +17,7 @@ use crate::sys;
 
 const CONTROL: [u8; 4] = *b"CTL0";
 
-/// What a bulk run gave.
+/// The result of a bulk run.
 pub struct Outcome {
     /// The sending process.
     pub source: Side,
@@ -135,7 +135,7 @@ impl LocalServer {
 
 impl Drop for LocalServer {
     fn drop(&mut self) {
-        // It may have ended by itself; there is nothing to do about a failure here.
+        // The child may have ended by itself, so a failure is ignored.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,11 +1,11 @@
-//! What the kernel says this process uses.
+//! The kernel's counts of resources that this process uses.
 
 use std::fs;
 
 /// Ticks of a second in `/proc/self/stat`, on every Linux.
 const TICKS_PER_S: f64 = 100.0;
 
-/// What is in use at one moment.
+/// The resources in use at one moment.
 pub struct Usage {
     pub resident_bytes: u64,
     pub threads: u64,

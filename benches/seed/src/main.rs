@@ -46,7 +46,7 @@ The plugin reads its environment as ever, the same on both ends: without NCCL_DY
 moves nothing.
 ";
 
-/// What both ends need alike.
+/// The parameters that both ends share.
 struct Run {
     gpus: usize,
     channels: usize,
@@ -223,7 +223,7 @@ fn connect(flags: &Flags, address: &str) -> Result<()> {
     Ok(())
 }
 
-/// What message number `message` holds. Two messages differ in every word.
+/// The contents of message number `message`. Two messages differ in every word.
 fn contents(message: usize) -> WordPattern {
     WordPattern {
         key: (message as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),

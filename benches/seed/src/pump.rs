@@ -4,7 +4,7 @@
 //! oldest request is tested. A received chunk is gathered by a launch of its own, which the thread waits for before it gives
 //! the receive back. After a round over all channels that brought nothing the thread sleeps for 10 us.
 //!
-//! What the old system did worse by mistake is not copied: log lines in the loop, tables uploaded for each chunk, errors
+//! Mistakes of the old system are not copied: log lines in the loop, tables uploaded for each chunk, errors
 //! taken for "not yet".
 
 use std::collections::VecDeque;

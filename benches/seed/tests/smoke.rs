@@ -61,7 +61,7 @@ fn it_runs_and_says_how_fast() {
     assert!(target.wait_with_output().unwrap().status.success());
 }
 
-/// On its way to the target message 3 is renamed to message 4: what arrives is not what belongs there.
+/// Renames message 3 to message 4 on its way to the target, so that wrong data arrive.
 #[test]
 fn wrong_data_end_both_without_a_number() {
     let (target, address) = serve();

@@ -1,4 +1,4 @@
-//! What is said in the log, and how loudly.
+//! Log lines and their levels.
 //!
 //! Two simulated hosts on one thread, so that what each test hears is its own.
 
@@ -14,7 +14,7 @@ use tracing_subscriber::fmt::MakeWriter;
 
 const PORT: u16 = 7420;
 
-/// What was logged.
+/// The captured log.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -47,7 +47,7 @@ impl MakeWriter<'_> for Lines {
 }
 
 /// Two endpoints with two NICs each, connected. They have no farewell, which would wait for a clock that
-/// nobody moves.
+/// does not advance.
 struct Scene {
     net: Arc<SimNet>,
     ends: ManuallyDrop<Vec<Endpoint>>,
@@ -100,7 +100,7 @@ fn the_slower_paths_of_a_resumption_are_no_strangers() {
     let subscriber = subscriber.with_max_level(tracing::Level::DEBUG).finish();
     tracing::subscriber::with_default(subscriber, || {
         let scene = Scene::new();
-        // So that one path is in the middle of its handshake when the other has won.
+        // One path is in the middle of its handshake when the other has won.
         scene.net.set_nic_latency(nic(2, 1), Duration::from_micros(40));
         scene.reset_control();
         scene.pass(Duration::from_secs(2));

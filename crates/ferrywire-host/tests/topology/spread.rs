@@ -64,7 +64,7 @@ fn done(channels: usize) -> BTreeMap<String, usize> {
         if let Some(peer) = connecting.poll() {
             let peer = peer.expect("it is there");
             let counts = counted(peer.stats().channels.into_iter().map(|channel| channel.nic));
-            // Closing would wait for a clock that stands still.
+            // Closing would wait for a clock that does not advance.
             std::mem::forget((peer, here_end, there_end));
             return counts;
         }

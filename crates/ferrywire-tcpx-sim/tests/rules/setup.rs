@@ -91,7 +91,7 @@ fn the_first_connect_and_accept_give_null() {
 fn the_first_connect_and_accept_give_null_though_the_attempt_has_ended_by_then() {
     case!("setup_ms=0").passes(|| {
         let plugin = Plugin::start();
-        // So many that a call is often interrupted between the start of its attempt and its return.
+        // Enough signals that a call is often interrupted between the start of its attempt and its return.
         let set_up = || {
             for _ in 0..20 {
                 let mut handle = Handle([0; 128]);

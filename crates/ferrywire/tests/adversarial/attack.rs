@@ -12,15 +12,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Nobody waits so long because of what others do.
+/// Longest time that an attack may delay a good peer.
 const HELD_UP: Duration = Duration::from_secs(5);
-/// What a connection that has proven nothing may cost beyond the bytes it sent: the state of its Noise
+/// Memory that an unproven connection may cost beyond the bytes it sent: the state of its Noise
 /// handshake, its socket's and its own bookkeeping, and what the allocator adds.
 const PENDING_OVERHEAD_BYTES: usize = 16 << 10;
-/// What comes and goes in this process for other reasons: fresh good peers, attackers, the allocator.
+/// Memory that varies in this process for other reasons: new good peers, attackers, the allocator.
 const NOISE_BYTES: usize = 24 << 20;
 
-/// Calls of somebody who has nothing to do with strangers.
+/// Calls that hosts without the secret must not affect.
 struct Calls {
     limit: Duration,
     slowest: Duration,

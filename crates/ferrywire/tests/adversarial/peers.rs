@@ -64,14 +64,14 @@ impl Good {
     }
 }
 
-/// What a real peer says at the start of its connections.
+/// The first bytes of a real peer's connections.
 #[derive(Clone)]
 pub struct Recordings {
     pub control: Vec<u8>,
     pub data: Vec<u8>,
 }
 
-/// What one connection says, as it is heard.
+/// The bytes received on one connection.
 type Recording = Arc<Mutex<Vec<u8>>>;
 
 /// Connects a good peer through a proxy that keeps what it says.

@@ -1,4 +1,4 @@
-//! What can be seen of this process: its log, panics, descriptors and memory. One test at a time looks.
+//! Observes this process: its log, panics, descriptors and memory, for one test at a time.
 
 use crate::LIMIT;
 use std::sync::atomic::{AtomicU64, Ordering};

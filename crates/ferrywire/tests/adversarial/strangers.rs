@@ -1,4 +1,4 @@
-//! What strangers say and do: noise, other protocols, what others said before, and far too little.
+//! Hosts without the secret: noise, other protocols, replayed connections, and connections that send too little.
 
 use crate::LIMIT;
 use crate::peers::{CLAIM_BYTES, PREAMBLE_BYTES, Recordings};
@@ -82,14 +82,14 @@ fn replays(address: SocketAddr, rng: &mut StdRng, recordings: &Recordings) {
         false => (&recordings.data, "you could not prove the session's key"),
     };
     let Some(heard) = say(address, bytes) else { return };
-    // The victim may have hung up on us to make room for somebody.
+    // The victim may have closed this connection to make room for another.
     if !heard.is_empty() {
         let text = refusal(&heard).map(|(_, text)| text);
         assert!(text.as_deref().is_none_or(|text| text == unproven), "{text:?}");
     }
 }
 
-/// The claim of a session that exists, with the proof of somebody without its key.
+/// The claim of a session that exists, with a proof made without the session's key.
 fn wrong_keys(address: SocketAddr, rng: &mut StdRng, recordings: &Recordings) {
     let Ok(mut stream) = TcpStream::connect(address) else { return };
     let mut claim = recordings.data[..CLAIM_BYTES].to_vec();

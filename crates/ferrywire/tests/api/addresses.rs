@@ -26,7 +26,7 @@ fn until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Gives a namespace a NIC that leads to nobody outside, as a host's bridge for its containers does.
+/// Gives a namespace a NIC that leads to no other host, as a bridge for containers does.
 fn add_bridge(hosts: &Hosts, host: usize, address: Ipv4Addr) {
     hosts.set(host, "link add docker0 type veth peer name docker1");
     hosts.set(host, &format!("addr add {address}/16 dev docker0"));
@@ -99,7 +99,7 @@ fn an_address_that_both_hosts_have_carries_no_channel() {
 }
 
 /// A container behind another host's address names one that is in the subnet of the bridge here: connecting failed, since no data
-/// connection came about.
+/// connection was made.
 #[test]
 fn a_peer_whose_address_leads_elsewhere_here_is_reached_where_it_was_dialled() {
     const PUBLISHED: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);

@@ -86,7 +86,7 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
         matches!(&outcome, Err(TransferError::Stalled { waited, .. }) if *waited == SHORT),
         "{outcome:?}"
     );
-    // The same megabyte over and over, minutes of work: one that moves all the time extends no total.
+    // One megabyte many times, minutes of work: constant progress must not extend the total timeout.
     let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
     let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
     let both = [receive, pair.near.write_blocks(&list, None, None).unwrap()];

@@ -55,7 +55,7 @@ impl Pair {
         assert!(contents(&target) == pattern(bytes, salt), "a write of {bytes} bytes arrived wrong");
     }
 
-    /// What the channels of an end have staged; nothing of those that never did.
+    /// The staging statistics of an end's channels that have staged anything.
     fn staging(&self, end: usize) -> impl Iterator<Item = StagingStats> {
         self.peers[end].stats().channels.into_iter().filter_map(|channel| channel.staging)
     }

@@ -66,7 +66,7 @@ fn a_region_is_dropped_only_once_no_nic_holds_packets_of_a_lost_connection() {
     drop_with_packets_in_a_queue(false);
 }
 
-/// The same where the connection is lost while the drop waits for the write.
+/// A dropped peer finishes its write even if the connection is lost while the drop waits.
 #[test]
 fn a_region_is_dropped_only_once_no_nic_holds_packets_of_a_connection_that_is_lost_meanwhile() {
     drop_with_packets_in_a_queue(true);
@@ -107,7 +107,7 @@ fn drop_with_packets_in_a_queue(lost_meanwhile: bool) {
         std::thread::spawn(move || drop(region))
     });
     if lost_meanwhile {
-        // It has begun, and cannot end while the write has not.
+        // The drop has begun, and cannot end before the write.
         std::thread::sleep(Duration::from_millis(200));
     }
     // The write ends here, and the peer hears of it behind what is in the queue.
@@ -117,7 +117,7 @@ fn drop_with_packets_in_a_queue(lost_meanwhile: bool) {
     dropping.into_iter().for_each(|dropping| dropping.join().unwrap());
     memory.fill(0xEE);
     println!("closed {closed:?}, the write {outcome:?}, dropped after {:?}", begun.elapsed());
-    // What was in the queue has arrived when something behind it has.
+    // Connections queued earlier have arrived once a later one has.
     let again = hosts.on(0, || near.connect(Hosts::listen(), LIMIT)).unwrap();
     let source = near.register(vec![7; 4096]).unwrap();
     let other = far.alloc_host(4096).unwrap();

@@ -1,4 +1,4 @@
-//! What is told where an endpoint ends, does not come about, or cannot be reached.
+//! Errors of endpoints that end, cannot be built, or cannot be reached.
 
 use crate::case::case;
 use crate::{LIMIT, listening, pair};
@@ -17,7 +17,7 @@ fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// An endpoint with a message under way that nobody receives: it cannot close before its deadline.
+/// An endpoint with a message in flight that has no receive: the endpoint cannot close before its timeout.
 fn never_finished() -> (crate::Pair, Transfer) {
     let pair = pair();
     let source = pair.ends[0].alloc_host(1 << 20).unwrap();
@@ -43,8 +43,8 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
     assert_eq!((pair.ends[1].close(LIMIT), pair.ends[1].close(Duration::ZERO)), (Ok(()), Ok(())));
 }
 
-/// It was told again when the endpoint closed, however long after; also where the other end says nothing any more, and the close of
-/// the peer comes back before that has been given up.
+/// Regression: closing the endpoint repeated the error of a peer's close; also where the other end is silent, and the close of
+/// the peer returns before the peer is given up.
 #[test]
 fn what_the_close_of_a_peer_has_told_is_not_told_again() {
     for answers in [true, false] {
@@ -67,7 +67,7 @@ fn what_the_close_of_a_peer_has_told_is_not_told_again() {
     }
 }
 
-/// Who closes the endpoint while somebody waits for one of its peers was told nothing, where that peer said nothing any more.
+/// Regression: closing an endpoint returned no error while another thread waited for a peer that had become silent.
 #[test]
 fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
     let (there, here) = (Endpoint::builder().threads(0), Endpoint::builder().threads(1));
@@ -90,7 +90,7 @@ fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
     });
 }
 
-/// With threads of its own and without: there whoever waits for a peer turns everything else meanwhile.
+/// With progress threads and without: without them the thread that waits for a peer makes all progress.
 #[test]
 fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
     for threads in [0, 1] {
@@ -106,7 +106,7 @@ fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
             });
             let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
             first.wait();
-            // Without threads this is answered only by whoever waits.
+            // Without progress threads only a waiting thread answers.
             near.notify(b"are you there?").unwrap().wait(LIMIT).unwrap();
             thread::sleep(Duration::from_millis(50));
             assert_eq!(accepting.close(LIMIT), Ok(()));
@@ -115,7 +115,7 @@ fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
     }
 }
 
-/// What the threads of endpoints are called that run.
+/// The names of the running threads of endpoints.
 fn threads_of_ours() -> Vec<String> {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap();
     let name = |task: std::io::Result<std::fs::DirEntry>| {
@@ -180,7 +180,7 @@ fn metadata_at(endpoint: &Endpoint, addresses: &[SocketAddr]) -> Vec<u8> {
     metadata
 }
 
-/// Addresses at which the kernel takes connections and nobody answers.
+/// Addresses at which the kernel accepts connections and no process answers.
 fn dead(number: usize) -> Vec<TcpListener> {
     (0..number).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect()
 }
@@ -189,7 +189,7 @@ fn addresses<'a>(of: impl IntoIterator<Item = &'a TcpListener>) -> Vec<SocketAdd
     of.into_iter().map(|listener| listener.local_addr().unwrap()).collect()
 }
 
-/// Eight addresses that take the time of each: behind them nobody is reached any more.
+/// Eight addresses that do not answer use up the timeout of those behind them.
 #[test]
 fn one_timeout_is_for_all_addresses_of_an_endpoint() {
     let (accepting, connecting, dead) = (listening(), listening(), dead(8));
@@ -202,13 +202,13 @@ fn one_timeout_is_for_all_addresses_of_an_endpoint() {
     last[1] ^= 1;
     let error = connecting.connect_metadata(&last, LIMIT).unwrap_err();
     assert!(matches!(&error, ConnectError::Refused { why, .. } if why.contains("restarted")), "{error}");
-    // Nobody was meant there.
+    // The withdrawn connections leave no peers.
     assert_eq!((accepting.peer_count(), connecting.peer_count()), (0, 0));
     let peer = accepting.try_accept();
     assert!(peer.is_none(), "{peer:?}");
 }
 
-/// Those that do not answer leave time for those that do.
+/// Addresses that do not answer leave time for those that do.
 #[test]
 fn an_address_that_does_not_answer_has_its_share_of_the_time() {
     let (accepting, connecting, dead) = (listening(), listening(), dead(2));
@@ -219,7 +219,7 @@ fn an_address_that_does_not_answer_has_its_share_of_the_time() {
     assert_eq!(near.identity(), accepting.identity());
 }
 
-/// A name may have several, of which one is somebody else's, or nobody's.
+/// A name may have several addresses, of which one belongs to another host, or to none.
 #[test]
 fn the_first_address_that_works_is_taken_and_else_the_error_that_tells_most() {
     let (accepting, connecting) = (listening(), listening());
@@ -254,7 +254,7 @@ fn pass_on(from: &TcpStream, to: &TcpStream) {
 /// Longer than a farewell takes.
 const LONG_TALK: Duration = Duration::from_secs(20);
 
-/// An answer that comes too late meets nobody, and no peer comes about of which nobody knows.
+/// A late answer is dropped, and leaves no unknown peer.
 #[test]
 fn a_connect_whose_time_is_up_is_withdrawn() {
     let (accepting, connecting, late) = (listening(), listening(), dead(1));

@@ -56,7 +56,7 @@ fn everything_is_refused_at_once_and_dropping_is_harmless() {
         let pair = pair();
         let (near, far) = (pair.near.clone(), pair.far.clone());
         let region = pair.ends[1].alloc_host(1 << 20).unwrap();
-        // SAFETY: the owner keeps the bytes, which nobody touches.
+        // SAFETY: the owner keeps the bytes, which nothing else touches.
         let owned = unsafe {
             let mut bytes = Box::new([0u8; 64]);
             pair.ends[1].register_with(bytes.as_mut_ptr(), 64, bytes)

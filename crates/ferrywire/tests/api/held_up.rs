@@ -1,4 +1,4 @@
-//! What one thing must not hold up of another: a GPU that stands still, a long queue, memory that nobody names any more.
+//! A stalled GPU, a long queue or dropped memory must not delay unrelated work.
 
 use crate::{LIMIT, builder, listening, pair, sockets_copy};
 use ferrywire::{Endpoint, Peer, Region, RegisterError, TransferError, limits};
@@ -28,7 +28,7 @@ fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
     assert_eq!(stands.wait(LIMIT), Ok(4096));
 }
 
-/// Its bytes were in their place, and nobody was told, for ever.
+/// Regression: the bytes were in their target, and the write never completed.
 #[test]
 fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() {
     const BYTES: u64 = 1 << 20;
@@ -135,7 +135,7 @@ fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() 
     assert!(matches!(sent, Some(Err(TransferError::AccessRefused { .. }))), "{sent:?}");
 }
 
-/// Both are driven by whoever calls this.
+/// The caller makes the progress of both ends.
 pub fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
     let connecting = far.start_connect(near.listen_addresses()[0]).unwrap();
     let (mut there, mut here, begun) = (None, None, Instant::now());
@@ -212,7 +212,7 @@ fn a_short_message_is_not_placed_into_a_region_that_was_deregistered() {
     assert_eq!(found, [0; 4096]);
 }
 
-/// Whoever received it was in the middle of writing there.
+/// Regression: the memory was released while the receiver still wrote to it.
 #[test]
 fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
     let pair = pair();
@@ -264,11 +264,11 @@ fn a_short_message_is_not_placed_into_memory_that_its_user_has_back() {
     assert!(room.iter().all(|byte| *byte == 0));
 }
 
-/// What a channel had still to send of it was read later, whatever it had been reused for.
+/// Regression: a channel read the unsent rest of the memory later, after its reuse.
 #[test]
 fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
     const BYTES: usize = 64 << 20;
-    // So little room that a chunk is sent in parts.
+    // The small socket buffer makes a chunk go out in parts.
     let end = || builder().channels(1).socket_buffer_bytes(64 << 10);
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().threads(0).build().unwrap();
@@ -340,7 +340,7 @@ fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_w
     // Until the engine has given up waiting.
     drop(region);
     assert_eq!(write.poll(), None);
-    // SAFETY: memory of this test's, which nobody copies while the GPU stands still.
+    // SAFETY: memory of this test, which no copy touches while the GPU is stalled.
     unsafe { SimGpu::dma_view(buffer.address(), BYTES).unwrap().write_bytes(0xEE, BYTES) };
     gpu.set_stall(false);
     let error = write.wait(LIMIT).unwrap_err();
@@ -391,7 +391,7 @@ fn memory_of_a_gpu_that_is_slow_is_taken_back_later_and_costs_no_channel() {
         assert!(begun.elapsed() < LIMIT);
         std::thread::yield_now();
     }
-    // Without one, whoever takes it back is told.
+    // Without an owner, the caller of `deregister` gets the error.
     // SAFETY: the buffer stays until the end.
     let ours = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
     gpu.set_stall(true);
@@ -409,7 +409,7 @@ fn memory_of_a_gpu_that_is_slow_is_taken_back_later_and_costs_no_channel() {
     assert_eq!(pair.far.stats().lost_channels, [""; 0]);
 }
 
-/// It was told, and the channel was lost all the same, once the handle was dropped.
+/// Regression: the error was reported, but the channel was lost when the handle was dropped.
 #[test]
 fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel() {
     const BYTES: usize = 100_000;
@@ -436,7 +436,7 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     assert_eq!(pair.far.stats().lost_channels, [""; 0]);
 }
 
-/// Nobody can be told that it is not free.
+/// No caller waits who could be told that the memory is still in use.
 #[test]
 fn memory_of_a_gpu_that_stands_still_is_left_alone_when_its_region_is_dropped() {
     const BYTES: usize = 100_000;
@@ -451,7 +451,7 @@ fn memory_of_a_gpu_that_stands_still_is_left_alone_when_its_region_is_dropped() 
     let write = pair.near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     until_staged(&pair.far, BYTES as u64);
     drop(target);
-    // It is told of a little later.
+    // The peer reports the loss a little later.
     let begun = Instant::now();
     while pair.far.stats().lost_channels.is_empty() {
         assert!(begun.elapsed() < LIMIT);

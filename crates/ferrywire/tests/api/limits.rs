@@ -23,21 +23,21 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
         let error = receive.wait_for(total, short).unwrap_err();
         assert!(matches!(error, TransferError::Stalled { waited, .. } if waited == short), "{error}");
     }
-    // It is still under way.
+    // The transfer is still in flight.
     let source = pair.ends[0].register(vec![7u8; 100]).unwrap();
     pair.near.send(1, &source, 0, 100).unwrap();
     assert_eq!(receive.wait_for(LIMIT, LIMIT), Ok(100));
     assert_eq!(receive.wait_for(zero, zero), Ok(100));
 }
 
-/// What moves all the time is no stall, and ends at the limit for all of it nevertheless.
+/// A transfer with constant progress does not stall, and its wait ends at the total timeout.
 #[test]
 fn progress_does_not_extend_the_total() {
     let pair = pair();
     let bytes = 1 << 20;
     let source = pair.ends[0].alloc_host(bytes).unwrap();
     let target = pair.ends[1].alloc_host(bytes).unwrap();
-    // The same megabyte over and over: minutes of work.
+    // One megabyte many times: minutes of work.
     let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
     let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
     let write = pair.near.write_blocks(&list, None, None).unwrap();

@@ -1,4 +1,4 @@
-//! What programs in other languages need of the API: waiting for many things at once, memory that somebody else
+//! API for programs in other languages: waits for many objects at once, memory that the caller
 //! owns, blocks in arrays, limits on time and on what a process has, processes that fork, and words at every end.
 
 mod addresses;
@@ -45,7 +45,7 @@ fn sockets_copy() -> bool {
     std::env::var_os(ZERO_COPY).is_none()
 }
 
-/// What one thing must not hold up of another holds with memory that the kernel reads until the peer's host has it, too.
+/// The tests of `held_up`, with memory that the kernel reads until the peer's host has it.
 #[test]
 fn held_up_holds_without_copies() {
     let mut again = Command::new(std::env::current_exe().unwrap());

@@ -43,7 +43,7 @@ fn outcomes(ends: &[Endpoint], reads: &[Transfer]) -> Vec<Result<u64, TransferEr
     reads.iter().map(|read| read.poll().unwrap()).collect()
 }
 
-/// Those that the peer has not been asked for yet need nothing of it.
+/// Reads that were not requested from the peer yet end without it.
 #[test]
 fn reads_that_are_kept_back_are_cancelled_at_once_and_leave_their_room_to_others() {
     let ends = still();

@@ -24,7 +24,7 @@ const CANCELS: usize = 130;
 const DROPS: usize = 26;
 const CUTS: usize = 12;
 const CHANNELS: usize = 3;
-/// What memory holds that its user has back.
+/// Contents of memory that its user has reused.
 const REUSED: u8 = 0xEE;
 /// The simulated GPU of the test over TCP alone, and those of the two ends of the test over a plugin.
 const GPUS: [[u32; 2]; 2] = [[14, 14], [0, 1]];
@@ -56,7 +56,7 @@ impl Cell {
     /// The plugin of an end.
     fn plugin(self, end: usize) -> PluginConfig {
         let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
-        // SAFETY: the file was built with these tests, and nobody else looks at the environment.
+        // SAFETY: the file was built with these tests, and no other thread reads the environment.
         let plugin = unsafe { PluginConfig::at(library) };
         match self.on_gpu {
             true => plugin.gpu(MemoryLocation::SimGpu(self.gpu(end))).allow_same_host_gpu(true),
@@ -171,7 +171,7 @@ pub fn contents(region: &Region) -> Vec<u8> {
     out
 }
 
-/// What happens to the receiving end of a message.
+/// An event at the receiving end of a message.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Event {
     CancelReceive,
@@ -209,7 +209,7 @@ fn message(world: &mut World, event: Event) {
     let arrived = if event == Event::CancelSend {
         let sent = send.wait(LIMIT);
         if sent.is_err() {
-            // It may wait for the next message of its tag.
+            // The receive may wait for the next message of its tag.
             receive.cancel();
         }
         let received = receive.wait(LIMIT);
@@ -262,7 +262,7 @@ fn dropped_source(world: &mut World) {
     world.ended[2 + usize::from(ended.is_err())] += 1;
     if let Some(receive) = other {
         if ended.is_err() {
-            // It may wait for the next message of its tag.
+            // The receive may wait for the next message of its tag.
             receive.cancel();
         }
         let received = receive.wait(LIMIT);
@@ -345,7 +345,7 @@ fn open(gpus: [u32; 2]) -> [Arc<SimGpu>; 2] {
     })
 }
 
-/// The same of payload that a plugin carries: its receives are posted, and cannot be taken back.
+/// Both ends agree on the outcome over a plugin too, whose posted receives cannot be withdrawn.
 #[test]
 fn both_ends_tell_the_same_outcome_over_a_plugin() {
     for on_gpu in [false, true] {
@@ -392,7 +392,7 @@ fn both_ends_tell_the_same_outcome() {
     });
 }
 
-/// It was nobody's: its sender was told `Ok`, and the receive that met it that its region was deregistered.
+/// Regression: the message was lost, because its sender reported `Ok` and its receive a deregistered region.
 #[test]
 fn a_short_message_whose_receive_has_lost_its_memory_is_for_the_next_receive() {
     let pair = crate::pair();
@@ -407,7 +407,7 @@ fn a_short_message_whose_receive_has_lost_its_memory_is_for_the_next_receive() {
     assert_eq!(contents(&second), [6; 100]);
 }
 
-/// It was nobody's either.
+/// Regression: this message was lost too.
 #[test]
 fn a_short_message_whose_receive_has_lost_its_gpu_is_for_the_next_receive() {
     // No other test's.

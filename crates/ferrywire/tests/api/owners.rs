@@ -1,4 +1,4 @@
-//! Memory that somebody else owns: its owner is dropped when nothing can touch it any more, and where that may block.
+//! Memory with an owner: the owner is dropped when nothing can touch the memory any more, on a thread that may block.
 
 use crate::{LIMIT, listening, pair};
 use ferrywire::{Endpoint, Region, RegisterError, TransferError};
@@ -20,7 +20,7 @@ struct Gone {
 
 impl Drop for Owner {
     fn drop(&mut self) {
-        // Whoever still wrote there would be seen.
+        // Makes a late write to the memory visible.
         self.bytes.fill(0xEE);
         let here = thread::current();
         let thread = (here.id(), here.name().map(str::to_owned));
@@ -117,7 +117,7 @@ fn deregistering_drops_the_owner_on_the_spot() {
     pair.near.write(&region, 0, &target.descriptor(), 0, 1000).unwrap().wait(LIMIT).unwrap();
     region.deregister().unwrap();
     assert_eq!(told.try_recv().unwrap().thread.0, thread::current().id());
-    // What another handle reads now would be somebody else's.
+    // Another handle would read memory of another owner now.
     let mut out = [0; 10];
     assert!(matches!(clone.read_at(0, &mut out), Err(RegisterError::Invalid { .. })));
     assert!(matches!(clone.write_at(0, &out), Err(RegisterError::Invalid { .. })));

@@ -245,7 +245,7 @@ fn short_blocks_are_not_placed_into_a_gpu_once_their_region_is_deregistered() {
         println!("{placed} bytes placed in {:?}, written whole: {}", begun.elapsed(), written.is_ok());
         assert!(written == all || matches!(written, Err(TransferError::AccessRefused { .. })), "{written:?}");
         assert!(written.is_err() || placed == BLOCKS * BLOCK_BYTES, "{placed} bytes placed of a whole write");
-        // What the GPU does in order comes after whatever it still had to scatter.
+        // The GPU reads in order, so after all scattering that is still queued.
         let found = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
         assert!(
             found.iter().all(|byte| *byte == REUSED),

@@ -1,4 +1,4 @@
-//! Memory that is registered and goes away all the same: of a file that somebody makes shorter. What reads it fails, at
+//! Memory that is registered and goes away all the same: of a file that is truncated. What reads it fails, at
 //! both ends and with the reason, and everything else goes on over the same connections. (Who writes there is ended by the
 //! system, as by any access.)
 
@@ -86,7 +86,7 @@ fn memory_that_cannot_be_read_fails_what_reads_it_and_nothing_else() {
             local(pair.near.write(&source, 0, &target.descriptor(), 0, bytes).unwrap().wait(LIMIT));
             let receive = pair.far.recv(1, &target, 0, bytes).unwrap();
             local(pair.near.send(1, &source, 0, bytes).unwrap().wait(LIMIT));
-            // It met the announcement, or a message that was taken back, for which the next one comes.
+            // The receive met the announcement, or a withdrawn message, which the next message replaces.
             receive.cancel();
             assert!(receive.wait(LIMIT).is_err());
             refused(pair.far.read(&target, 0, &source.descriptor(), 0, bytes).unwrap().wait(LIMIT));

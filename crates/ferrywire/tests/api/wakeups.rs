@@ -154,7 +154,7 @@ fn a_peer_that_closes_and_one_that_is_accepted_wake() {
         next(&wakeup);
         accepted.arm(&wakeup);
     }
-    // Those that are over wake at once, and so does a closed endpoint.
+    // Finished transfers wake at once, and so does a closed endpoint.
     wakeup.clear();
     accepted.arm(&wakeup);
     next(&wakeup);

@@ -1,4 +1,4 @@
-//! Messages that are taken back before anybody has them.
+//! Messages that are withdrawn before they are received.
 
 use crate::LIMIT;
 use crate::held_up::connected;
@@ -46,7 +46,7 @@ impl Still {
     }
 }
 
-/// It ended, though not a byte of its message had been sent.
+/// Regression: the receive ended before a byte of its message was sent.
 #[test]
 fn a_receive_whose_message_is_cancelled_behind_another_is_for_the_next_one() {
     const BYTES: usize = 16 << 20;

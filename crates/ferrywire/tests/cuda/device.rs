@@ -98,7 +98,7 @@ fn memory_is_zeroed_aligned_and_freed() {
     {
         let buffer = gpu.alloc(bytes, align).unwrap();
         assert_eq!((buffer.len(), buffer.address() % align.max(4096) as u64), (bytes, 0));
-        // Its last page is its own too.
+        // The last page belongs to the buffer alone, too.
         let found = pointer::of(buffer.address()).unwrap();
         let end = buffer.address() + bytes.next_multiple_of(4096) as u64;
         assert!(end <= found.base + found.bytes, "{bytes} bytes aligned to {align}: {found:x?}");
@@ -284,7 +284,7 @@ fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     assert!(matches!(region.write_at(99_991, &[7; 10]), Err(RegisterError::OutOfRegion { .. })));
     let told = ferrywire::RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
     assert_eq!((told, told.location()), (region.descriptor(), MemoryLocation::Cuda(0)));
-    // A part of what somebody else has allocated.
+    // A part of an allocation of another library.
     let users = gpu.alloc(10_000, 4096).unwrap();
     // SAFETY: the buffer outlives the region.
     let part = unsafe { end.register_raw(users.as_ptr().wrapping_add(512), 1000) }.unwrap();
@@ -325,7 +325,7 @@ fn a_dma_buf_is_made_or_the_reason_is_told() {
     for made in [dmabuf_fd(buffer.address(), 2 << 20), gpu.alloc(5000, 4096).unwrap().dmabuf_fd()] {
         match made {
             Ok(fd) => println!("a dma-buf: {fd:?}"),
-            // Of driver and kernel, and not that nobody has made the GPU current, or that the pages are no whole ones.
+            // The errors are those of driver and kernel, not of a missing current GPU or of partial pages.
             Err(CudaError::DmaBuf { why, .. }) if !why.contains("(201)") && !why.contains("multiples") => {
                 println!("{why}")
             }
@@ -511,7 +511,7 @@ fn blocks_of_gpus_move_over_tcp() {
     assert!(found == expected, "read");
 }
 
-/// Behind a kernel that takes its time, and before one that waits on the GPU: nobody on the host waits for either.
+/// Behind a long kernel, and before a kernel that waits on the GPU; the host waits for neither.
 #[test]
 fn transfers_keep_their_place_in_the_work_of_streams() {
     let Some(gpu) = gpu() else { return };
@@ -551,7 +551,7 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
     copy.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte == 7), "what the waiting stream found");
     if real {
-        // Somebody else's stream, here the default one; and one that has nothing to wait for.
+        // A stream of another library, here the default one; and an idle stream.
         // SAFETY: null is the default stream.
         let ready = unsafe { StreamEvent::after_raw_stream(&gpu, std::ptr::null_mut()) }.unwrap();
         let write = near.on_stream(ready).write(&source, 0, &target.descriptor(), 0, len).unwrap();
@@ -561,15 +561,15 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
     }
 }
 
-/// What a channel makes when it first stages something: none of it may wait for streams that wait for us.
+/// The objects that a channel creates at its first staging must not wait for streams that wait for a transfer.
 #[test]
 fn rings_are_made_while_a_stream_waits() {
     let Some(gpu) = gpu() else { return };
-    // What other tests free waits for this stream, and holds up what is made here.
+    // Memory that other tests free waits for this stream, and delays the objects created here.
     if !is_alone("device::rings_are_made_while_a_stream_waits") {
         return;
     }
-    // What is made is made in time, or once the stream goes on: then the test ends, and says which it was.
+    // The objects are created in time, or only when the stream continues: then the test fails and names them.
     let _kernels = CudaPattern::new(&gpu);
     let word = gpu.pinned(8).unwrap();
     let waiting = gpu.stream().unwrap();

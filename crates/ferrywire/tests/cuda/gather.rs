@@ -84,7 +84,7 @@ fn ten_thousand_random_lists_equal_the_hosts_twin() {
     let (mut expected, mut copied) = (vec![0u8; TARGET], 0);
     for round in 0..rounds {
         expected.fill(GUARD);
-        // SAFETY: nobody else uses it.
+        // SAFETY: nothing else uses the memory.
         unsafe { gpu.fill(target.address(), GUARD, TARGET) }.unwrap();
         let (mut fragments, mut at) = (Vec::new(), rng.random_range(0..64));
         for _ in 0..rng.random_range(0..if round % 16 == 0 { 2000 } else { 64 }) {
@@ -193,7 +193,7 @@ fn marks_are_counted_in_order_and_limited() {
 
 /// Waits behind a kernel that takes long: nothing comes early, neither a copy nor a flag.
 ///
-/// In a process of its own: whoever frees or unpins memory waits for all of a GPU's work, and whoever enqueues
+/// In a process of its own: freeing or unpinning memory waits for all of a GPU's work, and enqueueing
 /// waits for him, so that beside other tests the kernel may be over before anything is behind it.
 #[test]
 fn work_behind_a_slow_kernel_waits_for_it() {
@@ -251,7 +251,7 @@ fn a_pattern_is_written_and_compared_as_the_host_would() {
         };
         let (skew, bytes) = (rng.random_range(16..40), u64::from(length(&mut rng)) * 3);
         let (offset, address) = (rng.random_range(0..1 << 40), buffer.address() + skew);
-        // SAFETY: all inside the buffer, which nobody else uses.
+        // SAFETY: all inside the buffer, which nothing else uses.
         unsafe {
             gpu.fill(buffer.address(), GUARD, buffer.len()).unwrap();
             patterns.fill(pattern, offset, address, bytes).unwrap();
@@ -363,7 +363,7 @@ impl Plugin {
         fragments.shuffle(rng);
         self.gpu.write_from_slice(self.pool.address(), &pool).unwrap();
         assert!(fragments.len() <= FRAGMENTS_PER_SLOT_MAX);
-        // SAFETY: a slot and its count inside the table, aligned; nobody gathers now.
+        // SAFETY: a slot and its count inside the table, aligned; no gather runs now.
         unsafe {
             let entries = self.table.base().cast::<Fragment>().add(slot * FRAGMENTS_PER_SLOT_MAX);
             std::ptr::copy_nonoverlapping(fragments.as_ptr(), entries, fragments.len());

@@ -17,7 +17,7 @@ pub fn location(index: u32) -> MemoryLocation {
 
 /// The case, with GPUs of this machine where there are some.
 pub fn on_gpus(case: Case) -> Case {
-    // Its process has a driver by now, whichever it is.
+    // The process of the case has loaded a driver.
     if std::env::var_os(CASE).is_some() {
         return case;
     }

@@ -136,7 +136,7 @@ fn nothing_is_freed_while_a_stream_waits_for_a_transfer() {
     });
 }
 
-/// A driver may wait for all of a GPU's work before it loads a kernel. Whoever moved data to another GPU waited for that too, if
+/// A driver may wait for all of a GPU's work before it loads a kernel. A thread that moved data to another GPU waited for that too, if
 /// it needed that GPU's kernels for the first time.
 #[test]
 fn loading_kernels_behind_a_stream_that_waits_holds_up_no_transfer_to_another_gpu() {

@@ -40,7 +40,7 @@ fn while_multiprocessors_are_busy_the_copy_engines_copy() {
             start.elapsed() < LONG,
             "{waited} transfers waited for the multiprocessors, {passed} did not"
         );
-        // Those that stay would copy all the same.
+        // Kernels that stay would still copy.
         std::thread::sleep(Duration::from_millis(20));
         hold(1);
         let under_way = write();
@@ -58,7 +58,7 @@ fn while_multiprocessors_are_busy_the_copy_engines_copy() {
     }
 }
 
-/// Whoever asks whether memory is there, and then has a kernel copy it, has asked too early.
+/// A check of memory before the launch of a copy kernel comes too early.
 #[test]
 fn memory_that_is_freed_while_its_copy_is_launched_is_not_touched() {
     let Some(gpu) = gpu() else { return };
@@ -136,7 +136,7 @@ fn memory_that_is_freed_while_its_kernel_waits_for_it_is_copied_whole_or_not_at_
             }
             Err(error) => assert!(matches!(error, TransferError::Cuda(CudaError::Freed { .. })), "{error}"),
         }
-        // On a slow machine the copy engines had to do it, and nobody has freed it.
+        // On a slow machine the copy engines made the copy, and the memory was not freed.
         match free_after_launch(0) {
             0 => launched += 1,
             left => {
@@ -148,7 +148,7 @@ fn memory_that_is_freed_while_its_kernel_waits_for_it_is_copied_whole_or_not_at_
     }
 }
 
-/// What is posted to a kernel that stays may have been freed before that was launched for something else.
+/// Memory of a list that is posted to a running kernel may have been freed before the kernel's launch.
 #[test]
 fn memory_that_is_freed_after_it_was_seen_to_be_there_is_copied_whole_or_not_at_all() {
     let Some(gpu) = gpu() else { return };
@@ -193,7 +193,7 @@ fn memory_that_is_freed_after_it_was_seen_to_be_there_is_copied_whole_or_not_at_
             match end {
                 Ok(_) if at % 2 == 0 => {}
                 Ok(_) => assert!(seen[at / 2 * step..][..step].iter().all(|byte| *byte == salt)),
-                // What was copied in one batch with it may fail too.
+                // Copies of the same batch may fail too.
                 Err(error) => {
                     assert!(matches!(error, TransferError::Cuda(CudaError::Freed { .. })), "{error}")
                 }
@@ -261,7 +261,7 @@ fn what_is_too_scattered_for_a_kernel_is_not_overtaken_by_what_comes_after_it() 
     }
 }
 
-/// Whoever posts a list may come late: a debugger makes launches wait for their kernels, a process may stand still.
+/// A list may be posted late: a debugger makes launches wait for their kernels, or the process is stopped.
 #[test]
 fn a_list_that_is_not_posted_in_time_costs_time_and_no_transfer() {
     let Some(gpu) = gpu() else { return };

@@ -1,4 +1,4 @@
-// What kernel.cu needs to be run on the CPU: each block of a launch is a thread, and its threads take turns there, from one
+// Runs kernel.cu on the CPU: each block of a launch is a thread, in which the block's threads take turns, from one
 // barrier to the next. KERNELS is the file's name.
 
 #pragma once
@@ -88,7 +88,7 @@ struct Block {
         }
         for (unsigned left = BLOCK, before = BLOCK; left > 0; before = left) {
             left = 0;
-            // Whoever relies on the order without a barrier is wrong.
+            // Code that relies on the order without a barrier is wrong.
             const bool backwards = chance(2);
             for (unsigned turn = 0; turn < BLOCK; turn++) {
                 const unsigned at = backwards ? BLOCK - 1 - turn : turn;
@@ -150,7 +150,7 @@ static void atomicMin(unsigned long long *at, unsigned long long value) {
 #undef asm
 #undef volatile
 
-// A launch that is under way; whoever drops it waits for its end.
+// A running launch; dropping it waits for its end.
 struct Launch {
     std::function<void()> kernel;
     std::atomic<unsigned> left;

@@ -23,7 +23,7 @@ const ROUNDS: u64 = 60;
 const CONTENT: u8 = 5;
 const REUSED: u8 = 0xEE;
 
-/// What copies between the GPU and pinned memory.
+/// The way in which bytes are copied between the GPU and pinned memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Copies {
     /// One long run by the copy engines. In a process whose launches wait for their kernels nothing else copies.
@@ -51,7 +51,7 @@ impl Copies {
         self.runs().iter().map(|(_, bytes)| bytes).sum()
     }
 
-    /// What holds these copies and lets them go; nothing where they cannot be held.
+    /// Blocks these copies until it is dropped; `None` if they cannot be blocked.
     fn hold(self, gpu: &Arc<CudaGpu>) -> Option<Hold> {
         let name = match self {
             Copies::Engines => c"stand_in_hold_copies",
@@ -145,7 +145,7 @@ impl Scene {
         BlockList::new(source, &target.descriptor(), &blocks).unwrap()
     }
 
-    /// What holds the copies of a round until its user has acted.
+    /// Blocks the copies of a round until the user has acted.
     fn hold_of(&self, round: u64) -> Option<&Hold> {
         self.hold.as_ref().filter(|_| round == 0)
     }

@@ -1,4 +1,4 @@
-//! What endpoints take from GPUs and their driver comes back, and what goes wrong on the way is told.
+//! Endpoints return all resources of GPUs and driver, and report failures on the way.
 
 use crate::{gpu, is_alone, is_real, moves, other_gpu, still_moves};
 use cudarc::driver::sys;
@@ -29,7 +29,7 @@ fn round(salt: u8, other: u32) {
     accepting.close(LONG).unwrap();
 }
 
-/// What is held while no GPU is open.
+/// Resources that are held while no GPU is open.
 #[derive(Debug, PartialEq)]
 struct Held {
     /// Whether each GPU's primary context exists.
@@ -66,7 +66,7 @@ fn free_bytes() -> Vec<u64> {
     (0..CudaGpu::count().unwrap()).map(free).collect()
 }
 
-/// In a process of its own, where nobody else takes anything.
+/// In a process of its own, where nothing else takes resources.
 #[test]
 fn a_thousand_rounds_leave_nothing_behind() {
     let Some(gpu) = gpu() else { return };
@@ -141,7 +141,7 @@ fn until_pinned(bytes_max: u64) {
     }
 }
 
-/// A socket may still read what was lent to it, so nobody is given such rings again. They stayed pinned until the user dropped
+/// A socket may still read what was lent to it, so such rings are not reused. They stayed pinned until the user dropped
 /// something: those who lose a channel move data, and free nothing.
 #[test]
 fn rings_of_lost_peers_do_not_pile_up() {
@@ -159,7 +159,7 @@ fn rings_of_lost_peers_do_not_pile_up() {
     until_pinned(160 << 20);
 }
 
-/// Nothing of the rings to receive into is lent to anybody: the next peer gets them.
+/// Receive rings are never lent to a socket, so the next peer reuses them.
 #[test]
 fn rings_of_lost_peers_are_used_again() {
     if gpu().is_none() || !is_alone("rounds::rings_of_lost_peers_are_used_again") {
@@ -190,7 +190,7 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
     let code = gpu.with_current(|| unsafe { sys::cuMemAlloc_v2(&mut address, LARGE) }).unwrap();
     assert_eq!(code as u32, 0, "{code:?}");
     let (accepting, connecting, near) = connected();
-    // SAFETY: it is not: that is the test. Nobody but the GPU's copies looks there.
+    // SAFETY: it is not: that is the test. Only copies of the GPU access the memory.
     let source = unsafe { connecting.register_raw(address as *mut u8, LARGE) }.unwrap();
     let target = accepting.alloc_host(LARGE).unwrap();
     let write = || near.write(&source, 0, &target.descriptor(), 0, LARGE as u64).unwrap();

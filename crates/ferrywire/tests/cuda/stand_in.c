@@ -234,7 +234,7 @@ int cuMemFree_v2(address at) {
     if (right) {
         old = *found;
         found->kind = GOING;
-        /* Nobody else gets the addresses while they are remembered. */
+        /* Remembered addresses are not reused. */
         if (gone[next_gone].bytes) munmap((void *)gone[next_gone].base, gone[next_gone].bytes);
         gone[next_gone].base = old.base, gone[next_gone].bytes = old.bytes;
         next_gone = (next_gone + 1) % GONE;

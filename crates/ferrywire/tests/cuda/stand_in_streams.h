@@ -1,5 +1,5 @@
 /* Streams and events of the stand-in: work that is done late, by a thread of its own, in the order of each stream and
- * in no order among them. Whoever uses memory before its copy is done finds the wrong bytes in it.
+ * in no order among them. Code that uses memory before its copy is done finds wrong bytes.
  *
  * Part of stand_in.c, whose `lock` guards all of this. Streams and events are numbers in disguise. */
 
@@ -36,7 +36,7 @@ struct rectangle {
     size_t target_pitch, width, rows;
 };
 
-/* What was given to a stream and what of it is done are counted for ever: an event is a stream and a count. */
+/* A stream counts the work that was enqueued and the work that is done: an event is a stream and a count. */
 static struct stream {
     int open;
     struct work *first, **end;
@@ -50,9 +50,9 @@ static pthread_cond_t more = PTHREAD_COND_INITIALIZER, less = PTHREAD_COND_INITI
 static int worker_runs;
 /* Kernels that are under way. */
 static int kernels_run;
-/* All multiprocessors are somebody else's. */
+/* Other work occupies all multiprocessors. */
 static int kernels_held;
-/* The copy engines stand still, for copies that nobody waits for. */
+/* The copy engines are stalled, for copies that no thread waits for. */
 static int copies_held;
 
 #ifdef KERNELS
@@ -197,7 +197,7 @@ static void finish(struct stream *stream) {
     while (stream->done < given) pthread_cond_wait(&less, &lock);
 }
 
-/* Whoever frees memory, or unpins it, waits for all that was given before. */
+/* Waits for all work enqueued so far, as freeing or unpinning memory does. */
 static void finish_all(void) {
     for (int k = 0; k < STREAMS; k++) finish(&all_streams[k]);
 }
@@ -337,7 +337,7 @@ int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
     return priority > 0 || priority < -5 ? INVALID_VALUE : cuStreamCreate(stream, flags);
 }
 
-/* Its work goes on, as with a real one. */
+/* The stream's work continues, as with a real driver. */
 int cuStreamDestroy_v2(void *handle) {
     NEEDS_CONTEXT;
     pthread_mutex_lock(&lock);
@@ -467,7 +467,7 @@ void stand_in_hold_kernels(int held) {
     pthread_mutex_unlock(&lock);
 }
 
-/* What its owner frees as soon as a kernel is about to be launched. */
+/* Memory that its owner frees just before a kernel is launched. */
 static address freed_at_launch;
 
 void stand_in_free_at_launch(address at) { freed_at_launch = at; }
@@ -477,7 +477,7 @@ static int launches_block;
 
 void stand_in_block_launches(int block) { launches_block = block; }
 
-/* The same, when it has been launched, by another thread. */
+/* Memory that another thread frees just after a kernel was launched. */
 static address freed_after_launch;
 
 /* Gives back what was not freed. */
@@ -492,7 +492,7 @@ static void *free_it(void *at) {
     return NULL;
 }
 
-/* The same, when so many questions after it have been answered. */
+/* Memory that is freed when `questions_left` further queries have been answered. */
 static address freed_after_questions;
 static int questions_left;
 

@@ -92,7 +92,7 @@ fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
         let region = unsafe { end.register_raw(bytes.as_mut_ptr(), 100) }.unwrap();
         assert_eq!(region.location(), MemoryLocation::Host);
         assert!(!mapped());
-        // Somebody else loads it, and does not use it.
+        // Another library loads the driver without using it.
         // SAFETY: a name with its end.
         assert!(!unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) }.is_null());
         assert!(mapped());
@@ -146,7 +146,7 @@ fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goe
     });
 }
 
-/// Pinned memory is missed by whoever moves data, who frees nothing.
+/// Threads that move data need pinned memory, and free nothing.
 #[test]
 fn rings_of_lost_peers_are_freed_when_pinned_memory_runs_out() {
     let name = "without::rings_of_lost_peers_are_freed_when_pinned_memory_runs_out";
@@ -169,7 +169,7 @@ fn rings_of_lost_peers_are_freed_when_pinned_memory_runs_out() {
     });
 }
 
-/// What places short messages looks for its GPU each time.
+/// The code that places short messages looks up its GPU each time.
 #[test]
 fn a_gpu_is_found_while_another_is_opened() {
     with_driver("without::a_gpu_is_found_while_another_is_opened", &["SLOW_CONTEXTS"], || {

@@ -25,7 +25,7 @@ pub struct Knobs {
     pub maps: AtomicUsize,
     /// Marks that are reached are not told.
     pub quiet: AtomicBool,
-    /// What is enqueued fails.
+    /// Whether enqueued work fails.
     pub fail: AtomicBool,
 }
 
@@ -117,7 +117,7 @@ impl Device {
     }
 }
 
-/// What a failing device says.
+/// The error of a failing device.
 pub fn failure() -> Error {
     SimGpuError::Injected { gpu: 0, operation: 0 }.into()
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// Modes after which the bytes are there.
 pub const GATHERING: [UnpackMode; 3] = [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host];
-/// What the bytes of a recycled page become.
+/// The value of bytes of a recycled page.
 pub const POISON: u8 = 0xDE;
 pub const POOL_BYTES: usize = 16 << 20;
 const GUARD: u8 = 0xA5;
@@ -41,7 +41,7 @@ impl Plugin {
         plugin
     }
 
-    /// What the device handle points at.
+    /// Writes the words to which the device handle points.
     pub fn write_words(&self, table: u64, pool: u64) {
         let words: Vec<u8> = [table, pool, !0].iter().flat_map(|word| word.to_ne_bytes()).collect();
         self.gpu.write_from_slice(self.words.address(), &words).unwrap();
@@ -82,7 +82,7 @@ impl Plugin {
     pub fn deliver(&self, slot: usize, message: &[u8], fragments: &[Fragment]) {
         for fragment in fragments {
             let bytes = &message[fragment.target as usize..][..fragment.bytes as usize];
-            // SAFETY: the view has as many bytes, and nobody gathers them yet.
+            // SAFETY: the view has as many bytes, and no gather uses them yet.
             unsafe { self.view(fragment).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         }
         self.tell(slot, fragments, fragments.len() as u64);
@@ -145,7 +145,7 @@ impl Destination {
     pub fn new(gpu: &Arc<SimGpu>, bytes: usize, skew: usize) -> Destination {
         let buffer = gpu.alloc(2 * GUARD_BYTES + skew + bytes, 4096).unwrap();
         // Not through a stream: the GPU may be failing.
-        // SAFETY: the buffer is new, and nobody else's.
+        // SAFETY: the buffer is new, and nothing else uses it.
         unsafe { SimGpu::dma_view(buffer.address(), buffer.len()).unwrap().write_bytes(GUARD, buffer.len()) };
         Destination { buffer, skew, bytes }
     }

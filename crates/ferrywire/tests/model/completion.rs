@@ -25,7 +25,7 @@ impl Message {
 
     /// Places one frame and counts it.
     fn fill(&self, frame: usize) -> Result<bool, Refusal> {
-        // SAFETY: each thread has a frame of its own, and loom checks that nobody reads it meanwhile.
+        // SAFETY: each thread has a frame of its own, and loom checks that no thread reads it meanwhile.
         self.memory[frame].with_mut(|bytes| unsafe { *bytes = HALF });
         let filled = self.target.fill(HALF);
         if filled == Ok(true) {
@@ -34,9 +34,9 @@ impl Message {
         filled
     }
 
-    /// What the user reads once the message is whole.
+    /// The bytes that the user reads once the message is complete.
     fn bytes(&self) -> u64 {
-        // SAFETY: loom checks that nobody writes it meanwhile.
+        // SAFETY: loom checks that no thread writes it meanwhile.
         self.memory.iter().map(|frame| frame.with(|bytes| unsafe { *bytes })).sum()
     }
 }

@@ -21,12 +21,12 @@ impl Operation {
     }
 
     fn write(&self, byte: usize) {
-        // SAFETY: each thread has a byte of its own, and loom checks that nobody reads it meanwhile.
+        // SAFETY: each thread has a byte of its own, and loom checks that no thread reads it meanwhile.
         self.memory[byte].with_mut(|byte| unsafe { *byte = 1 });
     }
 
     fn read(&self, byte: usize) -> u8 {
-        // SAFETY: loom checks that nobody writes it meanwhile.
+        // SAFETY: loom checks that no thread writes it meanwhile.
         self.memory[byte].with(|byte| unsafe { *byte })
     }
 }
@@ -63,7 +63,7 @@ fn the_last_of_all_tokens_ends_an_operation_that_sees_all_that_was_done() {
     });
 }
 
-/// Whoever finds that there is no token but its own sees what was done under the others.
+/// A thread that holds the last token sees all writes that were made under the other tokens.
 #[test]
 fn whoever_has_the_only_token_sees_what_was_done_under_the_others() {
     check(|| {

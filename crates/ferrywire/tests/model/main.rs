@@ -5,7 +5,7 @@
 //! `core::sync` (of the protocol, from `crate::sync`), which in this program are loom's. Each test names one property. A lost
 //! wake-up shows as loom's `deadlock`, memory that one thread sees too early as its `Causality violation`.
 //!
-//! What loom cannot show: reordering of a load with a later store of the same thread. What is not modelled: the lists that
+//! loom cannot show reordering of a load with a later store of the same thread. Not modelled are the lists that
 //! hold the work (a counter stands for them), the kernel's part of a wake, and pauses that end by time: a short one ends at
 //! once here, and a long one never.
 
@@ -15,7 +15,7 @@ mod core;
 #[path = "../../../ferrywire-proto/src/inbox/reassembly.rs"]
 mod reassembly;
 
-/// What `reassembly.rs` finds in its own crate under these names.
+/// The names that `reassembly.rs` imports from its own crate.
 mod sync {
     pub use loom::sync::atomic::AtomicU64;
 }

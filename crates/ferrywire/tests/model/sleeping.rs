@@ -53,7 +53,7 @@ fn a_thread_that_is_about_to_sleep_takes_all_that_is_posted() {
     });
 }
 
-/// Likewise with two that post at once.
+/// No wake-up is lost when two threads post at once.
 #[test]
 fn a_thread_that_is_about_to_sleep_takes_what_two_others_post() {
     check_bounded(3, || {

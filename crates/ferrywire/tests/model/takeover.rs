@@ -1,5 +1,5 @@
 //! A caller takes a worker's channels over and gives them back: `Sleeper::begin_drive`, `sleep_as_owner` and `end_drive`,
-//! against the worker's thread and somebody who posts.
+//! against the worker's thread and a thread that posts.
 
 use crate::core::sleeper::{Activity, Sleeper};
 use crate::core::sync::{AtomicUsize, Poller, Thread};
@@ -78,7 +78,7 @@ impl Worker {
         }
     }
 
-    /// The thread while it is parked: looks after each pause.
+    /// Runs the thread while it is parked: polls after each pause.
     fn run_parked(&self) {
         self.sleeper.set_thread(Thread::current());
         self.sleeper.set_activity(Activity::Parked);
@@ -107,7 +107,7 @@ impl Worker {
 }
 
 /// While a caller polls and takes wakes, what is posted is done all the same: by the caller, or by the thread, which the
-/// caller wakes in place of whoever posted.
+/// caller wakes in place of the thread that posted.
 fn work_is_done_when_a_caller_takes_the_wake(work_is_in_a_channel: bool) {
     check_bounded(3, move || {
         let worker = Worker::new(Activity::Running);
@@ -160,7 +160,7 @@ fn a_long_pause_ends_when_the_owner_leaves() {
     });
 }
 
-/// What is left to a caller that polls inline is done by it, however soon it sleeps, or by the parked thread.
+/// Work left to a caller with inline progress is done by that caller, however soon it sleeps, or by the parked thread.
 #[test]
 fn what_is_left_behind_for_a_caller_is_done() {
     check_bounded(3, || {

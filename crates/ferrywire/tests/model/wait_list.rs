@@ -49,7 +49,7 @@ fn each_thread_on_a_list_is_woken() {
     });
 }
 
-/// A descriptor on the list becomes readable, although nobody looks at the event itself.
+/// A descriptor on the list becomes readable, although no thread polls the event itself.
 #[test]
 fn a_descriptor_on_a_list_becomes_readable() {
     check(|| {

@@ -66,7 +66,7 @@ fn shuffled_blocks(world: &mut impl World, count: usize) -> (Vec<Block>, usize) 
     (blocks, total.max(at as usize) + 1)
 }
 
-/// What moving the blocks makes of a zeroed memory.
+/// The contents of zeroed memory after the blocks were moved.
 fn moved<'a>(blocks: impl Iterator<Item = &'a Block>, from: &[u8], write: bool) -> Vec<u8> {
     let mut out = vec![0; from.len()];
     for block in blocks {

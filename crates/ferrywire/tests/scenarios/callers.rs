@@ -1,4 +1,4 @@
-//! Threads, not calls: who wakes whom when several callers or several progress threads share a peer. These
+//! Wake-ups between threads when several callers or several progress threads share a peer. These
 //! run on TCP alone, since the simulated network has one thread.
 
 use ferrywire::{Endpoint, Peer, Region, Transfer, TransferError, limits};
@@ -24,7 +24,7 @@ fn ends(threads: usize) -> Ends {
     Ends { here, there, peer, far }
 }
 
-/// So large that it is announced, and too small to be left to the threads.
+/// A size that is announced, and too small to be left to the threads.
 const HELD_BYTES: u64 = 256 << 10;
 
 fn done(transfer: &Transfer) -> bool {
@@ -35,7 +35,7 @@ fn done(transfer: &Transfer) -> bool {
 fn a_small_write_does_not_wait_for_a_caller_that_sleeps() {
     let Ends { here, there, peer, far } = ends(1);
     let (source, target) = (here.alloc_host(HELD_BYTES as usize).unwrap(), there.alloc_host(64).unwrap());
-    // In flight without a frame that could be answered: nobody has posted a receive for it.
+    // In flight without a frame that could be answered: the message has no receive.
     let unmatched = peer.send(1, &source, 0, HELD_BYTES).unwrap();
     let listen = || while peer.wait_notification(LIMIT).unwrap() != b"end" {};
     thread::scope(|scope| {

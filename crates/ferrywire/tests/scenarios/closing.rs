@@ -38,7 +38,7 @@ pub fn both_sides_close_at_once(world: &mut impl World) {
     load.finish_well(world, [(0, &near), (1, &far)]);
 }
 
-/// A receive that nobody sends to, and a send that nobody receives, end with their peer.
+/// A receive without a send, and a send without a receive, end with their peer.
 pub fn close_ends_what_cannot_finish(world: &mut impl World) {
     let (near, far) = world.pair();
     let region = [world.patterned(0, 100_000, 1), world.patterned(1, 100_000, 1)];
@@ -52,7 +52,7 @@ pub fn close_ends_what_cannot_finish(world: &mut impl World) {
     }
 }
 
-/// What was sent before the end can be received after it.
+/// Messages sent before the close can be received after it.
 pub fn messages_outlive_their_sender(world: &mut impl World) {
     let (near, far) = world.pair();
     let source = match world.sends_eagerly(0) {
@@ -153,7 +153,7 @@ fn closes(peer: &Peer) {
     }
 }
 
-/// Whoever has less time than another who closes the same peer does not break it off: the other side is told.
+/// Of two closes of one peer the shorter timeout ends both, and the peer is told.
 pub fn the_earliest_timeout_of_a_close_counts(world: &mut impl World) {
     let (near, far, sent) = pair_with_a_message_under_way(world);
     let end = world.end(0);
@@ -225,7 +225,7 @@ fn all_there(world: &mut impl World, posted: [(Transfer, Region); 2]) {
     }
 }
 
-/// What was posted to a dropped peer has the time that it needs.
+/// Transfers posted to a dropped peer may take as long as they need.
 pub fn dropped_peers_may_be_slow(world: &mut impl Faulty) {
     let (near, far) = slow_pair(world);
     let posted = slowly(world, &near);

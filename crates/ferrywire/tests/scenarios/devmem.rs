@@ -1,4 +1,4 @@
-//! What only devmem TCP does: in the VM of `tests/devmem-vm`, whose NICs can be told to do harm.
+//! Scenarios of devmem TCP alone, in the VM of `tests/devmem-vm`, whose NICs inject faults.
 //!
 //! Read next: `vm.rs`, the two hosts; `nics.rs`, their NICs.
 
@@ -70,7 +70,7 @@ impl Ends {
         }
     }
 
-    /// What both ends have counted.
+    /// The statistics of both ends.
     pub fn counted(&self) -> DevmemStats {
         let mut sum = DevmemStats::default();
         for peer in [&self.near, &self.far] {
@@ -171,7 +171,7 @@ fn memory_that_cannot_be_read_fails_what_reads_it_however_often_and_everything_e
     let ends = Ends::new(&hosts, None, same);
     ends.exchange(1 << 20);
     let bytes = 4 << 20;
-    // SAFETY: a name; then a mapping of our own of that file, until the process ends, which nobody touches.
+    // SAFETY: a name; then a mapping of our own of that file, until the process ends, which nothing else touches.
     let source = unsafe {
         let file = libc::memfd_create(c"unmapped".as_ptr(), 0);
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
@@ -254,7 +254,7 @@ fn tcp_and_devmem_share_a_port() {
     assert!(accepted.contains(&"devmem") && accepted.contains(&"tcp"), "{accepted:?}");
 }
 
-/// Rules of somebody else's in all places of a NIC, until they are dropped.
+/// Flow rules of another program in all locations of a NIC, until they are dropped.
 struct Full<'a> {
     hosts: &'a Hosts,
     end: usize,
@@ -378,7 +378,7 @@ fn bindings_that_end_in_mid_transfer_lose_nothing() {
         ends.exchange(1 << 20);
         let bytes = 64 << 20;
         let (source, target) = (ends.region(0, &pattern(bytes, 6)), ends.region(1, &vec![0; bytes]));
-        // So that it is bound.
+        // The write binds the region.
         ends.near.write(&source, 0, &target.descriptor(), 0, 1).unwrap().wait(LIMIT).unwrap();
         let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
         thread::sleep(Duration::from_millis(20));
@@ -453,7 +453,7 @@ fn lanes_that_stall_again_and_again_end_the_session_with_the_reason() {
     assert_same(&contents(&target), &pattern(bytes, 11), "over the next session");
 }
 
-/// What a peer was lost for.
+/// The error of a lost peer.
 fn told(peer: &Peer) -> Error {
     let since = Instant::now();
     loop {

@@ -13,7 +13,7 @@ use ferrywire_memory::unpack::UnpackMode;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What memory holds before its user has it back, and afterwards.
+/// Contents of memory before and after its user has reused it.
 const SENT: u8 = 5;
 const REUSED: u8 = 0xEE;
 
@@ -34,7 +34,7 @@ fn holds_reused(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte == REUSED).count()
 }
 
-/// The peer's GPU stands still: a window of messages waits for it, and as many are begun. Half of them are of host memory, and
+/// The peer's GPU is stalled: a window of messages waits for it, and as many are begun. Half of them are of host memory, and
 /// half of memory of a GPU, which the NIC reads.
 #[test]
 fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
@@ -46,7 +46,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
     let gpus = [Some(0), Some(1)];
     let builder = |index: usize| {
         let devmem = hosts.devmem(gpus[index]).window(WINDOW as usize);
-        // So little room that most of what is begun stays with the sender.
+        // The small socket buffer keeps most of the data at the sender.
         hosts.plain(index).channels(1).socket_buffer_bytes(64 << 10).payload_backend(devmem)
     };
     let ends = Ends::build(&hosts, gpus, builder);
@@ -86,7 +86,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
     assert_eq!(holds_reused(&found), 0, "bytes were sent that were written after the drop");
     for (outcome, to) in &outcomes {
         match outcome {
-            // It had left before the drop.
+            // The write had left before the drop.
             Ok(_) => assert!(found[*to..][..WRITE_BYTES as usize].iter().all(|byte| *byte == SENT)),
             Err(error) => assert!(error.to_string().contains("before the operation had ended"), "{error}"),
         }
@@ -140,7 +140,7 @@ fn a_region_is_dropped_only_once_no_nic_holds_packets_of_it() {
     drop(memory);
 }
 
-/// What has arrived waits for the GPU, to be gathered from the pool or to be copied from memory that both reach.
+/// Arrived data wait for the GPU, which gathers them from the pool or copies them from memory that both reach.
 #[test]
 fn nothing_is_placed_into_memory_of_a_gpu_whose_region_is_taken_back() {
     /// Short writes into each region, and bytes of each: all of such a message arrives at once.
@@ -222,7 +222,7 @@ fn a_message_that_waits_for_a_gpu_whose_receive_is_cancelled_is_refused_to_its_s
     let send = ends.near.send(1, &source, 0, BYTES as u64).unwrap();
     until("the message to wait for the GPU", || received() >= before + BYTES as u64);
     thread::scope(|scope| {
-        // That waits for the GPU.
+        // Cancelling waits for the GPU.
         let cancelling = scope.spawn(|| receive.cancel());
         thread::sleep(Duration::from_millis(50));
         gpu.set_stall(false);

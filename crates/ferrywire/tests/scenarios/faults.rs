@@ -12,9 +12,9 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-/// What is said of a lost peer is said within the default limit of silence,
+/// Longest time until the loss of a peer is reported: the default peer timeout.
 const LOST_WITHIN: Duration = Duration::from_secs(10);
-/// and not before it was silent for so long.
+/// Shortest silence after which a peer is reported as lost.
 const NOT_LOST_WITHIN: Duration = Duration::from_secs(8);
 const BYTES: usize = 200_000;
 
@@ -242,7 +242,7 @@ pub fn late_bytes_do_not_land<W: Faulty>(world: &mut W) {
     assert_same(&contents(&target), &poison, "memory in other use");
 }
 
-/// What a lost connection has not delivered of a cancelled write would be read and placed anew, over what is newer.
+/// A cancelled write must not be resent after a lost connection: it could overwrite newer data.
 pub fn cancelled_writes_are_not_sent_again<W: Faulty>(world: &mut W) {
     let (near, _far) = slow_pair(world, 2);
     let (write, target) = long_write(world, &near);
@@ -251,7 +251,7 @@ pub fn cancelled_writes_are_not_sent_again<W: Faulty>(world: &mut W) {
     let side = world.below(2);
     world.net().cut(world.nic(side, 1));
     write.cancel();
-    // What the other NIC has under way arrives, before anybody has noticed the cut.
+    // Frames in flight over the other NIC arrive before the cut is noticed.
     world.pass(ms(500));
     let newer = world.patterned(0, 1 << 20, 78);
     let second = near.write(&newer, 0, &target.descriptor(), 0, 1 << 20).unwrap();

@@ -1,6 +1,6 @@
 //! Memory of GPUs, staged: any mix of places, copies that take long or fail, and memory that goes away.
 //!
-//! What a GPU does wrong in one scenario must not strike another: each has GPUs of its own.
+//! Each scenario has GPUs of its own, so that a failed GPU does not affect other scenarios.
 
 use crate::load::Load;
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
@@ -54,7 +54,7 @@ fn pair(world: &mut impl World) -> (Peer, Peer) {
     world.connect(ends[0], ends[1])
 }
 
-/// That a pair is as good as before, for memory of the host and of a GPU.
+/// Checks that a pair still works, with memory of the host and of a GPU.
 fn still_works(world: &mut impl World, near: &Peer, gpu: u32) {
     for (here, there) in [(None, None), (Some(gpu), None), (None, Some(gpu)), (Some(gpu), Some(gpu))] {
         let register = |end: usize, gpu: Option<u32>, bytes: &[u8]| match gpu {
@@ -137,7 +137,7 @@ pub fn descriptors_that_name_another_place(world: &mut impl World) {
     assert_same(&contents(&gpu), &expected, "blocks written to a GPU");
 }
 
-/// A GPU that stands still: nothing is lost, nothing counts as placed, and the rest follows when it goes on.
+/// A stalled GPU: no data are lost, nothing counts as placed, and the rest follows when the GPU continues.
 pub fn full_rings_wait_for_the_gpu(world: &mut impl World) {
     static ALONE: Mutex<()> = Mutex::new(());
     let own = Own::open(&ALONE, &[6]);
@@ -165,7 +165,7 @@ pub fn full_rings_wait_for_the_gpu(world: &mut impl World) {
     assert!(staged.iter().all(|each| each.pinned_bytes <= 8 << 20), "{staged:?}");
 }
 
-/// It has no bytes of its own, and over one channel it cannot go with the last ones that are cut.
+/// The notification has no bytes of its own, and with one channel no chunk is left to carry it.
 pub fn a_notification_behind_all_that_is_staged_goes_too(world: &mut impl World) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _own = Own::open(&ALONE, &[10]);
@@ -237,7 +237,7 @@ pub fn copies_that_fail_to_be_sent(world: &mut impl World) {
     assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
 }
 
-/// What the GPU does not take is refused to the peer; an operation of ours ends with the GPU's error.
+/// A copy that fails is refused to the peer; a local operation ends with the GPU's error.
 pub fn copies_that_fail_to_land(world: &mut impl World) {
     static ALONE: Mutex<()> = Mutex::new(());
     let own = Own::open(&ALONE, &[8]);

@@ -11,7 +11,7 @@ struct Move {
     /// The endpoint that posted it.
     end: usize,
     transfer: Transfer,
-    /// What the targets hold afterwards, from their start on.
+    /// The expected contents of the targets, from their start on.
     check: Vec<(Region, usize, u64)>,
     /// Where its bytes come from: registered until the end.
     _source: Vec<Region>,
@@ -44,7 +44,7 @@ impl Load {
         for _ in 0..rounds {
             for (from, to) in [(0, 1), (1, 0)] {
                 for _ in 0..4 {
-                    // What the other side has lost already takes no more.
+                    // The other end may have lost the peer already.
                     let _ = self.one(world, ends, (from, to), bytes_max);
                 }
             }
@@ -84,7 +84,7 @@ impl Load {
             }
             3 => {
                 let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
-                // Its own tag, so that a send that fails takes no other's receive.
+                // Each send has a tag of its own, so that a failed one takes no other receive.
                 let received = other.recv(salt, &target, 0, bytes as u64)?;
                 self.add(there, received, [], [(target, bytes, salt)], None);
                 let at = self.moves.len();
@@ -182,7 +182,7 @@ impl Load {
                 }
             }
         }
-        // What a finished operation notifies is there already; what is late is not there twice.
+        // Notifications of finished operations have arrived, and late ones do not arrive twice.
         world.linger();
         for (index, (_, peer)) in ends.iter().enumerate() {
             while let Ok(Some(message)) = peer.poll_notification() {

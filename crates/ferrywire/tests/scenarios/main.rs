@@ -1,4 +1,4 @@
-//! What two or more endpoints do to each other, each scenario written once and run on every world.
+//! Behaviour between two or more endpoints; each scenario is written once and runs on every world.
 //!
 //! A *world* makes endpoints, connects them and drives them: [`sim`] on one thread over a simulated
 //! network, with a seed that repeats the run and virtual time that bounds it; [`tcp`] over loopback with

@@ -124,7 +124,7 @@ pub fn messages_too_long_for_their_receive(world: &mut impl World) {
             TransferError::Truncated { tag: 4, message_bytes: bytes as u64, buffer_bytes: bytes as u64 - 1 };
         assert_eq!(world.outcome(&received), Err(truncated));
         assert_same(&contents(&target), &vec![0; bytes - 1], "a refused message's target");
-        // An eager message had left before anybody could refuse it.
+        // An eager message had left before its withdrawal.
         let eager = bytes == 100 && world.sends_eagerly(0);
         match world.outcome(&sent) {
             Ok(moved) => assert!(eager && moved == 100, "{moved} bytes"),
@@ -141,7 +141,7 @@ pub fn messages_too_long_for_their_receive(world: &mut impl World) {
     }
 }
 
-/// A message that is taken back before anybody received it: the receive that was posted for it waits
+/// A message that is withdrawn before it was received: the receive that was posted for it waits
 /// for the next one.
 pub fn withdrawn_sends_reach_nobody(world: &mut impl World) {
     let (peer, far) = world.pair();
@@ -380,7 +380,7 @@ pub fn notification_after_serving_a_read(world: &mut impl World) {
     }
 }
 
-/// Nobody at the far end waits for anything there: what is to be sent has to wake whoever sends it.
+/// No caller waits at the far end, so an answer must wake the worker that sends it.
 pub fn answers_of_an_idle_end(world: &mut impl World) {
     let (peer, far) = world.pair();
     let source = world.patterned(1, 64, 3);

@@ -4,7 +4,7 @@ use crate::vm::Hosts;
 use std::fs;
 use std::os::fd::AsRawFd;
 
-/// What a NIC counts for a queue.
+/// A counter that a NIC keeps per queue.
 #[derive(Clone, Copy)]
 pub enum Counter {
     /// Packets whose payload went to a pool.
@@ -13,7 +13,7 @@ pub enum Counter {
     PoolEmpty,
 }
 
-/// What the NIC of a host has counted itself, for each of its queues that receive.
+/// The NIC's own counters of a host, for each receive queue.
 pub fn counted(hosts: &Hosts, end: usize, what: Counter) -> Vec<u64> {
     const NAMES_MAX: usize = 64;
     #[repr(C)]

@@ -34,7 +34,7 @@ fn address(end: &Orchestrator, endpoint: usize) -> SocketAddr {
     end.endpoints()[endpoint].listen_addresses()[0]
 }
 
-/// What a phase that failed says.
+/// The parts of a failed phase's error.
 fn parts(error: impl Into<Error>) -> (&'static str, String, Error) {
     match error.into() {
         Error::Phase { phase, endpoint, error, .. } => (phase, endpoint, *error),
@@ -95,7 +95,7 @@ fn an_endpoint_that_cannot_start_is_named_and_the_others_leave_nothing() {
     assert_eq!((phase, endpoint.as_str()), ("starting", "gpu 1"));
     assert!(error.to_string().contains("in use"), "{error}");
     drop(taken);
-    // Those that had started let go of their ports, soon.
+    // Endpoints that had started release their ports soon.
     let since = Instant::now();
     while let Err(error) = start() {
         assert!(since.elapsed() < LONG, "{error}");

@@ -1,6 +1,6 @@
-//! Operations in the order of a GPU's work: begun after it, and waited for by it, with nobody waiting on the host.
+//! Operations in the order of a GPU's work: they start after it, and it waits for them, while no host thread waits.
 //!
-//! The GPU whose work takes long has no memory here: what stands still is its clock, not the copies.
+//! The GPU whose work takes long has no memory here: its clock is stalled, not the copies.
 
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
 use ferrywire::{Block, BlockList, Peer, StreamEvent, TransferError};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const BYTES: usize = 300_000;
 
-/// A GPU that stands still until it is let go, and streams of another one that wait for it.
+/// A GPU that is stalled until it is released, and streams of another GPU that wait for it.
 struct Slow {
     clock: Arc<SimGpu>,
     gpu: Arc<SimGpu>,
@@ -101,7 +101,7 @@ pub fn what_a_slow_kernel_makes_is_sent(world: &mut impl World) {
         far.recv(1, &targets[1], 0, len).unwrap(),
         far.recv(1, &targets[2], 0, len).unwrap(),
     ];
-    // What is posted beside it does not wait; what is to be told after all before it does.
+    // Transfers posted without the event do not wait; a notification behind all of them does.
     let other = world.end(0).register(pattern(BYTES, 3)).unwrap();
     let beside = world.end(1).alloc_host(BYTES).unwrap();
     let free = near.write(&other, 0, &beside.descriptor(), 0, len).unwrap();
@@ -152,7 +152,7 @@ pub fn what_a_slow_kernel_reads_is_not_overwritten(world: &mut impl World) {
     }
 }
 
-/// A stream goes on when the bytes are there, though nobody on the host waited; also after a failure.
+/// A stream continues when the bytes have arrived, although no host thread waits; also after a failure.
 pub fn a_stream_waits_for_what_is_received(world: &mut impl World) {
     let slow = Slow::open();
     slow.go();
@@ -170,7 +170,7 @@ pub fn a_stream_waits_for_what_is_received(world: &mut impl World) {
     world.until("the stream to go on", || stream.query().unwrap().then_some(()));
     assert_same(&contents(&copy), &pattern(BYTES, 6), "what the stream found");
     world.all_done(&[sent, received.clone()]);
-    // It has ended: nothing to wait for.
+    // The transfer has ended, so the stream does not wait.
     received.block_sim_stream(&stream).unwrap();
     world.until("a stream that need not wait", || stream.query().unwrap().then_some(()));
     let never = far.recv(10, &target, 0, len).unwrap();
@@ -180,7 +180,7 @@ pub fn a_stream_waits_for_what_is_received(world: &mut impl World) {
     assert_eq!(world.outcome(&never), Err(TransferError::Cancelled));
 }
 
-/// What waits can be cancelled, and fails with the kernel it waits for; messages behind it come in their turn.
+/// A waiting transfer can be cancelled, and fails with its kernel; messages behind it keep their order.
 pub fn what_waits_for_a_kernel_may_end_before(world: &mut impl World) {
     let slow = Slow::open();
     let (near, far) = pair(world);
@@ -199,7 +199,7 @@ pub fn what_waits_for_a_kernel_may_end_before(world: &mut impl World) {
     for each in &cancelled {
         assert_eq!(world.outcome(each), Err(TransferError::Cancelled), "{each:?}");
     }
-    // A kernel that touches what is nobody's.
+    // A kernel that accesses unallocated memory.
     let wrong = slow.gpu.stream();
     wrong.fill(8, 1, 8).unwrap();
     let ready = StreamEvent::after_sim(&wrong);

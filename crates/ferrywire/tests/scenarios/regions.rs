@@ -1,4 +1,4 @@
-//! Who may touch which memory, and until when.
+//! Access to regions: which memory a peer may touch, and until when.
 
 use crate::world::{Raw, World, assert_same, contents, pattern};
 use ferrywire::{Block, BlockList, RemoteRegion, TransferError};
@@ -30,7 +30,7 @@ pub fn deregistered_regions_are_refused(world: &mut impl World) {
     assert_same(&contents(&there), &pattern(5000, 2), "a write after refused ones");
 }
 
-/// A refused write notifies nobody, and what comes behind it is not held up.
+/// A refused write delivers no notification, and does not delay transfers behind it.
 pub fn refused_writes_do_not_notify(world: &mut impl World) {
     let (peer, far) = world.pair();
     for bytes in [10, world.bytes_max()] {
@@ -47,7 +47,7 @@ pub fn refused_writes_do_not_notify(world: &mut impl World) {
     }
 }
 
-/// Of a joined list one target is gone: all of it has failed, nobody is notified, and the others' memory is let go.
+/// A joined list with one missing target fails as a whole, delivers no notification, and releases the other memory.
 pub fn a_refused_part_fails_the_whole(world: &mut impl World) {
     let (peer, far) = world.pair();
     for gone in 0..3 {

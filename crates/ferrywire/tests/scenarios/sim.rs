@@ -1,4 +1,4 @@
-//! The simulated world: one thread turns every endpoint, and time moves when nobody has anything to do.
+//! The simulated world: one thread polls every endpoint, and time advances when no endpoint has work.
 //!
 //! Invariant: a scenario that hangs fails, at the latest after [`LIMIT`] of virtual time or [`TURNS_MAX`]
 //! turns, with its seed and the network's last events.
@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(90);
 const TURNS_MAX: u32 = 3_000_000;
 /// Longest step of the clock: engines look after their timers this often.
 const STEP_MAX: Duration = Duration::from_millis(20);
-/// What a turn costs.
+/// The simulated time of one pass.
 const TURN: Duration = Duration::from_micros(1);
 const PORT: u16 = 7420;
 const SECRET: &str = "a secret for simulated hosts";
@@ -47,7 +47,7 @@ pub fn run(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
     run_with(name, seeds, |_| Gpus::default(), scenario);
 }
 
-/// Likewise, with memory on GPUs at one end or both.
+/// Runs a scenario with memory on GPUs at one end or both.
 pub fn run_on_gpus(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
     let _open = Gpus::default().open();
     run_with(name, seeds, |seed| Gpus::MIXES[(seed % 3) as usize], scenario);
@@ -73,7 +73,7 @@ fn run_with(name: &str, seeds: u64, gpus: impl Fn(u64) -> Gpus, scenario: impl F
             eprintln!("--- the network's last events ---");
             world.net.trace().iter().for_each(|line| eprintln!("{line}"));
             eprintln!("{name} failed; repeat with FERRYWIRE_SEED={seed}");
-            // A broken endpoint's farewell would wait for a clock that stands still.
+            // A broken endpoint's goodbye would wait for a clock that does not advance.
             std::mem::forget(world);
             resume_unwind(panic);
         }
@@ -195,7 +195,7 @@ impl World for SimWorld {
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(call);
-            // Its thread has to get its turns too, or the clock runs away from it.
+            // The thread of the GPU needs time slices too, or the clock runs ahead of it.
             self.step_max = STEP_MAX / 20;
             self.until("a call that waits", || {
                 std::thread::sleep(Duration::from_micros(20));

@@ -24,7 +24,7 @@ pub struct TcpWorld {
     gpus: Gpus,
 }
 
-/// What moves payload.
+/// The transport of payload.
 #[derive(Clone)]
 enum Carrier {
     Tcp,
@@ -71,7 +71,7 @@ pub fn run_between_hosts(scenario: impl Fn(&mut TcpWorld)) {
 /// own: a plugin may end it, and reads its environment once.
 pub fn run_over_plugin(scenario: impl Fn(&mut TcpWorld)) {
     let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
-    // SAFETY: the file was built with these tests, and nobody else looks at the environment.
+    // SAFETY: the file was built with these tests, and no other thread reads the environment.
     run_with(Carrier::Plugin(unsafe { PluginConfig::at(library) }), Gpus::default(), scenario);
 }
 
@@ -82,7 +82,7 @@ pub fn run_over_devmem(scenario: impl Fn(&mut TcpWorld)) {
     }
 }
 
-/// Likewise, with memory on GPUs.
+/// Runs a scenario over devmem with memory on GPUs.
 pub fn run_over_devmem_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
     let Some(hosts) = vm::Hosts::here() else { return };
     for gpus in Gpus::MIXES {
@@ -247,7 +247,7 @@ fn callers_who_go_on_posting_do_not_keep_a_peer_from_closing() {
                     }
                 };
                 assert_eq!(refusal, TransferError::Closed);
-                // What was posted before that is finished.
+                // Transfers posted before the close finish.
                 under_way.into_iter().for_each(|transfer| assert_eq!(transfer.wait(LIMIT), Ok(4096)));
             });
         }

@@ -28,7 +28,7 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    /// Those that this process was given; none outside of the VM.
+    /// The hosts that this process was given; `None` outside of the VM.
     pub fn here() -> Option<Hosts> {
         let Ok(peer) = std::env::var("PEER_PID") else {
             println!("SKIPPED: runs in the VM of tests/devmem-vm, with its option -n");
@@ -75,7 +75,7 @@ impl Hosts {
     }
 }
 
-/// What the gate has time for.
+/// The scenarios that the gate has time for.
 const SOME: [&str; 6] = [
     "devmem::an_end_that_cannot",
     "devmem::bytes_land_in_the_pool",

@@ -1,4 +1,4 @@
-//! What a scenario needs of the world it runs in, and the tools that all scenarios share.
+//! The world in which a scenario runs, and the tools that all scenarios share.
 
 use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer, TransferError};
 use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
@@ -83,7 +83,7 @@ pub trait World {
     /// Which ends have their memory on GPUs.
     fn gpus(&self) -> Gpus;
 
-    /// Whether small messages of an endpoint's memory leave before anybody receives them. Those of a GPU do not where a
+    /// Whether small messages of an endpoint's memory are sent before a receive is posted. Those of a GPU do not where a
     /// lane could fetch them from there.
     fn sends_eagerly(&self, _index: usize) -> bool {
         true
@@ -186,7 +186,7 @@ impl Raw {
         }
     }
 
-    /// Its address, where the GPU has it if it is on one.
+    /// The address of the memory; for GPU memory the GPU's address.
     pub fn base(&mut self) -> *mut u8 {
         match self {
             Raw::Host(bytes) => bytes.as_mut_ptr(),
@@ -194,7 +194,7 @@ impl Raw {
         }
     }
 
-    /// Its bytes, of a GPU past all streams: only for memory that neither the engine nor the GPU may touch any more.
+    /// The bytes of the memory, read outside of all streams: neither the engine nor the GPU may still use the memory.
     pub fn bytes(&mut self) -> &mut [u8] {
         match self {
             Raw::Host(bytes) => bytes,

@@ -34,7 +34,7 @@ impl Watcher for Failures {
     }
 }
 
-/// What was logged.
+/// The captured log.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 

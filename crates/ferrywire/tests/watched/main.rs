@@ -34,11 +34,11 @@ fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     panic!("never came about: {what}");
 }
 
-/// What is called when the engine calls.
+/// Callbacks for calls of the engine.
 trait Watcher: Debug + Send + Sync + 'static {
-    /// Nobody could be accepted, for this reason.
+    /// Accepting a connection failed, for this reason.
     fn accept_failed(&self, _error: &io::Error) {}
-    /// So many bytes are about to be received, at most.
+    /// At most `bytes` are about to be received.
     fn receiving(&self, _bytes: usize) {}
     /// Whether a channel's connection is broken from now on, and dialled in vain.
     fn is_cut(&self, _channel: u64) -> bool {
@@ -154,7 +154,7 @@ impl<W: Watcher> Listener for WatchedListener<W> {
 
 struct WatchedConn<W> {
     conn: Box<dyn Conn>,
-    /// Its number, counted as they are bound, if it is a channel's that we dialled.
+    /// The number of a dialled channel's connection, in the order of binding.
     channel: Option<u64>,
     watcher: Arc<W>,
     uncopied: Uncopied,
@@ -166,7 +166,7 @@ struct Uncopied {
     sent_bytes: u64,
     /// Such sends that the kernel has not told of.
     unfinished: u64,
-    /// What was sent when it had told of all.
+    /// Bytes sent when the kernel had reported all of them.
     released_bytes: u64,
 }
 
@@ -199,7 +199,7 @@ impl<W: Watcher> Conn for WatchedConn<W> {
         // SAFETY: likewise.
         let sent = unsafe { send_uncopied(fd, pieces) };
         if sent.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOBUFS)) {
-            // So many are under way that no more memory may be locked.
+            // The sends in flight exhaust the limit of locked memory.
             // SAFETY: promised by the caller.
             return unsafe { self.send(pieces) };
         }
@@ -268,7 +268,7 @@ fn towards_an_end_that_nobody_turns<W: Watcher>(watcher: &Arc<W>) -> (Endpoint, 
     (here, there, connected.unwrap().unwrap())
 }
 
-/// Of one uncopied send: less than any receiver's window, and than the memory that anybody may lock.
+/// Of one uncopied send: less than any receiver's window, and than the limit of locked memory.
 const UNCOPIED_BYTES_MAX: usize = 16 << 10;
 
 /// Sends some, and has the kernel read the memory where it is.

@@ -1,4 +1,4 @@
-//! What the kernel says of memory that it was sent from is read, whatever the peer says.
+//! The kernel's reports about zero-copy sends are read, independently of the peer's acknowledgements.
 
 use crate::{Watcher, eventually, towards_an_end_that_nobody_turns};
 use std::sync::Arc;
@@ -20,11 +20,11 @@ impl Watcher for Notices {
     }
 }
 
-/// Notices that nobody reads keep a socket ready for ever, and whoever waits for it awake.
+/// Unread notices keep a socket ready for ever, so a thread that waits for it spins.
 #[test]
 fn notices_are_read_while_the_peer_acknowledges_nothing() {
     let notices = Arc::<Notices>::default();
-    // Nobody turns the far end once it is connected: its kernel takes what comes, as that of a stopped process does.
+    // The far end makes no progress once it is connected: only its kernel receives, as for a stopped process.
     let (here, there, peer) = towards_an_end_that_nobody_turns(&notices);
     let (source, target) = (here.alloc_host(BYTES).unwrap(), there.alloc_host(BYTES).unwrap());
     let write = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();

@@ -1,4 +1,4 @@
-//! A path with data on it is looked at, whoever sleeps; one that is lost holds up no other.
+//! A path with data is checked even if all threads sleep; a lost path does not delay others.
 
 use crate::{LIMIT, Watched, Watcher, eventually, towards_an_end_that_nobody_turns};
 use ferrywire::Endpoint;
@@ -20,7 +20,7 @@ impl Watcher for Looks {
 #[test]
 fn the_path_of_a_write_that_nobody_waits_for_is_looked_at() {
     let looks = Arc::<Looks>::default();
-    // Nobody turns the far end once it is connected, so that nothing is answered.
+    // The far end makes no progress once it is connected, so nothing is answered.
     let (here, there, peer) = towards_an_end_that_nobody_turns(&looks);
     let (source, target) = (here.alloc_host(64).unwrap(), there.alloc_host(64).unwrap());
     // The thread sleeps, with nothing to look at.

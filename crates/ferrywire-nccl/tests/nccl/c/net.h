@@ -35,7 +35,7 @@ struct net {
     void **table;
     int version;
     void *context;
-    /* What NCCL calls the communicator. */
+    /* NCCL's identifier of the communicator. */
     uint64_t communicator;
     int config;
     /* Where it listens, and from where it connects. */
