@@ -241,7 +241,7 @@ impl Attempt {
             }
             if given_up[pair] && !answered[pair] && answered.contains(&true) && dialled.is_silent() {
                 // This error comes from another comm's finding, so it is not noted again.
-                let fault = Fault::remote("nobody answers");
+                let fault = Fault::remote("no answer from the listener");
                 return Ok(Some(Broken { pair, fault, unreached: is_late, is_short: false }));
             }
         }

@@ -218,7 +218,7 @@ mod tests {
             assert!(why(&four, members).contains("no plain device"), "{members:?}");
         }
         assert!(why(&four, &[0, 1, 0]).contains("0 is named twice"));
-        assert!(why(&four, &[]).contains("none"));
+        assert!(why(&four, &[]).contains("list of devices is empty"));
         assert_eq!(check(&plain(8, "10.0.K.1"), &[7, 6, 5, 4, 3, 2, 1, 0]).unwrap().len(), 8);
         assert!(why(&plain(9, "10.0.K.1"), &[0, 1, 2, 3, 4, 5, 6, 7, 8]).contains("at most 8 NICs"));
         assert!(why(&plain(5, "2001:db8::K"), &[0, 1, 2, 3, 4]).contains("at most 4 NICs"));

@@ -98,10 +98,10 @@ impl Terms {
         for name in names.filter(|name| ![GPU, OPTIONAL].contains(name)) {
             let (here, there) = (self.value(name), theirs.value(name));
             if here != there {
-                let say = |value: Option<&str>| value.unwrap_or("not told").to_owned();
+                let say = |value: Option<&str>| value.unwrap_or("missing").to_owned();
                 let versions = match (here, there) {
                     (Some(_), Some(_)) => "",
-                    _ => ", and the same version of ferrywire: one of them does not know it",
+                    _ => ", and the same version of ferrywire: one of them does not know this term",
                 };
                 return Some(format!(
                     "{name} is {} at the end that accepts and {} at the end that connects; both need the same{versions}",
@@ -154,7 +154,7 @@ mod tests {
     fn what_one_end_has_not_is_a_difference_too() {
         let said = terms("A", "1", false).difference(&Terms::decode(b"\xff\xfe nonsense")).unwrap();
         assert!(
-            said.contains("plugin is A") && said.contains("not told") && said.contains("same version"),
+            said.contains("plugin is A") && said.contains("missing") && said.contains("same version"),
             "{said}"
         );
     }

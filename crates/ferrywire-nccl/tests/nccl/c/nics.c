@@ -285,8 +285,8 @@ static void merging(struct net *net)
         int count, devices[2];
         const char *why;
     } wrong[] = { { 2, { 0, 6 }, "no plain device 6" }, { 2, { 0, 99 }, "no plain device 99" },
-                  { 2, { -1, 0 }, "no plain device -1" }, { 2, { 1, 1 }, "named twice" }, { 0, { 0 }, "none" },
-                  { -1, { 0, 1 }, "most" }, { count + 1, { 0, 1 }, "most" } };
+                  { 2, { -1, 0 }, "no plain device -1" }, { 2, { 1, 1 }, "named twice" },
+                  { 0, { 0 }, "list of devices is empty" }, { -1, { 0, 1 }, "most" }, { count + 1, { 0, 1 }, "most" } };
     for (int n = 0; n < 7; n++) {
         made = 77;
         CHECK(net_merge(net, wrong[n].count, wrong[n].devices, &made) != SUCCESS && made == 77);
@@ -458,7 +458,7 @@ static void mute_there(struct net *net, int socket)
     ready(net, socket, 'b', 2);
     nobody_answers("b1", "10.79.1.1");
     both(socket);
-    found_once(net, socket, 'b', "nobody answers");
+    found_once(net, socket, 'b', "no answer from the listener");
 }
 
 static void mute_here(struct net *net, int socket)
@@ -467,7 +467,7 @@ static void mute_here(struct net *net, int socket)
     ready(net, socket, 'a', 2);
     nobody_answers("a1", "10.79.1.2");
     both(socket);
-    found_once(net, socket, 'a', "nobody answers");
+    found_once(net, socket, 'a', "no answer from the listener");
 }
 
 static void mute_at_start(struct net *net)
@@ -514,13 +514,13 @@ static void in_turn(struct net *net, int socket, char side)
     nobody_answers(nics[1], theirs[1]);
     both(socket);
     over_one(net, socket, side, 0);
-    left_out(side, 1, "nobody answers", 1);
+    left_out(side, 1, "no answer from the listener", 1);
     both(socket);
     shell("ip neigh del %s dev %s", theirs[1], nics[1]);
     nobody_answers(nics[0], theirs[0]);
     both(socket);
     over_one(net, socket, side, 1);
-    left_out(side, 0, "nobody answers", 2);
+    left_out(side, 0, "no answer from the listener", 2);
 }
 
 static void turns_there(struct net *net, int socket)

@@ -127,7 +127,7 @@ impl Setup for PluginSetup {
     /// Connects to the peer's handle, and accepts the peer.
     fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String> {
         if std::mem::replace(&mut self.connecting, true) {
-            return Err("the peer told two handles for one channel".into());
+            return Err("the peer sent two plugin handles for one channel".into());
         }
         let name = self.host.plugin.name();
         if tcpx::is(name) && tcpx::holds_pointer(&handle) {
@@ -167,7 +167,7 @@ impl Setup for PluginSetup {
             return Progress::Pending;
         }
         let missing = match (&state.send, &state.recv) {
-            _ if !self.connecting => "the peer has not told its handle",
+            _ if !self.connecting => "the peer has not sent its handle",
             (None, None) => "neither connect nor accept has ended",
             (None, _) => "connect has not ended",
             _ => "accept has not ended",
