@@ -27,18 +27,33 @@ pub fn threads_default(cores: usize) -> usize {
 pub struct Spin {
     /// Spin time in general.
     pub usual: Duration,
+    /// Spin time of a thread with channels that stage payload of GPUs: the end of a copy raises no event.
+    pub with_staging: Duration,
     /// Spin time while [`is_deep_bulk`] holds.
     pub in_deep_bulk: Duration,
 }
 
 /// How long `threads` progress threads spin on a host with `cores` cores.
 ///
-/// Waking a thread takes longer than sending 64 KiB, so where cores are spare a thread should wait for the
-/// next of a few messages. In deep bulk a wake that is some microseconds late delays nothing, while spinning
-/// costs half a core. Where threads share cores with other senders and receivers, yielding is the better way
-/// to alternate.
+/// Waking a thread takes about as long as sending 64 KiB, so a thread waits that long for the next of a few
+/// messages, and longer for a copy where cores are spare. In deep bulk a wake that is some microseconds late
+/// delays nothing, while spinning costs half a core. Where threads share cores with other senders and
+/// receivers, yielding is the better way to alternate.
 pub fn spin(cores: usize, threads: usize) -> Spin {
-    if cores >= 2 * threads.max(1) && cores > 4 { SPIN_ON_SPARE_CORES } else { SPIN }
+    if has_spare_cores(cores, threads) { SPIN_ON_SPARE_CORES } else { SPIN }
+}
+
+/// Bytes of small operations with which a channel is busy, so that the next channel helps.
+///
+/// Channels fill up in order. Few messages then keep few threads busy, and the other threads sleep. Where
+/// cores are spare, a thread has a core to itself and works best on long runs. Elsewhere the two ends of a
+/// channel share a core, and alternate better in short ones.
+pub fn small_fill_bytes(cores: usize, threads: usize) -> u64 {
+    if has_spare_cores(cores, threads) { SMALL_FILL_BYTES_ON_SPARE_CORES } else { SMALL_FILL_BYTES }
+}
+
+fn has_spare_cores(cores: usize, threads: usize) -> bool {
+    cores >= 2 * threads.max(1) && cores > 4
 }
 
 /// Whether `bytes` in flight are several chunks for each channel.
@@ -46,8 +61,10 @@ pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
     bytes >= channels as u64 * DEEP_BYTES
 }
 
-const SPIN: Spin = Spin { usual: Duration::from_micros(50), in_deep_bulk: Duration::from_micros(50) };
-const SPIN_ON_SPARE_CORES: Spin = Spin { usual: Duration::from_micros(500), in_deep_bulk: Duration::ZERO };
+const SPIN_TIME: Duration = Duration::from_micros(50);
+const SPIN: Spin = Spin { usual: SPIN_TIME, with_staging: SPIN_TIME, in_deep_bulk: SPIN_TIME };
+const SPIN_ON_SPARE_CORES: Spin =
+    Spin { usual: SPIN_TIME, with_staging: Duration::from_micros(500), in_deep_bulk: Duration::ZERO };
 const DEEP_BYTES: u64 = 2 << 20;
 
 /// All cores of a small host, half of the cores of a large one; the rest is left to other work.
@@ -69,14 +86,21 @@ pub fn may_take(backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
 /// Backlog, in chunks, by which a channel may be ahead of the least loaded one.
 const SPREAD_CHUNKS: u64 = 8;
 
-/// Bytes of small operations that a channel may take now from the peer's queue. The share keeps the channel
-/// within `SMALL_SPREAD_BYTES` of the least loaded one, so every thread gets some.
-pub fn small_share(backlog: u64, least: u64) -> u64 {
-    least.saturating_add(SMALL_SPREAD_BYTES).saturating_sub(backlog)
+/// Bytes of small operations that a channel with `backlog` bytes may take now from the peer's queue, once all
+/// channels before it are busy. `least` is the backlog of the least loaded channel, `fill` the result of
+/// [`small_fill_bytes`].
+pub fn small_share(backlog: u64, least: u64, fill: u64) -> u64 {
+    least.saturating_add(fill).saturating_sub(backlog)
 }
 
-/// Backlog of small operations, in bytes, by which a channel may be ahead of the least loaded one.
-const SMALL_SPREAD_BYTES: u64 = 256 << 10;
+/// Whether a channel with `backlog` bytes has room for small operations that channels after it must leave to
+/// it. Half of `fill` is enough to keep the channel busy until it takes more.
+pub fn has_small_room(backlog: u64, fill: u64) -> bool {
+    backlog < fill / 2
+}
+
+const SMALL_FILL_BYTES: u64 = 256 << 10;
+const SMALL_FILL_BYTES_ON_SPARE_CORES: u64 = 512 << 10;
 
 /// Bytes of bulk that a channel within this host may take now, and its longest chunk in bytes. `sharing`
 /// channels of one thread each have such a bound.
@@ -143,9 +167,21 @@ mod tests {
     }
 
     #[test]
-    fn threads_spin_for_long_only_where_others_have_cores() {
-        assert!(spin(32, 16).usual > spin(32, 17).usual);
+    fn threads_wait_for_copies_for_long_only_where_others_have_cores() {
+        assert!(spin(32, 16).with_staging > spin(32, 17).with_staging);
         assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [SPIN; 4]);
+    }
+
+    #[test]
+    fn a_channel_that_has_filled_up_is_busy_until_half_of_that_is_acknowledged() {
+        for fill in [small_fill_bytes(8, 8), small_fill_bytes(32, 16)] {
+            assert_eq!(small_share(0, 0, fill), fill);
+            assert!(has_small_room(0, fill) && has_small_room(fill / 2 - 1, fill));
+            assert!(!has_small_room(fill / 2, fill) && small_share(fill / 2, 0, fill) > 0);
+            // Once all channels are busy, all of them may take more.
+            assert_eq!(small_share(fill, fill, fill), fill);
+        }
+        assert!(small_fill_bytes(32, 16) > small_fill_bytes(32, 17));
     }
 
     #[test]

@@ -265,7 +265,8 @@ impl Pair {
             channels,
             chunk_bytes: self.settings.chunk_bytes,
             staged_bytes: (self.settings.chunk_bytes / 2, self.settings.chunk_bytes),
-            small: schedule::small_share(backlog, least).min(self.rng.below(1000)),
+            small: schedule::small_share(backlog, least, schedule::small_fill_bytes(1, 1))
+                .min(self.rng.below(1000)),
             bulk: schedule::may_take(backlog, least, self.settings.chunk_bytes),
             messages: None,
         };

@@ -42,6 +42,8 @@ pub(crate) struct SendQueue {
     /// Whether read requests wait for earlier reads to be answered.
     keeps_back: AtomicBool,
     pub chunk_bytes: usize,
+    /// Bytes of small operations with which a channel is busy.
+    pub small_fill_bytes: u64,
     pub crc: bool,
 }
 
@@ -53,7 +55,7 @@ fn read_of(op: &Op) -> Read {
 }
 
 impl SendQueue {
-    pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
+    pub fn new(chunk_bytes: usize, small_fill_bytes: u64, crc: bool) -> SendQueue {
         SendQueue {
             outbox: Mutex::new(Outbox::new(PeerLimits::default())),
             waiting: AtomicUsize::new(0),
@@ -62,6 +64,7 @@ impl SendQueue {
             bulk_bytes: AtomicU64::new(0),
             keeps_back: AtomicBool::new(false),
             chunk_bytes,
+            small_fill_bytes,
             crc,
         }
     }
@@ -478,7 +481,7 @@ mod tests {
             let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
             Hold::new(Op::new(no_owner(), id, task, pieces, None))
         };
-        let queue = Arc::new(SendQueue::new(1 << 20, false));
+        let queue = Arc::new(SendQueue::new(1 << 20, 1 << 18, false));
         let writes = [1, 2, 3].map(|id| op(id, Task::Write { region: 9 }));
         writes.iter().for_each(|write| queue.join(write));
         let [first, second, third] = writes;

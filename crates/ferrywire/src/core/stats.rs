@@ -42,6 +42,8 @@ pub(crate) struct ChannelCounters {
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
     /// loaded.
     pub backlog: AtomicU64,
+    /// The channel has room for small operations, which the channels after it leave to it.
+    pub has_small_room: AtomicBool,
     pub generation: AtomicU32,
     pub alive: AtomicBool,
     pub zero_copy: AtomicBool,

@@ -17,6 +17,7 @@ mod many;
 mod netns;
 mod outcomes;
 mod owners;
+mod parallelism;
 mod paths;
 mod targets;
 mod unmapped;

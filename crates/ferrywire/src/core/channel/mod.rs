@@ -127,7 +127,7 @@ impl Channel {
             // the lane is ready.
             self.make_ack_frame();
         }
-        self.tell_backlog();
+        self.publish_load();
         self
     }
 
@@ -168,6 +168,11 @@ impl Channel {
         self.payload.staged().is_some_and(StagedPayload::is_active) || self.polls_stream_queue()
     }
 
+    /// Whether the channel has staged payload of GPUs.
+    pub fn stages(&self) -> bool {
+        self.payload.staged().is_some()
+    }
+
     /// Whether the channel reads nothing because the current payload has no room.
     pub fn stalled(&self) -> bool {
         self.payload.is_stalled()
@@ -196,6 +201,7 @@ impl Channel {
         acknowledged.into_iter().for_each(|entry| delivered(&self.peer, entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
+        self.counters.has_small_room.store(false, Ordering::SeqCst);
         self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
         let unreleased = Unreleased::of(lane, self.conn, self.sender.stream_sent);
         self.sender.unreleased.into_iter().for_each(|(_, entry)| delivered(&self.peer, entry, None));

@@ -150,7 +150,7 @@ impl Channel {
             return Err(broken("a frame without the checksum that was agreed on"));
         }
         if self.payload.note_header(&header)? {
-            self.tell_backlog();
+            self.publish_load();
         }
         if header.kind != Kind::Ack {
             self.acknowledged(header.ack)?;

@@ -86,6 +86,7 @@ impl Channel {
             }
             moved += bytes;
         }
+        self.publish_load();
         Ok(moved)
     }
 
@@ -182,7 +183,7 @@ impl Channel {
             }
         }
         self.finish_released();
-        self.tell_backlog();
+        self.publish_load();
         Ok(())
     }
 
@@ -275,7 +276,7 @@ impl Channel {
         let enough = unsent >= READY_BYTES;
         self.payload.note_enough(enough);
         if enough || !waits {
-            return;
+            return self.leave_small(small);
         }
         let (share, chunk_bytes) = self.bulk_share();
         let bulk = share > 0 && self.may_take_bulk();
@@ -290,14 +291,35 @@ impl Channel {
         };
         let dropped = self.payload.pull(&self.peer, &self.counters, &mut self.sender.window, pull);
         dropped.into_iter().for_each(Hold::cut_short);
-        self.tell_backlog();
+        self.publish_load();
+        self.leave_small(small);
     }
 
-    /// Publishes the bytes in this channel's window to the peer's other channels. A channel whose lane is not
-    /// open publishes `NO_BACKLOG`, so that it does not count as the least loaded.
-    pub(super) fn tell_backlog(&self) {
-        let backlog = if self.payload.is_open() { self.sender.window.bytes() as u64 } else { NO_BACKLOG };
-        self.counters.backlog.store(backlog, Ordering::Relaxed);
+    /// Wakes the channel that takes the small operations left in the queue, if this one had a bounded share.
+    fn leave_small(&self, share: u64) {
+        if share < u64::MAX && self.peer.queue.has_work_beside_bulk() {
+            self.peer.rouse_for_small();
+        }
+    }
+
+    /// Publishes the bytes in this channel's window to the peer's other channels, and whether small operations
+    /// are left to this channel. A channel whose lane is not open publishes `NO_BACKLOG`, so that it does not
+    /// count as the least loaded.
+    pub(super) fn publish_load(&self) {
+        let is_open = self.payload.is_open();
+        let bytes = self.sender.window.bytes() as u64;
+        self.counters.backlog.store(if is_open { bytes } else { NO_BACKLOG }, Ordering::Relaxed);
+        let has_room = is_open
+            && !self.sender.blocked
+            && !self.payload.stream_ended()
+            && schedule::has_small_room(bytes, self.peer.queue.small_fill_bytes)
+            && self.sender.window.has_room()
+            && self.payload.has_room();
+        if self.counters.has_small_room.load(Ordering::Relaxed) != has_room {
+            // A thread that posts afterwards, and finds room here, wakes this channel's worker; what was
+            // posted before is seen by the next pull.
+            self.counters.has_small_room.store(has_room, Ordering::SeqCst);
+        }
     }
 
     /// Whether this channel is close enough to the least loaded one to take bulk.
@@ -337,11 +359,14 @@ impl Channel {
     }
 
     /// Bytes of small operations that this channel may take. Without bulk, only the peer's home channel takes
-    /// them, so that one thread does all the work.
+    /// them, so that one thread does all the work. In bulk a channel helps while those before it are busy.
     fn small_share(&self) -> u64 {
         let backlog = self.sender.window.bytes() as u64;
         match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
-            (true, _) => schedule::small_share(backlog, self.peer.least_backlog()),
+            (true, _) if self.peer.leaves_small(self.index) => 0,
+            (true, _) => {
+                schedule::small_share(backlog, self.peer.least_backlog(), self.peer.queue.small_fill_bytes)
+            }
             (false, true) => u64::MAX,
             (false, false) => 0,
         }

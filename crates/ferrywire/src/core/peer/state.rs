@@ -21,6 +21,7 @@ use ferrywire_metrics::{PeerSample, Source};
 use ferrywire_proto::Identity;
 use ferrywire_proto::schedule;
 use ferrywire_proto::wire::Refusal;
+use ferrywire_sys::affinity;
 
 use super::metrics::History;
 use super::serving::Serving;
@@ -205,7 +206,8 @@ impl Drop for PeerHandle {
 
 impl PeerState {
     pub fn new(context: Arc<Context>, info: PeerInfo) -> PeerState {
-        let queue = SendQueue::new(info.chunk_bytes, info.crc);
+        let fill = schedule::small_fill_bytes(affinity::cores_with_time(), context.config.threads);
+        let queue = SendQueue::new(info.chunk_bytes, fill, info.crc);
         PeerState {
             context,
             queue: if info.lanes { queue.with_lanes() } else { queue },
@@ -341,6 +343,20 @@ impl PeerState {
 
     pub fn live_channels(&self) -> usize {
         self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
+    }
+
+    /// Whether a channel must leave small operations to one before it, which has room.
+    pub fn leaves_small(&self, index: u16) -> bool {
+        self.counters[..usize::from(index)].iter().any(|each| each.has_small_room.load(Ordering::SeqCst))
+    }
+
+    /// Wakes the worker of the first channel that has room for small operations. Where none has, each pulls
+    /// as soon as it has.
+    pub fn rouse_for_small(&self) {
+        let first = self.counters.iter().position(|each| each.has_small_room.load(Ordering::SeqCst));
+        if let Some(index) = first {
+            self.context.sleepers[self.engine_worker(index as u16)].rouse();
+        }
     }
 
     /// The fewest bytes in the window of any channel.

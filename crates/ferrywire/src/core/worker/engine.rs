@@ -216,6 +216,11 @@ impl ProgressEngine {
         self.slots.iter().flatten().any(|slot| slot.channel.staging_active())
     }
 
+    /// Whether some channel stages payload of GPUs.
+    pub(super) fn stages(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.channel.stages())
+    }
+
     pub(super) fn lanes_active(&self) -> bool {
         // A request that waits only for GPU copies is checked by the staging poll.
         self.abandoning.iter().any(|each| !each.by_gpu)

@@ -164,8 +164,11 @@ impl Workers {
             return;
         }
         // Bulk is left to threads that are pinned to their cores.
-        let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
         let is_for_threads = peer.in_bulk() && !context.is_caller_driven();
+        if is_for_threads && bytes <= SMALL_BYTES_MAX {
+            return peer.rouse_for_small();
+        }
+        let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
         if is_for_threads || !home.send_at_once(context, peer) {
             home.sleeper().rouse();
         }

@@ -356,7 +356,8 @@ impl Worker {
                 }
                 continue;
             }
-            let Spin { usual, in_deep_bulk } = self.spin;
+            let Spin { usual, with_staging, in_deep_bulk } = self.spin;
+            let usual = if engine.stages() { with_staging } else { usual };
             // A thread that would wake at once had better yield.
             let deep = || engine.in_deep_bulk() && !engine.has_work() && !engine.lanes_active();
             if idle > usual || (idle > in_deep_bulk && deep()) {
