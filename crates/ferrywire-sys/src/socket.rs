@@ -124,6 +124,15 @@ pub fn unsent_bytes(fd: RawFd) -> io::Result<usize> {
     Ok(usize::try_from(bytes).unwrap_or(0))
 }
 
+/// Bytes written to a TCP socket that the peer's kernel has not acknowledged.
+pub fn unacked_bytes(fd: RawFd) -> io::Result<usize> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: this request writes one `int` at its argument.
+    let result = unsafe { libc::ioctl(fd, libc::TIOCOUTQ as _, &mut bytes as *mut libc::c_int) };
+    checked(result as libc::ssize_t)?;
+    Ok(usize::try_from(bytes).unwrap_or(0))
+}
+
 /// Sets both socket buffers, in bytes. With CAP_NET_ADMIN the system's limits do not apply.
 pub fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
@@ -173,4 +182,33 @@ pub fn set_congestion_control(fd: RawFd, name: &str) -> io::Result<()> {
 /// Binds a socket to a network interface (`SO_BINDTODEVICE`).
 pub fn bind_to_device(fd: RawFd, interface: &str) -> io::Result<()> {
     set_bytes(fd, libc::SOL_SOCKET, libc::SO_BINDTODEVICE, interface.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+
+    use super::*;
+
+    #[test]
+    fn bytes_that_the_peer_has_no_room_for_are_not_acknowledged() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut far = listener.accept().unwrap().0;
+        near.set_nonblocking(true).unwrap();
+        let mut written = 0;
+        while let Ok(bytes) = near.write(&[0; 64 << 10]) {
+            written += bytes;
+        }
+        let unacked = unacked_bytes(near.as_raw_fd()).unwrap();
+        assert!(unacked > 0 && unacked <= written, "{unacked} of {written}");
+        assert!(unsent_bytes(near.as_raw_fd()).unwrap() <= unacked);
+        far.read_exact(&mut vec![0; written]).unwrap();
+        // The last acknowledgement may come a little later.
+        while unacked_bytes(near.as_raw_fd()).unwrap() > 0 {
+            std::thread::yield_now();
+        }
+    }
 }
