@@ -2,7 +2,7 @@
 //!
 //! The engine counts anyway; a scrape reads those counters. What costs time in a transfer (histograms of times) is
 //! recorded only while [`are_timed`] is true, that is, once a server for scrapes runs. Every face has the metrics,
-//! because the engine registers each peer as a [`Source`].
+//! because the engine and the NCCL plugin register each peer as a [`Source`].
 //!
 //! | module | holds |
 //! |---|---|
@@ -13,6 +13,8 @@
 //! | `local` | a socket per process, for `ferrywire watch` |
 //!
 //! Invariant: nothing here is called by a thread that moves payload, except the recording of times, which takes no lock.
+
+use std::net::SocketAddr;
 
 mod local;
 mod registry;
@@ -26,15 +28,30 @@ pub use registry::{
     set_face,
 };
 pub use sample::{ChannelSample, KindSample, PeerSample, ProcessSample, StagingSample};
-pub use server::{MetricsError, next_to, serve};
+pub use server::{MetricsError, VARIABLE, next_to, serve};
 pub use text::render;
 
 /// Makes this process visible to `ferrywire watch`, and serves metrics where `FERRYWIRE_METRICS` says so. Later calls in one
-/// process do nothing.
+/// process do nothing. A port that is in use is logged, because a parent and its children have one environment; the process
+/// goes on without metrics.
 ///
 /// # Errors
 /// [`MetricsError::NotAnAddress`] if the variable holds no address.
 pub fn start() -> Result<(), MetricsError> {
+    match begin() {
+        Ok(None) => {}
+        Ok(Some(address)) => tracing::info!("metrics are served at http://{address}/metrics"),
+        Err(error @ MetricsError::NotAnAddress { .. }) => return Err(error),
+        Err(error) => tracing::warn!("{error} ({VARIABLE})"),
+    }
+    Ok(())
+}
+
+/// Does what [`start`] does, for a face with a log of its own: returns the address if this call began to serve.
+///
+/// # Errors
+/// [`MetricsError`] if the variable holds no address, or the address cannot be listened on.
+pub fn begin() -> Result<Option<SocketAddr>, MetricsError> {
     local::start();
     server::serve_by_environment()
 }

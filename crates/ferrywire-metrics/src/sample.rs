@@ -24,7 +24,7 @@ pub struct ProcessSample {
 /// A peer of an endpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PeerSample {
-    /// Identity of the local endpoint.
+    /// Identity of the local endpoint; of the NCCL plugin `nccl`.
     pub endpoint: String,
     /// Name of the peer, with its port.
     pub peer: String,
@@ -47,7 +47,8 @@ pub struct PeerSample {
 /// Operations of one kind with one peer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct KindSample {
-    /// `write`, `read`, `send`, `recv`, `notify` or `serve` (the answer to a peer's read).
+    /// `write`, `read`, `send`, `recv`, `notify` or `serve` (the answer to a peer's read); of the NCCL plugin `isend` or
+    /// `irecv`.
     pub kind: String,
     /// Operations that were posted.
     pub started: u64,
@@ -80,7 +81,7 @@ pub struct ChannelSample {
     pub congestion_window_bytes: u64,
     /// Bytes in the kernel's send queue that were not sent.
     pub send_queue_bytes: u64,
-    /// Bytes sent and not acknowledged by the peer's engine.
+    /// Bytes sent and not acknowledged by the peer's engine; of the NCCL plugin, by the peer's kernel.
     pub in_flight_bytes: u64,
     /// Staging through pinned memory, if there was any.
     pub staging: Option<StagingSample>,

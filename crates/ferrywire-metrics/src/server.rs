@@ -29,7 +29,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 const PORTS_TRIED: u16 = 64;
 
 /// The variable that names the address for every process, whatever its face.
-pub(crate) const VARIABLE: &str = "FERRYWIRE_METRICS";
+pub const VARIABLE: &str = "FERRYWIRE_METRICS";
 
 /// Why metrics are not served.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,25 +121,13 @@ fn listen(address: SocketAddr, next: bool) -> Result<TcpListener, MetricsError> 
     Err(last.unwrap_or(MetricsError::NotAnAddress { text: address.to_string() }))
 }
 
-/// Serves at the address that `FERRYWIRE_METRICS` names, if it names one. A port that is in use is logged, because a
-/// parent and its children have one environment; the process goes on without metrics.
+/// Serves at the address that `FERRYWIRE_METRICS` names, if it names one; returns the address if this call began to serve.
 ///
 /// # Errors
-/// [`MetricsError::NotAnAddress`] if the variable holds no address.
-pub(crate) fn serve_by_environment() -> Result<(), MetricsError> {
-    let Some(text) = std::env::var(VARIABLE).ok().filter(|text| !text.is_empty()) else { return Ok(()) };
-    match serve(&text) {
-        Ok(None) => Ok(()),
-        Ok(Some(address)) => {
-            tracing::info!("metrics are served at http://{address}/metrics");
-            Ok(())
-        }
-        Err(error @ MetricsError::NotAnAddress { .. }) => Err(error),
-        Err(error) => {
-            tracing::warn!("{error} ({VARIABLE}={text})");
-            Ok(())
-        }
-    }
+/// Those of [`serve`].
+pub(crate) fn serve_by_environment() -> Result<Option<SocketAddr>, MetricsError> {
+    let text = std::env::var(VARIABLE).ok().filter(|text| !text.is_empty());
+    text.map_or(Ok(None), |text| serve(&text))
 }
 
 /// The first free port after the one in `text`: for a child of the process that serves there.
