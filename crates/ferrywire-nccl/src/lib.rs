@@ -24,7 +24,7 @@
 //! device), `channels` (the number of rings), `attempt` and `listener` (setting up a comm) with `pairs`,
 //! `unreachable_paths`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `header` (the wire format),
 //! `wire` (one socket) and `link` (its name in errors), `pool` and `worker` (the threads that move bulk; `ranks` and
-//! `settings`: how many). `failure` and `log` report errors.
+//! `settings`: how many). `failure` and `log` report errors, `metrics` counts.
 
 mod affinity;
 mod attempt;
@@ -38,6 +38,7 @@ mod link;
 mod listener;
 mod log;
 mod merged;
+mod metrics;
 mod pairs;
 mod pool;
 mod proof;

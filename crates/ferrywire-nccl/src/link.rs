@@ -1,17 +1,22 @@
-//! A connection of a comm, with its name in errors.
+//! A connection of a comm, with its name in errors and its channel in metrics.
 //!
 //! The name of the NIC is looked up while the connection is up: once the NIC is down, its address may be gone.
 
 use std::fmt;
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use ferrywire_net::{Conn, Nic};
 use ferrywire_sys::nics;
 
 use crate::device::network;
+use crate::failure::{Fault, Outcome};
+use crate::metrics::{Connected, Peer};
 
 /// A connection with its name.
 pub struct Link {
+    /// Before the connection, because fields are dropped in this order.
+    pub channel: Connected,
     pub conn: Box<dyn Conn>,
     /// The remote address and the NIC.
     pub name: LinkName,
@@ -25,16 +30,24 @@ pub struct LinkName {
 }
 
 impl Link {
-    /// Names all connections.
-    pub fn all(conns: Vec<Box<dyn Conn>>) -> impl ExactSizeIterator<Item = Link> {
+    /// Names all connections of a comm. Its peer in metrics has the first connection's remote address.
+    ///
+    /// # Errors
+    /// There is no connection.
+    pub fn all(conns: Vec<Box<dyn Conn>>) -> Outcome<(Arc<Peer>, impl ExactSizeIterator<Item = Link>)> {
+        let first = conns.first().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let peer = Peer::at(first.remote().ip());
         let nics = network().addresses().unwrap_or_default();
-        conns.into_iter().map(move |conn| Link::new(conn, &nics))
+        let its = peer.clone();
+        Ok((peer, conns.into_iter().map(move |conn| Link::new(conn, &nics, &its))))
     }
 
-    fn new(conn: Box<dyn Conn>, nics: &[Nic]) -> Link {
-        let nic = nics::with_address(nics, conn.local().ip()).map(|nic| nic.name.clone());
+    fn new(conn: Box<dyn Conn>, nics: &[Nic], peer: &Arc<Peer>) -> Link {
+        let local = conn.local().ip();
+        let nic = nics::with_address(nics, local).map(|nic| nic.name.clone());
+        let channel = peer.channel(&nic.clone().unwrap_or_else(|| local.to_string()), conn.fd());
         let name = LinkName { peer: conn.remote(), nic };
-        Link { conn, name }
+        Link { channel, conn, name }
     }
 }
 

@@ -21,6 +21,7 @@ use crate::affinity::Affinity;
 use crate::comm::locked;
 use crate::failure::{Fault, Outcome};
 use crate::log;
+use crate::metrics;
 use crate::ranks;
 use crate::receiving::Receiving;
 use crate::sending::Sending;
@@ -57,6 +58,7 @@ pub fn pool() -> Outcome<&'static Pool> {
     let pool = POOL.get(|| Pool::start(threads, Worker::start))?;
     pool.grow(threads, Worker::start);
     pool.serve_this_thread();
+    metrics::start();
     Ok(pool)
 }
 

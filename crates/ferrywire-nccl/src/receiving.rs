@@ -19,6 +19,7 @@ use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
 use crate::header::Header;
 use crate::link::Link;
+use crate::metrics::{Kind, Requests};
 use crate::pool::{Opening, Pool, Wire, pool};
 use crate::sending::saw_arrival;
 use crate::wire::{Receiver, Turn};
@@ -170,6 +171,7 @@ impl Receiving {
 pub struct RecvComm {
     shared: Arc<Receiving>,
     wires: Vec<Arc<Wire>>,
+    requests: Requests,
     own: Mutex<RecvOwn>,
 }
 
@@ -192,7 +194,7 @@ impl RecvComm {
     /// Makes a comm whose bulk these workers move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
         let sockets = conns.len();
-        let mut links = Link::all(conns);
+        let (peer, mut links) = Link::all(conns)?;
         let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
         let shared = Arc::new(Receiving::new(first.conn.remote(), sockets));
         let mut wires = Opening::default();
@@ -201,7 +203,8 @@ impl RecvComm {
         }
         let own =
             RecvOwn { receiver: Receiver::new(first, 0), next: 0, posted: [None; REQUESTS], quiet: None };
-        Ok(RecvComm { shared, wires: wires.finish(), own: Mutex::new(own) })
+        let requests = peer.requests(Kind::Irecv);
+        Ok(RecvComm { shared, wires: wires.finish(), requests, own: Mutex::new(own) })
     }
 
     /// Posts a receive and returns its slot; `None` if it cannot be posted now.
@@ -213,6 +216,7 @@ impl RecvComm {
         }
         own.next += 1;
         own.posted[index] = Some(memory);
+        self.requests.started();
         let slot = &self.shared.slots[index];
         slot.message.store(message, Ordering::Relaxed);
         slot.data.store(data, Ordering::Relaxed);
@@ -247,9 +251,10 @@ impl RecvComm {
         match done {
             Some(_) => {
                 own.posted[index] = None;
+                self.requests.completed(index);
                 saw_arrival();
             }
-            None => self.shared.failure.check()?,
+            None => self.shared.failure.check().inspect_err(|_| self.requests.failed(index))?,
         }
         Ok(done)
     }

@@ -18,6 +18,7 @@ use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
 use crate::header::Header;
 use crate::link::Link;
+use crate::metrics::{Kind, Requests};
 use crate::pool::{Delay, Opening, Pool, Wire, pool};
 use crate::ranks;
 use crate::settings::{SOCKETS_MAX, settings};
@@ -207,6 +208,7 @@ pub struct SendComm {
     shared: Arc<Sending>,
     wires: Vec<Arc<Wire>>,
     answer_bytes: usize,
+    requests: Requests,
     own: Mutex<SendOwn>,
 }
 
@@ -248,7 +250,7 @@ impl SendComm {
 
     /// Makes a comm whose bulk these workers move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
-        let mut links = Link::all(conns);
+        let (peer, mut links) = Link::all(conns)?;
         let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
         let shared = Arc::new(Sending { sockets: links.len(), ..Sending::default() });
         let mut wires = Opening::default();
@@ -269,6 +271,7 @@ impl SendComm {
             shared,
             wires,
             answer_bytes: settings().answer_bytes(ranks::most()),
+            requests: peer.requests(Kind::Isend),
             own: Mutex::new(own),
         })
     }
@@ -287,6 +290,7 @@ impl SendComm {
         let inline = bytes <= short || ((answers || rested) && self.is_lone(&own));
         own.next += 1;
         own.posted[slot] = Some(Posted { bytes, memory });
+        self.requests.started();
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
         if inline {
             let length = bytes as u64;
@@ -329,9 +333,10 @@ impl SendComm {
         };
         if self.is_gone(slot) || (self.shared.failure.is_some() && self.is_gone_after_all(slot)) {
             own.posted[slot] = None;
+            self.requests.completed(slot);
             return Ok(Some(bytes));
         }
-        self.shared.failure.check()?;
+        self.shared.failure.check().inspect_err(|_| self.requests.failed(slot))?;
         Ok(None)
     }
 

@@ -16,6 +16,7 @@ use ferrywire_net::{Conn, IoVec};
 use crate::failure::Fault;
 use crate::header::{HEADER_BYTES, Header};
 use crate::link::{Link, LinkName};
+use crate::metrics::Connected;
 use crate::receiving::Receiving;
 use crate::sending::Sending;
 
@@ -57,6 +58,8 @@ pub struct Piece {
 
 /// The sending end of a socket.
 pub struct Sender {
+    /// Before the connection, because fields are dropped in this order.
+    channel: Connected,
     conn: Box<dyn Conn>,
     name: LinkName,
     piece: Option<(Piece, [u8; HEADER_BYTES])>,
@@ -70,8 +73,8 @@ unsafe impl Send for Sender {}
 
 impl Sender {
     /// Makes a sender of a proved connection.
-    pub fn new(Link { conn, name }: Link) -> Sender {
-        Sender { conn, name, piece: None, sent: 0 }
+    pub fn new(Link { channel, conn, name }: Link) -> Sender {
+        Sender { channel, conn, name, piece: None, sent: 0 }
     }
 
     pub fn conn(&mut self) -> &mut dyn Conn {
@@ -87,7 +90,10 @@ impl Sender {
     pub fn silence(&mut self) -> Option<Fault> {
         let path = self.conn.health();
         let given_up = path.is_dead() && path.silent_for >= SILENT_MAX;
-        given_up.then(|| Fault::remote(format_args!("{} does not answer", self.name)))
+        given_up.then(|| {
+            self.channel.lost();
+            Fault::remote(format_args!("{} does not answer", self.name))
+        })
     }
 
     /// Ends the connection: memory of the piece in flight is not touched any more; the kernel still sends what it has.
@@ -108,6 +114,7 @@ impl Sender {
                 Ok(Some(done)) => comm.sent(&done.header),
                 Ok(None) => return Turn::Blocked,
                 Err(e) => {
+                    self.channel.lost();
                     comm.failure.record(Fault::connection(&self.name, &e));
                     return Turn::Over;
                 }
@@ -137,7 +144,10 @@ impl Sender {
             // SAFETY: the header is this sender's; NCCL keeps the payload until the request is done or the comm closed,
             // and a comm is not closed while this connection is in its place and in use.
             match unsafe { self.conn.send(&pieces) } {
-                Ok(bytes) => self.sent += bytes,
+                Ok(bytes) => {
+                    self.sent += bytes;
+                    self.channel.sent(bytes);
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(e) => return Err(e),
             }
@@ -151,7 +161,10 @@ impl Sender {
         // SAFETY: the byte is a local variable.
         let fault = match unsafe { self.conn.recv(&[IoVec::new(&mut byte, 1)]) } {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
-            Err(e) => Fault::connection(&self.name, &e),
+            Err(e) => {
+                self.channel.lost();
+                Fault::connection(&self.name, &e)
+            }
             Ok(0) => Fault::remote(format_args!("{} has closed the connection", self.name)),
             Ok(_) => Fault::remote(format_args!("{} sent data that was not requested", self.name)),
         };
@@ -162,6 +175,8 @@ impl Sender {
 
 /// The receiving end of a socket.
 pub struct Receiver {
+    /// Before the connection, because fields are dropped in this order.
+    channel: Connected,
     conn: Box<dyn Conn>,
     name: LinkName,
     /// The socket's number within its comm.
@@ -185,8 +200,9 @@ unsafe impl Send for Receiver {}
 
 impl Receiver {
     /// Makes a receiver of a proved connection.
-    pub fn new(Link { conn, name }: Link, socket: usize) -> Receiver {
-        Receiver { conn, name, socket, header: [0; HEADER_BYTES], head_bytes: 0, payload: None, over: false }
+    pub fn new(Link { channel, conn, name }: Link, socket: usize) -> Receiver {
+        let header = [0; HEADER_BYTES];
+        Receiver { channel, conn, name, socket, header, head_bytes: 0, payload: None, over: false }
     }
 
     pub fn conn(&mut self) -> &mut dyn Conn {
@@ -224,9 +240,13 @@ impl Receiver {
                 Ok((0, _)) => return self.end(comm),
                 Ok(moved) => moved,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
-                Err(e) => return self.breaks(comm, Fault::connection(&self.name, &e)),
+                Err(e) => {
+                    self.channel.lost();
+                    return self.breaks(comm, Fault::connection(&self.name, &e));
+                }
             };
             received += bytes;
+            self.channel.received(bytes);
             self.arrived(comm, bytes);
             // A short read: nothing more has arrived, which another call would only confirm.
             if bytes < wanted && self.head_bytes < HEADER_BYTES {
@@ -290,6 +310,7 @@ impl Receiver {
     /// The stream has ended, in order or within a message.
     fn end(&mut self, comm: &Receiving) -> Turn {
         if self.payload.is_some() || self.head_bytes > 0 {
+            self.channel.lost();
             let why = format_args!("{} closed the connection within a message", self.name);
             return self.breaks(comm, Fault::remote(why));
         }

@@ -24,6 +24,7 @@ mod layers;
 mod matrix;
 mod metrics;
 mod multi_gpu;
+mod nccl;
 mod nixl;
 mod plugin;
 mod ranks;

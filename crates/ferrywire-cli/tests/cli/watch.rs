@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::common::{GRACE, Serve, ferrywire, json, run, run_within, text};
+use crate::nccl;
 
 /// The process with this id, in the output of `watch --once --json`.
 fn watched(pid: u32) -> Option<Value> {
@@ -51,6 +52,38 @@ fn both_ends_of_a_run_are_seen_with_their_rates() {
     assert!(source["paths"][0]["operations_per_s"].as_f64().expect("a rate") > 0.0, "{source}");
     assert!(shown.lines().any(|line| line.starts_with(&format!(" {pid} "))), "{pid} is not in\n{shown}");
     assert!(shown.contains("#0"), "{shown}");
+}
+
+#[test]
+fn an_nccl_plugin_is_seen_in_the_program_that_loaded_it() {
+    let mut driver = nccl::driver("told");
+    let mut child = driver.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("it starts");
+    let mut letters = child.stdin.take().expect("piped");
+    // A stream until the next letter.
+    std::io::Write::write_all(&mut letters, b"s").expect("it reads");
+    let until = Instant::now() + GRACE;
+    let process = loop {
+        assert!(Instant::now() < until, "the plugin moves nothing");
+        let moves =
+            |process: &Value| process["paths"][0]["tx_gb_per_s"].as_f64().is_some_and(|rate| rate > 0.0);
+        if let Some(process) = watched(child.id()).filter(moves) {
+            break process;
+        }
+    };
+    std::io::Write::write_all(&mut letters, b"c").expect("it reads");
+    drop(letters);
+    assert!(child.wait().expect("it ends").success());
+    assert_eq!((&process["face"], &process["program"]), (&"nccl".into(), &"driver".into()));
+    let paths = process["paths"].as_array().expect("paths");
+    let path = &paths[0];
+    assert_eq!(
+        (paths.len(), &path["peer"]),
+        (1, &"127.0.0.1".into()),
+        "both directions are of one peer: {process}"
+    );
+    assert_eq!((&path["nic"], &path["transport"]), (&"lo".into(), &"tcp".into()));
+    assert!(path["rx_gb_per_s"].as_f64().expect("a rate") > 0.0, "{path}");
+    assert!(path["operations_per_s"].as_f64().expect("a rate") > 0.0, "{path}");
 }
 
 #[test]

@@ -37,12 +37,11 @@ fn built() -> &'static PathBuf {
     })
 }
 
-/// Runs a case of a program with a version of the interface.
-pub fn passes(program: &str, version: u32, case: &str) {
+/// A case of a program with a version of the interface.
+pub fn command(program: &str, version: u32, case: &str) -> Command {
     let folder = built();
-    // A file, because a pipe that nothing reads meanwhile would block a verbose program.
-    let mut said = tempfile::tempfile().unwrap();
-    let mut child = Command::new(folder.join(program))
+    let mut command = Command::new(folder.join(program));
+    command
         .arg(folder.join("libnccl-net-ferrywire.so"))
         .args([version.to_string().as_str(), case])
         .env("NCCL_SOCKET_IFNAME", "lo")
@@ -50,6 +49,15 @@ pub fn passes(program: &str, version: u32, case: &str) {
         .env_remove("NCCL_MIN_NCHANNELS")
         .env_remove("NCCL_MAX_NCHANNELS")
         .env_remove("NCCL_P2P_NET_CHUNKSIZE")
+        .env_remove("FERRYWIRE_METRICS");
+    command
+}
+
+/// Runs a case of a program with a version of the interface.
+pub fn passes(program: &str, version: u32, case: &str) {
+    // A file, because a pipe that nothing reads meanwhile would block a verbose program.
+    let mut said = tempfile::tempfile().unwrap();
+    let mut child = command(program, version, case)
         .stdin(Stdio::null())
         .stdout(said.try_clone().unwrap())
         .stderr(said.try_clone().unwrap())

@@ -888,6 +888,54 @@ static void no_logger(struct net *net)
     CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after));
 }
 
+/* Does what the letters on its standard input say, for a test that looks at its metrics meanwhile. */
+static void told(struct net *net)
+{
+    unsigned char source[9] = { 0 }, target[8];
+    void *send = NULL, *recv = NULL;
+    struct pollfd input = { .fd = 0, .events = POLLIN };
+    char letter;
+    int result;
+    net_load(net, path);
+    struct pair pair = pair_here(net), before;
+    printf("metrics %s\n", metrics);
+    fflush(stdout);
+    while (read(0, &letter, 1) == 1) {
+        switch (letter) {
+        case 'm': /* Messages of two sizes. */
+            for (unsigned n = 0; n < 10; n++) {
+                message(net, pair, 1 << 20, 1 << 20, n);
+                message(net, pair, 1000, 1000, n);
+            }
+            break;
+        case 's': /* A stream, until the next letter. */
+            while (poll(&input, 1, 0) == 0)
+                message(net, pair, 1 << 20, 1 << 20, 1);
+            break;
+        case 'f': /* A send that is larger than its receive, and is looked at twice. */
+            CHECK(net_irecv(net, pair.recv, target, sizeof target, 0, &recv) == SUCCESS && recv);
+            CHECK(net_isend(net, pair.send, source, sizeof source, 0, &send) == SUCCESS && send);
+            CHECK(finish(net, send, &result) == 9);
+            CHECK(finish(net, recv, &result) == -1 && finish(net, recv, &result) == -1);
+            break;
+        case 'r': /* A receive without a message. */
+            CHECK(net_irecv(net, pair.recv, target, sizeof target, 0, &recv) == SUCCESS && recv);
+            break;
+        case 'n': /* A new pair, and then the one before it is closed. */
+            before = pair;
+            pair = pair_here(net);
+            pair_close(net, before);
+            break;
+        case 'c': /* No pair any more. */
+            pair_close(net, pair);
+            break;
+        default: CHECK(letter == 0);
+        }
+        printf("done\n");
+        fflush(stdout);
+    }
+}
+
 int main(int count, char **arguments)
 {
     static const struct {
@@ -918,6 +966,7 @@ int main(int count, char **arguments)
         { "several_gpus", several_gpus },
         { "somebody_elses_context", somebody_elses_context },
         { "no_logger", no_logger },
+        { "told", told },
     };
     CHECK(count == 4);
     struct net net = { .version = atoi(arguments[2]), .communicator = 42 };

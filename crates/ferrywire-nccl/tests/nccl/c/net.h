@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -42,9 +43,9 @@ struct net {
     int device;
 };
 
-/* Lines at level WARN so far, and the last of them. */
+/* Lines at level WARN so far, and the last of them; where the log says that metrics are served. */
 static _Atomic int warnings;
-static char last_warning[1024];
+static char last_warning[1024], metrics[64];
 
 static void logger(int level, unsigned long flags, const char *file, int line, const char *format, ...)
 {
@@ -54,6 +55,7 @@ static void logger(int level, unsigned long flags, const char *file, int line, c
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
     (void)flags, (void)file, (void)line;
+    sscanf(text, "NET/ferrywire : metrics are served at http://%63[^/]", metrics);
     if (level == 2) {
         warnings++;
         memcpy(last_warning, text, sizeof text);
