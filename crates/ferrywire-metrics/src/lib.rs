@@ -27,7 +27,9 @@ pub use registry::{
     Kind, Source, are_timed, count_auth_failure, process, record_post, record_transfer, register, retire,
     set_face,
 };
-pub use sample::{ChannelSample, KindSample, PeerSample, ProcessSample, StagingSample};
+pub use sample::{
+    ChannelSample, KindSample, LaneSample, OccupancySample, PeerSample, ProcessSample, StagingSample,
+};
 pub use server::{MetricsError, VARIABLE, next_to, serve};
 pub use text::render;
 

@@ -1,9 +1,13 @@
 //! A sample: the counters of a process at one moment. Counters only grow while their peer is connected.
+//!
+//! Invariant: a field that a process of another version does not send has its default, so `ferrywire watch` reads it
+//! too.
 
 use serde::{Deserialize, Serialize};
 
 /// A process that uses ferrywire.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ProcessSample {
     /// Process id, in the PID namespace of the process.
     pub pid: u32,
@@ -23,6 +27,7 @@ pub struct ProcessSample {
 
 /// A peer of an endpoint.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct PeerSample {
     /// Identity of the local endpoint; of the NCCL plugin `nccl`.
     pub endpoint: String,
@@ -38,6 +43,8 @@ pub struct PeerSample {
     pub resent_chunks: u64,
     /// Connections of channels that were lost.
     pub lost_channels: u64,
+    /// Fences that were passed: both ends had closed a lost connection and reported what they had placed.
+    pub fences: u64,
     /// Operations of each kind that began here.
     pub operations: Vec<KindSample>,
     /// The channels that were connected at least once.
@@ -46,6 +53,7 @@ pub struct PeerSample {
 
 /// Operations of one kind with one peer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct KindSample {
     /// `write`, `read`, `send`, `recv`, `notify` or `serve` (the answer to a peer's read); of the NCCL plugin `isend` or
     /// `irecv`.
@@ -60,6 +68,7 @@ pub struct KindSample {
 
 /// A channel of a peer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ChannelSample {
     /// The channel's number.
     pub channel: u16,
@@ -85,10 +94,33 @@ pub struct ChannelSample {
     pub in_flight_bytes: u64,
     /// Staging through pinned memory, if there was any.
     pub staging: Option<StagingSample>,
+    /// The lane, if payload goes over one.
+    pub lane: Option<LaneSample>,
+}
+
+/// A lane of a channel: its windows in requests.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LaneSample {
+    /// Sends.
+    pub sends: OccupancySample,
+    /// Receives.
+    pub receives: OccupancySample,
+}
+
+/// A bounded resource at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OccupancySample {
+    /// How much there is of it.
+    pub size: u64,
+    /// How much is in use.
+    pub used: u64,
 }
 
 /// Staging of a channel: copies between a GPU and pinned memory.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct StagingSample {
     /// Pinned bytes of the channel's rings.
     pub pinned_bytes: u64,
@@ -102,6 +134,10 @@ pub struct StagingSample {
     pub ring_full_s: f64,
     /// How often received payload waited for room in a ring.
     pub ring_full_events: u64,
+    /// Rings for payload to send, in bytes.
+    pub send_ring_bytes: OccupancySample,
+    /// Rings for received payload, in bytes.
+    pub receive_ring_bytes: OccupancySample,
 }
 
 impl ChannelSample {
@@ -127,6 +163,7 @@ impl PeerSample {
     pub(crate) fn retire(&mut self, other: &PeerSample) {
         self.resent_chunks += other.resent_chunks;
         self.lost_channels += other.lost_channels;
+        self.fences += other.fences;
         for other in &other.operations {
             match self.operations.iter_mut().find(|own| own.kind == other.kind) {
                 Some(own) => {

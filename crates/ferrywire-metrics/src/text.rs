@@ -11,13 +11,14 @@ use prometheus::{CounterVec, GaugeVec, Opts, TextEncoder};
 use std::collections::BTreeMap;
 
 use crate::registry::{TIMES, are_timed};
-use crate::sample::{ChannelSample, PeerSample, ProcessSample, StagingSample};
+use crate::sample::{ChannelSample, OccupancySample, PeerSample, ProcessSample, StagingSample};
 
 /// All metrics of a sample as text. The histograms of times are those of this process.
 pub fn render(process: &ProcessSample) -> String {
     let mut families = Vec::new();
     by_path(process, &mut families);
     by_peer(process, &mut families);
+    occupancies(process, &mut families);
     of_the_process(process, &mut families);
     if are_timed() {
         families.extend(TIMES.families().into_iter().flat_map(Collector::collect).map(without_empty_kinds));
@@ -132,6 +133,12 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         all(|peer| peer.lost_channels),
     ));
     out.extend(counter(
+        "fences_total",
+        "Fences that were passed: both ends had closed a lost connection and reported what they had placed.",
+        ["peer"],
+        all(|peer| peer.fences),
+    ));
+    out.extend(counter(
         "resent_chunks_total",
         "Chunks resent because their channel was lost.",
         ["peer"],
@@ -156,6 +163,57 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         labels,
         failed,
     ));
+}
+
+/// Sizes of rings and windows, and how much of them is in use.
+fn occupancies(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
+    let rings = occupancy(process, |channel| {
+        channel.staging.as_ref().map(|staging| [staging.send_ring_bytes, staging.receive_ring_bytes])
+    });
+    let windows = occupancy(process, |channel| channel.lane.as_ref().map(|lane| [lane.sends, lane.receives]));
+    let labels = ["direction", "peer"];
+    out.extend(gauge(
+        "staging_ring_bytes",
+        "Size of the staging rings, in bytes.",
+        labels,
+        rings.iter().map(|(labels, ring)| (*labels, ring.size as f64)).collect(),
+    ));
+    out.extend(gauge(
+        "staging_ring_used_bytes",
+        "Bytes of the staging rings that are in use.",
+        labels,
+        rings.iter().map(|(labels, ring)| (*labels, ring.used as f64)).collect(),
+    ));
+    out.extend(gauge(
+        "lane_window_requests",
+        "Requests that fit into the windows of lanes.",
+        labels,
+        windows.iter().map(|(labels, window)| (*labels, window.size as f64)).collect(),
+    ));
+    out.extend(gauge(
+        "lane_requests",
+        "Requests that are in flight in lanes.",
+        labels,
+        windows.iter().map(|(labels, window)| (*labels, window.used as f64)).collect(),
+    ));
+}
+
+/// Sizes and use of connected channels, for sending and for receiving, summed by direction and peer.
+fn occupancy(
+    process: &ProcessSample,
+    of: impl Fn(&ChannelSample) -> Option<[OccupancySample; 2]>,
+) -> BTreeMap<[&str; 2], OccupancySample> {
+    let mut sums: BTreeMap<[&str; 2], OccupancySample> = BTreeMap::new();
+    for peer in &process.peers {
+        for both in peer.channels.iter().filter(|channel| channel.alive).filter_map(&of) {
+            for (direction, more) in ["send", "receive"].into_iter().zip(both) {
+                let sum = sums.entry([direction, &peer.label]).or_default();
+                sum.size += more.size;
+                sum.used += more.used;
+            }
+        }
+    }
+    sums
 }
 
 /// Metrics without the label of a peer.

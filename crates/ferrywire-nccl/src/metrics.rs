@@ -123,6 +123,7 @@ impl Source for Peer {
             transport: "tcp".into(),
             reason: String::new(),
             resent_chunks: 0,
+            fences: 0,
             lost_channels: channels.iter().map(|channel| channel.lost.load(Ordering::Relaxed)).sum(),
             operations: operations.into_iter().filter(|kind| kind.started > 0).collect(),
             channels: (0..).zip(&channels).map(|(index, channel)| channel.sample(index)).collect(),
@@ -195,6 +196,7 @@ impl Channel {
             send_queue_bytes: info.notsent_bytes.into(),
             in_flight_bytes: unacked.unwrap_or(0) as u64,
             staging: None,
+            lane: None,
         }
     }
 }

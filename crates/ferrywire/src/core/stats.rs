@@ -2,7 +2,7 @@
 
 use crate::payload::DevmemStats;
 use crate::payload::lane::LaneBy;
-use ferrywire_metrics::{ChannelSample, StagingSample};
+use ferrywire_metrics::{ChannelSample, LaneSample, OccupancySample, StagingSample};
 use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
@@ -54,11 +54,34 @@ pub(crate) struct ChannelCounters {
     path: Mutex<Option<Path>>,
 }
 
+/// A bounded resource: how much there is of it, and how much is in use.
+#[derive(Default)]
+pub(crate) struct Occupancy {
+    size: AtomicU64,
+    used: AtomicU64,
+}
+
+impl Occupancy {
+    /// Sets size and use.
+    pub fn set(&self, (size, used): (usize, usize)) {
+        self.size.store(size as u64, Ordering::Relaxed);
+        self.used.store(used as u64, Ordering::Relaxed);
+    }
+
+    fn sample(&self) -> OccupancySample {
+        let (size, used) = (self.size.load(Ordering::Relaxed), self.used.load(Ordering::Relaxed));
+        OccupancySample { size, used }
+    }
+}
+
 /// Counters of a channel's staging: of the current connection, but `ring_full_events` and `socket_ns` of all
 /// of them.
 #[derive(Default)]
 pub(crate) struct StagingCounters {
     pub pinned_bytes: AtomicU64,
+    /// The rings of each direction, in bytes.
+    pub send_ring: Occupancy,
+    pub receive_ring: Occupancy,
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     pub ring_full_events: AtomicU64,
@@ -101,6 +124,9 @@ pub(crate) struct LaneCounters {
     pub setup_us: AtomicU64,
     /// Messages that have arrived here, or that the peer has acknowledged.
     pub moved: AtomicU64,
+    /// The windows of the current connection, in requests.
+    pub sends: Occupancy,
+    pub receives: Occupancy,
     /// The lane's backend; `None` without a lane.
     pub by: Mutex<Option<LaneBy>>,
 }
@@ -180,7 +206,12 @@ impl ChannelCounters {
             socket_s: staging.socket.as_secs_f64(),
             ring_full_s: (staging.send_ring_full_time + staging.receive_ring_full_time).as_secs_f64(),
             ring_full_events: staging.ring_full_events,
+            send_ring_bytes: self.staging.send_ring.sample(),
+            receive_ring_bytes: self.staging.receive_ring.sample(),
         });
+        let lane = stats
+            .lane
+            .map(|_| LaneSample { sends: self.lane.sends.sample(), receives: self.lane.receives.sample() });
         Some(ChannelSample {
             channel: index,
             nic: stats.nic,
@@ -194,6 +225,7 @@ impl ChannelCounters {
             send_queue_bytes: u64::from(self.health.unsent_bytes.load(Ordering::Relaxed)),
             in_flight_bytes: self.in_flight(),
             staging,
+            lane,
         })
     }
 

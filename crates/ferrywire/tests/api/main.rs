@@ -14,6 +14,7 @@ mod forks;
 mod held_up;
 mod limits;
 mod many;
+mod metrics;
 mod netns;
 mod outcomes;
 mod owners;

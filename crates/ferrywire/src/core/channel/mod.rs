@@ -203,6 +203,8 @@ impl Channel {
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
         self.counters.has_small_room.store(false, Ordering::SeqCst);
         self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
+        self.counters.staging.send_ring.set((0, 0));
+        self.counters.staging.receive_ring.set((0, 0));
         let unreleased = Unreleased::of(lane, self.conn, self.sender.stream_sent);
         self.sender.unreleased.into_iter().for_each(|(_, entry)| delivered(&self.peer, entry, None));
         let mut entries = self.sender.window.drain();

@@ -25,6 +25,8 @@ pub(crate) struct History {
     pub resent: AtomicU64,
     /// Connections of channels that were lost.
     lost_count: AtomicU64,
+    /// Fences that were passed.
+    pub fences: AtomicU64,
     /// The latest lost channels, one line of text each.
     pub lost: Mutex<Vec<String>>,
     /// Time until the peer's channels were connected.

@@ -178,6 +178,7 @@ impl Source for PeerState {
             reason: self.info.transport_reason.clone(),
             resent_chunks: self.history.resent.load(Ordering::Relaxed),
             lost_channels: self.history.lost_count(),
+            fences: self.history.fences.load(Ordering::Relaxed),
             operations: self.history.kinds(),
             channels: channels.filter_map(|(index, each)| each.sample(index as u16)).collect(),
         }

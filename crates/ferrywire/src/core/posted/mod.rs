@@ -212,6 +212,8 @@ impl Posted {
         counters.moved.fetch_add(moved as u64, Ordering::Relaxed);
         counters.sends_most.fetch_max(self.sending.most() as u64, Ordering::Relaxed);
         counters.receives_most.fetch_max(self.receiving.most() as u64, Ordering::Relaxed);
+        counters.sends.set(self.sending.occupancy());
+        counters.receives.set(self.receiving.occupancy());
         counters.closing_results.store(self.receiving.closing_results(), Ordering::Relaxed);
         result.map_err(|why| format!("{}: {why}", self.lane.describe()))
     }
@@ -235,6 +237,8 @@ impl Posted {
     /// Closes the lane. Returns the acknowledged frames that it kept.
     pub fn end(&mut self) -> Vec<Entry> {
         self.lane.close(InFlight { sends: self.sending.in_flight(), receives: self.receiving.in_flight() });
+        self.counters.sends.set((0, 0));
+        self.counters.receives.set((0, 0));
         self.receiving.clear();
         self.sending.clear()
     }

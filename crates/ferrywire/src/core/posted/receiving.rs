@@ -115,6 +115,11 @@ impl Receiving {
         self.outstanding > 0
     }
 
+    /// The window, and how much of it receives use.
+    pub fn occupancy(&self) -> (usize, usize) {
+        (self.window, self.outstanding)
+    }
+
     /// Bytes that posted receives wait for.
     pub fn bytes_in_flight(&self) -> usize {
         let posted = self.frames.iter().filter(|frame| matches!(frame.state, State::Posted(_)));

@@ -101,6 +101,11 @@ impl Sending {
         !self.posted.is_empty()
     }
 
+    /// The window, and how much of it messages use.
+    pub fn occupancy(&self) -> (usize, usize) {
+        (self.window, self.posted.len())
+    }
+
     /// Whether registrations may have become unused since the last call.
     pub fn has_released(&mut self) -> bool {
         std::mem::take(&mut self.released)

@@ -307,6 +307,12 @@ impl Receiving {
         self.lanes.iter().map(|lane| lane.line.pinned_bytes()).sum()
     }
 
+    /// Size of the rings, and bytes of them that are taken.
+    pub fn ring_bytes(&self) -> (usize, usize) {
+        let rings = self.lanes.iter().map(|lane| &lane.line.ring);
+        rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
+    }
+
     /// Ends all copying. Waiting frames are not placed.
     pub fn end(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.line.end());

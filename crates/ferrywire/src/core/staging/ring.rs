@@ -15,16 +15,22 @@ pub(super) struct Ring {
     len: usize,
     /// Offset and aligned length of each span, oldest first, and whether it was returned before an older one.
     spans: VecDeque<(usize, usize, bool)>,
+    used: usize,
 }
 
 impl Ring {
     pub fn new(len: usize) -> Ring {
-        Ring { len, spans: VecDeque::new() }
+        Ring { len, spans: VecDeque::new(), used: 0 }
     }
 
     /// Size of the ring in bytes.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Bytes of spans that are taken, or returned before an older one.
+    pub fn used(&self) -> usize {
+        self.used
     }
 
     /// Whether no span is taken.
@@ -43,6 +49,7 @@ impl Ring {
         let bytes = aligned(bytes);
         let offset = self.place(bytes)?;
         self.spans.push_back((offset, bytes, false));
+        self.used += bytes;
         Some(offset)
     }
 
@@ -60,7 +67,9 @@ impl Ring {
         if let Some((.., given)) = span {
             *given = true;
         }
-        while self.spans.pop_front_if(|(.., given)| *given).is_some() {}
+        while let Some((_, bytes, _)) = self.spans.pop_front_if(|(.., given)| *given) {
+            self.used -= bytes;
+        }
     }
 
     fn place(&self, bytes: usize) -> Option<usize> {
@@ -179,12 +188,15 @@ mod tests {
                     true
                 }));
                 for (at, (offset, len)) in model.iter().enumerate() {
+                    prop_assert!(ring.used() <= ring.len());
                     prop_assert!(offset % ALIGN_BYTES == 0 && offset + len <= 64 << 10);
                     for (other, more) in model.iter().skip(at + 1) {
                         prop_assert!(offset + len <= *other || other + more <= *offset);
                     }
                 }
                 prop_assert!(!model.is_empty(), "an empty ring takes anything");
+                let used: usize = model.iter().map(|(_, len)| len.next_multiple_of(ALIGN_BYTES)).sum();
+                prop_assert_eq!(ring.used(), used);
             }
         }
     }

@@ -179,6 +179,12 @@ impl Sending {
         self.lines.iter().map(Pipeline::pinned_bytes).sum()
     }
 
+    /// Size of the rings, and bytes of them that are taken.
+    pub fn ring_bytes(&self) -> (usize, usize) {
+        let rings = self.lines.iter().map(|line| &line.ring);
+        rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
+    }
+
     /// Ends all copying.
     pub fn end(&mut self) {
         self.lines.iter_mut().for_each(Pipeline::end);

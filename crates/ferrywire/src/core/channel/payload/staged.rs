@@ -18,7 +18,7 @@ use super::{Payload, gather};
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
 use crate::core::queue::{Entry, SendQueue, Stage};
-use crate::core::staging::{Receiving, Sending, Staging};
+use crate::core::staging::{Receiving, Sending, Staged, Staging};
 use crate::core::stats::ChannelCounters;
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
@@ -134,15 +134,20 @@ impl StagedPayload {
     /// Frees a frame's bytes of the ring once the kernel has taken the frame, unless they are lent.
     pub fn sent(&mut self, entry: &mut Entry) {
         if let Some(staged) = entry.staged.take_if(|staged| !staged.is_lent()) {
-            self.staging.sending.give_back(&staged);
+            self.give_back(&staged);
         }
     }
 
     /// Frees the lent bytes of a frame that the peer has placed.
     pub fn acknowledged(&mut self, entry: &mut Entry) {
         if let Some(staged) = entry.staged.take() {
-            self.staging.sending.give_back(&staged);
+            self.give_back(&staged);
         }
+    }
+
+    fn give_back(&mut self, staged: &Staged) {
+        self.staging.sending.give_back(staged);
+        self.counters.staging.send_ring.set(self.staging.sending.ring_bytes());
     }
 
     // ---- receiving ----
@@ -316,6 +321,8 @@ impl StagedPayload {
     fn count(&self) {
         let (staging, counters) = (&self.staging, &self.counters.staging);
         counters.pinned_bytes.store(staging.pinned_bytes() as u64, Ordering::Relaxed);
+        counters.send_ring.set(staging.sending.ring_bytes());
+        counters.receive_ring.set(staging.receiving.ring_bytes());
         counters.sent_bytes.store(staging.sending.staged_bytes(), Ordering::Relaxed);
         counters.received_bytes.store(staging.receiving.staged_bytes(), Ordering::Relaxed);
         counters.driver_calls.store(staging.driver_calls(), Ordering::Relaxed);

@@ -1,0 +1,114 @@
+//! What metrics say of peers: lost channels and their fences, and how full rings are.
+
+use crate::{LIMIT, Pair, pair};
+use ferrywire::metrics::{OccupancySample, PeerSample, process};
+use ferrywire::{Endpoint, Region};
+use ferrywire_memory::sim::SimGpu;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// The GPU of these tests and of no others, and the lock to use it.
+const GPU: u32 = 2;
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !is_so() {
+        assert!(begun.elapsed() < LIMIT, "never: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// The sample of an endpoint's only peer.
+fn sample(end: &Endpoint) -> PeerSample {
+    let identity = end.identity().to_string();
+    let peers = process().peers;
+    peers.into_iter().find(|peer| peer.endpoint == identity).expect("its peer is connected")
+}
+
+/// The rings of all channels, for sending and for receiving; `None` if nothing was staged.
+fn rings(end: &Endpoint) -> Option<[OccupancySample; 2]> {
+    let staged: Vec<_> = sample(end).channels.into_iter().filter_map(|channel| channel.staging).collect();
+    let sum = |of: fn(&ferrywire::metrics::StagingSample) -> OccupancySample| OccupancySample {
+        size: staged.iter().map(|staging| of(staging).size).sum(),
+        used: staged.iter().map(|staging| of(staging).used).sum(),
+    };
+    (!staged.is_empty()).then(|| [sum(|each| each.send_ring_bytes), sum(|each| each.receive_ring_bytes)])
+}
+
+/// Writes while the copies of a GPU stand still, and looks at the rings of `end` meanwhile and afterwards: one direction,
+/// by its index, is in use.
+fn ring_is_in_use_while_copies_stand_still(
+    pair: &Pair,
+    gpu: &SimGpu,
+    source: &Region,
+    target: &Region,
+    end: usize,
+    way: usize,
+) {
+    assert_eq!(rings(&pair.ends[end]), None, "nothing was staged yet");
+    gpu.set_stall(true);
+    let bytes = source.len();
+    let write = pair.near.write(source, 0, &target.descriptor(), 0, bytes).unwrap();
+    let mut used = 0;
+    until("a ring in use", || {
+        let Some(rings) = rings(&pair.ends[end]) else { return false };
+        assert_eq!(rings[1 - way].used, 0, "{rings:?}");
+        assert!(rings[way].used <= rings[way].size, "{rings:?}");
+        used = used.max(rings[way].used);
+        used >= bytes
+    });
+    assert_eq!(rings(&pair.ends[1 - end]), None, "the other end stages nothing");
+    gpu.set_stall(false);
+    assert_eq!(write.wait(LIMIT), Ok(bytes));
+    until("an empty ring", || {
+        rings(&pair.ends[end]).is_some_and(|rings| rings[way].used == 0 && rings[way].size > 0)
+    });
+}
+
+const BYTES: usize = 100_000;
+
+#[test]
+fn a_ring_for_received_payload_is_in_use_until_the_gpu_has_it() {
+    let (_alone, pair) = (alone(), pair());
+    let gpu = SimGpu::open(GPU).unwrap();
+    let source = pair.ends[0].register(vec![7; BYTES]).unwrap();
+    let target = pair.ends[1].alloc_sim(GPU, BYTES).unwrap();
+    ring_is_in_use_while_copies_stand_still(&pair, &gpu, &source, &target, 1, 1);
+}
+
+#[test]
+fn a_ring_for_payload_to_send_is_in_use_until_it_is_sent() {
+    let (_alone, pair) = (alone(), pair());
+    let gpu = SimGpu::open(GPU).unwrap();
+    let source = pair.ends[0].alloc_sim(GPU, BYTES).unwrap();
+    let target = pair.ends[1].alloc_host(BYTES).unwrap();
+    ring_is_in_use_while_copies_stand_still(&pair, &gpu, &source, &target, 0, 0);
+}
+
+/// A region that is dropped while the GPU may still write to it costs the channel.
+#[test]
+fn each_end_counts_one_fence_for_each_lost_channel() {
+    let (_alone, pair) = (alone(), pair());
+    let gpu = SimGpu::open(GPU).unwrap();
+    let buffer = gpu.alloc(BYTES, 4096).unwrap();
+    // SAFETY: the buffer stays until the end.
+    let target = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
+    let source = pair.ends[0].register(vec![7; BYTES]).unwrap();
+    assert_eq!(pair.ends.each_ref().map(|end| (sample(end).lost_channels, sample(end).fences)), [(0, 0); 2]);
+    gpu.set_stall(true);
+    let write = pair.near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    until("staged bytes", || rings(&pair.ends[1]).is_some_and(|rings| rings[1].used >= BYTES as u64));
+    drop(target);
+    until("a lost channel", || sample(&pair.ends[1]).lost_channels > 0);
+    gpu.set_stall(false);
+    assert!(write.wait(LIMIT).is_err());
+    until("the fences", || {
+        let counts = pair.ends.each_ref().map(|end| (sample(end).lost_channels, sample(end).fences));
+        counts.iter().all(|(lost, fences)| lost > &0 && lost == fences)
+    });
+}
