@@ -30,7 +30,7 @@ pub use registry::{
 pub use sample::{
     ChannelSample, KindSample, LaneSample, OccupancySample, PeerSample, ProcessSample, StagingSample,
 };
-pub use server::{MetricsError, VARIABLE, next_to, serve};
+pub use server::{MetricsError, VARIABLE, check, next_to, serve};
 pub use text::render;
 
 /// Makes this process visible to `ferrywire watch`, and serves metrics where `FERRYWIRE_METRICS` says so. Later calls in one

@@ -130,6 +130,15 @@ pub(crate) fn serve_by_environment() -> Result<Option<SocketAddr>, MetricsError>
     text.map_or(Ok(None), |text| serve(&text))
 }
 
+/// Whether [`serve`] could serve at this address now.
+///
+/// # Errors
+/// Those of [`serve`].
+pub fn check(text: &str) -> Result<(), MetricsError> {
+    let (address, next) = parse(text)?;
+    listen(address, next).map(drop)
+}
+
 /// The first free port after the one in `text`: for a child of the process that serves there.
 ///
 /// # Errors
@@ -137,7 +146,7 @@ pub(crate) fn serve_by_environment() -> Result<Option<SocketAddr>, MetricsError>
 pub fn next_to(text: &str) -> Result<String, MetricsError> {
     let (mut address, _) = parse(text)?;
     // Port 0 is any free port.
-    address.set_port(if address.port() == 0 { 0 } else { address.port().saturating_add(1) });
+    address.set_port(if address.port() == 0 { 0 } else { address.port().wrapping_add(1) });
     Ok(format!("{address}+"))
 }
 

@@ -12,7 +12,7 @@ use clap::ValueEnum;
 
 use super::isolated::message::Message;
 use super::link::SLICE;
-use super::{child_secret, connect, parent};
+use super::{check_metrics, child_secret, connect, parent};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -30,6 +30,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(120);
 pub fn run(plan: ConnectPlan) -> Outcome {
     let has_plugin = plan.engine.plugin.is_some();
     let start = |plan: &mut ConnectPlan| {
+        check_metrics(plan.engine.metrics.as_deref())?;
         let (other_end, address) = start_serve(plan)?;
         plan.addresses = vec![address];
         Ok(other_end)

@@ -91,15 +91,24 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
 /// Serves metrics once per process, and prints their address.
 fn serve_metrics(address: Option<&str>) -> Outcome {
     let Some(address) = address else { return Ok(()) };
-    match ferrywire_metrics::serve(address) {
-        Ok(Some(address)) => exit::note(&format!("metrics: http://{address}/metrics")),
-        Ok(None) => {}
-        Err(error @ ferrywire_metrics::MetricsError::NotAnAddress { .. }) => {
-            return Err(Failure::Usage(format!("--metrics: {error}")));
-        }
-        Err(error) => return Err(Failure::failed(format!("--metrics: {error}"))),
+    if let Some(address) = ferrywire_metrics::serve(address).map_err(no_metrics)? {
+        exit::note(&format!("metrics: http://{address}/metrics"));
     }
     Ok(())
+}
+
+/// Checks the address for metrics before the other end of loopback mode starts, which serves at a later port: its error
+/// would name a port that the user has not given.
+fn check_metrics(address: Option<&str>) -> Outcome {
+    address.map_or(Ok(()), |address| ferrywire_metrics::check(address).map_err(no_metrics))
+}
+
+fn no_metrics(error: ferrywire_metrics::MetricsError) -> Failure {
+    let why = format!("--metrics: {error}");
+    match error {
+        ferrywire_metrics::MetricsError::NotAnAddress { .. } => Failure::Usage(why),
+        _ => Failure::Failed(why),
+    }
 }
 
 /// Builds this end's endpoint. Its GPU must already be open: a simulated GPU publishes itself to plugins through the
