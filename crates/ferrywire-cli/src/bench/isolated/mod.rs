@@ -67,7 +67,8 @@ pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<V
     let mut nics: Vec<String> = mapped.chain(&engine.nics).cloned().collect();
     nics.sort();
     nics.dedup();
-    let of_all = EnginePlan { nics, ..engine.clone() };
+    // The child serves the metrics: the endpoints are there.
+    let of_all = EnginePlan { nics, metrics: None, ..engine.clone() };
     Ok(super::builder(&of_all, listen)?.plugin_environment()?)
 }
 
