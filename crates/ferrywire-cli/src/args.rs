@@ -14,6 +14,7 @@
 mod bench;
 mod doctor;
 mod help;
+mod nccl;
 mod nixl;
 mod plugin;
 mod report;
@@ -24,6 +25,7 @@ pub use bench::{
     Bench, ConnectFlags, End, Inject, Op, Pattern, RankArgs, ServeFlags, Transport, Unpack, Verify,
 };
 pub use doctor::DoctorFlags;
+pub use nccl::{NcclCommand, NcclFlags};
 pub use nixl::{NixlCommand, NixlFlags};
 pub use plugin::PluginFlags;
 pub use report::ReportFlags;
@@ -70,7 +72,7 @@ pub enum Command {
     /// Show live rates of all processes of this host that use ferrywire
     ///
     /// Each process has a socket that only its user and root can read, whatever way it uses ferrywire: command, Rust, Python,
-    /// C or NIXL. Root sees the processes of all users.
+    /// C, NIXL or NCCL. Root sees the processes of all users.
     #[command(after_long_help = help::WATCH)]
     Watch(WatchFlags),
     /// Show stored results of bench as a web page or a table, runs side by side
@@ -82,6 +84,13 @@ pub enum Command {
         /// What to do
         #[command(subcommand)]
         action: NixlCommand,
+    },
+    /// Print the environment with which NCCL uses ferrywire
+    #[command(after_long_help = help::NCCL)]
+    Nccl {
+        /// What to do
+        #[command(subcommand)]
+        action: NcclCommand,
     },
     /// The process in which a plugin is started
     #[command(hide = true)]

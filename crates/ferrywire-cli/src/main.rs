@@ -1,7 +1,7 @@
 //! The `ferrywire` command.
 //!
 //! An invocation goes through [`args`], which parses it, and [`plan`], which applies defaults and checks, to
-//! [`mod@bench`], [`mod@plugin`], [`nixl`], [`topo`], [`doctor`], [`watch`] or [`report`], which carry it out. Only
+//! [`mod@bench`], [`mod@plugin`], [`nccl`], [`nixl`], [`topo`], [`doctor`], [`watch`] or [`report`], which carry it out. Only
 //! [`exit`] turns the outcome into an exit status. All unsafe code is in [`sys`].
 
 // Output to standard error goes through `exit`, which survives a closed descriptor.
@@ -14,8 +14,10 @@ mod doctor;
 mod exit;
 mod file;
 mod memory;
+mod nccl;
 mod nics;
 mod nixl;
+mod places;
 mod plan;
 mod plugin;
 mod report;
@@ -69,6 +71,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Plugin(plan) => plugin::run(&plan),
         plan::Plan::Watch(plan) => watch::run(&plan),
         plan::Plan::Report(plan) => report::run(&plan),
+        plan::Plan::Nccl(plan) => nccl::run(&plan),
         plan::Plan::Nixl(plan) => nixl::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }

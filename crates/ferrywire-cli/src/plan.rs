@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use ferrywire_ncclnet::abi::Version;
 
-use crate::args::{Cli, Command, End};
+use crate::args::{Cli, Command, End, NcclCommand};
 use crate::auto::Given;
 use crate::bench::protocol::SECONDS_MAX;
 use crate::exit::{Failure, Outcome};
@@ -15,6 +15,7 @@ use crate::exit::{Failure, Outcome};
 mod connect;
 mod doctor;
 mod engine;
+mod nccl;
 mod nixl;
 mod plugin;
 mod ranks;
@@ -27,6 +28,7 @@ mod watch;
 pub use connect::ConnectPlan;
 pub use doctor::DoctorPlan;
 pub use engine::EnginePlan;
+pub use nccl::NcclPlan;
 pub use nixl::{NixlAction, NixlPlan};
 pub use plugin::PluginPlan;
 pub use ranks::RanksPlan;
@@ -66,6 +68,8 @@ pub enum Plan {
     Report(ReportPlan),
     /// Install, show or remove the NIXL backend.
     Nixl(NixlPlan),
+    /// Print the environment for NCCL.
+    Nccl(NcclPlan),
     /// The child process that loads a plugin for [`Plan::Plugin`].
     PluginChild(PathBuf, Option<Version>),
 }
@@ -84,6 +88,9 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Command::Plugin(flags) => return plugin::plan(flags, verbose).map(Plan::Plugin),
         Command::Report(flags) => return report::plan(flags).map(Plan::Report),
         Command::Nixl { action } => return nixl::plan(action).map(Plan::Nixl),
+        Command::Nccl { action: NcclCommand::Env(flags) } => {
+            return nccl::plan(flags, verbose).map(Plan::Nccl);
+        }
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
     match bench.end {

@@ -1,4 +1,4 @@
-//! What was typed after `bench`, `bench serve` and `bench connect`.
+//! The flags of `ferrywire bench`, `bench serve` and `bench connect`.
 //!
 //! Invariant: options of both ends have one name and one meaning, since one TOML file may serve both.
 //! Read next: `../plan/serve.rs`, `../plan/connect.rs`.

@@ -1,4 +1,4 @@
-//! What was typed after `doctor`.
+//! The flags of `ferrywire doctor`.
 //!
 //! Read next: `../plan/doctor.rs`.
 

@@ -193,6 +193,21 @@ Examples:
 Exit status:
   0 done, 1 a file cannot be read or holds no results, 2 bad usage";
 
+/// After the long help of `nccl` and its subcommand.
+pub const NCCL: &str = "\
+Examples:
+  eval \"$(ferrywire nccl env)\"
+      the plugin of this command, for this shell; on every host
+  ferrywire nccl env /usr/local/lib/libnccl-net-ferrywire.so
+      another file
+
+NCCL before 2.21 takes no path: put the folder of libnccl-net-ferrywire.so into
+LD_LIBRARY_PATH, and set NCCL_NET_PLUGIN=ferrywire. NCCL_NET=ferrywire makes NCCL
+stop where it would fall back to its own sockets.
+
+Exit status:
+  0 the plugin loads here, 1 failed, 2 bad usage";
+
 /// After the long help of `nixl`.
 pub const NIXL: &str = "\
 Where the backend goes:

@@ -1,4 +1,4 @@
-//! What was typed after `nixl`.
+//! The flags of `ferrywire nixl`.
 //!
 //! Read next: `../plan/nixl.rs`.
 

@@ -1,4 +1,4 @@
-//! What was typed after `plugin`.
+//! The flags of `ferrywire plugin`.
 //!
 //! Read next: `../plan/plugin.rs`.
 

@@ -1,4 +1,4 @@
-//! What was typed after `report`.
+//! The flags of `ferrywire report`.
 //!
 //! Read next: `../plan/report.rs`.
 

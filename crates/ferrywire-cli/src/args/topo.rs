@@ -1,4 +1,4 @@
-//! What was typed after `topo`.
+//! The flags of `ferrywire topo`.
 //!
 //! Read next: `../plan/topo.rs`.
 

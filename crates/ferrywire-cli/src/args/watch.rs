@@ -1,4 +1,4 @@
-//! What was typed after `watch`.
+//! The flags of `ferrywire watch`.
 //!
 //! Read next: `../plan/watch.rs`.
 

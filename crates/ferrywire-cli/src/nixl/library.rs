@@ -1,17 +1,16 @@
 //! The file of the NIXL backend: how it is recognized, and where the one to install is found.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use crate::exit::{Failure, Outcome};
+use crate::places;
 
 /// The file name that NIXL looks for.
 pub const FILE: &str = "libplugin_FERRYWIRE.so";
 /// The file name that cargo gives it.
 const BUILT: &str = "libplugin_ferrywire.so";
-/// The wheel's folder for it, below a folder of packages.
-const IN_PACKAGES: &str = "ferrywire/lib";
 /// The bytes before the version in a library of ferrywire; see `ferrywire-nixl`'s `boundary`.
 const MARK: &[u8] = b"ferrywire NIXL backend ";
 const VERSION_BYTES_MAX: usize = 64;
@@ -44,7 +43,8 @@ impl Library {
     pub fn find(packages: &[PathBuf]) -> Outcome<Library> {
         let command = std::env::current_exe()
             .map_err(|error| Failure::failed(format!("cannot find the path of this command: {error}")))?;
-        let places = places(&command, packages);
+        let mut places = places::of_command(&command, FILE, BUILT);
+        places.extend(packages.iter().map(|folder| places::in_packages(folder, FILE)));
         let found: Vec<Library> =
             places.iter().filter(|path| path.is_file()).filter_map(|path| Library::open(path).ok()).collect();
         let fits = found.iter().position(|library| library.version == env!("CARGO_PKG_VERSION"));
@@ -56,33 +56,6 @@ impl Library {
             ))
         })
     }
-}
-
-/// The possible places, likelier ones first.
-fn places(command: &Path, packages: &[PathBuf]) -> Vec<PathBuf> {
-    let folder = command.parent().unwrap_or(Path::new("."));
-    let mut places = vec![folder.join(FILE), folder.join(BUILT)];
-    if let Some(prefix) = folder.parent() {
-        // Commands are in `bin`, packages in `lib/python3.11/site-packages`, or beside `bin` with `pip install
-        // --target`.
-        places.push(prefix.join(IN_PACKAGES).join(FILE));
-        for python in
-            ["lib", "lib64", "local/lib"].iter().flat_map(|lib| folders(&prefix.join(lib), "python3"))
-        {
-            let of_python = ["site-packages", "dist-packages"].map(|name| python.join(name));
-            places.extend(of_python.iter().map(|folder| folder.join(IN_PACKAGES).join(FILE)));
-        }
-    }
-    places.extend(packages.iter().map(|folder| folder.join(IN_PACKAGES).join(FILE)));
-    places
-}
-
-fn folders(of: &Path, begin: &str) -> Vec<PathBuf> {
-    let entries = fs::read_dir(of).into_iter().flatten().flatten();
-    let named = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(begin));
-    let mut folders: Vec<PathBuf> = named.map(|entry| entry.path()).collect();
-    folders.sort();
-    folders
 }
 
 /// The bytes of a file, unless it is too large for a library.

@@ -1,9 +1,12 @@
-//! The plugin for NCCL, and the program in C that acts as NCCL.
+//! The plugin for NCCL, the program in C that acts as NCCL, and `ferrywire nccl env`.
 
+use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 
-use crate::common::text;
+use crate::common::{ferrywire, first_error, text, unwritten};
+use crate::hosted;
 
 /// The plugin, which was built with these tests.
 pub fn library() -> PathBuf {
@@ -22,4 +25,85 @@ pub fn driver(case: &str) -> Command {
     let mut driver = Command::new(folder.join("driver"));
     driver.arg(library()).args(["12", case]).env("NCCL_SOCKET_IFNAME", "lo").env_remove("FERRYWIRE_METRICS");
     driver
+}
+
+/// `nccl env` on loopback alone, with a file or without.
+fn env(path: Option<&Path>) -> Command {
+    let mut command = ferrywire("nccl env");
+    command.args(path).env("NCCL_SOCKET_IFNAME", "lo");
+    command
+}
+
+/// A run that printed nothing for a shell; what it said.
+fn refused(output: &Output, status: i32) -> String {
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(status), ""));
+    first_error(output)
+}
+
+#[test]
+fn a_shell_reads_the_path_that_was_checked_whatever_it_contains() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    for name in ["plain", "it's \"$HOME\" `id`\\ \n*; é", "'", "~"] {
+        let path = folder.path().join(name);
+        symlink(library(), &path).expect("a link");
+        let output = env(Some(&path)).output().expect("it starts");
+        assert!(output.status.success(), "{name:?}: {}", text(&output.stderr));
+        let read = "eval \"$1\" && env -0 | grep -z '^NCCL_NET' | sort -z";
+        let mut shell = Command::new("sh");
+        shell.args(["-euc", read, "sh", &text(&output.stdout)]).env_remove("NCCL_NET");
+        let variables = text(&shell.output().expect("a shell").stdout);
+        let expected = format!("NCCL_NET=ferrywire\0NCCL_NET_PLUGIN={}\0", path.display());
+        assert_eq!(variables, expected, "{}", text(&output.stdout));
+    }
+    unwritten(&mut env(Some(&library())));
+}
+
+#[test]
+fn a_relative_path_is_made_absolute() {
+    let folder = library().parent().expect("a folder").to_owned();
+    let mut command = env(Some(Path::new("libnccl_net_ferrywire.so")));
+    let output = command.arg("-v").current_dir(folder).output().expect("it starts");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let first = format!("export NCCL_NET_PLUGIN={}", library().display());
+    assert_eq!(text(&output.stdout).lines().next(), Some(first.as_str()));
+    assert!(text(&output.stderr).contains("has 1 NIC"), "{}", text(&output.stderr));
+}
+
+/// As the wheel lays them, and as cargo does.
+#[test]
+fn the_plugin_of_the_command_is_found() {
+    let home = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+    let bin = home.path().join("bin");
+    fs::create_dir(&bin).expect("a folder");
+    let command = bin.join("ferrywire");
+    fs::hard_link(env!("CARGO_BIN_EXE_ferrywire"), &command).expect("one file system");
+    let run = || {
+        let mut run = Command::new(&command);
+        run.args(["nccl", "env"]).env("NCCL_SOCKET_IFNAME", "lo").output().expect("it starts")
+    };
+    let said = refused(&run(), 1);
+    assert!(said.starts_with("error: cannot find libnccl-net-ferrywire.so beside "), "{said}");
+    let packages = home.path().join("lib/python3.12/site-packages/ferrywire/lib");
+    fs::create_dir_all(&packages).expect("folders");
+    for place in [packages.join("libnccl-net-ferrywire.so"), bin.join("libnccl_net_ferrywire.so")] {
+        symlink(library(), &place).expect("a link");
+        let output = run();
+        let found = text(&output.stdout).contains(&format!("NCCL_NET_PLUGIN={}\n", place.display()));
+        assert!(found, "{}{}", text(&output.stdout), text(&output.stderr));
+    }
+}
+
+#[test]
+fn what_nccl_could_not_use_is_not_exported() {
+    let run = |command: &mut Command| command.output().expect("it starts");
+    assert!(refused(&run(&mut env(Some(Path::new("/nonexistent.so")))), 1).contains("/nonexistent.so"));
+    assert!(
+        refused(&run(&mut env(Some(Path::new(env!("CARGO_BIN_EXE_ferrywire"))))), 1).starts_with("error: ")
+    );
+    let other = refused(&run(&mut env(Some(&hosted::library()))), 1);
+    assert!(other.contains("is the plugin of another network"), "{other}");
+    let without_nic = run(env(Some(&library())).env("NCCL_SOCKET_IFNAME", "=nothing0"));
+    let said = refused(&without_nic, 1);
+    assert!(said.contains("nothing0"), "{said}");
+    refused(&run(&mut env(Some(Path::new("")))), 2);
 }

@@ -11,7 +11,7 @@ use crate::common::{ferrywire, run, text};
 use crate::nixl::Environment;
 use crate::tree::Tree;
 
-const COMMANDS: [&str; 13] = [
+const COMMANDS: [&str; 15] = [
     "",
     "bench",
     "bench serve",
@@ -21,6 +21,8 @@ const COMMANDS: [&str; 13] = [
     "plugin",
     "watch",
     "report",
+    "nccl",
+    "nccl env",
     "nixl",
     "nixl install",
     "nixl status",
