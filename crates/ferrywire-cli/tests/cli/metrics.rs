@@ -6,10 +6,15 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use crate::common::{GRACE, Serve, ferrywire, results, run, text};
+use crate::hosted;
 
 /// A serving end with metrics, and where these are.
 fn serve_with_metrics() -> (Serve, String) {
-    let mut serve = Serve::start("--memory host --metrics 127.0.0.1:0");
+    with_metrics(Serve::start("--memory host --metrics 127.0.0.1:0"))
+}
+
+/// Where the metrics of a serving end are.
+fn with_metrics(mut serve: Serve) -> (Serve, String) {
     let lines = serve.collect_errors();
     let until = Instant::now() + GRACE;
     loop {
@@ -46,7 +51,7 @@ fn scrape(address: &str) -> String {
 
 /// The sum of a metric over all its labels.
 fn sum(metrics: &str, name: &str) -> f64 {
-    let of_name = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
+    let of_name = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ', ',']));
     let values = metrics.lines().filter(of_name).map(|line| line.rsplit(' ').next().unwrap());
     values.map(|value| value.parse::<f64>().unwrap()).sum()
 }
@@ -160,6 +165,52 @@ fn dashboard_and_alerts_name_metrics_of_the_page_alone() {
     serde_json::from_str::<serde_json::Value>(&read("deploy/grafana/ferrywire.json")).expect("JSON");
 }
 
+/// A gauge of each direction, while a run moves data; both are zero or missing until then.
+fn gauge_during(
+    serve: &Serve,
+    address: &str,
+    connect: &str,
+    gauge: &str,
+    size: &str,
+    is_wanted: impl Fn(f64, f64) -> bool,
+) {
+    let mut connect =
+        ferrywire(&format!("bench connect {} {connect} --sizes 1M --seconds 60", serve.address));
+    connect.env("FERRYWIRE_TCPX_SIM", hosted::ONE_HOST);
+    let mut child =
+        connect.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap();
+    let until = Instant::now() + GRACE;
+    loop {
+        let now = scrape(address);
+        let of = |name: &str| sum(&now, &format!("{name}{{direction=\"receive\""));
+        let (used, all) = (of(gauge), of(size));
+        assert!(used <= all, "{now}");
+        if is_wanted(used, all) {
+            break;
+        }
+        assert!(Instant::now() < until && child.try_wait().unwrap().is_none(), "{now}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn rings_and_lanes_show_how_full_they_are() {
+    let (serve, address) = with_metrics(Serve::start("--memory sim:0 --metrics 127.0.0.1:0"));
+    let rings = ["ferrywire_staging_ring_used_bytes", "ferrywire_staging_ring_bytes"];
+    let connect = "--memory host --peer-memory sim:0";
+    gauge_during(&serve, &address, connect, rings[0], rings[1], |used, all| used > 0.0 && all >= 1048576.0);
+    drop(serve);
+    let (serve, address) =
+        with_metrics(hosted::serve("--memory host --metrics 127.0.0.1:0", hosted::ONE_HOST));
+    let lanes = ["ferrywire_lane_requests", "ferrywire_lane_window_requests"];
+    let connect = hosted::with_plugin("--memory host");
+    gauge_during(&serve, &address, &connect, lanes[0], lanes[1], |used, all| used > 0.0 && all >= 16.0);
+    let page = metrics_named(include_str!("../../../../docs/metrics.md"));
+    assert!(rings.iter().chain(&lanes).all(|name| page.contains(*name)), "{page:?}");
+}
+
 #[test]
 fn bad_requests_slow_readers_and_floods_do_not_disturb_a_run() {
     let (serve, address) = serve_with_metrics();
@@ -206,6 +257,11 @@ fn a_port_in_use_and_no_address_are_errors_and_plus_takes_the_next_port() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains(&format!("cannot serve metrics at {address}: ")), "{said}");
     assert!(said.contains(&format!("{address}+ takes the next free port")), "{said}");
+    // The other end of loopback mode would serve at the port behind it, and must not be the one to fail.
+    let output = run("bench --memory host --sizes 4K --iters 1 --metrics 192.0.2.1:9400");
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("cannot serve metrics at 192.0.2.1:9400: ") && !said.contains("9401"), "{said}");
     let output = run("bench --memory host --sizes 4K --iters 1 --metrics nowhere");
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("\"nowhere\" is not an address for metrics"));
