@@ -82,7 +82,7 @@ pub struct ChannelSample {
     pub rx_bytes: u64,
     /// How often the channel was reconnected.
     pub reconnects: u64,
-    /// Packets that the kernel retransmitted on the current connection.
+    /// Packets that the kernel retransmitted, over all connections of the channel.
     pub retransmits: u64,
     /// Smoothed round-trip time in seconds.
     pub rtt_s: f64,

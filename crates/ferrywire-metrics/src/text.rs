@@ -72,7 +72,7 @@ fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
     out.extend(counter(
         "tcp_retransmits_total",
-        "Packets that the kernel retransmitted on current connections.",
+        "Packets that the kernel retransmitted.",
         labels,
         sum(|c| c.retransmits),
     ));

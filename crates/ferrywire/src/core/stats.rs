@@ -27,8 +27,18 @@ struct HealthCounters {
     rtt_us: AtomicU64,
     mss_bytes: AtomicU32,
     retransmits: AtomicU32,
+    /// Retransmits of earlier connections, as far as they were read.
+    past_retransmits: AtomicU64,
     congestion_window_bytes: AtomicU64,
     unsent_bytes: AtomicU32,
+}
+
+impl HealthCounters {
+    /// Retransmits of all connections: the current one alone would make a counter shrink.
+    fn all_retransmits(&self) -> u64 {
+        let current = u64::from(self.retransmits.load(Ordering::Relaxed));
+        self.past_retransmits.load(Ordering::Relaxed) + current
+    }
 }
 
 /// Counters of one channel, over all its connections.
@@ -45,6 +55,8 @@ pub(crate) struct ChannelCounters {
     /// The channel has room for small operations, which the channels after it leave to it.
     pub has_small_room: AtomicBool,
     pub generation: AtomicU32,
+    /// Connections after the first one.
+    reconnects: AtomicU32,
     pub alive: AtomicBool,
     pub zero_copy: AtomicBool,
     /// Name of the NIC when the connection was made. The NIC may be gone when the name is read.
@@ -163,7 +175,10 @@ impl ChannelCounters {
     pub fn start(&self, conn: &dyn Conn, generation: u32) {
         let mut path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
         let congestion_control = conn.congestion_control();
-        *path = Some(Path { local: conn.local(), remote: conn.remote(), congestion_control });
+        let before = path.replace(Path { local: conn.local(), remote: conn.remote(), congestion_control });
+        self.reconnects.fetch_add(u32::from(before.is_some()), Ordering::Relaxed);
+        let past = self.health.retransmits.swap(0, Ordering::Relaxed);
+        self.health.past_retransmits.fetch_add(past.into(), Ordering::Relaxed);
         self.generation.store(generation, Ordering::Relaxed);
         self.backlog.store(0, Ordering::Relaxed);
         self.alive.store(true, Ordering::Relaxed);
@@ -199,6 +214,11 @@ impl ChannelCounters {
     /// The figures for metrics; `None` before the first connection.
     pub fn sample(&self, index: u16) -> Option<ChannelSample> {
         let stats = self.snapshot(index)?;
+        let retransmits = {
+            // A new connection moves the count of the last one under this lock.
+            let _path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
+            self.health.all_retransmits()
+        };
         let staging = stats.staging.map(|staging| StagingSample {
             pinned_bytes: staging.pinned_bytes,
             d2h_s: staging.d2h.as_secs_f64(),
@@ -218,8 +238,8 @@ impl ChannelCounters {
             alive: stats.alive,
             tx_bytes: stats.sent_bytes,
             rx_bytes: stats.received_bytes,
-            reconnects: u64::from(stats.generation),
-            retransmits: u64::from(self.health.retransmits.load(Ordering::Relaxed)),
+            reconnects: u64::from(self.reconnects.load(Ordering::Relaxed)),
+            retransmits,
             rtt_s: stats.rtt.as_secs_f64(),
             congestion_window_bytes: self.health.congestion_window_bytes.load(Ordering::Relaxed),
             send_queue_bytes: u64::from(self.health.unsent_bytes.load(Ordering::Relaxed)),
@@ -331,7 +351,7 @@ pub struct ChannelStats {
     pub receive_buffer_bytes: usize,
     /// Congestion control in use.
     pub congestion_control: String,
-    /// How often the channel was reconnected.
+    /// Number of the current connection: it grows with each attempt to reconnect.
     pub generation: u32,
     /// Whether sends avoid the copy into the kernel.
     pub zero_copy: bool,

@@ -120,6 +120,14 @@ fn cut_and_heal<W: Faulty>(world: &mut W, nics: usize) {
         let up = |peer: &Peer| peer.stats().channels.iter().all(|channel| channel.alive);
         (up(&near) && up(&far)).then_some(())
     });
+    // Attempts to dial over the NIC while it was cut do not count.
+    for index in [0, 1] {
+        let endpoint = world.end(index).identity().to_string();
+        let peers = ferrywire::metrics::process().peers;
+        let sample = peers.iter().find(|peer| peer.endpoint == endpoint).expect("the peer of this endpoint");
+        let reconnects: u64 = sample.channels.iter().map(|channel| channel.reconnects).sum();
+        assert_eq!(reconnects, sample.lost_channels, "{sample:?}");
+    }
     let carried = |peer: &Peer| {
         let channels = peer.stats().channels.into_iter().filter(|channel| name.trim() == channel.nic);
         channels.map(|channel| channel.sent_bytes + channel.received_bytes).sum::<u64>()
