@@ -64,6 +64,12 @@ pub const ACK_BYTES: usize = 256 << 10;
 pub const CHANNELS_MAX: usize = 256;
 /// Lost channels that a peer's statistics list.
 pub const LOST_LINES_MAX: usize = 256;
+/// Events of a process's trace; later ones are only counted. Each takes about 250 bytes of the file.
+pub const TRACE_EVENTS_MAX: u64 = 500_000;
+/// Events that wait to be written to the trace; more are only counted.
+pub const TRACE_EVENTS_WAITING_MAX: usize = 64 << 10;
+/// Channels whose NIC and peer a trace names.
+pub const TRACE_CHANNELS_MAX: usize = 4096;
 /// Most NIC addresses that an endpoint announces.
 pub const ADDRESSES_MAX: usize = 64;
 /// Progress threads per endpoint.

@@ -36,8 +36,12 @@ pub fn run(plan: ConnectPlan) -> Outcome {
         Ok(other_end)
     };
     connect::run_after(plan, start, |other_end, outcome| match outcome {
+        Ok(()) => {
+            other_end.finish_trace();
+            Ok(())
+        }
         // A plugin may end the process of either end, and the remaining end sees a lost peer.
-        outcome @ (Ok(()) | Err(Failure::Usage(_) | Failure::Interrupted)) => outcome,
+        outcome @ Err(Failure::Usage(_) | Failure::Interrupted) => outcome,
         Err(failure) if has_plugin => Err(failure.map_message(|text| other_end.added_to(text))),
         outcome => outcome,
     })
@@ -95,12 +99,24 @@ impl OtherEnd {
         if is_usage { Failure::Usage(why) } else { Failure::Failed(why) }
     }
 
-    /// Adds the other end's error, if any, to an error of this end.
-    fn added_to(mut self, text: String) -> String {
+    /// Lets the other end, which has served its peer, end by itself: a process that is killed leaves its trace without an
+    /// end.
+    fn finish_trace(mut self) {
+        if std::env::var_os("FERRYWIRE_TRACE").is_some() {
+            self.await_end();
+        }
+    }
+
+    fn await_end(&mut self) {
         let until = Instant::now() + LAST_WORDS;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until && !sys::interrupted() {
             thread::sleep(SLICE);
         }
+    }
+
+    /// An error of this end, with the other end's own where it has one.
+    fn added_to(mut self, text: String) -> String {
+        self.await_end();
         let _ = self.child.kill();
         while let Ok(message) = self.messages.recv_timeout(LAST_WORDS) {
             if let Message::Outcome(Err(failure)) = message {

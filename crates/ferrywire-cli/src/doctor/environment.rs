@@ -11,9 +11,10 @@ use crate::args;
 
 const SUBJECT: &str = "environment";
 /// Variables that do not belong to an option of a command.
-const OTHERS: [&str; 21] = [
+const OTHERS: [&str; 22] = [
     "FERRYWIRE_SECRET",
     "FERRYWIRE_SECRET_HANDED",
+    "FERRYWIRE_TRACE",
     "FERRYWIRE_SUPERVISED",
     "FERRYWIRE_PLUGIN_WATCHED",
     "FERRYWIRE_NCCL_THREADS",

@@ -35,6 +35,7 @@ mod runbook;
 mod schema;
 mod snapshots;
 mod topo;
+mod trace;
 #[path = "../../../ferrywire-host/tests/topology/tree.rs"]
 mod tree;
 mod usage;

@@ -19,6 +19,7 @@ use crate::config::Config;
 use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
+use crate::core::trace::{self, Tracing};
 use crate::core::worker::{LostChannels, PolledBy, Worker, Workers};
 use crate::error::{ConnectError, Error, RegisterError, Result};
 use crate::payload::payload_backend::SharedBackend;
@@ -61,6 +62,8 @@ struct Inner {
     /// The outcome of the close, once it has finished.
     closed: Mutex<Option<Result<()>>>,
     closes: Condvar,
+    /// The endpoint's share in the trace, until it is closed.
+    tracing: Mutex<Option<Tracing>>,
 }
 
 impl fmt::Debug for Endpoint {
@@ -94,6 +97,7 @@ impl Endpoint {
         no_backend: Option<String>,
     ) -> Result<Endpoint> {
         ferrywire_metrics::start().map_err(|error| Error::invalid("FERRYWIRE_METRICS", error.to_string()))?;
+        let tracing = Mutex::new(trace::start()?);
         let identity = Identity(random_bytes().map_err(|error| Error::io("random bytes", &error))?);
         let listeners = listening::listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
@@ -125,7 +129,17 @@ impl Endpoint {
         let running = Running::new(workers, control.clone());
         let home: Arc<dyn RegionHome> = running.clone();
         let (threads, closed, closes) = (Mutex::default(), Mutex::default(), Condvar::new());
-        let inner = Inner { running, control, home, listen_addresses, accept_queue, threads, closed, closes };
+        let inner = Inner {
+            running,
+            control,
+            home,
+            listen_addresses,
+            accept_queue,
+            threads,
+            closed,
+            closes,
+            tracing,
+        };
         if threaded {
             // If a thread does not start, dropping `inner` ends the others and the listeners.
             inner.spawn()?;
@@ -646,6 +660,7 @@ impl Inner {
         if let Some(backend) = &running.context().backend {
             backend.end(left());
         }
+        drop(self.tracing.lock().unwrap_or_else(PoisonError::into_inner).take());
         match unfinished {
             None if is_idle => Ok(()),
             how => Err(not_closed(how.unwrap_or(Error::Closed), limit)),

@@ -17,5 +17,6 @@ pub(crate) mod sleeper;
 pub(crate) mod staging;
 pub(crate) mod stats;
 pub(crate) mod sync;
+pub(crate) mod trace;
 pub(crate) mod waiting;
 pub(crate) mod worker;

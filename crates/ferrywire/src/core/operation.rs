@@ -9,6 +9,7 @@
 
 use crate::core::hold::{self, Held, Holds};
 use crate::core::ordering::Gate;
+use crate::core::trace;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, MemoryLocation};
@@ -122,7 +123,7 @@ pub(crate) struct Op {
     /// Counter that grows with every progress, also of incomplete frames.
     activity: AtomicU64,
     /// When the operation was created, if times are recorded.
-    began: Option<Instant>,
+    pub began: Option<Instant>,
     end: End,
 }
 
@@ -149,7 +150,7 @@ impl Op {
             holds: Holds::default(),
             moved: AtomicU64::new(0),
             activity: AtomicU64::new(0),
-            began: ferrywire_metrics::are_timed().then(Instant::now),
+            began: (ferrywire_metrics::are_timed() || trace::is_on()).then(Instant::now),
             end: End::default(),
         }
     }
@@ -174,13 +175,6 @@ impl Op {
             Verb::Recv => ferrywire_metrics::Kind::Recv,
             Verb::Notify => ferrywire_metrics::Kind::Notify,
             Verb::Serve => ferrywire_metrics::Kind::Serve,
-        }
-    }
-
-    /// Records the operation's time for metrics, at its end.
-    pub fn record_time(&self) {
-        if let Some(began) = self.began {
-            ferrywire_metrics::record_transfer(self.kind(), began.elapsed());
         }
     }
 

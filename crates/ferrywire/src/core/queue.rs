@@ -12,6 +12,7 @@ pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
 use crate::core::operation::{Hold, Op, Verb};
 use crate::core::staging::Staged;
+use crate::core::trace::ChunkStart;
 use crate::error::Error;
 use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits::PeerLimits;
@@ -348,6 +349,8 @@ pub(crate) struct Entry {
     pub op: Option<Hold>,
     /// The payload's bytes in a staging ring, if it comes from a GPU.
     pub staged: Option<Staged>,
+    /// When a channel took the frame, for a trace.
+    pub chunk: Option<ChunkStart>,
 }
 
 /// Why an operation on dropped memory fails.
@@ -453,7 +456,7 @@ impl Entry {
 
 impl From<Frame<Hold>> for Entry {
     fn from(Frame { header, placements, body, op }: Frame<Hold>) -> Entry {
-        Entry { encoded_header: header.encode(), header, placements, body, op, staged: None }
+        Entry { encoded_header: header.encode(), header, placements, body, op, staged: None, chunk: None }
     }
 }
 

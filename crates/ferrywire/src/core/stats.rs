@@ -1,5 +1,6 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
+use crate::core::trace::Track;
 use crate::payload::DevmemStats;
 use crate::payload::lane::LaneBy;
 use ferrywire_metrics::{ChannelSample, LaneSample, OccupancySample, StagingSample};
@@ -44,6 +45,8 @@ impl HealthCounters {
 /// Counters of one channel, over all its connections.
 #[derive(Default)]
 pub(crate) struct ChannelCounters {
+    /// The channel in traces.
+    pub track: Track,
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     health: HealthCounters,
@@ -163,7 +166,11 @@ impl LaneCounters {
 
 impl ChannelCounters {
     pub fn new() -> ChannelCounters {
-        ChannelCounters { backlog: AtomicU64::new(NO_BACKLOG), ..ChannelCounters::default() }
+        ChannelCounters {
+            track: Track::next(),
+            backlog: AtomicU64::new(NO_BACKLOG),
+            ..ChannelCounters::default()
+        }
     }
 
     /// Sets the name of the NIC of the next connection.

@@ -10,6 +10,7 @@ use crate::control::pairs::Pair;
 use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
+use crate::core::trace::ChannelName;
 use crate::core::worker::Command;
 use crate::error::{Error, LossCause};
 use ferrywire_net::Conn;
@@ -237,13 +238,15 @@ impl Link {
         }
         self.channels[index].set(generation, ChannelState::Up { peer_fence: None });
         self.channels[index].up_since = now;
-        let worker = &self.workers[self.peer.engine_worker(index)];
+        let worker = self.peer.engine_worker(index);
         let address = channel.conn().local().ip();
         let nic = context.transport.nic_name(address).unwrap_or_else(|| address.to_string());
-        self.peer.counters(index).runs_over(nic);
+        let name = || ChannelName { peer: self.peer.name().into(), index, nic: nic.clone(), worker };
+        channel.counters.track.name(name);
+        channel.counters.runs_over(nic);
         // Choose the home first: the new channel's worker sends small operations only if it is the home.
         self.peer.choose_home();
-        worker.command(Command::Add(Box::new(channel)));
+        self.workers[worker].command(Command::Add(Box::new(channel)));
         if generation > 0 {
             tracing::info!(peer = self.peer.name(), channel = index, "channel carries data again");
         }

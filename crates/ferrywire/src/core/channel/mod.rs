@@ -29,6 +29,7 @@ use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Posted;
 use crate::core::queue::Entry;
 use crate::core::stats::{ChannelCounters, NO_BACKLOG};
+use crate::core::trace::{Direction, Stage};
 use ferrywire_memory::MemoryLocation;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
@@ -37,7 +38,7 @@ use ferrywire_proto::wire::Refusal;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use payload::{LanePayload, Payload, PayloadRemains, StagedPayload};
 use receiver::Receiver;
@@ -192,6 +193,14 @@ impl Channel {
             self.payload.break_off(landing);
         }
         self.payload.abandon(&gone)
+    }
+
+    /// Records a socket call for a trace, if its duration was measured.
+    #[inline]
+    fn trace_call(&self, direction: Direction, since: Option<Instant>, bytes: usize) {
+        if let Some(since) = since {
+            self.counters.track.row(Stage::Socket(direction)).ends(since, bytes);
+        }
     }
 
     /// Closes the connection. Returns the frames placed and those not delivered.

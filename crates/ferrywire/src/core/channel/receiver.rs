@@ -21,6 +21,7 @@ use super::{Channel, PASS_BYTES, Workspace, broken};
 use crate::core::operation::Verb;
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Arrival;
+use crate::core::trace::{self, ChunkStart, Direction};
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;
@@ -45,6 +46,8 @@ pub(super) struct Receiver {
     pub bulk_since: Option<Instant>,
     /// Bytes of the last frame's header and placements if its payload was large, else 0.
     bulk_header_bytes: usize,
+    /// When the header came, for a trace.
+    chunk: Option<ChunkStart>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,14 +100,16 @@ impl Channel {
         let direct_bytes = self.receiver.direct_pieces(pieces);
         let tail = self.receiver.tail_bytes().min(scratch.len());
         pieces.push(IoVec::new(scratch.as_mut_ptr(), tail));
-        let since = self.payload.times_receive().then(Instant::now);
+        let timed = self.payload.times_receive();
+        let since = (timed || trace::is_on()).then(Instant::now);
         // SAFETY: the direct pieces lie in memory that the receiver's landing keeps alive and unrevoked, in a ring of the
         // payload, or in the body's message; the tail is the worker's own scratch buffer.
         let bytes = unsafe { self.conn.recv(pieces)? };
-        self.payload.count_call(since);
+        self.payload.count_call(since.filter(|_| timed));
         if bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"));
         }
+        self.trace_call(Direction::Rx, since, bytes);
         let placed = bytes.min(direct_bytes);
         if placed > 0 {
             self.receiver.body.advance(placed);
@@ -158,6 +163,7 @@ impl Channel {
         if header.kind == Kind::Data && self.peer.is_deep_bulk(header.total) {
             self.receiver.bulk_since = Some(Instant::now());
         }
+        self.receiver.chunk = self.counters.track.chunk();
         self.receiver.header = header;
         self.receiver.placements.clear();
         self.receiver.stage = Stage::Placements;
@@ -214,8 +220,8 @@ impl Channel {
             return self.within_window();
         }
         let placements = std::mem::take(&mut receiver.placements);
-        let (landing, refusal) = (receiver.landing.take(), receiver.refusal);
-        let result = self.placed(&header, &placements, landing.as_ref(), message, refusal);
+        let (landing, refusal, chunk) = (receiver.landing.take(), receiver.refusal, receiver.chunk);
+        let result = self.placed(&header, &placements, landing.as_ref(), message, refusal, chunk);
         self.receiver.landing = landing.filter(|landing| !landing.once());
         self.receiver.placements = placements;
         result
@@ -229,12 +235,16 @@ impl Channel {
         landing: Option<&Landing>,
         message: Vec<u8>,
         refusal: Option<Refusal>,
+        chunk: Option<ChunkStart>,
     ) -> io::Result<()> {
         let result = match refusal {
             Some(refusal) => Err(refusal),
             None if header.kind == Kind::Data => self.data_placed(header, landing, message),
             None => self.peer.arrived(header, placements, message),
         };
+        if let (Some(chunk), Ok(()), Kind::Data | Kind::Send) = (chunk, result, header.kind) {
+            chunk.placed(Direction::Rx, header.transfer, u64::from(header.len));
+        }
         self.receiver.acks.count(result, HEADER_BYTES + header.body_bytes());
         self.within_window()
     }
@@ -309,6 +319,7 @@ impl Receiver {
             acks: Acks::default(),
             bulk_since: None,
             bulk_header_bytes: 0,
+            chunk: None,
         }
     }
 
@@ -381,6 +392,7 @@ impl Receiver {
             message,
             refusal: self.refusal,
             target: Vec::new(),
+            chunk: self.chunk,
         }
     }
 

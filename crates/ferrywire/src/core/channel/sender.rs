@@ -21,6 +21,7 @@ use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
 use crate::core::queue::{Body, DROPPED, Entry, Pull};
 use crate::core::stats::NO_BACKLOG;
+use crate::core::trace::{self, Direction};
 use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
 use ferrywire_net::{Conn, IoVec};
@@ -128,16 +129,18 @@ impl Channel {
             return Ok(0);
         }
         let bytes = batch.bytes();
-        let since = batch.timed.then(Instant::now);
+        let timed = batch.timed;
+        let since = (timed || trace::is_on()).then(Instant::now);
         // SAFETY: the pieces point into the acknowledgement frame, into entries of the window, which stay
         // until the peer has acknowledged them and `released` has passed them, into the memory that those
         // entries' operations keep alive, and, never as `stable`, into the rings of the payload. A lent piece
         // of a ring is not used again before the peer has placed it, or its pages are given back to the
         // system.
         let result = unsafe { batch.send(&mut *self.conn) };
-        self.payload.count_call(since);
+        self.payload.count_call(since.filter(|_| timed));
         match result {
             Ok(taken) => {
+                self.trace_call(Direction::Tx, since, taken);
                 if carries_ack {
                     self.receiver.acks.sent_with_header(ack);
                 }
@@ -289,7 +292,12 @@ impl Channel {
             bulk,
             messages: self.payload.messages(),
         };
+        let first = self.sender.window.next();
         let dropped = self.payload.pull(&self.peer, &self.counters, &mut self.sender.window, pull);
+        if trace::is_on() {
+            let chunk = self.counters.track.chunk();
+            self.sender.window.from(first).for_each(|entry| entry.chunk = chunk);
+        }
         dropped.into_iter().for_each(Hold::cut_short);
         self.publish_load();
         self.leave_small(small);
@@ -517,8 +525,12 @@ pub(crate) fn delivered(peer: &PeerState, entry: Entry, refusal: Option<Refusal>
         Kind::Read if op.failing() => peer.end_sink(op),
         Kind::Read => {}
         _ => {
-            op.count(u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None)));
+            let bytes = u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None));
+            op.count(bytes);
             peer.note_moved(op);
+            if let Some(chunk) = entry.chunk.filter(|_| bytes > 0) {
+                chunk.placed(Direction::Tx, op.id, bytes);
+            }
         }
     }
 }

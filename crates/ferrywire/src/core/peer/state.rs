@@ -14,6 +14,7 @@ use crate::core::operation::{Hold, Op, Owner, Verb};
 use crate::core::queue::{Entry, SMALL_BYTES_MAX, SendQueue};
 use crate::core::sleeper::Sleeper;
 use crate::core::stats::ChannelCounters;
+use crate::core::trace::{self, Track};
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
@@ -565,7 +566,14 @@ impl Owner for PeerState {
             let counters = &self.history.operations[op.kind() as usize];
             let ended = if op.failed() { &counters.failed } else { &counters.completed };
             ended.fetch_add(1, Ordering::Relaxed);
-            op.record_time();
+            if let Some(began) = op.began {
+                trace::transfer_ended(
+                    self.counters.first().map_or(Track::default(), |each| each.track),
+                    op,
+                    began,
+                );
+                ferrywire_metrics::record_transfer(op.kind(), began.elapsed());
+            }
         }
         if op.failed() {
             self.tell_failure(op);

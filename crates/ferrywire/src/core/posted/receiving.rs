@@ -10,6 +10,7 @@
 use super::slots::{Slot, Slots};
 use super::{LanePass, seconds};
 use crate::core::peer::Landing;
+use crate::core::trace::ChunkStart;
 use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use ferrywire_memory::Memory;
@@ -34,6 +35,8 @@ pub(crate) struct Arrival {
     pub refusal: Option<Refusal>,
     /// Target of the payload, in order. Empty if the frame is refused.
     pub target: Vec<Run>,
+    /// When its header came, for a trace.
+    pub chunk: Option<ChunkStart>,
 }
 
 struct Frame {

@@ -267,14 +267,22 @@ fn frame(number: u64, target: &[(u64, usize)], memory: &Arc<Memory>) -> Arrival 
     let target =
         target.iter().map(|&(offset, bytes)| Run { memory: memory.clone(), offset, bytes }).collect();
     let landing = Some(Landing::Region { key: 9, memory: memory.clone() });
-    Arrival { header, placements: Vec::new(), landing, message: Vec::new(), refusal: None, target }
+    Arrival {
+        header,
+        placements: Vec::new(),
+        landing,
+        message: Vec::new(),
+        refusal: None,
+        target,
+        chunk: None,
+    }
 }
 
 /// A frame without payload on the lane.
 fn whole(number: u64) -> Arrival {
     let header = Header { transfer: number, ..Header::new(Kind::Notify) };
     let (placements, message, target) = Default::default();
-    Arrival { header, placements, landing: None, message, refusal: None, target }
+    Arrival { header, placements, landing: None, message, refusal: None, target, chunk: None }
 }
 
 fn numbers(pass: &LanePass) -> Vec<u64> {

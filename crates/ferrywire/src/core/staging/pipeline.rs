@@ -11,6 +11,7 @@ use super::copier::{self, Copier, Pinned, Run, SimCopier, Way};
 use super::cuda::CudaCopier;
 use super::ring::Ring;
 use super::stopwatch::Stopwatch;
+use crate::core::trace::Row;
 use crate::error::{Error, Result};
 use ferrywire_memory::{Gpu, MemoryLocation};
 use ferrywire_proto::limits;
@@ -83,8 +84,8 @@ impl Drop for Pipeline {
 }
 
 impl Pipeline {
-    /// Creates the state without memory; see [`Pipeline::prepare`].
-    pub fn new(location: MemoryLocation, way: Way) -> Pipeline {
+    /// Creates the state without memory; see [`Pipeline::prepare`]. A trace shows the copies in `row`.
+    pub fn new(location: MemoryLocation, way: Way, row: Row) -> Pipeline {
         Pipeline {
             copier: None,
             pinned: None,
@@ -98,7 +99,7 @@ impl Pipeline {
             batch_bytes: 0,
             marked: 0,
             reached: 0,
-            busy: Stopwatch::default(),
+            busy: Stopwatch::new(row),
             past_calls: 0,
             failures: Vec::new(),
         }
@@ -377,7 +378,7 @@ mod tests {
 
     fn scene(way: Way) -> (Pipeline, Arc<Mutex<Seen>>) {
         let seen = Arc::new(Mutex::new(Seen::default()));
-        let mut line = Pipeline::new(MemoryLocation::SimGpu(0), way);
+        let mut line = Pipeline::new(MemoryLocation::SimGpu(0), way, Row::default());
         line.copier = Some(Box::new(OneByOne(seen.clone())));
         (line, seen)
     }

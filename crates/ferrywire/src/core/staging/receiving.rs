@@ -15,6 +15,7 @@ use super::pipeline::Pipeline;
 use super::stopwatch::Stopwatch;
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
+use crate::core::trace::{Direction, Stage, Track};
 use crate::error::Result;
 use ferrywire_memory::MemoryLocation;
 use ferrywire_net::IoVec;
@@ -82,13 +83,22 @@ pub(crate) struct Receiving {
 unsafe impl Send for Receiving {}
 
 impl Receiving {
+    /// The receiving half of a channel that traces name `track`.
+    pub fn new(track: Track) -> Receiving {
+        Receiving {
+            stalled: Stopwatch::new(track.row(Stage::Waiting(Direction::Rx))),
+            ..Receiving::default()
+        }
+    }
+
     /// Starts a frame's payload for these runs of GPU memory, which are taken.
     ///
     /// # Errors
     /// The GPU is not open, or the driver's error.
     pub fn begin(&mut self, location: MemoryLocation, targets: &mut Vec<IoVec>) -> Result<()> {
         let lane = self.lanes.iter().position(|lane| lane.line.location == location).unwrap_or_else(|| {
-            self.lanes.push(Lane { line: Pipeline::new(location, Way::In), parts: VecDeque::new() });
+            let row = self.stalled.row().of_copies(Stage::H2d, self.lanes.len());
+            self.lanes.push(Lane { line: Pipeline::new(location, Way::In, row), parts: VecDeque::new() });
             self.lanes.len() - 1
         });
         self.lanes[lane].line.prepare()?;
@@ -344,7 +354,7 @@ mod tests {
         header.key = key;
         let landing = Some(Landing::Region { key, memory: memory.clone() });
         let (placements, message, target) = Default::default();
-        Arrival { header, placements, landing, message, refusal: None, target }
+        Arrival { header, placements, landing, message, refusal: None, target, chunk: None }
     }
 
     /// Receives a frame of one part, without starting its copy.

@@ -13,6 +13,7 @@ use super::pipeline::Pipeline;
 use super::ring::{Staged, State};
 use super::stopwatch::Stopwatch;
 use crate::core::queue::{DROPPED, Entry, Stage};
+use crate::core::trace::{self, Direction, Track};
 use crate::error::Error;
 use ferrywire_proto::limits;
 use std::time::Duration;
@@ -26,6 +27,16 @@ pub(crate) struct Sending {
     full: Stopwatch,
 }
 
+impl Sending {
+    /// The sending half of a channel that traces name `track`.
+    pub fn new(track: Track) -> Sending {
+        Sending {
+            full: Stopwatch::new(track.row(trace::Stage::Waiting(Direction::Tx))),
+            ..Sending::default()
+        }
+    }
+}
+
 impl Stage for Sending {
     fn has_room(&self) -> bool {
         self.lines.iter().all(|line| line.ring.fits(limits::STAGING_SLOT_BYTES))
@@ -34,7 +45,8 @@ impl Stage for Sending {
     fn reserve(&mut self, entry: &mut Entry) {
         let Some(location) = entry.gpu() else { return };
         let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {
-            self.lines.push(Pipeline::new(location, Way::Out));
+            let row = self.full.row().of_copies(trace::Stage::D2h, self.lines.len());
+            self.lines.push(Pipeline::new(location, Way::Out, row));
             self.lines.len() - 1
         });
         match self.lines[line].ring.take(entry.header.len as usize) {

@@ -1,20 +1,32 @@
 //! A stopwatch for a condition: it reads the clock when the condition changes, never between.
 
+use crate::core::trace::Row;
 use std::time::{Duration, Instant};
 
 #[derive(Default)]
 pub(super) struct Stopwatch {
     total: Duration,
     since: Option<Instant>,
+    /// Where a trace shows the times in which the condition holds.
+    row: Row,
 }
 
 impl Stopwatch {
+    pub fn new(row: Row) -> Stopwatch {
+        Stopwatch { row, ..Stopwatch::default() }
+    }
+
+    pub fn row(&self) -> Row {
+        self.row
+    }
+
     /// Sets whether the condition holds from now on.
     pub fn set(&mut self, on: bool) {
         match self.since {
             None if on => self.since = Some(Instant::now()),
             Some(since) if !on => {
                 self.total += since.elapsed();
+                self.row.ends(since, 0);
                 self.since = None;
             }
             _ => {}

@@ -231,11 +231,11 @@ impl Channel {
             self.peer.queue.credit(credit);
         }
         for arrival in pass.arrived {
-            let Arrival { header, placements, landing, message, refusal, target } = arrival;
+            let Arrival { header, placements, landing, message, refusal, target, chunk } = arrival;
             if refusal.is_none() {
                 check_posted(&header, &target, &message)?;
             }
-            self.placed(&header, &placements, landing.as_ref(), message, refusal)?;
+            self.placed(&header, &placements, landing.as_ref(), message, refusal, chunk)?;
         }
         if result.is_err()
             && let Payload::Lane(lane) = &mut self.payload

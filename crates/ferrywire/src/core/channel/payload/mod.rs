@@ -25,6 +25,7 @@ use crate::core::posted::{Arrival, Posted};
 use crate::core::queue::{Entry, Pull, SendQueue, Stage};
 use crate::core::staging::Sending;
 use crate::core::stats::ChannelCounters;
+use crate::core::trace::Track;
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
 use ferrywire_proto::session::FenceCause;
@@ -143,9 +144,9 @@ impl Payload {
         let queue = &peer.queue;
         match self {
             Payload::Stream => {
-                let mut rings = NoRings::default();
+                let mut rings = NoRings::new(counters.track);
                 let (_, dropped) = queue.pull(window, &mut rings, pull);
-                if let NoRings(Some(sending)) = rings {
+                if let Some(sending) = rings.sending {
                     let mut staged = StagedPayload::new(sending, counters.clone());
                     staged.begin_copies(window.from(first), queue);
                     *self = Payload::Staged(Box::new(staged));
@@ -158,7 +159,7 @@ impl Payload {
                 dropped
             }
             Payload::Lane(lane) => {
-                let (_, dropped) = queue.pull(window, &mut NoRings::default(), pull);
+                let (_, dropped) = queue.pull(window, &mut NoRings::new(counters.track), pull);
                 lane.admit(window.from(first).zip(first..));
                 dropped
             }
@@ -273,7 +274,7 @@ impl Payload {
             (Payload::Stream | Payload::Staged(_), None) => receiver.expect(landing),
             (Payload::Staged(staged), Some(location)) => staged.land(receiver, landing, location),
             (Payload::Stream, Some(location)) => {
-                let mut staged = Box::new(StagedPayload::new(Sending::default(), counters.clone()));
+                let mut staged = Box::new(StagedPayload::new(Sending::new(counters.track), counters.clone()));
                 staged.land(receiver, landing, location);
                 *self = Payload::Staged(staged);
             }
@@ -431,17 +432,25 @@ impl Payload {
 }
 
 /// The staging of a channel that has staged nothing yet. The first GPU payload makes the rings.
-#[derive(Default)]
-struct NoRings(Option<Sending>);
+struct NoRings {
+    sending: Option<Sending>,
+    track: Track,
+}
+
+impl NoRings {
+    fn new(track: Track) -> NoRings {
+        NoRings { sending: None, track }
+    }
+}
 
 impl Stage for NoRings {
     fn has_room(&self) -> bool {
-        self.0.as_ref().is_none_or(Sending::has_room)
+        self.sending.as_ref().is_none_or(Sending::has_room)
     }
 
     fn reserve(&mut self, entry: &mut Entry) {
         if entry.gpu().is_some() {
-            self.0.get_or_insert_default().reserve(entry);
+            self.sending.get_or_insert_with(|| Sending::new(self.track)).reserve(entry);
         }
     }
 }

@@ -45,7 +45,7 @@ impl StagedPayload {
     /// Creates the state with the reservations of the first frames to be sent.
     pub fn new(sending: Sending, counters: Arc<ChannelCounters>) -> StagedPayload {
         StagedPayload {
-            staging: Staging { sending, receiving: Receiving::default() },
+            staging: Staging { sending, receiving: Receiving::new(counters.track) },
             counters,
             awaits_copies: false,
             filling: false,
@@ -352,8 +352,8 @@ impl Channel {
             && let Some(arrival) = staged.staging.receiving.next()
         {
             worked = true;
-            let landing = arrival.landing.as_ref();
-            self.placed(&arrival.header, &arrival.placements, landing, arrival.message, arrival.refusal)?;
+            let Arrival { header, placements, landing, message, refusal, chunk, .. } = arrival;
+            self.placed(&header, &placements, landing.as_ref(), message, refusal, chunk)?;
         }
         Ok(worked)
     }
