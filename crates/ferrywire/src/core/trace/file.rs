@@ -110,9 +110,7 @@ impl TraceFile {
                     ",\n{{\"name\":\"end of trace\",\"ph\":\"i\",\"s\":\"p\",\"pid\":{process},\"tid\":{process},\
                      \"ts\":{now},\"args\":{{\"events\":{events},\"dropped\":{dropped}}}}}\n]\n"
                 );
-                if !self.failed
-                    && let Err(error) = self.file.write_all(end.as_bytes())
-                {
+                if let Err(error) = self.file.write_all(end.as_bytes()) {
                     self.fail(&error);
                 }
                 return self;
@@ -120,12 +118,18 @@ impl TraceFile {
         }
     }
 
+    /// Stops writing events, and removes what was written of the last ones.
     fn fail(&mut self, error: &io::Error) {
         self.failed = true;
         tracing::warn!(%error, path = self.path, "{VARIABLE}: the trace ends early");
+        let cut = self.file.set_len(self.bytes).and_then(|()| self.file.seek(SeekFrom::Start(self.bytes)));
+        if let Err(error) = cut {
+            tracing::warn!(%error, path = self.path, "{VARIABLE}: the last event is cut off");
+        }
     }
 
     fn write_events(&mut self, text: &mut String) {
+        let before = self.events;
         // As many as the queue holds: later ones wait for the next interval.
         for _ in 0..limits::TRACE_EVENTS_WAITING_MAX {
             let Some(event) = EVENTS.get().and_then(ArrayQueue::pop) else { break };
@@ -140,6 +144,8 @@ impl TraceFile {
             && let Err(error) = self.append(text)
         {
             self.fail(&error);
+            DROPPED.fetch_add(self.events - before, Ordering::Relaxed);
+            self.events = before;
         }
         text.clear();
     }
