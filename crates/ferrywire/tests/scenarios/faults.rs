@@ -115,6 +115,8 @@ fn cut_and_heal<W: Faulty>(world: &mut W, nics: usize) {
     let lost = |peer: &Peer| peer.stats().lost_channels.iter().any(|line| line.contains(&name));
     goes_on_until(world, [&near, &far], || lost(peer));
 
+    // Several attempts to dial over that NIC fail.
+    world.pass(3 * limits::DIAL_TIMEOUT);
     net.heal(world.nic(end, nic));
     world.until("all channels to be back", || {
         let up = |peer: &Peer| peer.stats().channels.iter().all(|channel| channel.alive);
