@@ -104,9 +104,9 @@ fn a_trace_has_all_bytes_of_a_gpu_and_the_stages_of_each_channel_at_both_ends() 
     let [first, second] = &files(folder.path())[..] else { panic!("{:?}", files(folder.path())) };
     assert_eq!(first.file_name().unwrap(), "trace.json");
     let second_name = text(second.file_name().unwrap().as_encoded_bytes());
-    let pid = second_name.strip_prefix("trace.json.").unwrap_or_else(|| panic!("{second_name}"));
+    let pid = second_name.strip_prefix("trace.json.").and_then(|pid| pid.parse::<u64>().ok()).expect("a pid");
     let [one, other] = [events(first), events(second)];
-    let is_of = |events: &[Value], pid: &str| events.iter().all(|event| event["pid"].to_string() == pid);
+    let is_of = |events: &[Value], pid: u64| events.iter().all(|event| event["pid"] == pid);
     assert!(is_of(&other, pid) && !is_of(&one, pid));
     // The serving end is a child of the connecting end, and which of them begins first is open.
     let writes = |events: &[Value]| sum(&spans(events, "transfer"), |name| name == "write") > 0;
