@@ -30,7 +30,7 @@ impl Told {
         let lines = lines(child.stdout.take().unwrap());
         let letters = child.stdin.take();
         let mut told = Told { child, letters, lines, metrics: String::new() };
-        told.metrics = told.line("metrics ").into();
+        told.metrics = told.line("metrics ");
         told
     }
 
