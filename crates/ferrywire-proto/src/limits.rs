@@ -1,7 +1,7 @@
 //! Every limit of the engine by name; const asserts at the end relate them.
 //!
 //! Nothing in the engine grows without one of these. In particular, at most `HANDSHAKES_PENDING_MAX`
-//! unauthenticated connections exist, each for at most `HANDSHAKE_TIMEOUT` and with at most
+//! unauthenticated connections are accepted and wait for their proof, each for at most `HANDSHAKE_TIMEOUT` and with at most
 //! `HANDSHAKE_BYTES_MAX` of input.
 //! Read next: `wire.rs`, which enforces the sizes of frames.
 

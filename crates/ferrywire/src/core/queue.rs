@@ -314,7 +314,7 @@ impl SendQueue {
             let Some(mut frame) = outbox.next(pull, gpu, &mut dropped) else {
                 break;
             };
-            post(&mut frame.header, messages.is_some());
+            mark_posted(&mut frame.header, messages.is_some());
             let mut entry = Entry::from(frame);
             messages = messages.map(|room| room - usize::from(entry.header.is_posted()));
             staging.reserve(&mut entry);
@@ -333,7 +333,7 @@ impl SendQueue {
 }
 
 /// Sets whether the payload goes over a lane. A resent frame may go over another channel than before.
-fn post(header: &mut Header, lane: bool) {
+fn mark_posted(header: &mut Header, lane: bool) {
     let posted = lane && header.kind == Kind::Data && header.len > 0;
     if posted != header.is_posted() {
         header.flags ^= wire::FLAG_POSTED;

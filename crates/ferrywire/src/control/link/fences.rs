@@ -3,7 +3,9 @@
 //!
 //! A loss is reported by `lose` in `core/worker/engine.rs`, through `LostChannels` and
 //! `Control::take_lost_channels`.
-//! Invariant: frames go back into the outbox only when both ends have closed the connection, so none is placed twice.
+//! Invariant: a frame counts as placed when it is whole, and frames go back into the outbox only when both ends have
+//! closed the connection. So no frame is counted twice. A frame that was not counted may have been written in part; it
+//! is resent to the same bytes, which nothing else writes by then.
 //! Read next: `../../core/queue.rs` (`resend`).
 
 use super::Link;
