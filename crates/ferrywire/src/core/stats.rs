@@ -32,6 +32,8 @@ struct HealthCounters {
     past_retransmits: AtomicU64,
     congestion_window_bytes: AtomicU64,
     unsent_bytes: AtomicU32,
+    send_buffer_bytes: AtomicUsize,
+    receive_buffer_bytes: AtomicUsize,
 }
 
 impl HealthCounters {
@@ -50,8 +52,6 @@ pub(crate) struct ChannelCounters {
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     health: HealthCounters,
-    send_buffer_bytes: AtomicUsize,
-    receive_buffer_bytes: AtomicUsize,
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
     /// loaded.
     pub backlog: AtomicU64,
@@ -206,8 +206,8 @@ impl ChannelCounters {
     /// The kernel may resize socket buffers while a connection runs.
     pub fn note_buffers(&self, conn: &dyn Conn) {
         let (send, receive) = conn.buffer_bytes();
-        self.send_buffer_bytes.store(send, Ordering::Relaxed);
-        self.receive_buffer_bytes.store(receive, Ordering::Relaxed);
+        self.health.send_buffer_bytes.store(send, Ordering::Relaxed);
+        self.health.receive_buffer_bytes.store(receive, Ordering::Relaxed);
     }
 
     /// Bytes in flight; 0 while the channel is down.
@@ -268,8 +268,8 @@ impl ChannelCounters {
             received_bytes: self.received_bytes.load(Ordering::Relaxed),
             rtt: Duration::from_micros(self.health.rtt_us.load(Ordering::Relaxed)),
             mss_bytes: self.health.mss_bytes.load(Ordering::Relaxed),
-            send_buffer_bytes: self.send_buffer_bytes.load(Ordering::Relaxed),
-            receive_buffer_bytes: self.receive_buffer_bytes.load(Ordering::Relaxed),
+            send_buffer_bytes: self.health.send_buffer_bytes.load(Ordering::Relaxed),
+            receive_buffer_bytes: self.health.receive_buffer_bytes.load(Ordering::Relaxed),
             congestion_control: path.congestion_control,
             generation: self.generation.load(Ordering::Relaxed),
             zero_copy: self.zero_copy.load(Ordering::Relaxed),
