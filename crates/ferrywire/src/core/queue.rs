@@ -46,6 +46,9 @@ pub(crate) struct SendQueue {
     /// Bytes of small operations with which a channel is busy.
     pub small_fill_bytes: u64,
     pub crc: bool,
+    /// How often the outbox was locked.
+    #[cfg(test)]
+    pub locks: AtomicUsize,
 }
 
 /// A numbered operation, with its hold unless that is queued.
@@ -67,6 +70,8 @@ impl SendQueue {
             chunk_bytes,
             small_fill_bytes,
             crc,
+            #[cfg(test)]
+            locks: AtomicUsize::new(0),
         }
     }
 
@@ -78,6 +83,8 @@ impl SendQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Outbox<Hold>> {
+        #[cfg(test)]
+        self.locks.fetch_add(1, Ordering::SeqCst);
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -295,15 +302,17 @@ impl SendQueue {
         self.change_reads(Outbox::close)
     }
 
-    /// Fills a window from the outbox, up to `pull.bytes`, and reserves staging room for GPU payload in the
-    /// stream. Returns the bytes taken, and operations that ended without needing a frame.
+    /// Queues `posted`, if any, and fills a window from the outbox, up to `pull.bytes`. Reserves staging room for
+    /// GPU payload in the stream.
     pub fn pull(
         &self,
+        posted: Option<Hold>,
         window: &mut Window<Entry>,
         staging: &mut impl Stage,
         mut pull: Pull,
-    ) -> (u64, Vec<Hold>) {
+    ) -> Pulled {
         let mut outbox = self.lock();
+        let refused = posted.and_then(|op| outbox.post(op).err());
         let mut taken = 0;
         let mut dropped = Vec::new();
         let mut messages = pull.messages;
@@ -328,8 +337,16 @@ impl SendQueue {
             window.post(entry, bytes);
         }
         self.publish(&outbox);
-        (taken, dropped)
+        Pulled { dropped, refused }
     }
+}
+
+/// Outcome of a pull.
+pub(crate) struct Pulled {
+    /// Operations that ended without needing a frame.
+    pub dropped: Vec<Hold>,
+    /// The posted operation, if the peer is gone.
+    pub refused: Option<Hold>,
 }
 
 /// Sets whether the payload goes over a lane. A resent frame may go over another channel than before.

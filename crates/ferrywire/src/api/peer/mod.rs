@@ -74,6 +74,11 @@ impl Connection {
         running.workers.wait(state, limit, register, forget, done, || running.poll_once())
     }
 
+    /// Posts an operation; see [`Workers::post`](crate::core::worker::Workers::post).
+    pub fn post(&self, op: Hold) -> bool {
+        self.running.workers.post(&self.state, op)
+    }
+
     /// Handles a newly posted operation; see [`Workers::kick`](crate::core::worker::Workers::kick).
     pub fn kick(&self, bytes: u64) {
         self.running.workers.kick(&self.state, bytes);
@@ -299,10 +304,9 @@ impl Peer {
             self.state().post_after(ready.clone(), op)?;
             return Ok(transfer);
         }
-        if !self.state().queue.post(op) {
+        if !self.connection.post(op) {
             return Err(self.state().gone());
         }
-        self.connection.kick(transfer.op.total);
         if let Some(began) = began {
             ferrywire_metrics::record_post(kind, began.elapsed());
         }

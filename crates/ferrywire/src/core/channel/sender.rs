@@ -281,6 +281,32 @@ impl Channel {
         if enough || !waits {
             return self.leave_small(small);
         }
+        self.take(None, unsent, small);
+    }
+
+    /// Posts an operation and takes its frame, under one lock of the queue. True if it is posted, false if the
+    /// peer is gone.
+    ///
+    /// # Errors
+    /// The operation, if the channel would not send its frame now.
+    pub fn post(&mut self, op: Hold) -> Result<bool, Hold> {
+        let is_free = !self.sender.blocked
+            && !self.payload.stream_ended()
+            && self.payload.has_room()
+            && self.sender.window.has_room();
+        let unsent = self.sender.unsent();
+        if !is_free || unsent >= READY_BYTES {
+            return Err(op);
+        }
+        self.payload.note_enough(false);
+        let small = self.small_share();
+        Ok(self.take(Some(op), unsent, small))
+    }
+
+    /// Queues `posted`, if any, and takes frames from the queue. `unsent` bytes are ready to be sent, and `small`
+    /// bytes of small operations may be taken. Returns false if the posted operation was refused, since the peer
+    /// is gone.
+    fn take(&mut self, posted: Option<Hold>, unsent: u64, small: u64) -> bool {
         let (share, chunk_bytes) = self.bulk_share();
         let bulk = share > 0 && self.may_take_bulk();
         let pull = Pull {
@@ -293,14 +319,15 @@ impl Channel {
             messages: self.payload.messages(),
         };
         let first = self.sender.window.next();
-        let dropped = self.payload.pull(&self.peer, &self.counters, &mut self.sender.window, pull);
+        let pulled = self.payload.pull(posted, &self.peer, &self.counters, &mut self.sender.window, pull);
         if trace::is_on() {
             let chunk = self.counters.track.chunk();
             self.sender.window.from(first).for_each(|entry| entry.chunk = chunk);
         }
-        dropped.into_iter().for_each(Hold::cut_short);
+        pulled.dropped.into_iter().for_each(Hold::cut_short);
         self.publish_load();
         self.leave_small(small);
+        pulled.refused.is_none()
     }
 
     /// Wakes the channel that takes the small operations left in the queue, if this one had a bounded share.

@@ -215,7 +215,7 @@ impl Bench {
             bulk: true,
             messages: Some(room),
         };
-        queue.pull(window, &mut Sending::default(), pull);
+        queue.pull(None, window, &mut Sending::default(), pull);
         let mut taken = 0;
         for (entry, frame) in window.from(first).zip(first..) {
             if entry.header.is_posted() {

@@ -255,7 +255,7 @@ mod tests {
             bulk: true,
             messages: None,
         };
-        let (_, dropped) = queue.pull(window, sending, pull);
+        let dropped = queue.pull(None, window, sending, pull).dropped;
         assert!(dropped.is_empty());
         shared
     }

@@ -14,6 +14,7 @@ use super::quiesce::{Abandoning, Closed};
 use super::{COPY_BACKOFF, Command, Loss, LostChannel, Worker};
 use crate::core::channel::{Channel, Workspace};
 use crate::core::context::Context;
+use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
@@ -429,6 +430,34 @@ impl ProgressEngine {
                 true
             }
         }
+    }
+
+    /// Posts an operation to a peer, and sends the peer's queued frames. False if the peer is gone.
+    pub(super) fn post_for(
+        &mut self,
+        worker: &Worker,
+        context: &Context,
+        peer: &Arc<PeerState>,
+        op: Hold,
+    ) -> bool {
+        let _moving = deferred_free::moving();
+        let mut left = Some(op);
+        let mut posted = true;
+        for slot in self.slots.iter_mut().flatten() {
+            if !Arc::ptr_eq(&slot.channel.peer, peer) {
+                continue;
+            }
+            let Some(op) = left.take() else { break };
+            match slot.channel.post(op) {
+                Ok(is_open) => posted = is_open,
+                Err(op) => left = Some(op),
+            }
+        }
+        if let Some(op) = left {
+            posted = peer.queue.post(op);
+        }
+        self.send_for(worker, context, peer);
+        posted
     }
 
     /// Sends the queued frames of one peer.

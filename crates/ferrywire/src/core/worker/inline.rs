@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use super::engine::Polled;
 use super::{ProgressEngine, Worker, Workers};
 use crate::core::context::Context;
+use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
 use crate::core::queue::SMALL_BYTES_MAX;
 use crate::core::sleeper::{Activity, PassiveWaiter};
@@ -150,6 +151,26 @@ impl Workers {
             }
         }
         true
+    }
+
+    /// Posts an operation and handles it as [`Workers::kick`] does. False if the peer is gone.
+    pub fn post(&self, peer: &Arc<PeerState>, op: Hold) -> bool {
+        let bytes = op.total;
+        let home = &self[peer.home_index()];
+        let waiting = peer.queue.waiting() + 1;
+        let company = waiting < frames_in_company(peer.in_flight_beside_one(), waiting);
+        let goes_now = bytes <= SMALL_BYTES_MAX
+            && !(company && bytes <= DEFERRED_BYTES_MAX)
+            && (!peer.in_bulk() || self.context.is_caller_driven());
+        // With the engine at hand one lock of the queue is enough to post the operation and take its frame.
+        if goes_now && let Some(mut claim) = home.try_claim() {
+            return claim.engine().post_for(home, &self.context, peer, op);
+        }
+        let posted = peer.queue.post(op);
+        if posted {
+            self.kick(peer, bytes);
+        }
+        posted
     }
 
     /// Handles a newly posted operation: sends it inline where that is best, or makes sure that a thread
@@ -404,6 +425,26 @@ mod tests {
             done: &mut || asked.get() > 2,
         };
         assert!(worker.drive(&mut wait, running.context()), "it slept through");
+    }
+
+    /// Posting took the lock once, and taking the operation's frame a second time.
+    #[test]
+    fn a_small_write_to_an_idle_peer_locks_its_queue_once() {
+        const BYTES: usize = 8 << 10;
+        let listen = "127.0.0.1:0".parse().unwrap();
+        let far = crate::Endpoint::builder().threads(1).channels(1).listen(listen).build().unwrap();
+        // Its callers poll its only engine, which is free for them.
+        let near = crate::Endpoint::builder().threads(0).channels(1).build().unwrap();
+        let limit = Duration::from_secs(60);
+        let peer = near.connect(far.listen_addresses()[0], limit).unwrap();
+        let (source, target) = (near.alloc_host(BYTES).unwrap(), far.alloc_host(BYTES).unwrap());
+        let locks = || peer.state().queue.locks.load(Ordering::SeqCst);
+        for _ in 0..10 {
+            let before = locks();
+            let write = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+            assert_eq!(locks() - before, 1);
+            assert_eq!(write.wait(limit), Ok(BYTES as u64));
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use super::{Touched, broken};
 use crate::core::operation::Hold;
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::{Arrival, Posted};
-use crate::core::queue::{Entry, Pull, SendQueue, Stage};
+use crate::core::queue::{Entry, Pull, Pulled, SendQueue, Stage};
 use crate::core::staging::Sending;
 use crate::core::stats::ChannelCounters;
 use crate::core::trace::Track;
@@ -133,37 +133,38 @@ impl Payload {
         }
     }
 
-    /// Fills the window from the queue, and starts the copies that its payload needs before it can be sent.
-    /// Returns operations that ended without needing a frame.
+    /// Queues `posted`, if any, fills the window from the queue, and starts the copies that its payload needs
+    /// before it can be sent.
     pub fn pull(
         &mut self,
+        posted: Option<Hold>,
         peer: &PeerState,
         counters: &Arc<ChannelCounters>,
         window: &mut Window<Entry>,
         pull: Pull,
-    ) -> Vec<Hold> {
+    ) -> Pulled {
         let first = window.next();
         let queue = &peer.queue;
         match self {
             Payload::Stream => {
                 let mut rings = NoRings::new(counters.track);
-                let (_, dropped) = queue.pull(window, &mut rings, pull);
+                let pulled = queue.pull(posted, window, &mut rings, pull);
                 if let Some(sending) = rings.sending {
                     let mut staged = StagedPayload::new(sending, counters.clone());
                     staged.begin_copies(window.from(first), queue);
                     *self = Payload::Staged(Box::new(staged));
                 }
-                dropped
+                pulled
             }
             Payload::Staged(staged) => {
-                let (_, dropped) = queue.pull(window, staged.sending(), pull);
+                let pulled = queue.pull(posted, window, staged.sending(), pull);
                 staged.begin_copies(window.from(first), queue);
-                dropped
+                pulled
             }
             Payload::Lane(lane) => {
-                let (_, dropped) = queue.pull(window, &mut NoRings::new(counters.track), pull);
+                let pulled = queue.pull(posted, window, &mut NoRings::new(counters.track), pull);
                 lane.admit(window.from(first).zip(first..));
-                dropped
+                pulled
             }
         }
     }
