@@ -202,8 +202,8 @@ Examples:
       another file
 
 NCCL before 2.21 takes no path: put the folder of libnccl-net-ferrywire.so into
-LD_LIBRARY_PATH, and set NCCL_NET_PLUGIN=ferrywire. NCCL_NET=ferrywire makes NCCL
-stop where it would fall back to its own sockets.
+LD_LIBRARY_PATH, and set NCCL_NET_PLUGIN=ferrywire. NCCL_NET=ferrywire makes
+NCCL stop where it would fall back to its own sockets.
 
 Exit status:
   0 the plugin loads here, 1 failed, 2 bad usage";
