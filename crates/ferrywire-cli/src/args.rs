@@ -78,19 +78,19 @@ pub enum Command {
     /// Show stored results of bench as a web page or a table, runs side by side
     #[command(after_long_help = help::REPORT)]
     Report(ReportFlags),
-    /// Install, check or remove the NIXL backend of a Python environment
-    #[command(after_long_help = help::NIXL)]
-    Nixl {
-        /// What to do
-        #[command(subcommand)]
-        action: NixlCommand,
-    },
     /// Print the environment with which NCCL uses ferrywire
     #[command(after_long_help = help::NCCL)]
     Nccl {
         /// What to do
         #[command(subcommand)]
         action: NcclCommand,
+    },
+    /// Install, check or remove the NIXL backend of a Python environment
+    #[command(after_long_help = help::NIXL)]
+    Nixl {
+        /// What to do
+        #[command(subcommand)]
+        action: NixlCommand,
     },
     /// The process in which a plugin is started
     #[command(hide = true)]
