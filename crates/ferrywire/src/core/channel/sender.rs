@@ -68,6 +68,8 @@ impl Channel {
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
         self.payload.poll_copies(&mut self.sender, &self.peer.queue);
         if self.sender.blocked || self.payload.stream_ended() {
+            self.publish_load();
+            self.hand_over_small();
             return Ok(0);
         }
         let mut moved = 0;
@@ -88,7 +90,17 @@ impl Channel {
             moved += bytes;
         }
         self.publish_load();
+        if self.sender.blocked {
+            self.hand_over_small();
+        }
         Ok(moved)
+    }
+
+    /// In bulk, wakes a channel for the small operations that were left to this one, which cannot send now.
+    fn hand_over_small(&self) {
+        if self.peer.in_bulk() {
+            self.leave_small(0);
+        }
     }
 
     /// Whether an acknowledgement needs a frame of its own: it is urgent, or no data frame would carry it.
@@ -340,7 +352,7 @@ impl Channel {
     /// Publishes the bytes in this channel's window to the peer's other channels, and whether small operations
     /// are left to this channel. A channel whose lane is not open publishes `NO_BACKLOG`, so that it does not
     /// count as the least loaded.
-    pub(super) fn publish_load(&self) {
+    pub fn publish_load(&self) {
         let is_open = self.payload.is_open();
         let bytes = self.sender.window.bytes() as u64;
         self.counters.backlog.store(if is_open { bytes } else { NO_BACKLOG }, Ordering::Relaxed);

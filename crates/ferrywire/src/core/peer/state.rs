@@ -283,7 +283,7 @@ impl PeerState {
 
     /// Whether so many bytes are in flight that the worker threads should move them while callers sleep.
     pub fn in_bulk(&self) -> bool {
-        self.in_flight.bytes.load(Ordering::Relaxed) >= BULK_BYTES
+        self.in_flight.bytes.load(Ordering::SeqCst) >= BULK_BYTES
     }
 
     /// Whether the bytes queued and in flight are deep bulk.
@@ -328,7 +328,8 @@ impl PeerState {
     }
 
     fn count_ended(&self, op: &Op) {
-        self.in_flight.bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
+        // Ordered with the look at the queue that follows: in bulk a post does not wake the home worker.
+        self.in_flight.bytes.fetch_sub(op.bytes_to_cut(), Ordering::SeqCst);
         self.in_flight.operations.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
         self.in_flight.answers.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
     }

@@ -261,6 +261,8 @@ impl ProgressEngine {
         let fd = channel.conn().fd();
         self.polled += usize::from(fd.is_none());
         let has_lane = channel.has_lane();
+        // This pass may end before it sends, and a post wakes only workers of channels that are known to have room.
+        channel.publish_load();
         self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none() });
         if has_lane {
             worker.sleeper.add_lane();

@@ -164,7 +164,13 @@ impl Workers {
             && (!peer.in_bulk() || self.context.is_caller_driven());
         // With the engine at hand one lock of the queue is enough to post the operation and take its frame.
         if goes_now && let Some(mut claim) = home.try_claim() {
-            return claim.engine().post_for(home, &self.context, peer, op);
+            let posted = claim.engine().post_for(home, &self.context, peer, op);
+            drop(claim);
+            // Its channels were lost meanwhile: another worker has the queue now.
+            if posted && peer.home_index() != home.index {
+                peer.wake_home_worker();
+            }
+            return posted;
         }
         let posted = peer.queue.post(op);
         if posted {
@@ -187,7 +193,12 @@ impl Workers {
         // Bulk is left to threads that are pinned to their cores.
         let is_for_threads = peer.in_bulk() && !context.is_caller_driven();
         if is_for_threads && bytes <= SMALL_BYTES_MAX {
-            return peer.rouse_for_small();
+            if peer.queue.has_work_beside_bulk() {
+                return peer.rouse_for_small();
+            }
+            if !peer.queue.has_work() {
+                return;
+            }
         }
         let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
         if is_for_threads || !home.send_at_once(context, peer) {
