@@ -25,7 +25,7 @@ mod text;
 pub use local::{Failure, processes};
 pub use registry::{
     Kind, Source, are_timed, count_auth_failure, process, record_post, record_transfer, register, retire,
-    set_face,
+    set_face, thread_ends,
 };
 pub use sample::{
     ChannelSample, KindSample, LaneSample, OccupancySample, PeerSample, ProcessSample, StagingSample,

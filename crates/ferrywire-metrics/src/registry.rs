@@ -180,11 +180,27 @@ fn now() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
+/// Clock ticks of threads that have ended.
+static ENDED_TICKS: Mutex<u64> = Mutex::new(0);
+
 /// CPU time of the threads of this process whose name begins with `ferrywire`.
 fn cpu_seconds() -> f64 {
+    let ended = ENDED_TICKS.lock().unwrap_or_else(PoisonError::into_inner);
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
     let ticks: u64 = tasks.flatten().filter_map(|task| ticks_of(&task.path())).sum();
-    ticks as f64 / ticks_per_second()
+    (*ended + ticks) as f64 / ticks_per_second()
+}
+
+/// Keeps the CPU time of the calling thread, which is about to end: without this the sum would shrink.
+pub fn thread_ends() {
+    let mut ended = ENDED_TICKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let thread = std::path::Path::new("/proc/thread-self");
+    // Under another name the thread is not counted twice while it is still listed.
+    if let Some(ticks) = ticks_of(thread)
+        && std::fs::write(thread.join("comm"), "ended").is_ok()
+    {
+        *ended += ticks;
+    }
 }
 
 /// Clock ticks in user and kernel mode of one thread, if it is ours.

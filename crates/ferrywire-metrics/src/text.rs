@@ -253,7 +253,7 @@ fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     }
     out.extend(counter(
         "cpu_seconds_total",
-        "CPU time of ferrywire's own threads that still run, in seconds.",
+        "CPU time of ferrywire's own threads, in seconds.",
         [],
         vec![([], process.cpu_s)],
     ));

@@ -398,6 +398,7 @@ impl Worker {
             its.thread.get_or_init(thread_id);
             block_signals();
             Loop::new(its).run();
+            ferrywire_metrics::thread_ends();
         };
         thread::Builder::new().name(format!("ferrywire-{index}")).spawn(run)?;
         Ok(worker)

@@ -567,6 +567,10 @@ impl Inner {
     }
 
     fn start_thread(&self, name: String, body: impl FnOnce() + Send + 'static) -> Result<()> {
+        let body = move || {
+            body();
+            ferrywire_metrics::thread_ends();
+        };
         let thread = thread::Builder::new().name(name).spawn(body);
         let thread = thread.map_err(|error| Error::io("start a thread", &error))?;
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
