@@ -3,6 +3,7 @@
 //! Invariant: what a peer had counted is in the samples exactly once: as its own until it is retired, in the peer named
 //! [`CLOSED`] afterwards.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
@@ -180,37 +181,45 @@ fn now() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// Clock ticks of threads that have ended.
-static ENDED_TICKS: Mutex<u64> = Mutex::new(0);
+/// CPU time of threads that have ended, in nanoseconds.
+static ENDED_NS: Mutex<u64> = Mutex::new(0);
 
 /// CPU time of the threads of this process whose name begins with `ferrywire`.
 fn cpu_seconds() -> f64 {
-    let ended = ENDED_TICKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let ended = ENDED_NS.lock().unwrap_or_else(PoisonError::into_inner);
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
-    let ticks: u64 = tasks.flatten().filter_map(|task| ticks_of(&task.path())).sum();
-    (*ended + ticks) as f64 / ticks_per_second()
+    let live: u64 = tasks.flatten().filter_map(|task| cpu_ns_of(&task.path())).sum();
+    (*ended + live) as f64 / 1e9
 }
 
 /// Keeps the CPU time of the calling thread, which is about to end: without this the sum would shrink.
 pub fn thread_ends() {
-    let mut ended = ENDED_TICKS.lock().unwrap_or_else(PoisonError::into_inner);
-    let thread = std::path::Path::new("/proc/thread-self");
+    let mut ended = ENDED_NS.lock().unwrap_or_else(PoisonError::into_inner);
+    let thread = Path::new("/proc/thread-self");
     // Under another name the thread is not counted twice while it is still listed.
-    if let Some(ticks) = ticks_of(thread)
+    if let Some(ns) = cpu_ns_of(thread)
         && std::fs::write(thread.join("comm"), "ended").is_ok()
     {
-        *ended += ticks;
+        *ended += ns;
     }
 }
 
-/// Clock ticks in user and kernel mode of one thread, if it is ours.
-fn ticks_of(task: &std::path::Path) -> Option<u64> {
+/// CPU time of one thread in nanoseconds, if it is ours.
+fn cpu_ns_of(task: &Path) -> Option<u64> {
     let stat = std::fs::read_to_string(task.join("stat")).ok()?;
     // The name is in parentheses and may contain any character.
     let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
+    if !name.starts_with("ferrywire") {
+        return None;
+    }
+    // A thread that moves little, since callers do, runs for less than a clock tick.
+    let precise = std::fs::read_to_string(task.join("schedstat")).ok();
+    if let Some(ns) = precise.as_deref().and_then(|text| text.split_ascii_whitespace().next()?.parse().ok()) {
+        return Some(ns);
+    }
     let mut fields = rest.split_ascii_whitespace().skip(11);
-    let (user, kernel) = (fields.next()?, fields.next()?);
-    name.starts_with("ferrywire").then(|| Some(user.parse::<u64>().ok()? + kernel.parse::<u64>().ok()?))?
+    let (user, kernel): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
+    Some(((user + kernel) as f64 / ticks_per_second() * 1e9) as u64)
 }
 
 fn ticks_per_second() -> f64 {
