@@ -46,8 +46,8 @@ pub(super) trait Copier: Send {
     /// The last mark that was reached, and an error if later ones are known never to be reached.
     fn reached(&mut self) -> (u64, Option<Error>);
 
-    /// Whether another batch should be enqueued now, not after the earlier ones.
-    fn takes_more(&self) -> bool {
+    /// Whether another batch of this many bytes should be enqueued now, not after the earlier ones.
+    fn takes_more(&self, _bytes: usize) -> bool {
         true
     }
 

@@ -86,6 +86,10 @@ impl CudaCopier {
         })
     }
 
+    fn kernel_takes_more(&self) -> bool {
+        self.kernel.as_ref().is_none_or(ListKernel::takes_more)
+    }
+
     /// The last mark that was reached.
     fn mark_reached(&self) -> u64 {
         // SAFETY: 8 bytes, page-aligned, alive as long as `self`; every writer writes all 8 bytes at once.
@@ -225,7 +229,7 @@ impl Copier for CudaCopier {
 
     fn reached(&mut self) -> (u64, Option<Error>) {
         let (mut reached, mut failed) = (self.mark_reached(), None);
-        let waits = reached < self.marked || !self.takes_more();
+        let waits = reached < self.marked || !self.kernel_takes_more();
         self.polls = if waits { self.polls.wrapping_add(1) } else { 0 };
         if self.polls > 0
             && self.polls.is_multiple_of(POLLS_PER_CLOCK_READ)
@@ -251,9 +255,12 @@ impl Copier for CudaCopier {
     }
 
     /// A kernel that waits behind another in its stream delays kernels of other streams that share a hardware
-    /// queue.
-    fn takes_more(&self) -> bool {
-        self.kernel.as_ref().is_none_or(ListKernel::takes_more)
+    /// queue. A short batch costs as many driver calls as a long one, so it waits for the copies before it, and
+    /// what comes meanwhile is joined to it.
+    fn takes_more(&self, bytes: usize) -> bool {
+        let posts = self.kernel.as_ref().is_some_and(ListKernel::posts);
+        let waits = !posts && bytes < KERNEL_BYTES_MIN && self.mark_reached() < self.marked;
+        self.kernel_takes_more() && !waits
     }
 
     fn stop(&mut self) -> u64 {

@@ -164,35 +164,41 @@ impl Pipeline {
         self.marked + 1
     }
 
-    /// Ends the batch with a mark, and enqueues it now or when the copier takes more.
+    /// Ends the batch with a mark, and enqueues it now or when the copier takes more. Batches that wait are
+    /// joined up to the length of a copier's list. From a GPU they are joined only up to a size that is worth
+    /// a copy, since nothing of a batch is sent before all of it is copied.
     pub fn flush(&mut self) {
         if self.batch_runs == 0 {
             return;
         }
         self.marked += 1;
-        self.held.push_back(Batch { mark: self.marked, runs: self.batch_runs, bytes: self.batch_bytes });
+        let next = Batch { mark: self.marked, runs: self.batch_runs, bytes: self.batch_bytes };
         (self.batch_runs, self.batch_bytes) = (0, 0);
-        self.busy.set(true);
-        self.enqueue();
-    }
-
-    /// Enqueues waiting batches, joined up to the length of a copier's list. From a GPU they are joined only
-    /// up to a size that is worth a copy, since nothing of a batch is sent before all of it is copied.
-    fn enqueue(&mut self) {
         let bytes_max = match self.way {
             Way::Out => limits::STAGING_BATCH_BYTES,
             Way::In => usize::MAX,
         };
-        while let Some(Batch { mut mark, mut runs, mut bytes }) = self.held.front().copied() {
-            if self.copier.as_ref().is_some_and(|copier| !copier.takes_more()) {
+        match self.held.back_mut() {
+            Some(last)
+                if last.runs + next.runs <= limits::STAGING_LIST_RUNS
+                    && last.bytes + next.bytes <= bytes_max =>
+            {
+                let (runs, bytes) = (last.runs + next.runs, last.bytes + next.bytes);
+                *last = Batch { mark: next.mark, runs, bytes };
+            }
+            _ => self.held.push_back(next),
+        }
+        self.busy.set(true);
+        self.enqueue();
+    }
+
+    /// Enqueues waiting batches, as far as the copier takes them.
+    fn enqueue(&mut self) {
+        while let Some(Batch { mark, runs, bytes }) = self.held.front().copied() {
+            if self.copier.as_ref().is_some_and(|copier| !copier.takes_more(bytes)) {
                 return;
             }
             self.held.pop_front();
-            while let Some(next) = self.held.pop_front_if(|next| {
-                runs + next.runs <= limits::STAGING_LIST_RUNS && bytes + next.bytes <= bytes_max
-            }) {
-                (mark, runs, bytes) = (next.mark, runs + next.runs, bytes + next.bytes);
-            }
             let made = self.make_copier();
             // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
             let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(&self.runs[..runs], mark) };
@@ -366,7 +372,7 @@ mod tests {
             (seen.reached, seen.fails.then(|| Error::Internal("it fails".into())))
         }
 
-        fn takes_more(&self) -> bool {
+        fn takes_more(&self, _bytes: usize) -> bool {
             let seen = self.seen();
             seen.batches.last().is_none_or(|(mark, _)| *mark <= seen.reached)
         }
