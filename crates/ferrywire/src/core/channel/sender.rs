@@ -321,6 +321,14 @@ impl Channel {
     fn take(&mut self, posted: Option<Hold>, unsent: u64, small: u64) -> bool {
         let (share, chunk_bytes) = self.bulk_share();
         let bulk = share > 0 && self.may_take_bulk();
+        let queue = &self.peer.queue;
+        let may_take =
+            (small > 0 && queue.has_work_beside_bulk()) || (bulk && queue.has_work_beside_small());
+        // Without this check, threads that may take nothing would contend for the lock.
+        if posted.is_none() && !may_take {
+            self.leave_small(small);
+            return true;
+        }
         let pull = Pull {
             bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),

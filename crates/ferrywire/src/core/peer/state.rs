@@ -288,7 +288,9 @@ impl PeerState {
 
     /// Whether the bytes queued and in flight are deep bulk.
     pub fn in_deep_bulk(&self) -> bool {
-        self.is_deep_bulk(self.queue.bulk_bytes().saturating_add(self.live_backlog().1))
+        // Idle threads ask all the time. The backlogs are in the cache of the threads that move bytes.
+        self.is_deep_bulk(self.in_flight.bytes.load(Ordering::Relaxed))
+            && self.is_deep_bulk(self.queue.bulk_bytes().saturating_add(self.live_backlog().1))
     }
 
     /// Whether `bytes` bytes are deep bulk for this peer's number of channels.
