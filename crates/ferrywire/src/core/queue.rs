@@ -19,8 +19,12 @@ use ferrywire_proto::limits::PeerLimits;
 use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered, withdrawn};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
+use std::hint;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+/// Tries to lock the outbox before a pull waits for the lock.
+const LOCK_TRIES: u32 = 1000;
 
 /// The staging rings of a channel, as the queue fills them.
 pub(crate) trait Stage {
@@ -83,9 +87,35 @@ impl SendQueue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Outbox<Hold>> {
+        self.counted(self.outbox.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Counts the lock for tests.
+    fn counted<'a>(&self, outbox: MutexGuard<'a, Outbox<Hold>>) -> MutexGuard<'a, Outbox<Hold>> {
         #[cfg(test)]
         self.locks.fetch_add(1, Ordering::SeqCst);
-        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+        outbox
+    }
+
+    /// Locks the outbox for a pull. Returns `None` once the pull would take nothing, unless it `posts`: idle
+    /// threads try all the time, and while one of them has the lock it may take everything.
+    fn lock_for(&self, posts: bool, pull: &Pull) -> Option<MutexGuard<'_, Outbox<Hold>>> {
+        if posts {
+            return Some(self.lock());
+        }
+        for _ in 0..LOCK_TRIES {
+            let finds = (pull.small > 0 && self.has_work_beside_bulk())
+                || (pull.bulk && self.has_work_beside_small());
+            if !finds {
+                return None;
+            }
+            match self.outbox.try_lock() {
+                Err(TryLockError::WouldBlock) => hint::spin_loop(),
+                Ok(outbox) => return Some(self.counted(outbox)),
+                Err(TryLockError::Poisoned(error)) => return Some(self.counted(error.into_inner())),
+            }
+        }
+        Some(self.lock())
     }
 
     /// Whether items wait to be pulled.
@@ -311,7 +341,7 @@ impl SendQueue {
         staging: &mut impl Stage,
         mut pull: Pull,
     ) -> Pulled {
-        let mut outbox = self.lock();
+        let Some(mut outbox) = self.lock_for(posted.is_some(), &pull) else { return Pulled::default() };
         let refused = posted.and_then(|op| outbox.post(op).err());
         let mut taken = 0;
         let mut dropped = Vec::new();
@@ -342,6 +372,7 @@ impl SendQueue {
 }
 
 /// Outcome of a pull.
+#[derive(Default)]
 pub(crate) struct Pulled {
     /// Operations that ended without needing a frame.
     pub dropped: Vec<Hold>,

@@ -285,9 +285,10 @@ impl Channel {
     /// Moves frames from the queue into the window, until one socket call can be filled.
     pub(super) fn pull(&mut self) {
         let unsent = self.sender.unsent();
-        let small = self.small_share();
         let queue = &self.peer.queue;
-        let waits = (small > 0 && queue.has_work_beside_bulk()) || queue.has_work_beside_small();
+        // The share depends on the backlogs of all channels, which are in the cache of other threads.
+        let small = if queue.has_work_beside_bulk() { self.small_share() } else { 0 };
+        let waits = small > 0 || queue.has_work_beside_small();
         let enough = unsent >= READY_BYTES;
         self.payload.note_enough(enough);
         if enough || !waits {
@@ -319,16 +320,12 @@ impl Channel {
     /// bytes of small operations may be taken. Returns false if the posted operation was refused, since the peer
     /// is gone.
     fn take(&mut self, posted: Option<Hold>, unsent: u64, small: u64) -> bool {
-        let (share, chunk_bytes) = self.bulk_share();
+        let (share, chunk_bytes) = if posted.is_some() || self.peer.queue.has_work_beside_small() {
+            self.bulk_share()
+        } else {
+            (0, self.peer.queue.chunk_bytes)
+        };
         let bulk = share > 0 && self.may_take_bulk();
-        let queue = &self.peer.queue;
-        let may_take =
-            (small > 0 && queue.has_work_beside_bulk()) || (bulk && queue.has_work_beside_small());
-        // Without this check, threads that may take nothing would contend for the lock.
-        if posted.is_none() && !may_take {
-            self.leave_small(small);
-            return true;
-        }
         let pull = Pull {
             bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
