@@ -1,6 +1,6 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device`, `foreign`, `gather`, `held`, `nic`, `outcomes`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one.
+//! `device`, `foreign`, `gather`, `held`, `joined`, `nic`, `outcomes`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one.
 //! `without` shows what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
 //! and again with one that runs kernels on the CPU, which `launched` needs. `freed` and `over_plugin` need `libferrywire_tcpx_sim.so` beside
 //! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
@@ -18,6 +18,7 @@ mod freed;
 mod gather;
 mod gpus;
 mod held;
+mod joined;
 mod kernel;
 mod launched;
 mod nic;
