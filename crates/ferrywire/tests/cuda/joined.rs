@@ -29,7 +29,8 @@ fn short_writes_that_wait_for_a_copy_share_their_driver_calls() {
     let hold = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(c_int)>(hold) };
     let builder = || Endpoint::builder().channels(1);
     let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
-    let near = builder().build().unwrap();
+    // Without threads of its own, the caller that posts starts each copy.
+    let near = builder().threads(0).build().unwrap();
     let peer = near.connect(far.listen_addresses()[0], LONG).unwrap();
     let source = near.alloc_cuda(0, (2 * WRITES * BYTES) as usize).unwrap();
     let target = far.alloc_host((WRITES * BYTES) as usize).unwrap();
