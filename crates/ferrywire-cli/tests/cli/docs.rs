@@ -14,7 +14,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("deploy/README.md", 3),
     ("docs/a3-high.md", 6),
     ("docs/c.md", 4),
-    ("docs/cli.md", 15),
+    ("docs/cli.md", 6),
     ("docs/devmem.md", 8),
     ("docs/glossary.md", 4),
     ("docs/guarantees.md", 8),
