@@ -28,7 +28,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("docs/python.md", 9),
     ("docs/rust.md", 6),
     ("docs/troubleshooting.md", 8),
-    ("docs/tuning.md", 7),
+    ("docs/tuning.md", 4),
 ];
 
 fn root() -> PathBuf {
