@@ -9,7 +9,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("README.md", 7),
     ("ARCHITECTURE.md", 13),
     ("CHANGELOG.md", 2),
-    ("CONTRIBUTING.md", 5),
+    ("CONTRIBUTING.md", 4),
     ("SECURITY.md", 6),
     ("deploy/README.md", 3),
     ("docs/a3-high.md", 6),
@@ -26,7 +26,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("docs/plugins.md", 9),
     ("docs/protocol.md", 14),
     ("docs/python.md", 9),
-    ("docs/rust.md", 6),
+    ("docs/rust.md", 5),
     ("docs/troubleshooting.md", 8),
     ("docs/tuning.md", 4),
 ];
