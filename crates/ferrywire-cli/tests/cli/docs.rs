@@ -6,8 +6,8 @@ use std::path::{Component, Path, PathBuf};
 
 /// Largest size of each page, in kB of 1,000 bytes: a page that outgrows its reader is cut or split.
 const SIZES_KB: &[(&str, u64)] = &[
-    ("README.md", 7),
-    ("ARCHITECTURE.md", 13),
+    ("README.md", 6),
+    ("ARCHITECTURE.md", 12),
     ("CHANGELOG.md", 2),
     ("CONTRIBUTING.md", 4),
     ("SECURITY.md", 6),
@@ -16,7 +16,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("docs/c.md", 4),
     ("docs/cli.md", 6),
     ("docs/devmem.md", 7),
-    ("docs/glossary.md", 4),
+    ("docs/glossary.md", 3),
     ("docs/guarantees.md", 8),
     ("docs/install.md", 4),
     ("docs/metrics.md", 5),
