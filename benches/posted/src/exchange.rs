@@ -21,7 +21,7 @@ const WARM_UP_ROUNDS: f64 = 500.0;
 const WARM_UP_S: f64 = 0.2;
 /// Rounds that say how long one takes.
 const TRIED_ROUNDS: u64 = 3;
-/// From when the target is told until the first of some rounds begins, where they have a pace.
+/// From the message to the target until the first of some rounds begins, where they have a pace.
 const LEAD_NS: u64 = 2_000_000;
 
 /// The end that answers.
@@ -93,8 +93,9 @@ pub fn source(flags: &Flags) -> io::Result<()> {
         far.tell(&format!("{rounds} {first_ns}"))?;
         let pace = Pace { run: runs.next().unwrap_or_default(), rounds, first_ns, every_ns };
         let took = timed(&mut pairs, pace, Side::Source)?;
-        let told = far.line("done ")?;
-        let there: f64 = told.parse().map_err(|_| io::Error::other(format!("the target said {told:?}")))?;
+        let reported = far.line("done ")?;
+        let there: f64 =
+            reported.parse().map_err(|_| io::Error::other(format!("the target said {reported:?}")))?;
         Ok((took, sys::cpu_seconds() - cpu + there))
     };
     let mean = |took: &[Duration]| {

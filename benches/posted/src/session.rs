@@ -7,8 +7,8 @@
 //!
 //! The clock runs from `go` to `done`, which the target says when it has given back the last receive of every
 //! connection. The rate is the median over intervals of a tenth of a second, as `ferrywire bench` reckons it; the
-//! mean over all is told beside it. Before the timed part come one whole cycle through the memory, which is verified,
-//! and one by which its length is chosen.
+//! mean over all is printed beside it. Before the timed part come one whole cycle through the memory, which is
+//! verified, and one by which its length is chosen.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -100,16 +100,17 @@ fn run(far: &mut Target, pumps: &mut [Pump<'_>], done: &AtomicU64, messages: u64
     let (start, cpu) = (Instant::now(), sys::cpu_seconds());
     far.tell(&messages.to_string())?;
     let ended = AtomicBool::new(false);
-    let (told, mut rates) = thread::scope(|scope| {
+    let (reported, mut rates) = thread::scope(|scope| {
         let rates = scope.spawn(|| rates(done, &ended));
-        let told = all(pumps, |pump| pump.send(messages)).and_then(|()| far.line("done "));
+        let reported = all(pumps, |pump| pump.send(messages)).and_then(|()| far.line("done "));
         ended.store(true, Ordering::Relaxed);
         rates.thread().unpark();
-        (told, rates.join().expect("the thread that looks on panicked"))
+        (reported, rates.join().expect("the thread that looks on panicked"))
     });
     let (seconds, near) = (start.elapsed().as_secs_f64(), sys::cpu_seconds() - cpu);
-    let told = told?;
-    let there: f64 = told.parse().map_err(|_| io::Error::other(format!("the target said {told:?}")))?;
+    let reported = reported?;
+    let there: f64 =
+        reported.parse().map_err(|_| io::Error::other(format!("the target said {reported:?}")))?;
     rates.sort_by(f64::total_cmp);
     Ok(Took { seconds, cpu_seconds: near + there, median: rates.get(rates.len() / 2).copied() })
 }

@@ -279,7 +279,7 @@ impl Inbox {
                     Ok(_) => state.next = None,
                     Err(_) => wakeups.iter().filter_map(Weak::upgrade).for_each(|wakeup| wakeup.wake()),
                 }
-                // Waiting callers look again: for the notification that is kept, or for the next.
+                // Waiting callers check again: for the notification that is kept, or for the next.
                 self.changed.notify_all();
                 return copied;
             }

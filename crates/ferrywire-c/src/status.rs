@@ -192,15 +192,15 @@ pub(crate) unsafe fn put_if_wanted<T>(place: *mut T, value: T) {
 /// Copies `from` to a buffer of `capacity` bytes and sets the optional length, also if the buffer is too small.
 ///
 /// # Safety
-/// `to` is null or has `capacity` bytes; `told` is null or valid for writing.
+/// `to` is null or has `capacity` bytes; `reported` is null or valid for writing.
 pub(crate) unsafe fn copy_out(
     from: &[u8],
     to: *mut c_void,
     capacity: usize,
-    told: *mut usize,
+    reported: *mut usize,
 ) -> Result<c_int, Failure> {
     // SAFETY: by the caller's promise.
-    unsafe { put_if_wanted(told, from.len()) };
+    unsafe { put_if_wanted(reported, from.len()) };
     if from.len() > capacity || (to.is_null() && !from.is_empty()) {
         let text =
             format!("the value has {} bytes and the buffer {capacity}: give a larger buffer", from.len());

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let outcome = catch_unwind(run);
     // Threads may still hold endpoints. Endpoints end with the process, but their changes of NICs would not.
     ferrywire_devmem::release_nics();
-    // Last: a parent kills a child that has told its outcome.
+    // Last: a parent kills a child that has reported its outcome.
     match &outcome {
         Ok(outcome) => bench::parent::tell_outcome(outcome),
         Err(_) => bench::parent::tell_outcome(&Err(exit::Failure::panicked())),

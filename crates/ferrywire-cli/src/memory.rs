@@ -251,9 +251,9 @@ mod tests {
         ];
         for (text, shown) in good {
             assert_eq!(text.parse::<Memory>().map(|memory| memory.to_string()), Ok(shown.to_owned()));
-            let told = serde_json::to_string(&text.parse::<Memory>().expect("it is good")).expect("JSON");
-            assert_eq!(told, format!("{shown:?}"));
-            assert_eq!(serde_json::from_str::<Memory>(&told).ok(), text.parse().ok());
+            let reported = serde_json::to_string(&text.parse::<Memory>().expect("it is good")).expect("JSON");
+            assert_eq!(reported, format!("{shown:?}"));
+            assert_eq!(serde_json::from_str::<Memory>(&reported).ok(), text.parse().ok());
         }
         for text in
             ["", "host:0", "sim:", "sim:x", "sim:-1", "sim:99999", "cuda:", "cuda:a", "cuda:64", "floppy"]

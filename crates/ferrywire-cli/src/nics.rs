@@ -23,8 +23,8 @@ pub fn line_rate_bytes_per_s(nic: &str) -> Option<f64> {
 
 /// The line rate of the NIC with this folder. A veth's reported rate means nothing.
 fn line_rate_of(nic: &Path) -> Option<f64> {
-    let told = fs::read_to_string(nic.join("speed")).ok()?;
-    let mbit_per_s: f64 = told.trim().parse().ok()?;
+    let reported = fs::read_to_string(nic.join("speed")).ok()?;
+    let mbit_per_s: f64 = reported.trim().parse().ok()?;
     (mbit_per_s > 0.0 && leads_to_device(nic, LOWER_NICS_MAX)).then_some(mbit_per_s * 1e6 / 8.0)
 }
 

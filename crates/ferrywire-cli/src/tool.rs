@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn why_there_is_no_answer_is_told() {
+    fn the_cause_of_a_missing_answer_is_reported() {
         let shell = |script: &str, limit| run(Command::new("sh").args(["-c", script]), limit);
         assert_eq!(shell("echo one; echo two >&2; exit 3", LONG), Err("exit status: 3: two".to_owned()));
         assert_eq!(shell("exit 3", LONG), Err("exit status: 3".to_owned()));

@@ -320,7 +320,7 @@ fn existing(path: &Path) -> Outcome<PathBuf> {
     usage(format!("--plugin {}: {why}", path.display()))
 }
 
-/// A chunk size above the default needs longer messages, which both ends must be told; a smaller one does not.
+/// A chunk size above the default needs longer messages, which both ends must set; a smaller one does not.
 fn message_bytes_max(chunk_bytes: Option<u64>) -> Outcome<Option<usize>> {
     let most = limits::CHUNK_BYTES_MAX as u64;
     match chunk_bytes {

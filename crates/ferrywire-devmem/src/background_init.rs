@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_what_is_not_there_yet() {
+    fn get_does_not_wait_for_an_unfinished_initialization() {
         let (go, goes) = mpsc::channel();
         let making = BackgroundInit::start("a thing", move || goes.recv().map_err(|error| error.to_string()));
         assert!(making.get().is_pending() && making.take().is_pending());

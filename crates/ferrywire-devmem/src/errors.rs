@@ -84,7 +84,7 @@ pub enum DevmemError {
     },
     /// The kernel did not take fragments back, so the pool would run dry.
     #[error(
-        "NIC {nic}: the kernel refused {unknown} of {told} returned fragments: this connection did not hold them"
+        "NIC {nic}: the kernel refused {unknown} of {returned} returned fragments: this connection did not hold them"
     )]
     UnknownTokens {
         /// The NIC.
@@ -92,7 +92,7 @@ pub enum DevmemError {
         /// The number of fragments that the kernel did not know.
         unknown: usize,
         /// The number of fragments that were returned.
-        told: usize,
+        returned: usize,
     },
 }
 
@@ -121,7 +121,7 @@ impl DevmemError {
         Some(DevmemError::Receive { nic: nic.into(), peer: peer.into(), fault })
     }
 
-    /// The kind of the error, which tells who has to act.
+    /// The kind of the error, which says who has to act.
     pub fn kind(&self) -> ErrorKind {
         match self {
             DevmemError::Bind { .. } | DevmemError::Setting { .. } => ErrorKind::Local,

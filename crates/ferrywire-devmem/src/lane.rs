@@ -245,10 +245,10 @@ mod tests {
     fn a_silent_peer_may_have_an_empty_pool_and_the_error_says_so() {
         let quiet = PathHealth { unanswered: 2, silent_for: Duration::from_secs(2), ..PathHealth::default() };
         assert_eq!(silence(&quiet), None, "nothing waits");
-        let told = silence(&PathHealth { waiting: true, ..quiet }).expect("two seconds are too long");
+        let reported = silence(&PathHealth { waiting: true, ..quiet }).expect("two seconds are too long");
         assert!(
-            told.starts_with("no answer from the peer's host") && told.contains("no free buffers"),
-            "{told}"
+            reported.starts_with("no answer from the peer's host") && reported.contains("no free buffers"),
+            "{reported}"
         );
     }
 }

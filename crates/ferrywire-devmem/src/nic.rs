@@ -127,7 +127,7 @@ impl Claim {
         let mut bench = Bench { nic, kernel: &mut *kernel, journal: &mut locked };
         let cleaned = bench.clean()?;
         let strangers = if cleaned.nobody { bench.strangers() } else { None };
-        cleaned.told.iter().chain(&strangers).for_each(|line| tracing::warn!("{line}"));
+        cleaned.reported.iter().chain(&strangers).for_each(|line| tracing::warn!("{line}"));
         let queues = choose(&mut bench, wish.queues, &cleaned.live)?;
         let missing = bench.missing(&queues)?;
         if !wish.allow_nic_setup && !missing.is_empty() {
@@ -139,7 +139,7 @@ impl Claim {
         if let Err(error) = bench.set_up(&missing, &off) {
             bench.journal.remove_claim(&file.name());
             match bench.release(&cleaned.live, Others::Live) {
-                Ok(told) => told.iter().for_each(|line| tracing::warn!("{line}")),
+                Ok(reported) => reported.iter().for_each(|line| tracing::warn!("{line}")),
                 Err(why) => tracing::warn!("{why}"),
             }
             return Err(error);
@@ -296,16 +296,16 @@ impl Claim {
         }
         drop(file);
         let live = bench.live()?;
-        let mut told = bench.release(&live, Others::Live)?;
-        told.append(&mut bench.journal.told);
-        Ok(told)
+        let mut reported = bench.release(&live, Others::Live)?;
+        reported.append(&mut bench.journal.reported);
+        Ok(reported)
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
         match self.end() {
-            Ok(told) => told.iter().for_each(|line| tracing::info!("{line}")),
+            Ok(reported) => reported.iter().for_each(|line| tracing::info!("{line}")),
             Err(error) => {
                 tracing::warn!(
                     "NIC {}: flow rules and settings are not restored; the next start tries again: {error}",

@@ -389,14 +389,14 @@ impl Receiving {
         if self.back.is_empty() {
             return Ok(());
         }
-        let told = self.back.fragments();
+        let reported = self.back.fragments();
         let released = self
             .back
             .release(self.fd)
             .map_err(|error| format!("cannot return fragments to the kernel: {error}"))?;
         if released.unknown > 0 {
             let (nic, unknown) = (self.device.name().to_owned(), released.unknown);
-            return Err(DevmemError::UnknownTokens { nic, unknown, told }.to_string());
+            return Err(DevmemError::UnknownTokens { nic, unknown, returned: reported }.to_string());
         }
         add(&self.counters.release_calls, released.calls);
         add(&self.counters.released, released.fragments);

@@ -35,7 +35,7 @@ pub(crate) struct DevmemSetup {
     /// Whether this end dials and has not yet been asked to.
     to_dial: bool,
     connected: bool,
-    told: bool,
+    reported: bool,
     peer_ready: bool,
     shared: Arc<Shared>,
 }
@@ -62,7 +62,7 @@ impl DevmemSetup {
             started: now,
             to_dial: dials,
             connected: false,
-            told: false,
+            reported: false,
             peer_ready: false,
             shared: Arc::new(Shared { made: Mutex::new(None), waker }),
         })
@@ -105,9 +105,9 @@ impl Setup for DevmemSetup {
         if let Some(Err(why)) = &*made {
             return Progress::Failed(why.clone());
         }
-        if made.is_some() && !self.told {
+        if made.is_some() && !self.reported {
             drop(made);
-            self.told = true;
+            self.reported = true;
             return Progress::Handle(Box::new(READY));
         }
         if self.peer_ready

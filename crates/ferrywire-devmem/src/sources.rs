@@ -96,7 +96,7 @@ type OfRegion = (Weak<Memory>, Weak<Bound>);
 pub(super) struct Bindings {
     bound: Mutex<HashMap<usize, OfRegion>>,
     /// Logged reasons why the NIC cannot read GPU memory.
-    told: Mutex<Told>,
+    reported: Mutex<Told>,
 }
 
 /// Reasons by their text, without addresses and sizes, which differ between regions.
@@ -142,7 +142,7 @@ impl Bindings {
 
     /// Logs, once per reason, that payload is copied by way of the host.
     fn tell(&self, device: &Device, why: &str) {
-        if self.told.lock().unwrap_or_else(PoisonError::into_inner).is_new(why) {
+        if self.reported.lock().unwrap_or_else(PoisonError::into_inner).is_new(why) {
             tracing::warn!(
                 nic = device.name(),
                 "NIC cannot read GPU memory, payload is copied to host memory first: {why}"
@@ -204,20 +204,20 @@ mod tests {
     use super::{TOLD_MAX, Told};
 
     #[test]
-    fn a_reason_is_told_once_for_however_many_regions() {
+    fn a_reason_is_reported_once_for_any_number_of_regions() {
         let no_buffer = |at: usize| format!("binding a region: no dma-buf of {} bytes at {at:#x}", at / 2);
         let no_pages = "a page at an end of the region belongs to another allocation too: align the region to whole pages";
-        let mut told = Told::default();
-        assert_eq!([no_buffer(0x7000).as_str(), no_pages].map(|why| told.is_new(why)), [true, true]);
+        let mut reported = Told::default();
+        assert_eq!([no_buffer(0x7000).as_str(), no_pages].map(|why| reported.is_new(why)), [true, true]);
         for at in [0x7000, 0xab_c000, 0x9000] {
-            assert_eq!([no_buffer(at).as_str(), no_pages].map(|why| told.is_new(why)), [false, false]);
+            assert_eq!([no_buffer(at).as_str(), no_pages].map(|why| reported.is_new(why)), [false, false]);
         }
     }
 
     #[test]
-    fn reasons_without_end_are_not_told_without_end() {
-        let mut told = Told::default();
-        let new = (0..100).filter(|number| told.is_new(&"why ".repeat(*number))).count();
+    fn the_number_of_reported_reasons_is_bounded() {
+        let mut reported = Told::default();
+        let new = (0..100).filter(|number| reported.is_new(&"why ".repeat(*number))).count();
         assert_eq!(new, TOLD_MAX);
     }
 }

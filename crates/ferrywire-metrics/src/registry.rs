@@ -14,7 +14,7 @@ use crate::sample::{PeerSample, ProcessSample};
 
 /// Name under which the counts of peers that are gone are summed.
 const CLOSED: &str = "closed";
-/// Most NICs that are told apart in those counts; more are summed as `other`.
+/// Most NICs with counts of their own; more are summed as `other`.
 const CLOSED_NICS_MAX: usize = 64;
 
 /// Something whose counters a scrape reads.

@@ -229,7 +229,7 @@ enum Request {
     Other(&'static str),
 }
 
-/// Reads a request; what follows its header is not looked at.
+/// Reads a request; what follows its header is ignored.
 fn request(stream: &TcpStream, end: Instant) -> io::Result<Request> {
     let (mut bytes, mut length) = ([0; REQUEST_BYTES_MAX], 0);
     loop {

@@ -64,7 +64,7 @@ pub fn is_short(error: &io::Error) -> bool {
 #[derive(Debug, Default)]
 pub struct Failure {
     first: OnceLock<Fault>,
-    told: AtomicBool,
+    reported: AtomicBool,
 }
 
 impl Failure {
@@ -81,7 +81,7 @@ impl Failure {
     /// Fails if there was a failure; the first such call logs it.
     pub fn check(&self) -> Outcome<()> {
         let Some(fault) = self.first.get() else { return Ok(()) };
-        if self.told.swap(true, Ordering::Relaxed) {
+        if self.reported.swap(true, Ordering::Relaxed) {
             Err(Fault { code: fault.code, why: String::new() })
         } else {
             Err(fault.clone())
@@ -90,7 +90,7 @@ impl Failure {
 }
 
 /// Logs a fault, unless that has been done, and returns its code.
-fn told(fault: &Fault) -> ResultCode {
+fn log_fault(fault: &Fault) -> ResultCode {
     if !fault.why.is_empty() {
         log::warn(format_args!("{}", fault.why));
     }
@@ -102,7 +102,7 @@ pub fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => ResultCode::SUCCESS,
         // Logging calls NCCL's function, which does not unwind.
-        Ok(Err(fault)) => told(&fault),
+        Ok(Err(fault)) => log_fault(&fault),
         Err(_) => ResultCode::INTERNAL_ERROR,
     }
 }

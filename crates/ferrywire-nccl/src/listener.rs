@@ -70,7 +70,7 @@ impl ListenComm {
     /// One call of `accept`: a comm, or `None` while it is not complete.
     pub fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
         attempt::sweep();
-        // Connections that are already here first: most need a single look, and then no room has to be made.
+        // Connections that are already here first: most need one check, and then no room has to be made.
         self.prove();
         self.take_in()?;
         self.prove();
@@ -252,7 +252,7 @@ mod tests {
         assert!(keeps(listener.gathering[0].conns[0].as_ref().unwrap().fd().unwrap()) >= 20);
     }
 
-    /// Regression: connections were dropped to make room, after a time in which nothing looked at them.
+    /// Regression: connections were dropped to make room, after a time in which no thread checked them.
     #[test]
     fn connections_that_have_proved_themselves_make_room_for_no_stranger() {
         let (mut listener, handle) = listening();

@@ -36,9 +36,9 @@ pub fn warn_once(text: Arguments<'_>) {
 /// Logs a warning, at most once for each `what`.
 pub fn warn_once_of(what: &str, text: Arguments<'_>) {
     static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
-    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    if told.len() < TOLD_MAX && told.insert(what.to_owned()) {
-        drop(told);
+    let mut reported = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if reported.len() < TOLD_MAX && reported.insert(what.to_owned()) {
+        drop(reported);
         warn(text);
     }
 }

@@ -240,13 +240,13 @@ pub enum Delay {
 
 /// A direction, with its connection until it is closed.
 pub enum Side {
-    /// `armed`: the worker is going to look at the comm's queue. `blocked`: it will do so when the socket has room.
+    /// `armed`: the worker is going to check the comm's queue. `blocked`: it will do so when the socket has room.
     Send {
         /// None once the wire is closed.
         sender: Mutex<Option<Sender>>,
         /// The comm whose queue is sent.
         comm: Arc<Sending>,
-        /// Whether the worker is going to look at the queue.
+        /// Whether the worker is going to check the queue.
         armed: AtomicBool,
         /// Whether the socket has no room.
         blocked: AtomicBool,

@@ -131,7 +131,7 @@ impl Sending {
         queue.bytes.div_ceil(PIECE_BYTES_MIN)
     }
 
-    /// Tells other sockets of the queue, because one that may have been told is blocked.
+    /// Wakes other sockets for the queue, because a socket that may have been woken is blocked.
     pub fn tell_others(&self) {
         let wires = self.wires.get().into_iter().flatten().filter_map(Weak::upgrade).collect::<Vec<_>>();
         tell(&wires, 0, self.queued_bytes.load(Ordering::SeqCst).div_ceil(PIECE_BYTES_MIN));
@@ -144,7 +144,7 @@ fn tell(wires: &[Arc<Wire>], first: usize, wanted: usize) {
 }
 
 /// The indices of `count` sockets, those that take work sooner first, each group from `first` on. Each socket is asked
-/// once: a socket that woke between two questions would not be told, and the message would wait for the next.
+/// once: a socket that woke between two questions would not be woken, and the message would wait for the next.
 fn soonest(count: usize, first: usize, delay: impl Fn(usize) -> Delay) -> impl Iterator<Item = usize> {
     let mut delays = [Delay::Awake; SOCKETS_MAX];
     delays.iter_mut().enumerate().take(count).for_each(|(at, known)| *known = delay(at));
@@ -537,7 +537,7 @@ mod tests {
         }
     }
 
-    /// Regression: a socket's thread was asked twice whether it slept, and one that woke in between was not told.
+    /// Regression: a socket's thread was asked twice whether it slept, and one that woke in between was not notified.
     #[test]
     fn every_socket_comes_once_whatever_becomes_of_its_thread() {
         let asked = Cell::new(0);

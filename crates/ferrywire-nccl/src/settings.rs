@@ -5,7 +5,7 @@
 //! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12, for each GPU of the process; fewer for slow NICs | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4; fewer for slow NICs | sockets for bulk in each comm; over merged NICs twice as many, at least one for each |
 //! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond; with two cores for a GPU up to 512 KiB if that thread has received one since, unless the threads are said |
-//! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
+//! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work polls before it sleeps |
 //!
 //! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
 //!

@@ -201,7 +201,8 @@ unsafe extern "C" fn accept_v7(listen_comm: P, recv_comm: PP, _device: Dh) -> Re
     unsafe { accept_v5(listen_comm, recv_comm) }
 }
 
-/// The result of `regMr`. Host memory needs no registration, but its address tells which requests use the memory.
+/// The result of `regMr`. Host memory needs no registration, but its address identifies the requests that use the
+/// memory.
 struct Registered(Range<usize>);
 
 /// # Safety

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_manager_that_is_missing_is_told_with_its_folder() {
+    fn a_missing_manager_is_reported_with_its_folder() {
         let fix = LoggedCause::ManagerMissing.fix();
         assert!(fix.contains("tcpgpudmarxd") && fix.contains(" in /"), "{fix}");
     }

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_told_apart() {
+    fn other_files_are_distinguished() {
         assert_eq!(checked(b""), Err(Defect::NotElf));
         assert_eq!(checked(b"/* GNU ld script */ GROUP ( libc.so.6 )"), Err(Defect::NotElf));
         let change = |at: usize, value: u8| {

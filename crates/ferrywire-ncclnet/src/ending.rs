@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_warning_with_a_known_cause_is_told_with_its_fix_whatever_the_end() {
+    fn a_warning_with_a_known_cause_is_reported_with_its_fix_whatever_the_end() {
         let landed = logged(LogLevel::Warn, "fatal, a->b data landed on host memory 1 times");
         for end in [EndKind::Exit, EndKind::CallHangs, EndKind::Signal(libc::SIGSEGV)] {
             let said = explained(end, &landed);
@@ -167,13 +167,13 @@ mod tests {
     #[test]
     fn nothing_is_guessed() {
         let start = logged(LogLevel::Info, "NET/GPUDirectTCPX : unix client prefix /run/tcpx");
-        let told = "it logged last: NET/GPUDirectTCPX : unix client prefix /run/tcpx";
-        assert_eq!(explained(EndKind::Exit, &start), told);
-        assert_eq!(explained(EndKind::CallHangs, &start), told);
+        let reported = "it logged last: NET/GPUDirectTCPX : unix client prefix /run/tcpx";
+        assert_eq!(explained(EndKind::Exit, &start), reported);
+        assert_eq!(explained(EndKind::CallHangs, &start), reported);
         let segfault = explained(EndKind::Signal(libc::SIGSEGV), &start);
         assert_eq!(
             segfault,
-            format!("{told}; likely: a defect of the plugin, or a call that it does not support")
+            format!("{reported}; likely: a defect of the plugin, or a call that it does not support")
         );
         assert!(explained(EndKind::Signal(libc::SIGPIPE), &LastLines::new()).contains("gone"));
     }

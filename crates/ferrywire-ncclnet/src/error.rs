@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_failed_is_told_in_one_line() {
+    fn a_failed_call_is_reported_in_one_line() {
         let said = error(Cause::Result(ResultCode::INTERNAL_ERROR)).to_string();
         assert!(said.starts_with(
             "plugin Example (v7): accept on device 2 (eth3), listen comm 5: result 3 (internal error)"

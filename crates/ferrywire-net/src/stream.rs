@@ -173,7 +173,7 @@ pub trait Conn: Send {
     }
 }
 
-/// A connection that has a local port but is not dialled yet, so the peer can be told the port in advance.
+/// A connection that has a local port but is not dialled yet, so the port can be announced to the peer in advance.
 pub trait Bound: Send {
     /// Local address and port of the future connection.
     fn local(&self) -> SocketAddr;

@@ -317,7 +317,7 @@ impl Drop for Agent {
         }
         shared.ending.store(true, Ordering::SeqCst);
         shared.wakeup.wake();
-        // The thread has been told to end; a panic has been logged already.
+        // The thread has received the order to end; a panic has been logged already.
         thread.into_iter().for_each(|thread| drop(thread.join()));
         if let Err(error) = shared.endpoint.close(CLOSING_TIMEOUT) {
             tracing::info!(%error, "remote agent ended before all its data arrived");

@@ -42,9 +42,9 @@ pub fn announce(text: Arguments<'_>) {
 pub fn announce_once(text: Arguments<'_>) {
     static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
     let line = text.to_string();
-    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    if told.len() < TOLD_MAX && told.insert(line) {
-        drop(told);
+    let mut reported = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if reported.len() < TOLD_MAX && reported.insert(line) {
+        drop(reported);
         announce(text);
     }
 }

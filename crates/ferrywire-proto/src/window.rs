@@ -6,7 +6,7 @@
 //! the entries that the peer has placed are released. The rest is taken out, oldest first, and sent over other
 //! channels.
 //!
-//! Invariant: the count that a peer is told covers only frames that are placed, or whose refusals are in the
+//! Invariant: the count that goes to the peer covers only frames that are placed, or whose refusals are in the
 //! stream. Pure: no sockets, no clock.
 //! Read next: the engine's `core/queue.rs`, which fills the window, and `core/channel/`, which empties it.
 

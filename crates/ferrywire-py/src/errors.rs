@@ -1,4 +1,5 @@
-//! The engine's errors as Python exceptions: one class per kind of error, and one per cause that programs tell apart.
+//! The engine's errors as Python exceptions: one class per kind of error, and one per cause that programs
+//! distinguish.
 //!
 //! The classes are written in Python (`python/ferrywire/_errors.py`), because some have two bases.
 //! Invariant: the message is the engine's, unchanged.

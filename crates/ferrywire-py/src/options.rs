@@ -55,14 +55,14 @@ impl Address {
             return Ok(vec![SocketAddr::new(ip, self.port)]);
         }
         let text = self.text();
-        let (tell, told) = mpsc::channel();
+        let (tell, reported) = mpsc::channel();
         let look_up = move || drop(tell.send(self.look_up()));
         thread::Builder::new()
             .name("ferrywire-name".into())
             .spawn(look_up)
             .map_err(|error| Error::io("start a thread", &error))?;
         let timeout = |_| Error::Stalled { what: format!("looking up {text}"), peer: None, waited: limit };
-        let found = told.recv_timeout(limit).map_err(timeout)?;
+        let found = reported.recv_timeout(limit).map_err(timeout)?;
         found.map_err(|error| Error::Unreachable {
             address: text,
             cause: UnreachableCause::NameNotResolved,

@@ -79,7 +79,7 @@ pub fn to_hold(
     }
 }
 
-/// The GPU of a stream, if its library tells.
+/// The GPU of a stream, if its library reports it.
 fn gpu_of(stream: &Bound<'_, PyAny>) -> Option<u32> {
     let py = stream.py();
     let names = [intern!(py, "device_index"), intern!(py, "device_id")];

@@ -92,10 +92,10 @@ pub fn begin_aside<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> std::result::Result<Aside<T>, NotStarted> {
-    let (tell, told) = mpsc::channel();
+    let (tell, reported) = mpsc::channel();
     on_a_thread(py, move || drop(tell.send(unless_it_panics(work))))?;
     // A receiver cannot be shared between threads without a lock.
-    Ok(Aside(Mutex::new(told)))
+    Ok(Aside(Mutex::new(reported)))
 }
 
 impl<T: Send> Aside<T> {

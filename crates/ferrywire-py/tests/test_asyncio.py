@@ -47,7 +47,7 @@ def test_endpoints_connect_and_accept_in_one_loop():
     asyncio.run(main())
 
 
-def test_what_takes_long_is_not_looked_at_whenever_something_else_ends(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_transfer_is_not_checked_whenever_another_ends(monkeypatch: pytest.MonkeyPatch):
     hubs: list[_aio._Hub] = []
     wait = _aio._Hub.wait
 

@@ -409,7 +409,7 @@ with fw.Endpoint("127.0.0.1:0") as far:
         assert other.end() == "b'done' b'spawned'\n"
 
 
-def test_a_forked_child_is_told_at_once(program: type[Program]):
+def test_a_forked_child_gets_an_error_at_once(program: type[Program]):
     with program(SETUP + """
 region = near.register(bytearray(8)); remote = far.register(bytearray(8)).remote()
 transfer = to_far.recv(1, region)

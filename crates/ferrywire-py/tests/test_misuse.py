@@ -292,7 +292,7 @@ def test_a_configuration_that_cannot_work():
         endpoint.allocate(1, "moon:1")
 
 
-def test_nobody_there_and_somebody_else(pair: Pair):
+def test_no_peer_and_another_peer(pair: Pair):
     with refuses("Connection refused", fw.Unreachable) as gone, fw.Endpoint("127.0.0.1:0") as other:
         metadata = other.metadata()
         other.close()
@@ -323,7 +323,7 @@ def test_a_peer_that_takes_more_than_it_was_offered(pair: Pair):
     assert pair.to_far.notify(b"still here").wait(LIMIT) == 0
 
 
-def test_a_name_that_nobody_knows_is_a_matter_of_the_network(pair: Pair):
+def test_an_unknown_name_is_a_network_error(pair: Pair):
     for to in ("no.such.host.invalid:7", ("no.such.host.invalid", 7)):
         with refuses("cannot reach no.such.host.invalid:7: ", fw.Unreachable) as unknown:
             pair.near.connect(to, timeout=LIMIT)

@@ -59,7 +59,7 @@ impl PagePipe {
     }
 
     /// Moves bytes from the pipe into `socket` without blocking; returns how many were moved, which may be
-    /// fewer than [`held`](PagePipe::held). `more` tells the kernel that further bytes follow at once
+    /// fewer than [`held`](PagePipe::held). `more` announces to the kernel that further bytes follow at once
     /// (`SPLICE_F_MORE`).
     ///
     /// Errors: `WouldBlock` when the socket has no room or the pipe is empty.

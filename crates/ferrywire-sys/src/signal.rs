@@ -17,7 +17,7 @@ pub fn ignore_sigpipe() -> io::Result<()> {
 
 /// Runs `call` with `SIGPIPE` blocked for the current thread, and discards a signal that `call` raised. The
 /// process's signal disposition does not change. A call can transfer some bytes, meet the closed end and
-/// still succeed; `whole` returns true for a result that rules this out, so no pending signal is looked for.
+/// still succeed; `whole` returns true for a result that rules this out, so pending signals are not checked.
 pub(crate) fn without_sigpipe<T>(call: impl FnOnce() -> T, whole: impl FnOnce(&T) -> bool) -> T {
     // SAFETY: all zero is a valid signal set.
     let (mut pipe, mut before, mut pending): (libc::sigset_t, libc::sigset_t, libc::sigset_t) =

@@ -36,7 +36,7 @@ pub fn is_there() -> bool {
     Path::new(DEVICE).exists()
 }
 
-/// Most bytes of one dma-buf, where the kernel tells: 64 MiB unless an administrator changed it.
+/// Most bytes of one dma-buf, where the kernel reports it: 64 MiB unless an administrator changed it.
 pub fn limit_bytes() -> Option<u64> {
     let mib: u64 = fs::read_to_string(LIMIT).ok()?.trim().parse().ok()?;
     mib.checked_mul(1 << 20)
@@ -97,7 +97,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn a_file_of_memory_becomes_a_dmabuf_or_the_reason_is_told() {
+    fn a_file_of_memory_becomes_a_dmabuf_or_the_reason_is_reported() {
         let file = anonymous_file(4 * PAGE_BYTES).expect("memory");
         let made = from_memfd(file.as_fd(), PAGE_BYTES as u64, 2 * PAGE_BYTES as u64);
         match made {

@@ -91,7 +91,7 @@ pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut 
 }
 
 /// `connect`: starts an attempt, or polls it; returns the comm's pointer when it is ready. The first call starts the
-/// attempt and looks no further, as in the real plugin: it gives null however soon the attempt ends.
+/// attempt and checks no further, as in the real plugin: it gives null however soon the attempt ends.
 pub fn connect(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut c_void> {
     let plugin = plugin()?;
     let attempt = match handle::attempt(bytes) {

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_and_counts_are_where_the_host_looks() {
+    fn entries_and_counts_are_where_the_host_reads_them() {
         let mut metadata = Metadata::new(Mapped::host(METADATA_BYTES).unwrap());
         let entries =
             [Entry { source: 0x1001, len: 7, target: 0 }, Entry { source: 0x3000, len: 4096, target: 7 }];

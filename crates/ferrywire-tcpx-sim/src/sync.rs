@@ -41,7 +41,7 @@ impl Wake {
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Announces that the worker is awake, and discards wake-ups if `readable`, which tells whether `poll` has found
+    /// Announces that the worker is awake, and discards wake-ups if `readable`, which is whether `poll` has found
     /// one.
     ///
     /// A waking thread may write only after the worker has found the work by itself. That wake-up ends the next sleep

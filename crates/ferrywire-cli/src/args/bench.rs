@@ -33,7 +33,7 @@ pub struct Bench {
     pub ranks: RankArgs,
 }
 
-/// Which process of a run this is, where no launcher tells.
+/// Which process of a run this is, where no launcher sets it.
 #[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 #[command(next_help_heading = "Ranks")]

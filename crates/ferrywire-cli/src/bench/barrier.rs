@@ -15,7 +15,7 @@ use super::protocol::{Message, SideReport};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// How often a waiting peer is told that this end still waits; more often if its timeout is short.
+/// How often this end reports to a waiting peer that it still waits; more often if its timeout is short.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(5);
 /// Notices within the peer's timeout.
 const ASKED_PER_TIMEOUT: u32 = 3;

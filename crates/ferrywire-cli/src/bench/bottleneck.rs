@@ -1,4 +1,4 @@
-//! The bottleneck of a result, as far as the measurements tell.
+//! The bottleneck of a result, as far as the measurements show it.
 //!
 //! Each process reports where it runs: cores are judged across the processes that share them, NICs and threads by host.
 //! Read next: `result.rs`, which stores it.
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn cores_busy_with_something_else_are_told() {
+    fn cores_busy_with_something_else_are_named() {
         let near = SideReport { host_busy: Some(0.97), ..side("1", 0.9, 0.5) };
         let limit = bottleneck(&[near], &[side("2", 0.0, 0.0)]);
         assert_eq!(limit, "CPU: all cores of h1 busy, 0.9 of them with this run");

@@ -179,7 +179,7 @@ pub fn converse(
     };
     link.tell(&Message::Hello(Box::new(hello)))?;
     let (peer_host, remote, peer_threads, peer_memory, peer_gpu) =
-        match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
+        match link.hear_from_a_preparing_peer(layout::region_bytes(run))? {
             Message::Welcome { host, region, threads, memory, gpu } => {
                 (*host, region_from(link, &region)?, threads, memory, gpu)
             }

@@ -1,7 +1,7 @@
 //! The timed loop of one flow: keeps `depth` transfers in flight and records each completion.
 //!
 //! The driver posts; the other end of a two-sided flow follows with receives. Both use the slots in the same order.
-//! After its last message a driver tells its follower how many it has sent.
+//! After its last message a driver sends its follower the number of messages.
 //! Read next: `session.rs`, the caller.
 
 use std::collections::VecDeque;

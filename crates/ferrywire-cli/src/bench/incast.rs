@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn who_only_heard_of_a_failure_is_told_by_the_message_and_not_by_its_words() {
+    fn a_relayed_failure_is_known_by_its_message_and_not_by_its_words() {
         let words = "another peer of this run failed: x";
         let met = ended(Ok(()), &[&failing("Failed", words), &failing("Hearsay", "the cable")]);
         assert_eq!(met, Err(Failure::failed(format!("peer 1 of the incast: {words}"))));

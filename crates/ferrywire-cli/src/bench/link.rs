@@ -21,7 +21,7 @@ pub const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time in which [`Link::tell_failure`] waits for delivery: the message follows the payload posted before it.
 pub const FAILURE_TOLD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time for the peers of a run to receive the reason of its end. It exceeds the time of [`Link::tell_failure`]:
-/// an endpoint that closes earlier tells its peers that it closed, without the reason.
+/// an endpoint that closes earlier reports its close to peers without the reason.
 pub const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Slowest rate at which a busy host allocates and fills memory, with one core and pages that the kernel has to clear.
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
@@ -165,11 +165,11 @@ impl Link {
 
     /// The next message. A mark instead of a message is an error.
     pub fn hear(&self) -> Outcome<Message> {
-        self.hear_from_one_who_prepares(0)
+        self.hear_from_a_preparing_peer(0)
     }
 
     /// The next message of a peer that first allocates and fills `bytes` of memory.
-    pub fn hear_from_one_who_prepares(&self, bytes: u64) -> Outcome<Message> {
+    pub fn hear_from_a_preparing_peer(&self, bytes: u64) -> Outcome<Message> {
         let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
         match self.hear_within(self.timeout.saturating_add(more))? {
             Heard::Message(message) => Ok(message),

@@ -444,8 +444,8 @@ fn extra(
     if let Some(iterations) = verified_iterations(report, share) {
         extra.insert("verified_iterations".into(), json!(iterations));
     }
-    if let Some(told) = staged::told(share.members, share.serve) {
-        extra.insert("staging".into(), told);
+    if let Some(reported) = staged::staging_fields(share.members, share.serve) {
+        extra.insert("staging".into(), reported);
     }
     extra.insert("peer_per_nic".into(), json!(moved(share.serve).0));
     extra.insert("socket_buffer_bytes".into(), json!(least_buffers(share.members)));

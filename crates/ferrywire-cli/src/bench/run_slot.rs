@@ -31,7 +31,7 @@ pub struct ActiveRun {
     checked: Mutex<BTreeSet<Option<u32>>>,
 }
 
-/// Peers that have not yet been told that the run is over.
+/// Peers that have not yet received the end of the run.
 #[derive(Default)]
 struct Goodbyes {
     owed: usize,
@@ -266,7 +266,7 @@ mod tests {
 
     /// Regression: the second peer found too little room because the first had already used its part.
     #[test]
-    fn room_is_looked_for_once_for_all_peers_of_a_run() {
+    fn memory_is_checked_once_for_all_peers_of_a_run() {
         let run_slot = RunSlot::default();
         let full = || Err(Failure::failed("too little"));
         assert!(run_slot.enter(&hello(0), "a", None, &full).is_err());
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asked_for_a_run_and_never_came_takes_nobodys_time() {
+    fn a_peer_that_asked_for_a_run_and_never_came_delays_no_other() {
         let (own, asked) = (Duration::from_secs(30), Duration::from_millis(1));
         let run_slot = RunSlot::default();
         run_slot.expect(asked, own);

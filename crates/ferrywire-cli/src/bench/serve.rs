@@ -349,7 +349,7 @@ fn attend(
     let link = link.with_guest(Duration::from_secs_f64(hello.run.timeout_s));
     let member = Member { number: hello.member, run: &hello.run, barrier: &active.barrier, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
-    // The run slot is freed before the peer is told of the end, so that the next run can follow at once.
+    // The run slot is freed before the peer receives the end, so that the next run can follow at once.
     let ended = run_slot.leave(outcome.clone());
     link.tell_last(&match outcome {
         Ok(()) => Message::Bye,
@@ -401,7 +401,7 @@ fn through_sizes(
         memory: home.memory(),
         gpu: home.gpu_name(),
     })?;
-    let remote = match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
+    let remote = match link.hear_from_a_preparing_peer(layout::region_bytes(run))? {
         Message::Region { region } => region_from(link, &region)?,
         _ => return Err(link.strange("expected a region")),
     };
@@ -530,8 +530,8 @@ mod tests {
         let run = admit(&mut link, &run_slot, &plan, &doors[0], &mut String::new());
         let (hello, active, home) = run.expect("there is room").expect("it asks for a run");
         attend(link, &doors[0].endpoint, &run_slot, (&hello, &active, &home), None, &|ended| {
-            let told = measured.recv_timeout(LIMIT);
-            *heard.lock().expect("nobody panics") = Some((ended.outcome, told));
+            let reported = measured.recv_timeout(LIMIT);
+            *heard.lock().expect("nobody panics") = Some((ended.outcome, reported));
         });
         assert_eq!(heard.into_inner().expect("nobody panics"), Some((Ok(()), Ok(Ok(())))));
     }

@@ -66,7 +66,7 @@ pub fn stages_s(members: &[SideReport], serve: &[SideReport]) -> BTreeMap<String
 }
 
 /// Further fields of a result about staging.
-pub fn told(members: &[SideReport], serve: &[SideReport]) -> Option<Value> {
+pub fn staging_fields(members: &[SideReport], serve: &[SideReport]) -> Option<Value> {
     let (here, there) = (of(members), of(serve));
     here.or(there)?;
     let pinned = |end: Option<Staged>| end.map_or(0, |end| end.pinned_bytes);
@@ -84,13 +84,14 @@ fn calls_per_gb(end: Staged) -> Option<f64> {
 
 /// A line of text about a result's staging.
 pub fn line(row: &ResultRow) -> Option<String> {
-    let told = row.extra.get("staging")?;
+    let reported = row.extra.get("staging")?;
     let seconds = |name: &str| row.stages_s.get(name).copied().unwrap_or(0.0);
-    let end = |bytes: &str, calls: &str| match (told[bytes].as_u64().unwrap_or(0), told[calls].as_f64()) {
-        (0, _) => "no staging ring".to_owned(),
-        (bytes, None) => format!("{} pinned", Bytes(bytes)),
-        (bytes, Some(calls)) => format!("{} pinned, {calls:.0} driver calls per GB", Bytes(bytes)),
-    };
+    let end =
+        |bytes: &str, calls: &str| match (reported[bytes].as_u64().unwrap_or(0), reported[calls].as_f64()) {
+            (0, _) => "no staging ring".to_owned(),
+            (bytes, None) => format!("{} pinned", Bytes(bytes)),
+            (bytes, Some(calls)) => format!("{} pinned, {calls:.0} driver calls per GB", Bytes(bytes)),
+        };
     Some(format!(
         "staging in {:.2} s, summed over channels: d2h {:.2} s, socket {:.2} s, h2d {:.2} s, waiting {:.2} s; this end \
          {}; peer {}",
@@ -120,17 +121,17 @@ mod tests {
             ([report(3_000_000_000, 1.0), report(3_000_000_000, 0.5)], [SideReport::default()]);
         let stages = stages_s(&members, &serve);
         assert_eq!((stages["d2h"], stages["h2d"]), (1.5, 0.0));
-        let told = told(&members, &serve).expect("something was staged");
-        assert_eq!((&told["pinned_bytes"], &told["peer_pinned_bytes"]), (&json!(4 << 20), &json!(0)));
+        let reported = staging_fields(&members, &serve).expect("something was staged");
+        assert_eq!((&reported["pinned_bytes"], &reported["peer_pinned_bytes"]), (&json!(4 << 20), &json!(0)));
         assert_eq!(
-            (&told["driver_calls_per_gb"], &told["peer_driver_calls_per_gb"]),
+            (&reported["driver_calls_per_gb"], &reported["peer_driver_calls_per_gb"]),
             (&json!(10.0), &json!(null))
         );
     }
 
     #[test]
-    fn without_staging_nothing_is_told() {
+    fn without_staging_nothing_is_reported() {
         let none = [SideReport::default()];
-        assert!(stages_s(&none, &none).is_empty() && told(&none, &none).is_none());
+        assert!(stages_s(&none, &none).is_empty() && staging_fields(&none, &none).is_none());
     }
 }

@@ -19,7 +19,7 @@ const BUFFER_BYTES: usize = 16 << 10;
 /// Bytes that `--verify sample` checks in each place: both ends of a message and some pages between.
 const SAMPLE_BYTES: u64 = 4096;
 const SAMPLES: u64 = 16;
-/// Bytes of wrong data that are examined to tell what they are.
+/// Bytes of wrong data that are examined to identify them.
 const NEAR_BYTES: u64 = 64;
 /// Iteration number of the contents of gaps.
 const GAP_ITERATION: u64 = u64::MAX;

@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_of_options_are_known_and_others_told() {
+    fn variables_of_options_are_known_and_others_reported() {
         let good = [("FERRYWIRE_NICS", "eth0"), ("FERRYWIRE_NCCL_THREADS", "2"), ("FERRYWIRE_SECRET", "x")];
         assert_eq!(found(&good, "unknown-variable"), []);
         assert_eq!(found(&good, "environment"), [Level::Ok]);

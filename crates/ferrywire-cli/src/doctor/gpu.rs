@@ -25,7 +25,7 @@ pub struct Gpus {
     /// PCIe links by PCI address.
     pub links: BTreeMap<String, Link>,
     /// The report of `nvidia-smi` for each GPU.
-    pub told: Vec<Told>,
+    pub smi: Vec<SmiRow>,
 }
 
 /// A PCIe link.
@@ -39,7 +39,7 @@ pub struct Link {
 
 /// `nvidia-smi`'s report on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Told {
+pub struct SmiRow {
     /// The GPU's index.
     pub gpu: String,
     /// `Enabled` or `Disabled`.
@@ -63,7 +63,7 @@ impl Gpus {
             mps: std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some()
                 || Path::new("/tmp/nvidia-mps/control").exists(),
             links: devices.filter_map(|pci| Some((pci.address.to_string(), link(pci)?))).collect(),
-            told: asked.map(|text| told_in(&text)).unwrap_or_default(),
+            smi: asked.map(|text| parse_smi(&text)).unwrap_or_default(),
         }
     }
 }
@@ -75,10 +75,10 @@ fn link(pci: &PciPath) -> Option<Link> {
     Some(Link { speed: [speed("current")?, speed("max")?], width: [width("current")?, width("max")?] })
 }
 
-fn told_in(text: &str) -> Vec<Told> {
+fn parse_smi(text: &str) -> Vec<SmiRow> {
     let row = |line: &str| {
         let mut parts = line.split(", ").map(|part| part.trim().to_owned());
-        Some(Told { gpu: parts.next()?, persistence: parts.next()?, uncorrected_errors: parts.next()? })
+        Some(SmiRow { gpu: parts.next()?, persistence: parts.next()?, uncorrected_errors: parts.next()? })
     };
     text.lines().filter_map(row).collect()
 }
@@ -104,7 +104,7 @@ pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Fin
             Finding::ok("hidden-gpus", "GPUs", evidence).at(Level::Note).fix("check CUDA_VISIBLE_DEVICES"),
         );
     }
-    gpus.told.iter().for_each(|told| found.extend(health(told)));
+    gpus.smi.iter().for_each(|smi| found.extend(health(smi)));
     found.extend(links(gpus, topology));
     found.extend(locality(topology, options));
     found.extend(reach(topology));
@@ -146,20 +146,20 @@ fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
     }
 }
 
-fn health(told: &Told) -> [Finding; 2] {
-    let subject = format!("GPU {}", told.gpu);
+fn health(smi: &SmiRow) -> [Finding; 2] {
+    let subject = format!("GPU {}", smi.gpu);
     let mode =
-        Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", told.persistence));
-    let mode = if told.persistence == "Disabled" {
+        Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", smi.persistence));
+    let mode = if smi.persistence == "Disabled" {
         mode.at(Level::Note).fix(
             "nvidia-smi -pm 1, or run nvidia-persistenced: without it the first use of the GPU takes seconds",
         )
     } else {
         mode
     };
-    let errors = format!("nvidia-smi: uncorrected memory errors: {}", told.uncorrected_errors);
+    let errors = format!("nvidia-smi: uncorrected memory errors: {}", smi.uncorrected_errors);
     let errors = Finding::ok("ecc", subject, errors);
-    let errors = match told.uncorrected_errors.parse::<u64>() {
+    let errors = match smi.uncorrected_errors.parse::<u64>() {
         Ok(1..) => errors.warn("drain and reset this GPU; if the errors come back, replace it"),
         _ => errors,
     };
@@ -296,7 +296,7 @@ mod tests {
             links: [("0000:01:00.0", link.clone()), ("0000:02:00.0", link)]
                 .map(|(name, link)| (name.to_owned(), link))
                 .into(),
-            told: told_in("0, Enabled, 0\n"),
+            smi: parse_smi("0, Enabled, 0\n"),
         }
     }
 
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_that_are_missing_are_told_and_idle_gpus_excused() {
+    fn missing_lanes_are_reported_and_idle_gpus_excused() {
         let link = |device: &str, speed: &str, width| {
             let mut gpus = good();
             let link = gpus.links.get_mut(device).expect("it has one");
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn distance_between_gpu_and_nic_is_told() {
+    fn distance_between_gpu_and_nic_is_reported() {
         let mut other_root = host();
         other_root.nics[0].pci = pci("/sys/devices/pci0000:80/0000:80:02.0/0000:82:00.0");
         assert_eq!(of(&good(), &other_root, "gpu-nics"), [Level::Note]);
@@ -351,11 +351,11 @@ mod tests {
     }
 
     #[test]
-    fn what_nvidia_smi_tells_is_heeded() {
-        let told = |text: &str| Gpus { told: told_in(text), ..good() };
-        assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Note]);
-        assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "ecc"), [Level::Ok]);
-        assert_eq!(of(&told("0, Enabled, 3\n1, Enabled, 0\n"), &host(), "ecc"), [Level::Warn, Level::Ok]);
+    fn the_output_of_nvidia_smi_counts() {
+        let smi = |text: &str| Gpus { smi: parse_smi(text), ..good() };
+        assert_eq!(of(&smi("0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Note]);
+        assert_eq!(of(&smi("0, Disabled, [N/A]\n"), &host(), "ecc"), [Level::Ok]);
+        assert_eq!(of(&smi("0, Enabled, 3\n1, Enabled, 0\n"), &host(), "ecc"), [Level::Warn, Level::Ok]);
         assert_eq!(of(&Gpus { mps: true, ..good() }, &host(), "mps"), [Level::Note]);
         let hidden = Topology { hidden_gpus: host().gpus, ..host() };
         assert_eq!(of(&good(), &hidden, "hidden-gpus"), [Level::Note]);

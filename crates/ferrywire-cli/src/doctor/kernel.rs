@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_lacks_is_told() {
+    fn missing_kernel_features_are_reported() {
         let only_bbr = Kernel { congestion_controls: Some("bbr".to_owned()), ..good() };
         assert_eq!(level(&only_bbr, "congestion-control"), Level::Warn);
         for (release, expected) in [("4.4.0", Level::Warn), ("5.15.0-1", Level::Note), ("7.2.12", Level::Ok)]

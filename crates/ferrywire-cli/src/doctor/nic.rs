@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_a_nic_slow_is_told() {
+    fn causes_of_a_slow_nic_are_reported() {
         assert_eq!(one(Nic { mtu_bytes: 1500, ..nic("a") }, good(), "mtu"), Level::Warn);
         assert_eq!(
             one(Nic { mtu_bytes: 1500, speed_mbps: Some(1000), ..nic("a") }, good(), "mtu"),

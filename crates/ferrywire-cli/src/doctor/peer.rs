@@ -278,7 +278,7 @@ fn is_ours(topology: &Topology, ip: IpAddr) -> bool {
 /// NICs of either end that no channel uses.
 fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding> {
     let theirs = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses).map(SocketAddr::ip);
-    // An address that both hosts have, such as that of a bridge for containers, tells nothing about the peer.
+    // An address that both hosts have, such as that of a bridge for containers, says nothing about the peer.
     let theirs = theirs.filter(|ip| !ip.is_loopback() && !is_ours(topology, *ip));
     let alone = theirs.filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == *ip));
     let mut found: Vec<Finding> = alone
@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_is_busy_or_no_bench_is_told() {
+    fn a_peer_that_is_busy_or_no_bench_is_reported() {
         let busy = Ok(Serving { busy: Some("c".to_owned()), ..Serving::default() });
         assert_eq!(of(Visit { bench: Some(busy), ..good() }, "peer-bench"), [Level::Note]);
         assert_eq!(

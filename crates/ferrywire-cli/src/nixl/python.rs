@@ -1,6 +1,7 @@
 //! A Python environment: its interpreter, its folders of packages, and the NIXLs among them.
 //!
-//! NIXL is not imported, because it may be broken and is slow to start. The folders alone tell where its backends are.
+//! NIXL is not imported, because it may be broken and is slow to start. The folders alone show where its backends
+//! are.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -43,7 +44,7 @@ pub struct Nixl {
 }
 
 impl Nixl {
-    /// Whether the backend works with this NIXL, as far as its version tells.
+    /// Whether the backend works with this NIXL, as far as its version shows.
     pub fn is_supported(&self) -> Option<bool> {
         let major = self.version.as_ref()?.split('.').next()?.parse::<u64>().ok()?;
         Some(major >= MAJOR_MIN)

@@ -140,10 +140,10 @@ struct Group {
 impl Group {
     /// The flag; else loopback if all ranks are on one host; else the launcher's rendezvous.
     fn of(ranks: &Ranks, typed: bool) -> Outcome<Group> {
-        let told = ranks.rendezvous.as_ref();
-        let port = told.and_then(|told| told.port).unwrap_or(PORT_DEFAULT);
+        let reported = ranks.rendezvous.as_ref();
+        let port = reported.and_then(|reported| reported.port).unwrap_or(PORT_DEFAULT);
         let on_one_host = ranks.on_one_host() && !typed;
-        let host = match told {
+        let host = match reported {
             _ if on_one_host => Ipv4Addr::LOCALHOST.to_string(),
             Some(Rendezvous { host, .. }) => host.clone(),
             // These launchers set no variable with rank 0's host.
@@ -177,7 +177,7 @@ impl Group {
     }
 }
 
-/// The name of a launcher that does not tell ranks where others are.
+/// The name of a launcher that does not give ranks the addresses of others.
 fn silent(launcher: Launcher) -> Option<&'static str> {
     match launcher {
         Launcher::OpenMpi => Some("Open MPI"),

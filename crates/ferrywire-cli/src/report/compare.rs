@@ -147,7 +147,7 @@ impl<'a> Comparison<'a> {
         self.runs.len() > 1
     }
 
-    /// The parts of keys that tell lines apart, beside the size.
+    /// The parts of keys that distinguish lines, beside the size.
     pub fn varying_parts(&self) -> Vec<KeyPart> {
         PARTS.into_iter().filter(|part| self.values(part).len() > 1).collect()
     }

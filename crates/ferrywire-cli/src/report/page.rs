@@ -13,7 +13,7 @@ use crate::bench::table::three_digits;
 use crate::units::Bytes;
 
 const STYLE: &str = include_str!("style.css");
-/// Most curves of one plot: more cannot be told apart.
+/// Most curves of one plot: more cannot be distinguished.
 const CURVES_MAX: usize = 16;
 
 /// The page.
@@ -330,7 +330,7 @@ fn has(comparison: &Comparison, metrics: &[Metric]) -> bool {
     comparison.lines.iter().flat_map(results).any(|(_, row)| any(row, metrics))
 }
 
-/// A plot of as many curves as can be told apart.
+/// A plot of as many curves as can be distinguished.
 fn limited(title: &str, unit: &str, range: &str, mut curves: Vec<Curve>, scale: Scale) -> Markup {
     let left_out = curves.len().saturating_sub(CURVES_MAX);
     curves.truncate(CURVES_MAX);

@@ -15,9 +15,9 @@ use report::Report;
 /// Prints the topology, with the plan if there is one.
 pub fn run(asked: &TopoPlan) -> Outcome {
     if asked.clean_up {
-        let told = nic::clean_up();
-        told.iter().for_each(|line| exit::note(line));
-        if told.is_empty() {
+        let reported = nic::clean_up();
+        reported.iter().for_each(|line| exit::note(line));
+        if reported.is_empty() {
             exit::note("no run has left anything at a NIC of this network namespace");
         }
     }

@@ -52,7 +52,7 @@ fn without_json_the_table_goes_to_standard_output() {
 
 /// As of `ferrywire bench | head -1`.
 #[test]
-fn nobody_needs_to_read_the_table() {
+fn a_closed_standard_output_fails_no_run() {
     unwritten(&mut ferrywire("bench --memory host --peer-memory host --sizes 4K --iters 5"));
 }
 

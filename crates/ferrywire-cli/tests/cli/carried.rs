@@ -133,7 +133,7 @@ fn a_demo_over_a_plugin_has_its_secret_in_every_process() {
 }
 
 #[test]
-fn the_demo_shows_the_environment_and_who_set_it() {
+fn loopback_mode_shows_the_environment_and_its_origin() {
     let mut command =
         ferrywire(&with_plugin("bench -v --transport plugin --chunk 64K --window 8 --sizes 300001"));
     command.args(["--iters", "5", "--json", "-"]).env("NCCL_SOCKET_NTHREADS", "2");

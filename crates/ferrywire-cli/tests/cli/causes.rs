@@ -20,7 +20,7 @@ fn says(error: &str, parts: &[&str]) {
 }
 
 #[test]
-fn a_manager_that_is_missing_or_refuses_is_told_in_the_plugins_words() {
+fn a_manager_that_is_missing_or_refuses_is_reported_in_the_plugins_words() {
     let error = demo("dp_manager=off", "");
     says(&error, &["result 3", "it warned: update flow steering rule", "unix client connect() error: 2"]);
     says(
@@ -32,7 +32,7 @@ fn a_manager_that_is_missing_or_refuses_is_told_in_the_plugins_words() {
 
 /// The end that has no manager knows why; the other one hears of it.
 #[test]
-fn the_end_whose_connect_fails_hears_why_from_the_other_one() {
+fn the_end_whose_connect_fails_reports_the_other_ends_reason() {
     let serve = serve("", "dp_manager=off");
     let refused = connect(&serve, "--sizes 64K --iters 5", "");
     says(&first_error(&refused), &["it gave up: ", "accept on device", "unix client connect() error: 2"]);
@@ -57,7 +57,7 @@ fn an_exit_in_accept_is_reported_at_both_ends() {
 }
 
 #[test]
-fn a_start_that_fails_is_told_with_its_warning_and_not_with_the_last_line() {
+fn a_failed_start_is_reported_with_its_warning_and_not_with_the_last_line() {
     let mut command = ferrywire(&with_plugin("bench --sizes 64K --iters 5"));
     command.env("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "ferrywire-none");
     let output = command.output().expect("it runs");
@@ -69,9 +69,9 @@ fn a_start_that_fails_is_told_with_its_warning_and_not_with_the_last_line() {
     assert!(!error.contains("TCPXCHECK") && !error.contains("once per process"), "{error}");
 }
 
-/// The simulated plugin ends its process as the real one does, unless it is told not to.
+/// The simulated plugin ends its process as the real one does, unless a setting forbids it.
 #[test]
-fn gpu_memory_within_one_host_tells_what_ended_the_other_end_and_two_ways_on() {
+fn gpu_memory_within_one_host_names_the_cause_and_two_alternatives() {
     let error = demo("", "--memory sim --peer-memory sim --allow-same-host-gpu");
     says(&error, &["the other end: ", "exit status 1", "data landed on host memory 1 times"]);
     says(&error, &["FERRYWIRE_TCPX_SIM=same_host=allow", "use two hosts, or memory of the host"]);

@@ -143,7 +143,7 @@ fn every_variable_is_an_option_or_documented() {
 }
 
 #[test]
-fn the_image_has_what_the_other_files_look_for() {
+fn the_image_has_what_the_other_files_need() {
     let deploy = root().join("deploy");
     let image = read(&deploy.join("Dockerfile"));
     let crates: Vec<&str> =

@@ -36,7 +36,7 @@ fn only(output: &Output, id: &str) -> Value {
 }
 
 #[test]
-fn this_host_is_looked_at_whatever_it_has() {
+fn this_host_is_checked_whatever_it_has() {
     let output = run("--json");
     let report = json(&output);
     assert_eq!((&report["schema"], &report["peer"]), (&2.into(), &Value::Null));
@@ -97,7 +97,7 @@ fn a_bench_that_is_busy_says_whose_run_it_has() {
 }
 
 #[test]
-fn a_peer_that_is_not_there_is_told() {
+fn a_peer_that_is_not_there_is_reported() {
     let free =
         TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
     let output = run(&format!("{free} --json"));
@@ -108,7 +108,7 @@ fn a_peer_that_is_not_there_is_told() {
 }
 
 #[test]
-fn a_wrong_secret_is_told_and_a_right_one_taken() {
+fn a_wrong_secret_is_reported_and_a_right_one_taken() {
     let serve = Serve::start_with("--listen 127.0.0.1:0 --memory host", &[("FERRYWIRE_SECRET", SECRET)]);
     let visit = |secret: &str| {
         let mut command = doctor(&format!("{} --json", serve.address));
@@ -122,7 +122,7 @@ fn a_wrong_secret_is_told_and_a_right_one_taken() {
 }
 
 #[test]
-fn a_peer_that_is_not_ferrywire_is_told() {
+fn a_peer_that_is_not_ferrywire_is_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
     let address = listener.local_addr().expect("an address");
     std::thread::spawn(move || {
@@ -156,7 +156,7 @@ fn a_bad_plugin_is_a_finding_and_a_good_one_too() {
 }
 
 #[test]
-fn variables_that_no_command_takes_are_told() {
+fn variables_that_no_command_takes_are_reported() {
     let mut command = doctor("--json");
     command.env("FERRYWIRE_SIZES", "many").env("FERRYWIRE_NIX", "eth0").env("NCCL_SOCKET_IFNAME", "no-such");
     let output = run_within(TIMEOUT_DEFAULT, &mut command);
@@ -167,7 +167,7 @@ fn variables_that_no_command_takes_are_told() {
 }
 
 #[test]
-fn a_former_variable_beside_todays_is_told() {
+fn a_former_variable_beside_todays_is_reported() {
     let found = |former: &str| {
         let mut command = doctor("--json");
         command.env("FERRYWIRE_TIMEOUT", "9").env("FERRYWIRE_DEADLINE", former);

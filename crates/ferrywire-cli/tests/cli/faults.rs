@@ -234,8 +234,11 @@ fn a_second_connect_is_refused_as_busy_and_ctrl_c_ends_the_first() {
     let second = serve.connect("--sizes 4K --iters 5");
     assert_eq!(second.status.code(), Some(1));
     assert!(first_error(&second).contains("busy with a run of"), "{}", first_error(&second));
-    let told = serve.next_error();
-    assert!(told.contains("refused a run of 127.0.0.1:") && told.contains("busy with a run of"), "{told}");
+    let reported = serve.next_error();
+    assert!(
+        reported.contains("refused a run of 127.0.0.1:") && reported.contains("busy with a run of"),
+        "{reported}"
+    );
     signal(&first, "-INT");
     let output = first.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(130));
@@ -263,7 +266,7 @@ fn ctrl_c_ends_a_serve_and_its_peer_says_whom_it_lost() {
 
 /// Both ends drive: what either lets go of looked to the other like a mistake in its descriptors.
 #[test]
-fn ctrl_c_in_both_directions_is_told_to_the_other_end() {
+fn ctrl_c_in_both_directions_reaches_the_other_end() {
     let both_ways = "--memory host --peer-memory host --pattern bidir --sizes 8,16M --seconds 2 --verify off";
     let mut serve = Serve::start("--memory host");
     let (connect, _errors) = begun(&serve, both_ways);

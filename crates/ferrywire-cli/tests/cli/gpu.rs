@@ -99,7 +99,7 @@ fn checksums_and_samples_with_simulated_gpus() {
 }
 
 #[test]
-fn the_stages_of_memory_of_a_gpu_are_told() {
+fn the_stages_of_gpu_memory_are_reported() {
     let output = run(&format!("bench -v --memory sim --peer-memory sim:1 --sizes 1M {QUICK}"));
     let result = &results(&output)[0];
     let stages = &result["stages_s"];
@@ -138,8 +138,8 @@ fn mismatch(inject: &str, serve: &str, connect: &str) -> String {
 }
 
 #[test]
-fn wrong_data_in_memory_of_a_gpu_is_found_whoever_looks() {
-    // A read is looked at by the end that connects, else by the one that serves; a host checks what a GPU wrote.
+fn wrong_data_in_gpu_memory_is_found_by_either_end() {
+    // A read is verified by the end that connects, else by the one that serves; a host checks what a GPU wrote.
     for (memory, peer_memory, op) in [
         ("sim", "sim:1", "write"),
         ("sim", "sim:1", "read"),
@@ -287,8 +287,8 @@ fn what_is_missing_for_cuda_memory_is_said() {
         let args = format!("--memory host --peer-memory {asked} --iters 5");
         let refused = failed(&serve.connect_within(TIMEOUT_DEFAULT, &args));
         assert!(refused.contains(why), "{refused}");
-        let told = serve.next_error();
-        assert!(told.contains("refused a run of 127.0.0.1:") && told.contains(why), "{told}");
+        let reported = serve.next_error();
+        assert!(reported.contains("refused a run of 127.0.0.1:") && reported.contains(why), "{reported}");
     }
     // With the host's memory the same end goes on.
     results(&serve.connect("--memory host --peer-memory host --sizes 4K --iters 5 --json -"));

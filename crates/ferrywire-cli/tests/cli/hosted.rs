@@ -5,7 +5,7 @@ use std::process::Output;
 
 use crate::common::{Serve, ferrywire, first_error};
 
-/// GPU memory that never crosses a NIC: the simulated plugin has to be told too.
+/// GPU memory that never crosses a NIC: the simulated plugin has to allow it too.
 pub const ONE_HOST: &str = "same_host=allow";
 
 /// Whether what takes minutes is to be done too.

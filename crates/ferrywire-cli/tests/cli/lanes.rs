@@ -15,7 +15,7 @@ fn verbose(serve: &Serve, args: &str, switches: &str) -> Output {
     ferrywire(&args).env("FERRYWIRE_TCPX_SIM", switches).output().expect("it runs")
 }
 
-/// The sum of a count over the receiving connections, as the plugin tells it when they are closed.
+/// The sum of a count over the receiving connections, as the plugin logs it when they are closed.
 fn received(said: &str, count: &str) -> u64 {
     let lines = said.lines().filter(|line| line.contains("stats: comm=") && line.contains("side=Recv"));
     let value = |line: &str| line.split_once(count)?.1.split(' ').next()?.parse::<u64>().ok();
@@ -134,10 +134,10 @@ fn a_serve_listens_once_however_many_come() {
 
 /// An accept that has not begun when its lane is given up is none: it may take several peers until one has.
 #[test]
-fn a_listener_that_must_stay_open_is_told_once_and_ends_with_its_process() {
+fn a_listener_that_must_stay_open_is_reported_once_and_ends_with_its_process() {
     let mut serve = serve("", "");
     let (own, said) = (listening(serve.child.id()), serve.collect_errors());
-    let told =
+    let reported =
         || said.lock().expect("lines").iter().filter(|line| line.contains("listener stays open")).count();
     let left_open = || (listening(serve.child.id()).len() - own.len()) / 2;
     for _ in 0..10 {
@@ -145,18 +145,18 @@ fn a_listener_that_must_stay_open_is_told_once_and_ends_with_its_process() {
         let args = "--channels 1 --sizes 4K --iters 5 --timeout 3";
         let output = connect(&serve, args, "fault_call=connect,call_fault=hang");
         assert_eq!(output.status.code(), Some(1));
-        // Each has two sockets. One that is still waited for is told, or closed.
-        while left_open() != told() {
+        // Each has two sockets. A socket whose accept is unfinished is reported, or closed.
+        while left_open() != reported() {
             std::thread::sleep(Duration::from_millis(5));
         }
-        if told() > 0 {
+        if reported() > 0 {
             break;
         }
     }
-    assert_eq!(told(), 1, "{said:?}");
+    assert_eq!(reported(), 1, "{said:?}");
     // The leaked listener does not disturb the next run.
     results(&connect_when_free(&serve, "--channels 1 --sizes 4K --iters 5 --json -"));
-    assert_eq!((left_open(), told()), (1, 1));
+    assert_eq!((left_open(), reported()), (1, 1));
     let port = *listening(serve.child.id()).iter().find(|port| !own.contains(port)).expect("one is left");
     drop(serve);
     // The kernel refuses connections to it when the last process with it is gone.

@@ -61,7 +61,7 @@ impl Launched {
         Launched { ranks }
     }
 
-    /// Starts so many that are told by flags who they are.
+    /// Starts this many processes, each with the flags of its rank.
     pub fn by_flags(world: usize, args: &str) -> Launched {
         let port = port();
         Launched::start(world, args, |rank, command| {

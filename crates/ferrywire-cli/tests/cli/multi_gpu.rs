@@ -61,7 +61,7 @@ fn the_demo_has_several_endpoints_at_both_ends() {
 }
 
 #[test]
-fn ends_with_different_numbers_of_gpus_are_told_which() {
+fn ends_with_different_numbers_of_gpus_are_refused_with_both_numbers() {
     let mut serve = Serve::start("--gpus 0-1 --memory sim");
     let args = "--gpus 0-2 --memory sim --peer-memory sim --sizes 4K --iters 3";
     let refused = serve.connect_within(TIMEOUT_DEFAULT, args);
@@ -70,8 +70,8 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
         "this end has 3 endpoints, the peer 2 endpoints: name equally many GPUs with --gpus at both ends";
     let said = first_error(&refused);
     assert!(said.contains(why), "{said}");
-    let told = serve.next_error();
-    assert!(told.contains("refused a run of 127.0.0.1:") && told.contains(why), "{told}");
+    let reported = serve.next_error();
+    assert!(reported.contains("refused a run of 127.0.0.1:") && reported.contains(why), "{reported}");
     // A pattern that does not need equal numbers still runs, and the serving end continues.
     let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern all-to-all --sizes 4K {QUICK}");
     assert_eq!(results(&serve.connect(&args)).len(), 7);
@@ -192,7 +192,7 @@ fn a_secret_that_is_too_short_is_bad_usage() {
     }
 }
 
-/// A wrong byte of one GPU fails the run of all, and is told once.
+/// A wrong byte of one GPU fails the run of all, and is reported once.
 #[test]
 fn a_wrong_byte_on_one_of_several_gpus_is_found() {
     let serve = Serve::start("--gpus 0-2 --memory sim --inject wrong-byte");
@@ -223,7 +223,7 @@ fn no_pair_has_a_number_while_another_is_not_verified() {
 }
 
 #[test]
-fn each_pair_tells_how_much_of_it_was_verified() {
+fn each_pair_reports_how_much_of_it_was_verified() {
     let found = results(&run(&format!("bench --gpus 0-1 --memory sim --peer-memory sim --sizes 4K {QUICK}")));
     let verified = found.iter().map(|row| row["extra"]["verified_iterations"].as_u64());
     assert_eq!(verified.collect::<Vec<_>>(), [Some(6), Some(6), Some(12)]);

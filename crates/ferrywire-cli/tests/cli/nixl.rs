@@ -242,7 +242,7 @@ fn the_alias_is_loud_and_undone() {
 
 /// What each command leaves when it is ended between two of its steps.
 #[test]
-fn every_half_done_state_is_told_and_mended() {
+fn every_half_done_state_is_reported_and_fixed() {
     let Some((environment, [plugins, _])) = Environment::with_two() else { return };
     let before = environment.tree();
     let at = |name: &str| plugins.join(name);
@@ -270,9 +270,9 @@ fn every_half_done_state_is_told_and_mended() {
         for mend in ["remove", "install", "install --as-ucx"] {
             make();
             let status = environment.status();
-            let told = status["nixl"][0]["half_done"].is_string();
-            assert_eq!(told, what != "the alias alone", "{what}: {status}");
-            assert_eq!((told, &status["nixl"][1]["half_done"]), (told, &Value::Null), "{what}");
+            let reported = status["nixl"][0]["half_done"].is_string();
+            assert_eq!(reported, what != "the alias alone", "{what}: {status}");
+            assert_eq!((reported, &status["nixl"][1]["half_done"]), (reported, &Value::Null), "{what}");
             let error = status["error"].as_str().expect("an error");
             assert!(error.contains("ferrywire nixl"), "{what}: {error}");
             environment.good(mend);
@@ -381,7 +381,7 @@ fn without_nixl_status_and_install_say_what_to_do() {
 }
 
 #[test]
-fn an_older_backend_is_told_and_replaced() {
+fn an_older_backend_is_reported_and_replaced() {
     let Some(environment) = Environment::new() else { return };
     let plugins = environment.nixl("rocm", "1.2.0");
     let before = environment.tree();
@@ -436,7 +436,7 @@ fn nothing_is_left_where_nixl_was_uninstalled_first() {
 }
 
 #[test]
-fn a_folder_that_replaces_nixls_own_is_told() {
+fn a_folder_that_replaces_nixls_own_is_reported() {
     let Some(environment) = Environment::new() else { return };
     let plugins = environment.nixl("cu12", "1.5.1");
     let other = tempfile::tempdir().expect("a folder");
@@ -490,7 +490,7 @@ fn an_installed_command_finds_its_library_and_its_environment() {
 }
 
 #[test]
-fn what_was_named_in_vain_is_told() {
+fn paths_that_lead_to_no_nixl_are_errors() {
     let Some(environment) = Environment::new() else { return };
     environment.nixl("cu12", "1.5.1");
     let script = |content: &str| {

@@ -259,7 +259,7 @@ fn a_failure_is_json_too() {
 }
 
 #[test]
-fn a_name_is_looked_up_as_nccl_does() {
+fn a_name_is_resolved_as_nccl_does() {
     let directory = tempfile::tempdir().expect("a directory");
     std::fs::copy(broken("NOTHING"), directory.path().join("libnccl-net-shorty.so")).expect("copied");
     let mut command = ferrywire("plugin shorty --json");

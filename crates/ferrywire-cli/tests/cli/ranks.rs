@@ -82,7 +82,7 @@ fn every_pattern_between_ranks() {
 }
 
 #[test]
-fn launchers_variables_say_who_is_who() {
+fn the_variables_of_a_launcher_give_the_ranks() {
     let port = port();
     let [torchrun, open_mpi, hydra, slurm] = [
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
@@ -343,7 +343,7 @@ fn options_that_differ_are_named_with_the_rank() {
 }
 
 #[test]
-fn a_rank_with_another_secret_is_told_so() {
+fn a_rank_with_another_secret_is_refused_with_the_cause() {
     let port = port();
     let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --timeout 10", |rank, command| {
         command.args(flags(rank, 2, port));
@@ -376,7 +376,7 @@ fn a_meeting_point_that_is_taken_is_said() {
     assert!(said[1].starts_with("error: rank 1 ("), "{}", said[1]);
 }
 
-/// The ranks of another launch are told so, one error each, and the first goes on.
+/// The ranks of another launch get one error each, and the first launch goes on.
 #[test]
 fn a_second_launch_at_one_meeting_point_leaves_the_first_alone() {
     // On a slow machine the first may be over before the second has begun.

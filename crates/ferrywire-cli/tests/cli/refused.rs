@@ -1,4 +1,4 @@
-//! Peers that cannot have a run: each is told why in one line, and so is the serving end, which takes the next.
+//! Peers that cannot have a run: each prints the reason in one line, as does the serving end, which takes the next.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -42,15 +42,15 @@ fn still_serves(serve: &Serve) {
 
 /// Another version's greeting may be made of other parts.
 #[test]
-fn another_version_is_told_at_both_ends() {
+fn another_version_is_reported_at_both_ends() {
     let mut serve = Serve::start("--gpus 0-1 --memory sim");
     let (_endpoint, peer) = stranger(&serve);
     say(&peer, r#"{"kind":"hello","version":99,"what":"we do not know"}"#);
     let expected = "the other 99: install the same ferrywire";
     let answer = heard(&peer);
     assert!(answer.contains("refused") && answer.contains(expected), "{answer}");
-    let told = serve.next_error();
-    assert!(told.contains("refused a run of 127.0.0.1:") && told.contains(expected), "{told}");
+    let reported = serve.next_error();
+    assert!(reported.contains("refused a run of 127.0.0.1:") && reported.contains(expected), "{reported}");
     // Of the engine's protocol: magic, version, kind.
     let mut socket = TcpStream::connect(&serve.address).expect("it listens");
     socket.write_all(b"FERRYWR\0\x63\0\x01\0\0\0\0\0").expect("sent");
@@ -143,8 +143,11 @@ fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
     for (peer, name) in [(&other, "the other"), (&peer, "the one that asked")] {
         let answer = heard(peer);
         assert!(answer.contains("refused") && answer.contains("no progress for"), "{name}: {answer}");
-        let told = serve.next_error_within(Duration::from_secs(1));
-        assert!(told.contains("refused a run of 127.0.0.1:") && told.contains("no progress for"), "{told}");
+        let reported = serve.next_error_within(Duration::from_secs(1));
+        assert!(
+            reported.contains("refused a run of 127.0.0.1:") && reported.contains("no progress for"),
+            "{reported}"
+        );
     }
     still_serves(&serve);
 }
@@ -158,23 +161,24 @@ fn a_run_with_fewer_peers_than_it_says_ends_by_name_at_both_ends() {
     assert_eq!(alone.status.code(), Some(1));
     let said = first_error(&alone);
     assert!(said.contains("only 1 of 3 peers of this run have joined"), "{said}");
-    let told = serve.next_error_within(Duration::from_secs(2));
-    assert!(told.contains("only 1 of 3 peers of this run have joined"), "{told}");
+    let reported = serve.next_error_within(Duration::from_secs(2));
+    assert!(reported.contains("only 1 of 3 peers of this run have joined"), "{reported}");
 }
 
-/// The second of two runs is told whose turn it is, and costs the first nothing; the serving end says so too, once for
-/// all peers of that run.
+/// The second of two runs is refused with the address of the first, and costs the first nothing; the serving end says
+/// so too, once for all peers of that run.
 #[test]
-fn a_second_run_of_several_gpus_is_told_that_the_first_has_the_port() {
+fn a_second_run_of_several_gpus_reports_that_the_first_has_the_port() {
     let mut serve = Serve::start("--gpus 0-1 --memory sim");
     // On a machine that is slow enough the first is over before the second has begun.
     let refused = [3, 20, 60].into_iter().find_map(|seconds| beside_another_run(&serve, seconds));
     let refused = refused.expect("one run beside another");
     assert!(refused.contains("busy with a run of 127.0.0.1:"), "{refused}");
-    let told = serve.next_error();
+    let reported = serve.next_error();
     assert!(
-        told.contains("refused a run of 127.0.0.1:") && told.contains("busy with a run of 127.0.0.1:"),
-        "{told}"
+        reported.contains("refused a run of 127.0.0.1:")
+            && reported.contains("busy with a run of 127.0.0.1:"),
+        "{reported}"
     );
     let rest = serve.stop();
     assert!(!rest.contains("busy"), "the other peer of the same run is no news: {rest}");
@@ -203,7 +207,7 @@ fn beside_another_run(serve: &Serve, seconds: u64) -> Option<String> {
 }
 
 #[test]
-fn a_peer_with_another_runs_secret_is_told_at_both_ends() {
+fn a_peer_with_another_runs_secret_is_reported_at_both_ends() {
     let own = [("FERRYWIRE_SECRET", "the secret of this run")];
     let mut serve = Serve::start_with("--listen 127.0.0.1:0 --gpus 0-1 --memory sim", &own);
     let mut command = ferrywire(&format!("bench connect {} {FLEET} --iters 3", serve.address));

@@ -438,7 +438,7 @@ fn a_bad_file_is_named_with_what_to_do() {
 }
 
 #[test]
-fn bad_usage_is_told_before_a_file_is_read() {
+fn bad_usage_is_reported_before_a_file_is_read() {
     let files = Files::new();
     files.store("a.json", &MEASURED);
     symlink("a.json", files.path("link.html")).expect("a link");

@@ -149,7 +149,7 @@ fn the_runbook_quotes_what_is_printed() {
 }
 
 #[test]
-fn a_quote_that_nobody_prints_is_noticed() {
+fn a_quote_that_the_code_does_not_print_is_noticed() {
     assert!(is_in("rank 11: it has not connected within 30 s", "rank {}: {}"));
     assert!(!is_in("rank 11 (host): it has not come", "rank {}: {}"));
     assert!(!is_in("it has not connected for 30 s", "it has not connected within {} s"));

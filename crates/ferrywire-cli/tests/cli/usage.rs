@@ -198,7 +198,7 @@ fn the_word_auto_is_the_default_and_goes_before_the_environment_and_the_file() {
 
 /// A closed standard error does not change the exit status either.
 #[test]
-fn an_error_that_nobody_reads_keeps_its_exit_status() {
+fn an_unread_error_keeps_its_exit_status() {
     for (args, status) in
         [("bench connect 127.0.0.1:1 --memory host --sizes 4K", 1), ("bench --sizes 4K --depth 99999", 2)]
     {
@@ -211,7 +211,7 @@ fn an_error_that_nobody_reads_keeps_its_exit_status() {
 
 /// The kernel gives such ports to outgoing connections, and keeps them for a minute after those have ended.
 #[test]
-fn a_taken_port_of_the_ephemeral_range_is_told_with_one_that_would_do() {
+fn a_taken_port_of_the_ephemeral_range_is_reported_with_one_that_would_do() {
     // Where none is asked for, the kernel takes one of that range.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = taken.local_addr().expect("an address").port();

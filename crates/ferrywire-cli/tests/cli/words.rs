@@ -1,12 +1,12 @@
 //! No control flow, retry, exit status or hint depends on the words of a message: what a program decides by is a variant, a
 //! field or a code.
 //!
-//! This reads the sources and looks for texts that are searched. It knows a text by what it is called.
+//! This test reads the sources and finds texts that are searched. It knows a text by what it is called.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Calls that look into a text.
+/// Calls that search a text.
 const SEARCHES: [&str; 11] = [
     ".contains(",
     ".starts_with(",
@@ -32,7 +32,7 @@ const MESSAGES: [&str; 23] = [
     "text",
     "words",
     "said",
-    "told",
+    "reported",
     "message",
     "evidence",
     "error",

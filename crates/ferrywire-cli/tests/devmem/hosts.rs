@@ -47,7 +47,7 @@ pub fn nic(host: usize) -> String {
     format!("dm{host}")
 }
 
-/// All of a NIC that a run may change, as the kernel tells it.
+/// All of a NIC that a run may change, as the kernel reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Seen {
     pub rings: Rings,

@@ -52,17 +52,17 @@ fn what_a_killed_run_has_left_is_undone_on_request() {
     connected.child.wait().expect("it is dead");
     assert!(has_rules(&seen(0)), "nobody has undone them");
     let cleaned = ferrywire(0, "topo --clean-up").output().expect("it starts");
-    let told = String::from_utf8_lossy(&cleaned.stderr).into_owned();
+    let reported = String::from_utf8_lossy(&cleaned.stderr).into_owned();
     for words in ["ended without undoing its changes", "restored header split"] {
-        assert!(told.contains(words), "{told}");
+        assert!(reported.contains(words), "{reported}");
     }
-    assert_eq!(seen(0), before[0], "{told}");
+    assert_eq!(seen(0), before[0], "{reported}");
     // The one that serves lives, and keeps what it has.
     let during = seen(1);
     assert!(!during.bound.is_empty());
     let kept = ferrywire(1, "topo --clean-up").output().expect("it starts");
-    let told = String::from_utf8_lossy(&kept.stderr).into_owned();
-    assert!(told.contains("no run has left anything"), "{told}");
+    let reported = String::from_utf8_lossy(&kept.stderr).into_owned();
+    assert!(reported.contains("no run has left anything"), "{reported}");
     assert_eq!((seen(1).bound, seen(1).spread), (during.bound, during.spread));
     serving.signal(libc::SIGTERM);
     assert_eq!(serving.ended(), Some(143));

@@ -15,8 +15,8 @@ fn each_operation_both_ways_is_verified() {
             "--op {op} --pattern bidir --sizes {sizes} --iters 2 --warmup 0 --depth 1 --channels 4 --json -"
         ));
         let said = String::from_utf8_lossy(&run.stdout).into_owned();
-        let told = String::from_utf8_lossy(&run.stderr).into_owned();
-        assert!(run.status.success(), "{told}");
+        let reported = String::from_utf8_lossy(&run.stderr).into_owned();
+        assert!(run.status.success(), "{reported}");
         let json: serde_json::Value = serde_json::from_str(&said).expect("JSON");
         let results = json["results"].as_array().expect("results");
         assert!(results.len() >= sizes.split(',').count(), "{json}");

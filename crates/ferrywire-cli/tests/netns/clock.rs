@@ -21,7 +21,7 @@ const TRIES: usize = 20;
 static PASSED_US: AtomicU64 = AtomicU64::new(0);
 static LOST_US: AtomicU64 = AtomicU64::new(0);
 
-/// A moment, as the time since the first look at this clock.
+/// A moment, as the time since the first reading of this clock.
 pub fn now() -> Duration {
     static START: Once = Once::new();
     START.call_once(|| drop(thread::spawn(tick)));

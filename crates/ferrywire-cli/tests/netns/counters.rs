@@ -31,22 +31,22 @@ impl Counters {
 }
 
 /// Bytes sent according to these rows, by NIC.
-pub fn told(rows: &[Value]) -> BTreeMap<String, u64> {
-    let mut told = BTreeMap::new();
+pub fn sent_by_nic(rows: &[Value]) -> BTreeMap<String, u64> {
+    let mut reported = BTreeMap::new();
     for nic in rows.iter().flat_map(|row| row["per_nic"].as_array().expect("NICs")) {
         let name = nic["nic"].as_str().expect("a name").to_owned();
-        *told.entry(name).or_default() += nic["tx_bytes"].as_u64().expect("bytes");
+        *reported.entry(name).or_default() += nic["tx_bytes"].as_u64().expect("bytes");
     }
-    told
+    reported
 }
 
 /// The kernel counted what we say, on every NIC.
 pub fn agree(what: &str, kernel: &[u64], rows: &[Value]) {
-    let told = told(rows);
-    assert_eq!(told.len(), LINKS, "{told:?}");
+    let reported = sent_by_nic(rows);
+    assert_eq!(reported.len(), LINKS, "{reported:?}");
     let shares: Vec<f64> =
-        kernel.iter().zip(told.values()).map(|(kernel, ours)| *kernel as f64 / *ours as f64).collect();
+        kernel.iter().zip(reported.values()).map(|(kernel, ours)| *kernel as f64 / *ours as f64).collect();
     println!("SUMMARY bytes by the kernel over ours, {what}: {shares:.4?}");
     let near = |share: &f64| (share - 1.0).abs() <= AGREE;
-    assert!(shares.iter().all(near), "{what}: {shares:?} of {kernel:?} by the kernel and {told:?} by us");
+    assert!(shares.iter().all(near), "{what}: {shares:?} of {kernel:?} by the kernel and {reported:?} by us");
 }

@@ -16,7 +16,7 @@ fn found(report: &Value, id: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn ways_to_a_peer_are_told_and_what_does_not_meet() {
+fn paths_to_a_peer_are_reported_and_nics_without_one() {
     let Some(_turn) = turn() else { return };
     let world = World::new("2gbit");
     world.set_mtu(Host::A, 2, 9000);

@@ -1,4 +1,4 @@
-//! One endpoint with memory on a GPU takes the NICs on that GPU's PCIe root, as a recorded host tells it.
+//! One endpoint with memory on a GPU takes the NICs on that GPU's PCIe root, as a recorded host has it.
 
 use serde_json::Value;
 
@@ -50,8 +50,8 @@ fn one_endpoint_uses_the_nics_of_its_gpu() {
     ] {
         let ended = connect(args);
         assert_eq!(nics(&ended.verified()), expected, "{args}");
-        let told = ended.errors.contains("; --nics names others");
-        assert_eq!(told, expected.len() == 1, "{args}: {}", ended.errors);
+        let reported = ended.errors.contains("; --nics names others");
+        assert_eq!(reported, expected.len() == 1, "{args}: {}", ended.errors);
     }
     serve.signal("-INT");
     assert_eq!(serve.end(RUN_TIMEOUT).status, Some(130));

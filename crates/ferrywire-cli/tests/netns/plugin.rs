@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::counters::{agree, told};
+use crate::counters::{agree, sent_by_nic};
 use crate::multi_gpu::{CHANNELS, GPUS, MAPS, measured_by, nic_of, numbers, progress_together, stop, timed};
 use crate::process::{Process, SERVE, wait_until};
 use crate::world::{Host, World};
@@ -70,7 +70,7 @@ fn eight_gpus_may_use_all_nics_over_a_plugin() {
     let (_, results) = measured(&world, ALL[0], args);
     for row in &results[..GPUS] {
         assert_eq!(row["verified"], true);
-        let nics = told(std::slice::from_ref(row)).into_keys().collect::<Vec<_>>();
+        let nics = sent_by_nic(std::slice::from_ref(row)).into_keys().collect::<Vec<_>>();
         assert_eq!(nics, ["va1", "va2", "va3", "va4"], "{row}");
     }
     if long() {

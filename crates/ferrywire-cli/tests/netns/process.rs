@@ -20,7 +20,7 @@ pub const CONNECT: &str = "10.77.1.1:";
 const FAILED: &str = "error: ";
 /// Part of what a serving end says of a run that it turns away: nothing of its own has failed.
 const TURNED_AWAY: &str = "busy with a run of";
-/// How often a wait looks.
+/// How often a wait checks its condition.
 const TICK: Duration = Duration::from_millis(10);
 
 /// A process that has ended.

@@ -218,7 +218,8 @@ fn a_killed_rank_is_named_on_both_hosts() {
     nothing_is_left(&world);
 }
 
-/// Where the launcher tells that all are on one host, they meet on loopback, at the usual port, and need no secret.
+/// Where the launcher says that all ranks are on one host, they meet on loopback, at the usual port, and need no
+/// secret.
 #[test]
 fn ranks_of_one_host_meet_on_loopback() {
     let Some(_turn) = turn() else { return };

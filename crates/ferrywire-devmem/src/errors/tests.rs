@@ -112,14 +112,14 @@ fn each_refusal_to_send_says_what_to_do() {
 }
 
 #[test]
-fn no_two_causes_are_told_alike() {
-    let mut told: Vec<_> = RECEIVE.iter().chain(&SEND).map(|row| (row.2.to_string(), row.2)).collect();
-    told.sort_by(|a, b| a.0.cmp(&b.0));
-    told.dedup();
-    for pair in told.windows(2) {
+fn no_two_causes_have_the_same_message() {
+    let mut reported: Vec<_> = RECEIVE.iter().chain(&SEND).map(|row| (row.2.to_string(), row.2)).collect();
+    reported.sort_by(|a, b| a.0.cmp(&b.0));
+    reported.dedup();
+    for pair in reported.windows(2) {
         assert_ne!(pair[0].0, pair[1].0);
     }
-    assert_eq!(told.len(), 20, "each cause has a row");
+    assert_eq!(reported.len(), 20, "each cause has a row");
 }
 
 #[test]
@@ -176,9 +176,9 @@ fn a_setting_that_cannot_be_changed_names_the_command() {
         said: said.into(),
         hint: hint.into(),
     };
-    let told = error("ethtool -G eth7 tcp-data-split off").to_string();
+    let reported = error("ethtool -G eth7 tcp-data-split off").to_string();
     let by_hand = "(by hand: ethtool -G eth7 tcp-data-split off)";
-    assert_eq!(told, format!("NIC eth7: cannot turn header split off: {said} {by_hand}"));
+    assert_eq!(reported, format!("NIC eth7: cannot turn header split off: {said} {by_hand}"));
     assert_eq!(error("").to_string(), format!("NIC eth7: cannot turn header split off: {said}"));
 }
 
@@ -197,7 +197,7 @@ fn what_the_kernel_mixes_up_is_named() {
         text,
         "NIC eth7: a fragment of 1448 bytes at offset 4096 of dma-buf 9 is outside the pool (1048576 bytes, dma-buf 5)"
     );
-    let unknown = DevmemError::UnknownTokens { nic: "eth7".into(), unknown: 3, told: 1000 };
+    let unknown = DevmemError::UnknownTokens { nic: "eth7".into(), unknown: 3, returned: 1000 };
     assert!(unknown.to_string().contains("3 of 1000"), "{unknown}");
     assert_eq!((outside.kind(), unknown.kind()), (ErrorKind::Local, ErrorKind::Internal));
 }

@@ -23,22 +23,24 @@ pub fn clean_up() -> Vec<String> {
 
 /// Like [`clean_up`], for journals in another directory.
 pub fn clean_up_in(directory: &Path) -> Vec<String> {
-    let mut told = Vec::new();
+    let mut reported = Vec::new();
     for nic in journal::nics(directory) {
         if nics::index(&nic).is_none() {
-            told.extend(
+            reported.extend(
                 journal::forget(directory, &nic)
                     .then(|| format!("NIC {nic} is gone: removed the records of earlier runs")),
             );
             continue;
         }
         match clean_nic(directory, &nic) {
-            Ok(lines) => told.extend(lines),
-            Err(error) => told.push(format!("NIC {nic}: cannot undo the changes of earlier runs: {error}")),
+            Ok(lines) => reported.extend(lines),
+            Err(error) => {
+                reported.push(format!("NIC {nic}: cannot undo the changes of earlier runs: {error}"))
+            }
         }
     }
-    told.iter().for_each(|line| tracing::warn!("{line}"));
-    told
+    reported.iter().for_each(|line| tracing::warn!("{line}"));
+    reported
 }
 
 fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
@@ -47,13 +49,13 @@ fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
     let mut kernel = Host::open(nic, index).map_err(|error| error.to_string())?;
     let mut locked = journal.lock().map_err(|error| error.to_string())?;
     let mut bench = Bench { nic, kernel: &mut kernel, journal: &mut locked };
-    Ok(bench.clean().map_err(|error| error.to_string())?.told)
+    Ok(bench.clean().map_err(|error| error.to_string())?.reported)
 }
 
 /// The contents of a journal.
 #[derive(Debug, Default)]
 pub(super) struct Cleaned {
-    pub told: Vec<String>,
+    pub reported: Vec<String>,
     /// Queues of live claims.
     pub live: Vec<u32>,
     /// Whether no claim was recorded, live or dead.
@@ -85,22 +87,24 @@ impl Bench<'_, '_> {
                 |count: usize| if count == 1 { "1 rule".to_owned() } else { format!("{count} rules") };
             match left {
                 Ok(count) => {
-                    cleaned.told.push(format!(
+                    cleaned.reported.push(format!(
                         "NIC {nic}: {name} ended without undoing its changes: removed {}",
                         rules(count)
                     ));
                     self.journal.remove_claim(name);
                 }
                 Err(error) => {
-                    cleaned.told.push(format!("NIC {nic}: cannot remove flow rules of {name}: {error}"))
+                    cleaned.reported.push(format!("NIC {nic}: cannot remove flow rules of {name}: {error}"))
                 }
             }
         }
         // Also if no claim is dead: a process may have been killed after it removed its files and before it widened the
         // spread again.
         let live = cleaned.live.clone();
-        cleaned.told.extend(self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
-        cleaned.told.append(&mut self.journal.told);
+        cleaned
+            .reported
+            .extend(self.release(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
+        cleaned.reported.append(&mut self.journal.reported);
         Ok(cleaned)
     }
 

@@ -106,7 +106,7 @@ pub(super) struct Locked<'a> {
     /// The lock, released when the file is closed.
     _lock: File,
     /// Messages about broken files.
-    pub told: Vec<String>,
+    pub reported: Vec<String>,
 }
 
 /// The latest time until which a claim waits for the lock. It may be set while another thread waits.
@@ -177,7 +177,7 @@ impl Journal {
         let began = Instant::now();
         loop {
             match lock.try_lock() {
-                Ok(()) => return Ok(Locked { journal: self, _lock: lock, told: Vec::new() }),
+                Ok(()) => return Ok(Locked { journal: self, _lock: lock, reported: Vec::new() }),
                 Err(TryLockError::WouldBlock) if began.elapsed() < limit && !end.is_over() => {
                     thread::sleep(LOCK_INTERVAL)
                 }
@@ -208,7 +208,7 @@ impl Journal {
         path: &Path,
         parse: fn(&str) -> Option<(Header, T)>,
         of_live_run: bool,
-        told: &mut Vec<String>,
+        reported: &mut Vec<String>,
     ) -> Result<Option<T>, NicError> {
         let text = match read_text(path) {
             Ok(text) => text,
@@ -223,7 +223,7 @@ impl Journal {
                 &io::Error::other("it is from an earlier boot of the host, and a running process needs it"),
             )),
             Some(_) => {
-                told.push(format!("removed {}: it records a NIC that is gone", path.display()));
+                reported.push(format!("removed {}: it records a NIC that is gone", path.display()));
                 let _ = fs::remove_file(path);
                 Ok(None)
             }
@@ -233,7 +233,7 @@ impl Journal {
             }
             None => {
                 let aside = with_suffix(path, BROKEN_SUFFIX);
-                told.push(format!("cannot parse {}: renamed it to {}", path.display(), aside.display()));
+                reported.push(format!("cannot parse {}: renamed it to {}", path.display(), aside.display()));
                 let _ = fs::rename(path, aside);
                 Ok(None)
             }
@@ -253,7 +253,7 @@ impl Locked<'_> {
     /// They cannot be read, so their original values are unknown.
     pub fn settings(&mut self, any_run_lives: bool) -> Result<Settings, NicError> {
         let path = self.journal.folder.join(SETTINGS);
-        Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.told)?.unwrap_or_default())
+        Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.reported)?.unwrap_or_default())
     }
 
     /// Records settings before they are changed; removes the record if there are none.
@@ -317,7 +317,7 @@ impl Locked<'_> {
         let path = self.journal.folder.join(&name);
         let lock = open_lock(&with_suffix(&path, LOCK_SUFFIX)).ok();
         let dead = lock.filter(|lock| lock.try_lock().is_ok());
-        let claimed = self.journal.read(&path, record::claimed, dead.is_none(), &mut self.told)?;
+        let claimed = self.journal.read(&path, record::claimed, dead.is_none(), &mut self.reported)?;
         Ok(Found { name, claimed, dead })
     }
 
@@ -369,7 +369,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_of_a_lock_that_is_held_it_is_said_that_somebody_holds_it() {
+    fn only_a_held_lock_is_reported_as_held() {
         let held = not_locked(TryLockError::WouldBlock).to_string();
         assert!(held.contains("another process holds the lock"), "{held}");
         let broken = io::Error::from_raw_os_error(libc::ENOLCK);

@@ -47,7 +47,7 @@ pub(super) struct Host {
 
 impl Host {
     pub fn open(nic: &str, index: u32) -> Result<Host> {
-        let flows = Flows::open(nic).map_err(told("ethtool socket"))?;
+        let flows = Flows::open(nic).map_err(netlink_error("ethtool socket"))?;
         Ok(Host { nic: nic.to_owned(), index, ethtool: Ethtool::open()?, flows, netdev: None })
     }
 
@@ -61,7 +61,7 @@ impl Host {
 }
 
 /// The older calls return no text.
-fn told(call: &'static str) -> impl Fn(io::Error) -> NetlinkError {
+fn netlink_error(call: &'static str) -> impl Fn(io::Error) -> NetlinkError {
     move |error| NetlinkError {
         errno: error.raw_os_error().unwrap_or(libc::EIO),
         text: None,
@@ -95,30 +95,30 @@ impl Kernel for Host {
     fn spread(&mut self) -> Result<Vec<u32>> {
         match self.flows.spread() {
             Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(Vec::new()),
-            spread => spread.map_err(told("ethtool get-rxfh")),
+            spread => spread.map_err(netlink_error("ethtool get-rxfh")),
         }
     }
 
     fn set_spread(&mut self, table: &[u32]) -> Result<()> {
-        self.flows.set_spread(table).map_err(told("ethtool set-rxfh"))
+        self.flows.set_spread(table).map_err(netlink_error("ethtool set-rxfh"))
     }
 
     fn insert(&mut self, flow: &Flow) -> Result<u32> {
-        self.flows.insert(flow).map_err(told("ethtool add-rule"))
+        self.flows.insert(flow).map_err(netlink_error("ethtool add-rule"))
     }
 
     fn delete(&mut self, location: u32) -> Result<()> {
-        self.flows.delete(location).map_err(told("ethtool delete-rule"))
+        self.flows.delete(location).map_err(netlink_error("ethtool delete-rule"))
     }
 
     fn rule(&mut self, location: u32) -> Result<Option<Flow>> {
-        self.flows.rule(location).map_err(told("ethtool get-rule"))
+        self.flows.rule(location).map_err(netlink_error("ethtool get-rule"))
     }
 
     fn rules(&mut self) -> Result<Vec<u32>> {
         match self.flows.rules() {
             Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => Ok(Vec::new()),
-            rules => rules.map_err(told("ethtool list-rules")),
+            rules => rules.map_err(netlink_error("ethtool list-rules")),
         }
     }
 

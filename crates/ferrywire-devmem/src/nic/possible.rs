@@ -1,4 +1,4 @@
-//! Whether a NIC supports devmem TCP, as far as this can be told without changing anything.
+//! Whether a NIC supports devmem TCP, as far as this can be found without changing anything.
 //!
 //! Read next: `topology/` of `ferrywire-host`, which shows it.
 
@@ -68,7 +68,7 @@ fn ask_driver(nic: &str, index: u32, found: &mut Possible) {
 }
 
 /// Whether the NIC's driver refuses to bind memory. Tries to bind a descriptor that is not a dma-buf: a driver without
-/// support refuses before the memory is looked at, and with support nothing changes.
+/// support refuses before it checks the memory, and with support nothing changes.
 pub(super) fn refusal(nic: &str, index: u32) -> Result<(), DevmemError> {
     match probe(|netdev, fd| netdev.bind_rx(index, &[0], fd)) {
         Err(error) if answer(error.errno) != Some(true) => Err(DevmemError::bind_rx(nic, &[], &error)),

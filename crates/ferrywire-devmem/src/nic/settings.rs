@@ -141,32 +141,32 @@ impl Bench<'_, '_> {
     }
 
     fn put_back(&mut self, mut settings: Settings, others: Others) -> Vec<String> {
-        let mut told = Vec::new();
+        let mut reported = Vec::new();
         if let Some(spread) = settings.spread.take() {
             let done = self.put_spread_back(&spread);
-            settings.spread = self.tell(&mut told, "the RSS table", done).then_some(spread);
+            settings.spread = self.tell(&mut reported, "the RSS table", done).then_some(spread);
         }
         if settings.ntuple_was_off {
             let done = self.put_ntuple_back();
-            settings.ntuple_was_off = self.tell(&mut told, "the flow rules setting (ntuple)", done);
+            settings.ntuple_was_off = self.tell(&mut reported, "the flow rules setting (ntuple)", done);
         }
         if settings.rings != Rings::default() {
             let done = self.put_rings_back(settings.rings, others);
-            if !self.tell(&mut told, "header split", done) {
+            if !self.tell(&mut reported, "header split", done) {
                 settings.rings = Rings::default();
             }
         }
         if let Err(error) = self.journal.write_settings(&settings) {
-            told.push(error.to_string());
+            reported.push(error.to_string());
         }
-        told
+        reported
     }
 
     /// Adds a message; returns whether a later start has to try again.
-    fn tell(&self, told: &mut Vec<String>, what: &str, done: Result<Back, NetlinkError>) -> bool {
+    fn tell(&self, reported: &mut Vec<String>, what: &str, done: Result<Back, NetlinkError>) -> bool {
         let nic = self.nic;
         let later = matches!(done, Err(_) | Ok(Back::Later(_)));
-        told.push(match &done {
+        reported.push(match &done {
             Ok(Back::Done) => format!("NIC {nic}: restored {what}"),
             Ok(Back::Left(why)) => format!("NIC {nic}: {what} is not restored: {why}"),
             Ok(Back::Later(until)) => {
@@ -265,7 +265,7 @@ impl Bench<'_, '_> {
 
     fn rings(&mut self) -> Result<Rings, NicError> {
         match self.kernel.rings() {
-            // The driver has no ring settings; the bind call will tell whether that is a problem.
+            // The driver has no ring settings; the bind call shows whether that is a problem.
             Err(error) if error.errno == libc::EOPNOTSUPP => Ok(Rings::default()),
             rings => {
                 rings.map_err(|error| self.refused("read the header split setting", String::new(), &error))

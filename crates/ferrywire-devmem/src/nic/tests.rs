@@ -74,7 +74,7 @@ fn everything_is_changed_for_a_claim_and_put_back_after_it() {
 }
 
 #[test]
-fn nothing_is_changed_without_leave() {
+fn nothing_is_changed_without_permission() {
     let nic = Nic::new(untouched());
     let error = nic.claim(&wish(1, false)).expect_err("not allowed");
     let missing =
@@ -171,7 +171,7 @@ fn queues_that_others_have_are_not_taken() {
 
 /// Checks each change of one run: the states before and after it are what a kill would leave.
 #[test]
-fn whatever_a_killed_process_left_is_undone_by_the_next_start() {
+fn changes_of_a_killed_process_are_undone_by_the_next_start() {
     for begin in [untouched(), set_up(), State { split: Split::Auto, threshold_bytes: 9, ..untouched() }] {
         let mut begin = begin;
         if begin.ntuple.on {
@@ -189,12 +189,12 @@ fn whatever_a_killed_process_left_is_undone_by_the_next_start() {
         let kills = nic.recorded();
         assert!(kills.len() >= 10, "{} states", kills.len());
         for (number, killed) in kills.iter().enumerate() {
-            let told = killed.clean();
-            assert_eq!(killed.state(), begin, "state {number}: {told:?}");
+            let reported = killed.clean();
+            assert_eq!(killed.state(), begin, "state {number}: {reported:?}");
             assert_eq!(killed.files(), ["lock"], "state {number}");
             assert_eq!(killed.clean(), [""; 0], "state {number}: nothing is left to say");
         }
-        assert!(kills.iter().any(|killed| killed.told_something()));
+        assert!(kills.iter().any(|killed| killed.has_reported()));
     }
 }
 
@@ -210,13 +210,13 @@ fn what_others_made_of_it_meanwhile_stays() {
         state.threshold_bytes = 64;
     };
     nic.change(theirs);
-    let told = nic.clean().join("\n");
+    let reported = nic.clean().join("\n");
     let now = nic.state();
     assert_eq!(now.rules, [(rule.location, Some(foreign()))].into());
     assert_eq!((now.spread, now.threshold_bytes), (vec![0, 0, 1, 1, 0, 0, 1, 1], 64));
-    assert!(now.ntuple.on, "a rule of others needs it: {told}");
+    assert!(now.ntuple.on, "a rule of others needs it: {reported}");
     for words in ["removed 0 rules", "another program has changed it", "another program has flow rules"] {
-        assert!(told.contains(words), "{words}: {told}");
+        assert!(reported.contains(words), "{words}: {reported}");
     }
     assert_eq!(nic.files(), ["lock"]);
 }
@@ -263,7 +263,7 @@ fn a_rule_that_is_gone_is_no_obstacle_whatever_the_driver_calls_that() {
 }
 
 #[test]
-fn a_rule_that_cannot_be_looked_at_does_not_keep_the_others() {
+fn an_unreadable_rule_does_not_keep_the_others() {
     let nic = Nic::new(untouched());
     let mut claim = nic.claim(&wish(1, true)).expect("allowed");
     for port in 1..=3 {
@@ -290,17 +290,18 @@ fn rules_for_flows_are_switched_off_once_our_own_could_be_removed() {
         drop(claim);
         let now = nic.state();
         assert!(now.ntuple.on && now.rules.len() == 1, "its own rule needs it: {now:?}");
-        let told = nic.clean().join("\n");
+        let reported = nic.clean().join("\n");
         assert!(
-            told.contains("cannot remove flow rules of")
-                && told.contains("flow rules of earlier claims remain"),
-            "{told}"
+            reported.contains("cannot remove flow rules of")
+                && reported.contains("flow rules of earlier claims remain"),
+            "{reported}"
         );
         nic.refuse("nothing", false);
-        let told = nic.clean().join("\n");
+        let reported = nic.clean().join("\n");
         assert!(
-            told.contains("removed 1 rule") && told.contains("restored the flow rules setting (ntuple)"),
-            "{told}"
+            reported.contains("removed 1 rule")
+                && reported.contains("restored the flow rules setting (ntuple)"),
+            "{reported}"
         );
         assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
         // A rule of another process is a reason to leave the feature on for good.
@@ -330,7 +331,7 @@ fn killed_beside_a_binding() -> Nic {
 fn header_split_is_restored_once_the_binding_of_a_killed_process_has_ended() {
     let nic = killed_beside_a_binding();
     let (begun, ended) = (nic.changes(), AtomicBool::new(false));
-    let told = std::thread::scope(|scope| {
+    let reported = std::thread::scope(|scope| {
         scope.spawn(|| {
             // Ntuple, the RSS table, and the first attempts for header split.
             while nic.changes() < begun + 5 && !ended.load(Ordering::Relaxed) {
@@ -338,11 +339,11 @@ fn header_split_is_restored_once_the_binding_of_a_killed_process_has_ended() {
             }
             nic.change(|state| state.bound.clear());
         });
-        let told = nic.clean().join("\n");
+        let reported = nic.clean().join("\n");
         ended.store(true, Ordering::Relaxed);
-        told
+        reported
     });
-    assert!(told.contains("restored header split"), "{told}");
+    assert!(reported.contains("restored header split"), "{reported}");
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
 
@@ -372,15 +373,15 @@ fn a_setting_that_others_need_by_now_is_left_for_later() {
 }
 
 #[test]
-fn a_journal_that_makes_no_sense_is_told_and_set_aside() {
+fn an_unreadable_journal_is_reported_and_set_aside() {
     let nic = Nic::new(untouched());
     let claim = nic.claim(&wish(1, true)).expect("allowed");
     nic.kill(claim);
     for file in nic.files().iter().filter(|file| !file.contains("lock")) {
         nic.overwrite(file, "ferrywire devmem 1\nno sense\nend\n");
     }
-    let told = nic.clean().join("\n");
-    assert_eq!(told.matches("cannot parse ").count(), 2, "{told}");
+    let reported = nic.clean().join("\n");
+    assert_eq!(reported.matches("cannot parse ").count(), 2, "{reported}");
     let claim = nic.claim(&wish(1, true)).expect("it is no obstacle");
     drop(claim);
     assert_eq!(nic.files(), ["claim-broken", "lock", "settings.broken"]);
@@ -396,21 +397,21 @@ fn a_journal_of_an_earlier_start_of_the_host_is_forgotten() {
         nic.overwrite(file, &nic.read(file).replace(&boot, "boot of-yesterday"));
     }
     nic.change(|state| *state = set_up());
-    let told = nic.clean().join("\n");
-    assert!(told.contains("a NIC that is gone"), "{told}");
+    let reported = nic.clean().join("\n");
+    assert!(reported.contains("a NIC that is gone"), "{reported}");
     assert_eq!((nic.state(), nic.files()), (set_up(), vec!["lock".to_owned()]));
 }
 
 #[test]
-fn what_was_noted_of_a_nic_that_is_gone_is_told_once() {
+fn the_record_of_a_removed_nic_is_reported_once() {
     let journal = tempfile::tempdir().expect("a folder");
     let folder = journal.path().join(format!("{}-gone0", journal::namespace().expect("a namespace")));
     std::fs::create_dir(&folder).expect("a folder");
     std::fs::write(folder.join("lock"), "").expect("a file");
     assert_eq!(clean_up_in(journal.path()), [""; 0], "a lock says nothing");
     std::fs::write(folder.join("settings"), "whatever").expect("a file");
-    let told = clean_up_in(journal.path()).join("\n");
-    assert!(told.contains("gone0 is gone"), "{told}");
+    let reported = clean_up_in(journal.path()).join("\n");
+    assert!(reported.contains("gone0 is gone"), "{reported}");
     assert_eq!(clean_up_in(journal.path()), [""; 0]);
     assert!(!folder.exists());
 }
@@ -425,7 +426,7 @@ fn entries_of_claimed_queues_go_round_the_others() {
 }
 
 #[test]
-fn rings_are_told_as_words() {
+fn rings_are_described_in_words() {
     let rings = Rings { split: Some(Split::Off), threshold_bytes: Some(0) };
     let nic = Nic::new(State { split: Split::Off, threshold_bytes: 0, ..set_up() });
     assert_eq!(nic.kernel().rings(), Ok(rings));

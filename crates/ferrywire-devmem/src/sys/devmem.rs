@@ -88,7 +88,7 @@ pub enum ReceiveFault {
 }
 
 /// Receives up to `len` bytes of a TCP connection, into the pool or into `buffer`, without blocking.
-/// [`Control::fragments`] tells where they are. On a connection without device memory all bytes arrive as plain ones.
+/// [`Control::fragments`] has their positions. On a connection without device memory all bytes arrive as plain ones.
 ///
 /// # Errors
 /// The errors of `recvmsg`, and [`ReceiveFault`] inside of an error of [`io::ErrorKind::Other`].

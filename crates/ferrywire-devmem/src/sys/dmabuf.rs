@@ -1,4 +1,4 @@
-//! CPU reads of a dma-buf. The kernel is told when they begin and end, so that a device's writes are visible.
+//! CPU reads of a dma-buf. The kernel is notified when they begin and end, so that a device's writes are visible.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 

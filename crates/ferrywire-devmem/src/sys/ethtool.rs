@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn features_are_told_by_name() {
+    fn features_are_listed_by_name() {
         let Some(mut ethtool) = open() else { return };
         let feature =
             |ethtool: &mut Ethtool, name| ethtool.feature("lo", name).expect("loopback has features");

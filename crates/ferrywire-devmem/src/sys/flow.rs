@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_of_another_shape_are_nobodys_connection() {
+    fn rules_of_another_shape_belong_to_no_connection() {
         let good = Flow::new(end("10.0.0.1:1"), end("10.0.0.2:2"), 1).expect("both are IPv4").spec();
         let changes: [fn(&mut FlowSpec); 6] = [
             |spec| spec.flow_type = 2,

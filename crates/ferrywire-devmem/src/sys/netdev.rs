@@ -134,7 +134,8 @@ impl Netdev {
     }
 
     fn bind(&mut self, call: &'static str, command: u8, binding: Attributes) -> Result<u32, NetlinkError> {
-        let reply = self.family.ask(call, command, &binding).map_err(|error| told_apart(error, command))?;
+        let reply =
+            self.family.ask(call, command, &binding).map_err(|error| name_unknown_request(error, command))?;
         number_of(&reply).ok_or(NetlinkError {
             errno: Errno::PROTO.raw_os_error(),
             text: None,
@@ -146,7 +147,7 @@ impl Netdev {
 
 /// Distinguishes a kernel that does not know a request from a device that does not support it: both return one number
 /// without text, and the first gets a text here.
-fn told_apart(error: NetlinkError, command: u8) -> NetlinkError {
+fn name_unknown_request(error: NetlinkError, command: u8) -> NetlinkError {
     let alike = error.errno == libc::EOPNOTSUPP && error.text.is_none();
     if alike && netlink::knows(FAMILY, command) == Ok(false) {
         NetlinkError {
@@ -222,23 +223,23 @@ mod tests {
 
     #[test]
     fn a_queues_state_is_read() {
-        let told = |attributes: Attributes| {
+        let reported = |attributes: Attributes| {
             rx_queue(AttributeList::new(attributes.bytes().expect("short"))).map(|(_, state)| state)
         };
         let queue = |kind| Attributes::new().u32(QUEUE_ID, 2).u32(QUEUE_IFINDEX, 7).u32(QUEUE_TYPE, kind);
         let free = QueueState::default();
-        assert_eq!(told(queue(TYPE_RX)), Some(free));
-        assert_eq!(told(queue(1)), None, "one that sends");
-        let bound = told(queue(TYPE_RX).u32(QUEUE_DMABUF, 5)).expect("it receives");
+        assert_eq!(reported(queue(TYPE_RX)), Some(free));
+        assert_eq!(reported(queue(1)), None, "one that sends");
+        let bound = reported(queue(TYPE_RX).u32(QUEUE_DMABUF, 5)).expect("it receives");
         assert_eq!((bound, bound.is_free()), (QueueState { dmabuf: Some(5), ..free }, false));
-        let nested = |kind| told(queue(TYPE_RX).nest(kind, Attributes::new()));
+        let nested = |kind| reported(queue(TYPE_RX).nest(kind, Attributes::new()));
         assert_eq!(nested(QUEUE_IO_URING), Some(QueueState { io_uring: true, ..free }));
         assert_eq!(nested(QUEUE_XSK), Some(QueueState { xsk: true, ..free }));
     }
 
     // `tests/devmem/bind.rs` has the bindings that loopback refuses, beside those of other NICs.
     #[test]
-    fn loopback_tells_what_it_is() {
+    fn loopback_reports_its_properties() {
         let Some(mut netdev) = netdev() else { return };
         if let Err(error) = netdev.device(LO) {
             assert_eq!(error.errno, libc::EOPNOTSUPP, "{error}");
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_the_kernel_does_not_know_is_told_apart() {
+    fn a_request_that_the_kernel_does_not_know_has_its_own_error() {
         let Some(mut netdev) = netdev() else { return };
         let binding = || rx_binding(LO, &[0], some_file().as_fd());
         let refused = netdev.bind("a binding of later kernels", 250, binding()).expect_err("no such command");

@@ -54,7 +54,7 @@ pub struct NetlinkError {
     pub text: Option<String>,
     /// The request.
     pub call: &'static str,
-    /// The cause, if this crate knows it and the kernel's number does not tell it.
+    /// The cause, if this crate knows it and the kernel's number does not identify it.
     pub known: Option<KnownRefusal>,
 }
 
@@ -206,7 +206,7 @@ impl Family {
     }
 }
 
-/// Whether the kernel knows a command of a family. The number of a refusal alone does not tell.
+/// Whether the kernel knows a command of a family. The number of a refusal alone does not show it.
 pub fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
     let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, family).u32(CTRL_ATTR_OP, command.into());
     match Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {

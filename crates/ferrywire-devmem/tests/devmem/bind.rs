@@ -39,16 +39,17 @@ fn known(request: u16) -> Option<BTreeSet<u16>> {
     let question =
         Attributes::new().text(CTRL_ATTR_FAMILY_NAME, "netdev").u32(CTRL_ATTR_OP, u32::from(request));
     let mut control = Family::open("nlctrl").expect("every kernel has it");
-    let told = match control.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
+    let reported = match control.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
         Err(NetlinkError { errno: libc::ENOENT, .. }) => return None,
-        told => told.expect("a list"),
+        reported => reported.expect("a list"),
     };
     // One reply names the request's policy; the others each describe one attribute of a policy.
-    let requests = told.iter().find_map(|reply| reply.attributes().nest(CTRL_ATTR_OP_POLICY));
+    let requests = reported.iter().find_map(|reply| reply.attributes().nest(CTRL_ATTR_OP_POLICY));
     let policy = requests.and_then(|all| all.nest(request)).expect("the request has a policy");
     let policy = policy.u32(CTRL_ATTR_POLICY_DO).and_then(|number| u16::try_from(number).ok());
     let policy = policy.expect("it has a number");
-    let attributes = told.iter().filter_map(|reply| reply.attributes().nest(CTRL_ATTR_POLICY)?.nest(policy));
+    let attributes =
+        reported.iter().filter_map(|reply| reply.attributes().nest(CTRL_ATTR_POLICY)?.nest(policy));
     let known: BTreeSet<u16> = attributes.flatten().map(|(attribute, _)| attribute).collect();
     assert!(known.contains(&NETDEV_A_DMABUF_FD), "no binding is without one: {known:?}");
     Some(known)
@@ -94,19 +95,19 @@ fn loopback_refuses_with_causes() {
     }
     // A kernel that does not know the request refuses with the same number.
     assert_eq!((error.errno, error.call), (libc::EOPNOTSUPP, "netdev bind-rx"), "{error}");
-    let told = cause(DevmemError::bind_rx("lo", &[0], &error));
-    let Some(larger) = knows_rx_page_size() else { return assert_eq!(told, BindCause::NoKernel) };
-    assert_eq!(told, BindCause::CannotReceive);
+    let reported = cause(DevmemError::bind_rx("lo", &[0], &error));
+    let Some(larger) = knows_rx_page_size() else { return assert_eq!(reported, BindCause::NoKernel) };
+    assert_eq!(reported, BindCause::CannotReceive);
     let error = netdev.bind_rx_pages(LO, &[0], file.as_fd(), 16 << 10).expect_err("nor larger buffers");
     let said = (error.errno, error.text.as_deref());
-    let told = DevmemError::bind_rx("lo", &[0], &error);
+    let reported = DevmemError::bind_rx("lo", &[0], &error);
     if larger {
         assert_eq!(said, (libc::EOPNOTSUPP, None), "{error}");
-        assert_eq!(cause(told), BindCause::CannotReceive);
+        assert_eq!(cause(reported), BindCause::CannotReceive);
     } else {
         assert_eq!(said, (libc::EINVAL, Some("Unknown attribute type")), "{error}");
-        assert!(told.to_string().contains("no receive buffers larger than a page"), "{told}");
-        assert_eq!(cause(told), BindCause::NoLargeBuffers);
+        assert!(reported.to_string().contains("no receive buffers larger than a page"), "{reported}");
+        assert_eq!(cause(reported), BindCause::NoLargeBuffers);
     }
 }
 

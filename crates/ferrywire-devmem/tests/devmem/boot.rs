@@ -45,7 +45,7 @@ pub fn pass_beside(programs: &[&Path], mtus: &[u32], limit_s: u32, names: &[&str
     // A guest that dies while it boots, under software emulation, says nothing about the tests.
     for _ in 0..BOOTS {
         let ran = kit.output().expect("the kit");
-        (code, text) = (ran.status.code(), told(&ran));
+        (code, text) = (ran.status.code(), output_text(&ran));
         if code != Some(NO_GUEST) || text.contains("@devmem-vm-start") {
             break;
         }
@@ -62,7 +62,7 @@ pub fn pass_beside(programs: &[&Path], mtus: &[u32], limit_s: u32, names: &[&str
     }
 }
 
-fn told(ran: &Output) -> String {
+fn output_text(ran: &Output) -> String {
     [&ran.stdout, &ran.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
 }
 

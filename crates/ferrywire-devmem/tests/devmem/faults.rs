@@ -55,8 +55,8 @@ fn a_pool_that_ran_dry_goes_on_after_a_release() {
         let (got, mut held) = until_dry(&link, &receiver, bytes);
         println!("dry after {got} bytes, with {} fragments held", held.fragments());
         assert!(got < bytes && held.fragments() > 0);
-        let told = held.fragments();
-        assert_eq!(held.release(link.near.as_raw_fd()).expect("they go back").fragments, told);
+        let reported = held.fragments();
+        assert_eq!(held.release(link.near.as_raw_fd()).expect("they go back").fragments, reported);
         let way = vm::Way { batch: 32, ..WAY };
         assert_eq!(take(&link, &receiver, got, bytes - got, way).bytes(), bytes - got);
     });
@@ -125,9 +125,9 @@ fn a_nic_that_went_down_and_up_goes_on() {
     vm::set_up(vm::NEAR, true);
     let state = receiver.netdev.queue(vm::index(vm::NEAR), vm::QUEUE).expect("it is there");
     assert_eq!(state.dmabuf, Some(receiver.id), "the binding stays");
-    let told = held.fragments();
+    let reported = held.fragments();
     let released = held.release(link.near.as_raw_fd()).expect("their places were not lost");
-    assert_eq!((released.fragments, released.unknown), (told, 0));
+    assert_eq!((released.fragments, released.unknown), (reported, 0));
     let after = transfer((&receiver, &sender, &link), MIB + 32 * KIB, MIB);
     assert_eq!((after.bytes(), after.plain_bytes), (MIB, 0));
 }

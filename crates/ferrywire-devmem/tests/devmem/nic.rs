@@ -138,7 +138,7 @@ fn settings_come_and_go_with_a_claim() {
 }
 
 #[test]
-fn without_leave_nothing_changes_and_the_commands_are_told() {
+fn without_permission_nothing_changes_and_the_commands_are_printed() {
     if !vm::is_here() {
         return;
     }

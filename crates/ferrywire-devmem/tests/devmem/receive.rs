@@ -102,8 +102,11 @@ fn what_cannot_be_taken_stays_queued() {
             assert_eq!(tally.bytes(), 64 * KIB - 16);
         }
         Err(error) => {
-            let told = DevmemError::receive(vm::NEAR, "the peer", &error).expect("one of devmem's");
-            assert!(matches!(told, DevmemError::Receive { fault: ReceiveFault::Unreadable, .. }), "{told}");
+            let reported = DevmemError::receive(vm::NEAR, "the peer", &error).expect("one of devmem's");
+            assert!(
+                matches!(reported, DevmemError::Receive { fault: ReceiveFault::Unreadable, .. }),
+                "{reported}"
+            );
             assert_eq!(take(&link, &receiver, 0, 64 * KIB, WAY).bytes(), 64 * KIB);
         }
     }
@@ -193,8 +196,8 @@ fn one_release_takes_1024_fragments_and_128_ranges() {
     let rest = held.iter().filter(|token| **token - first >= 1024);
     let mut tokens = Tokens::new();
     rest.for_each(|token| tokens.push(*token));
-    let told = tokens.fragments();
-    assert_eq!(tokens.release(link.near.as_raw_fd()).expect("they go back").fragments, told);
+    let reported = tokens.fragments();
+    assert_eq!(tokens.release(link.near.as_raw_fd()).expect("they go back").fragments, reported);
 }
 
 #[test]

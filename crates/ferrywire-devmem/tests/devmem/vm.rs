@@ -402,8 +402,8 @@ fn place(
 }
 
 fn release(link: &Link, tokens: &mut Tokens, tally: &mut Tally) {
-    let told = tokens.fragments();
+    let reported = tokens.fragments();
     let released = tokens.release(link.near.as_raw_fd()).expect("they go back");
-    assert_eq!((released.fragments, released.unknown), (told, 0));
-    tally.released += told;
+    assert_eq!((released.fragments, released.unknown), (reported, 0));
+    tally.released += reported;
 }

@@ -141,7 +141,7 @@ fn in_slurm_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
 struct Set {
     launcher: Launcher,
     names: [&'static str; 4],
-    told: [Option<Told>; 4],
+    reported: [Option<Told>; 4],
 }
 
 impl Ranks {
@@ -168,7 +168,7 @@ impl Ranks {
         };
         let typed = Set::of_flags(flags);
         // If all numbers are given by flags, leftover variables of a shell do not matter.
-        if typed.told[..3].iter().all(Option::is_some) {
+        if typed.reported[..3].iter().all(Option::is_some) {
             return typed.ranks(rendezvous(flags, Launcher::Flags, &variable)?).map(Some);
         }
         let mut launchers = Vec::new();
@@ -177,18 +177,18 @@ impl Ranks {
         }
         let Some(innermost) = launchers.first().copied() else {
             let point = rendezvous(flags, Launcher::Flags, &variable)?;
-            return match (typed.told.iter().any(Option::is_some), &flags.rendezvous) {
+            return match (typed.reported.iter().any(Option::is_some), &flags.rendezvous) {
                 (true, _) => typed.ranks(point).map(Some),
                 (false, Some(text)) => Err(RanksError::NoRank { text: text.clone() }),
                 (false, None) => Ok(None),
             };
         };
         let is_torchrun = innermost.launcher == Launcher::Torchrun && variable(TORCHRUN_MARK).is_some();
-        if !is_torchrun && typed.told.iter().all(Option::is_none) {
+        if !is_torchrun && typed.reported.iter().all(Option::is_none) {
             launchers[1..].iter().try_for_each(|outer| innermost.check_inside(outer))?;
         }
-        let told = typed.over(&innermost);
-        let ranks = told.ranks(rendezvous(flags, told.launcher, &variable)?)?;
+        let reported = typed.over(&innermost);
+        let ranks = reported.ranks(rendezvous(flags, reported.launcher, &variable)?)?;
         Ok(Some(ranks.with_local_world(&variable)?))
     }
 
@@ -208,8 +208,8 @@ impl Ranks {
 impl Set {
     fn of_flags(flags: &RankFlags) -> Set {
         let numbers = [flags.rank, flags.world_size, flags.local_rank, None];
-        let told = |at: usize| numbers[at].map(|number| Told { name: FLAGS[at], number });
-        Set { launcher: Launcher::Flags, names: FLAGS, told: std::array::from_fn(told) }
+        let reported = |at: usize| numbers[at].map(|number| Told { name: FLAGS[at], number });
+        Set { launcher: Launcher::Flags, names: FLAGS, reported: std::array::from_fn(reported) }
     }
 
     /// The numbers of one launcher; `None` if it has set none for this process.
@@ -227,23 +227,23 @@ impl Set {
         if of.launcher == Launcher::Hydra && of_srun() {
             return Ok(None);
         }
-        let mut told = [None; 4];
+        let mut reported = [None; 4];
         for (at, name) in of.names.iter().enumerate().filter(|(_, name)| !name.is_empty()) {
-            told[at] = variable(name).map(|value| number(name, &value)).transpose()?;
+            reported[at] = variable(name).map(|value| number(name, &value)).transpose()?;
         }
-        let some = told[..3].iter().any(Option::is_some);
-        Ok(some.then_some(Set { launcher: of.launcher, names: of.names, told }))
+        let some = reported[..3].iter().any(Option::is_some);
+        Ok(some.then_some(Set { launcher: of.launcher, names: of.names, reported }))
     }
 
     /// Flags where they are given, the launcher's numbers otherwise.
     fn over(&self, launcher: &Set) -> Set {
-        let told = std::array::from_fn(|at| self.told[at].or(launcher.told[at]));
-        Set { told, ..*launcher }
+        let reported = std::array::from_fn(|at| self.reported[at].or(launcher.reported[at]));
+        Set { reported, ..*launcher }
     }
 
     /// Fails if an outer launcher contradicts this one and cannot have started it.
     fn check_inside(&self, outer: &Set) -> Result<(), RanksError> {
-        let number = |set: &Set, at: usize| set.told[at].map(|told| told.number);
+        let number = |set: &Set, at: usize| set.reported[at].map(|reported| reported.number);
         let differs = |at: &usize| {
             number(self, *at).zip(number(outer, *at)).is_some_and(|(inner, outer)| inner != outer)
         };
@@ -254,7 +254,7 @@ impl Set {
         if first_on_host && (fewer || number(outer, 0) == Some(0)) {
             return Ok(());
         }
-        let shown = |set: &Set| set.told[at].map_or_else(String::new, |told| told.to_string());
+        let shown = |set: &Set| set.reported[at].map_or_else(String::new, |reported| reported.to_string());
         Err(RanksError::Disagree { one: shown(self), other: shown(outer) })
     }
 
@@ -262,23 +262,23 @@ impl Set {
         let (rank, world_size) = (self.needed(0)?, self.needed(1)?);
         let local_rank = match self.launcher {
             // Without a launcher there is usually one process per host.
-            Launcher::Flags => self.told[2].unwrap_or(Told { name: FLAGS[2], number: 0 }),
+            Launcher::Flags => self.reported[2].unwrap_or(Told { name: FLAGS[2], number: 0 }),
             _ => self.needed(2)?,
         };
         below(rank, world_size)?;
         if world_size.number > RANKS_MAX {
             return Err(RanksError::TooMany { world_size: world_size.to_string() });
         }
-        let local_world = self.told[3];
+        let local_world = self.reported[3];
         below(local_rank, local_world.unwrap_or(world_size))?;
         let (rank, world_size, local_rank) = (rank.number, world_size.number, local_rank.number);
-        let local_world = local_world.map(|told| told.number);
+        let local_world = local_world.map(|reported| reported.number);
         Ok(Ranks { rank, world_size, local_rank, local_world, rendezvous, launcher: self.launcher })
     }
 
     fn needed(&self, at: usize) -> Result<Told, RanksError> {
-        let set = self.told.iter().flatten().next().map_or_else(String::new, Told::to_string);
-        self.told[at].ok_or(RanksError::HalfSet { set, missing: self.names[at], flag: FLAGS[at] })
+        let set = self.reported.iter().flatten().next().map_or_else(String::new, Told::to_string);
+        self.reported[at].ok_or(RanksError::HalfSet { set, missing: self.names[at], flag: FLAGS[at] })
     }
 }
 

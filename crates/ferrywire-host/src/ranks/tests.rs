@@ -14,7 +14,7 @@ const SLURM: &str = "SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=1 SLUR
 const BATCH: &str = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_ID=7 \
                      SLURM_TASKS_PER_NODE=2(x2) SLURM_JOB_NODELIST=gpu[1-2]";
 
-fn told(flags: RankFlags, variables: &str) -> Result<Option<Ranks>, RanksError> {
+fn find_ranks(flags: RankFlags, variables: &str) -> Result<Option<Ranks>, RanksError> {
     let value = |name: &str| {
         let mut found = variables.split_whitespace().filter_map(|pair| pair.split_once('='));
         found.rfind(|(of, _)| *of == name).map(|(_, value)| value.to_owned())
@@ -23,11 +23,11 @@ fn told(flags: RankFlags, variables: &str) -> Result<Option<Ranks>, RanksError> 
 }
 
 fn ranks(variables: &str) -> Ranks {
-    told(RankFlags::default(), variables).expect("they fit").expect("there is a launcher")
+    find_ranks(RankFlags::default(), variables).expect("they fit").expect("there is a launcher")
 }
 
 fn refused(variables: &str) -> String {
-    told(RankFlags::default(), variables).expect_err(variables).to_string()
+    find_ranks(RankFlags::default(), variables).expect_err(variables).to_string()
 }
 
 fn numbers(ranks: &Ranks) -> (u32, u32, u32) {
@@ -39,12 +39,12 @@ fn at(host: &str, port: Option<u16>) -> Option<Rendezvous> {
 }
 
 #[test]
-fn nobody_says_anything() {
-    assert_eq!(told(RankFlags::default(), ""), Ok(None));
+fn without_flags_and_variables_there_are_no_ranks() {
+    assert_eq!(find_ranks(RankFlags::default(), ""), Ok(None));
     // In a shell that salloc has started, or with empty variables.
-    assert_eq!(told(RankFlags::default(), "SLURM_NTASKS=16 SLURM_JOB_NODELIST=gpu[1-2]"), Ok(None));
-    assert_eq!(told(RankFlags::default(), "RANK= WORLD_SIZE="), Ok(None));
-    assert_eq!(told(RankFlags::default(), "MASTER_ADDR=node0 MASTER_PORT=29500"), Ok(None));
+    assert_eq!(find_ranks(RankFlags::default(), "SLURM_NTASKS=16 SLURM_JOB_NODELIST=gpu[1-2]"), Ok(None));
+    assert_eq!(find_ranks(RankFlags::default(), "RANK= WORLD_SIZE="), Ok(None));
+    assert_eq!(find_ranks(RankFlags::default(), "MASTER_ADDR=node0 MASTER_PORT=29500"), Ok(None));
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn torchrun_is_read() {
 }
 
 #[test]
-fn a_master_port_that_nobody_holds_is_the_meeting_point() {
+fn a_free_master_port_is_the_rendezvous() {
     let by_hand = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500";
     assert_eq!(ranks(by_hand).rendezvous, at("10.0.0.1", Some(29500)));
 }
@@ -126,13 +126,13 @@ fn steps_of_slurm_that_run_at_once_meet_apart() {
     let with_master = format!("{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=1 MASTER_ADDR=gpu08");
     assert_eq!(ranks(&with_master).rendezvous, at("gpu08", None));
     let flags = RankFlags { rendezvous: Some("gpu07".to_owned()), ..RankFlags::default() };
-    let typed = told(flags, &format!("{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=1")).expect("they fit");
+    let typed = find_ranks(flags, &format!("{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=1")).expect("they fit");
     assert_eq!(typed.and_then(|found| found.rendezvous), at("gpu07", None));
 }
 
 #[test]
 fn a_batch_script_is_no_rank() {
-    assert_eq!(told(RankFlags::default(), BATCH), Ok(None));
+    assert_eq!(find_ranks(RankFlags::default(), BATCH), Ok(None));
     // A shell that salloc starts as a step is the step's only task.
     let interactive = format!("{BATCH} SLURM_STEP_NUM_TASKS=1 SLURM_STEP_ID=4294967290");
     assert_eq!(numbers(&ranks(&interactive)), (0, 1, 0));
@@ -242,19 +242,19 @@ fn numbers_that_cannot_be_are_named() {
 #[test]
 fn flags_go_before_launchers() {
     let flags = |rank, world_size, local_rank| RankFlags { rank, world_size, local_rank, rendezvous: None };
-    let found = told(flags(Some(2), None, None), SLURM).expect("they fit").expect("a launcher");
+    let found = find_ranks(flags(Some(2), None, None), SLURM).expect("they fit").expect("a launcher");
     assert_eq!((numbers(&found), found.launcher), ((2, 16, 1), Launcher::Slurm));
     // With all numbers given by flags, nonsense in the environment does not matter.
     let nonsense = format!("{SLURM} RANK=x OMPI_COMM_WORLD_RANK=1");
-    let found = told(flags(Some(1), Some(2), Some(1)), &nonsense).expect("they fit").expect("flags");
+    let found = find_ranks(flags(Some(1), Some(2), Some(1)), &nonsense).expect("they fit").expect("flags");
     assert_eq!((numbers(&found), found.launcher, found.rendezvous), ((1, 2, 1), Launcher::Flags, None));
     // A flag completes a half set, and decides between two launchers.
     let found =
-        told(flags(None, None, Some(1)), "RANK=1 WORLD_SIZE=2").expect("they fit").expect("a launcher");
+        find_ranks(flags(None, None, Some(1)), "RANK=1 WORLD_SIZE=2").expect("they fit").expect("a launcher");
     assert_eq!(numbers(&found), (1, 2, 1));
     let two = format!("{SLURM} RANK=8 WORLD_SIZE=16 LOCAL_RANK=1");
     assert_eq!(
-        told(flags(Some(8), None, None), &two).map(|found| found.map(|found| found.rank)),
+        find_ranks(flags(Some(8), None, None), &two).map(|found| found.map(|found| found.rank)),
         Ok(Some(8))
     );
 }
@@ -262,9 +262,9 @@ fn flags_go_before_launchers() {
 #[test]
 fn flags_do_without_launchers() {
     let flags = |rank, world_size| RankFlags { rank, world_size, ..RankFlags::default() };
-    let found = told(flags(Some(1), Some(2)), "").expect("they fit").expect("flags");
+    let found = find_ranks(flags(Some(1), Some(2)), "").expect("they fit").expect("flags");
     assert_eq!((numbers(&found), found.launcher), ((1, 2, 0), Launcher::Flags));
-    let refused = |flags| told(flags, "").expect_err("no sense").to_string();
+    let refused = |flags| find_ranks(flags, "").expect_err("no sense").to_string();
     assert_eq!(
         refused(flags(Some(1), None)),
         "--rank 1 is set and --world-size is not: set both, or neither"
@@ -279,14 +279,14 @@ fn flags_do_without_launchers() {
 fn a_meeting_point_may_be_typed() {
     let typed = |text: &str| {
         let flags = RankFlags { rendezvous: Some(text.to_owned()), ..RankFlags::default() };
-        told(flags, TORCHRUN).map(|found| found.and_then(|found| found.rendezvous))
+        find_ranks(flags, TORCHRUN).map(|found| found.and_then(|found| found.rendezvous))
     };
     assert_eq!(typed("node7:7000"), Ok(at("node7", Some(7000))));
     assert_eq!(typed("node7"), Ok(at("node7", None)));
     assert_eq!(typed("[fd00::1]:7000"), Ok(at("fd00::1", Some(7000))));
     assert_eq!(typed("fd00::1"), Ok(at("fd00::1", None)));
     let alone = RankFlags { rendezvous: Some("node7:7000".to_owned()), ..RankFlags::default() };
-    let error = told(alone, "").expect_err("no rank").to_string();
+    let error = find_ranks(alone, "").expect_err("no rank").to_string();
     assert!(error.starts_with("--rendezvous node7:7000 needs the rank of this process"), "{error}");
     for bad in ["", ":7000", "node7:", "node7:x", "node7:0", "node7:70000", "two words"] {
         let error = typed(bad).expect_err(bad).to_string();

@@ -46,7 +46,7 @@ pub(super) fn read(source: &Source) -> (Vec<Gpu>, Vec<Gpu>) {
 }
 
 fn gpu(source: &Source, index: u32, path: PciPath, name: Option<String>) -> Gpu {
-    let name = name.or_else(|| told_by_module(source, path.address)).or_else(|| model(source, path.address));
+    let name = name.or_else(|| model_by_module(source, path.address)).or_else(|| model(source, path.address));
     Gpu { index, name, node: node_of(source, &path), pci: Some(path) }
 }
 
@@ -72,7 +72,7 @@ fn path_of(source: &Source, address: PciAddress) -> PciPath {
 }
 
 /// The model by the kernel part of the driver, which also works without CUDA.
-fn told_by_module(source: &Source, address: PciAddress) -> Option<String> {
+fn model_by_module(source: &Source, address: PciAddress) -> Option<String> {
     let text = source.text(&format!("proc/driver/nvidia/gpus/{address}/information"))?;
     let model = text.lines().find_map(|line| line.strip_prefix("Model:"))?;
     Some(model.trim().to_owned())

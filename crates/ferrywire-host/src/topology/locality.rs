@@ -1,7 +1,7 @@
 //! How near a NIC is to a GPU.
 //!
-//! Invariant: a distance that the kernel does not tell is [`Locality::Unknown`], neither near nor far. On a host with
-//! one NUMA node nothing is far.
+//! Invariant: a distance that the kernel does not report is [`Locality::Unknown`], neither near nor far. On a host
+//! with one NUMA node nothing is far.
 //! Read next: `plan.rs`.
 
 use std::cmp::Reverse;
@@ -21,7 +21,7 @@ pub enum Locality {
     Root,
     /// On the same NUMA node.
     Node,
-    /// The kernel tells too little.
+    /// The kernel reports too little.
     Unknown,
     /// On another NUMA node.
     Across,

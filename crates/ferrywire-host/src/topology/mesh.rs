@@ -20,8 +20,8 @@ pub struct Route {
     pub note: Option<String>,
 }
 
-/// Routes from every GPU of one host to every GPU of another. `reaches(source_nic, target_nic)` tells whether the first
-/// NIC reaches the second.
+/// Routes from every GPU of one host to every GPU of another. `reaches(source_nic, target_nic)` returns whether the
+/// first NIC reaches the second.
 ///
 /// # Errors
 /// [`PlanError::NoRoute`] for the first pair of GPUs without a link.

@@ -33,7 +33,7 @@ pub struct PciRoot {
 /// The path from a PCI root to a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciPath {
-    /// The root, if the kernel tells it.
+    /// The root, if the kernel reports it.
     pub root: Option<PciRoot>,
     /// Bridges on the path (root port and switches), from the root on.
     pub bridges: Vec<PciAddress>,

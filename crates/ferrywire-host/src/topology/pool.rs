@@ -146,11 +146,11 @@ impl<'a> Pool<'a> {
         if gpus.is_empty() {
             return Ok(());
         }
-        let told = self.unused.iter().map(|unused| format!("{} {}", unused.nic, unused.why));
+        let reported = self.unused.iter().map(|unused| format!("{} {}", unused.nic, unused.why));
         let why = if self.unused.is_empty() {
             "this host has no NIC".to_owned()
         } else {
-            told.collect::<Vec<_>>().join(", ")
+            reported.collect::<Vec<_>>().join(", ")
         };
         Err(PlanError::NoNic { gpus, why })
     }

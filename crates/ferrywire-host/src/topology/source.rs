@@ -187,8 +187,8 @@ fn address_of(nic: &ferrywire_net::Nic) -> (String, Address) {
 
 fn header_split(names: &[String]) -> Vec<(String, bool)> {
     let Ok(mut ethtool) = ethtool::Ethtool::open() else { return Vec::new() };
-    let told = |name: &String| Some((name.clone(), ethtool.header_split(name).ok()??));
-    names.iter().filter_map(told).collect()
+    let reported = |name: &String| Some((name.clone(), ethtool.header_split(name).ok()??));
+    names.iter().filter_map(reported).collect()
 }
 
 fn driver_gpus() -> std::result::Result<Vec<DriverGpu>, CudaError> {

@@ -260,7 +260,7 @@ fn threads_stay_on_the_cores_that_the_process_has() {
 }
 
 #[test]
-fn the_kernel_module_tells_models_without_cuda() {
+fn the_kernel_module_gives_models_without_cuda() {
     let file = "proc/driver/nvidia/gpus/0000:21:00.0/information";
     let host = format!("{}file {file} Model: \t\t NVIDIA Something\n", text("no-numa"));
     assert_eq!(topology(&host).gpus[1].name.as_deref(), Some("NVIDIA Something"));

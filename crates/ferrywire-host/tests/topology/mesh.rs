@@ -68,7 +68,7 @@ fn several_nics_are_joined_one_to_one() {
 }
 
 #[test]
-fn hosts_that_do_not_meet_are_told_so() {
+fn hosts_without_a_route_are_reported() {
     let (here, there) = (named("a3-high"), topology(&other_host().replace("10.0.", "10.9.")));
     let error = routes(&plan(&here), &plan(&there), by_subnet(&here, &there)).expect_err("no way");
     assert_eq!(

@@ -43,7 +43,7 @@ impl Hosts {
         })
     }
 
-    /// A link comes up a moment after it was switched on, and peers are not told NICs without a link.
+    /// A link comes up a moment after it was switched on, and NICs without a link are not announced to peers.
     fn wait_for_links(&self) {
         let up = || nics::addresses().expect("they can be listed").iter().filter(|nic| nic.up).count();
         for name in [&self.here, &self.there] {

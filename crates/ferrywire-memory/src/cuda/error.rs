@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_call_is_told_with_device_size_and_the_drivers_words() {
+    fn a_failed_call_is_reported_with_device_size_and_the_drivers_words() {
         let failure = Failure {
             call: "cuMemAlloc_v2",
             gpu: Some(3),
@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_driver_is_told_with_both_versions() {
+    fn an_old_driver_is_reported_with_both_versions() {
         let old = CudaError::OldDriver { found: 11040, needed: 12000 }.to_string();
         assert!(old.contains("for CUDA 11.4, and CUDA 12.0 is needed"), "{old}");
     }

@@ -1,6 +1,6 @@
 //! The GPU's side of a gather: a queue of asynchronous work, and lookups of addresses.
 //!
-//! Functions for the data path only enqueue or look; only [`GatherDevice::read`], which is for set-up, waits
+//! Functions for the data path only enqueue or poll; only [`GatherDevice::read`], which is for set-up, waits
 //! for the GPU. The input of a launch is in mapped memory, so nothing has to be uploaded.
 //!
 //! Invariant: work runs in the order in which it was enqueued, and after the device is dropped no work

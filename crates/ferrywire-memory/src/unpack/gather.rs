@@ -495,7 +495,7 @@ mod tests {
 
     /// Until then the first launch reads the plugin's pages.
     #[test]
-    fn memory_that_goes_between_two_launches_is_told_of_when_the_first_is_done() {
+    fn memory_that_is_freed_between_two_launches_is_reported_when_the_first_is_done() {
         let _alone = one_at_a_time();
         let (mut gather, seen, _table) = scene(UnpackMode::Copy);
         seen.lock().unwrap().memory = Some(5000..8000);

@@ -1,5 +1,5 @@
 //! Gathering ("unpack") of scattered receives. A plugin places payload as fragments in a pool of GPU memory;
-//! a table in mapped host memory tells where each fragment belongs.
+//! a table in mapped host memory has the destination of each fragment.
 //!
 //! ```text
 //!   plugin's table ── read once, checked, merged ──> own table ── in place ──> kernel ──┐

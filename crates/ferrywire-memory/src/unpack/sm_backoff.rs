@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn after_some_had_to_wait_nobody_asks_for_a_while_and_then_one_does() {
+    fn after_some_had_to_wait_no_request_is_made_for_a_while_and_then_one_is() {
         let sm_backoff = SmBackoff::default();
         let late: Vec<_> = (0..=STREAK).map(|_| sm_backoff.permit(ms(0)).unwrap()).collect();
         late[1..].iter().for_each(|permit| sm_backoff.kept_waiting(*permit, ms(1)));

@@ -2,7 +2,7 @@
 //!
 //! `over_host` uses ferrywire's own host for plugins, in every version of the interface; `as_nccl` uses a driver in C
 //! that calls the plugin as NCCL does; `several_nics` uses both, with devices made of several NICs; `metrics`
-//! looks at the counts of a process that uses the plugin.
+//! reads the counts of a process that uses the plugin.
 
 mod as_nccl;
 mod driver;

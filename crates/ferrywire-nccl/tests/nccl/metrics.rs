@@ -1,5 +1,5 @@
 //! What Prometheus and `ferrywire watch` see of a process that uses the plugin: the driver in C, which does what the
-//! tests tell it.
+//! tests report it.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -29,9 +29,9 @@ impl Told {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let lines = lines(child.stdout.take().unwrap());
         let letters = child.stdin.take();
-        let mut told = Told { child, letters, lines, metrics: String::new() };
-        told.metrics = told.line("metrics ");
-        told
+        let mut reported = Told { child, letters, lines, metrics: String::new() };
+        reported.metrics = reported.line("metrics ");
+        reported
     }
 
     /// The next line that begins so, without its beginning.
@@ -113,11 +113,11 @@ fn of_path(metrics: &str, name: &str) -> f64 {
 #[test]
 fn counts_are_those_of_the_messages() {
     const PAYLOAD: f64 = 10.0 * (1048576.0 + 1000.0);
-    let mut told = Told::start(Some("127.0.0.1:0"));
-    let idle = told.scrape();
+    let mut reported = Told::start(Some("127.0.0.1:0"));
+    let idle = reported.scrape();
     assert_eq!(of_path(&idle, "tx_bytes_total"), 0.0, "{idle}");
-    told.does(b'm');
-    let after = told.scrape();
+    reported.does(b'm');
+    let after = reported.scrape();
     // A header of 64 bytes goes before each piece, and pieces have at least 32 KiB.
     let (sent, received) = (of_path(&after, "tx_bytes_total"), of_path(&after, "rx_bytes_total"));
     assert!(sent > PAYLOAD && sent <= PAYLOAD + 64.0 * 10.0 * 33.0 && received == sent, "{after}");
@@ -126,52 +126,52 @@ fn counts_are_those_of_the_messages() {
     assert!(channels >= 4.0 && channels == of_path(&idle, "channels"), "{after}");
     assert!(of_path(&after, "tcp_rtt_seconds") > 0.0, "{after}");
     assert!(of_path(&after, "tcp_congestion_window_bytes") > 0.0, "{after}");
-    until("acknowledgements", || (of_path(&told.scrape(), "in_flight_bytes") == 0.0).then_some(()));
+    until("acknowledgements", || (of_path(&reported.scrape(), "in_flight_bytes") == 0.0).then_some(()));
     value(&after, "ferrywire_path_info{nic=\"lo\",peer=\"127.0.0.1\",reason=\"\",transport=\"tcp\"}");
     let version = env!("CARGO_PKG_VERSION");
     value(&after, &format!("ferrywire_info{{face=\"nccl\",version=\"{version}\"}}"));
     until("time of the workers", || {
-        told.does(b'm');
-        (value(&told.scrape(), "ferrywire_cpu_seconds_total") > 0.0).then_some(())
+        reported.does(b'm');
+        (value(&reported.scrape(), "ferrywire_cpu_seconds_total") > 0.0).then_some(())
     });
-    told.end();
+    reported.end();
 }
 
 #[test]
 fn a_comm_that_failed_or_is_closed_keeps_its_counts() {
-    let mut told = Told::start(Some("127.0.0.1:0"));
-    told.does(b'f');
-    let failed = told.scrape();
+    let mut reported = Told::start(Some("127.0.0.1:0"));
+    reported.does(b'f');
+    let failed = reported.scrape();
     assert_eq!([requests(&failed, "isend"), requests(&failed, "irecv")], [[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]);
     let (sent, channels) = (of_path(&failed, "tx_bytes_total"), of_path(&failed, "channels"));
     for _ in 0..5 {
-        told.does(b'n');
-        told.does(b'r');
+        reported.does(b'n');
+        reported.does(b'r');
     }
-    let closed = told.scrape();
+    let closed = reported.scrape();
     assert_eq!(of_path(&closed, "tx_bytes_total"), sent, "{closed}");
     assert_eq!(of_path(&closed, "channels"), channels, "{closed}");
     // Four of the receives without a message were closed, and so have failed.
     assert_eq!(requests(&closed, "irecv"), [6.0, 0.0, 5.0], "{closed}");
     assert_eq!(value(&closed, "ferrywire_lost_channels_total{peer=\"127.0.0.1\"}"), 0.0, "{closed}");
-    let sample = told.sample();
+    let sample = reported.sample();
     assert_eq!(sample.peers.len(), 1, "{sample:?}");
     assert_eq!(sample.peers[0].channels.len() as f64, 2.0 * channels, "no more than two pairs had at once");
-    told.end();
+    reported.end();
 }
 
 #[test]
 fn a_process_is_seen_without_being_asked_to_serve() {
-    let mut told = Told::start(None);
-    assert_eq!(told.metrics, "");
-    told.does(b'm');
-    let sample = told.sample();
+    let mut reported = Told::start(None);
+    assert_eq!(reported.metrics, "");
+    reported.does(b'm');
+    let sample = reported.sample();
     assert_eq!((sample.face.as_str(), sample.program.as_str()), ("nccl", "driver"));
     let peer = &sample.peers[0];
     assert_eq!((peer.peer.as_str(), peer.transport.as_str()), ("127.0.0.1", "tcp"));
     assert!(peer.channels.iter().all(|channel| channel.alive && channel.nic == "lo"), "{peer:?}");
     assert!(peer.operations.iter().all(|kind| kind.completed == 20), "{peer:?}");
-    told.end();
+    reported.end();
 }
 
 #[test]
@@ -192,15 +192,15 @@ fn an_address_that_cannot_be_used_is_a_warning() {
 /// With its last comm a peer is gone.
 #[test]
 fn counts_of_a_peer_that_is_gone_are_kept_once() {
-    let mut told = Told::start(Some("127.0.0.1:0"));
-    told.does(b'm');
-    let before = told.scrape();
-    told.does(b'c');
-    let after = told.scrape();
+    let mut reported = Told::start(Some("127.0.0.1:0"));
+    reported.does(b'm');
+    let before = reported.scrape();
+    reported.does(b'c');
+    let after = reported.scrape();
     let closed = |name: &str| value(&after, &format!("ferrywire_{name}{{nic=\"lo\",peer=\"closed\"}}"));
     assert_eq!(closed("tx_bytes_total"), of_path(&before, "tx_bytes_total"), "{after}");
     assert_eq!(closed("rx_bytes_total"), of_path(&before, "rx_bytes_total"), "{after}");
     assert_eq!(closed("channels"), 0.0, "{after}");
     assert!(!after.contains("peer=\"127.0.0.1\""), "{after}");
-    told.end();
+    reported.end();
 }

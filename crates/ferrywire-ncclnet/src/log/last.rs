@@ -135,7 +135,7 @@ mod tests {
 
     /// TCPX's last lines trace its error through the source. They are informational, not warnings.
     #[test]
-    fn a_warning_is_told_before_what_only_informs_and_a_known_cause_before_all() {
+    fn a_warning_is_reported_before_information_and_a_known_cause_before_all() {
         let info =
             |place, text: &str| LogLine::new(LogLevel::Info, None, None, b"x.c", place, text.as_bytes());
         let mut last: LastLines = [

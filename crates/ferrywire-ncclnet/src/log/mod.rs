@@ -190,10 +190,10 @@ mod tests {
     #[test]
     fn a_flood_is_held_back_but_an_abort_never_is() {
         let mut state = empty();
-        let told = |state: &mut State, level| {
+        let reported = |state: &mut State, level| {
             (0..100).filter(|_| state.admit(level as u64, line(level, "x"), Duration::ZERO).is_some()).count()
         };
-        assert_eq!(told(&mut state, LogLevel::Warn) as u64, PLUGIN_LOG_BURST_LINES);
-        assert_eq!(told(&mut state, LogLevel::Abort), 100);
+        assert_eq!(reported(&mut state, LogLevel::Warn) as u64, PLUGIN_LOG_BURST_LINES);
+        assert_eq!(reported(&mut state, LogLevel::Abort), 100);
     }
 }

@@ -54,7 +54,7 @@ fn this_very_program_is_no_plugin() {
 }
 
 #[test]
-fn a_truncated_library_is_told_at_every_length() {
+fn a_truncated_library_is_reported_at_every_length() {
     let whole = std::fs::read(broken("NOTHING")).expect("compiled");
     let directory = tempfile::tempdir().expect("a directory");
     for eighths in 1..8 {
@@ -79,7 +79,7 @@ fn a_library_without_tables_is_not_a_plugin() {
 }
 
 #[test]
-fn a_plugin_that_is_too_old_is_told_with_its_version() {
+fn a_plugin_that_is_too_old_is_reported_with_its_version() {
     let (_, said) = refused(&broken("TOO_OLD"));
     assert!(said.contains("only ncclNetPlugin_v3, which is too old"), "{said}");
 }
@@ -117,7 +117,7 @@ fn no_devices_are_said() {
 }
 
 #[test]
-fn a_failing_init_is_told_with_its_last_words_and_not_repeated() {
+fn a_failing_init_is_reported_with_its_last_words_and_not_repeated() {
     let path = broken("INIT_FAILS");
     let (error, said) = refused(&path);
     assert!(said.contains("init: result 3 (internal error)"), "{said}");
@@ -128,7 +128,7 @@ fn a_failing_init_is_told_with_its_last_words_and_not_repeated() {
 
 /// The last line that TCPX logs is a trace of the error through its source.
 #[test]
-fn a_failing_init_is_told_with_its_last_warning() {
+fn a_failing_init_is_reported_with_its_last_warning() {
     let (_, said) = refused(&broken("INIT_WARNS_AND_FAILS"));
     assert!(
         said.contains("init: result 3 (internal error); last output: NET/X : no interface found; fix: "),
@@ -185,7 +185,7 @@ fn a_device_without_a_name_is_an_error_of_that_device() {
 }
 
 #[test]
-fn a_device_that_nccl_would_refuse_is_told() {
+fn a_device_that_nccl_would_refuse_is_reported() {
     let plugin = load(&broken("STRANGE_DEVICE"), None).expect("loads");
     let refused = plugin.properties(0).expect("properties").refused_by_nccl();
     assert_eq!(refused.as_deref(), Some("device nic 0 is of type 3; only 0 and 1 are known"));
@@ -234,8 +234,8 @@ fn a_call_that_does_not_return_is_seen_from_outside_and_its_listener_stays_open(
 }
 
 #[test]
-fn names_are_looked_up_as_nccl_does() {
-    alone("broken::names_are_looked_up_as_nccl_does", || {
+fn names_are_resolved_as_nccl_does() {
+    alone("broken::names_are_resolved_as_nccl_does", || {
         // SAFETY: the C library, and files of these tests.
         let find = |name: &str| unsafe { Library::find(Some(name)) };
         let none = find("none").expect_err("none is wanted");

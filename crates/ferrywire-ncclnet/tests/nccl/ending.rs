@@ -57,36 +57,36 @@ fn ended(case: &str, ending: &str) -> (Option<i32>, Vec<String>) {
 const BY: &str = "ferrywire: plugin Broken plugin ended this process by exit";
 
 #[test]
-fn an_exit_inside_a_call_is_told() {
+fn an_exit_inside_a_call_is_reported() {
     let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
-    let told = format!("{BY} in listen on device 0; {lines}");
-    assert_eq!(ended("LISTEN_EXITS", "listen"), (Some(1), vec![told]));
+    let reported = format!("{BY} in listen on device 0; {lines}");
+    assert_eq!(ended("LISTEN_EXITS", "listen"), (Some(1), vec![reported]));
 }
 
 #[test]
-fn an_exit_before_there_is_a_device_is_told() {
-    let told = "in init; it logged last: the manager is not running, giving up";
+fn an_exit_before_there_is_a_device_is_reported() {
+    let reported = "in init; it logged last: the manager is not running, giving up";
     let (code, said) = ended("INIT_EXITS", "listen");
     assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
-    assert!(said[0].starts_with(&format!("{BY} {told}")), "{said:?}");
+    assert!(said[0].starts_with(&format!("{BY} {reported}")), "{said:?}");
 }
 
 #[test]
-fn an_exit_on_a_thread_of_the_plugins_own_is_told() {
-    let told = "on a thread of its own; it logged last: too many fragments in one chunk";
+fn an_exit_on_a_thread_of_the_plugins_own_is_reported() {
+    let reported = "on a thread of its own; it logged last: too many fragments in one chunk";
     let (code, said) = ended("THREAD_EXITS", "listen");
     assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
-    assert!(said[0].starts_with(&format!("{BY} {told}")), "{said:?}");
+    assert!(said[0].starts_with(&format!("{BY} {reported}")), "{said:?}");
 }
 
 #[test]
-fn an_end_that_the_program_wants_is_not_told() {
+fn an_exit_that_the_program_wants_is_not_reported() {
     assert_eq!(ended("ACCEPT_BLOCKS", "accept"), (Some(7), Vec::new()));
     assert_eq!(ended("NOTHING", "listen"), (Some(0), Vec::new()));
 }
 
 #[test]
-fn a_supervisor_tells_it_itself() {
+fn a_supervisor_reports_the_exit_itself() {
     assert_eq!(ended("LISTEN_EXITS", "supervised"), (Some(1), Vec::new()));
 }
 
@@ -104,7 +104,7 @@ fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
 }
 
 #[test]
-fn a_watched_process_is_told_of_by_its_watcher() {
+fn a_supervised_exit_is_reported_by_its_supervisor() {
     let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
     let cause = format!("the plugin ended its process by exit in listen on device 0; {lines}");
     assert_eq!(watched("LISTEN_EXITS", "listen"), (Some(1), Some(cause), 0));

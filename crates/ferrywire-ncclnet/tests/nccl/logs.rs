@@ -66,8 +66,8 @@ fn a_supervisor_gets_every_line_that_passes() {
 }
 
 #[test]
-fn a_flood_is_counted_instead_of_told() {
-    alone("logs::a_flood_is_counted_instead_of_told", || {
+fn a_flood_is_counted_instead_of_logged() {
+    alone("logs::a_flood_is_counted_instead_of_logged", || {
         let lines = through_a_pipe();
         let flood: Vec<_> = lines.iter().filter(|line| line.file == "flood.c").collect();
         let bursts = flood.len() as u64;

@@ -169,7 +169,7 @@ impl Round {
         let before = checks(&self.object).0;
         let v8 = self.since(Version::V8);
         let bytes = if v8 { 0x1_2345_6789 } else { 0x7fff_f000 };
-        // SAFETY: plugin.c looks at the numbers only; so in all that follows.
+        // SAFETY: plugin.c reads the numbers only, as in all calls below.
         unsafe {
             assert_eq!(send.reg_mr(data(0), bytes, PointerType::Host), Ok(memory(0)));
             assert_eq!(recv.reg_mr(data(0), bytes, PointerType::Cuda), Ok(MemoryHandle(at(0))));

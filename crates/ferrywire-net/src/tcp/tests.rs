@@ -239,7 +239,7 @@ fn memory_that_cannot_be_read_leaves_the_connection_as_it_was() {
 }
 
 #[test]
-fn a_reset_after_memory_that_could_not_be_read_is_told_as_one() {
+fn a_reset_after_unreadable_memory_is_reported_as_one() {
     for sends_first in [false, true] {
         let (mut near, far) = pair();
         assert_eq!(send_what_cannot_be_read(&mut near).raw_os_error(), Some(libc::EFAULT));

@@ -481,11 +481,14 @@ mod tests {
     }
 
     #[test]
-    fn buffers_that_the_system_cuts_short_are_told_with_the_limit_to_raise() {
+    fn buffers_that_the_system_cuts_short_are_reported_with_the_limit_to_raise() {
         assert_eq!(shortfall(2 << 20, (4 << 20, 4 << 20)), None);
-        let told = shortfall(2 << 20, (425_984, 4 << 20)).unwrap();
-        assert!(told.contains("2097152 bytes") && told.contains("net.core.wmem_max (212992)"), "{told}");
-        assert!(!told.contains("rmem_max"), "{told}");
+        let reported = shortfall(2 << 20, (425_984, 4 << 20)).unwrap();
+        assert!(
+            reported.contains("2097152 bytes") && reported.contains("net.core.wmem_max (212992)"),
+            "{reported}"
+        );
+        assert!(!reported.contains("rmem_max"), "{reported}");
         assert!(shortfall(2 << 20, (1, 1)).unwrap().contains("wmem_max (0) and net.core.rmem_max (0)"));
     }
 

@@ -109,7 +109,7 @@ pub enum HandshakeError {
     Misuse,
 }
 
-/// How the two ends' secrets differ, as far as this end can tell.
+/// How the two ends' secrets differ, as far as this end can see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mismatch {
     /// Both ends have a secret, and the secrets differ.
@@ -135,7 +135,7 @@ impl fmt::Display for Mismatch {
 
 impl Mismatch {
     /// The text for the other end, which sees the difference from its own side.
-    fn told(self) -> &'static str {
+    fn text_for_peer(self) -> &'static str {
         match self {
             Mismatch::Different => "the two ends have different ones",
             Mismatch::TheyHaveNone => "only the end that refuses has one: give both the same",
@@ -268,7 +268,9 @@ impl HandshakeError {
                 let text = format!("you speak protocol version {theirs}, this end speaks {ours}");
                 Some(Refusal::new(RefusalCode::Version, text))
             }
-            HandshakeError::WrongSecret(mismatch) => Some(Refusal::new(RefusalCode::Secret, mismatch.told())),
+            HandshakeError::WrongSecret(mismatch) => {
+                Some(Refusal::new(RefusalCode::Secret, mismatch.text_for_peer()))
+            }
             HandshakeError::Declined(refusal) => Some(refusal.clone()),
             HandshakeError::SecretUnproven => malformed("you could not prove our secret".into()),
             HandshakeError::Unproven(what) => malformed(format!("you could not prove {what}")),

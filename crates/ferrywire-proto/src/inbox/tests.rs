@@ -171,7 +171,7 @@ fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
     assert_eq!(credit + messages.consumed, CREDIT);
 }
 
-/// The inbox tells the caller what to do for each receive, in order: the target exists before its data is
+/// The inbox returns to the caller what to do for each receive, in order: the target exists before its data is
 /// requested.
 #[test]
 fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
@@ -190,7 +190,7 @@ fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
     assert!(inbox.message(&announce(1, 0), Vec::new()).unwrap().is_empty());
     assert!(inbox.message(&announce(2, 101), Vec::new()).unwrap().is_empty());
     let replies = inbox.message(&announce(0, 100), Vec::new()).unwrap();
-    let told: Vec<_> = replies
+    let reported: Vec<_> = replies
         .iter()
         .map(|reply| match reply {
             Reply::Open { op, bytes } => ("open", op.id(), *bytes),
@@ -203,7 +203,7 @@ fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
         .collect();
     let too_long = Refusal::OutOfRegion as u64;
     assert_eq!(
-        told,
+        reported,
         [
             ("open", 1, 100),
             ("match", 50, 1),
@@ -215,7 +215,7 @@ fn a_receive_that_meets_its_message_is_opened_before_its_data_are_asked_for() {
     );
 }
 
-/// Regression: the sender was told that the receive had the message, and the receive that it was cancelled.
+/// Regression: the send succeeded, although its receive reported that it was cancelled.
 #[test]
 fn the_last_bytes_of_a_closed_target_are_refused_and_counted_ones_cannot_be_closed() {
     let target = Reassembly::new([(0, 100)], 100);

@@ -3,7 +3,7 @@
 //! The operations posted between two standalone notifications form an *epoch*, which ends when all of them
 //! have ended. A notification is sent at the end of the epoch before it and of all earlier epochs. An
 //! operation holds its [`Epoch`], a counter, and leaves it at its end without the outbox's lock; only the
-//! last operation of an epoch that a notification waits for has to tell the outbox.
+//! last operation of an epoch that a notification waits for has to notify the outbox.
 //!
 //! States of an epoch: `open -> closed -> over`. Operations join while it is open and leave at any time; a
 //! notification closes it.
@@ -111,13 +111,13 @@ mod tests {
         const ROUNDS: usize = 20_000;
         let mut epochs = Epochs::default();
         let (joined, left) = std::sync::mpsc::channel::<Arc<Epoch>>();
-        let (told, tells) = std::sync::mpsc::channel();
+        let (reported, tells) = std::sync::mpsc::channel();
         let together = Arc::new(Barrier::new(2));
         let both = together.clone();
         let leaving = thread::spawn(move || {
             for epoch in left {
                 both.wait();
-                told.send(epoch.leave()).expect("it is heard");
+                reported.send(epoch.leave()).expect("it is heard");
             }
         });
         for round in 0..ROUNDS {

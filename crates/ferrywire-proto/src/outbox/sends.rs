@@ -85,7 +85,7 @@ impl<O: Operation> Outbox<O> {
         Matched::Queued(bytes)
     }
 
-    /// Cancels an announced send that no receive has matched yet, and tells the peer to discard the
+    /// Cancels an announced send that no receive has matched yet, and asks the peer to discard the
     /// announcement.
     pub fn take_back(&mut self, transfer: u64) -> Option<O> {
         let op = self.sends.announced.remove(&transfer)?;

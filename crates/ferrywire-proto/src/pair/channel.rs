@@ -19,9 +19,9 @@ pub(super) struct Side {
     pub last_arrival: u64,
     /// Number of frames received and placed, or refused.
     pub received: u64,
-    /// Refused frames that the peer was not told about; `told` has those that it was.
+    /// Refused frames that were not reported to the peer; `reported` has the reported ones.
     pub refused: Vec<Refused>,
-    pub told: Vec<Refused>,
+    pub reported: Vec<Refused>,
     pub ack_is_due: bool,
     /// Content of the window when the channel was closed.
     pub ours: Option<Vec<(u64, Frame<Model>)>>,
@@ -39,7 +39,7 @@ impl Side {
             last_arrival: 0,
             received: 0,
             refused: Vec::new(),
-            told: Vec::new(),
+            reported: Vec::new(),
             ack_is_due: false,
             ours: None,
             theirs: None,
@@ -47,7 +47,7 @@ impl Side {
         }
     }
 
-    /// The count that a frame may carry. A refused frame is covered only once the peer was told about it.
+    /// The count that a frame may carry. A refused frame is covered only once it was reported to the peer.
     pub fn acknowledges(&self) -> u32 {
         self.refused.first().map_or(self.received, |(number, _)| *number) as u32
     }

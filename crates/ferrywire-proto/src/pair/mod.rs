@@ -2,7 +2,7 @@
 //! lost.
 //!
 //! A [`Pair`] delivers frames. Each channel keeps its order and has a delay of its own, so frames of
-//! different channels overtake each other. A channel may be lost at any moment; each end then tells the other
+//! different channels overtake each other. A channel may be lost at any moment; each end then reports to the other
 //! how many frames it has placed, and the rest is sent over other channels. `plan.rs` posts random operations
 //! and knows their expected results.
 //!
@@ -314,7 +314,7 @@ impl Pair {
         side.ack_is_due = false;
         let refused = std::mem::take(&mut side.refused);
         let body = wire::encode_refusals(&refused);
-        side.told.extend(refused);
+        side.reported.extend(refused);
         let header = Header { ack: side.received as u32, len: body.len() as u32, ..Header::new(Kind::Ack) };
         let packet = Packet { header: header.encode(), placements: Box::default(), body };
         self.transmit(end, channel, packet);
@@ -380,7 +380,7 @@ impl Pair {
         let side = &mut self.sides[end][channel];
         side.is_up = false;
         side.ours = Some(side.window.drain());
-        let mut refused = std::mem::take(&mut side.told);
+        let mut refused = std::mem::take(&mut side.reported);
         refused.append(&mut side.refused);
         let (placed, generation) = (side.received, self.generations[channel]);
         let delay = self.rng.between(1, 150);
@@ -388,7 +388,7 @@ impl Pair {
         self.resolve(end, channel);
     }
 
-    /// Resends the rest, after both ends have closed the connection and told what they placed.
+    /// Resends the rest, after both ends have closed the connection and reported what they placed.
     fn resolve(&mut self, end: usize, channel: usize) {
         let side = &mut self.sides[end][channel];
         let (Some(ours), Some((placed, refused))) =
@@ -418,8 +418,9 @@ impl Pair {
     /// Asserts that nothing is in flight and both ends agree.
     fn check_quiet(&self) {
         for [from, to] in [[0, 1], [1, 0]] {
-            let (told, known) = (self.ends[from].outbox.announced_len(), self.ends[to].inbox.announced_len());
-            assert_eq!(told, known, "sends that end {from} has announced, and end {to} holds");
+            let (reported, known) =
+                (self.ends[from].outbox.announced_len(), self.ends[to].inbox.announced_len());
+            assert_eq!(reported, known, "sends that end {from} has announced, and end {to} holds");
         }
     }
 

@@ -240,7 +240,7 @@ impl Session {
         self.link.as_ref().map(|link| link.last_said + HEARTBEAT_INTERVAL)
     }
 
-    /// Sends a heartbeat at once. On a new connection it tells the other end which session the connection
+    /// Sends a heartbeat at once. On a new connection it shows the other end which session the connection
     /// carries.
     pub fn greet(&mut self, now: Duration) -> Result<(), SessionError> {
         self.heartbeat(now)

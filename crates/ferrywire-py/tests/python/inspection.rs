@@ -62,8 +62,9 @@ impl Wheel {
         let version = env!("CARGO_PKG_VERSION");
         let tag = format!("ferrywire-{version}-cp311-abi3-");
         assert!(self.file_name.starts_with(&tag), "{}", self.file_name);
-        let told = std::fs::read_to_string(self.folder.join(format!("ferrywire-{version}.dist-info/WHEEL")));
-        assert!(told.expect("WHEEL").contains("\nTag: cp311-abi3-"));
+        let reported =
+            std::fs::read_to_string(self.folder.join(format!("ferrywire-{version}.dist-info/WHEEL")));
+        assert!(reported.expect("WHEEL").contains("\nTag: cp311-abi3-"));
         for name in FILES.map(|name| name.replace("{version}", version)) {
             assert!(self.names.contains(&name), "{name} is not in {:?}", self.names);
         }

@@ -269,10 +269,10 @@ fn pip(python: &Path, what: &str) -> Command {
 
 fn with_tools(mut command: Command, python: &Path) -> Command {
     // cargo's variables for a test are not for another cargo, which would rebuild everything because of them.
-    let told = |name: &str| {
+    let reported = |name: &str| {
         ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"].iter().any(|begin| name.starts_with(begin))
     };
-    for (name, _) in std::env::vars().filter(|(name, _)| told(name)) {
+    for (name, _) in std::env::vars().filter(|(name, _)| reported(name)) {
         command.env_remove(name);
     }
     let bin = python.parent().expect("a folder").display();

@@ -11,7 +11,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-/// The variable that tells a process which case it runs.
+/// The variable with the case that a process runs.
 pub const CASE: &str = "TCPX_RULES_CASE";
 /// Printed by a body's process when it begins; without it the body never ran.
 const BEGUN: &str = "the case begins";

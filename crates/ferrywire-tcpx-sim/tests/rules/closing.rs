@@ -189,7 +189,7 @@ fn a_dead_receiver_raises_sigpipe_unless_it_is_ignored() {
     case!("").passes(send_to_the_dead);
 }
 
-/// Tests a request `times` times on another thread; the result tells whether the thread has ended.
+/// Tests a request `times` times on another thread; the result is whether the thread has ended.
 fn test_beside(comm: Comm, request: Ptr, times: usize) -> Arc<AtomicBool> {
     let (back, request) = (Arc::new(AtomicBool::new(false)), request as usize);
     let flag = back.clone();

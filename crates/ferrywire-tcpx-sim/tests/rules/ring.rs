@@ -132,7 +132,7 @@ fn sizes_are_never_written() {
 }
 
 #[test]
-fn iflush_tells_the_true_size_of_a_finished_receive() {
+fn iflush_returns_the_true_size_of_a_finished_receive() {
     case!("").passes(|| {
         let pair = Plugin::start().pair();
         let (source, target) = (pair.send.host(pattern(300, 1)), pair.recv.host([0; 4096]));

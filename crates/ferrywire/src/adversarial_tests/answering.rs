@@ -125,7 +125,7 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
 /// Only the end that opened a session dials its connections. Otherwise an address that leads back could
 /// connect an endpoint to itself.
 #[test]
-fn whoever_was_dialled_does_not_dial_the_sessions_connections() {
+fn the_accepting_end_does_not_dial_the_sessions_connections() {
     let dialler = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
     let dialler = dialler.secret(SECRET).threads(1).channels(1).build().unwrap();
     let (address, listener, desk) = evil_desk();
@@ -161,7 +161,7 @@ fn a_peer_that_expects_no_data_connection_is_named_for_it() {
 }
 
 #[test]
-fn a_connect_whose_time_is_up_says_farewell_to_whoever_has_answered() {
+fn a_connect_that_times_out_says_goodbye_to_a_peer_that_has_answered() {
     let dialler = endpoint();
     let (address, listener, desk) = evil_desk();
     thread::scope(|scope| {
@@ -242,7 +242,7 @@ fn knocks(listener: &TcpListener) -> bool {
 }
 
 #[test]
-fn one_path_to_somebody_else_does_not_end_a_session() {
+fn one_path_to_another_host_does_not_end_a_session() {
     let dialler = endpoint();
     let (address, listener, desk) = evil_desk();
     let acceptor = thread::spawn({

@@ -113,21 +113,21 @@ fn fences_of_channels_that_do_not_exist_change_nothing() {
 #[test]
 fn a_farewell_means_what_its_cause_says_whatever_its_words() {
     let scene = Scene::new();
-    let told = |cause, reason: &str| {
+    let reported = |cause, reason: &str| {
         let mut evil = Evil::new(&scene);
         evil.say(&ControlMessage::Goodbye { cause, reason: reason.into() });
         eventually("it said goodbye", || evil.here.error().is_some());
         evil.here.error().unwrap()
     };
     for words in ["closed", "gave up: the lanes", "without lanes: none"] {
-        let closed = told(GoodbyeCause::Closed, words);
+        let closed = reported(GoodbyeCause::Closed, words);
         assert!(matches!(closed, Error::PeerClosed { .. }), "{words}: {closed:?}");
         for (cause, means) in [
             (GoodbyeCause::GaveUp, LossCause::GaveUp),
             (GoodbyeCause::LaneStalled, LossCause::LaneStalled),
             (GoodbyeCause::WithoutLanes, LossCause::LaneFailed),
         ] {
-            let lost = told(cause, words);
+            let lost = reported(cause, words);
             assert!(
                 matches!(&lost, Error::PeerLost { cause, why, .. } if *cause == means && why.contains(words)),
                 "{words}: {lost:?}"
@@ -229,7 +229,7 @@ fn a_configuration_beyond_our_limits_is_brought_within_them() {
 }
 
 #[test]
-fn a_flood_of_control_messages_holds_up_nobody_else() {
+fn a_flood_of_control_messages_holds_up_no_other_peer() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let mut sealed = Vec::new();

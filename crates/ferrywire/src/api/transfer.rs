@@ -187,7 +187,7 @@ impl Transfer {
     }
 
     /// Makes a GPU stream wait, on the device, until the transfer has ended. Work enqueued later sees the
-    /// received bytes. The stream also continues after a failure, which the outcome tells apart. It waits for
+    /// received bytes. The stream also continues after a failure, which the outcome shows. It waits for
     /// ever only if a plugin call never returns.
     ///
     /// While a stream waits, no GPU memory may be freed or unpinned in the process (`cudaFree`, PyTorch's

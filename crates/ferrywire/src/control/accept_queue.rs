@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_endpoint_is_not_kept_alive_by_peers_nobody_accepted() {
+    fn a_closed_endpoint_is_not_kept_alive_by_unaccepted_peers() {
         let (acceptor, dialler) = ends();
         let peer = connect(&dialler, &acceptor).unwrap();
         let context = acceptor.downgrade();

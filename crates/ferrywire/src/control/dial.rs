@@ -307,7 +307,7 @@ impl Dial {
     }
 }
 
-/// Options for a peer's data connections; the control connection tells the RTT of the path.
+/// Options for a peer's data connections; the control connection has measured the RTT of the path.
 pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> ConnOptions {
     let context = peer.context();
     ConnOptions {

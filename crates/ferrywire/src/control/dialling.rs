@@ -259,7 +259,7 @@ mod tests {
     /// This simulates a network with latency: the kernel has no room at first. The control side used to miss
     /// the event.
     #[test]
-    fn a_connection_that_comes_about_late_is_told_once() {
+    fn a_late_connection_is_reported_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         SockRef::from(&listener).listen(0).unwrap();
         let address = listener.local_addr().unwrap();

@@ -172,7 +172,7 @@ mod tests {
     const BRIDGE: &str = "172.17.0.1";
 
     /// The paths to `10.0.1.2:7420` from a host with a container bridge, where this endpoint listens on
-    /// `own_port`. A boot id of zero stands for a host that does not tell.
+    /// `own_port`. A boot id of zero stands for a host that does not report it.
     fn past_a_bridge(own_port: u16, boots: [u8; 2], dialled: &str) -> Vec<(String, String)> {
         let nics = [nic("eth1", "10.0.1.1"), nic("docker0", BRIDGE)];
         let (mut me, mut peer) = (hello(1), hello(2));

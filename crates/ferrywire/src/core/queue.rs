@@ -310,7 +310,7 @@ impl SendQueue {
         self.change(|outbox| outbox.matched(transfer, sink))
     }
 
-    /// Withdraws an announced send that is cancelled before the peer matched it, and tells the peer, which
+    /// Withdraws an announced send that is cancelled before the peer matched it, and notifies the peer, which
     /// holds the announcement.
     pub fn take_back(&self, op: &Op) -> Option<Hold> {
         self.change(|outbox| outbox.take_back(op.id))
@@ -567,11 +567,11 @@ mod tests {
         writes.iter().for_each(|write| queue.join(write));
         let [first, second, third] = writes;
         let locked = queue.lock();
-        let (told, hears) = mpsc::channel();
+        let (reported, hears) = mpsc::channel();
         let ending = queue.clone();
         let thread = thread::spawn(move || {
             ending.ended(&first);
-            told.send(()).expect("it is heard");
+            reported.send(()).expect("it is heard");
         });
         hears.recv_timeout(LIMIT).expect("it ends while the queue is locked");
         drop(locked);

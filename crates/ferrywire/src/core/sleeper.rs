@@ -3,9 +3,9 @@
 //! A worker's thread is `running`, `in poll` (asleep in the kernel on its sockets), or `parked` (asleep, while callers poll the
 //! worker's channels inline). A caller that polls inline may itself sleep in the kernel on the worker's sockets.
 //!
-//! Invariant: after [`Sleeper::rouse`] some thread looks at the worker's channels. What was posted before the call is seen by
-//! that look, since the sleeping side announces its state before it checks for work a last time. `tests/model` checks it with
-//! loom.
+//! Invariant: after [`Sleeper::rouse`] some thread checks the worker's channels. What was posted before the call is
+//! seen by that check, since the sleeping side announces its state before it checks for work a last time.
+//! `tests/model` checks it with loom.
 //! Read next: `worker/mod.rs`, the thread; `worker/inline.rs`, callers that poll.
 
 use super::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Thread, Waker};

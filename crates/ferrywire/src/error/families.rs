@@ -164,7 +164,7 @@ family! {
         Closed,
         /// The endpoint belongs to the parent of this process. Build an endpoint in this process.
         Forked { built_in: u32, here: u32 },
-        /// A CUDA GPU of this host, or its driver, failed. The error tells whether the GPU is still usable.
+        /// A CUDA GPU of this host, or its driver, failed. The error says whether the GPU is still usable.
         Cuda(error: CudaError),
         /// A simulated GPU of this process failed.
         SimGpu(error: SimGpuError),

@@ -162,7 +162,7 @@ pub enum Incompatible {
 }
 
 impl Incompatible {
-    /// The code that tells the other end the reason.
+    /// The code that reports the reason to the other end.
     pub(crate) fn code(&self) -> RefusalCode {
         match self {
             Incompatible::Mismatch(_) => RefusalCode::PayloadMismatch,
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_that_both_need_what_the_other_lacks_are_told_what_each_has() {
+    fn ends_that_both_need_what_the_other_lacks_report_what_each_has() {
         let over = |here: &str, there: &str| {
             Err(Incompatible::Mismatch(format!(
                 "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need \

@@ -113,8 +113,8 @@ fn under_attack_good_peers_are_served_and_the_limits_hold() {
     assert_eq!(victim.peer_count(), 2, "a stranger became a peer, or a peer was lost");
     assert_eq!(panics(), 0, "a thread of the engine panicked");
     let minutes = 1 + (start.elapsed() + limits::HANDSHAKE_TIMEOUT).as_secs() as usize / 60;
-    let told = lines().lock().unwrap().iter().filter(|line| line.contains("refused")).count();
-    assert!(told > 0 && told <= minutes * LINES_MAX, "{told} lines about strangers");
+    let reported = lines().lock().unwrap().iter().filter(|line| line.contains("refused")).count();
+    assert!(reported > 0 && reported <= minutes * LINES_MAX, "{reported} lines about strangers");
     good.close();
     recorded.close();
     victim.close(LIMIT).unwrap();

@@ -43,7 +43,7 @@ impl Good {
         Ok(Good { endpoint, peer, here, target, source, rounds: 0 })
     }
 
-    /// Writes what was never written before, and looks whether it is there.
+    /// Writes bytes that were never written before, and checks that they have arrived.
     pub fn round(&mut self) -> ferrywire::Result<()> {
         self.rounds += 1;
         let mut bytes = vec![0; self.source.len() as usize];

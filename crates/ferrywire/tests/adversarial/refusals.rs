@@ -10,7 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 
 #[test]
-fn a_refused_stranger_is_told_of_in_one_line_until_there_are_too_many() {
+fn refused_hosts_are_logged_in_one_line_each_up_to_a_limit() {
     let _alone = alone();
     let victim = victim();
     let address = victim.listen_addresses()[0];
@@ -50,9 +50,9 @@ fn a_wrong_secret_is_named_at_the_end_that_connects() {
     let error = stranger.connect(open.listen_addresses()[0], LIMIT).unwrap_err();
     assert!(matches!(&error, ConnectError::Refused { why, .. } if why.contains("wrong secret")), "{error:?}");
     // The stranger hears of its refusal first, the log a moment later.
-    let told = || lines().lock().unwrap().iter().filter(|line| line.contains("wrong secret")).count();
-    eventually("one line for each", || told() >= 3);
-    assert_eq!(told(), 3, "one line for each");
+    let reported = || lines().lock().unwrap().iter().filter(|line| line.contains("wrong secret")).count();
+    eventually("one line for each", || reported() >= 3);
+    assert_eq!(reported(), 3, "one line for each");
     assert_eq!(victim.peer_count() + open.peer_count(), 0);
 }
 
@@ -67,9 +67,9 @@ fn a_wrong_version_is_named_at_both_ends() {
     let (code, text) = refusal(&heard).expect("another version is told why");
     assert_eq!((code, &text[..]), (1, "you speak protocol version 9, this end speaks 3"));
     let named = |line: &String| line.contains("the other end speaks protocol version 9, this end 3");
-    let told = || lines().lock().unwrap().iter().filter(|line| named(line)).count();
-    eventually("it is told", || told() > 0);
-    assert_eq!(told(), 1);
+    let reported = || lines().lock().unwrap().iter().filter(|line| named(line)).count();
+    eventually("it is told", || reported() > 0);
+    assert_eq!(reported(), 1);
 
     let answers: [(&[u8], &str); 3] = [
         (b"\xff\xff\x01\x04\x00nine", "wrong protocol version: the other end says \"nine\""),

@@ -8,7 +8,7 @@ use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The kernel sent what was there later, and the write was told that all was well.
+/// The kernel sent bytes that were written later, and the write reported success.
 #[test]
 fn nothing_is_sent_without_a_copy_of_memory_that_its_user_has_dropped() {
     const BYTES: usize = 512 << 10;

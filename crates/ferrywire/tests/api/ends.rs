@@ -46,7 +46,7 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
 /// Regression: closing the endpoint repeated the error of a peer's close; also where the other end is silent, and the close of
 /// the peer returns before the peer is given up.
 #[test]
-fn what_the_close_of_a_peer_has_told_is_not_told_again() {
+fn errors_that_the_close_of_a_peer_reported_are_not_reported_again() {
     for answers in [true, false] {
         let builder = || Endpoint::builder().channels(1).listen("127.0.0.1:0".parse().unwrap());
         let there = builder().threads(usize::from(answers)).build().unwrap();
@@ -60,8 +60,8 @@ fn what_the_close_of_a_peer_has_told_is_not_told_again() {
         let near = connected.unwrap().unwrap();
         let source = here.alloc_host(1 << 20).unwrap();
         let sent = near.send(1, &source, 0, 1 << 20).unwrap();
-        let told = near.close(Duration::from_millis(50));
-        assert!(matches!(told, Err(Error::Stalled { .. })), "{told:?}");
+        let reported = near.close(Duration::from_millis(50));
+        assert!(matches!(reported, Err(Error::Stalled { .. })), "{reported:?}");
         assert_eq!(here.close(LIMIT), Ok(()));
         assert!(sent.poll().is_some_and(|outcome| outcome.is_err()));
     }
@@ -69,7 +69,7 @@ fn what_the_close_of_a_peer_has_told_is_not_told_again() {
 
 /// Regression: closing an endpoint returned no error while another thread waited for a peer that had become silent.
 #[test]
-fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
+fn closing_the_endpoint_reports_errors_though_a_thread_closes_one_peer() {
     let (there, here) = (Endpoint::builder().threads(0), Endpoint::builder().threads(1));
     let there = there.channels(1).listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let here = here.channels(1).build().unwrap();
@@ -85,14 +85,17 @@ fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
     thread::scope(|scope| {
         let all = scope.spawn(|| here.close(LIMIT));
         eventually("it closes", || matches!(near.notify(b"x"), Err(TransferError::Closed)));
-        let told = [near.close(Duration::from_millis(50)), all.join().unwrap()];
-        assert!(told.iter().all(|told| matches!(told, Err(Error::Stalled { .. }))), "{told:?}");
+        let reported = [near.close(Duration::from_millis(50)), all.join().unwrap()];
+        assert!(
+            reported.iter().all(|reported| matches!(reported, Err(Error::Stalled { .. }))),
+            "{reported:?}"
+        );
     });
 }
 
 /// With progress threads and without: without them the thread that waits for a peer makes all progress.
 #[test]
-fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
+fn a_wait_for_a_peer_ends_when_the_endpoint_closes() {
     for threads in [0, 1] {
         let builder = || Endpoint::builder().channels(1);
         let accepting = builder().threads(threads).listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
@@ -221,7 +224,7 @@ fn an_address_that_does_not_answer_has_its_share_of_the_time() {
 
 /// A name may have several addresses, of which one belongs to another host, or to none.
 #[test]
-fn the_first_address_that_works_is_taken_and_else_the_error_that_tells_most() {
+fn the_first_address_that_works_is_taken_and_else_the_most_specific_error() {
     let (accepting, connecting) = (listening(), listening());
     let stranger =
         Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).secret("another secret").build().unwrap();

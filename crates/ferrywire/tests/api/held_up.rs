@@ -89,7 +89,7 @@ fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
     drop(memory);
 }
 
-/// The sender was told that all was well, and no receive ever had the message.
+/// The send reported success, and no receive ever had the message.
 #[test]
 fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() {
     const BYTES: u64 = 200_000;
@@ -178,7 +178,7 @@ fn a_long_queue_of_our_own_drops_no_answer() {
 
 /// They were given up half-way, though the bytes are the engine's own.
 #[test]
-fn of_memory_that_the_engine_owns_operations_go_on_when_nobody_names_it() {
+fn operations_on_memory_that_the_engine_owns_go_on_without_a_handle() {
     const BYTES: usize = 64 << 20;
     let pair = pair();
     let far = pair.ends[1].register(vec![5; BYTES]).unwrap();
@@ -228,7 +228,7 @@ fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
             begins.store(true, Ordering::SeqCst);
             pair.near.recv(3, &clone, 0, 64).unwrap().wait(LIMIT)
         });
-        // Until it writes, as far as one can tell.
+        // Until it writes, as far as this thread can see.
         while !begins.load(Ordering::SeqCst) {
             std::thread::yield_now();
         }
@@ -436,7 +436,7 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     assert_eq!(pair.far.stats().lost_channels, [""; 0]);
 }
 
-/// No caller waits who could be told that the memory is still in use.
+/// No caller waits that could get the error that the memory is still in use.
 #[test]
 fn memory_of_a_gpu_that_stands_still_is_left_alone_when_its_region_is_dropped() {
     const BYTES: usize = 100_000;

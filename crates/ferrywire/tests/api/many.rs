@@ -24,7 +24,7 @@ fn more_reads_than_a_peer_serves_at_once_end_well() {
     assert!(found == bytes);
 }
 
-/// Two ends that move when they are told to.
+/// Two ends that move only when the test polls them.
 fn still() -> [Endpoint; 2] {
     let [near, far] = [(); 2].map(|()| Endpoint::builder().threads(0).channels(1));
     [near.listen("127.0.0.1:0".parse().unwrap()).build().unwrap(), far.build().unwrap()]

@@ -40,8 +40,8 @@ fn rings(end: &Endpoint) -> Option<[OccupancySample; 2]> {
     (!staged.is_empty()).then(|| [sum(|each| each.send_ring_bytes), sum(|each| each.receive_ring_bytes)])
 }
 
-/// Writes while the copies of a GPU stand still, and looks at the rings of `end` meanwhile and afterwards: one direction,
-/// by its index, is in use.
+/// Writes while the copies of a GPU stand still, and reads the rings of `end` meanwhile and afterwards: one
+/// direction, by its index, is in use.
 fn ring_is_in_use_while_copies_stand_still(
     pair: &Pair,
     gpu: &SimGpu,

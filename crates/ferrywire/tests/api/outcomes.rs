@@ -1,9 +1,10 @@
-//! Both ends of a transfer tell the same outcome, whatever happens to it and when: cancelled, its memory deregistered or
-//! dropped, its connections cut. On real threads, within a host and between two, with sockets that copy and that do not, and
-//! with memory of the host and of a simulated GPU.
+//! Both ends of a transfer report the same outcome, whatever happens to it and when: cancelled, its memory
+//! deregistered or dropped, its connections cut. On real threads, within a host and between two, with sockets that
+//! copy and that do not, and with memory of the host and of a simulated GPU.
 //!
-//! The rule: a message whose sender is told `Ok` is in the memory of exactly one receive, and a receive that is told `Ok` has
-//! a message whose sender is told `Ok`. What was written to memory after its user had it back is never at the target.
+//! The rule: a message whose send ends with `Ok` is in the memory of exactly one receive, and a receive that ends
+//! with `Ok` has a message whose send ends with `Ok`. What was written to memory after its user had it back is never
+//! at the target.
 
 use crate::LIMIT;
 use crate::case::case;
@@ -362,9 +363,9 @@ fn both_ends_tell_the_same_outcome_over_a_plugin() {
     }
 }
 
-/// A sender was told `Ok` of messages that no receive had, and reused memory was sent.
+/// Sends of messages that no receive had ended with `Ok`, and reused memory was sent.
 #[test]
-fn both_ends_tell_the_same_outcome() {
+fn both_ends_report_the_same_outcome() {
     let _open = open(GPUS[0]);
     thread::scope(|scope| {
         for cell in Cell::all() {

@@ -29,42 +29,42 @@ impl Drop for Owner {
 }
 
 fn owned(endpoint: &Endpoint, bytes: Vec<u8>) -> (Region, Receiver<Gone>) {
-    let (gone, told) = mpsc::channel();
+    let (gone, reported) = mpsc::channel();
     let mut owner = Box::new(Owner { bytes, gone });
     let (base, len) = (owner.bytes.as_mut_ptr(), owner.bytes.len());
     // SAFETY: the owner keeps the bytes, whose place on the heap does not change.
     let region = unsafe { endpoint.register_with(base, len, owner) }.unwrap();
-    (region, told)
+    (region, reported)
 }
 
 #[track_caller]
-fn kept(told: &Receiver<Gone>) {
-    assert!(matches!(told.try_recv(), Err(TryRecvError::Empty)), "the owner is gone too early");
+fn kept(reported: &Receiver<Gone>) {
+    assert!(matches!(reported.try_recv(), Err(TryRecvError::Empty)), "the owner is gone too early");
 }
 
 #[track_caller]
-fn gone(told: &Receiver<Gone>) -> Gone {
-    told.recv_timeout(LIMIT).expect("the owner is not dropped")
+fn gone(reported: &Receiver<Gone>) -> Gone {
+    reported.recv_timeout(LIMIT).expect("the owner is not dropped")
 }
 
 #[test]
-fn the_last_handle_waits_for_nobody_and_operations_go_on() {
+fn dropping_the_last_handle_does_not_wait_and_operations_go_on() {
     let pair = pair();
-    let (region, told) = owned(&pair.ends[1], vec![0; 300_000]);
+    let (region, reported) = owned(&pair.ends[1], vec![0; 300_000]);
     let descriptor = region.descriptor();
     let receive = pair.far.recv(1, &region, 0, 300_000).unwrap();
     let clone = region.clone();
     drop((region, clone));
-    kept(&told);
+    kept(&reported);
     // The region is gone for the peer, and the receive is not.
     let source = pair.ends[0].register(vec![7u8; 300_000]).unwrap();
     let refused = pair.near.write(&source, 0, &descriptor, 0, 10).unwrap().wait(LIMIT);
     assert!(matches!(refused, Err(TransferError::AccessRefused { .. })), "{refused:?}");
-    kept(&told);
+    kept(&reported);
     pair.near.send(1, &source, 0, 300_000).unwrap().wait(LIMIT).unwrap();
     assert_eq!(receive.wait(LIMIT), Ok(300_000));
     // A handle of an operation that has ended keeps nothing.
-    let gone = gone(&told);
+    let gone = gone(&reported);
     assert_eq!(gone.thread.1.as_deref(), Some("ferrywire-own"));
     assert_eq!(gone.bytes, vec![0xEE; 300_000]);
     drop(receive);
@@ -91,7 +91,7 @@ fn nothing_is_placed_once_the_owner_is_gone() {
     let bytes = 4 << 20;
     let source = pair.ends[0].register(vec![7u8; bytes]).unwrap();
     for round in 0..20 {
-        let (target, told) = owned(&pair.ends[1], vec![0; bytes]);
+        let (target, reported) = owned(&pair.ends[1], vec![0; bytes]);
         let writes: Vec<_> = (0..3)
             .map(|_| pair.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap())
             .collect();
@@ -99,7 +99,7 @@ fn nothing_is_placed_once_the_owner_is_gone() {
             thread::yield_now();
         }
         drop(target);
-        let gone = gone(&told);
+        let gone = gone(&reported);
         let outcomes: Vec<_> = writes.iter().map(|write| write.wait(LIMIT)).collect();
         for outcome in &outcomes {
             assert!(matches!(outcome, Ok(_) | Err(TransferError::AccessRefused { .. })), "{outcome:?}");
@@ -111,12 +111,12 @@ fn nothing_is_placed_once_the_owner_is_gone() {
 #[test]
 fn deregistering_drops_the_owner_on_the_spot() {
     let pair = pair();
-    let (region, told) = owned(&pair.ends[0], vec![7; 1000]);
+    let (region, reported) = owned(&pair.ends[0], vec![7; 1000]);
     let clone = region.clone();
     let target = pair.ends[1].alloc_host(1000).unwrap();
     pair.near.write(&region, 0, &target.descriptor(), 0, 1000).unwrap().wait(LIMIT).unwrap();
     region.deregister().unwrap();
-    assert_eq!(told.try_recv().unwrap().thread.0, thread::current().id());
+    assert_eq!(reported.try_recv().unwrap().thread.0, thread::current().id());
     // Another handle would read memory of another owner now.
     let mut out = [0; 10];
     assert!(matches!(clone.read_at(0, &mut out), Err(RegisterError::Invalid { .. })));
@@ -160,7 +160,7 @@ fn owners_are_dropped_whichever_goes_first_the_endpoint_or_the_region() {
     for endpoint_first in [false, true] {
         for close in [false, true] {
             let pair = pair();
-            let (region, told) = owned(&pair.ends[1], vec![0; 5000]);
+            let (region, reported) = owned(&pair.ends[1], vec![0; 5000]);
             let source = pair.ends[0].register(vec![7u8; 5000]).unwrap();
             let write = pair.near.write(&source, 0, &region.descriptor(), 0, 5000).unwrap();
             write.wait(LIMIT).unwrap();
@@ -172,7 +172,7 @@ fn owners_are_dropped_whichever_goes_first_the_endpoint_or_the_region() {
                 true => drop((rest, pair.ends, region)),
                 false => drop((region, rest, pair.ends)),
             }
-            gone(&told);
+            gone(&reported);
         }
     }
 }
@@ -180,11 +180,11 @@ fn owners_are_dropped_whichever_goes_first_the_endpoint_or_the_region() {
 #[test]
 fn an_endpoint_without_threads_lets_go_when_it_is_turned() {
     let endpoint = Endpoint::builder().threads(0).build().unwrap();
-    let (region, told) = owned(&endpoint, vec![0; 100]);
+    let (region, reported) = owned(&endpoint, vec![0; 100]);
     drop(region);
     loop {
         endpoint.progress();
-        match told.try_recv() {
+        match reported.try_recv() {
             Ok(_) => break,
             Err(error) => assert_eq!(error, TryRecvError::Empty),
         }
@@ -205,9 +205,9 @@ fn a_panic_of_an_owner_harms_no_other() {
     let base = owner.0.as_mut_ptr();
     // SAFETY: the owner keeps the bytes.
     drop(unsafe { endpoint.register_with(base, 64, owner) }.unwrap());
-    let (region, told) = owned(&endpoint, vec![0; 100]);
+    let (region, reported) = owned(&endpoint, vec![0; 100]);
     drop(region);
-    gone(&told);
+    gone(&reported);
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn memory_of_a_gpu_may_have_an_owner_too() {
     let gpu = SimGpu::open(5).unwrap();
     let buffer = gpu.alloc(100_000, 4096).unwrap();
     let base = buffer.as_ptr();
-    let (gone_sender, told) = mpsc::channel();
+    let (gone_sender, reported) = mpsc::channel();
     let owner = Box::new((buffer, Owner { bytes: Vec::new(), gone: gone_sender }));
     // SAFETY: the owner keeps the allocation.
     let region = unsafe { pair.ends[1].register_with(base, 100_000, owner) }.unwrap();
@@ -227,21 +227,21 @@ fn memory_of_a_gpu_may_have_an_owner_too() {
     region.read_at(0, &mut found).unwrap();
     assert_eq!(found, vec![7; 100_000]);
     drop(region);
-    gone(&told);
+    gone(&reported);
 }
 
 /// The bytes went with the owner, and a handle that was left still read them.
 #[test]
-fn nobody_reads_what_was_deregistered_after_its_endpoint() {
+fn memory_deregistered_after_its_endpoint_is_not_read() {
     let endpoint = listening();
-    let (region, told) = owned(&endpoint, vec![3; 5000]);
+    let (region, reported) = owned(&endpoint, vec![3; 5000]);
     let other = region.clone();
     drop(endpoint);
     let mut bytes = [0; 100];
     other.read_at(0, &mut bytes).unwrap();
     assert_eq!(bytes, [3; 100]);
     region.deregister().unwrap();
-    gone(&told);
+    gone(&reported);
     for refused in [other.read_at(0, &mut bytes), other.write_at(0, &bytes)] {
         assert!(matches!(refused, Err(RegisterError::Invalid { .. })), "{refused:?}");
     }

@@ -261,7 +261,7 @@ fn short_blocks_are_not_placed_into_a_gpu_once_their_region_is_deregistered() {
     assert_eq!([peer, far_peer].map(|peer| peer.stats().lost_channels), [const { Vec::<String>::new() }; 2]);
 }
 
-/// Each message is received by one receive at most, and its sender is told whether one did.
+/// Each message is received by one receive at most, and the send reports whether a receive had it.
 #[test]
 fn a_message_of_short_blocks_is_received_once_when_its_receive_is_cancelled() {
     let mut rng = rng();

@@ -5,7 +5,7 @@ use ferrywire::{Endpoint, Peer, Transfer, Wakeup};
 use std::os::fd::AsRawFd;
 use std::thread;
 
-/// Waits until it is readable and clears it: what is looked at afterwards is up to date.
+/// Waits until it is readable and clears it: what is read afterwards is up to date.
 fn next(wakeup: &Wakeup) {
     assert_eq!(wakeup.wait(LIMIT), Ok(true), "the wake-up did not come");
     wakeup.clear();

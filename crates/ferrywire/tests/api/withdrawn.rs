@@ -6,7 +6,7 @@ use ferrywire::limits::{ANNOUNCED_SENDS_MAX, EAGER_BYTES_MAX};
 use ferrywire::{Endpoint, Peer, Region, Transfer, TransferError};
 use std::time::Instant;
 
-/// Two ends that move when they are told to, a little at a time.
+/// Two ends that move only when the test polls them, a little at a time.
 struct Still {
     ends: [Endpoint; 2],
     here: Peer,

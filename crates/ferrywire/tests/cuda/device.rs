@@ -236,7 +236,7 @@ fn a_flag_is_written_after_what_was_copied_before_it() {
 }
 
 #[test]
-fn an_address_tells_whose_it_is() {
+fn an_address_gives_its_device() {
     let Some(gpu) = gpu() else { return };
     let other = other_gpu(&gpu);
     for gpu in [&gpu, &other] {
@@ -282,8 +282,8 @@ fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     region.read_at(99_988, &mut seen).unwrap();
     assert_eq!(seen, [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
     assert!(matches!(region.write_at(99_991, &[7; 10]), Err(RegisterError::OutOfRegion { .. })));
-    let told = ferrywire::RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
-    assert_eq!((told, told.location()), (region.descriptor(), MemoryLocation::Cuda(0)));
+    let reported = ferrywire::RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
+    assert_eq!((reported, reported.location()), (region.descriptor(), MemoryLocation::Cuda(0)));
     // A part of an allocation of another library.
     let users = gpu.alloc(10_000, 4096).unwrap();
     // SAFETY: the buffer outlives the region.
@@ -319,7 +319,7 @@ fn a_users_region_keeps_its_gpu_open() {
 }
 
 #[test]
-fn a_dma_buf_is_made_or_the_reason_is_told() {
+fn a_dma_buf_is_made_or_the_reason_is_reported() {
     let Some(gpu) = gpu() else { return };
     let buffer = gpu.alloc(2 << 20, 2 << 20).unwrap();
     for made in [dmabuf_fd(buffer.address(), 2 << 20), gpu.alloc(5000, 4096).unwrap().dmabuf_fd()] {
@@ -575,7 +575,7 @@ fn rings_are_made_while_a_stream_waits() {
     let waiting = gpu.stream().unwrap();
     // SAFETY: 8 aligned bytes of pinned memory, which live as long as the stream.
     unsafe { CudaStream::wait_flag_raw(&gpu, waiting.raw(), word.address(), 1) }.unwrap();
-    let (tell, told) = std::sync::mpsc::channel();
+    let (tell, reported) = std::sync::mpsc::channel();
     let maker = gpu.clone();
     let making = std::thread::spawn(move || {
         let step = |what: &str, begun: Instant| tell.send((what.to_string(), begun.elapsed())).unwrap();
@@ -591,7 +591,7 @@ fn rings_are_made_while_a_stream_waits() {
         step("end", begun);
     });
     let mut made = Vec::new();
-    while let Ok(step) = told.recv_timeout(Duration::from_secs(5)) {
+    while let Ok(step) = reported.recv_timeout(Duration::from_secs(5)) {
         if step.0 == "end" {
             break;
         }

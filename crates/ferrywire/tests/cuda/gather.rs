@@ -221,7 +221,7 @@ fn work_behind_a_slow_kernel_waits_for_it() {
             consumer.write_flag_u32(flags.address(), round.into()).unwrap();
         }
         let early = consumer.query().unwrap() || flag.load(Ordering::Acquire) == u32::from(round);
-        // Asked last: if the kernel runs even now, it ran when the others were looked at.
+        // Asked last: if the kernel runs even now, it ran when the others were checked.
         let in_time = !produced.query().unwrap();
         assert!(!(in_time && early), "nobody waited for the kernel");
         consumer.wait(LONG).unwrap();
@@ -316,7 +316,7 @@ impl Drop for Table {
     }
 }
 
-/// A plugin's pool, table and words, as `accept` would tell of them.
+/// A plugin's pool, table and words, as `accept` would return them.
 struct Plugin {
     gpu: Arc<CudaGpu>,
     pool: CudaBuffer,

@@ -31,7 +31,7 @@ pub fn on_gpus(case: Case) -> Case {
     }
 }
 
-/// Whether a stand-in for the driver tells what is left of it when a case ends.
+/// Whether a stand-in for the driver reports what is left of it when a case ends.
 pub fn have_a_stand_in() -> bool {
     matches!(CudaGpu::count(), Err(CudaError::NoDriver | CudaError::NoDevice))
 }

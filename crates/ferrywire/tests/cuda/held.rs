@@ -48,7 +48,7 @@ impl Pair {
         }
     }
 
-    /// Moves little both ways, and looks at it.
+    /// Moves little both ways, and verifies it.
     fn move_little(&self, target: &Region) {
         let remote = target.descriptor();
         for (bytes, salt) in LITTLE.into_iter().zip(1..) {
@@ -162,7 +162,7 @@ fn loading_kernels_behind_a_stream_that_waits_holds_up_no_transfer_to_another_gp
             accepting.alloc_cuda(other.index(), BYTES).unwrap();
             accepting
         });
-        // Until it stands there, as far as can be told.
+        // Until it waits there, as far as this thread can see.
         std::thread::sleep(Duration::from_millis(300));
         near.send(1, &source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
         assert_eq!(received.wait(LONG), Ok(BYTES as u64));

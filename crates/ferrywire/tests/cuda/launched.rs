@@ -1,5 +1,5 @@
 //! Copies of transfers that a GPU's multiprocessors make: when not to ask them, and what they may touch. Needs the stand-in
-//! with kernels, which can be told to be busy.
+//! with kernels, which can be made busy.
 
 use crate::{gpu, is_alone, is_real, moves, of_stand_in, still_moves};
 use ferrywire::{Block, BlockList, Endpoint, Peer, Region, TransferError};
@@ -316,8 +316,9 @@ fn the_copiers_of_a_peer_that_went_in_mid_transfer_leave_the_next_ones_nothing()
     }
 }
 
-/// The words in which a kernel's blocks tell each other of lists have the lower bits of lists' numbers: where peers that only
-/// moved little left numbers out, a block took what was said there long ago for the list that it waited for.
+/// The words in which a kernel's blocks announce lists to each other have the lower bits of lists' numbers: where
+/// peers that only moved little left numbers out, a block took what was said there long ago for the list that it
+/// waited for.
 #[test]
 fn what_was_said_of_a_list_long_ago_is_not_taken_for_a_later_one() {
     let Some(gpu) = gpu() else { return };
@@ -336,7 +337,7 @@ fn what_was_said_of_a_list_long_ago_is_not_taken_for_a_later_one() {
         moves(&pair.near, &pair.source, &pair.target, salt);
     };
     moves_much(2);
-    // Fewer than the lower bits can tell apart, by as many as may be said at once.
+    // Fewer than the lower bits can distinguish, by as many as may be said at once.
     for _ in 0..256 - 4 {
         let pair = pair_with(&gpu, 100);
         moves(&pair.near, &pair.source, &pair.target, 3);

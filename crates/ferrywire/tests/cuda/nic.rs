@@ -26,7 +26,7 @@ fn tell(what: &str, outcome: Result<u32, DevmemError>) {
 /// A binding that comes about ends with this test. Where the NIC splits headers a queue of the host's would be taken for
 /// it, so none is asked for there: that is for `--allow-nic-setup`. Who does not split them is refused by every kernel.
 #[test]
-fn a_gpus_dma_buf_is_bound_to_each_nic_or_its_refusal_is_told() {
+fn a_gpus_dma_buf_is_bound_to_each_nic_or_its_refusal_is_reported() {
     let Some(gpu) = gpu().filter(|gpu| is_real(gpu)) else { return };
     let buffer = gpu.alloc(2 << 20, 2 << 20).unwrap();
     let dmabuf = match buffer.dmabuf_fd() {

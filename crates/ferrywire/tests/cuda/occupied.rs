@@ -1,5 +1,5 @@
-//! A GPU that is busy: blocks of threads that occupy its multiprocessors until they are told to end, as long computations do.
-//! Kernels that are launched meanwhile wait; copy engines do not. Needs a GPU.
+//! A GPU that is busy: blocks of threads that occupy its multiprocessors until they are asked to end, as long
+//! computations do. Kernels that are launched meanwhile wait; copy engines do not. Needs a GPU.
 
 use cudarc::driver::sys;
 use ferrywire_memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, PinnedBuffer};
@@ -14,7 +14,7 @@ const LONG: Duration = Duration::from_secs(60);
 pub struct Occupied {
     stream: CudaStream,
     stay: CudaFunction,
-    /// One word that tells all blocks to end, and a word for each that has begun.
+    /// One word that ends all blocks, and a word for each that has begun.
     words: PinnedBuffer,
     blocks: u32,
 }

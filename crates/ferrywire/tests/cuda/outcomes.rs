@@ -1,10 +1,10 @@
 //! Memory of a CUDA GPU that its user drops, and receives into it that are cancelled, while copies of the driver are in
 //! flight: those of the copy engines, and those of the kernel that copies lists of short runs.
 //!
-//! The rule: bytes written to memory after its user had it back are never sent, and a message whose sender is told `Ok` is
-//! in the memory of exactly one receive. In the first round nothing is copied until the user has acted: a stand-in for the
-//! driver holds all copies, and on a GPU blocks of this test occupy the multiprocessors; nothing can hold its copy engines.
-//! The moments of the other rounds are random.
+//! The rule: bytes written to memory after its user had it back are never sent, and a message whose send ends with
+//! `Ok` is in the memory of exactly one receive. In the first round nothing is copied until the user has acted: a
+//! stand-in for the driver holds all copies, and on a GPU blocks of this test occupy the multiprocessors; nothing can
+//! hold its copy engines. The moments of the other rounds are random.
 
 use crate::ends::{contents, pattern};
 use crate::occupied::Occupied;
@@ -221,7 +221,7 @@ fn drop_sources(copies: Copies, test: &str) {
     scene.goes_on();
 }
 
-/// Cancels the receive of each message before, while and after it is copied, and compares what both ends tell.
+/// Cancels the receive of each message before, while and after it is copied, and compares what both ends report.
 fn cancel_receives(copies: Copies, test: &str) {
     let Some(mut scene) = Scene::new(copies, test) else { return };
     let (runs, spread_bytes, bytes) = (copies.runs(), copies.spread_bytes(), copies.bytes());

@@ -48,7 +48,7 @@ fn held() -> Held {
     Held { contexts: (0..CudaGpu::count().unwrap()).map(is_active).collect(), pinned_bytes: pinned_bytes() }
 }
 
-/// Waits until no more is held than that: threads that were told to end may take a moment.
+/// Waits until no more is held than that: threads that were asked to end may take a moment.
 fn until_held(before: &Held) {
     let start = Instant::now();
     while held() != *before {

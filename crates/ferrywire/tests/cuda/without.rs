@@ -59,7 +59,7 @@ fn an_old_driver_is_refused_with_both_versions() {
     with_driver("without::an_old_driver_is_refused_with_both_versions", &["VERSION=11080"], || {
         let error = unsupported_reason();
         assert_eq!(error, CudaError::OldDriver { found: 11080, needed: 12000 });
-        // Before a plugin is looked for.
+        // Before a plugin is searched.
         let with_gpu = Endpoint::builder().plugin(ends::plugin().gpu(MemoryLocation::Cuda(0)));
         assert_eq!(with_gpu.build().unwrap_err(), Error::Cuda(error.clone()));
         assert!(error.to_string().contains("CUDA 11.8"), "{error}");
@@ -105,8 +105,8 @@ fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
 }
 
 #[test]
-fn a_driver_that_pins_no_more_memory_is_told_with_what_to_try() {
-    with_driver("without::a_driver_that_pins_no_more_memory_is_told_with_what_to_try", &[], || {
+fn a_driver_that_pins_no_more_memory_is_reported_with_what_to_try() {
+    with_driver("without::a_driver_that_pins_no_more_memory_is_reported_with_what_to_try", &[], || {
         let gpu = CudaGpu::open(0).unwrap();
         let error = gpu.pinned((1 << 30) + 1).unwrap_err().to_string();
         let call =

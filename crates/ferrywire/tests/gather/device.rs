@@ -1,4 +1,4 @@
-//! A device of ordinary memory that does its work at once, counts its calls, and can be told to keep quiet about
+//! A device of ordinary memory that does its work at once, counts its calls, and can be made to keep quiet about
 //! marks or to fail: what a real GPU does by chance.
 
 use ferrywire_memory::sim::SimGpuError;
@@ -23,7 +23,7 @@ const POOL_BYTES: usize = FRAGMENTS * (FRAGMENT_BYTES + 1);
 pub struct Knobs {
     pub reads: AtomicUsize,
     pub maps: AtomicUsize,
-    /// Marks that are reached are not told.
+    /// Reached marks are not reported.
     pub quiet: AtomicBool,
     /// Whether enqueued work fails.
     pub fail: AtomicBool,
@@ -84,7 +84,7 @@ impl Plain {
             table: Extent { base: self.table.as_ptr() as u64, bytes: METADATA_BYTES as u64 },
             knobs: self.knobs.clone(),
             marks: 0,
-            told: 0,
+            reported: 0,
         };
         let handle = DeviceHandle {
             net_device_type: 1,
@@ -105,7 +105,7 @@ struct Device {
     table: Extent,
     knobs: Arc<Knobs>,
     marks: u64,
-    told: u64,
+    reported: u64,
 }
 
 impl Device {
@@ -181,8 +181,8 @@ unsafe impl GatherDevice for Device {
 
     fn reached(&mut self) -> Result<u64> {
         if !self.knobs.quiet.load(Ordering::Relaxed) {
-            self.told = self.marks;
+            self.reported = self.marks;
         }
-        Ok(self.told)
+        Ok(self.reported)
     }
 }

@@ -9,7 +9,7 @@ use ferrywire_ncclnet::abi::DeviceHandle;
 const MESSAGE_BYTES: u64 = 3000;
 
 /// Three fragments of 1000 bytes, of which the second one is changed.
-fn told(change: impl Fn(&mut Fragment)) -> [Fragment; 3] {
+fn three_fragments(change: impl Fn(&mut Fragment)) -> [Fragment; 3] {
     let mut all = [0, 1, 2].map(|k| Fragment { source: 5000 * k, bytes: 1000, target: u64::from(1000 * k) });
     change(&mut all[1]);
     all
@@ -29,7 +29,7 @@ fn refused(all: &[Fragment], count: u64, expected: UnpackError) {
         let text = error.to_string();
         assert!(text.starts_with("slot 5"), "{text}");
 
-        let (sent, honest) = (message(&mut rng(3), MESSAGE_BYTES as usize), told(|_| ()));
+        let (sent, honest) = (message(&mut rng(3), MESSAGE_BYTES as usize), three_fragments(|_| ()));
         let other = Destination::new(&plugin.gpu, MESSAGE_BYTES as usize, 0);
         plugin.deliver(6, &sent, &honest);
         gather.start(6, other.address(), other.len(), MESSAGE_BYTES).unwrap();
@@ -43,7 +43,7 @@ fn refused(all: &[Fragment], count: u64, expected: UnpackError) {
 fn a_source_outside_the_pool() {
     let pool_bytes = POOL_BYTES as u64;
     for (source_offset, bytes) in [(POOL_BYTES as u32 - 999, 1000), (u32::MAX, 1000), (0, u32::MAX)] {
-        let all = told(|one| (one.source, one.bytes) = (source_offset, bytes));
+        let all = three_fragments(|one| (one.source, one.bytes) = (source_offset, bytes));
         refused(&all, 3, UnpackError::OutsidePool { slot: 5, fragment: 1, source_offset, bytes, pool_bytes });
     }
 }
@@ -52,7 +52,7 @@ fn a_source_outside_the_pool() {
 fn a_target_outside_the_message() {
     // Also where the destination would have had room.
     for target_offset in [2001, 2500, 1 << 40, u64::MAX, u64::MAX - 999] {
-        let all = told(|one| one.target = target_offset);
+        let all = three_fragments(|one| one.target = target_offset);
         let (message_bytes, bytes) = (MESSAGE_BYTES, 1000);
         refused(
             &all,
@@ -68,7 +68,7 @@ fn a_wrong_length() {
     for (bytes, sum_bytes) in [(999, 2999), (0, 2000)] {
         let fragments = fragments as usize;
         let expected = UnpackError::WrongSum { slot: 5, fragments, sum_bytes, message_bytes };
-        refused(&told(|one| one.bytes = bytes), 3, expected);
+        refused(&three_fragments(|one| one.bytes = bytes), 3, expected);
     }
     let expected = UnpackError::Overlap {
         slot: 5,
@@ -78,7 +78,7 @@ fn a_wrong_length() {
         other: 1,
         other_end: 2001,
     };
-    refused(&told(|one| one.bytes = 1001), 3, expected);
+    refused(&three_fragments(|one| one.bytes = 1001), 3, expected);
 }
 
 #[test]
@@ -91,12 +91,12 @@ fn two_fragments_for_one_place() {
         other: 0,
         other_end: 1000,
     };
-    refused(&told(|one| one.target = 999), 3, expected);
+    refused(&three_fragments(|one| one.target = 999), 3, expected);
 }
 
 #[test]
 fn a_wrong_number_of_fragments() {
-    let all = told(|_| ());
+    let all = three_fragments(|_| ());
     for count in [2049, 1 << 32, u64::MAX] {
         refused(&all, count, UnpackError::TooManyFragments { slot: 5, count });
     }
@@ -109,7 +109,7 @@ fn a_wrong_number_of_fragments() {
     refused(&all, 0, wrong_sum(0, 0));
     refused(&all, 2, wrong_sum(2, 2000));
     // Behind its entries a slot has what was there before: here empty fragments.
-    refused(&told(|one| one.bytes = 500), 2048, wrong_sum(2048, 2500));
+    refused(&three_fragments(|one| one.bytes = 500), 2048, wrong_sum(2048, 2500));
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn fragments_of_a_receive_into_host_memory() {
     let (plugin, host) = (Plugin::new(0), vec![7u8; 3000]);
     for mode in GATHERING {
         let mut gather = plugin.gather(mode);
-        plugin.tell(2, &told(|_| ()), 3);
+        plugin.tell(2, &three_fragments(|_| ()), 3);
         let error = gather.start(2, host.as_ptr() as u64, 3000, MESSAGE_BYTES).unwrap_err();
         assert_eq!(error, UnpackError::FragmentsForHost { slot: 2, count: 3 }.into());
         assert_eq!(host, [7; 3000]);
@@ -131,7 +131,7 @@ fn a_second_thought() {
     for mode in GATHERING {
         let mut gather = plugin.gather(mode);
         let target = Destination::new(&plugin.gpu, MESSAGE_BYTES as usize, 9);
-        let (sent, honest) = (message(&mut rng(4), MESSAGE_BYTES as usize), told(|_| ()));
+        let (sent, honest) = (message(&mut rng(4), MESSAGE_BYTES as usize), three_fragments(|_| ()));
         plugin.deliver(5, &sent, &honest);
         plugin.gpu.set_stall(true);
         gather.start(5, target.address(), target.len(), MESSAGE_BYTES).unwrap();

@@ -130,7 +130,7 @@ fn what_was_done_before_a_failure_is_done() {
     assert_eq!(ferrywire::Error::from(cause).kind(), ErrorKind::Gpu);
 }
 
-/// The queue refuses more work when what was done before has not been looked at yet.
+/// The queue refuses more work when earlier work has not been polled yet.
 #[test]
 fn what_was_done_before_a_failure_is_done_also_when_that_is_seen_late() {
     let mut plain = Plain::new();

@@ -41,8 +41,8 @@ impl Message {
     }
 }
 
-/// Either the message is whole, told by its last frame alone, and the cancel is refused; or it is closed, no frame is told to
-/// be the last, and at least one is refused.
+/// Either the message is whole, reported by its last frame alone, and the cancel is refused; or it is closed, no
+/// frame is asked to be the last, and at least one is refused.
 #[test]
 fn a_message_is_completed_or_cancelled_and_never_both() {
     check(|| {
@@ -53,11 +53,11 @@ fn a_message_is_completed_or_cancelled_and_never_both() {
         });
         let closed = message.target.close();
         let filled = filling.map(|filling| filling.join().unwrap());
-        let told = filled.iter().filter(|filled| **filled == Ok(true)).count();
+        let reported = filled.iter().filter(|filled| **filled == Ok(true)).count();
         let refused = filled.iter().filter(|filled| **filled == Err(Refusal::NoSink)).count();
         match closed {
-            true => assert!(told == 0 && refused > 0, "{filled:?}"),
-            false => assert!(told == 1 && refused == 0, "{filled:?}"),
+            true => assert!(reported == 0 && refused > 0, "{filled:?}"),
+            false => assert!(reported == 1 && refused == 0, "{filled:?}"),
         }
         assert_eq!(message.target.is_closed(), closed);
         assert!(!message.target.close());

@@ -65,7 +65,7 @@ fn the_last_of_all_tokens_ends_an_operation_that_sees_all_that_was_done() {
 
 /// A thread that holds the last token sees all writes that were made under the other tokens.
 #[test]
-fn whoever_has_the_only_token_sees_what_was_done_under_the_others() {
+fn the_holder_of_the_only_token_sees_what_was_done_under_the_others() {
     check(|| {
         let ends = Arc::new(AtomicU32::new(0));
         let hold = Operation::hold(&ends);

@@ -49,7 +49,7 @@ fn small(number: usize) -> (u64, u64) {
     ((number * SMALL_BYTES) as u64, (number % SMALL_BYTES) as u64 + 1)
 }
 
-/// Writes all of them, one by one, and the last one tells.
+/// Writes all of them, one by one; the last one has a notification.
 fn write_many(ends: &Ends) -> ferrywire::Region {
     let bytes = MANY * SMALL_BYTES;
     let source = ends.connecting.register(pattern(bytes, 1)).unwrap();

@@ -37,7 +37,7 @@ fn says(error: &impl std::fmt::Display, words: &[&str]) {
 }
 
 #[test]
-fn a_head_that_never_completes_is_told_with_both_windows() {
+fn an_oldest_request_that_never_completes_is_reported_with_both_windows() {
     case!("stall_head_after=5,fault_side=recv").passes(|| {
         let ends = one_channel();
         let (error, other) = (failed_write(&ends), ends.far.wait_notification(LIMIT).unwrap_err());
@@ -189,7 +189,7 @@ fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
     }
     case!("test_hang_after=2,fault_side=send").passes(|| {
         let ends = one_channel();
-        let (sender, told) = std::sync::mpsc::channel();
+        let (sender, reported) = std::sync::mpsc::channel();
         let mut owner = Box::new(Tells(pattern(20 << 20, 1), sender));
         let (base, bytes) = (owner.0.as_mut_ptr(), owner.0.len());
         // SAFETY: the owner keeps the bytes.
@@ -208,10 +208,10 @@ fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
         says(&lost.unwrap_err(), &["test on device 0 (lo) has not returned for"]);
         drop(source);
         let _ = ends.connecting.close(Duration::from_secs(2));
-        assert!(told.try_recv().is_err(), "memory in the hands of a call was given back");
+        assert!(reported.try_recv().is_err(), "memory in the hands of a call was given back");
         // The user has dropped everything, and the call still uses the memory.
         drop((write, wakeup, target, ends));
-        let given_back = told.recv_timeout(Duration::from_secs(1));
+        let given_back = reported.recv_timeout(Duration::from_secs(1));
         assert!(
             given_back.is_err(),
             "memory in the hands of a call was given back once the endpoint was dropped"
@@ -443,7 +443,7 @@ fn failed_connect(setup_timeout: Duration) -> ConnectError {
 
 /// A firewall was blamed, and the log that says why was not shown.
 #[test]
-fn a_plugin_without_its_manager_is_told_in_its_own_words_with_the_fix() {
+fn a_plugin_without_its_manager_is_reported_in_its_own_words_with_the_fix() {
     let rule = "it warned: update flow steering rule: local 127.0.0.1";
     case!("dp_manager=off").with("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", "/run/tcpx").passes(|| {
         let error = failed_connect(LIMIT);
@@ -475,7 +475,7 @@ fn an_accept_that_does_not_return_is_named() {
     });
 }
 
-/// The other process of [`killed_peers_are_named`]: writes to the region it is told, without end.
+/// The other process of [`killed_peers_are_named`]: writes to the region that it is given, without end.
 #[test]
 #[ignore = "the other process of another test"]
 fn a_peer_to_be_killed() {
@@ -508,8 +508,8 @@ fn killed_peers_are_named() {
                 .unwrap();
             let hex: String =
                 target.descriptor().to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
-            let told = format!("{}\n{hex}\n", accepting.listen_addresses()[0]);
-            other.stdin.take().unwrap().write_all(told.as_bytes()).unwrap();
+            let reported = format!("{}\n{hex}\n", accepting.listen_addresses()[0]);
+            other.stdin.take().unwrap().write_all(reported.as_bytes()).unwrap();
             let peer = accepting.accept(LIMIT).unwrap();
             // In the middle of something, each time of something else.
             let some = (1 + round) * 3_000_000;

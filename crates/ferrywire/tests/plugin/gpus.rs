@@ -16,7 +16,7 @@ pub fn on_gpus(case: Case) -> Case {
     case
 }
 
-/// Whether a stand-in for the driver tells what is left of it when a case ends.
+/// Whether a stand-in for the driver reports what is left of it when a case ends.
 pub fn have_a_stand_in() -> bool {
     false
 }

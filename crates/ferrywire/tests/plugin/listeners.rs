@@ -105,10 +105,10 @@ fn many_peers_in_turn_leave_no_listener() {
 /// A listener that is closed under its accept ends the simulated plugin's process: this one stays. An accept
 /// that has not begun when its lane is given up is none, so it may take several peers until one is met.
 #[test]
-fn a_listener_whose_accept_is_unfinished_is_left_open_and_told_once() {
+fn a_listener_whose_accept_is_unfinished_is_left_open_and_reported_once() {
     case!("stats=on,fault_call=connect,call_fault=hang").passes(|| {
         let lines = Lines::collect();
-        let told = || lines.with("listener stays open until this process ends: its accept has not ended");
+        let reported = || lines.with("listener stays open until this process ends: its accept has not ended");
         let end = || builder().channels(1).plugin(plugin().setup_timeout(Duration::from_secs(1)));
         for _ in 0..10 {
             let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
@@ -117,15 +117,15 @@ fn a_listener_whose_accept_is_unfinished_is_left_open_and_told_once() {
             accepting.close(LIMIT).unwrap();
             connecting.close(LIMIT).unwrap();
             // The threads that wait in accept give up by themselves.
-            while listeners().0 != listeners().1 + told().len() as u64 {
+            while listeners().0 != listeners().1 + reported().len() as u64 {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            if !told().is_empty() {
+            if !reported().is_empty() {
                 break;
             }
         }
-        assert!((1..=2).contains(&told().len()), "one line for each end's: {:?}", told());
-        assert!(told().iter().all(|line| line.contains("WARN") && line.contains("GPUDirectTCPX_v7")));
+        assert!((1..=2).contains(&reported().len()), "one line for each end's: {:?}", reported());
+        assert!(reported().iter().all(|line| line.contains("WARN") && line.contains("GPUDirectTCPX_v7")));
     });
 }
 

@@ -310,7 +310,7 @@ fn registrations_are_undone_before_their_connection_is_closed() {
 }
 
 #[test]
-fn a_close_with_a_write_under_way_drains_first() {
+fn a_close_with_a_write_in_flight_drains_first() {
     // With this switch every comm whose peer closes while anything is tested says so.
     case!("close_error=always").passes(|| {
         for round in 0..10 {
@@ -400,7 +400,7 @@ fn renamed() -> PathBuf {
     file
 }
 
-/// Fragments of the seventeenth would be told where those of the first are.
+/// Fragments of the seventeenth would be listed where those of the first are.
 #[test]
 fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
     case!("same_host=allow,slots=32").passes(|| {

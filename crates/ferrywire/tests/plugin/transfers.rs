@@ -45,7 +45,7 @@ fn windows_are_used_and_never_exceeded() {
     });
 }
 
-/// Messages of so many chunks per channel. The plugin counts bytes itself, and tells them when it closes.
+/// Messages of so many chunks per channel. The plugin counts bytes itself, and logs them when it closes.
 #[test]
 fn windows_go_round_and_what_is_reported_is_what_the_plugin_moved() {
     for chunks in [17, 33, 128] {
@@ -116,7 +116,7 @@ fn an_owner_of_memory_is_dropped_when_the_plugin_has_let_go_of_it() {
     case!("").passes(|| {
         let ends = Ends::new();
         let bytes = 3_000_000;
-        let (sender, told) = std::sync::mpsc::channel();
+        let (sender, reported) = std::sync::mpsc::channel();
         let owned = |endpoint: &ferrywire::Endpoint| {
             let mut owner = Box::new(Tells(pattern(bytes, 3), sender.clone()));
             let base = owner.0.as_mut_ptr();
@@ -130,7 +130,7 @@ fn an_owner_of_memory_is_dropped_when_the_plugin_has_let_go_of_it() {
             assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
             drop(target);
             for _ in 0..2 {
-                let after = told.recv_timeout(LIMIT).expect("an owner is not dropped");
+                let after = reported.recv_timeout(LIMIT).expect("an owner is not dropped");
                 assert!(after.iter().all(|byte| *byte == 0xEE));
             }
         }

@@ -42,8 +42,8 @@ fn a_small_write_does_not_wait_for_a_caller_that_sleeps() {
         scope.spawn(listen);
         let rounds = (0..3).all(|_| {
             // The listener takes the crank over and falls asleep with it, in the end without a limit.
-            let told: Vec<Transfer> = (0..200).map(|_| far.notify(b"more").unwrap()).collect();
-            assert!(told.iter().all(done));
+            let reported: Vec<Transfer> = (0..200).map(|_| far.notify(b"more").unwrap()).collect();
+            assert!(reported.iter().all(done));
             thread::sleep(3 * limits::PATH_CHECK_INTERVAL);
             done(&peer.write(&source, 0, &target.descriptor(), 0, 64).unwrap())
         });

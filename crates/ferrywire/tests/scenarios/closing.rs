@@ -60,8 +60,8 @@ pub fn messages_outlive_their_sender(world: &mut impl World) {
         false => world.end(0).register(pattern(5000, 1)).unwrap(),
     };
     let sent = near.send(3, &source, 0, 5000).unwrap();
-    let told = near.notify(b"bye").unwrap();
-    world.all_done(&[sent, told]);
+    let reported = near.notify(b"bye").unwrap();
+    world.all_done(&[sent, reported]);
     drop(near);
     let error = world.until("the other side to know", || far.error());
     assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
@@ -108,13 +108,13 @@ fn pair_with_a_message_under_way(world: &mut impl World) -> (Peer, Peer, Transfe
 }
 
 /// Whether an error names the peer that was left behind, and says that not all was finished.
-fn tells_of(closed: &Result<(), Error>, peer: &Peer) -> bool {
+fn names_peer(closed: &Result<(), Error>, peer: &Peer) -> bool {
     let what = "before what was posted to it had finished";
     matches!(closed, Err(Error::PeerLost { peer: name, why, .. }) if *name == peer.name() && why.contains(what))
 }
 
 /// The other side has no time for what was posted here.
-pub fn a_peer_that_leaves_before_the_end_is_told_by_close(world: &mut impl World) {
+pub fn a_peer_that_leaves_before_the_end_is_reported_by_close(world: &mut impl World) {
     let (near, far, sent) = pair_with_a_message_under_way(world);
     let both = || {
         std::thread::scope(|scope| {
@@ -124,13 +124,13 @@ pub fn a_peer_that_leaves_before_the_end_is_told_by_close(world: &mut impl World
     };
     let (closed, theirs) = world.blocking(both);
     assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
-    assert!(tells_of(&closed, &near), "{closed:?}");
+    assert!(names_peer(&closed, &near), "{closed:?}");
     let error = world.outcome(&sent).unwrap_err();
     assert!(matches!(error, TransferError::PeerClosed { .. }), "{error}");
     assert_eq!(near.close(LIMIT), closed, "closed already");
 }
 
-pub fn an_endpoint_tells_of_a_peer_that_left_before_the_end(world: &mut impl World) {
+pub fn an_endpoint_reports_a_peer_that_left_before_the_end(world: &mut impl World) {
     let (near, far, _sent) = pair_with_a_message_under_way(world);
     let end = world.end(0);
     let both = || {
@@ -142,7 +142,7 @@ pub fn an_endpoint_tells_of_a_peer_that_left_before_the_end(world: &mut impl Wor
     };
     let (theirs, closed) = world.blocking(both);
     assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
-    assert!(tells_of(&closed, &near), "{closed:?}");
+    assert!(names_peer(&closed, &near), "{closed:?}");
     assert_eq!(end.close(LIMIT), closed, "closed already");
 }
 
@@ -153,7 +153,7 @@ fn closes(peer: &Peer) {
     }
 }
 
-/// Of two closes of one peer the shorter timeout ends both, and the peer is told.
+/// Of two closes of one peer the shorter timeout ends both, and the peer receives the Goodbye.
 pub fn the_earliest_timeout_of_a_close_counts(world: &mut impl World) {
     let (near, far, sent) = pair_with_a_message_under_way(world);
     let end = world.end(0);
@@ -173,7 +173,7 @@ pub fn the_earliest_timeout_of_a_close_counts(world: &mut impl World) {
 }
 
 /// A peer that dies while the endpoint waits for it takes what was posted with it.
-pub fn an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes(world: &mut impl Faulty) {
+pub fn an_endpoint_reports_a_peer_that_is_killed_while_it_closes(world: &mut impl Faulty) {
     let (near, far, sent) = pair_with_a_message_under_way(world);
     let (end, net) = (world.end(0), world.net());
     let killed = || {

@@ -337,8 +337,12 @@ fn an_end_that_cannot_is_named() {
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let stats = peer.stats();
     assert!(stats.transport == "tcp" && stats.transport_reason.contains("dm0"), "{}", stats.transport_reason);
-    let told = far.accept(LIMIT).unwrap().stats();
-    assert!(told.transport == "tcp" && told.transport_reason.contains("dm0"), "{}", told.transport_reason);
+    let reported = far.accept(LIMIT).unwrap().stats();
+    assert!(
+        reported.transport == "tcp" && reported.transport_reason.contains("dm0"),
+        "{}",
+        reported.transport_reason
+    );
     // An end that needs it refuses one that has none.
     let strict = hosts.plain(1).payload_backend(hosts.devmem(None));
     let strict = hosts.on(1, || strict.build()).unwrap();
@@ -391,8 +395,8 @@ fn bindings_that_end_in_mid_transfer_lose_nothing() {
         assert_same(&contents(&target), &pattern(bytes, 6), "from a region that lost its binding");
         ends.exchange(1 << 20);
         assert!(ends.counted().plain_bytes > 0, "{:?}", ends.counted());
-        let told = ends.near.stats().lost_channels.join("; ");
-        assert_eq!(told.contains("it is not bound to send any more"), gpu.is_some(), "{told}");
+        let reported = ends.near.stats().lost_channels.join("; ");
+        assert_eq!(reported.contains("it is not bound to send any more"), gpu.is_some(), "{reported}");
     }
 }
 
@@ -443,7 +447,7 @@ fn lanes_that_stall_again_and_again_end_the_session_with_the_reason() {
     let knob = Knob::set("swallow", "1");
     let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     let error = transfer.wait(LIMIT).unwrap_err();
-    for error in [error.into(), ends.near.error().unwrap(), told(&ends.far)] {
+    for error in [error.into(), ends.near.error().unwrap(), lost_peer_error(&ends.far)] {
         assert!(matches!(error, Error::PeerLost { .. }), "{error}");
         assert!(error.to_string().contains("lanes of it in a row have moved nothing"), "{error}");
     }
@@ -454,7 +458,7 @@ fn lanes_that_stall_again_and_again_end_the_session_with_the_reason() {
 }
 
 /// The error of a lost peer.
-fn told(peer: &Peer) -> Error {
+fn lost_peer_error(peer: &Peer) -> Error {
     let since = Instant::now();
     loop {
         if let Some(error) = peer.error() {
@@ -480,7 +484,7 @@ fn messages_of_no_bytes_and_of_many_pass() {
 
 /// Addresses are those of the NICs, whatever the endpoints' ports.
 #[test]
-fn lanes_are_told_in_the_statistics() {
+fn lanes_are_in_the_statistics() {
     let Some(hosts) = Hosts::here() else { return };
     let ends = Ends::new(&hosts, Some(0), same);
     ends.exchange(1 << 20);

@@ -216,8 +216,8 @@ pub fn copies_that_fail_to_be_sent(world: &mut impl World) {
         }
         for transfer in [read, received] {
             let outcome = world.outcome(&transfer);
-            let told = matches!(&outcome, Err(TransferError::AccessRefused { why, .. }) if why.contains("gave the operation up"));
-            assert!(told || (outcome.is_ok() && round > 0), "{transfer:?}: {outcome:?}");
+            let reported = matches!(&outcome, Err(TransferError::AccessRefused { why, .. }) if why.contains("gave the operation up"));
+            assert!(reported || (outcome.is_ok() && round > 0), "{transfer:?}: {outcome:?}");
         }
         own.gpus[0].set_faults(slow());
         still_works(world, &near, 7);
@@ -231,8 +231,8 @@ pub fn copies_that_fail_to_be_sent(world: &mut impl World) {
         }
         assert_eq!((first == 5000, world.outcome(&next)), (eager.poll() == Some(Ok(5000)), Ok(600)));
         assert_same(&contents(&target)[..600], &pattern(bytes, 1)[7..607], "a message behind one taken back");
-        let told = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
-        assert!(told == usize::from(matches!(write.poll(), Some(Ok(_)))), "{told} notifications");
+        let reported = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
+        assert!(reported == usize::from(matches!(write.poll(), Some(Ok(_)))), "{reported} notifications");
     }
     assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
 }
@@ -259,8 +259,8 @@ pub fn copies_that_fail_to_land(world: &mut impl World) {
         );
         own.gpus[0].set_faults(slow());
         still_works(world, &near, 8);
-        let told = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
-        assert!(told == usize::from(matches!(write.poll(), Some(Ok(_)))), "{told} notifications");
+        let reported = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
+        assert!(reported == usize::from(matches!(write.poll(), Some(Ok(_)))), "{reported} notifications");
     }
     assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
 }

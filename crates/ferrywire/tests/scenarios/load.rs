@@ -26,7 +26,7 @@ struct Move {
 #[derive(Default)]
 pub struct Load {
     moves: Vec<Move>,
-    told: BTreeMap<(usize, u64), u32>,
+    reported: BTreeMap<(usize, u64), u32>,
     next: u64,
     cancelled: bool,
 }
@@ -191,7 +191,7 @@ impl Load {
         }
         for each in &moves {
             let Some(key) = each.notified else { continue };
-            let times = self.told.get(&key).copied().unwrap_or(0);
+            let times = self.reported.get(&key).copied().unwrap_or(0);
             let well = matches!(each.transfer.poll(), Some(Ok(_)));
             assert!(times == 1 || (times == 0 && !well), "{key:?} came {times} times, success: {well}");
         }
@@ -214,7 +214,7 @@ impl Load {
 
     fn tell(&mut self, side: usize, message: Vec<u8>) {
         let number = u64::from_le_bytes(message.try_into().expect("ours have 8 bytes"));
-        *self.told.entry((side, number)).or_default() += 1;
+        *self.reported.entry((side, number)).or_default() += 1;
     }
 
     /// Forgets what the other side posted: its process is gone.

@@ -126,7 +126,7 @@ scenarios! {
         messages_scatter_and_gather,
         messages_of_a_tag_keep_their_order,
         messages_too_long_for_their_receive,
-        withdrawn_sends_reach_nobody,
+        withdrawn_sends_reach_no_receive,
         send_cancelled_in_mid_transfer_ends_the_receive,
         cancelled_receives_leave_their_memory_alone,
         cancelled_reads_leave_their_memory_alone,
@@ -152,8 +152,8 @@ scenarios! {
         messages_outlive_their_sender,
         dropped_peers_finish_first,
         endpoint_closed_with_work_under_way,
-        a_peer_that_leaves_before_the_end_is_told_by_close,
-        an_endpoint_tells_of_a_peer_that_left_before_the_end,
+        a_peer_that_leaves_before_the_end_is_reported_by_close,
+        an_endpoint_reports_a_peer_that_left_before_the_end,
         the_earliest_timeout_of_a_close_counts,
     };
     both(10): gpu::{
@@ -190,7 +190,7 @@ scenarios! {
         parts_that_are_lost_again_and_again_are_no_progress,
         dropped_peers_do_not_wait_for_what_stands_still,
         dropped_endpoints_finish_first,
-        an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes,
+        an_endpoint_reports_a_peer_that_is_killed_while_it_closes,
     };
     sim(40): faults::{
         all_channels_reset_at_once,

@@ -143,7 +143,7 @@ pub fn messages_too_long_for_their_receive(world: &mut impl World) {
 
 /// A message that is withdrawn before it was received: the receive that was posted for it waits
 /// for the next one.
-pub fn withdrawn_sends_reach_nobody(world: &mut impl World) {
+pub fn withdrawn_sends_reach_no_receive(world: &mut impl World) {
     let (peer, far) = world.pair();
     let source = world.patterned(0, 200_000, 1);
     let sent = peer.send(4, &source, 0, 200_000).unwrap();
@@ -393,8 +393,8 @@ pub fn answers_of_an_idle_end(world: &mut impl World) {
             world.linger();
         }
         let after = [far.notify(b"before").unwrap(), far.notify(b"after").unwrap()];
-        for told in [&b"before"[..], b"after"] {
-            assert_eq!(world.notification(&peer), Ok(told.to_vec()));
+        for reported in [&b"before"[..], b"after"] {
+            assert_eq!(world.notification(&peer), Ok(reported.to_vec()));
         }
         world.all_done(&after);
     }
@@ -402,9 +402,9 @@ pub fn answers_of_an_idle_end(world: &mut impl World) {
 
 pub fn many_notifications_keep_their_order(world: &mut impl World) {
     let (peer, far) = world.pair();
-    let told: Vec<Transfer> = (0..200u32).map(|n| peer.notify(&n.to_le_bytes()).unwrap()).collect();
+    let reported: Vec<Transfer> = (0..200u32).map(|n| peer.notify(&n.to_le_bytes()).unwrap()).collect();
     for n in 0..200u32 {
         assert_eq!(world.notification(&far), Ok(n.to_le_bytes().to_vec()));
     }
-    world.all_done(&told);
+    world.all_done(&reported);
 }

@@ -1,4 +1,4 @@
-//! The NICs of the VM of `tests/devmem-vm`: what they have counted, and the harm that they can be told to do.
+//! The NICs of the VM of `tests/devmem-vm`: what they have counted, and the harm that they can be made to do.
 
 use crate::vm::Hosts;
 use std::fs;
@@ -45,9 +45,9 @@ pub fn counted(hosts: &Hosts, end: usize, what: Counter) -> Vec<u64> {
             assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
         }
     });
-    let told = names.head[2] as usize;
-    assert!(told > 0 && told <= NAMES_MAX, "{told} statistics");
-    let counted = names.names[..told].iter().zip(counts.counts);
+    let reported = names.head[2] as usize;
+    assert!(reported > 0 && reported <= NAMES_MAX, "{reported} statistics");
+    let counted = names.names[..reported].iter().zip(counts.counts);
     let ending = match what {
         Counter::DevmemPackets => "_devmem_pkts",
         Counter::PoolEmpty => "_alloc_fail",

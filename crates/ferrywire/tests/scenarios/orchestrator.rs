@@ -148,7 +148,7 @@ fn work_that_fails_on_one_endpoint_names_it() {
 }
 
 #[test]
-fn a_closed_endpoint_says_so_to_whoever_looks_for_peers() {
+fn a_closed_endpoint_says_so_in_try_accept() {
     let there = listening(1);
     let end = &there.endpoints()[0];
     assert!(end.try_accept().is_none());

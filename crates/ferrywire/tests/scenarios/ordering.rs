@@ -105,14 +105,14 @@ pub fn what_a_slow_kernel_makes_is_sent(world: &mut impl World) {
     let other = world.end(0).register(pattern(BYTES, 3)).unwrap();
     let beside = world.end(1).alloc_host(BYTES).unwrap();
     let free = near.write(&other, 0, &beside.descriptor(), 0, len).unwrap();
-    let told = near.notify(b"all").unwrap();
+    let reported = near.notify(b"all").unwrap();
     world.all_done(&[free]);
     world.linger();
-    assert_eq!(all.iter().filter_map(|each| each.poll()).count() + usize::from(told.poll().is_some()), 0);
+    assert_eq!(all.iter().filter_map(|each| each.poll()).count() + usize::from(reported.poll().is_some()), 0);
     assert_eq!(far.poll_notification(), Ok(None));
     slow.go();
     world.all_done(&all);
-    world.all_done(&[told]);
+    world.all_done(&[reported]);
     assert_eq!(world.notification(&far), Ok(b"written".to_vec()));
     assert_eq!(world.notification(&far), Ok(b"all".to_vec()));
     for (target, bytes) in targets.iter().zip([BYTES, BYTES, 1000]) {

@@ -81,7 +81,7 @@ pub fn deregistered_during_a_write(world: &mut impl World) {
     let bytes = world.bytes_max();
     let source = world.patterned(0, bytes, 1);
     let mut memory = Raw::new(world.gpus().of(1), bytes);
-    // SAFETY: `memory` outlives the region, which is deregistered below, and is only looked at after.
+    // SAFETY: `memory` outlives the region, which is deregistered below, and is only read after.
     let target = unsafe { world.end(1).register_raw(memory.base(), bytes) }.unwrap();
     let write = peer.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     let enough = (world.below(4) * bytes / 4) as u64;

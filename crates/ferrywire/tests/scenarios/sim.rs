@@ -18,7 +18,7 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(90);
 /// Turns after which the same holds.
 const TURNS_MAX: u32 = 3_000_000;
-/// Longest step of the clock: engines look after their timers this often.
+/// Longest step of the clock: engines check their timers this often.
 const STEP_MAX: Duration = Duration::from_millis(20);
 /// The simulated time of one pass.
 const TURN: Duration = Duration::from_micros(1);

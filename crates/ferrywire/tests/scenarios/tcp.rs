@@ -202,7 +202,7 @@ fn patiently<T>(mut wait: impl FnMut(Duration) -> Result<T, TransferError>) -> R
     wait(LIMIT / WAITS)
 }
 
-/// Each thread is told to stop at another moment of its idling, and has to hear it in every one.
+/// Each thread is asked to stop at another moment of its idling, and has to see it in every one.
 #[test]
 fn endpoints_close_at_whatever_moment() {
     for round in 0..1000 {
@@ -223,7 +223,7 @@ fn endpoints_close_at_whatever_moment() {
 }
 
 #[test]
-fn callers_who_go_on_posting_do_not_keep_a_peer_from_closing() {
+fn callers_that_go_on_posting_do_not_keep_a_peer_from_closing() {
     let accepting = Endpoint::builder().listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0));
     let accepting = accepting.build().unwrap();
     let connecting = Endpoint::builder().build().unwrap();

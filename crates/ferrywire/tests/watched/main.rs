@@ -44,7 +44,7 @@ trait Watcher: Debug + Send + Sync + 'static {
     fn is_cut(&self, _channel: u64) -> bool {
         false
     }
-    /// A channel's path is looked at.
+    /// A channel's path is checked.
     fn looking_at_path(&self) {}
     /// Whether large pieces go out without copies, which ferrywire leaves off over loopback.
     fn sends_without_copies(&self) -> bool {
@@ -164,7 +164,7 @@ struct WatchedConn<W> {
 #[derive(Default)]
 struct Uncopied {
     sent_bytes: u64,
-    /// Such sends that the kernel has not told of.
+    /// Such sends that the kernel has not reported.
     unfinished: u64,
     /// Bytes sent when the kernel had reported all of them.
     released_bytes: u64,
@@ -254,7 +254,7 @@ impl<W: Watcher> Conn for WatchedConn<W> {
 }
 
 /// An endpoint that is watched, another that does nothing unless it is turned, and the first one's peer there.
-fn towards_an_end_that_nobody_turns<W: Watcher>(watcher: &Arc<W>) -> (Endpoint, Endpoint, Peer) {
+fn towards_an_end_that_is_not_polled<W: Watcher>(watcher: &Arc<W>) -> (Endpoint, Endpoint, Peer) {
     let builder = || Endpoint::builder().channels(1).peer_timeout(LIMIT * 10);
     let there = builder().listen("127.0.0.1:0".parse().unwrap()).threads(0).build().unwrap();
     let here = builder().threads(1).transport(Watched::new(watcher)).build().unwrap();
@@ -274,7 +274,7 @@ const UNCOPIED_BYTES_MAX: usize = 16 << 10;
 /// Sends some, and has the kernel read the memory where it is.
 ///
 /// # Safety
-/// Each piece stays readable until the kernel has told that the send is finished.
+/// Each piece stays readable until the kernel has reported that the send is finished.
 unsafe fn send_uncopied(fd: RawFd, pieces: &[IoVec]) -> io::Result<usize> {
     let on: libc::c_int = 1;
     let size = size_of_val(&on) as libc::socklen_t;
@@ -310,11 +310,11 @@ fn take_notices(fd: RawFd) -> u64 {
             return sends;
         }
         // SAFETY: the kernel wrote whole control messages; a `sock_extended_err` follows the head of the first.
-        let told = unsafe {
+        let reported = unsafe {
             let head = libc::CMSG_FIRSTHDR(&raw const message);
             assert!(!head.is_null());
             libc::CMSG_DATA(head).cast::<libc::sock_extended_err>().read_unaligned()
         };
-        sends += u64::from(told.ee_data - told.ee_info) + 1;
+        sends += u64::from(reported.ee_data - reported.ee_info) + 1;
     }
 }

@@ -1,6 +1,6 @@
 //! The kernel's reports about zero-copy sends are read, independently of the peer's acknowledgements.
 
-use crate::{Watcher, eventually, towards_an_end_that_nobody_turns};
+use crate::{Watcher, eventually, towards_an_end_that_is_not_polled};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -25,7 +25,7 @@ impl Watcher for Notices {
 fn notices_are_read_while_the_peer_acknowledges_nothing() {
     let notices = Arc::<Notices>::default();
     // The far end makes no progress once it is connected: only its kernel receives, as for a stopped process.
-    let (here, there, peer) = towards_an_end_that_nobody_turns(&notices);
+    let (here, there, peer) = towards_an_end_that_is_not_polled(&notices);
     let (source, target) = (here.alloc_host(BYTES).unwrap(), there.alloc_host(BYTES).unwrap());
     let write = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     eventually("a notice is read", || notices.0.load(Ordering::SeqCst) > 0);

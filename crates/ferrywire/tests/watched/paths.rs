@@ -1,13 +1,13 @@
 //! A path with data is checked even if all threads sleep; a lost path does not delay others.
 
-use crate::{LIMIT, Watched, Watcher, eventually, towards_an_end_that_nobody_turns};
+use crate::{LIMIT, Watched, Watcher, eventually, towards_an_end_that_is_not_polled};
 use ferrywire::Endpoint;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
-/// Counts the looks at channels' paths.
+/// Counts the checks of channels' paths.
 #[derive(Debug, Default)]
 struct Looks(AtomicU64);
 
@@ -18,12 +18,12 @@ impl Watcher for Looks {
 }
 
 #[test]
-fn the_path_of_a_write_that_nobody_waits_for_is_looked_at() {
+fn the_path_of_a_write_without_a_waiter_is_checked() {
     let looks = Arc::<Looks>::default();
     // The far end makes no progress once it is connected, so nothing is answered.
-    let (here, there, peer) = towards_an_end_that_nobody_turns(&looks);
+    let (here, there, peer) = towards_an_end_that_is_not_polled(&looks);
     let (source, target) = (here.alloc_host(64).unwrap(), there.alloc_host(64).unwrap());
-    // The thread sleeps, with nothing to look at.
+    // The thread sleeps, with nothing to check.
     thread::sleep(Duration::from_millis(100));
     let before = looks.0.load(Ordering::SeqCst);
     let write = peer.write(&source, 0, &target.descriptor(), 0, 64).unwrap();

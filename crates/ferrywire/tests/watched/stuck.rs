@@ -37,7 +37,7 @@ impl Watcher for Gate {
 }
 
 #[test]
-fn memory_in_the_hands_of_a_thread_that_is_stuck_is_not_deregistered() {
+fn memory_used_by_a_stuck_thread_is_not_deregistered() {
     let gate = Arc::<Gate>::default();
     let listening = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).threads(1);
     let here = listening.transport(Watched::new(&gate)).build().unwrap();

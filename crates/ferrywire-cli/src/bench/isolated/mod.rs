@@ -62,7 +62,8 @@ impl Order {
 /// The variables with which the plugin of this end will be loaded.
 pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Vec<Variable>> {
     nics::check_map(&engine.map, engine.gpus.as_deref().unwrap_or_default())?;
-    // A plugin is told once about all NICs that its endpoints will use, also those of other rails in an all-to-all run.
+    // A plugin receives the names of NICs once, so they are all that its endpoints will use, also those of other
+    // rails in an all-to-all run.
     let mapped = engine.map.nics.values().flatten().filter(|name| nics::is_usable(name));
     let mut nics: Vec<String> = mapped.chain(&engine.nics).cloned().collect();
     nics.sort();

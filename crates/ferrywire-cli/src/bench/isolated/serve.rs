@@ -15,7 +15,7 @@ use crate::sys;
 enum End {
     /// The child has finished.
     Over(Outcome),
-    /// The child died or was killed; the flag tells whether the engine has already reported the call that did not
+    /// The child died or was killed; the flag is whether the engine has already reported the call that did not
     /// return.
     Died(Failure, bool),
 }

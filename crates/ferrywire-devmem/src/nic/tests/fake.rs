@@ -73,7 +73,7 @@ struct Inside {
 pub struct Nic {
     inside: Arc<Mutex<Inside>>,
     folder: Arc<tempfile::TempDir>,
-    told: Arc<Mutex<bool>>,
+    reported: Arc<Mutex<bool>>,
 }
 
 pub fn some_file() -> OwnedFd {
@@ -97,7 +97,7 @@ impl Nic {
         Nic {
             inside: Arc::new(Mutex::new(inside)),
             folder: Arc::new(tempfile::tempdir().expect("a folder")),
-            told: Arc::default(),
+            reported: Arc::default(),
         }
     }
 
@@ -166,9 +166,9 @@ impl Nic {
         let mut kernel = self.kernel();
         let mut locked = journal.lock().expect("nobody has it");
         let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
-        let told = bench.clean().expect("it can be read").told;
-        *self.told.lock().expect("no test failed") |= !told.is_empty();
-        told
+        let reported = bench.clean().expect("it can be read").reported;
+        *self.reported.lock().expect("no test failed") |= !reported.is_empty();
+        reported
     }
 
     /// The message about other processes whose journal is elsewhere.
@@ -205,8 +205,8 @@ impl Nic {
         done
     }
 
-    pub fn told_something(&self) -> bool {
-        *self.told.lock().expect("no test failed")
+    pub fn has_reported(&self) -> bool {
+        *self.reported.lock().expect("no test failed")
     }
 
     fn journal_folder(&self) -> PathBuf {

@@ -43,8 +43,8 @@ fn what_a_dead_one_left_goes_and_what_a_live_one_has_stays() {
     dead.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room");
     nic.kill(dead);
     assert_eq!(nic.state().rules.len(), 3);
-    let told = nic.clean().join("\n");
-    assert!(told.contains("removed 1 rule"), "{told}");
+    let reported = nic.clean().join("\n");
+    assert!(reported.contains("removed 1 rule"), "{reported}");
     let now = nic.state();
     assert_eq!(now.rules, [(9, Some(foreign())), (kept.location, Some(kept.flow))].into());
     assert_eq!(now.bound.keys().copied().collect::<Vec<_>>(), live.queues());
@@ -79,7 +79,7 @@ fn a_change_of_the_spread_by_others_becomes_what_it_was_before() {
 /// One claim lives all the time. Another one comes and goes and is killed before and after each change; so are two
 /// processes that clean up after it, one after the other.
 #[test]
-fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
+fn a_kill_beside_a_live_claim_leaves_the_claim_as_it_was() {
     let nic = Nic::new(State { rules: [(9, Some(foreign()))].into(), ..untouched_but_ntuple() });
     let mut live = nic.claim(&wish(1, true)).expect("allowed");
     live.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
@@ -101,8 +101,8 @@ fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
         for (number, nic) in killed.into_iter().enumerate() {
             let alive = nic.keeps_alive(&name);
             nic.record();
-            let told = nic.clean();
-            assert_eq!(nic.state(), during, "state {number} of generation {generation}: {told:?}");
+            let reported = nic.clean();
+            assert_eq!(nic.state(), during, "state {number} of generation {generation}: {reported:?}");
             assert_eq!(
                 nic.clean(),
                 [""; 0],
@@ -117,7 +117,7 @@ fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
 
 /// Containers on the host's network have a /run of their own each.
 #[test]
-fn queues_that_others_have_bound_without_a_word_in_the_journal_are_told() {
+fn queues_that_others_have_bound_without_a_record_are_reported() {
     let nic = Nic::new(set_up());
     assert_eq!(nic.strangers(), None);
     let mut claim = nic.claim(&wish(1, false)).expect("nothing is missing");
@@ -125,8 +125,8 @@ fn queues_that_others_have_bound_without_a_word_in_the_journal_are_told() {
     assert_eq!(nic.strangers(), None, "it is in the journal");
     drop(claim);
     nic.change(|state| state.bound.extend([(1, 77), (3, 78)]));
-    let told = nic.strangers().expect("somebody has queues");
-    assert!(told.contains("queues 1, 3") && told.contains("/run/ferrywire"), "{told}");
+    let reported = nic.strangers().expect("somebody has queues");
+    assert!(reported.contains("queues 1, 3") && reported.contains("/run/ferrywire"), "{reported}");
 }
 
 fn untouched_but_ntuple() -> State {

@@ -17,7 +17,7 @@ fn until_rules_are(nic: &Nic, count: usize) {
 }
 
 #[test]
-fn whoever_needs_a_rule_no_more_does_not_wait_for_others_at_the_nic() {
+fn removing_a_rule_does_not_wait_for_others_at_the_nic() {
     let nic = Nic::new(untouched());
     let steering = Steering::new(fake::NAME, nic.claim(&wish(1, true)).expect("allowed")).expect("a thread");
     let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
@@ -125,7 +125,7 @@ fn an_end_waits_for_others_at_the_nic_as_long_as_it_may_and_leaves_the_rest_to_t
         let now = nic.state();
         assert_eq!((now.bound.len(), now.rules.len()), (0, 2));
     });
-    let told = nic.clean().join("\n");
-    assert!(told.contains("removed 2 rules"), "{told}");
+    let reported = nic.clean().join("\n");
+    assert!(reported.contains("removed 2 rules"), "{reported}");
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }

@@ -31,7 +31,7 @@ fn linear(control: &mut Vec<u8>, bytes: u32) {
 }
 
 #[test]
-fn fragments_are_told_in_order_and_foreign_messages_passed_over() {
+fn fragments_are_returned_in_order_and_foreign_messages_skipped() {
     let mut control = Vec::new();
     linear(&mut control, 100);
     cmsg::append(&mut control, libc::SOL_SOCKET, libc::SCM_TIMESTAMP, &[0; 16]);
@@ -39,16 +39,16 @@ fn fragments_are_told_in_order_and_foreign_messages_passed_over() {
     cmsg::append(&mut control, libc::SOL_IP, SCM_DEVMEM_DMABUF, b"another level");
     linear(&mut control, 24);
     let held = Control::holding(&control, 1472, 1472).expect("they are good");
-    let told: Vec<_> = held.fragments().collect();
+    let reported: Vec<_> = held.fragments().collect();
     assert_eq!(
-        told,
+        reported,
         [
             Fragment::Linear { at: 0, bytes: 100 },
             Fragment::Pool { dmabuf: 5, offset: 4096, bytes: 1348, token: 7 },
             Fragment::Linear { at: 100, bytes: 24 },
         ]
     );
-    assert_eq!(told.iter().map(|fragment| fragment.bytes()).sum::<u32>(), 1472);
+    assert_eq!(reported.iter().map(|fragment| fragment.bytes()).sum::<u32>(), 1472);
 }
 
 #[test]
@@ -164,17 +164,17 @@ fn batches_stay_within_what_a_call_takes() {
         tokens.push(token + token / 700 * 10);
     }
     assert_eq!(tokens.fragments(), 3000);
-    let mut told = 0;
+    let mut reported = 0;
     for (ranges, fragments) in batches(&mut tokens) {
         assert_eq!(ranges.iter().map(|range| range.token_count).sum::<u32>(), fragments);
         assert!(ranges.len() <= RANGES_PER_CALL_MAX && fragments <= FRAGMENTS_PER_CALL_MAX);
-        told += fragments;
+        reported += fragments;
     }
-    assert_eq!((told, tokens.is_empty()), (3000, true));
+    assert_eq!((reported, tokens.is_empty()), (3000, true));
 }
 
 #[test]
-fn tokens_that_could_not_be_told_stay() {
+fn tokens_that_could_not_be_released_stay() {
     let mut tokens = Tokens::new();
     [1, 2, 9].into_iter().for_each(|token| tokens.push(token));
     let error = tokens.release(-1).expect_err("no descriptor");
@@ -236,7 +236,7 @@ fn on_an_ordinary_connection_bytes_are_plain() {
 }
 
 #[test]
-fn tokens_that_no_socket_gave_are_told_as_unknown() {
+fn tokens_that_no_socket_gave_are_reported_as_unknown() {
     let (_near, far) = connection();
     if !takes_tokens(&far) {
         return;
@@ -255,9 +255,9 @@ fn limits_of_a_release_are_the_kernels() {
     }
     let ranges = vec![0; (RANGES_PER_CALL_MAX + 1) * size_of::<DmabufToken>()];
     let tell = |bytes: &[u8]| {
-        let told =
+        let reported =
             ferrywire_sys::socket::set_bytes(far.as_raw_fd(), libc::SOL_SOCKET, SO_DEVMEM_DONTNEED, bytes);
-        told.map_err(|error| error.raw_os_error())
+        reported.map_err(|error| error.raw_os_error())
     };
     assert_eq!(tell(&ranges), Err(Some(libc::EINVAL)));
     assert_eq!(tell(&ranges[..7]), Err(Some(libc::EINVAL)));

@@ -73,11 +73,11 @@ impl Tokens {
         self.merge();
         while let Some((ranges, fragments)) = self.batch() {
             let taken = dont_need(fd, ranges)?;
-            let (told, ranges) = (fragments as usize, ranges.len());
+            let (reported, ranges) = (fragments as usize, ranges.len());
             released.calls += 1;
-            released.fragments += taken.min(told);
-            released.unknown += told.saturating_sub(taken);
-            self.forget(ranges, told);
+            released.fragments += taken.min(reported);
+            released.unknown += reported.saturating_sub(taken);
+            self.forget(ranges, reported);
         }
         Ok(released)
     }

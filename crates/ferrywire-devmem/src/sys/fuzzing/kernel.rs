@@ -160,8 +160,8 @@ fn release(tokens: &mut Tokens, held: &mut BTreeMap<u32, usize>) {
                 }
             }
         }
-        let told = (ranges.len(), fragments as usize);
-        tokens.forget(told.0, told.1);
+        let reported = (ranges.len(), fragments as usize);
+        tokens.forget(reported.0, reported.1);
     }
     assert_eq!(tokens.fragments(), 0);
 }

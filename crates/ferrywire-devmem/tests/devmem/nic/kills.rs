@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 
 /// Set in a child process: the directory of the journal.
 const CHILD: &str = "FERRYWIRE_DEVMEM_CHILD";
-/// The work of a child: claims without end, or one claim until it is told to end.
+/// The work of a child: claims without end, or one claim until it is asked to end.
 const WORK: &str = "FERRYWIRE_DEVMEM_WORK";
 const READY: &str = "ready for anything";
 
@@ -136,8 +136,8 @@ fn nothing_is_left_of_killed_processes_after_the_next_start() {
     let found = Found::new(Split::Off, 256, false);
     let before = seen();
     kill_some(&found, kills());
-    let told = clean_up_in(found.journal.path());
-    told.iter().for_each(|line| println!("{line}"));
+    let reported = clean_up_in(found.journal.path());
+    reported.iter().for_each(|line| println!("{line}"));
     assert_eq!(seen(), before);
     assert_eq!(clean_up_in(found.journal.path()), [""; 0], "nothing is left to say");
 }

@@ -88,7 +88,7 @@ fn a_gpu_lives_as_long_as_its_memory() {
 }
 
 #[test]
-fn an_address_tells_its_gpu_and_allocation() {
+fn an_address_gives_its_gpu_and_allocation() {
     let (first, second) = (SimGpu::open(0).unwrap(), SimGpu::open(1).unwrap());
     let (one, two) = (first.alloc(10_000, 4096).unwrap(), second.alloc(5, 2 << 20).unwrap());
     assert_eq!(SimGpu::of(one.address()), Some((0, one.address(), 10_000)));

@@ -105,7 +105,7 @@ fn streams_of_two_gpus_hand_over_by_an_event() {
 }
 
 #[test]
-fn a_failure_is_sticky_and_tells_its_cause() {
+fn a_failure_is_sticky_and_keeps_its_cause() {
     let gpu = SimGpu::open(0).unwrap();
     let buffer = gpu.alloc(100, 4096).unwrap();
     let (stream, before, behind) = (gpu.stream(), SimEvent::new(), SimEvent::new());

@@ -245,7 +245,7 @@ fn a_link_local_address_is_bound_to_with_its_link() {
 }
 
 #[test]
-fn ports_that_run_out_are_told_with_their_address() {
+fn exhausted_ports_are_reported_with_their_address() {
     let Some(namespaces) = Namespaces::new() else {
         return;
     };

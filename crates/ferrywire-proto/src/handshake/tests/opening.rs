@@ -141,22 +141,22 @@ proptest! {
 }
 
 #[test]
-fn secrets_that_differ_are_told_apart() {
+fn secrets_that_differ_are_distinguished() {
     let cases = [
         (Some("battery staple"), SECRET, Mismatch::Different, "the two ends have different ones"),
         (None, SECRET, Mismatch::TheyHaveNone, "only the end that refuses has one: give both the same"),
         (SECRET, None, Mismatch::WeHaveNone, "the end that refuses has none: give both the same"),
     ];
-    for (theirs, ours, mismatch, told) in cases {
+    for (theirs, ours, mismatch, reported) in cases {
         let desk = Shared::new(ours);
         let errors = join(dial(theirs), Responder::new(desk.clone()), &Wire::default()).errors();
-        assert_eq!(errors, (refused(RefusalCode::Secret, told), HandshakeError::WrongSecret(mismatch)));
+        assert_eq!(errors, (refused(RefusalCode::Secret, reported), HandshakeError::WrongSecret(mismatch)));
         assert!(desk.desk().decided.is_empty());
     }
 }
 
 #[test]
-fn an_end_that_needs_a_secret_and_has_none_takes_nobody() {
+fn an_end_that_needs_a_secret_and_has_none_accepts_no_peer() {
     let desk = Shared::new(None);
     desk.desk().secret_needed = true;
     let (initiator, responder) = join(dial(None), Responder::new(desk), &Wire::default()).errors();
@@ -223,7 +223,7 @@ fn a_hello_outside_the_limits_is_refused_before_it_is_sent() {
 }
 
 #[test]
-fn a_responder_can_be_told_to_refuse() {
+fn a_responder_can_be_made_to_refuse() {
     let busy = Refusal::new(RefusalCode::Busy, "later");
     let preamble = Preamble::encode(Kind::Control);
     for heard in 0..=preamble.len() {

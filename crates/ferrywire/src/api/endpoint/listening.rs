@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_of_the_ephemeral_range_is_told_with_one_below_it() {
+    fn a_taken_port_of_the_ephemeral_range_is_reported_with_one_below_it() {
         let range = || Some(32_768..=60_999);
         let text = said(40_000, range(), io::ErrorKind::AddrInUse);
         assert!(text.contains("port 40000 lies in the range") && text.contains("32768 to 60999"), "{text}");

@@ -26,7 +26,7 @@ fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
 /// With the receive counted as deep bulk, threads would sleep while it waits, and each message would have to
 /// wake them.
 #[test]
-fn a_receive_that_nobody_meets_is_no_deep_bulk() {
+fn an_unmatched_receive_is_no_deep_bulk() {
     const BYTES: usize = 16 << 20;
     let accepting =
         crate::Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
@@ -43,11 +43,11 @@ fn a_receive_that_nobody_meets_is_no_deep_bulk() {
     assert!(!near.state().in_deep_bulk() && !far.state().in_bulk());
 }
 
-/// A notification that arrived, and the loss of its peer, between two looks: the waiter was told of the loss alone.
+/// A notification that arrived, and the loss of its peer, between two checks: the waiter received the loss alone.
 #[test]
 fn a_notification_that_arrives_while_its_peer_is_lost_goes_before_the_error() {
     let (arrived, lost) = (Cell::new(0), Cell::new(false));
-    // After the first look of a call, whatever that looks at, a notification arrives and the peer is lost.
+    // After the first check of a call, whatever that checks, a notification arrives and the peer is lost.
     let looks = Cell::new(0);
     let meanwhile = || {
         looks.set(looks.get() + 1);

@@ -100,7 +100,7 @@ fn a_failure_of_the_gpu_is_the_callers_to_see() {
 }
 
 #[test]
-fn a_descriptor_tells_where_the_bytes_live() {
+fn a_descriptor_has_the_memory_location() {
     let end = endpoint();
     for (region, location) in [
         (end.register(vec![0; 77]).unwrap(), MemoryLocation::Host),

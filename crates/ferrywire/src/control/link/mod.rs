@@ -134,7 +134,7 @@ impl Link {
         } else {
             format!("{remote} ({})", peer_hello.label)
         };
-        // If the boot ids cannot tell, the ends count as one host where their addresses do: some plugins end
+        // If the boot ids are unknown, the ends count as one host where their addresses do: some plugins end
         // the process on that.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
         let (backend, refused) = backend_of(context, &config, same_host);
@@ -261,7 +261,7 @@ impl Link {
         !up || self.channels.up().count() < self.channels.len()
     }
 
-    /// Whether neither time nor another thread moves this link forward: a pass needs to look at it only when
+    /// Whether neither time nor another thread moves this link forward: a pass needs to check it only when
     /// the peer has sent something, and at intervals.
     pub fn rests(&self) -> bool {
         let ends = self.ending.is_some() || self.closing.is_asked_for();

@@ -265,7 +265,7 @@ impl Channel {
             match peer.inbound.filled(sink, u64::from(header.len)) {
                 Ok(false) if sink.op.verb() == Verb::Read => peer.note_answered(&sink.op),
                 Ok(_) => {}
-                // The receive or read ended before this frame: the sender is told by the refusal.
+                // The receive or read ended before this frame: the refusal reports it to the sender.
                 Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
                     let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());

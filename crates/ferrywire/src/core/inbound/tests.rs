@@ -25,7 +25,7 @@ fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
     assert!(matches!(inbound.sink(1), Err(Refusal::NoSink)));
 }
 
-/// The sender was told that the receive had the message, and the receive that it was cancelled.
+/// The send succeeded, although its receive reported that it was cancelled.
 #[test]
 fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_cancelled() {
     let memory = Memory::private(4096).unwrap();

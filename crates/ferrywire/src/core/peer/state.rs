@@ -330,7 +330,7 @@ impl PeerState {
     }
 
     fn count_ended(&self, op: &Op) {
-        // Ordered with the look at the queue that follows: in bulk a post does not wake the home worker.
+        // Ordered with the check of the queue that follows: in bulk a post does not wake the home worker.
         self.in_flight.bytes.fetch_sub(op.bytes_to_cut(), Ordering::SeqCst);
         self.in_flight.operations.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
         self.in_flight.answers.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);

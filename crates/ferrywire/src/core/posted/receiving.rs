@@ -448,7 +448,7 @@ impl Frame {
                 self.arrival.refusal = Some(Refusal::NoRegion);
             }
         } else if matches!(self.state, State::Whole) {
-            // As in `staging/receiving.rs`: the sender must not be told that a closed receive has these bytes.
+            // As in `staging/receiving.rs`: no acknowledgement may say that a closed receive has these bytes.
             if matches!(&self.arrival.landing, Some(Landing::Sink { sink, .. }) if sink.closed()) {
                 self.arrival.refusal.get_or_insert(Refusal::NoSink);
             }

@@ -443,8 +443,8 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
         script.sends.push_back(Step::Unreadable(second, why.clone()));
     });
     let mut pass = LanePass::default();
-    let told = bench.posted.poll(bench.now, &mut pass).unwrap_err();
-    assert!(told.contains("scripted"), "{told}");
+    let reported = bench.posted.poll(bench.now, &mut pass).unwrap_err();
+    assert!(reported.contains("scripted"), "{reported}");
     assert_eq!((&pass.unreadable, pass.stalled), (&Some((1, why.clone())), false));
     // As a channel does, and the fence after it.
     first.get_mut(1).unwrap().fail_unread(why.clone());
@@ -457,7 +457,7 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
 }
 
 #[test]
-fn receives_are_posted_for_heads_and_given_back_in_order() {
+fn receives_are_posted_for_headers_and_given_back_in_order() {
     let memory = Memory::private(64 * CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.poll().unwrap();

@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_told_with_the_marks_before_it() {
+    fn a_failure_is_reported_with_the_marks_before_it() {
         let (gpu, buffer, ring) = scene(12);
         gpu.set_faults(SimFaults { fail_after: Some(2), ..SimFaults::default() });
         let mut out = copier(MemoryLocation::SimGpu(12), Way::Out).unwrap();

@@ -414,7 +414,7 @@ mod tests {
 
     /// Short parts may wait for more: their user decides when to flush.
     #[test]
-    fn what_nobody_flushed_is_not_copied_with_what_was_held_back() {
+    fn unflushed_parts_are_not_copied_with_deferred_ones() {
         let (mut line, seen) = scene(Way::In);
         add(&mut line, 1);
         line.flush();
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_back_when_the_copies_before_it_fail_is_told_with_them() {
+    fn deferred_parts_are_reported_with_the_failed_copies_before_them() {
         let (mut line, seen) = scene(Way::In);
         for _ in 0..2 {
             add(&mut line, 1);
@@ -475,7 +475,7 @@ mod tests {
 
     /// These copies used to be reported as failed, with the failure of another copier.
     #[test]
-    fn what_is_added_before_a_failure_is_told_is_for_the_next_copier() {
+    fn parts_added_before_a_failure_is_reported_are_for_the_next_copier() {
         let (mut line, _) = scene(Way::In);
         line.break_copier();
         add(&mut line, 1);
@@ -505,7 +505,7 @@ mod tests {
 
     /// The copy used to be given up with the failed ones, with the first error.
     #[test]
-    fn what_is_copied_between_two_failures_that_are_told_together_is_none_of_theirs() {
+    fn copies_between_two_failures_that_are_reported_together_have_not_failed() {
         let (mut line, _) = scene(Way::In);
         line.break_copier();
         add(&mut line, 1);

@@ -281,7 +281,7 @@ impl Receiving {
                 // The bytes are placed, and the operation waits for the frame to be counted.
                 (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
                 (None, Landing::Sink { .. }) => {
-                    // The operation does not have these bytes, so the sender must not be told that it does.
+                    // The operation does not have these bytes, so they must not be acknowledged.
                     frame.arrival.refusal.get_or_insert(Refusal::NoSink);
                     frame.arrival.landing = None;
                 }
@@ -525,7 +525,7 @@ mod tests {
 
     /// A connection without further bytes may not be polled again.
     #[test]
-    fn parts_that_wait_for_company_have_to_be_looked_after() {
+    fn parts_that_wait_for_a_batch_need_another_pass() {
         let gpu = SimGpu::open(GPU).unwrap();
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
@@ -542,7 +542,7 @@ mod tests {
     /// The mark of these parts used to be behind copies that were never made: no later frame was
     /// acknowledged.
     #[test]
-    fn parts_that_wait_for_company_when_the_copies_before_fail_are_told_with_them() {
+    fn parts_that_wait_for_a_batch_are_reported_with_the_failed_copies_before_them() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
         gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
         // Otherwise the first copy might fail before the second part is complete.

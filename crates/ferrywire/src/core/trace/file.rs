@@ -25,7 +25,7 @@ pub(super) struct TraceFile {
     file: File,
     path: String,
     process: u32,
-    /// A moment as the engine's clock tells it, and as the host's monotonic clock does.
+    /// One moment on the engine's clock and on the host's monotonic clock.
     clock: (Instant, Duration),
     named: BTreeSet<Row>,
     events: u64,

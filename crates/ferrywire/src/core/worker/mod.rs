@@ -422,7 +422,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// The peer had been told of the close, but the held channel kept the endpoint and its threads alive for
+    /// The peer knew of the close, but the held channel kept the endpoint and its threads alive for
     /// ever.
     #[test]
     fn an_endpoint_that_closes_while_a_worker_is_held_up_is_gone_once_that_goes_on() {

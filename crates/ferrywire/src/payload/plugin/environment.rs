@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ferrywire_set_before_the_start_is_not_told_as_the_users() {
+    fn variables_that_ferrywire_set_are_not_reported_as_the_users() {
         let set_before = vec![CHUNK_BYTES.to_owned()];
         let all = decide(&Facts { set_before, ..facts(&[], None) }, |_| Some("7".into()), |_| false);
         assert_eq!(value_of(&all, CHUNK_BYTES), Some(("7".into(), SetBy::Ferrywire)));
