@@ -2,9 +2,10 @@
 //! never completes.
 
 use std::process::Output;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
-use crate::common::{Serve, ferrywire, json, results, text};
+use crate::common::{GRACE, Serve, ferrywire, json, results, text};
 use crate::hosted::{connect, connect_when_free, serve, with_plugin};
 
 const CHUNK_BYTES: u64 = 512 << 10;
@@ -120,6 +121,15 @@ pub fn children(pid: u32) -> Vec<u32> {
     all.concat().split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
 }
 
+/// Waits until a condition holds; a failure says what did not happen.
+fn wait_until(what: &str, holds: impl Fn() -> bool) {
+    let until = Instant::now() + GRACE;
+    while !holds() {
+        assert!(Instant::now() < until, "within {GRACE:?} it did not happen that {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
 #[test]
 fn a_serve_listens_once_however_many_come() {
     let serve = serve("", "");
@@ -145,10 +155,8 @@ fn a_listener_that_must_stay_open_is_reported_once_and_ends_with_its_process() {
         let args = "--channels 1 --sizes 4K --iters 5 --timeout 3";
         let output = connect(&serve, args, "fault_call=connect,call_fault=hang");
         assert_eq!(output.status.code(), Some(1));
-        // Each has two sockets. A socket whose accept is unfinished is reported, or closed.
-        while left_open() != reported() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        // Each has two sockets. A listener whose accept is unfinished is reported; every other one is closed.
+        wait_until("the plugin's listener was closed or reported", || left_open() == reported());
         if reported() > 0 {
             break;
         }
@@ -160,7 +168,6 @@ fn a_listener_that_must_stay_open_is_reported_once_and_ends_with_its_process() {
     let port = *listening(serve.child.id()).iter().find(|port| !own.contains(port)).expect("one is left");
     drop(serve);
     // The kernel refuses connections to it when the last process with it is gone.
-    while std::net::TcpStream::connect(("127.0.0.1", port)).is_ok() {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let refuses = || std::net::TcpStream::connect(("127.0.0.1", port)).is_err();
+    wait_until("the kernel closed the listener of the ended process", refuses);
 }
