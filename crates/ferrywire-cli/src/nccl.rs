@@ -16,11 +16,18 @@ const BUILT: &str = "libnccl_net_ferrywire.so";
 /// The plugin's name, by which `NCCL_NET` selects it.
 const NAME: &str = "ferrywire";
 
+/// The fix for a missing plugin file.
+const GET_PLUGIN: &str = "try: pip install . or cargo build --release -p ferrywire-nccl in a checkout, \
+                          then name the file: ferrywire nccl env PATH";
+
 /// Checks the plugin and prints the variables.
 pub fn run(plan: &NcclPlan) -> Outcome {
     let path = plan.path.clone().map_or_else(find, Ok)?;
     let path = std::path::absolute(&path)
         .map_err(|error| Failure::failed(format!("cannot use {}: {error}", path.display())))?;
+    if !path.is_file() {
+        return Err(Failure::failed(format!("the plugin {} is no file\n{GET_PLUGIN}", path.display())));
+    }
     let text = path.to_str().ok_or_else(|| {
         Failure::failed(format!("the path {} is not UTF-8: copy the plugin elsewhere", path.display()))
     })?;
@@ -38,8 +45,7 @@ fn find() -> Outcome<PathBuf> {
         .map_err(|error| Failure::failed(format!("cannot tell where this command lies: {error}")))?;
     places::of_command(&command, FILE, BUILT).into_iter().find(|path| path.is_file()).ok_or_else(|| {
         Failure::failed(format!(
-            "cannot find {FILE} beside {}, nor in the packages of its environment\n\
-             try: cargo build --release -p ferrywire-nccl; or name the file: ferrywire nccl env PATH",
+            "cannot find {FILE} beside {}, nor in the packages of its environment\n{GET_PLUGIN}",
             command.display()
         ))
     })

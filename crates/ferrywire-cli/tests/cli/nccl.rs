@@ -96,7 +96,9 @@ fn the_plugin_of_the_command_is_found() {
 #[test]
 fn what_nccl_could_not_use_is_not_exported() {
     let run = |command: &mut Command| command.output().expect("it starts");
-    assert!(refused(&run(&mut env(Some(Path::new("/nonexistent.so")))), 1).contains("/nonexistent.so"));
+    let missing = run(&mut env(Some(Path::new("/nonexistent.so"))));
+    assert_eq!(refused(&missing, 1), "error: the plugin /nonexistent.so is no file");
+    assert!(text(&missing.stderr).contains("cargo build --release -p ferrywire-nccl"), "{missing:?}");
     assert!(
         refused(&run(&mut env(Some(Path::new(env!("CARGO_BIN_EXE_ferrywire"))))), 1).starts_with("error: ")
     );
