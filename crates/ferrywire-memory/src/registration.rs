@@ -256,8 +256,11 @@ impl Memory {
         self.enter();
         // Bytes that the region owns are valid as long as a handle exists.
         let call = self.user_owned().then(|| self.call());
-        let result =
-            if self.lost_to_user() { Err(Error::invalid("region", "it is deregistered")) } else { body() };
+        let result = if self.lost_to_user() {
+            Err(Error::invalid("region", "the region is deregistered"))
+        } else {
+            body()
+        };
         drop(call);
         self.leave();
         result

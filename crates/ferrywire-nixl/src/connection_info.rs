@@ -13,6 +13,8 @@ use ferrywire::{Identity, limits};
 
 /// The last byte is the version.
 const MAGIC: [u8; 8] = *b"FW-NIXL\x01";
+/// The fix for metadata that were damaged on their way.
+const LOAD_AGAIN: &str = "get the agent's metadata again, and load all of their bytes";
 
 #[derive(Clone, PartialEq, Eq)]
 pub struct ConnectionInfo {
@@ -42,35 +44,44 @@ impl ConnectionInfo {
     pub fn from_bytes(bytes: &[u8]) -> Result<ConnectionInfo, String> {
         let (magic, version) = (&MAGIC[..7], MAGIC[7]);
         if !bytes.starts_with(magic) {
-            return Err("it was made by another backend, not by ferrywire: \
-                        use the same backend on both ends (`ferrywire nixl status` tells which a host has)"
-                .into());
+            return Err(
+                "another backend made the metadata: use ferrywire on both ends (`ferrywire nixl status` \
+                        shows the backend of a host)"
+                    .into(),
+            );
         }
         match bytes.get(7) {
             Some(&theirs) if theirs != version => {
                 return Err(format!(
-                    "it has version {theirs}, and this is {version}: use the same ferrywire on both ends"
+                    "the metadata has version {theirs}, this agent's {version}: use the same ferrywire on both ends"
                 ));
             }
             _ => {}
         }
-        let cut = || "it is cut off".to_owned();
+        let cut = || format!("the metadata is truncated to {} bytes: {LOAD_AGAIN}", bytes.len());
         let mut rest = &bytes[8.min(bytes.len())..];
         let identity: [u8; 16] =
             take(&mut rest, 16).and_then(|bytes| bytes.try_into().ok()).ok_or_else(cut)?;
         let secret = take_counted(&mut rest).ok_or_else(cut)?.to_vec();
         if !secret.is_empty() && secret.len() < limits::SECRET_BYTES_MIN {
-            return Err("its secret is too short".into());
+            return Err(format!(
+                "the secret in the metadata has {} bytes, fewer than {}: {LOAD_AGAIN}",
+                secret.len(),
+                limits::SECRET_BYTES_MIN
+            ));
         }
         let count = take(&mut rest, 1).ok_or_else(cut)?[0];
         let mut addresses = Vec::new();
         for _ in 0..count.min(limits::ADDRESSES_MAX as u8) {
             let text = take_counted(&mut rest).ok_or_else(cut)?;
             let address = std::str::from_utf8(text).ok().and_then(|text| text.parse().ok());
-            addresses.push(address.ok_or("it has something that is no address")?);
+            addresses.push(address.ok_or_else(|| {
+                let text = text.escape_ascii();
+                format!("an address in the metadata is no address ({text}): {LOAD_AGAIN}")
+            })?);
         }
         if addresses.is_empty() {
-            return Err("it has no address".into());
+            return Err(format!("the metadata has no address: {LOAD_AGAIN}"));
         }
         Ok(ConnectionInfo { identity: Identity(identity), secret, addresses })
     }

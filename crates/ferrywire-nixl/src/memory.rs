@@ -42,13 +42,13 @@ impl Memory {
     /// # Errors
     /// A message that says what is wrong with the bytes.
     pub fn from_public_data(bytes: &[u8]) -> Result<Memory, String> {
-        let (version, rest) = bytes.split_first().ok_or("it is empty")?;
+        let (version, rest) = bytes.split_first().ok_or("the memory's metadata is empty")?;
         if *version != VERSION {
             return Err(format!(
-                "it has version {version}, and this is {VERSION}: use the same ferrywire on both ends"
+                "the memory's metadata has version {version}, this agent's {VERSION}: use the same ferrywire on both ends"
             ));
         }
-        let (base, descriptor) = rest.split_first_chunk::<8>().ok_or("it is cut off")?;
+        let (base, descriptor) = rest.split_first_chunk::<8>().ok_or("the memory's metadata is truncated")?;
         let region = RemoteRegion::from_bytes(descriptor).map_err(|error| error.to_string())?;
         Ok(Memory::Remote { region, base: u64::from_le_bytes(*base) })
     }

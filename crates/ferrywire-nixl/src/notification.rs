@@ -64,27 +64,27 @@ impl Assembly {
     /// # Errors
     /// Bytes that no ferrywire of this version sends.
     pub fn take(&mut self, message: Vec<u8>) -> Result<Option<Delivered>, &'static str> {
-        let (kind, sender, rest) = split(&message).ok_or("it names no sender")?;
+        let (kind, sender, rest) = split(&message).ok_or("the message names no sender")?;
         match kind {
             WHOLE => Ok(Some((sender.to_vec(), rest.to_vec()))),
             PART => {
-                let (number, rest) = rest.split_first_chunk::<8>().ok_or("a part is cut off")?;
-                let (total, part) = rest.split_first_chunk::<4>().ok_or("a part is cut off")?;
+                let (number, rest) = rest.split_first_chunk::<8>().ok_or("a part is truncated")?;
+                let (total, part) = rest.split_first_chunk::<4>().ok_or("a part is truncated")?;
                 let (number, total) = (u64::from_le_bytes(*number), u32::from_le_bytes(*total) as usize);
                 if total > MESSAGE_BYTES_MAX {
-                    return Err("it is longer than a notification may be");
+                    return Err("the message is longer than a notification may be");
                 }
                 if number != self.number {
                     *self = Assembly { number, bytes: Vec::new() };
                 }
                 self.bytes.extend_from_slice(part);
                 if self.bytes.len() > total {
-                    return Err("its parts are longer than the announced length");
+                    return Err("the parts are longer than the announced length");
                 }
                 let whole = self.bytes.len() == total;
                 Ok(whole.then(|| (sender.to_vec(), std::mem::take(&mut self.bytes))))
             }
-            _ => Err("its kind is unknown: use the same ferrywire on both ends"),
+            _ => Err("the message has an unknown kind: use the same ferrywire on both ends"),
         }
     }
 }

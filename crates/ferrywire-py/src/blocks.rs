@@ -30,7 +30,7 @@ impl BlockList {
             return Ok((self.locals[0].get().is_at(), Framework::Other));
         };
         if let Some(other) = all().map(Region::is_at).find(|other| *other != location) {
-            let why = format!("its regions are on {location} and {other}: make a list for each");
+            let why = format!("the list has regions on {location} and {other}: make a list for each");
             return Err(usage(py, "blocks", why));
         }
         let mut named = all().map(|region| region.framework).filter(|each| *each != Framework::Other);

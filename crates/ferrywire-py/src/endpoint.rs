@@ -306,7 +306,7 @@ impl Endpoint {
         let endpoint = self.open(py)?;
         let mut view = View::of("memory", memory)?;
         if writable == Some(true) && !view.writable {
-            let why = "it is read-only: register a writable copy, such as a bytearray";
+            let why = "the object is read-only: register a writable copy, such as a bytearray";
             return Err(usage(py, "memory", why));
         }
         let (writable, framework) = (writable.unwrap_or(view.writable), view.framework);

@@ -50,7 +50,7 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
         return Err(wrong_type(what, object));
     }
     if !matches!(seen.device, dlpack::ON_HOST | dlpack::ON_PINNED_HOST) {
-        return Err(usage(py, what, "it is on a GPU; offsets are read by the CPU, try x.cpu()"));
+        return Err(usage(py, what, "the array is on a GPU, and the CPU reads offsets: pass x.cpu()"));
     }
     let [len] = seen.shape[..] else {
         return Err(wrong_shape(what, object));
@@ -99,11 +99,19 @@ pub fn indices(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
 fn wrong_type(what: &str, object: &Bound<'_, PyAny>) -> PyErr {
     let dtype = object.getattr(intern!(object.py(), "dtype")).map(|dtype| dtype.to_string());
     let dtype = dtype.unwrap_or_else(|_| object.get_type().to_string());
-    usage(object.py(), what, format!("its elements are {dtype}, must be int64: try x.astype('int64')"))
+    usage(
+        object.py(),
+        what,
+        format!("the array has elements of {dtype}, must be int64: pass x.astype('int64')"),
+    )
 }
 
 fn wrong_shape(what: &str, object: &Bound<'_, PyAny>) -> PyErr {
     let shape = object.getattr(intern!(object.py(), "shape")).map(|shape| shape.to_string());
     let shape = shape.unwrap_or_else(|_| "several dimensions".into());
-    usage(object.py(), what, format!("its shape is {shape}, must have one dimension: try x.reshape(-1)"))
+    usage(
+        object.py(),
+        what,
+        format!("the array has shape {shape}, must have one dimension: pass x.reshape(-1)"),
+    )
 }

@@ -37,7 +37,7 @@ impl Address {
             return parsed.ok_or_else(wrong).map(Some);
         }
         let Ok(pair) = object.cast::<PyTuple>() else { return Ok(None) };
-        let wrong = || refused("it is not an address: write it as ('host', port)".into());
+        let wrong = || refused("the value is not an address: pass ('host', port)".into());
         let (host, port): (String, Bound<'_, PyAny>) = pair.extract().map_err(|_| wrong())?;
         let number = whole(&port).map_err(|_| wrong())?;
         let port =
@@ -120,7 +120,7 @@ pub fn message(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
 pub fn remote<'a, 'py>(what: &str, object: &'a Bound<'py, PyAny>) -> PyResult<&'a Bound<'py, RemoteRegion>> {
     object.cast::<RemoteRegion>().map_err(|_| match object.cast::<Region>() {
         Ok(_) => {
-            let why = "it is a Region, and peers' memory is named by a RemoteRegion: try region.remote()";
+            let why = "a Region names memory of this process, and a RemoteRegion that of a peer: pass region.remote()";
             usage(object.py(), what, why)
         }
         Err(_) => is_no(what, object, "a RemoteRegion"),
@@ -161,8 +161,8 @@ pub fn unsigned(py: Python<'_>, what: &str, value: impl Into<i128>) -> PyResult<
     let value = value.into();
     u64::try_from(value).map_err(|_| {
         let why = match value {
-            i128::MIN => "it is negative".into(),
-            i128::MAX => "it has more than 64 bits".into(),
+            i128::MIN => "the number is negative".into(),
+            i128::MAX => "the number has more than 64 bits".into(),
             _ if value < 0 => format!("{value} is negative"),
             _ => format!("{value} has more than 64 bits"),
         };

@@ -28,7 +28,7 @@ struct Held {
     watch: Option<Watch>,
 }
 
-const MOVED: &str = "its tensor's memory has been moved or freed since it was registered, as share_memory_(), a \
+const MOVED: &str = "the tensor's memory has been moved or freed since the registration, as share_memory_(), a \
                      torch.multiprocessing queue and resize_ do: peers are refused from here on; register the tensor \
                      again, and call share_memory_() before that";
 
@@ -95,7 +95,7 @@ impl Region {
             .as_ref()
             .map(|held| (held.region.clone(), held.watch.as_ref().map(|watch| watch.clone_ref(py))));
         let Some((region, watch)) = held else {
-            let why = if self.moved.load(Ordering::SeqCst) { MOVED } else { "it is deregistered" };
+            let why = if self.moved.load(Ordering::SeqCst) { MOVED } else { "the region is deregistered" };
             return Err(usage(py, "region", why));
         };
         if watch.map_or(Ok(false), |watch| watch.has_moved(py))? {
@@ -123,7 +123,7 @@ impl Region {
         if self.writable {
             self.source(py)
         } else {
-            Err(usage(py, "target", "its memory is read-only: register a writable buffer"))
+            Err(usage(py, "target", "the region's memory is read-only: register a writable buffer"))
         }
     }
 }
@@ -173,7 +173,7 @@ impl Region {
     /// Raises `UsageError` for memory that is read-only or deregistered, or that PyTorch has moved.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         if !self.writable {
-            let why = "its memory is read-only, and a peer that has the descriptor could write to it: register a \
+            let why = "the region's memory is read-only, and a peer that has the descriptor could write to it: register a \
                        writable copy";
             return Err(usage(py, "region", why));
         }
@@ -315,7 +315,7 @@ fn contiguous(what: &str, object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer
     if buffer.is_c_contiguous() {
         Ok(buffer)
     } else {
-        Err(usage(object.py(), what, format!("not contiguous: try bytes({what})")))
+        Err(usage(object.py(), what, format!("the buffer is not contiguous: pass bytes({what})")))
     }
 }
 

@@ -93,8 +93,8 @@ impl View {
         // done. Peers may change the bytes at any time; that is the purpose.
         let region = unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }?;
         if self.on_gpu && region.location() == MemoryLocation::Host && !region.is_empty() {
-            let why = "it says that it is on a CUDA GPU, but no driver here knows its address: is the program \
-                       using the GPU's libcuda.so.1, and the array still there?";
+            let why = "the array's library reports memory on a CUDA GPU, but the CUDA driver of this process does not know \
+                       the address: keep the array alive, and let the program load the GPU's libcuda.so.1";
             return Err(Error::invalid("memory", why));
         }
         Ok(region)
@@ -124,16 +124,17 @@ impl View {
             py,
             what,
             format!(
-                "{kind} has no memory to show: it needs the buffer protocol ({buffer}), __dlpack__ or \
-                 __cuda_array_interface__; of an array with an element type of its own, try x.view('uint8')"
+                "{kind} has no memory that can be registered: pass an object with the buffer protocol ({buffer}), \
+                 __dlpack__ or __cuda_array_interface__; of an array with an element type of its own, pass \
+                 x.view('uint8')"
             ),
         ))
     }
 }
 
 /// Refused, because peers would write numbers over references, and the interpreter crashes when it follows one.
-const OBJECTS: &str = "its elements are Python objects: their bytes are pointers, which mean nothing elsewhere, and a \
-                       peer's would crash the interpreter; use an element type of numbers";
+const OBJECTS: &str = "the array has elements that are Python objects, whose bytes are pointers of this process: use an \
+                       element type of numbers";
 
 fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<View> {
     if has_objects(buffer.format().to_bytes()) {
@@ -167,7 +168,10 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     let device: String = object.getattr(intern!(py, "device"))?.getattr(intern!(py, "type"))?.extract()?;
     let layout = object.getattr(intern!(py, "layout"))?.str()?;
     if !matches!(device.as_str(), "cpu" | "cuda") || layout.to_str()? != "torch.strided" {
-        let why = format!("a tensor of device {device} and layout {layout} has no memory that can be moved");
+        let why = format!(
+            "a tensor of device {device} and layout {layout} has no memory that can be registered: pass a strided \
+                 tensor on cpu or cuda"
+        );
         return Err(usage(py, what, why));
     }
     if !object.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
@@ -179,7 +183,8 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     if object.call_method0(intern!(py, "is_conj"))?.is_truthy()?
         || object.call_method0(intern!(py, "is_neg"))?.is_truthy()?
     {
-        let why = "its conjugation or sign is still to be applied: try x.resolve_conj().resolve_neg()";
+        let why = "the tensor has a lazy conjugation or negation, so its memory has other values: pass \
+                   x.resolve_conj().resolve_neg()";
         return Err(usage(py, what, why));
     }
     // A tensor of its own, so that `x.data = y` does not take the memory away.
@@ -220,18 +225,22 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         }
         other => other,
     };
-    let capsule =
-        capsule.map_err(|error| usage(py, what, format!("it cannot be shown through DLPack: {error}")))?;
+    let capsule = capsule
+        .map_err(|error| usage(py, what, format!("the array cannot be exported through DLPack: {error}")))?;
     let described = capsule.cast::<PyCapsule>().ok().and_then(dlpack::read);
     let Some(seen) = described else {
-        return Err(usage(py, what, "its __dlpack__ gives no capsule of version 1 or older"));
+        return Err(usage(
+            py,
+            what,
+            "the array's __dlpack__ returns no capsule of version 1 or older: use a library with DLPack 1.x",
+        ));
     };
     if seen.code == dlpack::HANDLES {
         return Err(usage(py, what, OBJECTS));
     }
     if !matches!(seen.device, dlpack::ON_HOST | dlpack::ON_CUDA | dlpack::ON_PINNED_HOST) {
         let why = format!(
-            "it is on device {} of DLPack kind {}, not on the host or a CUDA GPU",
+            "the array is on device {} of DLPack kind {}: copy it to the host or to a CUDA GPU",
             seen.device_index, seen.device
         );
         return Err(usage(py, what, why));
@@ -241,7 +250,7 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         return Err(usage(py, what, why));
     }
     let Some(len_bits) = bytes_of(&seen.shape, seen.item_bits) else {
-        let why = format!("its shape is {}: no such array fits into memory", list(&seen.shape));
+        let why = format!("the array has shape {}: no such array fits into memory", list(&seen.shape));
         return Err(usage(py, what, why));
     };
     let framework = framework_of(object)?;
@@ -261,7 +270,7 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
 fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     let py = object.py();
     let interface = object.getattr(intern!(py, "__cuda_array_interface__"))?;
-    let refused = |why: String| usage(py, what, format!("its __cuda_array_interface__ {why}"));
+    let refused = |why: String| usage(py, what, format!("the array's __cuda_array_interface__ {why}"));
     let Ok(interface) = interface.cast::<PyDict>() else {
         return Err(refused("is not a dictionary".into()));
     };
@@ -359,7 +368,8 @@ fn bytes_of(shape: &[i64], item_bytes: usize) -> Option<usize> {
 
 fn scattered(shape: &str, strides: &str, unit: &str, instead: &str) -> String {
     format!(
-        "not contiguous: shape {shape}, strides {strides} in {unit}; only one run of bytes can be registered, try {instead}"
+        "the array is not contiguous (shape {shape}, strides {strides} in {unit}), and only one run of bytes can be \
+         registered: pass {instead}"
     )
 }
 

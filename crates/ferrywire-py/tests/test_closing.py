@@ -64,9 +64,9 @@ def test_a_block_list_over_a_deregistered_region(pair: Pair):
     source.deregister()
     for move in (pair.to_far.write_blocks, pair.to_far.read_blocks):
         for each in (blocks, both):
-            with pytest.raises(fw.UsageError, match="^region: it is deregistered$"):
+            with pytest.raises(fw.UsageError, match="^region: the region is deregistered$"):
                 move(each)
-    with pytest.raises(fw.UsageError, match="^region: it is deregistered$"):
+    with pytest.raises(fw.UsageError, match="^region: the region is deregistered$"):
         fw.BlockList(source, target_of(pair), [0], [0], 8)
 
 
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_connecting_deregistering_and_closing(program: type[Program]
         with program(STOPPED, *peer.line().split(), str(peer.process.pid)) as other:
             assert peer.line() == "accepted"
             other.tell("go on")
-            assert other.end() == f"stopped\nstopped\nregion: it is deregistered\nstopped\n{CLOSED}\nstopped\n"
+            assert other.end() == f"stopped\nstopped\nregion: the region is deregistered\nstopped\n{CLOSED}\nstopped\n"
 
 
 @pytest.mark.parametrize("what", ["a region", "what is shared"])
@@ -188,7 +188,7 @@ def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pa
     assert ["operations still use it" in note for note in raised.value.__notes__] == [True]
     if what == "what is shared":
         # An unused region is not kept because of the others.
-        with pytest.raises(fw.UsageError, match="it is deregistered"):
+        with pytest.raises(fw.UsageError, match="the region is deregistered"):
             other.read_at()
     # A block that raised nothing has no further note.
     with pytest.raises(fw.UsageError, match="operations still use it: wait for them, or cancel them, first"), block:
@@ -196,7 +196,7 @@ def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pa
     in_flight.cancel()
     with block:
         pass
-    with pytest.raises(fw.UsageError, match="it is deregistered"):
+    with pytest.raises(fw.UsageError, match="the region is deregistered"):
         region.read_at()
 
 

@@ -87,7 +87,7 @@ assert (source.device, source.nbytes, source.writable) == ("cuda:0", 1 << 20, Tr
 to_far.write(source, target.remote(), stream=stream.value).wait(60)
 assert got.get() == data and target.read_at(1, 3) == data[1:4]
 assert not near.register(Array(4, read_only=True)).writable
-for wrong, why in ((Array(4, strides=(8,)), "not contiguous: shape (4,), strides (8,) in bytes"),):
+for wrong, why in ((Array(4, strides=(8,)), "the array is not contiguous (shape (4,), strides (8,) in bytes)"),):
     try: near.register(wrong)
     except fw.UsageError as error: assert why in str(error), error
     else: raise AssertionError

@@ -22,15 +22,15 @@ def refuses(message: str, kind: type[Exception] = fw.UsageError):
 
 
 def test_an_array_that_is_no_single_run(pair: Pair):
-    with refuses("memory: not contiguous: shape (4, 2), strides (32, 16) in bytes; only one run of bytes can be"):
+    with refuses("memory: the array is not contiguous (shape (4, 2), strides (32, 16) in bytes), and only one run of bytes"):
         pair.near.register(np.zeros((4, 4))[:, ::2])
-    with refuses("try numpy.ascontiguousarray(x)"):
+    with refuses("pass numpy.ascontiguousarray(x)"):
         pair.near.register(np.zeros((4, 4)).T)
 
 
 @pytest.mark.parametrize("thing", [5, "text", None, [1, 2], object()])
 def test_what_has_no_memory(pair: Pair, thing: object):
-    with refuses(f"memory: {type(thing).__name__} has no memory to show"):
+    with refuses(f"memory: {type(thing).__name__} has no memory that can be registered"):
         pair.near.register(thing)
 
 
@@ -52,19 +52,19 @@ OBJECTS = {
 @pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
 def test_arrays_of_objects_are_refused(pair: Pair, make):
     """Registering this would let a peer crash the interpreter."""
-    with refuses("memory: its elements are Python objects"):
+    with refuses("memory: the array has elements that are Python objects"):
         pair.near.register(make())
 
 
 def test_arrays_of_objects_are_neither_shared_nor_fetched_into(pair: Pair):
     for make in (OBJECTS["array"], OBJECTS["struct"]):
-        with refuses("tensor 'a': memory: its elements are Python objects"):
+        with refuses("tensor 'a': memory: the array has elements that are Python objects"):
             fw.share(pair.far, {"a": make()})
         mine = make()
         region = pair.far.register(bytearray(mine.nbytes))
         entry = {"name": "a", "library": "numpy", "dtype": str(mine.dtype), "shape": [3]}
         told = {"version": 1, "tensors": [{**entry, "region": region.descriptor().hex()}]}
-        with refuses("tensor 'a': memory: its elements are Python objects"):
+        with refuses("tensor 'a': memory: the array has elements that are Python objects"):
             fw.fetch(pair.near, pair.to_far, json.dumps(told).encode(), into={"a": mine})
 
 
@@ -91,21 +91,21 @@ class OnGpu:
         ({"shape": (0, -4)}, "has shape (0, -4) of"),
         ({"shape": (1 << 70,)}, "has \"shape\": (1180591620717411303424,)"),
         ({"shape": "x"}, "has \"shape\": x"),
-        ({"strides": (6,)}, "not contiguous: shape (4,), strides (6,) in bytes"),
-        ({"strides": (5,)}, "not contiguous"),
+        ({"strides": (6,)}, "the array is not contiguous (shape (4,), strides (6,) in bytes)"),
+        ({"strides": (5,)}, "the array is not contiguous"),
         ({"shape": (4, 4), "strides": (4,)}, "has 1 strides for 2 dimensions"),
         ({"shape": (1 << 60, 1 << 60, 0), "strides": (1,)}, "has 1 strides for 3 dimensions"),
         ({"strides": "none"}, "has \"strides\": none"),
         ({"typestr": "f"}, "has \"typestr\": f"),
         ({"typestr": "<i-4"}, "has \"typestr\": <i-4"),
         ({"typestr": 4}, "has \"typestr\": 4"),
-        ({"typestr": "|O8"}, "its elements are Python objects"),
+        ({"typestr": "|O8"}, "the array has elements that are Python objects"),
         ({"data": 0x10000}, "has \"data\": 65536"),
         *(({name: KeyError}, f"has no \"{name}\"") for name in ("shape", "typestr", "data")),
         # A complete interface is refused only for its address.
-        ({}, "it says that it is on a CUDA GPU, but no driver here knows its address"),
-        ({"strides": (4,)}, "no driver here knows its address"),
-        ({"typestr": "<U2", "shape": (2, 3), "strides": (24, 8)}, "no driver here knows its address"),
+        ({}, "reports memory on a CUDA GPU, but the CUDA driver of this process does not know the address"),
+        ({"strides": (4,)}, "does not know the address"),
+        ({"typestr": "<U2", "shape": (2, 3), "strides": (24, 8)}, "does not know the address"),
     ],
 )
 def test_what_an_array_says_of_its_gpu_memory_is_checked(pair: Pair, changes: dict[str, object], why: str):
@@ -118,22 +118,22 @@ def test_an_array_without_elements_is_on_no_gpu(pair: Pair):
         assert pair.near.register(empty).nbytes == 0
     wrong = OnGpu()
     wrong.__cuda_array_interface__ = 5
-    with refuses("its __cuda_array_interface__ is not a dictionary"):
+    with refuses("the array's __cuda_array_interface__ is not a dictionary"):
         pair.near.register(wrong)
 
 
 @pytest.mark.parametrize("offsets", [np.zeros(2), np.zeros(2, np.uint64), np.zeros(2, np.int32)])
 def test_offsets_of_another_type(pair: Pair, offsets: np.ndarray):
     source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
-    with refuses(f"local_offsets: its elements are {offsets.dtype}, must be int64: try x.astype('int64')"):
+    with refuses(f"local_offsets: the array has elements of {offsets.dtype}, must be int64: pass x.astype('int64')"):
         fw.BlockList(source, target, offsets, np.zeros(2, np.int64), 4)
-    with refuses("remote_offsets: its elements are"):
+    with refuses("remote_offsets: the array has elements of"):
         fw.BlockList(source, target, [0, 4], offsets, 4)
 
 
 def test_offsets_of_another_shape_length_or_sign(pair: Pair):
     source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
-    with refuses("local_offsets: its shape is (2, 2), must have one dimension"):
+    with refuses("local_offsets: the array has shape (2, 2), must have one dimension"):
         fw.BlockList(source, target, np.zeros((2, 2), np.int64), [0], 4)
     with refuses("1 of them for 2 local offsets"):
         fw.BlockList(source, target, [0, 4], [0], 4)
@@ -166,15 +166,15 @@ def test_read_only_memory_is_never_written_to(pair: Pair):
     constant = b"for ever"
     region = pair.far.register(constant)
     assert not region.writable and "read-only" in repr(region)
-    with refuses("target: its memory is read-only"):
+    with refuses("target: the region's memory is read-only"):
         pair.to_near.recv(1, region)
     got = bytearray(8)
     back = pair.near.register(got)
-    with refuses("target: its memory is read-only"):
+    with refuses("target: the region's memory is read-only"):
         pair.to_near.read(region, back.remote())
-    with refuses("its memory is read-only, and a peer that has the descriptor could write to it"):
+    with refuses("the region's memory is read-only, and a peer that has the descriptor could write to it"):
         region.remote()
-    with refuses("memory: it is read-only: register a writable copy"):
+    with refuses("memory: the object is read-only: register a writable copy"):
         pair.far.register(constant, writable=True)
     pair.to_near.write(region, back.remote()).wait(LIMIT)
     assert got == constant
@@ -188,7 +188,7 @@ def test_a_region_that_was_deregistered(pair: Pair):
         pair.to_far.write(region, remote).wait(LIMIT)
     region.deregister()
     for use in (lambda: pair.to_far.write(region, remote), region.remote, region.read_at):
-        with refuses("region: it is deregistered"):
+        with refuses("region: the region is deregistered"):
             use()
     assert "deregistered" in repr(region)
     target.deregister()
@@ -353,7 +353,7 @@ def test_addresses_of_another_kind(pair: Pair):
         with refuses(f"listen: {port} is not a port: use 0 to 65535"):
             fw.Endpoint(("localhost", port))
     for pair_of_what in (("localhost",), ("localhost", "7"), (7, 7), ("", 7), ("a", 7, 7)):
-        with refuses("to: it is not an address: write it as ('host', port)"):
+        with refuses("to: the value is not an address: pass ('host', port)"):
             pair.near.connect(pair_of_what)
     with refuses("secret: int is not text or bytes"):
         fw.Endpoint(secret=5)
@@ -398,7 +398,7 @@ def test_memory_of_a_peer_is_a_remote_region(pair: Pair):
         ("source", lambda other: pair.to_far.read(region, other)),
         ("remote", lambda other: fw.BlockList(region, other, [0], [0], 8)),
     ):
-        with refuses(f"{what}: it is a Region, and peers' memory is named by a RemoteRegion: try region.remote()"):
+        with refuses(f"{what}: a Region names memory of this process, and a RemoteRegion that of a peer: pass region.remote()"):
             use(region)
         with refuses(f"{what}: bytes is not a RemoteRegion"):
             use(b"descriptor")

@@ -86,7 +86,7 @@ def test_a_description_that_contradicts_its_regions_allocates_nothing(pair: Pair
             ({"shape": [4]}, 16),
             ({"dtype": "float64"}, 24),
         ):
-            with pytest.raises(fw.UsageError, match=f"^tensor 'a': shape .* is {said} bytes, its region at the peer has 12$"):
+            with pytest.raises(fw.UsageError, match=f"^tensor 'a': shape .* is {said} bytes, and the region at the peer has 12$"):
                 fw.fetch(pair.near, pair.to_far, altered(**changes))
         got = fw.fetch(pair.near, pair.to_far, altered(), timeout=LIMIT)["a"]
         assert list(got.shape) == [3] and not got.any()

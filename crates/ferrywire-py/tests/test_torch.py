@@ -40,10 +40,10 @@ def test_parameters_and_views(pair: Pair):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: torch.zeros(4, 8).t(), "memory: not contiguous: shape (8, 4), strides (1, 8) in elements; only one run of bytes can be registered, try x.contiguous()"),
+        (lambda: torch.zeros(4, 8).t(), "memory: the array is not contiguous (shape (8, 4), strides (1, 8) in elements), and only one run of bytes can be registered: pass x.contiguous()"),
         (lambda: torch.zeros(4, 8)[:, ::2], "shape (4, 4), strides (8, 2)"),
-        (lambda: torch.zeros(4, dtype=torch.complex64).conj(), "try x.resolve_conj()"),
-        (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo has no memory that can be moved"),
+        (lambda: torch.zeros(4, dtype=torch.complex64).conj(), "pass x.resolve_conj()"),
+        (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo has no memory that can be registered"),
         (lambda: torch.zeros(3, device="meta"), "a tensor of device meta"),
     ],
     ids=["transposed", "strided", "conjugated", "sparse", "meta"],
@@ -109,7 +109,7 @@ def test_a_tensor_that_is_moved_is_found_before_its_old_memory_is_used(pair: Pai
     move(tensor)
     for name, use in uses.items():
         for _ in range(2):
-            with pytest.raises(fw.UsageError, match=r"region: its tensor's memory has been moved .* call share_memory_\(\) before"):
+            with pytest.raises(fw.UsageError, match=r"region: the tensor's memory has been moved .* call share_memory_\(\) before"):
                 use(regions[name])
                 raise AssertionError(name)
     with pytest.raises(fw.AccessRefused):
@@ -131,7 +131,7 @@ def test_what_is_shared_to_be_fetched_and_then_moved_is_not_described(pair: Pair
     shared = fw.share(pair.far, {"a": tensor})
     assert shared.describe()
     tensor.share_memory_()
-    with pytest.raises(fw.UsageError, match="its tensor's memory has been moved"):
+    with pytest.raises(fw.UsageError, match="the tensor's memory has been moved"):
         shared.describe()
     shared.close()
 
@@ -166,7 +166,7 @@ def test_offsets_may_be_tensors(pair: Pair):
     every_other = torch.arange(8)[::2]
     assert len(fw.BlockList(source, target, every_other, every_other, 1)) == 4
     for wrong, name in ((torch.zeros(2), "torch.float32"), (torch.zeros(2, dtype=torch.int32), "torch.int32")):
-        with pytest.raises(fw.UsageError, match=f"its elements are {name}, must be int64"):
+        with pytest.raises(fw.UsageError, match=f"the array has elements of {name}, must be int64"):
             fw.BlockList(source, target, wrong, wrong, 1)
 
 

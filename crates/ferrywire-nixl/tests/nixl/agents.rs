@@ -167,7 +167,9 @@ fn the_backend_stands_in_for_ucx_and_says_so() {
     assert!(said.contains("warning: agent initiator asked for backend UCX and gets ferrywire"), "{said}");
     let Some(said) = case("UCX", "foreign") else { return };
     assert!(
-        said.contains("connection information of agent real cannot be used: it was made by another backend"),
+        said.contains(
+            "connection information of agent real cannot be used: another backend made the metadata"
+        ),
         "{said}"
     );
 }

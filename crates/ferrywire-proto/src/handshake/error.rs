@@ -265,21 +265,22 @@ impl HandshakeError {
         let malformed = |text: String| Some(Refusal::new(RefusalCode::Malformed, text));
         match self {
             HandshakeError::Version { theirs, ours } => {
-                let text = format!("you speak protocol version {theirs}, this end speaks {ours}");
+                let text =
+                    format!("the refused end speaks protocol version {theirs}, the end that refuses {ours}");
                 Some(Refusal::new(RefusalCode::Version, text))
             }
             HandshakeError::WrongSecret(mismatch) => {
                 Some(Refusal::new(RefusalCode::Secret, mismatch.text_for_peer()))
             }
             HandshakeError::Declined(refusal) => Some(refusal.clone()),
-            HandshakeError::SecretUnproven => malformed("you could not prove our secret".into()),
-            HandshakeError::Unproven(what) => malformed(format!("you could not prove {what}")),
+            HandshakeError::SecretUnproven => malformed("the refused end could not prove the secret".into()),
+            HandshakeError::Unproven(what) => malformed(format!("the refused end could not prove {what}")),
             HandshakeError::UnknownKind(kind) => malformed(format!("connection of unknown kind {kind}")),
             HandshakeError::Malformed { what, why } => malformed(format!("{what}: {why}")),
             HandshakeError::Length { what, bytes, .. } => malformed(format!("{what} of {bytes} bytes")),
             HandshakeError::Overreach(what) => malformed(what.clone()),
             HandshakeError::Random | HandshakeError::Noise | HandshakeError::Unusable { .. } => {
-                Some(Refusal::new(RefusalCode::Busy, "this end cannot answer now"))
+                Some(Refusal::new(RefusalCode::Busy, "the end that refuses cannot answer now"))
             }
             HandshakeError::NotFerrywire { .. } | HandshakeError::Refused(_) => None,
             HandshakeError::Closed(_) | HandshakeError::Late(_) => None,

@@ -249,7 +249,7 @@ def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
     if said != nbytes:
         raise UsageError(
             f"tensor {entry['name']!r}: shape {entry['shape']} of {entry['dtype']} is {said} bytes, "
-            f"its region at the peer has {nbytes}"
+            f"and the region at the peer has {nbytes}"
         )
     try:
         if entry["library"] == "torch":
@@ -280,7 +280,7 @@ def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
     try:
         kind = numpy.dtype(entry["dtype"])
         if kind.hasobject:
-            raise TypeError("its bytes would be pointers")
+            raise TypeError("bytes of this type are pointers")
         return kind, kind.itemsize
     except (TypeError, ValueError, SyntaxError) as error:
         raise _unknown(entry) from error

@@ -78,8 +78,8 @@ fn damaged_recordings(address: SocketAddr, rng: &mut StdRng, recordings: &Record
 /// Everything again as it was: the answer ends in a refusal.
 fn replays(address: SocketAddr, rng: &mut StdRng, recordings: &Recordings) {
     let (bytes, unproven) = match rng.random() {
-        true => (&recordings.control, "you could not prove this connection's key"),
-        false => (&recordings.data, "you could not prove the session's key"),
+        true => (&recordings.control, "the refused end could not prove this connection's key"),
+        false => (&recordings.data, "the refused end could not prove the session's key"),
     };
     let Some(heard) = say(address, bytes) else { return };
     // The victim may have closed this connection to make room for another.
@@ -106,7 +106,7 @@ fn wrong_keys(address: SocketAddr, rng: &mut StdRng, recordings: &Recordings) {
     let _ = stream.write_all(&proof);
     let Some(heard) = hear(&mut stream) else { return };
     let text = refusal(&heard).map(|(_, text)| text);
-    assert!(text.is_none_or(|text| text == "you could not prove the session's key"));
+    assert!(text.is_none_or(|text| text == "the refused end could not prove the session's key"));
 }
 
 fn oversized_lengths(address: SocketAddr, rng: &mut StdRng, recordings: &Recordings) {

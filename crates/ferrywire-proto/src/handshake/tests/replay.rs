@@ -63,7 +63,7 @@ fn a_resumption_with_another_key_or_identity_is_refused() {
     let (desk, initiator, _) = session(SECRET);
     let stolen = redial(SECRET, 77, 0, &DataKey::from_bytes([3; 32]));
     let (dialled, answered) = join(stolen, Responder::new(desk.clone()), &Wire::default()).errors();
-    let refusal = Refusal::new(RefusalCode::Malformed, "you could not prove the session's key");
+    let refusal = Refusal::new(RefusalCode::Malformed, "the refused end could not prove the session's key");
     assert_eq!(answered, HandshakeError::Unproven("the session's key"));
     assert_eq!(dialled, HandshakeError::Refused(refusal));
 

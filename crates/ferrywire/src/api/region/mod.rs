@@ -159,7 +159,7 @@ impl Region {
             return Err(Error::invalid("region", "it was registered with another endpoint"));
         }
         if self.inner.memory.revoked() {
-            return Err(Error::invalid("region", "it is deregistered"));
+            return Err(Error::invalid("region", "the region is deregistered"));
         }
         Ok(())
     }
