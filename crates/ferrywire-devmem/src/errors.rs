@@ -261,10 +261,10 @@ impl fmt::Display for BindCause {
                  network namespace; kernels up to 6.18 need it in the initial user namespace, outside of containers"
             }
             BindCause::CannotReceive => {
-                "its driver cannot receive into device memory: gve (DQO), bnxt, mlx5 and fbnic can, in newer kernels; \
+                "the driver cannot receive into device memory: gve (DQO), bnxt, mlx5 and fbnic can, in newer kernels; \
                  use --transport tcp"
             }
-            BindCause::CannotSend => "its driver cannot send from device memory: the payload is copied to host memory first",
+            BindCause::CannotSend => "the driver cannot send from device memory: the payload is copied to host memory first",
             BindCause::SplitOff => "header split is off: allow ferrywire to turn it on (--allow-nic-setup)",
             BindCause::SplitThreshold => {
                 "the header split threshold is not 0: allow ferrywire to set it (--allow-nic-setup)"
@@ -284,7 +284,7 @@ impl fmt::Display for BindCause {
             BindCause::OddSize => "the memory's size is not a multiple of 4096 bytes",
             BindCause::NoLargeBuffers => "this kernel (before 7.3) has no receive buffers larger than a page: leave their size unset",
             BindCause::DriverNoLargeBuffers => {
-                "its driver has no receive buffers of this size (bnxt and mlx5 have some): leave their size unset"
+                "the driver has no receive buffers of this size (bnxt and mlx5 have some): leave their size unset"
             }
             BindCause::OddBuffers => {
                 "the size of receive buffers must be a power of 2 and at least 4096 bytes: change it, or leave it unset"

@@ -138,7 +138,7 @@ impl Receiving {
         }
     }
 
-    /// Expects the next message and returns its number; pending while memory that it passes through is being made.
+    /// Expects the next message and returns its number; pending while the bounce buffers of its route are allocated.
     pub fn expect(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let route = self.route(run.memory());
         if route != Route::Direct && self.gatherer.is_none() {

@@ -179,7 +179,7 @@ fn read(path: &Path) -> io::Result<ProcessSample> {
         }
         bytes.extend_from_slice(&part[..got]);
         if bytes.len() > ANSWER_BYTES_MAX {
-            return Err(io::Error::other(format!("its answer is longer than {ANSWER_BYTES_MAX} bytes")));
+            return Err(io::Error::other(format!("the answer is longer than {ANSWER_BYTES_MAX} bytes")));
         }
     }
 }

@@ -141,7 +141,7 @@ pub struct StagingSample {
 }
 
 impl ChannelSample {
-    /// Adds another channel's counters; what is not a counter becomes zero.
+    /// Adds another channel's counters; gauges stay as they are.
     fn retire(&mut self, other: &ChannelSample) {
         self.tx_bytes += other.tx_bytes;
         self.rx_bytes += other.rx_bytes;

@@ -221,7 +221,7 @@ fn answer(
     let version = u32::from_le_bytes(array(asked, 8));
     if version != VERSION {
         return Err(format!(
-            "its plugin speaks version {version}, this one {VERSION}: use the same on all hosts"
+            "the peer's plugin has version {version}, this one {VERSION}: use one version on all hosts"
         ));
     }
     let claimed = claim.to_bytes(random().map_err(|e| format!("random bytes: {e}"))?);

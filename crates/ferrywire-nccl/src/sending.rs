@@ -35,9 +35,10 @@ const PIECE_BYTES_STEP: usize = 4 << 10;
 const LONE_BYTES_MAX: usize = 128 << 10;
 /// A rest. Messages with shorter pauses are a stream.
 const REST_MIN: Duration = Duration::from_millis(1);
-/// Up to this length, a message that comes alone, as the one before it did, needs a shorter rest: so much that NCCL's
-/// thread sends at most `STEP_BYTES_PER_SECOND`. The steps of a short collective come one after another, and each would
-/// wait for a worker at both ends. The steps of several channels come together, and the workers send them immediately.
+/// Longest message of a short collective's step. Steps come one after another, and a hand-over to a worker would delay
+/// each at both ends. A message of at most this length that comes alone, as the message before it did, is sent inline
+/// after a rest in which NCCL's thread would send at most `STEP_BYTES_PER_SECOND`. The steps of several channels come
+/// together, and workers send them immediately.
 const STEP_BYTES_MAX: usize = 64 << 10;
 const STEP_BYTES_PER_SECOND: u64 = 3_000_000_000;
 /// A message posted so soon after this thread has sent the last was already there.

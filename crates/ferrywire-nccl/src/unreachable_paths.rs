@@ -70,7 +70,7 @@ fn is_recent(since: Instant, now: Instant) -> bool {
     now.duration_since(since) < LEFT_OUT_FOR
 }
 
-/// Without the port, which differs for each listener.
+/// The addresses of a pair, without the port, which differs for each listener.
 fn key(pair: &Pair) -> (IpAddr, IpAddr) {
     (pair.nic.address, pair.to.ip())
 }

@@ -46,7 +46,7 @@ pub fn check(file: &File) -> io::Result<Result<(), Defect>> {
     match check_headers(&ReadCache::new(file), file_bytes) {
         // The reader gives no reason for a failure. When the file is long enough, the read itself has failed.
         Err(Defect::Truncated { needed_bytes, .. }) if needed_bytes <= file_bytes => {
-            Err(io::Error::other("its headers cannot be read"))
+            Err(io::Error::other("the ELF headers cannot be read"))
         }
         checked => Ok(checked),
     }
@@ -68,7 +68,7 @@ fn check_headers<'a>(data: impl ReadRef<'a>, file_bytes: u64) -> Result<(), Defe
         return Err(Defect::Other("an ELF file, but not a shared library"));
     }
     if usize::from(header.e_phentsize(LittleEndian)) != size_of::<Segment>() {
-        return Err(Defect::Other("its ELF header is damaged"));
+        return Err(Defect::Other("the ELF header is damaged"));
     }
     let (offset, count) = (header.e_phoff(LittleEndian), usize::from(header.e_phnum(LittleEndian)));
     let table_end = offset.saturating_add((count * size_of::<Segment>()) as u64);

@@ -157,7 +157,9 @@ mod tests {
         for end in [EndKind::Exit, EndKind::CallHangs, EndKind::Signal(libc::SIGSEGV)] {
             let said = explained(end, &landed);
             assert!(
-                said.starts_with("it warned: fatal, a->b data landed on host memory 1 times; fix: header"),
+                said.starts_with(
+                    "the plugin warned: fatal, a->b data landed on host memory 1 times; fix: header"
+                ),
                 "{said}"
             );
         }
@@ -167,7 +169,7 @@ mod tests {
     #[test]
     fn nothing_is_guessed() {
         let start = logged(LogLevel::Info, "NET/GPUDirectTCPX : unix client prefix /run/tcpx");
-        let reported = "it logged last: NET/GPUDirectTCPX : unix client prefix /run/tcpx";
+        let reported = "the plugin logged last: NET/GPUDirectTCPX : unix client prefix /run/tcpx";
         assert_eq!(explained(EndKind::Exit, &start), reported);
         assert_eq!(explained(EndKind::CallHangs, &start), reported);
         let segfault = explained(EndKind::Signal(libc::SIGSEGV), &start);

@@ -10,7 +10,7 @@ use std::sync::{LazyLock, Mutex, Once, PoisonError};
 use tracing_subscriber::filter::LevelFilter;
 
 /// Number of different lines that are logged once; further ones are dropped.
-const TOLD_MAX: usize = 1024;
+const LINES_ONCE_MAX: usize = 1024;
 
 fn level() -> LevelFilter {
     let asked = std::env::var("FERRYWIRE_LOG").unwrap_or_default();
@@ -43,7 +43,7 @@ pub fn announce_once(text: Arguments<'_>) {
     static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
     let line = text.to_string();
     let mut reported = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    if reported.len() < TOLD_MAX && reported.insert(line) {
+    if reported.len() < LINES_ONCE_MAX && reported.insert(line) {
         drop(reported);
         announce(text);
     }

@@ -272,7 +272,7 @@ impl State {
         while let Some(outcome) = self.sent.front().and_then(|first| first.poll()) {
             self.sent.pop_front();
             if let Err(error) = outcome {
-                tracing::warn!(peer = peer.name(), %error, "notification lost");
+                tracing::warn!(peer = peer.name(), %error, "notification was not delivered");
             }
         }
         for part in parts {

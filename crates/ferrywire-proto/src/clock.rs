@@ -3,13 +3,13 @@
 //! A process that was stopped (SIGSTOP, a suspended machine, an application that did not drive progress) has
 //! received nothing, and this is no evidence against its peers: their messages are still unread, and peers on
 //! the same machine may have been stopped too.
-//! Invariant: between two readings at most `limits::CONTROL_TURNS_APART_MAX` counts. So deadlines are
+//! Invariant: between two readings at most `limits::CONTROL_TURNS_APART_MAX` counts. So timeouts are
 //! reached, however rarely the process runs.
 
 use crate::limits;
 use std::time::Duration;
 
-/// A clock. Links and dials measure all their times on it.
+/// The clock on which links and dials measure all their times.
 #[derive(Debug)]
 pub struct Clock {
     last_read: Duration,

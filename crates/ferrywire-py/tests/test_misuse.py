@@ -137,7 +137,7 @@ def test_offsets_of_another_shape_length_or_sign(pair: Pair):
         fw.BlockList(source, target, np.zeros((2, 2), np.int64), [0], 4)
     with refuses("1 of them for 2 local offsets"):
         fw.BlockList(source, target, [0, 4], [0], 4)
-    with refuses("block 1: its local offset is -4"):
+    with refuses("block 1: the local offset is -4"):
         fw.BlockList(source, target, [0, -4], [0, 0], 4)
     with refuses("are outside the"):
         fw.BlockList(source, target, [0, 4], [0, 5], 4)
@@ -199,9 +199,9 @@ def test_a_region_that_was_deregistered(pair: Pair):
 
 def test_a_region_of_another_endpoint_or_peer(pair: Pair):
     mine, other = pair.near.register(bytearray(8)), pair.far.register(bytearray(8))
-    with refuses("region: it was registered with another endpoint"):
+    with refuses("region: the region was registered with another endpoint"):
         pair.to_far.write(other, other.remote())
-    with refuses("remote region: it belongs to endpoint"):
+    with refuses("remote region: the region belongs to endpoint"):
         pair.to_far.write(mine, mine.remote())
 
 

@@ -87,7 +87,7 @@ def test_what_is_no_several_transfers_with_one_peer(pair: Pair):
         notes = [pair.to_far.notify(b"a"), to_other.notify(b"b")]
         for wrong, why in (
             ([], "transfers: the list is empty: give at least one"),
-            (notes, "transfers: they are of several peers, .*far.* and .*: give transfers of one peer"),
+            (notes, "transfers: the transfers are of several peers, .*far.* and .*: give transfers of one peer"),
             ([notes[0], None], "transfers: entry 1 is NoneType, not a Transfer"),
             ([pair.to_far], "transfers: entry 0 is Peer, not a Transfer"),
             (notes[0], "transfers: Transfer is not a sequence of transfers: try \\[x\\]"),

@@ -124,7 +124,7 @@ static void memory(struct pair pair) {
     /* Blocks. */
     int64_t here[3] = {0, 10, 20}, there[3] = {0, 10, -20}, odd[3] = {1, 2, 3000};
     ferrywire_blocks *blocks;
-    USAGE(ferrywire_blocks_new(region, remote, here, there, NULL, 10, 3, &blocks), "block 2: its remote offset is -20");
+    USAGE(ferrywire_blocks_new(region, remote, here, there, NULL, 10, 3, &blocks), "block 2: the remote offset is -20");
     USAGE(ferrywire_blocks_new(region, remote, here, here, odd, 0, 3, &blocks), "block 2: bytes 20..3020 are outside");
     USAGE(ferrywire_blocks_new(region, remote, NULL, here, NULL, 1, 3, &blocks), "local_offsets is NULL");
     USAGE(ferrywire_blocks_new(region, remote, (int64_t *)(bytes + 1), here, NULL, 1, 3, &blocks), "is misaligned");

@@ -79,7 +79,7 @@ impl Companions {
         let mut failures: Vec<(usize, Failure)> =
             self.peers.iter_mut().filter_map(|peer| Some((peer.number, peer.failure()?))).collect();
         if outcome.is_ok() {
-            let why = format!("it has not ended for {:?}", rounded(grace));
+            let why = format!("the peer's process has not ended for {:?}", rounded(grace));
             let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer.number));
             failures.extend(late.map(|number| (number, Failure::failed(why.clone()))));
         }

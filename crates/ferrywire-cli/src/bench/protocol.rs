@@ -272,7 +272,7 @@ pub enum Message {
         /// The descriptor, in hex.
         region: String,
     },
-    /// The sender has reached a point of a step.
+    /// The sender has reached this point in measuring a size.
     At {
         /// Index of the size.
         step: usize,

@@ -83,8 +83,8 @@ impl Python {
         let said = said.map_err(failed)?;
         let list = said.lines().next_back().unwrap_or_default();
         let answer: Option<(PathBuf, Vec<PathBuf>)> = serde_json::from_str(list).ok();
-        let (path, folders) =
-            answer.ok_or_else(|| failed("it does not answer as a Python interpreter does".to_owned()))?;
+        let (path, folders) = answer
+            .ok_or_else(|| failed("the program does not answer like a Python interpreter".to_owned()))?;
         Ok(Python { path, named: named.is_some(), folders })
     }
 

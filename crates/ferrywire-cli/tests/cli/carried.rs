@@ -175,7 +175,7 @@ fn a_plugin_that_exits_fails_the_run_and_not_the_other_end() {
 fn a_plugin_that_crashes_fails_the_run_and_not_the_other_end() {
     fails_at_connect(
         "crash",
-        &["libferrywire_tcpx_sim.so", "signal 11 (SIGSEGV)", "it logged last", "likely: "],
+        &["libferrywire_tcpx_sim.so", "signal 11 (SIGSEGV)", "the plugin logged last", "likely: "],
     );
 }
 

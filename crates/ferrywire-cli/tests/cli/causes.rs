@@ -22,7 +22,10 @@ fn says(error: &str, parts: &[&str]) {
 #[test]
 fn a_manager_that_is_missing_or_refuses_is_reported_in_the_plugins_words() {
     let error = demo("dp_manager=off", "");
-    says(&error, &["result 3", "it warned: update flow steering rule", "unix client connect() error: 2"]);
+    says(
+        &error,
+        &["result 3", "the plugin warned: update flow steering rule", "unix client connect() error: 2"],
+    );
     says(
         &error,
         &["fix: start the receive data path manager", "in /tmp (NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX)"],
@@ -35,7 +38,10 @@ fn a_manager_that_is_missing_or_refuses_is_reported_in_the_plugins_words() {
 fn the_end_whose_connect_fails_reports_the_other_ends_reason() {
     let serve = serve("", "dp_manager=off");
     let refused = connect(&serve, "--sizes 64K --iters 5", "");
-    says(&first_error(&refused), &["it gave up: ", "accept on device", "unix client connect() error: 2"]);
+    says(
+        &first_error(&refused),
+        &["the peer gave up: ", "accept on device", "unix client connect() error: 2"],
+    );
 }
 
 #[test]
@@ -52,7 +58,11 @@ fn an_exit_in_accept_is_reported_at_both_ends() {
     let error = serve.next_error();
     says(
         &error,
-        &["exit status 1", "it warned: unix client /tmp/get_gpu_fd_", "fix: start the receive data path"],
+        &[
+            "exit status 1",
+            "the plugin warned: unix client /tmp/get_gpu_fd_",
+            "fix: start the receive data path",
+        ],
     );
 }
 

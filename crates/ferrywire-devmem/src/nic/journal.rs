@@ -59,7 +59,7 @@ fn make(folder: &Path) -> io::Result<()> {
     if fs::metadata(folder)?.uid() == rustix::process::geteuid().as_raw() {
         Ok(())
     } else {
-        Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"))
+        Err(io::Error::new(io::ErrorKind::PermissionDenied, "the folder belongs to another user"))
     }
 }
 
@@ -220,17 +220,19 @@ impl Journal {
             // A process can outlive its NIC, but not its host's boot.
             Some((header, _)) if of_live_run && header.index == self.header.index => Err(self.unread(
                 path,
-                &io::Error::other("it is from an earlier boot of the host, and a running process needs it"),
+                &io::Error::other(
+                    "the record is from an earlier boot of the host, and a running process needs it",
+                ),
             )),
             Some(_) => {
                 reported.push(format!("removed {}: it records a NIC that is gone", path.display()));
                 let _ = fs::remove_file(path);
                 Ok(None)
             }
-            None if of_live_run => {
-                Err(self
-                    .unread(path, &io::Error::other("it cannot be parsed, and a running process needs it")))
-            }
+            None if of_live_run => Err(self.unread(
+                path,
+                &io::Error::other("the record cannot be parsed, and a running process needs it"),
+            )),
             None => {
                 let aside = with_suffix(path, BROKEN_SUFFIX);
                 reported.push(format!("cannot parse {}: renamed it to {}", path.display(), aside.display()));

@@ -109,7 +109,7 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
             found.missing.extend(missing.map(|missing| missing.to_string()));
             if found.free_queues == 0 {
                 let up = if queues.is_empty() {
-                    "it has none at all, so it may be down"
+                    "the NIC has no queues, so it may be down"
                 } else {
                     "queue 0 stays for other flows, and the others are bound"
                 };

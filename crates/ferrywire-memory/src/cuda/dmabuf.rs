@@ -15,8 +15,8 @@ use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
     let refused = |why: String| CudaError::DmaBuf { address, bytes, why };
     driver()?;
-    let gpu =
-        pointer::gpu_of_range(address, bytes)?.ok_or_else(|| refused("it is no memory of a GPU".into()))?;
+    let gpu = pointer::gpu_of_range(address, bytes)?
+        .ok_or_else(|| refused("the address is not in GPU memory".into()))?;
     let page_bytes = page_bytes();
     if bytes == 0 || !address.is_multiple_of(page_bytes) || !bytes.is_multiple_of(page_bytes) {
         return Err(refused(format!("address and length must be multiples of {page_bytes}, and not 0")));

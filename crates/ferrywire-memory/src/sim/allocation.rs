@@ -150,7 +150,7 @@ pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
 pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
     let refused = |why: String| SimGpuError::DmaBuf { address, bytes, why };
     let allocation = find(address).ok_or(SimGpuError::NotAllocated { address })?;
-    let file = allocation.file.as_ref().ok_or_else(|| refused("it is no memory of a GPU".into()))?;
+    let file = allocation.file.as_ref().ok_or_else(|| refused("the address is not in GPU memory".into()))?;
     let (base, len, page) = (allocation.address, allocation.len as u64, PAGE_BYTES as u64);
     let offset = address - base;
     if offset.checked_add(bytes).is_none_or(|end| end > len.next_multiple_of(page)) {

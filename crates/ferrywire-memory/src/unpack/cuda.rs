@@ -61,7 +61,7 @@ impl CudaQueue {
 /// Wraps pinned memory; returns an error unless the GPU accesses it at the CPU's address.
 pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
     if buffer.as_ptr() as u64 != buffer.address() {
-        let why = "it reaches pinned memory at another address than the CPU: use --unpack copy";
+        let why = "the GPU reaches pinned memory at another address than the CPU: use --unpack copy";
         return Err(Error::invalid(format!("CUDA GPU {}", buffer.gpu().index()), why));
     }
     // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.

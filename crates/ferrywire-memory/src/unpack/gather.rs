@@ -209,7 +209,9 @@ impl Gather {
         match self.unpack.device.device_memory(address, bytes) {
             _ if bytes == 0 => Ok(false),
             None => Ok(true),
-            Some((place, _)) if place != gpu => wrong(format!("it is {place}, and {gpu} gathers")),
+            Some((place, _)) if place != gpu => {
+                wrong(format!("the destination is {place}, and {gpu} gathers"))
+            }
             Some((_, found)) if found.holds(address, bytes) => Ok(false),
             Some((_, found)) => wrong(format!(
                 "{bytes} bytes at {address:#x} leave their allocation ({} bytes at {:#x})",
@@ -418,7 +420,7 @@ fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
         });
     }
     if expected_bytes > dst_len {
-        let why = format!("it has {dst_len} bytes, and the message has {expected_bytes}");
+        let why = format!("the destination has {dst_len} bytes, and the message has {expected_bytes}");
         return Err(Error::invalid("destination of a gather", why));
     }
     Ok(())

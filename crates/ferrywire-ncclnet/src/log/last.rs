@@ -57,7 +57,7 @@ impl LastLines {
     /// warnings; else other lines.
     pub fn summary(&self) -> String {
         if let Some((_, line)) = self.cause() {
-            return format!("it warned: {}", line.text);
+            return format!("the plugin warned: {}", line.text);
         }
         let mut last = self.last_of(is_warning);
         if last.is_empty() {
@@ -66,9 +66,9 @@ impl LastLines {
         last.sort_unstable();
         let texts: Vec<&str> = last.into_iter().map(|at| self.0[at].text.as_str()).collect();
         if texts.is_empty() {
-            return "it had logged nothing".to_owned();
+            return "the plugin logged nothing".to_owned();
         }
-        format!("it logged last: {}", texts.join(" | "))
+        format!("the plugin logged last: {}", texts.join(" | "))
     }
 
     /// Indices of at most [`PLUGIN_LOG_LINES_TOLD`] last lines that `wanted` accepts, those of different
@@ -127,10 +127,10 @@ mod tests {
         ]
         .into_iter()
         .collect();
-        assert_eq!(last.summary(), "it logged last: isend is faulty | giving up | 3 pages");
+        assert_eq!(last.summary(), "the plugin logged last: isend is faulty | giving up | 3 pages");
         let one_place: LastLines = (0..5).map(|n| line(1, &format!("line {n}"))).collect();
-        assert_eq!(one_place.summary(), "it logged last: line 2 | line 3 | line 4");
-        assert_eq!(LastLines::new().summary(), "it had logged nothing");
+        assert_eq!(one_place.summary(), "the plugin logged last: line 2 | line 3 | line 4");
+        assert_eq!(LastLines::new().summary(), "the plugin logged nothing");
     }
 
     /// TCPX's last lines trace its error through the source. They are informational, not warnings.
@@ -146,13 +146,16 @@ mod tests {
         ]
         .into_iter()
         .collect();
-        assert_eq!(last.summary(), "it warned: NET/GPUDirectTCPX : no interface found");
+        assert_eq!(last.summary(), "the plugin warned: NET/GPUDirectTCPX : no interface found");
         assert_eq!(last.cause().map(|(cause, _)| cause), Some(LoggedCause::NoInterface));
         for place in 10..13 {
             last.keep(line(place, "newer"));
         }
         assert_eq!(last.cause(), None, "warnings since are about something else");
         let informs: LastLines = [info(1, "about to crash")].into_iter().collect();
-        assert_eq!((informs.summary().as_str(), informs.warning()), ("it logged last: about to crash", None));
+        assert_eq!(
+            (informs.summary().as_str(), informs.warning()),
+            ("the plugin logged last: about to crash", None)
+        );
     }
 }

@@ -58,14 +58,14 @@ const BY: &str = "ferrywire: plugin Broken plugin ended this process by exit";
 
 #[test]
 fn an_exit_inside_a_call_is_reported() {
-    let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
+    let lines = "the plugin logged last: the first line | no page is left: 1 | no page is left: 2";
     let reported = format!("{BY} in listen on device 0; {lines}");
     assert_eq!(ended("LISTEN_EXITS", "listen"), (Some(1), vec![reported]));
 }
 
 #[test]
 fn an_exit_before_there_is_a_device_is_reported() {
-    let reported = "in init; it logged last: the manager is not running, giving up";
+    let reported = "in init; the plugin logged last: the manager is not running, giving up";
     let (code, said) = ended("INIT_EXITS", "listen");
     assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
     assert!(said[0].starts_with(&format!("{BY} {reported}")), "{said:?}");
@@ -73,7 +73,7 @@ fn an_exit_before_there_is_a_device_is_reported() {
 
 #[test]
 fn an_exit_on_a_thread_of_the_plugins_own_is_reported() {
-    let reported = "on a thread of its own; it logged last: too many fragments in one chunk";
+    let reported = "on a thread of its own; the plugin logged last: too many fragments in one chunk";
     let (code, said) = ended("THREAD_EXITS", "listen");
     assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
     assert!(said[0].starts_with(&format!("{BY} {reported}")), "{said:?}");
@@ -105,12 +105,12 @@ fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
 
 #[test]
 fn a_supervised_exit_is_reported_by_its_supervisor() {
-    let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
+    let lines = "the plugin logged last: the first line | no page is left: 1 | no page is left: 2";
     let cause = format!("the plugin ended its process by exit in listen on device 0; {lines}");
     assert_eq!(watched("LISTEN_EXITS", "listen"), (Some(1), Some(cause), 0));
     let (code, cause, own) = watched("INIT_CRASHES", "listen");
     let expected =
-        "died by signal 11 (SIGSEGV); it logged last: about to crash; likely: a defect of the plugin";
+        "died by signal 11 (SIGSEGV); the plugin logged last: about to crash; likely: a defect of the plugin";
     assert!(code.is_none() && cause.as_ref().is_some_and(|cause| cause.starts_with(expected)), "{cause:?}");
     assert_eq!(own, 0);
     assert_eq!(watched("ACCEPT_BLOCKS", "accept"), (Some(7), None, 0));

@@ -267,7 +267,7 @@ impl Initiator {
 }
 
 fn never_said() -> String {
-    String::from("it has received messages of a session that is new")
+    String::from("the responder has received messages of a session that is new")
 }
 
 /// The request for a purpose, and the values against which its welcome is checked.

@@ -56,7 +56,7 @@ pub enum SessionError {
         got: u64,
     },
     /// The peer acknowledges a message that was never sent.
-    #[error("it acknowledges {received} control messages, of {sent} sent")]
+    #[error("the peer acknowledges {received} control messages, of {sent} sent")]
     AheadOfUs {
         /// The number that the peer acknowledges.
         received: u64,

@@ -231,7 +231,10 @@ fn only_the_code_of_a_refusal_ends_a_session() {
         peer.error().is_some()
     });
     let error = peer.error().unwrap().to_string();
-    assert!(error.contains("it restarted, or gave us up") && error.contains("never heard of it"), "{error}");
+    assert!(
+        error.contains("the peer restarted or gave the session up") && error.contains("never heard of it"),
+        "{error}"
+    );
     drop(streams);
 }
 
@@ -316,7 +319,7 @@ fn a_resumption_that_claims_what_was_never_said_loses_the_peer_for_that() {
         let (mut stream, mut established) = resume(&scene, &evil, 9999);
         let heartbeat = Frame { received: 0, numbered: None }.encode();
         stream.write_all(&established.secure.seal(&heartbeat).unwrap()).unwrap();
-        evil.lost_for("it acknowledges 9999 control messages, of ");
+        evil.lost_for("the peer acknowledges 9999 control messages, of ");
     }
     scene.unharmed();
 }

@@ -37,7 +37,7 @@ fn a_gap_in_the_control_messages_loses_the_peer() {
     let evil_words: [(&str, Vec<u8>); 7] = [
         ("control message 2 arrived where 1 was due", numbered(2, 0)),
         ("control message 0 arrived where 1 was due", numbered(0, 0)),
-        ("it acknowledges 5 control messages, of 0 sent", numbered(1, 5)),
+        ("the peer acknowledges 5 control messages, of 0 sent", numbered(1, 5)),
         ("a control message of unknown kind 99", {
             let mut plain = numbered(1, 0);
             plain[0] = 99;
@@ -181,7 +181,7 @@ fn the_last_generation_of_a_channel_is_not_taken() {
         assert!(channel(evil.address, &evil.established, 0, 0).is_err(), "generation 0 came again");
     }
     evil.control.shutdown(Shutdown::Both).unwrap();
-    evil.lost_for("its host closed the control connection");
+    evil.lost_for("the peer's host closed the control connection");
     scene.unharmed();
 }
 
@@ -303,7 +303,7 @@ fn a_peer_that_never_reads_its_control_connection_is_not_heard_and_then_lost() {
         }
         assert!(!asks.join().unwrap(), "all questions were heard: {:?}", here.error());
     });
-    evil.lost_for("it does not read its control connection: ");
+    evil.lost_for("the peer does not read the control connection: ");
     let error = evil.here.error().unwrap().to_string();
     let waiting: Vec<usize> = error.split(' ').filter_map(|word| word.parse().ok()).collect();
     assert!(waiting[0] > limits::CONTROL_UNREAD_BYTES_MAX / 2, "{error}");

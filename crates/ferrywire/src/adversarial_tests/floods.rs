@@ -21,9 +21,9 @@ fn a_peer_that_disregards_its_window_loses_the_channel() {
             break;
         }
     }
-    evil.channel_lost_for("it sent more frames than its window holds");
+    evil.channel_lost_for("the peer sent more frames than the window holds");
     evil.control.shutdown(Shutdown::Both).unwrap();
-    evil.lost_for("it sent more frames than its window holds");
+    evil.lost_for("the peer sent more frames than the window holds");
     scene.unharmed();
 }
 

@@ -179,9 +179,9 @@ fn acknowledging_what_was_never_sent_ends_the_channel() {
     for ack in [1, 1000, 1 << 31, u32::MAX] {
         let mut evil = Evil::new(&scene);
         evil.send(Header { ack, ..Header::new(Kind::Ack) }, &[]);
-        evil.channel_lost_for("it acknowledged frames that were not sent");
+        evil.channel_lost_for("the peer acknowledged frames that were not sent");
         evil.control.shutdown(Shutdown::Both).unwrap();
-        evil.lost_for("it acknowledged frames that were not sent");
+        evil.lost_for("the peer acknowledged frames that were not sent");
     }
     scene.unharmed();
 }

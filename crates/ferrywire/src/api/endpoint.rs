@@ -255,7 +255,10 @@ impl Endpoint {
                 ConnectError::Stalled { what, peer: Some(identity.to_string()), waited: timeout }
             }
             Some(error) => error,
-            None => Error::invalid("metadata", "it names no address: that endpoint does not listen").into(),
+            None => {
+                Error::invalid("metadata", "the metadata has no address: build that endpoint with listen")
+                    .into()
+            }
         };
         self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(tell)
     }

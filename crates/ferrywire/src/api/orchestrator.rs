@@ -247,7 +247,7 @@ impl<'a> Dial<'a> {
         let endpoint = self.all.endpoints.get(self.target.endpoint);
         let endpoint = endpoint.ok_or_else(|| Error::invalid("target", "there is no such endpoint"))?;
         let address = self.target.addresses.get(self.next);
-        let address = *address.ok_or_else(|| Error::invalid("target", "it has no address"))?;
+        let address = *address.ok_or_else(|| Error::invalid("target", "the target has no address"))?;
         self.next += 1;
         self.connecting = Some(endpoint.start_connect(address)?);
         Ok(())

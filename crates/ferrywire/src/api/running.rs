@@ -192,7 +192,7 @@ impl RegionHome for Running {
         if self.may_have_lanes()
             && let Err(error) = self.start_releaser()
         {
-            tracing::warn!(%error, "memory stays registered until its lanes end");
+            tracing::warn!(%error, "memory stays registered with its lanes until they end");
         }
         match self.releaser.get() {
             Some(releaser) => releaser.give(memory),

@@ -132,7 +132,7 @@ impl Transfer {
         };
         if let Some(other) = transfers.clone().find(|other| !Arc::ptr_eq(first.peer(), other.peer())) {
             let why = format!(
-                "they are of several peers, {} and {}: give transfers of one peer",
+                "the transfers are of several peers, {} and {}: give transfers of one peer",
                 first.peer().name(),
                 other.peer().name()
             );

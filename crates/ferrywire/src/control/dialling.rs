@@ -169,7 +169,7 @@ impl Control {
             (DialFor::New { target, queue, .. }, Ok(Outcome::Control(established))) => {
                 let session = established.session;
                 if self.links.contains_key(&session) {
-                    let why = "it gave the session a number that another peer's session has".into();
+                    let why = "the peer gave the session a number that another peer's session has".into();
                     return queue.put(Err(Error::Refused {
                         address: target.address.to_string(),
                         reason: RefusalReason::Handshake,
@@ -198,7 +198,7 @@ impl Control {
             }
             (DialFor::New { queue, .. }, Err(failure)) => queue.put(Err(failure.error)),
             (DialFor::New { target, queue, .. }, Ok(Outcome::Data { .. })) => {
-                let why = "it answered as if a channel had been asked for".into();
+                let why = "the peer answered as if a data connection had been asked for".into();
                 queue.put(Err(Error::Refused {
                     address: target.address.to_string(),
                     reason: RefusalReason::Handshake,

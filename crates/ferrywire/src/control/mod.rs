@@ -175,7 +175,7 @@ impl Control {
         }
     }
 
-    /// Longest time for which nothing has to be done, unless a connection has an event.
+    /// Time until the control thread has work again, unless a connection has an event before.
     fn sleep_limit(&self) -> Duration {
         let busy = !self.accepting.is_idle() || !self.dialling.is_idle();
         let mut restless = self.ready_set.restless().filter_map(|session| self.links.get(&session));
@@ -206,7 +206,7 @@ impl Control {
         if let Some(fd) = conn.fd()
             && let Err(error) = self.poller.add(fd, token(fd), interest)
         {
-            tracing::warn!(%error, "cannot poll a connection");
+            tracing::warn!(%error, "cannot add a connection to the poller");
         }
     }
 
@@ -420,7 +420,7 @@ pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, timeou
         Error::Closed => Error::Stalled { what, peer, waited: timeout },
         // Transfers had not finished, so the close was not orderly.
         Error::PeerClosed { peer } => {
-            let why = "it closed the connection before what was posted to it had finished".into();
+            let why = "the peer closed the connection before the transfers posted to it had finished".into();
             Error::PeerLost { peer, cause: LossCause::Unfinished, why }
         }
         error => error,

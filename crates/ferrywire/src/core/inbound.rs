@@ -245,7 +245,7 @@ fn write(message: &Message, op: &Op, memory: &Memory) -> Result<(), Error> {
     // this check waits for the operation; for engine-owned memory it waits for `_call`.
     let _call = memory.call();
     if memory.taken_back() {
-        return Err(Error::invalid("region", "it was deregistered before the message came"));
+        return Err(Error::invalid("region", "the region was deregistered before the message came"));
     }
     let mut rest = &message.bytes[..];
     for piece in op.pieces.as_slice() {

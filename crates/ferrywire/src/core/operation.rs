@@ -293,7 +293,7 @@ impl Op {
     /// latter is recorded as a failure.
     pub fn unsendable(&self) -> bool {
         if self.memory.as_ref().is_some_and(|memory| memory.lost_to_user()) {
-            self.fail(Error::invalid("region", "it was deregistered before the operation had ended"));
+            self.fail(Error::invalid("region", "the region was deregistered before the transfer had ended"));
         }
         self.failing()
     }

@@ -402,7 +402,7 @@ pub(crate) struct Entry {
 }
 
 /// Why an operation on dropped memory fails.
-pub(crate) const DROPPED: &str = "it was dropped before the operation had ended";
+pub(crate) const DROPPED: &str = "the region was dropped before the transfer had ended";
 
 impl Entry {
     /// Creates a frame without payload, such as an answer.

@@ -203,7 +203,7 @@ impl ChannelCounters {
         self.health.unsent_bytes.store(health.unsent_bytes, Ordering::Relaxed);
     }
 
-    /// The kernel may resize socket buffers while a connection runs.
+    /// Stores the sizes of the connection's socket buffers, which the kernel may change at any time.
     pub fn note_buffers(&self, conn: &dyn Conn) {
         let (send, receive) = conn.buffer_bytes();
         self.health.send_buffer_bytes.store(send, Ordering::Relaxed);

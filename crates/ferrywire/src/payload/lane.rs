@@ -21,7 +21,8 @@ use std::time::Duration;
 const _: () = assert!(HANDLE_BYTES == ferrywire_proto::limits::LANE_HANDLE_BYTES);
 
 /// Why a transfer failed whose memory the kernel or a NIC cannot read although it is still registered.
-pub const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
+pub const UNREADABLE: &str =
+    "the memory cannot be read any more: it was unmapped, or its file is shorter now";
 
 /// The plugin and device of a lane.
 #[derive(Clone, Debug)]
@@ -185,7 +186,7 @@ pub trait Setup: Send {
     /// # Errors
     /// Why the lane cannot be set up.
     fn connected(&mut self, _conn: Box<dyn Conn>) -> Result<(), String> {
-        Err("it needs no connection, and the peer has dialled one".into())
+        Err("the peer dialled a connection for a lane that needs none".into())
     }
 
     /// Delivers the other end's handle.

@@ -344,7 +344,7 @@ fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_w
     unsafe { SimGpu::dma_view(buffer.address(), BYTES).unwrap().write_bytes(0xEE, BYTES) };
     gpu.set_stall(false);
     let error = write.wait(LIMIT).unwrap_err();
-    assert!(error.to_string().contains("it was dropped before the operation had ended"), "{error}");
+    assert!(error.to_string().contains("the region was dropped before the transfer had ended"), "{error}");
     let mut found = vec![0; BYTES];
     target.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte != 0xEE));

@@ -444,7 +444,7 @@ fn failed_connect(setup_timeout: Duration) -> ConnectError {
 /// A firewall was blamed, and the log that says why was not shown.
 #[test]
 fn a_plugin_without_its_manager_is_reported_in_its_own_words_with_the_fix() {
-    let rule = "it warned: update flow steering rule: local 127.0.0.1";
+    let rule = "the plugin warned: update flow steering rule: local 127.0.0.1";
     case!("dp_manager=off").with("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", "/run/tcpx").passes(|| {
         let error = failed_connect(LIMIT);
         says(&error, &["cannot be set up", "on device 0 (lo)", "result 3", rule]);

@@ -108,7 +108,7 @@ fn many_peers_in_turn_leave_no_listener() {
 fn a_listener_whose_accept_is_unfinished_is_left_open_and_reported_once() {
     case!("stats=on,fault_call=connect,call_fault=hang").passes(|| {
         let lines = Lines::collect();
-        let reported = || lines.with("listener stays open until this process ends: its accept has not ended");
+        let reported = || lines.with("listener stays open until this process ends: the accept has not ended");
         let end = || builder().channels(1).plugin(plugin().setup_timeout(Duration::from_secs(1)));
         for _ in 0..10 {
             let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());

@@ -109,7 +109,7 @@ fn pair_with_a_message_under_way(world: &mut impl World) -> (Peer, Peer, Transfe
 
 /// Whether an error names the peer that was left behind, and says that not all was finished.
 fn names_peer(closed: &Result<(), Error>, peer: &Peer) -> bool {
-    let what = "before what was posted to it had finished";
+    let what = "before the transfers posted to it had finished";
     matches!(closed, Err(Error::PeerLost { peer: name, why, .. }) if *name == peer.name() && why.contains(what))
 }
 

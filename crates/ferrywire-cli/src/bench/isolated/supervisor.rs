@@ -167,7 +167,10 @@ impl<'a> Supervisor<'a> {
             return Some(self.hangs());
         }
         (self.silent > SILENCE_LIMIT).then(|| {
-            self.failure(&format!("its process has sent no message for {SILENCE_LIMIT:?}"), EndKind::Silent)
+            self.failure(
+                &format!("the child process has sent no message for {SILENCE_LIMIT:?}"),
+                EndKind::Silent,
+            )
         })
     }
 

@@ -217,7 +217,7 @@ fn settings_that_make_no_sense_are_let_be_while_a_run_lives() {
     nic.overwrite("settings", "of a later version\n");
     stops_another_claim(
         &nic,
-        &["cannot read settings", "it cannot be parsed, and a running process needs it"],
+        &["cannot read settings", "the record cannot be parsed, and a running process needs it"],
     );
     nic.overwrite("settings", &record);
     drop(first);

@@ -222,7 +222,7 @@ impl Part {
 }
 
 fn unsigned(index: usize, what: &str, value: i64) -> Result<u64> {
-    let negative = |_| Error::invalid(format!("block {index}"), format!("its {what} is {value}"));
+    let negative = |_| Error::invalid(format!("block {index}"), format!("the {what} is {value}"));
     u64::try_from(value).map_err(negative)
 }
 

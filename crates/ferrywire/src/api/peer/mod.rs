@@ -625,7 +625,7 @@ impl Peer {
         self.check_there()?;
         if remote.owner() != self.state().info.identity {
             let why = format!(
-                "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
+                "the region belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
                 remote.owner(),
                 self.state().info.name,
                 self.state().info.identity

@@ -156,7 +156,7 @@ impl Region {
 
     pub(crate) fn belongs_to(&self, identity: Identity) -> Result<()> {
         if self.inner.identity != identity {
-            return Err(Error::invalid("region", "it was registered with another endpoint"));
+            return Err(Error::invalid("region", "the region was registered with another endpoint"));
         }
         if self.inner.memory.revoked() {
             return Err(Error::invalid("region", "the region is deregistered"));

@@ -247,7 +247,7 @@ impl Link {
         {
             awaited.go_without_lanes(reason.to_owned());
         }
-        let gave_up = |cause| self.lost(cause, format!("it gave up: {reason}"));
+        let gave_up = |cause| self.lost(cause, format!("the peer gave up: {reason}"));
         self.ending = Some(match cause {
             GoodbyeCause::Closed => Error::PeerClosed { peer: self.peer.name().into() },
             GoodbyeCause::LaneStalled => gave_up(LossCause::LaneStalled),
@@ -270,7 +270,7 @@ impl Link {
         Some((connector.target.clone(), queue, why))
     }
 
-    /// Ends the session at once: the timeout is over.
+    /// Ends the session at once, because the timeout of the close has passed.
     pub fn abort(&mut self) {
         self.peer.life.unfinished.store(true, Ordering::SeqCst);
         self.die(Error::Closed);
@@ -282,7 +282,9 @@ impl Link {
             return;
         }
         match &error {
-            Error::Closed | Error::PeerClosed { .. } => tracing::debug!(peer = self.peer.name(), "closed"),
+            Error::Closed | Error::PeerClosed { .. } => {
+                tracing::debug!(peer = self.peer.name(), "session closed")
+            }
             error => tracing::debug!("{error}"),
         }
         self.peer.doom(error);

@@ -98,7 +98,7 @@ impl Link {
             self.last_trouble = None;
             self.fail(
                 LossCause::Restarted,
-                format!("it restarted, or gave us up: {why}{}", self.plugin_note()),
+                format!("the peer restarted or gave the session up: {why}{}", self.plugin_note()),
             );
         }
     }
@@ -128,14 +128,15 @@ impl Link {
         let closed_for = self.connection.closed_at().map(|at| now.saturating_sub(at));
         // If the process has ended, its channels are lost too.
         if !self.any_is_up() && closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
-            let ended = "its host closed the control connection, and it did not come back: the process ended";
+            let ended =
+                "the peer's host closed the control connection and opened no other one: the process ended";
             self.fail(LossCause::ProcessEnded, format!("{ended}{}", self.plugin_note()));
         } else if let Some((_, bytes)) = unread_for.filter(|(time, _)| *time > self.peer_timeout) {
             let seconds = self.peer_timeout.as_secs_f64();
             self.fail(
                 LossCause::Silent,
                 format!(
-                    "it does not read its control connection: {bytes} bytes have waited there for {seconds:.1} s"
+                    "the peer does not read the control connection: {bytes} bytes have waited there for {seconds:.1} s"
                 ),
             );
         } else if silent > self.peer_timeout {

@@ -211,7 +211,9 @@ impl Link {
             Some((_, source)) => {
                 tracing::debug!(peer = self.peer.name(), channel, %remote, %source, "address translated between the hosts (NAT)");
             }
-            None => tracing::debug!(peer = self.peer.name(), channel, %remote, "not announced"),
+            None => {
+                tracing::debug!(peer = self.peer.name(), channel, %remote, "data connection from an address that was not announced")
+            }
         }
     }
 

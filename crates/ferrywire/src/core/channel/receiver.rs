@@ -268,7 +268,8 @@ impl Channel {
                 // The receive or read ended before this frame: the refusal reports it to the sender.
                 Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
-                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
+                    let why =
+                        format!("the peer sent more bytes of a {} than it had announced", sink.op.verb());
                     sink.op.fail(Error::ProtocolViolation { peer: peer.info.name.clone(), why });
                     peer.end_sink(&sink.op);
                     return Err(refusal);
@@ -284,7 +285,7 @@ impl Channel {
     fn within_window(&self) -> io::Result<()> {
         let waiting = self.payload.waiting() as u64;
         if self.receiver.acks.unacknowledged_frames() + waiting > limits::WINDOW_FRAMES_MAX as u64 {
-            Err(broken("it sent more frames than its window holds"))
+            Err(broken("the peer sent more frames than the window holds"))
         } else {
             Ok(())
         }

@@ -177,7 +177,7 @@ impl Channel {
             return Ok(());
         }
         if !sender.window.may_acknowledge(count, sender.sent) {
-            return Err(broken("it acknowledged frames that were not sent"));
+            return Err(broken("the peer acknowledged frames that were not sent"));
         }
         let copied = self.conn.released() == u64::MAX;
         while let Some((number, mut entry)) = sender.window.release(count) {

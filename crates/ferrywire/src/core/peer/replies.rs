@@ -111,7 +111,7 @@ impl PeerState {
             let why = if refusal != Refusal::Other && is_untouched {
                 refusal.text().into()
             } else {
-                "it gave the operation up half-way".into()
+                "the peer ended the transfer before all its bytes were sent".into()
             };
             sink.op.fail(Error::AccessRefused { peer: self.info.name.clone(), why });
             self.stop_asking(&sink.op);

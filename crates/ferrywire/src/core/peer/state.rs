@@ -487,7 +487,7 @@ impl PeerState {
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
         let why = match (op.verb(), refusal) {
             (Verb::Read, Refusal::Limit) => {
-                "it has as many reads to serve as it takes (INBOUND_READS_MAX): wait for some before posting more"
+                "the peer serves INBOUND_READS_MAX reads already: wait for some before posting more"
             }
             (Verb::Send, Refusal::OutOfRegion) => &format!(
                 "the message is longer than the receive that met it: receive into {} bytes, or send fewer",

@@ -88,7 +88,7 @@ impl<P> StreamQueue<P> {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Whether this operation waits.
+    /// Whether this operation waits here for a stream.
     pub fn knows(&self, op: &Arc<Op>) -> bool {
         self.any() && self.lock().waiting.iter().any(|waiting| Arc::ptr_eq(&waiting.op, op))
     }

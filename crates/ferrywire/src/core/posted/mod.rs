@@ -157,7 +157,7 @@ impl Posted {
     /// A violation, if the message exceeds the agreed size.
     pub fn fits(&self, header: &Header) -> Result<(), &'static str> {
         if header.is_posted() && header.len as usize > self.lane.message_bytes_max() {
-            Err("it announces a message that is larger than was agreed")
+            Err("the peer announced a message that is larger than was agreed")
         } else {
             Ok(())
         }

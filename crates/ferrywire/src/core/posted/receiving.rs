@@ -316,7 +316,9 @@ impl Receiving {
             self.refused_since = None;
         } else if now.saturating_sub(since) > self.stall_timeout {
             let waited = seconds(self.stall_timeout);
-            return Err(format!("irecv takes nothing ({how}) for {waited}, although nothing is posted"));
+            return Err(format!(
+                "irecv has accepted no receive for {waited} ({how}), although no receive is posted"
+            ));
         }
         Ok(())
     }
@@ -391,7 +393,7 @@ impl Arrival {
 
     /// Refuses the frame: its payload cannot be placed.
     fn refuse(&mut self, error: &Error) {
-        tracing::warn!(%error, "cannot place a payload");
+        tracing::warn!(%error, "cannot place the payload of a frame: the frame is refused");
         self.landing.iter().for_each(|landing| landing.fail(error));
         self.refusal = Some(Refusal::Gpu);
     }

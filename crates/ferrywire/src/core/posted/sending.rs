@@ -162,7 +162,7 @@ impl Sending {
     pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
         self.peer_ready = true;
         self.confirmed = widen(low, self.confirmed, self.begun)
-            .ok_or("it says that it has posted for messages that were never begun")?;
+            .ok_or("the peer reports posted receives for messages that were never begun")?;
         Ok(())
     }
 
@@ -269,7 +269,9 @@ impl Sending {
             self.refused_since = None;
         } else if now.saturating_sub(since) > self.stall_timeout {
             let waited = seconds(self.stall_timeout);
-            return Err(format!("isend takes nothing ({how}) for {waited}, although nothing is posted"));
+            return Err(format!(
+                "isend has accepted no send for {waited} ({how}), although no send is posted"
+            ));
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ fn lock_file(path: &str) -> io::Result<Option<File>> {
     let mut options = File::options();
     let file = options.write(true).create(true).truncate(false).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
+        return Err(io::Error::other("the path is not a regular file"));
     }
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),

@@ -48,11 +48,11 @@ const BACKOFF_MAX: Duration = Duration::from_micros(1200);
 /// far, so it extends the wait by that fraction at most.
 const BACKOFF_MIN: Duration = Duration::from_micros(50);
 const BACKOFF_FRACTION: u32 = 4;
-/// Longest sleep of an owner while a GPU copies staged payload: the end of a copy raises no event.
+/// Longest sleep of the engine's owner while a GPU copies staged payload: the end of a copy raises no event.
 const COPY_BACKOFF: Duration = Duration::from_micros(30);
 /// How often a parked thread checks whether callers still poll inline.
 const TICK: Duration = Duration::from_micros(200);
-/// How often a parked thread checks while a caller sleeps in the kernel as the owner.
+/// How often a parked thread checks while a caller that owns the progress engine sleeps in the kernel.
 const LONG_TICK: Duration = Duration::from_millis(100);
 /// Ticks without a polling caller after which the thread takes over.
 const TICKS_WITHOUT_CALLER: u32 = 5;

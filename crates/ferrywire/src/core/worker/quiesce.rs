@@ -24,7 +24,7 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// A request to all workers to release some memory, and which workers have answered.
 pub(crate) struct Abandon {
     pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
-    /// Lose a channel rather than leave the memory in use: the user has it back in any case.
+    /// Whether a worker ends a channel that cannot release the memory otherwise: the user reuses the memory in any case.
     pub(super) force: bool,
     /// Also wait until nothing is sent from the memory, including over closed connections.
     pub(super) sources: bool,

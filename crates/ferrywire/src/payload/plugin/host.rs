@@ -276,7 +276,8 @@ impl Host {
     /// fix if the cause is known. Also returns whether it is known.
     pub fn explain_failure(&self, error: &CallError, began: u64) -> (String, bool) {
         let said = log::lines_since(began);
-        let warned = said.warning().map_or_else(String::new, |line| format!("; it warned: {}", line.text));
+        let warned =
+            said.warning().map_or_else(String::new, |line| format!("; the plugin warned: {}", line.text));
         let fix = said.cause().map(|(cause, _)| format!("; fix: {}", cause.fix()));
         (format!("{error}{warned}{}", fix.as_deref().unwrap_or_default()), fix.is_some())
     }

@@ -242,7 +242,7 @@ impl Lane for PluginLane {
         }
         for closed in [send.close(), recv.close()] {
             if let Err(error) = closed {
-                tracing::warn!(%error, "closing a connection failed");
+                tracing::warn!(%error, "cannot close a plugin's connection");
             }
         }
     }

@@ -157,7 +157,7 @@ fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Res
             let allocation = host.allocation(base, memory.len());
             let allocation = allocation.ok_or_else(|| freed(base, memory.len()))?;
             let whole = whole_pages(around, allocation);
-            (whole.ok_or("its allocation has no whole page of it")?, PointerType::Cuda)
+            (whole.ok_or("the region holds no whole page of its allocation")?, PointerType::Cuda)
         }
     };
     tracing::debug!(comm = %comm.id(), begin, bytes, "memory registered");
@@ -187,7 +187,7 @@ impl Registered {
         for part in self.parts.into_iter().flatten().flatten() {
             // SAFETY: the registration is this connection's, and no request uses it.
             if let Err(error) = unsafe { comm.dereg_mr(part.handle) } {
-                tracing::warn!(%error, "memory stays registered");
+                tracing::warn!(%error, "cannot deregister memory from a plugin: it stays registered");
             }
         }
     }

@@ -243,10 +243,10 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), Failed> {
         Ok(None)
     };
     if listener.is_accepting() {
-        host.leaked_listener("its accept has not ended");
+        host.leaked_listener("the accept has not ended");
     }
     if let Err(error) = listener.close() {
-        tracing::debug!(%error, "a listener");
+        tracing::debug!(%error, "cannot close a plugin's listener");
     }
     let Some(comm) = accepted? else { return Ok(()) };
     if shared.given_up() {

@@ -161,7 +161,7 @@ impl StagedPayload {
                 self.open_part(receiver);
             }
             Err(error) => {
-                tracing::warn!(%error, %location, "cannot stage a payload");
+                tracing::warn!(%error, %location, "cannot stage the payload of a frame: the frame is refused");
                 landing.fail(&error);
                 receiver.refuse(Refusal::Gpu);
             }

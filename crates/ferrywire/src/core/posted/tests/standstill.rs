@@ -11,7 +11,7 @@ fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
     bench.poll().unwrap();
     bench.advance(STALL).unwrap();
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
-    assert!(why.contains("isend takes nothing (scripted) for 30.0 s"), "{why}");
+    assert!(why.contains("isend has accepted no send for 30.0 s (scripted)"), "{why}");
 }
 
 #[test]
@@ -23,7 +23,7 @@ fn a_lane_that_takes_no_receive_with_nothing_posted_is_an_error() {
     bench.poll().unwrap();
     bench.advance(STALL).unwrap();
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
-    assert!(why.contains("irecv takes nothing (scripted) for 30.0 s"), "{why}");
+    assert!(why.contains("irecv has accepted no receive for 30.0 s (scripted)"), "{why}");
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn a_message_larger_than_agreed_is_refused() {
     let memory = Memory::private(2 * CHUNK).unwrap();
     let sized = |bytes| bench.posted.fits(&frame(0, &[(0, bytes)], &memory).header);
     assert_eq!(sized(CHUNK), Ok(()));
-    assert_eq!(sized(CHUNK + 1), Err("it announces a message that is larger than was agreed"));
+    assert_eq!(sized(CHUNK + 1), Err("the peer announced a message that is larger than was agreed"));
     assert_eq!(bench.posted.fits(&Header { len: u32::MAX, ..Header::new(Kind::Notify) }), Ok(()));
 }
 
