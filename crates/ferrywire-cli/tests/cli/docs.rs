@@ -13,7 +13,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("SECURITY.md", 6),
     ("deploy/README.md", 3),
     ("docs/a3-high.md", 6),
-    ("docs/c.md", 4),
+    ("docs/c.md", 3),
     ("docs/cli.md", 6),
     ("docs/devmem.md", 7),
     ("docs/glossary.md", 3),
@@ -27,7 +27,7 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("docs/protocol.md", 14),
     ("docs/python.md", 9),
     ("docs/rust.md", 5),
-    ("docs/troubleshooting.md", 8),
+    ("docs/troubleshooting.md", 7),
     ("docs/tuning.md", 4),
 ];
 
