@@ -512,7 +512,7 @@ fn paths_that_lead_to_no_nixl_are_errors() {
         python(&script("echo 'it is broken' >&2; exit 7"))
             .contains("exit status: 7: it is broken\ntry: --python")
     );
-    assert!(python(&script("echo hello")).contains("does not answer as a Python interpreter"));
+    assert!(python(&script("echo hello")).contains("does not answer like a Python interpreter"));
     assert!(python(environment.home.path()).contains("not installed"), "a virtual environment's folder");
 
     for (path, why) in [

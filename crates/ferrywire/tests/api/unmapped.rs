@@ -63,7 +63,7 @@ fn goes_on(pair: &Pair) {
 fn local(outcome: Result<u64, TransferError>) {
     let error = outcome.unwrap_err();
     assert!(matches!(&error, TransferError::Invalid { what, .. } if what == "region"), "{error}");
-    assert!(error.to_string().contains("of a file that is shorter now"), "{error}");
+    assert!(error.to_string().contains("or its file is shorter now"), "{error}");
 }
 
 #[track_caller]

@@ -336,7 +336,7 @@ fn a_dma_buf_is_made_or_the_reason_is_reported() {
     assert!(why(buffer.address() + 1, 4096).contains("multiples of"));
     assert!(why(buffer.address(), 100).contains("multiples of"));
     assert!(why(buffer.address(), 0).contains("multiples of"));
-    assert!(why(&raw const gpu as u64, 4096).contains("no memory of a GPU"));
+    assert!(why(&raw const gpu as u64, 4096).contains("not in GPU memory"));
 }
 
 #[test]

@@ -88,7 +88,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
         match outcome {
             // The write had left before the drop.
             Ok(_) => assert!(found[*to..][..WRITE_BYTES as usize].iter().all(|byte| *byte == SENT)),
-            Err(error) => assert!(error.to_string().contains("before the operation had ended"), "{error}"),
+            Err(error) => assert!(error.to_string().contains("before the transfer had ended"), "{error}"),
         }
     }
     assert!(outcomes.iter().any(|(outcome, _)| outcome.is_err()), "nothing was under way");
