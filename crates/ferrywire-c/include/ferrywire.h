@@ -388,8 +388,8 @@ int ferrywire_next_notification(ferrywire_peer *peer,
                                 size_t *bytes);
 
 /**
- * Registers `bytes` bytes at `address`, in host memory or on a CUDA GPU; the address tells which. Peers that are given
- * the region's descriptor can then read and write the memory.
+ * Registers `bytes` bytes at `address`, in host memory or on a CUDA GPU; the address decides which. Peers that are
+ * given the region's descriptor can then read and write the memory.
  *
  * With `release`, the memory has to stay valid until the library calls `release(context)`. The library calls it once,
  * when no thread, NIC, GPU or peer can touch the memory any more: after the region's handle is freed and every block

@@ -10,7 +10,7 @@ type Row = (i32, &'static str, BindCause, &'static [&'static str]);
 
 const RECEIVE: [Row; 21] = [
     // seen: loopback
-    (libc::EOPNOTSUPP, "", BindCause::CannotReceive, &["its driver", "--transport tcp"]),
+    (libc::EOPNOTSUPP, "", BindCause::CannotReceive, &["the driver", "--transport tcp"]),
     (libc::EOPNOTSUPP, "this kernel has no such request", BindCause::NoKernel, &["6.12", "--transport tcp"]),
     // seen
     (libc::EINVAL, "tcp-data-split is disabled", BindCause::SplitOff, &["ethtool -G eth7 tcp-data-split on"]),
