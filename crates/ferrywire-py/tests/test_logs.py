@@ -66,5 +66,5 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 """) as other:
         said = other.end().splitlines()
-    assert any(line.startswith("True closed (peer=") for line in said), said
+    assert any(line.startswith("True session closed (peer=") for line in said), said
     assert not [line for line in said if line.startswith("False") and "peer=" in line]

@@ -308,7 +308,7 @@ def test_no_peer_and_another_peer(pair: Pair):
             pair.near.connect(nonsense)
         with refuses("region descriptor: "):
             fw.RemoteRegion(nonsense)
-    with refuses("descriptor: not contiguous"):
+    with refuses("descriptor: the buffer is not contiguous"):
         fw.RemoteRegion(memoryview(bytes(80))[::2])
 
 

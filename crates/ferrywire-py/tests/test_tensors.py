@@ -40,7 +40,7 @@ def test_what_does_not_match_is_named(pair: Pair):
         ):
             with pytest.raises(fw.UsageError, match=re.escape(why)):
                 fw.fetch(pair.near, pair.to_far, told, into=into)
-    with pytest.raises(fw.UsageError, match="tensor 'a': memory: not contiguous"):
+    with pytest.raises(fw.UsageError, match="tensor 'a': memory: the array is not contiguous"):
         fw.share(pair.far, {"a": np.zeros((3, 3)).T})
     with pytest.raises(fw.UsageError, match="description: version 99"):
         fw.fetch(pair.near, pair.to_far, b'{"version": 99}')

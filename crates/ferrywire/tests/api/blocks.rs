@@ -30,7 +30,7 @@ fn arrays_are_checked_and_the_first_wrong_block_is_named() {
     };
     refused(list(&[0, -1], &[0, 0], ten), "block 1", "the local offset is -1");
     refused(list(&[0, 0, 0], &[0, 0, i64::MIN], ten), "block 2", "the remote offset is -9223372036854775808");
-    refused(list(&[0, 0], &[0, 0], Lengths::Each(&[1, -7])), "block 1", "its length is -7");
+    refused(list(&[0, 0], &[0, 0], Lengths::Each(&[1, -7])), "block 1", "the length is -7");
     refused(list(&[0, 991], &[0, 0], ten), "block 1", "991..1001 are outside the local region of 1000");
     refused(list(&[0, 9], &[0, 491], ten), "block 1", "491..501 are outside the remote region of 500");
     refused(list(&[i64::MAX], &[0], Lengths::Same(u64::MAX)), "block 0", "outside the local region");
