@@ -18,8 +18,6 @@ use crate::units::Bytes;
 pub fn between(before: &PeerStats, now: &PeerStats) -> Option<Staged> {
     let stages = now.channels.iter().filter_map(|channel| {
         let before = before.channels.iter().find(|c| c.index == channel.index);
-        // A channel that was connected again counts from zero.
-        let before = before.filter(|before| before.generation == channel.generation);
         Some(since(channel.staging.as_ref()?, before.and_then(|before| before.staging.as_ref())))
     });
     stages.reduce(sum)

@@ -89,8 +89,7 @@ impl Occupancy {
     }
 }
 
-/// Counters of a channel's staging: of the current connection, but `ring_full_events` and `socket_ns` of all
-/// of them.
+/// Counters of a channel's staging, over all its connections.
 #[derive(Default)]
 pub(crate) struct StagingCounters {
     pub pinned_bytes: AtomicU64,
@@ -109,10 +108,25 @@ pub(crate) struct StagingCounters {
 }
 
 impl StagingCounters {
+    /// The counters to which each connection adds what it has counted itself.
+    pub fn of_connections(&self) -> [&AtomicU64; 7] {
+        [
+            &self.sent_bytes,
+            &self.received_bytes,
+            &self.driver_calls,
+            &self.d2h_ns,
+            &self.h2d_ns,
+            &self.send_ring_full_ns,
+            &self.receive_ring_full_ns,
+        ]
+    }
+
     fn snapshot(&self) -> Option<StagingStats> {
         let pinned_bytes = self.pinned_bytes.load(Ordering::Relaxed);
+        // A channel that is down has no rings, and keeps its counts.
+        let is_used = pinned_bytes > 0 || self.driver_calls.load(Ordering::Relaxed) > 0;
         let time = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
-        (pinned_bytes > 0).then(|| StagingStats {
+        is_used.then(|| StagingStats {
             pinned_bytes,
             slot_bytes: limits::STAGING_SLOT_BYTES as u64,
             sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
@@ -303,7 +317,8 @@ pub struct LaneStats {
     pub devmem: Option<DevmemStats>,
 }
 
-/// Figures of a channel's staging: payload copied between GPUs and the connection through pinned memory.
+/// Figures of a channel's staging: payload copied between GPUs and the connection through pinned memory. Counts and times
+/// are those of all connections of the channel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingStats {
@@ -311,9 +326,9 @@ pub struct StagingStats {
     pub pinned_bytes: u64,
     /// Largest piece staged by one copy, in bytes.
     pub slot_bytes: u64,
-    /// Bytes staged to be sent over the current connection.
+    /// Bytes staged to be sent.
     pub sent_bytes: u64,
-    /// Bytes staged to GPUs over the current connection.
+    /// Bytes staged to GPUs.
     pub received_bytes: u64,
     /// How often a received payload had to wait for room in the ring.
     pub ring_full_events: u64,

@@ -1,4 +1,4 @@
-//! What metrics say of peers: lost channels and their fences, and how full rings are.
+//! What metrics say of peers: lost channels, their fences and their counters, and how full rings are.
 
 use crate::{LIMIT, Pair, pair};
 use ferrywire::metrics::{OccupancySample, PeerSample, process};
@@ -110,5 +110,64 @@ fn each_end_counts_one_fence_for_each_lost_channel() {
     until("the fences", || {
         let counts = pair.ends.each_ref().map(|end| (sample(end).lost_channels, sample(end).fences));
         counts.iter().all(|(lost, fences)| lost > &0 && lost == fences)
+    });
+}
+
+/// Counters of staging, summed over channels: waits for room, and times in nanoseconds.
+fn staged(end: &Endpoint) -> [u64; 4] {
+    let channels = sample(end).channels.into_iter();
+    let mut sums = [0; 4];
+    for staging in channels.filter_map(|channel| channel.staging) {
+        let ns = |seconds: f64| (seconds * 1e9).round() as u64;
+        let counts =
+            [staging.ring_full_events, ns(staging.h2d_s), ns(staging.socket_s), ns(staging.ring_full_s)];
+        sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+    }
+    sums
+}
+
+/// Neither while the channel is down, nor on its next connection.
+#[test]
+fn counters_of_staging_do_not_shrink_with_a_lost_channel() {
+    let (_alone, pair) = (alone(), pair());
+    let gpu = SimGpu::open(GPU).unwrap();
+    let buffer = gpu.alloc(BYTES, 4096).unwrap();
+    let source = pair.ends[0].register(vec![7; BYTES]).unwrap();
+    let kept = pair.ends[1].alloc_sim(GPU, BYTES).unwrap();
+    let fill = |count| {
+        for _ in 0..count {
+            let write = pair.near.write(&source, 0, &kept.descriptor(), 0, BYTES as u64).unwrap();
+            assert_eq!(write.wait(LIMIT), Ok(BYTES as u64));
+        }
+    };
+    fill(50);
+    // SAFETY: the buffer stays until the end.
+    let target = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
+    let mut last = staged(&pair.ends[1]);
+    assert!(last[1] > 0 && last[2] > 0, "{last:?}");
+    let mut grows = || {
+        let now = staged(&pair.ends[1]);
+        assert!(now.iter().zip(&last).all(|(now, last)| now >= last), "{now:?} after {last:?}");
+        last = now;
+    };
+    gpu.set_stall(true);
+    let write = pair.near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    until("staged bytes", || rings(&pair.ends[1]).is_some_and(|rings| rings[1].used >= BYTES as u64));
+    drop(target);
+    until("a lost channel", || {
+        grows();
+        sample(&pair.ends[1]).lost_channels > 0
+    });
+    gpu.set_stall(false);
+    assert!(write.wait(LIMIT).is_err());
+    until("the next connection", || {
+        grows();
+        sample(&pair.ends[1]).channels.iter().all(|channel| channel.alive)
+            && sample(&pair.ends[1]).channels.iter().any(|channel| channel.reconnects > 0)
+    });
+    fill(1);
+    until("bytes over it", || {
+        grows();
+        rings(&pair.ends[1]).is_some_and(|rings| rings[1].size > 0)
     });
 }

@@ -8,7 +8,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::super::Channel;
@@ -31,6 +31,8 @@ const LENT_BYTES_MIN: usize = 64 << 10;
 pub(in super::super) struct StagedPayload {
     staging: Staging,
     counters: Arc<ChannelCounters>,
+    /// What earlier connections of the channel have counted.
+    before: [u64; 7],
     /// Enough frames are taken: no more until some of their copies finish.
     awaits_copies: bool,
     /// The payload that is being received goes to a GPU.
@@ -44,8 +46,10 @@ pub(in super::super) struct StagedPayload {
 impl StagedPayload {
     /// Creates the state with the reservations of the first frames to be sent.
     pub fn new(sending: Sending, counters: Arc<ChannelCounters>) -> StagedPayload {
+        let before = counters.staging.of_connections().map(|counter| counter.load(Ordering::Relaxed));
         StagedPayload {
             staging: Staging { sending, receiving: Receiving::new(counters.track) },
+            before,
             counters,
             awaits_copies: false,
             filling: false,
@@ -316,6 +320,7 @@ impl StagedPayload {
     /// Ends all copying.
     pub fn end(&mut self) {
         self.staging.end();
+        self.count();
     }
 
     fn count(&self) {
@@ -323,14 +328,19 @@ impl StagedPayload {
         counters.pinned_bytes.store(staging.pinned_bytes() as u64, Ordering::Relaxed);
         counters.send_ring.set(staging.sending.ring_bytes());
         counters.receive_ring.set(staging.receiving.ring_bytes());
-        counters.sent_bytes.store(staging.sending.staged_bytes(), Ordering::Relaxed);
-        counters.received_bytes.store(staging.receiving.staged_bytes(), Ordering::Relaxed);
-        counters.driver_calls.store(staging.driver_calls(), Ordering::Relaxed);
-        let store = |into: &AtomicU64, time: Duration| into.store(time.as_nanos() as u64, Ordering::Relaxed);
-        store(&counters.d2h_ns, staging.sending.copying_time());
-        store(&counters.h2d_ns, staging.receiving.copying_time());
-        store(&counters.send_ring_full_ns, staging.sending.full_time());
-        store(&counters.receive_ring_full_ns, staging.receiving.full_time());
+        let ns = |time: Duration| time.as_nanos() as u64;
+        let of_this = [
+            staging.sending.staged_bytes(),
+            staging.receiving.staged_bytes(),
+            staging.driver_calls(),
+            ns(staging.sending.copying_time()),
+            ns(staging.receiving.copying_time()),
+            ns(staging.sending.full_time()),
+            ns(staging.receiving.full_time()),
+        ];
+        for ((counter, before), more) in counters.of_connections().into_iter().zip(self.before).zip(of_this) {
+            counter.store(before + more, Ordering::Relaxed);
+        }
     }
 }
 
