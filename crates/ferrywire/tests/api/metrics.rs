@@ -1,5 +1,6 @@
 //! What metrics say of peers: lost channels, their fences and their counters, and how full rings are.
 
+use crate::netns::Hosts;
 use crate::{LIMIT, Pair, pair};
 use ferrywire::metrics::{OccupancySample, PeerSample, process};
 use ferrywire::{Endpoint, Region};
@@ -170,4 +171,41 @@ fn counters_of_staging_do_not_shrink_with_a_lost_channel() {
         grows();
         rings(&pair.ends[1]).is_some_and(|rings| rings[1].size > 0)
     });
+}
+
+/// The kernel counts those of one connection.
+#[test]
+fn retransmits_do_not_shrink_when_a_channel_is_connected_again() {
+    let Some(hosts) = Hosts::new() else { return };
+    let builder = || Endpoint::builder().secret("correct horse").channels(1).threads(1);
+    let near = hosts.on(0, || builder().build()).unwrap();
+    let far = hosts.on(1, || builder().listen(Hosts::listen()).build()).unwrap();
+    let peer = hosts.on(0, || near.connect(Hosts::listen(), LIMIT)).unwrap();
+    let (source, target) = (near.register(vec![7; BYTES]).unwrap(), far.alloc_host(BYTES).unwrap());
+    let write = || peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    assert_eq!(write().wait(LIMIT), Ok(BYTES as u64));
+    let channel = || sample(&near).channels.remove(0);
+    let before = channel();
+    assert_eq!(before.reconnects, 0);
+    // The far host drops what is sent to it.
+    hosts.set(1, "addr del 10.214.0.2/24 dev fw0");
+    let write = write();
+    until("a retransmitted packet", || channel().retransmits > before.retransmits);
+    let mut last = channel();
+    let mut grows = || {
+        let now = channel();
+        assert!(now.retransmits >= last.retransmits, "{now:?} after {last:?}");
+        last = now;
+    };
+    until("a lost channel", || {
+        grows();
+        sample(&near).lost_channels > 0
+    });
+    hosts.set(1, "addr add 10.214.0.2/24 dev fw0");
+    until("another connection", || {
+        grows();
+        channel().reconnects > 0 && channel().alive
+    });
+    assert_eq!(write.wait(LIMIT), Ok(BYTES as u64));
+    grows();
 }
