@@ -57,7 +57,7 @@ impl fmt::Display for MetricsError {
             MetricsError::NotAnAddress { text } => {
                 write!(
                     f,
-                    "\"{text}\" is not an address for metrics: expected ADDR:PORT, PORT, or ADDR:PORT+ for the next free port"
+                    "\"{text}\" is not an address for metrics: expected ADDR:PORT with an IP address, PORT, or ADDR:PORT+ for the next free port"
                 )
             }
             MetricsError::Listen { address, why, in_use } => {
@@ -111,7 +111,13 @@ fn listen(address: SocketAddr, next: bool) -> Result<TcpListener, MetricsError> 
             Ok(listener) => return Ok(listener),
             Err(error) => {
                 let in_use = error.kind() == io::ErrorKind::AddrInUse;
-                last = Some(MetricsError::Listen { address, why: error.to_string(), in_use });
+                let why = match error.kind() {
+                    io::ErrorKind::AddrNotAvailable => {
+                        format!("{error}; no NIC of this host has the address")
+                    }
+                    _ => error.to_string(),
+                };
+                last = Some(MetricsError::Listen { address, why, in_use });
                 if !in_use {
                     break;
                 }

@@ -1,8 +1,8 @@
 //! Writes the page: readers of its file see the old page or the new one, never a part.
 
-use std::fs::{self, Permissions};
+use std::fs::{self, File};
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::exit::{Failure, Outcome};
@@ -40,8 +40,9 @@ pub fn replace(out: &Path, page: &str) -> Outcome {
     };
     let written = || {
         let mut builder = tempfile::Builder::new();
-        builder.prefix(".ferrywire-report-").permissions(Permissions::from_mode(MODE));
-        let mut file = builder.tempfile_in(folder)?;
+        let open = |path: &Path| File::options().write(true).create_new(true).mode(MODE).open(path);
+        // `tempfile_in` would put its own path into an error.
+        let mut file = builder.prefix(".ferrywire-report-").make_in(folder, open)?;
         file.write_all(page.as_bytes())?;
         file.as_file().sync_all()?;
         file.persist(&target).map_err(|error| error.error)

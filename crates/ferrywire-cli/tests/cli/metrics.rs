@@ -262,6 +262,7 @@ fn a_port_in_use_and_no_address_are_errors_and_plus_takes_the_next_port() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("cannot serve metrics at 192.0.2.1:9400: ") && !said.contains("9401"), "{said}");
+    assert!(said.contains("no NIC of this host has the address"), "{said}");
     let output = run("bench --memory host --sizes 4K --iters 1 --metrics nowhere");
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("\"nowhere\" is not an address for metrics"));
