@@ -7,6 +7,7 @@
 
 use std::fs;
 use std::io::{self, Read, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -97,7 +98,7 @@ fn sockets(folder: &Path) -> Vec<PathBuf> {
 }
 
 fn answer(mut stream: &UnixStream) -> io::Result<()> {
-    let reader = rustix::net::sockopt::socket_peercred(stream)?.uid.as_raw();
+    let reader = credentials(stream)?.uid;
     if reader != user() && reader != 0 {
         return Ok(());
     }
@@ -127,7 +128,8 @@ pub struct Failure {
     pub why: String,
 }
 
-/// Samples of all processes of this host that use ferrywire: those of this user, for root those of every user.
+/// Samples of all processes of this host that use ferrywire: those of this user, for root those of every user. A process
+/// with several libraries of ferrywire has a sample of each.
 pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
     let (mut samples, mut failures) = (Vec::new(), Vec::new());
     for folder in folders() {
@@ -140,7 +142,7 @@ pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
             }
         }
     }
-    samples.sort_by_key(|sample| sample.pid);
+    samples.sort_by_cached_key(|sample| (sample.pid, sample.reader_pid, sample.face.clone()));
     (samples, failures)
 }
 
@@ -169,17 +171,36 @@ fn connect(path: &Path) -> io::Result<UnixStream> {
 
 fn read(path: &Path) -> io::Result<ProcessSample> {
     let mut stream = connect(path)?;
+    let reader_pid = u32::try_from(credentials(&stream)?.pid).unwrap_or(0);
     let end = Instant::now() + ANSWER_TIMEOUT;
     let (mut bytes, mut part) = (Vec::new(), [0; 64 << 10]);
     loop {
         stream.set_read_timeout(Some(left(end)?))?;
         let got = stream.read(&mut part)?;
         if got == 0 {
-            return Ok(serde_json::from_slice(&bytes)?);
+            let sample = serde_json::from_slice(&bytes)?;
+            return Ok(ProcessSample { socket: path.display().to_string(), reader_pid, ..sample });
         }
         bytes.extend_from_slice(&part[..got]);
         if bytes.len() > ANSWER_BYTES_MAX {
             return Err(io::Error::other(format!("the answer is longer than {ANSWER_BYTES_MAX} bytes")));
         }
     }
+}
+
+/// The kernel's record of the process at the other end. Its `pid` is 0 if this process does not see that process.
+fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
+    let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `bytes` bytes to `found`, whose fields are numbers.
+    let result = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut bytes,
+        )
+    };
+    if result == 0 { Ok(found) } else { Err(io::Error::last_os_error()) }
 }

@@ -160,14 +160,17 @@ pub fn process() -> ProcessSample {
     if !closed.peer.is_empty() {
         peers.push(closed);
     }
+    let (cpu_s, ended_cpu_s) = cpu_seconds();
     ProcessSample {
         pid: std::process::id(),
         program: program(),
         face: FACE.get().copied().unwrap_or("rust").into(),
         at_s: now(),
-        cpu_s: cpu_seconds(),
+        cpu_s,
+        ended_cpu_s,
         auth_failures: AUTH_FAILURES.load(Ordering::Relaxed),
         peers,
+        ..ProcessSample::default()
     }
 }
 
@@ -184,12 +187,12 @@ fn now() -> f64 {
 /// CPU time of threads that have ended, in nanoseconds.
 static ENDED_NS: Mutex<u64> = Mutex::new(0);
 
-/// CPU time of the threads of this process whose name begins with `ferrywire`.
-fn cpu_seconds() -> f64 {
+/// CPU time of the threads of this process whose name begins with `ferrywire`: of all, and of those that have ended.
+fn cpu_seconds() -> (f64, f64) {
     let ended = ENDED_NS.lock().unwrap_or_else(PoisonError::into_inner);
-    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return 0.0 };
-    let live: u64 = tasks.flatten().filter_map(|task| cpu_ns_of(&task.path())).sum();
-    (*ended + live) as f64 / 1e9
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let live: u64 = tasks.filter_map(|task| cpu_ns_of(&task.path())).sum();
+    ((*ended + live) as f64 / 1e9, *ended as f64 / 1e9)
 }
 
 /// Keeps the CPU time of the calling thread, which is about to end: without this the sum would shrink.

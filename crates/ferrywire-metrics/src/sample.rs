@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A process that uses ferrywire.
+/// A library of ferrywire in a process. A process may have several: a Python program whose NCCL uses the plugin has two.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ProcessSample {
@@ -17,12 +17,20 @@ pub struct ProcessSample {
     pub face: String,
     /// Seconds since an arbitrary moment of the host, for rates between two samples.
     pub at_s: f64,
-    /// CPU seconds of ferrywire's own threads that still run.
+    /// CPU seconds of ferrywire's own threads: of all libraries those that run, and of this library those that have ended.
     pub cpu_s: f64,
+    /// Those of `cpu_s` whose threads have ended.
+    pub ended_cpu_s: f64,
     /// Sessions refused because the peer did not prove the secret.
     pub auth_failures: u64,
     /// The connected peers of all endpoints, and one named `closed` with the counts of those that are gone.
     pub peers: Vec<PeerSample>,
+    /// Name of the socket that gave the sample: a library in a process has one, and another library has another one.
+    #[serde(skip)]
+    pub socket: String,
+    /// Process id in the PID namespace of the reader; 0 if the process is in none that the reader sees.
+    #[serde(skip)]
+    pub reader_pid: u32,
 }
 
 /// A peer of an endpoint.

@@ -47,8 +47,7 @@ fn watch(plan: &WatchPlan, screen: bool) -> Outcome {
             return Ok(());
         }
         let (now, unread) = processes();
-        let rates: Vec<ProcessRates> =
-            now.iter().map(|process| ProcessRates::between(&before, process)).collect();
+        let rates = ProcessRates::of_all(&before, &now);
         let text = if plan.json { json(&rates, &unread) } else { text(&rates, &unread, plan) };
         exit::print(&if screen { format!("{CLEAR_SCREEN}{text}") } else { text })?;
         if plan.once {
@@ -98,13 +97,16 @@ const COLUMNS: [&str; 11] =
 fn table(rates: &[ProcessRates], verbose: bool) -> Table {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING).set_header(COLUMNS);
-    for process in rates {
-        let program = format!("{} ({})", sanitize::line(&process.program), sanitize::line(&process.face));
+    for (process, face) in
+        rates.iter().flat_map(|process| process.faces.iter().map(move |face| (process, face)))
+    {
+        let program = format!("{} ({})", sanitize::line(&process.program), sanitize::line(face));
         let pid = process.pid.to_string();
-        if process.paths.is_empty() {
+        let paths: Vec<&PathRates> = process.paths.iter().filter(|path| path.face == *face).collect();
+        if paths.is_empty() {
             table.add_row([pid.as_str(), &program, "no peer", "", "", "", "", "", "", "", ""]);
         }
-        for path in &process.paths {
+        for path in paths {
             table.add_row(row(&pid, &program, path));
             for channel in path.channels.iter().filter(|_| verbose) {
                 let state = if channel.alive {

@@ -1,5 +1,8 @@
 //! Rates between two samples of a process.
 //!
+//! A process has a sample of each library of ferrywire in it, such as the Python module and the NCCL plugin. It is one
+//! process here, whose rows name the face.
+//!
 //! Invariant: a peer or channel that is not in the earlier sample has rates of zero, and no rate is negative.
 
 use std::collections::BTreeMap;
@@ -14,8 +17,11 @@ pub struct ProcessRates {
     pub pid: u32,
     /// Name of the program.
     pub program: String,
-    /// How the program uses ferrywire.
+    /// How the program uses ferrywire; several faces are separated by `+`.
     pub face: String,
+    /// The faces, also those without a peer.
+    #[serde(skip)]
+    pub faces: Vec<String>,
     /// Cores that ferrywire's own threads use.
     pub cpu_cores: f64,
     /// Connected peers, with a row for each NIC.
@@ -25,6 +31,8 @@ pub struct ProcessRates {
 /// The channels of one peer over one NIC.
 #[derive(Debug, Serialize)]
 pub struct PathRates {
+    /// The face that connected the peer.
+    pub face: String,
     /// The peer.
     pub peer: String,
     /// The local NIC.
@@ -67,25 +75,53 @@ pub struct ChannelRates {
 }
 
 impl ProcessRates {
-    /// The rates of a process since the earlier samples.
-    pub fn between(before: &[ProcessSample], now: &ProcessSample) -> ProcessRates {
-        let before = before.iter().find(|process| process.pid == now.pid && process.program == now.program);
-        let seconds = before.map_or(0.0, |before| now.at_s - before.at_s);
-        let per_s = |grown: f64| if seconds > 0.0 { grown.max(0.0) / seconds } else { 0.0 };
-        let mut paths = Vec::new();
-        // A peer that is gone has no rate.
-        for peer in now.peers.iter().filter(|peer| !peer.transport.is_empty()) {
-            let before = before.and_then(|before| before.peers.iter().find(|old| same(old, peer)));
-            paths.extend(paths_of(before, peer, &per_s));
+    /// The rates of all processes since the earlier samples.
+    pub fn of_all(before: &[ProcessSample], now: &[ProcessSample]) -> Vec<ProcessRates> {
+        let mut processes: Vec<Vec<&ProcessSample>> = Vec::new();
+        for sample in now {
+            let is_same = |process: &&mut Vec<&ProcessSample>| {
+                sample.reader_pid != 0 && process[0].reader_pid == sample.reader_pid
+            };
+            match processes.iter_mut().find(is_same) {
+                Some(process) => process.push(sample),
+                None => processes.push(vec![sample]),
+            }
         }
-        ProcessRates {
-            pid: now.pid,
-            program: now.program.clone(),
-            face: now.face.clone(),
-            cpu_cores: per_s(now.cpu_s - before.map_or(now.cpu_s, |before| before.cpu_s)),
-            paths,
-        }
+        processes.iter().map(|now| ProcessRates::between(before, now)).collect()
     }
+
+    /// The rates of the process with these samples.
+    fn between(before: &[ProcessSample], now: &[&ProcessSample]) -> ProcessRates {
+        let earlier = |now: &ProcessSample| before.iter().find(|before| before.socket == now.socket);
+        let mut paths = Vec::new();
+        for now in now {
+            let before = earlier(now);
+            let per_s = |grown: f64| per_s(grown, before.map_or(0.0, |before| now.at_s - before.at_s));
+            // A peer that is gone has no rate.
+            for peer in now.peers.iter().filter(|peer| !peer.transport.is_empty()) {
+                let before = before.and_then(|before| before.peers.iter().find(|old| same(old, peer)));
+                paths.extend(paths_of(&now.face, before, peer, &per_s));
+            }
+        }
+        // A library that was loaded meanwhile brings the time of its threads that have ended.
+        let before: Option<Vec<_>> = now.iter().map(|now| earlier(now)).collect();
+        let cpu_cores =
+            before.map_or(0.0, |before| per_s(cpu_s(now) - cpu_s(&before), now[0].at_s - before[0].at_s));
+        let mut faces: Vec<String> = now.iter().map(|now| now.face.clone()).collect();
+        faces.dedup();
+        let (pid, program) = (now[0].pid, now[0].program.clone());
+        ProcessRates { pid, program, face: faces.join("+"), faces, cpu_cores, paths }
+    }
+}
+
+fn per_s(grown: f64, seconds: f64) -> f64 {
+    if seconds > 0.0 { grown.max(0.0) / seconds } else { 0.0 }
+}
+
+/// CPU seconds of a process: each of its libraries counts all threads that run, and its own that have ended.
+fn cpu_s(samples: &[&ProcessSample]) -> f64 {
+    let running = samples.iter().map(|each| each.cpu_s - each.ended_cpu_s).fold(0.0, f64::max);
+    running + samples.iter().map(|each| each.ended_cpu_s).sum::<f64>()
 }
 
 fn same(a: &PeerSample, b: &PeerSample) -> bool {
@@ -96,7 +132,12 @@ fn ended(peer: &PeerSample) -> u64 {
     peer.operations.iter().map(|kind| kind.completed + kind.failed).sum()
 }
 
-fn paths_of(before: Option<&PeerSample>, now: &PeerSample, per_s: &dyn Fn(f64) -> f64) -> Vec<PathRates> {
+fn paths_of(
+    face: &str,
+    before: Option<&PeerSample>,
+    now: &PeerSample,
+    per_s: &dyn Fn(f64) -> f64,
+) -> Vec<PathRates> {
     let mut nics: BTreeMap<&str, Vec<ChannelRates>> = BTreeMap::new();
     for channel in &now.channels {
         let before = before.and_then(|peer| peer.channels.iter().find(|old| old.channel == channel.channel));
@@ -114,6 +155,7 @@ fn paths_of(before: Option<&PeerSample>, now: &PeerSample, per_s: &dyn Fn(f64) -
     }
     let operations = ended(now).saturating_sub(before.map_or(ended(now), ended)) as f64;
     let rows = nics.into_iter().enumerate().map(|(index, (nic, channels))| PathRates {
+        face: face.to_owned(),
         peer: now.peer.clone(),
         nic: nic.to_owned(),
         transport: now.transport.clone(),

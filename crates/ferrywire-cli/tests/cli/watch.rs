@@ -1,5 +1,6 @@
 //! `ferrywire watch`: what it sees of other processes.
 
+use std::collections::BTreeSet;
 use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -9,13 +10,28 @@ use serde_json::Value;
 use crate::common::{GRACE, Serve, ferrywire, json, run, run_within, text};
 use crate::nccl;
 
-/// The process with this id, in the output of `watch --once --json`.
-fn watched(pid: u32) -> Option<Value> {
+/// The processes in the output of `watch --once --json`.
+fn all_watched() -> Vec<Value> {
     let output = run("watch --once --json --interval 0.3");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let json = json(&output);
     assert_eq!(json["schema"], 1);
-    json["processes"].as_array().expect("processes").iter().find(|process| process["pid"] == pid).cloned()
+    json["processes"].as_array().expect("processes").clone()
+}
+
+/// The process with this id among them.
+fn watched(pid: u32) -> Option<Value> {
+    all_watched().into_iter().find(|process| process["pid"] == pid)
+}
+
+/// Whether a process is this one's child, or a child's child.
+fn is_below(mut pid: u64, ancestor: u32) -> bool {
+    while pid > 1 && pid != u64::from(ancestor) {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let parent = stat.rsplit_once(") ").and_then(|(_, rest)| rest.split(' ').nth(1)?.parse().ok());
+        pid = parent.unwrap_or(0);
+    }
+    pid == u64::from(ancestor)
 }
 
 #[test]
@@ -84,6 +100,49 @@ fn an_nccl_plugin_is_seen_in_the_program_that_loaded_it() {
     assert_eq!((&path["nic"], &path["transport"]), (&"lo".into(), &"tcp".into()));
     assert!(path["rx_gb_per_s"].as_f64().expect("a rate") > 0.0, "{path}");
     assert!(path["operations_per_s"].as_f64().expect("a rate") > 0.0, "{path}");
+}
+
+/// The command's engine uses the NCCL plugin here, as a Python program may do beside its own engine.
+#[test]
+fn a_process_with_two_libraries_of_ferrywire_is_one_process_with_both_faces() {
+    let plugin = nccl::library();
+    let mut bench = ferrywire(&format!(
+        "bench --memory host --transport plugin --plugin {} --sizes 1M --seconds 60",
+        plugin.display()
+    ));
+    bench.env("NCCL_SOCKET_IFNAME", "lo").stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = bench.spawn().expect("it starts");
+    // Bytes of a face of a process, also if the process is listed more than once.
+    let moved = |ends: &[Value], pid: u64, face: &str| {
+        let paths = ends.iter().filter(|end| end["pid"] == pid).flat_map(|end| end["paths"].as_array());
+        let rate = |path: &Value, field: &str| path[field].as_f64().expect("a rate");
+        let of_face = paths.flatten().filter(|path| path["face"] == face);
+        of_face.map(|path| rate(path, "tx_gb_per_s") + rate(path, "rx_gb_per_s")).sum::<f64>()
+    };
+    let until = Instant::now() + GRACE;
+    let (ends, pids) = loop {
+        let mut ends = all_watched();
+        ends.retain(|process| is_below(process["pid"].as_u64().expect("an id"), child.id()));
+        let pids: BTreeSet<u64> = ends.iter().filter_map(|end| end["pid"].as_u64()).collect();
+        // Two ends, which carry the payload over the plugin and their own words over the engine's channels.
+        let faces = |pid: &u64| moved(&ends, *pid, "command") > 0.0 && moved(&ends, *pid, "nccl") > 0.001;
+        if pids.len() == 2 && pids.iter().all(faces) {
+            break (ends, pids);
+        }
+        assert!(Instant::now() < until && child.try_wait().expect("it runs").is_none(), "{ends:?}");
+    };
+    let shown = text(&run("watch --once --interval 0.3").stdout);
+    child.kill().expect("it runs");
+    child.wait().expect("it ends");
+    assert_eq!(ends.len(), pids.len(), "each is listed once: {ends:?}");
+    for end in &ends {
+        assert_eq!(end["face"], "command+nccl", "{end}");
+        for face in ["command", "nccl"] {
+            let begin = format!(" {} ", end["pid"]);
+            let is_its = |line: &str| line.starts_with(&begin) && line.contains(&format!("({face})"));
+            assert!(shown.lines().any(is_its), "no {face} of {begin}in\n{shown}");
+        }
+    }
 }
 
 #[test]
