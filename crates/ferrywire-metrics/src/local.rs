@@ -19,6 +19,8 @@ use crate::registry;
 use crate::sample::ProcessSample;
 
 const PREFIX: &str = "ferrywire-";
+/// Why a folder is not used.
+const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; remove it";
 /// Longest time that a reader may take for an answer, and that `watch` waits for one.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest answer that a reader accepts, in bytes.
@@ -55,7 +57,7 @@ fn open() -> io::Result<()> {
         _ => {}
     }
     if !is_private(&folder, user()) {
-        let why = format!("{} is not a folder that only this user can enter", folder.display());
+        let why = format!("{}: {NOT_PRIVATE}", folder.display());
         return Err(io::Error::other(why));
     }
     remove_stale(&folder);
@@ -119,10 +121,10 @@ fn left(end: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// A process that has a socket and did not answer.
+/// A process that has a socket and did not answer, or a folder in which no process can have one.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// The socket.
+    /// The socket, or the folder.
     pub path: PathBuf,
     /// Why there is no sample.
     pub why: String,
@@ -132,7 +134,12 @@ pub struct Failure {
 /// with several libraries of ferrywire has a sample of each.
 pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
     let (mut samples, mut failures) = (Vec::new(), Vec::new());
-    for folder in folders() {
+    for (user, folder) in folders() {
+        // A folder that another user could write to may hold sockets of any program.
+        if !is_private(&folder, user) {
+            failures.push(Failure { path: folder, why: NOT_PRIVATE.into() });
+            continue;
+        }
         for path in sockets(&folder) {
             match read(&path) {
                 Ok(sample) => samples.push(sample),
@@ -146,16 +153,17 @@ pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
     (samples, failures)
 }
 
-fn folders() -> Vec<PathBuf> {
+/// The folders that are there, with their users.
+fn folders() -> Vec<(u32, PathBuf)> {
     let own = user();
     if own != 0 {
-        return vec![folder_of(own)].into_iter().filter(|folder| is_private(folder, own)).collect();
+        let there = |folder: &(u32, PathBuf)| fs::symlink_metadata(&folder.1).is_ok();
+        return vec![(own, folder_of(own))].into_iter().filter(there).collect();
     }
     let entries = fs::read_dir("/tmp").into_iter().flatten().flatten();
     let users =
         entries.filter_map(|entry| entry.file_name().to_str()?.strip_prefix(PREFIX)?.parse::<u32>().ok());
-    // A folder that another user could write to may hold sockets of any program.
-    users.filter(|user| is_private(&folder_of(*user), *user)).map(folder_of).collect()
+    users.map(|user| (user, folder_of(user))).collect()
 }
 
 /// Connects without waiting for a process that is stopped and whose queue is full.

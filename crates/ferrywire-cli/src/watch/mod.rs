@@ -76,9 +76,9 @@ fn json(rates: &[ProcessRates], unread: &[Unread]) -> String {
 
 fn text(rates: &[ProcessRates], unread: &[Unread], plan: &WatchPlan) -> String {
     let mut text = String::new();
-    if rates.is_empty() {
+    if rates.is_empty() && unread.is_empty() {
         text += "no process of this user uses ferrywire now (root sees those of all users)\n";
-    } else {
+    } else if !rates.is_empty() {
         text += &format!("{}\n", table(rates, plan.verbose));
     }
     for failure in unread {

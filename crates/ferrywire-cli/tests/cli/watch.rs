@@ -155,6 +155,22 @@ fn none_is_said_and_is_no_failure() {
     assert!(text(&output.stdout).starts_with("no process of this user uses ferrywire now"));
 }
 
+/// The folder of root, in a mount namespace of its own, is a file: no process could have a socket there.
+#[test]
+fn a_folder_that_cannot_hold_sockets_is_named() {
+    let look = format!(
+        "mount -t tmpfs tmpfs /tmp && touch /tmp/ferrywire-0 && exec {} watch --once --interval 0.1",
+        env!("CARGO_BIN_EXE_ferrywire")
+    );
+    let mut command = Command::new("unshare");
+    let output = command.args(["--user", "--map-root-user", "--mount", "sh", "-c", &look]).output();
+    let output = output.expect("unshare runs");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let said = text(&output.stdout);
+    assert!(said.starts_with("no answer from /tmp/ferrywire-0: not a folder "), "{said}");
+    assert!(!said.contains("no process"), "{said}");
+}
+
 /// Another program of the user may have a socket there that never stops to answer.
 #[test]
 fn an_answer_without_an_end_is_an_error_of_that_process_alone() {
