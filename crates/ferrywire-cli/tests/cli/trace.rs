@@ -148,6 +148,8 @@ fn a_trace_has_all_bytes_of_a_gpu_and_the_stages_of_each_channel_at_both_ends() 
         }
         let of_socket = events.iter().filter(|event| event["ph"] == "X" && name(event) == "socket");
         assert!(of_socket.map(bytes).sum::<u64>() >= BYTES);
+        let mut of_copies = events.iter().filter(|event| event["ph"] == "X" && name(event) != "socket");
+        assert!(of_copies.all(|event| event["args"]["bytes"].is_null()), "the bytes of a copy are unknown");
     }
 }
 

@@ -119,7 +119,7 @@ impl Row {
         Row { stage, number, ..self }
     }
 
-    /// Records a stage that began at `since` and ends now; `bytes` is 0 if unknown.
+    /// Records a stage that began at `since` and ends now; `bytes` counts for sockets alone.
     #[inline]
     pub fn ends(self, since: Instant, bytes: usize) {
         if is_on() {

@@ -187,8 +187,13 @@ impl TraceFile {
                 let _ = write!(
                     text,
                     ",\n{{\"name\":\"{name}\",\"cat\":\"stage\",\"ph\":\"X\",\"pid\":{process},\"tid\":{tid},\
-                     \"ts\":{ts},\"dur\":{dur},\"args\":{{\"channel\":{number},\"bytes\":{bytes}}}}}"
+                     \"ts\":{ts},\"dur\":{dur},\"args\":{{\"channel\":{number}"
                 );
+                // Copies overlap, and a wait moves nothing.
+                if let Stage::Socket(_) = row.stage {
+                    let _ = write!(text, ",\"bytes\":{bytes}");
+                }
+                text.push_str("}}");
                 return;
             }
         };
