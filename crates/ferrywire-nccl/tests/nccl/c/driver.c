@@ -797,18 +797,22 @@ int sched_getaffinity(pid_t thread, size_t size, cpu_set_t *set)
     return 0;
 }
 
-static int movers(void)
+/* Threads of the plugin; all others but this one are counted in `unnamed`. */
+static int movers(int *unnamed)
 {
     int count = 0;
+    *unnamed = -1;
     DIR *tasks = opendir("/proc/self/task");
     CHECK(tasks);
     for (struct dirent *task; (task = readdir(tasks));) {
         char name[300], text[32] = "";
         snprintf(name, sizeof name, "/proc/self/task/%s/comm", task->d_name);
-        FILE *file = fopen(name, "r");
-        count += file && fgets(text, sizeof text, file) && !strncmp(text, "ferrywire-", 10);
-        if (file)
-            fclose(file);
+        FILE *file = task->d_name[0] == '.' ? NULL : fopen(name, "r");
+        if (!file)
+            continue;
+        if (fgets(text, sizeof text, file))
+            *(strncmp(text, "ferrywire-", 10) ? unnamed : &count) += 1;
+        fclose(file);
     }
     closedir(tasks);
     return count;
@@ -820,15 +824,12 @@ static int movers_for_one_more(struct net *net)
     message(net, pair, 1000000, 1000000, 1);
     pair_close(net, pair);
     /* A new thread has its starter's name until it first runs. Counted too early, a thread was missed on a busy host. */
-    int seen = movers();
-    for (int same = 0; same < 30; same++) {
-        usleep(10000);
-        int now = movers();
-        if (now != seen)
-            same = 0;
-        seen = now;
+    int unnamed, count = movers(&unnamed);
+    for (time_t start = time(NULL); unnamed > 0; count = movers(&unnamed)) {
+        CHECK(time(NULL) - start < 60);
+        usleep(1000);
     }
-    return seen;
+    return count;
 }
 
 /* One process with several ranks of a communicator, each with a GPU, starts threads for each rank. */
