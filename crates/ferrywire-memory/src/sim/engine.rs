@@ -114,6 +114,11 @@ impl Engine {
         self.work.notify_all();
     }
 
+    /// Whether an item of any queue is enqueued or runs.
+    pub fn has_work(&self) -> bool {
+        self.lock().queues.values().any(|queue| queue.running || !queue.items.is_empty())
+    }
+
     /// Makes the thread check its queues again: an event may have completed.
     pub fn wake(&self) {
         // After this lock, a thread that has just checked its queues is waiting and receives the signal.

@@ -148,6 +148,12 @@ impl SimGpu {
         self.engine.set_stall(stall);
     }
 
+    /// Whether an operation of any stream is enqueued or runs. While the GPU is stalled, a test learns from this that a copy
+    /// waits for the GPU.
+    pub fn has_work(&self) -> bool {
+        self.engine.has_work()
+    }
+
     /// Copies device memory to the host, and waits.
     pub fn read_to_vec(self: &Arc<Self>, source: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut out = vec![0; bytes];

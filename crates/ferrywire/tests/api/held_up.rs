@@ -222,21 +222,19 @@ fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
     let source = pair.ends[1].register(vec![5; 64]).unwrap();
     pair.far.send(3, &source, 0, 64).unwrap().wait(LIMIT).unwrap();
     gpu.set_stall(true);
-    let (clone, [begins, goes_on]) = (target.clone(), [false; 2].map(AtomicBool::new));
+    let (clone, goes_on) = (target.clone(), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            begins.store(true, Ordering::SeqCst);
-            pair.near.recv(3, &clone, 0, 64).unwrap().wait(LIMIT)
-        });
-        // Until it writes, as far as this thread can see.
-        while !begins.load(Ordering::SeqCst) {
+        scope.spawn(|| pair.near.recv(3, &clone, 0, 64).unwrap().wait(LIMIT));
+        let begun = Instant::now();
+        while !gpu.has_work() {
+            assert!(begun.elapsed() < LIMIT, "the message is not written");
             std::thread::yield_now();
         }
-        std::thread::sleep(Duration::from_millis(300));
         let deregistering = scope.spawn(|| {
             target.deregister().unwrap();
             assert!(goes_on.load(Ordering::SeqCst), "the GPU has still to write");
         });
+        // A deregistration that does not wait returns within this time.
         std::thread::sleep(Duration::from_millis(300));
         goes_on.store(true, Ordering::SeqCst);
         gpu.set_stall(false);
