@@ -1,6 +1,6 @@
 //! Adversarial acceptors: what a connecting endpoint must withstand from the end that answers.
 
-use super::evil::{Evil, dial, goodbye};
+use super::evil::{Evil, dial, goodbye, hear_frame};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, SECRET, eventually};
 use crate::{ConnectError, Endpoint, Error};
@@ -30,16 +30,6 @@ fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>)
             return (stream, None);
         }
     }
-}
-
-/// Reads the next frame of a control connection.
-fn hear_frame(control: &mut TcpStream, secure: &mut Secure) -> Frame<ControlMessage> {
-    let mut incoming = vec![0; 2];
-    control.read_exact(&mut incoming).unwrap();
-    let len = usize::from(u16::from_le_bytes([incoming[0], incoming[1]]));
-    incoming.resize(2 + len, 0);
-    control.read_exact(&mut incoming[2..]).unwrap();
-    Frame::decode(&secure.open(&mut incoming).unwrap().expect("a whole frame")).unwrap()
 }
 
 /// Reads the announcement of the next data connection: channel, generation and source.
@@ -256,9 +246,11 @@ fn one_path_to_another_host_does_not_end_a_session() {
     let (mut streams, listener) = acceptor.join().unwrap();
     refuse(&desk, RefusalCode::UnknownSession, "that is somebody else");
     streams[0].shutdown(Shutdown::Both).unwrap();
-    assert!(answer(&listener, &desk).1.is_none());
-    // The other path is slower to answer than the refusal is to be heard.
-    thread::sleep(Duration::from_millis(300));
+    let (mut refused, outcome) = answer(&listener, &desk);
+    assert!(outcome.is_none(), "{outcome:?}");
+    // The other path answers after the refusal was heard: the end that dialled closes the refused connection then.
+    refused.set_read_timeout(Some(LIMIT)).unwrap();
+    assert_eq!(refused.read_to_end(&mut Vec::new()).unwrap(), 0);
     desk.desk().refuse = None;
     let (stream, outcome) = answer(&listener, &desk);
     assert!(matches!(outcome, Some(Outcome::Control(_))), "{outcome:?}: {:?}", peer.error());

@@ -171,13 +171,13 @@ fn the_last_generation_of_a_channel_is_not_taken() {
     evil.data[0].stream.shutdown(Shutdown::Both).unwrap();
     eventually("the channel is lost", || !evil.here.stats().lost_channels.is_empty());
     evil.say(&fence(0, 0));
-    thread::sleep(Duration::from_millis(100));
+    evil.is_heard();
     // After the last generation there is no other number, and each is used once.
     let last = channel(evil.address, &evil.established, 0, u32::MAX);
     if let Ok(stream) = last {
         let _ = stream.shutdown(Shutdown::Both);
         evil.say(&fence(0, u32::MAX));
-        thread::sleep(Duration::from_millis(200));
+        evil.is_heard();
         assert!(channel(evil.address, &evil.established, 0, 0).is_err(), "generation 0 came again");
     }
     evil.control.shutdown(Shutdown::Both).unwrap();

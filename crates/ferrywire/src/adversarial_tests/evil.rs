@@ -101,6 +101,16 @@ fn read_frame(stream: &mut TcpStream) -> Option<(Header, Vec<u8>)> {
     Some((header, body))
 }
 
+/// Reads the next frame of a control connection.
+pub(super) fn hear_frame(control: &mut TcpStream, secure: &mut Secure) -> Frame<ControlMessage> {
+    let mut incoming = vec![0; 2];
+    control.read_exact(&mut incoming).unwrap();
+    let len = usize::from(u16::from_le_bytes([incoming[0], incoming[1]]));
+    incoming.resize(2 + len, 0);
+    control.read_exact(&mut incoming[2..]).unwrap();
+    Frame::decode(&secure.open(&mut incoming).unwrap().expect("a whole frame")).unwrap()
+}
+
 pub(super) struct Evil {
     pub address: SocketAddr,
     pub control: TcpStream,
@@ -181,6 +191,11 @@ impl Evil {
 
     pub fn secure(&mut self) -> &mut Secure {
         &mut self.established.secure
+    }
+
+    /// Waits until the victim has acted on all that was said.
+    pub fn is_heard(&mut self) {
+        while hear_frame(&mut self.control, &mut self.established.secure).received < self.said {}
     }
 
     /// Waits until the victim has lost the channel, and checks the reason.
