@@ -205,24 +205,37 @@ fn held() -> (usize, usize, usize) {
     (count("/proc/self/task"), count("/proc/self/fd"), gpus)
 }
 
+/// The names of this process's threads.
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("of this process").flatten();
+    tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect()
+}
+
 /// In whatever phase it fails. Alone in its process: others' threads would be counted too.
 #[test]
 fn a_phase_that_fails_leaves_nothing_behind() {
     compile::alone("orchestrator::a_phase_that_fails_leaves_nothing_behind", || {
+        let others = threads();
         // Whatever is made once and stays.
         drop((listening(2), connecting(2).each("", LONG, |_, endpoint| endpoint.alloc_sim(0, 64)).is_ok()));
-        let settled = |what: &str, before: Option<(usize, usize, usize)>| {
-            let since = Instant::now();
-            let mut now = held();
-            while before.map_or(now.2 > 0 || since.elapsed() < Duration::from_secs(1), |before| now != before)
-            {
-                assert!(since.elapsed() < LONG, "{what}: threads, descriptors, GPUs {now:?}, not {before:?}");
-                std::thread::sleep(Duration::from_millis(20));
-                now = held();
-            }
-            now
+        // The threads of the process stay, which drop owners of memory and answer `ferrywire watch`; others end.
+        let stays = |name: &String| {
+            ["ferrywire-own\n", "ferrywire-watch\n"].contains(&name.as_str()) || others.contains(name)
         };
-        let before = settled("at first", None);
+        let until = |what: &str, holds: &dyn Fn() -> bool| {
+            let since = Instant::now();
+            while !holds() {
+                assert!(
+                    since.elapsed() < LONG,
+                    "{what}: threads, descriptors, GPUs {:?}, {:?}",
+                    held(),
+                    threads()
+                );
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        };
+        until("at first", &|| held().2 == 0 && threads().iter().all(stays));
+        let before = held();
         let taken = TcpListener::bind(loopback(0)).expect("a port");
         let port = taken.local_addr().expect("it has one");
         let phases: [(&str, &dyn Fn()); 6] = [
@@ -265,7 +278,7 @@ fn a_phase_that_fails_leaves_nothing_behind() {
         let with_port = (before.0, before.1 + 1, before.2);
         for (name, fail) in phases {
             fail();
-            settled(name, Some(with_port));
+            until(name, &|| held() == with_port);
         }
     });
 }
