@@ -1,6 +1,6 @@
 //! Two endpoints of one process, connected over loopback, whose payload goes over the simulated plugin.
 
-use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Region};
+use ferrywire::{Builder, ConnectError, Endpoint, Peer, PluginConfig, Region};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -41,6 +41,20 @@ pub fn builder() -> Builder {
 
 pub fn loopback(builder: Builder) -> Builder {
     builder.listen("127.0.0.1:0".parse().unwrap())
+}
+
+/// A connection in whose set-up a call hangs, and the set-up timeout with which `words` of its error came about: an error names
+/// a call that has taken half of the timeout. On a busy machine the timeout may pass before the call is that old: then the
+/// connection is attempted again with a longer timeout.
+pub fn hanging_call(words: &str, attempt: impl Fn(Duration) -> ConnectError) -> (ConnectError, Duration) {
+    for timeout in [2, 6, 18, 54].map(Duration::from_secs) {
+        let error = attempt(timeout);
+        if error.to_string().contains(words) {
+            return (error, timeout);
+        }
+        println!("again, with a longer timeout: {error}");
+    }
+    panic!("no error contains {words:?}");
 }
 
 impl Ends {

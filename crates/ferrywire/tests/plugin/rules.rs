@@ -3,7 +3,7 @@
 
 use crate::case::case;
 use crate::compile::compile_in;
-use crate::ends::{Ends, LIMIT, builder, contents, library, loopback, pattern, plugin};
+use crate::ends::{Ends, LIMIT, builder, contents, hanging_call, library, loopback, pattern, plugin};
 use ferrywire::{Block, BlockList, Endpoint, MemoryLocation, PluginConfig, RemoteRegion};
 use std::path::PathBuf;
 use std::process::Command;
@@ -146,11 +146,14 @@ fn an_accept_that_does_not_end_is_given_up_and_its_listener_stays_open() {
     let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
     // Closing the listener would end the process.
     case!("").with(wait, "3600000000").passes(|| {
-        let end = || builder().channels(1).plugin(plugin().setup_timeout(Duration::from_secs(2)));
-        let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
-        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
-        assert!(error.contains("accept has not ended after 2 s"), "{error}");
-        drop((accepting, connecting));
+        // The endpoints are dropped in each attempt.
+        let (error, timeout) = hanging_call("accept has not ended", |timeout| {
+            let end = || builder().channels(1).plugin(plugin().setup_timeout(timeout));
+            let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
+            connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err()
+        });
+        let told = format!("accept has not ended after {} s", timeout.as_secs());
+        assert!(error.to_string().contains(&told), "{error}");
         while threads().iter().any(|name| name.starts_with("ferrywire-acc")) {
             std::thread::sleep(Duration::from_millis(5));
         }
