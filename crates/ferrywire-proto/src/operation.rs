@@ -78,6 +78,7 @@ impl Pieces {
     }
 
     /// The pieces, in order.
+    #[inline]
     pub fn as_slice(&self) -> &[Piece] {
         match self {
             Pieces::One(piece) => std::slice::from_ref(piece),
@@ -86,6 +87,7 @@ impl Pieces {
     }
 
     /// Total length of the message in bytes.
+    #[inline]
     pub fn total(&self) -> u64 {
         self.as_slice().iter().map(|piece| piece.len).sum()
     }

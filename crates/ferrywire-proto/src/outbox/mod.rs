@@ -578,6 +578,7 @@ impl Chunk {
     }
 
     /// Local `(offset, len)` ranges of the chunk, in order.
+    #[inline]
     pub fn locals<'a>(&self, pieces: &'a [Piece]) -> impl Iterator<Item = (u64, u64)> + use<'a> {
         self.runs(pieces).map(|run| (run.local, run.len))
     }
@@ -595,6 +596,7 @@ impl Chunk {
     }
 
     /// The remote offset of a chunk that is one run; `None` for several runs.
+    #[inline]
     pub fn single(&self, pieces: &[Piece]) -> Option<u64> {
         let piece = pieces.get(self.first as usize)?;
         (piece.len - self.within >= u64::from(self.bytes)).then_some(piece.remote + self.within)
