@@ -130,7 +130,7 @@ impl Transfer {
         let Some(first) = transfers.clone().next() else {
             return Err(Error::invalid("transfers", "the list is empty: give at least one").into());
         };
-        if let Some(other) = transfers.clone().find(|other| !Arc::ptr_eq(first.peer(), other.peer())) {
+        if let Some(other) = transfers.clone().find(|other| !first.has_peer_of(other)) {
             let why = format!(
                 "the transfers are of several peers, {} and {}: give transfers of one peer",
                 first.peer().name(),
@@ -143,12 +143,13 @@ impl Transfer {
         let progress = || {
             transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.progress_counter()))
         };
+        // A caller with many transfers in flight mostly finds an ended one, and then reads no clock.
+        if let Some(at) = ended().or_else(lost) {
+            return Ok(at);
+        }
         let until = (timeout < Duration::MAX).then(|| first.peer().now().saturating_add(timeout));
         let mut before = progress();
         loop {
-            if let Some(at) = ended().or_else(lost) {
-                return Ok(at);
-            }
             let left = until.map_or(Duration::MAX, |until| until.saturating_sub(first.peer().now()));
             if left.is_zero() {
                 first.connection.nudge();
@@ -158,14 +159,17 @@ impl Transfer {
                 };
                 return ended().or_else(lost).ok_or_else(timed_out);
             }
-            let ended = first.connection.wait(
+            let in_time = first.connection.wait(
                 stall_timeout.min(left),
                 |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
                 |handle| transfers.clone().for_each(|transfer| transfer.op.forget_waiter(handle)),
                 || ended().or_else(lost).is_some(),
             );
+            if let Some(at) = ended().or_else(lost) {
+                return Ok(at);
+            }
             let now = progress();
-            if !ended && now == before && stall_timeout <= left {
+            if !in_time && now == before && stall_timeout <= left {
                 return Err(TransferError::Stalled {
                     what: first.describe(),
                     peer: first.peer_named(),
@@ -262,6 +266,11 @@ impl Transfer {
 
     fn peer(&self) -> &Arc<PeerState> {
         &self.connection.state
+    }
+
+    fn has_peer_of(&self, other: &Transfer) -> bool {
+        // Clones of a peer share its connection, so most transfers need one comparison.
+        Arc::ptr_eq(&self.connection, &other.connection) || Arc::ptr_eq(self.peer(), other.peer())
     }
 
     fn peer_named(&self) -> Option<String> {
