@@ -144,7 +144,7 @@ impl Link {
             }
             let refusal =
                 theirs.refused.iter().find(|(each, _)| *each == number).map(|(_, why)| Refusal::parse(*why));
-            delivered(&self.peer, entry, refusal);
+            delivered(&self.peer, &entry, refusal);
         }
         self.peer.history.fences.fetch_add(1, Ordering::Relaxed);
         self.peer.history.resent.fetch_add(again.len() as u64, Ordering::Relaxed);

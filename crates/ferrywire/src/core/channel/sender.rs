@@ -179,22 +179,17 @@ impl Channel {
         if !sender.window.may_acknowledge(count, sender.sent) {
             return Err(broken("the peer acknowledged frames that were not sent"));
         }
-        let copied = self.conn.released() == u64::MAX;
+        let released = self.conn.released();
         while let Some((number, mut entry)) = sender.window.release(count) {
             let end = sender.ends.pop_front().unwrap_or(0);
-            // An entry is large: most are moved from the window to their destination without an intermediate
-            // copy.
-            let mut release = |entry| {
-                if copied {
-                    delivered(&self.peer, entry, None)
-                } else {
-                    sender.unreleased.push_back((end, entry))
-                }
-            };
             if self.payload.acknowledged(&mut entry) {
-                self.payload.finish(number, entry).into_iter().for_each(release)
+                let Some(finished) = self.payload.finish(number, entry) else { continue };
+                entry = finished;
+            }
+            if end <= released && sender.unreleased.is_empty() {
+                delivered(&self.peer, &entry, None);
             } else {
-                release(entry)
+                sender.unreleased.push_back((end, entry));
             }
         }
         self.finish_released();
@@ -215,7 +210,7 @@ impl Channel {
         let released = self.conn.released();
         let unreleased = &mut self.sender.unreleased;
         while let Some((_, entry)) = unreleased.pop_front_if(|(end, _)| *end <= released) {
-            delivered(&self.peer, entry, None);
+            delivered(&self.peer, &entry, None);
         }
     }
 
@@ -555,9 +550,9 @@ impl Sender {
     }
 }
 
-/// Handles a frame that the peer has placed or refused. The frame's token is dropped here, which ends the
-/// operation if no other token is left.
-pub(crate) fn delivered(peer: &PeerState, entry: Entry, refusal: Option<Refusal>) {
+/// Handles a frame that the peer has placed or refused. The caller then drops the frame and its token, which ends
+/// the operation if no other token is left.
+pub(crate) fn delivered(peer: &PeerState, entry: &Entry, refusal: Option<Refusal>) {
     if peer.queue.had(&entry.header) {
         peer.wake_home_worker();
     }
@@ -572,7 +567,9 @@ pub(crate) fn delivered(peer: &PeerState, entry: Entry, refusal: Option<Refusal>
             let bytes = u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None));
             op.count(bytes);
             peer.note_moved(op);
-            if let Some(chunk) = entry.chunk.filter(|_| bytes > 0) {
+            if let Some(chunk) = &entry.chunk
+                && bytes > 0
+            {
                 chunk.placed(Direction::Tx, op.id, bytes);
             }
         }

@@ -209,7 +209,7 @@ impl Channel {
         self.counters.sent_bytes.fetch_add(pass.sent_bytes, Ordering::Relaxed);
         self.counters.received_bytes.fetch_add(pass.received_bytes, Ordering::Relaxed);
         for entry in pass.delivered {
-            delivered(&self.peer, entry, None);
+            delivered(&self.peer, &entry, None);
         }
         let fault = match () {
             () if pass.unreadable.is_some() => FenceCause::SourceUnreadable,
