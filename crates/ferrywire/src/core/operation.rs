@@ -78,7 +78,7 @@ struct End {
     /// `running -> done | failed`.
     state: AtomicU8,
     cancelled: AtomicBool,
-    error: OnceLock<Error>,
+    error: OnceLock<Box<Error>>,
     waiters: WaitList,
     /// Gates of GPU streams that open at the end.
     gates: Mutex<Vec<Gate>>,
@@ -237,7 +237,7 @@ impl Op {
     }
 
     fn open_gates(&self) {
-        if self.end.gated.swap(false, Ordering::SeqCst) {
+        if self.end.gated.load(Ordering::SeqCst) && self.end.gated.swap(false, Ordering::SeqCst) {
             let gates = std::mem::take(&mut *self.end.gates.lock().unwrap_or_else(PoisonError::into_inner));
             gates.into_iter().for_each(Gate::open);
         }
@@ -263,7 +263,7 @@ impl Op {
     /// Records a failure; only the first one is kept.
     pub fn fail(&self, error: Error) {
         self.parent().into_iter().for_each(|parent| parent.fail(error.clone()));
-        let _ = self.end.error.set(error);
+        let _ = self.end.error.set(Box::new(error));
     }
 
     /// Requests an early end. The operation fails only if some of it is withheld because of this; if
@@ -274,7 +274,7 @@ impl Op {
 
     /// The recorded failure.
     pub fn failure(&self) -> Option<Error> {
-        self.end.error.get().cloned()
+        self.end.error.get().map(|error| Error::clone(error))
     }
 
     /// Whether a failure is recorded.
@@ -298,6 +298,7 @@ impl Op {
         self.failing()
     }
 
+    #[inline]
     pub fn ended(&self) -> bool {
         self.end.state.load(Ordering::SeqCst) != RUNNING
     }
@@ -313,6 +314,7 @@ impl Op {
     }
 
     /// A counter that grows while the operation makes progress.
+    #[inline]
     pub fn progress_counter(&self) -> u64 {
         self.activity.load(Ordering::Relaxed)
     }

@@ -149,10 +149,16 @@ impl SendQueue {
     }
 
     fn publish(&self, outbox: &Outbox<Hold>) {
+        // The lock's owner alone stores counts. An ordered store costs much more than the comparison.
+        let set = |count: &AtomicUsize, items| {
+            if count.load(Ordering::Relaxed) != items {
+                count.store(items, Ordering::SeqCst);
+            }
+        };
         let waiting = outbox.len();
-        self.waiting.store(waiting, Ordering::SeqCst);
-        self.waiting_beside_small.store(waiting - outbox.small_len(), Ordering::SeqCst);
-        self.waiting_beside_bulk.store(waiting - outbox.bulk_len(), Ordering::SeqCst);
+        set(&self.waiting, waiting);
+        set(&self.waiting_beside_small, waiting - outbox.small_len());
+        set(&self.waiting_beside_bulk, waiting - outbox.bulk_len());
         self.bulk_bytes.store(outbox.bulk_bytes(), Ordering::Relaxed);
     }
 

@@ -594,6 +594,7 @@ impl Peer {
         self.connection.running.close_peer(self.state(), timeout)
     }
 
+    #[inline]
     fn op(&self, task: Task, pieces: Pieces, memory: Option<Arc<Memory>>) -> Op {
         let owner = Arc::downgrade(self.state());
         Op::new(owner, self.context().next_id(), task, pieces, memory)
@@ -652,7 +653,7 @@ fn message_behind_bytes(message: Option<&[u8]>) -> Result<Box<[u8]>> {
     if message.is_some_and(<[u8]>::is_empty) {
         return Err(Error::invalid("notification", "an empty one cannot go with a write: give it a byte"));
     }
-    checked_message(message.unwrap_or_default())
+    message.map_or_else(|| Ok(Box::default()), checked_message)
 }
 
 fn checked_message(message: &[u8]) -> Result<Box<[u8]>> {

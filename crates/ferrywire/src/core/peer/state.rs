@@ -322,7 +322,9 @@ impl PeerState {
     pub fn begin(&self, op: Op) -> Hold {
         self.in_flight.bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
         self.in_flight.operations.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
-        self.in_flight.answers.fetch_add(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
+        if op.verb() == Verb::Serve {
+            self.in_flight.answers.fetch_add(1, Ordering::Relaxed);
+        }
         if op.parent().is_none() {
             self.history.operations[op.kind() as usize].started.fetch_add(1, Ordering::Relaxed);
         }
@@ -333,7 +335,9 @@ impl PeerState {
         // Ordered with the check of the queue that follows: in bulk a post does not wake the home worker.
         self.in_flight.bytes.fetch_sub(op.bytes_to_cut(), Ordering::SeqCst);
         self.in_flight.operations.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
-        self.in_flight.answers.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
+        if op.verb() == Verb::Serve {
+            self.in_flight.answers.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 
     /// Channels of this peer that share one worker.
