@@ -145,7 +145,7 @@ struct Posted {
 
 /// Drives a flow until the limit, with `depth` transfers in flight.
 pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport> {
-    let mut in_flight = Vec::with_capacity(depth);
+    let mut in_flight = VecDeque::with_capacity(depth);
     let driven = drive_with(&mut in_flight, poster, depth, limit);
     if driven.is_err() {
         // The failure is reported without waiting for these transfers.
@@ -155,34 +155,36 @@ pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport>
 }
 
 fn drive_with(
-    in_flight: &mut Vec<Posted>,
+    in_flight: &mut VecDeque<Posted>,
     poster: &Poster,
     depth: usize,
     limit: Limit,
 ) -> Outcome<FlowReport> {
     let (slots, size) = (poster.layout.slots, poster.layout.size());
     let mut meter = Meter::start(poster.layout.peers);
-    let (mut posted, mut now) = (0, Instant::now());
+    let (mut posted, mut now, mut elapsed) = (0, Instant::now(), Duration::ZERO);
     // Transfers may complete out of order; if memory is short they share slots.
     let mut free: VecDeque<u64> = (0..slots).collect();
     loop {
-        while in_flight.len() < depth && limit.allows(posted, meter.elapsed(now)) {
+        while in_flight.len() < depth && limit.allows(posted, elapsed) {
             // A receiver uses its slots in order; a source may be sent twice at the same time.
             let unused = if poster.op == Op::Send { None } else { free.pop_front() };
             let slot = unused.unwrap_or(posted % slots);
-            in_flight.push(Posted { transfer: poster.post(slot)?, slot, since: now });
+            in_flight.push_back(Posted { transfer: poster.post(slot)?, slot, since: now });
             posted += 1;
             if in_flight.len() < depth {
                 now = Instant::now();
+                elapsed = meter.elapsed(now);
             }
         }
         if in_flight.is_empty() {
             break;
         }
-        let done = in_flight.remove(poster.link.first_of(in_flight.iter().map(|posted| &posted.transfer))?);
+        let first = poster.link.first_of(in_flight.iter().map(|posted| &posted.transfer))?;
+        let Some(done) = in_flight.remove(first) else { continue };
         poster.finish(&done.transfer)?;
         now = Instant::now();
-        meter.completed(now, size, now.duration_since(done.since));
+        elapsed = meter.completed(now, size, now.duration_since(done.since));
         if poster.op != Op::Send {
             free.push_back(done.slot);
         }

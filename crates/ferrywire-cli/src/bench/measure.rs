@@ -82,11 +82,12 @@ impl Meter {
         now.duration_since(self.start)
     }
 
-    /// Counts a completed message.
-    pub fn completed(&mut self, now: Instant, bytes: u64, took: Duration) {
+    /// Counts a completed message. Returns the time since the start.
+    pub fn completed(&mut self, now: Instant, bytes: u64, took: Duration) -> Duration {
+        let elapsed = self.elapsed(now);
         self.latency.record(took);
         self.open.bytes += bytes;
-        self.open.end_s = now.duration_since(self.start).as_secs_f64();
+        self.open.end_s = elapsed.as_secs_f64();
         if self.open.end_s - self.open.start_s >= self.least_s {
             if self.intervals.len() == self.intervals_max {
                 self.merge();
@@ -94,6 +95,7 @@ impl Meter {
             self.intervals.push(self.open);
             self.open = Interval { start_s: self.open.end_s, end_s: self.open.end_s, bytes: 0 };
         }
+        elapsed
     }
 
     /// Doubles the length of intervals, past ones included.
