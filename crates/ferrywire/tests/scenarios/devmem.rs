@@ -70,6 +70,20 @@ impl Ends {
         }
     }
 
+    /// Bytes of frames that the second end has received.
+    fn received_bytes(&self) -> u64 {
+        self.far.stats().channels.iter().map(|channel| channel.received_bytes).sum()
+    }
+
+    /// Waits until a part of a transfer to the second end has arrived.
+    fn until_some_has_arrived(&self, before: u64) {
+        let since = Instant::now();
+        while self.received_bytes() < before + (1 << 20) {
+            assert!(since.elapsed() < LIMIT, "nothing arrives");
+            thread::yield_now();
+        }
+    }
+
     /// The statistics of both ends.
     pub fn counted(&self) -> DevmemStats {
         let mut sum = DevmemStats::default();
@@ -361,11 +375,12 @@ fn a_nic_that_goes_down_comes_back() {
     ends.exchange(1 << 20);
     let bytes = 64 << 20;
     let (source, target) = (ends.region(0, &pattern(bytes, 5)), ends.region(1, &vec![0; bytes]));
+    let before = ends.received_bytes();
     let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     let link = |up: &str| {
         assert!(Command::new("ip").args(["link", "set", "dm0", up]).status().unwrap().success());
     };
-    thread::sleep(Duration::from_millis(50));
+    ends.until_some_has_arrived(before);
     link("down");
     thread::sleep(Duration::from_millis(300));
     link("up");
@@ -384,8 +399,9 @@ fn bindings_that_end_in_mid_transfer_lose_nothing() {
         let (source, target) = (ends.region(0, &pattern(bytes, 6)), ends.region(1, &vec![0; bytes]));
         // The write binds the region.
         ends.near.write(&source, 0, &target.descriptor(), 0, 1).unwrap().wait(LIMIT).unwrap();
+        let before = ends.received_bytes();
         let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
-        thread::sleep(Duration::from_millis(20));
+        ends.until_some_has_arrived(before);
         unbind_all();
         transfer.wait(LIMIT).unwrap();
         assert_same(&contents(&target), &pattern(bytes, 6), "with a queue that lost its pool");
