@@ -412,7 +412,7 @@ fn bindings_that_end_in_mid_transfer_lose_nothing() {
         ends.exchange(1 << 20);
         assert!(ends.counted().plain_bytes > 0, "{:?}", ends.counted());
         let reported = ends.near.stats().lost_channels.join("; ");
-        assert_eq!(reported.contains("it is not bound to send any more"), gpu.is_some(), "{reported}");
+        assert_eq!(reported.contains("the binding for sending is gone"), gpu.is_some(), "{reported}");
     }
 }
 
