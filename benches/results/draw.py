@@ -140,10 +140,12 @@ def table_gpu(files):
     data = Data(files, **GPU_RUN)
     rows = [[f"**ferrywire** write, 64 MiB{name}", data.value(WRITE, setup), data.value(WRITE, setup, "cpu")] for name, setup in (
         ("", "size=64M channels=default"), (", both directions at once", "pattern=bidir size=64M"))]
-    rows += [[f"ferrywire write, {name}", data.value(WRITE, setup), data.value(WRITE, setup, "cpu")] for name, setup in (
-        ("1 MiB, 16 in flight", "size=1M depth=16"), ("64 KiB, 16 in flight", "size=64K depth=16"))]
-    rows += [[f"ferrywire write, 16,384 blocks of {block[:-1]} KiB", data.value(WRITE, f"blocks=16384 block={block}"), ""]
-             for block in ("4K", "64K")]
+    later = Data(files, "gpu", commit="0e792c2")
+    rows += [[f"ferrywire write, {name}", later.value(WRITE, setup), later.value(WRITE, setup, "cpu")] for name, setup in (
+        ("1 MiB, 16 in flight", "size=1M depth=16"), ("256 KiB, 64 in flight", "size=256K depth=64"),
+        ("64 KiB, 64 in flight", "size=64K depth=64"), ("4 KiB, 64 in flight", "size=4K depth=64"),
+        ("16,384 blocks of 4 KiB", "blocks=16384 block=4K"))]
+    rows += [["ferrywire write, 16,384 blocks of 64 KiB", data.value(WRITE, "blocks=16384 block=64K"), ""]]
     rows += [[name, data.value(subject, "size=64M"), ""] for name, subject in (
         ("NCCL 2.28.9 over sockets, send/recv", f"{NCCL[0]}, send/recv"),
         ("the same, 2 threads of 8 sockets", f"{NCCL[1]}, send/recv"),
