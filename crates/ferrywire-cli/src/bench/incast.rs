@@ -277,7 +277,7 @@ mod tests {
         let peers = vec![peer(1, "exec sleep 600")];
         let companions = Companions { peers, timeout: Duration::ZERO };
         let said = companions.end(Ok(())).expect_err("it stays").message();
-        assert!(said.contains("peer 1 of the incast: it has not ended"), "{said}");
+        assert!(said.contains("peer 1 of the incast: the peer's process has not ended"), "{said}");
     }
 
     #[test]
