@@ -104,9 +104,7 @@ impl SendQueue {
             return Some(self.lock());
         }
         for _ in 0..LOCK_TRIES {
-            let finds = (pull.small > 0 && self.has_work_beside_bulk())
-                || (pull.bulk && self.has_work_beside_small());
-            if !finds {
+            if !self.has_work_for(pull) {
                 return None;
             }
             match self.outbox.try_lock() {
@@ -116,6 +114,17 @@ impl SendQueue {
             }
         }
         Some(self.lock())
+    }
+
+    /// Whether the pull would find something. Answers, resent frames and others that are neither small operations nor
+    /// bulk need no share.
+    fn has_work_for(&self, pull: &Pull) -> bool {
+        let (beside_bulk, beside_small) = (
+            self.waiting_beside_bulk.load(Ordering::SeqCst),
+            self.waiting_beside_small.load(Ordering::SeqCst),
+        );
+        let of_neither = beside_bulk + beside_small > self.waiting();
+        of_neither || (pull.small > 0 && beside_bulk > 0) || (pull.bulk && beside_small > 0)
     }
 
     /// Whether items wait to be pulled.
@@ -557,6 +566,9 @@ mod tests {
         let bulk = Hold::new(Op::new(no_owner(), 1, Task::Write { region: 9 }, Pieces::One(piece), None));
         assert!(queue.post(bulk));
         assert_eq!([pull(0, false), pull(u64::MAX, false)], [(0, 1); 2]);
+        // An answer to the peer needs no share.
+        queue.push_own(Header::new(Kind::Credit));
+        assert_eq!(pull(0, false), (1, 1));
         assert_eq!(pull(0, true), (1, 0));
     }
 

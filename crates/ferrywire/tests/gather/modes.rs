@@ -127,7 +127,10 @@ fn destinations_that_do_not_hold_the_message_are_refused() {
         assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(expected), "{error}");
     };
     plugin.tell(0, &[Fragment { source: 0, bytes: 100, target: 0 }], 1);
-    refused(gather.start(0, target.address(), 99, 100), "the destination has 99 bytes, and the message has 100");
+    refused(
+        gather.start(0, target.address(), 99, 100),
+        "the destination has 99 bytes, and the message has 100",
+    );
     refused(gather.start(0, target.address() + 4000, 100, 100), "leave their allocation");
     let theirs = other.pool.address();
     refused(

@@ -46,7 +46,7 @@ pub(super) trait Copier: Send {
     /// The last mark that was reached, and an error if later ones are known never to be reached.
     fn reached(&mut self) -> (u64, Option<Error>);
 
-    /// Whether another batch of this many bytes should be enqueued now, not after the earlier ones.
+    /// Whether the batches that wait, of `_bytes` bytes in all, should be enqueued now, not after the earlier ones.
     fn takes_more(&self, _bytes: usize) -> bool {
         true
     }

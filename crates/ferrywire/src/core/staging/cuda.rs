@@ -33,6 +33,9 @@ const KERNEL_BYTES_MIN: usize = 128 << 10;
 /// call.
 const ENGINE_RUN_BYTES_MIN: usize = 64 << 10;
 
+/// Most short runs that copy engines copy while multiprocessors are busy: a longer list waits for those.
+const ENGINE_RUNS_MAX: usize = 128;
+
 /// Whether launches return only after their kernels have ended, which a debug setting of the driver causes.
 /// Then nothing could be posted to a running kernel.
 static LAUNCHES_BLOCK: LazyLock<bool> =
@@ -148,7 +151,8 @@ impl CudaCopier {
         }
         let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.fits(runs)) else { return Ok(false) };
         let Some(_launching) = deferred_free::launching() else { return Ok(false) };
-        let Some(permit) = kernel.permit(bytes / runs < ENGINE_RUN_BYTES_MIN) else { return Ok(false) };
+        let needed = runs > ENGINE_RUNS_MAX && bytes / runs < ENGINE_RUN_BYTES_MIN;
+        let Some(permit) = kernel.permit(needed) else { return Ok(false) };
         let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
         self.calls += 1 + self.used.len() as u64;
         let marks = [self.behind, self.marked];

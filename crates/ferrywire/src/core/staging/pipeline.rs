@@ -194,7 +194,9 @@ impl Pipeline {
 
     /// Enqueues waiting batches, as far as the copier takes them.
     fn enqueue(&mut self) {
-        while let Some(Batch { mark, runs, bytes }) = self.held.front().copied() {
+        while let Some(Batch { mark, runs, .. }) = self.held.front().copied() {
+            // A short batch at the front delays none behind it that is long.
+            let bytes = self.held.iter().map(|batch| batch.bytes).sum();
             if self.copier.as_ref().is_some_and(|copier| !copier.takes_more(bytes)) {
                 return;
             }

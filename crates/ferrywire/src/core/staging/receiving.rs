@@ -329,6 +329,7 @@ impl Receiving {
         self.frames.clear();
         self.lingering.clear();
         self.current = None;
+        self.stalled.set(false);
     }
 }
 

@@ -200,6 +200,7 @@ impl Sending {
     /// Ends all copying.
     pub fn end(&mut self) {
         self.lines.iter_mut().for_each(Pipeline::end);
+        self.full.set(false);
     }
 }
 
