@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) struct AcceptQueue {
     arrived: Mutex<VecDeque<Result<PeerHandle>>>,
     permits: AtomicUsize,
-    /// No further peer will arrive.
+    /// True once no further peer can arrive.
     closed: AtomicBool,
     waiters: WaitList,
 }

@@ -56,7 +56,7 @@ impl Track {
         Track(LAST.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
-    /// The channel's row of a stage.
+    /// The row of the trace that shows a stage of this channel.
     pub fn row(self, stage: Stage) -> Row {
         Row { track: self, stage, number: 0 }
     }

@@ -27,7 +27,7 @@ pub struct Coordinator {
 }
 
 impl Coordinator {
-    /// The state for a world with rank 0's card and run.
+    /// Creates the coordinator of a world, from rank 0's description of itself and its run.
     pub fn new(own: Card, run_id: String, run: Run) -> Coordinator {
         let world_size = own.world_size as usize;
         let pairs = pairs::pairs(run.pattern, own.world_size);

@@ -75,7 +75,7 @@ impl StagedPayload {
         !self.awaits_copies && self.staging.sending.has_room()
     }
 
-    /// Notes whether the window has enough for the next socket call.
+    /// Notes whether the window holds enough bytes for the next socket call. If so, no frame is taken until a copy ends.
     pub fn note_enough(&mut self, enough: bool) {
         self.awaits_copies = enough && self.staging.sending.copying();
     }
