@@ -121,11 +121,13 @@ pub fn children(pid: u32) -> Vec<u32> {
     all.concat().split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
 }
 
-/// Waits until a condition holds; a failure says what did not happen.
+/// Waits until a condition holds; a failure says what did not happen. A lane's call that does not return is given up
+/// only after `LANE_ABANDON_TIMEOUT`, 60 s.
 fn wait_until(what: &str, holds: impl Fn() -> bool) {
-    let until = Instant::now() + GRACE;
+    let limit = Duration::from_secs(60) + GRACE;
+    let until = Instant::now() + limit;
     while !holds() {
-        assert!(Instant::now() < until, "within {GRACE:?} it did not happen that {what}");
+        assert!(Instant::now() < until, "within {limit:?} it did not happen that {what}");
         thread::sleep(Duration::from_millis(5));
     }
 }
