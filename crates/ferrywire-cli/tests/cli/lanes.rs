@@ -122,7 +122,7 @@ pub fn children(pid: u32) -> Vec<u32> {
 }
 
 /// Waits until a condition holds; a failure says what did not happen. A lane's call that does not return is given up
-/// only after `LANE_ABANDON_TIMEOUT`, 60 s.
+/// only after `LANE_LINGER_TIMEOUT`, 60 s.
 fn wait_until(what: &str, holds: impl Fn() -> bool) {
     let limit = Duration::from_secs(60) + GRACE;
     let until = Instant::now() + limit;
