@@ -248,7 +248,14 @@ mod tests {
     use super::*;
 
     fn session(chunk_bytes: u32, crc: bool) -> SessionConfig {
-        SessionConfig { channels: 1, chunk_bytes, window: 1, crc, extra: Vec::new() }
+        SessionConfig {
+            channels: 1,
+            chunk_bytes,
+            window: 1,
+            crc,
+            wish: Default::default(),
+            extra: Vec::new(),
+        }
     }
 
     #[test]

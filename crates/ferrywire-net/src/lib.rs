@@ -6,12 +6,15 @@
 //! scenario runs on both.
 //!
 //! Invariant: no call blocks, and this crate knows nothing of frames, peers and regions.
-//! Read next: `stream.rs`, the traits; `tcp.rs`, then `tcp/conn.rs`, which sends and receives.
+//! Read next: `stream.rs`, the traits; `tcp.rs`, then `tcp/conn.rs`, which sends and receives; `sealed.rs`, which
+//! encrypts.
 
+mod sealed;
 pub mod sim;
 mod stream;
 pub mod tcp;
 
 pub use ferrywire_sys::IoVec;
 pub use ferrywire_sys::nics::Nic;
+pub use sealed::Sealed;
 pub use stream::{Bound, Conn, ConnOptions, Listener, PathHealth, SharedTransport, Transport};

@@ -129,6 +129,27 @@ pub trait Conn: Send {
         unsafe { self.recv(&[IoVec::new(buffer.as_mut_ptr(), buffer.len())]) }
     }
 
+    /// Whether this connection holds bytes that `send` has taken and the kernel has not. They move with the next `send`,
+    /// or with [`flush`](Conn::flush).
+    fn has_unsent(&self) -> bool {
+        false
+    }
+
+    /// Hands the bytes that this connection holds to the kernel; `WouldBlock` if some are left.
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Whether `recv` may return bytes without the descriptor being readable.
+    fn has_received(&self) -> bool {
+        false
+    }
+
+    /// Bytes here that `recv` returns only after more have come.
+    fn begun_bytes(&self) -> usize {
+        0
+    }
+
     /// Whether both ends have addresses of this host and the round trip between them is short.
     fn within_host(&self) -> bool {
         false

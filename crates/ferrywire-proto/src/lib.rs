@@ -25,6 +25,8 @@ pub mod operation;
 pub mod outbox;
 #[cfg(test)]
 mod pair;
+pub mod protection;
+pub mod record;
 pub mod schedule;
 pub mod session;
 pub mod stall_timer;

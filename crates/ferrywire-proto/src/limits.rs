@@ -89,6 +89,9 @@ pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
 pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
 /// Bytes of unacknowledged control messages that are kept for a resumption.
 pub const CONTROL_UNACKED_BYTES_MAX: usize = 16 << 20;
+/// Time in which no byte of a begun record comes, after which its connection is lost. The sending end hands whole
+/// records to its kernel, so the rest was removed on the way, or the record's length was changed.
+pub const RECORD_REST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes that a peer may leave unread on its control connection, beyond what it has not acknowledged. Above
 /// that the peer's messages are not read until it has read half.
 pub const CONTROL_UNREAD_BYTES_MAX: usize = 1 << 20;

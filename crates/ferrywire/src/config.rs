@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use ferrywire_net::{ConnOptions, Nic};
 use ferrywire_proto::limits;
+use ferrywire_proto::protection::{Encryption, ProtectionWish};
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -27,6 +28,10 @@ pub struct Config {
     pub window: usize,
     /// Whether chunks carry a CRC-32.
     pub crc: bool,
+    /// Whether data connections are encrypted.
+    pub encryption: Encryption,
+    /// Whether data connections that are not encrypted are authenticated.
+    pub keyed_checksum: bool,
     /// Congestion control by name; `None` chooses by path.
     pub congestion_control: Option<String>,
     /// Socket buffers in bytes; `None` chooses by path.
@@ -71,6 +76,8 @@ impl Default for Config {
             chunk_bytes: limits::CHUNK_BYTES_DEFAULT,
             window: limits::WINDOW_FRAMES_MAX,
             crc: false,
+            encryption: Encryption::Off,
+            keyed_checksum: false,
             congestion_control: None,
             socket_buffer_bytes: None,
             peer_timeout: limits::PEER_TIMEOUT_DEFAULT,
@@ -93,6 +100,19 @@ impl Config {
         names.sort();
         names.dedup();
         names
+    }
+
+    /// How this endpoint wants data connections to be protected.
+    pub(crate) fn wish(&self) -> ProtectionWish {
+        ProtectionWish::of_this_host(self.encryption, self.keyed_checksum)
+    }
+
+    /// The setting that requires protected data connections, if one does.
+    pub(crate) fn protection_required(&self) -> Option<&'static str> {
+        match self.encryption {
+            Encryption::Required => Some("encryption"),
+            _ => self.keyed_checksum.then_some("keyed checksum"),
+        }
     }
 
     /// Options of data connections.

@@ -92,6 +92,7 @@ pub use ferrywire_metrics as metrics;
 pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;
+pub use ferrywire_proto::protection::{Algorithm, Encryption, Protection};
 pub use payload::DevmemStats;
 pub use payload::plugin::PluginConfig;
 

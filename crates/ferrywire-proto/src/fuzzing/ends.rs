@@ -7,6 +7,7 @@ use crate::handshake::{
     Outcome, Purpose, Refusal, Responder,
 };
 use crate::limits;
+use crate::protection::{Encryption, ProtectionWish};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -77,6 +78,10 @@ impl Admission for Gate {
         self.needed
     }
 
+    fn wish(&self) -> ProtectionWish {
+        ProtectionWish { encryption: Encryption::Preferred, ..ProtectionWish::default() }
+    }
+
     fn lookup(&self, session: u64) -> Option<KnownSession> {
         self.known.clone().filter(|_| session == KNOWN)
     }
@@ -114,7 +119,14 @@ pub(super) fn me(identity: u8) -> Hello {
 }
 
 pub(super) fn config() -> Config {
-    Config { channels: 16, chunk_bytes: 1 << 20, window: 64, crc: true, extra: vec![1, 2, 3] }
+    Config {
+        channels: 16,
+        chunk_bytes: 1 << 20,
+        window: 64,
+        crc: true,
+        wish: ProtectionWish { encryption: Encryption::Required, ..ProtectionWish::default() },
+        extra: vec![1, 2, 3],
+    }
 }
 
 fn check_hello(hello: &Hello) {

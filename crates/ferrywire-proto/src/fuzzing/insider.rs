@@ -8,7 +8,7 @@ use crate::limits;
 /// Repeated here, so that the attacker shares no code with the code under attack.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const SECRET_CONTEXT: &str = "ferrywire control secret v1";
-const _: () = assert!(PROTOCOL_VERSION == 3, "the insider speaks version 3");
+const _: () = assert!(PROTOCOL_VERSION == 4, "the insider speaks version 4");
 
 fn noise(initiator: bool) -> snow::HandshakeState {
     let key = blake3::derive_key(SECRET_CONTEXT, SECRET);
@@ -61,6 +61,7 @@ fn plain_config(input: &mut Input<'_>, bytes: &mut Vec<u8>) {
     bytes.extend_from_slice(&input.u32().to_le_bytes());
     bytes.extend_from_slice(&input.u32().to_le_bytes());
     bytes.push(input.u8() % 3);
+    bytes.push(input.u8() % 17);
     let extra = input.u16() % 260;
     bytes.extend_from_slice(&extra.to_le_bytes());
     bytes.extend(std::iter::repeat_n(5, usize::from(extra)));
@@ -71,7 +72,7 @@ fn settled_config(input: &mut Input<'_>, bytes: &mut Vec<u8>) {
     bytes.extend_from_slice(&(1 + u16::from(input.u8() % 16)).to_le_bytes());
     bytes.extend_from_slice(&(1u32 << 20).to_le_bytes());
     bytes.extend_from_slice(&64u32.to_le_bytes());
-    bytes.extend_from_slice(&[1, 3, 0, 1, 2, 3]);
+    bytes.extend_from_slice(&[1, input.u8() % 16, 3, 0, 1, 2, 3]);
 }
 
 pub(super) fn dials(input: &mut Input<'_>) {
@@ -158,7 +159,8 @@ pub(super) fn answers(input: &mut Input<'_>) {
 /// Checks that the settled configuration stays within the proposal of [`dial`].
 fn check_settled(outcome: &Outcome) {
     let (Outcome::Control(established), proposed) = (outcome, config()) else { return };
-    let Established { config, received, .. } = &**established;
+    let Established { config, received, protection, .. } = &**established;
     assert!(config.channels <= proposed.channels && config.chunk_bytes <= proposed.chunk_bytes);
     assert!(config.window <= proposed.window && config.crc == proposed.crc && *received == 0);
+    assert!(protection.is_some_and(|protection| protection.encrypted), "encryption was required");
 }

@@ -11,6 +11,7 @@ use std::ops::RangeInclusive;
 use super::error::printable;
 use super::{HandshakeError, PROOF_BYTES};
 use crate::limits::{ADDRESSES_MAX, CHANNELS_MAX, CHUNK_BYTES_MAX, HANDSHAKE_BYTES_MAX};
+use crate::protection::ProtectionWish;
 
 /// Longest label of an endpoint, in bytes.
 pub const LABEL_BYTES_MAX: usize = 64;
@@ -27,7 +28,7 @@ const ADDRESS_BYTES_MAX: usize = 1 + 16 + 2;
 pub(super) const HELLO_BYTES_MAX: usize =
     16 + 16 + 1 + LABEL_BYTES_MAX + 4 + 1 + ADDRESSES_MAX * (ADDRESS_BYTES_MAX + 1 + NIC_NAME_BYTES_MAX);
 /// Bytes of an encoded [`Config`] at most.
-const CONFIG_BYTES_MAX: usize = 2 + 4 + 4 + 1 + 2 + EXTRA_BYTES_MAX;
+const CONFIG_BYTES_MAX: usize = 2 + 4 + 4 + 1 + 1 + 2 + EXTRA_BYTES_MAX;
 /// Bytes of an encoded [`Opening`] at most.
 pub(super) const OPENING_BYTES_MAX: usize = HELLO_BYTES_MAX + 1 + 16 + PROOF_BYTES + CONFIG_BYTES_MAX;
 /// Bytes of an encoded [`Welcome`] at most.
@@ -129,6 +130,8 @@ pub struct Config {
     pub window: u32,
     /// Whether data frames carry checksums.
     pub crc: bool,
+    /// How the end that sends the configuration wants data connections to be protected.
+    pub wish: ProtectionWish,
     /// Free-form data of the engine, at most 256 bytes.
     pub extra: Vec<u8>,
 }
@@ -176,6 +179,7 @@ impl Config {
         into.extend_from_slice(&self.chunk_bytes.to_le_bytes());
         into.extend_from_slice(&self.window.to_le_bytes());
         into.push(u8::from(self.crc));
+        into.push(self.wish.to_byte());
         into.extend_from_slice(&(self.extra.len() as u16).to_le_bytes());
         into.extend_from_slice(&self.extra);
     }
@@ -183,10 +187,13 @@ impl Config {
     fn decode(reader: &mut Reader<'_>) -> Result<Config, HandshakeError> {
         let (channels, chunk_bytes, window) = (reader.u16()?, reader.u32()?, reader.u32()?);
         let crc = reader.flag()?;
+        let wish = reader.u8()?;
+        let wish = ProtectionWish::from_byte(wish)
+            .ok_or_else(|| reader.malformed(format!("a protection of value {wish}")))?;
         let extra_bytes = usize::from(reader.u16()?);
         reader.within("extra bytes", extra_bytes, 0..=EXTRA_BYTES_MAX)?;
         let extra = reader.take(extra_bytes)?.to_vec();
-        Ok(Config { channels, chunk_bytes, window, crc, extra })
+        Ok(Config { channels, chunk_bytes, window, crc, wish, extra })
     }
 }
 

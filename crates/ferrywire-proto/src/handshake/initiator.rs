@@ -16,6 +16,8 @@ use super::{
     Outcome, PROOF_BYTES, Preamble, Secure, TAG_BYTES, handshake_hash, noise, noise_read, noise_write,
 };
 use crate::identity::Identity;
+use crate::protection::ProtectionWish;
+use crate::record::RecordSecrets;
 
 /// Why a control connection is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +57,7 @@ enum Stage {
     Answer { noise: Box<HandshakeState>, hello: Hello, purpose: Purpose },
     Welcome { secure: Secure, peer_hello: Hello, handshake: [u8; 32], asked: Asked },
     Challenge { opening: DataOpening, key: DataKey },
-    Accept { opening: DataOpening, proof: blake3::Hash },
+    Accept { opening: DataOpening, proof: blake3::Hash, secrets: RecordSecrets },
     Over,
 }
 
@@ -176,7 +178,7 @@ impl Initiator {
                 self.on_welcome(secure, peer_hello, handshake, asked, message)
             }
             Stage::Challenge { opening, key } => self.on_challenge(opening, &key, message),
-            Stage::Accept { opening, proof } => self.on_accept(opening, proof, message),
+            Stage::Accept { opening, proof, secrets } => self.on_accept(opening, proof, secrets, message),
             Stage::Over => Err(HandshakeError::Misuse),
         }
     }
@@ -217,20 +219,23 @@ impl Initiator {
         let opened = secure.open_message(message);
         let Welcome { session, received, token, config } =
             Welcome::decode(&opened.map_err(|_| HandshakeError::Unproven("the welcome"))?)?;
-        let (data_key, resumed) = match asked {
+        let (data_key, protection, resumed) = match asked {
             Asked::New { share, proposed } => {
                 let overreach = config.overreach(&proposed).or((received > 0).then(never_said));
                 overreach.map_or(Ok(()), |what| Err(HandshakeError::Overreach(what)))?;
-                (DataKey::derive(&handshake, &share, &token), false)
+                let protection = ProtectionWish::settle(proposed.wish, config.wish);
+                let protection = protection.map_err(|why| HandshakeError::Overreach(why.to_string()))?;
+                (DataKey::derive(&handshake, &share, &token), protection, false)
             }
             Asked::Resume { session: asked, data_key } => {
                 if session != asked || data_key.prove_resumed(&handshake) != token {
                     return Err(HandshakeError::Unproven("the session's key"));
                 }
-                (data_key, true)
+                (data_key, None, true)
             }
         };
-        let established = Established { secure, peer_hello, session, received, data_key, config, resumed };
+        let established =
+            Established { secure, peer_hello, session, received, data_key, config, protection, resumed };
         self.outcome = Some(Outcome::Control(Box::new(established)));
         Ok(())
     }
@@ -242,7 +247,9 @@ impl Initiator {
         challenge: &[u8],
     ) -> Result<(), HandshakeError> {
         self.put_frame(key.prove_data(&opening, challenge).as_bytes());
-        self.stage = Stage::Accept { opening, proof: key.prove_accept(&opening, challenge) };
+        let (proof, secrets) =
+            (key.prove_accept(&opening, challenge), key.record_secrets(&opening, challenge));
+        self.stage = Stage::Accept { opening, proof, secrets };
         Ok(())
     }
 
@@ -250,13 +257,14 @@ impl Initiator {
         &mut self,
         opening: DataOpening,
         proof: blake3::Hash,
+        secrets: RecordSecrets,
         message: &[u8],
     ) -> Result<(), HandshakeError> {
         if proof != *message {
             return Err(HandshakeError::Unproven("the session's key"));
         }
         let DataOpening { session, channel, generation } = opening;
-        self.outcome = Some(Outcome::Data { session, channel, generation });
+        self.outcome = Some(Outcome::Data { session, channel, generation, secrets });
         Ok(())
     }
 

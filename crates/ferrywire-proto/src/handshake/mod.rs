@@ -48,9 +48,13 @@ pub use secure::{Secure, SecureError};
 
 use snow::HandshakeState;
 use snow::resolvers::{CryptoResolver, DefaultResolver};
+use zeroize::Zeroizing;
+
+use crate::protection::Protection;
+use crate::record::{RecordSecret, RecordSecrets};
 
 /// The version of all formats: preamble, handshake, control messages and data frames.
-pub const PROTOCOL_VERSION: u16 = 3;
+pub const PROTOCOL_VERSION: u16 = 4;
 
 /// First bytes of every connection.
 const MAGIC: [u8; 8] = *b"FERRYWR\0";
@@ -68,6 +72,7 @@ const PROOF_BYTES: usize = 32;
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const SECRET_CONTEXT: &str = "ferrywire control secret v1";
 const NO_SECRET_CONTEXT: &str = "ferrywire control without a secret v1";
+const RECORDS_CONTEXT: &str = "ferrywire records of a data connection v1";
 const DATA_KEY_CONTEXT: &str = "ferrywire data key of a session v1";
 
 /// The result of a successful handshake.
@@ -83,6 +88,8 @@ pub enum Outcome {
         channel: u16,
         /// Number of earlier dials of this channel.
         generation: u32,
+        /// Secrets of this connection's records, for a session with [`Protection`].
+        secrets: RecordSecrets,
     },
 }
 
@@ -101,6 +108,8 @@ pub struct Established {
     pub data_key: DataKey,
     /// The session's configuration, as the responder accepted it.
     pub config: Config,
+    /// How a new session's data connections are protected; `None` for one in clear, and for a resumed session.
+    pub protection: Option<Protection>,
     /// Whether an existing session was resumed.
     pub resumed: bool,
 }
@@ -141,6 +150,15 @@ impl DataKey {
 
     fn prove_data(&self, opening: &DataOpening, challenge: &[u8]) -> blake3::Hash {
         self.prove("ferrywire data", &[&opening.encode()[..], challenge].concat())
+    }
+
+    /// The secrets of one data connection's records. The challenge is new for each connection, so none repeats.
+    fn record_secrets(&self, opening: &DataOpening, challenge: &[u8]) -> RecordSecrets {
+        let secret = |direction: u8| {
+            let material = [&self.0.as_bytes()[..], &opening.encode(), challenge, &[direction]].concat();
+            RecordSecret::new(blake3::derive_key(RECORDS_CONTEXT, &Zeroizing::new(material)))
+        };
+        RecordSecrets { from_initiator: secret(0), from_responder: secret(1) }
     }
 
     fn prove_accept(&self, opening: &DataOpening, challenge: &[u8]) -> blake3::Hash {

@@ -7,6 +7,8 @@
 
 use snow::HandshakeState;
 
+use crate::protection::{Protection, ProtectionWish};
+
 use super::codec::{HELLO_BYTES_MAX, OPENING_BYTES_MAX, Opening, Request, WELCOME_BYTES_MAX, Welcome};
 use super::intake::{Expect, Incoming, Intake};
 use super::{
@@ -34,6 +36,10 @@ pub trait Admission {
     fn hello(&self) -> Hello;
     /// The shared secret; with one, only peers that hold it are admitted.
     fn secret(&self) -> Option<Vec<u8>>;
+    /// How this endpoint wants data connections to be protected.
+    fn wish(&self) -> ProtectionWish {
+        ProtectionWish::default()
+    }
     /// Whether all peers are refused while there is no secret.
     fn secret_needed(&self) -> bool;
     /// Looks up a session. The peer may not be authenticated yet.
@@ -202,11 +208,15 @@ impl<A: Admission> Responder<A> {
         let Opening { hello, request } =
             Opening::decode(&opened.map_err(|_| HandshakeError::Unproven("this connection's key"))?)?;
         let resumed = matches!(request, Request::Resume { .. });
-        let (welcome, data_key, peer_received) = match request {
-            Request::New { share, config } => self.open_session(&hello, &config, &handshake, &share)?,
+        let (welcome, data_key, peer_received, protection) = match request {
+            Request::New { share, config } => {
+                let (welcome, data_key, protection) =
+                    self.open_session(&hello, &config, &handshake, &share)?;
+                (welcome, data_key, 0, protection)
+            }
             Request::Resume { session, received, proof } => {
                 let (welcome, data_key) = self.resume_session(&hello, session, &handshake, proof)?;
-                (welcome, data_key, received)
+                (welcome, data_key, received, None)
             }
         };
         let encoded = welcome.encode();
@@ -214,7 +224,8 @@ impl<A: Admission> Responder<A> {
         self.output.extend(secure.seal(&encoded).map_err(|_| HandshakeError::Noise)?);
         let Welcome { session, config, .. } = welcome;
         let (peer_hello, received) = (hello, peer_received);
-        let established = Established { secure, peer_hello, session, received, data_key, config, resumed };
+        let established =
+            Established { secure, peer_hello, session, received, data_key, config, protection, resumed };
         self.outcome = Some(Outcome::Control(Box::new(established)));
         Ok(())
     }
@@ -225,15 +236,20 @@ impl<A: Admission> Responder<A> {
         config: &Config,
         handshake: &[u8; 32],
         share: &[u8; 32],
-    ) -> Result<(Welcome, DataKey, u64), HandshakeError> {
+    ) -> Result<(Welcome, DataKey, Option<Protection>), HandshakeError> {
+        let declined = |why| HandshakeError::Declined(Refusal::new(RefusalCode::Config, why));
         if let Some(fault) = config.fault() {
-            return Err(HandshakeError::Declined(Refusal::new(RefusalCode::Config, fault)));
+            return Err(declined(fault));
         }
+        let wish = self.admission.wish();
+        let protection = ProtectionWish::settle(config.wish, wish);
+        let protection = protection.map_err(|conflict| declined(conflict.to_string()))?;
         let token = super::random_bytes()?;
         let (session, config) = self.admission.decide_new(peer, config).map_err(HandshakeError::Declined)?;
+        let config = Config { wish, ..config };
         config.check()?;
         let data_key = DataKey::derive(handshake, share, &token);
-        Ok((Welcome { session, received: 0, token, config }, data_key, 0))
+        Ok((Welcome { session, received: 0, token, config }, data_key, protection))
     }
 
     fn resume_session(
@@ -275,7 +291,8 @@ impl<A: Admission> Responder<A> {
         let DataOpening { session, channel, generation } = opening;
         self.admission.decide_data(session, channel, generation).map_err(HandshakeError::Declined)?;
         self.put_frame(key.prove_accept(&opening, challenge).as_bytes());
-        self.outcome = Some(Outcome::Data { session, channel, generation });
+        let secrets = key.record_secrets(&opening, challenge);
+        self.outcome = Some(Outcome::Data { session, channel, generation, secrets });
         Ok(())
     }
 

@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::protection::ProtectionWish;
+
 use super::{Admission, Config, Established, Hello, KnownSession, ListenAddress, Refusal};
 
 /// The state of one endpoint: its identity, secret and sessions.
@@ -12,6 +14,7 @@ pub struct Desk {
     pub hello: Hello,
     pub secret: Option<Vec<u8>>,
     pub secret_needed: bool,
+    pub wish: ProtectionWish,
     pub sessions: HashMap<u64, KnownSession>,
     pub refuse: Option<Refusal>,
     /// The configuration of every new session, whatever the proposal; `None` accepts the proposal.
@@ -29,7 +32,8 @@ impl Shared {
         let secret = secret.map(|secret| secret.as_bytes().to_vec());
         let (sessions, decided) = (HashMap::new(), Vec::new());
         let (hello, secret_needed) = (hello(2), false);
-        let desk = Desk { hello, secret, secret_needed, sessions, refuse: None, settle: None, decided };
+        let wish = ProtectionWish::default();
+        let desk = Desk { hello, secret, secret_needed, wish, sessions, refuse: None, settle: None, decided };
         Shared(Arc::new(Mutex::new(desk)))
     }
 
@@ -63,6 +67,10 @@ impl Admission for Shared {
 
     fn secret_needed(&self) -> bool {
         self.desk().secret_needed
+    }
+
+    fn wish(&self) -> ProtectionWish {
+        self.desk().wish
     }
 
     fn lookup(&self, session: u64) -> Option<KnownSession> {
@@ -99,5 +107,12 @@ pub fn hello(identity: u8) -> Hello {
 }
 
 pub fn config() -> Config {
-    Config { channels: 16, chunk_bytes: 1 << 20, window: 64, crc: true, extra: vec![1, 2, 3] }
+    Config {
+        channels: 16,
+        chunk_bytes: 1 << 20,
+        window: 64,
+        crc: true,
+        wish: ProtectionWish::default(),
+        extra: vec![1, 2, 3],
+    }
 }

@@ -234,13 +234,13 @@ impl Control {
         let Incoming { conn, output, responder: _responder, .. } = incoming;
         debug_assert!(output.is_empty());
         match outcome {
-            Outcome::Data { session, channel, generation } => {
+            Outcome::Data { session, channel, generation, secrets } => {
                 self.ready_set.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
                 match channel & LANE {
-                    0 => link.channel_accepted(context, conn, channel, generation, now),
+                    0 => link.channel_accepted(context, conn, channel, generation, secrets, now),
                     _ => link.lane_connected(context, conn, channel & !LANE, generation, now),
                 }
             }

@@ -11,6 +11,7 @@ use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
 use ferrywire_proto::limits;
+use ferrywire_proto::protection::ProtectionWish;
 use ferrywire_sys::random::random_u64;
 use std::collections::HashMap;
 use std::fmt;
@@ -21,6 +22,7 @@ pub(super) struct SessionTable {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
+    wish: ProtectionWish,
     backend: Option<SharedBackend>,
     /// Why there is no backend, if one was requested.
     no_backend: Option<String>,
@@ -42,6 +44,7 @@ impl SessionTable {
         me: Hello,
         secret: Option<Secret>,
         secret_needed: bool,
+        wish: ProtectionWish,
         backend: Option<SharedBackend>,
         no_backend: Option<String>,
         accept_queue: Arc<AcceptQueue>,
@@ -50,6 +53,7 @@ impl SessionTable {
             me,
             secret,
             secret_needed,
+            wish,
             backend,
             no_backend,
             sessions: HashMap::new(),
@@ -122,6 +126,10 @@ impl Admission for Admitter {
 
     fn secret(&self) -> Option<Vec<u8>> {
         self.table().secret.as_ref().map(|secret| secret.0.clone())
+    }
+
+    fn wish(&self) -> ProtectionWish {
+        self.table().wish
     }
 
     fn secret_needed(&self) -> bool {

@@ -173,6 +173,7 @@ impl Dial {
             chunk_bytes: config.chunk_bytes as u32,
             window: config.window as u32,
             crc: config.crc,
+            wish: config.wish(),
             extra: offered,
         };
         let purpose = Purpose::New { config: session };

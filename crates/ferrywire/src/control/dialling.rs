@@ -235,10 +235,11 @@ impl Control {
                     return;
                 };
                 match result {
-                    Ok(_) => {
+                    Ok(Outcome::Data { secrets, .. }) => {
                         drop(conn.fd().map(|fd| self.poller.remove(fd)));
-                        link.channel_dialled(context, conn, index, generation, now);
+                        link.channel_dialled(context, conn, index, generation, secrets, now);
                     }
+                    Ok(Outcome::Control(_)) => {}
                     Err(failure) => link.channel_failed(index, generation, failure.error, now),
                 }
             }

@@ -101,8 +101,15 @@ impl Control {
             }
         }
         let (backend, none) = (context.backend.clone(), context.no_backend.clone());
-        let session_table =
-            SessionTable::new(me.clone(), secret, needed, backend, none, accept_queue.clone());
+        let session_table = SessionTable::new(
+            me.clone(),
+            secret,
+            needed,
+            context.config.wish(),
+            backend,
+            none,
+            accept_queue.clone(),
+        );
         let clock = Clock::new(context.transport.now());
         Ok(Control {
             workers,

@@ -6,6 +6,7 @@ use crate::payload::lane::LaneBy;
 use ferrywire_metrics::{ChannelSample, LaneSample, OccupancySample, StagingSample};
 use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;
+use ferrywire_proto::protection::Protection;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -404,4 +405,7 @@ pub struct PeerStats {
     pub window: usize,
     /// Whether chunks carry a checksum.
     pub crc: bool,
+    /// How data connections are protected, for example `aes-256-gcm`; `None` if everything but the control session
+    /// travels in clear.
+    pub protection: Option<Protection>,
 }

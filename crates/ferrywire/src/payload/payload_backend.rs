@@ -226,8 +226,14 @@ fn beside(backend: &str) -> &'static str {
 mod tests {
     use super::*;
 
-    const SESSION: SessionConfig =
-        SessionConfig { channels: 1, chunk_bytes: 1, window: 1, crc: false, extra: Vec::new() };
+    const SESSION: SessionConfig = SessionConfig {
+        channels: 1,
+        chunk_bytes: 1,
+        window: 1,
+        crc: false,
+        wish: ferrywire_proto::protection::ProtectionWish::NONE,
+        extra: Vec::new(),
+    };
 
     /// A backend with terms and without lanes.
     #[derive(Debug)]

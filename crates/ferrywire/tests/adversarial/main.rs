@@ -5,6 +5,7 @@
 //! in `src/adversarial_tests`.
 
 mod attack;
+mod on_path;
 mod peers;
 mod process;
 mod refusals;

@@ -65,8 +65,8 @@ fn a_wrong_version_is_named_at_both_ends() {
     hello[8..10].copy_from_slice(&9u16.to_le_bytes());
     let heard = say(victim.listen_addresses()[0], &hello).unwrap();
     let (code, text) = refusal(&heard).expect("another version is told why");
-    assert_eq!((code, &text[..]), (1, "the refused end speaks protocol version 9, the end that refuses 3"));
-    let named = |line: &String| line.contains("the other end speaks protocol version 9, this end 3");
+    assert_eq!((code, &text[..]), (1, "the refused end speaks protocol version 9, the end that refuses 4"));
+    let named = |line: &String| line.contains("the other end speaks protocol version 9, this end 4");
     let reported = || lines().lock().unwrap().iter().filter(|line| named(line)).count();
     eventually("it is told", || reported() > 0);
     assert_eq!(reported(), 1);

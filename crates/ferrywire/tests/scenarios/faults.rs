@@ -4,7 +4,7 @@ use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
-use ferrywire::{Block, BlockList, Peer, Transfer, TransferError};
+use ferrywire::{Block, BlockList, Encryption, Peer, Transfer, TransferError};
 use ferrywire_net::sim::{Faults, ResetSeen, Side};
 use std::time::Duration;
 
@@ -364,6 +364,24 @@ pub fn corrupt_bytes_are_found_and_sent_again<W: Faulty>(world: &mut W) {
         load
     };
     // Behind the handshakes of data connections, which have their own proofs.
+    let times = 1 + world.below(5) as u32;
+    world.net().corrupt_bulk(400, times);
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// Without a checksum in its frames: the record that holds the byte does not open.
+pub fn corrupt_bytes_of_a_protected_connection_are_found_and_sent_again<W: Faulty>(world: &mut W) {
+    let is_encrypted = world.below(2) == 0;
+    let ends = [0, 1].map(|_| {
+        world.add(1, |builder| {
+            let builder = builder.channels(4).chunk_bytes(8192).keyed_checksum(!is_encrypted);
+            builder.encryption(if is_encrypted { Encryption::Required } else { Encryption::Off })
+        })
+    });
+    let (near, far) = world.connect(ends[0], ends[1]);
+    assert_eq!(near.stats().protection.map(|protection| protection.encrypted), Some(is_encrypted));
+    let mut load = Load::default();
+    load.post(world, [(0, &near), (1, &far)], 3, BYTES);
     let times = 1 + world.below(5) as u32;
     world.net().corrupt_bulk(400, times);
     load.finish_well(world, [(0, &near), (1, &far)]);

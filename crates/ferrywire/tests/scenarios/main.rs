@@ -182,6 +182,7 @@ scenarios! {
         a_restarted_peer_is_another_one,
         cancelled_in_the_middle_of_a_scattered_frame,
         corrupt_bytes_are_found_and_sent_again,
+        corrupt_bytes_of_a_protected_connection_are_found_and_sent_again,
         stalls_and_slow_nics,
     };
     sim(10): closing::{

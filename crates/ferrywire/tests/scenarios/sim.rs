@@ -4,7 +4,7 @@
 //! turns, with its seed and the network's last events.
 
 use crate::world::{Faulty, Gpus, World};
-use ferrywire::{Builder, Endpoint, Peer, Result, Transfer, TransferError};
+use ferrywire::{Builder, Encryption, Endpoint, Peer, Result, Transfer, TransferError};
 use ferrywire_net::sim::{Faults, SimHost, SimNet};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -115,8 +115,11 @@ impl SimWorld {
         worked
     }
 
-    fn builder(host: &Arc<SimHost>) -> Builder {
+    /// Of eight worlds two have encrypted connections, and one has authenticated ones.
+    fn builder(host: &Arc<SimHost>, seed: u64) -> Builder {
         Endpoint::builder()
+            .encryption(if seed % 4 == 1 { Encryption::Required } else { Encryption::Off })
+            .keyed_checksum(seed % 8 == 2)
             .listen(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), PORT))
             .secret(SECRET)
             .label(host.host_name())
@@ -140,7 +143,7 @@ impl World for SimWorld {
         let addresses: Vec<IpAddr> = (0..nics).map(address).collect();
         let list: Vec<(&str, IpAddr)> = names.iter().map(String::as_str).zip(addresses.clone()).collect();
         let host = self.net.host(&format!("host{index}"), &list);
-        let endpoint = adapt(SimWorld::builder(&host)).build().unwrap();
+        let endpoint = adapt(SimWorld::builder(&host, self.net.seed())).build().unwrap();
         self.members.push(Member { endpoint: Some(endpoint), host, nics: addresses, frozen: false });
         index
     }
@@ -268,7 +271,7 @@ impl Faulty for SimWorld {
     fn restart(&mut self, index: usize, adapt: impl FnOnce(Builder) -> Builder) {
         let member = &mut self.members[index];
         self.net.revive(member.host.host_name());
-        member.endpoint = Some(adapt(SimWorld::builder(&member.host)).build().unwrap());
+        member.endpoint = Some(adapt(SimWorld::builder(&member.host, self.net.seed())).build().unwrap());
     }
 }
 

@@ -4,7 +4,7 @@
 use crate::netns::Hosts;
 use crate::vm;
 use crate::world::{Gpus, World};
-use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Result, Transfer, TransferError};
+use ferrywire::{Builder, Encryption, Endpoint, Peer, PluginConfig, Result, Transfer, TransferError};
 use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -27,7 +27,7 @@ pub struct TcpWorld {
 /// The transport of payload.
 #[derive(Clone)]
 enum Carrier {
-    Tcp,
+    Tcp(Encryption),
     Plugin(PluginConfig),
     Devmem(vm::Hosts),
     /// TCP between two network namespaces, by sockets that never copy large payload.
@@ -40,21 +40,25 @@ impl Carrier {
         match self {
             Carrier::Devmem(hosts) => hosts.on(index, body),
             Carrier::Hosts(hosts) => hosts.on(index.min(1), body),
-            Carrier::Tcp | Carrier::Plugin(_) => body(),
+            Carrier::Tcp(_) | Carrier::Plugin(_) => body(),
         }
     }
 }
 
-/// Runs a scenario once.
+/// Runs a scenario in clear and encrypted.
 pub fn run(scenario: impl Fn(&mut TcpWorld)) {
-    run_with(Carrier::Tcp, Gpus::default(), scenario);
+    for encryption in [Encryption::Off, Encryption::Required] {
+        run_with(Carrier::Tcp(encryption), Gpus::default(), &scenario);
+    }
 }
 
-/// Runs a scenario with memory on GPUs at one end, at the other, and at both.
+/// Runs a scenario with memory on GPUs at one end, at the other, and at both; the last encrypted.
 pub fn run_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
-    for gpus in Gpus::MIXES {
+    let clear = Gpus::MIXES.map(|gpus| (gpus, Encryption::Off));
+    let encrypted = (Gpus { even: true, odd: true }, Encryption::Required);
+    for (gpus, encryption) in clear.into_iter().chain([encrypted]) {
         let _open = gpus.open();
-        run_with(Carrier::Tcp, gpus, &scenario);
+        run_with(Carrier::Tcp(encryption), gpus, &scenario);
     }
 }
 
@@ -102,7 +106,7 @@ impl World for TcpWorld {
         let index = self.endpoints.len();
         let gpu = self.gpus.of(index);
         let endpoint = match self.carrier.clone() {
-            Carrier::Tcp => adapt(builder).build(),
+            Carrier::Tcp(encryption) => adapt(builder.encryption(encryption)).build(),
             Carrier::Plugin(plugin) => adapt(builder.plugin(plugin)).build(),
             Carrier::Devmem(hosts) => {
                 let builder = adapt(hosts.builder(index, gpu));
@@ -166,7 +170,7 @@ impl World for TcpWorld {
     }
 
     fn sends_eagerly(&self, index: usize) -> bool {
-        matches!(self.carrier, Carrier::Tcp | Carrier::Hosts(_)) || self.gpus.of(index).is_none()
+        matches!(self.carrier, Carrier::Tcp(_) | Carrier::Hosts(_)) || self.gpus.of(index).is_none()
     }
 
     fn peers_max(&self) -> usize {

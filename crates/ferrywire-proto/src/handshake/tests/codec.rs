@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use crate::handshake::codec::{Opening, Request, Welcome};
 use crate::handshake::error::REFUSAL_TEXT_BYTES_MAX;
 use crate::handshake::*;
+use crate::protection::ProtectionWish;
 
 fn text(bytes_max: usize) -> impl Strategy<Value = String> {
     prop::collection::vec(prop_oneof![Just('é'), prop::char::range(' ', '~')], 0..=bytes_max / 2)
@@ -30,12 +31,16 @@ prop_compose! {
     }
 }
 
+fn wish() -> impl Strategy<Value = ProtectionWish> {
+    (0..16u8).prop_filter_map("no wish", ProtectionWish::from_byte)
+}
+
 prop_compose! {
     fn config()(
-        channels in 1u16..=256, chunk_bytes in 1u32..=4 << 20, window in 1u32.., crc: bool,
+        channels in 1u16..=256, chunk_bytes in 1u32..=4 << 20, window in 1u32.., crc: bool, wish in wish(),
         extra in prop::collection::vec(any::<u8>(), 0..=256),
     ) -> Config {
-        Config { channels, chunk_bytes, window, crc, extra }
+        Config { channels, chunk_bytes, window, crc, wish, extra }
     }
 }
 
@@ -128,7 +133,8 @@ fn counts_and_flags_outside_their_range_are_refused() {
         (32 + label_bytes + 5, 5, "address family 5, expected 4 or 6"),
         (33, 0x1b, "a text that is not printable"),
         (33, 0xff, "a text that is not printable"),
-        (end - 6, 2, "a flag of value 2"),
+        (end - 7, 2, "a flag of value 2"),
+        (end - 6, 3, "a protection of value 3"),
         (end - 4, 2, "515 extra bytes, must be 0 to 256"),
     ];
     for (at, value, why) in cases {

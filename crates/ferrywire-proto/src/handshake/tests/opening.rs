@@ -4,6 +4,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::limits::ADDRESSES_MAX;
+use crate::protection::{Algorithm, Encryption, Protection, ProtectionWish};
+use crate::record::Records;
 
 const SECRET: Option<&str> = Some("correct horse");
 
@@ -80,10 +82,83 @@ fn a_data_connection_proves_its_session() {
     let dialled = Initiator::data(77, initiator.data_key, 3, 9);
     let course = join(dialled, Responder::new(desk.clone()), &Wire::default());
     for end in [course.initiator, course.responder] {
-        let Ok(Outcome::Data { session, channel, generation }) = end else { panic!("{end:?}") };
+        let Ok(Outcome::Data { session, channel, generation, .. }) = end else { panic!("{end:?}") };
         assert_eq!((session, channel, generation), (77, 3, 9));
     }
     assert_eq!(desk.desk().decided, ["new gpu1", "data 77 3 9"]);
+}
+
+/// Opens a session between ends with these wishes.
+fn session_with(initiator: ProtectionWish, responder: ProtectionWish) -> Course {
+    let desk = Shared::new(SECRET);
+    desk.desk().wish = responder;
+    let purpose = Purpose::New { config: Config { wish: initiator, ..config() } };
+    let dialled = Initiator::control(SECRET.map(str::as_bytes), hello(1), purpose).unwrap();
+    join(dialled, Responder::new(desk), &Wire::default())
+}
+
+#[test]
+fn both_ends_settle_the_same_protection() {
+    let wish = |encryption, keyed_checksum| ProtectionWish { encryption, keyed_checksum, fast_aes: true };
+    for (wishes, expected) in [
+        ([(Encryption::Off, false), (Encryption::Off, false)], None),
+        ([(Encryption::Preferred, false), (Encryption::Off, false)], None),
+        ([(Encryption::Off, false), (Encryption::Preferred, true)], Some("aes-256-gmac")),
+        ([(Encryption::Preferred, false), (Encryption::Preferred, false)], Some("aes-256-gcm")),
+        ([(Encryption::Required, false), (Encryption::Preferred, true)], Some("aes-256-gcm")),
+    ] {
+        let [initiator, responder] = wishes.map(|(encryption, mac)| wish(encryption, mac));
+        let (initiator, responder) = session_with(initiator, responder).established();
+        for end in [initiator, responder] {
+            assert_eq!(end.protection.map(|protection| protection.name()), expected, "{wishes:?}");
+        }
+    }
+}
+
+#[test]
+fn an_end_that_requires_encryption_refuses_one_with_encryption_off() {
+    let [off, required] = [Encryption::Off, Encryption::Required]
+        .map(|encryption| ProtectionWish { encryption, ..ProtectionWish::default() });
+    for (initiator, responder, who) in [(off, required, "listens"), (required, off, "connects")] {
+        let course = session_with(initiator, responder);
+        let Err(HandshakeError::Refused(refusal)) = course.initiator else {
+            panic!("{:?}", course.initiator);
+        };
+        assert_eq!(refusal.code, RefusalCode::Config);
+        assert!(
+            refusal.text.contains(&format!("the end that {who} requires encryption")),
+            "{}",
+            refusal.text
+        );
+        assert!(matches!(course.responder, Err(HandshakeError::Declined(_))));
+    }
+}
+
+#[test]
+fn a_data_connections_secrets_are_its_own_and_the_same_at_both_ends() {
+    let (desk, initiator, _) = session(SECRET);
+    let mut seen = Vec::new();
+    for (channel, generation) in [(0, 0), (0, 1), (1, 0), (1, 0)] {
+        let dialled = Initiator::data(77, initiator.data_key.clone(), channel, generation);
+        let course = join(dialled, Responder::new(desk.clone()), &Wire::default());
+        let [here, there] = [course.initiator, course.responder].map(|end| match end {
+            Ok(Outcome::Data { secrets, .. }) => secrets,
+            other => panic!("{other:?}"),
+        });
+        let protection = Protection { encrypted: true, algorithm: Algorithm::Aes256Gcm };
+        for (mine, theirs) in
+            [(here.from_initiator, there.from_initiator), (here.from_responder, there.from_responder)]
+        {
+            let sealed = [mine, theirs].map(|secret| {
+                let mut record = [0; 40];
+                Records::new(protection, secret).seal(&mut record).unwrap();
+                record
+            });
+            assert_eq!(sealed[0], sealed[1]);
+            assert!(!seen.contains(&sealed[0]), "a secret repeats");
+            seen.push(sealed[0]);
+        }
+    }
 }
 
 #[test]

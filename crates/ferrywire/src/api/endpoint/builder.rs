@@ -10,6 +10,7 @@ use crate::payload::payload_backend::{BackendConfig, SharedBackend};
 use crate::payload::plugin::{self, PluginConfig, Variable, environment_for};
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_net::{Nic, SharedTransport, Transport};
+use ferrywire_proto::protection::Encryption;
 use ferrywire_proto::schedule;
 use ferrywire_sys::affinity;
 use std::net::SocketAddr;
@@ -96,6 +97,21 @@ impl Builder {
     /// Sets whether chunks carry a CRC-32. Default: false.
     pub fn crc(mut self, on: bool) -> Builder {
         self.config.crc = on;
+        self
+    }
+
+    /// Sets whether data connections are encrypted: payload, headers and notifications. The control session always is.
+    /// Default: [`Encryption::Off`]. A session is encrypted if one end requires it or both prefer it, and refused if
+    /// one end requires it and the other has it off. Payload over a plugin or devmem TCP is never encrypted.
+    pub fn encryption(mut self, encryption: Encryption) -> Builder {
+        self.config.encryption = encryption;
+        self
+    }
+
+    /// Sets whether data connections that are not encrypted are authenticated: a change on the path then ends the
+    /// connection before the changed bytes reach memory. One end's wish is enough. Default: false.
+    pub fn keyed_checksum(mut self, on: bool) -> Builder {
+        self.config.keyed_checksum = on;
         self
     }
 
@@ -189,6 +205,16 @@ impl Builder {
         let options = self.config.bulk_options();
         transport.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
         let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+        if let Some(required) = self.config.protection_required() {
+            let why = "payload over a plugin or devmem TCP goes past the connections that can be protected";
+            match (&self.plugin, &self.backend) {
+                (None, None) => {}
+                (None, Some(backend)) if backend.is_optional() => {
+                    return Endpoint::start(self.config, transport, None, Some(format!("{required}: {why}")));
+                }
+                _ => return Err(Error::invalid(required, format!("{why}: use the tcp transport"))),
+            }
+        }
         let backend: SharedBackend = match (self.plugin, self.backend) {
             (None, None) => return Endpoint::start(self.config, transport, None, None),
             (Some(_), Some(backend)) => {

@@ -581,6 +581,7 @@ impl Peer {
             chunk_bytes: self.state().queue.chunk_bytes,
             window: self.state().info.window,
             crc: self.state().queue.crc,
+            protection: self.state().info.protection,
         }
     }
 

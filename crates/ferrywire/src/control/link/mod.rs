@@ -128,7 +128,7 @@ impl Link {
         now: Duration,
     ) -> Link {
         let context = &workers.context;
-        let Established { secure, peer_hello, session: id, data_key, config, .. } = established;
+        let Established { secure, peer_hello, session: id, data_key, config, protection, .. } = established;
         let name = if peer_hello.label.is_empty() {
             remote.to_string()
         } else {
@@ -151,6 +151,8 @@ impl Link {
             chunk_bytes: config.chunk_bytes as usize,
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
+            // Payload over lanes goes past the data connections. An end that requires protection has no lanes.
+            protection: protection.filter(|_| backend.is_none()),
             same_host,
             lanes: backend.is_some(),
             transport,

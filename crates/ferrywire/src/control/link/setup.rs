@@ -13,9 +13,10 @@ use crate::core::peer::PeerHandle;
 use crate::core::trace::ChannelName;
 use crate::core::worker::Command;
 use crate::error::{Error, LossCause};
-use ferrywire_net::Conn;
+use ferrywire_net::{Conn, Sealed};
 use ferrywire_proto::handshake::{Hello, Purpose};
 use ferrywire_proto::limits;
+use ferrywire_proto::record::RecordSecrets;
 use ferrywire_proto::session::ControlMessage;
 use std::net::SocketAddr;
 use std::sync::PoisonError;
@@ -153,12 +154,13 @@ impl Link {
         conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
+        secrets: RecordSecrets,
         now: Duration,
     ) {
         // The peer may have lost and fenced the connection before its handshake ended here.
         let record = &self.channels[index];
         if matches!(record.state, ChannelState::Dialling) && record.generation == generation {
-            self.channel_up(context, conn, index, generation, now);
+            self.channel_up(context, self.protected(conn, secrets), index, generation, now);
         }
     }
 
@@ -168,6 +170,7 @@ impl Link {
         mut conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
+        secrets: RecordSecrets,
         now: Duration,
     ) {
         context.transport.tune(&mut *conn, &self.bulk_options());
@@ -199,7 +202,15 @@ impl Link {
             tracing::debug!(peer = self.peer.name(), channel = index, "stale data connection dropped");
             return;
         }
-        self.channel_up(context, conn, index, generation, now);
+        self.channel_up(context, self.protected(conn, secrets), index, generation, now);
+    }
+
+    /// The connection, in records if the session is protected.
+    fn protected(&self, conn: Box<dyn Conn>, secrets: RecordSecrets) -> Box<dyn Conn> {
+        match self.peer.info.protection {
+            Some(protection) => Box::new(Sealed::new(conn, protection, secrets, self.dials())),
+            None => conn,
+        }
     }
 
     /// Logs a data connection from another address than announced. Only the proof of membership admits a

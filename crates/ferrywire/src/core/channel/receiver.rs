@@ -15,7 +15,7 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::{Channel, PASS_BYTES, Workspace, broken};
 use crate::core::operation::Verb;
@@ -46,6 +46,10 @@ pub(super) struct Receiver {
     pub bulk_since: Option<Instant>,
     /// Bytes of the last frame's header and placements if its payload was large, else 0.
     bulk_header_bytes: usize,
+    /// The connection holds bytes that it has read from the socket.
+    holds_more: bool,
+    /// While the rest of a record is awaited: the bytes received so far, and when the last of them came.
+    rest: Option<(u64, Duration)>,
     /// When the header came, for a trace.
     chunk: Option<ChunkStart>,
 }
@@ -79,11 +83,43 @@ impl Channel {
         if !pauses {
             self.payload.flush();
         }
+        self.receiver.holds_more = self.conn.has_received();
         self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);
         if let Some(Landing::Sink { sink, .. }) = self.receiver.landing.as_ref().filter(|_| moved > 0) {
             self.peer.note_moving(&sink.op);
         }
         Ok(moved)
+    }
+
+    /// Whether bytes are here that no event of the socket announces.
+    pub fn has_received(&self) -> bool {
+        self.receiver.holds_more && !self.payload.is_stalled() && !self.payload.stream_ended()
+    }
+
+    /// Whether the rest of a record is on its way.
+    pub(super) fn awaits_rest(&self) -> bool {
+        self.conn.begun_bytes() > 0 && !self.payload.is_stalled()
+    }
+
+    /// The error if no byte of a begun record has come for [`RECORD_REST_TIMEOUT`](limits::RECORD_REST_TIMEOUT).
+    pub(super) fn missing_rest(&mut self) -> Option<String> {
+        if !self.awaits_rest() {
+            self.receiver.rest = None;
+            return None;
+        }
+        let received = self.counters.received_bytes.load(Ordering::Relaxed) + self.conn.begun_bytes() as u64;
+        let now = self.peer.now();
+        let rest = self.receiver.rest.get_or_insert((received, now));
+        if rest.0 != received {
+            *rest = (received, now);
+        }
+        let waited = now.saturating_sub(rest.1);
+        (waited > limits::RECORD_REST_TIMEOUT).then(|| {
+            format!(
+                "the rest of a record did not come within {:.0} s: removed on its way",
+                waited.as_secs_f64()
+            )
+        })
     }
 
     /// Resumes a payload that had no room in its ring. Returns whether the channel may read from the socket.
@@ -320,6 +356,8 @@ impl Receiver {
             acks: Acks::default(),
             bulk_since: None,
             bulk_header_bytes: 0,
+            holds_more: false,
+            rest: None,
             chunk: None,
         }
     }

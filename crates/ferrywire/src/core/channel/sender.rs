@@ -24,7 +24,7 @@ use crate::core::stats::NO_BACKLOG;
 use crate::core::trace::{self, Direction};
 use crate::error::Error;
 use crate::payload::lane::UNREADABLE;
-use ferrywire_net::{Conn, IoVec};
+use ferrywire_net::{Conn, IoVec, PathHealth};
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;
 use ferrywire_proto::window::Window;
@@ -54,12 +54,16 @@ pub(super) struct Sender {
     ack_frame: Vec<u8>,
     /// The kernel took fewer bytes than offered. Send again when the socket is writable.
     pub blocked: bool,
+    /// The connection holds bytes of earlier calls that the kernel has not taken.
+    holds_back: bool,
     /// The kernel could not read the memory of the last call: send one frame per call to find the frame.
     frame_by_frame: bool,
     /// The peer's kernel may lack bytes: a send sets this, a check of the path clears it.
     unproven: bool,
     /// Bytes that the peer's kernel had acknowledged at the last check.
     acked_bytes: u64,
+    /// Number of the first frame without an acknowledgement at the last check.
+    first_checked: u64,
 }
 
 impl Channel {
@@ -71,6 +75,9 @@ impl Channel {
             self.publish_load();
             self.hand_over_small();
             return Ok(0);
+        }
+        if self.sender.holds_back {
+            self.flush_held()?;
         }
         let mut moved = 0;
         while !self.sender.blocked && moved < PASS_BYTES {
@@ -94,6 +101,17 @@ impl Channel {
             self.hand_over_small();
         }
         Ok(moved)
+    }
+
+    /// Hands the bytes that the connection holds to the kernel, as far as it has room.
+    fn flush_held(&mut self) -> io::Result<()> {
+        match self.conn.flush() {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.sender.blocked = true,
+            Err(error) => return Err(error),
+        }
+        self.sender.holds_back = self.sender.blocked;
+        Ok(())
     }
 
     /// In bulk, wakes a channel for the small operations that were left to this one, which cannot send now.
@@ -156,7 +174,8 @@ impl Channel {
                 if carries_ack {
                     self.receiver.acks.sent_with_header(ack);
                 }
-                self.sender.blocked = taken < bytes;
+                self.sender.holds_back = self.conn.has_unsent();
+                self.sender.blocked = taken < bytes || self.sender.holds_back;
                 self.counters.sent_bytes.fetch_add(taken as u64, Ordering::Relaxed);
                 self.sender.account(taken, &mut self.payload);
                 Ok(taken)
@@ -230,6 +249,11 @@ impl Channel {
         !self.sender.window.is_empty() || !self.sender.unreleased.is_empty() || self.sender.unproven
     }
 
+    /// Whether the path has to be checked: something is to arrive at either end.
+    pub fn is_watched(&self) -> bool {
+        self.outstanding() || self.sender.blocked || self.awaits_rest()
+    }
+
     /// Whether an acknowledgement waits to be sent.
     pub fn ack_due(&self) -> bool {
         self.receiver.acks.due()
@@ -245,7 +269,23 @@ impl Channel {
         if health.is_dead() {
             return Some(health.describe());
         }
+        if self.peer.info.protection.is_some() {
+            self.probe(&health);
+            if let Some(why) = self.missing_rest() {
+                return Some(why);
+            }
+        }
         self.payload.path_trouble()
+    }
+
+    /// Sends an acknowledgement if the peer's kernel has everything and the peer has acknowledged nothing since the last check.
+    /// If records were removed on the way, the peer finds out by the number of this one.
+    fn probe(&mut self, health: &PathHealth) {
+        let first = self.sender.window.first();
+        let is_idle = std::mem::replace(&mut self.sender.first_checked, first) == first;
+        if is_idle && !health.waiting && !self.sender.window.is_empty() && self.ack_frame_fits() {
+            self.make_ack_frame();
+        }
     }
 
     /// Sends everything without waiting for acknowledgements.
@@ -432,9 +472,11 @@ impl Sender {
             unreleased: VecDeque::new(),
             ack_frame: Vec::new(),
             blocked: false,
+            holds_back: false,
             frame_by_frame: false,
             unproven: false,
             acked_bytes: 0,
+            first_checked: 0,
         }
     }
 

@@ -20,6 +20,7 @@ use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_metrics::{PeerSample, Source};
 use ferrywire_proto::Identity;
+use ferrywire_proto::protection::Protection;
 use ferrywire_proto::schedule;
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::affinity;
@@ -89,6 +90,8 @@ pub(crate) struct PeerInfo {
     pub chunk_bytes: usize,
     pub window: usize,
     pub crc: bool,
+    /// How the data connections are protected; `None` in clear.
+    pub protection: Option<Protection>,
     pub same_host: bool,
     /// Whether payload goes over lanes beside the channels' connections.
     pub lanes: bool,

@@ -322,10 +322,10 @@ impl ProgressEngine {
     }
 
     fn receive(&mut self, worker: &Worker, context: &Context) -> bool {
-        if let Some(worked) = self.receive_hot(worker, context) {
-            return worked;
+        let mut worked = self.receive_held(worker, context);
+        if let Some(received) = self.receive_hot(worker, context) {
+            return worked | received;
         }
-        let mut worked = false;
         let mut ready = std::mem::take(&mut self.ready);
         if self.slots.len() > self.polled {
             if let Err(error) = worker.poller.wait(&mut ready, Some(Duration::ZERO)) {
@@ -341,6 +341,17 @@ impl ProgressEngine {
                 if self.slots[place].as_ref().is_some_and(|slot| slot.polled) {
                     worked |= self.receive_at(worker, context, place);
                 }
+            }
+        }
+        worked
+    }
+
+    /// Receives what connections hold that have read more from their sockets than their channels had room for.
+    fn receive_held(&mut self, worker: &Worker, context: &Context) -> bool {
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            if self.slots[place].as_ref().is_some_and(|slot| slot.channel.has_received()) {
+                worked |= self.receive_at(worker, context, place);
             }
         }
         worked
@@ -479,7 +490,7 @@ impl ProgressEngine {
                 continue;
             };
             slot.channel.finish_released();
-            if !slot.channel.outstanding() && !slot.channel.blocked() {
+            if !slot.channel.is_watched() {
                 continue;
             }
             if let Some(why) = slot.channel.path_trouble() {
@@ -492,7 +503,7 @@ impl ProgressEngine {
     pub(super) fn has_work(&self) -> bool {
         self.slots.iter().flatten().any(|slot| {
             let channel = &slot.channel;
-            !channel.blocked() && channel.may_pull()
+            channel.has_received() || (!channel.blocked() && channel.may_pull())
         })
     }
 
@@ -508,8 +519,8 @@ impl ProgressEngine {
         if self.polled > 0 {
             return Some(Duration::from_millis(1));
         }
-        let outstanding = self.slots.iter().flatten().any(|slot| slot.channel.outstanding());
-        (outstanding || !self.unreleased.is_empty()).then_some(limits::PATH_CHECK_INTERVAL)
+        let is_watched = self.slots.iter().flatten().any(|slot| slot.channel.is_watched());
+        (is_watched || !self.unreleased.is_empty()).then_some(limits::PATH_CHECK_INTERVAL)
     }
 }
 

@@ -1,0 +1,410 @@
+//! A connection whose bytes travel in records that are encrypted, or only authenticated.
+//!
+//! ```text
+//! send   pieces --seal--> `outgoing` --> the connection below
+//! recv   the connection below --> `incoming` --open--> pieces
+//! ```
+//!
+//! Bytes count as received only after their record's tag is verified. A record that does not open may leave zeros in the piece
+//! that it would have filled. A send never waits for a record to be full: what one call brings is sealed at once. Short pieces
+//! share records, and cost one copy more at each end.
+//!
+//! Invariants: bytes that `send` has taken are sealed once, whatever the kernel takes; after a record that does not open
+//! nothing is received any more.
+//! Read next: `record.rs` in the crate `ferrywire-proto`, the format.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+
+use ferrywire_proto::protection::Protection;
+use ferrywire_proto::record::{
+    RECORD_BYTES_MAX, RECORD_HEADER_BYTES, RECORD_OVERHEAD, RECORD_TAG_BYTES, RecordError, RecordSecrets,
+    Records,
+};
+
+use crate::{Conn, ConnOptions, IoVec, PathHealth};
+
+/// Records that fit into each of the two buffers. More would leave the cache before they are used.
+const BUFFERED_RECORDS: usize = 4;
+const BUFFER_BYTES: usize = BUFFERED_RECORDS * record_bytes(RECORD_BYTES_MAX);
+/// Shortest piece in bytes that has records of its own.
+const OWN_RECORD_BYTES_MIN: usize = 16 << 10;
+
+/// Bytes of a record with so much payload.
+const fn record_bytes(payload_bytes: usize) -> usize {
+    payload_bytes + RECORD_OVERHEAD
+}
+
+/// A connection that protects its bytes.
+pub struct Sealed {
+    inner: Box<dyn Conn>,
+    sealer: Records,
+    opener: Records,
+    outgoing: Outgoing,
+    /// Bytes of headers and tags sealed so far.
+    overhead: u64,
+    incoming: Incoming,
+    /// Why no further record opens.
+    failure: Option<RecordError>,
+}
+
+/// Sealed records up to `end`, of which the first `sent` bytes are with the kernel.
+#[derive(Default)]
+struct Outgoing {
+    buffer: Vec<u8>,
+    sent: usize,
+    end: usize,
+}
+
+/// Received bytes: `payload` of the record that was opened last, then records that are not opened yet.
+struct Incoming {
+    buffer: Vec<u8>,
+    payload: (usize, usize),
+    sealed: (usize, usize),
+}
+
+impl fmt::Debug for Sealed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sealed({} to {})", self.inner.local(), self.inner.remote())
+    }
+}
+
+impl Sealed {
+    /// Protects what follows on `inner`. `initiates` says whether this end has opened the connection.
+    pub fn new(
+        inner: Box<dyn Conn>,
+        protection: Protection,
+        secrets: RecordSecrets,
+        initiates: bool,
+    ) -> Sealed {
+        let RecordSecrets { from_initiator, from_responder } = secrets;
+        let (ours, theirs) =
+            if initiates { (from_initiator, from_responder) } else { (from_responder, from_initiator) };
+        Sealed {
+            inner,
+            sealer: Records::new(protection, ours),
+            opener: Records::new(protection, theirs),
+            outgoing: Outgoing::default(),
+            overhead: 0,
+            incoming: Incoming { buffer: Vec::new(), payload: (0, 0), sealed: (0, 0) },
+            failure: None,
+        }
+    }
+
+    /// Seals up to a buffer of the bytes at `cursor`. Returns the number of bytes sealed.
+    ///
+    /// # Safety
+    /// The pieces are readable.
+    unsafe fn seal(&mut self, cursor: &mut Cursor<'_>) -> io::Result<usize> {
+        let Outgoing { buffer, sent, end } = &mut self.outgoing;
+        if *sent == *end {
+            (*sent, *end) = (0, 0);
+            buffer.resize(BUFFER_BYTES, 0);
+        }
+        let mut taken = 0;
+        loop {
+            let room = (buffer.len() - *end).saturating_sub(RECORD_OVERHEAD).min(RECORD_BYTES_MAX);
+            // A long piece has records of its own: they are sealed without a copy, and mostly opened without one.
+            let run = cursor.run(OWN_RECORD_BYTES_MIN).min(room);
+            if run == 0 {
+                return Ok(taken);
+            }
+            let record = &mut buffer[*end..*end + run + RECORD_OVERHEAD];
+            let sealed = match cursor.piece() {
+                Some(piece) if piece.len >= run => {
+                    // SAFETY: promised by the caller.
+                    let payload = unsafe { std::slice::from_raw_parts(piece.base, run) };
+                    cursor.take(run, |_| {});
+                    self.sealer.seal_from(payload, record)
+                }
+                _ => {
+                    let mut at = RECORD_HEADER_BYTES;
+                    cursor.take(run, |piece| {
+                        // SAFETY: promised by the caller.
+                        let part = unsafe { std::slice::from_raw_parts(piece.base, piece.len) };
+                        record[at..at + piece.len].copy_from_slice(part);
+                        at += piece.len;
+                    });
+                    self.sealer.seal(record)
+                }
+            };
+            sealed.map_err(broken)?;
+            *end += record_bytes(run);
+            self.overhead += RECORD_OVERHEAD as u64;
+            taken += run;
+        }
+    }
+
+    /// Hands sealed records to the kernel until it has all of them, or no room.
+    fn push(&mut self) -> io::Result<()> {
+        let Outgoing { buffer, sent, end } = &mut self.outgoing;
+        while *sent < *end {
+            *sent += self.inner.write(&buffer[*sent..*end])?;
+        }
+        Ok(())
+    }
+
+    /// Opens the next record if it is complete: directly into the piece at `cursor` if it has room for the whole record, else
+    /// in place. Returns the bytes that are now in the piece, or `None` while no record is complete.
+    ///
+    /// # Safety
+    /// The pieces are writable.
+    unsafe fn open(&mut self, cursor: &mut Cursor<'_>) -> Result<Option<usize>, RecordError> {
+        let Incoming { buffer, payload, sealed: (start, end) } = &mut self.incoming;
+        let Some(header) = buffer[*start..*end].first_chunk() else { return Ok(None) };
+        let bytes = Records::record_bytes(*header)?;
+        if *end - *start < bytes {
+            return Ok(None);
+        }
+        let record = &mut buffer[*start..*start + bytes];
+        let payload_bytes = bytes - RECORD_OVERHEAD;
+        let direct = cursor
+            .piece()
+            .filter(|piece| payload_bytes >= OWN_RECORD_BYTES_MIN && piece.len >= payload_bytes);
+        let placed = match direct {
+            Some(piece) => {
+                // SAFETY: promised by the caller.
+                let target = unsafe { std::slice::from_raw_parts_mut(piece.base, payload_bytes) };
+                self.opener.open_into(record, target)?;
+                cursor.take(payload_bytes, |_| {});
+                payload_bytes
+            }
+            None => {
+                self.opener.open(record)?;
+                *payload = (*start + RECORD_HEADER_BYTES, *start + bytes - RECORD_TAG_BYTES);
+                0
+            }
+        };
+        *start += bytes;
+        Ok(Some(placed))
+    }
+
+    /// Reads more records from the connection below. Returns whether the kernel may have more.
+    fn fill(&mut self) -> io::Result<bool> {
+        let Incoming { buffer, sealed: (start, end), .. } = &mut self.incoming;
+        buffer.resize(BUFFER_BYTES, 0);
+        if *start > 0 {
+            buffer.copy_within(*start..*end, 0);
+            (*start, *end) = (0, *end - *start);
+        }
+        let bytes = self.inner.read(&mut buffer[*end..])?;
+        if bytes == 0 && *end > 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended within a record"));
+        }
+        if bytes == 0 {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+        }
+        *end += bytes;
+        Ok(*end == buffer.len())
+    }
+}
+
+fn broken(error: RecordError) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+impl Conn for Sealed {
+    unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        let mut cursor = Cursor::new(pieces);
+        if cursor.left() == 0 {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        let mut taken = 0;
+        loop {
+            // SAFETY: promised by the caller.
+            taken += unsafe { self.seal(&mut cursor) }?;
+            match self.push() {
+                Ok(()) if cursor.left() > 0 => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && taken > 0 => return Ok(taken),
+                Err(error) => return Err(error),
+                Ok(()) => return Ok(taken),
+            }
+        }
+    }
+
+    unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        let mut cursor = Cursor::new(pieces);
+        if cursor.left() == 0 {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        let (mut placed, mut may_have_more) = (0, true);
+        loop {
+            let Incoming { buffer, payload: (from, to), .. } = &mut self.incoming;
+            let bytes = (*to - *from).min(cursor.left());
+            if bytes > 0 {
+                cursor.take(bytes, |piece| {
+                    // SAFETY: the caller promises that the piece is writable; `buffer` is this connection's own.
+                    unsafe { std::ptr::copy_nonoverlapping(buffer[*from..].as_ptr(), piece.base, piece.len) };
+                    *from += piece.len;
+                });
+                placed += bytes;
+                if cursor.left() == 0 {
+                    return Ok(placed);
+                }
+            }
+            if let Some(failure) = self.failure {
+                return if placed > 0 { Ok(placed) } else { Err(broken(failure)) };
+            }
+            // SAFETY: promised by the caller.
+            match unsafe { self.open(&mut cursor) } {
+                Ok(Some(bytes)) => {
+                    placed += bytes;
+                    if cursor.left() == 0 {
+                        return Ok(placed);
+                    }
+                    continue;
+                }
+                Ok(None) => {}
+                Err(failure) => {
+                    self.failure = Some(failure);
+                    continue;
+                }
+            }
+            // The kernel had fewer bytes than there was room for: another call would be in vain.
+            let filled = if may_have_more { self.fill() } else { Err(io::ErrorKind::WouldBlock.into()) };
+            match filled {
+                Ok(more) => may_have_more = more,
+                Err(_) if placed > 0 => return Ok(placed),
+                Err(error) if error.get_ref().is_none() && error.kind() == io::ErrorKind::UnexpectedEof => {
+                    return Ok(0);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn abort(&mut self) {
+        self.inner.abort();
+    }
+
+    fn has_unsent(&self) -> bool {
+        self.outgoing.sent < self.outgoing.end
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.push()
+    }
+
+    fn has_received(&self) -> bool {
+        let Incoming { buffer, payload: (from, to), sealed: (start, end) } = &self.incoming;
+        let complete = |header: &[u8; RECORD_HEADER_BYTES]| {
+            Records::record_bytes(*header).map_or(true, |bytes| end - start >= bytes)
+        };
+        from < to || self.failure.is_some() || buffer[*start..*end].first_chunk().is_some_and(complete)
+    }
+
+    fn begun_bytes(&self) -> usize {
+        let (start, end) = self.incoming.sealed;
+        end - start
+    }
+
+    fn within_host(&self) -> bool {
+        self.inner.within_host()
+    }
+
+    fn is_long(&self) -> bool {
+        self.inner.is_long()
+    }
+
+    fn unsent_bytes(&self) -> usize {
+        self.inner.unsent_bytes() + (self.outgoing.end - self.outgoing.sent)
+    }
+
+    /// The health of the connection below. `acked_bytes` counts payload, and at most what the peer's kernel has acknowledged.
+    fn health(&self) -> PathHealth {
+        let health = self.inner.health();
+        PathHealth { acked_bytes: health.acked_bytes.saturating_sub(self.overhead), ..health }
+    }
+
+    fn shutdown(&mut self) {
+        self.inner.shutdown();
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        self.inner.fd()
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.inner.local()
+    }
+
+    fn remote(&self) -> SocketAddr {
+        self.inner.remote()
+    }
+
+    fn tune(&mut self, options: &ConnOptions) {
+        self.inner.tune(options);
+    }
+
+    fn buffer_bytes(&self) -> (usize, usize) {
+        self.inner.buffer_bytes()
+    }
+
+    fn congestion_control(&self) -> String {
+        self.inner.congestion_control()
+    }
+}
+
+/// A position in a list of pieces.
+struct Cursor<'a> {
+    pieces: &'a [IoVec],
+    /// Bytes of the first piece that are behind the position.
+    within: usize,
+    left: usize,
+}
+
+impl<'a> Cursor<'a> {
+    fn new(pieces: &'a [IoVec]) -> Cursor<'a> {
+        Cursor { pieces, within: 0, left: pieces.iter().map(|piece| piece.len).sum() }
+    }
+
+    /// Bytes from the position to the end.
+    fn left(&self) -> usize {
+        self.left
+    }
+
+    /// What is left of the piece at the position; `None` at the end.
+    fn piece(&mut self) -> Option<IoVec> {
+        while let Some(piece) = self.pieces.first() {
+            if self.within < piece.len {
+                // SAFETY: `within` is less than the length of the piece.
+                return Some(IoVec::new(unsafe { piece.base.add(self.within) }, piece.len - self.within));
+            }
+            self.pieces = &self.pieces[1..];
+            self.within = 0;
+        }
+        None
+    }
+
+    /// Bytes of the piece at the position if they are at least `long`, else of all pieces before one that is so long.
+    fn run(&mut self, long: usize) -> usize {
+        let Some(piece) = self.piece() else { return 0 };
+        if piece.len >= long {
+            return piece.len;
+        }
+        let short = self.pieces[1..].iter().map(|piece| piece.len).take_while(|len| *len < long);
+        piece.len + short.sum::<usize>()
+    }
+
+    /// Calls `each` for the next `bytes` bytes, in parts, and moves behind them.
+    fn take(&mut self, mut bytes: usize, mut each: impl FnMut(IoVec)) {
+        debug_assert!(bytes <= self.left);
+        self.left -= bytes;
+        while bytes > 0 {
+            let piece = self.pieces[0];
+            let part = (piece.len - self.within).min(bytes);
+            if part > 0 {
+                // SAFETY: `within + part` is at most the length of the piece.
+                each(IoVec::new(unsafe { piece.base.add(self.within) }, part));
+            }
+            bytes -= part;
+            self.within += part;
+            if self.within == piece.len {
+                self.pieces = &self.pieces[1..];
+                self.within = 0;
+            }
+        }
+    }
+}
