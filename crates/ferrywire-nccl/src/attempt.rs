@@ -20,6 +20,7 @@ use ferrywire_sys::{nics, socket};
 
 use crate::comm::{Comm, locked};
 use crate::device::{Device, network};
+use crate::encryption::shared_key;
 use crate::failure::{Fault, Outcome, is_short};
 use crate::handle::{self, Handle, Secret};
 use crate::log;
@@ -144,6 +145,7 @@ fn put_back(number: u64, mut attempt: Attempt) -> u64 {
 
 impl Attempt {
     fn begin(device: &Device, handle: &Handle) -> Outcome<Attempt> {
+        shared_key()?;
         let (pairs, spare) = unreachable_paths::part(pairs(&device.nics_up(), &handle.addresses));
         let now = Instant::now();
         let mut attempt = Attempt {

@@ -23,7 +23,7 @@
 //! `tables` (the functions that NCCL calls), `properties` and `device` (NICs) and `merged` (several NICs as one
 //! device), `channels` (the number of rings), `attempt` and `listener` (setting up a comm) with `pairs`,
 //! `unreachable_paths`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `header` (the wire format),
-//! `wire` (one socket) and `link` (its name in errors), `pool` and `worker` (the threads that move bulk; `ranks` and
+//! `encryption`, `wire` (one socket) and `link` (its name in errors), `pool` and `worker` (the threads that move bulk; `ranks` and
 //! `settings`: how many). `failure` and `log` report errors, `metrics` counts.
 
 mod affinity;
@@ -31,6 +31,7 @@ mod attempt;
 mod channels;
 mod comm;
 mod device;
+mod encryption;
 mod failure;
 mod handle;
 mod header;

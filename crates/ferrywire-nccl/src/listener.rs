@@ -12,6 +12,7 @@ use ferrywire_net::{Conn, Listener, Nic, Transport};
 use crate::attempt::{self, be_patient, data_options};
 use crate::comm::Comm;
 use crate::device::{Device, network};
+use crate::encryption::shared_key;
 use crate::failure::{Fault, Outcome, is_short};
 use crate::handle::{Handle, Secret};
 use crate::log;
@@ -42,6 +43,7 @@ struct Gathering {
 impl ListenComm {
     /// Listens on all NICs of a device that permit it, at least one.
     pub fn open(device: &Device) -> Outcome<(ListenComm, Handle)> {
+        shared_key()?;
         let listen = |nic: &&Nic| {
             let listener = network().listen(SocketAddr::new(nic.address, 0));
             listener

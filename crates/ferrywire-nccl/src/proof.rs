@@ -1,7 +1,7 @@
 //! The mutual proof by which each connection of a comm shows that it belongs there, from the listener's secret.
 //!
 //! ```text
-//!   listener -> dialler   challenge   magic, version, nonce
+//!   listener -> dialler   challenge   magic, version, whether it encrypts, nonce
 //!   dialler -> listener   claim       comm, index of this socket, number of sockets, nonce, proof
 //!   listener -> dialler   proof
 //! ```
@@ -16,6 +16,7 @@ use blake3::Hash;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_sys::tcp_info::{self, TcpInfo};
 
+use crate::encryption::{SharedKey, encrypt, shared_key};
 use crate::failure::Fault;
 use crate::handle::{Secret, array};
 use crate::settings::SOCKETS_MAX;
@@ -24,6 +25,8 @@ const MAGIC: [u8; 8] = *b"FWnccl\r\n";
 /// Version of the bytes between two hosts' plugins and of their tuning of NCCL: both hosts must cut messages alike.
 const VERSION: u32 = 2;
 const CHALLENGE_BYTES: usize = 48;
+/// Position of the byte of a challenge that says whether the connection is encrypted.
+const ENCRYPTS_AT: usize = 12;
 const CLAIM_BYTES: usize = 96;
 const PROOF_BYTES: usize = 32;
 /// The part of a claim before its proof.
@@ -66,10 +69,11 @@ pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     if got == N as isize { Ok(bytes) } else { Err(io::Error::last_os_error()) }
 }
 
-fn challenge(nonce: [u8; 32]) -> [u8; CHALLENGE_BYTES] {
+fn challenge(nonce: [u8; 32], encrypts: bool) -> [u8; CHALLENGE_BYTES] {
     let mut bytes = [0; CHALLENGE_BYTES];
     bytes[..8].copy_from_slice(&MAGIC);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[ENCRYPTS_AT] = u8::from(encrypts);
     bytes[16..].copy_from_slice(&nonce);
     bytes
 }
@@ -131,6 +135,8 @@ impl<const N: usize> Moving<N> {
 /// The dialling end of one connection.
 pub struct Dialling {
     conn: Option<Box<dyn Conn>>,
+    /// The key that encrypts the connection, if it is encrypted.
+    key: Option<SharedKey>,
     claim: Claim,
     stage: DialStage,
     unreached: bool,
@@ -138,15 +144,28 @@ pub struct Dialling {
 
 enum DialStage {
     Challenge(Moving<CHALLENGE_BYTES>),
-    Claim(Moving<CLAIM_BYTES>, Hash),
-    Proof(Moving<PROOF_BYTES>, Hash),
+    Claim(Moving<CLAIM_BYTES>, Expected),
+    Proof(Moving<PROOF_BYTES>, Expected),
+}
+
+/// What the listener has asked, and the proof that it must return.
+#[derive(Clone, Copy)]
+struct Expected {
+    asked: [u8; CHALLENGE_BYTES],
+    claim: [u8; CLAIM_BYTES],
+    proof: Hash,
 }
 
 impl Dialling {
-    /// Begins the proof on a dialled connection.
+    /// Begins the proof on a dialled connection, which is then encrypted if this process requires that.
     pub fn new(conn: Box<dyn Conn>, claim: Claim) -> Dialling {
+        Dialling::with_key(conn, claim, shared_key().ok().flatten())
+    }
+
+    /// Like [`new`](Dialling::new), with the key that encrypts the connection, if it is encrypted.
+    pub fn with_key(conn: Box<dyn Conn>, claim: Claim, key: Option<SharedKey>) -> Dialling {
         let stage = DialStage::Challenge(Moving::new([0; CHALLENGE_BYTES]));
-        Dialling { conn: Some(conn), claim, stage, unreached: false }
+        Dialling { conn: Some(conn), key, claim, stage, unreached: false }
     }
 
     /// Whether the peer's kernel has not answered yet.
@@ -170,6 +189,8 @@ impl Dialling {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let peer = conn.remote();
         let conn = conn.as_mut();
+        let key = self.key;
+        let secret = &key.map_or(*secret, |key| key.with_listener(secret));
         let unreached = &mut self.unreached;
         let mut broken = |e: io::Error| {
             *unreached = is_unreached(&e);
@@ -179,9 +200,9 @@ impl Dialling {
             match &mut self.stage {
                 DialStage::Challenge(message) => {
                     let Some(asked) = message.receive(conn).map_err(&mut broken)? else { return Ok(None) };
-                    let (claim, expected) = answer(secret, &asked, self.claim)
+                    let expected = answer(secret, &asked, self.claim, key.is_some())
                         .map_err(|why| Fault::remote(format_args!("{peer}: {why}")))?;
-                    self.stage = DialStage::Claim(Moving::new(claim), expected);
+                    self.stage = DialStage::Claim(Moving::new(expected.claim), expected);
                 }
                 DialStage::Claim(message, expected) => {
                     if !message.send(conn).map_err(&mut broken)? {
@@ -191,12 +212,16 @@ impl Dialling {
                 }
                 DialStage::Proof(message, expected) => {
                     let Some(proof) = message.receive(conn).map_err(&mut broken)? else { return Ok(None) };
-                    if *expected != proof {
+                    if expected.proof != proof {
                         return Err(Fault::remote(format_args!(
                             "{peer} does not know the listener's secret"
                         )));
                     }
-                    return Ok(self.conn.take());
+                    let Expected { asked, claim, .. } = *expected;
+                    return Ok(self.conn.take().map(|conn| match key {
+                        Some(_) => encrypt(conn, secret, [&asked, &claim], true),
+                        None => conn,
+                    }));
                 }
             }
         }
@@ -214,7 +239,8 @@ fn answer(
     secret: &Secret,
     asked: &[u8; CHALLENGE_BYTES],
     claim: Claim,
-) -> Result<([u8; CLAIM_BYTES], Hash), String> {
+    encrypts: bool,
+) -> Result<Expected, String> {
     if asked[..8] != MAGIC {
         return Err("no ferrywire plugin listens there".into());
     }
@@ -224,16 +250,24 @@ fn answer(
             "the peer's plugin has version {version}, this one {VERSION}: use one version on all hosts"
         ));
     }
+    if (asked[ENCRYPTS_AT] != 0) != encrypts {
+        let (with, without) = if encrypts { ("this host", "the peer") } else { ("the peer", "this host") };
+        return Err(format!(
+            "{with} requires encryption and {without} has it off: set FERRYWIRE_NCCL_ENCRYPT alike on all hosts"
+        ));
+    }
     let claimed = claim.to_bytes(random().map_err(|e| format!("random bytes: {e}"))?);
     let mut message = [0; CLAIM_BYTES];
     message[..CLAIMED_BYTES].copy_from_slice(&claimed);
     message[CLAIMED_BYTES..].copy_from_slice(prove(secret, DIALLER, asked, &claimed).as_bytes());
-    Ok((message, prove(secret, LISTENER, asked, &claimed)))
+    Ok(Expected { asked: *asked, claim: message, proof: prove(secret, LISTENER, asked, &claimed) })
 }
 
 /// The listening end of one connection.
 pub struct Serving {
     conn: Option<Box<dyn Conn>>,
+    /// The key that encrypts the connection, if it is encrypted.
+    key: Option<SharedKey>,
     asked: [u8; CHALLENGE_BYTES],
     stage: ServeStage,
 }
@@ -241,14 +275,19 @@ pub struct Serving {
 enum ServeStage {
     Challenge(Moving<CHALLENGE_BYTES>),
     Claim(Moving<CLAIM_BYTES>),
-    Proof(Moving<PROOF_BYTES>, Claim),
+    Proof(Moving<PROOF_BYTES>, Claim, [u8; CLAIM_BYTES]),
 }
 
 impl Serving {
-    /// Begins the proof on an accepted connection.
+    /// Begins the proof on an accepted connection, which is then encrypted if this process requires that.
     pub fn new(conn: Box<dyn Conn>) -> io::Result<Serving> {
-        let asked = challenge(random()?);
-        Ok(Serving { conn: Some(conn), asked, stage: ServeStage::Challenge(Moving::new(asked)) })
+        Serving::with_key(conn, shared_key().ok().flatten())
+    }
+
+    /// Like [`new`](Serving::new), with the key that encrypts the connection, if it is encrypted.
+    pub fn with_key(conn: Box<dyn Conn>, key: Option<SharedKey>) -> io::Result<Serving> {
+        let asked = challenge(random()?, key.is_some());
+        Ok(Serving { conn: Some(conn), key, asked, stage: ServeStage::Challenge(Moving::new(asked)) })
     }
 
     /// Whether the claim has arrived.
@@ -265,6 +304,8 @@ impl Serving {
     pub fn poll(&mut self, secret: &Secret) -> io::Result<Option<(Claim, Box<dyn Conn>)>> {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let conn = conn.as_mut();
+        let key = self.key;
+        let secret = &key.map_or(*secret, |key| key.with_listener(secret));
         loop {
             match &mut self.stage {
                 ServeStage::Challenge(message) => {
@@ -274,22 +315,24 @@ impl Serving {
                     self.stage = ServeStage::Claim(Moving::new([0; CLAIM_BYTES]));
                 }
                 ServeStage::Claim(message) => {
-                    let Some(claim) = message.receive(conn)? else { return Ok(None) };
-                    let (claimed, proof) = claim.split_at(CLAIMED_BYTES);
+                    let Some(said) = message.receive(conn)? else { return Ok(None) };
+                    let (claimed, proof) = said.split_at(CLAIMED_BYTES);
                     let proven =
                         prove(secret, DIALLER, &self.asked, claimed) == array::<PROOF_BYTES>(proof, 0);
                     let claim = Claim::from_bytes(claimed).filter(|_| proven);
                     let claim = claim.ok_or_else(|| io::Error::from(io::ErrorKind::PermissionDenied))?;
                     let answer = *prove(secret, LISTENER, &self.asked, claimed).as_bytes();
-                    self.stage = ServeStage::Proof(Moving::new(answer), claim);
+                    self.stage = ServeStage::Proof(Moving::new(answer), claim, said);
                 }
-                ServeStage::Proof(message, claim) => {
-                    let claim = *claim;
-                    return if message.send(conn)? {
-                        Ok(self.conn.take().map(|conn| (claim, conn)))
-                    } else {
-                        Ok(None)
-                    };
+                ServeStage::Proof(message, claim, said) => {
+                    let (claim, said) = (*claim, *said);
+                    if !message.send(conn)? {
+                        return Ok(None);
+                    }
+                    return Ok(self.conn.take().map(|conn| match key {
+                        Some(_) => (claim, encrypt(conn, secret, [&self.asked, &said], false)),
+                        None => (claim, conn),
+                    }));
                 }
             }
         }
@@ -348,11 +391,22 @@ mod tests {
     }
 
     #[test]
+    fn ends_that_differ_in_encryption_name_it() {
+        for encrypts in [true, false] {
+            let asked = challenge([0; 32], encrypts);
+            let why = answer(&[0; 32], &asked, CLAIM, !encrypts).err().unwrap();
+            assert!(why.contains("FERRYWIRE_NCCL_ENCRYPT alike on all hosts"), "{why}");
+            assert!(answer(&[0; 32], &asked, CLAIM, encrypts).is_ok());
+        }
+    }
+
+    #[test]
     fn a_listener_of_another_kind_or_version_is_named() {
-        assert!(answer(&[0; 32], &[0; CHALLENGE_BYTES], CLAIM).unwrap_err().contains("no ferrywire plugin"));
-        let mut newer = challenge([0; 32]);
+        let refused = |asked: &_| answer(&[0; 32], asked, CLAIM, false).err().unwrap();
+        assert!(refused(&[0; CHALLENGE_BYTES]).contains("no ferrywire plugin"));
+        let mut newer = challenge([0; 32], false);
         newer[8] = VERSION as u8 + 1;
-        assert!(answer(&[0; 32], &newer, CLAIM).unwrap_err().contains("version 3"));
+        assert!(refused(&newer).contains("version 3"));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond; with two cores for a GPU up to 512 KiB if that thread has received one since, unless the threads are said |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work polls before it sleeps |
 //!
-//! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
+//! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`. `FERRYWIRE_NCCL_ENCRYPT`: `encryption.rs`.
 //!
 //! A GPU's cores are its equal share of the host's cores, because each rank has a GPU; or, if these are fewer, the
 //! cores that the process may use, shared among its GPUs. Without GPUs, two ranks are assumed. Some cores are left for

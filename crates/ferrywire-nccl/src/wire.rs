@@ -128,6 +128,12 @@ impl Sender {
         while let Some((piece, header)) = &mut self.piece {
             let payload_bytes = piece.header.bytes as usize;
             if self.sent == HEADER_BYTES + payload_bytes {
+                // A piece that is done may be the last one before NCCL closes the comm.
+                match self.conn.flush() {
+                    Ok(()) => {}
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                    Err(e) => return Err(e),
+                }
                 let done = *piece;
                 self.piece = None;
                 return Ok(Some(done));

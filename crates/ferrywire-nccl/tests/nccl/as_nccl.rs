@@ -3,7 +3,7 @@
 //! Each thing that an exported plugin has to survive is a case; cases whose calls differ between versions run in v10,
 //! v11 and v12.
 
-use crate::driver::{can_make_namespaces, has_time, passes};
+use crate::driver::{can_make_namespaces, command, has_time, output, passes};
 
 macro_rules! cases {
     ($($case:ident)+) => {$(
@@ -36,6 +36,27 @@ cases! {
     nothing_left
     somebody_elses_context
     no_logger
+}
+
+#[test]
+fn encrypted() {
+    for case in
+        ["as_nccl", "setting_up", "receives", "nothing_is_cut", "closing", "killed_peer", "late_receives"]
+    {
+        let mut command = command("driver", 12, case);
+        command.env("FERRYWIRE_NCCL_ENCRYPT", "required").env("FERRYWIRE_SECRET", "a secret of all hosts");
+        let (has_passed, text) = output(&mut command);
+        assert!(has_passed, "{case}: {text}");
+    }
+}
+
+/// NCCL would go on in clear over its own sockets if the plugin did not start.
+#[test]
+fn encryption_without_a_secret_makes_no_connection() {
+    let mut command = command("driver", 12, "as_nccl");
+    command.env("FERRYWIRE_NCCL_ENCRYPT", "required").env_remove("FERRYWIRE_SECRET");
+    let (has_passed, text) = output(&mut command);
+    assert!(!has_passed && text.contains("FERRYWIRE_NCCL_ENCRYPT needs FERRYWIRE_SECRET"), "{text}");
 }
 
 #[test]

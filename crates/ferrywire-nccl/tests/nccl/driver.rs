@@ -55,9 +55,15 @@ pub fn command(program: &str, version: u32, case: &str) -> Command {
 
 /// Runs a case of a program with a version of the interface.
 pub fn passes(program: &str, version: u32, case: &str) {
+    let (has_passed, text) = output(&mut command(program, version, case));
+    assert!(has_passed, "v{version} {case}: {text}");
+}
+
+/// Runs a case. Returns whether it has passed, and its output.
+pub fn output(command: &mut Command) -> (bool, String) {
     // A file, because a pipe that nothing reads meanwhile would block a verbose program.
     let mut said = tempfile::tempfile().unwrap();
-    let mut child = command(program, version, case)
+    let mut child = command
         .stdin(Stdio::null())
         .stdout(said.try_clone().unwrap())
         .stderr(said.try_clone().unwrap())
@@ -75,7 +81,7 @@ pub fn passes(program: &str, version: u32, case: &str) {
     let mut text = String::new();
     said.rewind().unwrap();
     said.read_to_string(&mut text).unwrap();
-    assert!(status.success() && text.contains("passed\n"), "v{version} {case}: {status}\n{text}");
+    (status.success() && text.contains("passed\n"), format!("{status}\n{text}"))
 }
 
 /// Whether tests may take minutes.
