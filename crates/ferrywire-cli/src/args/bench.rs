@@ -12,6 +12,7 @@ use std::path::PathBuf;
 
 use clap::builder::BoolishValueParser;
 use clap::{Args, Subcommand, ValueEnum};
+use ferrywire::Encryption;
 use serde::{Deserialize, Serialize};
 
 use super::help;
@@ -124,6 +125,12 @@ pub struct ServeFlags {
     /// auto: all cores up to 8; of more cores half, at least 8 and at most 16.
     #[arg(long, value_name = "N")]
     pub threads: Option<OrAuto<usize>>,
+    /// Encrypt data connections: off, preferred or required [default: preferred]
+    ///
+    /// --encrypt alone is required: a peer with encryption off is refused. preferred encrypts if the peer prefers or requires
+    /// it too; bench serve prefers it. The control session is always encrypted. Payload over a plugin or devmem cannot be.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "required", value_name = "WHEN")]
+    pub encrypt: Option<Encrypt>,
     /// Congestion control of this end's data connections [default: auto]
     ///
     /// auto: cubic where the round trip is below 0.5 ms, else the default of the system.
@@ -348,6 +355,18 @@ pub struct ConnectFlags {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub crc: Option<bool>,
+    /// Encrypt data connections: off, preferred or required [default: off]
+    ///
+    /// --encrypt alone is required: a peer with encryption off is refused. preferred encrypts if the peer prefers or requires
+    /// it too; bench serve prefers it. The control session is always encrypted. Payload over a plugin or devmem cannot be.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "required", value_name = "WHEN")]
+    pub encrypt: Option<Encrypt>,
+    /// Authenticate data connections that are not encrypted
+    ///
+    /// A change on the path ends the connection before changed bytes reach memory. --crc finds accidents only.
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub keyed_checksum: Option<bool>,
     /// Congestion control of this end's data connections [default: auto]
     ///
     /// auto: cubic where the round trip is below 0.5 ms, else the default of the system.
@@ -455,6 +474,28 @@ pub enum Verify {
     Sample,
     /// Nothing: the result is marked as not verified
     Off,
+}
+
+/// Whether data connections are encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Encrypt {
+    /// Never; a peer that requires it is refused
+    Off,
+    /// If the peer prefers or requires it
+    Preferred,
+    /// Always; a peer with encryption off is refused
+    Required,
+}
+
+impl From<Encrypt> for Encryption {
+    fn from(encrypt: Encrypt) -> Encryption {
+        match encrypt {
+            Encrypt::Off => Encryption::Off,
+            Encrypt::Preferred => Encryption::Preferred,
+            Encrypt::Required => Encryption::Required,
+        }
+    }
 }
 
 /// How data is spoilt to test the verification.

@@ -259,6 +259,7 @@ fn circumstances<'a>(
         peer_gpu,
         transport: stats.transport.to_owned(),
         transport_reason: stats.transport_reason,
+        protection: stats.protection.map(|protection| protection.name().to_owned()),
         unpack: run.unpack,
         lanes: stats.channels.iter().filter_map(|channel| channel.lane.clone()).collect(),
         channels: stats.channels.len(),

@@ -76,6 +76,7 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
     if let Some(on) = plan.crc {
         builder = builder.crc(on);
     }
+    builder = builder.encryption(plan.encryption).keyed_checksum(plan.keyed_checksum);
     if let Some(name) = &plan.congestion_control {
         builder = builder.congestion_control(name.clone());
     }

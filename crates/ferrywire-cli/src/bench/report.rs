@@ -142,6 +142,8 @@ fn config(plan: &ConnectPlan) -> Value {
         "window": plugin.map_or(plan.engine.window, |plugin| plugin.window),
         "threads": plan.engine.threads,
         "crc": plan.engine.crc,
+        "encryption": plan.engine.encryption.name(),
+        "keyed_checksum": plan.engine.keyed_checksum,
         "congestion_control": plan.engine.congestion_control,
         "secret": plan.engine.secret.is_some(),
     });

@@ -151,6 +151,8 @@ pub struct Circumstances<'a> {
     pub transport: String,
     /// Why this transport was chosen, if there was a choice.
     pub transport_reason: String,
+    /// How data connections are protected; `None` in clear.
+    pub protection: Option<String>,
     /// How scattered receives are gathered, if receives can be scattered.
     pub unpack: Option<Unpack>,
     /// The lanes of a plugin or of devmem; empty without them.
@@ -404,6 +406,9 @@ fn extra(
 ) -> Map<String, Value> {
     let run = now.run;
     let mut extra = Map::new();
+    if let Some(protection) = &now.protection {
+        extra.insert("protection".into(), json!(protection));
+    }
     if !now.transport_reason.is_empty() {
         extra.insert("transport_reason".into(), json!(now.transport_reason));
     }

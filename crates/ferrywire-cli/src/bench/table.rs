@@ -217,8 +217,9 @@ fn setting(record: &Record, row: &ResultRow) -> String {
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let peer = record.peer_threads.map_or_else(String::new, |n| format!(" (peer {n})"));
     format!(
-        "transport {}: {}\n{} over {}, chunk {}, window {}, {}{peer}, congestion control {}, setup {:.3} s",
+        "transport {}, {}: {}\n{} over {}, chunk {}, window {}, {}{peer}, congestion control {}, setup {:.3} s",
         row.transport,
+        row.extra.get("protection").and_then(|name| name.as_str()).unwrap_or("not encrypted"),
         transport_reason(row),
         plural(row.channels, "channel"),
         nics.join(","),

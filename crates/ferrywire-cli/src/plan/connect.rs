@@ -9,6 +9,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ferrywire::Encryption;
+
 use super::engine::{EnginePlan, multi_gpu, next_metrics, secret, secret_file, unnumbered};
 use super::run::plan_run;
 use super::{TIMEOUT_S_DEFAULT, at_least_one, seconds, usage};
@@ -133,6 +135,8 @@ pub(super) fn plan_connect(
             allow_cross_numa: flags.allow_cross_numa.unwrap_or(false),
             root: flags.root,
             crc: flags.crc,
+            encryption: flags.encrypt.map_or(Encryption::Off, Into::into),
+            keyed_checksum: flags.keyed_checksum.unwrap_or(false),
             congestion_control: flags.congestion_control.given(),
             metrics: flags.metrics,
             secret,

@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
+use ferrywire::Encryption;
 use ferrywire_host::topology::Map;
 
 use super::usage;
@@ -39,6 +40,10 @@ pub struct EnginePlan {
     pub threads: Option<usize>,
     /// Whether each chunk has a checksum.
     pub crc: Option<bool>,
+    /// Whether data connections are encrypted.
+    pub encryption: Encryption,
+    /// Whether data connections that are not encrypted are authenticated.
+    pub keyed_checksum: bool,
     /// Where to serve metrics; `None` leaves it to the environment.
     pub metrics: Option<String>,
     /// Congestion control by name.

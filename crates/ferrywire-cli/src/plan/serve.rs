@@ -5,6 +5,8 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use ferrywire::Encryption;
+
 use super::engine::{EnginePlan, multi_gpu, next_metrics, secret, secret_file, unnumbered};
 use super::{PORT_DEFAULT, TIMEOUT_S_DEFAULT, at_least_one, resolve, seconds};
 use crate::args::{Inject, ServeFlags};
@@ -73,6 +75,7 @@ pub(super) fn plan(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         nics: flags.nics.given().map(|names| names.0).unwrap_or_default(),
         threads: at_least_one("--threads", flags.threads.given())?,
         congestion_control: flags.congestion_control.given(),
+        encryption: flags.encrypt.map_or(Encryption::Preferred, Into::into),
         metrics: flags.metrics,
         secret,
         ..EnginePlan::default()
