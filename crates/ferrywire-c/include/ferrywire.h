@@ -215,6 +215,20 @@ int ferrywire_options_window(ferrywire_options *options, size_t frames);
 int ferrywire_options_crc(ferrywire_options *options, bool on);
 
 /**
+ * Sets whether data connections are encrypted: `off`, `preferred` or `required`. A session is encrypted if one end
+ * requires it or both prefer it, and refused if one end requires it and the other has it off. Default: `off`.
+ */
+int ferrywire_options_encryption(ferrywire_options *options,
+                                 const char *when);
+
+/**
+ * Sets whether data connections that are not encrypted are authenticated: bytes that were changed on the way then
+ * never reach memory. One end's wish is enough. Default: false.
+ */
+int ferrywire_options_keyed_checksum(ferrywire_options *options,
+                                     bool on);
+
+/**
  * Sets the size of the socket buffers of data connections, for each direction, in bytes. Default: chosen from the
  * path.
  */

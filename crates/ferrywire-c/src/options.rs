@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use ferrywire::Builder;
+use ferrywire::{Builder, Encryption};
 
 use crate::handles::{self, object};
 use crate::status::{FERRYWIRE_OK, Failure, bytes, call, text};
@@ -135,6 +135,27 @@ pub extern "C" fn ferrywire_options_window(options: *mut Options, frames: usize)
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_crc(options: *mut Options, on: bool) -> c_int {
     change(options, |builder| Ok(builder.crc(on)))
+}
+
+/// Sets whether data connections are encrypted: `off`, `preferred` or `required`. A session is encrypted if one end
+/// requires it or both prefer it, and refused if one end requires it and the other has it off. Default: `off`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_options_encryption(options: *mut Options, when: *const c_char) -> c_int {
+    change(options, |builder| {
+        // SAFETY: by the caller's promise.
+        let when = unsafe { text("the encryption", when) }?;
+        let encryption = Encryption::from_name(when).ok_or_else(|| {
+            Failure::usage(format!("encryption: {when:?} is not off, preferred or required"))
+        })?;
+        Ok(builder.encryption(encryption))
+    })
+}
+
+/// Sets whether data connections that are not encrypted are authenticated: bytes that were changed on the way then
+/// never reach memory. One end's wish is enough. Default: false.
+#[unsafe(no_mangle)]
+pub extern "C" fn ferrywire_options_keyed_checksum(options: *mut Options, on: bool) -> c_int {
+    change(options, |builder| Ok(builder.keyed_checksum(on)))
 }
 
 /// Sets the size of the socket buffers of data connections, for each direction, in bytes. Default: chosen from the

@@ -380,7 +380,8 @@ fn listen(name: &str, settings: &Settings, secret: &[u8]) -> Result<Endpoint, St
     ferrywire::metrics::set_face("nixl");
     let mut last = String::new();
     for address in settings.listen_addresses() {
-        let mut builder = Endpoint::builder().listen(address).secret(secret).label(label(name));
+        let builder = Endpoint::builder().listen(address).secret(secret).label(label(name));
+        let mut builder = builder.encryption(settings.encryption);
         if !settings.nics.is_empty() {
             builder = builder.nics(settings.nics.iter().cloned());
         }

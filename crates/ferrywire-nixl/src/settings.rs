@@ -6,8 +6,10 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
+use ferrywire::Encryption;
+
 /// Name and default of each parameter.
-pub const OPTIONS: [(&str, &str); 5] = [
+pub const OPTIONS: [(&str, &str); 6] = [
     // Address to listen on; every NIC by default.
     ("listen", ""),
     // Port to listen on; 0 lets the kernel choose.
@@ -18,6 +20,8 @@ pub const OPTIONS: [(&str, &str); 5] = [
     ("threads", ""),
     // Seconds after which a remote agent that does not answer is given up.
     ("connect_timeout", "10"),
+    // Whether data connections are encrypted: off, preferred or required; FERRYWIRE_ENCRYPT by default.
+    ("encryption", ""),
 ];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -27,6 +31,7 @@ pub struct Settings {
     pub nics: Vec<String>,
     pub threads: Option<usize>,
     pub connect_timeout: Duration,
+    pub encryption: Encryption,
     /// The shared secret from the environment, if there is one.
     pub secret: Option<Vec<u8>>,
 }
@@ -48,12 +53,18 @@ impl Settings {
                 .map(str::to_owned)
                 .collect::<Vec<_>>()
         };
+        let encryption = |name: &str, value: &str| {
+            Encryption::from_name(value)
+                .ok_or_else(|| format!("{name} must be off, preferred or required (got {value:?})"))
+        };
         let mut settings = Settings {
             listen: None,
             port: 0,
             nics: nics(&of_environment("FERRYWIRE_NICS").unwrap_or_default()),
             threads: None,
             connect_timeout: Duration::from_secs(10),
+            encryption: of_environment("FERRYWIRE_ENCRYPT")
+                .map_or(Ok(Encryption::Off), |value| encryption("FERRYWIRE_ENCRYPT", value.trim()))?,
             secret: of_environment("FERRYWIRE_SECRET").map(String::into_bytes),
         };
         let mut unknown = Vec::new();
@@ -80,6 +91,9 @@ impl Settings {
                     let seconds: f64 =
                         seconds.ok_or_else(|| wrong("a number of seconds from 0.1 to 3600"))?;
                     settings.connect_timeout = Duration::from_secs_f64(seconds);
+                }
+                "encryption" if !value.is_empty() => {
+                    settings.encryption = encryption("parameter encryption", value)?;
                 }
                 known if OPTIONS.iter().any(|(name, _)| *name == known) => {}
                 _ => unknown.push(name.clone()),
@@ -125,9 +139,13 @@ mod tests {
 
     #[test]
     fn a_value_that_cannot_be_used_is_named() {
-        for (name, value) in
-            [("port", "70000"), ("listen", "eth0"), ("threads", "0"), ("connect_timeout", "-1")]
-        {
+        for (name, value) in [
+            ("port", "70000"),
+            ("listen", "eth0"),
+            ("threads", "0"),
+            ("connect_timeout", "-1"),
+            ("encryption", "on"),
+        ] {
             let error = given(&[(name, value)]).unwrap_err();
             assert!(error.contains(name) && error.contains(value), "{error}");
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrywire::Error;
+use ferrywire::{Encryption, Error};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple};
@@ -109,15 +109,17 @@ impl Endpoint {
     /// loopback. `nics` are names; by default all NICs that share a subnet with the peer, else the NIC of the route.
     /// `channels` counts the connections per peer, `threads` the progress threads; both follow the cores by default.
     /// `chunk_bytes` and `socket_buffer_bytes` are in bytes, `window` in frames per channel. With `crc` each chunk
-    /// carries a checksum. `peer_timeout` is the time in seconds within which the loss of a silent peer is reported; 10
+    /// carries a checksum. `encryption` is "off", "preferred" or "required": a session is encrypted if one end requires it
+    /// or both prefer it, and refused if one end requires it and the other has it off. `keyed_checksum` authenticates
+    /// what is not encrypted; one end's wish is enough. `peer_timeout` is the time in seconds within which the loss of a silent peer is reported; 10
     /// by default.
     ///
     /// Raises `UsageError` for an option that is not valid, and `LocalError` if this host refuses, for example because
     /// the address is in use (see its `errno`).
     #[new]
     #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
-        chunk_bytes=None, window=None, crc=false, congestion_control=None, socket_buffer_bytes=None,
-        peer_timeout=None))]
+        chunk_bytes=None, window=None, crc=false, encryption="off", keyed_checksum=false,
+        congestion_control=None, socket_buffer_bytes=None, peer_timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a constructor")]
     fn new(
         py: Python<'_>,
@@ -130,6 +132,8 @@ impl Endpoint {
         #[pyo3(from_py_with = perhaps)] chunk_bytes: Option<i128>,
         #[pyo3(from_py_with = perhaps)] window: Option<i128>,
         crc: bool,
+        encryption: &str,
+        keyed_checksum: bool,
         congestion_control: Option<String>,
         #[pyo3(from_py_with = perhaps)] socket_buffer_bytes: Option<i128>,
         peer_timeout: Option<f64>,
@@ -152,8 +156,13 @@ impl Endpoint {
             let why = "0 starts no progress thread: Python needs at least one";
             return Err(usage(py, "threads", why));
         }
+        let Some(encryption) = Encryption::from_name(encryption) else {
+            let why = format!("{encryption:?} is not off, preferred or required");
+            return Err(usage(py, "encryption", &why));
+        };
         let built = py.detach(move || {
             let mut builder = ferrywire::Endpoint::builder().crc(crc);
+            builder = builder.encryption(encryption).keyed_checksum(keyed_checksum);
             if let Some(address) = listen {
                 builder = builder.listen(address.resolve_here()?);
             }

@@ -16,6 +16,7 @@ pub fn dict<'py>(py: Python<'py>, stats: &PeerStats) -> PyResult<Bound<'py, PyDi
     dict.set_item("chunk_bytes", stats.chunk_bytes)?;
     dict.set_item("window", stats.window)?;
     dict.set_item("crc", stats.crc)?;
+    dict.set_item("protection", stats.protection.map(|protection| protection.name()))?;
     Ok(dict)
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import pickle
 import socket
+from typing import Any
 
 import pytest
 from conftest import LIMIT, Pair
@@ -263,3 +264,29 @@ def test_addresses_in_every_form():
     with fw.Endpoint(("localhost", 0)) as far, fw.Endpoint() as near:
         for to in (far.metadata(), f"localhost:{far.port}", ("127.0.0.1", far.port)):
             near.connect(to, timeout=LIMIT).close()
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "protection"),
+    [
+        ({}, {"encryption": "preferred"}, None),
+        ({"encryption": "preferred"}, {"encryption": "required"}, "-"),
+        ({"keyed_checksum": True}, {}, "-"),
+    ],
+)
+def test_encryption_is_settled_by_both_ends(near: dict[str, Any], far: dict[str, Any], protection: str | None):
+    with fw.Endpoint("127.0.0.1:0", **far) as there, fw.Endpoint(**near) as here:
+        sent, got = pattern(100_000), np.zeros(100_000, np.uint8)
+        with here.connect(("127.0.0.1", there.port), timeout=LIMIT) as peer:
+            peer.write(here.register(sent), there.register(got).remote()).wait(LIMIT)
+            assert (got == sent).all()
+            found = peer.stats()["protection"]
+            assert found is None if protection is None else protection in found or found == "poly1305"
+
+
+def test_encryption_that_one_end_requires_and_the_other_has_off_is_refused():
+    with fw.Endpoint("127.0.0.1:0", encryption="required") as there, fw.Endpoint() as here:
+        with pytest.raises(fw.Error, match="requires encryption"):
+            here.connect(("127.0.0.1", there.port), timeout=LIMIT)
+    with pytest.raises(fw.UsageError, match="off, preferred or required"):
+        fw.Endpoint(encryption="on")

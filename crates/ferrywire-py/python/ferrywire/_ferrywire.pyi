@@ -5,7 +5,7 @@ The docstrings are the module's own: ``help(ferrywire.Peer)``.
 """
 
 from collections.abc import Awaitable, Generator, Iterable, Sequence
-from typing import Any, Final, Self, SupportsIndex, final
+from typing import Any, Final, Literal, Self, SupportsIndex, final
 
 # `collections.abc` has Buffer from Python 3.12 on; type checkers know this module without an installation.
 from typing_extensions import Buffer
@@ -56,6 +56,8 @@ class Endpoint:
         chunk_bytes: int | None = None,
         window: int | None = None,
         crc: bool = False,
+        encryption: Literal["off", "preferred", "required"] = "off",
+        keyed_checksum: bool = False,
         congestion_control: str | None = None,
         socket_buffer_bytes: int | None = None,
         peer_timeout: float | None = None,
