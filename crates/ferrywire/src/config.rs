@@ -91,6 +91,8 @@ impl Config {
     pub fn chosen_nics(&self, nics: &[Nic]) -> Vec<String> {
         let fits = |nic: &&Nic| match self.listen.map(|address| address.ip()) {
             _ if !self.nics.is_empty() => self.nics.contains(&nic.name),
+            // The loopback interface has all addresses of 127.0.0.0/8, and lists 127.0.0.1 alone.
+            Some(address) if address.is_loopback() => nic.loopback && nic.reaches(address),
             Some(address) if !address.is_unspecified() => nic.address == address,
             Some(_) => nic.up && !nic.loopback,
             // Without an address to listen on it may connect anywhere, this host included.

@@ -211,6 +211,24 @@ fn one_timeout_is_for_all_addresses_of_an_endpoint() {
     assert!(peer.is_none(), "{peer:?}");
 }
 
+/// Regression: the metadata had no address, because the loopback interface lists 127.0.0.1 alone. The name of a
+/// host often stands for 127.0.1.1.
+#[test]
+fn metadata_of_an_endpoint_at_any_loopback_address_lead_to_it() {
+    for address in ["127.0.1.1:0", "127.255.255.254:0"] {
+        let accepting = Endpoint::builder().listen(address.parse().unwrap()).build().unwrap();
+        let own = accepting.listen_addresses();
+        assert_eq!(accepting.reachable_addresses(), own, "{address}");
+        // Listens at an unlisted address too, so that both ends advertise one.
+        let connecting = Endpoint::builder().listen("127.0.2.1:0".parse().unwrap()).build().unwrap();
+        let near = connecting.connect_metadata(&accepting.metadata(), LIMIT).unwrap();
+        let far = accepting.accept(LIMIT).unwrap();
+        assert_eq!((near.identity(), far.identity()), (accepting.identity(), connecting.identity()));
+        far.notify(b"there").unwrap().wait(LIMIT).unwrap();
+        assert_eq!(near.wait_notification(LIMIT).unwrap(), b"there");
+    }
+}
+
 /// Addresses that do not answer leave time for those that do.
 #[test]
 fn an_address_that_does_not_answer_has_its_share_of_the_time() {
