@@ -320,7 +320,7 @@ impl Endpoint {
         }
         let (writable, framework) = (writable.unwrap_or(view.writable), view.framework);
         let watch = view.watch.take();
-        let region = view.register(endpoint).or_raise(py)?;
+        let region = view.register(py, endpoint).or_raise(py)?;
         Ok(Region::new(self.shared.clone(), region, writable, false, framework, watch))
     }
 

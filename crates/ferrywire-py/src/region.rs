@@ -128,6 +128,24 @@ impl Region {
     }
 }
 
+impl Drop for Region {
+    fn drop(&mut self) {
+        let last = self.held.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let shown = self.shown.take();
+        if last.is_some() || shown.is_some() {
+            // The interpreter frees objects with its lock held.
+            Python::attach(|py| drop_detached(py, last, shown));
+        }
+    }
+}
+
+/// Drops the engine's regions without the interpreter's lock, because they may wait for threads and for a GPU's driver.
+/// The watched tensor is dropped with the lock.
+fn drop_detached(py: Python<'_>, held: Option<Held>, shown: Option<ferrywire::Region>) {
+    let region = held.map(|Held { region, .. }| region);
+    py.detach(|| drop((region, shown)));
+}
+
 /// Offset and size of a range of a region; without a size, all bytes from the offset on.
 pub fn range(
     py: Python<'_>,
@@ -245,9 +263,7 @@ impl Region {
         };
         aside(py, move || region.deregister())?;
         let last = self.held().take();
-        // The watched tensor is dropped here, with the interpreter's lock; the region is dropped without it.
-        let last = last.map(|Held { region, .. }| region);
-        py.detach(|| drop(last));
+        drop_detached(py, last, None);
         Ok(())
     }
 

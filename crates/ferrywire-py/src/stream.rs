@@ -21,11 +21,14 @@ pub struct Named {
 }
 
 impl Named {
-    /// An event after the work that the stream has now.
+    /// An event after the work that the stream has now. Waits for the driver without the interpreter's lock.
     pub fn ready(&self, py: Python<'_>) -> PyResult<StreamEvent> {
-        let gpu = CudaGpu::open(self.gpu).or_raise(py)?;
-        // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
-        unsafe { StreamEvent::after_raw_stream(&gpu, self.raw as RawStream) }.or_raise(py)
+        py.detach(|| {
+            let gpu = CudaGpu::open(self.gpu)?;
+            // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
+            unsafe { StreamEvent::after_raw_stream(&gpu, self.raw as RawStream) }
+        })
+        .or_raise(py)
     }
 }
 

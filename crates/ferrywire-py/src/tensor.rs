@@ -81,17 +81,23 @@ pub struct View {
 }
 
 impl View {
-    /// Registers the memory; the region keeps the object alive.
+    /// Registers the memory; the region keeps the object alive. Waits for the GPU's driver without the interpreter's
+    /// lock.
     ///
     /// # Errors
     /// The errors of the engine's `register_with`, and `Invalid` if the memory is on a GPU whose driver does not know it.
-    pub fn register(self, endpoint: &ferrywire::Endpoint) -> ferrywire::Result<ferrywire::Region> {
+    pub fn register(
+        self,
+        py: Python<'_>,
+        endpoint: &ferrywire::Endpoint,
+    ) -> ferrywire::Result<ferrywire::Region> {
         let owner = Box::new(Owner(Some(self.keeper)));
+        let (address, len_bytes) = (self.address as usize, self.len_bytes);
         // SAFETY: the owner keeps the memory where it is: a buffer by the protocol, an array because its library does
         // not free memory that an object still has. PyTorch is the exception: its users are told not to move a
         // registered tensor, and the region checks the address before each use (`Watch`), which is as much as can be
         // done. Peers may change the bytes at any time; that is the purpose.
-        let region = unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }?;
+        let region = py.detach(|| unsafe { endpoint.register_with(address as *mut u8, len_bytes, owner) })?;
         if self.on_gpu && region.location() == MemoryLocation::Host && !region.is_empty() {
             let why = "the array's library reports memory on a CUDA GPU, but the CUDA driver of this process does not know \
                        the address: keep the array alive, and let the program load the GPU's libcuda.so.1";

@@ -119,10 +119,12 @@ impl Transfer {
         let Some(named) = stream::to_hold(py, self.location, self.framework, stream)? else {
             return Ok(());
         };
-        let gpu = CudaGpu::open(named.gpu).or_raise(py)?;
-        let raw = named.raw;
-        // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
-        py.detach(|| unsafe { self.transfer.block_raw_stream(&gpu, raw as RawStream) }).or_raise(py)
+        py.detach(|| -> ferrywire::Result<()> {
+            let gpu = CudaGpu::open(named.gpu)?;
+            // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
+            Ok(unsafe { self.transfer.block_raw_stream(&gpu, named.raw as RawStream) }?)
+        })
+        .or_raise(py)
     }
 
     /// The number of bytes that have arrived so far.

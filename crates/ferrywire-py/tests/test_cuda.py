@@ -136,6 +136,50 @@ for turn in range(1, 4):
 """)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "near.register(bytearray(100))",
+        "near.register(array)",
+        "to_far.write(source, target, stream=stream.value)",
+        "block(to_near.recv(1, sink))",
+        "made.pop()",
+    ],
+)
+def test_other_threads_run_while_a_call_waits_for_the_driver(program: type[Program], call: str):
+    """With the interpreter's lock held the main thread would not get to see that the call waits, and would hang."""
+    run(program, f"""
+import threading, time
+array, stream, made = Array(4), new_stream(), [near.allocate(4096, "cuda:0")]
+source, target, sink = near.register(array), far.allocate(16).remote(), far.allocate(16)
+held, waiting = (ctypes.c_int.in_dll(cuda, name) for name in ("calls_held", "calls_waiting"))
+done = []
+unused = ctypes.c_void_p()
+do("cuDevicePrimaryCtxRetain", ctypes.byref(unused), 1)
+do("cuCtxSetCurrent", unused)
+stream_of_unused = types.SimpleNamespace(device_index=1, ptr=new_stream().value)
+do("cuCtxSetCurrent", context)
+
+def block(transfer):
+    "The first use of the second GPU."
+    transfer.block_stream(stream_of_unused)
+    transfer.cancel()
+
+def run():
+    do("cuCtxSetCurrent", context)
+    done.append(({call}) is not Exception)
+
+thread = threading.Thread(target=run)
+held.value = 1
+thread.start()
+while not waiting.value: time.sleep(0.001)
+assert not done
+held.value = 0
+thread.join(60)
+assert done == [True]
+""")
+
+
 TORCH = """
 asked = []
 class Tensor:

@@ -82,9 +82,21 @@ static char *view(address at, size_t bytes) {
     return at + bytes <= found->base + found->bytes ? found->view + (at - found->base) : NULL;
 }
 
+/* While `calls_held` is set, calls for which a driver may take long do not return. `calls_waiting` counts such calls. */
+int calls_held, calls_waiting;
+
+static void wait_while_held(void) {
+    __atomic_add_fetch(&calls_waiting, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&calls_held, __ATOMIC_SEQ_CST)) usleep(100);
+    __atomic_sub_fetch(&calls_waiting, 1, __ATOMIC_SEQ_CST);
+}
+
 #include "stand_in_streams.h"
 
 int cuInit(unsigned flags) {
+#ifdef HANGS
+    for (;;) pause();
+#endif
     if (flags) return INVALID_VALUE;
     if (!DEVICES) return NO_DEVICE;
     initialised = 1;
@@ -147,6 +159,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
     __atomic_store_n(&context_begun, device == 1, __ATOMIC_SEQ_CST);
     while (device == 1 && !__atomic_load_n(&context_may, __ATOMIC_SEQ_CST)) usleep(100);
 #endif
+    wait_while_held();
     *context = &contexts[device];
     __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
     return DONE;
@@ -228,6 +241,7 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
 
 int cuMemFree_v2(address at) {
     NEEDS_CONTEXT;
+    wait_while_held();
     pthread_mutex_lock(&lock);
     struct range *found = find(at), old = {0};
     int right = found && found->kind == DEVICE && found->base == at;
@@ -300,6 +314,7 @@ int cuMemGetHandleForAddressRange(void *into, address at, size_t bytes, int kind
 #ifndef INCOMPLETE
 int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) {
     if (!initialised) return NOT_INITIALIZED;
+    wait_while_held();
     pthread_mutex_lock(&lock);
     struct range *found = find(at), none = {0}, range = found ? *found : none;
     pthread_mutex_unlock(&lock);

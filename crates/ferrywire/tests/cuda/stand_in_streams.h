@@ -382,6 +382,7 @@ int cuStreamWaitEvent(void *handle, void *event_handle, unsigned flags) {
 
 int cuEventCreate(void **event, unsigned flags) {
     NEEDS_CONTEXT;
+    wait_while_held();
     if (flags != 2) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
     long found = -1;
