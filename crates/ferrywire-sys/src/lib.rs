@@ -9,6 +9,7 @@
 
 pub mod affinity;
 pub mod cmsg;
+pub mod files;
 pub mod fork;
 mod iovec;
 pub mod lending;

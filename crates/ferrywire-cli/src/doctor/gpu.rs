@@ -277,6 +277,7 @@ mod tests {
             ..nic("eth1")
         };
         let gpu = Gpu {
+            out_of_reach: false,
             index: 0,
             name: None,
             pci: pci("/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"),

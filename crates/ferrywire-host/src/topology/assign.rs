@@ -1,7 +1,7 @@
 //! Assigns cores and channels to GPUs.
 //!
 //! Invariant: processes that each see some of a host's GPUs assign the same cores, because GPUs that are hidden from a
-//! process take part.
+//! process take part. GPUs of other containers do not, if this container has cores of its own.
 //! Read next: `plan.rs`.
 
 use super::plan::{GpuPlan, gpus_shown};
@@ -43,11 +43,19 @@ fn cores_of(topology: &Topology, node: Option<u32>) -> Vec<&Cpus> {
 fn place_among(topology: &Topology, gpu: &Gpu) -> (usize, usize) {
     let key =
         |gpu: &Gpu| -> (Option<PciAddress>, u32) { (gpu.pci.as_ref().map(|pci| pci.address), gpu.index) };
-    let all = topology.gpus.iter().chain(&topology.hidden_gpus);
+    let own_cores = has_own_cores(topology);
+    let hidden = topology.hidden_gpus.iter().filter(|gpu| !(own_cores && gpu.out_of_reach));
+    let all = topology.gpus.iter().chain(hidden);
     let mut there: Vec<_> =
         all.filter(|other| node_of(topology, other) == node_of(topology, gpu)).map(key).collect();
     there.sort_unstable();
     (there.iter().position(|other| *other == key(gpu)).unwrap_or(0), there.len().max(1))
+}
+
+/// Whether this process may use some of the host's CPUs only. Containers that may use all CPUs share them.
+fn has_own_cores(topology: &Topology) -> bool {
+    let allowed: Cpus = topology.cores.iter().flat_map(|core| core.iter()).collect();
+    topology.nodes.iter().flat_map(|node| node.cpus.iter()).any(|cpu| !allowed.contains(cpu))
 }
 
 /// Part `place` of `of` equal parts; the whole list if it has fewer than `of` entries.

@@ -42,12 +42,27 @@ pub(super) fn read(source: &Source) -> (Vec<Gpu>, Vec<Gpu>) {
     }
     shown.sort_by_key(|gpu| gpu.index);
     let hidden = on_bus.into_iter().filter(|path| !driver.iter().any(|gpu| gpu.address == path.address));
-    (shown, hidden.enumerate().map(numbered).collect())
+    let hidden = hidden.enumerate().map(|(index, path)| {
+        let out_of_reach = is_out_of_reach(source, path.address);
+        Gpu { out_of_reach, ..numbered((index, path)) }
+    });
+    (shown, hidden.collect())
+}
+
+/// Whether this process may not open the device file of a GPU. A container has the files of its own GPUs, or is told of
+/// no others; a batch system may forbid to open the other files.
+fn is_out_of_reach(source: &Source, address: PciAddress) -> bool {
+    let folder = "proc/driver/nvidia/gpus";
+    let Some(text) = source.text(&format!("{folder}/{address}/information")) else {
+        return !source.names(folder).is_empty();
+    };
+    let minor = text.lines().find_map(|line| line.strip_prefix("Device Minor:"));
+    minor.is_some_and(|minor| source.may_open(&format!("dev/nvidia{}", minor.trim())) == Some(false))
 }
 
 fn gpu(source: &Source, index: u32, path: PciPath, name: Option<String>) -> Gpu {
     let name = name.or_else(|| model_by_module(source, path.address)).or_else(|| model(source, path.address));
-    Gpu { index, name, node: node_of(source, &path), pci: Some(path) }
+    Gpu { index, name, node: node_of(source, &path), pci: Some(path), out_of_reach: false }
 }
 
 fn on_bus(source: &Source) -> Vec<PciPath> {

@@ -47,7 +47,7 @@ pub struct Topology {
     pub nics: Vec<Nic>,
     /// GPUs that this process may use, by index.
     pub gpus: Vec<Gpu>,
-    /// Further GPUs of the host, which the driver hides from this process (`CUDA_VISIBLE_DEVICES`).
+    /// Further GPUs of the host, which the driver hides from this process (`CUDA_VISIBLE_DEVICES`, a container).
     pub hidden_gpus: Vec<Gpu>,
     /// NUMA nodes by number; a host without NUMA has one.
     pub nodes: Vec<Node>,
@@ -112,6 +112,8 @@ pub struct Gpu {
     pub pci: Option<PciPath>,
     /// The NUMA node that the GPU is attached to, if the kernel knows it.
     pub node: Option<u32>,
+    /// Whether this process may not open the GPU's device file, as in a container that was given other GPUs.
+    pub out_of_reach: bool,
 }
 
 /// A NUMA node.

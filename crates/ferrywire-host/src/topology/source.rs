@@ -14,7 +14,7 @@ use ferrywire::{Error, Result};
 use ferrywire_devmem::sys::ethtool;
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_proto::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
-use ferrywire_sys::{affinity, nics};
+use ferrywire_sys::{affinity, files, nics};
 
 /// The source of a topology: this host, or a recorded tree.
 #[derive(Clone, Debug)]
@@ -57,7 +57,7 @@ impl Source {
         Source { root, facts }
     }
 
-    /// A tree recorded on another host: its files below `/sys` and `/proc/driver/nvidia`, and the file `facts` with one
+    /// A tree recorded on another host: its files below `/sys`, `/proc/driver/nvidia` and `/dev`, and the file `facts` with one
     /// line for each fact that no file contains:
     ///
     /// ```text
@@ -98,6 +98,11 @@ impl Source {
     /// A number that the kernel writes as `0x10de`.
     pub(super) fn hex(&self, file: &str) -> Option<u32> {
         u32::from_str_radix(self.text(file)?.trim_start_matches("0x"), 16).ok()
+    }
+
+    /// Whether this process may read and write a file of `/dev`; `None` if the tree has no `/dev`.
+    pub(super) fn may_open(&self, file: &str) -> Option<bool> {
+        self.root.join("dev").exists().then(|| files::may_open(&self.root.join(file)))
     }
 
     /// The target of a link, as a folder below the tree's root.

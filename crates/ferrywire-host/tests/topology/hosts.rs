@@ -140,6 +140,44 @@ fn a_process_that_sees_one_gpu_plans_as_one_that_sees_all() {
     }
 }
 
+/// Regression: a container with one of eight GPUs used only a quarter of the cores that were its own.
+#[test]
+fn a_container_uses_all_of_its_own_cores() {
+    // GPU 4 of the host: on the second node, at the bus number 84.
+    let gpu = "fact gpu 0 0000:84:00.0 NVIDIA H100 80GB HBM3\n";
+    let minors = ["04", "05", "0a", "0b", "84", "85", "8a", "8b"];
+    let all_listed: String = minors
+        .iter()
+        .enumerate()
+        .map(|(minor, bus)| {
+            format!("file proc/driver/nvidia/gpus/0000:{bus}:00.0/information Device Minor: \t {minor}\n")
+        })
+        .collect();
+    let own_listed = "file proc/driver/nvidia/gpus/0000:84:00.0/information Device Minor: \t 4\n";
+    let devices = |minors: std::ops::Range<u32>| {
+        minors.map(|minor| format!("file dev/nvidia{minor} x\n")).collect::<String>()
+    };
+    let cpus = |more: &str, cpus: &str| {
+        plan(&topology(&format!("{}{gpu}{more}{cpus}", text("a3-high")))).gpus[0].cpus.to_string()
+    };
+    let own = "fact cpus 52-77,156-181\n";
+    // The container has one device file, or is told of one GPU.
+    for container in [all_listed.clone() + &devices(4..5), own_listed.to_owned() + &devices(4..5)] {
+        assert_eq!(cpus(&container, own), "52-77,156-181", "{container}");
+        // Other containers may use these CPUs too.
+        assert_eq!(cpus(&container, ""), "52-64,156-168", "{container}");
+    }
+    // CUDA_VISIBLE_DEVICES hides the others: their processes share the cores of this one.
+    let ranks = all_listed.clone() + &devices(0..8);
+    assert_eq!(cpus(&ranks, own), "52-57,156-161");
+    assert_eq!(cpus(&ranks, "fact cpus 52-103,156-207\n"), "52-64,156-168");
+    // A container with two of the GPUs, and a process for each.
+    let two = all_listed + &devices(4..6);
+    assert_eq!(cpus(&two, own), "52-64,156-168");
+    // Trees that were recorded without devices tell nothing.
+    assert_eq!(cpus("", own), "52-57,156-161");
+}
+
 #[test]
 fn a_driver_that_shows_no_gpu_leaves_none_to_plan_for() {
     let host = topology(&format!("{}fact driver\n", text("a3-high")));
