@@ -1,8 +1,9 @@
 //! Attempts to connect.
 //!
 //! NCCL calls `connect` with the same handle until it gets a comm; the handle stores the attempt's number. NCCL may
-//! abandon an attempt at any time. The next call for any comm or listener drops abandoned attempts. An attempt's life:
-//! polled -> (not polled for long ->) doubted -> dropped | polled again.
+//! abandon an attempt at any time, and never call again. A thread and each call for a comm or listener drop abandoned
+//! attempts, so their sockets are closed within [`LEFT_AFTER`], [`DOUBTED_FOR`] and two [`SWEEP_INTERVAL`]. An attempt's
+//! life: polled -> (not polled for long, or its communicator has ended ->) doubted -> dropped | polled again.
 //!
 //! With several pairs of NICs, a pair over which the peer is unreachable is left out, and the others are dialled again
 //! as a new comm, because each socket proves how many sockets its comm has. Pairs that were unreachable for other comms
@@ -12,7 +13,8 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
-use std::sync::Mutex;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire_net::{Conn, ConnOptions, Transport};
@@ -34,6 +36,8 @@ use crate::unreachable_paths;
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 /// How long a doubted attempt is kept: the whole process may have been stopped.
 const DOUBTED_FOR: Duration = Duration::from_secs(5);
+/// How often the thread looks for abandoned attempts while there are attempts.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// If another pair was answered, a pair that the peer's kernel does not answer within this time is left out.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
@@ -63,6 +67,10 @@ struct Attempt {
     since: Instant,
     asked: Instant,
     doubted: Option<Instant>,
+    /// NCCL's id of the communicator; 0 if NCCL gives none.
+    communicator: u64,
+    /// The communicator's last rank in this process has ended. Communicators that share its connections may still poll.
+    ended: bool,
 }
 
 /// A connection of an attempt.
@@ -86,9 +94,62 @@ struct Broken {
 struct Attempts {
     made: u64,
     under_way: Option<HashMap<u64, Attempt>>,
+    sweeper: Sweeper,
 }
 
-static ATTEMPTS: Mutex<Attempts> = Mutex::new(Attempts { made: 0, under_way: None });
+/// The thread that drops abandoned attempts. The thread never ends, because the library is never unloaded.
+#[derive(PartialEq, Eq)]
+enum Sweeper {
+    NotStarted,
+    /// Waits until an attempt is stored.
+    Idle,
+    Awake,
+}
+
+static ATTEMPTS: Mutex<Attempts> =
+    Mutex::new(Attempts { made: 0, under_way: None, sweeper: Sweeper::NotStarted });
+/// Signalled when the sweeper is no longer idle.
+static BEGUN: Condvar = Condvar::new();
+
+impl Attempts {
+    /// Makes the sweeper look at the attempts. Without a thread, calls alone drop abandoned attempts.
+    fn wake_sweeper(&mut self) {
+        match self.sweeper {
+            Sweeper::Awake => return,
+            Sweeper::Idle => BEGUN.notify_one(),
+            Sweeper::NotStarted => {
+                let started = thread::Builder::new().name("ferrywire-sweep".into()).spawn(sweep_on);
+                if let Err(error) = started {
+                    return log::warn_once(format_args!("abandoned connections may stay open: {error}"));
+                }
+            }
+        }
+        self.sweeper = Sweeper::Awake;
+    }
+}
+
+/// The sweeper.
+fn sweep_on() {
+    loop {
+        thread::sleep(SWEEP_INTERVAL);
+        sweep();
+        let mut attempts = locked(&ATTEMPTS);
+        if attempts.under_way.as_ref().is_none_or(HashMap::is_empty) {
+            attempts.sweeper = Sweeper::Idle;
+        }
+        while attempts.sweeper == Sweeper::Idle {
+            attempts = BEGUN.wait(attempts).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// The last rank of a communicator in this process has ended: its attempts are dropped as soon as they are no longer
+/// polled.
+pub fn communicator_ended(communicator: u64) {
+    let mut attempts = locked(&ATTEMPTS);
+    let all = attempts.under_way.iter_mut().flat_map(HashMap::values_mut);
+    all.filter(|attempt| attempt.communicator == communicator).for_each(|attempt| attempt.ended = true);
+}
 
 /// Closes the connections of abandoned attempts.
 pub fn sweep() {
@@ -105,12 +166,13 @@ fn swept(under_way: &mut HashMap<u64, Attempt>, now: Instant) -> Vec<Attempt> {
 }
 
 /// One call of `connect`: a comm, or `None` while it is being set up. The handle's memory stores the attempt's number.
-pub fn connect(device: &Device, bytes: &mut [u8]) -> Outcome<Option<Box<Comm>>> {
+/// `communicator` is NCCL's id of the communicator, 0 if NCCL gives none.
+pub fn connect(device: &Device, bytes: &mut [u8], communicator: u64) -> Outcome<Option<Box<Comm>>> {
     let handle = Handle::read(bytes).map_err(Fault::usage)?;
     let mut attempt = match handle.attempt {
         0 => {
             sweep();
-            Attempt::begin(device, &handle)?
+            Attempt::begin(device, &handle, communicator)?
         }
         number => take(number).ok_or_else(|| Fault::usage("the handle is of an attempt that has ended"))?,
     };
@@ -132,6 +194,7 @@ fn put_back(number: u64, mut attempt: Attempt) -> u64 {
     attempt.asked = Instant::now();
     attempt.doubted = None;
     let mut attempts = locked(&ATTEMPTS);
+    attempts.wake_sweeper();
     let attempts = &mut *attempts;
     let under_way = attempts.under_way.get_or_insert_default();
     if number != 0 {
@@ -144,7 +207,7 @@ fn put_back(number: u64, mut attempt: Attempt) -> u64 {
 }
 
 impl Attempt {
-    fn begin(device: &Device, handle: &Handle) -> Outcome<Attempt> {
+    fn begin(device: &Device, handle: &Handle, communicator: u64) -> Outcome<Attempt> {
         shared_key()?;
         let (pairs, spare) = unreachable_paths::part(pairs(&device.nics_up(), &handle.addresses));
         let now = Instant::now();
@@ -156,6 +219,8 @@ impl Attempt {
             since: now,
             asked: now,
             doubted: None,
+            communicator,
+            ended: false,
         };
         attempt.dial()?;
         Ok(attempt)
@@ -202,7 +267,7 @@ impl Attempt {
 
     /// Whether the attempt is abandoned. The first check after a long pause only doubts it.
     fn is_left(&mut self, now: Instant) -> bool {
-        if now.duration_since(self.asked) < LEFT_AFTER {
+        if !self.ended && now.duration_since(self.asked) < LEFT_AFTER {
             return false;
         }
         now.duration_since(*self.doubted.get_or_insert(now)) >= DOUBTED_FOR
@@ -328,7 +393,18 @@ mod tests {
 
     fn asked_about(asked: Instant) -> Attempt {
         let (pairs, spare, dialled) = (Vec::new(), Vec::new(), Vec::new());
-        Attempt { secret: [0; 32], pairs, spare, dialled, since: asked, asked, doubted: None }
+        let (communicator, ended) = (7, false);
+        Attempt {
+            secret: [0; 32],
+            pairs,
+            spare,
+            dialled,
+            since: asked,
+            asked,
+            doubted: None,
+            communicator,
+            ended,
+        }
     }
 
     #[test]
@@ -343,6 +419,20 @@ mod tests {
         assert!(swept(&mut under_way, later + DOUBTED_FOR / 2).is_empty());
         assert_eq!(swept(&mut under_way, later + DOUBTED_FOR).len(), 1);
         assert_eq!(under_way.into_keys().collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn an_attempt_of_a_communicator_that_has_ended_is_dropped_soon_unless_it_is_polled() {
+        let start = Instant::now();
+        let ended = || Attempt { ended: true, ..asked_about(start) };
+        let mut under_way = HashMap::from([(1, ended()), (2, ended()), (3, asked_about(start))]);
+        assert!(swept(&mut under_way, start).is_empty());
+        // What `put_back` does.
+        under_way.get_mut(&2).unwrap().doubted = None;
+        assert_eq!(swept(&mut under_way, start + DOUBTED_FOR).len(), 1);
+        let mut left: Vec<_> = under_way.into_keys().collect();
+        left.sort_unstable();
+        assert_eq!(left, [2, 3]);
     }
 
     /// Regression: the attempt failed with `ncclRemoteError`, and of several NICs a healthy one was left out.

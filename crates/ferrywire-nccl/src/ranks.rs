@@ -22,9 +22,9 @@ pub fn begin(comm: u64) {
     locked(&RANKS).begin(comm);
 }
 
-/// A rank of this communicator has ended.
-pub fn end(comm: u64) {
-    locked(&RANKS).end(comm);
+/// A rank of this communicator has ended. Returns whether it was the last of this process.
+pub fn end(comm: u64) -> bool {
+    locked(&RANKS).end(comm)
 }
 
 /// The largest number of ranks that this process ever had in one communicator.
@@ -39,13 +39,14 @@ impl Ranks {
         self.most = self.most.max(*ranks);
     }
 
-    fn end(&mut self, comm: u64) {
-        if let Some(ranks) = self.of_comms.get_mut(&comm) {
-            *ranks -= 1;
-            if *ranks == 0 {
-                self.of_comms.remove(&comm);
-            }
+    fn end(&mut self, comm: u64) -> bool {
+        let Some(ranks) = self.of_comms.get_mut(&comm) else { return false };
+        *ranks -= 1;
+        let is_last = *ranks == 0;
+        if is_last {
+            self.of_comms.remove(&comm);
         }
+        is_last
     }
 }
 
@@ -58,15 +59,14 @@ mod tests {
         let mut ranks = Ranks { of_comms: BTreeMap::new(), most: 1 };
         for comm in 0..1000 {
             ranks.begin(comm);
-            ranks.end(comm);
-            ranks.end(comm);
+            assert_eq!((ranks.end(comm), ranks.end(comm)), (true, false));
             ranks.begin(7);
-            ranks.end(7);
+            assert!(ranks.end(7));
         }
         assert_eq!((ranks.most, ranks.of_comms.len()), (1, 0));
         (0..4).for_each(|_| ranks.begin(7));
         ranks.begin(8);
-        (0..4).for_each(|_| ranks.end(7));
+        assert_eq!([(); 4].map(|()| ranks.end(7)), [false, false, false, true]);
         assert_eq!((ranks.most, ranks.of_comms.len()), (4, 1));
     }
 }

@@ -89,8 +89,11 @@ fn context_of(comm_id: u64) -> P {
 
 unsafe extern "C" fn finalize(context: P) -> ResultCode {
     guarded(|| {
+        let communicator = context.addr() as u64;
+        if ranks::end(communicator) {
+            attempt::communicator_ended(communicator);
+        }
         attempt::sweep();
-        ranks::end(context.addr() as u64);
         Ok(())
     })
 }
@@ -135,19 +138,26 @@ unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm:
     unsafe { listen(dev, handle, listen_comm) }
 }
 
-unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+/// # Safety
+/// `handle` is a handle, the same in each call; `send_comm` has room for a pointer.
+unsafe fn connect(context: P, dev: c_int, handle: P, send_comm: PP) -> ResultCode {
     guarded(|| {
-        // SAFETY: NCCL gives room for the pointer, and a handle, the same in each call.
+        // SAFETY: by the caller's promise.
         let handle = unsafe {
             send_comm.write(ptr::null_mut());
             handle.cast::<[u8; HANDLE_BYTES]>().as_mut()
         };
         let handle = handle.ok_or_else(|| Fault::usage("connect without a handle"))?;
-        let comm = attempt::connect(device(dev)?, handle)?;
+        let comm = attempt::connect(device(dev)?, handle, context.addr() as u64)?;
         // SAFETY: as above.
         unsafe { send_comm.write(raw(comm)) };
         Ok(())
     })
+}
+
+unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+    // SAFETY: NCCL gives a handle, and room for the pointer.
+    unsafe { connect(ptr::null_mut(), dev, handle, send_comm) }
 }
 
 /// The pointer for NCCL; null while there is no comm.
@@ -172,14 +182,14 @@ unsafe extern "C" fn connect_v10(
 }
 
 unsafe extern "C" fn connect_v11(
-    _context: P,
+    context: P,
     dev: c_int,
     handle: P,
     send_comm: PP,
     _device: Dh,
 ) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { connect_v5(dev, handle, send_comm) }
+    unsafe { connect(context, dev, handle, send_comm) }
 }
 
 unsafe extern "C" fn accept_v5(listen_comm: P, recv_comm: PP) -> ResultCode {

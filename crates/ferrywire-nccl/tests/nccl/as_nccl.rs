@@ -38,6 +38,17 @@ cases! {
     no_logger
 }
 
+/// Regression: connections that an abort left half made stayed open until NCCL called again, which could be never. In
+/// parallel, because the versions before 11 wait for long.
+#[test]
+fn abandoned() {
+    std::thread::scope(|scope| {
+        for version in [10, 11, 12] {
+            scope.spawn(move || passes("driver", version, "abandoned"));
+        }
+    });
+}
+
 #[test]
 fn encrypted() {
     for case in

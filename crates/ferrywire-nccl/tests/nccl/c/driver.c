@@ -859,6 +859,37 @@ static void several_gpus(struct net *net)
     CHECK(movers_for_one_more(net) == four);
 }
 
+/* An abort while a comm is being set up: NCCL polls neither end again, and closes only the listener. */
+static void abandoned(struct net *net)
+{
+    char handle[128];
+    void *listener = NULL, *send = NULL, *recv = NULL, *none = NULL;
+    net_load(net, path);
+    pair_close(net, pair_here(net));
+    int before = entries("/proc/self/fd");
+    CHECK(net_listen(net, handle, &listener) == SUCCESS);
+    int listening = entries("/proc/self/fd") - before;
+    for (int n = 0; n < 3; n++)
+        CHECK(net_connect(net, handle, &send, &none) == SUCCESS && !send);
+    int dialled = entries("/proc/self/fd") - before - listening;
+    CHECK(listening > 0 && dialled > 0);
+    CHECK(net_accept(net, listener, &recv, &none) == SUCCESS && !recv);
+    CHECK(entries("/proc/self/fd") == before + listening + 2 * dialled);
+    net_close_listen(net, listener);
+    CHECK(entries("/proc/self/fd") == before + dialled);
+    /* Versions from 11 on say that the communicator has ended; others say nothing any more. */
+    net_finalize(net);
+    double since = now();
+    while (entries("/proc/self/fd") > before) {
+        usleep(10000);
+        again(since, "closing what was abandoned");
+    }
+    CHECK(net_init(net, logger) == SUCCESS);
+    struct pair pair = pair_here(net);
+    message(net, pair, 1000, 1000, 1);
+    pair_close(net, pair);
+}
+
 /* A context of another plugin: if this plugin fails to start a rank, NCCL ends the rank with the previous plugin's
  * context. */
 static void somebody_elses_context(struct net *net)
@@ -964,6 +995,7 @@ int main(int count, char **arguments)
         { "late_receives", late_receives },
         { "silent_path", silent_path },
         { "nothing_left", nothing_left },
+        { "abandoned", abandoned },
         { "several_gpus", several_gpus },
         { "somebody_elses_context", somebody_elses_context },
         { "no_logger", no_logger },
