@@ -101,6 +101,9 @@ pub enum Command {
         #[arg(long)]
         version: Option<Version>,
     },
+    /// The process in which the CUDA driver is loaded
+    #[command(hide = true)]
+    DriverChild,
 }
 
 /// Parses the command line and the environment; ends the process with status 2 when they make no sense.

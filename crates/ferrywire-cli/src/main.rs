@@ -74,5 +74,6 @@ fn run() -> exit::Outcome {
         plan::Plan::Nccl(plan) => nccl::run(&plan),
         plan::Plan::Nixl(plan) => nixl::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
+        plan::Plan::DriverChild => doctor::driver::child(),
     }
 }

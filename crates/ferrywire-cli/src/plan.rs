@@ -72,6 +72,8 @@ pub enum Plan {
     Nccl(NcclPlan),
     /// The child process that loads a plugin for [`Plan::Plugin`].
     PluginChild(PathBuf, Option<Version>),
+    /// The child process that loads the CUDA driver for [`Plan::Doctor`].
+    DriverChild,
 }
 
 /// Makes the plan for a parsed command line.
@@ -92,6 +94,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             return nccl::plan(flags, verbose).map(Plan::Nccl);
         }
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
+        Command::DriverChild => return Ok(Plan::DriverChild),
     };
     match bench.end {
         None => match ranks::of(&bench.options, bench.ranks)? {

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ferrywire_host::topology::{Locality, PciPath, Plan, PlanError, PlanOptions, Topology};
-use ferrywire_memory::cuda::{CudaError, CudaGpu, driver_version};
 
+use super::driver::Driver;
 use super::files::{line, number};
 use super::finding::{Finding, Level};
 
@@ -16,8 +16,8 @@ const SUBJECT: &str = "CUDA";
 /// Facts about GPUs that the topology does not have.
 #[derive(Clone, Debug)]
 pub struct Gpus {
-    /// Version of the driver (12040 is CUDA 12.4) and number of its GPUs, or the error.
-    pub driver: Result<(u32, u32), CudaError>,
+    /// The answer of the driver.
+    pub driver: Driver,
     /// Contents of `/proc/driver/nvidia/version`.
     pub module: Option<String>,
     /// Whether a server shares GPUs among processes (MPS).
@@ -49,13 +49,13 @@ pub struct SmiRow {
 }
 
 impl Gpus {
-    /// Reads the facts of this host. Loads the CUDA driver if there is one.
-    pub fn read(topology: &Topology, nvidia_smi: &dyn Fn(&[&str]) -> Option<String>) -> Gpus {
+    /// Reads the facts of this host, except the driver's answer.
+    pub fn read(driver: Driver, topology: &Topology, nvidia_smi: &dyn Fn(&[&str]) -> Option<String>) -> Gpus {
         let devices = topology.gpus.iter().chain(&topology.hidden_gpus).filter_map(|gpu| gpu.pci.as_ref());
         let devices = devices.chain(topology.nics.iter().filter_map(|nic| nic.pci.as_ref()));
-        let driver = driver_version().and_then(|version| Ok((version, CudaGpu::count()?)));
         let query = ["--query-gpu=index,persistence_mode,ecc.errors.uncorrected.volatile.total"];
-        let asked = driver.is_ok().then(|| nvidia_smi(&[query[0], "--format=csv,noheader"])).flatten();
+        let works = matches!(driver, Driver::Works(..));
+        let asked = works.then(|| nvidia_smi(&[query[0], "--format=csv,noheader"])).flatten();
         Gpus {
             driver,
             module: line("/proc/driver/nvidia/version")
@@ -113,36 +113,33 @@ pub fn judge(gpus: &Gpus, topology: &Topology, options: &PlanOptions) -> Vec<Fin
 
 fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
     let on_bus = topology.gpus.len() + topology.hidden_gpus.len();
+    let found = |evidence: String| Finding::ok("cuda-driver", SUBJECT, evidence);
     match &gpus.driver {
-        Ok((version, count)) => {
+        Driver::Works(version, shown) => {
             let module = gpus.module.as_deref().map_or_else(String::new, |module| format!("; {module}"));
             let version = format!("{}.{}", version / 1000, version % 1000 / 10);
-            Finding::ok("cuda-driver", SUBJECT, format!("driver for CUDA {version}, {count} GPUs{module}"))
+            found(format!("driver for CUDA {version}, {} GPUs{module}", shown.len()))
         }
-        Err(CudaError::NoDriver) if on_bus == 0 => {
-            Finding::ok("cuda-driver", SUBJECT, "no GPU and no driver: ferrywire uses host memory")
-                .at(Level::Note)
+        Driver::Missing if on_bus == 0 => {
+            found("no GPU and no driver: ferrywire uses host memory".to_owned()).at(Level::Note)
         }
-        Err(CudaError::NoDriver) => Finding::ok(
-            "cuda-driver",
-            SUBJECT,
-            format!("{on_bus} GPUs on the PCI bus, but libcuda.so.1 is missing"),
-        )
-        .warn("install the NVIDIA driver, or start the container with --gpus all"),
-        Err(CudaError::NoDevice) if on_bus == 0 => {
-            Finding::ok("cuda-driver", SUBJECT, "a driver is loaded, but no GPU was found").at(Level::Note)
+        Driver::Missing => found(format!("{on_bus} GPUs on the PCI bus, but libcuda.so.1 is missing"))
+            .warn("install the NVIDIA driver, or start the container with --gpus all"),
+        Driver::NoGpu if on_bus == 0 => {
+            found("a driver is loaded, but no GPU was found".to_owned()).at(Level::Note)
         }
-        Err(CudaError::NoDevice) => Finding::ok(
-            "cuda-driver",
-            SUBJECT,
-            format!("{on_bus} GPUs on the PCI bus, but the driver shows none"),
-        )
-        .warn("check CUDA_VISIBLE_DEVICES, and dmesg for lines with NVRM"),
-        Err(error @ CudaError::OldDriver { .. }) => {
-            Finding::ok("cuda-driver", SUBJECT, error.to_string()).fail("install a newer NVIDIA driver")
+        Driver::NoGpu => found(format!("{on_bus} GPUs on the PCI bus, but the driver shows none"))
+            .warn("check CUDA_VISIBLE_DEVICES, and dmesg for lines with NVRM"),
+        Driver::Old(error) => found(error.clone()).fail("install a newer NVIDIA driver"),
+        Driver::Broken(error) => {
+            found(error.clone()).fail("run nvidia-smi for details; use --memory host until the driver works")
         }
-        Err(error) => Finding::ok("cuda-driver", SUBJECT, error.to_string())
-            .fail("run nvidia-smi for details; use --memory host until the driver works"),
+        Driver::Hangs(limit) => {
+            let limit_s = limit.as_secs_f64();
+            found(format!("the CUDA driver hangs: cuInit and its queries took longer than {limit_s} s")).fail(
+                "check dmesg for lines with NVRM or Xid, then reset the GPUs or the host; until then use --memory host",
+            )
+        }
     }
 }
 
@@ -291,7 +288,7 @@ mod tests {
         let link =
             Link { speed: ["32.0 GT/s PCIe".to_owned(), "32.0 GT/s PCIe".to_owned()], width: [16, 16] };
         Gpus {
-            driver: Ok((12040, 1)),
+            driver: Driver::Works(12040, Vec::new()),
             module: None,
             mps: false,
             links: [("0000:01:00.0", link.clone()), ("0000:02:00.0", link)]
@@ -315,13 +312,18 @@ mod tests {
     #[test]
     fn a_driver_that_is_missing_matters_where_there_are_gpus() {
         let none = Topology { gpus: Vec::new(), ..host() };
-        let with = |error: CudaError| Gpus { driver: Err(error), ..good() };
-        assert_eq!(of(&with(CudaError::NoDriver), &none, "cuda-driver"), [Level::Note]);
-        assert_eq!(of(&with(CudaError::NoDriver), &host(), "cuda-driver"), [Level::Warn]);
-        assert_eq!(of(&with(CudaError::NoDevice), &none, "cuda-driver"), [Level::Note]);
-        assert_eq!(of(&with(CudaError::NoDevice), &host(), "cuda-driver"), [Level::Warn]);
-        let old = CudaError::OldDriver { found: 11040, needed: 12000 };
-        assert_eq!(of(&with(old), &host(), "cuda-driver"), [Level::Fail]);
+        let with = |driver: Driver| Gpus { driver, ..good() };
+        assert_eq!(of(&with(Driver::Missing), &none, "cuda-driver"), [Level::Note]);
+        assert_eq!(of(&with(Driver::Missing), &host(), "cuda-driver"), [Level::Warn]);
+        assert_eq!(of(&with(Driver::NoGpu), &none, "cuda-driver"), [Level::Note]);
+        assert_eq!(of(&with(Driver::NoGpu), &host(), "cuda-driver"), [Level::Warn]);
+        for broken in [
+            Driver::Old("old".to_owned()),
+            Driver::Broken("broken".to_owned()),
+            Driver::Hangs(std::time::Duration::from_secs(10)),
+        ] {
+            assert_eq!(of(&with(broken), &host(), "cuda-driver"), [Level::Fail]);
+        }
     }
 
     #[test]

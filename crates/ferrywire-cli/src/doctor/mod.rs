@@ -5,6 +5,7 @@
 //! Invariant: no setting is changed, and every wait is bounded.
 //! Read next: [`finding`], then any of the checks.
 
+pub mod driver;
 mod environment;
 mod files;
 mod finding;
@@ -19,12 +20,13 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use ferrywire_devmem::sys::ethtool::Ethtool;
-use ferrywire_host::topology::{PlanOptions, Topology};
+use ferrywire_host::topology::{PlanOptions, Source, Topology};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::nics;
 use crate::plan::DoctorPlan;
-use crate::{plugin, tool};
+use crate::{plugin, sys, tool};
+use driver::Driver;
 use finding::Finding;
 use nic::Settings;
 use peer::PeerFacts;
@@ -35,9 +37,13 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
     if let Err(Failure::Usage(why)) = nics::check(&plan.engine.nics) {
         return Err(Failure::Usage(why));
     }
-    let mut topology = Topology::detect();
+    let driver = Driver::ask(plan.timeout);
+    let mut topology = Topology::read(&Source::with_gpus(driver.gpus()));
     topology.probe_devmem();
-    let mut findings = here(plan, &topology);
+    let mut findings = here(plan, &topology, driver);
+    if sys::interrupted() {
+        return Err(Failure::Interrupted);
+    }
     findings.extend(plan.plugin.as_ref().map(plugin_works).transpose()?);
     let peer = visit(plan, &topology, &mut findings)?;
     let text = if plan.json {
@@ -53,7 +59,7 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
 }
 
 /// The findings about this host.
-fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
+fn here(plan: &DoctorPlan, topology: &Topology, driver: Driver) -> Vec<Finding> {
     let settings = settings();
     let options = PlanOptions { nics: plan.engine.nics.clone(), ..PlanOptions::default() };
     let nvidia_smi = |args: &[&str]| tool::output("nvidia-smi", args, plan.timeout);
@@ -62,7 +68,7 @@ fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
         kernel::judge(&kernel::Kernel::read(), nic::fastest_mbps(topology)),
         limits::judge(&limits::Limits::read(), nic::total_mbps(topology)),
         nic::judge(topology, &settings, &plan.engine.nics),
-        gpu::judge(&gpu::Gpus::read(topology, &nvidia_smi), topology, &options),
+        gpu::judge(&gpu::Gpus::read(driver, topology, &nvidia_smi), topology, &options),
         environment::judge(&environment::Environment::read(), &names),
     ]
     .concat()

@@ -80,7 +80,7 @@ impl Python {
                 path.display()
             ))
         };
-        let said = said.map_err(failed)?;
+        let said = said.map_err(|why| failed(why.to_string()))?;
         let list = said.lines().next_back().unwrap_or_default();
         let answer: Option<(PathBuf, Vec<PathBuf>)> = serde_json::from_str(list).ok();
         let (path, folders) = answer

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, run_within, text, unwritten};
 use crate::compile::compile;
+use crate::driver::stand_in;
 
 const SECRET: &str = "a secret of both";
 
@@ -153,6 +154,41 @@ fn a_bad_plugin_is_a_finding_and_a_good_one_too() {
     let good = good.expect("the command starts");
     let good = only(&good, "plugin");
     assert_eq!(good["level"], "ok", "{good}");
+}
+
+/// Whether a process runs whose environment has this text.
+fn runs_with(text: &str) -> bool {
+    let processes = std::fs::read_dir("/proc").expect("processes").flatten();
+    let environments = processes.filter_map(|process| std::fs::read(process.path().join("environ")).ok());
+    environments.into_iter().any(|environment| String::from_utf8_lossy(&environment).contains(text))
+}
+
+/// Regression: doctor loaded the driver in its own process, and hung or crashed with it.
+#[test]
+fn a_driver_that_hangs_or_crashes_is_one_finding_among_the_others() {
+    for (how, words) in [("HANGS", "longer than 1 s"), ("CRASHES", "SIGABRT")] {
+        let folder = stand_in(&[how]).display().to_string();
+        let mut command = ferrywire("doctor --timeout 1 --json");
+        let output = run_within(TIMEOUT_DEFAULT, command.env("LD_LIBRARY_PATH", &folder));
+        let finding = only(&output, "cuda-driver");
+        assert_eq!(finding["level"], "fail", "{finding}");
+        assert!(finding["evidence"].as_str().is_some_and(|text| text.contains(words)), "{finding}");
+        for id in ["kernel-version", "cores", "memory", "open-files", "nics"] {
+            only(&output, id);
+        }
+        assert!(!runs_with(&folder), "the process that loaded the driver is left");
+    }
+}
+
+#[test]
+fn a_driver_that_works_is_asked_once_for_all_of_its_gpus() {
+    let mut command = doctor("--json");
+    let output = run_within(TIMEOUT_DEFAULT, command.env("LD_LIBRARY_PATH", stand_in(&[])));
+    let finding = only(&output, "cuda-driver");
+    assert_eq!(
+        (&finding["level"], &finding["evidence"]),
+        (&"ok".into(), &"driver for CUDA 12.4, 2 GPUs".into())
+    );
 }
 
 #[test]

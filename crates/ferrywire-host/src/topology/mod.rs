@@ -38,7 +38,7 @@ pub use map::Map;
 pub use mesh::{Route, by_subnet, routes};
 pub use pci::{PciAddress, PciPath, PciRoot};
 pub use plan::{GpuPlan, Plan, PlanError, PlanOptions, Unused};
-pub use source::{DriverGpu, Facts, Source};
+pub use source::{DriverGpu, Facts, Source, driver_gpus};
 
 /// The hardware of a host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -52,8 +52,26 @@ pub struct DriverGpu {
 impl Source {
     /// This host. Loads the CUDA driver if there is one, and makes no context on any GPU.
     pub fn detect() -> Source {
+        match driver_gpus() {
+            Ok(gpus) => Source::with_gpus(Some(gpus)),
+            Err(CudaError::NoDriver) => Source::with_gpus(None),
+            Err(error @ CudaError::NoDevice) => {
+                let mut source = Source::with_gpus(Some(Vec::new()));
+                source.facts.notes.push(error.to_string());
+                source
+            }
+            Err(error) => {
+                let mut source = Source::with_gpus(None);
+                source.facts.notes.push(format!("cannot query the CUDA driver: {error}"));
+                source
+            }
+        }
+    }
+
+    /// This host with the GPUs that the CUDA driver shows, `None` without a driver. Does not load the driver.
+    pub fn with_gpus(gpus: Option<Vec<DriverGpu>>) -> Source {
         let root = PathBuf::from("/");
-        let facts = Facts::detect(&names(&root.join("sys/class/net")));
+        let facts = Facts { gpus, ..Facts::detect(&names(&root.join("sys/class/net"))) };
         Source { root, facts }
     }
 
@@ -123,6 +141,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 impl Facts {
+    /// The facts of this host without its GPUs.
     fn detect(names: &[String]) -> Facts {
         let allowed = affinity::allowed_cores().ok();
         let mut facts = Facts {
@@ -133,15 +152,6 @@ impl Facts {
         match nics::addresses() {
             Ok(found) => facts.addresses = found.iter().map(address_of).collect(),
             Err(error) => facts.notes.push(format!("cannot read the addresses of NICs: {error}")),
-        }
-        match driver_gpus() {
-            Ok(gpus) => facts.gpus = Some(gpus),
-            Err(CudaError::NoDriver) => {}
-            Err(error @ CudaError::NoDevice) => {
-                facts.gpus = Some(Vec::new());
-                facts.notes.push(error.to_string());
-            }
-            Err(error) => facts.notes.push(format!("cannot query the CUDA driver: {error}")),
         }
         facts
     }
@@ -196,7 +206,11 @@ fn header_split(names: &[String]) -> Vec<(String, bool)> {
     names.iter().filter_map(reported).collect()
 }
 
-fn driver_gpus() -> std::result::Result<Vec<DriverGpu>, CudaError> {
+/// The GPUs that the CUDA driver shows to this process. Loads the driver, and makes no context on any GPU.
+///
+/// # Errors
+/// [`CudaError::NoDriver`], [`CudaError::NoDevice`], [`CudaError::OldDriver`], and the driver's error.
+pub fn driver_gpus() -> std::result::Result<Vec<DriverGpu>, CudaError> {
     let count = CudaGpu::count()?.min(CUDA_GPUS_MAX as u32);
     let mut gpus = Vec::new();
     for index in 0..count {

@@ -97,6 +97,9 @@ int cuInit(unsigned flags) {
 #ifdef HANGS
     for (;;) pause();
 #endif
+#ifdef CRASHES
+    abort();
+#endif
     if (flags) return INVALID_VALUE;
     if (!DEVICES) return NO_DEVICE;
     initialised = 1;
