@@ -280,7 +280,8 @@ impl Link {
         if up == all || (up > 0 && waited > some) || visited {
             *self.peer.history.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
             if up < all && !visited {
-                let trouble = self.last_trouble.as_ref().map(Error::to_string).unwrap_or_default();
+                let trouble = self.last_trouble.as_ref().map(Error::to_string);
+                let trouble = trouble.unwrap_or_else(|| "no answer yet".into());
                 let line = format!("{} of {all} channels could not be set up: {trouble}", all - up);
                 tracing::warn!(peer = self.peer.name(), "{line}");
                 self.peer.history.note_lost(line);
