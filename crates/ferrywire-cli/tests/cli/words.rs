@@ -52,7 +52,7 @@ const MESSAGES: [&str; 23] = [
 const COMPARED: [&str; 6] = ["what", "why", "reason", "message", "words", "said"];
 
 /// Places that may search a text: file, what stands there, and why.
-const ALLOWED: [(&str, &str, &str); 17] = [
+const ALLOWED: [(&str, &str, &str); 18] = [
     (
         "benches/posted/src/session.rs",
         "strip_prefix(begin)",
@@ -74,6 +74,7 @@ const ALLOWED: [(&str, &str, &str); 17] = [
     ("crates/ferrywire-cli/src/doctor/limits.rs", "strip_prefix(name)", "/proc/self/limits"),
     ("crates/ferrywire-cli/src/doctor/limits.rs", "\"MemAvailable:\"", "/proc/meminfo"),
     ("crates/ferrywire-host/src/topology/gpus.rs", "\"Model:\"", "the NVIDIA driver's /proc"),
+    ("crates/ferrywire-host/src/topology/gpus.rs", "\"Device Minor:\"", "the NVIDIA driver's /proc"),
     ("crates/ferrywire-devmem/src/nic/record.rs", "\"\\nend\\n\"", "a file format of ours"),
     ("crates/ferrywire-py/src/tensor.rs", "strip_prefix(b\"<\")", "a buffer's format code"),
     // Texts of others that have no typed source; each place says so. They choose a hint or an error to show.
