@@ -18,6 +18,8 @@ mod report;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 use ferrywire_devmem::sys::ethtool::Ethtool;
 use ferrywire_host::topology::{PlanOptions, Source, Topology};
@@ -30,6 +32,13 @@ use driver::Driver;
 use finding::Finding;
 use nic::Settings;
 use peer::PeerFacts;
+
+/// The plugin that needs a manager beside it.
+const TCPX: &str = "GPUDirectTCPX";
+/// Variable with the folder of the manager's sockets.
+const MANAGER_FOLDER: &str = "NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX";
+/// Begins the names of some of these sockets.
+const MANAGER_SOCKETS: &str = "get_gpu_fd_";
 
 /// Makes all checks and prints the findings.
 pub fn run(plan: &DoctorPlan) -> Outcome {
@@ -44,7 +53,9 @@ pub fn run(plan: &DoctorPlan) -> Outcome {
     if sys::interrupted() {
         return Err(Failure::Interrupted);
     }
-    findings.extend(plan.plugin.as_ref().map(plugin_works).transpose()?);
+    if let Some(asked) = &plan.plugin {
+        findings.extend(plugin_works(asked)?);
+    }
     let peer = visit(plan, &topology, &mut findings)?;
     let text = if plan.json {
         format!("{}\n", report::json(&findings, peer.as_ref()))
@@ -84,17 +95,53 @@ fn settings() -> impl Fn(&str) -> Settings {
     }
 }
 
-/// Checks that a plugin loads and has devices, in a process of its own.
-fn plugin_works(asked: &crate::plan::PluginPlan) -> Outcome<Finding> {
+/// Checks that a plugin loads and has devices, in a process of its own, and that its manager is there.
+fn plugin_works(asked: &crate::plan::PluginPlan) -> Outcome<Vec<Finding>> {
     let subject = format!("plugin {}", asked.path.display());
     let found = |evidence: String| Finding::ok("plugin", &subject, evidence);
     Ok(match plugin::devices(asked) {
-        Ok((0, name)) => found(format!("{name} has no devices"))
-            .fail("give the plugin NICs that it can use; -v shows its log"),
-        Ok((count, name)) => found(format!("{name} has {count} devices")),
+        Ok((0, name)) => {
+            vec![
+                found(format!("{name} has no devices"))
+                    .fail("give the plugin NICs that it can use; -v shows its log"),
+            ]
+        }
+        Ok((count, name)) => {
+            let manager = name.starts_with(TCPX).then(|| manager(&subject));
+            [found(format!("{name} has {count} devices"))].into_iter().chain(manager).collect()
+        }
         Err(Failure::Interrupted) => return Err(Failure::Interrupted),
-        Err(failure) => found(failure.first_line())
-            .fail(format!("ferrywire plugin {} -v shows the plugin's log", asked.path.display())),
+        Err(failure) => vec![
+            found(failure.first_line())
+                .fail(format!("ferrywire plugin {} -v shows the plugin's log", asked.path.display())),
+        ],
+    })
+}
+
+/// Looks for the sockets of the plugin's manager, which the plugin needs from the first connection on.
+fn manager(subject: &str) -> Finding {
+    let folder = manager_folder();
+    let entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+    let is_socket = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().starts_with(MANAGER_SOCKETS);
+    let count = entries.filter(is_socket).count();
+    let folder = folder.display();
+    let evidence =
+        format!("{count} sockets of the receive data path manager ({MANAGER_SOCKETS}...) in {folder}");
+    let found = Finding::ok("plugin-manager", subject, evidence);
+    if count > 0 {
+        return found;
+    }
+    found.warn(format!(
+        "start the manager (RxDM, tcpgpudmarxd) on this host, or name the folder of its sockets in {MANAGER_FOLDER}"
+    ))
+}
+
+/// Where the engine lets the plugin look for its manager.
+fn manager_folder() -> PathBuf {
+    let named = std::env::var_os(MANAGER_FOLDER).filter(|folder| !folder.is_empty());
+    named.map(PathBuf::from).unwrap_or_else(|| {
+        let usual = Path::new("/run/tcpx");
+        if usual.exists() { usual.to_owned() } else { PathBuf::from("/tmp") }
     })
 }
 
@@ -102,8 +149,7 @@ fn visit(plan: &DoctorPlan, topology: &Topology, findings: &mut Vec<Finding>) ->
     if plan.addresses.is_empty() || nics::check(&plan.engine.nics).is_err() {
         return Ok(None);
     }
-    let nics = topology.nics.iter().filter(|nic| nic::counts(nic)).count();
-    let facts = PeerFacts::visit(&plan.engine, nics, &plan.addresses, plan.timeout)?;
+    let facts = PeerFacts::visit(&plan.engine, topology, &plan.addresses, plan.timeout)?;
     findings.extend(peer::judge(&facts, topology, &plan.engine.nics));
     Ok(Some(facts))
 }

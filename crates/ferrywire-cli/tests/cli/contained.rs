@@ -6,19 +6,33 @@ use std::process::Command;
 
 use crate::common::{TIMEOUT_DEFAULT, ferrywire, first_error, results, run_within, text};
 
-/// A group of this test's own, with a limit; it goes when it is dropped.
-struct Group(PathBuf);
+/// A group of a test's own, with a limit; it goes when it is dropped.
+pub struct Group(PathBuf);
 
 impl Group {
     /// `None` if this process may not create a group, or the kernel has no memory groups.
     fn with_limit(mib: u64) -> Option<Group> {
-        let name = format!("ferrywire-test-{}-{mib}", std::process::id());
-        let places = [
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-            ("/sys/fs/cgroup", "memory.max"),
-            ("/sys/fs/cgroup/unified", "memory.max"),
-        ];
-        places.into_iter().find_map(|(mounted, limit)| {
+        let bytes = (mib << 20).to_string();
+        Group::with([
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", &bytes),
+            ("/sys/fs/cgroup", "memory.max", &bytes),
+            ("/sys/fs/cgroup/unified", "memory.max", &bytes),
+        ])
+    }
+
+    /// A group with the CPU time of one core. `None` if this process may not create it.
+    pub fn with_one_core() -> Option<Group> {
+        Group::with([
+            ("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us", "100000"),
+            ("/sys/fs/cgroup", "cpu.max", "100000 100000"),
+            ("/sys/fs/cgroup/unified", "cpu.max", "100000 100000"),
+        ])
+    }
+
+    /// The first group that can be made: where groups are mounted, and a file with its value.
+    fn with(places: [(&str, &str, &str); 3]) -> Option<Group> {
+        let name = format!("ferrywire-test-{}-{}", std::process::id(), places[0].1);
+        places.into_iter().find_map(|(mounted, limit, value)| {
             let folder = PathBuf::from(mounted).join(&name);
             // Elsewhere it is a folder like any other.
             if !PathBuf::from(mounted).join("cgroup.procs").exists() {
@@ -26,12 +40,12 @@ impl Group {
             }
             fs::create_dir(&folder).ok()?;
             let group = Group(folder);
-            fs::write(group.0.join(limit), (mib << 20).to_string()).is_ok().then_some(group)
+            fs::write(group.0.join(limit), value).is_ok().then_some(group)
         })
     }
 
     /// A command that runs in it.
-    fn ferrywire(&self, args: &str) -> Command {
+    pub fn ferrywire(&self, args: &str) -> Command {
         let direct = ferrywire(args);
         let mut command = Command::new("sh");
         command.args(["-c", r#"echo $$ > "$0"/cgroup.procs && exec "$@""#]).arg(&self.0);

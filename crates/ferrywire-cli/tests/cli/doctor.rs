@@ -8,7 +8,9 @@ use serde_json::Value;
 
 use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, run_within, text, unwritten};
 use crate::compile::compile;
+use crate::contained::Group;
 use crate::driver::stand_in;
+use crate::hosted::with_plugin;
 
 const SECRET: &str = "a secret of both";
 
@@ -189,6 +191,36 @@ fn a_driver_that_works_is_asked_once_for_all_of_its_gpus() {
         (&finding["level"], &finding["evidence"]),
         (&"ok".into(), &"driver for CUDA 12.4, 2 GPUs".into())
     );
+}
+
+/// Regression: only the first connection showed that the plugin's daemon was missing.
+#[test]
+fn a_plugin_without_its_daemon_is_reported() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let found = || {
+        let mut command = doctor(&with_plugin("--json"));
+        command.env("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", folder.path());
+        let output = run_within(TIMEOUT_DEFAULT, &mut command);
+        assert_eq!(only(&output, "plugin")["level"], "ok");
+        only(&output, "plugin-manager")
+    };
+    let missing = found();
+    assert_eq!(missing["level"], "warn", "{missing}");
+    assert!(missing["fix"].as_str().is_some_and(|fix| fix.contains("RxDM")), "{missing}");
+    std::fs::write(folder.path().join("get_gpu_fd_0000:04:00.0"), "").expect("a file");
+    assert_eq!(found()["level"], "ok");
+}
+
+#[test]
+fn a_quota_of_cpu_time_is_reported() {
+    if std::thread::available_parallelism().is_ok_and(|cores| cores.get() < 2) {
+        return println!("SKIPPED: needs two cores");
+    }
+    let Some(group) = Group::with_one_core() else {
+        return println!("SKIPPED: needs to make a control group with a quota of CPU time");
+    };
+    let finding = only(&run_within(TIMEOUT_DEFAULT, &mut group.ferrywire("doctor --json")), "cpu-quota");
+    assert_eq!(finding["level"], "warn", "{finding}");
 }
 
 #[test]
