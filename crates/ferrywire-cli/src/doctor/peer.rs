@@ -4,6 +4,7 @@
 //! addresses, and closes. Nothing is measured and no run slot is taken.
 //! Invariant: [`judge`] reads nothing; each wait has a timeout.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
 use std::time::Duration;
@@ -13,12 +14,13 @@ use ferrywire_host::topology::{Nic, Topology};
 use serde_json::{Value, json};
 
 use super::finding::{Finding, Level};
-use super::nic;
+use super::nic::{self, Settings};
 use crate::bench::connect::{advice, wait_for};
 use crate::bench::link::{CLOSE_TIMEOUT, Link};
 use crate::bench::protocol::Message;
 use crate::exit::{Failure, Outcome};
 use crate::plan::EnginePlan;
+use crate::tool;
 
 /// Fewest channels of the visit, so that each of a few NICs gets one.
 const CHANNELS_MIN: usize = 8;
@@ -53,6 +55,8 @@ pub struct Visit {
     pub lost: Vec<String>,
     /// The answer of a serving bench, or why the peer is not one.
     pub bench: Option<Result<Serving, String>>,
+    /// Bridges of this host.
+    pub bridges: Vec<String>,
 }
 
 /// A channel to the peer.
@@ -68,6 +72,8 @@ pub struct Channel {
     pub rtt: Duration,
     /// Payload bytes of a packet; 0 if unknown.
     pub mss_bytes: u32,
+    /// The NIC to which this host's routes lead from the local to the remote address; `None` if unknown.
+    pub route: Option<String>,
 }
 
 /// The answer of a serving bench.
@@ -82,7 +88,7 @@ pub struct Serving {
 impl From<&ChannelStats> for Channel {
     fn from(stats: &ChannelStats) -> Channel {
         let ChannelStats { nic, local, remote, rtt, mss_bytes, .. } = stats.clone();
-        Channel { nic, local, remote, rtt, mss_bytes }
+        Channel { nic, local, remote, rtt, mss_bytes, route: None }
     }
 }
 
@@ -93,12 +99,13 @@ impl PeerFacts {
     /// This end's endpoint could not be built, or the user pressed Ctrl-C.
     pub fn visit(
         engine: &EnginePlan,
-        nics: usize,
+        topology: &Topology,
         addresses: &[SocketAddr],
         limit: Duration,
     ) -> Outcome<PeerFacts> {
         let with_secret = engine.secret.is_some();
-        let channels = Some(CHANNELS_MIN.max(nics));
+        let nics: Vec<&Nic> = topology.nics.iter().filter(|nic| nic::counts(nic)).collect();
+        let channels = Some(CHANNELS_MIN.max(nics.len()));
         let endpoint = crate::bench::endpoint(&EnginePlan { channels, ..engine.clone() }, None)?;
         let mut last = Err(Failure::failed("no address to connect to"));
         for &address in addresses {
@@ -106,7 +113,10 @@ impl PeerFacts {
             std::thread::spawn(move || done.send(dialler.connect(address, limit)));
             let visit = wait_for(&result, limit)?.map(|peer| query(Link::new(peer, limit.min(ANSWER_LIMIT))));
             let arrived = visit.is_ok();
-            let visit = visit.map_or_else(|error| Ok(Err(error)), |visit| visit.map(Ok))?;
+            let mut visit = visit.map_or_else(|error| Ok(Err(error)), |visit| visit.map(Ok))?;
+            if let Ok(visit) = &mut visit {
+                visit.look_at_this_host(&nics, limit);
+            }
             last = Ok(PeerFacts { address, visit, with_secret });
             if arrived {
                 break;
@@ -140,6 +150,28 @@ impl PeerFacts {
     }
 }
 
+impl Visit {
+    /// Adds what this host's NICs and routes tell about the channels.
+    fn look_at_this_host(&mut self, nics: &[&Nic], limit: Duration) {
+        let is_bridge = |nic: &&&Nic| Settings::read(&nic.name, None).bridge;
+        self.bridges = nics.iter().filter(is_bridge).map(|nic| nic.name.clone()).collect();
+        let mut known = BTreeMap::new();
+        for channel in &mut self.channels {
+            let (local, remote) = (channel.local.ip(), channel.remote.ip());
+            let ask = || route(local, remote, limit);
+            channel.route = known.entry((local, remote)).or_insert_with(ask).clone();
+        }
+    }
+}
+
+/// The NIC to which this host's routes and rules lead between these addresses.
+fn route(local: IpAddr, remote: IpAddr, limit: Duration) -> Option<String> {
+    let (local, remote) = (local.to_string(), remote.to_string());
+    let said = tool::output("ip", &["-j", "route", "get", &remote, "from", &local], limit)?;
+    let routes: Value = serde_json::from_str(&said).ok()?;
+    routes[0]["dev"].as_str().map(str::to_owned)
+}
+
 /// Asks the peer for its addresses and closes the connection.
 fn query(link: Link) -> Outcome<Visit> {
     let stats = link.peer.stats();
@@ -159,6 +191,7 @@ fn query(link: Link) -> Outcome<Visit> {
         channels: stats.channels.iter().map(Channel::from).collect(),
         lost: stats.lost_channels,
         bench: Some(bench),
+        bridges: Vec::new(),
     };
     link.tell_last(&Message::Bye);
     Ok(visit)
@@ -169,7 +202,7 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
     let subject = format!("peer {}", facts.address);
     let visit = match &facts.visit {
         Ok(visit) => visit,
-        Err(error) => return vec![not_accepted(subject, facts, error)],
+        Err(error) => return vec![not_accepted(subject, facts, error, topology)],
     };
     let mut found = vec![Finding::ok("peer", &subject, format!("{} accepts this end", visit.name))];
     found.extend(visit.bench.as_ref().map(|bench| serving(&subject, bench)));
@@ -179,13 +212,15 @@ pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Fi
         )
     }));
     found.extend(paths(visit, topology));
+    found.extend(detours(visit, topology));
+    found.extend(duplicates(visit, topology));
     if !facts.address.ip().is_loopback() {
         found.extend(unpaired(visit, topology, named));
     }
     found
 }
 
-fn not_accepted(subject: String, facts: &PeerFacts, error: &ConnectError) -> Finding {
+fn not_accepted(subject: String, facts: &PeerFacts, error: &ConnectError, topology: &Topology) -> Finding {
     let needs_secret = !facts.with_secret && !facts.address.ip().is_loopback();
     let is_greeting = matches!(
         error,
@@ -193,7 +228,17 @@ fn not_accepted(subject: String, facts: &PeerFacts, error: &ConnectError) -> Fin
     );
     let id = if is_greeting { "peer-greeting" } else { "peer-reachable" };
     let found = Finding::ok(id, subject, error.to_string());
+    let remote = facts.address.ip();
+    let family = if remote.is_ipv4() { "IPv4" } else { "IPv6" };
+    let usable = topology.nics.iter().filter(|nic| nic::counts(nic)).flat_map(|nic| &nic.addresses);
+    let speaks = usable.clone().any(|address| address.ip.is_ipv4() == remote.is_ipv4());
     match error {
+        ConnectError::Unreachable { .. } if !remote.is_loopback() && !speaks && usable.count() > 0 => {
+            let evidence = format!("{}; no NIC of this host has an {family} address", found.evidence);
+            Finding { evidence, ..found }.fail(format!(
+                "use another address of the peer, or give a NIC of this host an {family} address"
+            ))
+        }
         ConnectError::Refused { reason: RefusalReason::PayloadMismatch, .. } => {
             found.warn("the peer serves with a plugin: use ferrywire bench connect with --plugin")
         }
@@ -239,7 +284,7 @@ fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
         }
     }
     let mut found = Vec::new();
-    for Channel { nic, local, remote, rtt, mss_bytes } in ways {
+    for Channel { nic, local, remote, rtt, mss_bytes, .. } in ways {
         let evidence = format!(
             "{} to {}: round trip {} us, {mss_bytes} bytes per packet",
             local.ip(),
@@ -270,6 +315,56 @@ fn path_mtu(nic: &str, mss_bytes: u32, mtu: u32) -> Finding {
     }
 }
 
+/// NICs whose connections the peer cannot make. Sockets that dial are bound to their NIC, and work; answers to a peer
+/// that dials follow the routes, to another NIC, and the peer's socket does not take them.
+fn detours(visit: &Visit, topology: &Topology) -> Vec<Finding> {
+    let mut found: BTreeMap<&str, Finding> = BTreeMap::new();
+    for Channel { nic, local, remote, route, .. } in &visit.channels {
+        let (local, remote) = (local.ip(), remote.ip());
+        let Some(route) = route.as_deref().filter(|route| route != nic && *route != "lo") else { continue };
+        // Routes to an address for one host need not lead over the NIC that has the address.
+        if !host_address(topology, local) {
+            let evidence = format!("the route from {local} to {remote} leads over {route}");
+            found.entry(nic).or_insert_with(|| {
+                Finding::ok("route", nic, evidence).warn(format!(
+                    "correct ip route get {remote} from {local}: the peer cannot connect over {nic}, as answers leave over {route}"
+                ))
+            });
+        }
+    }
+    found.into_values().collect()
+}
+
+/// Whether a local address has no subnet.
+fn host_address(topology: &Topology, ip: IpAddr) -> bool {
+    let longest = if ip.is_ipv4() { 32 } else { 128 };
+    let all = topology.nics.iter().flat_map(|nic| &nic.addresses);
+    all.filter(|address| address.ip == ip).all(|address| address.prefix_len == longest)
+}
+
+/// Addresses that this host and the peer both have. Bridges for containers have equal addresses on many hosts, and
+/// addresses without a subnet are those of services.
+fn duplicates(visit: &Visit, topology: &Topology) -> Vec<Finding> {
+    let serving = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses);
+    let theirs: Vec<IpAddr> = serving.map(SocketAddr::ip).filter(|ip| !ip.is_loopback()).collect();
+    // A peer in this network namespace has this host's addresses alone.
+    if theirs.iter().all(|ip| is_ours(topology, *ip)) {
+        return Vec::new();
+    }
+    let is_candidate = |nic: &&Nic| nic::counts(nic) && !visit.bridges.contains(&nic.name);
+    let mut found = Vec::new();
+    for nic in topology.nics.iter().filter(is_candidate) {
+        let has = |ip: &&IpAddr| nic.addresses.iter().any(|address| address.ip == **ip);
+        for ip in theirs.iter().filter(has).filter(|ip| !host_address(topology, **ip)) {
+            let evidence = format!("{ip} is an address of this NIC and of the peer");
+            found.push(Finding::ok("duplicate-address", &nic.name, evidence).warn(format!(
+                "give one of the two another address: packets of this host to {ip} never leave it"
+            )));
+        }
+    }
+    found
+}
+
 /// Whether a NIC of this host has the address.
 fn is_ours(topology: &Topology, ip: IpAddr) -> bool {
     topology.nics.iter().flat_map(|nic| &nic.addresses).any(|address| address.ip == ip)
@@ -281,6 +376,12 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
     // An address that both hosts have, such as that of a bridge for containers, says nothing about the peer.
     let theirs = theirs.filter(|ip| !ip.is_loopback() && !is_ours(topology, *ip));
     let alone = theirs.filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == *ip));
+    // The finding about lost channels covers NICs in one subnet; a NIC that was not named is left out on purpose.
+    let in_subnet = |ip: &IpAddr, wanted: bool| {
+        let nics = topology.nics.iter().filter(|nic| nic::counts(nic) && nic.reaches(*ip));
+        nics.into_iter().any(|nic| (named.is_empty() || named.contains(&nic.name)) == wanted)
+    };
+    let alone = alone.filter(|ip| !in_subnet(ip, false) && (visit.lost.is_empty() || !in_subnet(ip, true)));
     let mut found: Vec<Finding> = alone
         .map(|ip| {
             let evidence = format!("no channel leads from a NIC of this host to the peer's address {ip}");
@@ -337,6 +438,7 @@ mod tests {
             remote: there(last),
             rtt: Duration::from_micros(50),
             mss_bytes: 8948,
+            route: Some(nic.to_owned()),
         }
     }
 
@@ -348,6 +450,7 @@ mod tests {
             channels: vec![channel("eth1", 1), channel("eth2", 2), channel("eth1", 1)],
             lost: Vec::new(),
             bench: Some(Ok(serving)),
+            bridges: Vec::new(),
         }
     }
 
@@ -408,8 +511,61 @@ mod tests {
         assert_eq!(of(visit.clone(), "peer-nic"), [Level::Warn]);
         assert_eq!(of(visit.clone(), "own-nic"), [Level::Note]);
         visit.lost = vec!["channel 1 over eth2: no answer".to_owned()];
-        assert_eq!(of(visit, "peer-channel"), [Level::Warn]);
+        assert_eq!(of(visit.clone(), "peer-channel"), [Level::Warn]);
+        assert_eq!(of(visit.clone(), "peer-nic"), [], "the NIC is in the subnet");
+        visit.lost.clear();
+        let both = || host(vec![nic("eth1", 1), nic("eth2", 2)]);
+        let named = judge(&facts(Ok(visit)), &both(), &["eth1".to_owned()]);
+        assert_eq!(levels(&named, "peer-nic"), [], "the NIC is left out on purpose");
         assert_eq!((of(good(), "peer-nic"), of(good(), "own-nic")), (vec![], vec![]));
+    }
+
+    #[test]
+    fn a_route_over_another_nic_is_reported() {
+        assert_eq!(of(good(), "route"), []);
+        let over = |nic: Option<&str>| {
+            let mut visit = good();
+            visit.channels[1].route = nic.map(str::to_owned);
+            visit
+        };
+        assert_eq!(of(over(Some("eth1")), "route"), [Level::Warn]);
+        assert_eq!((of(over(None), "route"), of(over(Some("lo")), "route")), (vec![], vec![]));
+        let mut single = nic("eth2", 2);
+        single.addresses[0].prefix_len = 32;
+        let found = judge(&facts(Ok(over(Some("eth1")))), &host(vec![nic("eth1", 1), single]), &[]);
+        assert_eq!(levels(&found, "route"), []);
+    }
+
+    #[test]
+    fn addresses_of_both_ends_are_reported_except_those_of_bridges_and_services() {
+        let own: SocketAddr = SocketAddr::from(([10, 0, 2, 1], 7420));
+        let mut visit = good();
+        visit.bench = Some(Ok(Serving { addresses: vec![there(1), own], busy: None }));
+        assert_eq!(of(visit.clone(), "duplicate-address"), [Level::Warn]);
+        let bridge = Visit { bridges: vec!["eth2".to_owned()], ..visit.clone() };
+        assert_eq!(of(bridge, "duplicate-address"), []);
+        let mut service = nic("eth2", 2);
+        service.addresses[0].prefix_len = 32;
+        let found = judge(&facts(Ok(visit.clone())), &host(vec![nic("eth1", 1), service]), &[]);
+        assert_eq!(levels(&found, "duplicate-address"), []);
+        visit.bench = Some(Ok(Serving { addresses: vec![own], busy: None }));
+        assert_eq!(of(visit, "duplicate-address"), [], "a peer on this host");
+    }
+
+    #[test]
+    fn a_peer_of_another_address_family_is_reported() {
+        let error = ConnectError::Unreachable {
+            address: "[fd00::2]:7420".to_owned(),
+            cause: UnreachableCause::NoRoute,
+            why: "no route".to_owned(),
+        };
+        let to = PeerFacts { address: "[fd00::2]:7420".parse().expect("an address"), ..facts(Err(error)) };
+        let found = judge(&to, &host(vec![nic("eth1", 1)]), &[]);
+        assert!(found[0].fix.as_ref().is_some_and(|fix| fix.contains("an IPv6 address")), "{found:?}");
+        let mut both = nic("eth1", 1);
+        both.addresses.push(Address { ip: "fd00::1".parse().expect("an address"), prefix_len: 64 });
+        let found = judge(&to, &host(vec![both]), &[]);
+        assert!(found[0].fix.as_ref().is_some_and(|fix| !fix.contains("IPv6")), "{found:?}");
     }
 
     #[test]

@@ -97,6 +97,17 @@ impl Process {
 
     /// Starts it with variables.
     pub fn start_with(world: &World, host: Host, args: &str, variables: &[(&str, String)]) -> Process {
+        Process::start_under(world, host, &[], args, variables)
+    }
+
+    /// Starts it by other commands, such as `prlimit`, with variables.
+    pub fn start_under(
+        world: &World,
+        host: Host,
+        starters: &[&str],
+        args: &str,
+        variables: &[(&str, String)],
+    ) -> Process {
         let place = tempfile::tempdir().expect("a directory");
         let mut command = Command::new("ip");
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("FERRYWIRE_")) {
@@ -104,8 +115,12 @@ impl Process {
         }
         command.env("FERRYWIRE_SECRET", "a secret of these tests").env("TMPDIR", place.path());
         command.envs(variables.iter().map(|(name, value)| (name, value)));
-        command.args(["netns", "exec", &world.namespace(host), env!("CARGO_BIN_EXE_ferrywire")]);
-        command.args(args.split_whitespace()).current_dir(place.path()).stdin(Stdio::null());
+        command.args(["netns", "exec", &world.namespace(host)]).args(starters);
+        command
+            .arg(env!("CARGO_BIN_EXE_ferrywire"))
+            .args(args.split_whitespace())
+            .current_dir(place.path())
+            .stdin(Stdio::null());
         let mut child =
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the command starts");
         let (output, errors) = (Text::default(), Text::default());
@@ -118,7 +133,12 @@ impl Process {
 
     /// Starts `bench serve` and waits until it listens.
     pub fn serve(world: &World, args: &str) -> Process {
-        let serve = Process::start(world, Host::B, &format!("bench serve --listen 0.0.0.0:7420 {args}"));
+        Process::serve_at(world, Host::B, "0.0.0.0:7420", args)
+    }
+
+    /// Starts `bench serve` on a host at an address, and waits until it listens.
+    pub fn serve_at(world: &World, host: Host, listen: &str, args: &str) -> Process {
+        let serve = Process::start(world, host, &format!("bench serve --listen {listen} {args}"));
         let listening = || lock(&serve.output).text.contains("listening on ");
         assert!(wait_until(RUN_TIMEOUT, listening), "serve said {:?}", serve.errors());
         serve

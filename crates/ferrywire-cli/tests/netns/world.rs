@@ -267,7 +267,8 @@ impl World {
         list[0].take()
     }
 
-    fn inside(&self, host: Host, tool: &str, args: &[&str]) -> String {
+    /// Runs a tool on a host, which must succeed, and returns its output.
+    pub fn inside(&self, host: Host, tool: &str, args: &[&str]) -> String {
         let namespace = self.namespace(host);
         self.must("ip", &[&["netns", "exec", &namespace, tool], args].concat())
     }
