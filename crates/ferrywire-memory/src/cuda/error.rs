@@ -172,6 +172,9 @@ pub(super) const OUT_OF_MEMORY: u32 = 2;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(super) const NOT_READY: u32 = 600;
 pub(super) const NOT_SUPPORTED: u32 = 801;
+/// Uncorrectable errors of memory and NVLink, a destroyed context, and kernels that failed: at an illegal, misaligned or
+/// foreign address, by a time limit, an assertion, an illegal instruction or program counter, or the hardware's stack.
+const LOSES_CONTEXT: [u32; 12] = [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
 impl CudaError {
     /// The driver's error code; `None` when no driver call failed.
@@ -180,6 +183,11 @@ impl CudaError {
             CudaError::Call { failure } | CudaError::OutOfMemory { failure, .. } => Some(failure.code),
             _ => None,
         }
+    }
+
+    /// Whether every later call in the GPU's context fails with this error, until the process ends.
+    pub fn loses_context(&self) -> bool {
+        self.code().is_some_and(|code| LOSES_CONTEXT.contains(&code))
     }
 }
 
@@ -254,6 +262,13 @@ mod tests {
         assert_eq!(full.to_string(), format!("{words}; 7 of the GPU's 9 bytes are free"));
         let plain = Failure { gpu: None, bytes: None, call: "cuInit", ..failure };
         assert_eq!(plain.to_string(), "cuInit: CUDA_ERROR_OUT_OF_MEMORY (2): out of memory");
+    }
+
+    #[test]
+    fn an_invalid_value_leaves_the_context_and_an_illegal_address_does_not() {
+        let failed = |code| check("cuStreamQuery", About::default(), code).unwrap_err().loses_context();
+        assert_eq!([1, 2, 600, 700, 719].map(failed), [false, false, false, true, true]);
+        assert!(!CudaError::Freed { address: 1, bytes: 1 }.loses_context());
     }
 
     #[test]

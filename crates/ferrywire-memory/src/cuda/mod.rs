@@ -45,7 +45,7 @@ mod stream;
 pub use allocation::CudaBuffer;
 pub use dmabuf::dmabuf_fd;
 pub use driver::driver_version;
-pub use error::{CudaError, Result};
+pub use error::{CudaError, Failure, Result};
 pub use event::CudaEvent;
 pub use gpu::CudaGpu;
 pub use module::{CudaFunction, CudaModule};

@@ -212,6 +212,74 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
     still_moves(&connecting, &near, &target, BYTES);
 }
 
+/// Short copies of several transfers are one batch, which used to fail as a whole, at either end.
+#[test]
+fn memory_that_its_owner_frees_costs_no_transfer_of_the_same_batch() {
+    let Some(gpu) = gpu() else { return };
+    if !is_alone("rounds::memory_that_its_owner_frees_costs_no_transfer_of_the_same_batch") {
+        return;
+    }
+    const SHORT: usize = 3000;
+    const ALL: usize = 9;
+    let builder = || Endpoint::builder().threads(0).channels(1);
+    let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let connecting = builder().build().unwrap();
+    let start = Instant::now();
+    let until = |done: &mut dyn FnMut() -> bool| {
+        while !done() {
+            assert!(start.elapsed() < LONG, "it does not end");
+            accepting.progress();
+            connecting.progress();
+        }
+    };
+    let pending = connecting.start_connect(accepting.listen_addresses()[0]).unwrap();
+    let (mut near, mut far) = (None, None);
+    until(&mut || {
+        near = near.take().or_else(|| pending.poll().map(Result::unwrap));
+        far = far.take().or_else(|| accepting.try_accept().map(Result::unwrap));
+        near.is_some() && far.is_some()
+    });
+    let (near, far) = (near.unwrap(), far.unwrap());
+    let allocated = || {
+        let mut address = 0;
+        // SAFETY: room for an address.
+        let code = gpu.with_current(|| unsafe { sys::cuMemAlloc_v2(&mut address, SHORT) }).unwrap();
+        assert_eq!(code as u32, 0, "{code:?}");
+        // SAFETY: it is not: that is the test. Only copies of the GPU access the memory.
+        (address, unsafe { accepting.register_raw(address as *mut u8, SHORT) }.unwrap())
+    };
+    let host = connecting.register(vec![7; SHORT]).unwrap();
+    let back = connecting.alloc_host(ALL * SHORT).unwrap();
+    for freed in [0, ALL / 2, ALL - 1] {
+        let places: Vec<_> = (0..ALL).map(|_| allocated()).collect();
+        // SAFETY: freed once.
+        let code = gpu.with_current(|| unsafe { sys::cuMemFree_v2(places[freed].0) }).unwrap();
+        assert_eq!(code as u32, 0, "{code:?}");
+        for to_gpu in [true, false] {
+            let write = |(index, (_, region)): (usize, &(u64, Region))| match to_gpu {
+                true => near.write(&host, 0, &region.descriptor(), 0, SHORT as u64).unwrap(),
+                false => {
+                    far.write(region, 0, &back.descriptor(), (index * SHORT) as u64, SHORT as u64).unwrap()
+                }
+            };
+            let writes: Vec<_> = places.iter().enumerate().map(write).collect();
+            until(&mut || writes.iter().all(|write| write.poll().is_some()));
+            for (index, outcome) in writes.iter().map(|write| write.poll().unwrap()).enumerate() {
+                match outcome {
+                    Ok(moved) => assert_eq!((moved, index != freed), (SHORT as u64, true)),
+                    Err(error) => assert!(index == freed, "{index}, {to_gpu}: {error}"),
+                }
+            }
+        }
+        let mut found = vec![0; ALL * SHORT];
+        back.read_at(0, &mut found).unwrap();
+        let moved = |index: usize| found[index * SHORT..][..SHORT].iter().all(|byte| *byte == 7);
+        assert!((0..ALL).all(|index| index == freed || moved(index)));
+        back.write_at(0, &vec![0; ALL * SHORT]).unwrap();
+    }
+    assert_eq!((near.stats().lost_channels, far.stats().lost_channels), (vec![], vec![]));
+}
+
 /// Beside the rings there are the lists and marks of copiers, which were left out.
 #[test]
 fn all_that_is_pinned_for_staging_is_counted() {

@@ -333,3 +333,59 @@ pub fn memory_freed_in_mid_transfer(world: &mut impl World) {
     still_works(world, &near, 10);
     assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
 }
+
+/// Operations whose copies are one batch, or follow each other, used to fail together.
+pub fn memory_freed_in_mid_transfer_costs_no_other_operation(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let own = Own::open(&ALONE, &[14]);
+    let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(1)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let (bytes, all) = (3_000, 9);
+    for freed in [0, 4, 8] {
+        let host = world.end(0).register(pattern(all * bytes, 1)).unwrap();
+        let back = world.end(0).register(vec![0; all * bytes]).unwrap();
+        let buffers: Vec<_> = (0..all).map(|_| own.gpus[0].alloc(bytes, 4096).unwrap()).collect();
+        let regions: Vec<Region> = buffers
+            .iter()
+            // SAFETY: the simulated GPU refuses addresses that are freed.
+            .map(|buffer| unsafe { world.end(1).register_raw(buffer.as_ptr(), bytes) }.unwrap())
+            .collect();
+        let at = |index: usize| ((index * bytes) as u64, bytes as u64);
+        let mut buffers: Vec<_> = buffers.into_iter().map(Some).collect();
+        for to_gpu in [true, false] {
+            own.gpus[0].set_stall(true);
+            let writes: Vec<Transfer> = regions
+                .iter()
+                .enumerate()
+                .map(|(index, region)| {
+                    let (offset, len) = at(index);
+                    match to_gpu {
+                        true => near.write(&host, offset, &region.descriptor(), 0, len).unwrap(),
+                        false => far.write(region, 0, &back.descriptor(), offset, len).unwrap(),
+                    }
+                })
+                .collect();
+            world.linger();
+            drop(buffers[freed].take());
+            own.gpus[0].set_stall(false);
+            for (index, write) in writes.iter().enumerate() {
+                match world.outcome(write) {
+                    Ok(moved) if index != freed => assert_eq!(moved, bytes as u64),
+                    Err(TransferError::AccessRefused { why, .. }) if index == freed && to_gpu => {
+                        assert!(why.contains("GPU"), "{why}")
+                    }
+                    Err(TransferError::SimGpu(_)) if index == freed && !to_gpu => {}
+                    outcome => panic!("{index} of {freed}, {to_gpu}: {outcome:?}"),
+                }
+            }
+        }
+        let (sent, found) = (contents(&host), contents(&back));
+        for index in (0..all).filter(|index| *index != freed) {
+            let range = index * bytes..(index + 1) * bytes;
+            assert_same(&found[range.clone()], &sent[range], "what was written to a GPU and back");
+        }
+        regions.into_iter().for_each(|region| world.blocking(|| region.deregister()).unwrap());
+    }
+    still_works(world, &near, 14);
+    assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
+}

@@ -167,6 +167,7 @@ scenarios! {
         copies_that_fail_to_land,
         memory_taken_back_while_it_is_copied,
         memory_freed_in_mid_transfer,
+        memory_freed_in_mid_transfer_costs_no_other_operation,
     };
     both(5): ordering::{
         what_a_slow_kernel_makes_is_sent,

@@ -3,8 +3,12 @@
 //! Both are created at first use and kept as long as the channel. A failed copier is dropped, and the next
 //! copy gets a new one. The ring stays, since some of it may still be in use.
 //!
-//! Invariant: copies that a dropped copier had not done are never done, and are reported as lost; copies that
-//! were added later are not.
+//! A batch joins *parts* of several operations: what was added between two calls of `end_part`. The copies of
+//! a failed copier do not tell which part is at fault. So each part that the copier had not copied is copied
+//! once more, alone, by a new copier, and only a part that fails alone is lost:
+//! `added -> held -> flying -> copied`, or `flying -> held, alone -> flying -> copied | lost`.
+//!
+//! Invariant: a part is lost only if its own copy has failed, or the GPU as a whole has.
 //! Read next: `sending.rs`, `receiving.rs`.
 
 use super::copier::{self, Copier, Pinned, Run, SimCopier, Way};
@@ -30,29 +34,44 @@ pub(super) struct Pipeline {
     /// Pages of the ring were lent to the socket, which may still read them: only the peer reports a frame as
     /// placed.
     pub lent: bool,
-    /// Runs of batches that wait for the copier, followed by those of the next batch.
+    /// Runs of parts, oldest first: `done_runs` that are copied, then those of `flying`, of `held` and of the
+    /// next batch.
     runs: Vec<Run>,
+    done_runs: usize,
+    /// Number of runs of each part that is not copied. The first part has the mark `reached + 1`.
+    parts: VecDeque<usize>,
+    /// Batches that the copier has, and their runs.
+    flying: VecDeque<Batch>,
+    flying_runs: usize,
     /// Batches that wait for the copier.
     held: VecDeque<Batch>,
-    /// Runs and bytes of the next batch.
+    /// Runs and bytes of the next batch, and runs of its last part.
     batch_runs: usize,
     batch_bytes: usize,
+    part_runs: usize,
+    /// The marks of the last part, of the last part in a batch, and of the last part that is copied or lost.
     marked: u64,
+    flushed: u64,
     reached: u64,
     /// Time during which copies were in flight.
     busy: Stopwatch,
     /// Driver calls of dropped copiers.
     past_calls: u64,
-    /// For each failed copier, its error and the marks that will never be reached, until that was reported.
+    /// For each failed copy, its error and the marks that will never be reached, until that was reported.
     failures: Vec<(Error, RangeInclusive<u64>)>,
+    /// The copiers to use before others are made.
+    #[cfg(test)]
+    spare: VecDeque<Box<dyn Copier>>,
 }
 
-/// Runs that are copied together, and the mark behind them.
+/// Runs that are copied together, and the mark of the last part.
 #[derive(Clone, Copy)]
 struct Batch {
     mark: u64,
     runs: usize,
     bytes: usize,
+    /// The batch is one part that was copied with others in vain. The copier gets no other batch beside it.
+    alone: bool,
 }
 
 /// Bytes of all rings in this process.
@@ -94,14 +113,22 @@ impl Pipeline {
             ring: Ring::new(ring_bytes(way)),
             lent: false,
             runs: Vec::new(),
+            done_runs: 0,
+            parts: VecDeque::new(),
+            flying: VecDeque::new(),
+            flying_runs: 0,
             held: VecDeque::new(),
             batch_runs: 0,
             batch_bytes: 0,
+            part_runs: 0,
             marked: 0,
+            flushed: 0,
             reached: 0,
             busy: Stopwatch::new(row),
             past_calls: 0,
             failures: Vec::new(),
+            #[cfg(test)]
+            spare: VecDeque::new(),
         }
     }
 
@@ -119,6 +146,10 @@ impl Pipeline {
 
     /// Creates a copier if there is none, or the last one has failed.
     fn make_copier(&mut self) -> Result<()> {
+        #[cfg(test)]
+        if self.copier.is_none() {
+            self.copier = self.spare.pop_front();
+        }
         if self.copier.is_none() {
             self.copier = Some(copier(self.location, self.way)?);
         }
@@ -143,7 +174,7 @@ impl Pipeline {
         }
     }
 
-    /// Adds a copy to the next batch. The batch must have room.
+    /// Adds a copy to the last part of the next batch. The batch must have room.
     ///
     /// # Safety
     /// As [`Copier::copy`] requires of a run, from now on.
@@ -151,7 +182,16 @@ impl Pipeline {
         debug_assert!(self.batch_runs < limits::STAGING_LIST_RUNS);
         self.runs.push(run);
         self.batch_runs += 1;
+        self.part_runs += 1;
         self.batch_bytes += run.bytes;
+    }
+
+    /// Ends the last part of the next batch: what is added later may fail without it.
+    pub fn end_part(&mut self) {
+        if self.part_runs > 0 {
+            self.parts.push_back(std::mem::take(&mut self.part_runs));
+            self.marked += 1;
+        }
     }
 
     /// Bytes of the next batch.
@@ -159,20 +199,21 @@ impl Pipeline {
         self.batch_bytes
     }
 
-    /// The mark behind the copies of the next batch.
+    /// The mark behind the copies that are added next.
     pub fn next_mark(&self) -> u64 {
         self.marked + 1
     }
 
-    /// Ends the batch with a mark, and enqueues it now or when the copier takes more. Batches that wait are
-    /// joined up to the length of a copier's list. From a GPU they are joined only up to a size that is worth
-    /// a copy, since nothing of a batch is sent before all of it is copied.
+    /// Ends the batch, and enqueues it now or when the copier takes more. Batches that wait are joined up to
+    /// the length of a copier's list. From a GPU they are joined only up to a size that is worth a copy, since
+    /// nothing of a batch is sent before all of it is copied.
     pub fn flush(&mut self) {
         if self.batch_runs == 0 {
             return;
         }
-        self.marked += 1;
-        let next = Batch { mark: self.marked, runs: self.batch_runs, bytes: self.batch_bytes };
+        self.end_part();
+        self.flushed = self.marked;
+        let next = Batch { mark: self.marked, runs: self.batch_runs, bytes: self.batch_bytes, alone: false };
         (self.batch_runs, self.batch_bytes) = (0, 0);
         let bytes_max = match self.way {
             Way::Out => limits::STAGING_BATCH_BYTES,
@@ -180,11 +221,12 @@ impl Pipeline {
         };
         match self.held.back_mut() {
             Some(last)
-                if last.runs + next.runs <= limits::STAGING_LIST_RUNS
+                if !last.alone
+                    && last.runs + next.runs <= limits::STAGING_LIST_RUNS
                     && last.bytes + next.bytes <= bytes_max =>
             {
                 let (runs, bytes) = (last.runs + next.runs, last.bytes + next.bytes);
-                *last = Batch { mark: next.mark, runs, bytes };
+                *last = Batch { runs, bytes, ..next };
             }
             _ => self.held.push_back(next),
         }
@@ -194,7 +236,10 @@ impl Pipeline {
 
     /// Enqueues waiting batches, as far as the copier takes them.
     fn enqueue(&mut self) {
-        while let Some(Batch { mark, runs, .. }) = self.held.front().copied() {
+        while let Some(batch) = self.held.front().copied() {
+            if self.flying.back().is_some_and(|last| last.alone || batch.alone) {
+                return;
+            }
             // A short batch at the front delays none behind it that is long.
             let bytes = self.held.iter().map(|batch| batch.bytes).sum();
             if self.copier.as_ref().is_some_and(|copier| !copier.takes_more(bytes)) {
@@ -202,44 +247,86 @@ impl Pipeline {
             }
             self.held.pop_front();
             let made = self.make_copier();
+            let first = self.done_runs + self.flying_runs;
+            self.flying.push_back(batch);
+            self.flying_runs += batch.runs;
+            let runs = &self.runs[first..first + batch.runs];
             // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
-            let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(&self.runs[..runs], mark) };
-            let enqueued = made.and_then(|()| self.copier.as_mut().map_or(Ok(()), copy));
-            self.runs.drain(..runs);
-            if let Err(error) = enqueued {
-                self.fail(error);
+            let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(runs, batch.mark) };
+            match made.map(|()| self.copier.as_mut().map_or(Ok(()), copy)) {
+                Ok(Ok(())) => {}
+                Ok(Err(error)) => self.fail(error),
+                // Nothing can be copied, whichever part it is.
+                Err(error) => self.lose(error, batch.mark),
             }
         }
     }
 
-    /// Checks the progress of the copier. Returns true if one has failed: then some marks are
+    /// Checks the progress of the copier. Returns true if copies have failed: then some marks are
     /// [lost](Pipeline::lost) until [`Pipeline::settle`].
     pub fn poll(&mut self) -> bool {
-        if let Some(copier) = self.copier.as_mut().filter(|_| self.reached < self.marked) {
-            let (reached, failed) = copier.reached();
-            self.reached = self.reached.max(reached);
-            if let Some(error) = failed.filter(|_| self.reached < self.marked) {
+        if self.reached < self.flushed {
+            let (reached, failed) = self.copier.as_mut().map_or((0, None), |copier| copier.reached());
+            self.advance(reached);
+            if let Some(error) = failed.filter(|_| !self.flying.is_empty()) {
                 self.fail(error);
             }
             self.enqueue();
-            self.busy.set(self.reached < self.marked);
+            self.busy.set(self.reached < self.flushed);
         }
         !self.failures.is_empty()
     }
 
+    /// Notes that the batches up to this mark are copied, or lost.
+    fn advance(&mut self, mark: u64) {
+        while let Some(batch) = self.flying.pop_front_if(|batch| batch.mark <= mark) {
+            self.flying_runs -= batch.runs;
+            self.done_runs += batch.runs;
+            self.parts.drain(..(batch.mark - self.reached) as usize);
+            self.reached = batch.mark;
+        }
+        if self.done_runs == self.runs.len() {
+            self.runs.clear();
+            self.done_runs = 0;
+        } else if self.done_runs > self.runs.len() / 2 {
+            self.runs.drain(..std::mem::take(&mut self.done_runs));
+        }
+    }
+
+    /// Drops the copier, which has failed. The parts that it had not copied are copied once more, each alone.
     fn fail(&mut self, error: Error) {
         if let Some(mut copier) = self.copier.take() {
             // Batches before the failed one are valid.
-            self.reached = self.reached.max(copier.stop());
+            let reached = copier.stop();
             self.past_calls += copier.calls();
+            drop(copier);
+            self.advance(reached);
         }
+        let Some(last) = self.flying.back().copied() else { return };
+        let parts = (last.mark - self.reached) as usize;
+        if parts == 1 || is_of_the_gpu(&error) {
+            return self.lose(error, last.mark);
+        }
+        tracing::debug!(%error, location = %self.location, parts, "copies failed: each part is copied again, alone");
+        let mut first = self.done_runs;
+        let again: Vec<Batch> = (self.reached + 1..)
+            .zip(self.parts.range(..parts))
+            .map(|(mark, runs)| {
+                let bytes = self.runs[first..first + runs].iter().map(|run| run.bytes).sum();
+                first += runs;
+                Batch { mark, runs: *runs, bytes, alone: true }
+            })
+            .collect();
+        self.flying.clear();
+        self.flying_runs = 0;
+        again.into_iter().rev().for_each(|batch| self.held.push_front(batch));
+    }
+
+    /// Notes that the copies in flight, which end at this mark, are never done.
+    fn lose(&mut self, error: Error, mark: u64) {
         tracing::warn!(%error, location = %self.location, "copying between a GPU and the host failed");
-        // Waiting batches fail with the one they wait for. The mark of the next batch is used up.
-        self.marked += u64::from(self.batch_bytes > 0);
-        self.forget();
-        // Batches that another copier has done since the last failure are valid too.
-        let reported = self.failures.last().map_or(0, |(_, lost)| *lost.end());
-        self.failures.push((error, self.reached.max(reported) + 1..=self.marked));
+        self.failures.push((error, self.reached + 1..=mark));
+        self.advance(mark);
     }
 
     /// Whether the copies before a mark are done.
@@ -257,7 +344,7 @@ impl Pipeline {
 
     /// Whether copies are in flight, or a failure is not reported yet.
     pub fn copying(&self) -> bool {
-        self.reached < self.marked || !self.failures.is_empty()
+        self.reached < self.flushed || !self.failures.is_empty()
     }
 
     /// Time during which copies were in flight so far.
@@ -270,15 +357,12 @@ impl Pipeline {
         self.past_calls + self.copier.as_ref().map_or(0, |copier| copier.calls())
     }
 
-    /// Forgets the failures, which were reported to all lost copies. Copies added since then continue.
+    /// Forgets the failures, which were reported to all lost copies. Other copies continue.
     pub fn settle(&mut self) {
-        let Some((_, lost)) = self.failures.last() else { return };
-        self.reached = self.reached.max(*lost.end());
         self.failures.clear();
-        self.busy.set(self.reached < self.marked);
     }
 
-    /// The last failure of a copier that is not reported yet.
+    /// The last failure of a copy that is not reported yet.
     pub fn failure(&self) -> Option<&Error> {
         self.failures.last().map(|(failure, _)| failure)
     }
@@ -287,17 +371,20 @@ impl Pipeline {
     pub fn end(&mut self) {
         self.past_calls = self.calls();
         self.copier = None;
-        self.forget();
-        self.reached = self.marked;
+        self.end_part();
+        self.runs.clear();
+        self.parts.clear();
+        self.flying.clear();
+        self.held.clear();
+        (self.done_runs, self.flying_runs, self.batch_runs, self.batch_bytes) = (0, 0, 0, 0);
+        (self.flushed, self.reached) = (self.marked, self.marked);
         self.busy.set(false);
     }
+}
 
-    /// Drops the runs that were not enqueued.
-    fn forget(&mut self) {
-        self.runs.clear();
-        self.held.clear();
-        (self.batch_runs, self.batch_bytes) = (0, 0);
-    }
+/// Whether every later call for the GPU fails too.
+fn is_of_the_gpu(error: &Error) -> bool {
+    matches!(error, Error::Cuda(error) if error.loses_context())
 }
 
 /// A copier that fails.
@@ -325,6 +412,11 @@ impl Pipeline {
     pub fn break_copier(&mut self) {
         self.copier = Some(Box::new(Broken));
     }
+
+    /// Batches that are not copied.
+    pub fn batches(&self) -> usize {
+        self.flying.len() + self.held.len()
+    }
 }
 
 /// Creates a copier of a GPU that is open. For set-up only: the call may wait for the GPU.
@@ -341,6 +433,7 @@ pub(super) fn copier(location: MemoryLocation, way: Way) -> Result<Box<dyn Copie
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrywire_memory::cuda::{CudaError, Failure};
     use std::sync::{Arc, Mutex, PoisonError};
 
     /// The batches that a copier was given, and its progress: one batch at a time.
@@ -350,6 +443,7 @@ mod tests {
         reached: u64,
         fails: bool,
         refuses: bool,
+        loses_context: bool,
     }
 
     struct OneByOne(Arc<Mutex<Seen>>);
@@ -371,7 +465,14 @@ mod tests {
 
         fn reached(&mut self) -> (u64, Option<Error>) {
             let seen = self.seen();
-            (seen.reached, seen.fails.then(|| Error::Internal("it fails".into())))
+            let lost = || {
+                let (call, name, text) =
+                    ("cuStreamQuery", "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure");
+                let failure = Failure { call, gpu: None, bytes: None, code: 719, name, text };
+                Error::Cuda(CudaError::Call { failure })
+            };
+            let failed = seen.fails.then(|| Error::Internal("it fails".into()));
+            (seen.reached, failed.or_else(|| seen.loses_context.then(lost)))
         }
 
         fn takes_more(&self, _bytes: usize) -> bool {
@@ -424,7 +525,7 @@ mod tests {
         seen.lock().unwrap().reached = 1;
         line.poll();
         assert!(!line.copying());
-        assert_eq!((line.next_mark(), line.batch_bytes(), seen.lock().unwrap().batches.len()), (2, 1, 1));
+        assert_eq!((line.batch_bytes(), seen.lock().unwrap().batches.len()), (1, 1));
     }
 
     /// A kernel's list is bounded, and copy engines need a driver call for each run.
@@ -460,19 +561,113 @@ mod tests {
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, 2), (4, 1), (5, 1)]);
     }
 
+    /// Lets the line use this copier next.
+    fn spare(line: &mut Pipeline, seen: Seen) -> Arc<Mutex<Seen>> {
+        let seen = Arc::new(Mutex::new(seen));
+        line.spare.push_back(Box::new(OneByOne(seen.clone())));
+        seen
+    }
+
+    /// Copies that waited for a copier that failed, or were added later, used to fail with it.
     #[test]
-    fn deferred_parts_are_reported_with_the_failed_copies_before_them() {
+    fn parts_that_wait_behind_failed_copies_are_copied() {
         let (mut line, seen) = scene(Way::In);
         for _ in 0..2 {
             add(&mut line, 1);
             line.flush();
         }
         add(&mut line, 1);
+        let next = spare(&mut line, Seen::default());
         seen.lock().unwrap().fails = true;
-        assert!(line.poll() && line.copying());
+        assert!(line.poll() && line.copying() && !line.done(1));
         line.settle();
-        assert!(line.done(3) && !line.copying() && line.batch_bytes() == 0);
-        assert_eq!((line.next_mark(), seen.lock().unwrap().batches.len()), (4, 1));
+        assert_eq!((&next.lock().unwrap().batches[..], line.batch_bytes()), (&[(2, 1)][..], 1));
+        next.lock().unwrap().reached = 2;
+        line.flush();
+        next.lock().unwrap().reached = 3;
+        assert!(!line.poll() && line.done(2));
+        assert!(!line.poll() && line.done(3) && !line.copying());
+    }
+
+    /// The address of a run that cannot be copied.
+    const BAD: u64 = 13;
+
+    /// Copies everything at once but a batch with a bad run.
+    struct Picky {
+        seen: Arc<Mutex<Vec<(u64, usize)>>>,
+        /// The failure is reported by `copy`, not afterwards.
+        at_once: bool,
+        reached: u64,
+        failed: bool,
+    }
+
+    impl Copier for Picky {
+        unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
+            self.seen.lock().unwrap().push((mark, runs.len()));
+            self.failed |= runs.iter().any(|run| run.device == BAD);
+            match self.failed {
+                true if self.at_once => return Err(Error::Internal("it is bad".into())),
+                true => {}
+                false => self.reached = mark,
+            }
+            Ok(())
+        }
+
+        fn reached(&mut self) -> (u64, Option<Error>) {
+            (self.reached, self.failed.then(|| Error::Internal("it was bad".into())))
+        }
+
+        fn calls(&self) -> u64 {
+            0
+        }
+    }
+
+    /// Operations whose short copies are one batch, or follow each other, used to fail together.
+    #[test]
+    fn a_part_that_fails_among_others_is_lost_alone() {
+        for at_once in [true, false] {
+            let (mut line, _) = scene(Way::Out);
+            line.copier = None;
+            let seen: Arc<Mutex<Vec<_>>> = Arc::default();
+            let picky = || Picky { seen: seen.clone(), at_once, reached: 0, failed: false };
+            line.spare.extend((0..3).map(|_| Box::new(picky()) as Box<dyn Copier>));
+            for (runs, device) in [(1, 0), (2, BAD), (3, 0)] {
+                // SAFETY: nothing is copied.
+                (0..runs).for_each(|_| unsafe { line.add(Run { host: 0, device, bytes: 1 }) });
+                line.end_part();
+            }
+            line.flush();
+            add(&mut line, 4);
+            line.flush();
+            let mut lost = Vec::new();
+            while line.copying() {
+                line.poll();
+                lost.extend((1..=4).filter(|mark| line.lost(*mark..=*mark).is_some()));
+                line.settle();
+            }
+            assert_eq!((lost, line.reached), (vec![2], 4));
+            let mut seen = seen.lock().unwrap().clone();
+            // Behind a failure that is not reported yet.
+            seen.retain(|batch| *batch != (4, 4));
+            assert_eq!(seen, [(3, 6), (1, 1), (2, 2), (3, 3)]);
+            assert!(line.runs.is_empty() && line.parts.is_empty() && line.spare.is_empty());
+        }
+    }
+
+    /// No copy can succeed any more, so none is repeated.
+    #[test]
+    fn a_lost_context_loses_all_copies_in_flight() {
+        let (mut line, seen) = scene(Way::Out);
+        for _ in 0..2 {
+            add(&mut line, 1);
+            line.end_part();
+        }
+        let again = spare(&mut line, Seen::default());
+        line.flush();
+        seen.lock().unwrap().loses_context = true;
+        assert!(line.poll() && line.lost(1..=1).is_some() && line.lost(2..=2).is_some());
+        line.settle();
+        assert!(!line.copying() && again.lock().unwrap().batches.is_empty());
     }
 
     /// These copies used to be reported as failed, with the failure of another copier.

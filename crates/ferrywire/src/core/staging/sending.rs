@@ -83,6 +83,7 @@ impl Sending {
                         staged.host = base + staged.offset;
                         staged.state = State::Copying(line.next_mark());
                         add_d2h(line, entry, staged.host);
+                        line.end_part();
                         self.staged_bytes += u64::from(entry.header.len);
                         if line.batch_bytes() >= limits::STAGING_BATCH_BYTES {
                             line.flush();
@@ -274,7 +275,7 @@ mod tests {
             take_pieces(&memory, Pieces::Many(bytes.collect()), &mut window, &mut sending);
         }
         assert_eq!(sending.begin(window.from(0)), 0);
-        assert_eq!(sending.lines[0].next_mark(), 3);
+        assert_eq!(sending.lines[0].batches(), 2);
     }
 
     /// A peer that acknowledged bytes before reading them was sent what the ring's next user had put there,
