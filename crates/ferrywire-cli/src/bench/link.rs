@@ -23,6 +23,9 @@ pub const FAILURE_TOLD_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time for the peers of a run to receive the reason of its end. It exceeds the time of [`Link::tell_failure`]:
 /// an endpoint that closes earlier reports its close to peers without the reason.
 pub const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time in timeouts for which a peer may report that it waits for other peers of the run: their measured and
+/// verified parts may take longer than this end's.
+const WAITING_TIMEOUTS_MAX: u32 = 120;
 /// Slowest rate at which a busy host allocates and fills memory, with one core and pages that the kernel has to clear.
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
@@ -171,7 +174,7 @@ impl Link {
     /// The next message of a peer that first allocates and fills `bytes` of memory.
     pub fn hear_from_a_preparing_peer(&self, bytes: u64) -> Outcome<Message> {
         let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
-        match self.hear_within(self.timeout.saturating_add(more))? {
+        match self.hear_within(self.timeout.saturating_add(more), self.waiting_max())? {
             Heard::Message(message) => Ok(message),
             Heard::Mark(_) => Err(self.strange("a mark outside a ping-pong")),
         }
@@ -179,16 +182,25 @@ impl Link {
 
     /// The next message or mark.
     pub fn hear_any(&self) -> Outcome<Heard> {
-        self.hear_within(self.timeout)
+        self.hear_within(self.timeout, self.waiting_max())
     }
 
-    fn hear_within(&self, limit: Duration) -> Outcome<Heard> {
+    /// Longest time for which the peer may report that it waits for other peers.
+    fn waiting_max(&self) -> Duration {
+        self.timeout.saturating_mul(WAITING_TIMEOUTS_MAX)
+    }
+
+    fn hear_within(&self, limit: Duration, waiting_max: Duration) -> Outcome<Heard> {
         let mut stall = Stall { limit, ..Stall::new(self) };
+        let since = Instant::now();
         loop {
             self.goes_on()?;
             match self.peer.wait_notification(SLICE) {
                 Ok(bytes) => match self.take_in(&bytes)? {
                     None => {}
+                    Some(Heard::Message(Message::Waiting)) if since.elapsed() > waiting_max => {
+                        return Err(self.waits_for_ever(since.elapsed()));
+                    }
                     Some(Heard::Message(Message::Waiting)) => {
                         stall = Stall { limit, ..Stall::new(self) };
                     }
@@ -347,6 +359,14 @@ impl Link {
         ))
     }
 
+    fn waits_for_ever(&self, waited: Duration) -> Failure {
+        Failure::failed(format!(
+            "{} has only waited for other peers of the run for {:.0} s (at most {WAITING_TIMEOUTS_MAX} times --timeout)",
+            self.peer.name(),
+            waited.as_secs_f64()
+        ))
+    }
+
     fn moved_bytes(&self) -> u64 {
         self.peer.stats().channels.iter().map(|c| c.sent_bytes + c.received_bytes).sum()
     }
@@ -401,21 +421,51 @@ fn plugin_call(waited: Duration) -> String {
 mod tests {
     use super::*;
     use ferrywire::Endpoint;
+    use std::sync::atomic::{AtomicBool, Ordering};
     use std::thread;
 
     const LIMIT: Duration = Duration::from_secs(60);
     const SPEAKERS: usize = 4;
     const TIMES: usize = 40;
 
-    /// As the pairs of a rank do that hand in their reports.
-    #[test]
-    fn long_messages_of_several_threads_stay_whole() {
+    fn pair(timeout: Duration) -> (Link, Link, [Endpoint; 2]) {
         let loopback = ([127, 0, 0, 1], 0).into();
         let there = Endpoint::builder().listen(loopback).build().expect("an endpoint");
         let here = Endpoint::builder().build().expect("an endpoint");
         let near = here.connect(there.listen_addresses()[0], LIMIT).expect("it connects");
-        let near = Link::new(near, LIMIT);
-        let far = Link::new(there.accept(LIMIT).expect("it comes"), LIMIT);
+        let far = there.accept(LIMIT).expect("it comes");
+        (Link::new(near, timeout), Link::new(far, timeout), [here, there])
+    }
+
+    #[test]
+    fn a_peer_that_waits_for_others_is_waited_for_and_not_for_ever() {
+        let (near, far, _ends) = pair(LIMIT);
+        let (over, begun) = (AtomicBool::new(false), Instant::now());
+        let waits = |until: &dyn Fn() -> bool| {
+            while !until() && begun.elapsed() < LIMIT {
+                far.say(&Message::Waiting).expect("it is there");
+                thread::sleep(SLICE / 10);
+            }
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                waits(&|| begun.elapsed() > 3 * SLICE);
+                far.say(&Message::PartDone).expect("it is there");
+                waits(&|| over.load(Ordering::SeqCst));
+            });
+            let heard = near.hear();
+            let failure = near.hear_within(LIMIT, 3 * SLICE).map(drop);
+            over.store(true, Ordering::SeqCst);
+            assert!(matches!(heard, Ok(Message::PartDone)), "{heard:?}");
+            let said = failure.expect_err("it does nothing else").message();
+            assert!(said.contains("has only waited for other peers of the run for"), "{said}");
+        });
+    }
+
+    /// As the pairs of a rank do that hand in their reports.
+    #[test]
+    fn long_messages_of_several_threads_stay_whole() {
+        let (near, far, _ends) = pair(LIMIT);
         thread::scope(|scope| {
             for speaker in 0..SPEAKERS {
                 let near = &near;
