@@ -153,6 +153,11 @@ pub fn tell_panics() {
     }));
 }
 
+/// Does a part of a run for which other threads or processes wait: a panic is a failure, which they learn of.
+pub fn guarded<T>(part: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+    panic::catch_unwind(AssertUnwindSafe(part)).unwrap_or_else(|_| Err(Failure::panicked()))
+}
+
 /// Starts a thread whose result other threads wait for without joining it; a panic in the thread ends the process.
 pub fn attend(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
     let guarded = move || {

@@ -10,7 +10,6 @@
 //! Read next: [`super::connect`], the work of each pair; [`super::serve`].
 
 use std::net::SocketAddr;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -365,7 +364,7 @@ fn all_pairs(
         let endpoint = &multi_gpu.orchestrator.endpoints()[pair.endpoint];
         let part = Part::of_peer(number, run, endpoint, &multi_gpu.homes[pair.home], &numbers);
         let converse = || connect::converse(plan, &part, link, start, listeners);
-        let outcome = catch_unwind(AssertUnwindSafe(converse)).unwrap_or_else(|_| Err(Failure::panicked()));
+        let outcome = exit::guarded(converse);
         if let Err(failure) = &outcome {
             // A failure that another peer reported is not passed on: the other pairs detect the cause themselves.
             if !is_hearsay(failure) {

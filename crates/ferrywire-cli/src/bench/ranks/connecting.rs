@@ -21,7 +21,7 @@ use super::super::session::StepReport;
 use super::group::Group;
 use super::messages::{Entry, PairReport, Table};
 use super::pairs;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::{ConnectPlan, RanksPlan};
 use crate::sys;
 
@@ -142,9 +142,7 @@ impl<'a> Connecting<'a> {
             let mut outcome = self.one(0, start, listeners);
             for spawned in further {
                 let of_one = match spawned {
-                    Ok(thread) => thread.join().unwrap_or_else(|_| {
-                        Err(Failure::failed("internal error, please report: a conversation panicked"))
-                    }),
+                    Ok(thread) => thread.join().unwrap_or_else(|_| Err(Failure::panicked())),
                     Err(error) => {
                         let failure =
                             Failure::failed(format!("cannot start a thread for a partner: {error}"));
@@ -172,7 +170,8 @@ impl<'a> Connecting<'a> {
             failed: &|failure| blame(self.group, link, self.ranks[at].ranks.1, failure),
             merge: &|step, report| self.merge(at, link, step, report),
         };
-        let outcome = connect::converse(&self.bench, &part, link, start, listeners);
+        // The ranks of the other pairs wait for this one.
+        let outcome = exit::guarded(|| connect::converse(&self.bench, &part, link, start, listeners));
         if let Err(failure) = &outcome {
             blame(self.group, link, self.ranks[at].ranks.1, failure);
         }

@@ -80,8 +80,7 @@ impl Group {
         coordinator.admit(card.clone());
         let links = (0..card.world_size).map(|_| None).collect();
         let group = Arc::new(Group::new(plan, card, endpoint, Some(coordinator), links));
-        let doorkeeper = group.clone();
-        spawn("rank-door", move || doorkeeper.let_in())?;
+        group.spawn("rank-door", Group::let_in)?;
         Ok(group)
     }
 
@@ -90,8 +89,7 @@ impl Group {
         let link = Arc::new(Link::new(join::dial(&endpoint, plan)?, plan.bench.timeout));
         link.tell(&Message::Rank(Box::new(RankMessage::Join(Box::new(card.clone())))))?;
         let group = Arc::new(Group::new(plan, card, endpoint, None, vec![Some(link.clone())]));
-        let listener = group.clone();
-        spawn("rank-0", move || listener.listen_to_rank_0(&link))?;
+        group.spawn("rank-0", move |group| group.listen_to_rank_0(&link))?;
         Ok(group)
     }
 
@@ -372,6 +370,21 @@ impl Group {
 
 /// Threads that receive messages.
 impl Group {
+    /// Starts a thread for whose effects other threads wait. A panic of the thread ends the run.
+    fn spawn(self: &Arc<Group>, name: &str, body: impl FnOnce(&Arc<Group>) + Send + 'static) -> Outcome {
+        let group = self.clone();
+        let guarded = move || {
+            if let Err(failure) = exit::guarded(|| Ok(body(&group))) {
+                group.fail(None, &failure);
+                // Rank 0 may not be heard any more.
+                let (rank, host) = (group.card.rank, Some(group.card.host.clone()));
+                group.apply(RankMessage::Over(Some(Fault { rank, host, why: failure.first_line() })));
+            }
+        };
+        let spawned = thread::Builder::new().name(name.to_owned()).spawn(guarded);
+        spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
+    }
+
     fn listen_to_rank_0(&self, link: &Link) {
         loop {
             match link.hear_soon() {
@@ -396,8 +409,7 @@ impl Group {
         loop {
             match self.endpoint.accept(SLICE) {
                 Ok(peer) => {
-                    let group = self.clone();
-                    if let Err(failure) = spawn("rank", move || group.receive(peer)) {
+                    if let Err(failure) = self.spawn("rank", |group| group.receive(peer)) {
                         exit::complain(&failure.message());
                     }
                 }
@@ -476,11 +488,6 @@ fn prefixed(name: &str, failure: Failure) -> Failure {
     failure.map_message(|why| format!("{name}: {why}"))
 }
 
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
-    let spawned = thread::Builder::new().name(name.to_owned()).spawn(body);
-    spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
@@ -504,18 +511,47 @@ mod tests {
         }
     }
 
+    /// A free port below the kernel's ephemeral ports, in the range of one test.
+    fn port(from: u16) -> u16 {
+        let free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+        (from..from + 2_000).find(free).expect("a free port")
+    }
+
+    fn finished(group: &Arc<Group>) -> mpsc::Receiver<Outcome> {
+        let (group, (ended, outcome)) = (group.clone(), mpsc::channel());
+        thread::spawn(move || ended.send(group.finish(Ok(()))));
+        outcome
+    }
+
+    /// The other threads of the rank, and all other ranks, used to wait for ever.
+    #[test]
+    fn a_thread_of_a_rank_that_panics_ends_the_run_by_name() {
+        let port = port(29_000);
+        let groups = [0, 1].map(|index| Group::begin(&rank(index, port)).expect("a group"));
+        groups[1].spawn("rank-0", |_| panic!("as a test asked for")).expect("a thread");
+        let since = Instant::now();
+        while groups.iter().any(|group| group.check().is_ok()) {
+            assert!(since.elapsed() < LIMIT, "a rank does not learn of it");
+            thread::sleep(POLL_INTERVAL);
+        }
+        for outcome in groups.each_ref().map(finished) {
+            let outcome = outcome.recv_timeout(LIMIT).expect("it does not wait for ever");
+            let said = outcome.expect_err("a thread has panicked").message();
+            assert!(
+                said.starts_with("rank 1 (") && said.contains("a thread of the bench panicked"),
+                "{said}"
+            );
+        }
+    }
+
     #[test]
     fn a_rank_that_does_not_end_ends_the_run_by_name() {
-        // Below the kernel's ephemeral ports.
-        let free = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
-        let port = (27_000..32_000).find(free).expect("a free port");
+        let port = port(27_000);
         let mut plan = rank(0, port);
         plan.bench.timeout = Duration::from_secs(3);
         let first = Group::begin(&plan).expect("a group");
         let _second = Group::begin(&rank(1, port)).expect("it comes");
-        let (ended, outcome) = mpsc::channel();
-        thread::spawn(move || ended.send(first.finish(Ok(()))));
-        let outcome = outcome.recv_timeout(LIMIT).expect("it does not wait for ever");
+        let outcome = finished(&first).recv_timeout(LIMIT).expect("it does not wait for ever");
         let said = outcome.expect_err("one has not ended").message();
         assert!(said.starts_with("rank 1 (") && said.contains("it has not ended within"), "{said}");
     }

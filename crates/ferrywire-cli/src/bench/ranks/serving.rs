@@ -17,7 +17,7 @@ use super::connecting::blame;
 use super::group::Group;
 use super::pairs;
 use crate::args::Inject;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::RanksPlan;
 
 /// How much later than this rank a connecting rank may start.
@@ -163,7 +163,9 @@ impl Serving<'_> {
         let failed = |failure: &Failure| blame(self.group, &link, self.members[number], failure);
         let member = Member { number, run: &self.run, barrier: self.barrier, failed: &failed };
         let home = &self.multi_gpu.homes()[0];
-        let outcome = serve::converse(&link, self.multi_gpu.lead(), (&member, home), self.inject);
+        // The other members wait for this one at the barrier.
+        let outcome =
+            exit::guarded(|| serve::converse(&link, self.multi_gpu.lead(), (&member, home), self.inject));
         link.tell_last(&match &outcome {
             Ok(()) => Message::Bye,
             Err(failure) => {
