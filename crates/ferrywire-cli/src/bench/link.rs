@@ -36,7 +36,9 @@ pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 const STRANGER_BYTES_MAX: usize = 64 << 10;
 /// Longest message of an admitted peer: its report, whose intervals and latencies are bounded.
 const GUEST_BYTES_MAX: usize = 2 << 20;
-const _: () = assert!(STRANGER_BYTES_MAX < GUEST_BYTES_MAX && GUEST_BYTES_MAX < MESSAGE_BYTES_MAX);
+/// Longest message of an admitted rank to rank 0: the reports of both ends of a pair.
+const MEMBER_BYTES_MAX: usize = 2 * GUEST_BYTES_MAX;
+const _: () = assert!(STRANGER_BYTES_MAX < GUEST_BYTES_MAX && MEMBER_BYTES_MAX < MESSAGE_BYTES_MAX);
 
 const MARK: u8 = b'*';
 const PART: u8 = b'+';
@@ -92,6 +94,11 @@ impl Link {
     /// This conversation after the peer was admitted, with another timeout.
     pub fn with_guest(self, timeout: Duration) -> Link {
         Link { message_bytes_max: GUEST_BYTES_MAX, timeout, ..self }
+    }
+
+    /// This conversation at rank 0 after the peer was admitted as a rank.
+    pub fn with_member(self) -> Link {
+        Link { message_bytes_max: MEMBER_BYTES_MAX, ..self }
     }
 
     /// Changes the longest time of waits without progress.

@@ -2,7 +2,8 @@
 
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use serde_json::Value;
 
@@ -10,6 +11,7 @@ use crate::common::{TIMEOUT_DEFAULT, first_error, json, results, text};
 use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::launched::{Launched, all_well, error_line, flags, port, untouched};
+use crate::refused::{heard, stranger_at, without_end};
 
 const QUICK: &str = "--iters 6 --warmup 1 --json -";
 /// The second size goes on for longer than any test.
@@ -278,6 +280,92 @@ fn a_rank_with_wrong_data_ends_the_run_of_all_by_name() {
     }
     // An empty message has no byte that could be wrong.
     assert_eq!(json(&outputs[0])["results"].as_array().map(Vec::len), Some(3));
+}
+
+/// The thread of one pair panics while those of other pairs and other ranks wait for it.
+#[test]
+fn a_rank_whose_thread_panics_ends_the_run_of_all_by_name() {
+    for pattern in ["unidir", "incast", "all-to-all"] {
+        let port = port();
+        let args = format!("--memory host --pattern {pattern} --sizes 64K {QUICK}");
+        let outputs = Launched::start(4, &args, |rank, command| {
+            command.args(flags(rank, 4, port));
+            if rank == 2 {
+                command.arg("--inject=panic");
+            }
+        })
+        .end();
+        for (rank, output) in outputs.iter().enumerate() {
+            let said = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{pattern}, rank {rank}: {said}");
+            let named = said.lines().any(|line| {
+                line.starts_with("error: rank 2 (") && line.contains("a thread of the bench panicked")
+            });
+            assert!(named, "{pattern}, rank {rank}: {said}");
+        }
+    }
+}
+
+/// The port on which a process listens.
+fn listens_at(process: u32) -> u16 {
+    let sockets = || {
+        let files = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+        let names = files.filter_map(|file| Some(fs::read_link(file.path()).ok()?.to_str()?.to_owned()));
+        names.filter_map(|name| Some(name.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+    };
+    let port = || {
+        let table = fs::read_to_string(format!("/proc/{process}/net/tcp")).unwrap_or_default();
+        let sockets: Vec<String> = sockets().collect();
+        table.lines().find_map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let listens = fields.get(3) == Some(&"0A") && sockets.iter().any(|socket| socket == fields[9]);
+            let port = fields.get(1).filter(|_| listens)?.rsplit(':').next()?;
+            u16::from_str_radix(port, 16).ok()
+        })
+    };
+    let since = Instant::now();
+    loop {
+        if let Some(port) = port() {
+            return port;
+        }
+        assert!(since.elapsed() < TIMEOUT_DEFAULT, "it does not listen");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Ranks took messages of up to 64 MiB of any process that has the secret.
+#[test]
+fn a_message_without_end_is_refused_by_ranks() {
+    let port = port();
+    let gate = std::env::temp_dir().join(format!("ferrywire-ranks-{}-{port}", std::process::id()));
+    let args = format!("--memory host --sizes 4K {QUICK}");
+    let mut launched = Launched::start(4, &args, |rank, command| {
+        command.args(flags(rank, 4, port));
+        if rank == 1 {
+            // Until the gate is open, the ranks wait for this one.
+            let waits = r#"until [ -e "$0" ]; do sleep 0.05; done; exec "$@""#;
+            let mut later = Command::new("sh");
+            later.args(["-c", waits]).arg(&gate).arg(command.get_program()).args(command.get_args());
+            for (name, value) in command.get_envs() {
+                match value {
+                    Some(value) => later.env(name, value),
+                    None => later.env_remove(name),
+                };
+            }
+            *command = later;
+        }
+    });
+    let serving = listens_at(launched.rank(3).id());
+    let at = |port| stranger_at(([127, 0, 0, 1], port).into());
+    let strangers = [at(port), at(serving)];
+    strangers.iter().for_each(|(_, peer)| without_end(peer, 64 << 10));
+    fs::write(&gate, "").expect("the gate opens");
+    for (_, peer) in &strangers {
+        let answer = heard(peer);
+        assert!(answer.contains("refused") && answer.contains("a message of more than 64 KiB"), "{answer}");
+    }
+    all_well(&launched.end());
+    fs::remove_file(gate).expect("it was there");
 }
 
 /// One pair verifies for longer than --timeout after the other has: who waits for that is not given up.

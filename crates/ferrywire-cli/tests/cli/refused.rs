@@ -1,7 +1,7 @@
 //! Peers that cannot have a run: each prints the reason in one line, as does the serving end, which takes the next.
 
 use std::io::Write;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -17,8 +17,13 @@ const FLEET: &str = "--gpus 0-1 --memory sim --peer-memory sim --sizes 4K";
 
 /// A peer that speaks by hand.
 fn stranger(serve: &Serve) -> (Endpoint, Peer) {
+    stranger_at(serve.address.parse().expect("an address"))
+}
+
+/// A peer that speaks by hand to this address.
+pub fn stranger_at(address: SocketAddr) -> (Endpoint, Peer) {
     let endpoint = Endpoint::builder().build().expect("an endpoint");
-    let peer = endpoint.connect(serve.address.parse().expect("an address"), LIMIT).expect("a peer");
+    let peer = endpoint.connect(address, LIMIT).expect("a peer");
     (endpoint, peer)
 }
 
@@ -32,7 +37,7 @@ fn say(peer: &Peer, message: &str) {
     }
 }
 
-fn heard(peer: &Peer) -> String {
+pub fn heard(peer: &Peer) -> String {
     String::from_utf8_lossy(&peer.wait_notification(LIMIT).expect("an answer")).into_owned()
 }
 
@@ -70,7 +75,7 @@ fn hello(timeout_s: u32) -> String {
 }
 
 /// The parts of a message that never ends; stops where the other end does not listen on.
-fn without_end(peer: &Peer, bytes: usize) {
+pub fn without_end(peer: &Peer, bytes: usize) {
     let part = [b'+'; 4097];
     for _ in 0..bytes / 4096 + 1 {
         if peer.notify(&part).is_err() {

@@ -420,7 +420,7 @@ impl Group {
     }
 
     fn receive(&self, peer: Peer) {
-        let link = Arc::new(Link::new(peer, self.timeout));
+        let link = Link::with_stranger(peer, self.timeout);
         let card = match link.hear() {
             Ok(Message::Rank(word)) => match *word {
                 RankMessage::Join(card) => card,
@@ -434,13 +434,14 @@ impl Group {
                     "this port is the rendezvous of ranks, not a serve: connect to another port".to_owned();
                 return link.tell_last(&Message::Refused { why });
             }
-            Err(_) => return,
+            Err(failure) => return link.tell_last(&Message::Refused { why: failure.first_line() }),
         };
         let rank = card.rank;
         let to_all = match self.join(card) {
             Ok(to_all) => to_all,
             Err(why) => return link.tell_last(&Message::Refused { why }),
         };
+        let link = Arc::new(link.with_member());
         self.links.lock().unwrap_or_else(PoisonError::into_inner)[rank as usize] = Some(link.clone());
         self.tell_all(to_all);
         if let Some(over) = self.lock().over.clone() {

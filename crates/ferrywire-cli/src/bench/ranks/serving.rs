@@ -116,7 +116,7 @@ impl Serving<'_> {
     fn serve(&self) -> Outcome {
         thread::scope(|scope| {
             let outcome = self.accept_all(|peer| {
-                let attend = move || self.attend(Link::new(peer, self.timeout));
+                let attend = move || self.attend(Link::with_stranger(peer, self.timeout));
                 let spawned =
                     thread::Builder::new().name("bench-peer".to_owned()).spawn_scoped(scope, attend);
                 spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
@@ -160,6 +160,7 @@ impl Serving<'_> {
             Ok(number) => number,
             Err(failure) => return link.tell_last(&Message::Refused { why: failure.first_line() }),
         };
+        let link = link.with_guest(self.timeout);
         let failed = |failure: &Failure| blame(self.group, &link, self.members[number], failure);
         let member = Member { number, run: &self.run, barrier: self.barrier, failed: &failed };
         let home = &self.multi_gpu.homes()[0];
