@@ -2,7 +2,7 @@
 //!
 //! Invariant: everything that waits for the peer fails only after its channels are closed. Read next: `stage.rs`.
 
-use super::stage::{Awaited, Retry, Settling};
+use super::stage::{Awaited, Farewell, Retry, Settling};
 use super::{ControlConnection, Link, Role, Stage};
 use crate::control::accept_queue::AcceptQueue;
 use crate::control::dial::ConnectTarget;
@@ -170,23 +170,59 @@ impl Link {
                 self.peer.life.unfinished.store(true, Ordering::SeqCst);
             }
             let reason = if done { "closed" } else { "closed before all was finished" };
-            self.send_goodbye(GoodbyeCause::Closed, reason.into(), Error::Closed, now);
+            self.send_goodbye(GoodbyeCause::Closed, reason.into(), Error::Closed, true, now);
         }
     }
 
     /// Sends the last message of this end. The session ends with `last_words` once that has arrived, or after
-    /// a heartbeat interval.
-    fn send_goodbye(&mut self, cause: GoodbyeCause, reason: String, last_words: Error, now: Duration) {
+    /// a heartbeat interval. If it `resumes`, the session is resumed for the message within the time of the
+    /// close.
+    fn send_goodbye(
+        &mut self,
+        cause: GoodbyeCause,
+        reason: String,
+        last_words: Error,
+        resumes: bool,
+        now: Duration,
+    ) {
         self.say(ControlMessage::Goodbye { cause, reason }, now);
-        let until = now + limits::HEARTBEAT_INTERVAL;
-        self.stage.advance(|awaited| Stage::Leaving { awaited, until, last_words });
+        let (until, sent) = (now + limits::HEARTBEAT_INTERVAL, !self.connection.is_lost());
+        let farewell = Farewell { until, resumes, sent };
+        self.stage.advance(|awaited| Stage::Leaving { awaited, farewell, last_words });
     }
 
     /// Ends the session once the last message has arrived or its time is over.
     fn leave(&mut self, now: Duration) {
-        let Stage::Leaving { until, last_words, .. } = &self.stage else { return };
-        if self.session.unacknowledged() == 0 || self.connection.is_lost() || now >= *until {
+        let Stage::Leaving { farewell, last_words, .. } = &self.stage else { return };
+        let arrived = self.session.unacknowledged() == 0;
+        let hung_up = farewell.sent && self.connection.closed_at().is_some();
+        let in_vain = match farewell.resumes {
+            true => self.resumed_in_vain(now),
+            false => self.connection.is_lost(),
+        };
+        let late = now >= farewell.until && self.farewell_by(farewell).is_none_or(|by| now >= by);
+        if arrived || hung_up || in_vain || late {
             self.ending.get_or_insert(last_words.clone());
+        }
+    }
+
+    /// When a farewell for which the session may be resumed is given up.
+    fn farewell_by(&self, farewell: &Farewell) -> Option<Duration> {
+        match self.closing.limit {
+            _ if !farewell.resumes => None,
+            CloseLimit::By(by) => Some(by),
+            CloseLimit::Quiesce { since, .. } => Some(since + limits::DRAIN_TIMEOUT),
+            CloseLimit::Unset => None,
+        }
+    }
+
+    /// Whether the session has to be resumed for the last message; `None` where it must not.
+    pub(super) fn farewell_is_stuck(&self, now: Duration) -> Option<bool> {
+        match &self.stage {
+            Stage::Leaving { farewell, .. } if farewell.resumes => {
+                Some(self.connection.is_lost() || now >= farewell.until)
+            }
+            _ => None,
         }
     }
 
@@ -209,7 +245,7 @@ impl Link {
         // The session's error is set first: channels may end, and operations with them, while the reason is
         // sent.
         self.peer.doom(error.clone());
-        self.send_goodbye(cause, reason, error, now);
+        self.send_goodbye(cause, reason, error, false, now);
     }
 
     /// Withdraws a connect: ends the session if its result was for this queue and the peer is not up.
@@ -314,6 +350,40 @@ mod tests {
     use std::time::Instant;
 
     const LIMIT: Duration = Duration::from_secs(60);
+
+    /// The other end used to report a peer that was lost.
+    #[test]
+    fn a_goodbye_whose_connection_was_lost_just_before_arrives_over_another() {
+        for accepting_end_closes in [false, true] {
+            let builder = || Endpoint::builder().threads(0).channels(1);
+            let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+            let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
+            let (dialled, accepted) = thread::scope(|scope| {
+                let accepted = scope.spawn(|| far.accept(LIMIT).unwrap());
+                (near.connect(address, LIMIT).unwrap(), accepted.join().unwrap())
+            });
+            let (closes, peer, other) = match accepting_end_closes {
+                false => (&near, &dialled, &accepted),
+                true => (&far, &accepted, &dialled),
+            };
+            let running = closes.running();
+            running.with_control(|control| {
+                let now = control.now(running.context());
+                let link = control.links.get_mut(&peer.state().info.session).unwrap();
+                link.close(now + LIMIT);
+                link.stage.advance(|awaited| Stage::Draining { awaited, peer_finished: true });
+                link.control_lost("cut by a test", false, now);
+            });
+            let since = Instant::now();
+            while other.error().is_none() || peer.error().is_none() {
+                assert!(since.elapsed() < LIMIT, "an end does not end");
+                near.progress();
+                far.progress();
+            }
+            let errors = (peer.error().unwrap(), other.error().unwrap());
+            assert!(matches!(errors, (Error::Closed, Error::PeerClosed { .. })), "{errors:?}");
+        }
+    }
 
     /// The transfers of a channel that ends between the decision and the end of the session fail with the
     /// decision's reason.

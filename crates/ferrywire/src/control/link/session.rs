@@ -3,7 +3,7 @@
 //! Invariant: an error found here never replaces an earlier one.
 //! Read next: `role.rs`, `connection.rs`.
 
-use super::{ControlConnection, Link, ResumeState, Role};
+use super::{ControlConnection, Link, ResumeState, Role, Stage};
 use crate::control::dial::DialFailure;
 use crate::error::{Error, LossCause};
 use ferrywire_net::Conn;
@@ -58,6 +58,10 @@ impl Link {
         }
         tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
         self.connection = ControlConnection::open(conn);
+        if let Stage::Leaving { farewell, .. } = &mut self.stage {
+            // The session sends the last message again.
+            farewell.sent = true;
+        }
         if let Role::Connector(connector) = &mut self.role {
             connector.resumption.state = ResumeState::Idle;
         }
@@ -83,7 +87,18 @@ impl Link {
     }
 
     pub fn needs_resume(&self) -> bool {
-        *self.resume_state() != ResumeState::Idle && !self.dying()
+        *self.resume_state() != ResumeState::Idle && (!self.dying() || self.is_leaving())
+    }
+
+    /// Whether the last message waits, and the session may be resumed for it.
+    pub(super) fn is_leaving(&self) -> bool {
+        matches!(&self.stage, Stage::Leaving { farewell, .. } if farewell.resumes)
+    }
+
+    /// Whether no resumption leads to the peer any more.
+    pub(super) fn resumed_in_vain(&self, now: Duration) -> bool {
+        matches!(self.resume_state(), ResumeState::Disowned(_))
+            || self.session.silent_for(now) > self.peer_timeout
     }
 
     /// Whether an endpoint at an address of the peer does not know the session.
@@ -117,6 +132,9 @@ impl Link {
     }
 
     pub(super) fn check_session(&mut self, now: Duration) {
+        if let Some(stuck) = self.farewell_is_stuck(now) {
+            return self.check_path(stuck, now);
+        }
         if self.dying() {
             return;
         }
@@ -143,14 +161,20 @@ impl Link {
             let silent_s = silent.as_secs_f64();
             let why = format!("no sign of life for {silent_s:.1} s: stopped, or out of reach over every NIC");
             self.fail(LossCause::Silent, why);
-        } else if let Role::Connector(connector) = &mut self.role {
-            let resumption = &mut connector.resumption;
-            let path_dead = match self.connection.as_open_mut() {
-                Some(open) => open.check_path(&mut resumption.path_checked, now),
-                None => true,
-            };
-            resumption.set_needed(path_dead || silent > limits::CONTROL_SUSPECT_AFTER);
+        } else {
+            self.check_path(silent > limits::CONTROL_SUSPECT_AFTER, now);
         }
+    }
+
+    /// Resumes the session where the kernel has declared the path dead, or it is `suspect`.
+    fn check_path(&mut self, suspect: bool, now: Duration) {
+        let Role::Connector(connector) = &mut self.role else { return };
+        let resumption = &mut connector.resumption;
+        let path_dead = match self.connection.as_open_mut() {
+            Some(open) => open.check_path(&mut resumption.path_checked, now),
+            None => true,
+        };
+        resumption.set_needed(path_dead || suspect);
     }
 
     pub(super) fn fail(&mut self, cause: LossCause, why: String) {

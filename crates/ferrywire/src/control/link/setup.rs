@@ -26,10 +26,13 @@ impl Link {
     /// Takes the connections that have to be dialled now.
     pub fn take_dials(&mut self, context: &Context, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
-        if self.dying() {
+        if self.dying() && !self.is_leaving() {
             return out;
         }
         self.take_resumptions(context, me, now, &mut out);
+        if self.dying() {
+            return out;
+        }
         let Role::Connector(connector) = &self.role else { return out };
         let paths: Vec<Pair> = connector.assigned.iter().map(|at| connector.pairs[*at].clone()).collect();
         for (index, path) in self.channels.indices().zip(&paths) {

@@ -18,12 +18,22 @@ pub(super) enum Stage {
     Up,
     /// This end has asked the peer to finish, and waits for its answer.
     Draining { awaited: Option<Awaited>, peer_finished: bool },
-    /// The last message has been sent. The session ends with `last_words` once it has arrived, or at `until`.
-    Leaving { awaited: Option<Awaited>, until: Duration, last_words: Error },
+    /// The last message has been sent. The session ends with `last_words` once it has arrived.
+    Leaving { awaited: Option<Awaited>, farewell: Farewell, last_words: Error },
     /// The session has ended, and its channels are being closed.
     Dying { awaited: Option<Awaited> },
     /// All channels are closed. The connect may be tried again without lanes.
     Over { retry: Option<Retry> },
+}
+
+/// The last message of this end, which has not arrived as far as is known.
+pub(super) struct Farewell {
+    /// From this time on the connection counts as dead.
+    pub until: Duration,
+    /// The session may be resumed for the message, up to the time of the close.
+    pub resumes: bool,
+    /// A connection took the message. If the peer closes that connection, it has the message or is gone.
+    pub sent: bool,
 }
 
 /// A link whose peer is not up yet.
