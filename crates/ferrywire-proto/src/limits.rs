@@ -222,8 +222,12 @@ pub const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 pub const ANSWER_SHARE_MIN: Duration = Duration::from_secs(1);
 /// Least time that each address of a host name gets to answer, within the caller's timeout.
 pub const NAME_SHARE_MIN: Duration = Duration::from_millis(400);
-/// Interval at which a lost channel is dialled again.
+/// Interval at which a lost channel is dialled again, for the first `REDIALS_AT_ONCE` failures in a row.
 pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
+/// Failures in a row after which the interval doubles with each further one, up to `REDIAL_INTERVAL_MAX`.
+pub const REDIALS_AT_ONCE: u32 = 4;
+/// Longest interval at which a channel is dialled whose path leads nowhere.
+pub const REDIAL_INTERVAL_MAX: Duration = Duration::from_secs(16);
 /// Longest duration of one connection attempt.
 pub const DIAL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout of a simulated GPU's blocking helpers; long, since a test may stall the GPU.
@@ -358,6 +362,7 @@ const _: () = assert!(ANNOUNCED_SENDS_MAX <= REORDER_FRAMES_MAX);
 const _: () = assert!(PEERS_UNACCEPTED_MAX <= PEERS_MAX);
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
+const _: () = assert!(REDIAL_INTERVAL.as_millis() < REDIAL_INTERVAL_MAX.as_millis());
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < PEER_TIMEOUT_DEFAULT.as_millis());
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() < PEER_TIMEOUT_MARGIN.as_millis());

@@ -12,6 +12,7 @@ pub fn dict<'py>(py: Python<'py>, stats: &PeerStats) -> PyResult<Bound<'py, PyDi
     dict.set_item("channels", channels?)?;
     dict.set_item("resent_chunks", stats.resent_chunks)?;
     dict.set_item("lost_channels", &stats.lost_channels)?;
+    dict.set_item("failed_dials", stats.failed_dials)?;
     dict.set_item("setup_s", stats.setup.as_secs_f64())?;
     dict.set_item("chunk_bytes", stats.chunk_bytes)?;
     dict.set_item("window", stats.window)?;

@@ -38,6 +38,7 @@ use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Interest, Poller};
 use link::Link;
+use pairs::NicWatch;
 use ready_set::{FULL_SCAN_INTERVAL, ReadySet, token};
 use std::collections::BTreeMap;
 use std::io;
@@ -61,6 +62,7 @@ pub(crate) struct Control {
     workers: Arc<Workers>,
     accepting: Accepting,
     dialling: Dialling,
+    nic_watch: NicWatch,
     links: BTreeMap<u64, Link>,
     ready_set: ReadySet,
     session_table: Arc<Mutex<SessionTable>>,
@@ -115,6 +117,7 @@ impl Control {
             workers,
             accepting: Accepting::new(listeners),
             dialling: Dialling::default(),
+            nic_watch: NicWatch::default(),
             links: BTreeMap::new(),
             ready_set: ReadySet::default(),
             session_table: Arc::new(Mutex::new(session_table)),
@@ -263,6 +266,9 @@ impl Control {
                 link.give_up();
             }
             worked |= link.poll(context, now);
+            if link.backs_off() {
+                link.restart_backoff(self.nic_watch.changes(context, now), now);
+            }
             let received = link.received();
             let mut dials = link.take_dials(context, &self.me, now);
             dials.extend(link.take_lane_dials(now));

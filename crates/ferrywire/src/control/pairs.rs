@@ -7,9 +7,12 @@
 //! and advertise it to their peers. Invariant: no path leads back to this host, as far as can be known. Only
 //! dialling shows that a path leads nowhere.
 
+use crate::core::context::Context;
 use ferrywire_net::Nic;
 use ferrywire_proto::handshake::{Hello, ListenAddress};
+use ferrywire_proto::limits;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 /// A path: from `nic`, or from the NIC of the route, to `remote`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,6 +79,28 @@ pub(super) fn pairs(
 /// The path over which the peer was reached.
 pub(super) fn by_route(dialled: SocketAddr) -> Pair {
     Pair { nic: None, remote: dialled, remote_nic: String::new() }
+}
+
+/// Notices that this host's NICs have changed: an address, a NIC that is up or down, or a new one.
+#[derive(Default)]
+pub(super) struct NicWatch {
+    seen: Option<Vec<Nic>>,
+    looked_at: Duration,
+    changes: u64,
+}
+
+impl NicWatch {
+    /// The number of changes so far. Looks at most once per `REDIAL_INTERVAL`: a look costs system calls.
+    pub fn changes(&mut self, context: &Context, now: Duration) -> u64 {
+        if self.seen.is_none() || now.saturating_sub(self.looked_at) >= limits::REDIAL_INTERVAL {
+            self.looked_at = now;
+            if let Ok(nics) = context.transport.nics() {
+                let before = self.seen.replace(nics);
+                self.changes += u64::from(before.is_some() && before != self.seen);
+            }
+        }
+        self.changes
+    }
 }
 
 /// Whether an address that `peer` advertises leads to this endpoint instead. If the peer is on another host,

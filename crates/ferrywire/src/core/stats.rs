@@ -397,6 +397,8 @@ pub struct PeerStats {
     pub resent_chunks: u64,
     /// Lost channels, one line each: channel, NIC and reason.
     pub lost_channels: Vec<String>,
+    /// Failed attempts to connect a channel. A path that leads nowhere is tried less and less often.
+    pub failed_dials: u64,
     /// Time from the first dial until all channels were connected.
     pub setup: Duration,
     /// Largest chunk in bytes.

@@ -4,7 +4,7 @@ use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
-use ferrywire::{Block, BlockList, Encryption, Peer, Transfer, TransferError};
+use ferrywire::{Block, BlockList, Encryption, Error, Peer, Transfer, TransferError};
 use ferrywire_net::sim::{Faults, ResetSeen, Side};
 use std::time::Duration;
 
@@ -157,6 +157,48 @@ pub fn one_of_two_nics_cut_and_healed<W: Faulty>(world: &mut W) {
 
 pub fn one_of_four_nics_cut_and_healed<W: Faulty>(world: &mut W) {
     cut_and_heal(world, 4);
+}
+
+/// The message that a peer closes finds another way where its own dies just before; the other end used to report a loss.
+pub fn a_farewell_takes_another_nic<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(2, |builder| builder));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    world.net().set_latency(Duration::from_millis(10));
+    let (leaves, stays) = if world.below(2) == 0 { (near, far) } else { (far, near) };
+    drop(leaves);
+    let moment = Duration::from_micros(world.below(60_000) as u64);
+    world.pass(moment);
+    let (end, net) = (world.below(2), world.net());
+    net.cut(world.nic(end, 0));
+    let error = world.until("the other end to know", || stays.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+}
+
+/// Each attempt used to follow the last one at once, for as long as the peer was connected.
+pub fn a_path_that_leads_nowhere_is_dialled_less_and_less<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(3, |builder| builder.channels(3)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let (net, cut) = (world.net(), world.nic(1, 1));
+    net.cut(cut);
+    goes_on_until(world, [&near, &far], || !near.stats().lost_channels.is_empty());
+    let failed = |peer: &Peer| peer.stats().failed_dials;
+    let period = 4 * limits::REDIAL_INTERVAL_MAX;
+    world.pass(period);
+    let before = failed(&near);
+    world.pass(period);
+    let more = failed(&near) - before;
+    assert!((1..=4).contains(&more), "{more} more attempts after {before}");
+    // The next attempt is far away, except where the NICs of this host change.
+    world.until("another attempt", || (failed(&near) > before + more).then_some(()));
+    let is_up =
+        |peer: &Peer| peer.stats().channels.iter().any(|channel| channel.alive && channel.nic == "eth1");
+    net.heal(cut);
+    world.pass(limits::REDIAL_INTERVAL_MAX / 4);
+    assert!(!is_up(&near));
+    net.delete(world.nic(0, 2));
+    world.pass(limits::REDIAL_INTERVAL_MAX / 4);
+    assert!(is_up(&near), "{:?}", near.stats());
+    assert_eq!(failed(&far), 0, "only the end that connects dials");
 }
 
 /// A NIC that is gone when its loss is noticed is named all the same, at both ends.

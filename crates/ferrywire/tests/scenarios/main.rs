@@ -198,6 +198,8 @@ scenarios! {
         all_channels_reset_at_once,
         one_of_two_nics_cut_and_healed,
         one_of_four_nics_cut_and_healed,
+        a_path_that_leads_nowhere_is_dialled_less_and_less,
+        a_farewell_takes_another_nic,
         a_deleted_nic_is_named,
         one_way_cut,
         late_bytes_do_not_land,

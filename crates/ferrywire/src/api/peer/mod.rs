@@ -577,6 +577,7 @@ impl Peer {
             channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
             resent_chunks: self.state().history.resent.load(Ordering::Relaxed),
             lost_channels: self.state().history.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            failed_dials: self.state().history.failed_dials.load(Ordering::Relaxed),
             setup: *self.state().history.setup.lock().unwrap_or_else(PoisonError::into_inner),
             chunk_bytes: self.state().queue.chunk_bytes,
             window: self.state().info.window,

@@ -4,6 +4,7 @@
 
 use crate::control::dial::Announced;
 use crate::core::queue::Entry;
+use ferrywire_proto::limits;
 use ferrywire_proto::session::FenceCause;
 use std::net::SocketAddr;
 use std::ops::{Index, IndexMut};
@@ -19,6 +20,8 @@ pub(super) struct ChannelRecord {
     /// The lowest generation that may still come up. Lower ones are fenced: nothing of their connections may
     /// be placed any more.
     least: u32,
+    /// Attempts to connect that have failed since the channel was up, or since the network has changed.
+    pub failures: u32,
     /// When the channel last came up.
     pub up_since: Duration,
     /// At the accepting end: the last announced generation, and its source address.
@@ -92,6 +95,27 @@ impl ChannelRecord {
         self.generation = generation + 1;
     }
 
+    /// Handles an attempt to connect that has failed. The next one waits longer after several failures in a row.
+    pub fn dial_failed(&mut self, generation: u32, now: Duration) {
+        let doubled = self.failures.saturating_sub(limits::REDIALS_AT_ONCE - 1).min(u32::BITS - 1);
+        let interval = limits::REDIAL_INTERVAL.saturating_mul(1 << doubled).min(limits::REDIAL_INTERVAL_MAX);
+        self.failures = self.failures.saturating_add(1);
+        self.go_down(generation, now + interval);
+    }
+
+    /// Whether the next attempt to connect waits longer than after a single failure.
+    pub fn backs_off(&self) -> bool {
+        self.state.is_down() && self.failures >= limits::REDIALS_AT_ONCE
+    }
+
+    /// Lets a channel that backs off connect at once.
+    pub fn restart_backoff(&mut self, now: Duration) {
+        if self.backs_off() {
+            self.state = ChannelState::Down { dial_at: now };
+        }
+        self.failures = 0;
+    }
+
     pub fn set(&mut self, generation: u32, state: ChannelState) {
         (self.generation, self.state) = (generation, state);
     }
@@ -117,6 +141,7 @@ impl Channels {
             state: ChannelState::Down { dial_at: now },
             generation: 0,
             least: 0,
+            failures: 0,
             up_since: now,
             source: None,
         };
@@ -138,6 +163,16 @@ impl Channels {
 
     pub fn iter(&self) -> impl Iterator<Item = &ChannelRecord> {
         self.0.iter()
+    }
+
+    /// Whether a channel waits longer than after a single failure before it is dialled again.
+    pub fn back_off(&self) -> bool {
+        self.0.iter().any(ChannelRecord::backs_off)
+    }
+
+    /// Lets all channels that back off connect at once.
+    pub fn restart_backoff(&mut self, now: Duration) {
+        self.0.iter_mut().for_each(|record| record.restart_backoff(now));
     }
 
     /// Index and generation of the channels that workers have.

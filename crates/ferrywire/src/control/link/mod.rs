@@ -69,6 +69,8 @@ pub(super) struct Link {
     ending: Option<Error>,
     /// The last connection failure, added to the error it leads to.
     last_trouble: Option<Error>,
+    /// Changes of this host's NICs that the channels have taken into account.
+    nic_changes: u64,
 }
 
 impl Link {
@@ -183,6 +185,7 @@ impl Link {
             closing: Closing::default(),
             ending: attached.err().map(|error| Error::Internal(error.to_string())).or(refused),
             last_trouble: None,
+            nic_changes: 0,
         }
     }
 

@@ -64,6 +64,8 @@ impl Link {
         }
         if let Role::Connector(connector) = &mut self.role {
             connector.resumption.state = ResumeState::Idle;
+            // The peer can be reached again, maybe over all paths.
+            self.channels.restart_backoff(now);
         }
         true
     }

@@ -20,6 +20,7 @@ use ferrywire_proto::record::RecordSecrets;
 use ferrywire_proto::session::ControlMessage;
 use std::net::SocketAddr;
 use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 impl Link {
@@ -145,7 +146,8 @@ impl Link {
         }
         if record.generation == generation && (record.state.is_down() || record.state.is_coming()) {
             // The acceptor may have accepted this generation: use the next number.
-            record.go_down(generation, now + limits::REDIAL_INTERVAL);
+            record.dial_failed(generation, now);
+            self.peer.history.failed_dials.fetch_add(1, Ordering::Relaxed);
         }
         tracing::debug!(peer = self.peer.name(), channel = index, %error, "cannot connect a channel");
         self.last_trouble = Some(error);
@@ -254,6 +256,7 @@ impl Link {
         }
         self.channels[index].set(generation, ChannelState::Up { peer_fence: None });
         self.channels[index].up_since = now;
+        self.channels[index].failures = 0;
         let worker = self.peer.engine_worker(index);
         let address = channel.conn().local().ip();
         let nic = context.transport.nic_name(address).unwrap_or_else(|| address.to_string());
@@ -293,6 +296,7 @@ impl Link {
                 settling.awaited.put(PeerHandle(self.peer.clone()));
             }
         } else if waited > limits::DIAL_TIMEOUT && self.leads_nowhere() && self.fall_back_to_target() {
+            self.channels.restart_backoff(now);
             tracing::debug!(
                 peer = self.peer.name(),
                 "no NIC pairs with the peer: all channels use the dialled address"
@@ -310,6 +314,18 @@ impl Link {
         let tried = matches!(&self.stage, Stage::Settling(settling) if settling.dial_failed);
         let leads = |state: &ChannelState| !state.is_down() && !matches!(state, ChannelState::Dialling);
         tried && !self.channels.iter().any(|record| leads(&record.state))
+    }
+
+    /// Whether a channel is dialled less often because its path leads nowhere.
+    pub fn backs_off(&self) -> bool {
+        self.dials() && self.channels.back_off()
+    }
+
+    /// Dials channels at once whose paths have led nowhere: the network has changed. `changes` is how often.
+    pub fn restart_backoff(&mut self, changes: u64, now: Duration) {
+        if std::mem::replace(&mut self.nic_changes, changes) != changes {
+            self.channels.restart_backoff(now);
+        }
     }
 
     fn fall_back_to_target(&mut self) -> bool {

@@ -23,6 +23,8 @@ pub(crate) struct History {
     pub(super) operations: [KindCounters; Kind::ALL.len()],
     /// Frames of lost channels that went back into the outbox.
     pub resent: AtomicU64,
+    /// Attempts to connect a channel that have failed.
+    pub failed_dials: AtomicU64,
     /// Connections of channels that were lost.
     lost_count: AtomicU64,
     /// Fences that were passed.
