@@ -288,6 +288,23 @@ impl Drop for Call<'_> {
     }
 }
 
+/// An access in progress that may outlast the call which began it; see [`Memory::call`].
+pub struct OwnedCall(Arc<Memory>);
+
+impl OwnedCall {
+    /// Counts an access to the memory.
+    pub fn new(memory: &Arc<Memory>) -> OwnedCall {
+        memory.callers.fetch_add(1, Ordering::SeqCst);
+        OwnedCall(memory.clone())
+    }
+}
+
+impl Drop for OwnedCall {
+    fn drop(&mut self) {
+        self.0.callers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// Alignment in bytes of GPU memory for the engine: the page size in which NICs map GPU memory.
 const PAGE_BYTES: usize = 64 << 10;
 

@@ -136,6 +136,8 @@ pub const STAGING_IN_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 pub const STAGING_OUT_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 /// Size in bytes of each new ring once the process has [`STAGING_RINGS_BYTES`] of pinned memory.
 pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
+/// Bytes of pinned memory through which short messages of one peer pass to a GPU.
+pub const STAGING_MESSAGES_RING_BYTES: usize = 8 * EAGER_BYTES_MAX;
 /// Bytes of pinned memory per process above which new rings are small.
 pub const STAGING_RINGS_BYTES: usize = 2 << 30;
 /// Pipes per process that lend ring pages to sockets. With `LENDING_PIPE_BYTES` each they use half of an

@@ -165,8 +165,8 @@ impl RegionHome for Running {
                 };
                 return Err(Error::invalid("region", why));
             }
-            // A thread that places a message may hold a lock for which a poll from here would wait.
-            if !memory.user_owned() || !self.context().is_caller_driven() || !self.poll_once() {
+            // Without threads this one moves the copies on.
+            if !self.context().is_caller_driven() || !self.poll_once() {
                 thread::sleep(Duration::from_micros(100));
             }
         }

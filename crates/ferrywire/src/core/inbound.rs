@@ -30,7 +30,7 @@ pub(crate) struct Sink {
 }
 
 impl Sink {
-    fn new(op: Hold, bytes: u64) -> Sink {
+    pub fn new(op: Hold, bytes: u64) -> Sink {
         let target =
             Reassembly::new(op.pieces.as_slice().iter().map(|piece| (piece.local, piece.len)), bytes);
         Sink { op, target }

@@ -195,6 +195,65 @@ fn operations_on_memory_that_the_engine_owns_go_on_without_a_handle() {
     }
 }
 
+/// The thread that received the message waited for the GPU, and moved nothing else.
+#[test]
+fn a_short_message_for_a_gpu_that_stands_still_holds_up_nothing_else() {
+    let end = || builder().channels(1).threads(1);
+    let accepting = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let connecting = end().build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+    let far = accepting.accept(LIMIT).unwrap();
+    // No other test's.
+    let gpu = SimGpu::open(13).unwrap();
+    let on_gpu = accepting.alloc_sim(13, 8192).unwrap();
+    let [source, target] = [connecting.register(vec![5; 8192]).unwrap(), accepting.alloc_host(4096).unwrap()];
+    let pieces = [(4096, 1000), (0, 1000)];
+    let receives =
+        [far.recv(1, &on_gpu, 2000, 2000), far.recv_blocks(2, &on_gpu, &pieces)].map(Result::unwrap);
+    gpu.set_stall(true);
+    for tag in [1, 2] {
+        near.send(tag, &source, 0, 1500).unwrap().wait(LIMIT).unwrap();
+    }
+    near.write(&source, 0, &target.descriptor(), 0, 4096).unwrap().wait(LIMIT).unwrap();
+    assert!(receives.iter().all(|receive| receive.poll().is_none()));
+    gpu.set_stall(false);
+    assert!(receives.iter().all(|receive| receive.wait(LIMIT) == Ok(1500)));
+    let mut found = vec![0; 8192];
+    on_gpu.read_at(0, &mut found).unwrap();
+    let mut expected = vec![0; 8192];
+    [2000..3500, 4096..5096, 0..500].into_iter().for_each(|range| expected[range].fill(5));
+    assert_eq!(found, expected);
+}
+
+/// The message is for another receive, and its memory is not touched.
+#[test]
+fn a_short_message_for_memory_of_a_gpu_that_is_freed_fails_its_receive_alone() {
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(14).unwrap();
+    let buffers = [0, 1].map(|_| gpu.alloc(4096, 4096).unwrap());
+    // SAFETY: the simulated GPU refuses addresses that are freed.
+    let region = |index: usize| unsafe { pair.ends[0].register_raw(buffers[index].as_ptr(), 4096) }.unwrap();
+    let regions = [region(0), region(1)];
+    let source = pair.ends[1].register((0..64).collect::<Vec<u8>>()).unwrap();
+    let receives = [pair.near.recv(1, &regions[0], 0, 64), pair.near.recv(2, &regions[1], 0, 64)];
+    let [freed, stays] = receives.map(Result::unwrap);
+    gpu.set_stall(true);
+    let sends = [1, 2].map(|tag| pair.far.send(tag, &source, 0, 64).unwrap());
+    sends.iter().for_each(|send| assert_eq!(send.wait(LIMIT), Ok(64)));
+    let [gone, kept] = buffers;
+    drop(gone);
+    gpu.set_stall(false);
+    assert!(matches!(freed.wait(LIMIT), Err(TransferError::SimGpu(_))), "{:?}", freed.poll());
+    assert_eq!(stays.wait(LIMIT), Ok(64));
+    let target = pair.ends[0].alloc_host(64).unwrap();
+    assert_eq!(pair.near.recv(1, &target, 0, 64).unwrap().wait(LIMIT), Ok(64));
+    let mut found = [0; 64];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found.iter().copied().eq(0..64));
+    assert_eq!(gpu.read_to_vec(kept.address(), 64).unwrap(), found);
+}
+
 /// Only long messages were refused.
 #[test]
 fn a_short_message_is_not_placed_into_a_region_that_was_deregistered() {

@@ -69,6 +69,8 @@ pub(super) struct Link {
     ending: Option<Error>,
     /// The last connection failure, added to the error it leads to.
     last_trouble: Option<Error>,
+    /// Since when only copies of short messages to a GPU delay the end.
+    placing_since: Option<Duration>,
     /// Changes of this host's NICs that the channels have taken into account.
     nic_changes: u64,
 }
@@ -185,6 +187,7 @@ impl Link {
             closing: Closing::default(),
             ending: attached.err().map(|error| Error::Internal(error.to_string())).or(refused),
             last_trouble: None,
+            placing_since: None,
             nic_changes: 0,
         }
     }
@@ -302,11 +305,25 @@ impl Link {
         if let Some(error) = self.ending.take() {
             self.die(error);
         }
-        if matches!(self.stage, Stage::Dying { .. }) && !self.open_channels() {
+        if matches!(self.stage, Stage::Dying { .. }) && !self.open_channels() && self.placed_last(now) {
             self.finish();
             worked = true;
         }
         worked | self.write(now)
+    }
+
+    /// Whether no short message is copied to a GPU any more. No channel polls these copies now. A GPU that does not
+    /// finish them is not waited for.
+    fn placed_last(&mut self, now: Duration) -> bool {
+        self.peer.end_placed();
+        if !self.peer.messages.any() {
+            return true;
+        }
+        let since = *self.placing_since.get_or_insert(now);
+        if now.saturating_sub(since) > limits::GPU_ABANDON_TIMEOUT {
+            self.peer.messages.cut(&|_| true);
+        }
+        false
     }
 
     fn read(&mut self, now: Duration) -> bool {

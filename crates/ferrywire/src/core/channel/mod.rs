@@ -182,7 +182,7 @@ impl Channel {
     /// Whether this channel polls its peer's operations that wait for a GPU stream. One channel of each peer
     /// does.
     pub fn polls_stream_queue(&self) -> bool {
-        self.peer.stream_queue.any() && self.peer.is_home(self.index)
+        (self.peer.stream_queue.any() || self.peer.messages.any()) && self.peer.is_home(self.index)
     }
 
     /// Stops placing bytes into memory for which `gone` is true. The rest of a payload in flight is
@@ -192,7 +192,8 @@ impl Channel {
             let landing = self.receiver.break_off(Refusal::NoRegion);
             self.payload.break_off(landing);
         }
-        self.payload.abandon(&gone)
+        let touched = self.payload.abandon(&gone);
+        Touched { gpu: touched.gpu.or_else(|| self.peer.messages.touched(&gone)), ..touched }
     }
 
     /// Records a socket call for a trace, if its duration was measured.

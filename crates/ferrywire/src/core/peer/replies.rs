@@ -14,6 +14,7 @@ use crate::core::inbound::{Reply, place as place_message};
 use crate::core::operation::{Op, Task, Verb};
 use crate::core::queue::WITHDRAWN;
 use crate::error::Error;
+use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
 use ferrywire_proto::operation::{Piece, Pieces};
 use ferrywire_proto::outbox::Matched;
@@ -75,6 +76,12 @@ impl PeerState {
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
+                // This thread must not wait for the GPU.
+                Reply::Place(op, message)
+                    if deferred_free::moves() && op.on_gpu() && !message.bytes.is_empty() =>
+                {
+                    self.messages.add(op, message);
+                }
                 Reply::Place(op, message) => {
                     if !place_message(&message, &op) {
                         // Return it before the receive ends, so that a receive posted then gets this message,
@@ -90,6 +97,28 @@ impl PeerState {
                 Reply::Open { .. } => debug_assert!(false, "sinks are opened with the inbox locked"),
             }
         }
+    }
+
+    /// Ends the receives of short messages that are copied to their GPUs. Returns whether there were any.
+    pub fn end_placed(&self) -> bool {
+        if !self.messages.any() {
+            return false;
+        }
+        let ended = self.messages.poll();
+        let worked = !ended.is_empty();
+        for (letter, error) in ended {
+            let Some(op) = letter.op().cloned() else { continue };
+            match error {
+                None => op.count(letter.message.bytes.len() as u64),
+                // Return it before the receive ends, as above.
+                Some(error) => {
+                    op.fail(error);
+                    let replies = self.inbound.return_message(letter.into_message());
+                    self.reply(replies);
+                }
+            }
+        }
+        worked
     }
 
     /// Handles the peer's refusal of an announced send, or of a send that a receive here has matched.

@@ -13,6 +13,7 @@ use crate::core::inbound::{Inbound, Sink};
 use crate::core::operation::{Hold, Op, Owner, Verb};
 use crate::core::queue::{Entry, SMALL_BYTES_MAX, SendQueue};
 use crate::core::sleeper::Sleeper;
+use crate::core::staging::Messages;
 use crate::core::stats::ChannelCounters;
 use crate::core::trace::{self, Track};
 use crate::core::waiting::{WaitList, WakeHandle};
@@ -160,6 +161,8 @@ pub(crate) struct PeerState {
     pub serving: Serving,
     /// Operations that wait for a GPU stream.
     pub stream_queue: StreamQueue<PeerState>,
+    /// Short messages that are copied to GPUs.
+    pub messages: Messages,
     pub life: Life,
     progress: Progress,
     pub history: History,
@@ -222,6 +225,7 @@ impl PeerState {
             in_flight: InFlight::default(),
             serving: Serving::default(),
             stream_queue: StreamQueue::default(),
+            messages: Messages::default(),
             life: Life::default(),
             progress: Progress::default(),
             history: History::default(),

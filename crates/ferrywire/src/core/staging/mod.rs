@@ -18,6 +18,7 @@
 mod copier;
 mod cuda;
 mod kernel;
+mod messages;
 mod pipeline;
 mod prepared;
 mod receiving;
@@ -25,6 +26,7 @@ mod ring;
 mod sending;
 mod stopwatch;
 
+pub(crate) use messages::Messages;
 pub(crate) use prepared::Prepared;
 pub(crate) use receiving::Receiving;
 pub(crate) use ring::Staged;

@@ -105,12 +105,22 @@ impl Drop for Pipeline {
 impl Pipeline {
     /// Creates the state without memory; see [`Pipeline::prepare`]. A trace shows the copies in `row`.
     pub fn new(location: MemoryLocation, way: Way, row: Row) -> Pipeline {
+        Pipeline::of(location, way, row, ring_bytes(way))
+    }
+
+    /// As [`Pipeline::new`], with a ring of this size, and in no row of a trace.
+    pub fn with_ring(location: MemoryLocation, way: Way, bytes: usize) -> Pipeline {
+        RINGS_BYTES.fetch_add(bytes, Ordering::Relaxed);
+        Pipeline::of(location, way, Row::default(), bytes)
+    }
+
+    fn of(location: MemoryLocation, way: Way, row: Row, ring_bytes: usize) -> Pipeline {
         Pipeline {
             copier: None,
             pinned: None,
             location,
             way,
-            ring: Ring::new(ring_bytes(way)),
+            ring: Ring::new(ring_bytes),
             lent: false,
             runs: Vec::new(),
             done_runs: 0,

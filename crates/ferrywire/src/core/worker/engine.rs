@@ -201,7 +201,7 @@ impl ProgressEngine {
         worked
     }
 
-    /// Starts operations that need no longer wait for a GPU stream. Only the first channel of each peer does
+    /// Starts operations that need no longer wait for a GPU stream, and ends receives whose messages are placed. Only the first channel of each peer does
     /// this: each waiting operation costs a driver call.
     fn start_ready(&self, place: usize) -> bool {
         let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.polls_stream_queue()) else {
@@ -209,7 +209,8 @@ impl ProgressEngine {
         };
         let peer = &slot.channel.peer;
         let mut before = self.slots[..place].iter().flatten();
-        !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer)) && peer.start_ready()
+        !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer))
+            && (peer.end_placed() | peer.start_ready())
     }
 
     /// Whether a GPU copies for some channel, so that a thread has to poll it.

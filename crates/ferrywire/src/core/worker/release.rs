@@ -64,6 +64,7 @@ impl ProgressEngine {
                 if slot.channel.lane_sends_what_is_gone() {
                     self.lose(worker, context, place, SENDS_DROPPED);
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
+                    slot.channel.peer.messages.cut(&*request.gone);
                     let why = "memory was taken back while a message was being received into it";
                     self.lose(worker, context, place, why);
                 } else if touched.lane || touched.gpu.is_some() {

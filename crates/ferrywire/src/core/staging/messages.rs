@@ -1,0 +1,233 @@
+//! Short messages for GPU memory: from the peer's inbox into a ring, and from there to the GPU.
+//!
+//! A message that arrives whole is placed by the thread that receives it or posts its receive. A thread that moves
+//! data must not wait for a GPU, so it leaves such a message here, and a later pass ends the receive. A message's states:
+//! `waits for room -> copying -> placed | lost`.
+//!
+//! Invariant: a receive does not end while its message is copied.
+//! Read next: `pipeline.rs`; `peer/replies.rs`, the only user.
+
+use std::collections::VecDeque;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::copier::{Run, Way};
+use super::pipeline::Pipeline;
+use crate::core::inbound::Sink;
+use crate::core::operation::Hold;
+use crate::core::peer::Landing;
+use crate::error::{Error, Result};
+use ferrywire_memory::{MemoryLocation, OwnedCall};
+use ferrywire_proto::inbox::Message;
+use ferrywire_proto::limits;
+
+/// The messages of one peer that are copied to GPUs.
+#[derive(Default)]
+pub(crate) struct Messages {
+    any: AtomicBool,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    lines: Vec<Pipeline>,
+    copying: Vec<Copying>,
+    waiting: VecDeque<Letter>,
+    /// Messages that could not be copied.
+    lost: Vec<(Letter, Error)>,
+}
+
+/// A message and the receive that it has matched.
+pub(crate) struct Letter {
+    pub message: Message,
+    landing: Landing,
+    /// Whoever deregisters the memory waits for this.
+    _call: Option<OwnedCall>,
+}
+
+struct Copying {
+    letter: Letter,
+    line: usize,
+    offset: usize,
+    /// The marks of the first and the last part of the copy.
+    first: u64,
+    mark: u64,
+    failed: Option<Error>,
+}
+
+impl Letter {
+    /// The receive.
+    pub fn op(&self) -> Option<&Hold> {
+        match &self.landing {
+            Landing::Sink { sink } => Some(&sink.op),
+            Landing::Region { .. } => None,
+        }
+    }
+
+    /// The message, which no receive has then.
+    pub fn into_message(self) -> Message {
+        self.message
+    }
+}
+
+impl Messages {
+    /// Whether messages wait or are copied.
+    pub fn any(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
+
+    /// Starts to copy a message to the memory of its receive.
+    pub fn add(&self, op: Hold, message: Message) {
+        let call = op.memory.as_ref().map(OwnedCall::new);
+        let gone = op.memory.as_ref().is_some_and(|memory| memory.taken_back());
+        let landing = Landing::Sink { sink: Arc::new(Sink::new(op, message.bytes.len() as u64)) };
+        let letter = Letter { message, landing, _call: call };
+        let mut state = self.lock();
+        match gone {
+            true => state.lost.push((letter, taken_back())),
+            false => state.waiting.push_back(letter),
+        }
+        state.begin();
+        self.any.store(true, Ordering::Release);
+    }
+
+    /// Takes the messages that are placed, or lost for a reason.
+    pub fn poll(&self) -> Vec<(Letter, Option<Error>)> {
+        let mut state = self.lock();
+        let mut ended = state.ended();
+        state.begin();
+        ended.extend(state.lost.drain(..).map(|(letter, error)| (letter, Some(error))));
+        self.any.store(!(state.copying.is_empty() && state.waiting.is_empty()), Ordering::Release);
+        ended
+    }
+
+    /// A GPU that may still copy to memory for which `gone` is true.
+    pub fn touched(&self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
+        if !self.any() {
+            return None;
+        }
+        let state = self.lock();
+        let touches = |copying: &&Copying| gone(&copying.letter.landing);
+        state.copying.iter().find(touches).map(|copying| state.lines[copying.line].location)
+    }
+
+    /// Stops all copies to memory for which `gone` is true: the next poll reports these messages as lost.
+    pub fn cut(&self, gone: &dyn Fn(&Landing) -> bool) {
+        if !self.any() {
+            return;
+        }
+        let mut state = self.lock();
+        let cut: Vec<usize> = (0..state.lines.len())
+            .filter(|line| state.copying.iter().any(|each| each.line == *line && gone(&each.letter.landing)))
+            .collect();
+        let all = std::mem::take(&mut state.copying);
+        let (stopped, goes_on): (Vec<_>, Vec<_>) = all.into_iter().partition(|each| cut.contains(&each.line));
+        state.copying = goes_on;
+        for line in cut {
+            state.lines[line].end();
+        }
+        for Copying { letter, line, offset, .. } in stopped.into_iter().rev() {
+            state.lines[line].ring.give_back_at(offset);
+            match gone(&letter.landing) {
+                true => state.lost.push((letter, taken_back())),
+                false => state.waiting.push_front(letter),
+            }
+        }
+        let waiting = std::mem::take(&mut state.waiting);
+        let (gone, waits): (VecDeque<_>, _) = waiting.into_iter().partition(|each| gone(&each.landing));
+        state.waiting = waits;
+        state.lost.extend(gone.into_iter().map(|letter| (letter, taken_back())));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn taken_back() -> Error {
+    Error::invalid("region", "the region was deregistered before the message came")
+}
+
+impl State {
+    /// Starts the copies of messages that wait, as far as there is room.
+    fn begin(&mut self) {
+        while let Some(letter) = self.waiting.pop_front() {
+            match self.begin_one(letter) {
+                Ok(()) => {}
+                Err((letter, None)) => {
+                    self.waiting.push_front(letter);
+                    break;
+                }
+                Err((letter, Some(error))) => self.lost.push((letter, error)),
+            }
+        }
+        self.lines.iter_mut().for_each(Pipeline::flush);
+    }
+
+    /// Starts the copy of a message. Returns the message if there is no room, or with an error.
+    fn begin_one(&mut self, letter: Letter) -> std::result::Result<(), (Letter, Option<Error>)> {
+        let (line, base) = match self.line(&letter) {
+            Ok(found) => found,
+            Err(error) => return Err((letter, Some(error))),
+        };
+        let bytes = letter.message.bytes.len();
+        let pipeline = &mut self.lines[line];
+        let Some(offset) = pipeline.ring.take(bytes) else { return Err((letter, None)) };
+        let mut host = base + offset;
+        // SAFETY: the span of the ring has this length, and no copy uses it.
+        unsafe { ptr::copy_nonoverlapping(letter.message.bytes.as_ptr(), host as *mut u8, bytes) };
+        pipeline.make_room(1);
+        let (first, mut left) = (pipeline.next_mark(), bytes);
+        let op = letter.op();
+        let pieces = op.map_or(&[][..], |op| op.pieces.as_slice());
+        for piece in pieces {
+            let now = left.min(piece.len as usize);
+            let memory = op.and_then(|op| op.memory.as_deref());
+            let Some(device) = memory.and_then(|memory| memory.span(piece.local, now as u64)) else {
+                continue;
+            };
+            if now == 0 {
+                continue;
+            }
+            pipeline.make_room(1);
+            // SAFETY: the letter keeps the memory, and the span of the ring, until the mark is reached.
+            unsafe { pipeline.add(Run { host, device: device as u64, bytes: now }) };
+            (host, left) = (host + now, left - now);
+        }
+        let mark = pipeline.next_mark();
+        pipeline.end_part();
+        self.copying.push(Copying { letter, line, offset, first, mark, failed: None });
+        Ok(())
+    }
+
+    /// The line to the GPU of a message's receive, and the address of its ring.
+    fn line(&mut self, letter: &Letter) -> Result<(usize, usize)> {
+        let location = letter.landing.memory().map_or(MemoryLocation::Host, |memory| memory.location());
+        let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {
+            self.lines.push(Pipeline::with_ring(location, Way::In, limits::STAGING_MESSAGES_RING_BYTES));
+            self.lines.len() - 1
+        });
+        Ok((line, self.lines[line].prepare()?))
+    }
+
+    /// Removes the messages whose copies have ended.
+    fn ended(&mut self) -> Vec<(Letter, Option<Error>)> {
+        for line in &mut self.lines {
+            line.poll();
+        }
+        for each in &mut self.copying {
+            if let Some(error) = self.lines[each.line].lost(each.first..=each.mark) {
+                each.failed.get_or_insert_with(|| error.clone());
+            }
+        }
+        self.lines.iter_mut().for_each(Pipeline::settle);
+        let lines = &mut self.lines;
+        let over = self.copying.extract_if(.., |each| lines[each.line].done(each.mark));
+        let over: Vec<Copying> = over.collect();
+        for each in &over {
+            self.lines[each.line].ring.give_back_at(each.offset);
+        }
+        over.into_iter().map(|each| (each.letter, each.failed)).collect()
+    }
+}
