@@ -26,6 +26,8 @@ pub(super) struct Engine {
     work: Condvar,
     /// Signalled when an item has ended.
     ended: Condvar,
+    /// Zero of the times that [`Engine::run_due`] is given.
+    epoch: Instant,
 }
 
 struct State {
@@ -35,6 +37,8 @@ struct State {
     last: u64,
     injector: Injector,
     stopping: bool,
+    /// Callers of [`Engine::run_due`] run the items, and the thread none.
+    stepped: bool,
 }
 
 #[derive(Default)]
@@ -61,8 +65,16 @@ enum Turn {
 impl Engine {
     pub fn new(gpu: u32, faults: SimFaults) -> Engine {
         let injector = Injector::new(gpu, faults);
-        let state = State { queues: BTreeMap::new(), next_queue: 0, last: 0, injector, stopping: false };
-        Engine { gpu, state: Mutex::new(state), work: Condvar::new(), ended: Condvar::new() }
+        let state = State {
+            queues: BTreeMap::new(),
+            next_queue: 0,
+            last: 0,
+            injector,
+            stopping: false,
+            stepped: false,
+        };
+        let (work, ended) = (Condvar::new(), Condvar::new());
+        Engine { gpu, state: Mutex::new(state), work, ended, epoch: Instant::now() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -73,7 +85,8 @@ impl Engine {
     pub fn run(&self) {
         let mut state = self.lock();
         while !state.stopping {
-            state = match state.turn(Instant::now()) {
+            let turn = if state.stepped { Turn::Wait } else { state.turn(Instant::now()) };
+            state = match turn {
                 Turn::Run(queue, item) => {
                     drop(state);
                     self.run_one(queue, item);
@@ -86,6 +99,34 @@ impl Engine {
                 Turn::Wait => self.work.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
         }
+    }
+
+    /// Leaves all items to callers of [`Engine::run_due`].
+    pub fn step(&self) {
+        self.lock().stepped = true;
+    }
+
+    /// Runs the items that are due at this time on this thread. Returns whether there were any.
+    pub fn run_due(&self, now: Duration) -> bool {
+        let now = self.epoch + now;
+        let mut ran = false;
+        loop {
+            let turn = self.lock().turn(now);
+            let Turn::Run(queue, item) = turn else { return ran };
+            self.run_one(queue, item);
+            ran = true;
+        }
+    }
+
+    /// Runs the first item of a queue, whatever its delay. Returns false if there is none that may run.
+    fn run_first(&self, queue: u64) -> bool {
+        let mut state = self.lock();
+        let stalled = state.injector.faults.stall;
+        let first = state.queues.get_mut(&queue).filter(|each| !stalled && each.is_ready());
+        let Some(item) = first.and_then(Queue::take) else { return false };
+        drop(state);
+        self.run_one(queue, item);
+        true
     }
 
     fn run_one(&self, queue: u64, item: Item) {
@@ -187,6 +228,14 @@ impl Engine {
         let until = Instant::now() + timeout;
         let mut state = self.lock();
         while !state.queues.get(&queue).map_or(Ok(true), Queue::query)? {
+            if state.stepped {
+                drop(state);
+                if !self.run_first(queue) {
+                    return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: timeout });
+                }
+                state = self.lock();
+                continue;
+            }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: timeout });
@@ -226,11 +275,17 @@ impl State {
 impl Queue {
     /// When the first item may run; `None` without an item, or while it waits for an event.
     fn due(&mut self, now: Instant) -> Option<Instant> {
-        let head = self.items.front()?;
-        match &head.work {
-            Work::WaitFor(mark) if mark.outcome().is_none() => None,
-            _ => Some(*self.due.get_or_insert(now + head.fate.delay)),
+        if !self.is_ready() {
+            return None;
         }
+        let head = self.items.front()?;
+        Some(*self.due.get_or_insert(now + head.fate.delay))
+    }
+
+    /// Whether there is a first item, and no event for which it waits.
+    fn is_ready(&self) -> bool {
+        let waits = |item: &Item| matches!(&item.work, Work::WaitFor(mark) if mark.outcome().is_none());
+        self.items.front().is_some_and(|item| !waits(item))
     }
 
     fn take(&mut self) -> Option<Item> {

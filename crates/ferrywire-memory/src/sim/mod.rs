@@ -55,6 +55,7 @@ use ferrywire_proto::limits;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 /// The simulated GPUs of this process by number.
 static GPUS: Mutex<[Weak<SimGpu>; limits::SIM_GPUS_MAX]> =
@@ -152,6 +153,17 @@ impl SimGpu {
     /// waits for the GPU.
     pub fn has_work(&self) -> bool {
         self.engine.has_work()
+    }
+
+    /// Leaves all work to callers of [`SimGpu::run_due`], so that a simulation on one thread repeats. A wait for a stream
+    /// runs the work of that stream, whatever its delays.
+    pub fn step(&self) {
+        self.engine.step();
+    }
+
+    /// Runs the work that is due at this time, which the caller counts from any moment on. Returns whether there was any.
+    pub fn run_due(&self, now: Duration) -> bool {
+        self.engine.run_due(now)
     }
 
     /// Copies device memory to the host, and waits.

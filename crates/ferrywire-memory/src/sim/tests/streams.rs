@@ -212,3 +212,24 @@ fn the_current_gpu_is_the_threads_own() {
     .join()
     .unwrap();
 }
+
+#[test]
+fn a_stepped_gpu_works_when_it_is_told_the_time() {
+    let gpu = SimGpu::open(15).unwrap();
+    let copy_delay = Duration::from_micros(10)..=Duration::from_micros(10);
+    gpu.set_faults(SimFaults { copy_delay, ..SimFaults::default() });
+    gpu.step();
+    let (buffer, stream) = (gpu.alloc(4096, 4096).unwrap(), gpu.stream());
+    stream.fill(buffer.address(), 7, 4096).unwrap();
+    stream.fill(buffer.address(), 8, 4096).unwrap();
+    let at = |us| gpu.run_due(Duration::from_micros(us));
+    assert!(!at(100) && !at(109), "the first one is not due");
+    assert!(at(110) && !at(119) && stream.query() == Ok(false), "the second one is not due");
+    assert!(at(120) && stream.query() == Ok(true));
+    assert_eq!(gpu.read_to_vec(buffer.address(), 1).unwrap(), [8], "a wait does the work");
+    gpu.set_stall(true);
+    stream.fill(buffer.address(), 9, 4096).unwrap();
+    assert!(!at(1000) && stream.wait(SOON).is_err(), "a stalled GPU does nothing");
+    gpu.set_stall(false);
+    assert_eq!(stream.wait(SOON), Ok(()));
+}
