@@ -267,6 +267,11 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Time since a fixed moment; `sim` counts on its own clock.
     fn now(&self) -> Duration;
+
+    /// A number that no other host can guess, as the number of a session; those of `sim` follow from its seed.
+    fn session_number(&self) -> u64 {
+        ferrywire_sys::random::random_u64()
+    }
 }
 
 /// A transport shared between threads.

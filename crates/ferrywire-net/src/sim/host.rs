@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use super::SimNet;
 use crate::{Bound, Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
+use ferrywire_sys::rng::Rng;
 
 /// One host of a [`SimNet`].
 #[derive(Debug)]
@@ -84,6 +85,12 @@ impl Transport for SimHost {
 
     fn now(&self) -> Duration {
         self.net.now()
+    }
+
+    fn session_number(&self) -> u64 {
+        let mut state = self.net.lock();
+        state.sessions += 1;
+        Rng::new(self.net.seed() ^ state.sessions << 32).number()
     }
 }
 

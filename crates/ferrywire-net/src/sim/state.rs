@@ -92,6 +92,8 @@ pub(super) struct State {
     pub(super) links: BTreeMap<u64, Link>,
     events: BTreeMap<(Duration, u64), Event>,
     next_id: u64,
+    /// Numbers of sessions that were drawn.
+    pub(super) sessions: u64,
     /// Requested corruptions: the number of bytes a data connection must have sent, and how many remain.
     pub(super) corrupt_bulk: (u64, u32),
     pub(super) trace: Trace,
@@ -120,6 +122,7 @@ impl State {
             links: BTreeMap::new(),
             events: BTreeMap::new(),
             next_id: 0,
+            sessions: 0,
             corrupt_bulk: (0, 0),
             trace: Trace::new(),
         }

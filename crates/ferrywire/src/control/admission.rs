@@ -6,13 +6,14 @@ use super::accept_queue::{AcceptQueue, Permit};
 use super::full;
 use super::lanes::LANE;
 use crate::config::Secret;
+use crate::core::context::Context;
 use crate::payload::payload_backend::{self, Incompatible, SharedBackend};
+use ferrywire_net::SharedTransport;
 use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
 use ferrywire_proto::limits;
 use ferrywire_proto::protection::ProtectionWish;
-use ferrywire_sys::random::random_u64;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,6 +28,7 @@ pub(super) struct SessionTable {
     /// Why there is no backend, if one was requested.
     no_backend: Option<String>,
     sessions: HashMap<u64, Known>,
+    transport: SharedTransport,
     accept_queue: Arc<AcceptQueue>,
 }
 
@@ -42,21 +44,19 @@ struct Known {
 impl SessionTable {
     pub fn new(
         me: Hello,
-        secret: Option<Secret>,
         secret_needed: bool,
-        wish: ProtectionWish,
-        backend: Option<SharedBackend>,
-        no_backend: Option<String>,
+        context: &Context,
         accept_queue: Arc<AcceptQueue>,
     ) -> SessionTable {
         SessionTable {
             me,
-            secret,
+            secret: context.config.secret.clone(),
             secret_needed,
-            wish,
-            backend,
-            no_backend,
+            wish: context.config.wish(),
+            backend: context.backend.clone(),
+            no_backend: context.no_backend.clone(),
             sessions: HashMap::new(),
+            transport: context.transport.clone(),
             accept_queue,
         }
     }
@@ -154,9 +154,9 @@ impl Admission for Admitter {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
         let config = table.agree(peer, config).map_err(|why| Refusal::new(why.code(), why.to_string()))?;
-        let mut session = random_u64();
+        let mut session = table.transport.session_number();
         while table.sessions.contains_key(&session) {
-            session = random_u64();
+            session = table.transport.session_number();
         }
         let permit = table.accept_queue.try_permit();
         drop(table);

@@ -95,23 +95,13 @@ impl Control {
             addresses,
             peer_timeout_ms: context.config.peer_timeout.as_millis().min(u128::from(u32::MAX)) as u32,
         };
-        let secret = context.config.secret.clone();
         let needed = listeners.iter().any(|listener| !listener.local().ip().is_loopback());
         for listener in &listeners {
             if let Some(fd) = listener.fd() {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
-        let (backend, none) = (context.backend.clone(), context.no_backend.clone());
-        let session_table = SessionTable::new(
-            me.clone(),
-            secret,
-            needed,
-            context.config.wish(),
-            backend,
-            none,
-            accept_queue.clone(),
-        );
+        let session_table = SessionTable::new(me.clone(), needed, context, accept_queue.clone());
         let clock = Clock::new(context.transport.now());
         Ok(Control {
             workers,
