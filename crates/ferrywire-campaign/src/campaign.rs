@@ -1,0 +1,228 @@
+//! Many seeds on several threads, and the report.
+//!
+//! Invariant: a seed gives one run, whichever thread plays it.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire_memory::sim::SimGpu;
+
+use crate::cover::Cover;
+use crate::driver::Driver;
+use crate::run::{Broken, Check, Outcome, play};
+use crate::scenario::{Scenario, scenario};
+use crate::shrink::shrink;
+
+/// GPUs of one thread.
+const GPUS_PER_THREAD: usize = 2;
+/// Most threads: each has GPUs of its own.
+const THREADS_MAX: usize = ferrywire::limits::SIM_GPUS_MAX / GPUS_PER_THREAD;
+/// Every so many seeds one is played twice, and has to repeat.
+const REPEATED: u64 = 16;
+
+/// Which seeds, on how many threads, and for how long at most.
+#[derive(Clone, Copy, Debug)]
+pub struct Plan {
+    /// The first seed.
+    pub from: u64,
+    /// Number of seeds.
+    pub seeds: u64,
+    /// Number of threads.
+    pub threads: usize,
+    /// Time after which no further seed begins.
+    pub time: Option<Duration>,
+}
+
+/// A failed seed.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    seed: u64,
+    broken: Broken,
+    /// The smallest scenario that was found to fail in the same way.
+    shrunk: Scenario,
+}
+
+/// What a campaign has found.
+#[derive(Default)]
+pub struct Report {
+    /// The failed seeds.
+    pub failures: Vec<Failure>,
+    /// Number of seeds that were played.
+    pub seeds: u64,
+    cover: Cover,
+    /// Time of each seed, the shortest first.
+    times: Vec<Duration>,
+}
+
+thread_local! {
+    static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Keeps what a panic says, and prints nothing.
+fn keep_panics() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let usual = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !is_playing() {
+                return usual(info);
+            }
+            let trace = match std::env::var_os("RUST_BACKTRACE").filter(|value| value == "full") {
+                Some(_) => format!("\n{}", std::backtrace::Backtrace::force_capture()),
+                None => String::new(),
+            };
+            PANIC.set(Some(format!("{info}{trace}")));
+        }));
+    });
+}
+
+thread_local! {
+    static PLAYING: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+fn is_playing() -> bool {
+    PLAYING.get()
+}
+
+/// The GPUs of one thread of a campaign.
+fn gpus(thread: usize) -> Vec<Arc<SimGpu>> {
+    let open = |index: usize| SimGpu::open(index as u32).expect("a simulated GPU");
+    let gpus: Vec<_> = (0..GPUS_PER_THREAD).map(|index| open(thread * GPUS_PER_THREAD + index)).collect();
+    gpus.iter().for_each(|gpu| gpu.step());
+    gpus
+}
+
+/// Plays a scenario once; a panic is a broken invariant too.
+pub fn attempt(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool) -> (Outcome, Check) {
+    keep_panics();
+    let mut outcome = Outcome::default();
+    PLAYING.set(true);
+    let result = catch_unwind(AssertUnwindSafe(|| play(scenario, gpus, logs, &mut outcome)));
+    PLAYING.set(false);
+    let result = result.unwrap_or_else(|panic| {
+        Driver::abandon();
+        Err(Broken { invariant: "nothing panics", detail: words_of(&*panic) })
+    });
+    (outcome, result)
+}
+
+fn words_of(panic: &(dyn Any + Send)) -> String {
+    let kept = PANIC.take();
+    kept.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without words".into())
+}
+
+/// Plays a seed; now and then twice, to see that it repeats.
+fn play_seed(seed: u64, gpus: &[Arc<SimGpu>]) -> (Scenario, Outcome, Check) {
+    let scenario = scenario(seed);
+    let (outcome, mut result) = attempt(&scenario, gpus, false);
+    if result.is_ok() && seed.is_multiple_of(REPEATED) {
+        let (again, other) = attempt(&scenario, gpus, false);
+        result = other.and_then(|()| match again.fingerprint == outcome.fingerprint {
+            true => Ok(()),
+            false => {
+                let detail = format!("{:x} and {:x}", outcome.fingerprint, again.fingerprint);
+                Err(Broken { invariant: "a seed repeats", detail })
+            }
+        });
+    }
+    (scenario, outcome, result)
+}
+
+/// Plays one seed. Returns what happened, and whether all held.
+pub fn trace(seed: u64) -> (Vec<String>, bool) {
+    let (outcome, result) = attempt(&scenario(seed), &gpus(0), true);
+    let mut lines = outcome.log;
+    let well = result.is_ok();
+    lines.push(match result {
+        Ok(()) => format!("all held; fingerprint {:x}", outcome.fingerprint),
+        Err(broken) => format!("broken: {}: {}", broken.invariant, broken.detail),
+    });
+    (lines, well)
+}
+
+/// Plays all seeds of a plan.
+pub fn campaign(plan: Plan) -> Report {
+    let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    let (report, since) = (Mutex::new(Report::default()), Instant::now());
+    let work = |thread: usize| {
+        let gpus = gpus(thread);
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            let over = plan.time.is_some_and(|time| since.elapsed() >= time);
+            if number >= plan.seeds || over || stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let (seed, began) = (plan.from + number, Instant::now());
+            let (scenario, outcome, result) = play_seed(seed, &gpus);
+            let took = began.elapsed();
+            let failure = result.err().map(|broken| {
+                let (shrunk, _) = match broken.invariant {
+                    "a seed repeats" => (scenario.clone(), broken.clone()),
+                    _ => shrink(&scenario, &broken, &gpus),
+                };
+                Failure { seed, broken, shrunk }
+            });
+            let mut report = report.lock().unwrap_or_else(PoisonError::into_inner);
+            report.seeds += 1;
+            report.cover.add(&outcome.cover);
+            report.times.push(took);
+            report.failures.extend(failure);
+            if report.failures.len() >= 8 {
+                stop.store(true, Ordering::Relaxed);
+            }
+        }
+    };
+    thread::scope(|scope| {
+        for thread in 0..plan.threads.clamp(1, THREADS_MAX) {
+            let work = &work;
+            scope.spawn(move || work(thread));
+        }
+    });
+    let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
+    report.failures.sort_by_key(|failure| failure.seed);
+    report.times.sort();
+    report
+}
+
+impl Failure {
+    /// What a person needs to see and repeat it.
+    pub fn text(&self) -> String {
+        let Failure { seed, broken, shrunk } = self;
+        let steps: Vec<String> = shrunk
+            .steps
+            .iter()
+            .map(|step| format!("  after {} us {:?}", step.pause_us, step.action))
+            .collect();
+        format!(
+            "seed {seed} breaks: {}\n  {}\nshrunk to {} steps, benign {}, links {:?}, {:#?}\n{}\nrepeat with: cargo run --release \
+             -p ferrywire-campaign -- campaign --seed {seed} --trace",
+            broken.invariant,
+            broken.detail,
+            steps.len(),
+            shrunk.benign,
+            shrunk.links,
+            shrunk.ends.iter().map(|end| format!("{end:?}")).collect::<Vec<_>>(),
+            steps.join("\n"),
+        )
+    }
+}
+
+impl Report {
+    /// The table of coverage, and the time of a seed.
+    pub fn text(&self) -> String {
+        let at = |part: usize| self.times.get(self.times.len() * part / 100).copied().unwrap_or_default();
+        format!(
+            "{}\n{} seeds, {} failed; a seed takes {:?} at the median, {:?} at most for 95 of 100",
+            self.cover.table(),
+            self.seeds,
+            self.failures.len(),
+            at(50),
+            at(95)
+        )
+    }
+}

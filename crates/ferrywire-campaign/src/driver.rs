@@ -1,0 +1,303 @@
+//! Polls all endpoints and moves the clock, on one thread.
+//!
+//! A call of the engine that waits (`close`, `deregister`) polls its own endpoint alone and reads the clock in
+//! between. So the clock of a [`DrivenHost`] moves everything else meanwhile: the run needs no second thread and
+//! repeats.
+//! Invariant: what happens follows from the seed and the calls; no real time is read.
+//! Read next: `run.rs`.
+
+use std::cell::{Cell, RefCell};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrywire::Endpoint;
+use ferrywire::net::sim::{SimHost, SimNet};
+use ferrywire::net::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
+use ferrywire_memory::sim::{SimFaults, SimGpu};
+
+/// Virtual time of one pass over all endpoints.
+const PASS: Duration = Duration::from_micros(1);
+/// Longest step of the clock: engines check their timers this often.
+const STEP_MAX: Duration = Duration::from_millis(20);
+/// Step of the clock while a GPU copies.
+const COPY_STEP: Duration = Duration::from_micros(10);
+/// Passes without progress beside a call that waits, after which the clock moves to the next event. The call's own
+/// endpoint may have work, which is not seen here.
+const IDLE_PASSES: u32 = 12;
+/// Passes within one call that waits, after which it counts as endless.
+const WAITING_PASSES_MAX: u64 = 3_000_000;
+
+thread_local! {
+    static DRIVER: RefCell<Option<Rc<Driver>>> = const { RefCell::new(None) };
+}
+
+/// The transport of an endpoint: a host of the simulated network, whose clock drives the others.
+#[derive(Debug)]
+pub struct DrivenHost {
+    host: Arc<SimHost>,
+    slot: usize,
+}
+
+impl DrivenHost {
+    /// The transport of the endpoint in this slot of the driver.
+    pub fn new(host: Arc<SimHost>, slot: usize) -> DrivenHost {
+        DrivenHost { host, slot }
+    }
+}
+
+impl Transport for DrivenHost {
+    fn name(&self) -> &'static str {
+        self.host.name()
+    }
+
+    fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
+        self.host.listen(address)
+    }
+
+    fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
+        self.host.dial(nic, to, options)
+    }
+
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
+        self.host.bind(nic, to, options)
+    }
+
+    fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
+        self.host.tune(conn, options);
+    }
+
+    fn nics(&self) -> io::Result<Vec<Nic>> {
+        self.host.nics()
+    }
+
+    fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
+        self.host.route(to)
+    }
+
+    fn now(&self) -> Duration {
+        let driver = DRIVER.with_borrow(|driver| driver.clone());
+        if let Some(driver) = driver {
+            driver.clock_is_read(self.slot);
+        }
+        self.host.now()
+    }
+
+    fn session_number(&self) -> u64 {
+        self.host.session_number()
+    }
+}
+
+/// An end of a fault, at a time.
+#[derive(Clone, Debug)]
+pub enum Timed {
+    Thaw(String),
+    Heal(IpAddr),
+    Wake(usize),
+    GpuGoesOn(usize),
+    GpuWorksAgain(usize),
+    /// Fault number `n` of the run begins.
+    Begins(usize),
+}
+
+#[derive(Default)]
+struct Slot {
+    endpoint: Option<Endpoint>,
+    /// Number of reasons for which the endpoint is not polled.
+    stopped: u32,
+}
+
+/// All endpoints of a run, its network and its GPUs.
+pub struct Driver {
+    pub net: Arc<SimNet>,
+    pub gpus: Vec<Arc<SimGpu>>,
+    slots: RefCell<Vec<Slot>>,
+    timed: RefCell<Vec<(Duration, Timed)>>,
+    /// The slot whose call waits, while one does.
+    waiting: Cell<Option<usize>>,
+    busy: Cell<bool>,
+    passes: Cell<u64>,
+    /// Passes when the call began that waits.
+    waiting_since: Cell<u64>,
+    due: RefCell<Vec<usize>>,
+    /// Passes without progress in a row, beside a call that waits.
+    idle: Cell<u32>,
+}
+
+impl Driver {
+    /// The driver of this thread's run.
+    pub fn start(net: Arc<SimNet>, gpus: Vec<Arc<SimGpu>>) -> Rc<Driver> {
+        let driver = Rc::new(Driver {
+            net,
+            gpus,
+            slots: RefCell::default(),
+            timed: RefCell::default(),
+            waiting: Cell::new(None),
+            busy: Cell::new(false),
+            passes: Cell::new(0),
+            waiting_since: Cell::new(0),
+            due: RefCell::default(),
+            idle: Cell::new(0),
+        });
+        DRIVER.set(Some(driver.clone()));
+        driver
+    }
+
+    /// Ends the run: clocks are clocks again.
+    pub fn stop() {
+        drop(DRIVER.take());
+    }
+
+    /// Ends a run that has failed. The goodbye of its endpoints would wait for a clock that does not advance.
+    pub fn abandon() {
+        std::mem::forget(DRIVER.take());
+    }
+
+    /// A slot for another endpoint.
+    pub fn reserve(&self) -> usize {
+        let mut slots = self.slots.borrow_mut();
+        slots.push(Slot::default());
+        slots.len() - 1
+    }
+
+    pub fn fill(&self, slot: usize, endpoint: Endpoint) {
+        self.slots.borrow_mut()[slot].endpoint = Some(endpoint);
+    }
+
+    /// Takes an endpoint out: it is polled no more.
+    pub fn take(&self, slot: usize) -> Option<Endpoint> {
+        self.slots.borrow_mut()[slot].endpoint.take()
+    }
+
+    pub fn endpoint(&self, slot: usize) -> Option<Endpoint> {
+        self.slots.borrow()[slot].endpoint.clone()
+    }
+
+    /// Stops polling an endpoint; each stop needs its own end.
+    pub fn stop_polling(&self, slot: usize) {
+        self.slots.borrow_mut()[slot].stopped += 1;
+    }
+
+    fn poll_again(&self, slot: usize) {
+        let stopped = &mut self.slots.borrow_mut()[slot].stopped;
+        *stopped = stopped.saturating_sub(1);
+    }
+
+    /// Whether an endpoint is not polled at the moment.
+    pub fn is_stopped(&self, slot: usize) -> bool {
+        self.slots.borrow()[slot].stopped > 0
+    }
+
+    /// Lets something happen later.
+    pub fn at(&self, when: Duration, what: Timed) {
+        self.timed.borrow_mut().push((when, what));
+    }
+
+    /// Ends every fault that has a time.
+    pub fn end_faults(&self) {
+        let timed = std::mem::take(&mut *self.timed.borrow_mut());
+        timed.into_iter().for_each(|(_, what)| self.happen(what));
+    }
+
+    /// Faults of the run that are due.
+    pub fn take_due(&self) -> Vec<usize> {
+        std::mem::take(&mut *self.due.borrow_mut())
+    }
+
+    pub fn passes(&self) -> u64 {
+        self.passes.get()
+    }
+
+    pub fn now(&self) -> Duration {
+        self.net.now()
+    }
+
+    fn happen(&self, what: Timed) {
+        match what {
+            Timed::Thaw(host) => self.net.thaw(&host),
+            Timed::Heal(nic) => self.net.heal(nic),
+            Timed::Wake(slot) => self.poll_again(slot),
+            Timed::GpuGoesOn(gpu) => self.gpus[gpu].set_stall(false),
+            Timed::GpuWorksAgain(gpu) => self.gpus[gpu].set_faults(gpu_faults(&self.gpus[gpu])),
+            Timed::Begins(fault) => self.due.borrow_mut().push(fault),
+        }
+    }
+
+    fn happen_due(&self) {
+        let now = self.now();
+        loop {
+            let mut timed = self.timed.borrow_mut();
+            let first =
+                timed.iter().enumerate().filter(|(_, (at, _))| *at <= now).min_by_key(|(_, (at, _))| *at);
+            let Some(index) = first.map(|(index, _)| index) else { return };
+            let (_, what) = timed.remove(index);
+            drop(timed);
+            self.happen(what);
+        }
+    }
+
+    fn step(&self, worked: bool) -> Duration {
+        if worked {
+            return PASS;
+        }
+        let now = self.now();
+        let most = if self.gpus.iter().any(|gpu| gpu.has_work()) { COPY_STEP } else { STEP_MAX };
+        let timed = self.timed.borrow().iter().map(|(at, _)| *at).min();
+        let next = self.net.next_event().into_iter().chain(timed).min();
+        next.map_or(most, |next| next.saturating_sub(now).clamp(PASS, most))
+    }
+
+    /// Polls all endpoints but one, and moves the clock, only a little if `slow`. Returns whether there was progress.
+    fn pass_without(&self, without: Option<usize>, slow: bool) -> bool {
+        self.passes.set(self.passes.get() + 1);
+        let polled: Vec<Endpoint> = {
+            let slots = self.slots.borrow();
+            let polled =
+                slots.iter().enumerate().filter(|(slot, each)| each.stopped == 0 && Some(*slot) != without);
+            polled.filter_map(|(_, each)| each.endpoint.clone()).collect()
+        };
+        let mut worked = polled.iter().fold(false, |worked, endpoint| endpoint.progress() | worked);
+        let now = self.now();
+        worked |= self.gpus.iter().fold(false, |worked, gpu| gpu.run_due(now) | worked);
+        self.net.advance(self.step(worked || slow));
+        self.happen_due();
+        worked
+    }
+
+    /// Polls everything once. Returns whether there was progress.
+    pub fn pass(&self) -> bool {
+        let before = self.busy.replace(true);
+        let worked = self.pass_without(None, false);
+        self.busy.set(before);
+        worked
+    }
+
+    /// Makes a call that waits, of the endpoint in this slot.
+    pub fn wait_in<T>(&self, slot: usize, call: impl FnOnce() -> T) -> T {
+        self.waiting_since.set(self.passes.get());
+        let before = self.waiting.replace(Some(slot));
+        let result = call();
+        self.waiting.set(before);
+        result
+    }
+
+    fn clock_is_read(&self, slot: usize) {
+        if self.waiting.get() != Some(slot) || self.busy.replace(true) {
+            return;
+        }
+        let idle = self.idle.get();
+        let worked = self.pass_without(Some(slot), idle < IDLE_PASSES);
+        self.idle.set(if worked || idle >= IDLE_PASSES { 0 } else { idle + 1 });
+        self.busy.set(false);
+        let passes = self.passes.get() - self.waiting_since.get();
+        assert!(passes < WAITING_PASSES_MAX, "a call that waits does not end: {passes} passes");
+    }
+}
+
+/// The usual faults of a GPU: copies take a while. The seed does not depend on the number of the GPU.
+pub fn gpu_faults(gpu: &SimGpu) -> SimFaults {
+    let seed = u64::from(gpu.index()) << 56;
+    SimFaults { seed, copy_delay: Duration::ZERO..=Duration::from_micros(60), ..SimFaults::default() }
+}

@@ -1,0 +1,277 @@
+//! Memory of operations, and what has to be in it.
+//!
+//! Each area is a region with guards around the bytes that an operation may touch. The thread of the run reads
+//! it in place, past the engine, whenever the engine does not run.
+//! Invariant: outside of the blocks no byte ever changes; inside each byte is the old or the new one, and does
+//! not change once the area is *frozen*.
+
+use std::sync::Arc;
+
+use ferrywire::{Endpoint, Region, RegisterError};
+use ferrywire_memory::sim::{SimBuffer, SimGpu};
+
+/// Bytes before, between and after the blocks of an area.
+const GUARD: usize = 48;
+
+/// The state of an area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// Only read by the engine.
+    Source,
+    /// Being written; each byte is old or new.
+    Open,
+    /// A message arrives; which one is not known yet.
+    OpenForMessage,
+    /// Never changes any more.
+    Frozen,
+    /// The memory is gone.
+    Gone,
+}
+
+/// A registered piece of memory.
+pub struct Area {
+    /// Slot of the endpoint with which it is registered.
+    pub slot: usize,
+    pub region: Option<Region>,
+    pub phase: Phase,
+    /// What is in it when the operation is done.
+    expected: Vec<u8>,
+    /// What was in it when it was frozen, or before.
+    pub known: Vec<u8>,
+    /// Offset and length of each block.
+    pub blocks: Vec<(usize, usize)>,
+    /// Whether its user freed it, or took it back.
+    pub taken: bool,
+    /// Whether wrong bytes may be in the blocks before the operation is done.
+    pub loose: bool,
+    view: *mut u8,
+    buffer: Option<SimBuffer>,
+    _own: Option<Box<[u8]>>,
+}
+
+/// Bytes that differ from position to position and from salt to salt; none of them is 0.
+pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
+    let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
+    let mut out = Vec::with_capacity(bytes + 8);
+    while out.len() < bytes {
+        word = word.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(1);
+        out.extend_from_slice(&((word ^ (word >> 29)) | 0x0101_0101_0101_0101).to_le_bytes());
+    }
+    out.truncate(bytes);
+    out
+}
+
+/// Splits bytes into so many blocks, with gaps between them.
+pub fn split(bytes: usize, blocks: usize, gap: usize) -> Vec<(usize, usize)> {
+    let each = bytes / blocks.max(1);
+    let mut at = GUARD;
+    let mut all = Vec::with_capacity(blocks);
+    for block in 0..blocks {
+        let len = if block + 1 == blocks { bytes - each * block } else { each };
+        all.push((at, len));
+        at += len + gap;
+    }
+    all
+}
+
+impl Area {
+    /// Registers memory with these blocks. `salt` gives the bytes of a source; a target is zero first.
+    ///
+    /// # Errors
+    /// The error of the engine.
+    pub fn new(
+        slot: usize,
+        endpoint: &Endpoint,
+        gpu: Option<&Arc<SimGpu>>,
+        raw: bool,
+        blocks: Vec<(usize, usize)>,
+        salt: Option<u64>,
+    ) -> Result<Area, RegisterError> {
+        let len = blocks.iter().map(|(at, len)| at + len).max().unwrap_or(0) + GUARD;
+        let mut known = vec![0xA5; len];
+        for (at, len) in &blocks {
+            known[*at..at + len].fill(0);
+        }
+        let phase = if salt.is_some() { Phase::Source } else { Phase::Open };
+        if let Some(salt) = salt {
+            fill(&mut known, &blocks, &pattern(blocks.iter().map(|(_, len)| len).sum(), salt));
+        }
+        let (mut buffer, mut own) = (None, None);
+        let (region, view) = match gpu {
+            Some(gpu) if raw => {
+                let memory = gpu.alloc(len, 4096)?;
+                // SAFETY: the area keeps the buffer until its region is gone, or the simulated GPU refuses the access.
+                let region = unsafe { endpoint.register_raw(memory.as_ptr(), len) }?;
+                let view = view_of(memory.address(), len);
+                buffer = Some(memory);
+                (region, view)
+            }
+            Some(gpu) => {
+                let region = endpoint.alloc_sim(gpu.index(), len)?;
+                let view = view_of(region.as_ptr() as u64, len);
+                (region, view)
+            }
+            None if raw => {
+                let mut memory = vec![0u8; len].into_boxed_slice();
+                let base = memory.as_mut_ptr();
+                // SAFETY: the area keeps the memory for longer than its region.
+                let region = unsafe { endpoint.register_raw(base, len) }?;
+                own = Some(memory);
+                (region, base)
+            }
+            None => {
+                let region = endpoint.register(vec![0u8; len])?;
+                let base = region.as_ptr();
+                (region, base)
+            }
+        };
+        // SAFETY: `len` bytes of memory that only this thread uses, and no operation yet.
+        unsafe { std::ptr::copy_nonoverlapping(known.as_ptr(), view, len) };
+        let expected = known.clone();
+        let region = Some(region);
+        Ok(Area {
+            slot,
+            region,
+            phase,
+            expected,
+            known,
+            blocks,
+            taken: false,
+            loose: false,
+            view,
+            buffer,
+            _own: own,
+        })
+    }
+
+    /// What has to be in the blocks when the operation is done.
+    pub fn expect(&mut self, bytes: &[u8]) {
+        self.expected = self.known.clone();
+        fill(&mut self.expected, &self.blocks, bytes);
+    }
+
+    /// The bytes now.
+    pub fn now(&self) -> &[u8] {
+        // SAFETY: the memory is this area's, and the engine, which writes on this thread alone, does not run.
+        unsafe { std::slice::from_raw_parts(self.view, self.known.len()) }
+    }
+
+    /// The first `bytes` bytes of the blocks.
+    pub fn joined(&self, bytes: usize) -> Vec<u8> {
+        let now = self.now();
+        let mut all = Vec::with_capacity(bytes);
+        for (at, len) in &self.blocks {
+            all.extend_from_slice(&now[*at..at + (*len).min(bytes - all.len())]);
+        }
+        all
+    }
+
+    /// Whether the operation's bytes are there, and no others.
+    ///
+    /// # Errors
+    /// The first byte that is wrong.
+    pub fn check_done(&self) -> Result<(), String> {
+        if self.phase == Phase::Gone {
+            return Ok(());
+        }
+        compare(self.now(), &self.expected, "a finished operation")
+    }
+
+    /// Checks what must hold at any time, and remembers what is there.
+    ///
+    /// # Errors
+    /// The first byte that is wrong.
+    pub fn check(&mut self) -> Result<(), String> {
+        // SAFETY: as in `now`; the borrow is apart from the other fields.
+        let now = unsafe { std::slice::from_raw_parts(self.view, self.known.len()) };
+        match self.phase {
+            Phase::Gone => {}
+            Phase::Source => compare(now, &self.known, "memory that is only read")?,
+            Phase::Frozen => compare(now, &self.known, "memory of an operation that has ended")?,
+            Phase::Open if !self.loose => {
+                if now == self.known.as_slice() {
+                    return Ok(());
+                }
+                let wrong = |at: &usize| now[*at] != self.known[*at] && now[*at] != self.expected[*at];
+                if let Some(at) = (0..now.len()).find(wrong) {
+                    let bytes = (now[at], self.known[at], self.expected[at]);
+                    return Err(format!(
+                        "byte {at} of a target is neither the old nor the new one: {bytes:02x?}"
+                    ));
+                }
+                self.known.copy_from_slice(now);
+            }
+            Phase::Open | Phase::OpenForMessage => {
+                let mut at = 0;
+                for (begin, len) in self.blocks.iter().chain([&(self.known.len(), 0)]) {
+                    compare(&now[at..*begin], &self.known[at..*begin], "memory beside a receive")?;
+                    at = begin + len;
+                }
+                self.known.copy_from_slice(now);
+            }
+        }
+        Ok(())
+    }
+
+    /// From now on nothing may change.
+    ///
+    /// # Errors
+    /// As of [`Area::check`].
+    pub fn freeze(&mut self) -> Result<(), String> {
+        if matches!(self.phase, Phase::Open | Phase::OpenForMessage) {
+            self.check()?;
+            self.phase = Phase::Frozen;
+        }
+        Ok(())
+    }
+
+    /// Frees memory of a GPU that the area owns. Returns whether there was any.
+    pub fn free(&mut self) -> bool {
+        let freed = self.buffer.take().is_some();
+        if freed {
+            self.phase = Phase::Gone;
+            self.taken = true;
+        }
+        freed
+    }
+
+    /// Fills memory that is its user's again with other bytes, which nothing may change.
+    pub fn poison(&mut self) {
+        if self.phase == Phase::Gone {
+            return;
+        }
+        self.known.fill(0xEE);
+        // SAFETY: the memory is this area's, and the engine has released it.
+        unsafe { std::ptr::copy_nonoverlapping(self.known.as_ptr(), self.view, self.known.len()) };
+        self.phase = Phase::Frozen;
+    }
+}
+
+fn view_of(address: u64, len: usize) -> *mut u8 {
+    // SAFETY: the allocation is of this length, and lives as long as the area that looks at it.
+    unsafe { SimGpu::dma_view(address, len) }.expect("memory of a GPU")
+}
+
+fn fill(memory: &mut [u8], blocks: &[(usize, usize)], bytes: &[u8]) {
+    let mut from = 0;
+    for (at, len) in blocks {
+        let now = (*len).min(bytes.len() - from);
+        memory[*at..at + now].copy_from_slice(&bytes[from..from + now]);
+        from += now;
+    }
+}
+
+fn compare(found: &[u8], expected: &[u8], what: &str) -> Result<(), String> {
+    if found == expected {
+        return Ok(());
+    }
+    let wrong = found.iter().zip(expected).filter(|(a, b)| a != b).count();
+    let at = found.iter().zip(expected).position(|(a, b)| a != b).unwrap_or_default();
+    let here = |bytes: &[u8]| bytes[at..bytes.len().min(at + 8)].to_vec();
+    Err(format!(
+        "{what}: {wrong} of {} bytes are wrong, the first at {at}: {:02x?} instead of {:02x?}",
+        found.len(),
+        here(found),
+        here(expected)
+    ))
+}
