@@ -25,6 +25,9 @@ const THREADS_MAX: usize = ferrywire::limits::SIM_GPUS_MAX / GPUS_PER_THREAD;
 /// Every so many seeds one is played twice, and has to repeat.
 const REPEATED: u64 = 16;
 
+/// Failures after which a campaign ends.
+const FAILURES_MAX: usize = 8;
+
 /// Which seeds, on how many threads, and for how long at most.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
@@ -36,6 +39,8 @@ pub struct Plan {
     pub threads: usize,
     /// Time after which no further seed begins.
     pub time: Option<Duration>,
+    /// Ends at the first failure, without shrinking it.
+    pub quick: bool,
 }
 
 /// A failed seed.
@@ -162,6 +167,7 @@ pub fn campaign(plan: Plan) -> Report {
             let took = began.elapsed();
             let failure = result.err().map(|broken| {
                 let (shrunk, _) = match broken.invariant {
+                    _ if plan.quick => (scenario.clone(), broken.clone()),
                     "a seed repeats" => (scenario.clone(), broken.clone()),
                     _ => shrink(&scenario, &broken, &gpus),
                 };
@@ -172,7 +178,7 @@ pub fn campaign(plan: Plan) -> Report {
             report.cover.add(&outcome.cover);
             report.times.push(took);
             report.failures.extend(failure);
-            if report.failures.len() >= 8 {
+            if report.failures.len() >= if plan.quick { 1 } else { FAILURES_MAX } {
                 stop.store(true, Ordering::Relaxed);
             }
         }

@@ -124,6 +124,8 @@ pub struct Driver {
     due: RefCell<Vec<usize>>,
     /// Passes without progress in a row, beside a call that waits.
     idle: Cell<u32>,
+    /// No step of the clock goes beyond this time.
+    until: Cell<Option<Duration>>,
 }
 
 impl Driver {
@@ -140,6 +142,7 @@ impl Driver {
             waiting_since: Cell::new(0),
             due: RefCell::default(),
             idle: Cell::new(0),
+            until: Cell::new(None),
         });
         DRIVER.set(Some(driver.clone()));
         driver
@@ -245,7 +248,7 @@ impl Driver {
         let now = self.now();
         let most = if self.gpus.iter().any(|gpu| gpu.has_work()) { COPY_STEP } else { STEP_MAX };
         let timed = self.timed.borrow().iter().map(|(at, _)| *at).min();
-        let next = self.net.next_event().into_iter().chain(timed).min();
+        let next = self.net.next_event().into_iter().chain(timed).chain(self.until.get()).min();
         next.map_or(most, |next| next.saturating_sub(now).clamp(PASS, most))
     }
 
@@ -264,6 +267,11 @@ impl Driver {
         self.net.advance(self.step(worked || slow));
         self.happen_due();
         worked
+    }
+
+    /// The clock stops at this time first.
+    pub fn stop_clock_at(&self, until: Option<Duration>) {
+        self.until.set(until);
     }
 
     /// Polls everything once. Returns whether there was progress.

@@ -38,6 +38,10 @@ impl Run<'_> {
     fn completed(&mut self, index: usize) -> Check {
         for area in self.ops[index].targets.clone() {
             let area = &mut self.areas[area];
+            if area.was_incomplete {
+                let what = format!("its target was taken back before: {:?}", self.ops[index].post);
+                return broken("an operation that has succeeded is complete", what);
+            }
             if area.taken {
                 continue;
             }
@@ -105,8 +109,6 @@ impl Run<'_> {
                 known && (link.fragile.is_some() || link.closing != [false; 2])
             }
             TransferError::Cancelled => op.cancelled,
-            // Its own memory was taken back, and the peer learns of that first.
-            TransferError::AccessRefused { .. } if self.memory_failed(op, near) => true,
             TransferError::AccessRefused { .. } => match op.post.verb {
                 Verb::Write | Verb::Read => self.memory_failed(op, far),
                 Verb::Send { .. } => self.partners(op).any(|recv| {

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use ferrywire_campaign::{Plan, campaign, trace};
 
-const USAGE: &str = "usage: campaign [--seeds N] [--from S] [--minutes M] [--threads T] | --seed X [--trace]";
+const USAGE: &str =
+    "usage: campaign [--seeds N] [--from S] [--minutes M] [--threads T] [--quick] | --seed X [--trace]";
 
 #[derive(Default)]
 struct Arguments {
@@ -15,6 +16,7 @@ struct Arguments {
     threads: Option<usize>,
     seed: Option<u64>,
     trace: bool,
+    quick: bool,
 }
 
 fn parse() -> Option<Arguments> {
@@ -24,8 +26,13 @@ fn parse() -> Option<Arguments> {
     }
     let mut arguments = Arguments::default();
     while let Some(word) = words.next() {
-        if word == "--trace" {
-            arguments.trace = true;
+        let flag = match word.as_str() {
+            "--trace" => Some(&mut arguments.trace),
+            "--quick" => Some(&mut arguments.quick),
+            _ => None,
+        };
+        if let Some(flag) = flag {
+            *flag = true;
             continue;
         }
         let value: u64 = words.next()?.parse().ok()?;
@@ -64,6 +71,7 @@ fn main() -> ExitCode {
         },
         threads: arguments.threads.unwrap_or(threads),
         time: arguments.minutes.map(|minutes| Duration::from_secs(60 * minutes)),
+        quick: arguments.quick,
     };
     let report = campaign(plan);
     report.failures.iter().for_each(|failure| println!("{}\n", failure.text()));

@@ -42,6 +42,8 @@ pub struct Area {
     pub blocks: Vec<(usize, usize)>,
     /// Whether its user freed it, or took it back.
     pub taken: bool,
+    /// Whether bytes of its operation were missing when its user took it back.
+    pub was_incomplete: bool,
     /// Whether wrong bytes may be in the blocks before the operation is done.
     pub loose: bool,
     view: *mut u8,
@@ -137,6 +139,7 @@ impl Area {
             known,
             blocks,
             taken: false,
+            was_incomplete: false,
             loose: false,
             view,
             buffer,

@@ -312,6 +312,9 @@ impl Draw {
         for _ in 0..count {
             self.step();
         }
+        if self.one_in(30) {
+            self.flood();
+        }
         let Draw { seed, ends, links, steps, .. } = self;
         Scenario { seed, benign, ends, links, steps }
     }
@@ -451,6 +454,31 @@ impl Draw {
                 self.add(send);
             }
         }
+    }
+
+    /// More messages than the other end holds, before one of them is received.
+    fn flood(&mut self) {
+        let (link, side, tag) = (self.below(self.links.len()), self.below(2), 9);
+        let bytes = [65_536, 60_000, 400][self.below(3)];
+        let count = if bytes < 1000 { 200 } else { 70 + self.below(30) };
+        let plain = Post {
+            id: 0,
+            link,
+            side,
+            verb: Verb::Send { tag },
+            bytes,
+            blocks: 1,
+            regions: 1,
+            notify: None,
+            source_on_gpu: false,
+            target_on_gpu: false,
+            raw: false,
+        };
+        let (sends, slow) = (self.steps.len(), std::mem::replace(&mut self.slow, 12));
+        (0..count).for_each(|_| self.add(plain.clone()));
+        self.slow = slow;
+        self.steps[sends..].iter_mut().for_each(|step| step.pause_us = step.pause_us.min(100));
+        (0..count).for_each(|_| self.add(Post { verb: Verb::Recv { tag }, side: 1 - side, ..plain.clone() }));
     }
 
     fn some_op(&mut self) -> Option<OpId> {

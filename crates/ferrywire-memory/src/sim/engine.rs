@@ -118,11 +118,11 @@ impl Engine {
         }
     }
 
-    /// Runs the first item of a queue, whatever its delay. Returns false if there is none that may run.
+    /// Runs the first item of a queue, as if its delay and a stall were over. Returns false if there is none, or it
+    /// waits for an event.
     fn run_first(&self, queue: u64) -> bool {
         let mut state = self.lock();
-        let stalled = state.injector.faults.stall;
-        let first = state.queues.get_mut(&queue).filter(|each| !stalled && each.is_ready());
+        let first = state.queues.get_mut(&queue).filter(|each| each.is_ready());
         let Some(item) = first.and_then(Queue::take) else { return false };
         drop(state);
         self.run_one(queue, item);

@@ -156,7 +156,7 @@ impl SimGpu {
     }
 
     /// Leaves all work to callers of [`SimGpu::run_due`], so that a simulation on one thread repeats. A wait for a stream
-    /// runs the work of that stream, whatever its delays.
+    /// runs the work of that stream, as if its delays and a stall were over.
     pub fn step(&self) {
         self.engine.step();
     }
