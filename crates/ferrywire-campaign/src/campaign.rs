@@ -95,7 +95,7 @@ fn is_playing() -> bool {
 }
 
 /// The GPUs of one thread of a campaign.
-fn gpus(thread: usize) -> Vec<Arc<SimGpu>> {
+pub fn gpus(thread: usize) -> Vec<Arc<SimGpu>> {
     let open = |index: usize| SimGpu::open(index as u32).expect("a simulated GPU");
     let gpus: Vec<_> = (0..GPUS_PER_THREAD).map(|index| open(thread * GPUS_PER_THREAD + index)).collect();
     gpus.iter().for_each(|gpu| gpu.step());

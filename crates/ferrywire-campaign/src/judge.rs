@@ -18,8 +18,19 @@ fn is_gone(error: &TransferError) -> bool {
 }
 
 impl Run<'_> {
-    /// Checks an operation that has just ended.
+    /// Checks an operation that has just ended. Then its memory is its user's, who uses some of it for other things.
     pub fn judge(&mut self, index: usize) -> Check {
+        self.judge_outcome(index)?;
+        let op = &self.ops[index];
+        let (number, transfer) = (op.post.id, op.transfer.is_some());
+        let targets = op.targets.clone().into_iter().filter(|_| !number.is_multiple_of(3));
+        let sources = op.sources.clone().into_iter().filter(|_| number.is_multiple_of(2));
+        let areas: Vec<usize> = targets.chain(sources).filter(|_| transfer).collect();
+        areas.into_iter().for_each(|area| self.areas[area].reuse());
+        Ok(())
+    }
+
+    fn judge_outcome(&mut self, index: usize) -> Check {
         let op = &self.ops[index];
         match op.outcome.clone() {
             Some(Ok(moved)) => match op.post.verb {
@@ -211,9 +222,9 @@ impl Run<'_> {
             return Ok(());
         }
         for area in self.ops[index].targets.clone() {
-            let taken = self.areas[area].taken;
+            let elsewhere = self.areas[area].taken || self.areas[area].reused;
             if let Err(why) = self.areas[area].check_done()
-                && !taken
+                && !elsewhere
             {
                 let what = format!("{why}: {:?}", self.ops[index].post);
                 return broken("a notification comes after its bytes", what);

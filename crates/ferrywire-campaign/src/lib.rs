@@ -15,5 +15,7 @@ mod memory;
 mod run;
 mod scenario;
 mod shrink;
+#[cfg(test)]
+mod tests;
 
 pub use campaign::{Failure, Plan, Report, campaign, trace};

@@ -44,6 +44,8 @@ pub struct Area {
     pub taken: bool,
     /// Whether bytes of its operation were missing when its user took it back.
     pub was_incomplete: bool,
+    /// Whether its user has written other bytes into it.
+    pub reused: bool,
     /// Whether wrong bytes may be in the blocks before the operation is done.
     pub loose: bool,
     view: *mut u8,
@@ -140,6 +142,7 @@ impl Area {
             blocks,
             taken: false,
             was_incomplete: false,
+            reused: false,
             loose: false,
             view,
             buffer,
@@ -238,11 +241,24 @@ impl Area {
         freed
     }
 
+    /// Its user uses the memory of an operation that has ended for something else.
+    pub fn reuse(&mut self) {
+        match self.phase {
+            Phase::Source => {
+                self.poison();
+                self.phase = Phase::Source;
+            }
+            Phase::Frozen if !self.taken => self.poison(),
+            _ => {}
+        }
+    }
+
     /// Fills memory that is its user's again with other bytes, which nothing may change.
     pub fn poison(&mut self) {
         if self.phase == Phase::Gone {
             return;
         }
+        self.reused = true;
         self.known.fill(0xEE);
         // SAFETY: the memory is this area's, and the engine has released it.
         unsafe { std::ptr::copy_nonoverlapping(self.known.as_ptr(), self.view, self.known.len()) };

@@ -145,6 +145,25 @@ pub struct Post {
     pub raw: bool,
 }
 
+impl Post {
+    /// One run of bytes, of host memory that the engine owns, at both ends.
+    pub fn plain(id: OpId, link: usize, side: usize, verb: Verb, bytes: usize) -> Post {
+        Post {
+            id,
+            link,
+            side,
+            verb,
+            bytes,
+            blocks: 1,
+            regions: 1,
+            notify: None,
+            source_on_gpu: false,
+            target_on_gpu: false,
+            raw: false,
+        }
+    }
+}
+
 /// Kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
@@ -308,12 +327,12 @@ impl Draw {
         let benign = !self.one_in(5);
         self.topology();
         self.connections();
+        if self.one_in(25) {
+            self.flood();
+        }
         let count = 4 + self.below(28);
         for _ in 0..count {
             self.step();
-        }
-        if self.one_in(30) {
-            self.flood();
         }
         let Draw { seed, ends, links, steps, .. } = self;
         Scenario { seed, benign, ends, links, steps }
@@ -461,19 +480,7 @@ impl Draw {
         let (link, side, tag) = (self.below(self.links.len()), self.below(2), 9);
         let bytes = [65_536, 60_000, 400][self.below(3)];
         let count = if bytes < 1000 { 200 } else { 70 + self.below(30) };
-        let plain = Post {
-            id: 0,
-            link,
-            side,
-            verb: Verb::Send { tag },
-            bytes,
-            blocks: 1,
-            regions: 1,
-            notify: None,
-            source_on_gpu: false,
-            target_on_gpu: false,
-            raw: false,
-        };
+        let plain = Post::plain(0, link, side, Verb::Send { tag }, bytes);
         let (sends, slow) = (self.steps.len(), std::mem::replace(&mut self.slow, 12));
         (0..count).for_each(|_| self.add(plain.clone()));
         self.slow = slow;

@@ -1,0 +1,62 @@
+//! Scenarios that failed once, each as small as it could be made.
+
+use crate::campaign::{attempt, gpus};
+use crate::scenario::{Action, EndPlan, Fault, Post, Scenario, Step, Verb};
+
+/// Two endpoints with one NIC each, a link between them, and steps with their pauses.
+fn pair(steps: impl IntoIterator<Item = (u64, Action)>) -> Scenario {
+    let end = EndPlan {
+        nics: vec![(None, 0)],
+        channels: 2,
+        chunk_bytes: 8192,
+        window: 64,
+        crc: false,
+        peer_timeout_ms: 10_000,
+    };
+    let connected = [(0, Action::Connect { link: 0 })];
+    let steps = connected.into_iter().chain(steps).map(|(pause_us, action)| Step { pause_us, action });
+    Scenario {
+        seed: 1,
+        benign: false,
+        ends: vec![end.clone(), end],
+        links: vec![(0, 1)],
+        steps: steps.collect(),
+    }
+}
+
+#[track_caller]
+fn holds(scenario: &Scenario) {
+    let (_, result) = attempt(scenario, &gpus(7), false);
+    assert!(result.is_ok(), "{result:?}");
+}
+
+/// The close returned just before the peer had ended, without an error of the peer.
+#[test]
+fn a_close_whose_time_is_up_leaves_a_closed_peer() {
+    for (side, timeout_us) in (0..40).map(|number| (number % 2, 7 + 531 * number as u64)) {
+        holds(&pair([
+            (0, Action::Post(Post::plain(0, 0, 1, Verb::Write, 7000))),
+            (0, Action::Fault(Fault::Partition { end: 0, us: 3_000_000 })),
+            (100, Action::ClosePeer { link: 0, side, timeout_us, meanwhile: None }),
+        ]));
+    }
+}
+
+/// The read failed with an error that named the peer.
+#[test]
+fn a_read_into_memory_that_is_deregistered_names_the_memory() {
+    holds(&pair([
+        (0, Action::Post(Post::plain(0, 0, 0, Verb::Read, 40_000))),
+        (60, Action::Deregister { op: 0, of_source: false }),
+    ]));
+}
+
+/// Messages past the credit of the receiver go out as it receives.
+#[test]
+fn more_messages_than_the_receiver_holds() {
+    let posts = |verb, side: usize, first: usize| {
+        let post = move |id| (0, Action::Post(Post::plain(id, 0, side, verb, 65_536)));
+        (first..first + 80).map(post)
+    };
+    holds(&pair(posts(Verb::Send { tag: 1 }, 0, 0).chain(posts(Verb::Recv { tag: 1 }, 1, 80))));
+}
