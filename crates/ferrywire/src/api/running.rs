@@ -119,7 +119,8 @@ impl Running {
         let transport = &self.context().transport;
         let now = transport.now();
         self.with_control(|control| control.close(peer.info.session, timeout));
-        let until = now.saturating_add(timeout).saturating_add(limits::HEARTBEAT_INTERVAL);
+        // The link waits for one interval after its goodbye, and the goodbye may follow the timeout.
+        let until = now.saturating_add(timeout).saturating_add(2 * limits::HEARTBEAT_INTERVAL);
         while !peer.is_over() && transport.now() < until {
             if self.context().is_caller_driven() {
                 self.poll_once();
