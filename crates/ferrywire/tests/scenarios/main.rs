@@ -142,6 +142,7 @@ scenarios! {
         refused_writes_do_not_notify,
         a_refused_part_fails_the_whole,
         deregistered_during_a_write,
+        deregistered_during_a_read_into_it,
         deregistered_while_ended_transfers_are_held,
         wrong_regions_and_offsets_are_refused_at_once,
     };

@@ -96,6 +96,20 @@ pub fn deregistered_during_a_write(world: &mut impl World) {
     assert_same(memory.bytes(), &vec![0xEE; bytes], "memory that is the caller's again");
 }
 
+/// The error used to say that the peer had ended the read.
+pub fn deregistered_during_a_read_into_it(world: &mut impl World) {
+    let (peer, _far) = world.pair();
+    let bytes = world.bytes_max();
+    let source = world.patterned(1, bytes, 1);
+    let target = world.zeroed(0, bytes);
+    let read = peer.read(&target, 0, &source.descriptor(), 0, bytes as u64).unwrap();
+    target.deregister().unwrap();
+    match world.outcome(&read) {
+        Ok(moved) => assert_eq!(moved, bytes as u64),
+        Err(error) => assert!(matches!(error, TransferError::Invalid { .. }), "{error}"),
+    }
+}
+
 /// A handle of an operation that has ended does not keep its memory.
 pub fn deregistered_while_ended_transfers_are_held(world: &mut impl World) {
     let (peer, far) = world.pair();

@@ -137,6 +137,12 @@ impl PeerState {
                 let replies = self.inbound.post_again(op);
                 return self.reply(replies);
             }
+            if sink.op.memory.as_ref().is_some_and(|memory| memory.taken_back()) {
+                // This end refused the bytes, and the peer only answers.
+                let why = "the region was deregistered while a transfer filled it";
+                sink.op.fail(Error::invalid("region", why));
+                return self.stop_asking(&sink.op);
+            }
             let why = if refusal != Refusal::Other && is_untouched {
                 refusal.text().into()
             } else {
