@@ -218,6 +218,24 @@ impl Endpoint {
         self.closed.load(Ordering::SeqCst)
     }
 
+    /// Replaces the shared secret for connections from now on; those that are open stay. `secret` is used to connect, and
+    /// peers with `secret` or `also_accepted` are accepted.
+    ///
+    /// To exchange a secret without a gap, call this on every endpoint three times, each time on all before the next:
+    /// `set_secret(old, also_accepted=new)`, `set_secret(new, also_accepted=old)`, `set_secret(new)`.
+    ///
+    /// Raises `UsageError` for a secret that is too short, and `Closed`.
+    #[pyo3(signature = (secret, *, also_accepted=None))]
+    fn set_secret(
+        &self,
+        py: Python<'_>,
+        secret: &Bound<'_, PyAny>,
+        also_accepted: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let also_accepted = also_accepted.map(self::secret).transpose()?;
+        self.open(py)?.set_secret(self::secret(secret)?, also_accepted).or_raise(py)
+    }
+
     /// The endpoint's identity and addresses as bytes, for `connect` in another process. The application carries them
     /// there.
     ///

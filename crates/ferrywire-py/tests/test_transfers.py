@@ -284,6 +284,17 @@ def test_encryption_is_settled_by_both_ends(near: dict[str, Any], far: dict[str,
             assert found is None if protection is None else protection in found or found == "poly1305"
 
 
+def test_a_secret_is_exchanged_while_endpoints_run():
+    old, new = b"the first secret", "the second secret"
+    with fw.Endpoint("127.0.0.1:0", secret=old) as there, fw.Endpoint(secret=old) as here:
+        there.set_secret(new, also_accepted=old)
+        here.connect(("127.0.0.1", there.port), timeout=LIMIT).close()
+        here.set_secret(new)
+        here.connect(("127.0.0.1", there.port), timeout=LIMIT).close()
+        with pytest.raises(fw.UsageError, match="secret"):
+            here.set_secret(b"short")
+
+
 def test_encryption_that_one_end_requires_and_the_other_has_off_is_refused():
     with fw.Endpoint("127.0.0.1:0", encryption="required") as there, fw.Endpoint() as here:
         with pytest.raises(fw.Error, match="requires encryption"):

@@ -6,6 +6,7 @@ use ferrywire_proto::limits;
 use ferrywire_proto::protection::{Encryption, ProtectionWish};
 use std::net::SocketAddr;
 use std::time::Duration;
+use zeroize::Zeroizing;
 
 /// Configuration of an endpoint. `None` and empty values are chosen when the endpoint is built or when a peer
 /// connects.
@@ -42,11 +43,24 @@ pub struct Config {
     pub(crate) secret: Option<Secret>,
 }
 
-/// A secret. `Debug` does not print it.
+/// A secret. `Debug` does not print it, and it is overwritten when it is dropped.
 #[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Secret(pub Vec<u8>);
+pub(crate) struct Secret(pub Zeroizing<Vec<u8>>);
+
+/// The secrets of an endpoint, which may change while it runs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Secrets {
+    /// The secret to connect with.
+    pub current: Option<Secret>,
+    /// A further secret of peers that are accepted.
+    pub also_accepted: Option<Secret>,
+}
 
 impl Secret {
+    pub fn new(secret: impl Into<Vec<u8>>) -> Secret {
+        Secret(Zeroizing::new(secret.into()))
+    }
+
     /// # Errors
     /// [`Error::Invalid`] if the secret is shorter than `SECRET_BYTES_MIN`.
     pub fn check(&self) -> Result<()> {

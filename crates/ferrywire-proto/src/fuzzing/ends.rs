@@ -11,6 +11,7 @@ use crate::protection::{Encryption, ProtectionWish};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
+use zeroize::Zeroizing;
 
 /// Either end of a handshake, as seen by code that only moves bytes.
 pub(super) trait End {
@@ -70,8 +71,8 @@ impl Admission for Gate {
         me(2)
     }
 
-    fn secret(&self) -> Option<Vec<u8>> {
-        self.secret.clone()
+    fn secrets(&self) -> Vec<Zeroizing<Vec<u8>>> {
+        self.secret.clone().map(Zeroizing::new).into_iter().collect()
     }
 
     fn secret_needed(&self) -> bool {

@@ -4,11 +4,12 @@
 //! The targets are not part of the API; `fuzz/smoke` runs them. Targets for the kernel's bytes are in
 //! `ferrywire_sys::fuzzing`.
 //! Read next: `ends.rs`, then the attackers: `strangers.rs` (without the secret), `insider.rs` (with it),
-//! `sessions.rs`, `frames.rs`.
+//! `sessions.rs`, `frames.rs`, `records.rs`.
 
 mod ends;
 mod frames;
 mod insider;
+mod records;
 mod sessions;
 mod strangers;
 
@@ -41,6 +42,11 @@ pub fn control(data: &[u8]) {
         1 => sessions::plain_content(&mut input),
         _ => sessions::evil_peer(&mut input),
     }
+}
+
+/// Records of a protected connection, changed on their way.
+pub fn records(data: &[u8]) {
+    records::changed(&mut Input(data));
 }
 
 /// Data frames, and the pure code that acts on them, compared with models.

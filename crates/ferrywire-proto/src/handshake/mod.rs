@@ -48,7 +48,7 @@ pub use secure::{Secure, SecureError};
 
 use snow::HandshakeState;
 use snow::resolvers::{CryptoResolver, DefaultResolver};
-use zeroize::Zeroizing;
+use zeroize::{Zeroize, Zeroizing};
 
 use crate::protection::Protection;
 use crate::record::{RecordSecret, RecordSecrets};
@@ -163,6 +163,12 @@ impl DataKey {
 
     fn prove_accept(&self, opening: &DataOpening, challenge: &[u8]) -> blake3::Hash {
         self.prove("ferrywire accept", &[&opening.encode()[..], challenge].concat())
+    }
+}
+
+impl Drop for DataKey {
+    fn drop(&mut self) {
+        self.0.zeroize();
     }
 }
 

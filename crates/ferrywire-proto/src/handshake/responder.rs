@@ -6,6 +6,7 @@
 //! Read next: `session/mod.rs`, for the traffic of a control connection.
 
 use snow::HandshakeState;
+use zeroize::Zeroizing;
 
 use crate::protection::{Protection, ProtectionWish};
 
@@ -34,8 +35,8 @@ pub struct KnownSession {
 pub trait Admission {
     /// How this endpoint introduces itself.
     fn hello(&self) -> Hello;
-    /// The shared secret; with one, only peers that hold it are admitted.
-    fn secret(&self) -> Option<Vec<u8>>;
+    /// The shared secrets; with any, only peers that hold one of them are admitted.
+    fn secrets(&self) -> Vec<Zeroizing<Vec<u8>>>;
     /// How this endpoint wants data connections to be protected.
     fn wish(&self) -> ProtectionWish {
         ProtectionWish::default()
@@ -172,7 +173,7 @@ impl<A: Admission> Responder<A> {
 
     fn on_preamble(&mut self, preamble: &[u8]) -> Result<(), HandshakeError> {
         self.stage = match Preamble::decode(preamble)? {
-            Kind::Control if self.admission.secret_needed() && self.admission.secret().is_none() => {
+            Kind::Control if self.admission.secret_needed() && self.admission.secrets().is_empty() => {
                 return Err(HandshakeError::WrongSecret(Mismatch::NeededHere));
             }
             Kind::Control => Stage::FirstMessage,
@@ -182,11 +183,9 @@ impl<A: Admission> Responder<A> {
     }
 
     fn on_first_message(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
-        let secret = self.admission.secret();
-        let mut noise = noise(secret.as_deref(), false)?;
-        if noise_read(&mut noise, message).is_none() {
-            return Err(HandshakeError::WrongSecret(mismatch(secret.is_some(), message)));
-        }
+        let secrets = self.admission.secrets();
+        let mut noise = fitting(&secrets, message)?
+            .ok_or_else(|| HandshakeError::WrongSecret(mismatch(!secrets.is_empty(), message)))?;
         let hello = self.admission.hello();
         hello.check()?;
         let mut payload = Vec::new();
@@ -312,6 +311,22 @@ fn opening_stage(noise: Box<HandshakeState>) -> Result<Stage, HandshakeError> {
     let handshake = handshake_hash(&noise)?;
     let secure = Secure::new(*noise).map_err(|_| HandshakeError::Noise)?;
     Ok(Stage::Opening { secure, handshake })
+}
+
+/// The handshake with the secret that the first message was made with, after that message; `None` if no secret fits.
+fn fitting(
+    secrets: &[Zeroizing<Vec<u8>>],
+    message: &[u8],
+) -> Result<Option<Box<HandshakeState>>, HandshakeError> {
+    let held = secrets.iter().map(|secret| Some(secret.as_slice()));
+    let none = secrets.is_empty().then_some(None);
+    for secret in held.chain(none) {
+        let mut noise = noise(secret, false)?;
+        if noise_read(&mut noise, message).is_some() {
+            return Ok(Some(noise));
+        }
+    }
+    Ok(None)
 }
 
 /// Why a first message does not fit this end's secret; tests whether it was made without a secret.

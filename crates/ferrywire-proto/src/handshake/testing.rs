@@ -4,6 +4,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use zeroize::Zeroizing;
+
 use crate::protection::ProtectionWish;
 
 use super::{Admission, Config, Established, Hello, KnownSession, ListenAddress, Refusal};
@@ -13,6 +15,7 @@ use super::{Admission, Config, Established, Hello, KnownSession, ListenAddress, 
 pub struct Desk {
     pub hello: Hello,
     pub secret: Option<Vec<u8>>,
+    pub also_accepted: Option<Vec<u8>>,
     pub secret_needed: bool,
     pub wish: ProtectionWish,
     pub sessions: HashMap<u64, KnownSession>,
@@ -33,7 +36,18 @@ impl Shared {
         let (sessions, decided) = (HashMap::new(), Vec::new());
         let (hello, secret_needed) = (hello(2), false);
         let wish = ProtectionWish::default();
-        let desk = Desk { hello, secret, secret_needed, wish, sessions, refuse: None, settle: None, decided };
+        let also_accepted = None;
+        let desk = Desk {
+            hello,
+            secret,
+            also_accepted,
+            secret_needed,
+            wish,
+            sessions,
+            refuse: None,
+            settle: None,
+            decided,
+        };
         Shared(Arc::new(Mutex::new(desk)))
     }
 
@@ -61,8 +75,9 @@ impl Admission for Shared {
         self.desk().hello.clone()
     }
 
-    fn secret(&self) -> Option<Vec<u8>> {
-        self.desk().secret.clone()
+    fn secrets(&self) -> Vec<Zeroizing<Vec<u8>>> {
+        let desk = self.desk();
+        desk.secret.iter().chain(&desk.also_accepted).cloned().map(Zeroizing::new).collect()
     }
 
     fn secret_needed(&self) -> bool {

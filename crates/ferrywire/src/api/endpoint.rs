@@ -15,7 +15,7 @@ use crate::api::peer::Peer;
 use crate::api::region::{Region, RegionHome};
 use crate::api::running::Running;
 use crate::api::wakeup::Wakeup;
-use crate::config::Config;
+use crate::config::{Config, Secret, Secrets};
 use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
@@ -170,6 +170,22 @@ impl Endpoint {
     /// The configuration, with defaults applied.
     pub fn config(&self) -> &Config {
         &self.context().config
+    }
+
+    /// Replaces the shared secret for connections from now on; those that are open stay. `secret` is used to connect, and
+    /// peers with `secret` or `also_accepted` are accepted.
+    ///
+    /// To exchange a secret without a gap, call this on every endpoint three times, each time on all before the next:
+    /// `(old, Some(new))`, `(new, Some(old))`, `(new, None)`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a secret that is too short.
+    pub fn set_secret(&self, secret: impl Into<Vec<u8>>, also_accepted: Option<Vec<u8>>) -> Result<()> {
+        let secrets =
+            Secrets { current: Some(Secret::new(secret)), also_accepted: also_accepted.map(Secret::new) };
+        secrets.current.iter().chain(&secrets.also_accepted).try_for_each(Secret::check)?;
+        self.context().set_secrets(secrets);
+        Ok(())
     }
 
     /// The addresses listened on, with their actual ports.

@@ -5,10 +5,9 @@
 use super::accept_queue::{AcceptQueue, Permit};
 use super::full;
 use super::lanes::LANE;
-use crate::config::Secret;
+use crate::config::Secrets;
 use crate::core::context::Context;
-use crate::payload::payload_backend::{self, Incompatible, SharedBackend};
-use ferrywire_net::SharedTransport;
+use crate::payload::payload_backend::{self, Incompatible};
 use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
@@ -17,18 +16,14 @@ use ferrywire_proto::protection::ProtectionWish;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use zeroize::Zeroizing;
 
 /// All sessions of an endpoint, and the endpoint's own data for handshakes.
 pub(super) struct SessionTable {
     me: Hello,
-    secret: Option<Secret>,
     secret_needed: bool,
-    wish: ProtectionWish,
-    backend: Option<SharedBackend>,
-    /// Why there is no backend, if one was requested.
-    no_backend: Option<String>,
+    context: Arc<Context>,
     sessions: HashMap<u64, Known>,
-    transport: SharedTransport,
     accept_queue: Arc<AcceptQueue>,
 }
 
@@ -45,26 +40,16 @@ impl SessionTable {
     pub fn new(
         me: Hello,
         secret_needed: bool,
-        context: &Context,
+        context: Arc<Context>,
         accept_queue: Arc<AcceptQueue>,
     ) -> SessionTable {
-        SessionTable {
-            me,
-            secret: context.config.secret.clone(),
-            secret_needed,
-            wish: context.config.wish(),
-            backend: context.backend.clone(),
-            no_backend: context.no_backend.clone(),
-            sessions: HashMap::new(),
-            transport: context.transport.clone(),
-            accept_queue,
-        }
+        SessionTable { me, secret_needed, context, sessions: HashMap::new(), accept_queue }
     }
 
     /// Agrees on the session's configuration, including whether payload goes over lanes.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, Incompatible> {
         let same_host = peer.shares_host(&self.me) == Some(true);
-        let (backend, none) = (self.backend.as_deref(), self.no_backend.as_deref());
+        let (backend, none) = (self.context.backend.as_deref(), self.context.no_backend.as_deref());
         let extra = payload_backend::answer(backend, none, &config.extra, same_host, config)?;
         Ok(Config { extra, ..config.clone() })
     }
@@ -124,12 +109,13 @@ impl Admission for Admitter {
         self.table().me.clone()
     }
 
-    fn secret(&self) -> Option<Vec<u8>> {
-        self.table().secret.as_ref().map(|secret| secret.0.clone())
+    fn secrets(&self) -> Vec<Zeroizing<Vec<u8>>> {
+        let Secrets { current, also_accepted } = self.table().context.secrets();
+        current.into_iter().chain(also_accepted).map(|secret| secret.0).collect()
     }
 
     fn wish(&self) -> ProtectionWish {
-        self.table().wish
+        self.table().context.config.wish()
     }
 
     fn secret_needed(&self) -> bool {
@@ -154,9 +140,9 @@ impl Admission for Admitter {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
         let config = table.agree(peer, config).map_err(|why| Refusal::new(why.code(), why.to_string()))?;
-        let mut session = table.transport.session_number();
+        let mut session = table.context.transport.session_number();
         while table.sessions.contains_key(&session) {
-            session = table.transport.session_number();
+            session = table.context.transport.session_number();
         }
         let permit = table.accept_queue.try_permit();
         drop(table);

@@ -24,6 +24,7 @@ use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
+use zeroize::Zeroizing;
 
 /// An endpoint to connect to: its address, and what it has to prove.
 ///
@@ -53,13 +54,13 @@ impl ConnectTarget {
 
     /// Sets the secret of the remote endpoint, if it differs from this endpoint's.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> ConnectTarget {
-        self.secret = Some(Secret(secret.into()));
+        self.secret = Some(Secret::new(secret));
         self
     }
 
     /// The secret that both ends have to prove.
-    pub(super) fn secret_of<'a>(&'a self, context: &'a Context) -> Option<&'a [u8]> {
-        self.secret.as_ref().or(context.config.secret.as_ref()).map(|secret| secret.0.as_slice())
+    pub(super) fn secret_of(&self, context: &Context) -> Option<Zeroizing<Vec<u8>>> {
+        self.secret.clone().or_else(|| context.secrets().current).map(|secret| secret.0)
     }
 }
 
@@ -154,6 +155,7 @@ impl Dial {
     ) -> Result<Dial> {
         let (config, address) = (&context.config, target.address);
         let secret = target.secret_of(context);
+        let secret = secret.as_ref().map(|secret| secret.as_slice());
         if secret.is_none() && !address.ip().is_loopback() && context.transport.name() != "sim" {
             let why =
                 format!("needed to connect to {address}, beyond loopback: give both ends the same secret");

@@ -101,7 +101,8 @@ impl Control {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
-        let session_table = SessionTable::new(me.clone(), needed, context, accept_queue.clone());
+        let session_table =
+            SessionTable::new(me.clone(), needed, workers.context.clone(), accept_queue.clone());
         let clock = Clock::new(context.transport.now());
         Ok(Control {
             workers,

@@ -3,7 +3,7 @@
 //! Invariant: this owns no worker, channel, peer or control side, so each of them may refer to it.
 //! Read next: `worker/mod.rs`, which owns the workers.
 
-use crate::config::Config;
+use crate::config::{Config, Secrets};
 use crate::core::ordering::Gates;
 use crate::core::sleeper::Sleeper;
 use crate::core::staging::Prepared;
@@ -15,8 +15,8 @@ use ferrywire_proto::Identity;
 use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::fork::Origin;
 use ferrywire_sys::poll::Waker;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Facts of one endpoint.
 pub(crate) struct Context {
@@ -24,6 +24,7 @@ pub(crate) struct Context {
     /// The process that created the endpoint.
     pub origin: Origin,
     pub config: Config,
+    secrets: Mutex<Secrets>,
     pub transport: SharedTransport,
     /// Wakes each worker, by its number.
     pub sleepers: Box<[Arc<Sleeper>]>,
@@ -53,6 +54,7 @@ impl Context {
         Context {
             identity,
             origin: Origin::here(),
+            secrets: Mutex::new(Secrets { current: config.secret.clone(), also_accepted: None }),
             config,
             transport,
             sleepers,
@@ -65,6 +67,16 @@ impl Context {
             next_id: AtomicU64::new(1),
             control,
         }
+    }
+
+    /// The secrets in force.
+    pub fn secrets(&self) -> Secrets {
+        self.secrets.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Replaces the secrets for connections from now on.
+    pub fn set_secrets(&self, secrets: Secrets) {
+        *self.secrets.lock().unwrap_or_else(PoisonError::into_inner) = secrets;
     }
 
     /// Name of the transport of payload, for reports.

@@ -8,10 +8,10 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
-/// An endpoint that listens. Its address is no NIC's own, so that it advertises none and peers dial their
+/// An endpoint that listens. Its NIC does not exist, so that it advertises no address and peers dial their
 /// channels where they found it: through the recorder.
 pub fn victim() -> Endpoint {
-    let listening = Endpoint::builder().listen("127.0.0.2:0".parse().unwrap());
+    let listening = Endpoint::builder().nics(["none0"]).listen("127.0.0.2:0".parse().unwrap());
     listening.secret(SECRET).label("victim").threads(1).build().unwrap()
 }
 

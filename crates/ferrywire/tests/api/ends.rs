@@ -2,7 +2,7 @@
 
 use crate::case::case;
 use crate::{LIMIT, listening, pair};
-use ferrywire::{ConnectError, Endpoint, Error, Transfer, TransferError};
+use ferrywire::{ConnectError, Endpoint, Error, RefusalReason, Transfer, TransferError};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Barrier;
@@ -291,4 +291,34 @@ fn a_connect_whose_time_is_up_is_withdrawn() {
     let peer = accepting.try_accept();
     assert!(peer.is_none(), "{peer:?}");
     assert_eq!((accepting.peer_count(), connecting.peer_count()), (0, 0));
+}
+
+/// Ten times, in the three steps that the documentation gives, while a peer stays connected and others come.
+#[test]
+fn a_secret_is_exchanged_without_a_gap() {
+    let secret = |number: u32| format!("secret number {number:04}").into_bytes();
+    let builder = || Endpoint::builder().secret(secret(0)).threads(1).channels(1);
+    let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let near = builder().build().unwrap();
+    let address = far.listen_addresses()[0];
+    let (lasting, there) = (near.connect(address, LIMIT).unwrap(), far.accept(LIMIT).unwrap());
+    let meet = || {
+        let peer = near.connect(address, LIMIT).unwrap();
+        far.accept(LIMIT).unwrap().close(LIMIT).unwrap();
+        drop(peer);
+        lasting.notify(b"still here").unwrap().wait(LIMIT).unwrap();
+        assert_eq!(there.wait_notification(LIMIT).unwrap(), b"still here");
+    };
+    for (old, new) in (0..10).map(|number| (secret(number), secret(number + 1))) {
+        for (current, also) in [(&old, Some(&new)), (&new, Some(&old)), (&new, None)] {
+            for endpoint in [&far, &near] {
+                endpoint.set_secret(current.clone(), also.cloned()).unwrap();
+                meet();
+            }
+        }
+    }
+    let late = Endpoint::builder().secret(secret(0)).threads(1).build().unwrap();
+    let refused = late.connect(address, LIMIT).unwrap_err();
+    assert!(matches!(refused, ConnectError::Refused { reason: RefusalReason::Secret, .. }), "{refused}");
+    assert!(matches!(far.set_secret(*b"short", None), Err(Error::Invalid { .. })));
 }

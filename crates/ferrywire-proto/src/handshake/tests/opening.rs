@@ -98,6 +98,19 @@ fn session_with(initiator: ProtectionWish, responder: ProtectionWish) -> Course 
 }
 
 #[test]
+fn two_secrets_are_valid_at_once_while_they_are_exchanged() {
+    let desk = Shared::new(SECRET);
+    desk.desk().also_accepted = Some(b"the next secret".to_vec());
+    for (secret, is_admitted) in
+        [(SECRET, true), (Some("the next secret"), true), (Some("another"), false), (None, false)]
+    {
+        let course = join(dial(secret), Responder::new(desk.clone()), &Wire::default());
+        assert_eq!(course.initiator.is_ok(), is_admitted, "{secret:?}");
+        assert_eq!(course.responder.is_ok(), is_admitted, "{secret:?}");
+    }
+}
+
+#[test]
 fn both_ends_settle_the_same_protection() {
     let wish = |encryption, keyed_checksum| ProtectionWish { encryption, keyed_checksum, fast_aes: true };
     for (wishes, expected) in [

@@ -42,7 +42,7 @@ impl Builder {
     /// Sets the shared secret: at least [`SECRET_BYTES_MIN`](ferrywire_proto::limits::SECRET_BYTES_MIN)
     /// bytes, equal on both ends. Required beyond loopback, for listening and for connecting.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
-        self.config.secret = Some(Secret(secret.into()));
+        self.config.secret = Some(Secret::new(secret));
         self
     }
 

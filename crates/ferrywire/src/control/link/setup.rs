@@ -73,7 +73,9 @@ impl Link {
         for (nic, remote) in paths {
             let (received, data_key) = (self.session.received(), self.data_key.clone());
             let purpose = Purpose::Resume { session, received, data_key };
-            match Dial::resume(context, me, nic, remote, target.secret_of(context), purpose) {
+            let secret = target.secret_of(context);
+            let secret = secret.as_ref().map(|secret| secret.as_slice());
+            match Dial::resume(context, me, nic, remote, secret, purpose) {
                 Ok(dial) => out.push((dial, DialFor::Resume { session })),
                 Err(error) => self.last_trouble = Some(error),
             }
