@@ -12,7 +12,11 @@ use super::steering::Steering;
 use ferrywire_memory::Gpu;
 use ferrywire_memory::unpack::UnpackMode;
 use std::net::SocketAddr;
-use std::time::Instant;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a pool counts as held after it was noted; longer than between two notes and two checks of a lane.
+const HELD_FOR: Duration = Duration::from_secs(1);
 
 /// A NIC's queues with the pool that they fill.
 pub(crate) struct Device {
@@ -20,6 +24,8 @@ pub(crate) struct Device {
     index: u32,
     binding: u32,
     bindings: Bindings,
+    /// Until when a GPU counts as holding payload in the pool, which all lanes of the NIC share.
+    held_until: Mutex<Option<Instant>>,
     // Field order: steering ends its claim before the pool, to which the claim's queues are bound.
     steering: Steering,
     pool: Pool,
@@ -49,6 +55,7 @@ impl Device {
             index: claim.index(),
             binding,
             bindings: Bindings::default(),
+            held_until: Mutex::default(),
             steering: Steering::new(name, claim)
                 .map_err(|error| format!("cannot start the thread that removes flow rules: {error}"))?,
             pool,
@@ -76,6 +83,20 @@ impl Device {
 
     pub fn bindings(&self) -> &Bindings {
         &self.bindings
+    }
+
+    /// Notes that payload in the pool has waited long for a GPU.
+    pub fn note_held(&self) {
+        *self.held() = Some(Instant::now() + HELD_FOR);
+    }
+
+    /// Whether payload in the pool has waited long for a GPU, so that the pool may be empty.
+    pub fn is_held(&self) -> bool {
+        self.held().is_some_and(|until| Instant::now() < until)
+    }
+
+    fn held(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.held_until.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Steers a connection's packets to the claimed queues. May wait for other processes that change the NIC's

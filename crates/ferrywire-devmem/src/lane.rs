@@ -103,6 +103,10 @@ impl Lane for DevmemLane {
         silence(&self.conn.as_ref()?.health())
     }
 
+    fn holds_payload(&self) -> bool {
+        self.device.is_held()
+    }
+
     fn isend(&mut self, run: &Run) -> Post {
         if self.conn.is_none() {
             return Post::Failed("the connection is closed".into());

@@ -39,6 +39,8 @@ const RELEASE_AT: usize = 96;
 
 /// Time without arrivals after which the part of a message that has arrived is gathered.
 const PART_AFTER: Duration = Duration::from_millis(5);
+/// Time that a GPU may take to gather before the pool counts as held.
+const HELD_AFTER: Duration = Duration::from_millis(400);
 /// Numbers of parts of messages begin here.
 const PARTS: u64 = 1 << 63;
 
@@ -90,6 +92,8 @@ pub(super) struct Receiving {
     part: Option<Part>,
     parts: u64,
     arrived: Instant,
+    /// Since when the oldest gather has not been done.
+    gathering_since: Option<Instant>,
     spare: Vec<Incoming>,
     counters: Arc<DevmemCounters>,
 }
@@ -119,6 +123,7 @@ impl Receiving {
             part: None,
             parts: 0,
             arrived: Instant::now(),
+            gathering_since: None,
             spare: Vec::new(),
             counters,
         })
@@ -312,10 +317,15 @@ impl Receiving {
     /// Returns the fragments of a part once it has been gathered.
     fn poll_part(&mut self) -> Result<(), String> {
         let (Some(part), Some(gatherer)) = (&self.part, &mut self.gatherer) else { return Ok(()) };
-        match gatherer.poll(part.number) {
-            Poll::Pending => return Ok(()),
+        let polled = gatherer.poll(part.number);
+        match polled {
+            Poll::Pending => {
+                self.note_gathering();
+                return Ok(());
+            }
             Poll::Ready(result) => result.map_err(|error| error.to_string())?,
         }
+        self.gathering_since = None;
         let part = self.part.take();
         part.into_iter().flat_map(|part| part.tokens).for_each(|token| self.back.push(token));
         self.give_back()
@@ -346,14 +356,26 @@ impl Receiving {
         Ok(())
     }
 
+    /// A gather is not done: if that takes long, its fragments may leave the pool without room.
+    fn note_gathering(&mut self) {
+        if self.gathering_since.get_or_insert_with(Instant::now).elapsed() >= HELD_AFTER {
+            self.device.note_held();
+        }
+    }
+
     /// Whether a message has been gathered.
     pub fn gathered(&mut self, number: u64) -> Poll<ferrywire::Result<()>> {
         let Some(gatherer) = &mut self.gatherer else { return Poll::Ready(Ok(())) };
-        match gatherer.poll(number) {
-            Poll::Ready(Ok(())) => {}
-            unfinished => return unfinished,
+        let (polled, launches) = (gatherer.poll(number), gatherer.launches());
+        match polled {
+            Poll::Ready(Ok(())) => self.gathering_since = None,
+            Poll::Pending => {
+                self.note_gathering();
+                return Poll::Pending;
+            }
+            failed => return failed,
         }
-        self.counters.gathers.store(gatherer.launches(), std::sync::atomic::Ordering::Relaxed);
+        self.counters.gathers.store(launches, std::sync::atomic::Ordering::Relaxed);
         let Some(message) = self.messages.get_mut(number.wrapping_sub(self.first) as usize) else {
             return Poll::Ready(Ok(()));
         };

@@ -120,6 +120,8 @@ pub struct Acks {
     refused: Vec<(u64, Refusal)>,
     /// Refusals that are in the stream. The peer may not have received them.
     reported: Vec<(u64, Refusal)>,
+    /// The next frame reports that payload of the lane waits for this end's GPU.
+    held: bool,
 }
 
 impl Acks {
@@ -133,10 +135,15 @@ impl Acks {
         self.unacknowledged_bytes += bytes;
     }
 
-    /// Whether an acknowledgement or a refusal waits to be sent.
+    /// Makes the next frame report that payload of the lane waits for this end's GPU.
+    pub fn report_held(&mut self) {
+        self.held = true;
+    }
+
+    /// Whether an acknowledgement, a refusal or another report waits to be sent.
     #[inline]
     pub fn due(&self) -> bool {
-        self.received != self.acknowledged || !self.refused.is_empty()
+        self.held || self.received != self.acknowledged || !self.refused.is_empty()
     }
 
     /// Whether the acknowledgement should be sent now, not with the next data frame.
@@ -145,6 +152,7 @@ impl Acks {
         self.unacknowledged_bytes >= limits::ACK_BYTES
             || self.unacknowledged_frames() >= URGENT_FRAMES
             || !self.refused.is_empty()
+            || self.held
     }
 
     /// Frames that were received and not acknowledged.
@@ -184,6 +192,9 @@ impl Acks {
         self.reported.retain(|(number, _)| *number >= known_to_peer);
         self.reported.extend(refused);
         header.len = body.len() as u32;
+        if std::mem::take(&mut self.held) {
+            header.flags |= wire::FLAG_HELD;
+        }
         if crc {
             header.flags |= wire::FLAG_CRC;
             header.crc = crc32fast::hash(&body);
@@ -234,6 +245,26 @@ mod tests {
         assert!(window.has_room());
         window.post((), 100);
         assert!(!window.has_room());
+    }
+
+    #[test]
+    fn held_payload_is_reported_once_by_a_frame_of_its_own() {
+        let mut acks = Acks::default();
+        let flags = |acks: &mut Acks| {
+            let mut frame = Vec::new();
+            acks.encode_frame(&mut frame, 0, true);
+            Header::decode(&frame[..].try_into().unwrap()).unwrap().flags
+        };
+        assert!(!acks.due());
+        acks.report_held();
+        // The count of another frame's header does not report it.
+        acks.sent_with_header(0);
+        assert!(acks.due() && acks.urgent());
+        assert_eq!(flags(&mut acks), wire::FLAG_CRC | wire::FLAG_HELD);
+        assert!(!acks.due());
+        assert_eq!(flags(&mut acks), wire::FLAG_CRC);
+        let data = Header { flags: wire::FLAG_HELD, ..Header::new(Kind::Data) };
+        assert!(Header::decode(&data.encode()).is_err(), "only an acknowledgement reports it");
     }
 
     #[test]

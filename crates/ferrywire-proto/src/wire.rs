@@ -68,11 +68,14 @@ pub const FLAG_COUNTED: u8 = 2;
 pub const FLAG_SINK: u8 = 4;
 /// The payload is not in the stream: it is the next message of the channel's lane.
 pub const FLAG_POSTED: u8 = 8;
+/// In an [`Kind::Ack`]: payload of the lane has waited for the receiver's GPU for long, and the lane's packets may be
+/// dropped for lack of buffers.
+pub const FLAG_HELD: u8 = 16;
 /// `total` of an announcement whose send was cancelled before it was matched, and of a notification whose
 /// transfer has failed.
 pub const WITHDRAWN: u64 = u64::MAX;
 
-const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK | FLAG_POSTED;
+const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK | FLAG_POSTED | FLAG_HELD;
 
 /// The fixed part of a frame. The [`Kind`] defines the meaning of `transfer`, `key`, `offset` and `total`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -238,6 +241,9 @@ impl Header {
             return bad("flags");
         }
         if self.is_posted() && (self.kind != Kind::Data || self.len == 0) {
+            return bad("flags for this kind");
+        }
+        if self.flags & FLAG_HELD != 0 && self.kind != Kind::Ack {
             return bad("flags for this kind");
         }
         if usize::from(self.segments) > limits::SEGMENTS_PER_CHUNK_MAX {

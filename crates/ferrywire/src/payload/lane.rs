@@ -233,6 +233,12 @@ pub trait Lane: Send {
         None
     }
 
+    /// Whether payload has waited for this end's GPU for so long that the peer's packets may be dropped for lack of
+    /// buffers. The peer is told, and does not take the silence for a dead path.
+    fn holds_payload(&self) -> bool {
+        false
+    }
+
     /// Whether the lane can send from this memory (pack), or receive into it (unpack). Other memory goes
     /// through a slot, and the reason is logged.
     fn takes(&mut self, _way: Way, _run: &Run) -> bool {

@@ -10,6 +10,8 @@ use ferrywire::{
 };
 use ferrywire_devmem::DevmemConfig;
 use ferrywire_devmem::sys::flow::{Flow, Flows};
+use ferrywire_memory::sim::SimGpu;
+use ferrywire_proto::limits;
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
@@ -162,6 +164,39 @@ fn a_pool_that_runs_empty_fills_again() {
         // The counts only grow.
         assert_ne!(empty(), before, "no pool ran empty");
     }
+}
+
+/// Regression: what waited for a GPU filled the pool, and the sender took the silence for a dead path.
+#[test]
+fn a_pool_that_a_stalled_gpu_keeps_full_ends_no_lane() {
+    let Some(hosts) = Hosts::here() else { return };
+    let _knob = Knob::set("pack", "0");
+    let gpu = SimGpu::open(1).unwrap();
+    let gpus = [None, Some(1)];
+    let builder = |index: usize| {
+        let devmem = hosts.devmem(gpus[index]).pool_bytes(2 << 20);
+        hosts.plain(index).channels(2).payload_backend(devmem)
+    };
+    let ends = Ends::build(&hosts, gpus, builder);
+    ends.exchange(1 << 20);
+    let bytes = 16 << 20;
+    let (source, target) = (ends.region(0, &pattern(bytes, 12)), ends.region(1, &vec![0; bytes]));
+    let empty = || counted(&hosts, 1, Counter::PoolEmpty);
+    let before = empty();
+    gpu.set_stall(true);
+    let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let since = Instant::now();
+    while empty() == before {
+        assert!(since.elapsed() < LIMIT, "the pool does not run empty");
+        thread::sleep(Duration::from_millis(10));
+    }
+    // Longer than it takes to find a path dead.
+    thread::sleep(3 * limits::PATH_DEAD_AFTER);
+    let lost = [&ends.near, &ends.far].map(|peer| peer.stats().lost_channels);
+    gpu.set_stall(false);
+    assert_eq!(lost, [vec![], vec![]] as [Vec<String>; 2], "lanes ended");
+    transfer.wait(LIMIT).unwrap();
+    assert_same(&contents(&target), &pattern(bytes, 12), "after the stall");
 }
 
 #[test]

@@ -76,7 +76,8 @@ impl Hosts {
 }
 
 /// The scenarios that the gate has time for.
-const SOME: [&str; 6] = [
+const SOME: [&str; 7] = [
+    "devmem::a_pool_that_a_stalled_gpu",
     "devmem::an_end_that_cannot",
     "devmem::bytes_land_in_the_pool",
     "devmem::tcp_and_devmem_share_a_port",

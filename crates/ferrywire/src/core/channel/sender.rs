@@ -275,7 +275,14 @@ impl Channel {
                 return Some(why);
             }
         }
-        self.payload.path_trouble()
+        self.payload.path_trouble(self.peer.now())
+    }
+
+    /// Tells the peer, if payload waits for this end's GPU, so that it does not take its silent lane for a dead path.
+    pub fn report_held(&mut self) {
+        if self.payload.holds_payload() {
+            self.receiver.acks.report_held();
+        }
     }
 
     /// Sends an acknowledgement if the peer's kernel has everything and the peer has acknowledged nothing since the last check.

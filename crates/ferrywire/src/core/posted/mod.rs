@@ -28,6 +28,7 @@ use crate::error::Error;
 use crate::payload::lane::{InFlight, Lane};
 use ferrywire_memory::Memory;
 use ferrywire_proto::clock::Clock;
+use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, Header};
 use receiving::Receiving;
 use sending::Sending;
@@ -62,8 +63,18 @@ pub(crate) struct Posted {
     sending: Sending,
     receiving: Receiving,
     counters: Arc<LaneCounters>,
+    /// The peer has reported since the last check that it holds payload.
+    peer_reports_held: bool,
+    peer_held: Option<Held>,
     /// A clock that skips time in which this process was stopped: that is no stall.
     clock: Clock,
+}
+
+/// The time in which the peer reported again and again that it holds payload.
+#[derive(Clone, Copy)]
+struct Held {
+    since: Duration,
+    last: Duration,
 }
 
 impl Posted {
@@ -72,7 +83,9 @@ impl Posted {
     pub fn new(lane: Box<dyn Lane>, stall_timeout: Duration, counters: Arc<LaneCounters>) -> Posted {
         let (sending, receiving) =
             (Sending::new(&*lane, stall_timeout), Receiving::new(&*lane, stall_timeout));
-        Posted { lane, sending, receiving, counters, clock: Clock::new(Duration::ZERO) }
+        let (peer_reports_held, peer_held) = (false, None);
+        let clock = Clock::new(Duration::ZERO);
+        Posted { lane, sending, receiving, counters, peer_reports_held, peer_held, clock }
     }
 
     /// Whether the peer waits for a frame that reports this end of the lane as ready.
@@ -118,9 +131,30 @@ impl Posted {
         self.lane.pause()
     }
 
-    /// A description of a dead path under the lane.
-    pub fn path_trouble(&self) -> Option<String> {
-        self.lane.path_trouble().map(|why| format!("{}: {why}", self.lane.describe()))
+    /// A description of a dead path under the lane. The silence of a peer that has reported that it holds payload is
+    /// excused: also afterwards, because the kernel's retransmissions are as far apart then as the silence was long.
+    pub fn path_trouble(&mut self, now: Duration) -> Option<String> {
+        if std::mem::take(&mut self.peer_reports_held) {
+            let since =
+                self.peer_held.filter(|held| now.saturating_sub(held.last) <= limits::PATH_DEAD_AFTER);
+            self.peer_held = Some(Held { since: since.map_or(now, |held| held.since), last: now });
+        }
+        let why = self.lane.path_trouble()?;
+        let excused = |held: &Held| now <= held.last + (held.last - held.since) + 2 * limits::PATH_DEAD_AFTER;
+        if self.peer_held.as_ref().is_some_and(excused) {
+            return None;
+        }
+        Some(format!("{}: {why}", self.lane.describe()))
+    }
+
+    /// The peer has reported that it holds payload of the lane.
+    pub fn peer_holds_payload(&mut self) {
+        self.peer_reports_held = true;
+    }
+
+    /// Whether this end holds payload of the lane, of which the peer has to be told.
+    pub fn holds_payload(&self) -> bool {
+        self.lane.holds_payload()
     }
 
     // ---- sending ----

@@ -47,6 +47,8 @@ struct Script {
     closed: Option<InFlight>,
     /// The lane may be ready before the peer's end is.
     alone: bool,
+    /// The path is silent.
+    silent: bool,
     /// Memory that the lane has registered.
     known: Vec<Arc<Memory>>,
 }
@@ -64,6 +66,10 @@ impl Lane for Fake {
 
     fn may_stand_alone(&self) -> bool {
         self.0.lock().unwrap().alone
+    }
+
+    fn path_trouble(&self) -> Option<String> {
+        self.0.lock().unwrap().silent.then(|| "silent".into())
     }
 
     fn isend(&mut self, run: &Run) -> Post {
@@ -629,4 +635,26 @@ fn closing_says_what_is_in_flight() {
     receives.expect(frame(0, &[(0, 10)], &Memory::private(10).unwrap()));
     receives.poll().unwrap();
     assert_eq!(closed(receives), Some(InFlight { sends: false, receives: true }));
+}
+
+/// A peer whose GPU stands still is silent for as long. Afterwards the kernel's retransmissions are far apart.
+#[test]
+fn a_silent_lane_is_no_dead_path_while_the_peer_reports_that_it_holds_payload() {
+    const SECOND: Duration = Duration::from_secs(1);
+    let mut bench = Bench::new();
+    assert_eq!(bench.posted.path_trouble(SECOND), None, "no trouble");
+    bench.script.lock().unwrap().silent = true;
+    assert_eq!(bench.posted.path_trouble(SECOND), Some("the fake: silent".into()));
+    for second in 10..=20 {
+        bench.posted.peer_holds_payload();
+        assert_eq!(bench.posted.path_trouble(second * SECOND), None);
+    }
+    // Ten seconds of reports, and twice the time in which a path is found dead.
+    let excused = 30 * SECOND + 2 * limits::PATH_DEAD_AFTER;
+    assert_eq!(bench.posted.path_trouble(excused), None);
+    assert_eq!(bench.posted.path_trouble(excused + SECOND), Some("the fake: silent".into()));
+    // A report long afterwards begins anew.
+    bench.posted.peer_holds_payload();
+    assert_eq!(bench.posted.path_trouble(60 * SECOND), None);
+    assert!(bench.posted.path_trouble(63 * SECOND).is_some());
 }

@@ -491,6 +491,7 @@ impl ProgressEngine {
                 continue;
             };
             slot.channel.finish_released();
+            slot.channel.report_held();
             if !slot.channel.is_watched() {
                 continue;
             }

@@ -106,6 +106,9 @@ impl LanePayload {
     pub fn note_header(&mut self, header: &Header) -> io::Result<bool> {
         let is_first = !self.posted.is_peer_ready();
         self.posted.fits(header).and_then(|()| self.posted.confirm(header.posted)).map_err(broken)?;
+        if header.flags & wire::FLAG_HELD != 0 {
+            self.posted.peer_holds_payload();
+        }
         Ok(is_first)
     }
 
@@ -166,10 +169,15 @@ impl LanePayload {
     }
 
     /// A description of a dead path under the lane.
-    pub fn path_trouble(&mut self) -> Option<String> {
-        let trouble = self.posted.path_trouble();
+    pub fn path_trouble(&mut self, now: Duration) -> Option<String> {
+        let trouble = self.posted.path_trouble(now);
         self.fault = self.fault.or(trouble.as_ref().map(|_| FenceCause::LaneFailed));
         trouble
+    }
+
+    /// Whether this end holds payload of the lane, of which the peer has to be told.
+    pub fn holds_payload(&self) -> bool {
+        self.posted.holds_payload()
     }
 
     /// Closes the lane.

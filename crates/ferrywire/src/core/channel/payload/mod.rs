@@ -16,7 +16,7 @@ mod staged;
 
 use std::io;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::receiver::Receiver;
 use super::sender::{Batch, Sender};
@@ -405,11 +405,16 @@ impl Payload {
     }
 
     /// A description of a dead path of the lane.
-    pub fn path_trouble(&mut self) -> Option<String> {
+    pub fn path_trouble(&mut self, now: Duration) -> Option<String> {
         match self {
             Payload::Stream | Payload::Staged(_) => None,
-            Payload::Lane(lane) => lane.path_trouble(),
+            Payload::Lane(lane) => lane.path_trouble(now),
         }
+    }
+
+    /// Whether this end holds payload of the lane, of which the peer has to be told.
+    pub fn holds_payload(&self) -> bool {
+        matches!(self, Payload::Lane(lane) if lane.holds_payload())
     }
 
     /// Stops placing bytes into memory for which `gone` is true. Returns what may still write there.
