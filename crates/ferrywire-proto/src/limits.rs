@@ -264,6 +264,8 @@ pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
 /// Longer than the 5 s after which the kernel resets a NIC that sends nothing. Progress threads do other work
 /// in the meantime.
 pub const CLOSED_RELEASE_TIMEOUT: Duration = Duration::from_secs(6);
+/// Longest wait of a progress thread for the copies of a lost channel; then a thread of their own waits for them.
+pub const GPU_END_TIMEOUT: Duration = Duration::from_millis(100);
 /// Longest wait for a GPU's unfinished copies to memory that is taken back; then the caller gets an error.
 pub const GPU_ABANDON_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time that a lane, after a failure that the plugin does not explain, waits for the other end to report the

@@ -1,9 +1,10 @@
 //! Endpoints return all resources of GPUs and driver, and report failures on the way.
 
-use crate::{gpu, is_alone, is_real, moves, other_gpu, still_moves};
+use crate::{ALONE, gpu, is_alone, is_real, moves, of_stand_in, other_gpu, passes, still_moves};
 use cudarc::driver::sys;
 use ferrywire::{Endpoint, Peer, Region, TransferError};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, pinned_bytes};
+use std::ffi::{c_int, c_void};
 use std::time::{Duration, Instant};
 
 /// Far more than anything here takes.
@@ -278,6 +279,65 @@ fn memory_that_its_owner_frees_costs_no_transfer_of_the_same_batch() {
         back.write_at(0, &vec![0; ALL * SHORT]).unwrap();
     }
     assert_eq!((near.stats().lost_channels, far.stats().lost_channels), (vec![], vec![]));
+}
+
+/// The thread that lost the connection waited for the GPU, and moved nothing for other peers.
+#[test]
+fn a_gpu_that_does_not_finish_holds_up_no_other_peer_when_one_is_lost() {
+    const TEST: &str = "rounds::a_gpu_that_does_not_finish_holds_up_no_other_peer_when_one_is_lost";
+    let Some(gpu) = gpu() else { return };
+    if is_real(&gpu) {
+        return println!("SKIPPED: needs a stand-in, whose copies can be held");
+    }
+    if std::env::var_os(ALONE).is_none() {
+        return passes(TEST, &[("CUDA_LAUNCH_BLOCKING", "1")]);
+    }
+    let hold = of_stand_in(c"stand_in_hold_copies").expect("the stand-in holds copies");
+    // SAFETY: the function of this name has this type.
+    let hold = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(c_int)>(hold) };
+    let accepting =
+        Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).threads(1).build().unwrap();
+    let [lost, stays] = [0, 1].map(|_| Endpoint::builder().channels(1).build().unwrap());
+    let connect = |end: &Endpoint| {
+        let near = end.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        (near, accepting.accept(LONG).unwrap())
+    };
+    let ((to_gpu, first), (to_host, _second)) = (connect(&lost), connect(&stays));
+    let on_gpu = accepting.alloc_cuda(0, BYTES).unwrap();
+    let on_host = accepting.alloc_host(BYTES).unwrap();
+    let [source, other] = [&lost, &stays].map(|end| end.register(vec![3; BYTES]).unwrap());
+    let write = |near: &Peer, from: &Region, to: &Region| {
+        near.write(from, 0, &to.descriptor(), 0, BYTES as u64).unwrap()
+    };
+    assert_eq!(write(&to_gpu, &source, &on_gpu).wait(LONG), Ok(BYTES as u64));
+    /// Lets the copies go on, also where the test fails: endpoints with held copies do not end.
+    struct Release(extern "C" fn(c_int));
+    impl Drop for Release {
+        fn drop(&mut self) {
+            self.0(0);
+        }
+    }
+    let release = Release(hold);
+    hold(1);
+    let held = write(&to_gpu, &source, &on_gpu);
+    let received = || first.stats().channels.iter().map(|channel| channel.received_bytes).sum::<u64>();
+    let start = Instant::now();
+    while received() < BYTES as u64 + BYTES as u64 / 4 {
+        assert!(start.elapsed() < LONG, "nothing is received");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let _ = lost.close(Duration::ZERO);
+    assert!(held.wait(LONG).is_err());
+    while first.error().is_none() {
+        assert!(start.elapsed() < LONG, "the loss is not noticed");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for _ in 0..3 {
+        assert_eq!(write(&to_host, &other, &on_host).wait(LONG), Ok(BYTES as u64));
+    }
+    drop(release);
+    assert_eq!(stays.close(LONG), Ok(()));
+    assert_eq!(accepting.close(LONG), Ok(()));
 }
 
 /// Beside the rings there are the lists and marks of copiers, which were left out.

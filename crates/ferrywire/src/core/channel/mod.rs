@@ -164,9 +164,11 @@ impl Channel {
     }
 
     /// Whether the channel has to be polled: copies are in flight, bytes wait for copies, or operations of
-    /// its peer wait for a GPU stream. None of these raises an event when it is done.
+    /// its peer wait for a GPU or its stream. None of these raises an event when it is done.
     pub fn staging_active(&self) -> bool {
-        self.payload.staged().is_some_and(StagedPayload::is_active) || self.polls_stream_queue()
+        self.payload.staged().is_some_and(StagedPayload::is_active)
+            || self.polls_stream_queue()
+            || self.polls_messages()
     }
 
     /// Whether the channel has staged payload of GPUs.
@@ -182,7 +184,13 @@ impl Channel {
     /// Whether this channel polls its peer's operations that wait for a GPU stream. One channel of each peer
     /// does.
     pub fn polls_stream_queue(&self) -> bool {
-        (self.peer.stream_queue.any() || self.peer.messages.any()) && self.peer.is_home(self.index)
+        self.peer.stream_queue.any() && self.peer.is_home(self.index)
+    }
+
+    /// Whether this channel polls the short messages of its peer that are copied to GPUs. Every channel does: the
+    /// worker that has received such a message goes on polling.
+    pub fn polls_messages(&self) -> bool {
+        self.peer.messages.any()
     }
 
     /// Stops placing bytes into memory for which `gone` is true. The rest of a payload in flight is
@@ -207,7 +215,7 @@ impl Channel {
     /// Closes the connection. Returns the frames placed and those not delivered.
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
-        let PayloadRemains { lane, lane_state, lane_fault, acknowledged } = self.payload.end();
+        let PayloadRemains { lane, lane_state, lane_fault, acknowledged, hung } = self.payload.end();
         acknowledged.into_iter().for_each(|entry| delivered(&self.peer, &entry, None));
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
@@ -218,6 +226,11 @@ impl Channel {
         let unreleased = Unreleased::of(lane, self.conn, self.sender.stream_sent);
         self.sender.unreleased.into_iter().for_each(|(_, entry)| delivered(&self.peer, &entry, None));
         let mut entries = self.sender.window.drain();
+        if let Some(mut hung) = hung {
+            let copied = entries.iter().filter(|(_, entry)| entry.staged.is_some());
+            hung.keep(self.receiver.landing.take(), copied.filter_map(|(_, entry)| entry.op.clone()));
+            hung.leave();
+        }
         // A resent frame is staged again by its next channel.
         entries.iter_mut().for_each(|(_, entry)| entry.staged = None);
         let (placed, refused) = self.receiver.acks.end();

@@ -34,6 +34,7 @@ use super::stream_queue::StreamQueue;
 const BULK_BYTES: u64 = 512 << 10;
 
 /// The target of a frame's payload. It keeps the memory alive while it is filled.
+#[derive(Clone)]
 pub(crate) enum Landing {
     Region {
         key: u64,

@@ -12,6 +12,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use super::copier::{Copier, Run, Way};
@@ -25,6 +26,8 @@ use ferrywire_memory::unpack::Kernels;
 /// the flag per check of the clock.
 const QUESTION_INTERVAL: Duration = Duration::from_millis(2);
 const POLLS_PER_CLOCK_READ: u32 = 16;
+/// Pause between two queries whether a copier's work has ended.
+const END_PAUSE: Duration = Duration::from_micros(20);
 /// Fewest runs of a batch that the kernel copies.
 const KERNEL_RUNS_MIN: usize = 3;
 /// Fewest bytes of a batch that the kernel copies whatever the number of runs.
@@ -271,6 +274,21 @@ impl Copier for CudaCopier {
         self.bar();
         self.stream.finish();
         self.mark_reached()
+    }
+
+    /// The stream may be shared, and other copies in it may not end. Then dropping the copier would block.
+    fn ends_within(&mut self, timeout: Duration) -> bool {
+        self.bar();
+        let start = Instant::now();
+        loop {
+            self.calls += 1;
+            match self.stream.query() {
+                Ok(false) if start.elapsed() >= timeout => return false,
+                Ok(false) => thread::sleep(END_PAUSE),
+                // After an error no work runs.
+                Ok(true) | Err(_) => return true,
+            }
+        }
     }
 
     fn calls(&self) -> u64 {

@@ -10,8 +10,9 @@
 use std::collections::VecDeque;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
+use super::Hung;
 use super::copier::{Run, Way};
 use super::pipeline::Pipeline;
 use crate::core::inbound::Sink;
@@ -92,9 +93,13 @@ impl Messages {
         self.any.store(true, Ordering::Release);
     }
 
-    /// Takes the messages that are placed, or lost for a reason.
+    /// Takes the messages that are placed, or lost for a reason. Another thread that polls is not waited for.
     pub fn poll(&self) -> Vec<(Letter, Option<Error>)> {
-        let mut state = self.lock();
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Vec::new(),
+        };
         let mut ended = state.ended();
         state.begin();
         ended.extend(state.lost.drain(..).map(|(letter, error)| (letter, Some(error))));
@@ -125,7 +130,10 @@ impl Messages {
         let (stopped, goes_on): (Vec<_>, Vec<_>) = all.into_iter().partition(|each| cut.contains(&each.line));
         state.copying = goes_on;
         for line in cut {
-            state.lines[line].end();
+            let unfinished = state.lines[line].end();
+            let touched =
+                stopped.iter().filter(|each| each.line == line).map(|each| each.letter.landing.clone());
+            Hung::of(unfinished.into_iter().collect(), touched.collect()).into_iter().for_each(Hung::leave);
         }
         for Copying { letter, line, offset, .. } in stopped.into_iter().rev() {
             state.lines[line].ring.give_back_at(offset);

@@ -26,7 +26,14 @@ mod ring;
 mod sending;
 mod stopwatch;
 
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+
+use crate::core::operation::Hold;
+use crate::core::peer::Landing;
+use ferrywire_memory::Memory;
 pub(crate) use messages::Messages;
+use pipeline::Unfinished;
 pub(crate) use prepared::Prepared;
 pub(crate) use receiving::Receiving;
 pub(crate) use ring::Staged;
@@ -55,10 +62,68 @@ impl Staging {
         self.sending.pinned_bytes() + self.receiving.pinned_bytes()
     }
 
-    /// Ends all copying. After this nothing touches the memory that was staged.
-    pub fn end(&mut self) {
-        self.sending.end();
-        self.receiving.end();
+    /// Ends all copying. After this nothing touches the memory that was staged, except where the result is not
+    /// `None`.
+    pub fn end(&mut self) -> Option<Hung> {
+        let mut unfinished = self.sending.end();
+        let (more, landings) = self.receiving.end();
+        unfinished.extend(more);
+        Hung::of(unfinished, landings)
+    }
+}
+
+/// Copies that a GPU has not finished in time, and what they may touch. A driver that waits for a GPU may not
+/// return, and no progress thread may wait with it.
+pub(crate) struct Hung {
+    unfinished: Vec<Unfinished>,
+    landings: Vec<Landing>,
+    ops: Vec<Hold>,
+}
+
+impl Hung {
+    fn of(unfinished: Vec<Unfinished>, landings: Vec<Landing>) -> Option<Hung> {
+        (!unfinished.is_empty()).then_some(Hung { unfinished, landings, ops: Vec::new() })
+    }
+
+    /// Keeps the landing of the frame that was being received, and the operations of frames that were being copied.
+    pub fn keep(&mut self, current: Option<Landing>, ops: impl Iterator<Item = Hold>) {
+        self.landings.extend(current);
+        self.ops.extend(ops);
+    }
+
+    /// Drops the copiers, and then what they may touch, on a thread of its own.
+    pub fn leave(self) {
+        let locations: Vec<String> = self.unfinished.iter().map(|each| each.location.to_string()).collect();
+        tracing::warn!(
+            "copies of {} have not ended: their memory is kept until they do",
+            locations.join(", ")
+        );
+        let users: Vec<InUse> = self.landings.iter().filter_map(Landing::memory).map(InUse::new).collect();
+        let parcel = Arc::new(Mutex::new(Some((self, users))));
+        let taken = parcel.clone();
+        let end = move || drop(taken.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if let Err(error) = thread::Builder::new().name("ferrywire-gpu".into()).spawn(end) {
+            tracing::error!(
+                "cannot start a thread that waits for them: {error}; their memory is never free again"
+            );
+            std::mem::forget(parcel);
+        }
+    }
+}
+
+/// Memory that counts as used.
+struct InUse(Arc<Memory>);
+
+impl InUse {
+    fn new(memory: &Arc<Memory>) -> InUse {
+        memory.enter();
+        InUse(memory.clone())
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.leave();
     }
 }
 

@@ -93,12 +93,7 @@ impl Drop for Pipeline {
     fn drop(&mut self) {
         RINGS_BYTES.fetch_sub(self.ring.len(), Ordering::Relaxed);
         self.copier = None;
-        // A socket may still read lent pages, whatever the peer has acknowledged. So these pages are returned
-        // to the system, which keeps them while they are read. Pages that were not lent are read by no
-        // socket.
-        if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| self.lent) {
-            buffer.prevent_reuse();
-        }
+        self.keep_lent_pages();
     }
 }
 
@@ -377,10 +372,18 @@ impl Pipeline {
         self.failures.last().map(|(failure, _)| failure)
     }
 
-    /// Ends all copying. After this nothing touches the memory that was passed here.
-    pub fn end(&mut self) {
+    /// Ends all copying. After this nothing touches the memory that was passed here, except where the result is
+    /// not `None`.
+    #[must_use = "what the GPU may still touch has to be kept"]
+    pub fn end(&mut self) -> Option<Unfinished> {
         self.past_calls = self.calls();
-        self.copier = None;
+        let copier =
+            self.copier.take().map(|mut copier| (copier.ends_within(limits::GPU_END_TIMEOUT), copier));
+        let copier = copier.and_then(|(ended, copier)| (!ended).then_some(copier));
+        let unfinished = copier.map(|copier| {
+            self.keep_lent_pages();
+            Unfinished { _copier: copier, _pinned: self.pinned.take(), location: self.location }
+        });
         self.end_part();
         self.runs.clear();
         self.parts.clear();
@@ -389,7 +392,24 @@ impl Pipeline {
         (self.done_runs, self.flying_runs, self.batch_runs, self.batch_bytes) = (0, 0, 0, 0);
         (self.flushed, self.reached) = (self.marked, self.marked);
         self.busy.set(false);
+        unfinished
     }
+
+    /// A socket may still read lent pages, whatever the peer has acknowledged. So these pages are returned to
+    /// the system, which keeps them while they are read. Pages that were not lent are read by no socket.
+    fn keep_lent_pages(&mut self) {
+        if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| self.lent) {
+            buffer.prevent_reuse();
+        }
+    }
+}
+
+/// A copier whose work the GPU has not finished, and the ring that it copies from or to.
+pub(crate) struct Unfinished {
+    /// Dropped before the memory.
+    _copier: Box<dyn Copier>,
+    _pinned: Option<Pinned>,
+    pub location: MemoryLocation,
 }
 
 /// Whether every later call for the GPU fails too.

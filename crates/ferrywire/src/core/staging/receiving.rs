@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::copier::{Run, Way};
-use super::pipeline::Pipeline;
+use super::pipeline::{Pipeline, Unfinished};
 use super::stopwatch::Stopwatch;
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
@@ -324,13 +324,15 @@ impl Receiving {
         rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
     }
 
-    /// Ends all copying. Waiting frames are not placed.
-    pub fn end(&mut self) {
-        self.lanes.iter_mut().for_each(|lane| lane.line.end());
-        self.frames.clear();
-        self.lingering.clear();
+    /// Ends all copying, as far as the GPUs finish it. Waiting frames are not placed. Returns also the landings to
+    /// which the rest may be copied, but for that of the current frame.
+    pub fn end(&mut self) -> (Vec<Unfinished>, Vec<Landing>) {
+        let unfinished = self.lanes.iter_mut().filter_map(|lane| lane.line.end()).collect();
+        let waiting = self.frames.drain(..).filter_map(|frame| frame.arrival.landing);
+        let landings = waiting.chain(self.lingering.drain(..).map(|(landing, _)| landing)).collect();
         self.current = None;
         self.stalled.set(false);
+        (unfinished, landings)
     }
 }
 

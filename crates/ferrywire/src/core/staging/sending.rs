@@ -9,7 +9,7 @@
 //! Read next: `pipeline.rs`.
 
 use super::copier::{Run, Way};
-use super::pipeline::Pipeline;
+use super::pipeline::{Pipeline, Unfinished};
 use super::ring::{Staged, State};
 use super::stopwatch::Stopwatch;
 use crate::core::queue::{DROPPED, Entry, Stage};
@@ -198,10 +198,10 @@ impl Sending {
         rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
     }
 
-    /// Ends all copying.
-    pub fn end(&mut self) {
-        self.lines.iter_mut().for_each(Pipeline::end);
+    /// Ends all copying, as far as the GPUs finish it.
+    pub fn end(&mut self) -> Vec<Unfinished> {
         self.full.set(false);
+        self.lines.iter_mut().filter_map(Pipeline::end).collect()
     }
 }
 

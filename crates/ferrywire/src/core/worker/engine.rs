@@ -201,16 +201,18 @@ impl ProgressEngine {
         worked
     }
 
-    /// Starts operations that need no longer wait for a GPU stream, and ends receives whose messages are placed. Only the first channel of each peer does
-    /// this: each waiting operation costs a driver call.
+    /// Ends receives whose messages are placed, and starts operations that need no longer wait for a GPU stream.
+    /// Only the first channel of each peer does this: each waiting operation costs a driver call.
     fn start_ready(&self, place: usize) -> bool {
-        let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.polls_stream_queue()) else {
+        let Some(slot) = &self.slots[place] else { return false };
+        let (streams, messages) = (slot.channel.polls_stream_queue(), slot.channel.polls_messages());
+        if !streams && !messages {
             return false;
-        };
+        }
         let peer = &slot.channel.peer;
         let mut before = self.slots[..place].iter().flatten();
         !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer))
-            && (peer.end_placed() | peer.start_ready())
+            && ((messages && peer.end_placed()) | (streams && peer.start_ready()))
     }
 
     /// Whether a GPU copies for some channel, so that a thread has to poll it.

@@ -184,7 +184,13 @@ impl LanePayload {
     pub fn end(mut self) -> PayloadRemains {
         let lane_state = Some(self.posted.state());
         let acknowledged = self.posted.end();
-        PayloadRemains { lane: Some(self.posted), lane_state, lane_fault: self.fault, acknowledged }
+        PayloadRemains {
+            lane: Some(self.posted),
+            lane_state,
+            lane_fault: self.fault,
+            acknowledged,
+            hung: None,
+        }
     }
 }
 

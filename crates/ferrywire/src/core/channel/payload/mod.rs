@@ -25,7 +25,7 @@ use crate::core::operation::Hold;
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::{Arrival, Posted};
 use crate::core::queue::{Entry, Pull, Pulled, SendQueue, Stage};
-use crate::core::staging::Sending;
+use crate::core::staging::{Hung, Sending};
 use crate::core::stats::ChannelCounters;
 use crate::core::trace::Track;
 use ferrywire_memory::MemoryLocation;
@@ -55,6 +55,8 @@ pub(super) struct PayloadRemains {
     pub lane_fault: Option<FenceCause>,
     /// Frames that the peer has acknowledged while the lane still used their memory.
     pub acknowledged: Vec<Entry>,
+    /// Copies that a GPU has not finished.
+    pub hung: Option<Hung>,
 }
 
 impl Payload {
@@ -430,10 +432,7 @@ impl Payload {
     pub fn end(self) -> PayloadRemains {
         match self {
             Payload::Stream => PayloadRemains::default(),
-            Payload::Staged(mut staged) => {
-                staged.end();
-                PayloadRemains::default()
-            }
+            Payload::Staged(mut staged) => PayloadRemains { hung: staged.end(), ..PayloadRemains::default() },
             Payload::Lane(lane) => lane.end(),
         }
     }

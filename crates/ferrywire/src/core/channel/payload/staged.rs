@@ -18,7 +18,7 @@ use super::{Payload, gather};
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
 use crate::core::queue::{Entry, SendQueue, Stage};
-use crate::core::staging::{Receiving, Sending, Staged, Staging};
+use crate::core::staging::{Hung, Receiving, Sending, Staged, Staging};
 use crate::core::stats::ChannelCounters;
 use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
@@ -318,9 +318,10 @@ impl StagedPayload {
     }
 
     /// Ends all copying.
-    pub fn end(&mut self) {
-        self.staging.end();
+    pub fn end(&mut self) -> Option<Hung> {
+        let hung = self.staging.end();
         self.count();
+        hung
     }
 
     fn count(&self) {
