@@ -246,7 +246,8 @@ impl Driver {
             return PASS;
         }
         let now = self.now();
-        let most = if self.gpus.iter().any(|gpu| gpu.has_work()) { COPY_STEP } else { STEP_MAX };
+        let copies = self.gpus.iter().any(|gpu| gpu.has_work() && !gpu.faults().stall);
+        let most = if copies { COPY_STEP } else { STEP_MAX };
         let timed = self.timed.borrow().iter().map(|(at, _)| *at).min();
         let next = self.net.next_event().into_iter().chain(timed).chain(self.until.get()).min();
         next.map_or(most, |next| next.saturating_sub(now).clamp(PASS, most))
