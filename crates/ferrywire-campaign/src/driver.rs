@@ -27,6 +27,9 @@ const COPY_STEP: Duration = Duration::from_micros(10);
 /// Passes without progress beside a call that waits, after which the clock moves to the next event. The call's own
 /// endpoint may have work, which is not seen here.
 const IDLE_PASSES: u32 = 12;
+/// Passes in which nothing happens in the network, after which it does not count that an endpoint has work: one that
+/// waits for a stalled GPU says so all the time.
+const STILL_PASSES: u32 = 64;
 /// Passes within one call that waits, after which it counts as endless.
 const WAITING_PASSES_MAX: u64 = 3_000_000;
 
@@ -124,6 +127,9 @@ pub struct Driver {
     due: RefCell<Vec<usize>>,
     /// Passes without progress in a row, beside a call that waits.
     idle: Cell<u32>,
+    /// The network's history so far, and the passes without a change of it.
+    events: Cell<u64>,
+    still: Cell<u32>,
     /// No step of the clock goes beyond this time.
     until: Cell<Option<Duration>>,
 }
@@ -142,6 +148,8 @@ impl Driver {
             waiting_since: Cell::new(0),
             due: RefCell::default(),
             idle: Cell::new(0),
+            events: Cell::new(0),
+            still: Cell::new(0),
             until: Cell::new(None),
         });
         DRIVER.set(Some(driver.clone()));
@@ -265,7 +273,10 @@ impl Driver {
         let mut worked = polled.iter().fold(false, |worked, endpoint| endpoint.progress() | worked);
         let now = self.now();
         worked |= self.gpus.iter().fold(false, |worked, gpu| gpu.run_due(now) | worked);
-        self.net.advance(self.step(worked || slow));
+        let events = self.net.fingerprint();
+        let still = if self.events.replace(events) == events { self.still.get() + 1 } else { 0 };
+        self.still.set(still);
+        self.net.advance(self.step(slow || (worked && still < STILL_PASSES)));
         self.happen_due();
         worked
     }
