@@ -41,10 +41,10 @@ use ferrywire_ncclnet::abi::Version;
 #[derive(Debug, Parser)]
 #[command(name = "ferrywire", version, after_long_help = help::COMMAND)]
 pub struct Cli {
-    /// Print the effective values; -vv also prints the engine's log
+    /// Print the effective values and the engine's log; -vv logs more
     ///
-    /// `bench` also prints the seconds of each stage of a size, `doctor` the findings with level ok, and `plugin` what the
-    /// plugin logs.
+    /// The log has level info with -v, debug with -vv and trace with -vvv. `bench` also prints the seconds of each stage of a
+    /// size, `doctor` the findings with level ok, and `plugin` the log of the plugin.
     #[arg(short, long, global = true, action = ArgAction::Count)]
     pub verbose: u8,
     /// What to do

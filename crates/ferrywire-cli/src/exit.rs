@@ -185,7 +185,7 @@ pub fn aside(text: &str) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// The engine's log goes to standard error: more with `-v`, everything with `-vv`.
+/// The engine's log goes to standard error: errors; with `-v` level info, with `-vv` debug, with `-vvv` trace.
 ///
 /// A serving end also prints warnings, such as refused peers. On other ends the first line is the error, and lost
 /// channels are listed below the table. A plugin's log needs `-v`, since some plugins warn of each receive; its last
