@@ -26,7 +26,7 @@ pub fn run(plan: &NcclPlan) -> Outcome {
     let path = std::path::absolute(&path)
         .map_err(|error| Failure::failed(format!("cannot use {}: {error}", path.display())))?;
     if !path.is_file() {
-        return Err(Failure::failed(format!("the plugin {} is no file\n{GET_PLUGIN}", path.display())));
+        return Err(Failure::failed(format!("the plugin {} is not a file\n{GET_PLUGIN}", path.display())));
     }
     let text = path.to_str().ok_or_else(|| {
         Failure::failed(format!("the path {} is not UTF-8: copy the plugin elsewhere", path.display()))
@@ -42,7 +42,7 @@ pub fn run(plan: &NcclPlan) -> Outcome {
 /// The plugin of this command's build or wheel.
 fn find() -> Outcome<PathBuf> {
     let command = std::env::current_exe()
-        .map_err(|error| Failure::failed(format!("cannot tell where this command lies: {error}")))?;
+        .map_err(|error| Failure::failed(format!("cannot find the path of this command: {error}")))?;
     places::of_command(&command, FILE, BUILT).into_iter().find(|path| path.is_file()).ok_or_else(|| {
         Failure::failed(format!(
             "cannot find {FILE} beside {}, nor in the packages of its environment\n{GET_PLUGIN}",

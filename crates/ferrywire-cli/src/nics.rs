@@ -46,7 +46,7 @@ pub fn check(names: &[String]) -> Outcome {
     check_of("--nics ", names)
 }
 
-/// Refuses such NICs of these GPUs. A map may also name NICs of other GPUs, which other processes check.
+/// Refuses a map that names NICs without an address, or that are down, for these GPUs. A map may also name NICs of other GPUs, which other processes check.
 pub fn check_map(map: &Map, gpus: &[u32]) -> Outcome {
     let mut of_these = map.nics.iter().filter(|(gpu, _)| gpus.contains(gpu));
     of_these.try_for_each(|(gpu, names)| check_of(&format!("--gpu-nics {gpu}="), names))

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// The wheel's folder for libraries, below a folder of packages.
 const IN_PACKAGES: &str = "ferrywire/lib";
 
-/// The possible places of a library that belongs to this command, likelier ones first; `built` is the file name that cargo
+/// The paths at which a library of this command may lie, likelier ones first; `built` is the file name that cargo
 /// gives it.
 pub fn of_command(command: &Path, file: &str, built: &str) -> Vec<PathBuf> {
     let folder = command.parent().unwrap_or(Path::new("."));

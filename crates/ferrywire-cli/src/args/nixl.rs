@@ -35,7 +35,7 @@ pub enum NixlCommand {
     Remove(NixlFlags),
 }
 
-/// Of each of them.
+/// The options that `install`, `status` and `remove` share.
 #[derive(Clone, Debug, Default, Args)]
 pub struct NixlFlags {
     /// Interpreter or virtual environment that has NIXL [default: auto]

@@ -62,7 +62,7 @@ impl<'a> Step<'a> {
         link.tell(&Message::Verdict { mismatch: mine.clone().map(Box::new) })?;
         let theirs = match link.hear()? {
             Message::Verdict { mismatch } => mismatch,
-            other => return Err(link.strange(&format!("{other:?} instead of a verdict"))),
+            other => return Err(link.unexpected(&other, "the other end's verification")),
         };
         fail_on(mine.as_ref())?;
         fail_on(theirs.as_deref())
@@ -141,7 +141,7 @@ impl<'a> Step<'a> {
         match self.session.link.hear()? {
             Message::PartDone => Ok(()),
             Message::Verdict { mismatch: Some(mismatch) } => fail_on(Some(&mismatch)),
-            other => Err(self.session.link.strange(&format!("{other:?} instead of its part"))),
+            other => Err(self.session.link.unexpected(&other, "the end of its part of an iteration")),
         }
     }
 
@@ -152,7 +152,7 @@ impl<'a> Step<'a> {
                 Message::Part { iteration, slot } if slot < poster.layout().slots => (iteration, slot),
                 Message::PassOver { iterations } => return Ok(iterations),
                 Message::Verdict { mismatch: Some(mismatch) } => return fail_on(Some(&mismatch)).map(|()| 0),
-                other => return Err(link.strange(&format!("{other:?} in the verified pass"))),
+                other => return Err(link.unexpected(&other, "an iteration of the verified pass")),
             };
             if flow.source == self.side() {
                 contents.fill(slot, iteration)?;

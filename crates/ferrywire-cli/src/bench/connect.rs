@@ -183,7 +183,7 @@ pub fn converse(
             Message::Welcome { host, region, threads, memory, gpu } => {
                 (*host, region_from(link, &region)?, threads, memory, gpu)
             }
-            _ => return Err(link.strange("expected a welcome")),
+            other => return Err(link.unexpected(&other, "the answer to a request for a run")),
         };
     let unpack = settled_unpack(run.unpack, [run.memory, peer_memory], link.peer.stats().transport);
     let run = &Run { peer_memory: Some(peer_memory), unpack, ..run.clone() };
@@ -225,7 +225,7 @@ pub fn converse(
         link.tell(&Message::Bye)?;
         match link.hear()? {
             Message::Bye => Ok(()),
-            _ => Err(link.strange("a message in place of the closing one")),
+            other => Err(link.unexpected(&other, "the end of the run")),
         }
     };
     through_sizes().inspect_err(|failure| {

@@ -211,7 +211,9 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
             break;
         }
         let Some(oldest) = waiting.front() else {
-            return Err(poster.link.strange("more messages announced than received"));
+            let announced = stop.unwrap_or_default();
+            let what = format!("{announced} messages were announced, but {received} have arrived");
+            return Err(poster.link.strange(&what));
         };
         match oldest.wait(FOLLOW_SLICE) {
             Ok(bytes) => {
@@ -234,7 +236,7 @@ pub fn stopped(link: &Link) -> Outcome<Option<u64>> {
     match link.try_hear()? {
         None => Ok(None),
         Some(Message::Stop { count }) => Ok(Some(count)),
-        Some(_) => Err(link.strange("a message in the middle of a flow")),
+        Some(other) => Err(link.unexpected(&other, "the end of a flow")),
     }
 }
 
@@ -244,7 +246,7 @@ pub fn withdraw(poster: &Poster, transfer: &Transfer) -> Outcome {
     loop {
         match transfer.wait(FOLLOW_SLICE) {
             Err(TransferError::Cancelled) => return Ok(()),
-            Ok(_) => return Err(poster.link.strange("a message after the last")),
+            Ok(_) => return Err(poster.link.strange("a message arrived after the last announced one")),
             Err(TransferError::Stalled { .. }) => Stall::new(poster.link).check("a cancelled receive")?,
             Err(error) => return Err(poster.link.lost(error)),
         }

@@ -79,7 +79,7 @@ impl Companions {
         let mut failures: Vec<(usize, Failure)> =
             self.peers.iter_mut().filter_map(|peer| Some((peer.number, peer.failure()?))).collect();
         if outcome.is_ok() {
-            let why = format!("the peer's process has not ended for {:?}", rounded(grace));
+            let why = format!("the peer's process has not ended within {:?}", rounded(grace));
             let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer.number));
             failures.extend(late.map(|number| (number, Failure::failed(why.clone()))));
         }
@@ -167,7 +167,7 @@ fn together(outcome: Outcome, of_others: Vec<(usize, Failure)>) -> Outcome {
     let of_others = of_others.into_iter().filter(|(_, failure)| !repeats(failure));
     let named = of_others.map(|(number, failure)| {
         let first = failure.first_line();
-        failure.map_message(|_| format!("peer {number} of the incast: {first}"))
+        failure.map_message(|_| format!("peer {number} of the incast failed: {first}"))
     });
     let all: Vec<Failure> = own.iter().cloned().chain(named).collect();
     let (heard, met): (Vec<_>, Vec<_>) =
@@ -253,15 +253,20 @@ mod tests {
     fn a_relayed_failure_is_known_by_its_message_and_not_by_its_words() {
         let words = "another peer of this run failed: x";
         let met = ended(Ok(()), &[&failing("Failed", words), &failing("Hearsay", "the cable")]);
-        assert_eq!(met, Err(Failure::failed(format!("peer 1 of the incast: {words}"))));
+        assert_eq!(met, Err(Failure::failed(format!("peer 1 of the incast failed: {words}"))));
         let heard = ended(Ok(()), &[&failing("Hearsay", "the cable")]);
-        assert_eq!(heard, Err(Failure::failed("peer 1 of the incast: the cable")), "nobody knows more");
+        assert_eq!(
+            heard,
+            Err(Failure::failed("peer 1 of the incast failed: the cable")),
+            "nobody knows more"
+        );
     }
 
     #[test]
     fn each_peer_that_failed_is_named() {
         let scripts = [&failing("Failed", "the cable"), "exit 0", "exit 3"];
-        let both = "peer 1 of the incast: the cable\npeer 3 of the incast: no message, exit status: 3";
+        let both =
+            "peer 1 of the incast failed: the cable\npeer 3 of the incast failed: no message, exit status: 3";
         assert_eq!(ended(Ok(()), &scripts), Err(Failure::failed(both)));
         let own = Err(Failure::failed("a.b refused\nlikely: so"));
         assert_eq!(ended(own, &scripts), Err(Failure::failed(format!("a.b refused\nlikely: so\n{both}"))));
@@ -277,7 +282,7 @@ mod tests {
         let peers = vec![peer(1, "exec sleep 600")];
         let companions = Companions { peers, timeout: Duration::ZERO };
         let said = companions.end(Ok(())).expect_err("it stays").message();
-        assert!(said.contains("peer 1 of the incast: the peer's process has not ended"), "{said}");
+        assert!(said.contains("peer 1 of the incast failed: the peer's process has not ended"), "{said}");
     }
 
     #[test]

@@ -43,6 +43,8 @@ const _: () = assert!(STRANGER_BYTES_MAX < GUEST_BYTES_MAX && MEMBER_BYTES_MAX <
 const MARK: u8 = b'*';
 const PART: u8 = b'+';
 const LAST_PART: u8 = b'.';
+/// The violation of a peer that sends a mark where only messages are expected.
+const STRAY_MARK: &str = "a ping-pong mark arrived outside a ping-pong";
 
 /// A notification from the peer.
 #[derive(Debug)]
@@ -183,7 +185,7 @@ impl Link {
         let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
         match self.hear_within(self.timeout.saturating_add(more), self.waiting_max())? {
             Heard::Message(message) => Ok(message),
-            Heard::Mark(_) => Err(self.strange("a mark outside a ping-pong")),
+            Heard::Mark(_) => Err(self.strange(STRAY_MARK)),
         }
     }
 
@@ -223,7 +225,7 @@ impl Link {
     pub fn hear_soon(&self) -> Outcome<Option<Message>> {
         match self.peer.wait_notification(SLICE) {
             Ok(bytes) => match self.take_in(&bytes)? {
-                Some(Heard::Mark(_)) => Err(self.strange("a mark outside a ping-pong")),
+                Some(Heard::Mark(_)) => Err(self.strange(STRAY_MARK)),
                 Some(Heard::Message(message)) => Ok(Some(message)),
                 None => Ok(None),
             },
@@ -238,7 +240,7 @@ impl Link {
             match self.take_in(&bytes)? {
                 None | Some(Heard::Message(Message::Waiting)) => {}
                 Some(Heard::Message(message)) => return Ok(Some(message)),
-                Some(Heard::Mark(_)) => return Err(self.strange("a mark outside a ping-pong")),
+                Some(Heard::Mark(_)) => return Err(self.strange(STRAY_MARK)),
             }
         }
         Ok(None)
@@ -248,11 +250,12 @@ impl Link {
         let mut partial = self.partial.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         match (bytes.split_first(), partial.len()) {
             (Some((&MARK, rest)), 0) => {
-                let mark = rest.try_into().map_err(|_| self.strange("a mark of a wrong length"))?;
+                let mark =
+                    rest.try_into().map_err(|_| self.strange("a ping-pong mark has a wrong length"))?;
                 return Ok(Some(Heard::Mark(u64::from_le_bytes(mark))));
             }
             (Some((&(PART | LAST_PART), [])), _) => {
-                return Err(self.strange("an empty part of a message"));
+                return Err(self.strange("an empty part of a message arrived"));
             }
             (Some((&(PART | LAST_PART), rest)), held) if held + rest.len() <= self.message_bytes_max => {
                 partial.extend_from_slice(rest);
@@ -261,9 +264,9 @@ impl Link {
                 // Parts of a refused message are dropped.
                 *partial = Vec::new();
                 let limit = self.message_bytes_max >> 10;
-                return Err(self.strange(&format!("a message of more than {limit} KiB")));
+                return Err(self.strange(&format!("a message of more than {limit} KiB arrived")));
             }
-            _ => return Err(self.strange("a notification of unknown kind")),
+            _ => return Err(self.strange("a notification of unknown kind arrived")),
         }
         if bytes[0] == PART {
             return Ok(None);
@@ -360,7 +363,7 @@ impl Link {
     /// The failure for a peer that violates the bench's protocol.
     pub fn strange(&self, what: &str) -> Failure {
         Failure::failed(format!(
-            "{} does not speak this bench's protocol: {}",
+            "{} violates the protocol of bench: {}",
             self.peer.name(),
             sanitize::line(what)
         ))
@@ -372,6 +375,11 @@ impl Link {
             self.peer.name(),
             waited.as_secs_f64()
         ))
+    }
+
+    /// The failure for a message that is not the `expected` one.
+    pub fn unexpected(&self, message: &Message, expected: &str) -> Failure {
+        self.strange(&format!("a message '{}' arrived where {expected} was expected", message.kind()))
     }
 
     fn moved_bytes(&self) -> u64 {

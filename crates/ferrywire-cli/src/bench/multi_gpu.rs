@@ -248,7 +248,7 @@ fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
     lead.tell(&Message::Ask { timeout_s: lead.timeout().as_secs_f64() })?;
     match lead.hear()? {
         Message::Here { endpoints, .. } if !endpoints.is_empty() => Ok(endpoints),
-        _ => Err(lead.strange("expected a list of endpoints")),
+        other => Err(lead.unexpected(&other, "a list of endpoints")),
     }
 }
 

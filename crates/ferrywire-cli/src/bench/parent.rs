@@ -23,7 +23,7 @@ pub fn ask(command: &mut Command) {
     command.env(VARIABLE, "1").stdout(Stdio::piped());
 }
 
-/// Keeps a child of this command from sending messages, although this process may be such a child itself.
+/// Keeps a child of this command from sending messages, although this process may send messages to its own parent.
 pub fn do_not_ask(command: &mut Command) {
     command.env_remove(VARIABLE);
 }

@@ -68,7 +68,10 @@ impl PingPong<'_> {
             }
             match self.next_message(iteration, expected.as_ref())? {
                 Some(count) if count == iteration => break,
-                Some(_) => return Err(self.out.link().strange("a wrong number of messages")),
+                Some(count) => {
+                    let what = format!("{count} messages were announced, but {iteration} have arrived");
+                    return Err(self.out.link().strange(&what));
+                }
                 None => {}
             }
             self.check_stamp(iteration)?;
@@ -110,9 +113,7 @@ impl PingPong<'_> {
             Some(receive) => self.back.finish(&receive),
             None => match self.out.link().hear_any()? {
                 Heard::Mark(mark) if mark == iteration => Ok(()),
-                other => {
-                    Err(self.out.link().strange(&format!("{other:?} instead of the mark of {iteration}")))
-                }
+                other => Err(self.out.link().strange(&not_the_mark(&other, iteration))),
             },
         }
     }
@@ -124,7 +125,7 @@ impl PingPong<'_> {
             return match link.hear_any()? {
                 Heard::Mark(mark) if mark == iteration => Ok(None),
                 Heard::Message(Message::Stop { count }) => Ok(Some(count)),
-                other => Err(link.strange(&format!("{other:?} instead of the mark of {iteration}"))),
+                other => Err(link.strange(&not_the_mark(&other, iteration))),
             };
         };
         let mut stall = Stall::new(link);
@@ -163,4 +164,13 @@ pub fn write_completion(poster: &Poster, limit: Limit) -> Outcome<Latency> {
         posted += 1;
     }
     Ok(latency)
+}
+
+/// The violation of a peer that sends something else than the mark of an iteration.
+fn not_the_mark(heard: &Heard, iteration: u64) -> String {
+    let found = match heard {
+        Heard::Mark(other) => format!("the mark of iteration {other}"),
+        Heard::Message(message) => format!("a message '{}'", message.kind()),
+    };
+    format!("{found} arrived where the mark of iteration {iteration} was expected")
 }

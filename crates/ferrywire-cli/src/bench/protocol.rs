@@ -293,7 +293,7 @@ pub enum Message {
     Reports {
         /// The peers' reports, by member.
         members: Vec<SideReport>,
-        /// The serving end's report on each of them.
+        /// The serving end's report on each peer, by member.
         serve: Vec<SideReport>,
     },
     /// The sender's verification of its memory.
@@ -341,6 +341,12 @@ impl Message {
     /// The message that reports this end's failure.
     pub fn failed(failure: &Failure) -> Message {
         Message::Failed { why: failure.first_line(), hearsay: matches!(failure, Failure::Hearsay(_)) }
+    }
+
+    /// The message's kind as text, as in its JSON.
+    pub fn kind(&self) -> String {
+        let json = serde_json::to_value(self).unwrap_or_default();
+        json["kind"].as_str().unwrap_or("unknown").to_owned()
     }
 }
 

@@ -305,7 +305,7 @@ fn admit(
     let mut hello = match first {
         Message::Hello(hello) => *hello,
         Message::Bye => return Ok(None),
-        _ => return Err(link.strange("expected a greeting")),
+        other => return Err(link.unexpected(&other, "a request for a run")),
     };
     if hello.version != protocol::VERSION {
         return Err(Failure::Failed(protocol::other_version(hello.version.into())));
@@ -403,7 +403,7 @@ fn through_sizes(
     })?;
     let remote = match link.hear_from_a_preparing_peer(layout::region_bytes(run))? {
         Message::Region { region } => region_from(link, &region)?,
-        _ => return Err(link.strange("expected a region")),
+        other => return Err(link.unexpected(&other, "a region descriptor")),
     };
     let session = Session {
         link,
@@ -420,14 +420,14 @@ fn through_sizes(
     }
     match link.hear()? {
         Message::Bye => Ok(()),
-        _ => Err(link.strange("a message in place of the closing one")),
+        other => Err(link.unexpected(&other, "the end of the run")),
     }
 }
 
 /// Parses the region descriptor that the peer sent.
 pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
-    let bytes = protocol::from_hex(text)
-        .ok_or_else(|| link.strange("a region descriptor that is not hexadecimal"))?;
+    let bytes =
+        protocol::from_hex(text).ok_or_else(|| link.strange("a region descriptor is not hexadecimal"))?;
     Ok(RemoteRegion::from_bytes(&bytes)?)
 }
 
@@ -455,7 +455,7 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
         false => String::new(),
     };
     say(match plan.one_time_secret {
-        true => "a secret was made for this one time; on the other host run:",
+        true => "a one-time secret was generated; on the other host run:",
         false => "on the other host, with the same secret, run:",
     });
     let options = plan.engine.plugin.as_ref().map(PluginUse::as_options).unwrap_or_default();

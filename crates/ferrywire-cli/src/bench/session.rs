@@ -187,10 +187,10 @@ impl<'a> Step<'a> {
     fn await_point(&self, point: Point) -> Outcome {
         match self.session.link.hear()? {
             Message::At { step, point: theirs } if (step, theirs) == (self.index, point) => Ok(()),
-            other => Err(self
-                .session
-                .link
-                .strange(&format!("{other:?} instead of {point:?} of step {}", self.index))),
+            other => {
+                let expected = format!("point {point:?} of size {}", self.index);
+                Err(self.session.link.unexpected(&other, &expected))
+            }
         }
     }
 
@@ -308,12 +308,12 @@ impl<'a> Step<'a> {
                 Message::Reports { members, serve } if members.len() == serve.len() && !serve.is_empty() => {
                     Ok((members, serve))
                 }
-                other => Err(link.strange(&format!("{other:?} instead of reports"))),
+                other => Err(link.unexpected(&other, "two reports for each peer of the run")),
             };
         };
         let theirs = match link.hear()? {
             Message::Done { report } => *report,
-            other => return Err(link.strange(&format!("{other:?} instead of a report"))),
+            other => return Err(link.unexpected(&other, "the report of the connecting end")),
         };
         let (members, serve) = barrier.exchange(link, self.session.member, theirs, mine)?;
         link.tell(&Message::Reports { members: members.clone(), serve: serve.clone() })?;
@@ -327,7 +327,7 @@ impl<'a> Step<'a> {
             link.tell(&Message::At { step: self.index, point: Point::Verified })?;
             return match link.hear()? {
                 Message::Verified { iterations } if iterations.len() == members => Ok(iterations),
-                other => Err(link.strange(&format!("{other:?} instead of what was verified"))),
+                other => Err(link.unexpected(&other, "the number of verified iterations of each peer")),
             };
         };
         self.await_point(Point::Verified)?;

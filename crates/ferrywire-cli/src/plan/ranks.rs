@@ -138,7 +138,7 @@ struct Group {
 }
 
 impl Group {
-    /// The flag; else loopback if all ranks are on one host; else the launcher's rendezvous.
+    /// Chooses the rendezvous: that of the flag; else loopback if all ranks are on one host; else the launcher's.
     fn of(ranks: &Ranks, typed: bool) -> Outcome<Group> {
         let reported = ranks.rendezvous.as_ref();
         let port = reported.and_then(|reported| reported.port).unwrap_or(PORT_DEFAULT);

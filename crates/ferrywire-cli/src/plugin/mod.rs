@@ -30,7 +30,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// After the child's end each further line is waited for at most this long, in case a process of its own holds the
 /// pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Limit of such lines, in case that process continues to write.
+/// Limit of lines that are read after the child's end, in case a process of the child continues to write.
 const LAST_LINES_MAX: usize = 10_000;
 /// Lines of the plugin's output that are kept for the report of its end.
 const PRINTED_LINES_KEPT: usize = 8;

@@ -81,7 +81,7 @@ pub const THROUGHPUT: [Metric; 5] = [
     Metric { name: "ns/block", value: |row| row.extra.get("ns_per_block")?.as_f64() },
 ];
 
-/// Latency; the first is the one that is compared.
+/// Metrics of latency. Comparisons use the first.
 pub const LATENCY: [Metric; 3] = [
     Metric { name: "us p50", value: |row| Some(row.latency_us?.p50) },
     Metric { name: "us p99", value: |row| Some(row.latency_us?.p99) },

@@ -61,7 +61,7 @@ fn an_accept_that_does_not_return_is_named_within_the_timeout() {
 fn an_exit_in_accept_is_reported_at_both_ends() {
     let mut serve = serve("", "dp_manager=gone");
     let failed = connect(&serve, "--sizes 64K --iters 5", "");
-    says(&first_error(&failed), &["GPUDirectTCPX_v7 ends its process where it cannot go on"]);
+    says(&first_error(&failed), &["plugin GPUDirectTCPX_v7 ends its process after an error"]);
     let error = serve.next_error();
     says(
         &error,

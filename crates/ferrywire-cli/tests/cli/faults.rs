@@ -82,7 +82,7 @@ fn the_peer_of_an_incast_that_failed_is_named() {
     let output = serve.connect_within(TIMEOUT_DEFAULT, args);
     assert_eq!(output.status.code(), Some(1));
     let error = json(&output)["error"].as_str().unwrap_or_default().to_owned();
-    assert!(error.starts_with("peer 2 of the incast: ") && error.contains("data mismatch"), "{error}");
+    assert!(error.starts_with("peer 2 of the incast failed: ") && error.contains("data mismatch"), "{error}");
 }
 
 #[test]

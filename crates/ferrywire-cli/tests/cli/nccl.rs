@@ -97,7 +97,7 @@ fn the_plugin_of_the_command_is_found() {
 fn what_nccl_could_not_use_is_not_exported() {
     let run = |command: &mut Command| command.output().expect("it starts");
     let missing = run(&mut env(Some(Path::new("/nonexistent.so"))));
-    assert_eq!(refused(&missing, 1), "error: the plugin /nonexistent.so is no file");
+    assert_eq!(refused(&missing, 1), "error: the plugin /nonexistent.so is not a file");
     assert!(text(&missing.stderr).contains("cargo build --release -p ferrywire-nccl"), "{missing:?}");
     assert!(
         refused(&run(&mut env(Some(Path::new(env!("CARGO_BIN_EXE_ferrywire"))))), 1).starts_with("error: ")

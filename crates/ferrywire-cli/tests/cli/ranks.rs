@@ -401,7 +401,7 @@ fn a_rank_that_does_not_come_is_named_by_all() {
     let mut outputs = launched.end_within(Duration::from_secs(10));
     outputs.remove(2);
     for line in failures(&outputs) {
-        assert!(line.starts_with("error: rank 2: it has not connected within 10 s"), "{line}");
+        assert!(line.starts_with("error: rank 2: not connected within 10 s"), "{line}");
         assert!(line.contains("3 of 4 ranks are connected"), "{line}");
     }
 }
@@ -416,7 +416,7 @@ fn options_that_differ_are_named_with_the_rank() {
     for line in failures(&outputs) {
         assert!(line.starts_with("error: rank 1 ("), "{line}");
         assert!(
-            line.contains("--sizes is 8192, and rank 0 has 4096") || line.contains("--sizes is"),
+            line.contains("--sizes is 8192, but rank 0 has 4096") || line.contains("--sizes is"),
             "{line}"
         );
     }
@@ -438,7 +438,7 @@ fn a_rank_with_another_secret_is_refused_with_the_cause() {
     })
     .end_within(Duration::from_secs(10));
     let said = failures(&outputs);
-    assert!(said[0].contains("rank 1: it has not connected within 10 s"), "{}", said[0]);
+    assert!(said[0].contains("rank 1: not connected within 10 s"), "{}", said[0]);
     assert!(said[0].ends_with("1 of 2 ranks are connected; 1 connection had another secret"), "{}", said[0]);
     assert!(said[1].starts_with("error: rank 1 (") && said[1].contains("secret"), "{}", said[1]);
     let port = self::port();

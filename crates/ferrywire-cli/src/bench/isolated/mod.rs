@@ -48,7 +48,7 @@ pub struct Order {
 }
 
 impl Order {
-    /// The order of this process, if it is such a child.
+    /// The order of this process, if it is a child that runs a plugin.
     pub fn from_env() -> Option<&'static Order> {
         static ORDERED: OnceLock<Option<Order>> = OnceLock::new();
         ORDERED.get_or_init(|| serde_json::from_str(&std::env::var(ORDER).ok()?).ok()).as_ref()

@@ -190,7 +190,9 @@ impl<'a> Connecting<'a> {
         let StepReport { members, serve, stages_s, verified_iterations } = report;
         let of_this = |sides: &[_]| sides.get(self.member).cloned();
         let (Some(near), Some(far)) = (of_this(&members), of_this(&serve)) else {
-            return Err(Failure::failed("internal error, please report: a report without this rank"));
+            return Err(Failure::failed(
+                "internal error, please report: the reports of a run lack this rank",
+            ));
         };
         let verified_iterations = verified_iterations.get(self.member).copied();
         self.group.report(PairReport { step, pair, near, far, verified_iterations })?;

@@ -106,11 +106,11 @@ impl Coordinator {
             }
             RankMessage::Failed { why, .. } => Some(self.fault(from, why)),
             RankMessage::Join(_) => {
-                Some(self.fault(from, "it has joined twice: install one version on all hosts".to_owned()))
+                Some(self.fault(from, "joined twice: install one version on all hosts".to_owned()))
             }
             RankMessage::Table(_) | RankMessage::Pass(_) | RankMessage::Over(_) => Some(self.fault(
                 from,
-                "it sent a message that only rank 0 sends: install one version on all hosts".to_owned(),
+                "sent a message that only rank 0 sends: install one version on all hosts".to_owned(),
             )),
         }
     }
@@ -135,13 +135,11 @@ impl Coordinator {
                     many => format!("; {many} connections had another secret"),
                 };
                 let why = format!(
-                    "it has not connected within {waited_s:.0} s (--timeout); {came} of {all} ranks are connected{strangers}"
+                    "not connected within {waited_s:.0} s (--timeout); {came} of {all} ranks are connected{strangers}"
                 );
                 (rank, why)
             }
-            (None, Some(rank)) => {
-                (rank, format!("it has not reported ready within {waited_s:.0} s (--timeout)"))
-            }
+            (None, Some(rank)) => (rank, format!("not ready within {waited_s:.0} s (--timeout)")),
             (None, None) => return None,
         };
         self.lost(rank as u32, &why)
@@ -150,8 +148,7 @@ impl Coordinator {
     /// The time for ending is over, after everything was measured: names the ranks that have not ended.
     pub fn unended(&mut self, waited_s: f64) -> Option<RankMessage> {
         let rank = self.done.iter().position(|done| !done)?;
-        let why =
-            format!("all measurements are done, and it has not ended within {waited_s:.0} s (--timeout)");
+        let why = format!("not ended within {waited_s:.0} s (--timeout) after the last measurement");
         self.lost(rank as u32, &why)
     }
 
@@ -169,22 +166,19 @@ impl Coordinator {
         let own = &self.own;
         if (card.protocol, &card.version) != (own.protocol, &own.version) {
             return Some(format!(
-                "it is ferrywire {} (bench version {}), and rank 0 {} ({}): install the same on all hosts",
+                "runs ferrywire {} (bench version {}), but rank 0 runs {} ({}): install one version on all hosts",
                 card.version, card.protocol, own.version, own.protocol
             ));
         }
         if card.world_size != own.world_size {
-            return Some(format!(
-                "its --world-size is {}, and --world-size of rank 0 is {}",
-                card.world_size, own.world_size
-            ));
+            return Some(format!("--world-size is {}, but rank 0 has {}", card.world_size, own.world_size));
         }
         let names = own.options.keys().chain(card.options.keys());
         let shown = |value: Option<&String>| value.map_or_else(|| "not given".to_owned(), String::clone);
         let mut differing = names.filter(|name| own.options.get(*name) != card.options.get(*name));
         differing.next().map(|name| {
             let (theirs, ours) = (shown(card.options.get(name)), shown(own.options.get(name)));
-            format!("its --{name} is {theirs}, and rank 0 has {ours}: give all ranks the same options")
+            format!("--{name} is {theirs}, but rank 0 has {ours}: give all ranks the same options")
         })
     }
 
@@ -218,7 +212,7 @@ impl Coordinator {
         let first = found / half * half;
         let shown = |at: usize| kind(at).map_or_else(String::new, |memory| memory.kind().to_owned());
         let why = format!(
-            "its bytes lie in {} memory, and the bytes of rank {first} in {}: name one kind per half with --memory and --peer-memory",
+            "uses {} memory, but rank {first} uses {}: name one kind per half with --memory and --peer-memory",
             shown(found),
             shown(first)
         );
@@ -379,29 +373,20 @@ mod tests {
             fault(coordinator(Pattern::Unidir, 2).admit(odd))
         };
         let said = join(&|card| drop(card.options.insert("sizes".to_owned(), "8K".to_owned())));
-        assert_eq!(
-            said,
-            "rank 2 (h1): its --sizes is 8K, and rank 0 has 4K: give all ranks the same options"
-        );
+        assert_eq!(said, "rank 2 (h1): --sizes is 8K, but rank 0 has 4K: give all ranks the same options");
         let said = join(&|card| drop(card.options.insert("op".to_owned(), "read".to_owned())));
-        assert!(said.contains("its --op is read, and rank 0 has not given"), "{said}");
+        assert!(said.contains("--op is read, but rank 0 has not given"), "{said}");
         let said = join(&|card| card.version = "2".to_owned());
-        assert!(said.contains("it is ferrywire 2") && said.contains("install the same"), "{said}");
-        assert!(
-            join(&|card| card.world_size = 8)
-                .contains("its --world-size is 8, and --world-size of rank 0 is 4")
-        );
+        assert!(said.contains("runs ferrywire 2 ") && said.contains("install one version"), "{said}");
+        assert!(join(&|card| card.world_size = 8).contains("--world-size is 8, but rank 0 has 4"));
         let mut unlike = coordinator(Pattern::Unidir, 4);
         let memory = |rank| if rank == 3 { Memory::Host } else { Memory::Cuda(rank) };
         let last = (0..4).filter_map(|rank| unlike.take(rank, place(memory(rank)))).last();
-        assert!(
-            fault(last)
-                .starts_with("rank 3 (h1): its bytes lie in host memory, and the bytes of rank 2 in cuda")
-        );
+        assert!(fault(last).starts_with("rank 3 (h1): uses host memory, but rank 2 uses cuda"));
     }
 
     #[test]
-    fn strangers_are_not_let_in_and_end_nothing() {
+    fn refused_processes_do_not_end_the_run() {
         let coordinator = coordinator(Pattern::Unidir, 2);
         assert_eq!(coordinator.refuses(&card(2)), None);
         let twice = coordinator.refuses(&card(1)).expect("it is there");
@@ -413,23 +398,24 @@ mod tests {
     }
 
     #[test]
-    fn who_joins_twice_is_named_whatever_its_card_says() {
+    fn a_rank_that_joins_twice_is_named() {
         for rank in [1, 2, 7] {
             let again = RankMessage::Join(Box::new(Card { rank, ..card(1) }));
             assert!(
                 fault(coordinator(Pattern::Unidir, 2).take(1, again))
-                    .starts_with("rank 1 (h0): it has joined twice")
+                    .starts_with("rank 1 (h0): joined twice")
             );
         }
     }
 
     #[test]
-    fn who_does_not_end_is_named() {
+    fn a_rank_that_does_not_end_is_named() {
         let mut coordinator = coordinator(Pattern::Unidir, 4);
         assert!([0, 1, 3].iter().all(|rank| coordinator.take(*rank, RankMessage::Done).is_none()));
-        assert!(fault(coordinator.unended(30.0)).starts_with(
-            "rank 2 (h1): all measurements are done, and it has not ended within 30 s (--timeout)"
-        ));
+        assert!(
+            fault(coordinator.unended(30.0))
+                .starts_with("rank 2 (h1): not ended within 30 s (--timeout) after the last measurement")
+        );
         assert!(coordinator.unended(31.0).is_none(), "the first failure is the one");
     }
 
@@ -437,11 +423,11 @@ mod tests {
     fn the_first_that_is_missing_is_named() {
         assert_eq!(
             fault(coordinator(Pattern::Unidir, 3).late(9.6, 1)),
-            "rank 3: it has not connected within 10 s (--timeout); 3 of 4 ranks are connected; 1 connection had another secret"
+            "rank 3: not connected within 10 s (--timeout); 3 of 4 ranks are connected; 1 connection had another secret"
         );
         assert!(fault(coordinator(Pattern::Unidir, 2).late(9.6, 0)).ends_with("2 of 4 ranks are connected"));
         let mut unready = coordinator(Pattern::Unidir, 4);
         assert!(unready.take(0, place(Memory::Host)).is_none());
-        assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): it has not reported ready"));
+        assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): not ready within"));
     }
 }

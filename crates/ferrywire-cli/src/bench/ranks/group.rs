@@ -132,7 +132,7 @@ impl Group {
         }
         let table = self.wait(Some(Duration::ZERO), &|| {}, |state| state.table.clone())?;
         table.ok_or_else(|| {
-            Failure::failed(format!("rank 0 has not begun the run within {:?}", rounded(limit)))
+            Failure::failed(format!("rank 0 has not started the run within {:?}", rounded(limit)))
         })
     }
 
@@ -164,7 +164,7 @@ impl Group {
     /// The measurements of all pairs for a size, at rank 0. Calls `tick` from time to time.
     pub fn reports(&self, step: usize, tick: &dyn Fn()) -> Outcome<Vec<PairReport>> {
         let found = self.wait(None, tick, |state| state.coordinator.as_mut()?.step(step))?;
-        found.ok_or_else(|| Failure::failed("internal error, please report: a wait without an end has ended"))
+        found.ok_or_else(|| Failure::failed("internal error, please report: an unlimited wait has ended"))
     }
 
     /// Reports to all, once, that this rank cannot continue, and waits until they have heard it: ending its
@@ -390,7 +390,9 @@ impl Group {
             match link.hear_soon() {
                 Ok(None) => {}
                 Ok(Some(Message::Rank(word))) => self.apply(*word),
-                Ok(Some(_)) => return self.rank_0_is_gone(&link.strange("expected a message of a rank")),
+                Ok(Some(other)) => {
+                    return self.rank_0_is_gone(&link.unexpected(&other, "a message of rank 0"));
+                }
                 Err(failure) => return self.rank_0_is_gone(&failure),
             }
             if self.lock().over.is_some() {
@@ -426,7 +428,7 @@ impl Group {
                 RankMessage::Join(card) => card,
                 _ => {
                     return link
-                        .tell_last(&Message::Refused { why: "ranks begin with their card".to_owned() });
+                        .tell_last(&Message::Refused { why: "the first message is not that of a rank that joins: install one version on all hosts".to_owned() });
                 }
             },
             Ok(_) => {
@@ -464,7 +466,9 @@ impl Group {
             match link.hear_soon() {
                 Ok(None) => {}
                 Ok(Some(Message::Rank(word))) => self.hear(rank, *word),
-                Ok(Some(_)) => return self.is_gone(rank, &link.strange("expected a message of a rank")),
+                Ok(Some(other)) => {
+                    return self.is_gone(rank, &link.unexpected(&other, "a message of a rank"));
+                }
                 Err(failure) => return self.is_gone(rank, &failure),
             }
         }
@@ -554,6 +558,6 @@ mod tests {
         let _second = Group::begin(&rank(1, port)).expect("it comes");
         let outcome = finished(&first).recv_timeout(LIMIT).expect("it does not wait for ever");
         let said = outcome.expect_err("one has not ended").message();
-        assert!(said.starts_with("rank 1 (") && said.contains("it has not ended within"), "{said}");
+        assert!(said.starts_with("rank 1 (") && said.contains("not ended within"), "{said}");
     }
 }

@@ -64,7 +64,7 @@ pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
     // Before there are threads, see `endpoint` in the parent module.
     let opened = plan.own.open();
-    stage("while group the other ranks");
+    stage("while meeting the other ranks");
     let group = Group::begin(plan)?;
     let outcome = opened.and_then(|_home| {
         if plan.connects() {

@@ -139,7 +139,8 @@ impl Serving<'_> {
                 Ok(peer) => attend(peer)?,
                 Err(ConnectError::Stalled { .. }) if since.elapsed() < limit => {}
                 Err(ConnectError::Stalled { .. }) => {
-                    let why = format!("no connection within {:.0} s", limit.as_secs_f64());
+                    let why =
+                        format!("no connection from rank {missing} within {:.0} s", limit.as_secs_f64());
                     let failure = Failure::failed(why);
                     self.group.fail(Some(missing), &failure);
                     return Err(failure);
@@ -184,7 +185,7 @@ impl Serving<'_> {
     fn admit(&self, link: &Link) -> Outcome<usize> {
         let Hello { run_id, member, version, .. } = match link.hear()? {
             Message::Hello(hello) => *hello,
-            _ => return Err(link.strange("expected a greeting")),
+            other => return Err(link.unexpected(&other, "a request for a run")),
         };
         if (version, &run_id) != (protocol::VERSION, &self.run_id) {
             return Err(Failure::failed(
