@@ -272,8 +272,9 @@ pub unsafe extern "C" fn ferrywire_transfer_wait_any(
 ) -> c_int {
     call(|| {
         // SAFETY: by the caller's promise.
-        let (out, list) =
-            unsafe { (Out::new("the place for the first", first)?, array("transfers", transfers, count)?) };
+        let (out, list) = unsafe {
+            (Out::new("the output pointer for the index", first)?, array("transfers", transfers, count)?)
+        };
         let list: Vec<Arc<Transfer>> =
             list.iter().map(|transfer| handles::get(*transfer)).collect::<Result<_, _>>()?;
         let each = list.iter().map(|transfer| &transfer.0);

@@ -131,7 +131,7 @@ impl DevmemConfig {
         within("pool bytes of devmem", self.pool_bytes, least, most)?;
         if self.pool_bytes < limits::DEVMEM_POOL_MESSAGES_MIN * self.message_bytes_max {
             let why = format!(
-                "{} hold no {} messages of {} bytes: a larger pool, or smaller messages",
+                "{} bytes have no room for {} messages of {} bytes: use a larger pool, or smaller messages",
                 self.pool_bytes,
                 limits::DEVMEM_POOL_MESSAGES_MIN,
                 self.message_bytes_max

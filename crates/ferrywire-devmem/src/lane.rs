@@ -113,7 +113,7 @@ impl Lane for DevmemLane {
         }
         match self.sending.post(run) {
             Ok(Poll::Ready(number)) => Post::Posted(Ticket(number as usize)),
-            Ok(Poll::Pending) => Post::Full("what it needs is still being bound or mapped"),
+            Ok(Poll::Pending) => Post::Full("memory is still being bound or mapped"),
             Err(why) => Post::Failed(why),
         }
     }
@@ -124,7 +124,7 @@ impl Lane for DevmemLane {
         }
         match self.receiving.expect(run) {
             Ok(Poll::Ready(number)) => Post::Posted(Ticket(number as usize)),
-            Ok(Poll::Pending) => Post::Full("what it needs is still being mapped"),
+            Ok(Poll::Pending) => Post::Full("memory is still being mapped"),
             Err(why) => Post::Failed(why),
         }
     }

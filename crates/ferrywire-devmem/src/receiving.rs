@@ -147,14 +147,11 @@ impl Receiving {
     pub fn expect(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let route = self.route(run.memory());
         if route != Route::Direct && self.gatherer.is_none() {
-            return Err(format!(
-                "{} is not memory that this endpoint's {NAME} was given",
-                run.memory().location()
-            ));
+            return Err(format!("{NAME} of this endpoint is not configured for {}", run.memory().location()));
         }
         if run.bytes() > self.message_bytes_max {
             return Err(format!(
-                "a message of {} bytes, and {} were agreed on",
+                "a message has {} bytes, but at most {} were agreed on",
                 run.bytes(),
                 self.message_bytes_max
             ));

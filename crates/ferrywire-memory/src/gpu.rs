@@ -35,8 +35,7 @@ pub fn dmabuf_fd(location: MemoryLocation, address: u64, bytes: u64) -> Result<O
         MemoryLocation::SimGpu(_) => Ok(sim::dmabuf_fd(address, bytes)?),
         MemoryLocation::Cuda(_) => Ok(cuda::dmabuf_fd(address, bytes)?),
         MemoryLocation::Host => {
-            let why =
-                "there is none of host memory that is in use already: send it as it is, or copy it to a pool";
+            let why = "host memory that was allocated without one has none: send the memory as it is, or copy it to a pool";
             Err(Error::invalid("dma-buf", why))
         }
     }

@@ -403,7 +403,7 @@ fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, MemoryLocation, Keeper) {
 
 /// The error of code that takes host memory for GPU memory.
 pub(crate) fn host_has_no_gpu() -> Error {
-    Error::Internal("a GPU is asked for host memory".into())
+    Error::Internal("a GPU was asked for host memory".into())
 }
 
 /// Checks that a range lies within a region of `region_bytes`. Returns [`Error::OutOfRegion`] otherwise.

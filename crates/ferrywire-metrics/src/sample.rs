@@ -19,7 +19,7 @@ pub struct ProcessSample {
     pub at_s: f64,
     /// CPU seconds of ferrywire's own threads: of all libraries those that run, and of this library those that have ended.
     pub cpu_s: f64,
-    /// Those of `cpu_s` whose threads have ended.
+    /// The part of `cpu_s` that threads used which have ended.
     pub ended_cpu_s: f64,
     /// Sessions refused because the peer did not prove the secret.
     pub auth_failures: u64,

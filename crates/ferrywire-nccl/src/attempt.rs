@@ -174,7 +174,8 @@ pub fn connect(device: &Device, bytes: &mut [u8], communicator: u64) -> Outcome<
             sweep();
             Attempt::begin(device, &handle, communicator)?
         }
-        number => take(number).ok_or_else(|| Fault::usage("the handle is of an attempt that has ended"))?,
+        number => take(number)
+            .ok_or_else(|| Fault::usage("the handle belongs to an attempt to connect that has ended"))?,
     };
     handle::set_attempt(bytes, 0);
     if attempt.poll()? {
@@ -372,15 +373,15 @@ fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
         Some(libc::EADDRNOTAVAIL) if nic.reaches(to.ip()) && !is_here(nic.address) => {
             let address = nic.address;
             Fault::system(
-                format_args!("{} may have lost {address}: connecting from there to {to}", nic.name),
+                format_args!("cannot connect to {to} from {address}, which {} may have lost", nic.name),
                 error,
             )
         }
         Some(libc::EADDRNOTAVAIL) => {
             let why = "no port is left (net.ipv4.ip_local_port_range)";
-            Fault::system(format_args!("a socket to {to}, {why}"), error)
+            Fault::system(format_args!("cannot connect to {to}: {why}"), error)
         }
-        _ if is_short(error) => Fault::system(format_args!("a socket to {to}"), error),
+        _ if is_short(error) => Fault::system(format_args!("cannot open a socket to {to}"), error),
         _ => Fault::connection(to, error),
     }
 }

@@ -66,7 +66,7 @@ impl Comm {
     pub fn isend(&self, data: *mut u8, bytes: usize, tag: i32, memory: Memory) -> Outcome<Option<&Request>> {
         match &self.side {
             Side::Send(comm) => Ok(comm.post(data, bytes, tag, memory)?.map(|slot| &self.requests[slot])),
-            Side::Receive(_) => Err(Fault::usage("isend on a comm that receives")),
+            Side::Receive(_) => Err(Fault::usage("isend was called on a comm that receives")),
         }
     }
 
@@ -74,7 +74,7 @@ impl Comm {
     pub fn irecv(&self, data: *mut u8, bytes: usize, memory: Memory) -> Outcome<Option<&Request>> {
         match &self.side {
             Side::Receive(comm) => Ok(comm.post(data, bytes, memory)?.map(|slot| &self.requests[slot])),
-            Side::Send(_) => Err(Fault::usage("irecv on a comm that sends")),
+            Side::Send(_) => Err(Fault::usage("irecv was called on a comm that sends")),
         }
     }
 

@@ -45,8 +45,7 @@ impl Fault {
         let what = format_args!("connection with {peer}");
         match error.raw_os_error() {
             Some(libc::EFAULT) => {
-                let why =
-                    format!("{what}: memory of a request is not there any more: it was freed or unmapped");
+                let why = format!("{what}: memory of a pending request was freed or unmapped");
                 Fault { code: ResultCode::SYSTEM_ERROR, why }
             }
             _ if is_short(error) => Fault::system(what, error),
@@ -124,7 +123,7 @@ mod tests {
         for errno in [libc::ENOBUFS, libc::ENOMEM, libc::EFAULT] {
             assert_eq!(of(errno).code, ResultCode::SYSTEM_ERROR, "{errno}");
         }
-        assert!(of(libc::EFAULT).why.contains("memory of a request"));
+        assert!(of(libc::EFAULT).why.contains("memory of a pending request"));
         for errno in [libc::ECONNRESET, libc::ETIMEDOUT, libc::EPIPE] {
             assert_eq!(of(errno).code, ResultCode::REMOTE_ERROR, "{errno}");
         }

@@ -84,7 +84,7 @@ impl Handle {
     /// Parses a handle; the error says why the bytes are not one.
     pub fn read(bytes: &[u8]) -> Result<Handle, String> {
         if bytes[..VERSION] != MAGIC {
-            return Err("the handle is not one of this plugin".into());
+            return Err("the handle was not made by ferrywire's plugin".into());
         }
         if bytes[VERSION] != LAYOUT {
             return Err(format!(
@@ -171,7 +171,7 @@ mod tests {
     #[test]
     fn foreign_bytes_are_no_handle() {
         let why = |bytes: &[u8]| Handle::read(bytes).unwrap_err();
-        assert!(why(&[0; HANDLE_BYTES]).contains("not one of this plugin"));
+        assert!(why(&[0; HANDLE_BYTES]).contains("not made by ferrywire's plugin"));
         let mut bytes = written(&handle(&[V6; 2]), HANDLE_BYTES);
         assert!(why(&bytes[..HANDLE_BYTES / 2]).contains("cut"));
         for count in [0, 9] {

@@ -15,7 +15,7 @@ use crate::metrics::{Connected, Peer};
 
 /// A connection with its name.
 pub struct Link {
-    /// Before the connection, because fields are dropped in this order.
+    /// Declared before the connection, so that the channel's metrics end before the connection closes.
     pub channel: Connected,
     pub conn: Box<dyn Conn>,
     /// The remote address and the NIC.

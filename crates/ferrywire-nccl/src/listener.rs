@@ -46,8 +46,9 @@ impl ListenComm {
         shared_key()?;
         let listen = |nic: &&Nic| {
             let listener = network().listen(SocketAddr::new(nic.address, 0));
-            listener
-                .map_err(|e| Fault::system(format_args!("listening on {} of {}", nic.address, nic.name), &e))
+            listener.map_err(|e| {
+                Fault::system(format_args!("cannot listen on {} of {}", nic.address, nic.name), &e)
+            })
         };
         let nics = device.nics_up();
         let (mut listeners, mut faults) = (Vec::new(), Vec::new());
@@ -59,7 +60,7 @@ impl ListenComm {
         }
         match faults.into_iter().next() {
             Some(fault) if listeners.is_empty() => return Err(fault),
-            Some(fault) => log::warn_once(format_args!("{}, which is left out", fault.why)),
+            Some(fault) => log::warn_once(format_args!("{}; the NIC is left out", fault.why)),
             None => {}
         }
         let secret = proof::random().map_err(|e| Fault::system("random bytes", &e))?;

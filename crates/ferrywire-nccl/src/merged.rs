@@ -137,7 +137,7 @@ fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
             return Err(refused(format!("device {number} is named twice")));
         }
         let found = usize::try_from(*number).ok().and_then(|index| plain.get(index));
-        found.ok_or_else(|| refused(format!("there is no plain device {number}")))
+        found.ok_or_else(|| refused(format!("there is no device {number} that is a single NIC")))
     };
     let found = members.iter().enumerate().map(find).collect::<Outcome<Vec<_>>>()?;
     let fitting =
@@ -155,8 +155,8 @@ fn misplaced(devices: &[&Device]) -> Option<&'static str> {
     let twice = |(k, path): (usize, _)| paths[..k].contains(path);
     match paths.len() {
         1 => None,
-        _ if paths.iter().any(|path| path.is_none()) => Some("NCCL merges none but PCI devices"),
-        _ if paths.iter().enumerate().any(twice) => Some("NCCL merges no ports of one PCI function"),
+        _ if paths.iter().any(|path| path.is_none()) => Some("NCCL merges PCI devices only"),
+        _ if paths.iter().enumerate().any(twice) => Some("NCCL does not merge ports of one PCI function"),
         _ => None,
     }
 }
@@ -215,7 +215,7 @@ mod tests {
         let why = |plain: &[Device], members: &[i32]| check(plain, members).unwrap_err().why;
         let four = plain(4, "10.0.K.1");
         for members in [&[0, 4][..], &[-1, 0], &[i32::MIN], &[i32::MAX, 1]] {
-            assert!(why(&four, members).contains("no plain device"), "{members:?}");
+            assert!(why(&four, members).contains("there is no device"), "{members:?}");
         }
         assert!(why(&four, &[0, 1, 0]).contains("0 is named twice"));
         assert!(why(&four, &[]).contains("list of devices is empty"));
@@ -228,7 +228,7 @@ mod tests {
     fn what_nccl_would_lose_stays_apart() {
         let mut plain = plain(3, "10.0.K.1");
         let why = |plain: &[Device], members: &[i32]| misplaced(&check(plain, members).unwrap());
-        assert!(why(&plain, &[0, 1]).is_some_and(|why| why.contains("none but PCI")));
+        assert!(why(&plain, &[0, 1]).is_some_and(|why| why.contains("PCI devices only")));
         assert_eq!(why(&plain, &[2]), None);
         plain[0].pci_path = Some(c"/sys/devices/pci0000:00/0000:00:04.0".into());
         plain[1].pci_path = Some(c"/sys/devices/pci0000:00/0000:00:04.1".into());

@@ -109,9 +109,11 @@ impl Pool {
                 workers.all.extend(more);
                 log::info(format_args!("{} threads move bulk", workers.all.len()));
             }
-            Err(fault) => {
-                log::warn(format_args!("{} threads have to be enough: {}", workers.all.len(), fault.why))
-            }
+            Err(fault) => log::warn(format_args!(
+                "{} threads move bulk, and no more can be started: {}",
+                workers.all.len(),
+                fault.why
+            )),
         }
     }
 
@@ -179,10 +181,12 @@ fn started(
         match start(number) {
             Ok(worker) => workers.push(worker),
             Err(e) if workers.is_empty() => {
-                return Err(Fault::system("starting the threads that move bulk", &e));
+                return Err(Fault::system("cannot start the threads that move bulk", &e));
             }
             Err(e) => {
-                log::warn(format_args!("only {number} threads of {wished} to move bulk: {e}"));
+                log::warn(format_args!(
+                    "only {number} of {wished} threads that move bulk could be started: {e}"
+                ));
                 break;
             }
         }

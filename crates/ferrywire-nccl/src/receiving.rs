@@ -124,13 +124,15 @@ impl Receiving {
         }
         let (total, room) = (header.total_bytes, slot.room.load(Ordering::Relaxed));
         if total > room as u64 {
-            let why = format!("a message of {total} bytes met a receive of {room}");
+            let why = format!("a message of {total} bytes arrived for a receive of {room}");
             return Err(Fault { code: ResultCode::INVALID_USAGE, why });
         }
         let known = slot.total.compare_exchange(TOTAL_UNKNOWN, total, Ordering::AcqRel, Ordering::Acquire);
         let placed = slot.placed.fetch_add(header.bytes, Ordering::AcqRel);
         if known.is_err_and(|known| known != total) || placed + header.bytes > total {
-            return Err(Fault::remote("the peer sent parts that do not make a message"));
+            return Err(Fault::remote(
+                "the peer sent parts that exceed or contradict the size of their message",
+            ));
         }
         // SAFETY: the piece is inside its message, and the message fits the buffer.
         Ok(Some(unsafe { slot.data.load(Ordering::Relaxed).add(header.offset as usize) }))
@@ -235,7 +237,7 @@ impl RecvComm {
     pub fn test(&self, index: usize) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         if own.posted[index].is_none() {
-            return Err(Fault::usage("test of a request that is done"));
+            return Err(Fault::usage("test was called for a request that is done"));
         }
         let slot = &self.shared.slots[index];
         let mut done = slot.done();
@@ -406,7 +408,7 @@ mod tests {
         assert_eq!(outcome(&comm, first), Ok(BYTES));
         assert!(targets[0].iter().all(|&byte| byte == 7));
         // The peer lives, but this message can never be complete.
-        assert!(outcome(&comm, second).unwrap_err().why.contains("within a message"));
+        assert!(outcome(&comm, second).unwrap_err().why.contains("in the middle of a message"));
     }
 
     #[test]

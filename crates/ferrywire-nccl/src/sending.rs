@@ -330,7 +330,7 @@ impl SendComm {
             self.check_inline(&mut own);
         }
         let Some(Posted { bytes, .. }) = own.posted[slot] else {
-            return Err(Fault::usage("test of a request that is done"));
+            return Err(Fault::usage("test was called for a request that is done"));
         };
         if self.is_gone(slot) || (self.shared.failure.is_some() && self.is_gone_after_all(slot)) {
             own.posted[slot] = None;

@@ -147,7 +147,7 @@ unsafe fn connect(context: P, dev: c_int, handle: P, send_comm: PP) -> ResultCod
             send_comm.write(ptr::null_mut());
             handle.cast::<[u8; HANDLE_BYTES]>().as_mut()
         };
-        let handle = handle.ok_or_else(|| Fault::usage("connect without a handle"))?;
+        let handle = handle.ok_or_else(|| Fault::usage("connect was called without a handle"))?;
         let comm = attempt::connect(device(dev)?, handle, context.addr() as u64)?;
         // SAFETY: as above.
         unsafe { send_comm.write(raw(comm)) };
@@ -199,7 +199,7 @@ unsafe extern "C" fn accept_v5(listen_comm: P, recv_comm: PP) -> ResultCode {
             recv_comm.write(ptr::null_mut());
             listen_comm.cast::<ListenComm>().as_mut()
         };
-        let comm = listener.ok_or_else(|| Fault::usage("accept without a listener"))?.accept()?;
+        let comm = listener.ok_or_else(|| Fault::usage("accept was called without a listener"))?.accept()?;
         // SAFETY: as above.
         unsafe { recv_comm.write(raw(comm)) };
         Ok(())
@@ -224,7 +224,9 @@ unsafe fn register(data: P, bytes: Outcome<usize>, kind: c_int, mhandle: PP) -> 
         }
         let (begin, bytes) = (data as usize, bytes?);
         let end = begin.checked_add(bytes);
-        let end = end.ok_or_else(|| Fault::usage(format_args!("memory of {bytes} bytes at {begin:#x}")))?;
+        let end = end.ok_or_else(|| {
+            Fault::usage(format_args!("{bytes} bytes of memory at {begin:#x} exceed the address space"))
+        })?;
         if !mhandle.is_null() {
             // SAFETY: by the caller's promise.
             unsafe { mhandle.write(Box::into_raw(Box::new(Registered(begin..end))).cast()) };
@@ -262,11 +264,11 @@ unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
 /// `comm` is null or an open comm of this plugin.
 unsafe fn comm_at<'a>(comm: P) -> Outcome<&'a Comm> {
     // SAFETY: by the caller's promise.
-    unsafe { comm.cast::<Comm>().as_ref() }.ok_or_else(|| Fault::usage("there is no comm"))
+    unsafe { comm.cast::<Comm>().as_ref() }.ok_or_else(|| Fault::usage("the comm is NULL"))
 }
 
 fn size(bytes: c_int) -> Outcome<usize> {
-    usize::try_from(bytes).map_err(|_| Fault::usage(format_args!("a size of {bytes}")))
+    usize::try_from(bytes).map_err(|_| Fault::usage(format_args!("the size {bytes} is negative")))
 }
 
 /// # Safety
@@ -337,7 +339,9 @@ unsafe fn irecv(
 ) -> ResultCode {
     guarded(|| {
         if n != MAX_RECVS {
-            return Err(Fault::usage(format_args!("a receive of {n} buffers, {MAX_RECVS} is the most")));
+            return Err(Fault::usage(format_args!(
+                "irecv was called with {n} buffers, and must be with {MAX_RECVS}"
+            )));
         }
         let (data, bytes, mhandle) = buffer();
         // SAFETY: by the caller's promise. What the request holds before (whether it may end early) is a permission
@@ -415,7 +419,7 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
     guarded(|| {
         // SAFETY: null, or a request of an open comm.
         let request = unsafe { request.cast::<Request>().as_ref() };
-        let request = request.ok_or_else(|| Fault::usage("test of no request"))?;
+        let request = request.ok_or_else(|| Fault::usage("test was called without a request"))?;
         // SAFETY: as above.
         let Some(bytes) = (unsafe { request.test() })? else { return Ok(()) };
         // SAFETY: room for the answer, and, unless null, for at least one size.

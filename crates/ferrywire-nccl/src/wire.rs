@@ -58,7 +58,7 @@ pub struct Piece {
 
 /// The sending end of a socket.
 pub struct Sender {
-    /// Before the connection, because fields are dropped in this order.
+    /// Declared before the connection, so that the channel's metrics end before the connection closes.
     channel: Connected,
     conn: Box<dyn Conn>,
     name: LinkName,
@@ -102,7 +102,7 @@ impl Sender {
         self.conn.shutdown();
     }
 
-    /// Sends pieces from `next` until there is none, there is no room, or others should have their turn.
+    /// Sends pieces from `next` until there is none, there is no room, or other sockets should have their turn.
     pub fn turn(&mut self, comm: &Sending, mut next: impl FnMut() -> Option<Piece>) -> Turn {
         for _ in 0..PIECES_PER_TURN {
             if self.piece.is_none() {
@@ -181,7 +181,7 @@ impl Sender {
 
 /// The receiving end of a socket.
 pub struct Receiver {
-    /// Before the connection, because fields are dropped in this order.
+    /// Declared before the connection, so that the channel's metrics end before the connection closes.
     channel: Connected,
     conn: Box<dyn Conn>,
     name: LinkName,
@@ -262,8 +262,8 @@ impl Receiver {
         Turn::More
     }
 
-    /// One call: the rest of a payload together with the header after it, or the rest of a header. Returns the number
-    /// of bytes received and the number asked for.
+    /// Receives with one call: the rest of a payload together with the header after it, or the rest of a header.
+    /// Returns the number of bytes received and the number asked for.
     ///
     /// # Errors
     /// The connection's.
@@ -300,7 +300,7 @@ impl Receiver {
     /// posted yet.
     fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
         let header = Header::from_bytes(&self.header)
-            .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.name)))?;
+            .ok_or_else(|| Fault::remote(format_args!("{} sent a malformed message", self.name)))?;
         let Some(start) = comm.place(self.socket, &header)? else { return Ok(Some(header.message)) };
         self.head_bytes = 0;
         let piece_bytes = header.bytes as usize;
@@ -317,7 +317,7 @@ impl Receiver {
     fn end(&mut self, comm: &Receiving) -> Turn {
         if self.payload.is_some() || self.head_bytes > 0 {
             self.channel.lost();
-            let why = format_args!("{} closed the connection within a message", self.name);
+            let why = format_args!("{} closed the connection in the middle of a message", self.name);
             return self.breaks(comm, Fault::remote(why));
         }
         self.over = true;

@@ -26,7 +26,7 @@ use crate::wire::{HEALTH_INTERVAL, Turn};
 
 /// Pause between two polls beyond which other threads are taken to need the core: polling then costs more than a wake-up.
 const YIELD_MAX: Duration = Duration::from_micros(200);
-/// For this long after that, the worker sleeps without polling first.
+/// Time after a pause of more than [`YIELD_MAX`] in which the worker sleeps without polling first.
 const CROWDED_FOR: Duration = Duration::from_millis(20);
 /// Most turns in a row without polling the kernel.
 const TURNS_UNASKED_MAX: u32 = 4;

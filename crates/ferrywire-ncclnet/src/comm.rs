@@ -259,7 +259,10 @@ impl ListenComm {
     /// attempt is over, and a further call returns [`Cause::Misuse`].
     pub fn accept(&mut self) -> Result<Option<RecvComm>, CallError> {
         let Some(lending) = self.lending.as_ref().filter(|_| self.attempt != Attempt::Over) else {
-            return Err(self.base.error(Call::Accept, Cause::Misuse("this listener has had its one answer")));
+            return Err(self.base.error(
+                Call::Accept,
+                Cause::Misuse("accept was called after it had returned a connection or an error"),
+            ));
         };
         let (mut comm, base) = (ptr::null_mut(), &self.base);
         self.attempt = Attempt::InFlight;
@@ -320,7 +323,7 @@ impl Connecting {
     /// and a further call returns [`Cause::Misuse`].
     pub fn poll(&mut self) -> Result<Option<SendComm>, CallError> {
         let Some(lending) = self.lending.as_ref().filter(|_| self.attempt != Attempt::Over) else {
-            let cause = Cause::Misuse("this attempt has had its one answer");
+            let cause = Cause::Misuse("connect was called after it had returned a connection or an error");
             return Err(self.plugin.error(Call::Connect, Some(self.device), None, cause));
         };
         let (mut comm, plugin) = (ptr::null_mut(), &self.plugin);

@@ -46,7 +46,7 @@ pub enum LoadError {
     },
     /// The file ends before the end that its headers state.
     #[error(
-        "{path}: truncated: it has {file_bytes} bytes, and its headers speak of {needed_bytes}; copy it again"
+        "{path}: truncated: it has {file_bytes} bytes, and its headers need {needed_bytes}; copy it again"
     )]
     Truncated {
         /// Path, as the caller gave it.

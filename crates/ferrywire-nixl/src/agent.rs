@@ -83,7 +83,8 @@ impl Agent {
         }
         let secret = match &settings.secret {
             Some(secret) => secret.clone(),
-            None => random_secret().map_err(|error| format!("no random bytes: {error}"))?,
+            None => random_secret()
+                .map_err(|error| format!("the operating system gave no random bytes: {error}"))?,
         };
         let endpoint = listen(name, &settings, &secret)?;
         let mut addresses = endpoint.reachable_addresses();
@@ -140,7 +141,7 @@ impl Agent {
         })?;
         if bytes > 0 && !is_of_kind(region.location(), kind) {
             tracing::warn!(
-                "{bytes} bytes at {address:#x} are {}: registered as another kind of memory",
+                "cannot register {bytes} bytes at {address:#x}: NIXL names another kind than {}",
                 region.location()
             );
             return Err(Status::INVALID_PARAMETER);
@@ -174,7 +175,7 @@ impl Agent {
             (Memory::Remote { region, .. }, Some(remote)) if region.owner() != remote.identity() => {
                 tracing::warn!(
                     agent = peer,
-                    "registration and connection information are of different processes"
+                    "the registration and the connection information of the remote agent come from different processes"
                 );
                 Err(Status::MISMATCH)
             }
@@ -185,7 +186,7 @@ impl Agent {
     pub fn load_connection_info(&self, peer: &str, info: &[u8]) -> Status {
         let info = match ConnectionInfo::from_bytes(info) {
             Ok(info) if info.secret.is_empty() && !self.shared.secret_is_shared => {
-                Err("that agent has its secret from FERRYWIRE_SECRET: set the same one here".into())
+                Err("the remote agent has its secret from FERRYWIRE_SECRET: set the same secret here".into())
             }
             other => other,
         };

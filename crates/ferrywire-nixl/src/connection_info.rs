@@ -77,7 +77,7 @@ impl ConnectionInfo {
             let address = std::str::from_utf8(text).ok().and_then(|text| text.parse().ok());
             addresses.push(address.ok_or_else(|| {
                 let text = text.escape_ascii();
-                format!("an address in the metadata is no address ({text}): {LOAD_AGAIN}")
+                format!("an address in the metadata cannot be parsed ({text}): {LOAD_AGAIN}")
             })?);
         }
         if addresses.is_empty() {
@@ -138,6 +138,6 @@ mod tests {
         let mut lies = whole.clone();
         let at = whole.len() - 14;
         lies[at] = b'x';
-        assert!(said(&lies).contains("no address"));
+        assert!(said(&lies).contains("cannot be parsed"));
     }
 }

@@ -143,7 +143,7 @@ pub const STAGING_RINGS_BYTES: usize = 2 << 30;
 /// Pipes per process that lend ring pages to sockets. With `LENDING_PIPE_BYTES` each they use half of an
 /// unprivileged user's quota. Channels without a pipe copy.
 pub const LENDING_PIPES_MAX: usize = 64;
-/// Capacity of such a pipe in bytes: enough for a few calls.
+/// Capacity in bytes of a pipe that lends ring pages: enough for a few calls.
 pub const LENDING_PIPE_BYTES: usize = 512 << 10;
 /// Unused memory of GPUs and unused pinned memory per process, in bytes, whose release is deferred to a good
 /// moment. Above that a thread releases it at once.

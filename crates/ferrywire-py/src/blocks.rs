@@ -40,8 +40,8 @@ impl BlockList {
             Some(_) if given => Ok((location, Framework::Other)),
             Some(other) => {
                 let why = format!(
-                    "the list has memory of {framework:?} and of {other:?}, each with a current stream of its own: name \
-                     one that comes after both, or make a list for each"
+                    "the list has memory of {framework:?} and of {other:?}, each with a current stream of its own: \
+                     pass a stream that comes after both, or make a list for each"
                 );
                 Err(usage(py, "stream", why))
             }

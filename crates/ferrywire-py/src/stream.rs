@@ -42,9 +42,11 @@ pub fn named(
     let MemoryLocation::Cuda(gpu) = location else {
         return match stream {
             None => Ok(None),
-            Some(_) => {
-                Err(usage(py, "stream", "the region is not memory of a CUDA GPU, and in no stream's order"))
-            }
+            Some(_) => Err(usage(
+                py,
+                "stream",
+                "the region is not memory of a CUDA GPU, so no stream orders its use",
+            )),
         };
     };
     let raw = match stream {
@@ -64,8 +66,8 @@ pub fn to_hold(
     match (location, stream) {
         (MemoryLocation::Cuda(_), _) => match named(py, location, framework, stream)? {
             None => {
-                let why = "the memory is of no library whose current stream could be asked for, or of two: name the stream \
-                           that is to wait";
+                let why = "the stream that waits is not known, because the memory belongs to no library with a current \
+                           stream, or to two: pass stream=";
                 Err(usage(py, "stream", why))
             }
             found => Ok(found),

@@ -87,7 +87,7 @@ pub fn aside<T: Send + 'static, E: Into<Error>>(
 /// The result of `work` that runs on a thread of its own.
 pub struct Aside<T>(Mutex<Receiver<Result<T>>>);
 
-/// Starts such a thread.
+/// Starts `work` on a thread of its own.
 pub fn begin_aside<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,

@@ -261,7 +261,7 @@ for post in (to_far.write_blocks, to_far.read_blocks):
     else: raise AssertionError("it chose one of two streams")
     transfer = post(both, stream=stream.value)
     try: transfer.block_stream()
-    except fw.UsageError as error: assert "name the stream" in str(error), error
+    except fw.UsageError as error: assert "pass stream=" in str(error), error
     else: raise AssertionError("it chose one of two streams")
     transfer.wait(60)
 del own, source, target, blocks, lists, both, there, other, its
@@ -327,7 +327,7 @@ host = far.allocate(4096)
 stream = new_stream()
 received = to_near.recv(1, own)
 try: received.block_stream()
-except fw.UsageError as error: assert "name the stream" in str(error), error
+except fw.UsageError as error: assert "pass stream=" in str(error), error
 else: raise AssertionError("no stream waits, and nobody is told")
 received.block_stream(stream.value)
 to_far.send(1, plain)

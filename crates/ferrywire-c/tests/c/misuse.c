@@ -67,7 +67,7 @@ static void nulls(struct pair pair) {
     USAGE(ferrywire_transfer_wait_any(&none, 1, 0, 0, &first), "the ferrywire_transfer is NULL");
     OK(ferrywire_notify(pair.near, "a", 1, &notes[0]));
     OK(ferrywire_notify(pair.far, "b", 1, &notes[1]));
-    USAGE(ferrywire_transfer_wait_any(notes, 1, 0, 0, NULL), "the place for the first is NULL");
+    USAGE(ferrywire_transfer_wait_any(notes, 1, 0, 0, NULL), "the output pointer for the index is NULL");
     USAGE(ferrywire_transfer_wait_any(notes, 2, 0, 0, &first), "of several peers");
     CHECK(first == 77);
     OK(ferrywire_transfer_wait(notes[0], LIMIT_MS, -1, NULL));

@@ -114,7 +114,7 @@ pub(super) struct Locked<'a> {
 pub(crate) struct EndBy(Arc<Mutex<Option<Instant>>>);
 
 impl EndBy {
-    /// Sets the time; the earliest one counts.
+    /// Sets the time, unless an earlier time is set.
     pub fn set(&self, by: Instant) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *known = Some(known.map_or(by, |known| known.min(by)));

@@ -82,7 +82,7 @@ fn probe(
     let not_dmabuf = mapping::anonymous_file(mapping::PAGE_BYTES).map_err(|error| NetlinkError {
         errno: error.raw_os_error().unwrap_or(libc::EIO),
         text: None,
-        call: "memory to ask with",
+        call: "allocate memory for a probe",
         known: None,
     })?;
     bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)

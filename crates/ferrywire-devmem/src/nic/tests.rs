@@ -147,7 +147,7 @@ fn a_rule_that_is_refused_leaves_no_trace() {
     let error = claim.steer(end(PAIR[0]), end(PAIR[1])).expect_err("the table is full");
     assert!(error.to_string().contains("ethtool -u lo"), "{error}");
     let error = claim.steer(end("10.0.0.1:1"), end("[2001:db8::1]:1")).expect_err("of two kinds");
-    assert!(error.to_string().contains("different kinds"), "{error}");
+    assert!(error.to_string().contains("different families"), "{error}");
     nic.refuse("nothing", false);
     drop(claim);
     assert_eq!(nic.state(), set_up());

@@ -110,7 +110,10 @@ impl Flow {
         if flow.local.is_ipv4() == flow.remote.is_ipv4() {
             Ok(flow)
         } else {
-            Err(io::Error::new(io::ErrorKind::InvalidInput, "the ends have addresses of different kinds"))
+            Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "source and target addresses are of different families (IPv4, IPv6)",
+            ))
         }
     }
 

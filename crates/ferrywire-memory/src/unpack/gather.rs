@@ -210,7 +210,7 @@ impl Gather {
             _ if bytes == 0 => Ok(false),
             None => Ok(true),
             Some((place, _)) if place != gpu => {
-                wrong(format!("the destination is {place}, and {gpu} gathers"))
+                wrong(format!("the destination is {place}, but the gather writes to {gpu}"))
             }
             Some((_, found)) if found.holds(address, bytes) => Ok(false),
             Some((_, found)) => wrong(format!(
@@ -416,7 +416,7 @@ fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
         return Err(Error::Limit {
             name: "CHUNK_BYTES_MAX",
             limit: CHUNK_BYTES_MAX as u64,
-            why: format!("a message of {expected_bytes} bytes is to be gathered; use smaller chunks"),
+            why: format!("the message to gather has {expected_bytes} bytes; use smaller chunks"),
         });
     }
     if expected_bytes > dst_len {

@@ -34,11 +34,11 @@ impl Payload {
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) payload: Payload,
-    /// When it has left the sending host.
+    /// When the segment has left the sending host.
     pub(super) leaves: Duration,
-    /// When it arrives.
+    /// When the segment arrives.
     pub(super) due: Duration,
-    /// Lost to a cut path; waits for its retransmission.
+    /// The segment was lost on a cut path, and waits for its retransmission.
     pub(super) lost: bool,
 }
 

@@ -64,7 +64,7 @@ pub(super) struct HostState {
 pub(super) struct ListenerState {
     pub(super) host: usize,
     pub(super) address: SocketAddr,
-    /// Connections to accept, and from when on.
+    /// Connections to accept, each with the time from which on it can be accepted.
     pub(super) backlog: VecDeque<(u64, Duration)>,
 }
 

@@ -136,7 +136,7 @@ pub(super) fn complete(fd: RawFd, path: Path, round_trip: Duration, options: &Co
 /// round trip, at growing intervals -> final.
 #[derive(Debug)]
 pub(super) struct Tuning {
-    /// Classification by addresses.
+    /// The class of the path, derived from the addresses of both ends.
     path: Path,
     options: ConnOptions,
     judged: Path,

@@ -73,7 +73,7 @@ pub enum HandshakeError {
         max: usize,
     },
     /// The responder's settled configuration exceeds the proposal.
-    #[error("the other end's welcome exceeds the proposal: {0}")]
+    #[error("the other end answered with other parameters than were proposed: {0}")]
     Overreach(String),
     /// The other end is not the endpoint that was dialled.
     #[error("the endpoint there is {0}: it restarted since the metadata were made")]
@@ -105,7 +105,7 @@ pub enum HandshakeError {
     #[error("the noise handshake could not be set up")]
     Noise,
     /// The caller fed more bytes than wanted, or went on after the end.
-    #[error("more bytes passed than the handshake asked for")]
+    #[error("the handshake was given more bytes than it asked for")]
     Misuse,
 }
 

@@ -165,7 +165,7 @@ fn a_connect_that_times_out_says_goodbye_to_a_peer_that_has_answered() {
                 break reason;
             }
         };
-        assert_eq!(reason, "given up before it was up");
+        assert_eq!(reason, "the connect was given up before it had ended");
         let error = connect.join().unwrap().unwrap_err();
         assert!(matches!(error, ConnectError::Stalled { .. }), "{error:?}");
     });

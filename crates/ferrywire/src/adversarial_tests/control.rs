@@ -160,7 +160,7 @@ fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
     });
     let error = write.wait(LIMIT).unwrap_err();
     assert!(matches!(&error, TransferError::AccessRefused { .. }), "{error:?}");
-    evil.channel_lost_for("the peer lost it: evil");
+    evil.channel_lost_for("the peer lost the connection: evil");
     scene.unharmed();
 }
 
@@ -190,7 +190,7 @@ fn a_channel_cannot_be_taken_twice_nor_beyond_the_session() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let error = channel(evil.address, &evil.established, 1, 0).unwrap_err();
-    assert!(error.to_string().contains("fewer channels"), "{error}");
+    assert!(error.to_string().contains("that the session does not have"), "{error}");
     let mut stream = channel(evil.address, &evil.established, 0, 0).expect("it holds the key");
     assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "a connection is not taken up twice");
     let other = Evil::new(&scene);

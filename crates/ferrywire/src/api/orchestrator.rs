@@ -146,7 +146,7 @@ impl Orchestrator {
                 let came = |index: usize| accepted[index].len();
                 let error = match other {
                     Ok(Some(index)) => {
-                        let what = format!("peers: {} of {peers_of_each} have come", came(index));
+                        let what = format!("peers: {} of {peers_of_each} have connected", came(index));
                         self.failed("accepting", index, Error::Stalled { what, peer: None, waited: timeout })
                     }
                     Err(error) => error,

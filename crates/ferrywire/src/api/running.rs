@@ -193,7 +193,7 @@ impl RegionHome for Running {
         if self.may_have_lanes()
             && let Err(error) = self.start_releaser()
         {
-            tracing::warn!(%error, "memory stays registered with its lanes until they end");
+            tracing::warn!(%error, "cannot start the thread that releases memory: memory stays registered until its lanes end");
         }
         match self.releaser.get() {
             Some(releaser) => releaser.give(memory),

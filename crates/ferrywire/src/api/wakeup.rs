@@ -84,7 +84,7 @@ impl Wakeup {
     /// # Errors
     /// [`Error::Io`] if the system call fails.
     pub fn wait(&self, timeout: Duration) -> Result<bool> {
-        self.wake.wait(timeout).map_err(|error| Error::io("wait for an eventfd", &error))
+        self.wake.wait(timeout).map_err(|error| Error::io("wait on the descriptor of a wakeup", &error))
     }
 
     /// The entry for a wait list.

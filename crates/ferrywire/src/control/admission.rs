@@ -149,7 +149,7 @@ impl Admission for Admitter {
         if permit.is_none() {
             let name = "PEERS_UNACCEPTED_MAX";
             return Err(full(&format!(
-                "{name} = {} peers wait there to be accepted",
+                "{name} = {} peers wait to be accepted",
                 limits::PEERS_UNACCEPTED_MAX
             )));
         }
@@ -161,18 +161,20 @@ impl Admission for Admitter {
         match self.table().sessions.get(&session) {
             None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
             Some(known) if known.dialled_by_us => {
-                let why = "the end that opened the session dials its connections, and is this one";
+                let why = "only the end that opened the session dials connections, and this end opened it";
                 Err(Refusal::new(RefusalCode::Config, why))
             }
             Some(known) if channel & LANE != 0 && known.config.extra.is_empty() => {
-                Err(Refusal::new(RefusalCode::Config, "the session has no lanes"))
+                Err(Refusal::new(RefusalCode::Config, "a connection for a lane, in a session without lanes"))
             }
-            Some(known) if channel & !LANE >= known.config.channels => {
-                Err(Refusal::new(RefusalCode::Config, "the session has fewer channels"))
-            }
-            Some(_) if generation == u32::MAX => {
-                Err(Refusal::new(RefusalCode::Limit, "the channel was dialled too often"))
-            }
+            Some(known) if channel & !LANE >= known.config.channels => Err(Refusal::new(
+                RefusalCode::Config,
+                "a connection for a channel that the session does not have",
+            )),
+            Some(_) if generation == u32::MAX => Err(Refusal::new(
+                RefusalCode::Limit,
+                "the channel was dialled more often than its number of connections can count",
+            )),
             Some(_) => Ok(()),
         }
     }

@@ -98,10 +98,12 @@ impl Lanes {
             ended.stalled += 1
         }
         if ended.stalled >= limits::LANES_STALLED_MAX {
-            return Some(format!("{} lanes of it in a row have moved nothing", ended.stalled));
+            return Some(format!("{} lanes of the channel in a row have moved nothing", ended.stalled));
         }
         let gone = !any_is_up && ended.short_lived >= limits::LANES_SHORT_LIVED_MAX;
-        gone.then(|| format!("{} lanes of it in a row did not last; no channel is left", ended.short_lived))
+        gone.then(|| {
+            format!("{} lanes of the channel in a row did not last; no channel is left", ended.short_lived)
+        })
     }
 
     /// Age of the set-up of a channel's lane.
@@ -313,7 +315,7 @@ impl Link {
             return;
         }
         self.peer().mark_stuck();
-        let why = format!("{why}; it carried channels {}", channels.join(", "));
+        let why = format!("{why}; lost with it: channels {}", channels.join(", "));
         let error = self.lost(LossCause::CallHangs, why);
         self.end_with_error(error, now);
     }
@@ -335,7 +337,7 @@ mod tests {
             }
         }
         let why = lanes.ended_in_vain(1, STALL, 99, true).expect("once more is too often");
-        assert!(why.contains("3 lanes of it in a row have moved nothing"), "{why}");
+        assert!(why.contains("3 lanes of the channel in a row have moved nothing"), "{why}");
     }
 
     #[test]

@@ -130,8 +130,8 @@ impl CudaGate {
     }
 }
 
-/// A page of such words. An opened word is reused at once with a larger value, which also lets streams pass
-/// that wait for a smaller one.
+/// A page of pinned memory with the words of many gates. The word of an opened gate is reused at once with a larger
+/// value, which also releases streams that wait for a smaller value.
 struct Words {
     page: PinnedBuffer,
     /// Unused words, each with its current value.

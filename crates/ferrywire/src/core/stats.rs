@@ -56,7 +56,7 @@ pub(crate) struct ChannelCounters {
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
     /// loaded.
     pub backlog: AtomicU64,
-    /// The channel has room for small operations, which the channels after it leave to it.
+    /// The channel has room for small operations, so the channels after it take none.
     pub has_small_room: AtomicBool,
     pub generation: AtomicU32,
     /// Connections after the first one.

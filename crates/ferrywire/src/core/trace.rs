@@ -119,7 +119,7 @@ impl Row {
         Row { stage, number, ..self }
     }
 
-    /// Records a stage that began at `since` and ends now; `bytes` counts for sockets alone.
+    /// Records a stage that began at `since` and ends now; `bytes` is recorded for socket stages only.
     #[inline]
     pub fn ends(self, since: Instant, bytes: usize) {
         if is_on() {
@@ -213,7 +213,7 @@ pub(crate) fn start() -> Result<Option<Tracing>> {
     let began = PROCESS.compare_exchange(0, process, Ordering::SeqCst, Ordering::SeqCst);
     if began.is_err_and(|other| other != process) {
         ON.store(false, Ordering::SeqCst);
-        tracing::warn!("{VARIABLE}: a forked child of a process with a trace writes none");
+        tracing::warn!("{VARIABLE}: a forked child process writes no trace");
         return Ok(None);
     }
     let mut trace = trace();

@@ -50,7 +50,9 @@ impl Copiers {
             (Some(copier), _) => Ok(copier),
             (None, Some(gpu)) => gpu.queue().map(CopyQueue::new),
             (None, None) => {
-                return Poll::Ready(Err(Error::Internal("a lane has no GPU to copy with".into())));
+                return Poll::Ready(Err(Error::Internal(
+                    "a lane without a GPU has GPU memory to copy".into(),
+                )));
             }
         };
         let progress = ready.and_then(|mut ready| {

@@ -175,8 +175,8 @@ pub enum Progress {
 
 /// The set-up of one lane. The control thread polls it, so nothing here blocks.
 pub trait Setup: Send {
-    /// Whether the lane needs a connection of its own. If true, the end that opened the session dials one; it
-    /// is asked once.
+    /// Whether the lane needs a connection of its own. If true, the end that opened the session dials a
+    /// connection. The engine calls this once.
     fn wants_connection(&mut self) -> bool {
         false
     }

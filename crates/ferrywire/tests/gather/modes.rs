@@ -135,7 +135,7 @@ fn destinations_that_do_not_hold_the_message_are_refused() {
     let theirs = other.pool.address();
     refused(
         gather.start(0, theirs, 100, 100),
-        "memory of simulated GPU 1, and memory of simulated GPU 0 gathers",
+        "memory of simulated GPU 1, but the gather writes to memory of simulated GPU 0",
     );
     let above = CHUNK_BYTES_MAX as u64 + 1;
     let error = gather.start(0, other.pool.address(), above, above).unwrap_err();

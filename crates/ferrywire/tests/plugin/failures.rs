@@ -117,7 +117,7 @@ fn a_lost_lane_keeps_registrations_of_the_direction_in_flight_alone() {
         }
         let (from, to) = (&near[0], far[0].descriptor());
         let error = ends.near.write(from, 0, &to, 0, 20 << 20).unwrap().wait(LIMIT).unwrap_err();
-        says(&error, &["sending message 3", "test of send comm"]);
+        says(&error, &["cannot send message 3", "test of send comm"]);
         let _ = ends.connecting.close(LIMIT);
         let _ = ends.accepting.close(LIMIT);
         let live = handles_live(4);
@@ -132,7 +132,10 @@ fn a_lost_lane_keeps_registrations_of_the_direction_in_flight_alone() {
 fn an_error_of_a_send_is_final() {
     case!("test_error_after=3,fault_side=send").passes(|| {
         let ends = one_channel();
-        says(&failed_write(&ends), &["sending message 3", "test of send comm", "result 2 (system error)"]);
+        says(
+            &failed_write(&ends),
+            &["cannot send message 3", "test of send comm", "result 2 (system error)"],
+        );
     });
 }
 
@@ -253,7 +256,7 @@ fn a_lane_that_fails_costs_its_channel_and_no_operation() {
         }
         let lost = ends.near.stats().lost_channels;
         assert_eq!(lost.len(), 1, "{lost:?}");
-        assert!(lost[0].contains("sending message 10"), "{lost:?}");
+        assert!(lost[0].contains("cannot send message 10"), "{lost:?}");
         ends.close();
     });
 }

@@ -500,7 +500,7 @@ fn lanes_that_stall_again_and_again_end_the_session_with_the_reason() {
     let error = transfer.wait(LIMIT).unwrap_err();
     for error in [error.into(), ends.near.error().unwrap(), lost_peer_error(&ends.far)] {
         assert!(matches!(error, Error::PeerLost { .. }), "{error}");
-        assert!(error.to_string().contains("lanes of it in a row have moved nothing"), "{error}");
+        assert!(error.to_string().contains("lanes of the channel in a row have moved nothing"), "{error}");
     }
     drop(knob);
     let again = ends.ends[0].connect(ends.ends[1].listen_addresses()[0], LIMIT).unwrap();

@@ -130,7 +130,7 @@ pub fn messages_too_long_for_their_receive(world: &mut impl World) {
             Ok(moved) => assert!(eager && moved == 100, "{moved} bytes"),
             Err(error) => {
                 assert!(!eager && matches!(error, TransferError::AccessRefused { .. }), "{error}");
-                let words = format!("longer than the receive that met it: receive into {bytes} bytes");
+                let words = format!("longer than the receive that it matched: receive into {bytes} bytes");
                 assert!(error.to_string().contains(&words), "{error}");
             }
         }

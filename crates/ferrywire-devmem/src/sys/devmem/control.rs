@@ -59,7 +59,7 @@ pub enum ControlFault {
         received: usize,
     },
     /// The buffer has no room for the bytes that are reported in it.
-    #[error("{linear} bytes reported in a buffer of {buffer}")]
+    #[error("the kernel reported {linear} bytes in a buffer of {buffer} bytes")]
     Linear {
         /// Bytes of the fragments in the buffer.
         linear: u64,

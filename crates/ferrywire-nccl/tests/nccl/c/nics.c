@@ -284,8 +284,8 @@ static void merging(struct net *net)
     const struct {
         int count, devices[2];
         const char *why;
-    } wrong[] = { { 2, { 0, 6 }, "no plain device 6" }, { 2, { 0, 99 }, "no plain device 99" },
-                  { 2, { -1, 0 }, "no plain device -1" }, { 2, { 1, 1 }, "named twice" },
+    } wrong[] = { { 2, { 0, 6 }, "no device 6" }, { 2, { 0, 99 }, "no device 99" },
+                  { 2, { -1, 0 }, "no device -1" }, { 2, { 1, 1 }, "named twice" },
                   { 0, { 0 }, "list of devices is empty" }, { -1, { 0, 1 }, "most" }, { count + 1, { 0, 1 }, "most" } };
     for (int n = 0; n < 7; n++) {
         made = 77;

@@ -62,7 +62,7 @@ fn hint(
     };
     format!(
         "; port {} lies in the range that the kernel gives to outgoing connections ({first} to {last}, sysctl \
-         net.ipv4.ip_local_port_range), and may be one's, or have been within the last minute: {way}",
+         net.ipv4.ip_local_port_range), and an outgoing connection may use the port, or have used it within the last minute: {way}",
         address.port()
     )
 }

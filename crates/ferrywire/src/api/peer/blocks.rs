@@ -166,8 +166,8 @@ impl BlockList {
         self.parts.iter().flat_map(|part| &part.blocks).map(|piece| piece.len).sum()
     }
 
-    /// The pairs of regions that a transfer moves bytes of, with the blocks in order. If no pair has bytes,
-    /// the first one.
+    /// The pairs of regions between which a transfer moves bytes, with the blocks in order; the first pair if no pair
+    /// has bytes.
     pub(super) fn select(&self, verb: Verb, indices: Option<&[u32]>) -> Result<Vec<(&Part, Pieces)>> {
         let mut chosen: Vec<(&Part, Pieces)> = match indices {
             None => self.parts.iter().map(|part| (&**part, part.in_order(verb).clone())).collect(),

@@ -169,7 +169,7 @@ impl Link {
             if !done {
                 self.peer.life.unfinished.store(true, Ordering::SeqCst);
             }
-            let reason = if done { "closed" } else { "closed before all was finished" };
+            let reason = if done { "closed" } else { "closed before all transfers had finished" };
             self.send_goodbye(GoodbyeCause::Closed, reason.into(), Error::Closed, true, now);
         }
     }
@@ -254,7 +254,12 @@ impl Link {
             return;
         }
         if !self.dying() {
-            self.leave_with(GoodbyeCause::Closed, "given up before it was up".into(), Error::Closed, now);
+            self.leave_with(
+                GoodbyeCause::Closed,
+                "the connect was given up before it had ended".into(),
+                Error::Closed,
+                now,
+            );
         }
         // The queue gets no result, and no session without lanes replaces this one.
         self.stage.forget_awaited();

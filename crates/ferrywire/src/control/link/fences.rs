@@ -99,7 +99,7 @@ impl Link {
         let is_current = record.generation == generation;
         match &mut record.state {
             ChannelState::Up { peer_fence } if is_current => {
-                let why = format!("the peer lost it: {}", theirs.reason);
+                let why = format!("the peer lost the connection: {}", theirs.reason);
                 *peer_fence = Some(theirs);
                 return self.drop_channel(index, generation, Loss { cause: FenceCause::Answer, why });
             }

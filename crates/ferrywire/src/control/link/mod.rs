@@ -449,7 +449,7 @@ fn backend_of(
     if config.extra.is_empty() || declined.is_some() {
         let refused = !backend.is_optional();
         let why = declined.map(|why| format!(": {why}")).unwrap_or_default();
-        let why = || format!("the other end does without {}, which this one needs{why}", backend.name());
+        let why = || format!("the other end does not use {}, which this end requires{why}", backend.name());
         return (None, refused.then(|| Incompatible::Mismatch(why())));
     }
     // The handshake compared the terms. Check them again, now that `same_host` is known.

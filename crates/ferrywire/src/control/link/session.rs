@@ -127,8 +127,8 @@ impl Link {
         plugin.map_or_else(String::new, |plugin| {
             let name = plugin.name();
             format!(
-                "; {name} ends its process where it cannot go on: what that end, or what supervises it, printed last says \
-                 why"
+                "; plugin {name} ends its process after an error that it cannot handle: see the last output of the \
+                 other end"
             )
         })
     }

@@ -200,7 +200,7 @@ impl Link {
                 }
                 // The peer has given up the connection that is still open here. It will dial again.
                 ChannelState::Up { .. } => {
-                    self.drop_channel(index, current, "the peer dialled it again");
+                    self.drop_channel(index, current, "the peer dialled the channel again");
                 }
                 _ => {}
             }

@@ -188,7 +188,7 @@ impl Channel {
 
     fn begin_frame(&mut self, header: Header) -> io::Result<()> {
         if self.peer.queue.crc && header.flags & wire::FLAG_CRC == 0 {
-            return Err(broken("a frame without the checksum that was agreed on"));
+            return Err(broken("a frame lacks the agreed checksum"));
         }
         if self.payload.note_header(&header)? {
             self.publish_load();
@@ -304,8 +304,7 @@ impl Channel {
                 // The receive or read ended before this frame: the refusal reports it to the sender.
                 Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
-                    let why =
-                        format!("the peer sent more bytes of a {} than it had announced", sink.op.verb());
+                    let why = format!("the peer sent more bytes of a {} than announced", sink.op.verb());
                     sink.op.fail(Error::ProtocolViolation { peer: peer.info.name.clone(), why });
                     peer.end_sink(&sink.op);
                     return Err(refusal);

@@ -114,7 +114,8 @@ impl Channel {
         Ok(())
     }
 
-    /// In bulk, wakes a channel for the small operations that were left to this one, which cannot send now.
+    /// Wakes another channel for the small operations that were assigned to this channel, if the peer sends bulk. Called
+    /// when this channel cannot send.
     fn hand_over_small(&self) {
         if self.peer.in_bulk() {
             self.leave_small(0);
@@ -437,8 +438,7 @@ impl Channel {
         }
     }
 
-    /// [`Channel::bulk_share`] between two ends of one host. At `copying_ends` of them payload is copied once
-    /// more.
+    /// [`Channel::bulk_share`] between two ends of one host. `copying_ends` of the two ends copy the payload once more.
     fn local_share(&self, copying_ends: u64) -> (u64, usize) {
         // Channels between different addresses may include a slow link, which must not delay the fast ones.
         // Bytes that wait for another copy cost the other channels nothing. Both count by channel, not by
@@ -453,7 +453,7 @@ impl Channel {
     }
 
     /// Bytes of small operations that this channel may take. Without bulk, only the peer's home channel takes
-    /// them, so that one thread does all the work. In bulk a channel helps while those before it are busy.
+    /// them, so that one thread does all the work. In bulk a channel takes some while the channels before it are busy.
     fn small_share(&self) -> u64 {
         let backlog = self.sender.window.bytes() as u64;
         match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
@@ -569,7 +569,7 @@ impl Sender {
         let Some(entry) = self.window.get_mut(self.sent).filter(|entry| entry.payload().is_some()) else {
             return Err(error);
         };
-        tracing::warn!(%error, peer = peer.name(), "cannot read registered memory");
+        tracing::warn!(%error, peer = peer.name(), "the kernel cannot read registered memory to send it: the transfer fails");
         let why = if entry.is_gone() { DROPPED } else { UNREADABLE };
         let why = Error::invalid("region", why);
         if begun {

@@ -137,7 +137,7 @@ pub(crate) struct Life {
     over: AtomicBool,
     /// A plugin call that does not return uses memory of some operations.
     stuck: AtomicBool,
-    /// Waiters for operations that such a call has lost: these never end.
+    /// Waiters for operations that never end, because a plugin call that does not return has them.
     lost_waiters: WaitList,
 }
 
@@ -502,7 +502,7 @@ impl PeerState {
                 "the peer serves INBOUND_READS_MAX reads already: wait for some before posting more"
             }
             (Verb::Send, Refusal::OutOfRegion) => &format!(
-                "the message is longer than the receive that met it: receive into {} bytes, or send fewer",
+                "the message is longer than the receive that it matched: receive into {} bytes, or send fewer",
                 op.total
             ),
             _ => refusal.text(),

@@ -35,7 +35,7 @@ pub(crate) struct Arrival {
     pub refusal: Option<Refusal>,
     /// Target of the payload, in order. Empty if the frame is refused.
     pub target: Vec<Run>,
-    /// When its header came, for a trace.
+    /// When the frame's header arrived, for a trace.
     pub chunk: Option<ChunkStart>,
 }
 
@@ -209,12 +209,14 @@ impl Receiving {
                             self.closing(now, why);
                             Ok(())
                         }
-                        _ => Err(format!("receiving message {number}, for the second time: {why}")),
+                        _ => Err(format!(
+                            "cannot receive message {number}: the lane reported twice that it is closing: {why}"
+                        )),
                     };
                 }
-                Step::Failed(why) => return Err(format!("receiving message {}: {why}", receive.number)),
+                Step::Failed(why) => return Err(format!("cannot receive message {}: {why}", receive.number)),
                 Step::Unreadable(_, why) => {
-                    return Err(format!("receiving message {}: {why}", receive.number));
+                    return Err(format!("cannot receive message {}: {why}", receive.number));
                 }
             }
             let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
@@ -307,7 +309,9 @@ impl Receiving {
 
     fn refused(&mut self, post: Post, now: Duration) -> Result<(), String> {
         let how = match post {
-            Post::Failed(why) => return Err(format!("posting for message {}: {why}", self.posted)),
+            Post::Failed(why) => {
+                return Err(format!("cannot post the receive of message {}: {why}", self.posted));
+            }
             Post::Full(how) => how,
             Post::Posted(_) => return Ok(()),
         };
@@ -340,7 +344,7 @@ impl Receiving {
         let quiet_since = self.moved_at.max(self.posted_at).max(*since);
         if missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_TIMEOUT {
             Err(format!(
-                "message {} did not arrive within {} after this: {why}",
+                "message {} did not arrive within {} after the lane began to close: {why}",
                 self.finished,
                 seconds(limits::LANE_CLOSING_TIMEOUT)
             ))

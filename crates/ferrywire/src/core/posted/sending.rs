@@ -166,7 +166,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Whether an unfinished message reads such memory directly, not from a slot.
+    /// Whether an unfinished message reads memory for which `which` is true directly, not from a slot.
     pub fn uses(&self, which: impl Fn(&Arc<Memory>) -> bool) -> bool {
         let mut all = self.posted.iter().map(|(_, message)| message).chain(&self.waiting);
         all.any(|message| match &message.source {
@@ -280,13 +280,13 @@ impl Sending {
     /// it.
     fn unreadable(&self, ticket: Ticket, why: Error, pass: &mut LanePass) -> String {
         let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
-        let said = format!("memory that it was to send cannot be read: {why}");
+        let said = format!("cannot read the memory of a message: {why}");
         pass.unreadable = frame.map(|frame| (frame, why));
         said
     }
 
     fn failed(&self, message: &Outgoing, why: &str) -> String {
-        format!("sending message {} ({} bytes): {why}", self.done, message.bytes)
+        format!("cannot send message {} ({} bytes): {why}", self.done, message.bytes)
     }
 
     pub fn state(&self) -> String {
@@ -297,7 +297,7 @@ impl Sending {
             self.waiting.len(),
             self.done,
             self.confirmed,
-            if self.peer_ready { "" } else { ", and has not said that it stands" }
+            if self.peer_ready { "" } else { ", and has not reported its lane as ready" }
         )
     }
 

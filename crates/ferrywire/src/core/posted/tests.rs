@@ -427,7 +427,7 @@ fn any_error_of_a_send_is_final() {
         bench.poll().unwrap();
         bench.script(|script| script.sends.push_back(step));
         let why = bench.poll().map(drop).unwrap_err();
-        assert!(why.starts_with("the fake: sending message 0 (65536 bytes): result"), "{why}");
+        assert!(why.starts_with("the fake: cannot send message 0 (65536 bytes): result"), "{why}");
     }
 }
 
@@ -568,7 +568,10 @@ fn what_was_announced_before_the_peer_closes_has_some_time_to_arrive() {
     bench.script(|script| script.receives.push_back(Step::Done));
     bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("something has arrived meanwhile");
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
-    assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
+    assert!(
+        why.contains("message 1 did not arrive within 2.0 s after the lane began to close: result 2"),
+        "{why}"
+    );
 }
 
 #[test]
@@ -581,7 +584,7 @@ fn the_second_sign_and_every_other_error_are_final() {
         bench.poll().unwrap();
         bench.script(|script| script.receives.extend(steps.clone()));
         let outcome = steps.iter().map(|_| bench.poll().map(drop)).collect::<Result<Vec<()>, String>>();
-        assert!(outcome.unwrap_err().contains("receiving message 0"));
+        assert!(outcome.unwrap_err().contains("cannot receive message 0"));
     }
 }
 

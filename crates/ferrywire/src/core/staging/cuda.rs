@@ -45,12 +45,12 @@ static LAUNCHES_BLOCK: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
-    /// Dropped before the memory that its work uses, and before the kernel, which then knows its progress.
+    /// Declared first, so that the stream is dropped before the memory and the kernel that its work uses.
     stream: CudaStream,
     /// The last mark that was reached, written by the GPU.
     flag: PinnedBuffer,
     kernel: Option<ListKernel>,
-    /// The mark before the first one, the last mark, and the one before that.
+    /// The mark before the first batch, the mark of the last batch (`marked`), and the mark of the batch before it (`behind`).
     before: u64,
     marked: u64,
     behind: u64,
@@ -71,7 +71,7 @@ impl CudaCopier {
         let kernels = Kernels::loaded(gpu).filter(|_| !*LAUNCHES_BLOCK);
         let kernel =
             kernels.map(|kernels| ListKernel::new(kernels, gpu)).transpose().unwrap_or_else(|error| {
-                tracing::warn!(%error, "copy kernel not used: copy engines copy run by run");
+                tracing::warn!(%error, "copy kernel not used: copy engines copy piece by piece");
                 None
             });
         let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);

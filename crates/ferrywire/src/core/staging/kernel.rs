@@ -101,7 +101,7 @@ impl ListKernel {
         let words = kernels.counter().ok_or_else(|| Error::Limit {
             name: "COUNTERS",
             limit: COUNTERS as u64,
-            why: "so many channels stage for this GPU that further ones copy run by run: use fewer".into(),
+            why: "too many channels stage for this GPU, so further channels copy piece by piece: use fewer channels".into(),
         })?;
         if mailbox.address() != mailbox.as_ptr() as u64 {
             return Err(Error::Internal(

@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(super) struct Pipeline {
-    /// Dropped before the memory that it copies from or to.
+    /// Declared before `pinned`, so that the copier is dropped before the memory that it uses.
     copier: Option<Box<dyn Copier>>,
     pinned: Option<Pinned>,
     pub location: MemoryLocation,

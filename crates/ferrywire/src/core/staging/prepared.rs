@@ -35,7 +35,7 @@ impl Prepared {
                 tracing::warn!(%error, "cannot create streams on CUDA GPU {index} in advance");
             }
             if let Err(error) = &kernels {
-                tracing::warn!(%error, "cannot load kernels on CUDA GPU {index}: copy engines copy run by run");
+                tracing::warn!(%error, "cannot load kernels on CUDA GPU {index}: copy engines copy piece by piece");
             }
         }
         self.keep(index, kernels.ok());

@@ -54,7 +54,7 @@ impl Stage for Sending {
                 entry.staged = Some(Staged { line, offset, host: 0, lent: false, state: State::Reserved })
             }
             // The caller checks for room before it takes a frame.
-            None => drop(entry.give_up(&Error::Internal("a frame was to be staged without room".into()))),
+            None => drop(entry.give_up(&Error::Internal("a staging ring has no room for a frame".into()))),
         }
         self.full.set(!self.has_room());
     }

@@ -61,7 +61,7 @@ impl TraceFile {
                 tracing::info!("{VARIABLE}: another process writes {path}; this one writes {own}");
                 match lock_file(&own) {
                     Ok(Some(file)) => (own, file),
-                    Ok(None) => return Err((own, io::Error::other("another process writes it"))),
+                    Ok(None) => return Err((own, io::Error::other("another process writes this file"))),
                     Err(error) => return Err((own, error)),
                 }
             }

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 /// Pause before the kernel is asked again whether it has released memory.
 const RELEASE_PAUSE: Duration = Duration::from_micros(100);
 /// Reason for losing a channel that sends from memory which its user has dropped.
-const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
+const SENDS_DROPPED: &str = "the user freed memory from which a message was being sent";
 
 impl ProgressEngine {
     /// Loses the channels whose connections still send from memory that its user has dropped, once the kernel
@@ -65,7 +65,7 @@ impl ProgressEngine {
                     self.lose(worker, context, place, SENDS_DROPPED);
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
                     slot.channel.peer.messages.cut(&*request.gone);
-                    let why = "memory was taken back while a message was being received into it";
+                    let why = "the user freed memory into which a message was being received";
                     self.lose(worker, context, place, why);
                 } else if touched.lane || touched.gpu.is_some() {
                     lane |= touched.lane;

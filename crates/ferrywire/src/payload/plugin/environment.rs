@@ -14,9 +14,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// The origin of a variable's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SetBy {
-    /// The user: it was set before.
+    /// The user set the variable before ferrywire read it.
     User,
-    /// ferrywire set it.
+    /// ferrywire set the variable.
     Ferrywire,
 }
 

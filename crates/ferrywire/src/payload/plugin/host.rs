@@ -93,7 +93,7 @@ impl Host {
         let most = limits::TCPX_MESSAGE_BYTES_MAX;
         if tcpx::is(loaded.name()) && message_bytes_max > most {
             tracing::info!(
-                "messages over {} are limited to {most} bytes, not {message_bytes_max}",
+                "plugin {}: messages are limited to {most} bytes instead of {message_bytes_max}",
                 loaded.name()
             );
             message_bytes_max = most;

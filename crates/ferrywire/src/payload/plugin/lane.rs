@@ -121,8 +121,8 @@ impl Lane for PluginLane {
         self.host.config.window
     }
 
-    /// `connect` returns before the peer's `accept` does. TCPX waits in `accept` until flow rules are in
-    /// force, and GPU payload that arrives earlier ends its process.
+    /// True, because `connect` returns before the peer's `accept` does. TCPX waits in `accept` until flow rules
+    /// are in force, and GPU payload that arrives earlier ends the peer's process.
     fn may_stand_alone(&self) -> bool {
         true
     }

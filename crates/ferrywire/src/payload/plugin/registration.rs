@@ -97,7 +97,7 @@ impl Registrations {
             }
             self.list[at].parts[slot] = Some(made);
         }
-        let made = || Err("it is not registered".into());
+        let made = || Err("not registered".into());
         self.list[at].parts[slot].get_or_insert_with(made).as_ref()
     }
 
@@ -105,9 +105,9 @@ impl Registrations {
     fn tell(&mut self, comm: &Comm, memory: &Memory, why: &str) {
         let (comm, location) = (comm.id(), memory.location());
         if std::mem::replace(&mut self.warned, true) {
-            tracing::debug!(%comm, "{location} cannot be registered and is copied: {why}")
+            tracing::debug!(%comm, "payload in {location} is copied, because its memory cannot be registered: {why}")
         } else {
-            tracing::warn!(%comm, "{location} cannot be registered and is copied: {why}")
+            tracing::warn!(%comm, "payload in {location} is copied, because its memory cannot be registered: {why}")
         }
     }
 

@@ -119,7 +119,7 @@ impl PluginSetup {
             }
             shared.waker.wake();
         });
-        thread.map(drop).map_err(|error| format!("no thread for {what}: {error}"))
+        thread.map(drop).map_err(|error| format!("cannot start a thread for {what}: {error}"))
     }
 }
 

@@ -10,7 +10,7 @@ use std::ops::Range;
 /// Bytes of a handle where a started connect keeps a pointer.
 const POINTER: Range<usize> = 80..88;
 
-/// Name prefix of such plugins.
+/// Name prefix of the plugins of the TCPX family.
 const NAME: &str = "GPUDirectTCPX";
 
 /// Whether a plugin of this name reads TCPX's environment, and ends the process where TCPX does.

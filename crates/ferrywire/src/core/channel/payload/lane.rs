@@ -86,7 +86,7 @@ impl LanePayload {
         }
         // The lane has the message already, and the peer would take it for the next frame's payload.
         entry.op.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
-        io::Error::other("the memory of a message that a lane has was dropped")
+        io::Error::other("the user freed the memory of a message that a lane still sends")
     }
 
     /// Returns an acknowledged frame, or keeps it while the lane still uses its memory.
@@ -233,7 +233,7 @@ impl Channel {
         if let Some((frame, why)) = pass.unreadable
             && let Some(entry) = self.sender.window.get_mut(frame)
         {
-            tracing::warn!(%why, peer = self.peer.name(), "cannot read registered memory");
+            tracing::warn!(%why, peer = self.peer.name(), "the lane cannot read registered memory to send it: the transfer fails");
             entry.fail_unread(why);
         }
         for (frame, error) in pass.given_up {

@@ -89,7 +89,10 @@ fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
     bench.script(|script| script.gathers[0].1 = true);
     bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("its time begins when it is posted for");
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
-    assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
+    assert!(
+        why.contains("message 1 did not arrive within 2.0 s after the lane began to close: result 2"),
+        "{why}"
+    );
 }
 
 #[test]
