@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_come_about_has_a_reason() {
+    fn a_failed_initialization_has_a_reason() {
         let refused = BackgroundInit::<u8>::start("a thing", || Err("the kernel refuses".into()));
         assert_eq!(ended(&refused), Err("a thing: the kernel refuses".into()));
         assert_eq!(refused.get(), Poll::Ready(Err("a thing: the kernel refuses".into())), "and keeps it");

@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_begun_before_a_stream_waits_and_is_launched_after_goes_without_a_kernel() {
+    fn a_gather_launched_after_a_stream_waits_uses_no_kernel() {
         let _alone = one_at_a_time();
         let seen = Arc::new(Mutex::new(Seen::default()));
         let mut gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), UnpackMode::Kernel).unwrap();

@@ -438,7 +438,7 @@ mod tests {
 
     /// Regression: the attempt failed with `ncclRemoteError`, and of several NICs a healthy one was left out.
     #[test]
-    fn what_this_host_lacks_is_no_fault_of_the_peer() {
+    fn a_failed_dial_for_lack_of_local_resources_is_a_system_error() {
         let nics = nics::list().unwrap();
         let nic = nics.into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
         let lost =

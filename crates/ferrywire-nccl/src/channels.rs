@@ -356,7 +356,7 @@ mod tests {
 
     /// Regression: a child process took its parent's setting for the user's choice and was tuned differently.
     #[test]
-    fn what_a_parent_process_has_set_is_not_the_users_word() {
+    fn variables_of_a_parent_process_are_not_the_users() {
         for wish in [CHANNELS_WISH, PIECE_WISH] {
             let (variable, mark) = (wish.variable, wish.mark);
             assert!(with(&wish, &[(variable, "8"), (mark, "8")]));
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_over_the_network_alone_is_left_to_nccl() {
+    fn collectives_partly_within_a_host_are_left_to_nccl() {
         assert!(over_network_alone(2, 2, |_| false));
         assert!(!over_network_alone(16, 2, |_| false), "hosts with several ranks");
         assert!(!over_network_alone(2, 1, |name| name == "NCCL_P2P_DISABLE"));

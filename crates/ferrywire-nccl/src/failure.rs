@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn what_this_host_lacks_is_not_said_to_be_the_peers() {
+    fn a_lack_of_local_resources_is_a_system_error() {
         let of = |errno| Fault::connection("10.0.0.2", &io::Error::from_raw_os_error(errno));
         for errno in [libc::ENOBUFS, libc::ENOMEM, libc::EFAULT] {
             assert_eq!(of(errno).code, ResultCode::SYSTEM_ERROR, "{errno}");

@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_left_out_and_no_byte_is_left_as_it_was() {
+    fn addresses_that_do_not_fit_are_left_out_and_every_byte_is_written() {
         let many = handle(&[V6; 9]);
         let bytes = written(&many, HANDLE_BYTES);
         assert_eq!(Handle::read(&bytes).unwrap(), handle(&[V6; 4]));

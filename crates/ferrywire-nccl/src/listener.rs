@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_whole_process_lacks_is_no_fault_of_a_nic() {
+    fn a_lack_of_process_resources_does_not_disable_a_nic() {
         let (mut listener, handle) = listening();
         listener.listeners.insert(0, Box::new(Short(handle.addresses[0])));
         assert!(listener.accept().err().unwrap().why.contains("Too many open files"));

@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_merged_is_refused_with_the_reason() {
+    fn devices_that_cannot_be_merged_are_refused_with_the_reason() {
         let why = |plain: &[Device], members: &[i32]| check(plain, members).unwrap_err().why;
         let four = plain(4, "10.0.K.1");
         for members in [&[0, 4][..], &[-1, 0], &[i32::MIN], &[i32::MAX, 1]] {
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nccl_would_lose_stays_apart() {
+    fn devices_that_nccl_would_not_find_are_not_merged() {
         let mut plain = plain(3, "10.0.K.1");
         let why = |plain: &[Device], members: &[i32]| misplaced(&check(plain, members).unwrap());
         assert!(why(&plain, &[0, 1]).is_some_and(|why| why.contains("PCI devices only")));

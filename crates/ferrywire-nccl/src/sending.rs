@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_short_goes_inline_and_what_is_longer_after_a_rest() {
+    fn short_messages_are_sent_inline_and_longer_ones_after_a_pause() {
         let (near, mut far) = connections(3);
         let comm = SendComm::made(pool().unwrap(), near).unwrap();
         let short = settings().inline_bytes;

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_noted_is_bounded_and_room_comes_back() {
+    fn unreachable_paths_are_bounded_and_expire() {
         let (mut noted, start) = (Noted::default(), Instant::now());
         for to in 0..=NOTED_MAX as u16 {
             noted.note(&pair(1, to, 1), start);
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn where_all_are_noted_all_are_tried_again() {
+    fn if_all_paths_are_unreachable_all_are_tried_again() {
         let pairs = [pair(3, 3, 1), pair(4, 4, 1)];
         note(&pairs[1]);
         assert_eq!(part(pairs.to_vec()), (vec![pairs[0].clone()], vec![pairs[1].clone()]));

@@ -134,7 +134,7 @@ mod tests {
 
     /// Regression: each of these lines was once taken for a cause.
     #[test]
-    fn what_stands_in_every_log_is_no_cause() {
+    fn a_line_that_every_log_has_is_no_cause() {
         let every_run = [
             "NET/GPUDirectTCPX : unix client prefix /run/tcpx",
             "NET/GPUDirectTCPX/CUDA : cuDevices count 8",

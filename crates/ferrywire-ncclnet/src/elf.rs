@@ -127,7 +127,7 @@ mod tests {
 
     /// Regression: an unreadable file was reported as no ELF file.
     #[test]
-    fn what_cannot_be_read_is_an_error_of_the_system() {
+    fn an_unreadable_file_is_a_system_error() {
         let folder = File::open("/").unwrap();
         assert_eq!(check(&folder).unwrap_err().raw_os_error(), Some(libc::EISDIR));
     }

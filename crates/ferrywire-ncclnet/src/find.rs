@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn none_means_none_but_only_alone() {
+    fn the_name_none_means_no_plugin_only_alone() {
         assert!(names(Some("none")).is_empty());
         assert_eq!(names(Some("none,./a")), ["none", "libnccl-net-none.so", "./a"]);
     }

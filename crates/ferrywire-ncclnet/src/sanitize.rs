@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_plugin_says_becomes_printable() {
+    fn text_of_a_plugin_becomes_printable() {
         assert_eq!(plain(b"eth\n1\x1b[0m\xff\xfe\xc3\xa9\xc2\x9b"), "eth 1 [0m??\u{e9} ");
         // SAFETY: a null pointer and literals.
         unsafe {

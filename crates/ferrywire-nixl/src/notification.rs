@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_this_version_never_sends_is_an_error() {
+    fn malformed_notifications_are_errors() {
         let mut assembly = Assembly::default();
         let parts = encode(b"agent", &[1; 20_000], 5);
         let mut long = parts[0].clone();

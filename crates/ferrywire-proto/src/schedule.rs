@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_staged_is_shared_equally() {
+    fn staged_bytes_are_shared_equally() {
         assert_eq!(staged_share(1 << 20, 0, 4, 0), 256 << 10);
         // A channel with more than the others waits until they have as much.
         assert_eq!(staged_share(1 << 20, 8 << 20, 4, 8 << 20), 0);

@@ -78,9 +78,9 @@ def build_sdist(sdist_directory, config_settings=None):
     name = f"ferrywire-{version}"
     with tarfile.open(Path(sdist_directory, f"{name}.tar.gz"), "w:gz", format=tarfile.PAX_FORMAT) as archive:
         for path in _sources():
-            archive.add(ROOT / path, f"{name}/{path}", recursive=False, filter=_nobodys)
+            archive.add(ROOT / path, f"{name}/{path}", recursive=False, filter=_without_owner)
         for path, content in (("Cargo.toml", _workspace()), ("PKG-INFO", metadata)):
-            member = _nobodys(tarfile.TarInfo(f"{name}/{path}"))
+            member = _without_owner(tarfile.TarInfo(f"{name}/{path}"))
             member.size, member.mtime = len(content), (ROOT / "Cargo.toml").stat().st_mtime
             archive.addfile(member, io.BytesIO(content))
     return f"{name}.tar.gz"
@@ -105,7 +105,7 @@ def _workspace():
     return text.encode()
 
 
-def _nobodys(member):
+def _without_owner(member):
     member.uid, member.gid, member.uname, member.gname = 0, 0, "", ""
     return member
 

@@ -203,7 +203,7 @@ def test_a_cancelled_await_loses_no_notification(pair: Pair, after: float):
     asyncio.run(main())
 
 
-def test_a_notification_goes_to_another_who_waits(pair: Pair):
+def test_a_notification_goes_to_another_waiter(pair: Pair):
     async def main():
         first = asyncio.create_task(pair.to_near.wait_notification_async())
         second = asyncio.create_task(pair.to_near.wait_notification_async(LIMIT))
@@ -270,7 +270,7 @@ async def closes():
 
 @pytest.mark.parametrize("what", ["connects", "closes"])
 @pytest.mark.parametrize("how", ["times out", "is cancelled", "is interrupted"])
-def test_what_blocks_is_left_behind(program: type[Program], what: str, how: str):
+def test_a_blocking_call_is_abandoned(program: type[Program], what: str, how: str):
     ends = {
         "times out": f"""
 async def main():

@@ -174,7 +174,7 @@ def test_ctrl_c_ends_connecting_deregistering_and_closing(program: type[Program]
 
 
 @pytest.mark.parametrize("what", ["a region", "what is shared"])
-def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pair, what: str):
+def test_an_exception_of_a_block_is_raised_while_operations_use_its_memory(pair: Pair, what: str):
     if what == "a region":
         block = region = pair.far.register(bytearray(8))
         in_flight = pair.to_near.recv(1, region)

@@ -106,7 +106,7 @@ assert made.read_at(998) == b"xx" and made.device == "cuda:0"
         "types.SimpleNamespace(__cuda_stream__=lambda: (0, stream.value))",
     ],
 )
-def test_what_a_stream_is_still_writing_is_sent_as_it_will_be(program: type[Program], stream: str):
+def test_a_send_waits_for_the_stream_that_writes_its_source(program: type[Program], stream: str):
     run(program, f"""
 sent, got, stream, after = Array(1 << 18), Array(1 << 18), new_stream(), new_stream()
 source, target = near.register(sent), far.register(got)

@@ -295,7 +295,7 @@ print("leaves", flush=True)
 
 
 @pytest.mark.parametrize("how", ["nobody has it any more", "it is closed", "others are stuck"])
-def test_what_an_endpoint_has_taken_arrives_though_the_program_ends_as(program: type[Program], how: str):
+def test_posted_data_arrive_though_the_program_ends_as(program: type[Program], how: str):
     """An endpoint that was just dropped or is being closed gets as much time at exit as an open one."""
     with program(RECEIVER) as takes, program(RECEIVER) as stuck:
         ends = [takes, stuck] if how == "others are stuck" else [takes]
@@ -348,7 +348,7 @@ def test_the_interpreter_ends_while_other_threads_are_busy(program: type[Program
         assert other.end() == "ends\n"
 
 
-def test_what_a_block_raised_comes_out_though_closing_fails(program: type[Program]):
+def test_an_exception_of_a_block_is_raised_though_closing_fails(program: type[Program]):
     # In a forked child closing fails at once.
     with program(SETUP + """
 import asyncio

@@ -29,7 +29,7 @@ def test_an_array_that_is_no_single_run(pair: Pair):
 
 
 @pytest.mark.parametrize("thing", [5, "text", None, [1, 2], object()])
-def test_what_has_no_memory(pair: Pair, thing: object):
+def test_objects_without_memory_are_refused(pair: Pair, thing: object):
     with refuses(f"memory: {type(thing).__name__} has no memory that can be registered"):
         pair.near.register(thing)
 
@@ -108,7 +108,7 @@ class OnGpu:
         ({"typestr": "<U2", "shape": (2, 3), "strides": (24, 8)}, "does not know the address"),
     ],
 )
-def test_what_an_array_says_of_its_gpu_memory_is_checked(pair: Pair, changes: dict[str, object], why: str):
+def test_the_gpu_memory_that_an_array_describes_is_checked(pair: Pair, changes: dict[str, object], why: str):
     with refuses(why):
         pair.near.register(OnGpu(**changes))
 
@@ -334,7 +334,7 @@ def test_an_unknown_name_is_a_network_error(pair: Pair):
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":7", "host:port", "host:65536", "host:-1", "::1", "a\0b:7"])
-def test_what_is_no_address(pair: Pair, text: str):
+def test_malformed_addresses_are_refused(pair: Pair, text: str):
     with refuses(" is not an address: write it as 'host:port'"):
         pair.near.connect(text)
     with refuses("listen: "):

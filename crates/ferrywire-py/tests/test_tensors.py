@@ -30,7 +30,7 @@ def test_arrays_arrive_with_their_shapes_and_types(pair: Pair):
         fw.fetch(pair.near, pair.to_far, shared.describe(), timeout=LIMIT)
 
 
-def test_what_does_not_match_is_named(pair: Pair):
+def test_a_mismatch_is_named(pair: Pair):
     with fw.share(pair.far, {"a": np.zeros(3), "b": np.zeros(4, np.float32)}) as shared:
         told = shared.describe()
         for into, why in (

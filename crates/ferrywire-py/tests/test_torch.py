@@ -126,7 +126,7 @@ def test_a_tensor_that_is_shared_before_it_is_registered_is_as_any(pair: Pair):
     assert tensor.sum() == 1 << 10
 
 
-def test_what_is_shared_to_be_fetched_and_then_moved_is_not_described(pair: Pair):
+def test_a_shared_tensor_that_was_moved_is_not_described(pair: Pair):
     tensor = torch.zeros(1 << 20)
     shared = fw.share(pair.far, {"a": tensor})
     assert shared.describe()

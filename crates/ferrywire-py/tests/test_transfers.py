@@ -237,7 +237,7 @@ def test_regions_pickle_as_the_peer_sees_them(pair: Pair):
         pair.to_far.write(pair.near.register(bytes(10)), remote).wait(LIMIT)
 
 
-def test_what_peers_and_endpoints_say_of_themselves(pair: Pair):
+def test_properties_of_peers_and_endpoints(pair: Pair):
     assert (pair.to_near.label, pair.to_far.label) == ("near", "far")
     assert pair.to_far.address == f"127.0.0.1:{pair.far.port}" and pair.to_far.address in pair.to_far.name
     assert "near" in pair.to_near.name and pair.to_far.identity == pair.far.identity

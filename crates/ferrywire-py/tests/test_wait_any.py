@@ -51,7 +51,7 @@ def test_a_number_of_transfers_is_kept_in_flight(pair: Pair):
     assert (got == sent).all()
 
 
-def test_what_fails_has_ended_and_tells_why_itself(pair: Pair):
+def test_a_failed_transfer_counts_as_ended_and_has_its_error(pair: Pair):
     target = pair.far.register(bytearray(8))
     receives = [pair.to_near.recv(tag, target) for tag in range(3)]
     receives[1].cancel()
@@ -82,7 +82,7 @@ def test_progress_does_not_extend_the_timeout(pair: Pair):
     assert fw.wait_any([write], LIMIT) == 0 and write.done()
 
 
-def test_what_is_no_several_transfers_with_one_peer(pair: Pair):
+def test_arguments_that_are_not_transfers_of_one_peer_are_refused(pair: Pair):
     with fw.Endpoint("127.0.0.1:0") as other, pair.near.connect(other.metadata(), timeout=LIMIT) as to_other:
         notes = [pair.to_far.notify(b"a"), to_other.notify(b"b")]
         for wrong, why in (

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_recent_is_asked_for_once_an_interval() {
+    fn interfaces_are_listed_once_an_interval() {
         let (start, second) = (Instant::now(), Duration::from_secs(1));
         let asked = |recent: &Recent, after: Duration| {
             let mut asked = false;

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_init_fail_is_named() {
+    fn the_cause_of_a_failed_init_is_named() {
         assert!(read(&[("NCCL_GPUDIRECTTCPX_SOCKET_ENABLE", "0")]).unwrap_err().contains("SOCKET_ENABLE"));
         assert!(read(&[("NCCL_GPUDIRECTTCPX_FLOW_STEERING_STRATEGY", "1")]).is_err());
         assert!(read(&[("NCCL_DYNAMIC_CHUNK_SIZE", "512k")]).unwrap_err().contains("512k"));

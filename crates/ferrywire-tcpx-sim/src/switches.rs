@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused() {
+    fn an_unknown_switch_is_refused() {
         for text in ["hed_only=off", "head_only", "head_only=no", "slots=33", "sizes=on", "delay_us=5-1"] {
             assert!(Switches::parse(text).is_err(), "{text}");
         }

@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn who_sleeps_is_woken() {
+    fn a_sleeper_is_woken() {
         let wake = Wake::new().expect("a descriptor");
         wake.wake();
         assert!(!readable(&wake), "nobody sleeps");

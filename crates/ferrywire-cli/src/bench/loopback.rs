@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_other_end_prints_for_people_decides_nothing() {
+    fn output_for_users_does_not_decide_the_outcome() {
         let listens = r#".{"listening":{"addresses":["127.0.0.1:7"],"reachable":[]}}"#;
         let words = "echo listening on 127.0.0.1:1; echo error: no such flag >&2";
         let listening = |end: &str| other_end(&format!("{words}; {end}")).listening(Duration::from_secs(60));

@@ -471,7 +471,7 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_this_end_out_is_a_failure() {
+    fn a_refused_connection_is_a_failure() {
         let address = there(1).to_string();
         // Words of another cause: none of them counts.
         let why = || "refused: both need the same secret".to_owned();

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_matters_most_comes_first_and_what_is_in_order_is_counted() {
+    fn the_worst_findings_come_first_and_ok_findings_are_counted() {
         let ok = Finding::ok("a", "eth1", "as it should be");
         let findings =
             [ok.clone(), ok.clone().warn("do this"), Finding::ok("b", "eth2", "broken").fail("do that")];

@@ -10,7 +10,7 @@ fn sizes(results: &[Value]) -> Vec<u64> {
 }
 
 #[test]
-fn the_demo_is_verified_and_has_the_documented_form() {
+fn loopback_mode_is_verified_and_has_the_documented_form() {
     let output = run(&format!("bench --sizes 4K,1M {QUICK}"));
     let results = results(&output);
     assert_eq!(sizes(&results), [4096, 1 << 20]);
@@ -57,7 +57,7 @@ fn a_closed_standard_output_fails_no_run() {
 }
 
 #[test]
-fn a_demo_whose_other_end_does_not_start_has_its_json_too() {
+fn loopback_mode_writes_json_when_the_other_end_does_not_start() {
     let output = run("bench --nics nosuch0 --sizes 4K --iters 5 --json -");
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     let json = crate::common::json(&output);
@@ -173,7 +173,7 @@ fn verbose_prints_effective_values() {
 }
 
 #[test]
-fn what_a_run_may_do_is_shown_and_stored() {
+fn permissions_of_a_run_are_shown_and_stored() {
     let output =
         run("bench -v --gpus 0-1 --gpu-nics 0-1=lo --allow-cross-numa --memory host --peer-memory host \
                       --sizes 4K --iters 5 --json -");

@@ -101,7 +101,7 @@ fn a_wrong_byte_in_gpu_memory_is_found() {
 }
 
 #[test]
-fn what_is_not_gathered_is_not_verified() {
+fn data_that_is_not_gathered_is_not_verified() {
     let args =
         "bench --memory sim --peer-memory sim --allow-same-host-gpu --unpack none --verify off --sizes 64K";
     let mut command = ferrywire(&with_plugin(&format!("{args} --iters 5 --json -")));
@@ -112,7 +112,7 @@ fn what_is_not_gathered_is_not_verified() {
 
 /// The process that works with the plugin is one more that needs it.
 #[test]
-fn a_demo_over_a_plugin_has_its_secret_in_every_process() {
+fn loopback_mode_over_a_plugin_has_one_secret_in_every_process() {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("secret");
     std::fs::write(&file, [b'k', 0, 0xFF, 1, 2, 3, 4, 5]).expect("written");

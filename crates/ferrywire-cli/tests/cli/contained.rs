@@ -65,7 +65,7 @@ impl Drop for Group {
 }
 
 #[test]
-fn what_a_container_may_not_have_is_refused_and_nothing_is_killed() {
+fn sizes_beyond_the_memory_of_a_container_are_refused() {
     let Some(group) = Group::with_limit(400) else {
         println!("SKIPPED: needs to make a control group with a limit of memory");
         return;

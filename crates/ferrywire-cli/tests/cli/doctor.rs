@@ -84,7 +84,7 @@ fn a_serving_bench_is_visited_and_takes_runs_after_it() {
 }
 
 #[test]
-fn a_bench_that_is_busy_says_whose_run_it_has() {
+fn a_busy_bench_names_the_peer_of_its_run() {
     let serve = Serve::start("--memory host");
     let run_args =
         format!("bench connect {} --memory host --peer-memory host --sizes 4K --seconds 600", serve.address);

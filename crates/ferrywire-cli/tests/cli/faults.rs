@@ -118,7 +118,7 @@ fn the_secrets_of_both_ends_must_agree() {
 
 /// Wherever it has it from, and whatever else names one.
 #[test]
-fn both_ends_of_the_demo_have_its_secret() {
+fn both_ends_of_loopback_mode_have_one_secret() {
     let folder = tempfile::tempdir().expect("a folder");
     let [secret, other, config] = ["secret", "other", "config"].map(|name| folder.path().join(name));
     std::fs::write(&secret, "the right secret").expect("written");
@@ -252,7 +252,7 @@ fn a_second_connect_is_refused_as_busy_and_ctrl_c_ends_the_first() {
 }
 
 #[test]
-fn ctrl_c_ends_a_serve_and_its_peer_says_whom_it_lost() {
+fn ctrl_c_ends_a_serve_and_its_peer_names_the_lost_end() {
     let serve = Serve::start("");
     let (connect, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
     let address = serve.address.clone();
@@ -309,7 +309,7 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
 }
 
 #[test]
-fn ctrl_c_ends_the_demo() {
+fn ctrl_c_ends_loopback_mode() {
     let mut command = ferrywire(&format!("bench {ENDLESS} -v"));
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     let mut errors = BufReader::new(child.stderr.take().expect("piped"));

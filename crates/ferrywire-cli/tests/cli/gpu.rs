@@ -264,7 +264,7 @@ fn failed(output: &Output) -> String {
 }
 
 #[test]
-fn what_is_missing_for_cuda_memory_is_said() {
+fn the_missing_part_of_cuda_is_named() {
     let with = |defines: &[&str], args: &str| {
         let folder = stand_in(defines);
         failed(&ferrywire(args).env("LD_LIBRARY_PATH", folder).output().expect("it runs"))

@@ -50,7 +50,7 @@ fn every_pattern_between_several_gpus() {
 }
 
 #[test]
-fn the_demo_has_several_endpoints_at_both_ends() {
+fn loopback_mode_has_several_endpoints_at_both_ends() {
     let found = results(&run(&format!(
         "bench --gpus 0-3 --memory host --peer-memory host --op send --sizes 1M {QUICK}"
     )));

@@ -94,7 +94,7 @@ fn the_plugin_of_the_command_is_found() {
 }
 
 #[test]
-fn what_nccl_could_not_use_is_not_exported() {
+fn an_unusable_plugin_is_not_exported() {
     let run = |command: &mut Command| command.output().expect("it starts");
     let missing = run(&mut env(Some(Path::new("/nonexistent.so"))));
     assert_eq!(refused(&missing, 1), "error: the plugin /nonexistent.so is not a file");

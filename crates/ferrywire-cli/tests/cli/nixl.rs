@@ -179,7 +179,7 @@ fn is_ours(file: &Path) -> bool {
 }
 
 #[test]
-fn what_install_puts_into_every_nixl_remove_takes_away() {
+fn remove_deletes_all_that_install_copied_into_every_nixl() {
     let Some((environment, plugins)) = Environment::with_two() else { return };
     let before = environment.tree();
     assert!(failed(&environment.run("status")).contains("\ntry: ferrywire nixl install --python "));

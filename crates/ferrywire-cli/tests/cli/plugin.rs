@@ -219,7 +219,7 @@ fn ctrl_c_ends_the_plugin_too() {
 }
 
 #[test]
-fn what_a_plugin_prints_does_not_spoil_the_output() {
+fn output_of_a_plugin_does_not_mix_with_the_report() {
     let output = inspect(&broken("PRINTS"), "--json");
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!((json_of(&output)["error"].clone(), text(&output.stderr)), (Value::Null, String::new()));

@@ -43,7 +43,7 @@ fn a_report_that_cannot_be_written_is_a_failure_and_a_closed_pipe_none() {
 }
 
 #[test]
-fn what_is_undone_is_of_this_host_alone() {
+fn clean_up_refuses_a_recorded_host() {
     let output = topo(&Tree::named("small-vm"), "--clean-up");
     assert_eq!(output.status.code(), Some(2));
     assert!(
@@ -163,7 +163,7 @@ fn a_map_overrides_the_plan_and_what_is_slower_is_noted() {
 }
 
 #[test]
-fn what_cannot_be_planned_is_one_error_beside_the_tables() {
+fn an_impossible_plan_is_one_error_beside_the_tables() {
     let across = Tree::named("two-h200");
     let output = topo(&across, "");
     assert_eq!(output.status.code(), Some(1));

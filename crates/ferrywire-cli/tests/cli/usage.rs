@@ -73,7 +73,7 @@ fn json_and_csv_to_one_place_are_bad_usage() {
 }
 
 #[test]
-fn what_this_build_cannot_do_is_said() {
+fn unsupported_options_are_named() {
     assert!(refused("bench --memory floppy").contains("host, cuda[:N] and sim[:N]"));
     assert!(refused("bench --peer-memory cuda:x").contains("numbered 0 to"));
     assert!(refused("bench serve --memory sim:16").contains("numbered 0 to 15"));

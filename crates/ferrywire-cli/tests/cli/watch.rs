@@ -146,7 +146,7 @@ fn a_process_with_two_libraries_of_ferrywire_is_one_process_with_both_faces() {
 }
 
 #[test]
-fn none_is_said_and_is_no_failure() {
+fn a_host_without_processes_is_reported_and_is_no_failure() {
     // A user without processes, who is not root.
     let mut command = Command::new("unshare");
     command.args(["--user", env!("CARGO_BIN_EXE_ferrywire"), "watch", "--once", "--interval", "0.1"]);

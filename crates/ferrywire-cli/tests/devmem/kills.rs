@@ -41,7 +41,7 @@ fn a_run_that_is_asked_to_end_leaves_nothing() {
 }
 
 #[test]
-fn what_a_killed_run_has_left_is_undone_on_request() {
+fn changes_of_a_killed_run_are_undone_on_request() {
     if !hosts::are_here() {
         return;
     }

@@ -183,7 +183,7 @@ fn a_setting_that_cannot_be_changed_names_the_command() {
 }
 
 #[test]
-fn what_the_kernel_mixes_up_is_named() {
+fn fragments_outside_of_the_pool_are_described() {
     let outside = DevmemError::OutsidePool {
         nic: "eth7".into(),
         dmabuf: 9,

@@ -88,7 +88,7 @@ fn nothing_is_changed_without_permission() {
 }
 
 #[test]
-fn what_an_administrator_has_set_up_needs_no_leave() {
+fn settings_of_an_administrator_need_no_permission() {
     let nic = Nic::new(set_up());
     let mut claim = nic.claim(&wish(2, false)).expect("nothing is missing");
     assert_eq!((claim.queues(), nic.changes()), (&[2, 3][..], 0));
@@ -199,7 +199,7 @@ fn changes_of_a_killed_process_are_undone_by_the_next_start() {
 }
 
 #[test]
-fn what_others_made_of_it_meanwhile_stays() {
+fn settings_that_others_changed_meanwhile_stay() {
     let nic = Nic::new(untouched());
     let mut claim = nic.claim(&wish(1, true)).expect("allowed");
     let rule = claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
@@ -222,7 +222,7 @@ fn what_others_made_of_it_meanwhile_stays() {
 }
 
 #[test]
-fn what_cannot_be_undone_now_is_tried_again() {
+fn an_undo_that_fails_is_tried_again() {
     let nic = Nic::new(untouched());
     let mut claim = nic.claim(&wish(1, true)).expect("allowed");
     claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");

@@ -93,7 +93,7 @@ fn until_dry(link: &Link, receiver: &Receiver, bytes: usize) -> (usize, Tokens) 
 }
 
 #[test]
-fn what_is_queued_outlives_the_binding_and_the_rest_is_plain() {
+fn queued_fragments_outlive_the_binding_and_later_bytes_are_plain() {
     if !vm::is_here() {
         return;
     }

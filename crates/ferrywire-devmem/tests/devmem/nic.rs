@@ -275,7 +275,7 @@ fn pool_bytes(near: &TcpStream, far: &TcpStream, binding: u32) -> usize {
 }
 
 #[test]
-fn what_is_not_a_nic_of_this_kind_says_so() {
+fn a_nic_without_support_reports_the_reason() {
     if !vm::is_here() {
         return;
     }

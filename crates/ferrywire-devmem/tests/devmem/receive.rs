@@ -67,7 +67,7 @@ fn small_control_buffers_lose_nothing() {
 }
 
 #[test]
-fn what_cannot_be_taken_stays_queued() {
+fn bytes_that_cannot_be_received_stay_queued() {
     if !vm::is_here() {
         return;
     }

@@ -10,7 +10,7 @@ fn the_kernel_does_what_we_rely_on() {
 }
 
 #[test]
-fn it_does_at_both_mtus() {
+fn devmem_passes_at_both_mtus() {
     if std::env::var_os("FERRYWIRE_LONG").is_some() {
         boot::pass_in_the_vm(&[1500, 9000], 900, &[])
     } else {

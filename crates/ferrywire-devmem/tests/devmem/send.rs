@@ -105,7 +105,7 @@ fn pieces_are_sent_in_order() {
 }
 
 #[test]
-fn what_was_sent_outlives_the_binding() {
+fn sent_payload_outlives_the_binding() {
     if !vm::is_here() {
         return;
     }

@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_none() {
+    fn a_malformed_pci_address_is_refused() {
         for text in [
             "",
             "virtio2",

@@ -99,7 +99,7 @@ fn a_nic_that_is_down_counts_as_missing() {
 }
 
 #[test]
-fn where_a_node_has_no_nic_for_data_the_one_for_control_carries_them_and_it_is_said() {
+fn a_node_without_a_data_nic_uses_the_control_nic_and_reports_it() {
     let plan = plan(&topology(&without("a3-high", &["eth1", "eth2"])));
     assert_eq!(nics(&plan)[..4], ["eth0"; 4]);
     assert_eq!(

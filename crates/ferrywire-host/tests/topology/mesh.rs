@@ -29,7 +29,7 @@ fn gpus_of_one_rail_meet_on_it_and_others_on_the_targets() {
 }
 
 #[test]
-fn where_all_reaches_all_each_gpu_keeps_its_own_nic() {
+fn on_a_full_mesh_each_gpu_keeps_its_own_nic() {
     let plan = plan(&named("a3-high"));
     let routes = routes(&plan, &plan, |_, _| true).expect("routes");
     let rail = |gpu: u32| format!("eth{}", gpu / 2 + 1);

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_avoided_is_not_asked_before_its_time() {
+    fn a_backoff_ends_at_its_time() {
         let sm_backoff = SmBackoff::default();
         let permit = sm_backoff.permit(ms(0)).unwrap();
         sm_backoff.avoid(ms(5), ms(60_000));

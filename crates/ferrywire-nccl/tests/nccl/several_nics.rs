@@ -19,7 +19,7 @@ fn passes_with_nics(versions: &[u32], case: &str) {
 }
 
 #[test]
-fn what_is_asked_for_is_merged_and_what_is_wrong_is_refused() {
+fn valid_merges_are_made_and_invalid_ones_refused() {
     passes_with_nics(&[10, 11, 12], "merging");
 }
 
@@ -67,7 +67,7 @@ fn an_address_that_is_not_found_is_left_out() {
 }
 
 #[test]
-fn what_was_not_reached_is_tried_again_once_nothing_else_works() {
+fn unreachable_nics_are_tried_again_when_no_other_works() {
     passes_with_nics(&[12], "mute_in_turn");
 }
 

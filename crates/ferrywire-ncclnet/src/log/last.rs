@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn what_other_threads_say_behind_the_cause_does_not_hide_it() {
+    fn lines_of_other_threads_do_not_hide_the_cause() {
         let last: LastLines = [
             line(1, "half a page"),
             line(2, "isend is faulty"),

@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn what_other_connections_have_seen_counts_from_the_start() {
+    fn round_trips_of_other_connections_count_from_the_start() {
         let named = ConnOptions { same_host: true, per_thread: 2, ..bulk() };
         let (long, tuning) = tuned(Path::Near, LONG, &named);
         let (short, _) = tuned(Path::Near, SHORT, &named);
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_be_in_flight_within_a_host_fits_into_the_buffers() {
+    fn bytes_in_flight_within_a_host_fit_the_buffers() {
         for per_thread in [0, 1, 2, 4, 16] {
             for (path, sharing) in [(Path::SameHost, 1), (Path::Near, per_thread)] {
                 let options = ConnOptions { same_host: true, per_thread, ..bulk() };

@@ -152,7 +152,7 @@ fn a_thousand_registrations_are_one_transfer_and_agents_leave_nothing() {
 }
 
 #[test]
-fn memory_is_deregistered_while_a_peer_stands_still() {
+fn memory_is_deregistered_while_a_peer_is_stopped() {
     case("FERRYWIRE", "stopped");
 }
 

@@ -89,7 +89,7 @@ fn a_standalone_notification_waits_for_all_that_was_posted_before_it_and_for_not
 }
 
 #[test]
-fn what_a_lost_channel_did_not_deliver_goes_first_and_in_its_order() {
+fn undelivered_frames_of_a_lost_channel_go_first_in_their_order() {
     let mut outbox = outbox();
     for id in 1..=4 {
         outbox.post(write(id, 10)).unwrap();

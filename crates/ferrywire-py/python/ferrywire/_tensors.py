@@ -120,7 +120,7 @@ def fetch(
     :class:`LocalError` if this host has too little memory; :class:`AccessRefused` if the peer no longer shares the
     tensors; :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`TimedOut`.
     """
-    entries = _told(description)
+    entries = _parsed(description)
     remotes = [_remote(entry) for entry in entries]
     if into is not None:
         result = _matching(into, entries)
@@ -167,7 +167,7 @@ def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -
         raise
 
 
-def _told(description: bytes) -> list[dict[str, Any]]:
+def _parsed(description: bytes) -> list[dict[str, Any]]:
     """The entries of a description. It came from another process, so everything that is used is checked."""
     try:
         told = json.loads(description)

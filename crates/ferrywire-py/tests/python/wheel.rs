@@ -76,7 +76,7 @@ fn an_installation_from_a_clone_works() {
 /// Three calls of cargo build the command, the module and the whole workspace. A crate with other features in one of them is
 /// compiled again, and so is the engine above it: a minute for each wheel.
 #[test]
-fn what_a_wheel_is_made_of_has_the_features_of_the_workspace() {
+fn crates_of_a_wheel_have_the_features_of_the_workspace() {
     let workspace = crates(&["--workspace"]);
     let beside = ["-p", "ferrywire-cli", "-p", "ferrywire-nccl", "-p", "ferrywire-nixl"];
     for packages in [&["-p", "ferrywire-py"][..], &beside] {

@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_session_goes_without_only_where_both_ends_can() {
+    fn a_session_without_backend_needs_both_ends_to_permit_it() {
         let (needed, optional) = (Named(DEVMEM, false), Named(DEVMEM, true));
         assert_eq!(between(Some(&optional), None), Ok(Vec::new()));
         assert_eq!(between(Some(&needed), Some(&optional)), Ok(optional.terms().encode()));

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_that_goes_without_says_why_in_place_of_terms() {
+    fn an_end_without_backend_sends_its_reason_instead_of_terms() {
         assert_eq!(reason_without(&without("no\nqueues")), Some("no?queues".to_owned()));
         let long = without(&"é".repeat(200));
         assert!(long.len() <= EXTRA_BYTES_MAX && reason_without(&long).is_some_and(|why| why.ends_with('é')));
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn what_one_end_has_not_is_a_difference_too() {
+    fn a_term_that_one_end_lacks_is_a_difference() {
         let said = terms("A", "1", false).difference(&Terms::decode(b"\xff\xfe nonsense")).unwrap();
         assert!(
             said.contains("plugin is A") && said.contains("missing") && said.contains("same version"),

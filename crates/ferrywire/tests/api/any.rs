@@ -101,7 +101,7 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
 }
 
 #[test]
-fn none_and_those_of_several_peers_are_refused() {
+fn an_empty_list_and_transfers_of_several_peers_are_refused() {
     let (one, other) = (pair(), pair());
     assert!(matches!(Transfer::wait_any([], LIMIT), Err(TransferError::Invalid { .. })));
     let notes = [one.near.notify(b"a").unwrap(), other.near.notify(b"b").unwrap()];

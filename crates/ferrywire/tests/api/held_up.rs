@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// The acknowledgement waited behind bytes that the GPU had not given yet.
 #[test]
-fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
+fn writes_of_a_peer_are_acknowledged_while_the_local_gpu_is_stalled() {
     let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
     let connecting = builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
@@ -495,7 +495,7 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
 
 /// No caller waits that could get the error that the memory is still in use.
 #[test]
-fn memory_of_a_gpu_that_stands_still_is_left_alone_when_its_region_is_dropped() {
+fn memory_of_a_stalled_gpu_is_not_touched_when_its_region_is_dropped() {
     const BYTES: usize = 100_000;
     let pair = pair();
     // No other test's.

@@ -179,7 +179,7 @@ fn a_receive_that_its_peer_leaves_alone_wakes_when_the_peer_goes() {
 }
 
 #[test]
-fn what_is_attached_may_go_and_so_may_the_wakeup() {
+fn armed_objects_and_the_wakeup_may_be_dropped_in_any_order() {
     let pair = pair();
     let kept = Wakeup::new().unwrap();
     assert!(kept.as_raw_fd() >= 0);

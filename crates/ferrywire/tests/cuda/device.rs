@@ -340,7 +340,7 @@ fn a_dma_buf_is_made_or_the_reason_is_reported() {
 }
 
 #[test]
-fn what_is_made_is_given_back() {
+fn resources_of_a_gpu_are_freed() {
     let Some(gpu) = gpu() else { return };
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let round = || {

@@ -132,7 +132,7 @@ fn ten_thousand_random_lists_equal_the_hosts_twin() {
 }
 
 #[test]
-fn what_a_kernel_scattered_is_gathered() {
+fn fragments_scattered_by_a_kernel_are_gathered() {
     let Some((gpu, mut queue)) = queue() else { return };
     for text in recorded::LISTS {
         let recorded = Recorded::parse(text);

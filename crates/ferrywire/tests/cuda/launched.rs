@@ -221,10 +221,10 @@ fn kernels_stay_longer() {
 
 /// A kernel takes lists of so many runs, and stays; what is too much for it stands behind it, and may not be overtaken.
 #[test]
-fn what_is_too_scattered_for_a_kernel_is_not_overtaken_by_what_comes_after_it() {
+fn a_batch_too_scattered_for_a_kernel_is_not_overtaken() {
     const SCATTERED: usize = 1 << 20;
     let Some(gpu) = gpu() else { return };
-    let name = "launched::what_is_too_scattered_for_a_kernel_is_not_overtaken_by_what_comes_after_it";
+    let name = "launched::a_batch_too_scattered_for_a_kernel_is_not_overtaken";
     if !is_alone(name) {
         return;
     }
@@ -320,9 +320,9 @@ fn the_copiers_of_a_peer_that_went_in_mid_transfer_leave_the_next_ones_nothing()
 /// peers that only moved little left numbers out, a block took what was said there long ago for the list that it
 /// waited for.
 #[test]
-fn what_was_said_of_a_list_long_ago_is_not_taken_for_a_later_one() {
+fn an_old_mark_of_a_list_is_not_taken_for_a_later_one() {
     let Some(gpu) = gpu() else { return };
-    let name = "launched::what_was_said_of_a_list_long_ago_is_not_taken_for_a_later_one";
+    let name = "launched::an_old_mark_of_a_list_is_not_taken_for_a_later_one";
     if !is_alone(name) {
         return;
     }

@@ -299,17 +299,17 @@ fn nothing_is_sent_of_short_runs_of_dropped_memory_though_the_kernel_was_slow() 
 }
 
 #[test]
-fn what_a_cancelled_receive_does_not_have_is_refused_though_the_copy_engines_were_slow() {
+fn a_cancelled_receive_refuses_missing_bytes_though_copy_engines_are_slow() {
     cancel_receives(
         Copies::Engines,
-        "outcomes::what_a_cancelled_receive_does_not_have_is_refused_though_the_copy_engines_were_slow",
+        "outcomes::a_cancelled_receive_refuses_missing_bytes_though_copy_engines_are_slow",
     );
 }
 
 #[test]
-fn what_a_cancelled_receive_of_short_runs_does_not_have_is_refused_though_the_kernel_was_slow() {
+fn a_cancelled_receive_of_short_runs_refuses_missing_bytes_though_the_kernel_is_slow() {
     cancel_receives(
         Copies::Kernel,
-        "outcomes::what_a_cancelled_receive_of_short_runs_does_not_have_is_refused_though_the_kernel_was_slow",
+        "outcomes::a_cancelled_receive_of_short_runs_refuses_missing_bytes_though_the_kernel_is_slow",
     );
 }

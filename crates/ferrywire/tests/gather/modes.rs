@@ -105,7 +105,7 @@ fn empty_and_host_receives_are_done_at_once() {
 }
 
 #[test]
-fn none_copies_nothing_and_believes_nothing() {
+fn mode_none_copies_nothing_and_trusts_no_fragment() {
     let plugin = Plugin::new(0);
     let target = Destination::new(&plugin.gpu, 100, 0);
     let mut gather = plugin.gather(UnpackMode::None);

@@ -54,7 +54,7 @@ fn the_pages_are_needed_until_poll_says_done_and_not_after() {
 }
 
 #[test]
-fn what_arrives_while_the_gpu_is_busy_goes_into_one_kernel() {
+fn fragments_that_arrive_while_the_gpu_is_busy_join_one_kernel() {
     let plugin = Plugin::new(4);
     let mut gather = plugin.gather(UnpackMode::Kernel);
     plugin.gpu.set_stall(true);
@@ -108,7 +108,7 @@ fn delays_change_nothing() {
 }
 
 #[test]
-fn what_was_done_before_a_failure_is_done() {
+fn gathers_done_before_a_failure_are_complete() {
     let plugin = Plugin::new(6);
     let mut gather = plugin.gather(UnpackMode::Kernel);
     plugin.gpu.set_faults(SimFaults { fail_after: Some(1), stall: true, ..SimFaults::default() });
@@ -132,7 +132,7 @@ fn what_was_done_before_a_failure_is_done() {
 
 /// The queue refuses more work when earlier work has not been polled yet.
 #[test]
-fn what_was_done_before_a_failure_is_done_also_when_that_is_seen_late() {
+fn gathers_done_before_a_failure_are_complete_also_if_polled_late() {
     let mut plain = Plain::new();
     let (mut gather, target) = (plain.gather(UnpackMode::Kernel), plain.target());
     plain.knobs.quiet.store(true, Ordering::Relaxed);

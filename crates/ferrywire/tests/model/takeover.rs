@@ -162,7 +162,7 @@ fn a_long_pause_ends_when_the_owner_leaves() {
 
 /// Work left to a caller with inline progress is done by that caller, however soon it sleeps, or by the parked thread.
 #[test]
-fn what_is_left_behind_for_a_caller_is_done() {
+fn work_left_for_a_caller_is_done() {
     check_bounded(3, || {
         let worker = Worker::new(Activity::Parked);
         let parked = {

@@ -131,7 +131,7 @@ fn a_listener_whose_accept_is_unfinished_is_left_open_and_reported_once() {
 
 /// They stayed open, with their sockets, one more for each reconnection that failed.
 #[test]
-fn what_comes_of_an_attempt_after_it_was_given_up_is_closed() {
+fn connections_of_an_abandoned_attempt_are_closed() {
     let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
     case!("stats=on").with(wait, "3000000").passes(|| {
         let end = || builder().channels(2).plugin(plugin().setup_timeout(Duration::from_secs(2)));

@@ -171,7 +171,7 @@ scenarios! {
         memory_freed_in_mid_transfer_costs_no_other_operation,
     };
     both(5): ordering::{
-        what_a_slow_kernel_makes_is_sent,
+        output_of_a_slow_kernel_is_sent_complete,
         joined_lists_wait_for_a_kernel,
         what_a_slow_kernel_reads_is_not_overwritten,
         a_stream_waits_for_what_is_received,

@@ -167,7 +167,7 @@ fn a_timeout_beyond_all_clocks_is_a_far_one() {
 
 /// Work on one endpoint that does not end, and a target that takes a connection and says nothing, are late by name.
 #[test]
-fn what_does_not_end_is_late_by_name() {
+fn an_endpoint_that_does_not_end_in_time_is_named() {
     let here = connecting(2);
     let (release, released) = std::sync::mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);

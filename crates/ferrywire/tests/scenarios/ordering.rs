@@ -85,7 +85,7 @@ fn pair(world: &mut impl World) -> (Peer, Peer) {
 }
 
 /// A kernel that takes its time writes the source; writes and sends are posted behind it, and read what it wrote.
-pub fn what_a_slow_kernel_makes_is_sent(world: &mut impl World) {
+pub fn output_of_a_slow_kernel_is_sent_complete(world: &mut impl World) {
     let slow = Slow::open();
     let (near, far) = pair(world);
     let source = on_gpu(&world.end(0), 12, &[1; BYTES]);

@@ -33,7 +33,7 @@ fn a_claim_without_leave_rides_on_what_another_has_set_up() {
 }
 
 #[test]
-fn what_a_dead_one_left_goes_and_what_a_live_one_has_stays() {
+fn changes_of_a_dead_process_are_undone_and_those_of_a_live_one_stay() {
     let nic = Nic::new(State { rules: [(9, Some(foreign()))].into(), ..set_up() });
     let mut live = nic.claim(&wish(1, true)).expect("allowed");
     live.bind(fake::some_file().as_fd()).expect("it is set up");

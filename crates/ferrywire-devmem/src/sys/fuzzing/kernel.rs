@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_recorded_is_read() {
+    fn recorded_answers_of_a_kernel_are_parsed() {
         let held = Control::holding(FRAGMENTS, 31_856, 4400).expect("it is what a kernel wrote");
         let linear = |fragment: &Fragment| matches!(fragment, Fragment::Linear { .. });
         assert_eq!(held.fragments().filter(linear).count(), 22);

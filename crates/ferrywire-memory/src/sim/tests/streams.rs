@@ -135,7 +135,7 @@ fn a_failure_is_sticky_and_keeps_its_cause() {
 }
 
 #[test]
-fn what_was_enqueued_behind_a_failure_is_not_done() {
+fn work_behind_a_failure_is_not_done() {
     let gpu = SimGpu::open(8).unwrap();
     let buffer = gpu.alloc(100, 4096).unwrap();
     let (stream, behind) = (gpu.stream(), SimEvent::new());

@@ -13,7 +13,7 @@ fn send_lent(conn: &mut dyn Conn, head: &mut [u8], payload: &mut [u8]) -> io::Re
 }
 
 #[test]
-fn what_is_lent_is_read_where_it_lies() {
+fn lent_memory_is_sent_without_a_copy() {
     let (mut near, mut far) = pair_with(&bulk());
     assert!(near.lends());
     let mut payload = vec![1; 64 << 10];

@@ -30,7 +30,7 @@ fn a_control_handshake_agrees_on_everything() {
 }
 
 #[test]
-fn what_is_sealed_by_one_end_is_opened_by_the_other() {
+fn messages_sealed_by_one_end_are_opened_by_the_other() {
     let (_, mut initiator, mut responder) = session(SECRET);
     let mut bytes = initiator.secure.seal(b"one").unwrap();
     bytes.extend(initiator.secure.seal(b"").unwrap());

@@ -102,7 +102,7 @@ fn a_flood_is_acknowledged_at_once() {
 }
 
 #[test]
-fn what_waits_for_the_peer_is_bounded() {
+fn messages_that_wait_for_the_peer_are_bounded() {
     let mut session = Session::new(1, T0);
     for _ in 0..CONTROL_UNACKED_MAX {
         session.push(ControlMessage::Drain, T0).unwrap();
@@ -158,7 +158,7 @@ fn repetitions_are_dropped_and_gaps_refused() {
 }
 
 #[test]
-fn what_came_before_an_error_counts() {
+fn messages_before_an_error_count() {
     let (mut session, mut peer) = half();
     let mut bytes = peer.seal(&numbered(1, 0, &ControlMessage::Drain)).unwrap();
     bytes.extend([40, 0]);
@@ -171,7 +171,7 @@ fn what_came_before_an_error_counts() {
 }
 
 #[test]
-fn what_no_peer_says_is_refused() {
+fn invalid_control_messages_are_refused() {
     let long = numbered(1, 0, &ControlMessage::Drain);
     let [mut unknown, mut trailing] = [long.clone(), long];
     unknown[0] = 8;

@@ -7,7 +7,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// The caller that closed the peer found nothing in flight, and got a timeout at once.
 #[test]
-fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
+fn a_post_that_races_with_a_close_is_refused() {
     let builder = || crate::Endpoint::builder().channels(1);
     let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let connecting = builder().build().unwrap();

@@ -393,7 +393,7 @@ mod tests {
     /// The transfers of a channel that ends between the decision and the end of the session fail with the
     /// decision's reason.
     #[test]
-    fn what_is_lost_during_a_goodbye_fails_for_the_reason_in_the_goodbye() {
+    fn transfers_lost_during_a_goodbye_fail_for_its_reason() {
         let builder = || Endpoint::builder().threads(0).channels(2);
         let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
         let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);

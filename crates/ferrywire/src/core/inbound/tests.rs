@@ -83,7 +83,7 @@ fn a_message_is_placed_when_nothing_is_locked_any_more() {
 
 /// Each thread that waited a moment used to leave an entry in the list.
 #[test]
-fn who_has_waited_in_vain_for_a_notification_is_forgotten() {
+fn a_waiter_whose_wait_timed_out_is_forgotten() {
     const LIMIT: Duration = Duration::from_secs(60);
     let builder = || crate::Endpoint::builder().threads(1).channels(1);
     let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();

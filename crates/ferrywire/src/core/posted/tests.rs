@@ -338,7 +338,7 @@ fn memory_is_kept_until_it_is_sent_and_acknowledged() {
 }
 
 #[test]
-fn what_a_lane_keeps_for_memory_that_is_taken_back_goes_when_that_is_sent() {
+fn registrations_of_freed_memory_end_once_its_sends_are_done() {
     let memory = filled(&[1; 100]);
     let queue = queue_with(memory.clone(), Pieces::One(Piece { local: 0, remote: 0, len: 100 }));
     let mut bench = Bench::new();
@@ -353,7 +353,7 @@ fn what_a_lane_keeps_for_memory_that_is_taken_back_goes_when_that_is_sent() {
 }
 
 #[test]
-fn what_is_no_single_run_is_packed() {
+fn scattered_payload_is_packed() {
     let memory = filled(&(0..200u8).collect::<Vec<u8>>());
     let pieces = [(10, 0, 5), (100, 50, 7), (107, 90, 3)];
     let pieces = pieces.map(|(local, remote, len)| Piece { local, remote, len });
@@ -392,7 +392,7 @@ fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone(
 }
 
 #[test]
-fn what_cannot_be_unpacked_is_refused() {
+fn a_payload_that_cannot_be_unpacked_is_refused() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
@@ -554,7 +554,7 @@ fn the_first_sign_of_a_closing_peer_is_absorbed_if_all_arrives() {
 }
 
 #[test]
-fn what_was_announced_before_the_peer_closes_has_some_time_to_arrive() {
+fn messages_announced_before_a_close_have_time_to_arrive() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.expect(frame(0, &[(0, 10)], &memory));

@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_flushed_while_a_copier_takes_no_more_is_one_batch_as_soon_as_it_does() {
+    fn batches_flushed_while_a_copier_is_full_become_one() {
         let (mut line, seen) = scene(Way::In);
         for runs in [1, 2, 3] {
             add(&mut line, runs);

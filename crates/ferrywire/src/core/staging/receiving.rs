@@ -449,7 +449,7 @@ mod tests {
 
     /// A thread that took the memory back had to wait for the other GPU, and lost the connection.
     #[test]
-    fn what_is_copied_is_not_touched_any_more_though_another_gpu_stands_before_it() {
+    fn a_finished_copy_is_released_though_another_gpu_is_stalled() {
         let (_alone, stands) = (alone(), SimGpu::open(ALONE).unwrap());
         let goes = SimGpu::open(11).unwrap();
         let [first, second] = [memory_of(&stands), memory_of(&goes)];

@@ -281,7 +281,7 @@ mod tests {
     /// A peer that acknowledged bytes before reading them was sent what the ring's next user had put there,
     /// for another peer.
     #[test]
-    fn what_a_peer_says_it_has_placed_may_still_be_read_by_a_socket() {
+    fn placed_bytes_may_still_be_read_by_a_socket() {
         let gpu = SimGpu::open(10).unwrap();
         let memory = Memory::private_on(&Gpu::Sim(gpu), 4096).unwrap();
         let (mut window, mut sending) =
@@ -302,7 +302,7 @@ mod tests {
     /// Frames that were taken before the failure was reported used to be dropped, and their operations
     /// failed.
     #[test]
-    fn what_is_staged_behind_a_copy_that_fails_is_copied_all_the_same() {
+    fn frames_staged_behind_a_failed_copy_are_copied() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
         let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap();
         let [first, second, third] = [memory(), memory(), memory()];

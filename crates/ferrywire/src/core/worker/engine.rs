@@ -648,7 +648,7 @@ mod tests {
 
     /// Asking costs a driver call for each waiting operation. Each channel of the peer used to ask.
     #[test]
-    fn what_waits_for_a_gpu_is_asked_after_once_a_pass() {
+    fn operations_that_wait_for_a_gpu_are_checked_once_a_pass() {
         let (near, _far, peer) = connected(3);
         let running = near.running().clone();
         let worker = running.workers[0].clone();

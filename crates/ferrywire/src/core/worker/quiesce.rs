@@ -199,12 +199,12 @@ mod tests {
     }
 
     #[test]
-    fn who_gets_on_slowly_is_waited_for() {
+    fn a_slow_worker_is_waited_for() {
         assert_eq!(given_up_at(|now| (1, now.as_secs() / 4)), None, "a step every four seconds");
     }
 
     #[test]
-    fn who_stands_still_is_not() {
+    fn a_stalled_worker_is_not_waited_for() {
         assert_eq!(given_up_at(|_| (1, 7)), Some(limits::ABANDON_TIMEOUT));
         let since = Duration::from_secs(60);
         let gave_up = given_up_at(|now| (1, now.min(since).as_secs()));

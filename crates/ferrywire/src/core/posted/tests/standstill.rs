@@ -27,7 +27,7 @@ fn a_lane_that_takes_no_receive_with_nothing_posted_is_an_error() {
 }
 
 #[test]
-fn a_send_that_stands_still_is_an_error() {
+fn a_stalled_send_is_an_error() {
     let (queue, _) = queue_of(2);
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
@@ -40,7 +40,7 @@ fn a_send_that_stands_still_is_an_error() {
 }
 
 #[test]
-fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
+fn a_stalled_oldest_message_is_an_error_with_the_fill_of_both_windows() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     for number in 0..20 {
@@ -57,7 +57,7 @@ fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
 
 /// The time used to count from the arrival of the message before, which waited for a GPU.
 #[test]
-fn a_message_stands_still_since_it_was_posted_for_while_others_are_gathered() {
+fn a_message_is_stalled_since_its_receive_was_posted() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.script(|script| script.scatters = true);
