@@ -166,7 +166,7 @@ fn fails_at_connect(fault: &str, expected: &[&str]) {
 }
 
 #[test]
-fn a_plugin_that_exits_fails_the_run_and_not_the_other_end() {
+fn a_plugin_that_exits_fails_one_run_only() {
     let parts = ["libferrywire_tcpx_sim.so", "exit status 1", "at size 64K", "call_fault: exit(1)"];
     fails_at_connect("exit", &parts);
 }

@@ -35,7 +35,7 @@ fn a_manager_that_is_missing_or_refuses_is_reported_in_the_plugins_words() {
 
 /// The end that has no manager knows why; the other one hears of it.
 #[test]
-fn the_end_whose_connect_fails_reports_the_other_ends_reason() {
+fn a_failed_connect_has_the_peers_reason() {
     let serve = serve("", "dp_manager=off");
     let refused = connect(&serve, "--sizes 64K --iters 5", "");
     says(

@@ -171,7 +171,7 @@ fn queues_that_others_have_are_not_taken() {
 
 /// Checks each change of one run: the states before and after it are what a kill would leave.
 #[test]
-fn changes_of_a_killed_process_are_undone_by_the_next_start() {
+fn changes_of_a_killed_process_are_undone() {
     for begin in [untouched(), set_up(), State { split: Split::Auto, threshold_bytes: 9, ..untouched() }] {
         let mut begin = begin;
         if begin.ntuple.on {

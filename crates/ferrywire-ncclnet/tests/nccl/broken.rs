@@ -117,7 +117,7 @@ fn no_devices_are_said() {
 }
 
 #[test]
-fn a_failing_init_is_reported_with_its_last_words_and_not_repeated() {
+fn a_failed_init_is_not_repeated() {
     let path = broken("INIT_FAILS");
     let (error, said) = refused(&path);
     assert!(said.contains("init: result 3 (internal error)"), "{said}");
@@ -170,7 +170,7 @@ fn the_newest_version_is_taken_unless_another_is_asked_for() {
 }
 
 #[test]
-fn properties_in_the_form_of_v6_are_understood_through_v4() {
+fn properties_of_v6_are_read_through_v4() {
     let plugin = load(&broken("V6_THROUGH_V4"), None).expect("loads");
     let properties = plugin.properties(0).expect("properties");
     assert_eq!(plugin.version(), Version::V4);
@@ -192,7 +192,7 @@ fn a_device_that_nccl_would_refuse_is_reported() {
 }
 
 #[test]
-fn a_listener_that_is_none_and_a_failed_connect_are_errors() {
+fn a_bad_listener_and_a_failed_connect_are_errors() {
     let plugin = load(&broken("LISTEN_GIVES_NOTHING"), None).expect("loads");
     let error = plugin.listen(0).expect_err("no listener");
     assert_eq!((error.call, error.cause), (Call::Listen, Cause::BadAnswer("gave no listener")));

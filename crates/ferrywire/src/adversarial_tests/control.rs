@@ -229,7 +229,7 @@ fn a_configuration_beyond_our_limits_is_brought_within_them() {
 }
 
 #[test]
-fn a_flood_of_control_messages_holds_up_no_other_peer() {
+fn a_flood_of_control_messages_delays_no_other_peer() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let mut sealed = Vec::new();

@@ -12,7 +12,7 @@ use std::thread;
 use std::time::Duration;
 
 #[test]
-fn a_peer_that_disregards_its_window_loses_the_channel() {
+fn a_peer_that_exceeds_its_window_loses_the_channel() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let header = data(scene.key() ^ 1, 0, 0).encode();

@@ -12,7 +12,7 @@ use std::io::Write;
 use std::net::Shutdown;
 
 #[test]
-fn bytes_for_places_outside_a_region_are_refused() {
+fn bytes_outside_a_region_are_refused() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let (key, size) = (scene.key(), REGION_BYTES as u64);

@@ -128,11 +128,11 @@ fn sockets_are_lent_pages_through_so_many_pipes_and_no_more() {
 /// Beyond the bound of all together new rings are small, and data go through them as through others. Room of rings that
 /// are gone is for new ones.
 #[test]
-fn rings_beyond_the_bound_of_all_together_are_small() {
+fn rings_beyond_the_bound_are_small() {
     const GPUS: u32 = limits::SIM_GPUS_MAX as u32;
     const LARGE: usize = limits::STAGING_OUT_RING_BYTES;
     const _: () = assert!(LARGE == limits::STAGING_IN_RING_BYTES);
-    if !is_alone("bounded::rings_beyond_the_bound_of_all_together_are_small") {
+    if !is_alone("bounded::rings_beyond_the_bound_are_small") {
         return;
     }
     // They are the same ones all the time.

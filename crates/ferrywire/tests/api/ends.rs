@@ -277,7 +277,7 @@ const LONG_TALK: Duration = Duration::from_secs(20);
 
 /// A late answer is dropped, and leaves no unknown peer.
 #[test]
-fn a_connect_whose_time_is_up_is_withdrawn() {
+fn a_timed_out_connect_is_withdrawn() {
     let (accepting, connecting, late) = (listening(), listening(), dead(1));
     let limit = Duration::from_millis(300);
     let error = connecting.connect(late[0].local_addr().unwrap(), limit).unwrap_err();

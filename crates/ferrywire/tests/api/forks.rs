@@ -51,7 +51,7 @@ fn write_through(near: &Peer, ends: &[Endpoint; 2]) {
 }
 
 #[test]
-fn everything_is_refused_at_once_and_dropping_is_harmless() {
+fn everything_is_refused_in_a_forked_child() {
     case!("").passes(|| {
         let pair = pair();
         let (near, far) = (pair.near.clone(), pair.far.clone());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// The acknowledgement waited behind bytes that the GPU had not given yet.
 #[test]
-fn writes_of_a_peer_are_acknowledged_while_the_local_gpu_is_stalled() {
+fn a_stalled_gpu_does_not_delay_acknowledgements() {
     let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
     let connecting = builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
@@ -323,7 +323,7 @@ fn a_short_message_is_not_placed_into_memory_that_its_user_has_back() {
 
 /// Regression: a channel read the unsent rest of the memory later, after its reuse.
 #[test]
-fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
+fn nothing_is_sent_of_dropped_memory_to_a_slow_peer() {
     const BYTES: usize = 64 << 20;
     // The small socket buffer makes a chunk go out in parts.
     let end = || builder().channels(1).socket_buffer_bytes(64 << 10);

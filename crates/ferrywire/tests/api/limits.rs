@@ -5,7 +5,7 @@ use ferrywire::{Block, BlockList, Endpoint, ErrorKind, TransferError};
 use std::time::Duration;
 
 #[test]
-fn a_wait_has_a_limit_in_all_and_one_without_progress() {
+fn a_wait_has_a_timeout_and_a_stall_timeout() {
     let pair = pair();
     let target = pair.ends[1].alloc_host(100).unwrap();
     let receive = pair.far.recv(1, &target, 0, 100).unwrap();

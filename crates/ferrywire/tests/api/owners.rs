@@ -48,7 +48,7 @@ fn gone(reported: &Receiver<Gone>) -> Gone {
 }
 
 #[test]
-fn dropping_the_last_handle_does_not_wait_and_operations_go_on() {
+fn dropping_the_last_handle_does_not_wait() {
     let pair = pair();
     let (region, reported) = owned(&pair.ends[1], vec![0; 300_000]);
     let descriptor = region.descriptor();

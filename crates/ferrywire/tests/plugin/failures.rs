@@ -37,7 +37,7 @@ fn says(error: &impl std::fmt::Display, words: &[&str]) {
 }
 
 #[test]
-fn an_oldest_request_that_never_completes_is_reported_with_both_windows() {
+fn a_stalled_request_is_reported() {
     case!("stall_head_after=5,fault_side=recv").passes(|| {
         let ends = one_channel();
         let (error, other) = (failed_write(&ends), ends.far.wait_notification(LIMIT).unwrap_err());
@@ -58,7 +58,7 @@ fn an_oldest_request_that_never_completes_is_reported_with_both_windows() {
 
 /// Regression: the plugin continued to send the memory after its reuse.
 #[test]
-fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
+fn nothing_is_sent_of_dropped_memory() {
     const BYTES: usize = 32 << 20;
     // As slow as to take longer than the engine waits for operations to end.
     case!("rate=300000").passes(|| {
@@ -152,7 +152,7 @@ fn a_first_result_2_of_a_receive_is_absorbed() {
 }
 
 #[test]
-fn a_call_that_never_returns_is_named_and_closing_does_not_hang() {
+fn a_call_that_never_returns_is_named() {
     case!("test_hang_after=2,fault_side=recv").passes(|| {
         let ends = one_channel();
         let error = failed_write(&ends);
@@ -223,7 +223,7 @@ fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
 }
 
 #[test]
-fn a_full_plugin_is_asked_again_in_whichever_way_it_says_so() {
+fn a_full_plugin_is_asked_again() {
     for switches in ["slots=4", "slots=4,full=null", "slots=1,full=null"] {
         case!(switches).passes(|| {
             let ends = Ends::new();

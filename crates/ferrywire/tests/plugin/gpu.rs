@@ -311,7 +311,7 @@ fn pages_that_an_allocation_shares_are_copied() {
 }
 
 #[test]
-fn within_one_host_gpu_memory_is_refused_before_anything_moves() {
+fn gpu_memory_within_one_host_is_refused() {
     on_gpus(case!("")).passes(|| {
         let accepting = loopback(builder()).build().unwrap();
         let connecting = builder().plugin(plugin().gpu(location(0))).build().unwrap();
@@ -349,7 +349,7 @@ fn memory_of_another_gpu_is_refused_by_either_end() {
 }
 
 #[test]
-fn fragments_that_lie_are_an_error_and_no_stray_write() {
+fn invalid_fragments_are_errors() {
     for lie in ["range", "dst", "len"] {
         let switches = format!("{SAME_HOST},lie_fragment={lie},lie_after=3,fault_side=recv");
         on_gpus(case!(&switches)).passes(|| {

@@ -61,7 +61,7 @@ fn attempt_with(file: PathBuf, channels: usize) -> String {
 }
 
 #[test]
-fn the_environment_is_set_before_the_file_is_opened() {
+fn the_environment_is_set_before_loading() {
     case!("").without("NCCL_DYNAMIC_CHUNK_SIZE").passes(|| {
         // SAFETY: as above.
         let plugin = unsafe { PluginConfig::at(attentive()) }.message_bytes_max(65_536);
@@ -71,7 +71,7 @@ fn the_environment_is_set_before_the_file_is_opened() {
 }
 
 #[test]
-fn a_gpu_is_refused_where_its_bytes_would_not_get_there() {
+fn a_gpu_is_refused_where_flushes_are_needed() {
     for (support, why) in [("1", "takes host memory only"), ("3", "needs a flush after each receive")] {
         case!("").passes(|| {
             let define = format!("PTR_SUPPORT={support}");
@@ -120,7 +120,7 @@ fn a_nics_device_is_found_by_its_name() {
 }
 
 #[test]
-fn channels_are_set_up_side_by_side_and_each_listens_once() {
+fn channels_are_set_up_in_parallel() {
     case!("").passes(|| {
         set(attentive(), "accepts_wanted", 4);
         let said = attempt(2);
@@ -131,7 +131,7 @@ fn channels_are_set_up_side_by_side_and_each_listens_once() {
 
 /// NCCL calls it from one thread; each of these takes longer than it takes to ask again.
 #[test]
-fn accepts_that_poll_are_made_one_at_a_time_by_a_plugin_that_shares_something_there() {
+fn polling_accepts_of_tcpx_do_not_overlap() {
     case!("").passes(|| {
         set(attentive_tcpx(), "later_accept_us", 5000);
         let said = attempt_with(attentive_tcpx(), 4);
@@ -142,7 +142,7 @@ fn accepts_that_poll_are_made_one_at_a_time_by_a_plugin_that_shares_something_th
 }
 
 #[test]
-fn an_accept_that_does_not_end_is_given_up_and_its_listener_stays_open() {
+fn an_endless_accept_leaves_its_listener_open() {
     let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
     // Closing the listener would end the process.
     case!("").with(wait, "3600000000").passes(|| {
@@ -192,7 +192,7 @@ fn an_end_that_writes_at_once() {
 
 /// The connect ends at once; the accept sleeps until flow rules are in force.
 #[test]
-fn nothing_is_sent_before_the_accept_at_the_other_end_is_over() {
+fn nothing_is_sent_before_the_peers_accept() {
     let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
     case!("early_payload=die").with(wait, "500000").passes(|| {
         let accepting = loopback(builder()).build().unwrap();
@@ -238,7 +238,7 @@ fn ends_with_different_environments_are_refused() {
 
 /// A plugin reads its environment once.
 #[test]
-fn endpoints_that_are_built_later_take_what_the_plugin_was_loaded_with() {
+fn later_endpoints_keep_the_environment() {
     const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
     case!("").without(CHUNK_BYTES).passes(|| {
         let end = |bytes| loopback(builder().plugin(plugin().message_bytes_max(bytes))).build().unwrap();
@@ -269,7 +269,7 @@ fn an_environment_that_cannot_work_is_refused() {
 }
 
 #[test]
-fn every_receive_is_given_back_also_those_into_host_memory() {
+fn every_receive_is_consumed() {
     case!("").passes(|| {
         let ends = with_stall_limit();
         // Three windows, and messages of 0 bytes between them.
@@ -295,7 +295,7 @@ fn lengths_are_never_taken_from_the_plugin() {
 }
 
 #[test]
-fn registrations_are_undone_before_their_connection_is_closed() {
+fn registrations_end_before_their_comm() {
     // One that came after would end the process.
     case!("").passes(|| {
         let ends = Ends::new();
@@ -333,7 +333,7 @@ fn a_close_with_a_write_in_flight_drains_first() {
 }
 
 #[test]
-fn a_plugin_that_waits_in_accept_and_connect_stops_nothing() {
+fn blocking_accept_and_connect_stop_nothing() {
     case!("null_first=off").passes(|| {
         let ends = with_stall_limit();
         ends.write(CHUNK, 1);
@@ -342,7 +342,7 @@ fn a_plugin_that_waits_in_accept_and_connect_stops_nothing() {
 }
 
 #[test]
-fn connect_and_accept_are_asked_until_they_answer() {
+fn connect_and_accept_are_repeated() {
     case!("setup_ms=50").passes(|| {
         let ends = with_stall_limit();
         ends.write(CHUNK, 1);
@@ -405,7 +405,7 @@ fn renamed() -> PathBuf {
 
 /// Fragments of the seventeenth would be listed where those of the first are.
 #[test]
-fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
+fn receives_are_bounded_by_the_slots_of_the_table() {
     case!("same_host=allow,slots=32").passes(|| {
         let file = renamed();
         // SAFETY: as above.
@@ -435,7 +435,7 @@ fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
 }
 
 #[test]
-fn receives_into_host_memory_count_among_those_into_gpu_memory() {
+fn receives_into_host_memory_take_slots() {
     case!("same_host=allow").passes(|| {
         let end = |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true);
         let one = |index| loopback(builder().channels(1).plugin(end(index)));
@@ -454,7 +454,7 @@ fn receives_into_host_memory_count_among_those_into_gpu_memory() {
 }
 
 #[test]
-fn the_gpu_is_current_for_every_call_that_is_tied_to_it() {
+fn the_gpu_is_current_where_calls_need_it() {
     // No call may depend on the GPU that a thread has by default.
     case!("same_host=allow").passes(|| {
         let end = |index| {

@@ -37,7 +37,7 @@ fn holds_reused(bytes: &[u8]) -> usize {
 /// The peer's GPU is stalled: a window of messages waits for it, and as many are begun. Half of them are of host memory, and
 /// half of memory of a GPU, which the NIC reads.
 #[test]
-fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
+fn nothing_is_sent_of_dropped_memory_to_a_slow_peer() {
     const WINDOW: u64 = 16;
     const WRITE_BYTES: u64 = 64 << 10;
     const BYTES: usize = (2 * WINDOW * WRITE_BYTES) as usize;

@@ -212,7 +212,7 @@ fn a_path_without_a_carrier_is_found_dead() {
 }
 
 #[test]
-fn a_path_that_swallows_everything_is_found_dead() {
+fn a_path_that_drops_everything_is_found_dead() {
     let wrong = format!("neigh replace {FAR} lladdr 02:00:00:00:00:99 nud permanent dev fw0");
     is_found_dead(|namespaces| ip(&format!("-n {} {wrong}", namespaces.near)).unwrap());
 }

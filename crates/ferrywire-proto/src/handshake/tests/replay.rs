@@ -19,7 +19,7 @@ fn replay(desk: &Shared, mut recorded: &[u8]) -> (Option<Outcome>, Result<(), Ha
 }
 
 #[test]
-fn a_recorded_opening_played_again_does_not_complete() {
+fn a_replayed_opening_does_not_complete() {
     let kinds = Kinds::new();
     let unproven = ["this connection's key", "this connection's key", "the session's key"];
     for (kind, what) in unproven.into_iter().enumerate() {

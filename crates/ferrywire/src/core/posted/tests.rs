@@ -463,7 +463,7 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
 }
 
 #[test]
-fn receives_are_posted_for_headers_and_given_back_in_order() {
+fn receives_follow_the_headers_in_order() {
     let memory = Memory::private(64 * CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.poll().unwrap();
@@ -489,7 +489,7 @@ fn receives_are_posted_for_headers_and_given_back_in_order() {
 }
 
 #[test]
-fn a_scattered_receive_is_given_back_after_its_gather() {
+fn a_receive_is_consumed_after_its_gather() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.script(|script| script.scatters = true);
@@ -575,7 +575,7 @@ fn messages_announced_before_a_close_have_time_to_arrive() {
 }
 
 #[test]
-fn the_second_sign_and_every_other_error_are_final() {
+fn a_second_result_2_is_final() {
     let memory = Memory::private(CHUNK).unwrap();
     let closing = || Step::Closing("result 2".into());
     for steps in [vec![closing(), closing()], vec![Step::Failed("result 2, and done".into())]] {

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn missing_variables_are_set_and_those_of_the_user_stay() {
+    fn variables_of_the_user_stay() {
         let user = |name: &str| (name == CHUNK_BYTES || name == RECV_SYNC).then(|| "1048576".to_owned());
         let all = decide(&facts(&["eth1", "eth2"], Some(200_000)), user, |_| true);
         assert_eq!(value_of(&all, CHUNK_BYTES), Some(("1048576".into(), SetBy::User)));

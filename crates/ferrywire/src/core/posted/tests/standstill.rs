@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
+fn a_lane_that_stays_full_is_an_error() {
     let (queue, _) = queue_of(1);
     let mut bench = Bench::new();
     bench.take(&queue, &mut window());
@@ -106,7 +106,7 @@ fn a_message_larger_than_agreed_is_refused() {
 }
 
 #[test]
-fn a_finished_receive_counts_until_it_is_given_back() {
+fn a_receive_counts_until_it_is_consumed() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.script(|script| script.scatters = true);
