@@ -1,4 +1,5 @@
-//! CUDA kernels: PTX text that the driver compiles for the GPU it finds.
+//! CUDA kernels: PTX text for an old GPU, which the driver compiles for the GPU it finds. So building needs no CUDA,
+//! and new GPUs need no release.
 
 use super::deferred_free::{self, Idle};
 use super::error::{Result, call};

@@ -1,7 +1,7 @@
 //! Pinned host memory, which GPUs can access, on the GPU's NUMA node.
 //!
 //! The pages are mapped here and then registered with the driver, not allocated by it. So they can be placed
-//! on the GPU's NUMA node, whatever thread allocates them.
+//! on the GPU's NUMA node, whatever thread allocates them, and a forked child does not share them.
 //! Invariant: the driver has released the pages before they are unmapped.
 //! Read next: `deferred_free.rs`, which decides when.
 
