@@ -35,7 +35,7 @@ impl Link {
     /// # Errors
     /// There is no connection.
     pub fn all(conns: Vec<Box<dyn Conn>>) -> Outcome<(Arc<Peer>, impl ExactSizeIterator<Item = Link>)> {
-        let first = conns.first().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let first = conns.first().ok_or_else(|| Fault::usage("the comm has no connection"))?;
         let peer = Peer::at(first.remote().ip());
         let nics = network().addresses().unwrap_or_default();
         let its = peer.clone();

@@ -242,7 +242,7 @@ fn answer(
     encrypts: bool,
 ) -> Result<Expected, String> {
     if asked[..8] != MAGIC {
-        return Err("no ferrywire plugin listens there".into());
+        return Err("the listener is not a ferrywire plugin".into());
     }
     let version = u32::from_le_bytes(array(asked, 8));
     if version != VERSION {
@@ -403,7 +403,7 @@ mod tests {
     #[test]
     fn a_listener_of_another_kind_or_version_is_named() {
         let refused = |asked: &_| answer(&[0; 32], asked, CLAIM, false).err().unwrap();
-        assert!(refused(&[0; CHALLENGE_BYTES]).contains("no ferrywire plugin"));
+        assert!(refused(&[0; CHALLENGE_BYTES]).contains("not a ferrywire plugin"));
         let mut newer = challenge([0; 32], false);
         newer[8] = VERSION as u8 + 1;
         assert!(refused(&newer).contains("version 3"));

@@ -101,8 +101,9 @@ unsafe fn merge(dev: *mut c_int, ndevs: c_int, devs: &[c_int]) -> ResultCode {
     guarded(|| {
         let members = usize::try_from(ndevs).ok().and_then(|count| devs.get(..count));
         let most = devs.len();
-        let members = members
-            .ok_or_else(|| Fault::usage(format_args!("{ndevs} devices to merge, {most} is the most")))?;
+        let members = members.ok_or_else(|| {
+            Fault::usage(format_args!("{ndevs} devices cannot be merged: at most {most} can"))
+        })?;
         let number = merged::merge(members)?;
         // SAFETY: by the caller's promise.
         unsafe { dev.write(number) };

@@ -197,7 +197,7 @@ impl RecvComm {
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
         let sockets = conns.len();
         let (peer, mut links) = Link::all(conns)?;
-        let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let first = links.next().ok_or_else(|| Fault::usage("the comm has no connection"))?;
         let shared = Arc::new(Receiving::new(first.conn.remote(), sockets));
         let mut wires = Opening::default();
         for (link, socket) in links.zip(1..) {

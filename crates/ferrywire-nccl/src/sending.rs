@@ -252,7 +252,7 @@ impl SendComm {
     /// Makes a comm whose bulk these workers move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
         let (peer, mut links) = Link::all(conns)?;
-        let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let first = links.next().ok_or_else(|| Fault::usage("the comm has no connection"))?;
         let shared = Arc::new(Sending { sockets: links.len(), ..Sending::default() });
         let mut wires = Opening::default();
         for link in links {

@@ -146,7 +146,7 @@ pub const LENDING_PIPES_MAX: usize = 64;
 /// Capacity in bytes of a pipe that lends ring pages: enough for a few calls.
 pub const LENDING_PIPE_BYTES: usize = 512 << 10;
 /// Unused memory of GPUs and unused pinned memory per process, in bytes, whose release is deferred to a good
-/// moment. Above that a thread releases it at once.
+/// moment. Beyond this limit a thread releases it at once.
 pub const DEFERRED_FREE_BYTES_MAX: usize = 128 << 20;
 /// Shortest accepted shared secret, in bytes.
 pub const SECRET_BYTES_MIN: usize = 8;
@@ -326,13 +326,13 @@ pub const LANES_SHORT_LIVED_MAX: usize = 32;
 pub const LANES_STALLED_MAX: usize = 3;
 /// Most receive queues of one NIC that an endpoint uses for devmem TCP.
 pub const DEVMEM_QUEUES_MAX: usize = 64;
-/// Default size in bytes of the memory that a NIC fills over devmem TCP.
+/// Default size in bytes of a pool of devmem TCP: the memory that a NIC fills.
 pub const DEVMEM_POOL_BYTES_DEFAULT: usize = 64 << 20;
-/// Smallest size in bytes of that pool.
+/// Smallest size in bytes of a pool of devmem TCP.
 pub const DEVMEM_POOL_BYTES_MIN: usize = 1 << 20;
 /// Fewest messages of the largest size for which a pool has room.
 pub const DEVMEM_POOL_MESSAGES_MIN: usize = 4;
-/// Largest size in bytes of that pool: fragments have 32-bit offsets.
+/// Largest size in bytes of a pool of devmem TCP: fragments have 32-bit offsets.
 pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
 
 const _: () = assert!(STAGING_OUT_RING_BYTES <= DEFERRED_FREE_BYTES_MAX);

@@ -73,7 +73,7 @@ pub struct Described {
     pub device: i32,
     pub device_index: i32,
     pub shape: Vec<i64>,
-    /// In elements; `None` for one contiguous run, last dimension innermost.
+    /// Strides in elements; `None` for one contiguous run, last dimension innermost.
     pub strides: Option<Vec<i64>>,
     pub item_bits: usize,
     pub read_only: bool,

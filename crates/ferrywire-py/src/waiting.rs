@@ -107,7 +107,10 @@ impl<T: Send> Aside<T> {
                 Ok(outcome) => return outcome.or_raise(py),
                 Err(RecvTimeoutError::Timeout) => py.check_signals()?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(raised(py, &Error::Internal("a thread ended without an answer".into())));
+                    return Err(raised(
+                        py,
+                        &Error::Internal("the thread of a blocking call ended without a result".into()),
+                    ));
                 }
             }
         }

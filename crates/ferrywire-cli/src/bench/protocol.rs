@@ -3,7 +3,7 @@
 //! A `connect` with several endpoints first sends `Ask` and receives `Here`. Each peer of a run sends `Hello`; `serve`
 //! answers `Welcome` or `Refused`; `connect` sends its own region. Then both go through the sizes in lockstep, see
 //! [`super::session`]. `Bye` ends the run, or after `Here` a visit without a run.
-//! Invariant: an end never waits for a message that the other end, doing its part, does not send.
+//! Invariant: each message that an end waits for is one that the other end sends at that point.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

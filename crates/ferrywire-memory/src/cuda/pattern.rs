@@ -19,13 +19,13 @@ pub struct CudaPattern {
 /// Device memory for a kernel's parameters and result.
 #[derive(Debug)]
 struct Room {
-    /// Result of a comparison: index of the first wrong byte, or number of the first stretch that differs.
+    /// Result of a comparison: index of the first wrong byte, or number of the first range that differs.
     first: CudaBuffer,
-    /// List of stretches, allocated at first need.
+    /// List of ranges, allocated at first need.
     list: Option<CudaBuffer>,
 }
 
-/// Longest stretch in bytes that one block processes; a longer stretch gets a launch of its own.
+/// Longest range in bytes that one block processes; a longer range gets a launch of its own.
 const SHORT_BYTES_MAX: u64 = 256 << 10;
 
 /// Timeout of one call; a kernel over all memory of a GPU takes less than a second.
@@ -79,10 +79,10 @@ impl CudaPattern {
         self.room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes stretches that do not overlap: all short ones with one launch, and one wait for all.
+    /// Writes ranges that do not overlap: all short ones with one launch, and one wait for all.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each stretch.
+    /// The promise of [`CudaPattern::fill`], for each range.
     pub unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
         let mut room = self.room();
         let short: Vec<PatternParameters> = parts.iter().copied().filter(is_short).collect();
@@ -99,10 +99,10 @@ impl CudaPattern {
         })
     }
 
-    /// The number of the first stretch that differs, and the index of its first wrong byte.
+    /// The number of the first range that differs, and the index of its first wrong byte.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each stretch.
+    /// The promise of [`CudaPattern::fill`], for each range.
     pub unsafe fn first_difference_of_parts(
         &self,
         parts: &[PatternParameters],
@@ -120,10 +120,10 @@ impl CudaPattern {
         })
     }
 
-    /// The number of the first short stretch that differs.
+    /// The number of the first short range that differs.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each stretch.
+    /// The promise of [`CudaPattern::fill`], for each range.
     unsafe fn first_short(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
         let numbers: Vec<usize> = (0..parts.len()).filter(|number| is_short(&parts[*number])).collect();
         let short: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
@@ -136,10 +136,10 @@ impl CudaPattern {
         Ok(room.first()?.and_then(|at| numbers.get(at as usize).copied()))
     }
 
-    /// The number of the first long stretch that differs.
+    /// The number of the first long range that differs.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each stretch.
+    /// The promise of [`CudaPattern::fill`], for each range.
     unsafe fn first_long(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
         let numbers: Vec<usize> =
             (0..parts.len()).filter(|number| parts[*number].bytes > SHORT_BYTES_MAX).collect();
@@ -158,10 +158,10 @@ impl CudaPattern {
         Ok(numbers.first().copied())
     }
 
-    /// The smallest index of a wrong byte in any of the stretches, each counted from its own start.
+    /// The smallest index of a wrong byte in any of the ranges, each counted from its own start.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each stretch.
+    /// The promise of [`CudaPattern::fill`], for each range.
     unsafe fn least_difference(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<u64>> {
         let first = room.reset(&self.stream)?;
         for part in parts.iter().filter(|part| part.bytes > 0) {

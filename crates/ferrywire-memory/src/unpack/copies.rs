@@ -44,7 +44,7 @@ impl CopyQueue {
     /// flight.
     pub fn begin(&mut self, copies: &[GpuCopy]) -> Result<()> {
         if self.copying {
-            return Err(Error::Internal("copies are begun while others are in flight".into()));
+            return Err(Error::Internal("a batch of copies was started while another is in flight".into()));
         }
         // A kernel could queue behind a stream that waits for this very transfer.
         let launching = deferred_free::launching();

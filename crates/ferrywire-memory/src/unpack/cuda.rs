@@ -109,7 +109,7 @@ unsafe impl GatherDevice for CudaQueue {
 
     fn mark(&mut self) -> Result<()> {
         if self.marked - self.reached >= limits::GATHER_LAUNCHES_MAX as u64 {
-            return Err(Error::Internal("a gather has more marks in flight than its queue".into()));
+            return Err(Error::Internal("a gather recorded more marks than its queue holds".into()));
         }
         // SAFETY: 8 aligned bytes of pinned memory, which outlives the stream.
         unsafe { self.stream.write_flag_u64(self.flag.address(), self.marked + 1) }?;

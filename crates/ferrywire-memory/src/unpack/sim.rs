@@ -70,7 +70,7 @@ unsafe impl GatherDevice for SimQueue {
 
     fn mark(&mut self) -> Result<()> {
         if self.marked - self.reached >= self.events.len() as u64 {
-            return Err(Error::Internal("a gather has more marks in flight than its queue".into()));
+            return Err(Error::Internal("a gather recorded more marks than its queue holds".into()));
         }
         self.stream.record(self.event(self.marked))?;
         self.marked += 1;

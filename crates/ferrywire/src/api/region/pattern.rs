@@ -13,7 +13,7 @@ use ferrywire_memory::unpack::PatternParameters;
 use ferrywire_memory::{Gpu, MemoryLocation};
 
 /// Writes and checks patterns in a region of GPU memory, on its GPU. Each call waits until the GPU is done.
-/// The call costs one launch for all short stretches, and one for each long one.
+/// The call costs one launch for all short ranges, and one for each long one.
 ///
 /// Bytes that peers write at the same time may be overwritten, or be read torn.
 pub struct RegionPattern {
@@ -43,7 +43,7 @@ impl RegionPattern {
         Ok(Some(RegionPattern { region: region.clone(), by }))
     }
 
-    /// Writes all stretches, which should not overlap. Blocks until the GPU is done, without a timeout.
+    /// Writes all ranges, which should not overlap. Blocks until the GPU is done, without a timeout.
     ///
     /// # Errors
     /// [`RegisterError::Invalid`] if the region is deregistered; the GPU's error.
@@ -60,8 +60,8 @@ impl RegionPattern {
         Ok(done?)
     }
 
-    /// The index of the first stretch with a byte that differs from its pattern, and the index of that byte
-    /// in the stretch. Blocks until the GPU is done, without a timeout.
+    /// The index of the first range with a byte that differs from its pattern, and the index of that byte
+    /// in the range. Blocks until the GPU is done, without a timeout.
     ///
     /// # Errors
     /// As for [`fill`](RegionPattern::fill).

@@ -482,7 +482,8 @@ impl PeerState {
         self.progress.cut_off.store(true, Ordering::Relaxed);
     }
 
-    /// Answers to the peer's reads do not count as drained: the peer could read for ever.
+    /// Notes progress of an operation. While an abandoned peer drains, its reads do not count: the peer could read for
+    /// ever.
     fn note(&self, op: &Op) {
         op.note_activity();
         if self.life.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
