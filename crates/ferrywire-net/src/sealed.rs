@@ -18,10 +18,10 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
 
+use ferrywire_proto::limits::RECORD_BYTES_MAX;
 use ferrywire_proto::protection::Protection;
 use ferrywire_proto::record::{
-    RECORD_BYTES_MAX, RECORD_HEADER_BYTES, RECORD_OVERHEAD, RECORD_TAG_BYTES, RecordError, RecordSecrets,
-    Records,
+    RECORD_HEADER_BYTES, RECORD_OVERHEAD, RECORD_TAG_BYTES, RecordError, RecordSecrets, Records,
 };
 
 use crate::{Conn, ConnOptions, IoVec, PathHealth};

@@ -89,6 +89,10 @@ pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
 pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
 /// Bytes of unacknowledged control messages that are kept for a resumption.
 pub const CONTROL_UNACKED_BYTES_MAX: usize = 16 << 20;
+/// Most payload bytes of a record of a protected data connection.
+pub const RECORD_BYTES_MAX: usize = 64 << 10;
+/// Payload bytes of records under one key. With 64 GiB an attacker's chance to forge one record stays below 2^-60.
+pub const REKEY_BYTES: u64 = 64 << 30;
 /// Time in which no byte of a begun record comes, after which its connection is lost. The sending end hands whole
 /// records to its kernel, so the rest was removed on the way, or the record's length was changed.
 pub const RECORD_REST_TIMEOUT: Duration = Duration::from_secs(5);

@@ -17,18 +17,15 @@ use std::fmt;
 use aws_lc_rs::aead::{AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 use zeroize::Zeroizing;
 
+use crate::limits::{RECORD_BYTES_MAX, REKEY_BYTES};
 use crate::protection::{Algorithm, Protection};
 
-/// Most payload bytes of a record.
-pub const RECORD_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a record before its payload.
 pub const RECORD_HEADER_BYTES: usize = 4;
 /// Bytes of a record behind its payload.
 pub const RECORD_TAG_BYTES: usize = 16;
 /// Bytes of a record beside its payload.
 pub const RECORD_OVERHEAD: usize = RECORD_HEADER_BYTES + RECORD_TAG_BYTES;
-/// Payload bytes under one key. With 64 GiB an attacker's chance to forge one record stays below 2^-60.
-pub const REKEY_BYTES: u64 = 64 << 30;
 
 const KEY_CONTEXT: &str = "ferrywire key of records v1";
 const NEXT_CONTEXT: &str = "ferrywire next secret of records v1";

@@ -278,7 +278,8 @@ def test_encryption_is_settled_by_both_ends(near: dict[str, Any], far: dict[str,
     with fw.Endpoint("127.0.0.1:0", **far) as there, fw.Endpoint(**near) as here:
         sent, got = pattern(100_000), np.zeros(100_000, np.uint8)
         with here.connect(("127.0.0.1", there.port), timeout=LIMIT) as peer:
-            peer.write(here.register(sent), there.register(got).remote()).wait(LIMIT)
+            target = there.register(got)
+            peer.write(here.register(sent), target.remote()).wait(LIMIT)
             assert (got == sent).all()
             found = peer.stats()["protection"]
             assert found is None if protection is None else protection in found or found == "poly1305"

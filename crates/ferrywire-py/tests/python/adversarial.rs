@@ -52,7 +52,7 @@ fn welcome() -> Vec<u8> {
     welcome.extend(256_u16.to_le_bytes());
     welcome.extend(1_u32.to_le_bytes());
     welcome.extend(1_u32.to_le_bytes());
-    welcome.extend([0, 0, 0]);
+    welcome.extend([0, 0, 0, 0]);
     welcome
 }
 
