@@ -57,6 +57,14 @@ struct Copying {
     failed: Option<Error>,
 }
 
+/// Where a message is copied through, and the marks of its copy.
+struct Started {
+    line: usize,
+    offset: usize,
+    first: u64,
+    mark: u64,
+}
+
 impl Letter {
     /// The receive.
     pub fn op(&self) -> Option<&Hold> {
@@ -161,27 +169,26 @@ impl State {
     /// Starts the copies of messages that wait, as far as there is room.
     fn begin(&mut self) {
         while let Some(letter) = self.waiting.pop_front() {
-            match self.begin_one(letter) {
-                Ok(()) => {}
-                Err((letter, None)) => {
+            match self.begin_one(&letter) {
+                Ok(Some(Started { line, offset, first, mark })) => {
+                    self.copying.push(Copying { letter, line, offset, first, mark, failed: None });
+                }
+                Ok(None) => {
                     self.waiting.push_front(letter);
                     break;
                 }
-                Err((letter, Some(error))) => self.lost.push((letter, error)),
+                Err(error) => self.lost.push((letter, error)),
             }
         }
         self.lines.iter_mut().for_each(Pipeline::flush);
     }
 
-    /// Starts the copy of a message. Returns the message if there is no room, or with an error.
-    fn begin_one(&mut self, letter: Letter) -> std::result::Result<(), (Letter, Option<Error>)> {
-        let (line, base) = match self.line(&letter) {
-            Ok(found) => found,
-            Err(error) => return Err((letter, Some(error))),
-        };
+    /// Starts the copy of a message. Returns `None` if there is no room.
+    fn begin_one(&mut self, letter: &Letter) -> Result<Option<Started>> {
+        let (line, base) = self.line(letter)?;
         let bytes = letter.message.bytes.len();
         let pipeline = &mut self.lines[line];
-        let Some(offset) = pipeline.ring.take(bytes) else { return Err((letter, None)) };
+        let Some(offset) = pipeline.ring.take(bytes) else { return Ok(None) };
         let mut host = base + offset;
         // SAFETY: the span of the ring has this length, and no copy uses it.
         unsafe { ptr::copy_nonoverlapping(letter.message.bytes.as_ptr(), host as *mut u8, bytes) };
@@ -205,8 +212,7 @@ impl State {
         }
         let mark = pipeline.next_mark();
         pipeline.end_part();
-        self.copying.push(Copying { letter, line, offset, first, mark, failed: None });
-        Ok(())
+        Ok(Some(Started { line, offset, first, mark }))
     }
 
     /// The line to the GPU of a message's receive, and the address of its ring.
