@@ -374,7 +374,11 @@ impl Group {
     fn spawn(self: &Arc<Group>, name: &str, body: impl FnOnce(&Arc<Group>) + Send + 'static) -> Outcome {
         let group = self.clone();
         let guarded = move || {
-            if let Err(failure) = exit::guarded(|| Ok(body(&group))) {
+            let guarded = exit::guarded(|| {
+                body(&group);
+                Ok(())
+            });
+            if let Err(failure) = guarded {
                 group.fail(None, &failure);
                 // Rank 0 may not be heard any more.
                 let (rank, host) = (group.card.rank, Some(group.card.host.clone()));

@@ -81,8 +81,8 @@ impl Admission for Impostor {
     fn hello(&self) -> Hello {
         self.0.hello()
     }
-    fn secret(&self) -> Option<Vec<u8>> {
-        self.0.secret()
+    fn secrets(&self) -> Vec<zeroize::Zeroizing<Vec<u8>>> {
+        self.0.secrets()
     }
     fn secret_needed(&self) -> bool {
         false
