@@ -32,7 +32,7 @@ const ASKED_MAX: usize = 16;
 /// Steps between two checks of all memory.
 const ALL_AREAS_STEPS: usize = 12;
 /// Passes of a whole run.
-const PASSES_MAX: u64 = 600_000;
+const PASSES_MAX: u64 = 1_500_000;
 /// Looks for endpoints that are held, 5 ms apart.
 const HELD_LOOKS: u32 = 100;
 const PORT: u16 = 7420;
