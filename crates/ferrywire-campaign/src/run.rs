@@ -301,7 +301,10 @@ impl Run<'_> {
             let fault = self.delayed[fault].clone();
             self.fault(&fault);
         }
-        self.look()?;
+        // Each outcome is known afterwards.
+        for _ in 0..2 + 2 * self.ops.len() / ASKED_MAX {
+            self.look()?;
+        }
         Ok(result)
     }
 
