@@ -1,6 +1,6 @@
 //! A campaign of random scenarios: the engine over a simulated network, in virtual time, on one thread.
 //!
-//! Each seed draws endpoints, NICs, operations, faults and ends ([`scenario`]). A run ([`run`]) checks at every
+//! Each seed draws endpoints, NICs, operations, faults and ends (`scenario.rs`). A run (`run.rs`) checks at every
 //! look that no byte is early, late, missing or outside of its target, that no notification or message comes twice
 //! or not at all, that every operation ends, and that nothing is left behind.
 //!
