@@ -148,7 +148,7 @@ fn loopback_mode_shows_the_environment_and_its_origin() {
     }
     let stored = &json(&output)["config"]["plugin_environment"]["NCCL_SOCKET_NTHREADS"];
     assert_eq!(*stored, serde_json::json!(["2", "the user"]));
-    assert!(said.contains("transport plugin: --plugin names "), "{said}");
+    assert!(said.contains("transport plugin, not encrypted: --plugin names "), "{said}");
 }
 
 /// Checks the one-line error of a plugin that fails at the connecting end; the next run succeeds.

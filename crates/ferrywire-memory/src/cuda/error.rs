@@ -266,7 +266,15 @@ mod tests {
 
     #[test]
     fn an_invalid_value_leaves_the_context_and_an_illegal_address_does_not() {
-        let failed = |code| check("cuStreamQuery", About::default(), code).unwrap_err().loses_context();
+        let failure = |code| Failure {
+            call: "cuStreamQuery",
+            gpu: None,
+            bytes: None,
+            code,
+            name: "CUDA_ERROR",
+            text: "an error",
+        };
+        let failed = |code| CudaError::Call { failure: failure(code) }.loses_context();
         assert_eq!([1, 2, 600, 700, 719].map(failed), [false, false, false, true, true]);
         assert!(!CudaError::Freed { address: 1, bytes: 1 }.loses_context());
     }

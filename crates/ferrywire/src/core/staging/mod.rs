@@ -94,8 +94,9 @@ impl Hung {
     /// Drops the copiers, and then what they may touch, on a thread of its own.
     pub fn leave(self) {
         let locations: Vec<String> = self.unfinished.iter().map(|each| each.location.to_string()).collect();
-        tracing::warn!(
-            "copies of {} have not ended: their memory is kept until they do",
+        // Most end a moment later.
+        tracing::info!(
+            "copies of {} have not ended yet: their memory is kept until they do",
             locations.join(", ")
         );
         let users: Vec<InUse> = self.landings.iter().filter_map(Landing::memory).map(InUse::new).collect();
