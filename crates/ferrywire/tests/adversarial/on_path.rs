@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use crate::process::together;
 use ferrywire::{Builder, Encryption, Endpoint, Peer, TransferError};
 
 const LIMIT: Duration = Duration::from_secs(120);
@@ -269,6 +270,7 @@ fn is_detected(protect: fn(Builder) -> Builder, attack: Attack, at: usize) {
 /// An attacker that swallows a connection's bytes and acknowledges them for TCP can stop its transfers, and no more.
 #[test]
 fn a_transfer_whose_bytes_are_swallowed_stalls_by_name() {
+    let _together = together();
     let protect: fn(Builder) -> Builder = |builder| builder.encryption(Encryption::Required).channels(1);
     let scene = scene(protect, Attack::Swallow, OPENING_BYTES, usize::MAX);
     let source = scene.near.register(pattern(0)).unwrap();
@@ -283,23 +285,27 @@ fn a_transfer_whose_bytes_are_swallowed_stalls_by_name() {
 
 #[test]
 fn an_attacker_on_the_path_changes_nothing_that_is_encrypted() {
+    let _together = together();
     every_change_is_detected(|builder| builder.encryption(Encryption::Required));
 }
 
 #[test]
 fn an_attacker_on_the_path_changes_nothing_that_is_authenticated() {
+    let _together = together();
     every_change_is_detected(|builder| builder.keyed_checksum(true));
 }
 
 /// So the attack is one.
 #[test]
 fn an_attacker_on_the_path_changes_what_is_in_clear() {
+    let _together = together();
     let scene = scene(|builder| builder, Attack::Flip, IN_PAYLOAD, 3);
     assert!(rounds_with_changes(&scene, 3) > 0);
 }
 
 #[test]
 fn an_attacker_on_the_path_reads_only_what_is_in_clear() {
+    let _together = together();
     for (protect, is_clear) in [
         ((|builder| builder.encryption(Encryption::Required)) as fn(Builder) -> Builder, false),
         (|builder| builder.keyed_checksum(true), true),
@@ -315,6 +321,7 @@ fn an_attacker_on_the_path_reads_only_what_is_in_clear() {
 /// A recorded data connection, sent again: the listening end asks another question.
 #[test]
 fn a_recorded_connection_is_of_no_use() {
+    let _together = together();
     let scene = scene(|builder| builder.encryption(Encryption::Required), Attack::None, 0, 0);
     rounds_with_changes(&scene, 0);
     let recorded = scene.path.seen.lock().unwrap().clone();

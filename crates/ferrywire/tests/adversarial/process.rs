@@ -2,20 +2,26 @@
 
 use crate::LIMIT;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
 use std::time::Duration;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
 /// Tests count descriptors, memory and lines of this process: one at a time.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static ONE: Mutex<()> = Mutex::new(());
-    let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+pub fn alone() -> RwLockWriteGuard<'static, ()> {
+    let one = PROCESS.write().unwrap_or_else(PoisonError::into_inner);
     lines().lock().unwrap().clear();
     panics();
     one
 }
+
+/// For tests that count nothing of this process: they run beside each other, and beside none that counts.
+pub fn together() -> RwLockReadGuard<'static, ()> {
+    PROCESS.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+static PROCESS: RwLock<()> = RwLock::new(());
 
 /// Everything that was logged.
 pub fn lines() -> &'static Mutex<Vec<String>> {
