@@ -5,6 +5,8 @@
 //! Invariant: with encryption required no comm is made without it. An unusable setting fails every `listen` and
 //! `connect`, not the plugin's start: NCCL would then use its own sockets, in clear.
 
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
 use std::sync::OnceLock;
 
 use ferrywire_net::{Conn, Sealed};
@@ -46,7 +48,7 @@ impl SharedKey {
 pub fn shared_key() -> Outcome<Option<SharedKey>> {
     static KEY: OnceLock<Result<Option<SharedKey>, String>> = OnceLock::new();
     let key = KEY.get_or_init(|| {
-        let key = key_from(|name| std::env::var(name).ok());
+        let key = key_from(|name| std::env::var_os(name).map(OsString::into_vec));
         if let Ok(Some(_)) = key {
             log::info(format_args!("connections are encrypted: {}", protection()));
         }
@@ -55,8 +57,8 @@ pub fn shared_key() -> Outcome<Option<SharedKey>> {
     key.clone().map_err(Fault::usage)
 }
 
-fn key_from(read: impl Fn(&str) -> Option<String>) -> Result<Option<SharedKey>, String> {
-    match read(VARIABLE).unwrap_or_default().trim() {
+fn key_from(read: impl Fn(&str) -> Option<Vec<u8>>) -> Result<Option<SharedKey>, String> {
+    match String::from_utf8_lossy(&read(VARIABLE).unwrap_or_default()).trim() {
         "" | "0" | "off" => return Ok(None),
         "1" | "required" => {}
         other => return Err(format!("{VARIABLE}={other}: must be required or off")),
@@ -67,7 +69,7 @@ fn key_from(read: impl Fn(&str) -> Option<String>) -> Result<Option<SharedKey>, 
             "{VARIABLE} needs {SECRET_VARIABLE}, at least {SECRET_BYTES_MIN} bytes, the same on all hosts"
         ));
     }
-    Ok(Some(SharedKey(blake3::derive_key(KEY_CONTEXT, secret.as_bytes()))))
+    Ok(Some(SharedKey(blake3::derive_key(KEY_CONTEXT, &secret))))
 }
 
 /// The protection of encrypted connections. All hosts of an NCCL job have one kind of CPU: NCCL's own rings need that.
@@ -95,7 +97,9 @@ mod tests {
     fn key(variables: &[(&str, &str)]) -> Result<Option<SharedKey>, String> {
         let variables: Vec<(String, String)> =
             variables.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
-        key_from(|name| variables.iter().find(|(is, _)| is == name).map(|(_, value)| value.clone()))
+        key_from(|name| {
+            variables.iter().find(|(is, _)| is == name).map(|(_, value)| value.clone().into_bytes())
+        })
     }
 
     #[test]

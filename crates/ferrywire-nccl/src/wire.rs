@@ -255,7 +255,8 @@ impl Receiver {
             self.channel.received(bytes);
             self.arrived(comm, bytes);
             // A short read: nothing more has arrived, which another call would only confirm.
-            if bytes < wanted && self.head_bytes < HEADER_BYTES {
+            // A record that does not open is reported by the next call.
+            if bytes < wanted && self.head_bytes < HEADER_BYTES && !self.conn.has_received() {
                 return Turn::Idle;
             }
         }

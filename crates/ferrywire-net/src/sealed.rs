@@ -5,8 +5,8 @@
 //! recv   the connection below --> `incoming` --open--> pieces
 //! ```
 //!
-//! Bytes count as received only after their record's tag is verified. A record that does not open may leave zeros in the piece
-//! that it would have filled. A send never waits for a record to be full: what one call brings is sealed at once. Short pieces
+//! Bytes count as received only after their record's tag is verified. Until then, what an attacker has changed may stand
+//! in the piece; a record that does not open leaves zeros there. A send never waits for a record to be full: what one call brings is sealed at once. Short pieces
 //! share records, and cost one copy more at each end.
 //!
 //! Invariants: bytes that `send` has taken are sealed once, whatever the kernel takes; after a record that does not open
@@ -404,6 +404,140 @@ impl<'a> Cursor<'a> {
             if self.within == piece.len {
                 self.pieces = &self.pieces[1..];
                 self.within = 0;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrywire_proto::protection::Algorithm;
+    use ferrywire_proto::record::RecordSecret;
+    use std::collections::VecDeque;
+    use std::sync::{Arc, Mutex};
+
+    /// One direction of a wire, and the room that is left in it.
+    #[derive(Default)]
+    struct Wire {
+        bytes: VecDeque<u8>,
+        room: usize,
+    }
+
+    struct Fake {
+        out: Arc<Mutex<Wire>>,
+        back: Arc<Mutex<Wire>>,
+    }
+
+    impl Conn for Fake {
+        unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            let mut wire = self.out.lock().unwrap();
+            let bytes = pieces[0].len.min(wire.room);
+            if bytes == 0 {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            // SAFETY: promised by the caller.
+            wire.bytes.extend(unsafe { std::slice::from_raw_parts(pieces[0].base, bytes) });
+            wire.room -= bytes;
+            Ok(bytes)
+        }
+
+        unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            let mut wire = self.back.lock().unwrap();
+            let bytes = pieces[0].len.min(wire.bytes.len());
+            if bytes == 0 {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            let taken: Vec<u8> = wire.bytes.drain(..bytes).collect();
+            // SAFETY: promised by the caller.
+            unsafe { std::ptr::copy_nonoverlapping(taken.as_ptr(), pieces[0].base, bytes) };
+            Ok(bytes)
+        }
+
+        fn health(&self) -> PathHealth {
+            PathHealth::default()
+        }
+
+        fn shutdown(&mut self) {}
+
+        fn fd(&self) -> Option<RawFd> {
+            None
+        }
+
+        fn local(&self) -> SocketAddr {
+            ([127, 0, 0, 1], 1).into()
+        }
+
+        fn remote(&self) -> SocketAddr {
+            ([127, 0, 0, 1], 2).into()
+        }
+    }
+
+    /// Two ends, and the wire from the first to the second.
+    fn pair(encrypted: bool) -> (Sealed, Sealed, Arc<Mutex<Wire>>) {
+        let [forth, back] = [(); 2].map(|()| Arc::<Mutex<Wire>>::default());
+        let secrets = || {
+            let secret = |byte| RecordSecret::new([byte; 32]);
+            RecordSecrets { from_initiator: secret(1), from_responder: secret(2) }
+        };
+        let protection = Protection { encrypted, algorithm: Algorithm::ChaCha20Poly1305 };
+        let near = Fake { out: forth.clone(), back: back.clone() };
+        let far = Fake { out: back, back: forth.clone() };
+        (
+            Sealed::new(Box::new(near), protection, secrets(), true),
+            Sealed::new(Box::new(far), protection, secrets(), false),
+            forth,
+        )
+    }
+
+    fn is_blocked<T: fmt::Debug>(result: &io::Result<T>) -> bool {
+        matches!(result, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+    }
+
+    #[test]
+    fn bytes_arrive_whatever_the_kernel_takes_and_gives_at_a_time() {
+        let bytes: Vec<u8> = (0..400_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+        for (encrypted, step) in [(true, 70_001), (true, 999), (false, 4_099)] {
+            let (mut near, mut far, wire) = pair(encrypted);
+            let (mut sent, mut received) = (0, Vec::new());
+            // Short and long pieces, so that some records are opened into the caller's memory.
+            let mut buffer = vec![0; 150_000];
+            while received.len() < bytes.len() {
+                wire.lock().unwrap().room += step;
+                if sent < bytes.len() {
+                    let end = (sent + 1 + sent % 100_000).min(bytes.len());
+                    match near.write(&bytes[sent..end]) {
+                        Ok(taken) => sent += taken,
+                        result => assert!(is_blocked(&result), "{result:?}"),
+                    }
+                } else {
+                    let flushed = near.flush();
+                    assert!(flushed.is_ok() == !near.has_unsent());
+                }
+                let room = if received.len() % 3 == 0 { 777 } else { buffer.len() };
+                match far.read(&mut buffer[..room]) {
+                    Ok(count) => received.extend_from_slice(&buffer[..count]),
+                    result => assert!(is_blocked(&result) && !far.has_received(), "{result:?}"),
+                }
+            }
+            assert!(received == bytes && !near.has_unsent() && far.begun_bytes() == 0);
+        }
+    }
+
+    /// Regression: a caller that found the socket empty never heard of the changed record.
+    #[test]
+    fn a_record_that_does_not_open_behind_one_that_does_is_announced() {
+        for encrypted in [true, false] {
+            let (mut near, mut far, wire) = pair(encrypted);
+            wire.lock().unwrap().room = 1000;
+            near.write(b"good").unwrap();
+            near.write(b"changed").unwrap();
+            *wire.lock().unwrap().bytes.back_mut().unwrap() ^= 1;
+            let mut buffer = [0; 100];
+            assert_eq!(far.read(&mut buffer).unwrap(), 4);
+            assert!(far.has_received());
+            for _ in 0..2 {
+                assert_eq!(far.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::InvalidData);
             }
         }
     }

@@ -93,8 +93,8 @@ pub const CONTROL_UNACKED_BYTES_MAX: usize = 16 << 20;
 pub const RECORD_BYTES_MAX: usize = 64 << 10;
 /// Payload bytes of records under one key. With 64 GiB an attacker's chance to forge one record stays below 2^-60.
 pub const REKEY_BYTES: u64 = 64 << 30;
-/// Time in which no byte of a begun record comes, after which its connection is lost. The sending end hands whole
-/// records to its kernel, so the rest was removed on the way, or the record's length was changed.
+/// Shortest time in which no byte of a begun record comes, after which its connection is lost; the peer timeout if that
+/// is longer. The rest was removed on the way, or the record's length was changed, or the peer stands still.
 pub const RECORD_REST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes that a peer may leave unread on its control connection, beyond what it has not acknowledged. Above
 /// that the peer's messages are not read until it has read half.

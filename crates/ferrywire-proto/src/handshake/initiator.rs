@@ -62,10 +62,19 @@ enum Stage {
 }
 
 /// The values against which the welcome is checked.
-#[derive(Debug)]
 enum Asked {
     New { share: [u8; 32], proposed: Config },
     Resume { session: u64, data_key: DataKey },
+}
+
+impl std::fmt::Debug for Asked {
+    /// Without the share, from which the session's key follows.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Asked::New { .. } => "New",
+            Asked::Resume { .. } => "Resume",
+        })
+    }
 }
 
 impl Initiator {

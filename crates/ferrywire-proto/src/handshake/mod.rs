@@ -123,7 +123,7 @@ pub struct DataKey(blake3::Hash);
 impl DataKey {
     /// Derives the key from the hash of the handshake that opened the session and both ends' random shares.
     fn derive(handshake: &[u8; 32], initiator_share: &[u8; 32], responder_share: &[u8; 32]) -> DataKey {
-        let material = [&handshake[..], initiator_share, responder_share].concat();
+        let material = Zeroizing::new([&handshake[..], initiator_share, responder_share].concat());
         DataKey(blake3::Hash::from_bytes(blake3::derive_key(DATA_KEY_CONTEXT, &material)))
     }
 

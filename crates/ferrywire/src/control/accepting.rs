@@ -251,6 +251,8 @@ impl Control {
                 self.ready_set.touch(session);
                 match self.links.get_mut(&session) {
                     Some(link) => link.attach(conn, *established, now),
+                    // The session has ended since it was resumed.
+                    None if established.resumed => self.unwatch(&*conn),
                     None => {
                         self.enter(&established, false);
                         let link = Link::accepted(

@@ -102,14 +102,16 @@ impl Builder {
 
     /// Sets whether data connections are encrypted: payload, headers and notifications. The control session always is.
     /// Default: [`Encryption::Off`]. A session is encrypted if one end requires it or both prefer it, and refused if
-    /// one end requires it and the other has it off. Payload over a plugin or devmem TCP is never encrypted.
+    /// one end requires it and the other has it off. Nothing of a session over a plugin or
+    /// devmem TCP is encrypted but its control session. This process reads and writes the memory itself: memory that is unmapped
+    /// while it is registered ends the process, where a plain transfer would fail.
     pub fn encryption(mut self, encryption: Encryption) -> Builder {
         self.config.encryption = encryption;
         self
     }
 
     /// Sets whether data connections that are not encrypted are authenticated: a change on the path then ends the
-    /// connection before the changed bytes reach memory. One end's wish is enough. Default: false.
+    /// connection, and no completed transfer has a changed byte. One end's wish is enough. Default: false.
     pub fn keyed_checksum(mut self, on: bool) -> Builder {
         self.config.keyed_checksum = on;
         self

@@ -145,6 +145,12 @@ impl Link {
         let (transport, transport_reason) = transport_of(context, backend.as_ref(), &config);
         let lanes_optional = backend.as_ref().is_some_and(|backend| backend.is_optional())
             && Terms::decode(&config.extra).is_optional();
+        if let (Some(protection), Some(_)) = (protection, &backend) {
+            tracing::warn!(
+                peer = name,
+                "not protected by {protection}, which both ends prefer: payload goes over lanes"
+            );
+        }
         let info = PeerInfo {
             session: id,
             identity: Identity(peer_hello.identity),

@@ -48,11 +48,23 @@ pub(super) struct Receiver {
     bulk_header_bytes: usize,
     /// The connection holds bytes that it has read from the socket.
     holds_more: bool,
-    /// While the rest of a record is awaited: the bytes received so far, and when the last of them came.
-    rest: Option<(u64, Duration)>,
+    /// The record whose rest is awaited.
+    rest: Option<Rest>,
     /// When the header came, for a trace.
     chunk: Option<ChunkStart>,
 }
+
+/// A wait for the rest of a record.
+struct Rest {
+    /// Bytes received so far, and when the last of them came.
+    received: u64,
+    since: Duration,
+    /// When this was last checked.
+    checked: Duration,
+}
+
+/// Time between two checks after which this process has not looked meanwhile.
+const PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -101,7 +113,8 @@ impl Channel {
         self.conn.begun_bytes() > 0 && !self.payload.is_stalled()
     }
 
-    /// The error if no byte of a begun record has come for [`RECORD_REST_TIMEOUT`](limits::RECORD_REST_TIMEOUT).
+    /// The error if no byte of a begun record has come for [`RECORD_REST_TIMEOUT`](limits::RECORD_REST_TIMEOUT) and the
+    /// peer timeout, while this end was looking.
     pub(super) fn missing_rest(&mut self) -> Option<String> {
         if !self.awaits_rest() {
             self.receiver.rest = None;
@@ -109,16 +122,18 @@ impl Channel {
         }
         let received = self.counters.received_bytes.load(Ordering::Relaxed) + self.conn.begun_bytes() as u64;
         let now = self.peer.now();
-        let rest = self.receiver.rest.get_or_insert((received, now));
-        if rest.0 != received {
-            *rest = (received, now);
+        let rest = self.receiver.rest.get_or_insert(Rest { received, since: now, checked: now });
+        // After a pause of this process the rest may lie unread in the kernel.
+        let has_paused = now.saturating_sub(rest.checked) > PAUSE;
+        if rest.received != received || has_paused {
+            *rest = Rest { received, since: now, checked: now };
         }
-        let waited = now.saturating_sub(rest.1);
-        (waited > limits::RECORD_REST_TIMEOUT).then(|| {
-            format!(
-                "the rest of a record did not come within {:.0} s: removed on its way",
-                waited.as_secs_f64()
-            )
+        rest.checked = now;
+        let waited = now.saturating_sub(rest.since);
+        let limit = limits::RECORD_REST_TIMEOUT.max(self.peer.context().config.peer_timeout);
+        (waited > limit).then(|| {
+            let waited = waited.as_secs_f64();
+            format!("the rest of a record did not come within {waited:.0} s: removed on its way, or the peer stands still")
         })
     }
 
