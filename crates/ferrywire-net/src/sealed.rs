@@ -512,7 +512,7 @@ mod tests {
                     }
                 } else {
                     let flushed = near.flush();
-                    assert!(flushed.is_ok() == !near.has_unsent());
+                    assert!(flushed.is_ok() != near.has_unsent());
                 }
                 let room = if received.len() % 3 == 0 { 777 } else { buffer.len() };
                 match far.read(&mut buffer[..room]) {
