@@ -43,7 +43,7 @@ struct State {
 pub(crate) struct Letter {
     pub message: Message,
     landing: Landing,
-    /// Whoever deregisters the memory waits for this.
+    /// Woken when a message has left the memory of its receive; a call of `deregister` waits for it.
     _call: Option<OwnedCall>,
 }
 
