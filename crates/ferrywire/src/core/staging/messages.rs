@@ -43,7 +43,7 @@ struct State {
 pub(crate) struct Letter {
     pub message: Message,
     landing: Landing,
-    /// Woken when a message has left the memory of its receive; a call of `deregister` waits for it.
+    /// Counts as a use of the memory until the letter is dropped. `deregister` waits for that.
     _call: Option<OwnedCall>,
 }
 

@@ -1,0 +1,148 @@
+//! The end of a run: faults are over, operations end, peers close, and nothing is left.
+//!
+//! Invariant: after `check_nothing_left` no endpoint, region or hold of the run exists.
+//! Read next: `judge.rs`, which outcomes are allowed.
+
+use super::*;
+
+impl Run<'_> {
+    /// Ends all faults, and waits until everything has ended that can.
+    pub(super) fn settle(&mut self) -> Check {
+        note!(self, "all faults end");
+        self.driver.end_faults();
+        let net = self.driver.net.clone();
+        net.set_faults(Faults::default());
+        for host in &self.hosts {
+            for nic in &host.nics {
+                net.heal(*nic);
+                net.set_bandwidth(*nic, None);
+                net.set_nic_latency(*nic, Duration::ZERO);
+            }
+        }
+        self.links.iter_mut().for_each(|link| link.reading = [true; 2]);
+        if !self.until(SETTLE_MAX, |run| run.is_settled())? {
+            let open: Vec<String> =
+                self.open().map(|op| format!("{:?}: {:?}", op.post, op.transfer)).collect();
+            let links: Vec<_> =
+                self.links.iter().map(|link| format!("{:?} {:?}", link.plan, link.peers)).collect();
+            return broken("every operation ends", format!("{open:?} over {links:?}"));
+        }
+        self.pass_time(Duration::from_millis(300))?;
+        self.check_areas(true)?;
+        self.check_messages()?;
+        self.check_notifications()?;
+        let left: Vec<OpId> = self.open().map(|op| op.post.id).collect();
+        left.iter().for_each(|op| self.cancel(*op));
+        if !self.until(END_MAX, |run| run.open().next().is_none())? {
+            let open: Vec<String> =
+                self.open().map(|op| format!("{:?}: {:?}", op.post, op.transfer)).collect();
+            return broken("a cancelled operation ends", open.join(", "));
+        }
+        for index in 0..self.areas.len() {
+            if let Err(why) = self.areas[index].freeze() {
+                return broken("no byte is written late, or outside", why);
+            }
+        }
+        self.pass_time(Duration::from_millis(300))?;
+        self.check_areas(true)
+    }
+
+    /// Operations that have not ended, of processes that run.
+    pub(super) fn open(&self) -> impl Iterator<Item = &Op> {
+        self.ops.iter().filter(|op| {
+            let slot = self.links[op.post.link].slots[op.post.side];
+            op.outcome.is_none() && self.driver.endpoint(slot).is_some()
+        })
+    }
+
+    /// Whether nothing is left but messages that wait for their other end to be posted.
+    pub(super) fn is_settled(&self) -> bool {
+        let connecting = self.links.iter().any(|link| link.connecting.is_some());
+        !connecting && self.open().all(|op| self.waits_for_partner(op))
+    }
+
+    pub(super) fn waits_for_partner(&self, op: &Op) -> bool {
+        let partner = match op.post.verb {
+            Verb::Send { tag } => Verb::Recv { tag },
+            Verb::Recv { tag } => Verb::Send { tag },
+            // A notification comes after the messages that were posted before it.
+            Verb::Notify => {
+                let same = |other: &&Op| (other.post.link, other.post.side) == (op.post.link, op.post.side);
+                let before = self.ops.iter().take_while(|other| other.post.id != op.post.id).filter(same);
+                let mut waiting = before.filter(|other| other.outcome.is_none());
+                return waiting.any(|other| {
+                    matches!(other.post.verb, Verb::Send { .. }) && self.waits_for_partner(other)
+                });
+            }
+            _ => return false,
+        };
+        let (link, side) = (op.post.link, op.post.side);
+        let dead = self.links[link].slots.iter().any(|slot| self.driver.endpoint(*slot).is_none());
+        !dead
+            && !self.is_over(link)
+            && self.links[link].closing == [false; 2]
+            && !self
+                .open()
+                .any(|other| (other.post.link, other.post.side, other.post.verb) == (link, 1 - side, partner))
+    }
+
+    /// Closes everything, and checks that nothing is left.
+    pub(super) fn close(&mut self) -> Check {
+        note!(self, "everything is closed");
+        for index in (0..self.areas.len()).step_by(2) {
+            let area = &self.areas[index];
+            let slot = area.slot;
+            if self.driver.endpoint(slot).is_none() || area.taken {
+                continue;
+            }
+            let Some(region) = area.region.clone() else { continue };
+            if let Err(error) = self.wait_in(slot, || region.deregister())? {
+                return broken("memory without operations is deregistered", error.to_string());
+            }
+            self.areas[index].poison();
+        }
+        self.ops.iter_mut().for_each(|op| op.transfer = None);
+        self.links.iter_mut().for_each(|link| {
+            link.connecting = None;
+            link.peers = [None, None];
+        });
+        let slots: Vec<usize> = self.hosts.iter().filter_map(|host| host.slot).collect();
+        let ends: Vec<Endpoint> = slots.iter().filter_map(|slot| self.driver.endpoint(*slot)).collect();
+        if !self.until(END_MAX, |_| ends.iter().all(|end| end.peer_count() == 0))? {
+            let counts: Vec<usize> = ends.iter().map(Endpoint::peer_count).collect();
+            return broken("no peer is left", format!("{counts:?}"));
+        }
+        self.check_areas(true)?;
+        drop(ends);
+        for slot in slots {
+            let endpoint = self.driver.take(slot);
+            self.wait_in(slot, || drop(endpoint))?;
+        }
+        for (slot, endpoint) in std::mem::take(&mut self.killed) {
+            self.wait_in(slot, || drop(endpoint))?;
+        }
+        self.check_areas(true)?;
+        self.areas.clear();
+        self.check_nothing_left()
+    }
+
+    pub(super) fn check_nothing_left(&mut self) -> Check {
+        let mut held = usize::MAX;
+        // Another process may ask this one for its counters, and holds the peers meanwhile.
+        for _ in 0..HELD_LOOKS {
+            held = self.transports.iter().filter(|transport| transport.strong_count() > 0).count();
+            if held == 0 {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if held > 0 {
+            return broken("an endpoint leaves nothing behind", format!("{held} endpoints are held"));
+        }
+        let open = self.driver.net.connections();
+        if !open.is_empty() {
+            return broken("an endpoint leaves nothing behind", format!("connections: {open:?}"));
+        }
+        Ok(())
+    }
+}
