@@ -398,6 +398,7 @@ mod tests {
     use std::io;
     use std::net::SocketAddr;
     use std::os::fd::RawFd;
+    use std::sync::atomic::AtomicBool;
     use std::sync::mpsc;
 
     /// More than the sockets of a comm take.
@@ -656,5 +657,87 @@ mod tests {
         });
         assert_eq!(comm.test(slot), Ok(Some(BYTES)));
         assert!(comm.post(source.as_mut_ptr(), BYTES, 0, 0).is_err());
+    }
+
+    /// A connection that takes bytes and hands them to the kernel once it may, as an encrypted one does while the socket is full.
+    struct Holds {
+        conn: Box<dyn Conn>,
+        held: Vec<u8>,
+        may_send: Arc<AtomicBool>,
+    }
+
+    impl Conn for Holds {
+        unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            let before = self.held.len();
+            for piece in pieces {
+                // SAFETY: promised by the caller.
+                self.held.extend_from_slice(unsafe { std::slice::from_raw_parts(piece.base, piece.len) });
+            }
+            Ok(self.held.len() - before)
+        }
+
+        unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            // SAFETY: promised by the caller.
+            unsafe { self.conn.recv(pieces) }
+        }
+
+        fn has_unsent(&self) -> bool {
+            !self.held.is_empty()
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            while self.has_unsent() {
+                if !self.may_send.load(Ordering::SeqCst) {
+                    return Err(io::ErrorKind::WouldBlock.into());
+                }
+                let sent = self.conn.write(&self.held)?;
+                self.held.drain(..sent);
+            }
+            Ok(())
+        }
+
+        fn health(&self) -> PathHealth {
+            self.conn.health()
+        }
+
+        fn shutdown(&mut self) {
+            self.conn.shutdown();
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            self.conn.fd()
+        }
+
+        fn local(&self) -> SocketAddr {
+            self.conn.local()
+        }
+
+        fn remote(&self) -> SocketAddr {
+            self.conn.remote()
+        }
+    }
+
+    /// NCCL may close the comm once its last message is sent: bytes that the connection holds would be lost.
+    #[test]
+    fn a_message_that_its_connection_holds_is_not_sent() {
+        const BYTES: usize = 1000;
+        let (near, mut far) = connections(3);
+        let may_send = Arc::<AtomicBool>::default();
+        let holds = |conn| -> Box<dyn Conn> {
+            Box::new(Holds { conn, held: Vec::new(), may_send: may_send.clone() })
+        };
+        let comm = SendComm::made(&Pool::of(2), near.into_iter().map(holds).collect()).unwrap();
+        let mut source = vec![7; BYTES];
+        let slot = comm.post(source.as_mut_ptr(), BYTES, 0, 0).unwrap().unwrap();
+        for _ in 0..100 {
+            assert_eq!(comm.test(slot), Ok(None));
+        }
+        may_send.store(true, Ordering::SeqCst);
+        until("the message is sent", || comm.test(slot).unwrap());
+        let mut received = 0;
+        until("the message arrives", || {
+            received += far.iter_mut().map(|conn| drained(conn.as_mut()).len()).sum::<usize>();
+            (received > BYTES).then_some(())
+        });
     }
 }
