@@ -11,7 +11,7 @@ use super::background_init::BackgroundInit;
 use super::device::Device;
 use super::errors::DevmemError;
 use crate::sys::netdev::Netdev;
-use ferrywire_memory::{Gpu, Memory, dmabuf_fd};
+use ferrywire_memory::{Gpu, InUse, Memory, dmabuf_fd};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::os::fd::AsFd;
@@ -71,22 +71,6 @@ impl Binding {
     }
 }
 
-/// Keeps memory in use for a thread, so that it is not freed meanwhile.
-struct InUse(Arc<Memory>);
-
-impl InUse {
-    fn new(memory: &Arc<Memory>) -> InUse {
-        memory.enter();
-        InUse(memory.clone())
-    }
-}
-
-impl Drop for InUse {
-    fn drop(&mut self) {
-        self.0.leave();
-    }
-}
-
 type Bound = BackgroundInit<Arc<Binding>>;
 /// While the weak reference exists, no other region has the same address.
 type OfRegion = (Weak<Memory>, Weak<Bound>);
@@ -132,7 +116,7 @@ impl Bindings {
         let region = Arc::downgrade(memory);
         let (nic, index, memory) = (device.name().to_owned(), device.index(), InUse::new(memory));
         let binding = BackgroundInit::start("binding a region", move || {
-            let made = Binding::make(&nic, index, &memory.0);
+            let made = Binding::make(&nic, index, memory.memory());
             drop(memory);
             made.map(Arc::new)
         });

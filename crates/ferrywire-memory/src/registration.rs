@@ -288,6 +288,28 @@ impl Drop for Call<'_> {
     }
 }
 
+/// An operation that keeps the memory in use until this is dropped; see [`Memory::enter`].
+pub struct InUse(Arc<Memory>);
+
+impl InUse {
+    /// Counts an operation that starts.
+    pub fn new(memory: &Arc<Memory>) -> InUse {
+        memory.enter();
+        InUse(memory.clone())
+    }
+
+    /// The memory in use.
+    pub fn memory(&self) -> &Memory {
+        &self.0
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
 /// An access in progress that may outlast the call which began it; see [`Memory::call`].
 pub struct OwnedCall(Arc<Memory>);
 

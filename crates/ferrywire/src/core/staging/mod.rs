@@ -31,7 +31,7 @@ use std::thread;
 
 use crate::core::operation::Hold;
 use crate::core::peer::Landing;
-use ferrywire_memory::Memory;
+use ferrywire_memory::InUse;
 pub(crate) use messages::Messages;
 use pipeline::Unfinished;
 pub(crate) use prepared::Prepared;
@@ -109,22 +109,6 @@ impl Hung {
             );
             std::mem::forget(parcel);
         }
-    }
-}
-
-/// Memory that counts as used.
-struct InUse(Arc<Memory>);
-
-impl InUse {
-    fn new(memory: &Arc<Memory>) -> InUse {
-        memory.enter();
-        InUse(memory.clone())
-    }
-}
-
-impl Drop for InUse {
-    fn drop(&mut self) {
-        self.0.leave();
     }
 }
 
