@@ -171,6 +171,16 @@ def table_nixl(files):
         for name, setup in (("1,024 x 64 KiB", "blocks=1024 block=64K"), ("64 MiB", "blocks=1 block=64M"))])
 
 
+def table_encryption(files):
+    data = Data(files, "encryption")
+    return markdown(["two H100 of one host", "off", "keyed checksum", "encrypted"], [
+        [name] + [data.with_cpu(WRITE, f"{setup} protection={kind}") for kind in ("off", "keyed-checksum", "encrypted")]
+        for name, setup in (
+            ("host, 2 cores, 64 MiB", "memory=host cores=2 size=64M"), ("host, 16 cores, 64 MiB", "memory=host cores=16 size=64M"),
+            ("host, 16 cores, 4 KiB, 64 in flight", "memory=host cores=16 size=4K"),
+            ("GPU to GPU, 64 MiB", "memory=cuda size=64M"), ("GPU to GPU, 64 KiB, 64 in flight", "memory=cuda size=64K"))])
+
+
 def table_nccl(files):
     rows = []
     for gpus, commit, op, size in (
