@@ -1,6 +1,6 @@
 //! The documents name tests, files and limits that exist.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -17,42 +17,74 @@ fn quoted(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2)
 }
 
-/// Whether a source file of Rust or Python defines this function.
-fn defines(source: &str, function: &str) -> bool {
-    let starts = |line: &str| {
+/// The names of the functions that a source file of Rust or Python defines.
+fn defined(source: &str) -> impl Iterator<Item = &str> {
+    source.lines().filter_map(|line| {
         let (_, rest) = line.split_once("fn ").or_else(|| line.split_once("def "))?;
-        Some(rest.strip_prefix(function)?.starts_with(['(', '<']))
-    };
-    source.lines().any(|line| starts(line) == Some(true))
+        rest.split_once(['(', '<']).map(|(name, _)| name)
+    })
 }
 
-/// The fault of a guarantee's test, given as `CRATE PATH::FUNCTION`.
-fn fault(name: &str) -> Option<String> {
-    let Some(((package, path), function)) =
-        name.rsplit_once("::").and_then(|(file, function)| Some((file.split_once(' ')?, function)))
-    else {
-        return Some(format!("{name}: not of the form CRATE PATH::FUNCTION"));
+/// Whether a quoted text is the name of a test, or of its crate, file and function.
+fn is_test(name: &str) -> bool {
+    let is_part = |sign: char| sign.is_ascii_lowercase() || sign.is_ascii_digit() || sign == '_';
+    name.contains("::") || (name.matches('_').count() >= 2 && name.chars().all(is_part))
+}
+
+/// For each function below `crates`, the files that define it.
+fn functions() -> BTreeMap<String, BTreeSet<String>> {
+    let mut sources = BTreeSet::new();
+    files(&root().join("crates"), &mut sources);
+    let mut functions: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for path in sources.iter().filter(|path| path.ends_with(".rs") || path.ends_with(".py")) {
+        for name in defined(&fs::read_to_string(path).unwrap_or_default()) {
+            functions.entry(name.to_owned()).or_default().insert(path.clone());
+        }
+    }
+    functions
+}
+
+/// The fault of a guarantee's test. It is given as a function that one file alone defines, or as `CRATE PATH::FUNCTION`.
+fn fault(name: &str, functions: &BTreeMap<String, BTreeSet<String>>) -> Option<String> {
+    let Some((file, function)) = name.rsplit_once("::") else {
+        return match functions.get(name) {
+            None => Some(format!("{name}: no such function")),
+            Some(files) if files.len() == 1 => None,
+            Some(files) => Some(format!("{name}: give its crate and path, since {files:?} define it")),
+        };
     };
-    match fs::read_to_string(root().join("crates").join(package).join(path)) {
-        Err(error) => Some(format!("{name}: crates/{package}/{path}: {error}")),
-        Ok(source) if !defines(&source, function) => Some(format!("{name}: no such function in that file")),
-        Ok(_) => None,
+    let path = format!("/crates/{}", file.replacen(' ', "/", 1));
+    let is_there =
+        functions.get(function).is_some_and(|files| files.iter().any(|file| file.ends_with(&path)));
+    (!is_there).then(|| format!("{name}: no such function in {path}"))
+}
+
+#[test]
+fn a_name_without_its_test_is_a_fault() {
+    let functions = functions();
+    for name in ["a_name_without_its_test_is_a_fault", "ferrywire-cli tests/cli/guarantees.rs::is_test"] {
+        assert_eq!(fault(name, &functions), None);
+    }
+    // No file, another file, and several files define it.
+    for name in ["no_such_function", "ferrywire-cli tests/cli/docs.rs::is_test", "root"] {
+        assert!(fault(name, &functions).is_some(), "{name}");
     }
 }
 
 #[test]
 fn every_guarantee_names_a_test_that_exists() {
     let text = document("docs/guarantees.md");
+    let functions = functions();
     let (mut guarantees, mut faults) = (0, Vec::new());
     // One guarantee to a bullet; what stands before the first bullet of a section is no guarantee.
     for section in text.split("\n## ") {
         for bullet in section.split("\n- ").skip(1) {
             guarantees += 1;
-            let tests: Vec<&str> = quoted(bullet).filter(|name| name.contains("::")).collect();
+            let tests: Vec<&str> = quoted(bullet).filter(|name| is_test(name)).collect();
             if tests.is_empty() {
                 faults.push(format!("no test holds this: {bullet}"));
             }
-            faults.extend(tests.into_iter().filter_map(fault));
+            faults.extend(tests.into_iter().filter_map(|name| fault(name, &functions)));
         }
     }
     assert!(guarantees > 30, "only {guarantees} guarantees were seen");
