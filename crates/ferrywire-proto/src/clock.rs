@@ -1,15 +1,15 @@
 //! A clock that stops while the process does not read it, for the control thread and for lanes.
 //!
 //! A process that was stopped (SIGSTOP, a suspended machine, an application that did not drive progress) has
-//! received nothing, and this is no evidence against its peers: their messages are still unread, and peers on
-//! the same machine may have been stopped too.
-//! Invariant: between two readings at most `limits::CONTROL_TURNS_APART_MAX` counts. So timeouts are
-//! reached, however rarely the process runs.
+//! received nothing in that time. Its peers may be alive all the same: their messages are still unread, and
+//! peers on the same machine may have been stopped too.
+//! Invariant: one reading advances the clock by at most `limits::CONTROL_TURNS_APART_MAX`. A process that
+//! runs rarely reaches its timeouts later, but it reaches them.
 
 use crate::limits;
 use std::time::Duration;
 
-/// The clock on which links and dials measure all their times.
+/// The clock with which the control thread measures the times of links and dials.
 #[derive(Debug)]
 pub struct Clock {
     last_read: Duration,
@@ -22,12 +22,12 @@ impl Clock {
         Clock { last_read: real, missed: Duration::ZERO }
     }
 
-    /// The time at the last reading.
+    /// The clock's time at its last reading.
     pub fn now(&self) -> Duration {
         self.last_read.saturating_sub(self.missed)
     }
 
-    /// Reads the clock; `real` is the current time of the transport's clock.
+    /// Reads the clock, and returns its time; `real` is the current time of the transport's clock.
     pub fn read(&mut self, real: Duration) -> Duration {
         let apart = real.saturating_sub(self.last_read);
         self.missed += apart.saturating_sub(limits::CONTROL_TURNS_APART_MAX);
@@ -36,7 +36,8 @@ impl Clock {
     }
 }
 
-/// Silence after which a peer is declared lost, so that its users learn of the loss within `limit`.
+/// Silence after which a peer is declared lost, so that its users learn of the loss within `limit`, the peer
+/// timeout.
 pub fn silence_max(limit: Duration) -> Duration {
     limit - limits::PEER_TIMEOUT_MARGIN.min(limit / 10)
 }

@@ -20,22 +20,22 @@ impl<'a> Input<'a> {
         array
     }
 
-    /// Takes a number of 1 byte.
+    /// Takes a number of 1 byte from the input.
     pub fn u8(&mut self) -> u8 {
         u8::from_le_bytes(self.array())
     }
 
-    /// Takes a number of 2 bytes.
+    /// Takes a number of 2 bytes from the input.
     pub fn u16(&mut self) -> u16 {
         u16::from_le_bytes(self.array())
     }
 
-    /// Takes a number of 4 bytes.
+    /// Takes a number of 4 bytes from the input.
     pub fn u32(&mut self) -> u32 {
         u32::from_le_bytes(self.array())
     }
 
-    /// Takes a number of 8 bytes.
+    /// Takes a number of 8 bytes from the input.
     pub fn u64(&mut self) -> u64 {
         u64::from_le_bytes(self.array())
     }

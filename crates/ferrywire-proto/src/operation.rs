@@ -3,8 +3,8 @@
 //!
 //! A message is a list of [`Piece`]s: which local bytes belong to which remote bytes.
 //!
-//! Both are generic over a *handle* to the operation. The engine's handle keeps memory alive, and dropping
-//! the last handle ends the operation; a test's handle is a number with a few fields.
+//! The outbox and the inbox are generic over a *handle* to the operation. The engine's handle keeps memory
+//! alive, and dropping the last handle ends the operation; a test's handle is a number with a few fields.
 //!
 //! Invariant: a handle stands for one token of its operation. Handles are moved, never copied;
 //! [`Operation::retain`] makes another one, for example for each chunk.
@@ -66,8 +66,8 @@ pub enum Pieces {
 }
 
 impl Pieces {
-    /// The pieces in this order. Pieces that touch on both sides are joined; a message without bytes becomes
-    /// one empty piece.
+    /// The pieces of a message, in this order. Pieces that touch on both sides are joined; a message without
+    /// bytes becomes one empty piece.
     pub fn joined(pieces: impl IntoIterator<Item = Piece>) -> Pieces {
         let mut merged = merge(pieces);
         match merged.len() {
@@ -77,7 +77,7 @@ impl Pieces {
         }
     }
 
-    /// The pieces, in order.
+    /// The pieces of the message, in order.
     #[inline]
     pub fn as_slice(&self) -> &[Piece] {
         match self {
@@ -138,18 +138,19 @@ pub trait Operation: Sized {
     fn on_gpu(&self) -> bool;
     /// Whether the operation has failed or is cancelled, so that no further part of it starts.
     fn is_failing(&self) -> bool;
-    /// Whether no more may be sent: the operation is failing, or its memory was revoked, which this call
-    /// records as its failure.
+    /// Whether no more of the operation may be sent: it is failing, or its memory was revoked. In the second
+    /// case this call records the failure.
     fn is_unsendable(&self) -> bool;
-    /// Whether a frame that was sent before must not be sent again. If so, this call records the failure.
+    /// Whether a frame of the operation that was sent before must not be sent again. If so, this call records
+    /// the failure.
     fn forbids_resend(&self) -> bool;
     /// Stores the epoch that the operation has joined and leaves at its end.
     fn set_epoch(&self, epoch: Arc<Epoch>);
     /// Stores the peer's sink, after an announced send was matched.
     fn set_sink(&self, sink: u64);
-    /// Notes that the operation left the queue before any byte of it was cut.
+    /// Notes that the operation left the queue before any of its bytes were cut into chunks.
     fn set_uncut(&self);
-    /// Another handle, with a token of its own.
+    /// Another handle to the operation, with a token of its own.
     fn retain(&self) -> Self;
 }
 

@@ -1,8 +1,8 @@
 //! What two ends agree on about the protection of a session's data connections.
 //!
-//! Each end sends its [`ProtectionWish`] under the handshake's encryption, and both compute the [`Protection`] from
-//! the two wishes with [`ProtectionWish::settle`]. So no end can be talked into less than it requires: an attacker on the path
-//! can change neither wish.
+//! Each end sends its [`ProtectionWish`] under the handshake's encryption, and both compute the
+//! [`Protection`] from the two wishes with [`ProtectionWish::settle`]. So neither end gets less protection
+//! than it requires: an attacker on the path can change neither wish.
 //! Invariant: with [`Encryption::Required`] at either end a session is encrypted, or refused.
 //! Read next: `record.rs`, the format of a protected connection.
 
@@ -11,12 +11,12 @@ use std::fmt;
 /// Whether an endpoint encrypts what it sends over data connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encryption {
-    /// Never. A peer that requires encryption is refused.
+    /// Never encrypt. A peer that requires encryption is refused.
     #[default]
     Off,
-    /// If the peer prefers or requires encryption too.
+    /// Encrypt if the peer prefers or requires encryption too.
     Preferred,
-    /// Always. A peer with encryption off is refused.
+    /// Always encrypt. A peer with encryption off is refused.
     Required,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for Encryption {
     }
 }
 
-/// One end's part in the agreement.
+/// What one end wants for the protection of a session's data connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProtectionWish {
     /// Whether this end encrypts.
@@ -60,7 +60,7 @@ pub struct ProtectionWish {
 pub struct Protection {
     /// Whether the bytes are encrypted; else they are only authenticated.
     pub encrypted: bool,
-    /// The algorithm.
+    /// The algorithm that protects the records.
     pub algorithm: Algorithm,
 }
 
@@ -77,7 +77,7 @@ pub enum Algorithm {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the end that {} requires encryption, the other has it off: set the same at both ends", if *.initiator_requires { "connects" } else { "listens" })]
 pub struct Conflict {
-    /// Whether the connecting end is the one that requires it.
+    /// Whether the connecting end is the one that requires encryption; else it is the listening end.
     pub initiator_requires: bool,
 }
 

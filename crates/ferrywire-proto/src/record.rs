@@ -8,8 +8,8 @@
 //! Each connection and direction has a [`RecordSecret`] of its own, so no pair of key and nonce repeats. After
 //! [`REKEY_BYTES`] of payload both ends derive the next secret from the last one; the numbers go on.
 //!
-//! Invariants: a changed, lost, repeated or reordered record does not open, and after that none does. A secret is
-//! overwritten when it is dropped.
+//! Invariants: a changed, lost, repeated or reordered record does not open, and no later record of its
+//! connection does. A secret is overwritten when it is dropped.
 //! Read next: `sealed.rs` in the crate `ferrywire-net`, which sends and receives records.
 
 use std::fmt;
@@ -20,11 +20,11 @@ use zeroize::Zeroizing;
 use crate::limits::{RECORD_BYTES_MAX, REKEY_BYTES};
 use crate::protection::{Algorithm, Protection};
 
-/// Bytes of a record before its payload.
+/// Bytes of a record's header, which is its length.
 pub const RECORD_HEADER_BYTES: usize = 4;
-/// Bytes of a record behind its payload.
+/// Bytes of a record's tag, which follows its payload.
 pub const RECORD_TAG_BYTES: usize = 16;
-/// Bytes of a record beside its payload.
+/// Bytes of a record's header and tag together.
 pub const RECORD_OVERHEAD: usize = RECORD_HEADER_BYTES + RECORD_TAG_BYTES;
 
 const KEY_CONTEXT: &str = "ferrywire key of records v1";
@@ -35,7 +35,7 @@ const NEXT_CONTEXT: &str = "ferrywire next secret of records v1";
 pub struct RecordSecret(Zeroizing<[u8; 32]>);
 
 impl RecordSecret {
-    /// A secret from 32 bytes that are as good as random.
+    /// A secret from 32 bytes, which must be indistinguishable from random ones.
     pub fn new(bytes: [u8; 32]) -> RecordSecret {
         RecordSecret(Zeroizing::new(bytes))
     }
@@ -51,12 +51,12 @@ impl fmt::Debug for RecordSecret {
     }
 }
 
-/// The secrets of both directions of a connection.
+/// The secrets of both directions of a protected connection.
 #[derive(Clone, Debug)]
 pub struct RecordSecrets {
-    /// For what the connecting end sends.
+    /// Secret of the records that the connecting end sends.
     pub from_initiator: RecordSecret,
-    /// For what the accepting end sends.
+    /// Secret of the records that the accepting end sends.
     pub from_responder: RecordSecret,
 }
 
@@ -66,15 +66,15 @@ pub enum RecordError {
     /// A record did not authenticate.
     #[error("a record does not authenticate: changed on its way, or not from the peer")]
     Forged,
-    /// A record has an impossible length.
-    #[error("a record of {0} bytes; 1 to {RECORD_BYTES_MAX} are possible")]
+    /// A record announces an impossible length, in bytes.
+    #[error("a record announces {0} bytes; 1 to {RECORD_BYTES_MAX} are allowed")]
     Length(u32),
-    /// The number of records is used up.
+    /// The connection has no record numbers left.
     #[error("the connection has carried as many records as it can number")]
     Exhausted,
 }
 
-/// Seals or opens the records of one connection and direction.
+/// Seals or opens the records of one connection in one direction.
 pub struct Records {
     protection: Protection,
     secret: RecordSecret,
@@ -126,7 +126,7 @@ impl Records {
     /// Seals `payload` into `record`, which has room for it, a header and a tag. Encryption then needs no copy.
     ///
     /// # Errors
-    /// See [`seal`](Records::seal).
+    /// The same as those of [`seal`](Records::seal).
     pub fn seal_from(&mut self, payload: &[u8], record: &mut [u8]) -> Result<(), RecordError> {
         let bytes = payload_bytes(record)?;
         if bytes != payload.len() {
@@ -178,7 +178,7 @@ impl Records {
     /// `payload` has any content, but none that the record could choose.
     ///
     /// # Errors
-    /// See [`open`](Records::open).
+    /// The same as those of [`open`](Records::open).
     pub fn open_into(&mut self, record: &mut [u8], payload: &mut [u8]) -> Result<(), RecordError> {
         let bytes = payload_bytes(record)?;
         if bytes != payload.len() {
@@ -199,7 +199,8 @@ impl Records {
         })
     }
 
-    /// The nonce of the next record, which has `bytes` bytes of payload. Changes the key if that is due.
+    /// The nonce of the next record, which has `bytes` bytes of payload. Derives the next key when the
+    /// current one has protected its share.
     fn advance(&mut self, bytes: usize) -> Result<Nonce, RecordError> {
         if self.left < bytes as u64 {
             self.secret = self.secret.next();

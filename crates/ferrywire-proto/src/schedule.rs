@@ -25,7 +25,7 @@ pub fn threads_default(cores: usize) -> usize {
 /// How long an idle progress thread spins before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spin {
-    /// Spin time in general.
+    /// Spin time of a thread to which none of the other cases applies.
     pub usual: Duration,
     /// Spin time of a thread with channels that stage payload of GPUs: the end of a copy raises no event.
     pub with_staging: Duration,
@@ -43,7 +43,7 @@ pub fn spin(cores: usize, threads: usize) -> Spin {
     if has_spare_cores(cores, threads) { SPIN_ON_SPARE_CORES } else { SPIN }
 }
 
-/// Bytes of small operations with which a channel is busy, so that the next channel helps.
+/// Bytes of small operations that make a channel busy, so that the next channel helps.
 ///
 /// Channels fill up in order. Few messages then keep few threads busy, and the other threads sleep. Where
 /// cores are spare, a thread has a core to itself and works best on long runs. Elsewhere the two ends of a
@@ -67,7 +67,8 @@ const SPIN_ON_SPARE_CORES: Spin =
     Spin { usual: SPIN_TIME, with_staging: Duration::from_micros(500), in_deep_bulk: Duration::ZERO };
 const DEEP_BYTES: u64 = 2 << 20;
 
-/// All cores of a small host, half of the cores of a large one; the rest is left to other work.
+/// Default number of progress threads: all cores of a small host, half of the cores of a large one. The other
+/// cores are left to other work.
 fn workers(cores: usize) -> usize {
     match cores {
         0..=8 => cores.max(1),
@@ -122,7 +123,8 @@ pub fn local_bytes(sharing: usize) -> u64 {
     (LOCAL_BYTES / sharing.max(1) as u64).max(LOCAL_BYTES_MIN)
 }
 
-/// Bytes of bulk in flight between two threads of one host; below, the least for one channel.
+/// Bytes of bulk in flight between two threads of one host, divided among their channels; one channel has at
+/// least `LOCAL_BYTES_MIN`.
 const LOCAL_BYTES: u64 = 2 << 20;
 const LOCAL_BYTES_MIN: u64 = 512 << 10;
 

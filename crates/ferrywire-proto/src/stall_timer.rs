@@ -1,12 +1,12 @@
 //! A timeout that counts only time in which the waiting thread runs.
 //!
-//! A process that was stopped for a minute has not waited for a minute: the thread that it waits for, mostly
-//! one of its own, was stopped too.
-//! Invariant: between two calls at most `POLLS_APART_MAX` counts.
+//! A process that was stopped for a minute has not waited for a minute: the thread whose result it awaits is
+//! mostly one of its own, and was stopped too.
+//! Invariant: the time between two calls counts up to `POLLS_APART_MAX`.
 
 use std::time::Duration;
 
-/// Longest time between two calls that counts.
+/// Most time between two calls that counts as waited.
 const POLLS_APART_MAX: Duration = Duration::from_millis(100);
 
 /// Compares the time waited so far with a limit.
@@ -18,7 +18,7 @@ pub struct StallTimer {
 }
 
 impl StallTimer {
-    /// A timer with this limit.
+    /// A timer that is over after `limit` of counted time.
     pub fn new(limit: Duration) -> StallTimer {
         StallTimer { limit, waited: Duration::ZERO, last_poll: None }
     }
@@ -31,7 +31,7 @@ impl StallTimer {
         self.waited >= self.limit
     }
 
-    /// The time that has counted so far.
+    /// The waited time that has counted so far.
     pub fn waited(&self) -> Duration {
         self.waited
     }

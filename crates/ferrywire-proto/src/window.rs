@@ -1,5 +1,5 @@
-//! Acknowledgement by count: the frames of one channel that are sent and not acknowledged, and at the other end
-//! those that are received.
+//! Acknowledgement by count: the frames of one channel that are sent and not acknowledged, and, at the other
+//! end, the received frames.
 //!
 //! A [`Window`] is a bounded FIFO of sent frames, and [`Acks`] counts received ones. Only the peer's count
 //! releases entries, the oldest first, so an acknowledgement needs nothing but a count. When a channel is lost,
@@ -35,7 +35,7 @@ impl<T> Window<T> {
         Window { entries: VecDeque::new(), first: 0, bytes: 0, frames_max: frames_max.max(1), bytes_max }
     }
 
-    /// Whether another entry fits.
+    /// Whether another entry fits into the window.
     pub fn has_room(&self) -> bool {
         self.entries.len() < self.frames_max && (self.bytes < self.bytes_max || self.entries.is_empty())
     }
@@ -48,27 +48,27 @@ impl<T> Window<T> {
         self.next() - 1
     }
 
-    /// Number of the next entry.
+    /// Number that the next entry of the window will have.
     pub fn next(&self) -> u64 {
         self.first + self.entries.len() as u64
     }
 
-    /// Number of the oldest entry.
+    /// Number of the oldest entry of the window.
     pub fn first(&self) -> u64 {
         self.first
     }
 
-    /// Whether the window is empty.
+    /// Whether nothing is in flight in the window.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Bytes in flight.
+    /// Bytes in flight in the window.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The entry with this number; `None` when it is not in flight.
+    /// The entry with this number; `None` when the entry is not in flight.
     pub fn get_mut(&mut self, number: u64) -> Option<&mut T> {
         let index = usize::try_from(number.checked_sub(self.first)?).ok()?;
         self.entries.get_mut(index).map(|(entry, _)| entry)
@@ -116,11 +116,11 @@ pub struct Acks {
     /// The highest count written to the stream.
     acknowledged: u64,
     unacknowledged_bytes: usize,
-    /// Numbers and reasons of refused frames whose refusals are not in the stream yet.
+    /// Numbers of refused frames whose refusals are not in the stream yet, each with its reason.
     refused: Vec<(u64, Refusal)>,
     /// Refusals that are in the stream. The peer may not have received them.
     reported: Vec<(u64, Refusal)>,
-    /// The next frame reports that payload of the lane waits for this end's GPU.
+    /// Whether the next frame reports that payload of the lane waits for this end's GPU.
     held: bool,
 }
 
@@ -146,7 +146,7 @@ impl Acks {
         self.held || self.received != self.acknowledged || !self.refused.is_empty()
     }
 
-    /// Whether the acknowledgement should be sent now, not with the next data frame.
+    /// Whether the acknowledgement should be sent at once, without waiting for the next data frame.
     #[inline]
     pub fn urgent(&self) -> bool {
         self.unacknowledged_bytes >= limits::ACK_BYTES

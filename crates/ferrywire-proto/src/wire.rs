@@ -115,10 +115,10 @@ pub enum WireError {
     /// The bytes do not start like a header: the stream is out of step, or another protocol.
     #[error("not a frame header")]
     NotAHeader,
-    /// A field breaks its limit or contradicts another field.
+    /// A field of the header breaks its limit or contradicts another field.
     #[error("frame field out of range: {0}")]
     OutOfRange(&'static str),
-    /// A checksum differs.
+    /// A checksum of the header differs from that of the received bytes.
     #[error("checksum mismatch: expected {expected:08x}, computed {computed:08x}")]
     Checksum {
         /// The checksum in the header.

@@ -171,7 +171,7 @@ pub(super) fn feed(end: &mut impl End, bytes: &[u8], input: &mut Input<'_>) -> R
         };
         let (now, later) = rest.split_at(fragment.min(want).min(rest.len()));
         (rest, fed) = (later, fed + now.len());
-        assert!(fed <= limits::HANDSHAKE_BYTES_MAX, "more is read than a stranger may send");
+        assert!(fed <= limits::HANDSHAKE_BYTES_MAX, "more is read than an unauthenticated end may send");
         check_text(&end.closed().to_string());
         if let Err(error) = end.feed(now) {
             check_text(&error.to_string());

@@ -5,7 +5,8 @@ use super::{Input, KNOWN, OPENED, PREAMBLE_BYTES, SECRET};
 use crate::handshake::{Established, Outcome, PROTOCOL_VERSION, Responder};
 use crate::limits;
 
-/// Repeated here, so that the attacker shares no code with the code under attack.
+/// Name of the Noise handshake; repeated here, so that the attacker shares no code with the code under
+/// attack.
 const NOISE: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 const SECRET_CONTEXT: &str = "ferrywire control secret v1";
 const _: () = assert!(PROTOCOL_VERSION == 4, "the insider speaks version 4");
@@ -13,7 +14,7 @@ const _: () = assert!(PROTOCOL_VERSION == 4, "the insider speaks version 4");
 fn noise(initiator: bool) -> snow::HandshakeState {
     let key = blake3::derive_key(SECRET_CONTEXT, SECRET);
     let preamble = &dial().take_output()[..PREAMBLE_BYTES];
-    let builder = snow::Builder::new(NOISE.parse().expect("a name of Noise's"));
+    let builder = snow::Builder::new(NOISE.parse().expect("the name of a Noise handshake"));
     let builder = builder.psk(0, &key).and_then(|builder| builder.prologue(preamble));
     let state = builder
         .and_then(|builder| if initiator { builder.build_initiator() } else { builder.build_responder() });
@@ -22,7 +23,7 @@ fn noise(initiator: bool) -> snow::HandshakeState {
 
 fn say(noise: &mut snow::HandshakeState, plain: &[u8]) -> Vec<u8> {
     let mut message = vec![0; plain.len() + 48];
-    let len = noise.write_message(plain, &mut message).expect("it is our turn");
+    let len = noise.write_message(plain, &mut message).expect("the insider writes the next message");
     message.truncate(len);
     message
 }
@@ -111,7 +112,10 @@ pub(super) fn dials(input: &mut Input<'_>) {
         let Outcome::Control(established) = outcome else {
             panic!("a data connection on a control connection");
         };
-        assert!(established.session == OPENED && !established.resumed, "nobody can prove a foreign session");
+        assert!(
+            established.session == OPENED && !established.resumed,
+            "the key of a foreign session cannot be proven"
+        );
         let welcome = responder.take_output();
         let opened = noise.read_message(&welcome[2..], &mut vec![0; welcome.len()]);
         opened.expect("an authentic welcome");
@@ -151,7 +155,7 @@ pub(super) fn answers(input: &mut Input<'_>) {
     assert_eq!(outcome.is_some(), result.is_ok() && initiator.want() == 0);
     if let Some(outcome) = outcome {
         check_outcome(&outcome);
-        assert!(!resuming, "nobody can prove a foreign session");
+        assert!(!resuming, "the key of a foreign session cannot be proven");
         check_settled(&outcome);
     }
 }

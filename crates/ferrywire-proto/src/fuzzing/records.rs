@@ -1,4 +1,4 @@
-//! Records of a protected connection: what an attacker on the path makes of them.
+//! Fuzz target for the records of a protected connection, which an attacker on the path changes.
 
 use super::Input;
 use crate::protection::{Algorithm, Protection};

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::time::Duration;
 
 thread_local! {
-    /// The encryption of a connection without any message yet, established once per thread.
+    /// The encryption of a connection that has carried no message yet, established once per thread.
     static UNSAID: RefCell<Secure> = RefCell::new(shake_hands().0.secure);
 }
 
@@ -24,7 +24,7 @@ pub(super) fn foreign_bytes(input: &mut Input<'_>) {
             match secure.open(&mut incoming) {
                 Ok(None) => assert!(held < 2 + limits::CONTROL_MESSAGE_BYTES_MAX + 16),
                 Ok(Some(plain)) => panic!("forged: {plain:?}"),
-                Err(SecureError::Exhausted) => panic!("nothing was ever said"),
+                Err(SecureError::Exhausted) => panic!("no message was sealed"),
                 Err(error) => {
                     check_text(&error.to_string());
                     return;
@@ -88,7 +88,7 @@ pub(super) fn evil_peer(input: &mut Input<'_>) {
     let (one, two) = shake_hands();
     let (mut evil, mut now) = (two.secure, Duration::from_secs(100));
     let mut session = Session::new(OPENED, now);
-    session.attach(one.secure, 0, now).expect("nothing was said before");
+    session.attach(one.secure, 0, now).expect("the session has no messages yet");
     let (mut sent, mut out) = (0u64, Vec::new());
     let mut heard = Vec::new();
     while !input.is_empty() {
@@ -128,8 +128,8 @@ pub(super) fn evil_peer(input: &mut Input<'_>) {
             break;
         }
     }
-    while let Some(plain) = evil.open(&mut heard).expect("what we say is authentic") {
-        Frame::decode(&plain).expect("what we say is well formed");
+    while let Some(plain) = evil.open(&mut heard).expect("the session's messages are authentic") {
+        Frame::decode(&plain).expect("the session's messages are well formed");
     }
 }
 

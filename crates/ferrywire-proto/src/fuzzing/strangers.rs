@@ -22,8 +22,8 @@ pub(super) fn dials(input: &mut Input<'_>) {
     let fragments = input.take(16);
     opening.extend_from_slice(input.take(usize::MAX));
     let _ = feed(&mut responder, &opening, &mut Input(fragments));
-    assert!(responder.finished().is_none(), "nobody comes in without a proof");
-    assert_eq!(decided.get(), 0, "nobody is decided about without a proof");
+    assert!(responder.finished().is_none(), "the handshake succeeds only with a proof of the secret");
+    assert_eq!(decided.get(), 0, "the admission decides only after a proof of the secret");
     assert!(responder.take_output().len() <= limits::HANDSHAKE_BYTES_MAX);
 }
 
@@ -68,8 +68,8 @@ pub(super) fn alter(input: &mut Input<'_>) {
     }
     let (first, second) = join(&mut one, &mut two, &mut wire, input);
     let [forth, back] = wire.disturbed;
-    assert!(second.is_err() || !forth, "the responder took what was altered");
-    assert!(first.is_err() || !back && !forth, "the initiator took what was altered");
+    assert!(second.is_err() || !forth, "the responder accepted altered bytes");
+    assert!(first.is_err() || !back && !forth, "the initiator accepted altered bytes");
     if !forth && !back {
         match (first, second) {
             (Ok(Outcome::Control(one)), Ok(Outcome::Control(two))) => {

@@ -19,7 +19,8 @@ pub const LABEL_BYTES_MAX: usize = 64;
 pub const NIC_NAME_BYTES_MAX: usize = 15;
 /// Most bytes of a configuration's free-form part.
 pub const EXTRA_BYTES_MAX: usize = 256;
-/// Prefix of a free-form part that declines the proposal, or proposes nothing; the reason follows it.
+/// Prefix of a configuration's free-form part that declines the proposed payload backend, or proposes none;
+/// the reason follows the prefix.
 pub const WITHOUT: &[u8] = b"without=";
 
 /// Bytes of an encoded address at most: family, IPv6 address and port.
@@ -78,7 +79,10 @@ impl Hello {
             return unusable("label", format!("must be printable and at most {LABEL_BYTES_MAX} bytes long"));
         }
         if self.addresses.len() > ADDRESSES_MAX {
-            return unusable("addresses", format!("{}, at most {ADDRESSES_MAX}", self.addresses.len()));
+            return unusable(
+                "addresses",
+                format!("{} are too many, at most {ADDRESSES_MAX} are sent", self.addresses.len()),
+            );
         }
         let named =
             |entry: &ListenAddress| entry.nic.len() <= NIC_NAME_BYTES_MAX && entry.nic.chars().all(printable);
@@ -132,7 +136,7 @@ pub struct Config {
     pub crc: bool,
     /// How the end that sends the configuration wants data connections to be protected.
     pub wish: ProtectionWish,
-    /// Free-form data of the engine, at most 256 bytes.
+    /// Free-form data of the engine in the configuration, at most 256 bytes.
     pub extra: Vec<u8>,
 }
 
@@ -306,17 +310,17 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// A reader of `bytes`; errors call the message `what`.
+    /// A reader of `bytes`; its errors call the message `what`.
     pub fn new(bytes: &'a [u8], what: &'static str) -> Reader<'a> {
         Reader { rest: bytes, what }
     }
 
-    /// An error about the message being read.
+    /// The error for the message being read, malformed because of `why`.
     pub fn malformed(&self, why: impl Into<String>) -> HandshakeError {
         HandshakeError::malformed(self.what, why)
     }
 
-    /// Takes `len` bytes.
+    /// Takes the next `len` bytes; returns an error when fewer are left.
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], HandshakeError> {
         let Some((head, rest)) = self.rest.split_at_checked(len) else {
             return Err(self.malformed(format!("ends {} bytes early", len - self.rest.len())));
@@ -325,34 +329,34 @@ impl<'a> Reader<'a> {
         Ok(head)
     }
 
-    /// Takes `N` bytes.
+    /// Takes the next `N` bytes; returns an error when fewer are left.
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N], HandshakeError> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    /// Takes a number of 1 byte.
+    /// Takes a number of 1 byte; returns an error at the end of the message.
     pub fn u8(&mut self) -> Result<u8, HandshakeError> {
         Ok(u8::from_le_bytes(self.array()?))
     }
 
-    /// Takes a number of 2 bytes.
+    /// Takes a number of 2 bytes; returns an error when fewer bytes are left.
     pub fn u16(&mut self) -> Result<u16, HandshakeError> {
         Ok(u16::from_le_bytes(self.array()?))
     }
 
-    /// Takes a number of 4 bytes.
+    /// Takes a number of 4 bytes; returns an error when fewer bytes are left.
     pub fn u32(&mut self) -> Result<u32, HandshakeError> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    /// Takes a number of 8 bytes.
+    /// Takes a number of 8 bytes; returns an error when fewer bytes are left.
     pub fn u64(&mut self) -> Result<u64, HandshakeError> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Takes a byte that must be 0 or 1.
+    /// Takes a flag, a byte of 0 or 1; returns an error for any other byte.
     pub fn flag(&mut self) -> Result<bool, HandshakeError> {
         match self.u8()? {
             0 => Ok(false),
@@ -361,14 +365,15 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Takes a length and a text of at most `bytes_max` bytes, and at most 255.
+    /// Takes a length and a text of at most `bytes_max` bytes, and at most 255; returns an error for a longer
+    /// or unprintable text.
     pub fn text(&mut self, bytes_max: usize) -> Result<String, HandshakeError> {
         let len = usize::from(self.u8()?);
         self.within("text bytes", len, 0..=bytes_max)?;
         self.printable(len)
     }
 
-    /// Takes a text of `len` bytes, which must be printable.
+    /// Takes a text of `len` bytes; returns an error for a character that is not printable.
     pub fn printable(&mut self, len: usize) -> Result<String, HandshakeError> {
         match std::str::from_utf8(self.take(len)?) {
             Ok(text) if text.chars().all(printable) => Ok(String::from(text)),
@@ -376,7 +381,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Takes an address and a port.
+    /// Takes an address and a port; returns an error for an address that is neither IPv4 nor IPv6.
     pub fn address(&mut self) -> Result<SocketAddr, HandshakeError> {
         let ip = match self.u8()? {
             4 => IpAddr::from(self.array::<4>()?),
@@ -386,7 +391,7 @@ impl<'a> Reader<'a> {
         Ok(SocketAddr::new(ip, self.u16()?))
     }
 
-    /// Returns an error when a count or length is outside its range.
+    /// Returns an error when `value`, a count or length called `name`, is outside of its range.
     pub fn within(
         &self,
         name: &str,
@@ -399,7 +404,7 @@ impl<'a> Reader<'a> {
         Err(self.malformed(format!("{value} {name}, must be {} to {}", range.start(), range.end())))
     }
 
-    /// Returns an error when bytes are left.
+    /// Returns an error when bytes of the message are left.
     pub fn end(&self) -> Result<(), HandshakeError> {
         match self.rest.len() {
             0 => Ok(()),

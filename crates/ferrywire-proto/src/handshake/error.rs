@@ -21,7 +21,7 @@ pub enum HandshakeError {
     /// The other end uses another protocol.
     #[error("not ferrywire: it {verb} \"{start}\"{}", guess.map(|name| format!(" ({name}?)")).unwrap_or_default())]
     NotFerrywire {
-        /// "opened with" or "answered with".
+        /// What the other end did with its first bytes: "opened with" or "answered with".
         verb: &'static str,
         /// First bytes of the other end, made printable.
         start: String,
@@ -33,9 +33,9 @@ pub enum HandshakeError {
         "the other end speaks protocol version {theirs}, this end {ours}: install one version of ferrywire on both"
     )]
     Version {
-        /// The other end's version.
+        /// The protocol version of the other end.
         theirs: u16,
-        /// This end's version.
+        /// The protocol version of this end.
         ours: u16,
     },
     /// The other end opened an unknown kind of connection.
@@ -55,28 +55,30 @@ pub enum HandshakeError {
     /// A message that no ferrywire of this version sends.
     #[error("malformed handshake: {what}: {why}")]
     Malformed {
-        /// The malformed message.
+        /// Name of the malformed message.
         what: &'static str,
-        /// Why it is malformed.
+        /// Why the message is malformed.
         why: String,
     },
     /// A message has an impossible length.
     #[error("malformed handshake: {what} of {bytes} bytes, expected {min}..={max}")]
     Length {
-        /// The message.
+        /// Name of the message with the impossible length.
         what: &'static str,
-        /// Announced length in bytes.
+        /// Announced length of the message in bytes.
         bytes: usize,
-        /// Shortest possible length in bytes.
+        /// Shortest possible length of the message in bytes.
         min: usize,
-        /// Longest possible length in bytes.
+        /// Longest possible length of the message in bytes.
         max: usize,
     },
     /// The responder's settled configuration exceeds the proposal.
     #[error("the other end answered with other parameters than were proposed: {0}")]
     Overreach(String),
     /// The other end is not the endpoint that was dialled.
-    #[error("the endpoint there is {0}: it restarted since the metadata were made")]
+    #[error(
+        "the endpoint at this address is {0}, not the wanted one: it restarted since the metadata were made"
+    )]
     Another(Identity),
     /// The other end refused this end.
     #[error("{}: the other end says \"{}\"", .0.code, .0.text)]
@@ -88,14 +90,14 @@ pub enum HandshakeError {
     #[error("the connection was closed while waiting for {0}")]
     Closed(&'static str),
     /// The handshake timed out; the text names the awaited message.
-    #[error("no answer in time while waiting for {0}: busy, stopped, or not ferrywire")]
+    #[error("no answer in time while waiting for {0}: the other end is busy, stopped, or not ferrywire")]
     Late(&'static str),
-    /// This end's own value cannot be sent.
+    /// A value of this end does not fit the handshake.
     #[error("{what}: {why}")]
     Unusable {
-        /// Name of the value.
+        /// Name of the value that does not fit.
         what: &'static str,
-        /// Why it cannot be sent.
+        /// Why the value does not fit.
         why: String,
     },
     /// The operating system provided no random bytes.
@@ -145,20 +147,20 @@ impl Mismatch {
     }
 }
 
-/// Why one end refuses the other, for programs.
+/// Why one end of a handshake refuses the other: a code for programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RefusalCode {
-    /// The protocol versions differ.
+    /// The two ends have different protocol versions.
     Version,
-    /// The secrets differ.
+    /// The two ends have different secrets.
     Secret,
     /// The endpoint is busy; another attempt may succeed.
     Busy,
     /// The endpoint does not know the session: it restarted, or declared the peer lost.
     UnknownSession,
-    /// A limit was reached.
+    /// A limit of the refusing end was reached.
     Limit,
-    /// The configuration was not accepted.
+    /// The refusing end does not accept the proposed configuration.
     Config,
     /// The handshake was malformed or did not authenticate.
     Malformed,
@@ -166,7 +168,7 @@ pub enum RefusalCode {
     PayloadMismatch,
     /// Both ends are on one host, where the plugin cannot move GPU memory.
     SameHost,
-    /// A code of a later version.
+    /// A code that this version of ferrywire does not know.
     Other(u8),
 }
 
@@ -213,12 +215,13 @@ impl fmt::Display for RefusalCode {
     }
 }
 
-/// The message that one end sends before it closes the connection. Readable with any secret and version.
+/// The message with which one end refuses the other before it closes the connection. Readable with any secret
+/// and version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// Reason for programs.
+    /// Reason of the refusal, for programs.
     pub code: RefusalCode,
-    /// Reason for users: printable, at most 256 bytes.
+    /// Reason of the refusal, for users: printable, at most 256 bytes.
     pub text: String,
 }
 
@@ -239,7 +242,7 @@ impl Refusal {
         bytes
     }
 
-    /// Decodes the parts after the mark. The text comes from an unauthenticated peer.
+    /// Decodes a refusal's code and text. The text comes from an unauthenticated peer.
     pub(super) fn decode(code: u8, text: &[u8]) -> Refusal {
         Refusal::new(RefusalCode::from_byte(code), String::from_utf8_lossy(text))
     }
@@ -288,7 +291,7 @@ impl HandshakeError {
         }
     }
 
-    /// The other end's reason; `None` when this end did not fail by a refusal.
+    /// The code with which the other end refused this end; `None` for every other error.
     pub fn refused_with(&self) -> Option<RefusalCode> {
         match self {
             HandshakeError::Refused(refusal) => Some(refusal.code),

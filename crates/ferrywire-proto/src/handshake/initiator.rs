@@ -22,12 +22,12 @@ use crate::record::RecordSecrets;
 /// Why a control connection is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// To open a new session.
+    /// Open a new session.
     New {
         /// The proposed configuration.
         config: Config,
     },
-    /// To resume a session whose connection is lost.
+    /// Resume a session whose connection is lost.
     Resume {
         /// Id of the session.
         session: u64,
@@ -68,7 +68,7 @@ enum Asked {
 }
 
 impl std::fmt::Debug for Asked {
-    /// Without the share, from which the session's key follows.
+    /// Formats the values without this end's share, since the session's key can be derived from it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Asked::New { .. } => "New",
@@ -97,7 +97,7 @@ impl Initiator {
 
     /// Opens the data connection of a channel; `generation` counts the channel's connections.
     ///
-    /// A generation must never repeat within a session: a recorded acceptance would be valid again.
+    /// A generation must never repeat within a session; otherwise a recorded acceptance would be valid again.
     pub fn data(session: u64, key: DataKey, channel: u16, generation: u32) -> Initiator {
         let opening = DataOpening { session, channel, generation };
         let mut initiator = Initiator::new(Kind::Data, Stage::Challenge { opening, key });
@@ -142,17 +142,17 @@ impl Initiator {
         std::mem::take(&mut self.output)
     }
 
-    /// Takes the outcome when the handshake has succeeded; returns it once.
+    /// Takes the handshake's outcome once the handshake has succeeded; returns it only once.
     pub fn finished(&mut self) -> Option<Outcome> {
         self.outcome.take()
     }
 
-    /// The error for a connection that the other end closes now.
+    /// The error to report when the other end closes the connection now.
     pub fn closed(&self) -> HandshakeError {
         self.intake.closed(&self.expect())
     }
 
-    /// The error for a handshake that times out now.
+    /// The error to report when the handshake times out now.
     pub fn late(&self) -> HandshakeError {
         match self.closed() {
             HandshakeError::Closed(what) => HandshakeError::Late(what),

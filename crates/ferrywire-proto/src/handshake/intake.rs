@@ -23,7 +23,7 @@ pub(super) struct Expect {
     pub(super) bytes: RangeInclusive<usize>,
 }
 
-/// A complete part of the handshake.
+/// A complete part of a handshake's incoming bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Incoming {
     Preamble(Vec<u8>),
@@ -31,7 +31,7 @@ pub(super) enum Incoming {
     Refusal(Refusal),
 }
 
-/// The part that is being read.
+/// The part of a handshake's incoming bytes that is being read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     Preamble,
@@ -53,17 +53,17 @@ pub(super) struct Intake {
 }
 
 impl Intake {
-    /// For a responder, which receives a preamble first.
+    /// The intake of a responder, which receives a preamble first.
     pub(super) fn of_responder() -> Intake {
         Intake { part: Part::Preamble, buffer: Vec::new(), total: 0, first: true }
     }
 
-    /// For an initiator, which receives frames only.
+    /// The intake of an initiator, which receives frames only.
     pub(super) fn of_initiator() -> Intake {
         Intake { part: Part::Length, buffer: Vec::new(), total: 0, first: true }
     }
 
-    /// Bytes that complete the current part.
+    /// Number of bytes that complete the current part.
     pub(super) fn want(&self) -> usize {
         let part_bytes = match self.part {
             Part::Preamble => PREAMBLE_BYTES,
@@ -93,7 +93,7 @@ impl Intake {
         if self.want() > 0 { Ok(None) } else { self.complete(expect) }
     }
 
-    /// The error for a connection that closes at this point.
+    /// The error to report when the connection closes at this point.
     pub(super) fn closed(&self, expect: &Expect) -> HandshakeError {
         match self.part {
             Part::Foreign => HandshakeError::foreign_answer(&self.buffer),

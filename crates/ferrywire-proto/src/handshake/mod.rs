@@ -18,8 +18,8 @@
 //! [..] is a u16 LE length and that many bytes; length 0xffff is a refusal and ends the connection.
 //! ```
 //!
-//! Each session has a key of its own, [`DataKey`]. The handshake's hash alone would not do: anyone who knows
-//! the secret can compute it from the bytes on the wire. So each end adds 32 random bytes under the
+//! Each session has a key of its own, [`DataKey`]. The handshake's hash alone would not be secret: anyone who
+//! knows the secret can compute it from the bytes on the wire. So each end adds 32 random bytes under the
 //! handshake's encryption, and the key is as secret as the control session itself.
 //!
 //! Invariants: no byte behind the handshake is read ([`Initiator::want`]); the [`Admission`] decides only

@@ -35,13 +35,13 @@ pub struct KnownSession {
 pub trait Admission {
     /// How this endpoint introduces itself.
     fn hello(&self) -> Hello;
-    /// The shared secrets; with any, only peers that hold one of them are admitted.
+    /// The shared secrets. If there are any, only peers that hold one of them are admitted.
     fn secrets(&self) -> Vec<Zeroizing<Vec<u8>>>;
     /// How this endpoint wants data connections to be protected.
     fn wish(&self) -> ProtectionWish {
         ProtectionWish::default()
     }
-    /// Whether all peers are refused while there is no secret.
+    /// Whether this endpoint refuses all peers as long as it has no secret.
     fn secret_needed(&self) -> bool;
     /// Looks up a session. The peer may not be authenticated yet.
     fn lookup(&self, session: u64) -> Option<KnownSession>;
@@ -109,17 +109,18 @@ impl<A: Admission> Responder<A> {
         std::mem::take(&mut self.output)
     }
 
-    /// Takes the outcome when the handshake has succeeded; returns it once. Write the output too.
+    /// Takes the handshake's outcome once the handshake has succeeded; returns it only once. Write the output
+    /// too.
     pub fn finished(&mut self) -> Option<Outcome> {
         self.outcome.take()
     }
 
-    /// The error for a connection that the other end closes now.
+    /// The error to report when the other end closes the connection now.
     pub fn closed(&self) -> HandshakeError {
         self.intake.closed(&self.expect())
     }
 
-    /// The error for a handshake that times out now.
+    /// The error to report when the handshake times out now.
     pub fn late(&self) -> HandshakeError {
         match self.closed() {
             HandshakeError::Closed(what) => HandshakeError::Late(what),
@@ -313,7 +314,8 @@ fn opening_stage(noise: Box<HandshakeState>) -> Result<Stage, HandshakeError> {
     Ok(Stage::Opening { secure, handshake })
 }
 
-/// The handshake with the secret that the first message was made with, after that message; `None` if no secret fits.
+/// The state of the handshake after its first message, with the secret that the message was made with; `None`
+/// if no secret of this end fits.
 fn fitting(
     secrets: &[Zeroizing<Vec<u8>>],
     message: &[u8],

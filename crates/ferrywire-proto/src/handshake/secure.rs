@@ -15,13 +15,13 @@ pub enum SecureError {
     #[error("a control message does not authenticate: altered on its way, or not from the peer")]
     Forged,
     /// A message has an impossible length.
-    #[error("a control message of {bytes} bytes; at most {CONTROL_MESSAGE_BYTES_MAX}")]
+    #[error("a control message has {bytes} bytes; at most {CONTROL_MESSAGE_BYTES_MAX} are allowed")]
     Length {
         /// Bytes of the message without its tag.
         bytes: usize,
     },
-    /// One key has sealed its maximum of messages.
-    #[error("the connection's key is used up")]
+    /// One key has sealed the largest number of messages that it may seal.
+    #[error("the key of the control connection has sealed as many messages as it may")]
     Exhausted,
 }
 
@@ -39,7 +39,7 @@ impl Secure {
         Ok(Secure(Box::new(noise.into_transport_mode()?)))
     }
 
-    /// Bytes of the frame that carries `plain_bytes` bytes.
+    /// Bytes of the frame that carries `plain_bytes` bytes of plain text.
     pub fn sealed_bytes(plain_bytes: usize) -> usize {
         2 + plain_bytes + TAG_BYTES
     }
@@ -75,7 +75,7 @@ impl Secure {
         Ok(Some(plain))
     }
 
-    /// Opens one message that comes without its length.
+    /// Opens one sealed message that has no length before it; returns an error when it does not authenticate.
     pub(super) fn open_message(&mut self, sealed: &[u8]) -> Result<Vec<u8>, SecureError> {
         let mut plain = vec![0; sealed.len()];
         let bytes = self.0.read_message(sealed, &mut plain).map_err(|_| SecureError::Forged)?;

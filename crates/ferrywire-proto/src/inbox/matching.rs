@@ -54,7 +54,8 @@ pub(super) struct Matching<O> {
     pub(super) next_number: u64,
     /// Credit in bytes that unmatched eager messages use.
     pub(super) eager_held: usize,
-    /// Credit that was returned for messages which are held again. It is deducted from the next returns.
+    /// Credit in bytes that was returned for messages which are held again. It is deducted from the next
+    /// returns.
     pub(super) credit_owed: usize,
     pub(super) consumed: usize,
     limits: PeerLimits,

@@ -46,7 +46,7 @@ pub enum Reply<O> {
     /// A receive has matched an announced message. Make its [`Reassembly`] available under the operation's id
     /// before anything else, the next call of the inbox included. The frame that requests the data follows.
     Open {
-        /// The receive.
+        /// The receive that has matched.
         op: O,
         /// Bytes of the message.
         bytes: u64,
@@ -58,7 +58,7 @@ pub enum Reply<O> {
     Received(O),
     /// The receive has matched a message longer than its memory, and fails.
     Truncated {
-        /// The receive.
+        /// The receive that fails.
         op: O,
         /// Bytes of the message.
         message_bytes: u64,

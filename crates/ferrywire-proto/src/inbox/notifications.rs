@@ -134,7 +134,7 @@ impl Notifications {
         held < limits::NOTIFICATIONS_HELD_MAX && self.held_bytes + bytes <= bytes_max
     }
 
-    /// Moves early notifications that are due to `ready`.
+    /// Moves early notifications to `ready`, up to the first number that is missing.
     fn deliver_in_turn(&mut self) {
         while let Some(message) = self.early.remove(&self.next) {
             self.next += 1;

@@ -1,8 +1,8 @@
 //! The target of a message that arrives in frames in any order: where its bytes go, and how many are missing.
 //!
-//! States: `open -> full | closed`. One atomic counter decides between `full` and `closed`: the last frame of
-//! a message is either counted before a cancel, and the operation succeeds, or refused to its sender after
-//! it.
+//! States: `open -> full | closed`. One atomic counter decides between `full` and `closed`. If the last frame
+//! of a message is counted before a cancel, the operation succeeds; if it comes after the cancel, it is
+//! refused to its sender.
 //!
 //! Invariant: a closed target has counted fewer bytes than its message has, and counts no more.
 //! Read next: `matching.rs`, which matches messages and receives.
@@ -45,13 +45,13 @@ impl Reassembly {
         self.remaining.load(Ordering::Acquire) == CLOSED
     }
 
-    /// Closes the target. Returns false when all bytes are counted, or when it is closed already.
+    /// Closes the target. Returns false when all bytes are counted, or when the target is closed already.
     pub fn close(&self) -> bool {
         let closed = |left: u64| (left != 0 && left != CLOSED).then_some(CLOSED);
         self.remaining.fetch_update(Ordering::AcqRel, Ordering::Acquire, closed).is_ok()
     }
 
-    /// Counts placed bytes; returns true when they were the last ones.
+    /// Counts placed bytes of the message; returns true when they were the last ones.
     ///
     /// # Errors
     /// `NoSink` when the target is closed, so that the sender learns that the operation does not have the

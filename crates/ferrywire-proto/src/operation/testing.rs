@@ -37,7 +37,7 @@ pub(crate) struct Facts {
 }
 
 impl fmt::Debug for Facts {
-    /// Omits parent and children, which refer to each other.
+    /// Formats the facts without parent and children, which refer to each other.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Facts { id, verb, key, number, total, pieces, message, .. } = self;
         write!(
@@ -76,7 +76,7 @@ impl Facts {
     }
 }
 
-/// A handle, with one token.
+/// A handle to a model operation, with one token.
 #[derive(Debug)]
 pub(crate) struct Model(pub Rc<Facts>);
 

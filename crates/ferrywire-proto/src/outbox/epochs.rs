@@ -88,7 +88,7 @@ impl<O> Epochs<O> {
         Some(notification)
     }
 
-    /// Returns all waiting notifications; the peer is lost.
+    /// Returns all waiting notifications, because the peer is lost.
     pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
         mem::take(&mut self.closed).into_iter().map(|(_, notification)| notification)
     }

@@ -40,7 +40,7 @@ const SMALL_RUN_BYTES: u64 = 512 << 10;
 /// Limits of one pull by a channel.
 #[derive(Clone, Copy, Debug)]
 pub struct Pull {
-    /// Most bytes of frames.
+    /// Most bytes of frames that one pull takes.
     pub bytes: u64,
     /// Channels among which bulk is divided.
     pub channels: usize,
@@ -48,7 +48,7 @@ pub struct Pull {
     pub chunk_bytes: usize,
     /// Shortest and longest chunk of staged payload, in bytes.
     pub staged_bytes: (usize, usize),
-    /// Most bytes of small operations.
+    /// Most bytes of small operations that one pull takes.
     pub small: u64,
     /// Whether bulk may be pulled; false for a channel that is too far ahead of the others.
     pub bulk: bool,
@@ -69,7 +69,7 @@ impl<O: Operation> Bulk<O> {
         self.op.bytes_to_cut() - self.cutter.position()
     }
 
-    /// Removes the operation before all of it is cut.
+    /// Removes a bulk operation before all of it is cut.
     fn leave(self) -> O {
         if self.cutter.position() == 0 {
             self.op.set_uncut();
@@ -215,7 +215,7 @@ impl<O: Operation> Outbox<O> {
     /// Queues the undelivered frames of a lost channel, oldest first, ahead of everything else. Must not be
     /// called after [`Outbox::close`], which would never return them.
     pub fn resend(&mut self, frames: impl DoubleEndedIterator<Item = Frame<O>>) {
-        debug_assert!(!self.closed, "nothing is sent again to a peer that is gone");
+        debug_assert!(!self.closed, "nothing is sent again to a lost peer");
         frames.rev().for_each(|frame| self.resend.push_front(frame));
     }
 
@@ -269,7 +269,7 @@ impl<O: Operation> Outbox<O> {
         self.small.remove(at)
     }
 
-    /// Closes the outbox for good; returns all operations.
+    /// Closes the outbox for good; returns all operations, queued or waiting.
     pub fn close(&mut self) -> Vec<O> {
         self.closed = true;
         self.bulk_bytes = 0;
@@ -417,11 +417,11 @@ pub enum Body {
 /// A frame that is not encoded yet.
 #[derive(Debug)]
 pub struct Frame<O> {
-    /// The header.
+    /// The frame's header.
     pub header: Header,
     /// Encoded placement descriptors.
     pub placements: Box<[u8]>,
-    /// Source of the payload.
+    /// Source of the frame's payload.
     pub body: Body,
     /// The operation that the frame belongs to, with a token of its own.
     pub op: Option<O>,
@@ -438,7 +438,8 @@ impl<O> Frame<O> {
         HEADER_BYTES + self.header.body_bytes()
     }
 
-    /// Replaces the payload, which is not available, by nothing. Returns the credit that becomes free.
+    /// Replaces the frame's payload, which is not available, by nothing. Returns the eager credit in bytes
+    /// that becomes free.
     fn withdraw(&mut self) -> u64 {
         let (header, credit) = withdrawn(&self.header);
         self.header = header;
@@ -457,8 +458,8 @@ impl<O: Operation> Frame<O> {
             && self.op.as_ref().is_some_and(O::on_gpu)
     }
 
-    /// Prepares a frame for being sent again: empties it if its operation forbids that. Returns the credit
-    /// that becomes free.
+    /// Prepares a frame for being sent again: empties it if its operation forbids that. Returns the eager
+    /// credit in bytes that becomes free.
     fn withdraw_if_forbidden(&mut self) -> u64 {
         let forbidden =
             matches!(self.body, Body::Chunk(_)) && self.op.as_ref().is_some_and(O::forbids_resend);
@@ -466,8 +467,8 @@ impl<O: Operation> Frame<O> {
     }
 }
 
-/// The header that replaces a frame without available payload, and the credit that becomes free. Later frames
-/// keep their numbers. An eager message keeps its number too, and is withdrawn.
+/// The header that replaces that of a frame without available payload, and the eager credit in bytes that
+/// becomes free. Later frames keep their numbers. An eager message keeps its number too, and is withdrawn.
 pub fn withdrawn(header: &Header) -> (Header, u64) {
     match header.kind {
         Kind::Send => {
@@ -561,7 +562,7 @@ impl Chunk {
     /// The chunk of a message without bytes.
     pub const EMPTY: Chunk = Chunk { first: 0, within: 0, bytes: 0, position: 0 };
 
-    /// The chunk's runs, in order.
+    /// The chunk's runs of pieces, in order.
     fn runs<'a>(&self, pieces: &'a [Piece]) -> impl Iterator<Item = Piece> + use<'a> {
         let mut left = u64::from(self.bytes);
         let mut within = self.within;

@@ -84,7 +84,7 @@ impl<O> ReadFlowControl<O> {
         self.of(read).forget(read.id)
     }
 
-    /// Returns all held-back requests; the peer is lost.
+    /// Returns all held-back requests, because the peer is lost.
     pub fn close(&mut self) -> impl Iterator<Item = Frame<O>> + use<O> {
         let (short, long) = (std::mem::take(&mut self.short), std::mem::take(&mut self.long));
         short.kept.into_values().chain(long.kept.into_values())
@@ -97,7 +97,8 @@ impl<O> ReadFlowControl<O> {
     }
 }
 
-/// Most outstanding requests of one kind, short or long: three quarters of the limit on both.
+/// Most outstanding requests of one kind of read, short or long: three quarters of the limit on both kinds
+/// together.
 const fn of_a_kind_max(reads_asked_max: usize) -> usize {
     reads_asked_max / 4 * 3
 }
@@ -157,7 +158,8 @@ impl<O: Operation> Outbox<O> {
         self.ask_on();
     }
 
-    /// Ends the requests of a read: returns its held-back ones, and lets other reads use its share.
+    /// Ends the requests of a read: returns its held-back ones, and lets other reads use its share of the
+    /// limit.
     pub fn forget_requests(&mut self, read: Read) -> Vec<Frame<O>> {
         let kept = self.reads.forget(read);
         self.ask_on();

@@ -1,4 +1,5 @@
-//! Tagged sends: their numbers, the peer's credit for eager messages, and announcements of the others.
+//! Tagged sends: their numbers, the peer's credit for eager messages, and the announcements of sends that are
+//! not eager.
 //!
 //! A send's states: `numbered -> queued -> sent eagerly | announced -> matched -> cut into chunks`. A message
 //! is sent eagerly if it is short and the peer has credit for it. Otherwise it is announced, and its bytes
@@ -22,7 +23,7 @@ pub enum Matched<O> {
     Queued(u64),
     /// The send has no bytes, and has ended.
     Empty(O),
-    /// No such send is announced, or it was withdrawn.
+    /// No such send is announced: it never was, or it was withdrawn.
     Unknown,
 }
 
@@ -73,7 +74,7 @@ impl<O: Operation> Outbox<O> {
             self.limits.eager_credit_bytes.min(self.sends.credit.saturating_add(bytes as usize));
     }
 
-    /// Handles the peer's match of an announced send: its data go to `sink`, if it has any.
+    /// Handles the peer's match of an announced send: the send's data go to `sink`, if it has any.
     pub fn matched(&mut self, transfer: u64, sink: u64) -> Matched<O> {
         let Some(op) = self.sends.announced.remove(&transfer) else { return Matched::Unknown };
         op.set_sink(sink);

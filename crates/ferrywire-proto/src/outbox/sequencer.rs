@@ -15,7 +15,7 @@ use crate::operation::Operation;
 /// The numbers of one kind of frame, from 0.
 #[derive(Debug)]
 pub(super) struct Sequencer<O> {
-    /// The first number whose arrival is not confirmed; `had` has the later ones that are.
+    /// The first number whose arrival is not confirmed; `had` has the later numbers whose arrival is.
     first: u64,
     had: BTreeSet<u64>,
     /// Sizes in bytes from number `first` on, where sizes count; `begin` and `end` are the sums up to `first`
@@ -45,7 +45,7 @@ impl<O> Sequencer<O> {
 }
 
 impl<O: Operation> Sequencer<O> {
-    /// Numbers an operation; returns it if it may be sent now, else keeps it.
+    /// Numbers an operation; returns the operation if it may be sent now, else keeps it.
     pub fn number(&mut self, op: O) -> Option<(u64, O)> {
         let number = self.next;
         self.next += 1;
@@ -104,7 +104,7 @@ impl<O: Operation> Sequencer<O> {
         self.late.is_empty() && self.had.is_empty() && self.begin == self.end
     }
 
-    /// Returns all kept operations; the peer is lost.
+    /// Returns all kept operations, because the peer is lost.
     pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
         std::mem::take(&mut self.late).into_values().map(|(_, op)| op)
     }

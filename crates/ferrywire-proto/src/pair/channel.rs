@@ -47,7 +47,8 @@ impl Side {
         }
     }
 
-    /// The count that a frame may carry. A refused frame is covered only once it was reported to the peer.
+    /// The count of received frames that a header may carry. A refused frame is covered only once it was
+    /// reported to the peer.
     pub fn acknowledges(&self) -> u32 {
         self.refused.first().map_or(self.received, |(number, _)| *number) as u32
     }

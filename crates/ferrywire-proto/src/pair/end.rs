@@ -61,7 +61,7 @@ impl End {
         self.next_id
     }
 
-    /// Asserts that the end waits for nothing.
+    /// Asserts that the end waits for no frame and no operation.
     pub fn check_idle(&self) {
         assert!(self.sinks.is_empty(), "a sink is left");
         self.outbox.check_idle();
@@ -373,7 +373,7 @@ impl End {
                 Reply::Frame(header) => self.say(header),
                 Reply::Open { op, bytes } => self.open_sink(op, bytes),
                 Reply::Place(op, message) if op.0.is_unplaceable => {
-                    op.0.fail("its memory is gone");
+                    op.0.fail("its memory was revoked");
                     self.disordered.insert(op.key());
                     replies.extend(self.inbox.return_message(message));
                     self.release(op);
@@ -410,7 +410,7 @@ impl End {
                 let replies = self.inbox.post_again(op);
                 return self.reply(replies);
             }
-            op.0.fail("the peer gave it up");
+            op.0.fail("the peer withdrew it");
             self.stop_asking(&op.0.clone());
             self.release(op);
         }

@@ -50,7 +50,7 @@ struct Packet {
 enum Event {
     /// Post random operations.
     Act,
-    /// Retry what waits for a socket, for room or for a GPU.
+    /// Retry frames that wait for a socket, for room in a window or for a GPU.
     Tick,
     Arrive {
         to: usize,
@@ -125,7 +125,7 @@ impl Again {
         }
     }
 
-    /// Whether `frame` is this one, perhaps without its payload.
+    /// Whether `frame` is the frame that is to be sent again, perhaps without its payload.
     fn is(&self, frame: &Frame<Model>) -> bool {
         let now = Again::of(frame);
         self.op == now.op && (self.header == now.header || (self.op.is_some() && now.header.len == 0))
@@ -388,7 +388,8 @@ impl Pair {
         self.resolve(end, channel);
     }
 
-    /// Resends the rest, after both ends have closed the connection and reported what they placed.
+    /// Resends the frames that were not placed, after both ends have closed the connection and reported what
+    /// they placed.
     fn resolve(&mut self, end: usize, channel: usize) {
         let side = &mut self.sides[end][channel];
         let (Some(ours), Some((placed, refused))) =
@@ -424,7 +425,7 @@ impl Pair {
         }
     }
 
-    /// Asserts that everything has come to rest.
+    /// Asserts that no event, frame or operation is left.
     fn check_idle(&self) {
         assert!(self.events.is_empty());
         for (end, sides) in self.ends.iter().zip(&self.sides) {

@@ -387,7 +387,7 @@ impl Plan {
             }
             self.observe();
         }
-        panic!("it does not come to rest");
+        panic!("the pair still has events after EVENTS_MAX of them");
     }
 
     fn play(&mut self) {
@@ -419,7 +419,7 @@ impl Plan {
         self.check();
     }
 
-    /// Checks everything at the end of a run.
+    /// Checks, at the end of a run, all operations, notifications and memory against the plan.
     fn check(&self) {
         for Record { end, facts, delivered, placed } in &self.records {
             assert!(facts.has_ended.get(), "{facts:?} has not ended");

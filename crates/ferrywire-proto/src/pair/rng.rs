@@ -1,4 +1,4 @@
-//! Draws for a pair, from the generator that all simulations use.
+//! Random draws for a pair, from the generator that all simulations use.
 //!
 //! Invariant: a seed and a sequence of calls give identical numbers.
 //! Read next: `plan.rs`, which draws.

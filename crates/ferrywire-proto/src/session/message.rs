@@ -26,9 +26,9 @@ const _: () = assert!(
 /// Why the sender of a [`ControlMessage::Fence`] has closed a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum FenceCause {
-    /// The connection failed at the sender.
+    /// The sender lost the connection.
     Lost,
-    /// The sender answers the receiver's fence; until then it had the connection.
+    /// The sender answers the receiver's fence; until then its connection was up.
     Answer,
     /// The sender never had the connection.
     NeverUp,
@@ -59,7 +59,7 @@ pub enum GoodbyeCause {
 pub enum ControlMessage {
     /// A channel's connection is over; no more frames are placed from it.
     Fence {
-        /// The channel.
+        /// The channel whose connection is over.
         channel: u16,
         /// Number of the channel's connection.
         generation: u32,
@@ -76,7 +76,7 @@ pub enum ControlMessage {
     ///
     /// [`Expected`]: ControlMessage::Expected
     Dialling {
-        /// The channel.
+        /// The channel that the connection will carry.
         channel: u16,
         /// Number of the channel's connection.
         generation: u32,
@@ -85,14 +85,14 @@ pub enum ControlMessage {
     },
     /// Answers a `Dialling`: the receiver is prepared for the connection, which may be dialled now.
     Expected {
-        /// The channel.
+        /// The channel that the expected connection will carry.
         channel: u16,
         /// Number of the channel's connection.
         generation: u32,
     },
     /// The sender listens for the lane of a channel whose connection is established.
     Lane {
-        /// The channel.
+        /// The channel of the lane.
         channel: u16,
         /// Number of the channel's connection.
         generation: u32,
@@ -158,7 +158,7 @@ impl ControlMessage {
         }
     }
 
-    /// Returns an error for a message that cannot be encoded.
+    /// Returns an error for a control message that cannot be encoded.
     pub(super) fn check(&self) -> Result<(), SessionError> {
         match self {
             ControlMessage::Fence { refused, .. } if refused.len() > FENCE_REFUSED_MAX => {

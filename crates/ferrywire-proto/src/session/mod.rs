@@ -41,22 +41,22 @@ pub enum SessionError {
     /// The connection's encryption failed. The session can resume over another connection.
     #[error(transparent)]
     Connection(#[from] SecureError),
-    /// A message that no ferrywire of this version sends.
+    /// A message is malformed: no ferrywire of this version sends it.
     #[error("malformed: {0}")]
     Malformed(String),
     /// A message of an unknown kind.
     #[error("a control message of unknown kind {0}")]
     UnknownKind(u8),
-    /// Messages are missing.
-    #[error("control message {got} arrived where {expected} was due")]
+    /// Numbered messages are missing before a received one.
+    #[error("control message {got} arrived, but number {expected} was due")]
     Gap {
-        /// The expected number.
+        /// The number that was due.
         expected: u64,
-        /// The received number.
+        /// The number that arrived.
         got: u64,
     },
     /// The peer acknowledges a message that was never sent.
-    #[error("the peer acknowledges {received} control messages, of {sent} sent")]
+    #[error("the peer acknowledges {received} control messages, but only {sent} were sent")]
     AheadOfUs {
         /// The number that the peer acknowledges.
         received: u64,
@@ -64,16 +64,18 @@ pub enum SessionError {
         sent: u64,
     },
     /// Too many messages wait for the peer's acknowledgement.
-    #[error("{CONTROL_UNACKED_MAX} control messages are unacknowledged")]
+    #[error("the peer has not acknowledged {CONTROL_UNACKED_MAX} control messages, the most that are kept")]
     Full,
     /// Too many bytes of messages wait for the peer's acknowledgement.
-    #[error("{CONTROL_UNACKED_BYTES_MAX} bytes of control messages are unacknowledged")]
+    #[error(
+        "the peer has not acknowledged {CONTROL_UNACKED_BYTES_MAX} bytes of control messages, the most that are kept"
+    )]
     FullOfBytes,
-    /// This end's message cannot be sent.
-    #[error("{0} cannot be sent")]
+    /// A control message of this end cannot be encoded.
+    #[error("the control message cannot be sent: {0}")]
     Unusable(String),
     /// Bytes arrived although the session has no connection.
-    #[error("control bytes without a connection")]
+    #[error("control bytes arrived although no connection carries the session")]
     Detached,
 }
 
@@ -91,7 +93,7 @@ pub struct Session {
     link: Option<Link>,
     /// Unacknowledged messages, oldest first; the last one has number `sent`.
     kept: VecDeque<Kept>,
-    /// Bytes of frames that repeat all of them.
+    /// Bytes of the frames that repeat all unacknowledged messages.
     kept_bytes: usize,
     /// Number of messages pushed so far.
     sent: u64,
@@ -192,7 +194,7 @@ impl Session {
         self.settle(said)
     }
 
-    /// Notes that the connection is lost. Unacknowledged messages are kept for the next one.
+    /// Notes that the connection is lost. Unacknowledged messages are kept for the next connection.
     pub fn detach(&mut self) {
         self.link = None;
     }
@@ -224,7 +226,7 @@ impl Session {
         self.link.as_mut().map(|link| std::mem::take(&mut link.output)).unwrap_or_default()
     }
 
-    /// Time since the last message from the peer, with or without a connection.
+    /// Time since the last message from the peer arrived, with or without a connection.
     pub fn silent_for(&self, now: Duration) -> Duration {
         now.saturating_sub(self.last_heard)
     }
@@ -235,7 +237,7 @@ impl Session {
         self.last_heard = now;
     }
 
-    /// When [`Session::tick`] is due; `None` without a connection.
+    /// When [`Session::tick`] is due next; `None` without a connection.
     pub fn next_deadline(&self) -> Option<Duration> {
         self.link.as_ref().map(|link| link.last_said + HEARTBEAT_INTERVAL)
     }
@@ -283,7 +285,7 @@ impl Session {
         Ok(())
     }
 
-    /// Drops acknowledged messages. A count lower than an earlier one is stale, not wrong.
+    /// Drops acknowledged messages. A count lower than an earlier one is stale, and is ignored.
     fn acknowledge(&mut self, received: u64) -> Result<(), SessionError> {
         if received > self.sent {
             return Err(SessionError::AheadOfUs { received, sent: self.sent });

@@ -311,7 +311,7 @@ fn a_resumption_that_claims_what_was_never_said_loses_the_peer_for_that() {
         let (mut stream, mut established) = resume(&scene, &evil, 9999);
         let heartbeat = Frame { received: 0, numbered: None }.encode();
         stream.write_all(&established.secure.seal(&heartbeat).unwrap()).unwrap();
-        evil.lost_for("the peer acknowledges 9999 control messages, of ");
+        evil.lost_for("the peer acknowledges 9999 control messages, but only ");
     }
     scene.unharmed();
 }

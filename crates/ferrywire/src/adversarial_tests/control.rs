@@ -35,9 +35,9 @@ fn a_gap_in_the_control_messages_loses_the_peer() {
     let numbered =
         |number, received| Frame { received, numbered: Some((number, &ControlMessage::Drain)) }.encode();
     let evil_words: [(&str, Vec<u8>); 7] = [
-        ("control message 2 arrived where 1 was due", numbered(2, 0)),
-        ("control message 0 arrived where 1 was due", numbered(0, 0)),
-        ("the peer acknowledges 5 control messages, of 0 sent", numbered(1, 5)),
+        ("control message 2 arrived, but number 1 was due", numbered(2, 0)),
+        ("control message 0 arrived, but number 1 was due", numbered(0, 0)),
+        ("the peer acknowledges 5 control messages, but only 0 were sent", numbered(1, 5)),
         ("a control message of unknown kind 99", {
             let mut plain = numbered(1, 0);
             plain[0] = 99;
