@@ -1,6 +1,6 @@
 //! CPU affinity, CPU time of threads and of the process, and the boot id of this host.
 //!
-//! Every function reads or changes the calling thread or process only; nothing here keeps state.
+//! Every function reads or changes the calling thread or process only, and keeps no state.
 
 use std::ffi::CString;
 use std::fs;

@@ -54,7 +54,7 @@ impl<'a> Iterator for ControlMessages<'a> {
     }
 }
 
-/// Appends a control message; for tests of parsers.
+/// Appends a control message to `control`; for tests of parsers.
 pub fn append(control: &mut Vec<u8>, level: libc::c_int, kind: libc::c_int, payload: &[u8]) {
     control.extend((HEADER_BYTES + payload.len()).to_ne_bytes());
     control.extend(level.to_ne_bytes());

@@ -4,8 +4,8 @@ use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Whether this process may read and write a file. The file is not opened, which could start a device. For devices, a
-/// control group may say no as well.
+/// Whether this process may read and write a file. The file is not opened, which could start a device. Access
+/// to a device can still be refused by a control group.
 pub fn may_open(path: &Path) -> bool {
     let Ok(name) = CString::new(path.as_os_str().as_bytes()) else { return false };
     // SAFETY: a terminated name, which outlives the call.

@@ -27,7 +27,9 @@ impl Origin {
             // SAFETY: the handler only counts, which is allowed after a fork.
             let refused = unsafe { libc::pthread_atfork(None, None, Some(count)) };
             if refused != 0 {
-                tracing::warn!("cannot register a fork handler: forks go unnoticed");
+                tracing::warn!(
+                    "cannot register a fork handler: use of ferrywire in a forked child will not be detected"
+                );
             }
         });
         Origin { forks: FORKS.load(Ordering::Relaxed), process: process::id() }

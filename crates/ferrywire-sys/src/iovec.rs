@@ -16,9 +16,9 @@ pub const IOVECS_PER_CALL_MAX: usize = 1024;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct IoVec {
-    /// First byte.
+    /// Address of the range's first byte.
     pub base: *mut u8,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub len: usize,
 }
 

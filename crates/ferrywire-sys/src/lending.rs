@@ -18,7 +18,7 @@ use crate::IoVec;
 pub struct PagePipe {
     read: OwnedFd,
     write: OwnedFd,
-    /// Bytes in the pipe.
+    /// Bytes in the pipe: taken from memory and not yet given to a socket.
     held: usize,
 }
 

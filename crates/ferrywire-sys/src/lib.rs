@@ -29,7 +29,8 @@ pub use iovec::{IOVECS_PER_CALL_MAX, IoVec};
 
 use std::io;
 
-/// Converts the result of a C call that returns -1 and sets `errno` on failure.
+/// Converts the result of a C call that returns -1 and sets `errno` on failure; then the error is that of
+/// `errno`.
 pub fn checked(result: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }

@@ -75,7 +75,7 @@ pub struct Poller {
     fine: AtomicBool,
 }
 
-/// Ends a [`Poller::wait`] from another thread. Clones wake the same poller.
+/// A handle that ends a [`Poller::wait`] from another thread. Clones wake the same poller.
 #[derive(Clone, Debug)]
 pub struct Waker(Arc<Wake>);
 
@@ -87,7 +87,7 @@ pub struct Wake {
 }
 
 impl Poller {
-    /// An empty set with its waker.
+    /// An epoll instance without descriptors, and its waker.
     pub fn new() -> io::Result<Poller> {
         // SAFETY: no memory is passed.
         let fd = checked(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) } as libc::ssize_t)?;
@@ -242,7 +242,7 @@ impl Wake {
         Ok(Wake { eventfd, pending: AtomicBool::new(false) })
     }
 
-    /// The descriptor to wait on.
+    /// The descriptor that is readable after a wake.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.eventfd.as_fd()
     }
@@ -256,7 +256,7 @@ impl Wake {
         }
     }
 
-    /// Waits until the descriptor is readable; returns false when `limit` ended first.
+    /// Waits until the eventfd is readable; returns false when `limit` ended first.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
         let start = Instant::now();
         loop {

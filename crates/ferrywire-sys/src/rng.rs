@@ -5,17 +5,17 @@
 
 use std::time::Duration;
 
-/// A generator, whose whole state is one number.
+/// A random number generator, whose whole state is one number.
 #[derive(Debug)]
 pub struct Rng(u64);
 
 impl Rng {
-    /// A generator that starts from `seed`.
+    /// A random number generator that starts from `seed`.
     pub fn new(seed: u64) -> Rng {
         Rng(seed)
     }
 
-    /// A number from the whole range of `u64`.
+    /// A random number from the whole range of `u64`.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -24,12 +24,12 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..end`; `end` must not be 0.
+    /// A random number in `0..end`; `end` must not be 0.
     pub fn below(&mut self, end: u64) -> u64 {
         ((u128::from(self.number()) * u128::from(end)) >> 64) as u64
     }
 
-    /// A number in `0.0..1.0`.
+    /// A random number in `0.0..1.0`.
     pub fn fraction(&mut self) -> f64 {
         (self.number() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -39,12 +39,12 @@ impl Rng {
         probability > 0.0 && self.fraction() < probability
     }
 
-    /// A length in `1..=max`; `max` must not be 0.
+    /// A random length in `1..=max`; `max` must not be 0.
     pub fn prefix(&mut self, max: usize) -> usize {
         1 + self.below(max as u64) as usize
     }
 
-    /// A duration in `0..=max`. A `max` of zero draws no number.
+    /// A random duration in `0..=max`. A `max` of zero draws no number.
     pub fn up_to(&mut self, max: Duration) -> Duration {
         if max.is_zero() {
             return max;

@@ -33,7 +33,7 @@ pub(crate) fn without_sigpipe<T>(call: impl FnOnce() -> T, whole: impl FnOnce(&T
             && libc::sigismember(&pending, libc::SIGPIPE) == 1
     };
     let result = call();
-    // SAFETY: as above.
+    // SAFETY: the signal sets were filled by the calls above, and the signal is valid.
     unsafe {
         if !waits && !whole(&result) {
             let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };

@@ -58,12 +58,16 @@ pub fn from_memfd(memfd: BorrowedFd<'_>, offset: u64, bytes: u64) -> io::Result<
     // SAFETY: no memory is passed.
     checked(unsafe { libc::fcntl(memfd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) } as isize)
         .map_err(|error| {
-            explained("keep a memory file from shrinking", "was it made for sealing?", &error)
+            explained(
+                "cannot seal a memory file against shrinking",
+                "create the file with MFD_ALLOW_SEALING",
+                &error,
+            )
         })?;
     let create = Create { memfd: memfd.as_raw_fd() as u32, flags: FLAGS_CLOEXEC, offset, bytes };
     // SAFETY: this request reads one `Create`.
     let fd = checked(unsafe { libc::ioctl(device.as_raw_fd(), CREATE as _, &raw const create) } as isize)
-        .map_err(|error| explained("make a dma-buf of host memory", &likely_cause(bytes), &error))?;
+        .map_err(|error| explained("cannot make a dma-buf of host memory", &likely_cause(bytes), &error))?;
     // SAFETY: the kernel has just made this descriptor, and no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
@@ -73,7 +77,11 @@ fn open() -> io::Result<File> {
         io::ErrorKind::NotFound => {
             explained(&format!("there is no {DEVICE}"), "load the kernel's module: modprobe udmabuf", &error)
         }
-        _ => explained(&format!("open {DEVICE}"), "root, or the group kvm, may", &error),
+        _ => explained(
+            &format!("cannot open {DEVICE}"),
+            "run as root, or as a member of the group kvm",
+            &error,
+        ),
     })
 }
 
@@ -82,7 +90,7 @@ fn likely_cause(bytes: u64) -> String {
         Some(limit) if bytes > limit => {
             format!("{bytes} bytes are more than {LIMIT} allows ({limit}): write a larger number there")
         }
-        _ => format!("of {bytes} bytes"),
+        _ => format!("{bytes} bytes were asked for"),
     }
 }
 

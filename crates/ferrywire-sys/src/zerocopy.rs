@@ -24,11 +24,11 @@ const CONTROL_BYTES: usize = 128;
 /// A range of zero-copy sends whose memory the kernel no longer reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// Number of the first send; numbers start at 0 per socket and wrap.
+    /// Number of the first completed send; numbers start at 0 per socket and wrap.
     pub first: u32,
-    /// Number of the last send, inclusive.
+    /// Number of the last completed send, inclusive.
     pub last: u32,
-    /// The kernel copied the memory instead.
+    /// Whether the kernel copied the memory instead of reading it in place.
     pub copied: bool,
 }
 
@@ -37,7 +37,7 @@ pub fn enable(fd: RawFd) -> io::Result<()> {
     socket::set_int(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, 1)
 }
 
-/// [`socket::send`] without a copy. Each success takes the next number.
+/// Sends like [`socket::send`], without a copy. Each successful send takes the next number.
 ///
 /// Errors besides those of a plain send: `ENOBUFS` when too many sends are incomplete or too much memory is
 /// locked, `EFAULT` when the memory cannot be pinned (device mappings).
@@ -45,7 +45,7 @@ pub fn enable(fd: RawFd) -> io::Result<()> {
 /// # Safety
 /// Each piece must stay readable until its number is reported by [`completion`], or the socket is closed.
 pub unsafe fn send(fd: RawFd, pieces: &[IoVec]) -> io::Result<usize> {
-    // SAFETY: promised by the caller.
+    // SAFETY: the caller promises that the pieces stay readable until their completion.
     unsafe { socket::send(fd, pieces, libc::MSG_ZEROCOPY) }
 }
 
@@ -65,7 +65,7 @@ pub fn completion(fd: RawFd) -> io::Result<Option<Completion>> {
 }
 
 fn as_bytes(words: &[u64; CONTROL_BYTES / mem::size_of::<u64>()]) -> &[u8; CONTROL_BYTES] {
-    // SAFETY: the same bytes, initialised and borrowed for the same lifetime; bytes need no alignment.
+    // SAFETY: the bytes of `words`, initialised and borrowed for as long as `words`; bytes need no alignment.
     unsafe { &*words.as_ptr().cast() }
 }
 
