@@ -5,13 +5,14 @@
 //! recv   the connection below --> `incoming` --open--> pieces
 //! ```
 //!
-//! Bytes count as received only after their record's tag is verified. Until then, what an attacker has changed may stand
-//! in the piece; a record that does not open leaves zeros there. A send never waits for a record to be full: what one call brings is sealed at once. Short pieces
-//! share records, and cost one copy more at each end.
+//! Bytes count as received only after their record's tag is verified. Until then the piece may contain bytes
+//! that an attacker has changed; a record that does not open leaves zeros there. A send does not wait until a
+//! record is full: the bytes of one call are sealed at once. Short pieces share records, and cost one copy
+//! more at each end.
 //!
-//! Invariants: bytes that `send` has taken are sealed once, whatever the kernel takes; after a record that does not open
-//! nothing is received any more.
-//! Read next: `record.rs` in the crate `ferrywire-proto`, the format.
+//! Invariants: bytes that `send` has taken are sealed once, whatever the kernel takes; after a record that
+//! does not open nothing is received any more.
+//! Read next: `record.rs` in the crate `ferrywire-proto`, which defines the format of records.
 
 use std::fmt;
 use std::io;
@@ -26,18 +27,18 @@ use ferrywire_proto::record::{
 
 use crate::{Conn, ConnOptions, IoVec, PathHealth};
 
-/// Records that fit into each of the two buffers. More would leave the cache before they are used.
+/// Records that fit into the buffer of each direction. More would leave the cache before they are used.
 const BUFFERED_RECORDS: usize = 4;
 const BUFFER_BYTES: usize = BUFFERED_RECORDS * record_bytes(RECORD_BYTES_MAX);
 /// Shortest piece in bytes that has records of its own.
 const OWN_RECORD_BYTES_MIN: usize = 16 << 10;
 
-/// Bytes of a record with so much payload.
+/// Bytes of a record with `payload_bytes` bytes of payload.
 const fn record_bytes(payload_bytes: usize) -> usize {
     payload_bytes + RECORD_OVERHEAD
 }
 
-/// A connection that protects its bytes.
+/// A connection that encrypts or only authenticates its bytes.
 pub struct Sealed {
     inner: Box<dyn Conn>,
     sealer: Records,
@@ -50,7 +51,7 @@ pub struct Sealed {
     failure: Option<RecordError>,
 }
 
-/// Sealed records up to `end`, of which the first `sent` bytes are with the kernel.
+/// Sealed records up to `end`, of which the kernel has the first `sent` bytes.
 #[derive(Default)]
 struct Outgoing {
     buffer: Vec<u8>,
@@ -72,7 +73,8 @@ impl fmt::Debug for Sealed {
 }
 
 impl Sealed {
-    /// Protects what follows on `inner`. `initiates` says whether this end has opened the connection.
+    /// A connection that protects all later bytes of `inner`. `initiates` says whether this end has opened
+    /// the connection.
     pub fn new(
         inner: Box<dyn Conn>,
         protection: Protection,
@@ -93,7 +95,8 @@ impl Sealed {
         }
     }
 
-    /// Seals up to a buffer of the bytes at `cursor`. Returns the number of bytes sealed.
+    /// Seals bytes at `cursor`, at most as many as the buffer has room for. Returns the number of bytes
+    /// sealed.
     ///
     /// # Safety
     /// The pieces are readable.
@@ -137,7 +140,7 @@ impl Sealed {
         }
     }
 
-    /// Hands sealed records to the kernel until it has all of them, or no room.
+    /// Hands sealed records to the kernel until it has all of them or has no room.
     fn push(&mut self) -> io::Result<()> {
         let Outgoing { buffer, sent, end } = &mut self.outgoing;
         while *sent < *end {
@@ -191,7 +194,10 @@ impl Sealed {
         }
         let bytes = self.inner.read(&mut buffer[*end..])?;
         if bytes == 0 && *end > 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended within a record"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the protected connection ended within a record: the peer or the network cut it",
+            ));
         }
         if bytes == 0 {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
@@ -312,7 +318,8 @@ impl Conn for Sealed {
         self.inner.unsent_bytes() + (self.outgoing.end - self.outgoing.sent)
     }
 
-    /// The health of the connection below. `acked_bytes` counts payload, and at most what the peer's kernel has acknowledged.
+    /// The health of the underlying connection. `acked_bytes` counts payload, and at most as much as the
+    /// peer's kernel has acknowledged.
     fn health(&self) -> PathHealth {
         let health = self.inner.health();
         PathHealth { acked_bytes: health.acked_bytes.saturating_sub(self.overhead), ..health }
@@ -365,7 +372,7 @@ impl<'a> Cursor<'a> {
         self.left
     }
 
-    /// What is left of the piece at the position; `None` at the end.
+    /// The part of the current piece behind the position; `None` at the end of the list.
     fn piece(&mut self) -> Option<IoVec> {
         while let Some(piece) = self.pieces.first() {
             if self.within < piece.len {
@@ -378,7 +385,8 @@ impl<'a> Cursor<'a> {
         None
     }
 
-    /// Bytes of the piece at the position if they are at least `long`, else of all pieces before one that is so long.
+    /// Length in bytes of the piece at the position if it is at least `long`, else of all pieces before the
+    /// next one that is.
     fn run(&mut self, long: usize) -> usize {
         let Some(piece) = self.piece() else { return 0 };
         if piece.len >= long {
@@ -388,7 +396,7 @@ impl<'a> Cursor<'a> {
         piece.len + short.sum::<usize>()
     }
 
-    /// Calls `each` for the next `bytes` bytes, in parts, and moves behind them.
+    /// Calls `each` for the next `bytes` bytes, in parts, and moves the position behind them.
     fn take(&mut self, mut bytes: usize, mut each: impl FnMut(IoVec)) {
         debug_assert!(bytes <= self.left);
         self.left -= bytes;

@@ -19,7 +19,7 @@ use ferrywire_sys::nics::Nic;
 pub struct PathHealth {
     /// The peer's kernel has data or a window probe to acknowledge.
     pub waiting: bool,
-    /// Retransmissions or window probes in a row without an answer.
+    /// Number of retransmissions or window probes in a row without an answer.
     pub unanswered: u32,
     /// How long this end has waited for an answer without one; zero when `waiting` is false.
     pub silent_for: Duration,
@@ -140,12 +140,14 @@ pub trait Conn: Send {
         Ok(())
     }
 
-    /// Whether `recv` may return bytes without the descriptor being readable.
+    /// Whether this connection holds received bytes, which `recv` may return although the descriptor is not
+    /// readable.
     fn has_received(&self) -> bool {
         false
     }
 
-    /// Bytes here that `recv` returns only after more have come.
+    /// Received bytes of an incomplete record, which `recv` returns only after the rest of the record has
+    /// arrived.
     fn begun_bytes(&self) -> usize {
         0
     }
@@ -180,7 +182,7 @@ pub trait Conn: Send {
     /// Remote address.
     fn remote(&self) -> SocketAddr;
 
-    /// Applies options to the connection; see [`Transport::tune`].
+    /// Applies options to the connection, as [`Transport::tune`] does.
     fn tune(&mut self, _options: &ConnOptions) {}
 
     /// Sizes of the send and receive socket buffers as the kernel counts them; zero where there are none.
@@ -265,10 +267,10 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// The local address that the routing table selects for a connection to `to`.
     fn route(&self, to: IpAddr) -> io::Result<IpAddr>;
 
-    /// Time since a fixed moment; `sim` counts on its own clock.
+    /// Time since a fixed moment of the transport's clock; `sim` counts on its own clock.
     fn now(&self) -> Duration;
 
-    /// A number that no other host can guess, as the number of a session; those of `sim` follow from its seed.
+    /// A random number for a session, which no other host can guess; those of `sim` follow from its seed.
     fn session_number(&self) -> u64 {
         ferrywire_sys::random::random_u64()
     }

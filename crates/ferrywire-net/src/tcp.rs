@@ -47,7 +47,7 @@ static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 /// The transport over the kernel's TCP sockets.
 #[derive(Debug, Default)]
 pub struct TcpTransport {
-    /// The log already says that connections cannot be bound to a device.
+    /// Whether the log already says that connections cannot be bound to a device.
     device_refusal_told: AtomicBool,
     /// Cached addresses of this host; a path is classified by them.
     addresses: Arc<Recent>,
@@ -57,12 +57,12 @@ pub struct TcpTransport {
 /// On which connections large payload in host memory is sent with `MSG_ZEROCOPY`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ZeroCopyPolicy {
-    /// Connections between hosts, until the kernel reports that it copies anyway (veth, NICs without
-    /// scatter-gather).
+    /// Zero copy on connections between hosts, until the kernel reports that it copies anyway (veth, NICs
+    /// without scatter-gather).
     #[default]
     Auto,
-    /// Every connection, also within a host, whatever the kernel reports. For measurements, and for tests of
-    /// the memory that must stay unchanged.
+    /// Zero copy on every connection, also within a host, whatever the kernel reports. For measurements, and
+    /// for tests of the memory that must stay unchanged.
     Always,
 }
 
@@ -116,7 +116,7 @@ impl Transport for TcpTransport {
     }
 }
 
-/// A socket that is not connected yet, and all that the connection needs.
+/// A socket that is not connected yet, and the options and addresses that its connection needs.
 struct Prepared {
     socket: Socket,
     path: Path,
@@ -183,8 +183,8 @@ impl TcpTransport {
     fn connect(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<TcpConn> {
         let prepared = self.prepare(nic, to, options)?;
         if let Some(nic) = nic {
-            // connect() then chooses the port, and may share it among destinations. Best effort: on failure
-            // bind() chooses.
+            // connect() then chooses the local port, and may share it among destinations. Best effort: on
+            // failure bind() chooses it.
             let fd = prepared.socket.as_raw_fd();
             let _ = socket::set_int(fd, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
             prepared.bind(SocketAddr::new(nic.address, 0))?;
@@ -227,7 +227,7 @@ impl TcpTransport {
     fn tell_device_refusal(&self, nic: &Nic) {
         if !self.device_refusal_told.swap(true, Ordering::Relaxed) {
             tracing::debug!(
-                "not permitted to bind sockets to NIC {}: the routing table chooses the NIC by the local address",
+                "not permitted to bind sockets to NIC {} (needs CAP_NET_RAW): the routing table chooses the NIC by the local address",
                 nic.name
             );
         }
@@ -263,7 +263,7 @@ impl Listener for TcpListener {
         loop {
             match self.socket.accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
                 Ok((socket, remote)) => {
-                    // A connection that is already gone is skipped; the dialling end notices it.
+                    // A connection that is already closed is skipped; the dialling end notices it.
                     if let Ok(conn) = accepted(socket, &remote, self) {
                         return Ok(Some(Box::new(conn)));
                     }

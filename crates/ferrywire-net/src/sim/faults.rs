@@ -1,4 +1,4 @@
-//! The faults of a simulated network: which, and how often.
+//! The faults of a simulated network: their kinds, and how often each happens.
 //!
 //! Faults by chance are a value ([`Faults`]), so a seed alone repeats a scenario. Faults on demand are
 //! methods of [`SimNet`](super::SimNet) that take the small enums below.
@@ -13,37 +13,39 @@ use ferrywire_sys::rng::Rng;
 /// Faults by probability. The default has none.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Faults {
-    /// A send takes, or a receive gives, only a random prefix of at least one byte.
+    /// Probability that a send takes, or a receive gives, only a random prefix of at least one byte.
     pub partial: f64,
-    /// A send, receive or accept that could proceed returns `WouldBlock`. Must be below 1.
+    /// Probability that a send, receive or accept that could proceed returns `WouldBlock`. Must be below 1.
     pub would_block: f64,
     /// Longest extra delay, drawn per segment; segments stay in order.
     pub jitter: Duration,
-    /// Per send: the connection is reset. Both ends learn of the reset at once, or one end later.
+    /// Probability per send that the connection is reset. Both ends learn of the reset at once, or one end
+    /// later.
     pub reset: f64,
-    /// Upon a reset, an end also loses bytes that had arrived and were not read.
+    /// Probability that a reset also makes an end lose bytes that had arrived and were not read.
     pub reset_drops_unread: f64,
-    /// Per send: no byte moves on the connection for up to `stall_max`.
+    /// Probability per send that no byte moves on the connection for up to `stall_max`.
     pub stall: f64,
     /// Longest stall.
     pub stall_max: Duration,
-    /// Per send: one of the connection's NICs is silently cut, one way or both, for up to `cut_max`.
+    /// Probability per send that one of the connection's NICs is silently cut, one way or both, for up to
+    /// `cut_max`.
     pub cut: f64,
     /// Longest cut.
     pub cut_max: Duration,
-    /// A dial is refused.
+    /// Probability that a dial is refused.
     pub refuse_dial: f64,
-    /// A dial is never answered.
+    /// Probability that a dial is never answered.
     pub time_out_dial: f64,
-    /// An end that closes loses its bytes in flight, and the other end sees a reset. Otherwise the bytes
-    /// arrive, then the end of the stream.
+    /// Probability that an end that closes loses its bytes in flight, and the other end sees a reset.
+    /// Otherwise the bytes arrive, then the end of the stream.
     pub abrupt_close: f64,
-    /// Per send on a data connection: one bit is flipped, after the first `corrupt_after_bytes` of the
-    /// stream.
+    /// Probability per send on a data connection that one bit is flipped, after the first
+    /// `corrupt_after_bytes` of the stream.
     pub corrupt: f64,
     /// Bytes at the start of each direction of a connection that are never corrupted.
     pub corrupt_after_bytes: u64,
-    /// Resets and stalls hit data connections only.
+    /// Whether resets and stalls hit data connections only.
     pub bulk_only: bool,
     /// Most resets, cuts, failed dials and corruptions, all together.
     pub disruptions_max: u32,
@@ -83,7 +85,7 @@ impl Faults {
     }
 }
 
-/// Zero in half of all cases, else a number up to `max`.
+/// Zero in half of all cases, else a random number up to `max`.
 fn rarely(rng: &mut Rng, max: f64) -> f64 {
     let value = rng.fraction() * max;
     if rng.chance(0.5) { value } else { 0.0 }
@@ -97,22 +99,23 @@ fn sometimes(rng: &mut Rng, max: Duration) -> Duration {
 /// When the two ends of a connection learn of its reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ResetSeen {
-    /// Both ends at once, whatever the state of the path.
+    /// Both ends learn of the reset at once, whatever the state of the path.
     AtOnce,
-    /// One end at once. The other end when a packet reaches it, at the earliest after this time.
+    /// One end learns of the reset at once. The other end learns of it when a packet reaches it, at the
+    /// earliest after this time.
     OtherEndAfter(Duration),
 }
 
 /// How a dial fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DialFault {
-    /// `ConnectionRefused` after a round trip.
+    /// The dial returns `ConnectionRefused` after a round trip.
     Refuse,
-    /// No answer; `TimedOut` after the kernel's two minutes.
+    /// The dial gets no answer, and returns `TimedOut` after the kernel's two minutes.
     TimeOut,
 }
 
-/// One end of a connection.
+/// One end of a simulated connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The end that dialled.

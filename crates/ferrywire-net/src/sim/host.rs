@@ -1,6 +1,6 @@
 //! The network traits over the simulator: [`SimHost`] is one host's view of the network.
 //!
-//! This file holds the simulator's only unsafe code: it copies from and into the caller's pieces.
+//! Only this file of the simulator has unsafe code: it copies from and into the caller's pieces.
 //! Invariant: each call holds the network's single lock throughout, so each call is one event.
 //! Read next: `traffic.rs`, which implements the calls.
 
@@ -116,7 +116,7 @@ impl Bound for SimBound {
 }
 
 impl Drop for SimBound {
-    /// Frees the reservation; a connection that was dialled keeps the port taken.
+    /// Frees the reserved port, unless a connection was dialled from it.
     fn drop(&mut self) {
         self.net.lock().hosts[self.host].bound.remove(&self.local.port());
     }

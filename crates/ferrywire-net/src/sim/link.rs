@@ -14,7 +14,7 @@ use std::time::Duration;
 use super::pipe::{Payload, Pipe, retransmit_timeout};
 use super::trace::Trace;
 
-/// The path under a link, by sending end.
+/// State of the path under a link; its arrays have one entry per sending end.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Path {
     pub(super) open: [bool; 2],
@@ -36,7 +36,7 @@ impl Path {
     }
 }
 
-/// State of a link.
+/// State of a simulated connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
     /// The dialling end has sent its request; `tries` requests were unanswered.
@@ -47,23 +47,23 @@ pub(super) enum Phase {
     Up { at: Duration },
 }
 
-/// One end of a link.
+/// One end of a simulated connection.
 #[derive(Debug)]
 pub(super) struct End {
     pub(super) host: usize,
     pub(super) nic: usize,
     pub(super) address: SocketAddr,
-    /// The owner has shut down this end.
+    /// Whether the owner has shut down this end.
     pub(super) shut: bool,
-    /// A reset has arrived.
+    /// Whether a reset has arrived at this end.
     pub(super) reset: bool,
-    /// The other end's last byte has arrived.
+    /// Whether the other end's last byte has arrived.
     pub(super) fin: bool,
-    /// The end has no owner any more.
+    /// Whether the owner has dropped this end.
     pub(super) dropped: bool,
     /// The mark (`Fin` or `Rst`) that this end sends to the other once its host is not frozen.
     pub(super) farewell: Option<Payload>,
-    /// This end has answered unwanted bytes with a reset.
+    /// Whether this end has answered unwanted bytes with a reset.
     rejected: bool,
 }
 
@@ -82,13 +82,13 @@ impl End {
         }
     }
 
-    /// Whether the end's kernel discards further bytes.
+    /// Whether this end's kernel discards further bytes.
     fn is_gone(&self) -> bool {
         self.reset || (self.shut && self.farewell.is_none())
     }
 }
 
-/// The next event of a link.
+/// The next event of a simulated connection.
 #[derive(Clone, Copy, Debug)]
 enum Step {
     /// The first segment in flight from this end arrives.
@@ -107,12 +107,12 @@ pub(super) struct Link {
     pub(super) phase: Phase,
     pub(super) dialled_at: Duration,
     pub(super) stalled_until: Duration,
-    /// The connection carries bulk data.
+    /// Whether the connection carries bulk data.
     pub(super) bulk: bool,
 }
 
 impl Link {
-    /// A link whose request is not answered; its accepting end counts as dropped until it is accepted.
+    /// A connection whose request is not answered; its accepting end counts as dropped until it is accepted.
     pub(super) fn new(id: u64, ends: [End; 2], capacity: usize, now: Duration) -> Link {
         let mut link = Link {
             id,
@@ -140,7 +140,7 @@ impl Link {
         }
     }
 
-    /// Processes all events due up to `now`.
+    /// Processes all events of the connection that are due up to `now`.
     pub(super) fn settle(&mut self, path: Path, now: Duration, trace: &mut Trace) {
         while let Some((at, step)) = self.next_step().filter(|(at, _)| *at <= now) {
             match step {
@@ -150,7 +150,7 @@ impl Link {
         }
     }
 
-    /// When the next event is due, after `now`.
+    /// When the connection's next event after `now` is due.
     pub(super) fn next_at(&self, now: Duration) -> Option<Duration> {
         let phase = match self.phase {
             Phase::Failing { at, .. } | Phase::Up { at } => Some(at),

@@ -46,7 +46,7 @@ pub struct ConnInfo {
     pub id: ConnId,
     /// The address it was dialled from.
     pub dialler: SocketAddr,
-    /// The address it was dialled to.
+    /// The address from which it was dialled.
     pub acceptor: SocketAddr,
     /// Whether either end declared the connection as carrying bulk data.
     pub bulk: bool,

@@ -18,9 +18,9 @@ const RETRANSMIT_GAP_MAX: Duration = Duration::from_secs(120);
 #[derive(Debug)]
 pub(super) enum Payload {
     Bytes(Vec<u8>),
-    /// The end of the stream.
+    /// The end of the stream in one direction, as TCP's FIN.
     Fin,
-    /// The end of the connection.
+    /// The end of the whole connection, as TCP's RST.
     Rst,
 }
 
@@ -30,7 +30,7 @@ impl Payload {
     }
 }
 
-/// A segment in flight.
+/// A segment in flight in one direction.
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) payload: Payload,
@@ -38,7 +38,7 @@ pub(super) struct Segment {
     pub(super) leaves: Duration,
     /// When the segment arrives.
     pub(super) due: Duration,
-    /// The segment was lost on a cut path, and waits for its retransmission.
+    /// Whether the segment was lost on a cut path, and waits for its retransmission.
     pub(super) lost: bool,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Pipe {
     /// When the retransmission timer was started; `None` when no byte waits.
     waiting_since: Option<Duration>,
     pub(super) last_ack: Duration,
-    /// Since when the sender has found no room.
+    /// When the sender first found no room; `None` while there is room.
     pub(super) full_since: Option<Duration>,
     corrupt_at: Option<u64>,
 }
@@ -105,7 +105,7 @@ impl Pipe {
         corrupted
     }
 
-    /// Puts a segment in flight, behind all others.
+    /// Puts a segment in flight, behind all others of this direction.
     pub(super) fn enqueue(&mut self, payload: Payload, (leaves, due): (Duration, Duration), lost: bool) {
         let behind = self.in_flight.back().map_or(Duration::ZERO, |segment| segment.due);
         self.in_flight.push_back(Segment { payload, leaves, due: due.max(behind), lost });
@@ -140,8 +140,8 @@ impl Pipe {
         self.consumed += count as u64;
     }
 
-    /// Sends an acknowledgement of everything delivered. It replaces those that would arrive later, being
-    /// cumulative.
+    /// Sends an acknowledgement of all delivered bytes. It replaces those that would arrive later, since
+    /// acknowledgements are cumulative.
     pub(super) fn send_ack(&mut self, due: Duration) {
         while self.acks.back().is_some_and(|(at, _)| *at >= due) {
             self.acks.pop_back();
@@ -160,18 +160,18 @@ impl Pipe {
         self.waiting_since = self.is_waiting().then_some(at);
     }
 
-    /// Marks all segments in flight as lost: the path was cut.
+    /// Marks all segments in flight as lost, because the path was cut.
     pub(super) fn lose_in_flight(&mut self) {
         self.in_flight.iter_mut().for_each(|segment| segment.lost = true);
     }
 
-    /// Discards everything in flight: the connection is gone.
+    /// Discards all segments and acknowledgements in flight, because the connection is over.
     pub(super) fn clear_flight(&mut self) {
         self.in_flight.clear();
         self.acks.clear();
     }
 
-    /// Schedules lost segments for when the retransmission timer next fires: the path has healed.
+    /// Schedules lost segments for when the retransmission timer next fires, because the path has healed.
     pub(super) fn resend(&mut self, now: Duration, latency: Duration, rto: Duration) {
         let due = self.next_retry(now, rto) + latency;
         if self.in_flight.iter().all(|segment| !segment.lost) {
@@ -183,14 +183,14 @@ impl Pipe {
         }
     }
 
-    /// Repeats lost acknowledgements: the path has healed in both directions.
+    /// Repeats lost acknowledgements, because the path has healed in both directions.
     pub(super) fn acknowledge_again(&mut self, now: Duration, rtt: Duration, rto: Duration) {
         if self.acked < self.delivered && self.acks.is_empty() {
             self.acks.push_back((self.next_retry(now, rto) + rtt, self.delivered));
         }
     }
 
-    /// Retransmissions in a row that were not answered.
+    /// Number of retransmissions in a row that were not answered.
     pub(super) fn unanswered(&self, now: Duration, rto: Duration) -> u32 {
         let Some(since) = self.waiting_since else { return 0 };
         // A segment that still queues in the sending host is not waited for yet.

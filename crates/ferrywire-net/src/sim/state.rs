@@ -44,7 +44,7 @@ pub(super) struct NicState {
     pub(super) cut_since: Duration,
     /// Number of the current cut, so that a timed heal of an earlier cut has no effect.
     cut_epoch: u64,
-    /// Faults of the next dials to this NIC.
+    /// Faults of the next dials to this NIC, first dial first.
     pub(super) dial_faults: VecDeque<DialFault>,
 }
 
@@ -92,7 +92,7 @@ pub(super) struct State {
     pub(super) links: BTreeMap<u64, Link>,
     events: BTreeMap<(Duration, u64), Event>,
     next_id: u64,
-    /// Numbers of sessions that were drawn.
+    /// Number of sessions whose random numbers were drawn.
     pub(super) sessions: u64,
     /// Requested corruptions: the number of bytes a data connection must have sent, and how many remain.
     pub(super) corrupt_bulk: (u64, u32),
@@ -135,7 +135,7 @@ impl State {
 
     // --- Time ---------------------------------------------------------------------------------
 
-    /// Moves the clock to `now` and processes the events scheduled on the way.
+    /// Moves the simulated clock to `now` and processes the events scheduled on the way.
     pub(super) fn catch_up(&mut self, now: Duration) {
         while let Some(entry) = self.events.first_entry().filter(|entry| entry.key().0 <= now) {
             let ((at, _), event) = entry.remove_entry();
@@ -158,7 +158,7 @@ impl State {
         }
     }
 
-    /// When the next event is due.
+    /// When the network's next event is due; `None` when it is at rest.
     pub(super) fn next_event(&mut self) -> Option<Duration> {
         self.settle_all();
         let scheduled = self.events.keys().next().map(|(at, _)| *at);
@@ -407,7 +407,7 @@ impl State {
             let link = &self.links[&id];
             let first = usize::from(link.ends[0].host != host);
             if first == 1 && !link.is_up() {
-                continue; // Its request will find no listener.
+                continue; // The dial fails anyway: its request will find no listener.
             }
             let latency = self.path(id).map_or(Duration::ZERO, |path| path.latency);
             self.reset(id, first, ResetSeen::OtherEndAfter(latency));

@@ -100,7 +100,7 @@ impl State {
         own.ok_or_else(|| ErrorKind::AddrNotAvailable.into())
     }
 
-    /// Sends the connection request, or schedules its failure.
+    /// Sends the request of a connection, or schedules its failure.
     fn ask(&mut self, id: u64, target: Option<usize>) {
         let (now, Some(path)) = (self.clock, self.path(id)) else {
             return;
@@ -200,7 +200,7 @@ impl State {
         self.strike(id);
     }
 
-    /// When a segment leaves the sending NIC, and when it has arrived.
+    /// When a segment leaves the sending NIC, and when it arrives.
     fn wire_times(&mut self, id: u64, end: usize, len: usize, path: Path) -> (Duration, Duration) {
         let ends = &self.links[&id].ends;
         let (from, to) = (ends[end].nic, ends[1 - end].nic);
@@ -276,7 +276,7 @@ impl State {
         }
     }
 
-    /// Draws the random faults that follow a send.
+    /// Draws the random faults that follow a send, and applies them.
     fn strike(&mut self, id: u64) {
         let Some(link) = self.links.get(&id) else { return };
         let (nics, spared) = (link.ends.each_ref().map(|end| end.nic), self.faults.bulk_only && !link.bulk);
@@ -350,7 +350,7 @@ impl State {
             link.pipes[end].clear_flight();
             farewell = Payload::Rst;
         }
-        self.trace.note(now, format_args!("c{id} end {end} says {farewell:?}"));
+        self.trace.note(now, format_args!("c{id} end {end} sends {farewell:?}"));
         link.tell(end, farewell, now, path);
     }
 

@@ -36,11 +36,11 @@ pub struct TcpConn {
     /// Whether both ends have addresses of this host; computed at first need. An accepted connection computes
     /// it only after the dialling end has proven itself, since the kernel has to list every interface.
     within_host: OnceCell<bool>,
-    /// No byte has moved in either direction yet.
+    /// Whether no byte has moved in either direction yet.
     connecting: bool,
     /// Tuning of a data connection, revised as its round trip becomes known.
     tuning: Option<Tuning>,
-    /// The first error, as `errno`; the kernel reports it only once.
+    /// The connection's first error, as `errno`; the kernel reports it only once.
     failure: Option<i32>,
     shut: bool,
     sent_bytes: u64,
@@ -195,9 +195,9 @@ impl Conn for TcpConn {
         }
         let fd = self.descriptor();
         let result = match self.lending.held() {
-            // SAFETY: promised by the caller.
+            // SAFETY: the caller promises that the pieces are readable.
             0 => unsafe { socket::send(fd, pieces, 0) },
-            // The pipe already holds the first of these bytes.
+            // The pipe already holds the first bytes of these pieces.
             _ => self.lending.go_on(fd),
         };
         self.took(result)
@@ -221,7 +221,7 @@ impl Conn for TcpConn {
                 if e.raw_os_error() == Some(libc::EFAULT) {
                     self.zero_copy.turn_off();
                 }
-                // SAFETY: as above.
+                // SAFETY: the caller promises that the pieces are readable for longer than the call.
                 unsafe { self.send(pieces) }
             }
             result => {
@@ -243,10 +243,10 @@ impl Conn for TcpConn {
         }
         let fd = self.descriptor();
         let mut late = None;
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller keeps the promise of `send_lent`, which `Lending::send` asks for.
         let sent = unsafe { self.lending.send(fd, pieces, &mut late) };
         if let Some(error) = late {
-            // The next call reports the error.
+            // The error is stored here, and the next call reports it.
             self.judged(error);
         }
         match sent {
@@ -279,7 +279,7 @@ impl Conn for TcpConn {
         if self.shut {
             return Ok(0);
         }
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises that the pieces are writable.
         match unsafe { socket::recv(self.descriptor(), pieces) } {
             Ok(0) => self.ended(pieces),
             Ok(bytes) => Ok(self.moved(bytes)),
@@ -344,9 +344,8 @@ impl Conn for TcpConn {
 }
 
 impl Drop for TcpConn {
-    /// After the drop the memory may change. Sends that the kernel has not completed must then never go out,
-    /// or the peer would receive the changed bytes. So a connection with incomplete zero-copy sends is
-    /// aborted.
+    /// Aborts a connection that has incomplete zero-copy sends. After the drop their memory may change, and
+    /// the kernel must not send the changed bytes to the peer.
     fn drop(&mut self) {
         self.drain_completions();
         if self.zero_copy.is_unfinished() {

@@ -13,11 +13,11 @@ use crate::PathHealth;
 use ferrywire_proto::limits::PATH_CHECK_INTERVAL;
 use ferrywire_sys::tcp_info::TcpInfo;
 
-/// Two samples further apart than this say nothing about the time between them.
+/// Most time between two samples of a path; samples further apart do not show what happened in between.
 const SAMPLES_APART_MAX: Duration = Duration::from_millis(500);
 const _: () = assert!(SAMPLES_APART_MAX.as_millis() >= 2 * PATH_CHECK_INTERVAL.as_millis());
 
-/// The earlier samples of one connection.
+/// The earlier health samples of one connection.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Watch {
     sampled_at: Duration,

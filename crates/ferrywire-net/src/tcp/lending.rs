@@ -19,7 +19,7 @@ const REFUSALS: [i32; 4] = [libc::EPERM, libc::EACCES, libc::ENOSYS, libc::EINVA
 
 static PIPES: AtomicUsize = AtomicUsize::new(0);
 
-/// The pipe of one connection.
+/// The pipe of one connection, through which pages are lent to the socket.
 #[derive(Debug, Default)]
 pub(super) enum Lending {
     /// No piece was lent yet, so there is no pipe.
@@ -86,11 +86,11 @@ impl Lending {
     ) -> Option<io::Result<usize>> {
         let (lent, copied) = pieces.split_last()?;
         let copied_bytes: usize = copied.iter().map(|piece| piece.len).sum();
-        debug_assert!(copied_bytes == 0 || self.held() == 0, "what is in the pipe comes first");
+        debug_assert!(copied_bytes == 0 || self.held() == 0, "the bytes in the pipe are sent first");
         let mut sent = 0;
         if copied_bytes > 0 {
             self.pipe()?;
-            // SAFETY: readable for the length of the call.
+            // SAFETY: the pieces are readable for the length of the call.
             match unsafe { socket::send(fd, copied, libc::MSG_MORE) } {
                 Ok(bytes) if bytes == copied_bytes => sent = bytes,
                 result => return Some(result),
@@ -98,7 +98,7 @@ impl Lending {
         }
         let mut lent_bytes = 0;
         while lent_bytes < lent.len {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller keeps the promise of `send_lent` for the last piece.
             match unsafe { self.send_some(fd, *lent, lent_bytes) } {
                 Some(Ok(bytes)) => lent_bytes += bytes,
                 Some(Err(error)) if sent + lent_bytes == 0 => return Some(Err(error)),
@@ -120,9 +120,9 @@ impl Lending {
     unsafe fn send_some(&mut self, fd: RawFd, piece: IoVec, done: usize) -> Option<io::Result<usize>> {
         let pipe = self.pipe()?;
         if pipe.held() == 0 {
-            // SAFETY: within the piece.
+            // SAFETY: `done` is within the piece.
             let rest = IoVec::new(unsafe { piece.base.add(done) }, piece.len - done);
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller keeps the promise of `send_lent` for this piece.
             if unsafe { pipe.take(rest) }.is_err() {
                 self.turn_off();
                 return None;

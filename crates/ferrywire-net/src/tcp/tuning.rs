@@ -31,7 +31,7 @@ use ferrywire_sys::{nics, socket};
 /// Most unsent bytes in the socket of a bulk connection between hosts: enough to keep the NIC busy, and
 /// little to resend or to wait behind.
 const UNSENT_BYTES_MAX: libc::c_int = 256 << 10;
-/// Round trips below this are a data centre's. Cubic then still carries about 3 Gbit/s per connection when it
+/// Round trips below this duration count as those of a data centre. Cubic then still carries about 3 Gbit/s per connection when it
 /// loses one segment of 10,000.
 const SHORT_ROUND_TRIP: Duration = Duration::from_micros(500);
 /// Socket buffer in bytes of a bulk connection with a long round trip, unless autotuning goes higher. At 10
@@ -50,7 +50,7 @@ const PROVEN_MOVES: u32 = 16;
 /// Congestion control for short paths.
 const SHORT_PATH_CONTROL: &str = "cubic";
 
-/// How far a connection reaches.
+/// Distance between the two ends of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Path {
     /// Both ends are on this host.
@@ -72,7 +72,8 @@ impl Path {
         if nics.iter().any(connected) { Path::Near } else { Path::Far }
     }
 
-    /// Classifies the path by its round trip, which outweighs the addresses; zero means that it is unknown.
+    /// The class of the path after its round trip is known, which outweighs the addresses; a round trip of
+    /// zero is unknown.
     fn given(self, round_trip: Duration) -> Path {
         match self {
             unknown if round_trip == Duration::ZERO => unknown,
@@ -83,7 +84,7 @@ impl Path {
     }
 }
 
-/// The shortest round trip that this connection has measured; zero means none.
+/// The shortest round trip that this connection has measured; zero before the first measurement.
 pub(super) fn round_trip(fd: RawFd) -> Duration {
     TcpInfo::read(fd).map_or(Duration::ZERO, |info| info.min_rtt)
 }
@@ -204,14 +205,14 @@ fn fit(fd: RawFd, path: Path, long: bool, options: &ConnOptions) {
         Some(_) => Ok(()),
         None if long => fit_for_long_path(fd),
         None if same_host => set_buffers(fd, same_host_buffer_bytes(path, options)),
-        // Kernels before 5.16 refuse, and keep the buffers that were set.
+        // Kernels before 5.16 refuse autotuning, and keep the buffers that were set.
         None => socket::autotune_buffers(fd).or(Ok(())),
     };
     let unsent_bytes = if same_host && !long { 0 } else { UNSENT_BYTES_MAX };
     let fitted =
         fitted.and_then(|()| socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, unsent_bytes));
     if let Err(e) = fitted {
-        tracing::debug!("cannot change the socket buffers: {e}");
+        tracing::debug!("cannot change the socket buffers of a data connection: {e}");
     }
 }
 
@@ -224,8 +225,8 @@ fn fit_for_long_path(fd: RawFd) -> io::Result<()> {
     }
 }
 
-/// Shrinks buffers that were forced to be large, which autotuning never does. Without CAP_NET_ADMIN none were
-/// forced.
+/// Shrinks buffers that were forced to be large, which autotuning never does. Without CAP_NET_ADMIN no
+/// buffers were forced.
 fn take_back(fd: RawFd, options: &ConnOptions) {
     if options.socket_buffer_bytes.is_none() {
         let _ = socket::force_buffers(fd, SHORT_PATH_BUFFER_BYTES, SHORT_PATH_BUFFER_BYTES);
@@ -255,8 +256,8 @@ fn shortfall(bytes: usize, given: (usize, usize)) -> Option<String> {
     })
 }
 
-/// Largest buffer in bytes, as asked for, that autotuning reaches. The system's limit counts a buffer
-/// doubled.
+/// Largest size in bytes that a program can ask for and that autotuning also reaches. The system's limit
+/// counts a buffer doubled.
 fn autotuned_bytes_max(name: &str) -> usize {
     let limits = fs::read_to_string(format!("/proc/sys/net/ipv4/tcp_{name}")).unwrap_or_default();
     let last: Option<usize> = limits.split_whitespace().last().and_then(|max| max.parse().ok());
@@ -294,7 +295,7 @@ pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
 /// reports the one in force.
 fn prefer_short_path_control(fd: RawFd) {
     if let Err(e) = socket::set_congestion_control(fd, SHORT_PATH_CONTROL) {
-        tracing::debug!("cannot set congestion control {SHORT_PATH_CONTROL}: {e}");
+        tracing::debug!("cannot set the congestion control {SHORT_PATH_CONTROL} of a data connection: {e}");
     }
 }
 
@@ -303,7 +304,7 @@ fn restore_system_control(fd: RawFd) {
     let fresh = super::new_socket(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0));
     let system = fresh.and_then(|fresh| socket::congestion_control(fresh.as_raw_fd()));
     if let Err(e) = system.and_then(|name| socket::set_congestion_control(fd, &name)) {
-        tracing::debug!("cannot set the system's congestion control: {e}");
+        tracing::debug!("cannot return a data connection to the system's congestion control: {e}");
     }
 }
 

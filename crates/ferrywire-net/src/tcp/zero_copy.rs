@@ -43,7 +43,7 @@ impl ZeroCopy {
         self.policy == ZeroCopyPolicy::Always
     }
 
-    /// Whether zero copy is on.
+    /// Whether zero copy is on for this connection.
     pub(super) fn usable(&self) -> bool {
         self.usable
     }
@@ -68,8 +68,8 @@ impl ZeroCopy {
         self.unfinished.push_back(Send { start, finished: false });
     }
 
-    /// Records a completion; completions come in any order. Numbers that belong to no send of this connection
-    /// are ignored.
+    /// Records a completion; completions arrive in any order. Numbers that belong to no send of this
+    /// connection are ignored.
     pub(super) fn finish(&mut self, completion: Completion) {
         let skip = completion.first.wrapping_sub(self.first_number) as usize;
         let count = completion.last.wrapping_sub(completion.first) as usize + 1;
