@@ -1,4 +1,4 @@
-//! Errors of memory: allocation, access, GPUs.
+//! Errors of operations on memory: allocation, access, GPUs.
 
 use super::cuda::CudaError;
 use super::sim::SimGpuError;
@@ -13,19 +13,19 @@ pub enum Error {
     /// An argument is not valid.
     #[error("{what}: {why}")]
     Invalid {
-        /// The argument or option.
+        /// Name of the argument or option.
         what: String,
-        /// Why it is not valid, and which values are.
+        /// Why the argument is not valid, and which values are.
         why: String,
     },
     /// Offset and length exceed the region.
     #[error("bytes {offset}..{end} are outside the {side} region of {region_bytes} bytes", end = offset.saturating_add(*len))]
     OutOfRegion {
-        /// "source" or "target".
+        /// Which end of the transfer has the region: "source" or "target".
         side: &'static str,
-        /// Offset of the first byte.
+        /// Offset of the range's first byte in the region.
         offset: u64,
-        /// Length in bytes.
+        /// Length of the range in bytes.
         len: u64,
         /// Size of the region in bytes.
         region_bytes: u64,
@@ -42,7 +42,7 @@ pub enum Error {
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
-        /// The call, and the object of the call.
+        /// The failed call, and its object.
         what: String,
         /// The system's message.
         message: String,
@@ -56,7 +56,7 @@ pub enum Error {
         name: &'static str,
         /// Value of the limit.
         limit: u64,
-        /// The cause, and what to try.
+        /// Why the limit was reached, and what to try.
         why: String,
     },
     /// An invariant of ferrywire was violated.

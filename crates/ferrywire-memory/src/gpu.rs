@@ -21,7 +21,7 @@ pub struct GpuCopy {
     pub source: u64,
     /// Target address, of the same kinds of memory.
     pub target: u64,
-    /// Length in bytes.
+    /// Length of the copy in bytes.
     pub bytes: usize,
 }
 
@@ -35,13 +35,13 @@ pub fn dmabuf_fd(location: MemoryLocation, address: u64, bytes: u64) -> Result<O
         MemoryLocation::SimGpu(_) => Ok(sim::dmabuf_fd(address, bytes)?),
         MemoryLocation::Cuda(_) => Ok(cuda::dmabuf_fd(address, bytes)?),
         MemoryLocation::Host => {
-            let why = "host memory that was allocated without one has none: send the memory as it is, or copy it to a pool";
+            let why = "host memory has no dma-buf unless it was allocated as one: send the memory as it is, or copy it to a pool";
             Err(Error::invalid("dma-buf", why))
         }
     }
 }
 
-/// An open GPU, which stays open while this value lives.
+/// A handle of a GPU, which keeps the GPU open.
 #[derive(Clone, Debug)]
 pub enum Gpu {
     /// A simulated GPU.
@@ -51,7 +51,7 @@ pub enum Gpu {
 }
 
 impl Gpu {
-    /// The GPU of a memory location; opens it at first need.
+    /// The GPU of a memory location; opens the GPU at first need.
     pub fn open(location: MemoryLocation) -> Result<Gpu> {
         match location {
             MemoryLocation::SimGpu(index) => Ok(Gpu::Sim(SimGpu::open(index)?)),
@@ -60,7 +60,7 @@ impl Gpu {
         }
     }
 
-    /// The GPU of a memory location, which must be open.
+    /// The GPU of a memory location. Returns an error for a GPU that is not open.
     pub fn opened(location: MemoryLocation) -> Result<Gpu> {
         match location {
             MemoryLocation::SimGpu(index) => {
@@ -90,7 +90,7 @@ impl Gpu {
     }
 
     /// The allocation that contains `address`, on any GPU of this kind; `None` for other memory. On CUDA GPUs
-    /// adjacent pieces are included until it holds `bytes` bytes.
+    /// adjacent pieces are included until the range holds `bytes` bytes.
     pub fn allocation(&self, address: u64, bytes: u64) -> Option<Extent> {
         match self {
             Gpu::Sim(_) => SimGpu::of(address).map(|(_, base, bytes)| Extent { base, bytes }),
@@ -117,8 +117,8 @@ impl Gpu {
         }
     }
 
-    /// Host memory that this GPU can access and that is never reused, since a send may still read it when it
-    /// is dropped. For set-up only.
+    /// Allocates host memory that this GPU can access and that is never reused, since a send may still read
+    /// it when it is dropped. For set-up only, because the call may wait for the GPU.
     pub fn map_once(&self, bytes: usize) -> Result<Mapped> {
         match self {
             Gpu::Sim(gpu) => SimQueue::new(gpu).map(bytes),
@@ -126,7 +126,7 @@ impl Gpu {
         }
     }
 
-    /// A new queue of work on this GPU. For set-up only.
+    /// Creates a queue of work on this GPU. For set-up only, because the call may wait for the GPU.
     pub fn queue(&self) -> Result<Box<dyn GatherDevice>> {
         match self {
             Gpu::Sim(gpu) => Ok(Box::new(SimQueue::new(gpu))),

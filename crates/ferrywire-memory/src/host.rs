@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use ferrywire_sys::mapping;
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 
-/// Smallest size in bytes of a buffer that is aligned to a huge page, and that alignment.
+/// Smallest size in bytes of a buffer that is aligned to a huge page, and the alignment of such a buffer.
 const ALIGN_BYTES: usize = 2 << 20;
 const PAGE_BYTES: usize = 4096;
 
@@ -15,7 +15,7 @@ pub struct HostBuffer {
     layout: Layout,
 }
 
-// SAFETY: plain memory, freed once; the pointer is only handed out raw.
+// SAFETY: the buffer is plain memory, freed once; the pointer is only handed out raw.
 unsafe impl Send for HostBuffer {}
 
 impl HostBuffer {
@@ -44,12 +44,12 @@ impl HostBuffer {
         Ok(HostBuffer { base, len, layout })
     }
 
-    /// Address of the first byte.
+    /// Address of the buffer's first byte.
     pub fn base(&self) -> *mut u8 {
         self.base
     }
 
-    /// Size in bytes.
+    /// Size of the buffer in bytes.
     pub fn bytes(&self) -> usize {
         self.len
     }
@@ -57,7 +57,7 @@ impl HostBuffer {
 
 impl Drop for HostBuffer {
     fn drop(&mut self) {
-        // SAFETY: allocated by `zeroed` with this layout, freed once.
+        // SAFETY: the memory was allocated by `zeroed` with this layout, and is freed once.
         unsafe { dealloc(self.base, self.layout) };
     }
 }

@@ -36,7 +36,7 @@ impl WordPattern {
         self.word_at(self.sum(offset / 8)).to_le_bytes()[(offset % 8) as usize]
     }
 
-    /// Writes the pattern's bytes from `offset` on.
+    /// Writes the pattern's bytes from `offset` on into `into`.
     pub fn fill(self, offset: u64, into: &mut [u8]) {
         let head = head_bytes(offset, into.len());
         let (first, rest) = into.split_at_mut(head);
@@ -89,7 +89,7 @@ impl WordPattern {
     }
 }
 
-/// Bytes up to the next word boundary, at most `available`.
+/// Bytes from `offset` up to the next word boundary, at most `available`.
 fn head_bytes(offset: u64, available: usize) -> usize {
     available.min((offset.wrapping_neg() % 8) as usize)
 }
@@ -97,13 +97,13 @@ fn head_bytes(offset: u64, available: usize) -> usize {
 /// A range of a region, and the part of a pattern that belongs there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {
-    /// The pattern.
+    /// The pattern of which the range contains a part.
     pub pattern: WordPattern,
-    /// Offset of the first byte in the pattern.
+    /// Offset of the range's first byte in the pattern.
     pub from: u64,
-    /// Offset of the first byte in the region.
+    /// Offset of the range's first byte in the region.
     pub offset: u64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 

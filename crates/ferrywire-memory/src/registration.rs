@@ -37,8 +37,8 @@ enum Keeper {
     Cuda {
         buffer: CudaBuffer,
     },
-    /// The user, who promised it at registration, or a value that the user handed over; for GPU memory, also
-    /// the GPU.
+    /// The user owns the bytes, by a promise at registration or through a value that was handed over; for GPU
+    /// memory the GPU is kept open too.
     User {
         _gpu: Option<Gpu>,
         owner: Mutex<Option<Owner>>,
@@ -52,9 +52,10 @@ pub struct Memory {
     location: MemoryLocation,
     key: u64,
     revoked: AtomicBool,
-    /// The region is deregistered: nothing may be placed in it.
+    /// Whether the region is deregistered: nothing may be placed in it.
     taken_back: AtomicBool,
-    /// The user has dropped the last handle, and may have freed the bytes although operations are unfinished.
+    /// Whether the user has dropped the last handle, and may have freed the bytes although operations are
+    /// unfinished.
     gone: AtomicBool,
     /// Number of operations in flight that use the memory.
     users: AtomicUsize,
@@ -66,11 +67,12 @@ pub struct Memory {
 // SAFETY: the pointer is only dereferenced in bounds-checked spans of host memory. Those bytes are plain
 // memory that the network may change at any time, as every reader must expect.
 unsafe impl Send for Memory {}
-// SAFETY: as above; all fields but the bytes are immutable or atomic.
+// SAFETY: the bytes may change at any time, as every reader must expect; all other fields are immutable or
+// atomic.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Location of the bytes. Only host memory may be accessed through its address.
+    /// Location of the region's bytes. Only host memory may be accessed through its address.
     pub fn location(&self) -> MemoryLocation {
         self.location
     }
@@ -80,7 +82,7 @@ impl Memory {
         if offset.checked_add(len)? > self.len {
             return None;
         }
-        // SAFETY: `offset` is within the allocation, as just checked.
+        // SAFETY: `offset` is within the allocation, as the bounds check has shown.
         Some(unsafe { self.base.add(offset as usize) })
     }
 
@@ -106,29 +108,30 @@ impl Memory {
             return Ok(());
         };
         match self.location {
-            // SAFETY: the span is inside live host memory, and `from` is borrowed. `from` may be part of the region, as above.
+            // SAFETY: the span is inside live host memory, and `from` is borrowed. `from` may be part of the
+            // region; `copy` allows the overlap.
             MemoryLocation::Host => unsafe { std::ptr::copy(from.as_ptr(), to, from.len()) },
             location => Gpu::opened(location)?.write_from_slice(to as u64, from)?,
         }
         Ok(())
     }
 
-    /// Offset of an address that [`Memory::span`] returned.
+    /// Offset in the region of an address that [`Memory::span`] returned.
     pub fn offset_of(&self, address: *mut u8) -> u64 {
         (address as u64).wrapping_sub(self.base as u64)
     }
 
-    /// Size in bytes.
+    /// Size of the region in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Address of the first byte.
+    /// Address of the region's first byte.
     pub fn base(&self) -> *mut u8 {
         self.base
     }
@@ -165,14 +168,14 @@ impl Memory {
         Memory { base, len, location, key, revoked, taken_back, gone, users, callers, keeper }
     }
 
-    /// Prevents reuse of GPU memory: a send may still read it when it is dropped.
+    /// Prevents reuse of GPU memory, because a send may still read the memory when it is dropped.
     pub fn prevent_reuse(&self) {
         if let Keeper::Cuda { buffer } = &self.keeper {
             buffer.prevent_reuse();
         }
     }
 
-    /// Ends the access of peers, and of lanes that register memory.
+    /// Ends the access of peers to the region, and of lanes that register memory.
     pub fn revoke(&self) {
         self.revoked.store(true, Ordering::SeqCst);
     }
@@ -182,18 +185,18 @@ impl Memory {
         self.revoked.load(Ordering::SeqCst)
     }
 
-    /// Counts an operation that starts. The operation checks [`Memory::revoked`] afterwards, so either it
-    /// sees the deregistration, or the deregistration sees it.
+    /// Counts an operation on the memory that starts. The operation checks [`Memory::revoked`] afterwards, so
+    /// either it sees the deregistration, or the deregistration sees it.
     pub fn enter(&self) {
         self.users.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Uncounts an operation that has ended.
+    /// Uncounts an operation on the memory that has ended.
     pub fn leave(&self) {
         self.users.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Text for messages.
+    /// The region as text for error messages.
     pub fn describe(&self) -> String {
         format!("a region of {} bytes", self.len)
     }
@@ -203,7 +206,7 @@ impl Memory {
         self.users.load(Ordering::SeqCst) > 0
     }
 
-    /// Whether the user owns the bytes, so they may be freed after deregistration.
+    /// Whether the user owns the region's bytes, so they may be freed after deregistration.
     pub fn user_owned(&self) -> bool {
         matches!(self.keeper, Keeper::User { .. })
     }
@@ -218,22 +221,22 @@ impl Memory {
         self.user_owned() && self.taken_back()
     }
 
-    /// Deregisters the memory: nothing may be placed in it any more.
+    /// Marks the region as deregistered: nothing may be placed in it any more.
     pub fn take_back(&self) {
         self.taken_back.store(true, Ordering::SeqCst);
     }
 
-    /// Notes that the user has dropped the last handle.
+    /// Notes that the user has dropped the last handle of the region, and may free its bytes.
     pub fn let_user_free_it(&self) {
         self.gone.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the user may have freed the bytes: no new call to the kernel may send them.
+    /// Whether the user may have freed the region's bytes: no new call to the kernel may send them.
     pub fn is_gone(&self) -> bool {
         self.gone.load(Ordering::SeqCst)
     }
 
-    /// The value that keeps the user's bytes alive, if there is one.
+    /// The value that keeps the user's bytes alive; `None` where the user only made a promise.
     fn owner(&self) -> Option<MutexGuard<'_, Option<Owner>>> {
         match &self.keeper {
             Keeper::User { owner, .. } => Some(owner.lock().unwrap_or_else(PoisonError::into_inner)),
@@ -241,17 +244,19 @@ impl Memory {
         }
     }
 
-    /// Whether a value from the user keeps the bytes alive.
+    /// Whether a value from the user keeps the region's bytes alive.
     pub fn has_owner(&self) -> bool {
         self.owner().is_some_and(|owner| owner.is_some())
     }
 
-    /// Takes that value, to be dropped; call this when nothing accesses the memory any more.
+    /// Takes the value that keeps the user's bytes alive, to be dropped; call this when nothing accesses the
+    /// memory any more.
     pub fn take_owner(&self) -> Option<Owner> {
         self.owner()?.take()
     }
 
-    /// Runs `body` while the bytes stay valid. Returns [`Error::Invalid`] when they belong to the user again.
+    /// Runs `body` while the region's bytes stay valid. Returns [`Error::Invalid`] when they belong to the
+    /// user again.
     pub fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter();
         // Bytes that the region owns are valid as long as a handle exists.
@@ -266,8 +271,8 @@ impl Memory {
         result
     }
 
-    /// Counts an access until the returned value is dropped. A thread that checks [`Memory::taken_back`]
-    /// afterwards either sees the deregistration, or is waited for.
+    /// Counts an access to the memory until the returned value is dropped. A thread that checks
+    /// [`Memory::taken_back`] afterwards either sees the deregistration, or is waited for.
     pub fn call(&self) -> Call<'_> {
         self.callers.fetch_add(1, Ordering::SeqCst);
         Call(&self.callers)
@@ -279,7 +284,7 @@ impl Memory {
     }
 }
 
-/// An access in progress.
+/// An access to registered memory in progress.
 pub struct Call<'a>(&'a AtomicUsize);
 
 impl Drop for Call<'_> {
@@ -288,17 +293,17 @@ impl Drop for Call<'_> {
     }
 }
 
-/// An operation that keeps the memory in use until this is dropped; see [`Memory::enter`].
+/// An operation that keeps registered memory in use until this value is dropped; see [`Memory::enter`].
 pub struct InUse(Arc<Memory>);
 
 impl InUse {
-    /// Counts an operation that starts.
+    /// Counts an operation that starts on `memory`.
     pub fn new(memory: &Arc<Memory>) -> InUse {
         memory.enter();
         InUse(memory.clone())
     }
 
-    /// The memory in use.
+    /// The memory that the operation uses.
     pub fn memory(&self) -> &Memory {
         &self.0
     }
@@ -310,11 +315,11 @@ impl Drop for InUse {
     }
 }
 
-/// An access in progress that may outlast the call which began it; see [`Memory::call`].
+/// An access to registered memory in progress that may outlast the call which began it; see [`Memory::call`].
 pub struct OwnedCall(Arc<Memory>);
 
 impl OwnedCall {
-    /// Counts an access to the memory.
+    /// Counts an access to `memory`, until the value is dropped.
     pub fn new(memory: &Arc<Memory>) -> OwnedCall {
         memory.callers.fetch_add(1, Ordering::SeqCst);
         OwnedCall(memory.clone())
@@ -330,7 +335,7 @@ impl Drop for OwnedCall {
 /// Alignment in bytes of GPU memory for the engine: the page size in which NICs map GPU memory.
 const PAGE_BYTES: usize = 64 << 10;
 
-/// Memory that its region owns.
+/// Memory that a region owns and frees.
 pub enum Owned {
     /// Host memory that the engine allocated.
     Host(HostBuffer),
@@ -355,7 +360,7 @@ impl RegionTable {
         table.get(&key).cloned().ok_or(Refusal::NoRegion)
     }
 
-    /// Registers memory that the region owns.
+    /// Registers memory that the region owns and frees.
     pub fn insert_owned(&self, owned: Owned) -> Arc<Memory> {
         let (base, len, location, keeper) = match owned {
             Owned::Host(buffer) => (
@@ -406,7 +411,7 @@ impl RegionTable {
         memory
     }
 
-    /// Removes a region: peers can no longer access it.
+    /// Removes a region from the table: peers can no longer access it.
     pub fn remove(&self, memory: &Memory) {
         memory.revoke();
         self.by_key.write().unwrap_or_else(|e| e.into_inner()).remove(&memory.key);
@@ -423,9 +428,9 @@ fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, MemoryLocation, Keeper) {
     (buffer.as_ptr(), buffer.len() as u64, location, Keeper::Cuda { buffer })
 }
 
-/// The error of code that takes host memory for GPU memory.
+/// The error for code that wrongly passes host memory to a GPU operation.
 pub(crate) fn host_has_no_gpu() -> Error {
-    Error::Internal("a GPU was asked for host memory".into())
+    Error::Internal("host memory was passed to an operation on GPU memory".into())
 }
 
 /// Checks that a range lies within a region of `region_bytes`. Returns [`Error::OutOfRegion`] otherwise.

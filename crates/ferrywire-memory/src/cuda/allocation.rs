@@ -12,25 +12,26 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const DRIVER_ALIGN_BYTES: usize = 256;
 const PAGE_BYTES: usize = 4096;
 
-/// Memory of a CUDA GPU, in whole pages of its own. The CPU must not access it.
+/// Memory of a CUDA GPU, in whole pages. The CPU must not access it.
 ///
 /// Dropping it frees the memory, which waits for the GPU's work. Where that could block a transfer, the
 /// memory is freed later (`deferred_free.rs`).
 pub struct CudaBuffer {
-    /// `None` only while the buffer is dropped.
+    /// The driver's allocation; `None` only while the buffer is dropped.
     block: Option<Block>,
     gpu: Arc<CudaGpu>,
-    /// First address in the block with the requested alignment.
+    /// First address in the allocation with the requested alignment.
     address: u64,
     len: usize,
 }
 
-/// One allocation of the driver.
+/// One allocation of GPU memory by the driver.
 pub(super) struct Block {
     gpu: Arc<CudaGpu>,
     raw: u64,
     bytes: usize,
-    /// Only transfers use the memory, and none does when the buffer is dropped, so the block may be reused.
+    /// Whether the block may be reused: only transfers use the memory, and none does when the buffer is
+    /// dropped.
     own: AtomicBool,
 }
 
@@ -38,7 +39,7 @@ impl Block {
     fn new(gpu: &Arc<CudaGpu>, bytes: usize, own: bool) -> Result<Block> {
         let _current = gpu.make_current()?;
         let mut raw = 0;
-        // SAFETY: room for an address.
+        // SAFETY: the driver writes one address, for which there is room.
         let mut alloc = || unsafe { call!(gpu.about().bytes(bytes), cuMemAlloc_v2(&mut raw, bytes)) };
         alloc().or_else(|_| {
             deferred_free::make_room();
@@ -47,7 +48,7 @@ impl Block {
         Ok(Block { gpu: gpu.clone(), raw, bytes, own: own.into() })
     }
 
-    /// Bytes that cannot be reused and only wait to be freed.
+    /// Bytes of the block if it cannot be reused and only waits to be freed, else 0.
     pub(super) fn useless_bytes(&self) -> usize {
         if self.is_own() { 0 } else { self.bytes }
     }
@@ -74,55 +75,56 @@ impl CudaBuffer {
             return Err(CudaError::Alignment { align });
         }
         let align = align.max(PAGE_BYTES);
-        // Whole pages, so that the memory can be bound to a NIC.
+        // The size is rounded up to whole pages, so that the memory can be bound to a NIC.
         let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
-        // At least the size that [`CudaGpu::zero`] can zero while a stream waits for a transfer.
+        // The block has at least the size that [`CudaGpu::zero`] can zero while a stream waits for a
+        // transfer.
         let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES).max(ZEROES_BYTES);
         let block = match own.then(|| Block::again(gpu, padded)).flatten() {
             Some(block) => block,
             None => Block::new(gpu, padded, own)?,
         };
-        // SAFETY: memory of this length that no other code uses yet.
+        // SAFETY: the block has this length, and no other code uses it yet.
         unsafe { gpu.zero(block.raw, block.bytes) }?;
         let address = block.raw.next_multiple_of(align as u64);
         Ok(CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len })
     }
 
-    /// Device address of the first byte.
+    /// Device address of the buffer's first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Device address as a pointer, which must not be dereferenced.
+    /// Device address of the buffer as a pointer, which must not be dereferenced.
     pub fn as_ptr(&self) -> *mut u8 {
         self.address as *mut u8
     }
 
-    /// Requested size in bytes.
+    /// Requested size of the buffer in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the requested size is 0.
+    /// Whether the requested size of the buffer is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The whole buffer, in pages of 4096 bytes, as a dma-buf.
+    /// Exports the whole buffer, in pages of 4096 bytes, as a dma-buf.
     ///
     /// # Errors
-    /// See [`dmabuf_fd`].
+    /// The same as those of [`dmabuf_fd`].
     pub fn dmabuf_fd(&self) -> Result<OwnedFd> {
         dmabuf_fd(self.address, self.len.max(1).next_multiple_of(PAGE_BYTES) as u64)
     }
 
-    /// Prevents reuse: a send may still read the memory when the buffer is dropped. The memory then goes back
-    /// to the driver only.
+    /// Prevents reuse of the buffer's memory, because a send may still read it when the buffer is dropped.
+    /// The memory then goes back to the driver only.
     pub fn prevent_reuse(&self) {
         self.block.iter().for_each(|block| block.own.store(false, Ordering::SeqCst));
     }
 
-    /// The GPU with this memory.
+    /// The GPU that has the buffer's memory.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }
@@ -149,7 +151,7 @@ impl Drop for CudaBuffer {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`, freed once, with its context current.
+        // SAFETY: the block was allocated by `new`, is freed once, and its context is current.
         let freed = self.gpu.make_current().and_then(|_current| unsafe {
             call!(self.gpu.about().bytes(self.bytes), cuMemFree_v2(self.raw))
         });

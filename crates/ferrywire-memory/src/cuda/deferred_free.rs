@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::thread;
 
-/// Memory or code that waits to be freed.
+/// GPU memory, pinned memory or a kernel module that waits to be freed.
 pub(super) enum Idle {
     Block(Block),
     Pages(Pages),
@@ -29,7 +29,7 @@ pub(super) enum Idle {
 }
 
 impl Idle {
-    /// Bytes that cannot be reused and only wait to be freed.
+    /// Bytes of this item if it cannot be reused and only waits to be freed, else 0.
     fn useless_bytes(&self) -> usize {
         match self {
             Idle::Block(block) => block.useless_bytes(),
@@ -40,20 +40,20 @@ impl Idle {
 }
 
 static IDLE: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
-/// Number of streams that wait for a transfer.
+/// Number of streams of this process that wait for a transfer.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
-/// Held while memory is freed, and briefly when a stream starts to wait.
+/// Lock that is held while memory is freed, and briefly when a stream starts to wait.
 static FREEING: Mutex<()> = Mutex::new(());
-/// Whether a thread is freeing.
+/// Whether a thread is running that frees kept memory.
 static THREAD_FREES: AtomicBool = AtomicBool::new(false);
-/// Read-locked while a kernel is launched, write-locked when a stream starts to wait.
+/// Lock that is read-locked while a kernel is launched, and write-locked when a stream starts to wait.
 static LAUNCHING: RwLock<()> = RwLock::new(());
 
 thread_local! {
     static MOVING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// Keeps `thing`, and frees all kept memory unless that could block a transfer.
+/// Keeps `thing` for later, and frees all kept items unless that could block a transfer.
 pub(super) fn leave(thing: Idle) {
     lock(&IDLE).push(thing);
     if !moves() {
@@ -63,12 +63,13 @@ pub(super) fn leave(thing: Idle) {
     }
 }
 
-/// Frees kept memory after an allocation has failed: at once, or for a later attempt.
+/// Frees kept memory after an allocation has failed: at once on most threads, soon on a thread that moves
+/// data.
 pub(super) fn make_room() {
     if moves() { clear_soon() } else { clear() }
 }
 
-/// Takes a kept item that fits, for reuse.
+/// Takes a kept item that fits, so that its memory is reused.
 pub(super) fn take<T>(fits: impl Fn(&Idle) -> bool, open: impl Fn(Idle) -> Option<T>) -> Option<T> {
     let mut idle = lock(&IDLE);
     let at = idle.iter().position(fits)?;
@@ -87,7 +88,7 @@ pub fn clear() {
     if moves() {
         return;
     }
-    // Also when nothing is kept: another thread may be about to free it.
+    // Takes the lock also when nothing is kept: another thread may be freeing at this moment.
     let _freeing = lock(&FREEING);
     if WAITING.load(Ordering::Acquire) == 0 {
         let idle = mem::take(&mut *lock(&IDLE));
@@ -109,7 +110,7 @@ fn clear_soon() {
         }
     };
     if let Err(error) = thread::Builder::new().name("ferrywire-free".into()).spawn(free) {
-        tracing::debug!(%error, "cannot start the thread that frees idle GPU resources");
+        tracing::debug!(%error, "cannot start the thread that frees unused GPU and pinned memory: a later drop frees it");
         THREAD_FREES.store(false, Ordering::Release);
     }
 }
@@ -121,8 +122,8 @@ pub fn stream_waits() {
     WAITING.fetch_add(1, Ordering::AcqRel);
 }
 
-/// A permit to launch work on a GPU, valid while it is held. `None` while a stream waits for a transfer: the
-/// work might queue behind that stream.
+/// A permit to launch work on a GPU, valid while the returned guard is held. `None` while a stream waits for
+/// a transfer, because the work could queue behind that stream.
 pub fn launching() -> Option<RwLockReadGuard<'static, ()>> {
     let launching = LAUNCHING.read().unwrap_or_else(PoisonError::into_inner);
     (!streams_wait()).then_some(launching)
@@ -140,11 +141,11 @@ pub fn stream_goes_on() {
     }
 }
 
-/// Marks the current thread as one that moves data, and so must not free memory, until it is dropped.
+/// Marks the current thread, until the value is dropped, as one that moves data and so must not free memory.
 #[must_use = "data is moved as long as the guard lives"]
 pub struct Moving(PhantomData<*const ()>);
 
-/// Marks the current thread as one that moves data.
+/// Marks the current thread as one that moves data, until the returned value is dropped.
 pub fn moving() -> Moving {
     MOVING.set(MOVING.get() + 1);
     Moving(PhantomData)

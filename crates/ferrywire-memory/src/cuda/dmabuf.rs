@@ -31,7 +31,8 @@ pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
     let mut fd: RawFd = -1;
     let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
     let about = About::gpu(gpu).bytes(bytes as usize);
-    // SAFETY: room for a descriptor; the range is memory of a GPU, just asked.
+    // SAFETY: the driver writes one descriptor, for which there is room; the range was just found to be
+    // memory of a GPU.
     unsafe {
         let into = (&raw mut fd).cast();
         call!(about, cuMemGetHandleForAddressRange(into, address, bytes as usize, kind, 0))
@@ -43,7 +44,7 @@ pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
 
 fn supported(index: u32) -> Result<bool> {
     let (mut device, about) = (0, About::gpu(index));
-    // SAFETY: the driver is initialised; room for a number.
+    // SAFETY: the driver is initialised, and writes one number, for which there is room.
     unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
     gpu::attribute_of(device, about, Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED).map(|value| value != 0)
 }

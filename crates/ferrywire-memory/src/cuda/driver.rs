@@ -19,13 +19,13 @@ use std::sync::OnceLock;
 #[repr(C)]
 pub(super) struct CopyAttributes {
     pub source_access: u32,
-    /// Location kind and number; used for managed memory only.
+    /// Location kind and number of the sources; the driver uses it for managed memory only.
     pub source_hint: [u32; 2],
     pub target_hint: [u32; 2],
     pub flags: u32,
 }
 
-/// Sources are read when the stream reaches the copies, not at the call.
+/// Flag: the sources are read when the stream reaches the copies, not at the call.
 pub(super) const SOURCE_ACCESS_STREAM: u32 = 1;
 
 /// `cuMemcpyBatchAsync` as of CUDA 12.8. Arguments: targets, sources, sizes, count; attributes, the index of
@@ -86,8 +86,8 @@ pub fn driver_version() -> Result<u32> {
 }
 
 fn is_mapped() -> bool {
-    // SAFETY: a terminated name; the call loads nothing that is not loaded already, and the handle is not
-    // kept.
+    // SAFETY: the name is a terminated text; the call loads nothing that is not loaded already, and the
+    // handle is not kept.
     unsafe {
         let found = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY);
         !found.is_null() && libc::dlclose(found) == 0
@@ -114,8 +114,8 @@ fn version() -> Result<u32> {
     type Version = unsafe extern "C" fn(*mut c_int) -> u32;
     let symbol = "cuDriverGetVersion";
     let mut version = 0;
-    // SAFETY: the library is present; the function has had this type since it first appeared; room for a
-    // number.
+    // SAFETY: the library is present; the function has had this type since it first appeared, and writes one
+    // number, for which there is room.
     let code = unsafe {
         let asked = sys::culib().get::<Version>(symbol.as_bytes());
         asked.map_err(|_| CudaError::MissingSymbol { symbol, version: 0 })?(&mut version)
@@ -125,7 +125,7 @@ fn version() -> Result<u32> {
 
 fn initialise() -> Result<Driver> {
     let mut devices = 0;
-    // SAFETY: the functions are present; room for a number.
+    // SAFETY: the functions are present; they write one number, for which there is room.
     let counted = unsafe {
         call!(About::default(), cuInit(0))
             .and_then(|()| call!(About::default(), cuDeviceGetCount(&mut devices)))

@@ -23,15 +23,15 @@ pub enum CudaError {
         version_text(*needed)
     )]
     OldDriver {
-        /// Version found, in the driver's notation: 12040 is CUDA 12.4.
+        /// Version of the driver, in the driver's notation: 12040 is CUDA 12.4.
         found: u32,
         /// Oldest supported version, in the driver's notation.
         needed: u32,
     },
     /// The driver lacks a function that its version should have.
-    #[error("the CUDA driver (for CUDA {}) has no {symbol}: is it complete?", version_text(*version))]
+    #[error("the CUDA driver (for CUDA {}) has no {symbol}: the driver is incomplete; install it again", version_text(*version))]
     MissingSymbol {
-        /// Name of the function.
+        /// Name of the missing function.
         symbol: &'static str,
         /// Version of the driver in its notation; 0 where unknown.
         version: u32,
@@ -42,9 +42,9 @@ pub enum CudaError {
     /// No GPU has this number.
     #[error("there is no CUDA GPU {index}: this process sees {count}, counted from 0")]
     NoSuchGpu {
-        /// The requested number.
+        /// The requested number of a GPU.
         index: u32,
-        /// Number of GPUs.
+        /// Number of GPUs that this process sees.
         count: u32,
     },
     /// The GPU must be opened before it is used.
@@ -59,27 +59,27 @@ pub enum CudaError {
          freed"
     )]
     Freed {
-        /// First address of the range.
+        /// First address of the freed range.
         address: u64,
-        /// Length of the range in bytes.
+        /// Length of the freed range in bytes.
         bytes: u64,
     },
     /// The alignment is not a power of two.
     #[error("alignment {align} is not a power of two")]
     Alignment {
-        /// The requested alignment.
+        /// The requested alignment in bytes.
         align: usize,
     },
     /// A call of the driver failed.
     #[error("{failure}")]
     Call {
-        /// The call, and the driver's message.
+        /// The failed call, and the driver's message.
         failure: Failure,
     },
     /// The GPU has not enough free memory.
     #[error("{failure}; {free_bytes} of the GPU's {total_bytes} bytes are free")]
     OutOfMemory {
-        /// The call, and the driver's message.
+        /// The failed allocation, and the driver's message.
         failure: Failure,
         /// Free bytes on the GPU, measured right after the failure.
         free_bytes: u64,
@@ -92,23 +92,23 @@ pub enum CudaError {
          (ulimit -l, or the container's memlock)"
     )]
     Pinned {
-        /// Requested size in bytes.
+        /// Requested size of the pinned memory in bytes.
         bytes: u64,
         /// The failed call, with the driver's or the system's message.
         why: String,
     },
     /// The range starts in device memory, but leaves it or continues on another GPU.
-    #[error("{bytes} bytes at {address:#x} leave the GPU memory there, which ends at {end:#x}")]
+    #[error("{bytes} bytes at {address:#x} exceed the GPU memory at that address, which ends at {end:#x}")]
     OutOfRange {
         /// First address of the range.
         address: u64,
         /// Length of the range in bytes.
         bytes: u64,
-        /// End of the memory in which the range starts.
+        /// End address of the memory in which the range starts.
         end: u64,
     },
     /// No GPU can access the range of a copy.
-    #[error("no memory of a GPU, and no pinned memory, has {bytes} bytes at {address:#x}")]
+    #[error("the {bytes} bytes at {address:#x} are neither GPU memory nor pinned memory")]
     OutOfReach {
         /// First address of the range.
         address: u64,
@@ -122,7 +122,7 @@ pub enum CudaError {
         address: u64,
         /// Length of the range in bytes.
         bytes: u64,
-        /// Reason.
+        /// Why the memory cannot be exported.
         why: String,
     },
     /// An event or a stream did not finish in time. It may still finish.
@@ -132,7 +132,7 @@ pub enum CudaError {
         gpu: u32,
         /// The event or stream that was waited for.
         what: &'static str,
-        /// Time waited.
+        /// Time for which the caller waited.
         waited: std::time::Duration,
     },
 }
@@ -142,9 +142,9 @@ pub enum CudaError {
 pub struct Failure {
     /// Name of the driver's function.
     pub call: &'static str,
-    /// The GPU of the call, where it concerns one.
+    /// The GPU of the call; `None` for a call that concerns no GPU.
     pub gpu: Option<u32>,
-    /// Size in bytes that the call concerns, if any.
+    /// Size in bytes that the call concerns; `None` where it concerns no size.
     pub bytes: Option<u64>,
     /// The driver's error code.
     pub code: u32,
@@ -172,8 +172,9 @@ pub(super) const OUT_OF_MEMORY: u32 = 2;
 pub(super) const NO_DEVICE: u32 = 100;
 pub(super) const NOT_READY: u32 = 600;
 pub(super) const NOT_SUPPORTED: u32 = 801;
-/// Uncorrectable errors of memory and NVLink, a destroyed context, and kernels that failed: at an illegal, misaligned or
-/// foreign address, by a time limit, an assertion, an illegal instruction or program counter, or the hardware's stack.
+/// Error codes of the driver after which a context is lost: uncorrectable errors of memory and NVLink, a
+/// destroyed context, and kernels that failed: at an illegal, misaligned or foreign address, by a time limit,
+/// an assertion, an illegal instruction or program counter, or the hardware's stack.
 const LOSES_CONTEXT: [u32; 12] = [214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719];
 
 impl CudaError {
@@ -191,7 +192,7 @@ impl CudaError {
     }
 }
 
-/// GPU and size that a call concerns, for its error.
+/// GPU and size that a driver call concerns, for the error of the call.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct About {
     pub gpu: Option<u32>,
@@ -208,7 +209,7 @@ impl About {
     }
 }
 
-/// Converts the code that a driver call returned.
+/// Converts the code that a driver call returned to a `Result`.
 pub(super) fn check(call: &'static str, about: About, code: u32) -> Result<()> {
     if code == 0 {
         return Ok(());
@@ -218,7 +219,7 @@ pub(super) fn check(call: &'static str, about: About, code: u32) -> Result<()> {
     Err(CudaError::Call { failure: Failure { call, gpu, bytes, code, name, text } })
 }
 
-/// Calls a driver function; evaluates to its return code.
+/// Calls a driver function; evaluates to the function's return code.
 macro_rules! ask {
     ($function:ident($($argument:expr),* $(,)?)) => {
         match $crate::cuda::driver::library() {
@@ -229,7 +230,7 @@ macro_rules! ask {
 }
 pub(super) use ask;
 
-/// Calls a driver function; evaluates to a `Result`.
+/// Calls a driver function; evaluates to a [`Result`], an error for every code but success.
 macro_rules! call {
     ($about:expr, $function:ident($($argument:expr),* $(,)?)) => {
         $crate::cuda::error::ask!($function($($argument),*))

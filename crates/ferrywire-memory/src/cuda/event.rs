@@ -8,8 +8,8 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A reusable event. It stands for the point in a stream where it was recorded last. It takes no timestamps,
-/// which makes it cheap.
+/// A reusable CUDA event. It stands for the point in a stream where it was recorded last. It takes no
+/// timestamps, which makes it cheap.
 pub struct CudaEvent {
     gpu: Arc<CudaGpu>,
     pub(super) raw: sys::CUevent,
@@ -17,7 +17,7 @@ pub struct CudaEvent {
 
 // SAFETY: an event of the driver may be used on any thread.
 unsafe impl Send for CudaEvent {}
-// SAFETY: as above.
+// SAFETY: an event of the driver may be used on several threads at once.
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
@@ -26,7 +26,7 @@ impl CudaEvent {
         let _current = gpu.make_current()?;
         let mut raw = ptr::null_mut();
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: room for a pointer.
+        // SAFETY: the driver writes one pointer, for which there is room.
         unsafe { call!(gpu.about(), cuEventCreate(&mut raw, flags)) }?;
         Ok(CudaEvent { gpu: gpu.clone(), raw })
     }
@@ -55,27 +55,27 @@ impl CudaEvent {
     /// `stream` is a live stream of this GPU's primary context, or null for the default stream.
     pub unsafe fn record_raw(&self, stream: RawStream) -> Result<()> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the stream is live and belongs to this GPU.
         unsafe { call!(self.gpu.about(), cuEventRecord(self.raw, stream)) }
     }
 
     /// Makes later work in a stream of another library wait for the event.
     ///
     /// # Safety
-    /// The promise of [`CudaEvent::record_raw`].
+    /// `stream` is a live stream of this GPU's primary context, or null for the default stream.
     pub unsafe fn awaited_by_raw(&self, stream: RawStream) -> Result<()> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the stream is live and belongs to this GPU.
         unsafe { call!(self.gpu.about(), cuStreamWaitEvent(stream, self.raw, 0)) }
     }
 
-    /// The GPU of the event.
+    /// The GPU on which the event was created.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }
 }
 
-/// Converts the return code of a query.
+/// Converts the return code of a driver's query: true for done, false for not ready.
 pub(super) fn done(call: &'static str, gpu: &CudaGpu, code: u32) -> Result<bool> {
     match code {
         NOT_READY => Ok(false),
@@ -111,7 +111,8 @@ pub(super) fn wait_until(
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         if let Ok(_current) = self.gpu.make_current() {
-            // SAFETY: made by `new`, destroyed once; the driver keeps it for work that still needs it.
+            // SAFETY: the event was made by `new`, and is destroyed once; the driver keeps it for work that
+            // still needs it.
             let _ = unsafe { call!(self.gpu.about(), cuEventDestroy_v2(self.raw)) };
         }
     }

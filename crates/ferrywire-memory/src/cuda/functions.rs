@@ -1,4 +1,4 @@
-//! The driver's functions with return codes as plain numbers.
+//! The driver's functions, bound so that their return codes are plain numbers.
 //!
 //! Bindings that return an enumeration cannot be called: a newer driver has codes that today's list lacks,
 //! and a value outside of an enumeration is undefined behaviour as soon as it is returned.
@@ -24,15 +24,16 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Loads all functions; returns an error for the first that is missing.
+            /// Loads all functions of the driver; returns an error for the first that is missing.
             ///
             /// # Safety
-            /// The library is present, and has this version.
+            /// The driver library is present, and has this version.
             pub(super) unsafe fn of(version: u32) -> Result<Functions> {
                 Ok(Functions {
                     $($name: {
                         let symbol = stringify!($name);
-                        // SAFETY: the function of this name has this type; see below.
+                        // SAFETY: the function of this name has this type, which the compiler compares with
+                        // the bindings.
                         *unsafe { sys::culib().get(symbol.as_bytes()) }
                             .map_err(|_| CudaError::MissingSymbol { symbol, version })?
                     },)+

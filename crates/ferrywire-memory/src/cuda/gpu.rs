@@ -25,7 +25,7 @@ pub(super) const ZEROES_BYTES: usize = 64 << 10;
 /// stream that is about to wait for a transfer waits for the call.
 const WRITE_BYTES: usize = 4 << 20;
 
-/// Streams for transfers per direction: as many as a peer has channels on a large host.
+/// Streams for transfers in each direction: as many as a peer has channels on a large host.
 const URGENT_STREAMS: usize = 16;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -35,10 +35,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The GPUs of this process by number.
 static GPUS: [Slot; CUDA_GPUS_MAX] = [const { Slot::new() }; CUDA_GPUS_MAX];
 
-/// Entry of a GPU, which is found while it is in use.
+/// Entry of a GPU in the process's list, through which the GPU is found while it is in use.
 struct Slot {
     gpu: Mutex<Weak<CudaGpu>>,
-    /// Held while the GPU's context is made, which takes long. Threads that move data only look up the GPU.
+    /// Lock that is held while the GPU's context is made, which takes long. Threads that move data only look
+    /// up the GPU.
     opening: Mutex<()>,
 }
 
@@ -62,11 +63,12 @@ pub struct CudaGpu {
     blocking: Mutex<Option<Raw>>,
     /// Streams for transfers, out of the GPU and into it; empty until [`CudaGpu::prepare_streams`].
     urgent: [Mutex<Vec<Urgent>>; 2],
-    /// Held while these streams are made. Threads that move data only take a finished one.
+    /// Lock that is held while the transfer streams are made. Threads that move data only take a finished
+    /// stream.
     preparing: Mutex<()>,
 }
 
-/// Properties of a GPU.
+/// Properties of a CUDA GPU.
 #[derive(Clone, Debug)]
 struct Properties {
     name: String,
@@ -79,7 +81,7 @@ struct Properties {
     generation: u32,
 }
 
-/// A raw stream, guarded by a mutex.
+/// A raw stream for blocking copies, guarded by a mutex.
 struct Raw(sys::CUstream);
 
 /// A stream for transfers, and the number of its users.
@@ -90,7 +92,8 @@ struct Urgent {
 
 // SAFETY: contexts and streams of the driver may be used on any thread; all else is plain data.
 unsafe impl Send for CudaGpu {}
-// SAFETY: as above, and the blocking stream is behind a mutex.
+// SAFETY: contexts and streams of the driver may be used on several threads at once; the blocking stream is
+// behind a mutex.
 unsafe impl Sync for CudaGpu {}
 
 impl CudaGpu {
@@ -119,10 +122,10 @@ impl CudaGpu {
     fn retain(index: u32) -> Result<CudaGpu> {
         let about = About::gpu(index);
         let (mut device, mut context) = (0, ptr::null_mut());
-        // SAFETY: the driver is initialised; room for its results.
+        // SAFETY: the driver is initialised, and writes one number, for which there is room.
         unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
         let properties = Properties::of(device, about)?;
-        // SAFETY: as above; the context is released when the `CudaGpu` is dropped.
+        // SAFETY: the driver is initialised; the context is released when the `CudaGpu` is dropped.
         unsafe { call!(about, cuDevicePrimaryCtxRetain(&mut context, device)) }?;
         Ok(CudaGpu {
             index,
@@ -135,7 +138,7 @@ impl CudaGpu {
         })
     }
 
-    /// GPU `index`, if it is open.
+    /// GPU `index` of this process if it is open, else `None`.
     pub fn opened(index: u32) -> Option<Arc<CudaGpu>> {
         GPUS.get(index as usize)?.gpu().upgrade()
     }
@@ -153,7 +156,7 @@ impl CudaGpu {
             return Err(CudaError::NoSuchGpu { index, count });
         }
         let mut device = 0;
-        // SAFETY: the driver is initialised; room for its results.
+        // SAFETY: the driver is initialised, and writes one number, for which there is room.
         unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
         let properties = Properties::of(device, about)?;
         Ok((properties.name, properties.pci))
@@ -164,7 +167,7 @@ impl CudaGpu {
         self.index
     }
 
-    /// Product name.
+    /// Product name of the GPU.
     pub fn name(&self) -> &str {
         &self.about.name
     }
@@ -174,7 +177,7 @@ impl CudaGpu {
         &self.about.uuid
     }
 
-    /// PCI address in sysfs notation: `0000:1b:00.0`.
+    /// PCI address of the GPU in sysfs notation: `0000:1b:00.0`.
     pub fn pci_address(&self) -> &str {
         &self.about.pci
     }
@@ -189,13 +192,13 @@ impl CudaGpu {
         self.about.total_bytes
     }
 
-    /// Number of multiprocessors.
+    /// Number of the GPU's multiprocessors.
     pub fn multiprocessors(&self) -> u32 {
         self.about.multiprocessors
     }
 
-    /// Whether a running kernel that has read a flag then sees what was written before the flag. Older GPUs
-    /// keep earlier reads in a cache.
+    /// Whether a running kernel that has read a flag then sees all data that was written before the flag.
+    /// Older GPUs keep earlier reads in a cache.
     pub fn kernels_see_news(&self) -> bool {
         self.about.generation >= 7
     }
@@ -204,12 +207,12 @@ impl CudaGpu {
     pub fn free_bytes(&self) -> Result<u64> {
         let _current = self.make_current()?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: room for two numbers.
+        // SAFETY: the driver writes two numbers, for which there is room.
         unsafe { call!(About::gpu(self.index), cuMemGetInfo_v2(&mut free, &mut total)) }?;
         Ok(free as u64)
     }
 
-    /// GPU and size, for the error of a failed call.
+    /// GPU and size in bytes, for the error of a failed call.
     pub(super) fn about(&self) -> About {
         About::gpu(self.index)
     }
@@ -223,8 +226,8 @@ impl CudaGpu {
         Ok(body())
     }
 
-    /// Runs foreign code with the GPU's context current. The code may leave contexts on the thread's stack;
-    /// afterwards the stack is as before.
+    /// Runs foreign code with the GPU's context current. The code may leave contexts on the thread's stack of
+    /// contexts; afterwards the stack is as before.
     pub fn with_current_alone<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
         let _aside = Aside::put();
         self.with_current(body)
@@ -235,7 +238,7 @@ impl CudaGpu {
     /// one per function.
     pub(super) fn make_current(&self) -> Result<CurrentGuard<'_>> {
         let mut current = ptr::null_mut();
-        // SAFETY: the driver is initialised; room for a pointer.
+        // SAFETY: the driver is initialised, and writes one pointer, for which there is room.
         unsafe { call!(self.about(), cuCtxGetCurrent(&mut current)) }?;
         let pushed = current != self.context;
         if pushed {
@@ -245,7 +248,7 @@ impl CudaGpu {
         Ok(CurrentGuard { pushed, _gpu: PhantomData, _thread: PhantomData })
     }
 
-    /// Allocates zeroed memory, aligned to `align` and at least to 4096 bytes.
+    /// Allocates zeroed GPU memory of `bytes` bytes, aligned to `align` and at least to 4096 bytes.
     ///
     /// # Errors
     /// [`CudaError::OutOfMemory`] with the free bytes; [`CudaError::Alignment`].
@@ -253,7 +256,7 @@ impl CudaGpu {
         CudaBuffer::new(self, bytes, align, false)
     }
 
-    /// Allocates memory that only transfers use: nothing is in flight when it is dropped, so it may be
+    /// Allocates GPU memory that only transfers use: nothing is in flight when it is dropped, so it may be
     /// reused.
     pub fn alloc_own(self: &Arc<Self>, bytes: usize, align: usize) -> Result<CudaBuffer> {
         CudaBuffer::new(self, bytes, align, true)
@@ -262,17 +265,17 @@ impl CudaGpu {
     /// Allocates zeroed pinned host memory on the GPU's NUMA node, accessible to every GPU.
     ///
     /// # Errors
-    /// [`CudaError::Pinned`].
+    /// [`CudaError::Pinned`] when the memory cannot be allocated or pinned.
     pub fn pinned(self: &Arc<Self>, bytes: usize) -> Result<PinnedBuffer> {
         PinnedBuffer::new(self, bytes, true)
     }
 
-    /// Allocates pinned memory that is never reused: streams may still read it when it is dropped.
+    /// Allocates pinned host memory that is never reused: streams may still read it when it is dropped.
     pub fn pinned_once(self: &Arc<Self>, bytes: usize) -> Result<PinnedBuffer> {
         PinnedBuffer::new(self, bytes, false)
     }
 
-    /// A new stream, concurrent with all others.
+    /// Creates a stream, concurrent with all others of this GPU.
     pub fn stream(self: &Arc<Self>) -> Result<CudaStream> {
         CudaStream::new(self)
     }
@@ -367,10 +370,10 @@ impl CudaGpu {
             // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
             return unsafe { self.copy_and_wait(target, source.as_ptr() as u64, bytes) };
         }
-        // The last piece may overlap with the one before it.
+        // The last part may overlap with the part before it.
         let once = bytes.min(WRITE_BYTES);
         (0..bytes).step_by(once).map(|at| at.min(bytes - once)).try_for_each(|at| {
-            // SAFETY: inside the range that was just checked.
+            // SAFETY: the part is inside the range that was just checked.
             unsafe { self.write_past_streams(target + at as u64, &source[at..at + once]) }
         })
     }
@@ -388,7 +391,8 @@ impl CudaGpu {
             // A stream that starts to wait after this queues behind the copy.
             let Some(_launching) = deferred_free::launching() else { return Ok(()) };
             copied = true;
-            // SAFETY: by the caller's promise; `source` is borrowed until the copy is done.
+            // SAFETY: the caller promises that `target` is GPU memory of this length; `source` is borrowed
+            // until the copy is done.
             unsafe { call!(about, cuMemcpyAsync(target, address, bytes, stream)) }
         })?;
         if copied {
@@ -396,11 +400,13 @@ impl CudaGpu {
         }
         let once = bytes.min(SHORT_BYTES);
         let Ok(pinned) = self.pinned(once) else {
-            // SAFETY: as above.
+            // SAFETY: the caller promises that `target` is GPU memory of this length; `source` is borrowed
+            // until the copy is done.
             return unsafe { self.copy_and_wait(target, address, bytes) };
         };
         (0..bytes).step_by(once).map(|at| at.min(bytes - once)).try_for_each(|at| {
-            // SAFETY: inside the source, and pinned memory of that length, which no other code uses.
+            // SAFETY: `at` is inside the source; the pinned memory has that length, and no other code uses
+            // it.
             unsafe { ptr::copy_nonoverlapping(source[at..].as_ptr(), pinned.as_ptr(), once) };
             self.blocking(once, |stream, about| {
                 // SAFETY: by the caller's promise; the pinned source stays unchanged until the copy is done.
@@ -429,7 +435,7 @@ impl CudaGpu {
     /// `bytes` bytes at `target` are device or pinned memory, which no other code uses during the call.
     pub unsafe fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         self.blocking(bytes, |stream, about| {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the range is device or pinned memory, unused by other code.
             unsafe { call!(about, cuMemsetD8Async(target, byte, bytes, stream)) }
         })
     }
@@ -440,14 +446,14 @@ impl CudaGpu {
     /// copies use a copy engine; this function falls back to them.
     ///
     /// # Safety
-    /// The promise of [`CudaGpu::fill`].
+    /// `bytes` bytes at `target` are device memory, which no other code uses during the call.
     pub(super) unsafe fn zero(self: &Arc<Self>, target: u64, bytes: usize) -> Result<()> {
         let mut filled = false;
         self.blocking(bytes, |stream, about| {
             // A stream that starts to wait after this queues behind the fill.
             let Some(_launching) = deferred_free::launching() else { return Ok(()) };
             filled = true;
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the range is device memory, unused by other code.
             unsafe { call!(about, cuMemsetD8Async(target, 0, bytes, stream)) }
         })?;
         if filled {
@@ -455,9 +461,9 @@ impl CudaGpu {
         }
         let zeroes = self.pinned(ZEROES_BYTES)?;
         (0..bytes).step_by(ZEROES_BYTES).try_for_each(|at| {
-            // The last piece may overlap with the one before it.
+            // The last part may overlap with the part before it.
             let at = at.min(bytes - ZEROES_BYTES) as u64;
-            // SAFETY: inside the range to be zeroed, and pinned memory of that length.
+            // SAFETY: the part is inside the range to be zeroed, and the pinned zeros have that length.
             unsafe { self.copy_and_wait(target + at, zeroes.address(), ZEROES_BYTES) }
         })
     }
@@ -466,7 +472,7 @@ impl CudaGpu {
     /// Both ranges are valid for the copy.
     unsafe fn copy_and_wait(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
         self.blocking(bytes, |stream, about| {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that both ranges are valid for the copy.
             unsafe { call!(about, cuMemcpyAsync(target, source, bytes, stream)) }
         })
     }
@@ -484,8 +490,8 @@ impl CudaGpu {
             None => blocking.insert(Raw(super::stream::create_urgent(self)?)).0,
         };
         let enqueued = enqueue(stream, about);
-        // Waits after a failure too: the memory belongs to the caller again when this returns.
-        // SAFETY: a stream of this context.
+        // The wait follows a failure too: the memory belongs to the caller again when this returns.
+        // SAFETY: the stream is one of this context.
         let done = unsafe { call!(about, cuStreamSynchronize(stream)) };
         enqueued.and(done)
     }
@@ -498,11 +504,11 @@ impl Drop for CudaGpu {
         let urgent: Vec<Raw> = urgent.map(|urgent| urgent.stream).collect();
         if let Ok(_current) = self.make_current() {
             for Raw(stream) in urgent.into_iter().chain(blocking) {
-                // SAFETY: a stream of this context, without work in flight.
+                // SAFETY: the stream is one of this context, without work in flight.
                 let _ = unsafe { call!(self.about(), cuStreamDestroy_v2(stream)) };
             }
         }
-        // SAFETY: retained once, by `retain`; nothing uses it any more.
+        // SAFETY: the context was retained once, by `retain`, and no value uses it any more.
         let released = unsafe { call!(self.about(), cuDevicePrimaryCtxRelease_v2(self.device)) };
         if let Err(error) = released {
             tracing::warn!(%error, "cannot release the GPU's context");
@@ -522,7 +528,7 @@ impl fmt::Debug for CudaGpu {
 pub(super) struct CurrentGuard<'a> {
     pushed: bool,
     _gpu: PhantomData<&'a CudaGpu>,
-    /// The guard must stay on its thread.
+    /// Keeps the guard on its thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -530,7 +536,8 @@ impl Drop for CurrentGuard<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut context = ptr::null_mut();
-            // SAFETY: room for a pointer; the popped context is the one that this guard pushed.
+            // SAFETY: the driver writes one pointer, for which there is room; the popped context is the one
+            // that this guard pushed.
             let _ = unsafe { call!(About::default(), cuCtxPopCurrent_v2(&mut context)) };
         }
     }
@@ -538,7 +545,7 @@ impl Drop for CurrentGuard<'_> {
 
 pub(super) fn attribute_of(device: sys::CUdevice, about: About, attribute: Attribute) -> Result<i32> {
     let mut value = 0;
-    // SAFETY: room for a number; the driver is initialised.
+    // SAFETY: the driver is initialised, and writes one number, for which there is room.
     unsafe { call!(about, cuDeviceGetAttribute(&mut value, attribute, device)) }?;
     Ok(value)
 }
@@ -548,7 +555,8 @@ impl Properties {
         let mut name = [0; 256];
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
         let mut total_bytes = 0;
-        // SAFETY: room for what is asked, and the length of the room for the name.
+        // SAFETY: the driver writes the results into variables of their types, and the name into a buffer
+        // whose length is passed.
         unsafe {
             call!(about, cuDeviceGetName(name.as_mut_ptr(), name.len() as i32 - 1, device))?;
             call!(about, cuDeviceGetUuid_v2(&mut uuid, device))?;
@@ -557,7 +565,8 @@ impl Properties {
         let name = name.map(|byte| byte as u8);
         let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
         let number = |attribute| attribute_of(device, about, attribute).map(|value| value as u32);
-        // Formatted from numbers: the driver's text uses upper-case letters where sysfs has lower case.
+        // The address is formatted from numbers: the driver's text uses upper-case letters where sysfs has
+        // lower case.
         let pci = format!(
             "{:04x}:{:02x}:{:02x}.0",
             number(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,

@@ -1,5 +1,5 @@
-//! CUDA kernels: PTX text for an old GPU, which the driver compiles for the GPU it finds. So building needs no CUDA,
-//! and new GPUs need no release.
+//! CUDA kernels: PTX text for an old GPU, which the driver compiles for the GPU that is present. So building
+//! needs no CUDA, and new GPUs need no release.
 
 use super::deferred_free::{self, Idle};
 use super::error::{Result, call};
@@ -21,7 +21,7 @@ pub(super) struct Loaded {
 
 // SAFETY: modules of the driver may be used on any thread.
 unsafe impl Send for Loaded {}
-// SAFETY: as above.
+// SAFETY: modules of the driver may be used on several threads at once.
 unsafe impl Sync for Loaded {}
 
 /// One kernel of a module.
@@ -33,30 +33,31 @@ pub struct CudaFunction {
 
 // SAFETY: functions of the driver may be used on any thread.
 unsafe impl Send for CudaFunction {}
-// SAFETY: as above.
+// SAFETY: functions of the driver may be used on several threads at once.
 unsafe impl Sync for CudaFunction {}
 
 impl CudaModule {
-    /// Compiles PTX for the GPU. The driver caches the result itself.
+    /// Compiles PTX for the GPU, and loads it. The driver caches the compiled code itself.
     ///
     /// # Errors
     /// The driver's error, for example when the text is not PTX or needs a newer driver.
     pub fn load(gpu: &Arc<CudaGpu>, ptx: &CStr) -> Result<Arc<CudaModule>> {
         let _current = gpu.make_current()?;
         let (mut raw, bytes) = (ptr::null_mut(), ptx.count_bytes());
-        // SAFETY: a text with its end; room for a pointer.
+        // SAFETY: the PTX is a terminated text; the driver writes one pointer, for which there is room.
         unsafe { call!(gpu.about().bytes(bytes), cuModuleLoadData(&mut raw, ptx.as_ptr().cast())) }?;
         Ok(Arc::new(CudaModule(Some(Loaded { gpu: gpu.clone(), raw }))))
     }
 
-    /// The kernel called `name`; the driver's error when there is none.
+    /// The kernel called `name`; returns the driver's error when the module has none of this name.
     pub fn function(self: &Arc<Self>, name: &CStr) -> Result<CudaFunction> {
         let Some(Loaded { gpu, raw: module }) = &self.0 else {
             unreachable!("it is loaded until it is dropped")
         };
         let _current = gpu.make_current()?;
         let mut raw = ptr::null_mut();
-        // SAFETY: a module that lives, a name with its end, room for a pointer.
+        // SAFETY: the module is loaded, the name is a terminated text, and the driver writes one pointer, for
+        // which there is room.
         unsafe { call!(gpu.about(), cuModuleGetFunction(&mut raw, *module, name.as_ptr())) }?;
         Ok(CudaFunction { raw, _module: self.clone() })
     }
@@ -73,7 +74,7 @@ impl Drop for CudaModule {
 impl Drop for Loaded {
     fn drop(&mut self) {
         if let Ok(_current) = self.gpu.make_current() {
-            // SAFETY: loaded by `load`, unloaded once; its functions are gone.
+            // SAFETY: the module was loaded by `load`, is unloaded once, and its functions are dropped.
             let _ = unsafe { call!(self.gpu.about(), cuModuleUnload(self.raw)) };
         }
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 pub struct CudaPattern {
     stream: CudaStream,
     kernels: Arc<Kernels>,
-    /// Locked from when its contents are written until the work is done.
+    /// The kernels' parameters and results; locked from when they are written until the work is done.
     room: Mutex<Room>,
 }
 
@@ -21,7 +21,7 @@ pub struct CudaPattern {
 struct Room {
     /// Result of a comparison: index of the first wrong byte, or number of the first range that differs.
     first: CudaBuffer,
-    /// List of ranges, allocated at first need.
+    /// List of ranges for a kernel, allocated at first need.
     list: Option<CudaBuffer>,
 }
 
@@ -32,7 +32,7 @@ const SHORT_BYTES_MAX: u64 = 256 << 10;
 const DEADLINE: Duration = Duration::from_secs(120);
 
 impl CudaPattern {
-    /// Loads the kernels and allocates memory on this GPU.
+    /// Loads the kernels, and allocates memory for parameters and results, on this GPU.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaPattern> {
         Ok(CudaPattern {
             stream: gpu.stream()?,
@@ -47,7 +47,7 @@ impl CudaPattern {
     /// `bytes` bytes at `address` are accessible to the GPU, and no other code uses them during the call.
     pub unsafe fn fill(&self, pattern: WordPattern, offset: u64, address: u64, bytes: u64) -> Result<()> {
         self.to_its_end(|| {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the GPU can access the range, and that no other code uses it.
             unsafe { self.kernels.fill(&self.stream, parameters(pattern, offset, address, bytes)) }?;
             self.stream.wait(DEADLINE)
         })
@@ -57,7 +57,7 @@ impl CudaPattern {
     /// `offset`.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`].
+    /// `bytes` bytes at `address` are accessible to the GPU, and no other code uses them during the call.
     pub unsafe fn first_difference(
         &self,
         pattern: WordPattern,
@@ -66,11 +66,12 @@ impl CudaPattern {
         bytes: u64,
     ) -> Result<Option<u64>> {
         let parts = [parameters(pattern, offset, address, bytes)];
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the GPU can access the range, and that no other code uses it.
         self.to_its_end(|| unsafe { self.least_difference(&mut self.room(), &parts) })
     }
 
-    /// Waits for work that failed or timed out too: its memory belongs to the caller again afterwards.
+    /// Runs `work`, and waits for its end also when it failed or timed out: its memory belongs to the caller
+    /// again afterwards.
     fn to_its_end<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         work().inspect_err(|_| self.stream.finish())
     }
@@ -82,17 +83,19 @@ impl CudaPattern {
     /// Writes ranges that do not overlap: all short ones with one launch, and one wait for all.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each range.
+    /// Each range is accessible to the GPU, and no other code uses it during the call.
     pub unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
         let mut room = self.room();
         let short: Vec<PatternParameters> = parts.iter().copied().filter(is_short).collect();
         self.to_its_end(|| {
             for part in parts.iter().filter(|part| part.bytes > SHORT_BYTES_MAX) {
-                // SAFETY: by the caller's promise.
+                // SAFETY: the caller promises that the GPU can access each range, and that no other code uses
+                // it.
                 unsafe { self.kernels.fill(&self.stream, *part) }?;
             }
             if let Some(list) = room.put(&short)? {
-                // SAFETY: as above; the list stays until the wait is over.
+                // SAFETY: the caller promises that the GPU can access each range, and that no other code uses
+                // it; the list stays until the wait is over.
                 unsafe { self.kernels.fill_list(&self.stream, list, short.len() as u64) }?;
             }
             self.stream.wait(DEADLINE)
@@ -102,70 +105,71 @@ impl CudaPattern {
     /// The number of the first range that differs, and the index of its first wrong byte.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each range.
+    /// Each range is accessible to the GPU, and no other code uses it during the call.
     pub unsafe fn first_difference_of_parts(
         &self,
         parts: &[PatternParameters],
     ) -> Result<Option<(usize, u64)>> {
         let mut room = self.room();
         self.to_its_end(|| {
-            // SAFETY: by the caller's promise, here and below.
+            // SAFETY: the caller promises that the GPU can access each range, and that no other code uses it.
             let (short, long) =
                 unsafe { (self.first_short(&mut room, parts)?, self.first_long(&mut room, parts)?) };
             let Some(number) = short.into_iter().chain(long).min() else { return Ok(None) };
-            // SAFETY: as above.
+            // SAFETY: the caller promises that the GPU can access each range, and that no other code uses it.
             let index = unsafe { self.least_difference(&mut room, &parts[number..=number]) }?;
-            // The difference existed during the first comparison, even if it is gone by now.
+            // The difference existed during the first comparison, even if the bytes are equal by now.
             Ok(Some((number, index.unwrap_or(0))))
         })
     }
 
-    /// The number of the first short range that differs.
+    /// The number of the first range of at most [`SHORT_BYTES_MAX`] bytes that differs.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each range.
+    /// Each range is accessible to the GPU, and no other code uses it during the call.
     unsafe fn first_short(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
         let numbers: Vec<usize> = (0..parts.len()).filter(|number| is_short(&parts[*number])).collect();
         let short: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
         let Some(list) = room.put(&short)? else { return Ok(None) };
         let first = room.reset(&self.stream)?;
-        // SAFETY: list and result are this value's own, and stay until the wait is over; the rest by the
-        // caller's promise.
+        // SAFETY: list and result belong to this value, and stay until the wait is over; the caller promises
+        // that the GPU can access each range.
         unsafe { self.kernels.check_list(&self.stream, list, short.len() as u64, first) }?;
         self.stream.wait(DEADLINE)?;
         Ok(room.first()?.and_then(|at| numbers.get(at as usize).copied()))
     }
 
-    /// The number of the first long range that differs.
+    /// The number of the first range longer than [`SHORT_BYTES_MAX`] bytes that differs.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each range.
+    /// Each range is accessible to the GPU, and no other code uses it during the call.
     unsafe fn first_long(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
         let numbers: Vec<usize> =
             (0..parts.len()).filter(|number| parts[*number].bytes > SHORT_BYTES_MAX).collect();
         let long: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
-        // SAFETY: by the caller's promise, here and below.
+        // SAFETY: the caller promises that the GPU can access each range, and that no other code uses it.
         if long.is_empty() || unsafe { self.least_difference(room, &long) }?.is_none() {
             return Ok(None);
         }
         for (part, number) in long.chunks(1).zip(&numbers) {
-            // SAFETY: as above.
+            // SAFETY: the caller promises that the GPU can access each range, and that no other code uses it.
             if unsafe { self.least_difference(room, part) }?.is_some() {
                 return Ok(Some(*number));
             }
         }
-        // The difference existed during the first comparison, even if it is gone by now.
+        // The difference existed during the first comparison, even if the bytes are equal by now.
         Ok(numbers.first().copied())
     }
 
     /// The smallest index of a wrong byte in any of the ranges, each counted from its own start.
     ///
     /// # Safety
-    /// The promise of [`CudaPattern::fill`], for each range.
+    /// Each range is accessible to the GPU, and no other code uses it during the call.
     unsafe fn least_difference(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<u64>> {
         let first = room.reset(&self.stream)?;
         for part in parts.iter().filter(|part| part.bytes > 0) {
-            // SAFETY: the result's 8 bytes are this value's own; the rest by the caller's promise.
+            // SAFETY: the result's 8 bytes belong to this value; the caller promises that the GPU can access
+            // the range.
             unsafe { self.kernels.check(&self.stream, *part, first) }?;
         }
         self.stream.wait(DEADLINE)?;
@@ -173,7 +177,7 @@ impl CudaPattern {
     }
 
     /// Test hook: keeps a stream of this GPU busy for `time`, to show that later work waits. This value must
-    /// live until then.
+    /// live until that work is done.
     #[doc(hidden)]
     pub fn hold_up(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         self.kernels.delay(stream, time)
@@ -185,13 +189,14 @@ fn is_short(part: &PatternParameters) -> bool {
 }
 
 impl Room {
-    /// Copies a list to where kernels read it; returns its address, `None` for an empty list.
+    /// Copies a list of ranges to device memory for the kernels; returns its address, `None` for an empty
+    /// list.
     fn put(&mut self, parts: &[PatternParameters]) -> Result<Option<u64>> {
         if parts.is_empty() {
             return Ok(None);
         }
         let gpu = self.first.gpu().clone();
-        // SAFETY: plain words, without padding between them.
+        // SAFETY: the list consists of plain words, without padding between them.
         let bytes = unsafe { slice::from_raw_parts(parts.as_ptr().cast::<u8>(), size_of_val(parts)) };
         let list = match self.list.take().filter(|list| list.len() >= bytes.len()) {
             Some(list) => list,
@@ -204,7 +209,7 @@ impl Room {
     /// Resets the result of a comparison; returns its address.
     fn reset(&mut self, stream: &CudaStream) -> Result<u64> {
         let first = self.first.address();
-        // SAFETY: 8 bytes of this value's own.
+        // SAFETY: the 8 bytes belong to this value.
         unsafe { stream.fill(first, 0xFF, 8) }?;
         Ok(first)
     }

@@ -3,7 +3,7 @@
 //! The pages are mapped here and then registered with the driver, not allocated by it. So they can be placed
 //! on the GPU's NUMA node, whatever thread allocates them, and a forked child does not share them.
 //! Invariant: the driver has released the pages before they are unmapped.
-//! Read next: `deferred_free.rs`, which decides when.
+//! Read next: `deferred_free.rs`, which decides when the pages are freed.
 
 use super::deferred_free::{self, Idle};
 use super::error::{CudaError, Result, call};
@@ -27,11 +27,11 @@ pub fn pinned_bytes() -> u64 {
     PINNED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Pinned host memory. All GPU work on it must be done when it is dropped; `deferred_free.rs` decides when it
-/// is freed.
+/// Pinned host memory. All GPU work on the memory must be done when the buffer is dropped; `deferred_free.rs`
+/// decides when the memory is freed.
 #[derive(Debug)]
 pub struct PinnedBuffer {
-    /// `None` only while the buffer is dropped.
+    /// The registered pages; `None` only while the buffer is dropped.
     pages: Option<Pages>,
     gpu: Arc<CudaGpu>,
     base: *mut u8,
@@ -39,18 +39,18 @@ pub struct PinnedBuffer {
     len: usize,
 }
 
-// SAFETY: ordinary memory of this process, which is touched through raw pointers alone.
+// SAFETY: the buffer is ordinary memory of this process, which is touched through raw pointers alone.
 unsafe impl Send for PinnedBuffer {}
-// SAFETY: as above.
+// SAFETY: the buffer is ordinary memory of this process, which is touched through raw pointers alone.
 unsafe impl Sync for PinnedBuffer {}
 
-/// Pages that are registered with the driver.
+/// Pages of host memory that are registered with the driver.
 #[derive(Debug)]
 pub(super) struct Pages {
     gpu: Arc<CudaGpu>,
     range: AddressRange,
     address: u64,
-    /// The pages may be reused: no work is in flight when the buffer is dropped.
+    /// Whether the pages may be reused: no work is in flight when the buffer is dropped.
     again: bool,
 }
 
@@ -62,12 +62,12 @@ impl Pages {
         range.back().map_err(system)?;
         mapping::prefer_huge_pages(range.base() as *mut u8, range.len());
         if let Some(node) = gpu.numa_node() {
-            // Best effort: a remote node is slower, but works.
+            // Best effort: memory on a remote NUMA node is slower, but works.
             let _ = numa::prefer_node(&mut range, node);
         }
         let _current = gpu.make_current()?;
         let (base, about) = (range.base() as *mut libc::c_void, gpu.about().bytes(range.len()));
-        // SAFETY: mapped memory of this length, which is unregistered before it is unmapped.
+        // SAFETY: the range is mapped memory of this length, which is unregistered before it is unmapped.
         let register =
             || unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) };
         register().or_else(|_| {
@@ -76,13 +76,13 @@ impl Pages {
         })?;
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
         let mut pages = Pages { gpu: gpu.clone(), range, address: 0, again };
-        // SAFETY: memory that was just registered; room for an address.
+        // SAFETY: the range was just registered; the driver writes one address, for which there is room.
         unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) }
             .map_err(|error| failed(error.to_string()))?;
         Ok(pages)
     }
 
-    /// Bytes that cannot be reused and only wait to be freed.
+    /// Bytes of these pages if they cannot be reused and only wait to be freed, else 0.
     pub(super) fn useless_bytes(&self) -> usize {
         if self.again { 0 } else { self.range.len() }
     }
@@ -101,7 +101,7 @@ impl Pages {
             Idle::Pages(pages) => Some(pages),
             _ => None,
         })?;
-        // SAFETY: mapped memory that no other code uses.
+        // SAFETY: the range is mapped memory that no other code uses.
         unsafe { ptr::write_bytes(pages.range.base() as *mut u8, 0, pages.range.len()) };
         Some(pages)
     }
@@ -122,37 +122,37 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { pages: Some(pages), gpu: gpu.clone(), base, address, len })
     }
 
-    /// Prevents reuse: the pages are only freed after the buffer is dropped.
+    /// Prevents reuse of the pages: they are only freed after the buffer is dropped.
     pub fn prevent_reuse(&mut self) {
         self.pages.iter_mut().for_each(|pages| pages.again = false);
     }
 
-    /// Address of the first byte for the CPU.
+    /// Address of the buffer's first byte for the CPU.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base
     }
 
-    /// Address of the first byte for GPUs. Equal to the CPU's address on all current systems.
+    /// Address of the buffer's first byte for GPUs. Equal to the CPU's address on all current systems.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Requested size in bytes.
+    /// Requested size of the buffer in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Pinned bytes: the size in whole pages.
+    /// Bytes that the buffer pins: its size in whole pages.
     pub fn pinned_bytes(&self) -> usize {
         self.pages.as_ref().map_or(0, |pages| pages.range.len())
     }
 
-    /// Whether the requested size is 0.
+    /// Whether the requested size of the buffer is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The GPU on whose NUMA node the memory is.
+    /// The GPU on whose NUMA node the buffer's memory is.
     pub fn gpu(&self) -> &Arc<CudaGpu> {
         &self.gpu
     }
@@ -169,13 +169,15 @@ impl Drop for PinnedBuffer {
 impl Drop for Pages {
     fn drop(&mut self) {
         let base = self.range.base() as *mut libc::c_void;
-        // SAFETY: registered by `new`, and unregistered once.
+        // SAFETY: the pages were registered by `new`, and are unregistered once.
         let freed = self.gpu.make_current().and_then(|_current| unsafe {
             call!(self.gpu.about().bytes(self.range.len()), cuMemHostUnregister(base))
         });
         match freed {
             Ok(()) => _ = PINNED_BYTES.fetch_sub(self.range.len() as u64, Ordering::Relaxed),
-            Err(error) => tracing::warn!(%error, "pinned memory could not be given back"),
+            Err(error) => {
+                tracing::warn!(%error, "cannot unpin host memory")
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use super::gpu::CudaGpu;
 use cudarc::driver::sys::CUpointer_attribute as Attribute;
 use std::ffi::c_void;
 
-/// Kind of GPU memory.
+/// Kind of the memory that the driver knows at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Kind {
@@ -26,11 +26,11 @@ pub enum Kind {
 pub struct Found {
     /// Number of the GPU in this process.
     pub gpu: u32,
-    /// First address of the allocation, or of the piece mapped there.
+    /// First address of the allocation, or of the mapped piece that contains the address.
     pub base: u64,
-    /// Length in bytes.
+    /// Length of the allocation or piece in bytes.
     pub bytes: u64,
-    /// Kind of the memory.
+    /// Kind of the memory: of one GPU, or managed.
     pub kind: Kind,
 }
 
@@ -43,18 +43,19 @@ impl Found {
 const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 
-/// The driver's attributes of an address; all zero where it knows nothing.
+/// The driver's attributes of an address; all zero for an address that the driver does not know.
 #[derive(Clone, Copy, Debug, Default)]
 struct Answers {
     memory_type: u32,
     gpu: i32,
-    /// The allocation, or the whole reserved address range, mapped or not.
+    /// First address of the allocation, or of the whole reserved address range, mapped or not.
     base: u64,
     bytes: usize,
-    /// The mapping at the address: often larger than an allocation, or one piece of a reserved range.
+    /// First address of the mapping at the address. A mapping is often larger than an allocation, or one
+    /// piece of a reserved range.
     mapping_base: u64,
     mapping_bytes: usize,
-    /// A boolean, which drivers write as one byte or four.
+    /// Whether the memory is managed, which drivers write as one byte or four.
     managed: u32,
     /// Device address of the byte for the GPU whose context is current; 0 without a current context.
     device_address: u64,
@@ -67,7 +68,7 @@ impl Answers {
         let mapping_end = self.mapping_base.saturating_add(self.mapping_bytes as u64);
         match (self.base.max(self.mapping_base), end.min(mapping_end)) {
             (base, end) if base < end => (base, end),
-            // A driver that reports no mapping.
+            // The driver reports no mapping.
             _ => (self.base, end),
         }
     }
@@ -77,7 +78,8 @@ impl Answers {
             == (other.base, other.bytes, other.memory_type, other.gpu)
     }
 
-    /// The end of the adjacent mapped pieces from here on, limited by `wanted` and the allocation.
+    /// The end address of the adjacent mapped pieces from this one on, limited by `wanted` and the
+    /// allocation.
     fn end_of_pieces(&self, wanted: u64, ask: impl Fn(u64) -> Option<Answers>) -> u64 {
         let (_, mut end) = self.piece();
         let wanted = wanted.min(self.base.saturating_add(self.bytes as u64));
@@ -141,7 +143,8 @@ pub fn of(address: u64) -> Option<Found> {
 }
 
 /// The GPU memory that contains an address, extended by adjacent pieces of one reserved range until it holds
-/// `bytes` bytes from the address on. The caller must check whether it does.
+/// `bytes` bytes from the address on. Where no adjacent piece follows it holds fewer, which the caller must
+/// check.
 pub fn stretch(address: u64, bytes: u64) -> Option<Found> {
     let first = ask(address)?;
     let found = first.found()?;

@@ -8,7 +8,8 @@ use super::error::{About, call};
 use cudarc::driver::sys::CUcontext;
 use std::{iter, ptr};
 
-/// The contexts of this thread, the current one first. Dropping this restores exactly these.
+/// The contexts of this thread, the current one first. Dropping the value puts exactly these on the thread's
+/// stack.
 pub(super) struct Aside(Vec<CUcontext>);
 
 impl Aside {
@@ -28,15 +29,15 @@ impl Drop for Aside {
     }
 }
 
-/// Pops the current context; `None` when there is none.
+/// Pops the thread's current context; `None` when there is none.
 fn pop() -> Option<CUcontext> {
     let mut context = ptr::null_mut();
-    // SAFETY: room for a pointer.
+    // SAFETY: the driver writes one pointer, for which there is room.
     unsafe { call!(About::default(), cuCtxGetCurrent(&mut context)) }.ok()?;
     if context.is_null() {
         return None;
     }
-    // SAFETY: as above.
+    // SAFETY: the driver writes one pointer, for which there is room.
     unsafe { call!(About::default(), cuCtxPopCurrent_v2(&mut context)) }.ok()?;
     Some(context)
 }

@@ -20,7 +20,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A queue of asynchronous work, independent of the default stream. Dropping it waits for its work.
+/// A queue of asynchronous work of a CUDA GPU, independent of the default stream. Dropping it waits for its
+/// work.
 pub struct CudaStream {
     gpu: Arc<CudaGpu>,
     raw: sys::CUstream,
@@ -29,19 +30,20 @@ pub struct CudaStream {
     batch: Mutex<Batch>,
 }
 
-/// Ownership of a raw stream.
+/// The owner of a raw stream, who destroys it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Whose {
     Own,
     /// A stream of the [`CudaGpu`], which counts its users.
     Shared,
-    /// The stream was handed over to the caller of `into_raw`.
+    /// The stream belongs to the caller of `into_raw`.
     Left,
 }
 
 // SAFETY: a stream of the driver may be used on any thread.
 unsafe impl Send for CudaStream {}
-// SAFETY: as above; the arrays for batches are behind a mutex.
+// SAFETY: a stream of the driver may be used on several threads at once; the arrays for batches are behind a
+// mutex.
 unsafe impl Sync for CudaStream {}
 
 /// A batch of copies in the layout of the driver's call.
@@ -57,8 +59,8 @@ static BATCHES_REFUSED: AtomicBool = AtomicBool::new(false);
 
 const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
 
-/// Longest copies in bytes to a GPU that a driver makes with multiprocessors. Driver 580 on an H200 does so
-/// up to 24 KiB, and up to 64 KiB from unpinned memory.
+/// Most bytes of a copy to a GPU that a driver makes with multiprocessors. Driver 580 on an H200 does so up
+/// to 24 KiB, and up to 64 KiB from unpinned memory.
 pub(super) const SHORT_BYTES: usize = 64 << 10;
 
 /// Enqueues a copy of at least two bytes of pinned memory to a GPU whose context is current. The copy is a
@@ -66,7 +68,8 @@ pub(super) const SHORT_BYTES: usize = 64 << 10;
 /// refuses the rectangle, the copy is a plain one. An address without GPU memory returns an error.
 ///
 /// # Safety
-/// The promise of [`CudaStream::copy`], except that the GPU memory may be freed already.
+/// Until the copy is done, the pinned memory stays allocated, and no other code writes to it or uses the
+/// target. The GPU memory may be freed already.
 pub(super) unsafe fn copy_short(
     about: About,
     target: u64,
@@ -93,13 +96,13 @@ pub(super) unsafe fn copy_short(
             WidthInBytes: width,
             Height: 2,
         };
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the pinned source stays valid; the driver checks the GPU address.
         unsafe { call!(about, cuMemcpy2DAsync_v2(&rectangle, stream)) }
     };
-    // The last two bytes; the first of them is copied a second time.
+    // Copies the last two bytes of an odd number; the first of them is copied a second time.
     let odd = || if bytes.is_multiple_of(2) { Ok(()) } else { rows(bytes - 2, 1) };
     rows(0, bytes / 2).and_then(|()| odd()).or_else(|_| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the pinned source stays valid; the driver checks the GPU address.
         unsafe { call!(about, cuMemcpyHtoDAsync_v2(target, source, bytes, stream)) }
     })
 }
@@ -110,7 +113,7 @@ pub(super) unsafe fn copy_short(
 /// transfer could queue behind a user's stream that waits for that transfer.
 pub(super) fn create_urgent(gpu: &CudaGpu) -> Result<sys::CUstream> {
     let (mut raw, mut least, mut greatest) = (ptr::null_mut(), 0, 0);
-    // SAFETY: room for two numbers, and for a pointer.
+    // SAFETY: the driver writes two numbers and a pointer, for which there is room.
     unsafe {
         call!(gpu.about(), cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
         call!(gpu.about(), cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, greatest))?;
@@ -122,7 +125,7 @@ impl CudaStream {
     pub(super) fn new(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
         let _current = gpu.make_current()?;
         let mut raw = ptr::null_mut();
-        // SAFETY: room for a pointer.
+        // SAFETY: the driver writes one pointer, for which there is room.
         unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
         Ok(CudaStream { gpu: gpu.clone(), raw, whose: Whose::Own, batch: Mutex::default() })
     }
@@ -137,7 +140,7 @@ impl CudaStream {
         })
     }
 
-    /// Wraps a stream that the GPU keeps.
+    /// Wraps a raw stream that the GPU keeps and shares.
     pub(super) fn shared(gpu: &Arc<CudaGpu>, raw: sys::CUstream) -> CudaStream {
         CudaStream { gpu: gpu.clone(), raw, whose: Whose::Shared, batch: Mutex::default() }
     }
@@ -158,7 +161,7 @@ impl CudaStream {
         &self.gpu
     }
 
-    /// The driver's handle of the stream.
+    /// The driver's handle of this stream.
     pub fn raw(&self) -> RawStream {
         self.raw
     }
@@ -182,7 +185,7 @@ impl CudaStream {
             return Ok(());
         }
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that both ranges stay valid until the copy is done.
         unsafe { call!(self.gpu.about().bytes(bytes), cuMemcpyAsync(target, source, bytes, self.raw)) }
     }
 
@@ -199,11 +202,11 @@ impl CudaStream {
             return Ok(0);
         }
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that all ranges stay valid until the copies are done.
         if unsafe { self.copy_in_one_call(&mut batch) }? {
             return Ok(1);
         }
-        // SAFETY: as above.
+        // SAFETY: the caller promises that all ranges stay valid until the copies are done.
         unsafe { self.copy_one_by_one(&batch) }
     }
 
@@ -220,7 +223,8 @@ impl CudaStream {
         let _current = self.gpu.make_current()?;
         for GpuCopy { source, target, bytes } in copies.iter().copied() {
             let (about, stream, host) = (self.gpu.about().bytes(bytes), self.raw, source as *const c_void);
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the pinned ranges stay valid until the copies are done; the
+            // driver checks GPU addresses.
             unsafe {
                 if is_short(bytes) && launching.is_none() {
                     copy_short(about, target, host, bytes, stream)
@@ -277,34 +281,34 @@ impl CudaStream {
     unsafe fn copy_one_by_one(&self, batch: &Batch) -> Result<usize> {
         let about = self.gpu.about();
         for ((target, source), bytes) in batch.targets.iter().zip(&batch.sources).zip(&batch.sizes) {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that both ranges stay valid until the copy is done.
             unsafe { call!(about.bytes(*bytes), cuMemcpyAsync(*target, *source, *bytes, self.raw)) }?;
         }
         Ok(batch.sizes.len())
     }
 
-    /// Enqueues a fill with `byte`.
+    /// Enqueues a fill of `bytes` bytes at `target` with `byte`.
     ///
     /// # Safety
-    /// The promise for the target of [`CudaStream::copy`].
+    /// The target keeps the promise that [`CudaStream::copy`] asks for.
     pub unsafe fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the target stays valid until the fill is done.
         unsafe { call!(self.gpu.about().bytes(bytes), cuMemsetD8Async(target, byte, bytes, self.raw)) }
     }
 
     /// Enqueues a write of 4 bytes after all earlier work, whose results are then visible to the whole
     /// system: a reader that sees the value in pinned memory also sees the earlier copies.
     ///
-    /// # Safety
     /// `address` is a device address of pinned or device memory, aligned to 4 bytes, that stays allocated
-    /// until then.
+    /// until the write is done.
     pub unsafe fn write_flag_u32(&self, address: u64, value: u32) -> Result<()> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise. No flags: with a barrier before the write.
+        // SAFETY: the caller promises that the address stays allocated. Without flags the write has a barrier
+        // before it.
         unsafe { call!(self.gpu.about(), cuStreamWriteValue32_v2(self.raw, address, value, 0)) }
     }
 
@@ -314,7 +318,8 @@ impl CudaStream {
     /// The promise of [`CudaStream::write_flag_u32`], with an alignment of 8 bytes.
     pub unsafe fn write_flag_u64(&self, address: u64, value: u64) -> Result<()> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise. No flags: with a barrier before the write.
+        // SAFETY: the caller promises that the address stays allocated. Without flags the write has a barrier
+        // before it.
         unsafe { call!(self.gpu.about(), cuStreamWriteValue64_v2(self.raw, address, value, 0)) }
     }
 
@@ -331,7 +336,8 @@ impl CudaStream {
         value: u64,
     ) -> Result<()> {
         let _current = gpu.make_current()?;
-        // SAFETY: by the caller's promise. No flags: until it is reached or passed.
+        // SAFETY: the caller promises a live stream and a valid address. Without flags the wait ends when the
+        // value is reached or passed.
         unsafe { call!(gpu.about(), cuStreamWaitValue64_v2(stream, address, value, 0)) }
     }
 
@@ -349,7 +355,8 @@ impl CudaStream {
     ) -> Result<()> {
         let _current = self.gpu.make_current()?;
         let (kernel, values, none) = (function.raw, parameters.as_mut_ptr(), ptr::null_mut());
-        // SAFETY: by the caller's promise; the driver copies the parameters before it returns.
+        // SAFETY: the caller promises that parameters and memory fit the kernel; the driver copies the
+        // parameters before it returns.
         unsafe {
             call!(
                 self.gpu.about(),
@@ -358,30 +365,30 @@ impl CudaStream {
         }
     }
 
-    /// Records the event: it is done when everything enqueued so far is done.
+    /// Records an event in this stream: it is done when all work enqueued so far is done.
     pub fn record(&self, event: &CudaEvent) -> Result<()> {
         let _current = self.gpu.make_current()?;
         // SAFETY: event and stream are alive; the driver refuses those of different GPUs.
         unsafe { call!(self.gpu.about(), cuEventRecord(event.raw, self.raw)) }
     }
 
-    /// Makes later work wait, on the GPU, for the event of any GPU. The caller does not wait.
+    /// Makes later work of this stream wait, on the GPU, for an event of any GPU. The caller does not wait.
     pub fn wait_event(&self, event: &CudaEvent) -> Result<()> {
-        // SAFETY: the event is alive.
+        // SAFETY: the event is borrowed, so it is alive.
         unsafe { self.wait_raw_event(event.raw) }
     }
 
-    /// Makes later work wait for an event of another library.
+    /// Makes later work of this stream wait for an event of another library.
     ///
     /// # Safety
     /// `event` is a live event of the driver.
     pub unsafe fn wait_raw_event(&self, event: RawEvent) -> Result<()> {
         let _current = self.gpu.make_current()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the event is live.
         unsafe { call!(self.gpu.about(), cuStreamWaitEvent(self.raw, event, 0)) }
     }
 
-    /// Whether all enqueued work is done. Does not block.
+    /// Whether all enqueued work of the stream is done. Does not block.
     ///
     /// # Errors
     /// The driver's error when work has failed; the whole context is then unusable.
@@ -391,7 +398,7 @@ impl CudaStream {
         event::done("cuStreamQuery", &self.gpu, unsafe { ask!(cuStreamQuery(self.raw)) }?)
     }
 
-    /// Waits until all enqueued work is done.
+    /// Waits until all enqueued work of the stream is done.
     ///
     /// # Errors
     /// The errors of [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after a
@@ -426,7 +433,7 @@ impl Drop for CudaStream {
             Whose::Left => return,
         }
         let Ok(_current) = self.gpu.make_current() else { return };
-        // SAFETY: the stream is alive, and this is its last use.
+        // SAFETY: the stream is alive, and is used here for the last time.
         let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
     }
 }

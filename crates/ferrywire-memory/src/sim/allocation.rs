@@ -20,9 +20,9 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 static ALLOCATIONS: RwLock<BTreeMap<u64, Arc<Allocation>>> = RwLock::new(BTreeMap::new());
 static FREED: Mutex<VecDeque<AddressRange>> = Mutex::new(VecDeque::new());
 
-/// Kind of an allocation.
+/// Kind of an allocation of the simulated GPUs.
 pub(super) enum Kind {
-    /// Memory of this GPU, which the CPU must not access.
+    /// Memory of a simulated GPU, which the CPU must not access.
     Device(Arc<SimGpu>),
     /// Host memory, which GPUs access at the CPU's address.
     Mapped,
@@ -31,7 +31,7 @@ pub(super) enum Kind {
 pub(super) struct Allocation {
     pub kind: Kind,
     pub len: usize,
-    /// Allocated through the C table, and freed only through it.
+    /// Whether the memory was allocated through the C table, and is freed only through it.
     pub foreign: bool,
     address: u64,
     view: usize,
@@ -65,7 +65,7 @@ impl Allocation {
         self.address
     }
 
-    /// The GPU with this memory; `None` for mapped host memory.
+    /// The GPU that has the memory; `None` for mapped host memory.
     pub fn gpu(&self) -> Option<&Arc<SimGpu>> {
         match &self.kind {
             Kind::Device(gpu) => Some(gpu),
@@ -78,7 +78,7 @@ impl Drop for Allocation {
     fn drop(&mut self) {
         let mut freed = FREED.lock().unwrap_or_else(PoisonError::into_inner);
         for mut range in self.ranges.drain(..) {
-            // If the kernel cannot keep the range reserved, the range is just unmapped.
+            // If the kernel cannot keep the range reserved, the range is only unmapped.
             if range.withdraw().is_ok() {
                 freed.push_back(range);
             }
@@ -108,25 +108,26 @@ pub(super) fn allocate(kind: Kind, len: usize, align: usize, foreign: bool) -> R
 pub(super) fn forget(allocation: &Allocation) {
     let mut all = ALLOCATIONS.write().unwrap_or_else(PoisonError::into_inner);
     let last = all.remove(&allocation.address);
-    // This may drop the last reference to the GPU, which must not happen with the table locked.
+    // The drop may be of the last reference to the GPU, and must not happen with the table locked.
     drop(all);
     drop(last);
 }
 
-/// The allocation that contains an address.
+/// The allocation that contains an address, of any simulated GPU.
 pub(super) fn find(address: u64) -> Option<Arc<Allocation>> {
     let all = ALLOCATIONS.read().unwrap_or_else(PoisonError::into_inner);
     let (base, allocation) = all.range(..=address).next_back()?;
     (address - base < allocation.len.max(1) as u64).then(|| allocation.clone())
 }
 
-/// Access to bytes of an allocation, at their view; keeps the memory mapped.
+/// Access to bytes of an allocation, through its view; keeps the memory mapped.
 pub(super) struct Span {
     pub pointer: *mut u8,
     _keeper: Arc<Allocation>,
 }
 
-/// Checks `bytes` bytes at a device or mapped address; returns access to them.
+/// Checks `bytes` bytes at a device or mapped address, and returns access to them; an error for a range that
+/// is not in one allocation.
 pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
     // An empty range may also start at the end of an allocation.
     let before = || find(address.checked_sub(1).filter(|_| bytes == 0)?);
@@ -173,13 +174,13 @@ pub(super) fn check_host(address: *const u8, bytes: usize) -> Result<()> {
     Ok(())
 }
 
-/// Number of freed ranges that stay reserved.
+/// Number of freed address ranges that stay reserved.
 #[cfg(test)]
 pub(super) fn freed_ranges() -> usize {
     FREED.lock().unwrap_or_else(PoisonError::into_inner).len()
 }
 
-/// Memory of a simulated GPU; freed when dropped.
+/// Memory of a simulated GPU, which is freed when the buffer is dropped.
 ///
 /// The CPU must not access it: a load or store raises `SIGSEGV`, a system call returns `EFAULT`.
 pub struct SimBuffer {
@@ -193,27 +194,27 @@ impl SimBuffer {
         Ok(SimBuffer { allocation, gpu: gpu.clone() })
     }
 
-    /// Device address of the first byte.
+    /// Device address of the buffer's first byte.
     pub fn address(&self) -> u64 {
         self.allocation.address
     }
 
-    /// Device address as a pointer, which must not be dereferenced.
+    /// Device address of the buffer as a pointer, which must not be dereferenced.
     pub fn as_ptr(&self) -> *mut u8 {
         self.allocation.address as *mut u8
     }
 
-    /// Requested size in bytes.
+    /// Requested size of the buffer in bytes.
     pub fn len(&self) -> usize {
         self.allocation.len
     }
 
-    /// Whether the requested size is 0.
+    /// Whether the requested size of the buffer is 0.
     pub fn is_empty(&self) -> bool {
         self.allocation.len == 0
     }
 
-    /// The GPU with this memory.
+    /// The GPU that has the buffer's memory.
     pub fn gpu(&self) -> &Arc<SimGpu> {
         &self.gpu
     }
@@ -231,16 +232,16 @@ impl std::fmt::Debug for SimBuffer {
     }
 }
 
-/// Host memory that every simulated GPU accesses at the CPU's address; freed when dropped.
+/// Host memory that every simulated GPU accesses at the CPU's address; freed when the buffer is dropped.
 #[derive(Debug)]
 pub struct MappedBuffer {
     base: *mut u8,
     len: usize,
 }
 
-// SAFETY: plain memory; the pointer is only handed out raw.
+// SAFETY: the buffer is plain memory; the pointer is only handed out raw.
 unsafe impl Send for MappedBuffer {}
-// SAFETY: as above, and nothing in it changes.
+// SAFETY: the buffer is plain memory; its address and length do not change.
 unsafe impl Sync for MappedBuffer {}
 
 impl MappedBuffer {
@@ -250,22 +251,22 @@ impl MappedBuffer {
         Ok(MappedBuffer { base: allocation.view as *mut u8, len: bytes })
     }
 
-    /// Address of the first byte, for the CPU and for GPUs.
+    /// Address of the buffer's first byte, for the CPU and for GPUs.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base
     }
 
-    /// Device address of the first byte.
+    /// Device address of the buffer's first byte.
     pub fn address(&self) -> u64 {
         self.base as u64
     }
 
-    /// Size in bytes.
+    /// Size of the buffer in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the buffer has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

@@ -1,7 +1,7 @@
 //! The simulated GPU that is current on a thread, as in CUDA.
 //!
-//! A thread has none until it sets one. So code that forgets to set the GPU gets an error, instead of
-//! silently using GPU 0.
+//! A thread has no current GPU until it sets one. So code that forgets to set the GPU gets an error, instead
+//! of silently using GPU 0.
 
 use super::{Result, SimGpu, SimGpuError};
 use std::cell::Cell;
@@ -10,12 +10,12 @@ thread_local! {
     static CURRENT: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
-/// The GPU that is current on this thread, if any.
+/// Number of the GPU that is current on this thread; `None` before one was set.
 pub fn current() -> Option<u32> {
     CURRENT.get()
 }
 
-/// Makes an open GPU current on this thread.
+/// Makes an open GPU current on this thread; returns an error for a GPU that is not open.
 pub fn set_current(index: u32) -> Result<()> {
     SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?;
     CURRENT.set(Some(index));
@@ -28,7 +28,7 @@ pub fn with_current<T>(index: u32, body: impl FnOnce() -> T) -> Result<T> {
     set_current(index).map(|()| body())
 }
 
-/// The previously current GPU, which dropping this restores.
+/// The GPU that was current before; dropping the value makes it current again.
 struct Before(Option<u32>);
 
 impl Drop for Before {

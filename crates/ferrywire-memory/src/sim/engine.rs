@@ -22,11 +22,11 @@ use std::time::{Duration, Instant};
 pub(super) struct Engine {
     gpu: u32,
     state: Mutex<State>,
-    /// Signalled when there may be an item to run.
+    /// Signalled when an item of a queue may be ready to run.
     work: Condvar,
     /// Signalled when an item has ended.
     ended: Condvar,
-    /// Zero of the times that [`Engine::run_due`] is given.
+    /// The moment from which the times for [`Engine::run_due`] are counted.
     epoch: Instant,
 }
 
@@ -37,14 +37,14 @@ struct State {
     last: u64,
     injector: Injector,
     stopping: bool,
-    /// Callers of [`Engine::run_due`] run the items, and the thread none.
+    /// Whether callers of [`Engine::run_due`] run the items; the engine's thread then runs none.
     stepped: bool,
 }
 
 #[derive(Default)]
 struct Queue {
     items: VecDeque<Item>,
-    /// When the first item may run; set when it becomes the first.
+    /// When the queue's first item may run; set when the item becomes the first.
     due: Option<Instant>,
     running: bool,
     failed: Option<SimGpuError>,
@@ -55,7 +55,7 @@ struct Item {
     fate: Fate,
 }
 
-/// The thread's next action.
+/// The next action of the engine's thread.
 enum Turn {
     Run(u64, Item),
     WaitUntil(Instant),
@@ -101,12 +101,12 @@ impl Engine {
         }
     }
 
-    /// Leaves all items to callers of [`Engine::run_due`].
+    /// Leaves all items to callers of [`Engine::run_due`]; the engine's thread runs none from now on.
     pub fn step(&self) {
         self.lock().stepped = true;
     }
 
-    /// Runs the items that are due at this time on this thread. Returns whether there were any.
+    /// Runs the items that are due at this time on this thread. Returns whether it ran any.
     pub fn run_due(&self, now: Duration) -> bool {
         let now = self.epoch + now;
         let mut ran = false;
@@ -118,8 +118,8 @@ impl Engine {
         }
     }
 
-    /// Runs the first item of a queue, as if its delay and a stall were over. Returns false if there is none, or it
-    /// waits for an event.
+    /// Runs the first item of a queue, as if its delay and a stall were over. Returns false if the queue has
+    /// no item, or the item waits for an event.
     fn run_first(&self, queue: u64) -> bool {
         let mut state = self.lock();
         let first = state.queues.get_mut(&queue).filter(|each| each.is_ready());
@@ -149,7 +149,7 @@ impl Engine {
         self.ended.notify_all();
     }
 
-    /// Ends the thread; no queue exists any more.
+    /// Ends the engine's thread; call this when no queue exists any more.
     pub fn stop(&self) {
         self.lock().stopping = true;
         self.work.notify_all();
@@ -160,7 +160,7 @@ impl Engine {
         self.lock().queues.values().any(|queue| queue.running || !queue.items.is_empty())
     }
 
-    /// Makes the thread check its queues again: an event may have completed.
+    /// Makes the engine's thread check its queues again: an event may have completed.
     pub fn wake(&self) {
         // After this lock, a thread that has just checked its queues is waiting and receives the signal.
         drop(self.lock());
@@ -191,7 +191,7 @@ impl Engine {
         queue
     }
 
-    /// Drops the items of a queue that have not started, and waits for the one that runs.
+    /// Drops the items of a queue that have not started, and waits for the item that runs.
     pub fn remove(&self, queue: u64) {
         let mut state = self.lock();
         let items = state.queues.get_mut(&queue).map(|queue| std::mem::take(&mut queue.items));
@@ -247,7 +247,7 @@ impl Engine {
 }
 
 impl State {
-    /// Chooses the next queue, starting behind the one that ran last.
+    /// Chooses the next queue to serve, starting behind the one that ran last.
     fn turn(&mut self, now: Instant) -> Turn {
         if self.injector.faults.stall {
             return Turn::Wait;
@@ -273,7 +273,7 @@ impl State {
 }
 
 impl Queue {
-    /// When the first item may run; `None` without an item, or while it waits for an event.
+    /// When the queue's first item may run; `None` without an item, or while the item waits for an event.
     fn due(&mut self, now: Instant) -> Option<Instant> {
         if !self.is_ready() {
             return None;
@@ -282,7 +282,7 @@ impl Queue {
         Some(*self.due.get_or_insert(now + head.fate.delay))
     }
 
-    /// Whether there is a first item, and no event for which it waits.
+    /// Whether the queue has a first item that waits for no event.
     fn is_ready(&self) -> bool {
         let waits = |item: &Item| matches!(&item.work, Work::WaitFor(mark) if mark.outcome().is_none());
         self.items.front().is_some_and(|item| !waits(item))

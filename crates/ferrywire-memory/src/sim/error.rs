@@ -12,7 +12,7 @@ pub enum SimGpuError {
     /// No simulated GPU has this number.
     #[error("there is no simulated GPU {index}: use 0 to {}", ferrywire_proto::limits::SIM_GPUS_MAX - 1)]
     NoSuchGpu {
-        /// The requested number.
+        /// The requested number of a GPU.
         index: u32,
     },
     /// The GPU must be opened before it is used.
@@ -24,13 +24,13 @@ pub enum SimGpuError {
     /// The alignment is not a power of two.
     #[error("alignment {align} is not a power of two")]
     Alignment {
-        /// The requested alignment.
+        /// The requested alignment in bytes.
         align: usize,
     },
     /// The system could not allocate memory or start a thread.
     #[error("simulated GPU: {what}: {message}")]
     System {
-        /// The requested operation.
+        /// The operation that the system refused.
         what: String,
         /// The system's message.
         message: String,
@@ -38,7 +38,7 @@ pub enum SimGpuError {
     /// The address is in no memory that the GPU can access, or not any more.
     #[error("{address:#x} is not memory of a simulated GPU: freed, or never allocated there")]
     NotAllocated {
-        /// The address.
+        /// The address that the GPU cannot access.
         address: u64,
     },
     /// The range starts in an allocation, but exceeds it.
@@ -56,9 +56,9 @@ pub enum SimGpuError {
     /// GPU memory was passed where host memory is needed.
     #[error("{address:#x} is memory of simulated GPU {gpu}, not of the host: copy from device to device")]
     NotHostMemory {
-        /// The address.
+        /// The address of the GPU memory.
         address: u64,
-        /// The GPU with this memory.
+        /// Number of the GPU that has the memory.
         gpu: u32,
     },
     /// The memory cannot be exported as a dma-buf.
@@ -68,11 +68,11 @@ pub enum SimGpuError {
         address: u64,
         /// Length of the range in bytes.
         bytes: u64,
-        /// Reason.
+        /// Why the memory cannot be exported.
         why: String,
     },
-    /// An injected fault.
-    #[error("simulated GPU {gpu}: operation {operation} failed as asked for (SimFaults)")]
+    /// An operation failed because of an injected fault.
+    #[error("simulated GPU {gpu}: operation {operation} failed because SimFaults asked for it")]
     Injected {
         /// Number of the GPU.
         gpu: u32,
@@ -86,7 +86,7 @@ pub enum SimGpuError {
         gpu: u32,
         /// The event or stream that was waited for.
         what: &'static str,
-        /// Time waited.
+        /// Time for which the caller waited.
         waited: Duration,
     },
     /// The stream was dropped before its work was done.
@@ -98,9 +98,9 @@ pub enum SimGpuError {
     /// The value of `FERRYWIRE_SIM_GPU_FAULTS` is not valid.
     #[error("FERRYWIRE_SIM_GPU_FAULTS: {part:?} {why}")]
     FaultsText {
-        /// The invalid part.
+        /// The invalid part of the value.
         part: String,
-        /// The valid form.
+        /// Why the part is invalid, or its valid form.
         why: &'static str,
     },
 }

@@ -9,7 +9,7 @@ use super::{Result, SimGpuError};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// One recording of an event.
+/// One recording of a simulated event.
 pub(super) struct Mark {
     state: Mutex<MarkState>,
     changed: Condvar,
@@ -27,12 +27,12 @@ impl Mark {
         Mark { state: Mutex::default(), changed: Condvar::new(), gpu }
     }
 
-    /// Outcome of the mark, once it has completed.
+    /// Outcome of the recording; `None` until it has completed.
     pub fn outcome(&self) -> Option<Result<()>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
     }
 
-    /// Makes the mark wake `engine` when it completes.
+    /// Makes the recording wake `engine` when it completes.
     pub fn watch(&self, engine: &Arc<Engine>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.outcome.is_none() {
@@ -40,7 +40,7 @@ impl Mark {
         }
     }
 
-    /// Completes the mark, and wakes engines. Must not be called while an engine is locked.
+    /// Completes the recording, and wakes engines. Must not be called while an engine is locked.
     pub fn complete(&self, outcome: Result<()>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.outcome.get_or_insert(outcome);
@@ -74,13 +74,13 @@ impl HostGate {
         HostGate(mark)
     }
 
-    /// Lets the work behind the gate go on.
+    /// Lets the work behind the gate run.
     pub fn open(self) {
         self.0.complete(Ok(()));
     }
 }
 
-/// A reusable event. It stands for the point in a stream where it was recorded last.
+/// A reusable event of a simulated GPU. It stands for the point in a stream where it was recorded last.
 #[derive(Default)]
 pub struct SimEvent {
     last: Mutex<Option<Arc<Mark>>>,

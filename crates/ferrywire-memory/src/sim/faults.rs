@@ -20,11 +20,11 @@ pub struct SimFaults {
     pub seed: u64,
     /// Range of an operation's delay before it starts, on the engine's thread.
     pub copy_delay: RangeInclusive<Duration>,
-    /// Failing operations per million.
+    /// Number of failing operations per million.
     pub failure_per_million: u32,
     /// Number of operations that succeed before all further ones fail; `None` for no such failure.
     pub fail_after: Option<u64>,
-    /// Whether no operation starts.
+    /// Whether the GPU is stalled: no operation starts.
     pub stall: bool,
 }
 
@@ -81,20 +81,20 @@ impl FromStr for SimFaults {
 
 const MILLION: u64 = 1_000_000;
 
-/// Parses `5-50`, or `5` for a constant delay.
+/// Parses a range of delays in microseconds: `5-50`, or `5` for a constant delay.
 fn delays(text: &str) -> Option<RangeInclusive<Duration>> {
     let (low, high) = text.split_once('-').unwrap_or((text, text));
     let (low, high) = (low.parse().ok()?, high.parse().ok()?);
     (low <= high).then(|| Duration::from_micros(low)..=Duration::from_micros(high))
 }
 
-/// Delay and failure of one operation.
+/// Delay and failure that one operation will have.
 pub(super) struct Fate {
     pub delay: Duration,
     pub failure: Option<SimGpuError>,
 }
 
-/// Draws delays and failures.
+/// Draws the delay and the failure of each operation.
 pub(super) struct Injector {
     pub faults: SimFaults,
     gpu: u32,
@@ -104,7 +104,7 @@ pub(super) struct Injector {
 
 impl Injector {
     pub fn new(gpu: u32, faults: SimFaults) -> Injector {
-        // The seeds are far apart, so no GPU's sequence is a shifted copy of another's.
+        // The seeds of the GPUs are far apart, so no GPU's sequence is a shifted copy of another's.
         let rng = Rng::new(faults.seed ^ (u64::from(gpu) << 56));
         Injector { faults, gpu, rng, operations: 0 }
     }

@@ -100,19 +100,20 @@ impl SimGpu {
         Ok(SimGpu { index, engine, thread: Some(thread) })
     }
 
-    /// GPU `index`, if it is open.
+    /// Simulated GPU `index` of this process if it is open, else `None`.
     pub fn opened(index: u32) -> Option<Arc<SimGpu>> {
         let gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         gpus.get(index as usize)?.upgrade()
     }
 
-    /// The GPU with the memory at `address`, and first address and length of the allocation.
+    /// Number of the GPU with the memory at `address`, and first address and length in bytes of the
+    /// allocation.
     pub fn of(address: u64) -> Option<(u32, u64, u64)> {
         let found = allocation::find(address)?;
         Some((found.gpu()?.index, found.address(), found.len as u64))
     }
 
-    /// First address and length of the mapped host memory that contains `address`.
+    /// First address and length in bytes of the mapped host memory that contains `address`.
     pub fn mapped(address: u64) -> Option<(u64, u64)> {
         let found = allocation::find(address).filter(|found| found.gpu().is_none())?;
         Some((found.address(), found.len as u64))
@@ -123,17 +124,17 @@ impl SimGpu {
         self.index
     }
 
-    /// Allocates zeroed memory, aligned to `align` and at least to 4096 bytes.
+    /// Allocates zeroed memory of the simulated GPU, aligned to `align` and at least to 4096 bytes.
     pub fn alloc(self: &Arc<Self>, bytes: usize, align: usize) -> Result<SimBuffer> {
         SimBuffer::new(self, bytes, align)
     }
 
-    /// A new stream.
+    /// Creates a stream of the simulated GPU.
     pub fn stream(self: &Arc<Self>) -> SimStream {
         SimStream::new(self)
     }
 
-    /// The current faults.
+    /// The faults that are in force.
     pub fn faults(&self) -> SimFaults {
         self.engine.faults()
     }
@@ -144,7 +145,7 @@ impl SimGpu {
         self.engine.set_faults(faults);
     }
 
-    /// Sets whether operations may start.
+    /// Sets whether the GPU is stalled, so that no operation starts.
     pub fn set_stall(&self, stall: bool) {
         self.engine.set_stall(stall);
     }
@@ -161,7 +162,8 @@ impl SimGpu {
         self.engine.step();
     }
 
-    /// Runs the work that is due at this time, which the caller counts from any moment on. Returns whether there was any.
+    /// Runs the work that is due at this time, which the caller counts from any moment on. Returns whether
+    /// any work was due.
     pub fn run_due(&self, now: Duration) -> bool {
         self.engine.run_due(now)
     }
@@ -188,14 +190,14 @@ impl SimGpu {
         stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
-    /// Sets device memory to `byte`, and waits.
+    /// Sets `bytes` bytes of device memory to `byte`, and waits.
     pub fn fill(self: &Arc<Self>, target: u64, byte: u8, bytes: usize) -> Result<()> {
         let stream = self.stream();
         stream.fill(target, byte, bytes)?;
         stream.wait(limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
 
-    /// CRC-32 of device memory.
+    /// CRC-32 of `bytes` bytes of device memory.
     pub fn checksum(self: &Arc<Self>, source: u64, bytes: usize) -> Result<u32> {
         self.stream().checksum(source, bytes, limits::SIM_GPU_BLOCKING_TIMEOUT)
     }
@@ -214,7 +216,7 @@ impl SimGpu {
 impl Drop for SimGpu {
     fn drop(&mut self) {
         self.engine.stop();
-        // This drop may run on the GPU's own thread, which must not join itself.
+        // The drop may run on the GPU's own thread, which must not join itself.
         let thread = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id());
         if let Some(thread) = thread {
             let _ = thread.join();

@@ -13,8 +13,8 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// A queue of asynchronous work. Dropping it discards work that has not started and waits for the work that
-/// runs; afterwards nothing accesses the memory involved.
+/// A queue of asynchronous work of a simulated GPU. Dropping it discards work that has not started and waits
+/// for the work that runs; afterwards nothing accesses the memory involved.
 ///
 /// Device addresses may be of any simulated GPU, or of mapped host memory. They are checked when the work
 /// runs; a wrong address fails the stream.
@@ -40,7 +40,7 @@ impl SimStream {
         self.gpu.engine.enqueue(self.queue, work)
     }
 
-    /// Copies from the device to host memory.
+    /// Enqueues a copy from device memory to host memory.
     ///
     /// # Safety
     /// `bytes` bytes at `target` stay writable, and no other code uses them, until the copy is done or the
@@ -50,7 +50,7 @@ impl SimStream {
         self.enqueue(Work::ToHost { source, target: HostPointer(target), bytes })
     }
 
-    /// Copies from host memory to the device.
+    /// Enqueues a copy from host memory to device memory.
     ///
     /// # Safety
     /// `bytes` bytes at `source` stay readable and unchanged until the copy is done or the stream is dropped.
@@ -59,28 +59,28 @@ impl SimStream {
         self.enqueue(Work::FromHost { source: HostPointer(source.cast_mut()), target, bytes })
     }
 
-    /// Copies from device to device.
+    /// Enqueues a copy from device memory to device memory.
     pub fn copy(&self, source: u64, target: u64, bytes: usize) -> Result<()> {
         self.gather(vec![GpuCopy { source, target, bytes }])
     }
 
-    /// Runs a kernel that copies all pieces in order, or none if one is out of bounds.
+    /// Enqueues a kernel that copies all pieces in order, or none if one is out of bounds.
     pub fn gather(&self, pieces: Vec<GpuCopy>) -> Result<()> {
         self.enqueue(Work::Gather(pieces))
     }
 
-    /// Runs a kernel that copies the fragments of all runs in order. It reads the fragments in place when it
-    /// runs, and copies none if one is out of bounds.
+    /// Enqueues a kernel that copies the fragments of all runs in order. The kernel reads the fragments in
+    /// place when it runs, and copies none if one is out of bounds.
     pub fn gather_runs(&self, runs: Vec<GatherRun>) -> Result<()> {
         self.enqueue(Work::GatherRuns(runs))
     }
 
-    /// Sets bytes of device memory.
+    /// Enqueues a fill of device memory with `byte`.
     pub fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
         self.enqueue(Work::Fill { target, byte, bytes })
     }
 
-    /// CRC-32 of device memory; waits for this and all earlier work.
+    /// CRC-32 of device memory; waits for all work up to the computation.
     pub fn checksum(&self, source: u64, bytes: usize, timeout: Duration) -> Result<u32> {
         let into = Arc::new(Mutex::new(0));
         self.enqueue(Work::Checksum { source, bytes, into: into.clone() })?;
@@ -88,26 +88,27 @@ impl SimStream {
         Ok(*into.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Writes a number after all earlier work: a reader that sees it also sees the earlier copies.
+    /// Enqueues a write of `value` to `flag` after all earlier work: a reader that sees the value also sees
+    /// the earlier copies.
     pub fn write_flag(&self, flag: &Arc<AtomicU64>, value: u64) -> Result<()> {
         self.enqueue(Work::Flag(flag.clone(), value))
     }
 
-    /// Records the event: it is done when everything enqueued so far is done.
+    /// Records an event in this stream: it is done when all work enqueued so far is done.
     pub fn record(&self, event: &SimEvent) -> Result<()> {
         let mark = Arc::new(Mark::new(self.gpu.index()));
         event.set(mark.clone());
         self.enqueue(Work::Record(mark.clone())).inspect_err(|cause| mark.complete(Err(cause.clone())))
     }
 
-    /// Makes later work wait, on the GPU, for the event. The caller does not wait.
+    /// Makes later work of this stream wait, on the GPU, for the event. The caller does not wait.
     pub fn wait_event(&self, event: &SimEvent) -> Result<()> {
         let Some(mark) = event.mark() else { return Ok(()) };
         mark.watch(&self.gpu.engine);
         self.enqueue(Work::WaitFor(mark))
     }
 
-    /// Makes later work wait until the host opens the returned gate.
+    /// Makes later work of this stream wait until the host opens the returned gate.
     pub fn hold(&self) -> Result<HostGate> {
         let mark = Arc::new(Mark::new(self.gpu.index()));
         mark.watch(&self.gpu.engine);
@@ -115,12 +116,12 @@ impl SimStream {
         Ok(HostGate::new(mark))
     }
 
-    /// Whether all enqueued work is done. Does not block.
+    /// Whether all enqueued work of the stream is done. Does not block.
     pub fn query(&self) -> Result<bool> {
         self.gpu.engine.query(self.queue)
     }
 
-    /// Waits until all enqueued work is done.
+    /// Waits until all enqueued work of the stream is done.
     ///
     /// # Errors
     /// The stream's first failure, or [`SimGpuError::TimedOut`](super::SimGpuError::TimedOut); after a

@@ -22,7 +22,7 @@ pub const TABLE_VARIABLE: &str = "FERRYWIRE_SIM_GPU";
 pub const TABLE_VERSION: u32 = 1;
 
 const MAGIC: u32 = 0x5349_4d47;
-/// Status of a failed call.
+/// Status of a failed call through the table.
 const FAILED: i32 = -1;
 
 /// The simulated GPUs of a process, for plugins. Any thread may call the functions. A status is 0, or -1
@@ -32,13 +32,13 @@ const FAILED: i32 = -1;
 pub struct SimGpuTable {
     /// Size of this table in bytes.
     pub size: usize,
-    /// [`TABLE_VERSION`].
+    /// Version of the table: [`TABLE_VERSION`].
     pub version: u32,
-    /// Identifies a table.
+    /// Fixed number that identifies a table.
     pub magic: u32,
     /// Returns the GPU that is current on the calling thread; -1 without one.
     pub current_device: extern "C" fn() -> i32,
-    /// Makes an open GPU current on the calling thread.
+    /// Makes an open GPU current on the calling thread; returns a status.
     pub set_current_device: extern "C" fn(device: i32) -> i32,
     /// Returns the GPU with the memory at `address`, or -1. Writes base and length of the allocation to
     /// non-null pointers.
@@ -48,19 +48,19 @@ pub struct SimGpuTable {
     pub dma_view: extern "C" fn(address: u64, len: usize) -> *mut u8,
     /// Allocates zeroed device memory on an open GPU; 0 on failure. Only `free` frees it.
     pub alloc: extern "C" fn(device: i32, len: usize, align: usize) -> u64,
-    /// Frees memory from `alloc`.
+    /// Frees device memory from `alloc`; returns a status.
     pub free: extern "C" fn(address: u64) -> i32,
     /// Allocates zeroed host memory that GPUs access at the CPU's address; null on failure.
     pub mapped_alloc: extern "C" fn(len: usize, align: usize) -> *mut u8,
-    /// Frees memory from `mapped_alloc`.
+    /// Frees host memory from `mapped_alloc`; returns a status.
     pub mapped_free: extern "C" fn(pointer: *mut u8) -> i32,
-    /// Copies device memory to host memory through the copy engine, and waits.
+    /// Copies device memory to host memory through the copy engine, and waits; returns a status.
     pub copy_to_host: unsafe extern "C" fn(target: *mut u8, address: u64, len: usize) -> i32,
-    /// Copies host memory to device memory through the copy engine, and waits.
+    /// Copies host memory to device memory through the copy engine, and waits; returns a status.
     pub copy_from_host: unsafe extern "C" fn(address: u64, source: *const u8, len: usize) -> i32,
 }
 
-// Code in other languages relies on this offset.
+// Plugins in other languages rely on this offset.
 const _: () = assert!(std::mem::offset_of!(SimGpuTable, magic) == 12);
 const _: () = assert!(std::mem::offset_of!(SimGpuTable, current_device) == 16);
 const _: () = assert!(std::mem::offset_of!(SimGpuTable, mapped_alloc) == 64);
@@ -86,7 +86,8 @@ impl SimGpuTable {
     /// The table that this process has published; `None` before that.
     pub fn find() -> Option<&'static SimGpuTable> {
         let address = parse(&std::env::var(TABLE_VARIABLE).ok()?, std::process::id())?;
-        // Reads through the kernel, so a wrong address is an error and does not crash the process.
+        // The table is read through the kernel, so a wrong address is an error and does not crash the
+        // process.
         let mut head = [0u8; 16];
         File::open("/proc/self/mem").ok()?.read_exact_at(&mut head, address).ok()?;
         if head != head_of(&TABLE) || !address.is_multiple_of(align_of::<SimGpuTable>() as u64) {
@@ -98,7 +99,7 @@ impl SimGpuTable {
     }
 }
 
-/// The first 16 bytes of a table: size, version, mark.
+/// The first 16 bytes of a table: size, version, magic.
 fn head_of(table: &SimGpuTable) -> [u8; 16] {
     let mut head = [0; 16];
     head[..8].copy_from_slice(&table.size.to_ne_bytes());
@@ -117,7 +118,7 @@ pub(super) fn parse(text: &str, process: u32) -> Option<u64> {
     u64::from_str_radix(digits, 16).ok().filter(|_| ours)
 }
 
-/// Publishes this process's table, once.
+/// Publishes this process's table in the environment, once.
 pub(super) fn publish() {
     if SimGpuTable::find().is_some() {
         return;
@@ -129,7 +130,7 @@ pub(super) fn publish() {
     unsafe { std::env::set_var(TABLE_VARIABLE, text) };
 }
 
-/// Runs a function of the table; a panic becomes a failure.
+/// Runs a function of the table; turns a panic into the failure value `failed`.
 fn guarded<T>(failed: T, body: impl FnOnce() -> Option<T>) -> T {
     catch_unwind(AssertUnwindSafe(body)).ok().flatten().unwrap_or(failed)
 }
@@ -178,7 +179,7 @@ extern "C" fn mapped_free(pointer: *mut u8) -> i32 {
     guarded(FAILED, || free_foreign(pointer as u64, |allocation| allocation.gpu().is_none()))
 }
 
-/// Frees an allocation of the table by its first address, if `right` accepts it.
+/// Frees an allocation that was made through the table, by its first address, if `right` accepts it.
 fn free_foreign(address: u64, right: impl Fn(&allocation::Allocation) -> bool) -> Option<i32> {
     let found = find(address)?;
     let may = found.foreign && found.address() == address && right(&found);

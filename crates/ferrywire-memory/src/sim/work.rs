@@ -2,7 +2,7 @@
 //!
 //! Invariant: an item checks every address before it moves the first byte, and runs only on the engine's
 //! thread.
-//! Read next: `engine.rs`, which decides when.
+//! Read next: `engine.rs`, which decides when an item runs.
 
 use super::allocation::{Span, resolve};
 use super::event::Mark;
@@ -16,10 +16,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A pointer to host memory that outlives the item, as the enqueuing code has promised.
 pub(super) struct HostPointer(pub *mut u8);
 
-// SAFETY: the promise holds on every thread.
+// SAFETY: the memory outlives the item, whatever thread runs it.
 unsafe impl Send for HostPointer {}
 
-/// An item of a stream.
+/// An item of work in a stream of a simulated GPU.
 pub(super) enum Work {
     ToHost {
         source: u64,
@@ -76,7 +76,8 @@ impl Work {
             }
             Work::FromHost { source, target, bytes } => {
                 let to = resolve(*target, *bytes)?;
-                // SAFETY: as above, with the `bytes` bytes at `source` readable.
+                // SAFETY: the span keeps the memory mapped; the enqueuing code keeps `bytes` bytes at
+                // `source` readable. `copy` allows overlap (mapped memory).
                 unsafe { std::ptr::copy(source.0, to.pointer, *bytes) };
             }
             Work::Fill { target, byte, bytes } => {
@@ -123,14 +124,14 @@ fn gather(pieces: &[GpuCopy]) -> Result<()> {
     Ok(())
 }
 
-/// Reads the pieces of all runs, as they are at this moment.
+/// Reads the fragments of all runs, as they are at this moment.
 fn read_runs(runs: &[GatherRun]) -> Result<Vec<GpuCopy>> {
     let mut pieces = Vec::new();
     for run in runs {
         let bytes = (run.count as usize).saturating_mul(size_of::<Fragment>());
         let table = resolve(run.fragments, bytes)?;
         pieces.extend((0..run.count as usize).map(|index| {
-            // SAFETY: inside the span, which keeps the memory mapped; any bytes are a fragment.
+            // SAFETY: the entry is inside the span, which keeps the memory mapped; any bytes are a fragment.
             let fragment = unsafe { table.pointer.cast::<Fragment>().add(index).read_unaligned() };
             GpuCopy {
                 source: run.source.saturating_add(fragment.source.into()),
@@ -149,7 +150,7 @@ fn checksum(from: &Span, bytes: usize) -> u32 {
     let mut at = 0;
     while at < bytes {
         let now = part.len().min(bytes - at);
-        // SAFETY: `at + now <= bytes`, which the span covers; `part` is this function's own.
+        // SAFETY: `at + now <= bytes`, which the span covers; `part` belongs to this function.
         unsafe { std::ptr::copy_nonoverlapping(from.pointer.add(at), part.as_mut_ptr(), now) };
         hasher.update(&part[..now]);
         at += now;

@@ -19,7 +19,7 @@ const KERNEL_COPIES_MIN: usize = 3;
 
 /// A GPU queue for one batch of copies at a time. Dropping it ends all access to memory.
 pub struct CopyQueue {
-    // Dropped first: work in flight may access the fields below.
+    // Dropped first: the queue's work in flight may access the fields below.
     queue: Box<dyn GatherDevice>,
     list: Option<Mapped>,
     /// Number of fragments that the list can hold.
@@ -29,7 +29,7 @@ pub struct CopyQueue {
 }
 
 impl CopyQueue {
-    /// Makes copies on `queue`, which no other code uses.
+    /// A queue for batches of copies on `queue`, which no other code uses.
     pub fn new(queue: Box<dyn GatherDevice>) -> CopyQueue {
         CopyQueue { queue, list: None, room: 0, begun: 0, copying: false }
     }
@@ -46,7 +46,7 @@ impl CopyQueue {
         if self.copying {
             return Err(Error::Internal("a batch of copies was started while another is in flight".into()));
         }
-        // A kernel could queue behind a stream that waits for this very transfer.
+        // A kernel could queue behind a stream that waits for the very transfer that makes these copies.
         let launching = deferred_free::launching();
         let by_kernel =
             launching.is_some() && copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
@@ -81,7 +81,7 @@ impl CopyQueue {
             match self.queue.map(room * size_of::<Fragment>()) {
                 Ok(list) => (self.list, self.room) = (Some(list), room),
                 Err(error) => {
-                    tracing::debug!(%error, "gather kernel not used: scattered memory is copied piece by piece")
+                    tracing::debug!(%error, "cannot use the gather kernel: scattered memory is copied piece by piece")
                 }
             }
         }
@@ -91,7 +91,8 @@ impl CopyQueue {
     fn launch(&mut self, fragments: &[Fragment], parts: &[Part]) -> Result<()> {
         let Some(list) = &self.list else { return Ok(()) };
         let to = list.at(0, size_of_val(fragments));
-        // SAFETY: memory of this value's own, of that length and aligned to a page, which no work reads now.
+        // SAFETY: the list belongs to this value, has that length and is aligned to a page, and no work reads
+        // it now.
         unsafe { std::ptr::copy_nonoverlapping(fragments.as_ptr(), to.cast(), fragments.len()) };
         let mut first = to as u64;
         let run = |part: &Part| {
@@ -111,7 +112,7 @@ struct Part {
     count: u64,
 }
 
-/// Largest source offset of a fragment.
+/// Largest offset of a fragment's source from the base address of its part, in bytes.
 const REACH_BYTES: u64 = u32::MAX as u64;
 
 /// Converts copies to the kernel's fragments, with targets as absolute addresses; `None` when a copy is too

@@ -1,7 +1,7 @@
 //! The gather queue of a CUDA GPU: one stream per connection.
 //!
-//! The GPU reports finished work through a word in mapped memory; reading it costs no driver call. A failed
-//! GPU never writes the word, so the driver is also asked from time to time.
+//! The GPU reports finished work through a word in mapped memory, which the CPU reads without a driver call.
+//! A failed GPU never writes the word, so the driver is also asked from time to time.
 //!
 //! Invariant: the contract of [`GatherDevice`]; a dropped stream no longer uses any memory.
 //! Read next: `kernels.rs`, `../cuda/stream.rs`.
@@ -22,7 +22,7 @@ const ASK_INTERVAL: Duration = Duration::from_millis(1);
 /// A gather queue on a CUDA GPU.
 #[derive(Debug)]
 pub struct CudaQueue {
-    // Dropped first: work in flight may access the fields below.
+    // Dropped first: the stream's work in flight may access the fields below.
     stream: CudaStream,
     kernels: Arc<Kernels>,
     /// Number of the last mark that the GPU has reached; the GPU writes it.
@@ -33,7 +33,7 @@ pub struct CudaQueue {
 }
 
 impl CudaQueue {
-    /// Makes a queue with a stream of its own.
+    /// A gather queue with a stream of its own.
     ///
     /// # Errors
     /// The driver's error when it cannot compile the kernels or provide stream or memory.
@@ -49,7 +49,7 @@ impl CudaQueue {
     }
 
     fn flag(&self) -> u64 {
-        // SAFETY: zeroed memory of the buffer, aligned to a page; the GPU writes it as a whole.
+        // SAFETY: the word is zeroed memory of the buffer, aligned to a page; the GPU writes it as a whole.
         unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.load(Ordering::Acquire)
     }
 
@@ -64,12 +64,13 @@ pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
         let why = "the GPU reaches pinned memory at another address than the CPU: use --unpack copy";
         return Err(Error::invalid(format!("CUDA GPU {}", buffer.gpu().index()), why));
     }
-    // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.
+    // SAFETY: the buffer is aligned to a page, has that size, is owned here, and stays mapped as long as it
+    // lives.
     Ok(unsafe { Mapped::new(buffer.as_ptr(), buffer.len(), buffer) })
 }
 
-// SAFETY: pinned memory is ordinary memory of this process, and what `mapped_memory` gives has the same address
-// for the GPU; `CudaStream` is done with all memory when it is dropped.
+// SAFETY: pinned memory is ordinary memory of this process, and the memory from `mapped_memory` has the same
+// address for the GPU; `CudaStream` is done with all memory when it is dropped.
 unsafe impl GatherDevice for CudaQueue {
     fn location(&self) -> MemoryLocation {
         MemoryLocation::Cuda(self.gpu().index())
@@ -111,7 +112,7 @@ unsafe impl GatherDevice for CudaQueue {
         if self.marked - self.reached >= limits::GATHER_LAUNCHES_MAX as u64 {
             return Err(Error::Internal("a gather recorded more marks than its queue holds".into()));
         }
-        // SAFETY: 8 aligned bytes of pinned memory, which outlives the stream.
+        // SAFETY: the flag is 8 aligned bytes of pinned memory, which outlives the stream.
         unsafe { self.stream.write_flag_u64(self.flag.address(), self.marked + 1) }?;
         self.marked += 1;
         Ok(())

@@ -13,12 +13,12 @@ use crate::error::Result;
 use crate::{GpuCopy, MemoryLocation};
 use std::fmt::Debug;
 
-/// An address range, as its allocator knows it.
+/// An address range of one allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// First address of the range.
     pub base: u64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 
@@ -64,7 +64,7 @@ pub unsafe trait GatherDevice: Send + Debug {
     /// The host memory at `address`, if this GPU accesses it at this address too.
     fn mapped_memory(&self, address: u64) -> Option<Extent>;
 
-    /// Copies device memory to the host, and waits. For set-up only.
+    /// Copies device memory to the host, and waits. For set-up only, because it waits for the GPU.
     fn read(&self, address: u64, into: &mut [u8]) -> Result<()>;
 
     /// Allocates zeroed host memory that this GPU accesses at the CPU's address. For set-up only.
@@ -92,7 +92,7 @@ pub unsafe trait GatherDevice: Send + Debug {
 /// the GPU's context, and users may free memory without notice. One lookup serves consecutive ranges of one
 /// allocation. A simulated GPU checks by itself.
 ///
-/// Returns [`CudaError::Freed`] for the first range that is not.
+/// Returns [`CudaError::Freed`] for the first range that the GPU cannot access.
 pub fn check_allocated(device: &dyn GatherDevice, all: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
     let MemoryLocation::Cuda(_) = device.location() else { return Ok(()) };
     let mut known = Extent { base: 0, bytes: 0 };
@@ -115,11 +115,11 @@ pub struct Mapped {
     _keeper: Box<dyn Keeper>,
 }
 
-/// A value that keeps memory mapped.
+/// A value that keeps mapped memory alive.
 trait Keeper: Send + Debug {}
 impl<T: Send + Debug> Keeper for T {}
 
-// SAFETY: plain memory that only this process and a GPU use; the pointer is only handed out raw.
+// SAFETY: the range is plain memory that only this process and a GPU use; the pointer is only handed out raw.
 unsafe impl Send for Mapped {}
 
 impl Mapped {
@@ -130,10 +130,11 @@ impl Mapped {
         Mapped { base, bytes, _keeper: Box::new(keeper) }
     }
 
-    /// Address at `offset`, with at least `bytes` bytes behind it. Panics beyond the end.
+    /// Address at `offset` of the mapped memory, with at least `bytes` bytes behind it. Panics beyond the
+    /// end.
     pub fn at(&self, offset: usize, bytes: usize) -> *mut u8 {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "{offset} + {bytes}");
-        // SAFETY: inside the allocation, as just checked.
+        // SAFETY: `offset` is inside the allocation, as the assertion has shown.
         unsafe { self.base.add(offset) }
     }
 }
@@ -159,20 +160,20 @@ impl FragmentTable {
         self.entry(slot, 0) as u64
     }
 
-    /// Fills a slot that no work refers to; returns its number of fragments.
+    /// Fills a slot of the table that no work refers to; returns its number of fragments.
     pub fn fill(&mut self, slot: usize, fragments: impl Iterator<Item = Fragment>) -> usize {
         let mut count = 0;
         for fragment in fragments {
-            // SAFETY: an entry of this table, aligned; the GPU does not read the slot now.
+            // SAFETY: the entry is inside this table and aligned; the GPU does not read the slot now.
             unsafe { self.entry(slot, count).write(fragment) };
             count += 1;
         }
         count
     }
 
-    /// A slot's fragment by index.
+    /// A fragment of a slot, by index.
     pub fn get(&self, slot: usize, index: usize) -> Fragment {
-        // SAFETY: an entry of this table, aligned; any bytes are a fragment.
+        // SAFETY: the entry is inside this table and aligned; any bytes are a fragment.
         unsafe { self.entry(slot, index).read() }
     }
 }

@@ -27,7 +27,7 @@ pub enum UnpackError {
          was the GPU current when the connection was accepted?"
     )]
     Words {
-        /// Address of the data.
+        /// Address of the data behind the handle.
         address: u64,
         /// The GPU's error.
         why: String,
@@ -39,9 +39,9 @@ pub enum UnpackError {
         METADATA_BYTES
     )]
     Table {
-        /// Address of the table.
+        /// Address of the table of fragments.
         address: u64,
-        /// Readable bytes at the address.
+        /// Readable bytes at the address of the table.
         readable_bytes: u64,
     },
     /// The receive pool is not in memory of the GPU.
@@ -51,16 +51,16 @@ pub enum UnpackError {
         found.map_or("no device memory".to_string(), |location| location.to_string())
     )]
     Pool {
-        /// Address of the pool.
+        /// Address of the receive pool.
         base: u64,
-        /// Location of the memory at the address, if known.
+        /// Location of the memory at the pool's address, if known.
         found: Option<MemoryLocation>,
         /// The GPU that gathers.
         gpu: MemoryLocation,
     },
     /// The plugin reports more fragments than a slot can hold.
     #[error(
-        "slot {slot}: the plugin names {count} fragments; a slot has room for {}",
+        "slot {slot}: the plugin reports {count} fragments; a slot has room for {}",
         FRAGMENTS_PER_SLOT_MAX
     )]
     TooManyFragments {
@@ -70,11 +70,13 @@ pub enum UnpackError {
         count: u64,
     },
     /// The plugin reports fragments for a receive into host memory.
-    #[error("slot {slot}: the plugin names {count} fragments of a receive into host memory, which has none")]
+    #[error(
+        "slot {slot}: the plugin reports {count} fragments of a receive into host memory, which never has fragments"
+    )]
     FragmentsForHost {
         /// Number of the slot.
         slot: usize,
-        /// Number of fragments.
+        /// Number of fragments that the plugin reports.
         count: u64,
     },
     /// A fragment's source exceeds the pool.
@@ -121,7 +123,7 @@ pub enum UnpackError {
         slot: usize,
         /// Index of the fragment that starts inside another one.
         fragment: usize,
-        /// Offset of its target in the message.
+        /// Offset of the fragment's target in the message.
         target_offset: u64,
         /// Length of the fragment in bytes.
         bytes: u32,
@@ -138,7 +140,7 @@ pub enum UnpackError {
     WrongSum {
         /// Number of the slot.
         slot: usize,
-        /// Number of fragments.
+        /// Number of fragments that the plugin reports.
         fragments: usize,
         /// Bytes of all fragments together.
         sum_bytes: u64,

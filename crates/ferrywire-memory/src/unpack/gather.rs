@@ -1,4 +1,4 @@
-//! The gathers of one connection: which are waiting, which the GPU has, which are done.
+//! The gathers of one connection: which are waiting, which were launched on the GPU, which are done.
 //!
 //! ```text
 //! slot:  free -> waiting -> [down: host mode] -> launched -> free      (poll returns its outcome)
@@ -29,16 +29,16 @@ use std::task::Poll;
 /// After it is dropped, none of its work accesses the pool or a destination. So drop it before the connection is
 /// closed, or before memory is freed.
 pub struct Gather {
-    // Dropped first: work in flight may access the fields below.
+    // Dropped first: the GPU's work in flight may access the fields below.
     unpack: DeviceUnpack,
     mode: UnpackMode,
     checked: Checked,
     table: FragmentTable,
     host: Option<HostTwin>,
-    /// Copies of the launch in preparation.
+    /// Copies of the launch that is in preparation.
     batch: Vec<GpuCopy>,
     jobs: [Job; SLOTS],
-    /// Slots with work that the GPU does not have yet, in order.
+    /// Slots with work that was not launched on the GPU yet, in order.
     waiting: VecDeque<usize>,
     /// Slots whose fragments are being copied to the host, in order.
     down: VecDeque<usize>,
@@ -47,21 +47,22 @@ pub struct Gather {
     failed: Option<Error>,
 }
 
-/// The receive of one slot.
+/// The receive that a slot gathers.
 #[derive(Clone, Copy, Debug, Default)]
 struct Job {
     step: Step,
     /// Device address of the message's destination.
     target: u64,
     bytes: u64,
-    /// Number of fragments in the private table.
+    /// Number of fragments of the receive in the private table.
     fragments: usize,
-    /// Number of fragments whose copies are enqueued, in the modes with single copies; then their bytes.
+    /// Number of fragments whose copies are enqueued, in the modes with single copies; the next field has
+    /// their bytes.
     enqueued: usize,
     enqueued_bytes: u64,
     /// The stage in host memory that the receive uses, in host mode.
     stage: Option<usize>,
-    /// The destination was freed before all work was enqueued; the rest is not done.
+    /// Whether the destination was freed before all work was enqueued; the rest of the work is not done.
     freed: bool,
 }
 
@@ -69,9 +70,9 @@ struct Job {
 enum Step {
     #[default]
     Free,
-    /// The GPU does not have all of the slot's work yet.
+    /// Some of the slot's work was not launched on the GPU yet.
     Waiting,
-    /// All fragments are in the stage when this launch is done.
+    /// All fragments of the slot are in the stage when this launch is done.
     Down { stage: usize, launch: u64 },
     /// The slot's work is done when this launch is done.
     Launched { launch: u64 },
@@ -104,7 +105,7 @@ impl Gather {
         })
     }
 
-    /// The mode of gathering.
+    /// The mode in which this connection gathers.
     pub fn mode(&self) -> UnpackMode {
         self.mode
     }
@@ -154,9 +155,9 @@ impl Gather {
         let slot = (slot % SLOTS as u64) as usize;
         match &self.failed {
             Some(failed) => Err(failed.clone()),
-            None if self.jobs[slot].step != Step::Free => {
-                Err(Error::Internal(format!("a gather is started in slot {slot}, which has one")))
-            }
+            None if self.jobs[slot].step != Step::Free => Err(Error::Internal(format!(
+                "a gather was started in slot {slot}, where another one is in progress"
+            ))),
             None => Ok(()),
         }
     }
@@ -189,7 +190,7 @@ impl Gather {
         let Job { step, target, bytes, freed, .. } = self.jobs[slot];
         let outcome = match (step, &self.failed) {
             (Step::Free, _) => {
-                Err(Error::Internal(format!("a gather is polled in slot {slot}, which has none")))
+                Err(Error::Internal(format!("a gather was polled in slot {slot}, where none is in progress")))
             }
             (Step::Launched { launch }, _) if launch <= self.reached && freed => {
                 Err(CudaError::Freed { address: target, bytes }.into())
@@ -229,7 +230,7 @@ impl Gather {
 
     // ---- launches ----
 
-    /// Updates which launches are done, and launches what the limit allows.
+    /// Updates which launches are done, and starts as many new ones as the limit allows.
     fn turn(&mut self) {
         // Launches that were done before a failure still count.
         match self.unpack.device.reached() {
@@ -268,8 +269,8 @@ impl Gather {
         self.launched + 1
     }
 
-    /// Launches one kernel for all waiting slots. Copies replace the kernel while it could queue behind a
-    /// stream that waits for this very transfer.
+    /// Launches one kernel for all waiting slots. Copies replace the kernel while the kernel could queue
+    /// behind a stream that waits for the very transfer that is gathered.
     fn launch_kernel(&mut self) -> Result<bool> {
         let launching = deferred_free::launching();
         let begun = self.waiting.front().is_some_and(|slot| self.jobs[*slot].enqueued > 0);
@@ -342,8 +343,7 @@ impl Gather {
         Ok(true)
     }
 
-    /// Launches the copy from its stage to its destination, for the oldest receive that has arrived in a
-    /// stage.
+    /// Launches the copy from stage to destination, for the oldest receive that has arrived in a stage.
     fn launch_up(&mut self) -> Result<bool> {
         let (Some(&slot), Some(host)) = (self.down.front(), &mut self.host) else { return Ok(false) };
         let (job, up) = (&mut self.jobs[slot], self.launched + 1);
@@ -369,7 +369,7 @@ impl Gather {
 
 impl Job {
     /// Adds copies of the slot's next fragments to a batch, as many as the batch can hold. `target` returns
-    /// the target address of a fragment, given the bytes of the receive before it in the table.
+    /// the target address of a fragment, given the number of bytes of the receive before it in the table.
     fn copy_next(
         &mut self,
         batch: &mut Vec<GpuCopy>,
@@ -388,13 +388,13 @@ impl Job {
         self.enqueued = next;
     }
 
-    /// Whether the destination is still allocated; the receive may have waited for long. Checked before each
-    /// of its launches: kernels and copies would access a freed address.
+    /// Whether the receive's destination is still allocated, which may have been freed since the receive was
+    /// started. Checked before each launch: kernels and copies would access a freed address.
     fn is_there(&self, device: &dyn GatherDevice) -> bool {
         check_allocated(device, [(self.target, self.bytes)]).is_ok()
     }
 
-    /// Ends the receive because its destination is freed; `launch` is the last one with work for it.
+    /// Ends the receive because its destination is freed; `launch` is the last launch with work for it.
     fn give_up(&mut self, launch: u64) {
         (self.step, self.freed) = (Step::Launched { launch }, true);
     }

@@ -3,8 +3,8 @@
 //!
 //! Only the checks are shared with the kernel, so a difference between the two reveals a defect.
 //! Invariant: a stage belongs to one receive from its first copy to the host until its copy to the GPU is
-//! enqueued. Copies for the next receive are queued behind that one, so they overwrite nothing that is still
-//! needed.
+//! enqueued. Copies for the next receive are queued behind that one, so they overwrite no bytes that are
+//! still needed.
 //! Read next: `gather.rs`.
 
 use super::device::{FragmentTable, GatherDevice, Mapped};
@@ -16,14 +16,14 @@ const STAGES: usize = limits::GATHER_LAUNCHES_MAX;
 const IN_ORDER: usize = limits::CHUNK_BYTES_MAX;
 const STAGE_BYTES: usize = 2 * limits::CHUNK_BYTES_MAX;
 
-/// Host memory through which a receive passes.
+/// Host memory through which a receive passes in host mode.
 #[derive(Debug)]
 struct Stage {
     memory: Mapped,
     taken: bool,
 }
 
-/// The stages of one connection.
+/// The stages in host memory of one connection.
 #[derive(Debug)]
 pub(super) struct HostTwin {
     stages: [Stage; STAGES],
@@ -37,7 +37,7 @@ impl HostTwin {
         Ok(HostTwin { stages })
     }
 
-    /// Takes a free stage, if there is one.
+    /// Takes a free stage; `None` when all are in use.
     pub fn take(&mut self) -> Option<usize> {
         let free = self.stages.iter().position(|stage| !stage.taken)?;
         self.stages[free].taken = true;

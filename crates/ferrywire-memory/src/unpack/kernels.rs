@@ -20,28 +20,28 @@ use std::time::Duration;
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
     Ok(text) => text,
-    Err(_) => panic!("the text has a zero in it"),
+    Err(_) => panic!("the kernels' text contains a zero byte"),
 };
 
-/// Threads per block.
+/// Threads per block of each kernel.
 const BLOCK: u32 = 256;
-/// Most runs of one launch.
+/// Most runs of one gather launch.
 pub(super) const RUNS_PER_LAUNCH_MAX: usize = 32;
-/// Most fragments per block.
+/// Most fragments that one block copies.
 const BATCH_MAX: u64 = 32;
-/// Blocks per multiprocessor up to which fragments are distributed.
+/// Blocks per multiprocessor among which fragments are distributed.
 const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
 const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
 /// Bytes that a block copies in one step; pieces of fragments are multiples of it.
 pub(super) const PIECE_BYTES: u64 = 4096;
-/// Fragments of a run in the sample of lengths.
+/// Number of a run's fragments whose lengths are sampled.
 const SAMPLES: u64 = 32;
-/// Bytes of one [`Counter`]'s words, each word in cache lines of its own.
+/// Bytes of the words of one [`Counter`], each word in cache lines of its own.
 const COUNTER_BYTES: usize = 384;
-/// Number of counters per GPU.
+/// Number of counters for copy kernels on each GPU.
 pub const COUNTERS: usize = 8192;
 
-/// Parameters of `ferrywire_gather`.
+/// Parameters of the kernel `ferrywire_gather`.
 #[derive(Debug)]
 #[repr(C)]
 struct GatherParameters {
@@ -52,7 +52,7 @@ struct GatherParameters {
     piece_bytes: u64,
 }
 
-/// Parameters of `ferrywire_copy`.
+/// Parameters of the kernel `ferrywire_copy`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct CopyParameters {
@@ -66,7 +66,7 @@ struct CopyParameters {
     stay_ns: u64,
 }
 
-/// Parameters of `ferrywire_fill` and `ferrywire_check`.
+/// Parameters of the kernels `ferrywire_fill` and `ferrywire_check`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct PatternParameters {
@@ -76,17 +76,17 @@ pub struct PatternParameters {
     pub step: u64,
     /// Bits that are inverted in every word.
     pub flip: u64,
-    /// Offset of the first byte in the pattern.
+    /// Offset of the range's first byte in the pattern.
     pub offset: u64,
-    /// Address of the first byte in memory.
+    /// Address of the range's first byte in memory.
     pub address: u64,
-    /// Length in bytes.
+    /// Length of the range in bytes.
     pub bytes: u64,
 }
 
 const _: () = assert!(size_of::<GpuCopy>() == 24);
 
-/// The kernels on one GPU.
+/// The kernels loaded on one GPU.
 #[derive(Debug)]
 pub struct Kernels {
     gather: CudaFunction,
@@ -97,7 +97,7 @@ pub struct Kernels {
     check_list: CudaFunction,
     delay: CudaFunction,
     multiprocessors: u32,
-    /// Whether the multiprocessors have time for copies.
+    /// Whether the GPU's multiprocessors have time for copies.
     pub sm_backoff: SmBackoff,
     /// Zeroed device memory for counters; `free` lists the unused ones, each with the number of its next
     /// list.
@@ -124,17 +124,17 @@ impl Counter {
         self.address
     }
 
-    /// Number of the next list.
+    /// Number of the next list of copies.
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Marks all numbers below `next` as used.
+    /// Marks all list numbers below `next` as used.
     pub fn go_on(&mut self, next: u64) {
         self.next = next;
     }
 
-    /// Notes that the used numbers are unknown; the counter is then never reused.
+    /// Notes that it is unknown which list numbers are used; the counter is then never reused.
     pub fn lose_count(&mut self) {
         self.is_known = false;
     }
@@ -228,7 +228,7 @@ impl Kernels {
         if fragments == 0 {
             return Ok(());
         }
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the fragments are readable.
         let longest = runs.iter().map(|run| unsafe { longest_of(run) }).max().unwrap_or(0);
         let Layout { blocks, batch, slices, piece_bytes } =
             Layout::of(fragments, longest.into(), self.multiprocessors);
@@ -268,7 +268,7 @@ impl Kernels {
         unsafe { stream.launch(&self.copy, blocks as u32, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
-    /// Enqueues the writing of a pattern.
+    /// Enqueues the writing of a pattern to a range.
     ///
     /// # Safety
     /// The range is memory that the GPU can access, and no other code uses it until the work is done.
@@ -278,8 +278,8 @@ impl Kernels {
         unsafe { stream.launch(&self.fill, blocks, BLOCK, &mut [(&raw mut pattern).cast()]) }
     }
 
-    /// Enqueues a comparison with a pattern. The word at `first` becomes the index of the first wrong byte,
-    /// if that is smaller.
+    /// Enqueues a comparison of a range with a pattern. The word at `first` becomes the index of the first
+    /// wrong byte, if that is smaller.
     ///
     /// # Safety
     /// The promise of [`Kernels::fill`]; `first` is a device address of 8 aligned bytes.
@@ -295,7 +295,7 @@ impl Kernels {
         unsafe { stream.launch(&self.check, blocks, BLOCK, &mut parameters) }
     }
 
-    /// Enqueues the writing of `count` patterns, one block each.
+    /// Enqueues the writing of `count` patterns to their ranges, one block each.
     ///
     /// # Safety
     /// `list` is a device address of `count` [`PatternParameters`], which stay there until the work is done.
@@ -306,8 +306,8 @@ impl Kernels {
         unsafe { stream.launch(&self.fill_list, self.blocks_of(count), BLOCK, &mut parameters) }
     }
 
-    /// Enqueues the comparison of `count` patterns. The word at `first` becomes the number of the first
-    /// pattern that differs, if that is smaller.
+    /// Enqueues the comparison of `count` ranges with their patterns. The word at `first` becomes the number
+    /// of the first range that differs, if that is smaller.
     ///
     /// # Safety
     /// The promises of [`Kernels::fill_list`] and [`Kernels::check`].
@@ -324,7 +324,7 @@ impl Kernels {
         unsafe { stream.launch(&self.check_list, self.blocks_of(count), BLOCK, &mut parameters) }
     }
 
-    /// Keeps a stream busy for `time`. This value must live until then.
+    /// Keeps a stream busy for `time`. This value must live until that work is done.
     pub fn delay(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         let mut nanoseconds = time.as_nanos() as u64;
         // SAFETY: one parameter of the kernel's type; it touches no memory.
@@ -342,7 +342,7 @@ impl Kernels {
     }
 }
 
-/// The longest fragment in a sample of a run's fragments.
+/// Length in bytes of the longest fragment in a sample of a run's fragments.
 ///
 /// # Safety
 /// The fragments are readable.
@@ -369,8 +369,8 @@ impl Layout {
         Layout::with(fragments, longest, batch, multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR)
     }
 
-    /// A layout with `batch` fragments per block, within the limits, and `wanted` blocks where there is
-    /// enough work.
+    /// A division of a gather with `batch` fragments per block, within the limits, and `wanted` blocks where
+    /// there is enough work.
     fn with(fragments: u64, longest: u64, batch: u64, wanted: u64) -> Layout {
         let batch = batch.clamp(1, BATCH_MAX);
         let batches = fragments.div_ceil(batch);

@@ -3,7 +3,8 @@
 //! States of a list: `filled -> posted -> taken -> done`. A running kernel takes the next list. When a posted
 //! list was not taken, the posting thread launches the kernel again.
 //! Invariant: the structures here equal those of `kernel.cu`; tests in `kernels.rs` compare them.
-//! Read next: `kernels.rs`, which launches; the engine's `staging/kernel.rs`, which posts.
+//! Read next: `kernels.rs`, which launches the copy kernel; the engine's `staging/kernel.rs`, which posts
+//! lists.
 
 use super::kernels::PIECE_BYTES;
 use crate::GpuCopy;
@@ -36,8 +37,8 @@ impl CopyList {
         only: GpuCopy { source: 0, target: 0, bytes: 0 },
     };
 
-    /// A list whose completion is reported as `value`, divided for `blocks` blocks, a power of two. With few
-    /// runs each block copies a piece of every run, since runs may have any length.
+    /// A list of runs whose completion is reported as `value`, divided for `blocks` blocks, a power of two.
+    /// With few runs each block copies a piece of every run, since runs may have any length.
     pub fn of(runs: &[GpuCopy], value: u64, blocks: u64) -> CopyList {
         let longest = runs.iter().map(|run| run.bytes as u64).max().unwrap_or(0);
         let only = runs.first().copied().unwrap_or_default();
@@ -53,7 +54,7 @@ impl CopyList {
         CopyList { count, batch, slices, piece_bytes, ..CopyList::NONE }
     }
 
-    /// The words as `kernel.cu` reads them, without the list's number.
+    /// The list's words as `kernel.cu` reads them, without the list's number.
     pub(super) fn words(&self) -> [u64; LIST_WORDS] {
         let CopyList { count, value, batch, slices, piece_bytes, only: GpuCopy { source, target, bytes } } =
             *self;
@@ -72,20 +73,20 @@ pub(super) const NUMBER_AT: u32 = 56;
 #[repr(C)]
 pub struct CopyMailbox {
     lists: [[AtomicU64; LIST_WORDS]; 2],
-    /// Not 0 once all blocks have started.
+    /// Flag that is not 0 after all blocks of the kernel have started.
     pub begun: AtomicU64,
-    /// Not 0 when the GPU waits for no further list. A list posted before that is still taken if the GPU can
-    /// have seen it.
+    /// Flag that is not 0 after the GPU has stopped waiting for further lists. A list posted before that is
+    /// still taken if the GPU can have seen it.
     pub closed: AtomicU64,
-    /// Number of the first list that the GPU does not take, once decided.
+    /// Number of the first list that the GPU does not take, once the GPU has decided.
     pub ended: AtomicU64,
     _unused: [u64; 5],
 }
 
 impl CopyMailbox {
-    /// Resets the words while no kernel runs; the next kernel will start with list `first`.
+    /// Resets the mailbox while no kernel runs; the next kernel will start with list `first`.
     pub fn clear(&self, first: u64) {
-        // A number as far as possible from the next ones.
+        // The number is as far as possible from those of the next lists.
         let far = first.wrapping_add(128) << NUMBER_AT;
         for word in self.lists.iter().flatten() {
             word.store(far, Ordering::Relaxed);
@@ -111,7 +112,7 @@ pub struct CopyAddresses {
     pub mailbox: u64,
     /// Address of the runs ([`GpuCopy`]) of lists with even numbers.
     pub runs: u64,
-    /// Offset in bytes from there to the runs of lists with odd numbers.
+    /// Offset in bytes from the runs of even lists to the runs of lists with odd numbers.
     pub stride: u64,
     /// Address of a word of pinned memory, to which the GPU writes the value of each list once its copies are
     /// done and visible.

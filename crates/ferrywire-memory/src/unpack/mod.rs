@@ -10,7 +10,7 @@
 //! [`DeviceUnpack`] is the description of a connection that `accept` returned, read once. [`Gather`] carries
 //! out the connection's receives, each from [`Gather::start`] until [`Gather::poll`] reports it as done. Only
 //! then may the receive be returned to the plugin, which gives the pool's pages back to the NIC. All modes
-//! keep to that.
+//! of gathering follow this rule.
 //!
 //! Invariant: every fragment was checked against pool and message before its bytes are copied, and exactly
 //! the checked fragment is copied: the plugin's table is read only once.
@@ -76,12 +76,14 @@ impl DeviceUnpack {
         let [table, pool] = read_words(&*device, handle.handle as u64)?;
         let pool = pool_at(&*device, pool)?;
         check_table(&*device, table)?;
-        // SAFETY: the table is mapped and complete, as just checked; it stays so by the caller's promise.
+        // SAFETY: the table is mapped and complete, as the check has shown; it stays so by the caller's
+        // promise.
         let metadata = unsafe { Metadata::new(table as *mut u8) };
         Ok(DeviceUnpack { device, metadata, pool })
     }
 
-    /// The pool, from the address to which fragments are relative to the end of its allocation.
+    /// The plugin's receive pool, from the address to which fragments are relative to the end of its
+    /// allocation.
     pub fn pool(&self) -> Extent {
         self.pool
     }
@@ -101,7 +103,8 @@ fn check_form(handle: &DeviceHandle) -> Result<(), UnpackError> {
     Ok(())
 }
 
-/// The addresses of table and pool. The word behind them is for NCCL's own kernels.
+/// Reads the addresses of table and pool behind a device handle. The word behind them is for NCCL's own
+/// kernels.
 fn read_words(device: &dyn GatherDevice, address: u64) -> Result<[u64; 2], UnpackError> {
     let mut bytes = [0u8; DEVICE_WORDS_BYTES];
     device

@@ -10,20 +10,20 @@ pub enum UnpackMode {
     /// One kernel for all fragments of the receives that have arrived.
     #[default]
     Kernel,
-    /// One copy in the GPU's queue per fragment, many of them in one call: for comparison.
+    /// One copy in the GPU's queue per fragment, many of them in one call, to compare with the kernel.
     Copy,
     /// Copy to the host, gather there, copy back: to verify the other modes.
     Host,
-    /// No gathering, to measure its cost. The bytes never reach their destination.
+    /// No gathering, to measure the cost of gathering. The bytes never reach their destination.
     None,
 }
 
 impl UnpackMode {
-    /// All modes.
+    /// All modes of gathering.
     pub const ALL: [UnpackMode; 4] =
         [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host, UnpackMode::None];
 
-    /// Whether the bytes arrive and can be verified. A result of another mode must say so.
+    /// Whether the bytes of a receive arrive, and can be verified. A result of another mode must say so.
     pub fn verifiable(self) -> bool {
         self != UnpackMode::None
     }

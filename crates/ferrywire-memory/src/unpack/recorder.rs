@@ -1,4 +1,4 @@
-//! Test double: a queue that only records its calls.
+//! A test double of a gather queue, which only records its calls.
 
 use super::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::cuda::deferred_free;
@@ -14,7 +14,7 @@ pub fn one_at_a_time() -> MutexGuard<'static, ()> {
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The recorded calls, and how much of the work counts as done.
+/// The recorded calls, and how much of the recorded work counts as done.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub kernels: usize,
@@ -52,7 +52,8 @@ unsafe impl GatherDevice for Recorder {
 
     fn map(&self, bytes: usize) -> Result<Mapped> {
         let buffer = MappedBuffer::new(bytes, 1)?;
-        // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.
+        // SAFETY: the buffer is aligned to a page, has that size, is owned here, and stays mapped as long as
+        // it lives.
         Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
     }
 

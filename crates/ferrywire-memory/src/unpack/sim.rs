@@ -20,7 +20,7 @@ pub struct SimQueue {
 }
 
 impl SimQueue {
-    /// Makes a queue with a stream of its own.
+    /// A gather queue with a stream of its own.
     pub fn new(gpu: &Arc<SimGpu>) -> SimQueue {
         SimQueue { stream: gpu.stream(), events: Default::default(), marked: 0, reached: 0 }
     }
@@ -52,7 +52,8 @@ unsafe impl GatherDevice for SimQueue {
 
     fn map(&self, bytes: usize) -> Result<Mapped> {
         let buffer = MappedBuffer::new(bytes, 1)?;
-        // SAFETY: aligned to a page, of that size, owned here, and mapped as long as the buffer lives.
+        // SAFETY: the buffer is aligned to a page, has that size, is owned here, and stays mapped as long as
+        // it lives.
         Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
     }
 
@@ -61,7 +62,7 @@ unsafe impl GatherDevice for SimQueue {
     }
 
     fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
-        // One by one, so that injected faults can hit between them.
+        // Copies are enqueued one by one, so that injected faults can hit between them.
         for GpuCopy { source, target, bytes } in copies {
             self.stream.copy(*source, *target, *bytes)?;
         }

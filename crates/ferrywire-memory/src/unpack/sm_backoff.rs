@@ -1,4 +1,5 @@
-//! Whether a GPU's multiprocessors (SMs) have time for copies. Each use measures it, for all later uses.
+//! Whether a GPU's multiprocessors (SMs) have time for copies. Each use measures the wait, for all later
+//! uses.
 //!
 //! A kernel waits behind the blocks of other kernels, or for its process's time slice: hundreds of
 //! microseconds on a shared GPU, milliseconds on a fully loaded one. So when several kernels in a row have
@@ -15,23 +16,24 @@ use std::time::Duration;
 /// 128 us, while 16 channels kept the link busy. Beside another process that multiplied small matrices, 7 and
 /// 20 of 100 did.
 pub const LAUNCH_WAIT: Duration = Duration::from_micros(100);
-/// Late kernels in a row that count as contention.
+/// Number of late kernels in a row that counts as contention.
 const STREAK: u32 = 6;
-/// First pause before another try; each failed try doubles the pause, up to `REST_MAX`.
+/// First pause before the multiprocessors are tried again; each failed try doubles the pause, up to
+/// `REST_MAX`.
 const REST_MIN: Duration = Duration::from_millis(20);
 const REST_MAX: Duration = Duration::from_secs(1);
-/// Contention that returns within this time had not ended.
+/// Time without contention after which a new contention counts as another one.
 const PEACE: Duration = Duration::from_secs(1);
 
-/// State of one GPU. Times are nanoseconds of the callers' clock.
+/// Contention for the multiprocessors of one GPU. Times are nanoseconds of the callers' clock.
 #[derive(Debug, Default)]
 pub struct SmBackoff {
-    /// Time of the next try; 0 without contention.
+    /// Time of the next try to use the multiprocessors; 0 without contention.
     until: AtomicU64,
-    /// The last pause; then the time at which it ended with a successful try.
+    /// Duration of the last pause.
     rest: AtomicU64,
     left: AtomicU64,
-    /// Late kernels since the last kernel that was not late.
+    /// Number of late kernels since the last kernel that started in time.
     streak: AtomicU32,
 }
 
@@ -65,10 +67,10 @@ impl SmBackoff {
         mine.then_some(Permit { tries: true })
     }
 
-    /// Reports that work had not started within [`LAUNCH_WAIT`].
+    /// Reports that work of the permit's holder had not started within [`LAUNCH_WAIT`].
     pub fn kept_waiting(&self, permit: Permit, now: Duration) {
         let crowded = self.until.load(Ordering::Relaxed) != 0;
-        // The contention is known already, or the delay may be chance.
+        // Either the contention is known already, or a single delay may be chance.
         if !permit.tries && (crowded || self.streak.fetch_add(1, Ordering::Relaxed) + 1 < STREAK) {
             return;
         }
@@ -80,13 +82,13 @@ impl SmBackoff {
         self.until.store(now + rest, Ordering::Relaxed);
     }
 
-    /// Forbids the multiprocessors for `rest`, whatever is reported.
+    /// Forbids the multiprocessors for `rest`, whatever their users report.
     pub fn avoid(&self, now: Duration, rest: Duration) {
         self.rest.store(nanoseconds(rest), Ordering::Relaxed);
         self.until.store(nanoseconds(now + rest), Ordering::Relaxed);
     }
 
-    /// Reports that work has started in time.
+    /// Reports that work of the permit's holder has started in time.
     pub fn served(&self, permit: Permit, now: Duration) {
         if self.streak.load(Ordering::Relaxed) > 0 {
             self.streak.store(0, Ordering::Relaxed);

@@ -27,25 +27,25 @@ const COUNTS_OFFSET: usize = SLOTS * FRAGMENTS_PER_SLOT_MAX * size_of::<Fragment
 pub const METADATA_BYTES: usize = COUNTS_OFFSET + SLOTS * size_of::<u64>();
 
 const _: () = assert!(COUNTS_OFFSET == 524_288 && METADATA_BYTES == 524_416);
-// The length of merged fragments still fits.
+// The length of merged fragments fits into 32 bits.
 const _: () = assert!(limits::CHUNK_BYTES_MAX <= u32::MAX as usize);
 
 /// A piece of a receive: an entry of the plugin's table, and of the private one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Fragment {
-    /// Offset in the pool.
+    /// Offset of the fragment in the pool, in bytes.
     pub source: u32,
-    /// Length in bytes.
+    /// Length of the fragment in bytes.
     pub bytes: u32,
-    /// Offset in the message.
+    /// Offset of the fragment in the message, in bytes.
     pub target: u64,
 }
 
 const _: () = assert!(size_of::<Fragment>() == 16 && std::mem::offset_of!(Fragment, target) == 8);
 
 impl Fragment {
-    /// End of the fragment in the message.
+    /// Offset of the fragment's end in the message, in bytes.
     fn end(&self) -> u64 {
         self.target.saturating_add(self.bytes.into())
     }
@@ -72,18 +72,18 @@ impl Metadata {
         Metadata { base }
     }
 
-    /// Number of a slot's entries, according to the plugin. Later reads are at least as new.
+    /// Number of a slot's entries, according to the plugin. A later read of the entries sees at least these.
     fn count(&self, slot: usize) -> u64 {
         assert!(slot < SLOTS, "{slot}");
         let at = COUNTS_OFFSET + slot * size_of::<u64>();
-        // SAFETY: inside the table, and aligned; the plugin writes whole words.
+        // SAFETY: the count is inside the table, and aligned; the plugin writes whole words.
         unsafe { AtomicU64::from_ptr(self.base.add(at).cast()) }.load(Ordering::Acquire)
     }
 
     fn entry(&self, slot: usize, index: usize) -> Fragment {
         assert!(slot < SLOTS && index < FRAGMENTS_PER_SLOT_MAX, "{slot}, {index}");
         let at = (slot * FRAGMENTS_PER_SLOT_MAX + index) * size_of::<Fragment>();
-        // SAFETY: three words inside the table, each aligned, of an entry's layout.
+        // SAFETY: the entry is three aligned words inside the table.
         unsafe {
             let base = self.base.add(at);
             Fragment {
@@ -107,7 +107,7 @@ pub(super) struct Bounds {
     pub slot: usize,
     pub pool_bytes: u64,
     pub message_bytes: u64,
-    /// The receive went to host memory: there are no fragments.
+    /// Whether the receive went to host memory, and so has no fragments.
     pub host: bool,
 }
 
@@ -127,7 +127,7 @@ impl Checked {
         }
     }
 
-    /// Reads and checks a slot's fragments.
+    /// Reads and checks a slot's fragments; returns the first violation as an error.
     pub fn read(&mut self, table: &Metadata, bounds: Bounds) -> Result<(), UnpackError> {
         let (slot, count) = (bounds.slot, table.count(bounds.slot));
         self.fragments.clear();
@@ -183,7 +183,8 @@ impl Checked {
         Ok(())
     }
 
-    /// Chunks arrive whole, so there are few ranges, and sorting them is cheap.
+    /// Returns an error when two fragments overlap. Chunks arrive whole, so there are few ranges, and sorting
+    /// them is cheap.
     fn check_overlap(&mut self, slot: usize) -> Result<(), UnpackError> {
         self.spans.clear();
         for fragment in self.fragments.iter().filter(|fragment| fragment.bytes > 0) {
@@ -199,7 +200,7 @@ impl Checked {
         Ok(())
     }
 
-    /// The first two fragments that overlap, in the order of the message; there must be some.
+    /// The error for the first two fragments that overlap, in the order of the message; there must be some.
     #[cold]
     fn overlap(&self, slot: usize) -> UnpackError {
         let mut order: Vec<usize> =
@@ -213,7 +214,7 @@ impl Checked {
         UnpackError::Overlap { slot, fragment, target_offset: target, bytes, other, other_end }
     }
 
-    /// The fragments, with those that continue one another merged.
+    /// The checked fragments, with those that continue one another merged.
     pub fn merged(&self) -> impl Iterator<Item = Fragment> {
         let mut rest = self.fragments.iter().copied().filter(|fragment| fragment.bytes > 0).peekable();
         std::iter::from_fn(move || {
