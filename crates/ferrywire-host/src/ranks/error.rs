@@ -2,13 +2,13 @@
 //!
 //! Read next: `mod.rs`, which returns them.
 
-/// Variables or flags from which no rank can be derived.
+/// Why no rank can be derived from the variables and flags.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RanksError {
     /// A variable's value is not a number.
     #[error("{variable} is not a valid number")]
     NotANumber {
-        /// The variable with its value, `RANK=x`.
+        /// The variable with its invalid value, as in `RANK=x`.
         variable: String,
     },
     /// Some of a launcher's variables are set, others are not.
@@ -45,12 +45,12 @@ pub enum RanksError {
         /// The world size's variable with its value.
         world_size: String,
     },
-    /// A list of nodes cannot be parsed.
+    /// A launcher's list of nodes cannot be parsed.
     #[error("{variable}: {why}")]
     BadNodes {
-        /// The variable with its value.
+        /// The variable that has the list, with its value.
         variable: String,
-        /// The parser's reason.
+        /// Why the list cannot be parsed.
         why: String,
     },
     /// A rendezvous was given without ranks.
@@ -62,7 +62,7 @@ pub enum RanksError {
         /// The value of `--rendezvous`.
         text: String,
     },
-    /// A rendezvous cannot be parsed.
+    /// The value of `--rendezvous` cannot be parsed.
     #[error("--rendezvous {text}: write it as HOST:PORT")]
     BadRendezvous {
         /// The value of `--rendezvous`.

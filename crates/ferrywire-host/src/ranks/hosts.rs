@@ -21,7 +21,7 @@ fn bounded(count: usize) -> Result<(), String> {
     if count > RANKS_MAX as usize { Err(format!("the list has more than {RANKS_MAX} hosts")) } else { Ok(()) }
 }
 
-/// Splits at the commas outside of brackets.
+/// Splits a list at the commas outside of brackets.
 fn split(list: &str) -> Result<Vec<&str>, String> {
     let (mut patterns, mut inside, mut from) = (Vec::new(), false, 0);
     for (at, c) in list.char_indices() {
@@ -60,7 +60,8 @@ fn expand(pattern: &str) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// Expands `001-003,7`; numbers keep their leading zeros.
+/// Expands the numbers in brackets, as in `001-003,7`; they keep their leading zeros. Returns an error text for
+/// anything else.
 fn numbers(ranges: &str) -> Result<Vec<String>, String> {
     let mut numbers = Vec::new();
     for range in ranges.split(',') {

@@ -19,52 +19,52 @@ pub use hosts::hosts;
 
 use ferrywire_proto::limits::RANKS_MAX;
 
-/// Only torchrun sets this variable.
+/// Variable that only torchrun sets.
 const TORCHRUN_MARK: &str = "TORCHELASTIC_RUN_ID";
-/// `True` if torchrun itself listens on `MASTER_PORT`.
+/// Variable that is `True` if torchrun itself listens on `MASTER_PORT`.
 const TORCHRUN_HOLDS_PORT: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// The nodes of the present step.
+/// Variable with the nodes of the present Slurm step.
 const SLURM_STEP_NODES: &str = "SLURM_STEP_NODELIST";
-/// The nodes of the whole job, and this variable's old name.
+/// Variables with the nodes of the whole Slurm job: the present name and the old one.
 const SLURM_JOB_NODES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
 /// Ports for the rendezvous of ranks that srun starts, if none is given: below the kernel's ephemeral ports.
 const SLURM_PORTS: std::ops::Range<u16> = 10_240..30_720;
 /// Ports that a step may use in a row, beginning with its rendezvous port.
 const STEP_PORTS: u16 = 32;
-/// Consecutive job ids are this many steps apart, so that their ports differ.
+/// Distance between the ports of consecutive job ids, in ranges of `STEP_PORTS` ports, so that the ports differ.
 const JOB_STRIDE: u64 = 31;
 
-/// This process among the processes of a run.
+/// The rank of this process, and the processes of its run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ranks {
-    /// The rank: 0 to `world_size - 1`.
+    /// The rank of this process: 0 to `world_size - 1`.
     pub rank: u32,
     /// The number of processes of the run.
     pub world_size: u32,
-    /// The rank among the processes of this host.
+    /// The rank of this process among the processes of its host.
     pub local_rank: u32,
-    /// The number of processes on this host, if the launcher sets it.
+    /// The number of processes of the run on this host, if the launcher sets it.
     pub local_world: Option<u32>,
-    /// Where the ranks meet, if it is known.
+    /// Where the ranks meet, if a flag or a variable says so.
     pub rendezvous: Option<Rendezvous>,
-    /// The source of the numbers.
+    /// The launcher or flags that gave the numbers.
     pub launcher: Launcher,
 }
 
 /// Where the ranks of a run meet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Rendezvous {
-    /// Name or address of the host.
+    /// Name or address of the host where the ranks meet.
     pub host: String,
-    /// The port, if one is given that the launcher itself does not use.
+    /// The port of the rendezvous; `None` where no port is given, or the launcher itself uses it.
     pub port: Option<u16>,
 }
 
 /// The launcher that started the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// No launcher: flags of the command.
+    /// No launcher: the ranks come from flags of the command.
     Flags,
     /// PyTorch's torchrun, or a script that sets its variables.
     Torchrun,
@@ -76,16 +76,16 @@ pub enum Launcher {
     Slurm,
 }
 
-/// Flags of the command; they override the launcher's variables.
+/// Flags of the command that give ranks; they override the launcher's variables.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RankFlags {
-    /// `--rank`
+    /// The value of `--rank`, counted from 0.
     pub rank: Option<u32>,
-    /// `--world-size`
+    /// The value of `--world-size`.
     pub world_size: Option<u32>,
-    /// `--local-rank`
+    /// The value of `--local-rank`, counted from 0.
     pub local_rank: Option<u32>,
-    /// `--rendezvous`, HOST:PORT or HOST.
+    /// The value of `--rendezvous`: HOST:PORT or HOST.
     pub rendezvous: Option<String>,
 }
 
@@ -131,12 +131,12 @@ struct Told {
     number: u32,
 }
 
-/// Rank and world size of a Slurm task: both are set only in a step.
+/// Whether this process is a task of a Slurm step: its rank and the number of tasks are both set only there.
 fn in_slurm_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
     ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"].iter().all(|name| variable(name).is_some())
 }
 
-/// The numbers of one launcher that are set.
+/// The numbers that one launcher has set.
 #[derive(Clone, Copy, Debug)]
 struct Set {
     launcher: Launcher,
@@ -148,7 +148,7 @@ impl Ranks {
     /// Ranks from the environment of this process; `None` if neither a launcher nor a flag gives any.
     ///
     /// # Errors
-    /// As for [`Ranks::of`].
+    /// The errors of [`Ranks::of`].
     pub fn from_env(flags: &RankFlags) -> Result<Option<Ranks>, RanksError> {
         Ranks::of(flags, |name| std::env::var(name).ok())
     }
@@ -212,7 +212,7 @@ impl Set {
         Set { launcher: Launcher::Flags, names: FLAGS, reported: std::array::from_fn(reported) }
     }
 
-    /// The numbers of one launcher; `None` if it has set none for this process.
+    /// The numbers of one launcher; `None` if the launcher has set none for this process.
     fn of_variables(
         of: &Variables,
         variable: &impl Fn(&str) -> Option<String>,
@@ -222,7 +222,8 @@ impl Set {
         if of.launcher == Launcher::Slurm && !in_slurm_step(variable) {
             return Ok(None);
         }
-        // srun with `--mpi=pmi2` sets Hydra's rank and world size, but its own variable for the local rank.
+        // srun with `--mpi=pmi2` sets Hydra's variables for rank and world size, but its own variable for the local
+        // rank.
         let of_srun = || variable(of.names[2]).is_none() && in_slurm_step(variable);
         if of.launcher == Launcher::Hydra && of_srun() {
             return Ok(None);
@@ -235,13 +236,13 @@ impl Set {
         Ok(some.then_some(Set { launcher: of.launcher, names: of.names, reported }))
     }
 
-    /// Flags where they are given, the launcher's numbers otherwise.
+    /// Takes each number from the flags where it is given there, else from the launcher.
     fn over(&self, launcher: &Set) -> Set {
         let reported = std::array::from_fn(|at| self.reported[at].or(launcher.reported[at]));
         Set { reported, ..*launcher }
     }
 
-    /// Fails if an outer launcher contradicts this one and cannot have started it.
+    /// Returns an error if an outer launcher contradicts this one and cannot have started it.
     fn check_inside(&self, outer: &Set) -> Result<(), RanksError> {
         let number = |set: &Set, at: usize| set.reported[at].map(|reported| reported.number);
         let differs = |at: &usize| {
@@ -302,7 +303,7 @@ impl fmt::Display for Told {
     }
 }
 
-/// The rendezvous: the flag, else `MASTER_ADDR`, else the first node of Slurm's list.
+/// Finds the rendezvous: the flag, else `MASTER_ADDR`, else the first node of Slurm's list.
 ///
 /// # Errors
 /// A flag or a list that cannot be parsed.
@@ -327,7 +328,8 @@ fn rendezvous(
     Ok(host.map(|host| Rendezvous { host, port }))
 }
 
-/// A port for a step of a job, because several steps may run on the same nodes at once.
+/// A rendezvous port for a step of a Slurm job, derived from both ids because several steps may run on the same nodes
+/// at once.
 fn slurm_port(variable: &impl Fn(&str) -> Option<String>) -> Option<u16> {
     let number = |name| variable(name)?.parse::<u64>().ok();
     let (job, step) = (number("SLURM_JOB_ID")?, number("SLURM_STEP_ID")?);
@@ -336,7 +338,7 @@ fn slurm_port(variable: &impl Fn(&str) -> Option<String>) -> Option<u16> {
     Some(SLURM_PORTS.start + place as u16 * STEP_PORTS)
 }
 
-/// The nodes of the step, or else of the job.
+/// The list of nodes of the Slurm step, or else of the job.
 fn slurm_nodes(
     launcher: Launcher,
     variable: &impl Fn(&str) -> Option<String>,

@@ -28,7 +28,7 @@ pub(super) fn cpus(topology: &Topology, gpus: &[&Gpu]) -> (Vec<Cpus>, Vec<String
     (dealt, notes)
 }
 
-/// The NUMA node of a GPU, or the host's only one.
+/// The NUMA node of a GPU; on a host with one node, that node.
 fn node_of(topology: &Topology, gpu: &Gpu) -> Option<u32> {
     gpu.node.or(topology.only_node())
 }
@@ -39,7 +39,7 @@ fn cores_of(topology: &Topology, node: Option<u32>) -> Vec<&Cpus> {
     topology.cores.iter().filter(near).collect()
 }
 
-/// The GPU's index among the GPUs of its node, and their number.
+/// The GPU's index among the GPUs of its NUMA node, and the number of these GPUs.
 fn place_among(topology: &Topology, gpu: &Gpu) -> (usize, usize) {
     let key =
         |gpu: &Gpu| -> (Option<PciAddress>, u32) { (gpu.pci.as_ref().map(|pci| pci.address), gpu.index) };

@@ -10,7 +10,7 @@ use super::Node;
 use super::source::Source;
 use ferrywire_proto::limits::CPUS_MAX;
 
-/// A set of CPUs, read and shown as the kernel does: `0-51,104-155`.
+/// A set of CPUs, parsed and printed as the kernel does: `0-51,104-155`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Cpus(BTreeSet<u32>);
 
@@ -20,12 +20,12 @@ impl Cpus {
         self.0.iter().copied()
     }
 
-    /// The number of CPUs.
+    /// The number of CPUs in the set.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether the set is empty.
+    /// Whether the set has no CPU.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -35,7 +35,7 @@ impl Cpus {
         self.0.contains(&cpu)
     }
 
-    /// Whether the sets have a common CPU.
+    /// Whether the two sets have a common CPU.
     pub fn meets(&self, other: &Cpus) -> bool {
         !self.0.is_disjoint(&other.0)
     }
@@ -81,7 +81,7 @@ impl fmt::Display for Cpus {
     }
 }
 
-/// The NUMA nodes that have CPUs; a kernel without NUMA has one node with all CPUs.
+/// The host's NUMA nodes that have CPUs; a kernel without NUMA has one node with all CPUs.
 pub(super) fn nodes(source: &Source) -> Vec<Node> {
     let folder = "sys/devices/system/node";
     let numbers = source.names(folder).into_iter().filter_map(|name| name.strip_prefix("node")?.parse().ok());
@@ -99,7 +99,7 @@ fn online(source: &Source) -> Cpus {
     source.parsed("sys/devices/system/cpu/online").unwrap_or_default()
 }
 
-/// The cores, each with the CPUs that this process may use, ordered by first CPU.
+/// The host's cores, each with the CPUs that this process may use, ordered by first CPU.
 pub(super) fn cores(source: &Source) -> Vec<Cpus> {
     let allowed = source.facts.allowed_cpus.clone().unwrap_or_else(|| online(source));
     let core_of = |cpu: u32| {

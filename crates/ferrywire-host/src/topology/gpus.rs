@@ -49,8 +49,8 @@ pub(super) fn read(source: &Source) -> (Vec<Gpu>, Vec<Gpu>) {
     (shown, hidden.collect())
 }
 
-/// Whether this process may not open the device file of a GPU. A container has the files of its own GPUs, or is told of
-/// no others; a batch system may forbid to open the other files.
+/// Whether this process may not open the device file of a GPU. A container has device files of its own GPUs only; a
+/// batch system may forbid to open those of other jobs.
 fn is_out_of_reach(source: &Source, address: PciAddress) -> bool {
     let folder = "proc/driver/nvidia/gpus";
     let Some(text) = source.text(&format!("{folder}/{address}/information")) else {
@@ -86,7 +86,7 @@ fn path_of(source: &Source, address: PciAddress) -> PciPath {
     path.filter(|path| path.address == address).unwrap_or_else(|| PciPath::unknown_way(address))
 }
 
-/// The model by the kernel part of the driver, which also works without CUDA.
+/// The model of a GPU as the kernel part of the driver reports it, which also works without CUDA.
 fn model_by_module(source: &Source, address: PciAddress) -> Option<String> {
     let text = source.text(&format!("proc/driver/nvidia/gpus/{address}/information"))?;
     let model = text.lines().find_map(|line| line.strip_prefix("Model:"))?;

@@ -15,15 +15,15 @@ const LOWER_DEPTH_MAX: usize = 8;
 /// How near a NIC is to a GPU, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Locality {
-    /// Behind the same PCIe bridge: bytes between them need not pass the CPU's root complex.
+    /// The NIC and the GPU are behind the same PCIe bridge: bytes between them need not pass the CPU's root complex.
     Switch,
-    /// Below the same PCIe root.
+    /// The NIC and the GPU are below the same PCIe root.
     Root,
-    /// On the same NUMA node.
+    /// The NIC and the GPU are on the same NUMA node.
     Node,
-    /// The kernel reports too little.
+    /// The kernel reports too little to compare the locations of NIC and GPU.
     Unknown,
-    /// On another NUMA node.
+    /// The NIC and the GPU are on different NUMA nodes.
     Across,
 }
 
@@ -39,11 +39,11 @@ impl fmt::Display for Locality {
     }
 }
 
-/// Locality and the number of shared bridges, by which NICs of the same locality are compared.
+/// Locality of a NIC, and the number of shared bridges, by which NICs of the same locality are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Near {
     pub locality: Locality,
-    /// The number of bridges that both paths pass.
+    /// The number of bridges that both the NIC's and the GPU's path pass.
     bridges: usize,
     pub bridge: Option<PciAddress>,
 }
@@ -53,7 +53,7 @@ impl Near {
         Near { locality, bridges: 0, bridge: None }
     }
 
-    /// The sort key; smaller is nearer.
+    /// The key by which NICs are sorted; smaller is nearer.
     pub fn rank(&self) -> (Locality, Reverse<usize>) {
         (self.locality, Reverse(self.bridges))
     }

@@ -62,7 +62,9 @@ fn numbers(text: &str) -> Result<Cpus, String> {
     let gpus: Cpus = text.trim().parse().map_err(|()| format!("{text:?} is not a GPU number; {FORM}"))?;
     match gpus.iter().last() {
         None => Err(format!("no GPU before {:?}; {FORM}", "=")),
-        Some(last) if last as usize > most => Err(format!("GPU {last}: GPUs are numbered 0 to {most}")),
+        Some(last) if last as usize > most => {
+            Err(format!("GPU {last} is out of range: GPUs are numbered 0 to {most}"))
+        }
         Some(_) => Ok(gpus),
     }
 }

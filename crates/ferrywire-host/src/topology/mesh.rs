@@ -7,21 +7,21 @@
 use super::Topology;
 use super::plan::{GpuPlan, Plan, PlanError};
 
-/// The links from a GPU to a GPU of another host.
+/// The links from a GPU of one host to a GPU of another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Route {
     /// Index of the source's GPU on its host.
     pub source_gpu: u32,
     /// Index of the target's GPU on its host.
     pub target_gpu: u32,
-    /// Pairs of NICs: the source's and the target's.
+    /// Names of the NICs of each link: the source's and the target's.
     pub links: Vec<(String, String)>,
-    /// The reason, if the source does not use its own NICs.
+    /// Why the source does not use its own NICs; `None` if it does.
     pub note: Option<String>,
 }
 
-/// Routes from every GPU of one host to every GPU of another. `reaches(source_nic, target_nic)` returns whether the
-/// first NIC reaches the second.
+/// Makes the routes from every GPU of one host to every GPU of another. `reaches(source_nic, target_nic)` returns
+/// whether the first NIC reaches the second.
 ///
 /// # Errors
 /// [`PlanError::NoRoute`] for the first pair of GPUs without a link.
@@ -63,7 +63,7 @@ fn route(from: &GpuPlan, to: &GpuPlan, reaches: &impl Fn(&str, &str) -> bool) ->
         return Err(PlanError::NoRoute { source_gpu, source_nics, target_gpu, target_nics });
     }
     let note = format!(
-        "GPU {} to GPU {}: {} does not reach {} there; the source uses {}, on the target's rail",
+        "GPU {} to GPU {}: {} of the source does not reach {} of the target; the source uses {}, on the target's rail",
         from.gpu,
         to.gpu,
         from.nics.join(", "),

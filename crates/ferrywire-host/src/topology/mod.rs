@@ -43,7 +43,7 @@ pub use source::{DriverGpu, Facts, Source, driver_gpus};
 /// The hardware of a host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Topology {
-    /// NICs by name, loopback included.
+    /// NICs of the host by name, loopback included.
     pub nics: Vec<Nic>,
     /// GPUs that this process may use, by index.
     pub gpus: Vec<Gpu>,
@@ -57,10 +57,10 @@ pub struct Topology {
     pub notes: Vec<String>,
 }
 
-/// A network interface.
+/// A network interface of a topology.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Nic {
-    /// The name, such as `eth1`.
+    /// The NIC's name, such as `eth1`.
     pub name: String,
     /// The PCI path of the NIC's device, if it has one.
     pub pci: Option<PciPath>,
@@ -70,21 +70,21 @@ pub struct Nic {
     pub device: bool,
     /// Whether the NIC is the loopback interface.
     pub loopback: bool,
-    /// NICs underneath: the members of a bond, the parent of a VLAN.
+    /// NICs underneath this one: the members of a bond, the parent of a VLAN.
     pub lower: Vec<String>,
     /// Whether the NIC is switched on and has a link.
     pub up: bool,
-    /// The addresses, without IPv6 link-local ones.
+    /// The NIC's addresses, without IPv6 link-local ones.
     pub addresses: Vec<Address>,
-    /// Speed in Mbit/s, if the driver reports one.
+    /// Link speed in Mbit/s, if the driver reports one.
     pub speed_mbps: Option<u32>,
-    /// Largest packet, in bytes.
+    /// Largest packet of the NIC (MTU), in bytes.
     pub mtu_bytes: u32,
     /// Name of the NIC's driver.
     pub driver: Option<String>,
-    /// Number of receive queues.
+    /// Number of the NIC's receive queues.
     pub rx_queues: u32,
-    /// Number of transmit queues.
+    /// Number of the NIC's transmit queues.
     pub tx_queues: u32,
     /// Whether header split is on, if the driver reports it; devmem TCP needs it.
     pub header_split: Option<bool>,
@@ -95,20 +95,20 @@ pub struct Nic {
 /// An IP address of a NIC, with its subnet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// The IP address.
+    /// The IP address of the NIC.
     pub ip: IpAddr,
     /// Length of the subnet's prefix, in bits.
     pub prefix_len: u8,
 }
 
-/// A GPU.
+/// A GPU of a topology.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Gpu {
     /// The CUDA driver's index for this process; without a driver, the position in the order of PCI addresses.
     pub index: u32,
-    /// The model, if it is known.
+    /// The GPU's model, if it is known.
     pub name: Option<String>,
-    /// The PCI path; `None` for simulated GPUs.
+    /// The GPU's PCI path; `None` for simulated GPUs.
     pub pci: Option<PciPath>,
     /// The NUMA node that the GPU is attached to, if the kernel knows it.
     pub node: Option<u32>,
@@ -116,7 +116,7 @@ pub struct Gpu {
     pub out_of_reach: bool,
 }
 
-/// A NUMA node.
+/// A NUMA node of a topology.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// The kernel's number of the node.
@@ -139,7 +139,7 @@ impl Topology {
         topology
     }
 
-    /// This host as it is now. Loads the CUDA driver if there is one.
+    /// Reads the topology of this host as it is now. Loads the CUDA driver if there is one.
     pub fn detect() -> Topology {
         Topology::read(&Source::detect())
     }
@@ -152,12 +152,12 @@ impl Topology {
         }
     }
 
-    /// The NIC of this name.
+    /// The NIC with this name; `None` if the topology has none.
     pub fn nic(&self, name: &str) -> Option<&Nic> {
         self.nics.iter().find(|nic| nic.name == name)
     }
 
-    /// The NUMA node of a host that has only one; nothing is far there, whatever devices report.
+    /// The NUMA node of a host that has only one, where no device is far from another, whatever the devices report.
     fn only_node(&self) -> Option<u32> {
         match &self.nodes[..] {
             [only] => Some(only.number),
@@ -167,7 +167,7 @@ impl Topology {
 }
 
 impl Nic {
-    /// Whether `other` is in the address's subnet.
+    /// Whether `other` is in the subnet of this address.
     pub fn reaches(&self, other: IpAddr) -> bool {
         self.addresses.iter().any(|address| address.reaches(other))
     }

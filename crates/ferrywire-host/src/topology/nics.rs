@@ -70,7 +70,7 @@ fn lower(source: &Source, name: &str) -> Vec<String> {
     names.filter_map(|name| Some(name.strip_prefix("lower_")?.to_owned())).collect()
 }
 
-/// The NUMA node of a PCI device; its file has -1 for none.
+/// The NUMA node of a PCI device; `None` if the kernel reports -1, which means no node.
 pub(super) fn node_of(source: &Source, pci: &PciPath) -> Option<u32> {
     source.parsed(&format!("sys/bus/pci/devices/{}/numa_node", pci.address))
 }

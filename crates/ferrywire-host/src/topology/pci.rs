@@ -8,12 +8,12 @@ use std::fmt;
 use std::path::{Component, Path};
 use std::str::FromStr;
 
-/// A PCI function, shown as sysfs names it: `0000:0a:00.0`.
+/// The address of a PCI function, shown as sysfs names it: `0000:0a:00.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
     /// PCI domain (segment).
     pub domain: u32,
-    /// Bus number.
+    /// Bus number within the domain.
     pub bus: u8,
     /// Device number on the bus.
     pub device: u8,
@@ -26,14 +26,14 @@ pub struct PciAddress {
 pub struct PciRoot {
     /// PCI domain (segment).
     pub domain: u32,
-    /// The root's first bus.
+    /// Number of the root's first bus.
     pub bus: u8,
 }
 
 /// The path from a PCI root to a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PciPath {
-    /// The root, if the kernel reports it.
+    /// The root of the path, if the kernel reports it.
     pub root: Option<PciRoot>,
     /// Bridges on the path (root port and switches), from the root on.
     pub bridges: Vec<PciAddress>,
@@ -44,7 +44,7 @@ pub struct PciPath {
 impl FromStr for PciAddress {
     type Err = ();
 
-    /// Parses an address with or without domain, letters in either case.
+    /// Parses a PCI address with or without domain, letters in either case.
     fn from_str(text: &str) -> Result<PciAddress, ()> {
         let (rest, function) = text.trim().rsplit_once('.').ok_or(())?;
         let (rest, device) = rest.rsplit_once(':').ok_or(())?;
@@ -94,12 +94,12 @@ impl PciPath {
         Some(PciPath { root, bridges: on_way, address })
     }
 
-    /// A path of which only the device is known.
+    /// A path of which only the device at its end is known.
     pub fn unknown_way(address: PciAddress) -> PciPath {
         PciPath { root: None, bridges: Vec::new(), address }
     }
 
-    /// The bridges that both paths share, from the root on; `None` if the roots differ or one is unknown.
+    /// The bridges that two paths share, from the root on; `None` if the roots differ or one is unknown.
     pub fn shared_bridges(&self, other: &PciPath) -> Option<&[PciAddress]> {
         if self.root.is_none() || self.root != other.root {
             return None;

@@ -16,7 +16,7 @@ use ferrywire::Builder;
 /// The user's restrictions on a plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// NICs by GPU; overrides all other rules.
+    /// The user's assignment of NICs to GPUs; overrides all other rules.
     pub map: Map,
     /// The only NICs to use; empty for all that fit.
     pub nics: Vec<String>,
@@ -27,11 +27,11 @@ pub struct PlanOptions {
 /// The NICs and cores of each GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// By GPU, in the order of their indices.
+    /// The plan of each GPU, in the order of the GPUs' indices.
     pub gpus: Vec<GpuPlan>,
     /// NICs for host memory: all usable NICs.
     pub host_nics: Vec<String>,
-    /// NICs that no GPU uses, with the reason.
+    /// NICs that no GPU uses, each with the reason.
     pub unused: Vec<Unused>,
     /// Messages about choices that may be slower, with the reason.
     pub notes: Vec<String>,
@@ -44,13 +44,13 @@ pub struct GpuPlan {
     pub gpu: u32,
     /// Names of the GPU's NICs.
     pub nics: Vec<String>,
-    /// The locality of the farthest of these NICs.
+    /// The locality of the GPU's farthest NIC.
     pub locality: Locality,
-    /// Why these NICs were chosen.
+    /// Why the GPU's NICs were chosen.
     pub why: String,
     /// CPUs for the threads of the GPU's endpoint; shared with other GPUs only if there are too few.
     pub cpus: Cpus,
-    /// All other usable NICs, nearest first.
+    /// All other usable NICs, the nearest to the GPU first.
     pub others: Vec<String>,
 }
 
@@ -77,29 +77,29 @@ pub enum PlanError {
     /// The map names a GPU that does not exist.
     #[error("--gpu-nics {gpu}=...: no such GPU; there {}", are(present, "GPU", "GPUs"))]
     UnknownGpu {
-        /// The index in the map.
+        /// The index of the missing GPU in the map.
         gpu: u32,
         /// The indices of the GPUs that exist.
         present: Vec<u32>,
     },
-    /// A named NIC does not exist.
+    /// An option names a NIC that does not exist.
     #[error("{asked}: there is no NIC {nic}; there are {}", list(present))]
     UnknownNic {
         /// The option that names the NIC.
         asked: String,
-        /// The missing NIC.
+        /// The name of the missing NIC.
         nic: String,
         /// The NICs that exist.
         present: Vec<String>,
     },
-    /// A named NIC cannot be used.
+    /// An option names a NIC that cannot be used.
     #[error("{asked}: {nic} {why}; NICs that can be used: {}", list(usable))]
     Unusable {
         /// The option that names the NIC.
         asked: String,
-        /// The unusable NIC.
+        /// The name of the unusable NIC.
         nic: String,
-        /// The reason, such as "is down".
+        /// Why the NIC cannot be used, such as "is down".
         why: String,
         /// The NICs that can be used.
         usable: Vec<String>,
@@ -123,11 +123,11 @@ pub enum PlanError {
         list(nics)
     )]
     AcrossNodes {
-        /// The GPUs concerned.
+        /// The indices of the GPUs that have no near NIC.
         gpus: Vec<u32>,
-        /// The GPUs' NUMA node.
+        /// The NUMA node of these GPUs.
         node: u32,
-        /// The NICs on other nodes.
+        /// The names of the usable NICs on other nodes.
         nics: Vec<String>,
     },
     /// No usable NIC of the source reaches a NIC that the target's GPU uses.
@@ -150,7 +150,7 @@ pub enum PlanError {
 }
 
 impl PlanError {
-    /// Whether an option is wrong, rather than this host.
+    /// Whether the error is in an option, rather than in this host.
     pub fn is_usage(&self) -> bool {
         matches!(self, PlanError::UnknownGpu { .. } | PlanError::UnknownNic { .. })
     }
@@ -168,7 +168,7 @@ fn are(gpus: &[u32], one: &str, several: &str) -> String {
     }
 }
 
-/// Formats GPU indices: `GPU 2`, `GPUs 2-3`.
+/// Formats GPU indices for messages: `GPU 2`, `GPUs 2-3`.
 pub(super) fn gpus_shown(gpus: &[u32]) -> String {
     let plural = if gpus.len() == 1 { "" } else { "s" };
     format!("GPU{plural} {}", gpus.iter().copied().collect::<Cpus>())
@@ -211,7 +211,7 @@ impl Plan {
         assign::channels(topology, &self.gpus, per_gpu)
     }
 
-    /// The plan of a GPU, by its index.
+    /// The plan of the GPU with this index; `None` if there is none.
     pub fn gpu(&self, gpu: u32) -> Option<&GpuPlan> {
         self.gpus.iter().find(|planned| planned.gpu == gpu)
     }

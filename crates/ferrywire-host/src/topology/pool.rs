@@ -21,7 +21,7 @@ pub(super) struct Pool<'a> {
 #[derive(Clone, Copy)]
 struct Candidate<'a> {
     nic: &'a Nic,
-    /// A control NIC: it shares a PCIe root with no GPU, while others do.
+    /// Whether this is a control NIC: it shares a PCIe root with no GPU, while other NICs do.
     control: bool,
 }
 
@@ -130,7 +130,7 @@ impl<'a> Pool<'a> {
         Choice { gpu, nics: nics.map(|candidate| near(candidate.nic)).collect(), mapped: false }
     }
 
-    /// Fails if a GPU has only far NICs that neither the map nor an option allows.
+    /// Returns an error if a GPU has only far NICs that neither the map nor an option allows.
     pub fn refuse_far(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
         let far = |choice: &&Choice<'_>| !choice.mapped && choice.locality() == Locality::Across;
         let Some(first) = choices.iter().find(far) else { return Ok(()) };
@@ -139,7 +139,7 @@ impl<'a> Pool<'a> {
         Err(PlanError::AcrossNodes { gpus, node: first.gpu.node.unwrap_or(0), nics: first.names() })
     }
 
-    /// Fails if a GPU has no NIC at all.
+    /// Returns an error if a GPU has no NIC at all.
     pub fn refuse_none(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
         let without = choices.iter().filter(|choice| choice.nics.is_empty());
         let gpus: Vec<u32> = without.map(|choice| choice.gpu.index).collect();
@@ -155,7 +155,7 @@ impl<'a> Pool<'a> {
         Err(PlanError::NoNic { gpus, why })
     }
 
-    /// All other usable NICs, nearest first.
+    /// All usable NICs outside of a GPU's choice, the nearest first.
     pub fn others(&self, choice: &Choice<'_>) -> Vec<String> {
         let others =
             self.nics.iter().filter(|of| !choice.nics.iter().any(|(_, nic)| nic.name == of.nic.name));
@@ -169,7 +169,7 @@ impl<'a> Pool<'a> {
         self.nics.iter().map(|candidate| candidate.nic.name.clone()).collect()
     }
 
-    /// NICs that no GPU uses, with the reason.
+    /// NICs that no GPU uses, each with the reason.
     pub fn unused(&self, planned: &[GpuPlan]) -> Vec<Unused> {
         let is_used = |name: &str| planned.iter().any(|gpu| gpu.nics.iter().any(|nic| nic == name));
         let idle = self.nics.iter().filter(|_| !planned.is_empty()).map(|candidate| Unused {
@@ -228,7 +228,7 @@ fn idle_because(control: bool) -> String {
     }
 }
 
-/// Why a NIC cannot be used even if it is named.
+/// Why a NIC cannot be used even if the user names it; `None` if it can.
 fn broken(nic: &Nic) -> Option<&'static str> {
     match (nic.up, nic.addresses.is_empty()) {
         (false, _) => Some("is down"),
@@ -237,7 +237,7 @@ fn broken(nic: &Nic) -> Option<&'static str> {
     }
 }
 
-/// Why a NIC is not used unless it is named.
+/// Why a NIC is not used unless the user names it; `None` if it is.
 fn unusable(topology: &Topology, nic: &Nic) -> Option<String> {
     let upper = topology.nics.iter().find(|upper| upper.lower.contains(&nic.name) && broken(upper).is_none());
     match (broken(nic), upper) {
@@ -260,7 +260,7 @@ impl Choice<'_> {
         self.nics.iter().any(|(_, used)| used.name == nic.name)
     }
 
-    /// The locality of the farthest NIC.
+    /// The locality of the farthest NIC of this choice.
     pub fn locality(&self) -> Locality {
         self.nics.iter().map(|(near, _)| near.locality).max().unwrap_or(Locality::Unknown)
     }

@@ -1,4 +1,4 @@
-//! Where a topology is read from: a tree of files, and facts that no file contains.
+//! The sources of a topology: a tree of files, and facts that no file contains.
 //!
 //! The tree is `/`, or a folder with the same files below it. Facts that the kernel and the CUDA driver report only
 //! through calls are in [`Facts`]: read by calls on this host, or from the file `facts` of a recorded tree.
@@ -41,16 +41,16 @@ pub struct Facts {
 /// A GPU as the CUDA driver reports it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverGpu {
-    /// The driver's index.
+    /// The driver's index of the GPU.
     pub index: u32,
     /// The GPU's PCI address.
     pub address: PciAddress,
-    /// The model's name.
+    /// The name of the GPU's model.
     pub name: String,
 }
 
 impl Source {
-    /// This host. Loads the CUDA driver if there is one, and makes no context on any GPU.
+    /// The source that is this host. Loads the CUDA driver if there is one, and makes no context on any GPU.
     pub fn detect() -> Source {
         match driver_gpus() {
             Ok(gpus) => Source::with_gpus(Some(gpus)),
@@ -68,15 +68,16 @@ impl Source {
         }
     }
 
-    /// This host with the GPUs that the CUDA driver shows, `None` without a driver. Does not load the driver.
+    /// The source that is this host with the GPUs that the CUDA driver shows, `None` without a driver. Does not load
+    /// the driver.
     pub fn with_gpus(gpus: Option<Vec<DriverGpu>>) -> Source {
         let root = PathBuf::from("/");
         let facts = Facts { gpus, ..Facts::detect(&names(&root.join("sys/class/net"))) };
         Source { root, facts }
     }
 
-    /// A tree recorded on another host: its files below `/sys`, `/proc/driver/nvidia` and `/dev`, and the file `facts` with one
-    /// line for each fact that no file contains:
+    /// A source that was recorded on another host: its files below `/sys`, `/proc/driver/nvidia` and `/dev`, and the
+    /// file `facts` with one line for each fact that no file contains:
     ///
     /// ```text
     /// address eth1 10.0.1.2/24
@@ -96,24 +97,24 @@ impl Source {
         Ok(Source { root: root.to_owned(), facts })
     }
 
-    /// Sorted names in a folder; empty if the folder does not exist.
+    /// Sorted names of the entries of a folder; empty if the folder does not exist.
     pub(super) fn names(&self, folder: &str) -> Vec<String> {
         names(&self.root.join(folder))
     }
 
-    /// A file's text, trimmed.
+    /// The text of a file, trimmed; `None` if the file cannot be read.
     pub(super) fn text(&self, file: &str) -> Option<String> {
         let text = fs::read(self.root.join(file)).ok()?;
         let text = String::from_utf8_lossy(&text).trim().to_owned();
         (!text.is_empty()).then_some(text)
     }
 
-    /// A file's text, parsed.
+    /// The text of a file, parsed; `None` if it cannot be read or parsed.
     pub(super) fn parsed<T: FromStr>(&self, file: &str) -> Option<T> {
         self.text(file)?.parse().ok()
     }
 
-    /// A number that the kernel writes as `0x10de`.
+    /// The number in a file, which the kernel writes as `0x10de`.
     pub(super) fn hex(&self, file: &str) -> Option<u32> {
         u32::from_str_radix(self.text(file)?.trim_start_matches("0x"), 16).ok()
     }
@@ -123,7 +124,7 @@ impl Source {
         self.root.join("dev").exists().then(|| files::may_open(&self.root.join(file)))
     }
 
-    /// The target of a link, as a folder below the tree's root.
+    /// The target of a symbolic link, as a folder below the tree's root.
     pub(super) fn folder(&self, path: &str) -> Option<PathBuf> {
         let root = fs::canonicalize(&self.root).ok()?;
         let found = fs::canonicalize(self.root.join(path)).ok()?;
@@ -141,7 +142,7 @@ fn names(folder: &Path) -> Vec<String> {
 }
 
 impl Facts {
-    /// The facts of this host without its GPUs.
+    /// Reads the facts of this host, without its GPUs.
     fn detect(names: &[String]) -> Facts {
         let allowed = affinity::allowed_cores().ok();
         let mut facts = Facts {

@@ -24,7 +24,7 @@ fn gpus_of_one_rail_meet_on_it_and_others_on_the_targets() {
     let note = routes.iter().find_map(|route| route.note.as_deref()).expect("a note");
     assert_eq!(
         note,
-        "GPU 0 to GPU 2: eth1 does not reach eth2 there; the source uses eth2, on the target's rail"
+        "GPU 0 to GPU 2: eth1 of the source does not reach eth2 of the target; the source uses eth2, on the target's rail"
     );
 }
 
