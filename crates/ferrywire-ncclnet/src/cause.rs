@@ -60,7 +60,7 @@ impl LoggedCause {
         causes.iter().find(|(fits, _)| *fits).map(|(_, cause)| *cause)
     }
 
-    /// The fix that the user should apply.
+    /// What the user should do about this cause.
     pub fn fix(self) -> String {
         let folder = std::env::var(MANAGER_FOLDER).ok().filter(|folder| !folder.is_empty());
         let folder = folder.unwrap_or_else(|| "/tmp".to_owned());
@@ -71,7 +71,7 @@ impl LoggedCause {
             ),
             LoggedCause::ManagerRefused => format!(
                 "look at the log of the receive data path manager (RxDM, tcpgpudmarxd) on this host, whose sockets are in \
-                 {folder} ({MANAGER_FOLDER}): it answered, and refused"
+                 {folder} ({MANAGER_FOLDER}): it answered and refused a request"
             ),
             LoggedCause::LandedOnHost => {
                 "header split is off on the receiving NIC (ethtool -g), a flow rule is missing, or the data never crossed a \
@@ -89,7 +89,7 @@ impl LoggedCause {
             LoggedCause::NoInterface => {
                 "name interfaces that are up and have an IPv4 address: NCCL_GPUDIRECTTCPX_SOCKET_IFNAME".to_owned()
             }
-            LoggedCause::NoGpu => "give this process a GPU: driver, device files, CUDA_VISIBLE_DEVICES".to_owned(),
+            LoggedCause::NoGpu => "give this process a GPU: check the NVIDIA driver, the device files and CUDA_VISIBLE_DEVICES".to_owned(),
         }
     }
 }

@@ -27,7 +27,7 @@ macro_rules! calls {
         impl Call {
             const ALL: &[Call] = &[$(Call::$name,)+];
 
-            /// Name in the C interface.
+            /// Name of the function in the C interface.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Call::$name => $word,)+
@@ -87,7 +87,7 @@ pub fn inflight_calls() -> Vec<InflightCall> {
     under_way(None)
 }
 
-/// Index of a plugin's name in this module.
+/// Index of a plugin's name in the list of registered plugins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PluginId(u8);
 
@@ -135,7 +135,7 @@ pub(super) fn ending_call() -> Option<(String, Call, Option<i32>)> {
     own.or(ended).map(|noted| (name_of(noted.plugin), noted.call, noted.device))
 }
 
-/// Name of a plugin.
+/// Name of a registered plugin.
 pub(super) fn name_of(plugin: PluginId) -> String {
     locked(&NAMES).get(usize::from(plugin.0)).cloned().unwrap_or_default()
 }
@@ -147,7 +147,7 @@ pub(super) fn enter(plugin: PluginId, call: Call, device: Option<i32>) -> Entere
     Entered
 }
 
-/// The calls in flight of one plugin, or of all.
+/// The calls in flight of one plugin; `None` for those of all plugins.
 pub(super) fn under_way(plugin: Option<PluginId>) -> Vec<InflightCall> {
     let seen: Vec<_> = locked(&THREADS).iter().filter_map(|slot| slot.read()).collect();
     let names = locked(&NAMES);
@@ -210,7 +210,7 @@ impl Own {
         self.calls.set(self.calls.get().wrapping_add(1));
         let word = Noted { plugin, call, device }.pack(self.calls.get());
         // A reader that combined the previous call's word with this time reads a different word the second
-        // time: the 0 that ended that call was stored before the time.
+        // time: the 0 that ended the previous call was stored before the time.
         self.slot.started_ns.store(now_ns(), Ordering::Release);
         self.slot.word.store(word, Ordering::Release);
     }
@@ -240,7 +240,8 @@ struct Noted {
 
 impl Noted {
     fn pack(self, number: u64) -> u64 {
-        // Device indices are small. One out of range is the caller's mistake, and the plugin will reject it.
+        // Device indices are small. An index out of range is the caller's mistake, and the plugin will reject
+        // it.
         let device = self.device.and_then(|device| u64::try_from(device).ok()).map_or(0, |device| device + 1);
         let device = device.min(0x7fff);
         number << 31 | device << 16 | (self.call as u64) << 8 | (u64::from(self.plugin.0) + 1)

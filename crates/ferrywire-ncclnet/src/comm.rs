@@ -21,14 +21,14 @@ use super::clock::Call;
 use super::error::{CallError, Cause};
 use super::net::Plugin;
 
-/// Role of a connection.
+/// Role of a plugin's connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CommKind {
-    /// Listens for one peer.
+    /// A listener, which accepts one peer.
     Listen,
-    /// Sends.
+    /// A connection that sends.
     Send,
-    /// Receives.
+    /// A connection that receives.
     Recv,
 }
 
@@ -66,12 +66,12 @@ impl CommId {
 pub struct Handle([u8; HANDLE_BYTES]);
 
 impl Handle {
-    /// The bytes to send to the peer.
+    /// The bytes of the handle, to be sent to the peer.
     pub fn bytes(&self) -> &[u8; HANDLE_BYTES] {
         &self.0
     }
 
-    /// A handle from the bytes that the peer sent.
+    /// A handle from the bytes that the peer has sent.
     pub fn from_bytes(bytes: [u8; HANDLE_BYTES]) -> Handle {
         Handle(bytes)
     }
@@ -107,7 +107,7 @@ impl Lending {
         let device_handle = device.unwrap_or(DeviceHandle::zeroed());
         let lent = Box::into_raw(Box::new(Lent { handle, device_handle, device_pointer: ptr::null_mut() }));
         if device.is_some() {
-            // SAFETY: just allocated, and no other code has the pointer.
+            // SAFETY: the memory was just allocated, and no other code has the pointer.
             unsafe { (*lent).device_pointer = &raw mut (*lent).device_handle };
         }
         // SAFETY: a box is not null.
@@ -120,11 +120,11 @@ impl Lending {
     }
 
     fn device_argument(&self) -> Dh {
-        // SAFETY: as above.
+        // SAFETY: the memory lives until `take_back`, which consumes `self`.
         unsafe { &raw mut (*self.0.as_ptr()).device_pointer }
     }
 
-    /// The device handle that the plugin has provided, if any.
+    /// The device handle that the plugin has provided; `None` without one.
     fn device_handle(&self) -> Option<DeviceHandle> {
         // SAFETY: the memory is alive, and no call is running; a pointer that the plugin set is to memory of
         // its own.
@@ -165,7 +165,8 @@ impl Plugin {
         Connecting { plugin: self.clone(), device, lending, attempt: Attempt::Fresh, not_sync: PhantomData }
     }
 
-    /// The device handle to pass to `accept`: type and version for a device that unpacks, otherwise none.
+    /// The device handle to pass to `accept`: type and version for a device that unpacks, `None` for any
+    /// other.
     fn device_template(&self, device: i32) -> Result<Option<DeviceHandle>, CallError> {
         if self.version() < Version::V7 {
             return Ok(None);
@@ -179,7 +180,7 @@ impl Plugin {
     }
 }
 
-/// State that every open connection has.
+/// State that every open connection has, whatever its role.
 struct Base {
     plugin: Plugin,
     id: CommId,
@@ -223,7 +224,7 @@ impl Drop for Base {
             tracing::warn!(
                 plugin,
                 device = self.device,
-                "{} stays open: it was dropped without a close",
+                "{} stays open: it was dropped before it was closed",
                 self.id
             );
         }
@@ -236,7 +237,7 @@ impl fmt::Debug for Base {
     }
 }
 
-/// A listener, for one peer.
+/// A listener of a plugin, for one peer.
 #[derive(Debug)]
 pub struct ListenComm {
     base: Base,
@@ -253,7 +254,7 @@ impl ListenComm {
         self.base.id
     }
 
-    /// Accepts the peer; `None` means to call again, possibly for seconds.
+    /// Accepts the listener's peer; `None` means to call again, possibly for seconds.
     ///
     /// Some plugins block in `accept`, so call it on a thread of its own. After a connection or an error the
     /// attempt is over, and a further call returns [`Cause::Misuse`].
@@ -292,7 +293,7 @@ impl ListenComm {
     /// listener open for good: a thread of the plugin may be waiting in it.
     pub fn close(mut self) -> Result<(), CallError> {
         if self.is_accepting() {
-            let why = "an accept is unfinished, so the listener stays open until the process ends";
+            let why = "its accept is unfinished, so the listener stays open until the process ends";
             self.base.closed = true;
             return Err(self.base.error(Call::CloseListen, Cause::Misuse(why)));
         }
@@ -315,7 +316,7 @@ pub struct Connecting {
     not_sync: NotSync,
 }
 
-// SAFETY: see ListenComm.
+// SAFETY: an attempt is tied to no thread; it is not `Sync`, so only one thread uses it at a time.
 unsafe impl Send for Connecting {}
 
 impl Connecting {
@@ -387,9 +388,9 @@ pub struct SendComm(Comm);
 #[derive(Debug)]
 pub struct RecvComm(Comm);
 
-// SAFETY: see ListenComm.
+// SAFETY: a plugin's connection is tied to no thread; it is not `Sync`, so only one thread uses it at a time.
 unsafe impl Send for SendComm {}
-// SAFETY: see ListenComm.
+// SAFETY: a plugin's connection is tied to no thread; it is not `Sync`, so only one thread uses it at a time.
 unsafe impl Send for RecvComm {}
 
 impl Comm {
@@ -398,7 +399,7 @@ impl Comm {
         &self.base.plugin
     }
 
-    /// Name of the connection.
+    /// Name of the connection in errors and logs.
     pub fn id(&self) -> CommId {
         self.base.id
     }
@@ -421,7 +422,7 @@ impl Comm {
         self.base.call(call, run)
     }
 
-    /// Makes an error about this connection.
+    /// The error of a call on this connection.
     pub fn error(&self, call: Call, cause: Cause) -> CallError {
         self.base.error(call, cause)
     }
@@ -452,7 +453,7 @@ impl std::ops::Deref for RecvComm {
 }
 
 impl SendComm {
-    /// Closes the connection. Sent data may not have arrived; requests in flight are lost.
+    /// Closes the sending connection. Sent data may not have arrived; requests in flight are lost.
     pub fn close(self) -> Result<(), CallError> {
         let close = self.plugin().functions().close_send;
         self.0.close(Call::CloseSend, close)
@@ -460,7 +461,7 @@ impl SendComm {
 }
 
 impl RecvComm {
-    /// Closes the connection. Requests in flight are lost.
+    /// Closes the receiving connection. Requests in flight are lost.
     pub fn close(self) -> Result<(), CallError> {
         let close = self.plugin().functions().close_recv;
         self.0.close(Call::CloseRecv, close)

@@ -26,7 +26,7 @@ const MACHINE: u16 = if cfg!(target_arch = "aarch64") { EM_AARCH64 } else { EM_X
 pub enum Defect {
     /// The file does not start with the ELF magic.
     NotElf,
-    /// An ELF file of another kind; the text says which.
+    /// The file is an ELF file of another kind; the text says which.
     Other(&'static str),
     /// The file ends before the end that its headers state.
     Truncated {
@@ -37,14 +37,14 @@ pub enum Defect {
     },
 }
 
-/// Checks the headers of a file. Returns an I/O error when the file cannot be read.
+/// Checks the ELF headers of a file; returns the defect, or an I/O error when the file cannot be read.
 pub fn check(file: &File) -> io::Result<Result<(), Defect>> {
     let file_bytes = file.metadata()?.len();
     if file_bytes >= MAGIC.len() as u64 {
         file.read_exact_at(&mut [0; MAGIC.len()], 0)?;
     }
     match check_headers(&ReadCache::new(file), file_bytes) {
-        // The reader gives no reason for a failure. When the file is long enough, the read itself has failed.
+        // The parser gives no reason for a failure. When the file is long enough, the read itself has failed.
         Err(Defect::Truncated { needed_bytes, .. }) if needed_bytes <= file_bytes => {
             Err(io::Error::other("the ELF headers cannot be read"))
         }

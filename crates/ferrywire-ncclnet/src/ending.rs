@@ -45,17 +45,19 @@ pub fn explained(end: EndKind, logged: &LastLines) -> String {
 
 fn likely(end: EndKind) -> Option<&'static str> {
     match end {
-        EndKind::Signal(libc::SIGPIPE) => Some("the plugin wrote to a peer that is gone"),
-        EndKind::Signal(libc::SIGKILL) => Some("memory ran out, or another process ended it"),
+        EndKind::Signal(libc::SIGPIPE) => Some("the plugin wrote to a connection that the peer had closed"),
+        EndKind::Signal(libc::SIGKILL) => {
+            Some("the host's memory ran out, or another process ended this one")
+        }
         EndKind::Signal(libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE | libc::SIGABRT) => {
             Some("a defect of the plugin, or a call that it does not support")
         }
-        EndKind::Silent => Some("the process is stopped, or the host has no time for it"),
+        EndKind::Silent => Some("the process is stopped, or the host is overloaded"),
         EndKind::Exit | EndKind::Signal(_) | EndKind::CallHangs => None,
     }
 }
 
-/// Base address of each plugin's library.
+/// Base address of each loaded plugin's library.
 static LIBRARIES: Mutex<Vec<(usize, PluginId)>> = Mutex::new(Vec::new());
 
 /// Reports an `exit` by this plugin from now on. `address` is that of its table.
@@ -125,7 +127,7 @@ unsafe extern "C" {
 /// # Safety
 /// `frame` comes from the unwinder, and `search` points at a [`Search`].
 unsafe extern "C" fn visit_frame(frame: *mut c_void, search: *mut c_void) -> c_int {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises a frame of the unwinder and a pointer to a `Search`.
     let (code, search) = unsafe { (_Unwind_GetIP(frame), &mut *search.cast::<Search>()) };
     // The return address lies behind the call, which may be the last instruction of a function.
     let base = base_of(std::ptr::without_provenance(code.saturating_sub(1)));
@@ -136,7 +138,7 @@ unsafe extern "C" fn visit_frame(frame: *mut c_void, search: *mut c_void) -> c_i
 /// Base address of the library that contains `address`.
 fn base_of(address: *const c_void) -> Option<usize> {
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
-    // SAFETY: any address may be asked for; the pointer is to a whole Dl_info.
+    // SAFETY: dladdr accepts any address; the pointer is to a whole Dl_info.
     let found = unsafe { libc::dladdr(address, info.as_mut_ptr()) } != 0;
     // SAFETY: the struct holds only pointers, which are null until dladdr sets them.
     found.then(|| unsafe { info.assume_init() }.dli_fbase as usize)

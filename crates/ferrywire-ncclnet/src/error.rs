@@ -41,7 +41,7 @@ pub enum LoadError {
     WrongElf {
         /// Path, as the caller gave it.
         path: String,
-        /// Kind of the ELF file.
+        /// Why the ELF file cannot be loaded.
         why: &'static str,
     },
     /// The file ends before the end that its headers state.
@@ -61,15 +61,15 @@ pub enum LoadError {
     Refused {
         /// Path, as the caller gave it.
         path: String,
-        /// Whether no file of that name is where the loader looks.
+        /// Whether the loader found no file of that name.
         is_absent: bool,
         /// The loader's message.
         why: String,
     },
     /// None of the files that NCCL's naming rule yields could be opened.
-    #[error("no plugin {name:?}: {tried}")]
+    #[error("cannot find the plugin {name:?}: {tried}")]
     NotFound {
-        /// Name, as the caller gave it.
+        /// Name of the plugin, as the caller gave it.
         name: String,
         /// Each file that was tried, with its error.
         tried: String,
@@ -123,7 +123,7 @@ pub enum LoadError {
         path: String,
         /// The failed call.
         error: Box<CallError>,
-        /// Lines that the plugin logged since `init` began.
+        /// Lines that the plugin has logged since `init` began.
         said: Box<LastLines>,
     },
     /// The plugin started, but offers no device.
@@ -137,7 +137,7 @@ pub enum LoadError {
         version: Version,
         /// The number of devices that the plugin reported.
         count: i32,
-        /// Lines that the plugin logged since `init` began.
+        /// Lines that the plugin has logged since `init` began.
         said: Box<LastLines>,
     },
     /// A limit of this process was reached.
@@ -145,7 +145,7 @@ pub enum LoadError {
     Limit {
         /// Path of the library.
         path: String,
-        /// The limit, with its name and value.
+        /// Name and value of the limit.
         why: String,
     },
 }
@@ -163,7 +163,8 @@ fn listed(versions: &[Version]) -> String {
     names.join(", ")
 }
 
-/// The most informative warning, with its fix when the cause is known; without a warning, the last line.
+/// The most informative warning, with its fix when the cause is known; without a warning, the last line of
+/// the log.
 fn last_words(said: &LastLines) -> String {
     let line = said.warning().or_else(|| said.iter().next_back());
     let output = line.map_or_else(String::new, |line| format!("; last output: {}", line.text));
@@ -182,7 +183,7 @@ pub struct CallError {
     pub call: Call,
     /// The device that the call concerns; `None` for calls about the whole plugin.
     pub device: Option<i32>,
-    /// The device's name, where it is known.
+    /// The name of the device's NIC, where it is known.
     pub nic: Option<Arc<str>>,
     /// The connection that the call concerns, if any.
     pub comm: Option<CommId>,
@@ -198,21 +199,22 @@ pub enum Cause {
     Result(ResultCode),
     /// The plugin's table lacks this optional function.
     Missing,
-    /// Refused before the call: the size exceeds the range of this version's argument.
+    /// The call was refused before the plugin was called: the size exceeds the range of this version's
+    /// argument.
     TooLarge {
         /// The requested size in bytes.
         bytes: usize,
-        /// The largest possible size in bytes.
+        /// The largest size in bytes that the signature can express.
         limit: usize,
     },
-    /// Refused before the call: the call would now be undefined behaviour in some plugins.
+    /// The call was refused before the plugin was called: it would be undefined behaviour in some plugins.
     Misuse(&'static str),
     /// The plugin returned success, but its results contradict it.
     BadAnswer(&'static str),
 }
 
 impl CallError {
-    /// The code that the plugin returned; `None` when the failure has another cause.
+    /// The code that the plugin returned; `None` when the call failed for another cause.
     pub fn code(&self) -> Option<ResultCode> {
         match self.cause {
             Cause::Result(code) => Some(code),

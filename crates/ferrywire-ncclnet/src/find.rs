@@ -6,7 +6,7 @@
 
 use ferrywire_proto::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_NAMES_MAX};
 
-/// A candidate to open.
+/// A file or program in which a plugin is searched for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Candidate {
     /// A file: a path, or a name without `/`, which the loader searches for.
@@ -34,7 +34,7 @@ pub fn candidates(named: Option<&str>) -> Result<Vec<Candidate>, String> {
     if let Some(long) = items.iter().find(|item| item.len() > PLUGIN_NAME_BYTES_MAX) {
         let bytes = long.len();
         return Err(format!(
-            "a plugin's name has {bytes} bytes; at most {PLUGIN_NAME_BYTES_MAX} are possible"
+            "a plugin's name has {bytes} bytes; at most {PLUGIN_NAME_BYTES_MAX} are allowed"
         ));
     }
     match items[..] {

@@ -131,7 +131,7 @@ callable! {
 /// The buffers of a grouped receive as the C functions take them: one array per property.
 #[derive(Debug)]
 pub struct Buffers<'a> {
-    /// Address of each buffer.
+    /// Address of each buffer, for grouped receives.
     pub data: &'a mut [*mut c_void],
     /// Size of each buffer in bytes.
     pub sizes: &'a [usize],
@@ -157,7 +157,7 @@ fn ints(sizes: &[usize]) -> Result<[c_int; GROUP], DoesNotFit> {
 
 impl Init {
     /// # Safety
-    /// The promises of the C function: the pointers are valid, `config` for as long as the context lives.
+    /// The pointers are valid during the call, and `config` for as long as the context lives.
     pub unsafe fn call(
         self,
         context: PP,
@@ -166,7 +166,7 @@ impl Init {
         log: Log,
         prof: Prof,
     ) -> ResultCode {
-        // SAFETY: by the caller's promise; so in every arm below.
+        // SAFETY: the caller promises valid pointers, for every arm below.
         unsafe {
             match self {
                 Init::V4(init) => init(log),
@@ -181,7 +181,7 @@ impl GetProperties {
     /// # Safety
     /// `room` is aligned to 8 and larger than any properties.
     pub unsafe fn call(self, device: c_int, room: *mut c_void) -> ResultCode {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a large enough room.
         unsafe {
             match self {
                 GetProperties::V4(call) => call(device, room.cast()),
@@ -200,7 +200,7 @@ impl Listen {
     /// # Safety
     /// `handle` has 128 bytes; the context is the one of `init`.
     pub unsafe fn call(self, context: P, device: c_int, handle: P, comm: PP) -> ResultCode {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a valid handle and context.
         unsafe {
             match self {
                 Listen::V4(listen) => listen(device, handle, comm),
@@ -222,7 +222,7 @@ impl Connect {
         comm: PP,
         dh: Dh,
     ) -> ResultCode {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that handle and device argument stay at one address.
         unsafe {
             match self {
                 Connect::V4(connect) => connect(device, handle, comm),
@@ -238,7 +238,7 @@ impl Accept {
     /// # Safety
     /// `listen_comm` is open, and `dh` points at one address in all calls of an attempt.
     pub unsafe fn call(self, listen_comm: P, comm: PP, dh: Dh) -> ResultCode {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an open listener, and that `dh` stays at one address.
         unsafe {
             match self {
                 Accept::V4(accept) => accept(listen_comm, comm),
@@ -259,7 +259,7 @@ impl RegMr {
         kind: PointerType,
         mhandle: PP,
     ) -> Result<ResultCode, DoesNotFit> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the memory is of the stated kind and stays valid.
         Ok(unsafe {
             match self {
                 RegMr::V4(reg) => reg(comm, data, int(size)?, kind as c_int, mhandle),
@@ -281,7 +281,7 @@ impl Isend {
         mhandle: P,
         request: PP,
     ) -> Result<ResultCode, DoesNotFit> {
-        // SAFETY: by the caller's promise. Profiler handles may be null.
+        // SAFETY: the caller promises registered memory. Profiler handles may be null.
         Ok(unsafe {
             match self {
                 Isend::V4(isend) => isend(comm, data, int(size)?, mhandle, request),
@@ -305,8 +305,8 @@ impl Irecv {
     ) -> Result<ResultCode, DoesNotFit> {
         let n = int(buffers.data.len())?;
         let Buffers { data, tags, mhandles, .. } = buffers;
-        // SAFETY: by the caller's promise. Plugins read the arrays only during the call, and accept null
-        // profiler handles.
+        // SAFETY: the caller promises registered buffers. Plugins read the arrays only during the call, and
+        // accept null profiler handles.
         Ok(unsafe {
             match self {
                 Irecv::V4(irecv) => irecv(comm, data[0], int(buffers.sizes[0])?, mhandles[0], request),
@@ -339,7 +339,7 @@ fn copied(sizes: &[usize]) -> [usize; GROUP] {
 
 impl Iflush {
     /// # Safety
-    /// The promise of [`Irecv::call`], for buffers that were received into.
+    /// The buffers were received into, by a call that kept the promise of [`Irecv::call`].
     pub unsafe fn call(
         self,
         comm: P,
@@ -349,7 +349,7 @@ impl Iflush {
         let mut sizes = ints(buffers.sizes)?;
         let n = int(buffers.data.len())?;
         let Buffers { data, mhandles, .. } = buffers;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises buffers that were received into.
         Ok(unsafe {
             match self {
                 Iflush::V4(iflush) => iflush(comm, data[0], sizes[0], mhandles[0], request),
@@ -374,7 +374,7 @@ impl MakeVDevice {
     /// `device` is writable, and there are at most [`MakeVDevice::limit`] devices.
     pub unsafe fn call(self, device: *mut c_int, devices: &[c_int]) -> ResultCode {
         let ndevs = devices.len() as c_int;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a writable index and no more devices than the limit.
         unsafe {
             match self {
                 MakeVDevice::V9(call) => {

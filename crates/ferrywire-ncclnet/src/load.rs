@@ -45,9 +45,9 @@ impl Library {
     pub unsafe fn open(path: impl AsRef<Path>) -> Result<Library, LoadError> {
         let path = path.as_ref();
         check(path)?;
-        // For a name without a slash the loader would search its own directories.
+        // A name without a slash gets the prefix `./`: the loader would search its own directories for it.
         let name = if path.components().count() > 1 { path.to_owned() } else { Path::new(".").join(path) };
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller trusts the file's code.
         unsafe { open(Some(name), path.display().to_string()) }
     }
 
@@ -60,7 +60,7 @@ impl Library {
         let candidates = candidates(name).map_err(LoadError::BadName)?;
         let mut failed = Vec::new();
         for candidate in &candidates {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller trusts the code of the file that is found.
             match unsafe { open_candidate(candidate) } {
                 Ok(library) if library.versions().is_empty() => failed.push(library.no_table()),
                 Ok(library) => return Ok(library.found()),
@@ -70,7 +70,7 @@ impl Library {
         Err(none_of(name.unwrap_or("(not named)"), failed))
     }
 
-    /// Path of the library.
+    /// Path of the plugin's library.
     pub fn path(&self) -> &str {
         &self.path
     }
@@ -105,7 +105,7 @@ impl Library {
         let address = self.address(version.symbol()).ok_or_else(|| self.no_table())?;
         // SAFETY: the symbol of this version is a table of this version, by the caller's trust in the file.
         let found = unsafe { FoundTable::read(version, address, &self.path) }?;
-        // SAFETY: as above; the library stays open, see the function.
+        // SAFETY: the caller trusts the file; the library stays open, since `Plugin::start` never closes it.
         unsafe { Plugin::start(self.handle, found) }
     }
 
@@ -131,7 +131,7 @@ impl Library {
         LoadError::NoTable { path: self.path.clone(), older: self.older_versions() }
     }
 
-    /// Replaces the path by that of the file which the loader found.
+    /// Replaces the library's path by that of the file which the loader found.
     fn found(mut self) -> Library {
         let table = Version::NEWEST_FIRST.into_iter().find_map(|version| self.address(version.symbol()));
         if let Some(file) = table.and_then(file_of) {
@@ -141,7 +141,7 @@ impl Library {
     }
 }
 
-/// Path of the file from which an address was mapped.
+/// Path of the file from which the memory at an address was mapped.
 fn file_of(address: *const c_void) -> Option<String> {
     let mut info = libc::Dl_info {
         dli_fname: std::ptr::null(),
@@ -149,7 +149,7 @@ fn file_of(address: *const c_void) -> Option<String> {
         dli_sname: std::ptr::null(),
         dli_saddr: std::ptr::null_mut(),
     };
-    // SAFETY: any address may be asked for; the pointer is to a whole Dl_info.
+    // SAFETY: dladdr accepts any address; the pointer is to a whole Dl_info.
     let found = unsafe { libc::dladdr(address, &mut info) } != 0 && !info.dli_fname.is_null();
     // SAFETY: dladdr gave a string that lives as long as the library, which is open.
     found.then(|| unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned())
@@ -167,19 +167,19 @@ pub(super) struct FoundTable {
 
 impl FoundTable {
     /// # Safety
-    /// A table of this version is at `address`.
+    /// A table of version `version` is at `address`.
     pub unsafe fn read(
         version: Version,
         address: *const c_void,
         path: &str,
     ) -> Result<FoundTable, LoadError> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a table of this version at the address.
         let functions = unsafe { functions_at(version, address) }.map_err(|slot| LoadError::MissingSlot {
             path: path.to_owned(),
             version,
             slot,
         });
-        // SAFETY: the name is in slot 0 of every version.
+        // SAFETY: a table is at the address, and slot 0 of every version has the name.
         let name = unsafe { name_at(address) };
         let name = name.ok_or_else(|| LoadError::NullName { path: path.to_owned(), version })?;
         Ok(FoundTable { version, path: path.to_owned(), name, functions: functions?, address })
@@ -189,17 +189,17 @@ impl FoundTable {
 /// # Safety
 /// A table of any version is at `address`.
 pub(super) unsafe fn name_at(address: *const c_void) -> Option<String> {
-    // SAFETY: by the caller's promise; the name is null or ends with 0.
+    // SAFETY: the caller promises a table, whose name is null or ends with 0.
     unsafe { sanitize::read(*address.cast::<*const c_char>(), PLUGIN_NAME_BYTES_MAX) }
 }
 
 /// # Safety
-/// A table of this version is at `address`.
+/// A table of version `version` is at `address`.
 pub(super) unsafe fn functions_at(
     version: Version,
     address: *const c_void,
 ) -> Result<Functions, &'static str> {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises a table of this version at the address.
     unsafe {
         match version {
             Version::V4 => address.cast::<NetV4>().read().functions(),
@@ -215,7 +215,7 @@ pub(super) unsafe fn functions_at(
     }
 }
 
-/// Rejects a file that cannot be a shared library; the loader might crash on it.
+/// Returns an error for a file that cannot be a shared library; the loader might crash on it.
 fn check(path: &Path) -> Result<(), LoadError> {
     let shown = path.display().to_string();
     let unreadable = |why: String| LoadError::Unreadable { path: shown.clone(), why };
@@ -240,7 +240,7 @@ fn check(path: &Path) -> Result<(), LoadError> {
 /// # Safety
 /// The promise of [`Library::open`].
 unsafe fn open_candidate(candidate: &Candidate) -> Result<Library, LoadError> {
-    // SAFETY: by the caller's promise, in every arm.
+    // SAFETY: the caller trusts the code of the file, in every arm.
     unsafe {
         match candidate {
             Candidate::File(name) if name.contains('/') => Library::open(name),
@@ -255,7 +255,7 @@ unsafe fn open_candidate(candidate: &Candidate) -> Result<Library, LoadError> {
 unsafe fn open(name: Option<PathBuf>, shown: String) -> Result<Library, LoadError> {
     let refused = |why: String| LoadError::Refused { path: shown.clone(), is_absent: false, why };
     signal::ignore_sigpipe().map_err(|error| refused(format!("SIGPIPE cannot be ignored: {error}")))?;
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller trusts the code of the file.
     let opened = unsafe { Handle::open(name.as_deref(), RTLD_NOW | RTLD_LOCAL) };
     let handle = opened.map_err(|error| {
         let said = error.to_string();

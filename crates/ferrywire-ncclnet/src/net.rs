@@ -20,10 +20,10 @@ use super::properties::{self, Properties};
 use super::{comm, ending, log};
 use ferrywire_proto::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
 
-/// Counts what must end before the plugin may be finalized.
+/// Counts the connections and attempts that must end before the plugin may be finalized.
 #[derive(Debug, Default)]
 struct Uses {
-    /// Open connections, and attempts that the plugin has not answered.
+    /// Number of open connections, and of attempts that the plugin has not answered.
     open: usize,
     finalized: bool,
 }
@@ -46,7 +46,7 @@ struct Inner {
     name_before_init: String,
     /// The plugin's context, which `init` returns since v11; null before.
     context: *mut c_void,
-    /// Configuration that the plugin may read for as long as it runs.
+    /// Configuration of the communicator, which the plugin may read for as long as it runs.
     config: *mut CommConfig,
     devices: c_int,
     nics: Mutex<Vec<Option<Arc<str>>>>,
@@ -57,12 +57,12 @@ struct Inner {
 // SAFETY: the pointers are to the plugin's own context and to statics of its library, which it must accept
 // from any thread, and to a configuration that is never changed after `init`.
 unsafe impl Send for Inner {}
-// SAFETY: as above; everything that changes is atomic or behind a lock.
+// SAFETY: the pointers may be used from any thread; every field that changes is atomic or behind a lock.
 unsafe impl Sync for Inner {}
 
 const FINALIZED: Cause = Cause::Misuse("the plugin was finalized");
 
-/// Every table whose `init` was called, by address, with the outcome.
+/// Address of every table whose `init` was called, with the outcome.
 static STARTED: Mutex<Vec<(usize, Result<Plugin, LoadError>)>> = Mutex::new(Vec::new());
 
 fn started() -> MutexGuard<'static, Vec<(usize, Result<Plugin, LoadError>)>> {
@@ -70,22 +70,22 @@ fn started() -> MutexGuard<'static, Vec<(usize, Result<Plugin, LoadError>)>> {
 }
 
 impl Plugin {
-    /// Name after `init`, which may change it.
+    /// Name of the plugin after `init`, which may change it.
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// Name before `init`, with which `NCCL_NET` selects the plugin.
+    /// Name of the plugin before `init`, with which `NCCL_NET` selects it.
     pub fn name_before_init(&self) -> &str {
         &self.0.name_before_init
     }
 
-    /// Version of the interface in use.
+    /// Version of the interface through which the plugin is called.
     pub fn version(&self) -> Version {
         self.0.version
     }
 
-    /// Path of the library.
+    /// Path of the plugin's library.
     pub fn path(&self) -> &str {
         &self.0.path
     }
@@ -109,7 +109,7 @@ impl Plugin {
         let call = self.0.functions.get_properties;
         let mut properties = None;
         self.call(Call::GetProperties, Some(device), || {
-            // SAFETY: the plugin is started.
+            // SAFETY: the plugin is started, and writes the struct of its version.
             match unsafe { properties::read(call, device) } {
                 Ok(read) => {
                     properties = read;
@@ -132,7 +132,9 @@ impl Plugin {
         let error = |cause| self.error(Call::MakeVDevice, devices.first().copied(), None, cause);
         let call = self.0.functions.make_v_device.ok_or_else(|| error(Cause::Missing))?;
         if devices.len() > call.limit() {
-            return Err(error(Cause::Misuse("more devices than this version can merge")));
+            return Err(error(Cause::Misuse(
+                "more devices were given than this version of the interface can merge",
+            )));
         }
         let mut made = -1;
         // SAFETY: the index can be written, and the devices fit.
@@ -159,7 +161,7 @@ impl Plugin {
         let mut started = started();
         let mut uses = self.uses();
         if uses.open > 0 {
-            return Err(error(Cause::Misuse("connections are open, or being made")));
+            return Err(error(Cause::Misuse("connections of the plugin are open, or being made")));
         }
         uses.finalized = true;
         drop(uses);
@@ -168,8 +170,8 @@ impl Plugin {
         self.note(Call::Finalize, None, None, || unsafe { finalize(self.0.context) })
     }
 
-    /// Connections, listeners included, that were opened and not closed, and attempts to connect that the
-    /// plugin has not answered.
+    /// Number of connections, listeners included, that were opened and not closed, and of attempts to connect
+    /// that the plugin has not answered.
     pub fn open_comms(&self) -> usize {
         self.uses().open
     }
@@ -309,7 +311,8 @@ impl Plugin {
     /// # Safety
     /// The table is one of the library's, and the library is trusted to run here.
     pub(super) unsafe fn start(library: Handle, found: FoundTable) -> Result<Plugin, LoadError> {
-        // One start at a time, as in NCCL, so a second start of a table finds the first one's outcome.
+        // Only one plugin starts at a time, as in NCCL, so a second start of a table finds the first one's
+        // outcome.
         let mut started = started();
         let key = found.address as usize;
         if let Some((_, outcome)) = started.iter().find(|(table, _)| *table == key) {
@@ -323,14 +326,14 @@ impl Plugin {
         ending::watch(id, found.address);
         // From now on the plugin's threads may run the library's code, so the library is never closed.
         std::mem::forget(library);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a table of the library, which is trusted.
         let outcome = unsafe { Plugin::init(id, found) };
         started.push((key, outcome.clone()));
         outcome
     }
 
     /// # Safety
-    /// As [`Plugin::start`]; once per table.
+    /// The promise of [`Plugin::start`] holds, and the call is the only one for its table.
     unsafe fn init(id: PluginId, found: FoundTable) -> Result<Plugin, LoadError> {
         let mut inner = Inner {
             id,
@@ -361,7 +364,7 @@ impl Plugin {
         if !code.is_success() {
             return Err(plugin.failed(plugin.error(Call::Init, None, None, Cause::Result(code)), began));
         }
-        let inner = Arc::get_mut(&mut plugin.0).expect("nobody else has it yet");
+        let inner = Arc::get_mut(&mut plugin.0).expect("no other code has the plugin yet");
         let (path, version) = (inner.path.clone(), inner.version);
         inner.functions = functions.map_err(|slot| LoadError::MissingSlot { path, version, slot })?;
         plugin.with_devices(began)
@@ -376,11 +379,11 @@ impl Plugin {
         }
         if count as usize > PLUGIN_DEVICES_MAX {
             let why = format!(
-                "limit PLUGIN_DEVICES_MAX = {PLUGIN_DEVICES_MAX}: plugin {plugin} says it has {count} devices"
+                "limit PLUGIN_DEVICES_MAX = {PLUGIN_DEVICES_MAX}: plugin {plugin} reports {count} devices"
             );
             return Err(LoadError::Limit { path, why });
         }
-        Arc::get_mut(&mut self.0).expect("nobody else has it yet").devices = count;
+        Arc::get_mut(&mut self.0).expect("no other code has the plugin yet").devices = count;
         Ok(self)
     }
 
@@ -392,12 +395,12 @@ impl Plugin {
 
 impl Inner {
     /// # Safety
-    /// As [`Plugin::start`].
+    /// The promise of [`Plugin::start`] holds.
     unsafe fn call_init(&mut self) -> ResultCode {
         let _noted = clock::enter(self.id, Call::Init, None);
-        // Any number works; v11 plugins only use it to distinguish communicators.
+        // The id may be any number; v11 plugins only use it to distinguish communicators.
         let comm_id = u64::from(std::process::id()) << 8 | 1;
-        // SAFETY: by the caller's promise; the configuration is never freed.
+        // SAFETY: the caller promises a trusted plugin; the configuration is never freed.
         unsafe {
             self.functions.init.call(
                 &mut self.context,

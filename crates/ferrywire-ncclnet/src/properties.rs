@@ -19,27 +19,27 @@ pub struct Properties {
     pub name: String,
     /// The device's directory in sysfs; `None` for a virtual device.
     pub pci_path: Option<String>,
-    /// Equal for devices that share a port.
+    /// GUID of the device, equal for devices that share a port.
     pub guid: u64,
     /// Kinds of memory that the device accepts, as `PTR_*` bits.
     pub ptr_support: c_int,
-    /// A registration within another one is almost free.
+    /// Whether a registration within another one is almost free.
     pub reg_is_global: bool,
-    /// Every receive into GPU memory must be flushed.
+    /// Whether every receive into GPU memory must be flushed.
     pub force_flush: bool,
-    /// Link speed in Mbit/s.
+    /// Link speed of the device in Mbit/s.
     pub speed_mbps: c_int,
-    /// Port number.
+    /// Number of the port of the device.
     pub port: c_int,
-    /// Latency in microseconds.
+    /// Latency of the device in microseconds.
     pub latency_us: f32,
     /// Most connections of the device; advisory.
     pub max_comms: c_int,
     /// Most buffers of a grouped receive.
     pub max_recvs: c_int,
-    /// One of the `DEVICE_*` types.
+    /// Type of the device, one of `DEVICE_*`.
     pub device_type: c_int,
-    /// One of the `DEVICE_VERSION_*`.
+    /// Version of the device handles, one of `DEVICE_VERSION_*`.
     pub device_version: c_int,
     /// Devices behind a virtual device; a plain device lists itself.
     pub devices: Vec<c_int>,
@@ -56,12 +56,12 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// Whether the device accepts memory of this kind.
+    /// Whether the device accepts memory of the kind `kind`.
     pub fn takes(&self, kind: PointerType) -> bool {
         self.ptr_support & kind as c_int != 0
     }
 
-    /// Whether received bytes are scattered and must be gathered.
+    /// Whether the device scatters received bytes, which must then be gathered.
     pub fn unpacks(&self) -> bool {
         self.device_type == DEVICE_UNPACK
     }
@@ -71,7 +71,7 @@ impl Properties {
         match (self.device_type, self.device_version) {
             (DEVICE_HOST, _) | (DEVICE_UNPACK, DEVICE_VERSION_UNPACK) => None,
             (DEVICE_UNPACK, version) => Some(format!(
-                "device {} unpacks in a form of version {version}; only {DEVICE_VERSION_UNPACK} is known",
+                "device {} unpacks with version {version} of the layout; only {DEVICE_VERSION_UNPACK} is known",
                 self.name
             )),
             (other, _) => Some(format!("device {} is of type {other}; only 0 and 1 are known", self.name)),
@@ -114,7 +114,7 @@ pub unsafe fn read(call: GetProperties, device: c_int) -> Result<Option<Properti
 }
 
 /// Reads v4 properties. Some plugins write v6 properties through their v4 table; bytes behind v4's end reveal
-/// it.
+/// this.
 ///
 /// # Safety
 /// The promise of [`Normal::normal`].
@@ -134,7 +134,7 @@ unsafe fn of_v4(room: &Room, device: c_int) -> Option<Properties> {
 }
 
 trait Normal {
-    /// Converts a version's struct; `None` if the device has no name.
+    /// Converts the struct of a version; `None` if the device has no name.
     ///
     /// # Safety
     /// The strings are null or end with 0.
@@ -147,9 +147,9 @@ trait Normal {
 /// The promise of [`Normal::normal`].
 unsafe fn base(name: *const c_char, pci_path: *const c_char, device: c_int) -> Option<Properties> {
     Some(Properties {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the string is null or ends with 0.
         name: unsafe { sanitize::read(name, PLUGIN_NAME_BYTES_MAX) }?,
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the string is null or ends with 0.
         pci_path: unsafe { sanitize::read(pci_path, PLUGIN_PATH_BYTES_MAX) },
         guid: 0,
         ptr_support: 0,
@@ -185,7 +185,7 @@ macro_rules! normal {
     ($( $name:ident { $($field:ident),* } { $($other:ident = |$this:ident| $value:expr),* } )+) => {$(
         impl Normal for $name {
             unsafe fn normal(&self, device: c_int) -> Option<Properties> {
-                // SAFETY: by the caller's promise.
+                // SAFETY: the caller promises that the strings are null or end with 0.
                 let base = unsafe { base(self.name, self.pci_path, device) }?;
                 Some(Properties {
                     guid: self.guid,

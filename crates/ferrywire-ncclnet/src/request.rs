@@ -22,7 +22,8 @@ pub struct MemoryHandle(pub *mut c_void);
 // SAFETY: the pointer is only a value that is passed back to the plugin; the functions that take it are
 // unsafe.
 unsafe impl Send for MemoryHandle {}
-// SAFETY: as above.
+// SAFETY: the pointer is only a value that is passed back to the plugin; the functions that take it are
+// unsafe.
 unsafe impl Sync for MemoryHandle {}
 
 /// The plugin's handle of a posted request. Plugins reuse addresses, so it does not identify a request over
@@ -30,7 +31,8 @@ unsafe impl Sync for MemoryHandle {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request(NonNull<c_void>);
 
-// SAFETY: see MemoryHandle.
+// SAFETY: the pointer is only a value that is passed back to the plugin; the functions that take it are
+// unsafe.
 unsafe impl Send for Request {}
 
 impl Request {
@@ -39,7 +41,7 @@ impl Request {
         Request(pointer)
     }
 
-    /// The plugin's pointer.
+    /// The plugin's pointer of the request.
     pub fn as_ptr(self) -> *mut c_void {
         self.0.as_ptr()
     }
@@ -50,7 +52,8 @@ impl Request {
 pub enum Posted {
     /// The request is posted.
     Request(Request),
-    /// The plugin returned success without a request: post again later. For a flush: nothing to do.
+    /// The plugin returned success without a request. A send or receive must be posted again later; a flush
+    /// has nothing to do.
     Null,
     /// The request was refused. From some plugins [`ResultCode::INTERNAL_ERROR`] means a full window. The
     /// plugin was not called at all if a size does not fit or the function is missing.
@@ -78,14 +81,14 @@ impl Tested {
 /// Preset size that no plugin writes.
 const NOT_WRITTEN: c_int = -0x7777_7777;
 
-/// A buffer of a receive or a flush.
+/// A buffer of a receive or of a flush.
 #[derive(Clone, Copy, Debug)]
 pub struct RecvBuffer {
     /// Address of the buffer.
     pub data: *mut c_void,
-    /// Size in bytes. Some plugins let the peer write past it.
+    /// Size of the buffer in bytes. Some plugins let the peer write past it.
     pub bytes: usize,
-    /// Selects a buffer within a grouped receive; several plugins ignore it.
+    /// Tag that selects a buffer within a grouped receive; several plugins ignore it.
     pub tag: c_int,
     /// Registration that covers the buffer.
     pub memory: MemoryHandle,
@@ -110,7 +113,7 @@ impl Comm {
         let (reg_mr, raw) = (self.plugin().functions().reg_mr, self.raw());
         let mut handle = ptr::null_mut();
         self.fitting(Call::RegMr, bytes, || {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the memory is of the stated kind and stays valid.
             unsafe { reg_mr.call(raw, data, bytes, kind, &mut handle) }
         })?;
         Ok(MemoryHandle(handle))
@@ -132,20 +135,20 @@ impl Comm {
         let missing = || self.error(Call::RegMrDmaBuf, Cause::Missing);
         let (reg_mr, raw) = (self.plugin().functions().reg_mr_dma_buf.ok_or_else(missing)?, self.raw());
         let mut handle = ptr::null_mut();
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the memory is of the stated kind and stays valid.
         self.call(Call::RegMrDmaBuf, || unsafe {
             reg_mr(raw, data, bytes, kind as c_int, offset, fd, &mut handle)
         })?;
         Ok(MemoryHandle(handle))
     }
 
-    /// Deregisters memory.
+    /// Deregisters memory of this connection.
     ///
     /// # Safety
     /// The registration belongs to this connection, and no request uses it.
     pub unsafe fn dereg_mr(&self, handle: MemoryHandle) -> Result<(), CallError> {
         let (dereg_mr, raw) = (self.plugin().functions().dereg_mr, self.raw());
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that no request uses the registration.
         self.call(Call::DeregMr, || unsafe { dereg_mr(raw, handle.0) })
     }
 
@@ -157,7 +160,7 @@ impl Comm {
         let missing = || self.error(Call::GetDeviceMr, Cause::Missing);
         let (get, raw) = (self.plugin().functions().get_device_mr.ok_or_else(missing)?, self.raw());
         let mut device_handle = ptr::null_mut();
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the registration is one of this connection.
         self.call(Call::GetDeviceMr, || unsafe { get(raw, handle.0, &mut device_handle) })?;
         Ok(NonNull::new(device_handle))
     }
@@ -171,7 +174,7 @@ impl Comm {
     /// The request belongs to this connection and was not reported as done before.
     pub unsafe fn test(&self, request: Request) -> Tested {
         let mut sizes = [NOT_WRITTEN; TESTED_SIZES_MAX];
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an unfinished request of this connection.
         let (code, done) = unsafe { self.test_into(request, sizes.as_mut_ptr()) };
         let mut first = [NOT_WRITTEN; GROUPED_RECEIVES_MAX];
         first.copy_from_slice(&sizes[..GROUPED_RECEIVES_MAX]);
@@ -184,7 +187,7 @@ impl Comm {
     /// # Safety
     /// The promise of [`Comm::test`].
     pub unsafe fn test_without_sizes(&self, request: Request) -> Tested {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an unfinished request of this connection.
         let (code, done) = unsafe { self.test_into(request, ptr::null_mut()) };
         Tested { code, done, sizes: [NOT_WRITTEN; GROUPED_RECEIVES_MAX] }
     }
@@ -195,13 +198,13 @@ impl Comm {
         let test = self.plugin().functions().test;
         let mut done = 0;
         let noted = clock::enter(self.plugin().id(), Call::Test, Some(self.device()));
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an unfinished request, and room for the sizes.
         let code = unsafe { test(request.as_ptr(), &mut done, sizes) };
         drop(noted);
         (code, done != 0)
     }
 
-    /// Makes a call whose size may not fit the signature.
+    /// Makes a call with a size, which may not fit the signature.
     fn fitting(
         &self,
         call: Call,
@@ -240,7 +243,7 @@ impl SendComm {
     /// the connection is closed. The receiver has posted enough room: some plugins write past its end.
     pub unsafe fn isend(&self, data: *mut c_void, bytes: usize, tag: c_int, memory: MemoryHandle) -> Posted {
         let (isend, raw) = (self.plugin().functions().isend, self.raw());
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises registered memory that stays unchanged.
         self.posted(Call::Isend, bytes, |request| unsafe {
             isend.call(raw, data, bytes, tag, memory.0, request)
         })
@@ -259,7 +262,7 @@ impl RecvComm {
         }
         let (irecv, raw) = (self.plugin().functions().irecv, self.raw());
         let mut parts = Parts::of(buffers);
-        // SAFETY: by the caller's promise, and the number of buffers is possible.
+        // SAFETY: the caller promises registered buffers, and their number is possible.
         self.posted(Call::Irecv, largest(buffers), |request| unsafe {
             irecv.call(raw, &mut parts.buffers(), request)
         })
@@ -279,7 +282,7 @@ impl RecvComm {
             return Posted::Refused(error);
         }
         let (raw, mut parts) = (self.raw(), Parts::of(buffers));
-        // SAFETY: by the caller's promise, and the number of buffers is possible.
+        // SAFETY: the caller promises buffers of a receive, and their number is possible.
         self.posted(Call::Iflush, largest(buffers), |request| unsafe {
             iflush.call(raw, &mut parts.buffers(), request)
         })
@@ -293,7 +296,7 @@ impl RecvComm {
     pub unsafe fn irecv_consumed(&self, n: usize, request: Request) -> Result<(), CallError> {
         let missing = || self.error(Call::IrecvConsumed, Cause::Missing);
         let (consumed, raw) = (self.plugin().functions().irecv_consumed.ok_or_else(missing)?, self.raw());
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a completed receive that was not consumed.
         self.call(Call::IrecvConsumed, || unsafe { consumed(raw, n as c_int, request.as_ptr()) })
     }
 
@@ -301,8 +304,8 @@ impl RecvComm {
         let why = match buffers.len() {
             0 => "no buffer was given",
             1 => return Ok(()),
-            _ if self.plugin().version() == Version::V4 => "v4 takes one buffer at a time",
-            n if n > GROUPED_RECEIVES_MAX => "more buffers than GROUPED_RECEIVES_MAX",
+            _ if self.plugin().version() == Version::V4 => "v4 of the interface takes one buffer at a time",
+            n if n > GROUPED_RECEIVES_MAX => "more buffers were given than GROUPED_RECEIVES_MAX",
             _ => return Ok(()),
         };
         Err(self.error(call, Cause::Misuse(why)))
@@ -313,7 +316,7 @@ fn largest(buffers: &[RecvBuffer]) -> usize {
     buffers.iter().map(|buffer| buffer.bytes).max().unwrap_or(0)
 }
 
-/// Buffers as the C functions take them: one array per property.
+/// The buffers of a request as the C functions take them: one array per property.
 struct Parts {
     n: usize,
     data: [*mut c_void; GROUPED_RECEIVES_MAX],

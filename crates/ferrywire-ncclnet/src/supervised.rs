@@ -27,7 +27,7 @@ const VARIABLE: &str = "FERRYWIRE_PLUGIN_WATCHED";
 /// Source file of the line that reports an exit; no plugin's source file has this name.
 const EXIT: &str = "(exit)";
 
-/// Whether log lines go to a supervising process.
+/// Whether the log lines of this process go to a supervising process.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// A child process that hosts a plugin. Dropping this value leaves the process running.
@@ -37,12 +37,12 @@ pub struct SupervisedProcess {
     said: JoinHandle<(LastLines, Option<String>)>,
 }
 
-/// How the child process ended.
+/// How a supervised child process ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExitReport {
     /// Exit status from the operating system.
     pub status: ExitStatus,
-    /// The place where the plugin called `exit`, for example "in isend on device 0"; `None` if it did not.
+    /// Where the plugin called `exit`, for example "in isend on device 0"; `None` if it did not.
     pub exit: Option<String>,
     /// The last lines that plugins logged.
     pub last_lines: LastLines,
@@ -58,7 +58,7 @@ impl SupervisedProcess {
         let descriptor = writer.as_raw_fd();
         command.env(VARIABLE, format!("{}:{descriptor}", std::process::id()));
         let keep = move || {
-            // SAFETY: a descriptor of this process; the call may be made between fork and exec.
+            // SAFETY: the descriptor is one of this process; the call may be made between fork and exec.
             match unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } {
                 0 => Ok(()),
                 _ => Err(io::Error::last_os_error()),
@@ -72,7 +72,7 @@ impl SupervisedProcess {
         Ok(SupervisedProcess { child, said })
     }
 
-    /// The child process, for its streams or to end it.
+    /// The child process, to use its streams or to end it.
     pub fn child(&mut self) -> &mut Child {
         &mut self.child
     }
@@ -89,8 +89,8 @@ impl SupervisedProcess {
 }
 
 impl ExitReport {
-    /// One line for a child that a plugin ended: the end, the plugin's last lines, and the fix or likely
-    /// cause. `None` where the program ended by itself.
+    /// One line about a child that a plugin ended: how it ended, the plugin's last lines, and the fix or
+    /// likely cause. `None` where the program ended by itself.
     pub fn cause(&self) -> Option<String> {
         let (how, end) = match (&self.exit, self.status.signal()) {
             (Some(place), _) => (format!("the plugin ended its process by exit {place}"), EndKind::Exit),
@@ -132,7 +132,7 @@ fn last_lines(reader: PipeReader) -> (LastLines, Option<String>) {
     (kept, exit)
 }
 
-/// Sends log lines to the supervising process from now on, if there is one.
+/// Sends log lines of this process to the supervising process from now on, if there is one.
 pub(super) fn report() {
     let value = std::env::var(VARIABLE).ok();
     let parts = value.as_deref().and_then(|value| value.split_once(':'));
@@ -142,9 +142,10 @@ pub(super) fn report() {
     };
     // SAFETY: no memory is passed.
     let parent = unsafe { libc::getppid() };
-    // An inherited variable of an ancestor names a descriptor that is something else in this process.
+    // The variable may be inherited from an ancestor; its descriptor is then a different file in this
+    // process.
     if parent == watcher && !log::is_teed() {
-        // SAFETY: as above; a descriptor that is not there is an error, and is not used.
+        // SAFETY: no memory is passed; a descriptor that does not exist gives an error, and is not used.
         let own = unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
         log::tee_to_fd((own == 0).then_some(descriptor));
         WATCHED.store(own == 0, Ordering::Relaxed);

@@ -11,26 +11,26 @@ use std::fmt;
 pub struct ResultCode(pub c_int);
 
 impl ResultCode {
-    /// The call succeeded.
+    /// Result code: the call succeeded.
     pub const SUCCESS: ResultCode = ResultCode(0);
-    /// A CUDA call failed.
+    /// Result code: a CUDA call failed.
     pub const UNHANDLED_CUDA_ERROR: ResultCode = ResultCode(1);
-    /// A system call failed.
+    /// Result code: a system call failed.
     pub const SYSTEM_ERROR: ResultCode = ResultCode(2);
-    /// Internal error. Some plugins return it when their request window is full.
+    /// Result code: internal error. Some plugins return it when their request window is full.
     pub const INTERNAL_ERROR: ResultCode = ResultCode(3);
-    /// An argument is wrong.
+    /// Result code: an argument is wrong.
     pub const INVALID_ARGUMENT: ResultCode = ResultCode(4);
-    /// The call is not allowed at this point.
+    /// Result code: the call is not allowed at this point.
     pub const INVALID_USAGE: ResultCode = ResultCode(5);
-    /// The peer failed.
+    /// Result code: the peer failed.
     pub const REMOTE_ERROR: ResultCode = ResultCode(6);
-    /// The operation has not finished.
+    /// Result code: the operation has not finished.
     pub const IN_PROGRESS: ResultCode = ResultCode(7);
-    /// The operation timed out (newest versions only).
+    /// Result code: the operation timed out (newest versions only).
     pub const TIMEOUT: ResultCode = ResultCode(8);
 
-    /// Whether it is [`ResultCode::SUCCESS`].
+    /// Whether the code is [`ResultCode::SUCCESS`].
     pub const fn is_success(self) -> bool {
         self.0 == 0
     }
@@ -90,23 +90,23 @@ pub const DEVICE_VERSION_UNPACK: c_int = 0x7;
 pub const HANDLE_BYTES: usize = 128;
 /// Size of a connection handle in bytes that the oldest hosts of v4 plugins provide.
 pub const HANDLE_BYTES_V4: usize = 64;
-/// Most outstanding requests per communicator that NCCL posts (8 before NCCL 2.19).
+/// Most outstanding requests that NCCL posts per communicator (8 before NCCL 2.19).
 pub const REQUESTS_MAX: usize = 32;
 /// Value of `*request` on entry to `irecv`, v9 and later: the plugin may complete the receive early.
 pub const OPTIONAL_RECV_COMPLETION: usize = 0x1;
-/// Upper bound of `max_p2p_bytes` and `max_coll_bytes`.
+/// Upper bound in bytes of `max_p2p_bytes` and `max_coll_bytes`.
 pub const NET_SIZE_BYTES_MAX: usize = 1 << 40;
-/// Largest send or receive of v6 to v8 plugins.
+/// Largest send or receive of v6 to v8 plugins, in bytes.
 pub const MESSAGE_BYTES_MAX_V6: usize = 1 << 30;
-/// Devices that one virtual device may merge, v9 to v11.
+/// Most devices that one virtual device may merge, v9 to v11.
 pub const VIRTUAL_DEVICES_MAX_V9: usize = 4;
-/// Devices that one virtual device may merge, v12.
+/// Most devices that one virtual device may merge, v12.
 pub const VIRTUAL_DEVICES_MAX_V12: usize = 8;
-/// `CommConfig::traffic_class` that is not set.
+/// Value of a `CommConfig::traffic_class` that is not set.
 pub const TRAFFIC_CLASS_UNDEFINED: c_int = -1;
-/// Field of `NetAttr` that is not set; for unsigned fields, the value with these bits.
+/// Value of a field of `NetAttr` that is not set; for unsigned fields, the value with these bits.
 pub const ATTRIBUTE_UNDEFINED: i32 = -1;
-/// `rail_id` or `plane_id` that is unknown.
+/// Value of a `rail_id` or `plane_id` that is unknown.
 pub const RAIL_UNKNOWN: i16 = -1;
 
 /// Log level: never printed.
@@ -115,60 +115,60 @@ pub const LOG_NONE: c_int = 0;
 pub const LOG_VERSION: c_int = 1;
 /// Log level: warnings and errors.
 pub const LOG_WARN: c_int = 2;
-/// Log level: informational.
+/// Log level: informational lines.
 pub const LOG_INFO: c_int = 3;
 /// Log level: the plugin is about to abort.
 pub const LOG_ABORT: c_int = 4;
-/// Log level: most detailed.
+/// Log level: the most detailed lines.
 pub const LOG_TRACE: c_int = 5;
 
 /// Log subsystem bits, as the second argument of the logger.
 pub mod subsystem {
     use std::ffi::c_ulong;
 
-    /// Initialization.
+    /// Log subsystem bit: initialization.
     pub const INIT: c_ulong = 0x1;
-    /// Collectives.
+    /// Log subsystem bit: collectives.
     pub const COLL: c_ulong = 0x2;
-    /// Peer to peer.
+    /// Log subsystem bit: peer to peer.
     pub const P2P: c_ulong = 0x4;
-    /// Shared memory.
+    /// Log subsystem bit: shared memory.
     pub const SHM: c_ulong = 0x8;
-    /// Network.
+    /// Log subsystem bit: network.
     pub const NET: c_ulong = 0x10;
-    /// Topology.
+    /// Log subsystem bit: topology.
     pub const GRAPH: c_ulong = 0x20;
-    /// Tuning.
+    /// Log subsystem bit: tuning.
     pub const TUNING: c_ulong = 0x40;
-    /// Environment.
+    /// Log subsystem bit: environment.
     pub const ENV: c_ulong = 0x80;
-    /// Allocation.
+    /// Log subsystem bit: allocation.
     pub const ALLOC: c_ulong = 0x100;
-    /// Calls.
+    /// Log subsystem bit: calls.
     pub const CALL: c_ulong = 0x200;
-    /// The proxy thread.
+    /// Log subsystem bit: the proxy thread.
     pub const PROXY: c_ulong = 0x400;
-    /// NVLink SHARP.
+    /// Log subsystem bit: NVLink SHARP.
     pub const NVLS: c_ulong = 0x800;
-    /// Bootstrap.
+    /// Log subsystem bit: bootstrap.
     pub const BOOTSTRAP: c_ulong = 0x1000;
-    /// Registration.
+    /// Log subsystem bit: registration.
     pub const REG: c_ulong = 0x2000;
-    /// Profiling.
+    /// Log subsystem bit: profiling.
     pub const PROFILE: c_ulong = 0x4000;
-    /// Reliability.
+    /// Log subsystem bit: reliability.
     pub const RAS: c_ulong = 0x8000;
-    /// Everything.
+    /// Log subsystem bit: everything.
     pub const ALL: c_ulong = c_ulong::MAX;
 }
 
-/// Profiler event: starts.
+/// Profiler event type: the event starts.
 pub const PROFILE_START: c_int = 0;
-/// Profiler event: stops.
+/// Profiler event type: the event stops.
 pub const PROFILE_STOP: c_int = 1;
-/// Profiler event: is updated.
+/// Profiler event type: the event is updated.
 pub const PROFILE_UPDATE: c_int = 2;
-/// Profiler event: is updated, then stops.
+/// Profiler event type: the event is updated, then stops.
 pub const PROFILE_UPDATE_AND_STOP: c_int = 3;
 
 const _: () = assert!(PTR_HOST & PTR_CUDA == 0 && (PTR_HOST | PTR_CUDA) & PTR_DMABUF == 0);

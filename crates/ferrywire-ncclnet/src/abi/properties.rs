@@ -14,13 +14,13 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         28 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         32 port: c_int,
         /// Most communicators of the device.
         36 max_comms: c_int,
@@ -32,15 +32,15 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         28 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         32 port: c_int,
-        /// Latency in microseconds.
+        /// Latency of the device in microseconds.
         36 latency: c_float,
         /// Most communicators of the device.
         40 max_comms: c_int,
@@ -54,23 +54,23 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         28 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         32 port: c_int,
-        /// Latency in microseconds.
+        /// Latency of the device in microseconds.
         36 latency: c_float,
         /// Most communicators of the device.
         40 max_comms: c_int,
         /// Most buffers of one `irecv`.
         44 max_recvs: c_int,
-        /// One of the `DEVICE_*` types.
+        /// Type of the device, one of `DEVICE_*`.
         48 net_device_type: c_int,
-        /// One of the `DEVICE_VERSION_*`.
+        /// Version of the device handles, one of `DEVICE_VERSION_*`.
         52 net_device_version: c_int,
     }
 
@@ -80,25 +80,25 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration within another one is almost free.
+        /// 1 if a registration within another one is almost free, else 0.
         28 reg_is_global: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         32 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         36 port: c_int,
-        /// Latency in microseconds.
+        /// Latency of the device in microseconds.
         40 latency: c_float,
         /// Most communicators of the device.
         44 max_comms: c_int,
         /// Most buffers of one `irecv`.
         48 max_recvs: c_int,
-        /// One of the `DEVICE_*` types.
+        /// Type of the device, one of `DEVICE_*`.
         52 net_device_type: c_int,
-        /// One of the `DEVICE_VERSION_*`.
+        /// Version of the device handles, one of `DEVICE_VERSION_*`.
         56 net_device_version: c_int,
     }
 
@@ -108,27 +108,27 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration within another one is almost free.
+        /// 1 if a registration within another one is almost free, else 0.
         28 reg_is_global: c_int,
-        /// 1: every receive into GPU memory needs a flush.
+        /// 1 if every receive into GPU memory needs a flush, else 0.
         32 force_flush: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         36 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         40 port: c_int,
-        /// Latency in microseconds.
+        /// Latency of the device in microseconds.
         44 latency: c_float,
         /// Most communicators of the device.
         48 max_comms: c_int,
         /// Most buffers of one `irecv`.
         52 max_recvs: c_int,
-        /// One of the `DEVICE_*` types.
+        /// Type of the device, one of `DEVICE_*`.
         56 net_device_type: c_int,
-        /// One of the `DEVICE_VERSION_*`.
+        /// Version of the device handles, one of `DEVICE_VERSION_*`.
         60 net_device_version: c_int,
         /// Devices behind a virtual device; a plain device names itself.
         64 v_props: VDevicePropsV9,
@@ -144,27 +144,27 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration within another one is almost free.
+        /// 1 if a registration within another one is almost free, else 0.
         28 reg_is_global: c_int,
-        /// 1: every receive into GPU memory needs a flush.
+        /// 1 if every receive into GPU memory needs a flush, else 0.
         32 force_flush: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         36 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         40 port: c_int,
-        /// Latency in microseconds.
+        /// Latency of the device in microseconds.
         44 latency: c_float,
         /// Most communicators of the device.
         48 max_comms: c_int,
         /// Most buffers of one `irecv`.
         52 max_recvs: c_int,
-        /// One of the `DEVICE_*` types.
+        /// Type of the device, one of `DEVICE_*`.
         56 net_device_type: c_int,
-        /// One of the `DEVICE_VERSION_*`.
+        /// Version of the device handles, one of `DEVICE_VERSION_*`.
         60 net_device_version: c_int,
         /// Devices behind a virtual device; a plain device names itself.
         64 v_props: VDevicePropsV9,
@@ -182,27 +182,27 @@ layout! {
         0 name: *const c_char,
         /// The device's directory in sysfs, or null.
         8 pci_path: *const c_char,
-        /// Equal for devices that share a port.
+        /// GUID of the device, equal for devices that share a port.
         16 guid: u64,
-        /// `PTR_*` bits.
+        /// Kinds of memory that the device accepts, as `PTR_*` bits.
         24 ptr_support: c_int,
-        /// 1: a registration within another one is almost free.
+        /// 1 if a registration within another one is almost free, else 0.
         28 reg_is_global: c_int,
-        /// 1: every receive into GPU memory needs a flush.
+        /// 1 if every receive into GPU memory needs a flush, else 0.
         32 force_flush: c_int,
-        /// Link speed in Mbit/s.
+        /// Link speed of the device in Mbit/s.
         36 speed: c_int,
-        /// Port number.
+        /// Number of the port of the device.
         40 port: c_int,
-        /// Latency in microseconds.
+        /// Latency of the device in microseconds.
         44 latency: c_float,
         /// Most communicators of the device.
         48 max_comms: c_int,
         /// Most buffers of one `irecv`.
         52 max_recvs: c_int,
-        /// One of the `DEVICE_*` types.
+        /// Type of the device, one of `DEVICE_*`.
         56 net_device_type: c_int,
-        /// One of the `DEVICE_VERSION_*`.
+        /// Version of the device handles, one of `DEVICE_VERSION_*`.
         60 net_device_version: c_int,
         /// Devices behind a virtual device; a plain device names itself.
         64 v_props: VDevicePropsV12,

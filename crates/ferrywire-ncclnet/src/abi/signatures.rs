@@ -35,11 +35,11 @@ pub type Prof = Option<
     unsafe extern "C" fn(e_handle: PP, kind: c_int, p_handle: P, plugin_id: i64, ext_data: P) -> ResultCode,
 >;
 
-/// `init`, v4 to v9.
+/// Signature of `init` in v4 to v9.
 pub type InitV4 = unsafe extern "C" fn(log: Log) -> ResultCode;
-/// `init`, v10.
+/// Signature of `init` in v10.
 pub type InitV10 = unsafe extern "C" fn(log: Log, prof: Prof) -> ResultCode;
-/// `init`, v11 and v12: called once per communicator; returns a context, which later calls pass back.
+/// Signature of `init` in v11 and v12: called once per communicator; returns a context, which later calls pass back.
 pub type InitV11 = unsafe extern "C" fn(
     context: PP,
     comm_id: u64,
@@ -48,34 +48,34 @@ pub type InitV11 = unsafe extern "C" fn(
     prof: Prof,
 ) -> ResultCode;
 
-/// `devices`: writes the number of devices.
+/// Signature of `devices`: writes the number of devices.
 pub type Devices = unsafe extern "C" fn(ndev: *mut c_int) -> ResultCode;
 
-/// `getProperties`, v4.
+/// Signature of `getProperties` in v4.
 pub type GetPropertiesV4 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV4) -> ResultCode;
-/// `getProperties`, v5 and v6.
+/// Signature of `getProperties` in v5 and v6.
 pub type GetPropertiesV5 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV5) -> ResultCode;
-/// `getProperties`, v7.
+/// Signature of `getProperties` in v7.
 pub type GetPropertiesV7 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV7) -> ResultCode;
-/// `getProperties`, v8.
+/// Signature of `getProperties` in v8.
 pub type GetPropertiesV8 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV8) -> ResultCode;
-/// `getProperties`, v9 and v10.
+/// Signature of `getProperties` in v9 and v10.
 pub type GetPropertiesV9 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV9) -> ResultCode;
-/// `getProperties`, v11.
+/// Signature of `getProperties` in v11.
 pub type GetPropertiesV11 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV11) -> ResultCode;
-/// `getProperties`, v12.
+/// Signature of `getProperties` in v12.
 pub type GetPropertiesV12 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV12) -> ResultCode;
 
-/// `listen`, v4 to v10.
+/// Signature of `listen` in v4 to v10.
 pub type ListenV4 = unsafe extern "C" fn(dev: c_int, handle: P, listen_comm: PP) -> ResultCode;
-/// `listen`, v11 and v12.
+/// Signature of `listen` in v11 and v12.
 pub type ListenV11 = unsafe extern "C" fn(context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode;
 
-/// `connect`, v4 to v6.
+/// Signature of `connect` in v4 to v6.
 pub type ConnectV4 = unsafe extern "C" fn(dev: c_int, handle: P, send_comm: PP) -> ResultCode;
-/// `connect`, v7 to v9.
+/// Signature of `connect` in v7 to v9.
 pub type ConnectV7 = unsafe extern "C" fn(dev: c_int, handle: P, send_comm: PP, device: Dh) -> ResultCode;
-/// `connect`, v10.
+/// Signature of `connect` in v10.
 pub type ConnectV10 = unsafe extern "C" fn(
     dev: c_int,
     config: *mut CommConfig,
@@ -83,22 +83,22 @@ pub type ConnectV10 = unsafe extern "C" fn(
     send_comm: PP,
     device: Dh,
 ) -> ResultCode;
-/// `connect`, v11 and v12.
+/// Signature of `connect` in v11 and v12.
 pub type ConnectV11 =
     unsafe extern "C" fn(context: P, dev: c_int, handle: P, send_comm: PP, device: Dh) -> ResultCode;
 
-/// `accept`, v4 to v6.
+/// Signature of `accept` in v4 to v6.
 pub type AcceptV4 = unsafe extern "C" fn(listen_comm: P, recv_comm: PP) -> ResultCode;
-/// `accept`, v7 to v12.
+/// Signature of `accept` in v7 to v12.
 pub type AcceptV7 = unsafe extern "C" fn(listen_comm: P, recv_comm: PP, device: Dh) -> ResultCode;
 
-/// `regMr`, v4 to v7.
+/// Signature of `regMr` in v4 to v7.
 pub type RegMrV4 =
     unsafe extern "C" fn(comm: P, data: P, size: c_int, kind: c_int, mhandle: PP) -> ResultCode;
-/// `regMr`, v8 to v12.
+/// Signature of `regMr` in v8 to v12.
 pub type RegMrV8 =
     unsafe extern "C" fn(comm: P, data: P, size: usize, kind: c_int, mhandle: PP) -> ResultCode;
-/// `regMrDmaBuf`.
+/// Signature of `regMrDmaBuf`.
 pub type RegMrDmaBuf = unsafe extern "C" fn(
     comm: P,
     data: P,
@@ -108,18 +108,18 @@ pub type RegMrDmaBuf = unsafe extern "C" fn(
     fd: c_int,
     mhandle: PP,
 ) -> ResultCode;
-/// `deregMr`.
+/// Signature of `deregMr`.
 pub type DeregMr = unsafe extern "C" fn(comm: P, mhandle: P) -> ResultCode;
 
-/// `isend`, v4.
+/// Signature of `isend` in v4.
 pub type IsendV4 = unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
-/// `isend`, v5 to v8.
+/// Signature of `isend` in v5 to v8.
 pub type IsendV5 =
     unsafe extern "C" fn(comm: P, data: P, size: c_int, tag: c_int, mhandle: P, request: PP) -> ResultCode;
-/// `isend`, v9.
+/// Signature of `isend` in v9.
 pub type IsendV9 =
     unsafe extern "C" fn(comm: P, data: P, size: usize, tag: c_int, mhandle: P, request: PP) -> ResultCode;
-/// `isend`, v10 to v12.
+/// Signature of `isend` in v10 to v12.
 pub type IsendV10 = unsafe extern "C" fn(
     comm: P,
     data: P,
@@ -130,9 +130,9 @@ pub type IsendV10 = unsafe extern "C" fn(
     request: PP,
 ) -> ResultCode;
 
-/// `irecv`, v4: a single buffer.
+/// Signature of `irecv` in v4: a single buffer.
 pub type IrecvV4 = unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
-/// `irecv`, v5 to v8.
+/// Signature of `irecv` in v5 to v8.
 pub type IrecvV5 = unsafe extern "C" fn(
     comm: P,
     n: c_int,
@@ -142,7 +142,7 @@ pub type IrecvV5 = unsafe extern "C" fn(
     mhandles: PP,
     request: PP,
 ) -> ResultCode;
-/// `irecv`, v9.
+/// Signature of `irecv` in v9.
 pub type IrecvV9 = unsafe extern "C" fn(
     comm: P,
     n: c_int,
@@ -152,7 +152,7 @@ pub type IrecvV9 = unsafe extern "C" fn(
     mhandles: PP,
     request: PP,
 ) -> ResultCode;
-/// `irecv`, v10 to v12.
+/// Signature of `irecv` in v10 to v12.
 pub type IrecvV10 = unsafe extern "C" fn(
     comm: P,
     n: c_int,
@@ -164,10 +164,10 @@ pub type IrecvV10 = unsafe extern "C" fn(
     request: PP,
 ) -> ResultCode;
 
-/// `iflush`, v4: a single buffer.
+/// Signature of `iflush` in v4: a single buffer.
 pub type IflushV4 =
     unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
-/// `iflush`, v5 to v12; sizes are `int` in all of them.
+/// Signature of `iflush` in v5 to v12; sizes are `int` in all of them.
 pub type IflushV5 = unsafe extern "C" fn(
     comm: P,
     n: c_int,
@@ -177,19 +177,19 @@ pub type IflushV5 = unsafe extern "C" fn(
     request: PP,
 ) -> ResultCode;
 
-/// `test`: asks whether a request is done. `sizes` counts in `int` in every version, and may be null.
+/// Signature of `test`: asks whether a request is done. `sizes` counts in `int` in every version, and may be null.
 pub type Test = unsafe extern "C" fn(request: P, done: *mut c_int, sizes: *mut c_int) -> ResultCode;
-/// `closeSend`, `closeRecv` and `closeListen`.
+/// Signature of `closeSend`, `closeRecv` and `closeListen`.
 pub type Close = unsafe extern "C" fn(comm: P) -> ResultCode;
-/// `getDeviceMr`.
+/// Signature of `getDeviceMr`.
 pub type GetDeviceMr = unsafe extern "C" fn(comm: P, mhandle: P, device_mhandle: PP) -> ResultCode;
-/// `irecvConsumed`.
+/// Signature of `irecvConsumed`.
 pub type IrecvConsumed = unsafe extern "C" fn(recv_comm: P, n: c_int, request: P) -> ResultCode;
-/// `makeVDevice`, v9 to v11.
+/// Signature of `makeVDevice` in v9 to v11.
 pub type MakeVDeviceV9 = unsafe extern "C" fn(dev: *mut c_int, props: *mut VDevicePropsV9) -> ResultCode;
-/// `makeVDevice`, v12.
+/// Signature of `makeVDevice` in v12.
 pub type MakeVDeviceV12 = unsafe extern "C" fn(dev: *mut c_int, props: *mut VDevicePropsV12) -> ResultCode;
-/// `finalize`.
+/// Signature of `finalize`.
 pub type Finalize = unsafe extern "C" fn(context: P) -> ResultCode;
-/// `setNetAttr`.
+/// Signature of `setNetAttr`.
 pub type SetNetAttr = unsafe extern "C" fn(context: P, attr: *mut NetAttr) -> ResultCode;

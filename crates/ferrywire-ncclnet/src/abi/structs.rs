@@ -9,15 +9,15 @@ layout! {
     ///
     /// `accept` of an unpack device receives a handle with only type and version set, and fills in the rest.
     pub struct DeviceHandle: 32, 8 {
-        /// One of the `DEVICE_*` types.
+        /// Type of the device, one of `DEVICE_*`.
         0 net_device_type: c_int,
-        /// One of the `DEVICE_VERSION_*`.
+        /// Version of the device handles, one of `DEVICE_VERSION_*`.
         4 net_device_version: c_int,
         /// Device memory, in a layout of the plugin's own.
         8 handle: *mut c_void,
-        /// Bytes at `handle`.
+        /// Number of bytes at `handle`.
         16 size: usize,
-        /// 1: the host must keep testing requests for the GPU to make progress.
+        /// 1 if the host must keep testing requests for the GPU to make progress, else 0.
         24 needs_proxy_progress: c_int,
     }
 
@@ -43,11 +43,11 @@ layout! {
         0 traffic_class: c_int,
     }
 
-    /// One direction of [`NetAttr`].
+    /// Expected traffic in one direction of [`NetAttr`].
     pub struct NetDirectionAttr: 16, 4 {
-        /// Most peers active at once.
+        /// Most peers that are active at once.
         0 max_concurrent_peers: i32,
-        /// Fewest peers active at once.
+        /// Fewest peers that are active at once.
         4 min_concurrent_peers: i32,
         /// Most flows to one peer.
         8 max_flows_per_peer: i32,
@@ -61,16 +61,16 @@ layout! {
         0 send: NetDirectionAttr,
         /// Expected incoming traffic.
         16 recv: NetDirectionAttr,
-        /// Bits of the collective operations.
+        /// Bits of the collective operations that the traffic hint concerns.
         32 op: u32,
-        /// Bits of the algorithms.
+        /// Bits of the collective algorithms that the traffic hint concerns.
         36 algo: u32,
-        /// Bits of the protocols.
+        /// Bits of the collective protocols that the traffic hint concerns.
         40 proto: u32,
     }
 }
 
-/// The virtual devices of v10: the layout of v9.
+/// The devices of a virtual device, v10: the layout of v9.
 pub type VDevicePropsV10 = VDevicePropsV9;
-/// The virtual devices of v11: the layout of v9.
+/// The devices of a virtual device, v11: the layout of v9.
 pub type VDevicePropsV11 = VDevicePropsV9;

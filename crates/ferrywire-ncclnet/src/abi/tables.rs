@@ -24,9 +24,9 @@ use super::signatures::*;
 /// A function table: [`NetV4`] to [`NetV12`].
 ///
 /// # Safety
-/// Only for the structs that are laid out as `ncclNet_vN_t` of [`Table::VERSION`].
+/// The struct is laid out as `ncclNet_vN_t` of [`Table::VERSION`].
 pub unsafe trait Table: Copy + 'static {
-    /// The version with this layout.
+    /// The version of the interface whose tables have this layout.
     const VERSION: Version;
 
     /// The plugin's name. May be null, and `init` may change it.
@@ -35,7 +35,7 @@ pub unsafe trait Table: Copy + 'static {
 
 macro_rules! table {
     ($($name:ident $version:ident),+) => {$(
-        // SAFETY: the offsets of each slot are checked where the struct is made.
+        // SAFETY: the offset of each slot is checked where the struct is defined.
         unsafe impl Table for $name {
             const VERSION: Version = Version::$version;
 
@@ -266,8 +266,8 @@ layout! {
     }
 }
 
-// Checks once more, side by side, where versions differ: a table whose literal offsets were shifted together
-// with its fields would pass its own checks.
+// The offsets at which versions differ are checked once more, side by side: a table whose literal offsets
+// were shifted together with its fields would pass its own checks.
 const _: () = {
     use std::mem::offset_of;
     assert!(offset_of!(NetV4, dereg_mr) == 64 && offset_of!(NetV5, dereg_mr) == 64);

@@ -20,7 +20,7 @@ pub enum Version {
 }
 
 impl Version {
-    /// Every version, newest first: the order in which a library is searched for them.
+    /// Every version of the interface, newest first: the order in which a library is searched for them.
     pub const NEWEST_FIRST: [Version; 9] = [
         Version::V12,
         Version::V11,
@@ -63,7 +63,7 @@ impl fmt::Display for Version {
 impl FromStr for Version {
     type Err = String;
 
-    /// Parses `v7` or `7`.
+    /// Parses a version of the interface, `v7` or `7`; returns an error text for any other.
     fn from_str(text: &str) -> Result<Version, String> {
         let number = text.strip_prefix('v').unwrap_or(text);
         let known = Version::NEWEST_FIRST.into_iter().find(|version| version.number().to_string() == number);

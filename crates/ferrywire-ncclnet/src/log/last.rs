@@ -19,12 +19,12 @@ fn is_warning(line: &LogLine) -> bool {
 pub struct LastLines(VecDeque<LogLine>);
 
 impl LastLines {
-    /// An empty list.
+    /// An empty list of log lines.
     pub const fn new() -> LastLines {
         LastLines(VecDeque::new())
     }
 
-    /// Adds a line. Lines of one place cannot displace those of all others.
+    /// Adds a log line. Lines of one place cannot displace those of all others.
     pub fn keep(&mut self, line: LogLine) {
         let of_place = self.0.iter().filter(|kept| kept.same_place(&line)).count();
         if of_place >= PLUGIN_LOG_LINES_PER_PLACE {
@@ -36,12 +36,12 @@ impl LastLines {
         self.0.push_back(line);
     }
 
-    /// All lines, oldest first.
+    /// All kept lines, oldest first.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &LogLine> {
         self.0.iter()
     }
 
-    /// The newest of the last warnings with a known cause.
+    /// The newest warning with a known cause, and the cause; `None` if there is no such warning.
     pub fn cause(&self) -> Option<(LoggedCause, &LogLine)> {
         let mut last = self.last_of(is_warning);
         last.sort_unstable();
@@ -78,8 +78,8 @@ impl LastLines {
         places.filter(|&at| wanted(&self.0[at])).take(PLUGIN_LOG_LINES_TOLD).collect()
     }
 
-    /// Each line's index with the number of newer lines of its place, sorted by that number, then newest
-    /// first.
+    /// The index of each line, with the number of newer lines of the same place, sorted by that number, then
+    /// newest first.
     fn by_age_in_their_place(&self) -> Vec<(usize, usize)> {
         let newer = |at: usize| self.0.range(at + 1..).filter(|line| line.same_place(&self.0[at])).count();
         let mut lines: Vec<_> = (0..self.0.len()).rev().map(|at| (newer(at), at)).collect();

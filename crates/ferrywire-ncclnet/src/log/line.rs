@@ -10,19 +10,19 @@ use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 /// Severity that a plugin gives a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LogLevel {
-    /// A level that NCCL never prints.
+    /// A level whose lines NCCL never prints.
     None,
-    /// The plugin's version.
+    /// The plugin's version line.
     Version,
-    /// Warning or error.
+    /// A warning or an error.
     Warn,
-    /// Informational.
+    /// An informational line.
     Info,
-    /// The plugin aborts.
+    /// The line before the plugin aborts.
     Abort,
-    /// Most detailed.
+    /// The most detailed lines.
     Trace,
-    /// A level without a name.
+    /// A level that NCCL does not define.
     Unknown,
 }
 
@@ -40,7 +40,7 @@ impl LogLevel {
         }
     }
 
-    /// The matching level of `tracing`.
+    /// The level of `tracing` with which a line of this level is emitted.
     pub fn tracing(self) -> tracing::Level {
         match self {
             LogLevel::Abort => tracing::Level::ERROR,
@@ -80,13 +80,13 @@ pub struct LogLine {
     pub plugin: Option<String>,
     /// The device of the call in which the line was logged; `None` outside of calls.
     pub device: Option<i32>,
-    /// Source file, without directories.
+    /// Source file of the line in the plugin, without directories.
     pub file: String,
-    /// Line number in the source file.
+    /// Line number in the plugin's source file.
     pub line: i32,
-    /// Number of lines of this place that were suppressed since the previous one that passed.
+    /// Number of suppressed lines of this place since the previous one that passed.
     pub held_back: u64,
-    /// Message text.
+    /// Message text of the line.
     pub text: String,
 }
 
@@ -110,7 +110,7 @@ impl LogLine {
         (self.level, self.line, &self.file) == (other.level, other.line, &other.file)
     }
 
-    /// Formats the line for a pipe.
+    /// Formats the line as text for a pipe.
     pub(super) fn to_line(&self) -> String {
         let LogLine { sequence, file, line, held_back, text, .. } = self;
         let level = self.level.word();

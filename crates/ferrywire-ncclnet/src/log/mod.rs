@@ -55,7 +55,7 @@ type Sink = unsafe extern "C" fn(c_int, *const c_char, c_int, *const c_char, usi
 
 /// The logger that `init` passes to a plugin. Any thread may call it at any time.
 pub fn logger() -> abi::Log {
-    // SAFETY: the sink takes what log.c gives, and lives for ever.
+    // SAFETY: the sink accepts the arguments that log.c passes, and lives for ever.
     unsafe { ferrywire_nccl_log_into(Some(sink)) };
     Some(ferrywire_nccl_log)
 }
@@ -75,7 +75,7 @@ pub fn tee_to_fd(fd: Option<RawFd>) {
     TEE.store(fd.unwrap_or(-1), Ordering::Relaxed);
 }
 
-/// Whether lines are written to a supervisor.
+/// Whether plugin log lines are written to a supervisor.
 pub(super) fn is_teed() -> bool {
     TEE.load(Ordering::Relaxed) >= 0
 }
@@ -87,12 +87,12 @@ pub(super) fn tell_supervisor(plugin: &str, file: &str, text: &str) {
     write_to(TEE.load(Ordering::Relaxed), &line);
 }
 
-/// The kept lines whose number is at least `sequence`.
+/// The kept log lines whose number is at least `sequence`.
 pub fn lines_since(sequence: u64) -> LastLines {
     last_lines().into_iter().filter(|line| line.sequence >= sequence).collect()
 }
 
-/// The number of the next line.
+/// The number that the next log line will have.
 pub fn next_sequence() -> u64 {
     state().next_sequence
 }
@@ -122,9 +122,9 @@ unsafe extern "C" fn sink(
     text_bytes: usize,
 ) {
     let _ = catch_unwind(AssertUnwindSafe(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that `file` is null or a C string.
         let file = if file.is_null() { c"?" } else { unsafe { CStr::from_ptr(file) } };
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the bytes of the text can be read.
         let text = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), text_bytes) };
         take(LogLevel::of(level), file.to_bytes(), line, text);
     }));
@@ -148,7 +148,7 @@ impl State {
         self.admit(place, line, now)
     }
 
-    /// Numbers and keeps the line; returns it when the throttle lets it pass.
+    /// Numbers and keeps a log line; returns the line when the throttle lets it pass.
     fn admit(&mut self, place: u64, mut line: LogLine, now: Duration) -> Option<LogLine> {
         line.sequence = self.next_sequence;
         self.next_sequence += 1;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ferrywire_proto::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_INTERVAL, PLUGIN_LOG_PLACES_MAX};
 
-/// Counts lines per place and interval.
+/// Counts log lines per place and interval.
 #[derive(Debug, Default)]
 pub struct Throttle {
     places: HashMap<u64, Place>,
@@ -19,8 +19,8 @@ struct Place {
 }
 
 impl Throttle {
-    /// `None` to suppress this line; otherwise the number of lines suppressed at its place since the last
-    /// that passed.
+    /// Decides about a line: `None` to suppress it, otherwise the number of lines suppressed at its place
+    /// since the last that passed.
     pub fn admit(&mut self, place: u64, now: Duration) -> Option<u64> {
         self.make_room(now);
         let place = self.places.entry(place).or_insert(Place { began: now, passed: 0, held_back: 0 });
