@@ -22,7 +22,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The devices of one endpoint.
+/// The devmem devices of one endpoint: NICs with claimed queues.
 #[derive(Debug)]
 pub(crate) struct Backend {
     pub config: DevmemConfig,
@@ -31,10 +31,10 @@ pub(crate) struct Backend {
 }
 
 impl Backend {
-    /// Takes queues of the NICs that the endpoint may use: the named ones, or all.
+    /// Takes queues of the NICs that the endpoint may use: the NICs that it names, or all.
     ///
     /// # Errors
-    /// No NIC can be used, or, for an optional backend or named NICs, one of them cannot.
+    /// No NIC can be used; or, for an optional backend or named NICs, one of the NICs cannot be used.
     pub fn open(config: DevmemConfig, endpoint: &Config, nics: &[Nic]) -> Result<Backend> {
         config.check()?;
         if endpoint.threads == 0 {
@@ -73,12 +73,12 @@ impl Backend {
         Ok(Backend { config, gpu, devices })
     }
 
-    /// The NICs whose queues the endpoint has.
+    /// Names of the NICs of which the endpoint has queues.
     fn device_names(&self) -> Vec<String> {
         self.devices.iter().map(|device| device.name().to_owned()).collect()
     }
 
-    /// The endpoint's GPU, opened.
+    /// The endpoint's GPU, which was opened with the backend; `None` without a GPU.
     pub fn opened_gpu(&self) -> Option<&Gpu> {
         self.gpu.as_ref()
     }
@@ -101,26 +101,26 @@ impl Backend {
         }
     }
 
-    /// A work queue of the endpoint's GPU. May wait for the GPU.
+    /// Creates a work queue of the endpoint's GPU. May wait for the GPU.
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
         let gpu =
             self.gpu.as_ref().ok_or_else(|| format!("{NAME} has no GPU: set one in its configuration"))?;
         gpu.queue().map_err(|error| error.to_string())
     }
 
-    /// Host memory mapped for the GPU. May wait for the GPU.
+    /// Allocates host memory that is mapped for the GPU. May wait for the GPU.
     pub(super) fn map(&self, bytes: usize) -> Result<Mapped, String> {
         self.with_gpu_current(|| self.gpu_queue()?.map(bytes).map_err(|error| error.to_string()))
     }
 
-    /// The gatherer of a lane, if a GPU takes part. May wait for the GPU.
+    /// Creates the gatherer of a lane, if a GPU takes part. May wait for the GPU.
     pub(super) fn gatherer(&self) -> Result<Option<Gatherer>, String> {
         let Some(gpu) = &self.gpu else { return Ok(None) };
         let queue = gpu.queue().map_err(|error| error.to_string())?;
         Gatherer::new(queue, self.config.unpack).map(Some).map_err(|error| error.to_string())
     }
 
-    /// Memory for staging at `location`, on the GPU or the host.
+    /// Allocates memory for staging at `location`, on the GPU or the host.
     pub fn memory(&self, location: MemoryLocation, bytes: usize) -> Result<Arc<Memory>, String> {
         let made = match &self.gpu {
             _ if location == MemoryLocation::Host => Memory::private(bytes),

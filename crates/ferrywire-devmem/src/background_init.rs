@@ -1,10 +1,10 @@
-//! Resources that take time to make, made by a thread of their own, while a lane polls for them.
+//! Resources that take time to make: a thread of their own makes each, while a lane polls for it.
 //!
 //! Binding memory to a NIC and mapping memory for a GPU take as long as kernel and driver need: milliseconds for a
 //! lane's resources, longer for large regions.
 //!
-//! Invariant: every init ends, with the resource or a reason. Read next: `sources.rs` and `bounce_buffers.rs`, which
-//! use it.
+//! Invariant: every background initialization ends, with the resource or a reason. Read next: `sources.rs` and
+//! `bounce_buffers.rs`, which use it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
@@ -15,11 +15,11 @@ pub(super) struct BackgroundInit<T> {
     made: Mutex<Option<Result<T, String>>>,
 }
 
-/// The thread's end. Dropped without a result, it reports a failure.
+/// The thread's end of a background initialization. If it is dropped without a result, it reports a failure.
 struct Maker<T>(Arc<BackgroundInit<T>>);
 
 impl<T: Send + 'static> BackgroundInit<T> {
-    /// Starts the thread. `what` names the resource in errors.
+    /// Starts the thread that makes the resource. `what` names the resource in errors.
     pub fn start(
         what: &'static str,
         make: impl FnOnce() -> Result<T, String> + Send + 'static,
@@ -36,13 +36,13 @@ impl<T: Send + 'static> BackgroundInit<T> {
         init
     }
 
-    /// Takes the resource out, once it is made.
+    /// Takes the resource out, once it is made; the error says why it cannot be made.
     pub fn take(&self) -> Poll<Result<T, String>> {
         let mut made = self.made();
         match made.take() {
             None => Poll::Pending,
             Some(Ok(thing)) => {
-                *made = Some(Err("internal error: the resource was taken before".into()));
+                *made = Some(Err("internal error: the resource was taken twice".into()));
                 Poll::Ready(Ok(thing))
             }
             Some(Err(why)) => {
@@ -68,7 +68,7 @@ impl<T: Send + 'static> BackgroundInit<T> {
 impl<T> Drop for Maker<T> {
     fn drop(&mut self) {
         let mut made = self.0.made.lock().unwrap_or_else(PoisonError::into_inner);
-        made.get_or_insert_with(|| Err("internal error: the thread that initializes it panicked".into()));
+        made.get_or_insert_with(|| Err("internal error: the thread that makes the resource panicked".into()));
     }
 }
 
@@ -102,6 +102,6 @@ mod tests {
         assert_eq!(ended(&refused), Err("a thing: the kernel refuses".into()));
         assert_eq!(refused.get(), Poll::Ready(Err("a thing: the kernel refuses".into())), "and keeps it");
         let broken = BackgroundInit::<u8>::start("a thing", || panic!("on purpose"));
-        assert_eq!(ended(&broken), Err("internal error: the thread that initializes it panicked".into()));
+        assert_eq!(ended(&broken), Err("internal error: the thread that makes the resource panicked".into()));
     }
 }

@@ -11,11 +11,11 @@ use ferrywire_memory::unpack::Mapped;
 use std::sync::Arc;
 use std::task::Poll;
 
-/// Host memory for bytes that do not land in the pool. If a GPU gathers, it reads them there.
+/// Host memory for bytes that do not land in the pool. If a GPU gathers, it reads the bytes there.
 pub(super) struct Buffer {
     base: u64,
     len: usize,
-    /// Offset of the next bytes; the bytes before it are in use.
+    /// Offset in the buffer of the next bytes; the bytes before it are in use.
     pub at: usize,
     used: usize,
     _memory: BufferMemory,
@@ -45,7 +45,7 @@ impl Buffer {
         self.base
     }
 
-    /// Whether a whole message fits into the free part.
+    /// Whether a whole message fits into the free part of the buffer.
     pub fn has_room_for(&mut self, bytes: usize) -> bool {
         if self.used == 0 {
             self.at = 0;
@@ -68,7 +68,7 @@ impl Buffer {
     }
 }
 
-/// Mapped memory through which messages pass, made when it is first needed.
+/// Mapped host memory through which messages pass, made when it is first needed.
 pub(super) struct Stages {
     backend: Arc<Backend>,
     slots: usize,
@@ -87,7 +87,7 @@ impl Stages {
         self.free.push(stage);
     }
 
-    /// A free stage, once the stages are made.
+    /// Takes a free stage, once the stages are made; the error says why they cannot be made.
     pub fn take(&mut self) -> Result<Poll<usize>, String> {
         if self.memory.is_none() {
             let (backend, bytes) = (self.backend.clone(), self.slots * self.slot_bytes);

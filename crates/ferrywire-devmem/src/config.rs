@@ -114,7 +114,7 @@ impl DevmemConfig {
         self
     }
 
-    /// Refuses values that cannot work.
+    /// Returns an error for a value of the configuration that cannot work.
     pub(super) fn check(&self) -> Result<()> {
         let within = |what: &str, value: usize, least: usize, most: usize| {
             if (least..=most).contains(&value) {

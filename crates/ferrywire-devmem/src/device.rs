@@ -15,18 +15,19 @@ use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a pool counts as held after it was noted; longer than between two notes and two checks of a lane.
+/// Time for which a pool counts as held after it was noted; longer than between two notes and between two checks of
+/// a lane.
 const HELD_FOR: Duration = Duration::from_secs(1);
 
-/// A NIC's queues with the pool that they fill.
+/// The queues that an endpoint has claimed of a NIC, with the pool that they fill.
 pub(crate) struct Device {
     name: String,
     index: u32,
     binding: u32,
     bindings: Bindings,
-    /// Until when a GPU counts as holding payload in the pool, which all lanes of the NIC share.
+    /// Time until which a GPU counts as holding payload in the pool, which all lanes of the NIC share.
     held_until: Mutex<Option<Instant>>,
-    // Field order: steering ends its claim before the pool, to which the claim's queues are bound.
+    // Dropped before the pool: the claim that `steering` ends has queues that are bound to the pool.
     steering: Steering,
     pool: Pool,
 }
@@ -41,7 +42,7 @@ impl Device {
     /// Takes queues of a NIC and binds them to a pool in this GPU's memory, or in host memory.
     ///
     /// # Errors
-    /// The NIC cannot do it, has no free queue, or needs settings that must not be changed.
+    /// The NIC does not support devmem TCP, has no free queue, or needs settings that must not be changed.
     pub fn open(name: &str, config: &DevmemConfig, gpu: Option<&Gpu>) -> Result<Device, String> {
         let wish = Wish { queues: config.queues, allow_nic_setup: config.allow_nic_setup };
         let mut claim = Claim::new(name, &wish).map_err(|error| error.to_string())?;
@@ -62,17 +63,17 @@ impl Device {
         })
     }
 
-    /// The NIC's name.
+    /// Name of the device's NIC.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The kernel's number of the NIC.
+    /// The kernel's index of the NIC.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// The kernel's number of the pool.
+    /// The kernel's id of the pool's binding.
     pub fn binding(&self) -> u32 {
         self.binding
     }
@@ -90,7 +91,7 @@ impl Device {
         *self.held() = Some(Instant::now() + HELD_FOR);
     }
 
-    /// Whether payload in the pool has waited long for a GPU, so that the pool may be empty.
+    /// Whether payload in the pool has waited long for a GPU, so that the pool may have no free buffers.
     pub fn is_held(&self) -> bool {
         self.held().is_some_and(|until| Instant::now() < until)
     }
@@ -105,12 +106,12 @@ impl Device {
         self.steering.steer(local, remote).map_err(|error| error.to_string())
     }
 
-    /// Returns the queues. Waits for other processes that change the NIC, until `by` at most.
+    /// Returns the claimed queues. Waits for other processes that change the NIC, until `by` at most.
     pub fn end(&self, by: Instant) {
         self.steering.end(by);
     }
 
-    /// Removes a rule in the background.
+    /// Removes a flow rule in the background.
     pub fn unsteer_later(&self, rule: Rule) {
         self.steering.unsteer_later(rule);
     }

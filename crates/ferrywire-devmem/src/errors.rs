@@ -1,10 +1,11 @@
 //! The errors of devmem TCP: the kernel's numbers and text, translated to a cause and a fix.
 //!
-//! The kernel has a handful of numbers for several dozen causes. [`BindCause::of`] and [`SendCause::of`] tell them
-//! apart, by the kernel's text where there is any. The kernel's text is always kept beside the cause.
+//! The kernel has a handful of numbers for several dozen causes. [`BindCause::of`] and [`SendCause::of`]
+//! distinguish the causes, by the kernel's text where there is any. The kernel's text is always kept beside the
+//! cause.
 //! Invariant: every number comes with a sentence that says who has to act. An unknown cause is reported in the kernel's
 //! text.
-//! Read next: `nic.rs`, where most of them come from.
+//! Read next: `nic.rs`, which returns most of these errors.
 
 use std::fmt;
 use std::io;
@@ -20,47 +21,47 @@ pub enum DevmemError {
     /// Memory could not be bound to a NIC.
     #[error("NIC {nic}{}: {cause}{} [{said}]", listed(queues), by_hand(cause.command(nic)))]
     Bind {
-        /// The NIC.
+        /// Name of the NIC that the memory was to be bound to.
         nic: String,
-        /// The queues that were asked for; none for sending.
+        /// The queues that were to be bound; empty for a binding to send from.
         queues: Vec<u32>,
-        /// The cause, as far as it is known.
+        /// Why the memory could not be bound, as far as it is known.
         cause: BindCause,
-        /// The kernel's text.
+        /// The kernel's text about the refusal.
         said: String,
     },
     /// A setting of a NIC could not be read or changed.
     #[error("NIC {nic}: cannot {what}: {said}{}", by_hand(hint.clone()))]
     Setting {
-        /// The NIC.
+        /// Name of the NIC whose setting is concerned.
         nic: String,
-        /// The action that failed.
+        /// The action on the setting that failed.
         what: String,
-        /// The kernel's text.
+        /// The kernel's text about the refusal.
         said: String,
-        /// A command that does the same by hand, or empty.
+        /// A command that makes the change by hand; empty where there is none.
         hint: String,
     },
     /// A send from device memory was refused; none of its bytes were sent.
     #[error("NIC {nic}: nothing was sent from dma-buf {dmabuf}: {cause} [{said}]")]
     Send {
-        /// The NIC that the dma-buf is bound to.
+        /// Name of the NIC that the dma-buf is bound to.
         nic: String,
-        /// The number of the binding.
+        /// The kernel's id of the binding.
         dmabuf: u32,
-        /// The cause, as far as it is known.
+        /// Why the send was refused, as far as it is known.
         cause: SendCause,
-        /// The system's text.
+        /// The system's text about the refusal.
         said: String,
     },
     /// Received bytes cannot be used.
     #[error("NIC {nic}: cannot receive from {peer}: {fault}")]
     Receive {
-        /// The NIC.
+        /// Name of the NIC whose bytes were received.
         nic: String,
-        /// The address of the peer.
+        /// The address of the peer that has sent the bytes.
         peer: String,
-        /// The violation by the kernel.
+        /// Why the received bytes cannot be used.
         fault: ReceiveFault,
     },
     /// A fragment is not inside the pool of this connection.
@@ -69,11 +70,11 @@ pub enum DevmemError {
          dma-buf {pool})"
     )]
     OutsidePool {
-        /// The NIC.
+        /// Name of the NIC that received the fragment.
         nic: String,
-        /// The dma-buf that the kernel reports.
+        /// The id of the dma-buf that the kernel reports for the fragment.
         dmabuf: u32,
-        /// The fragment's first byte in the dma-buf.
+        /// Offset of the fragment's first byte in the dma-buf.
         offset: u64,
         /// The fragment's length in bytes.
         bytes: u32,
@@ -87,7 +88,7 @@ pub enum DevmemError {
         "NIC {nic}: the kernel refused {unknown} of {returned} returned fragments: this connection did not hold them"
     )]
     UnknownTokens {
-        /// The NIC.
+        /// Name of the NIC whose pool the fragments are in.
         nic: String,
         /// The number of fragments that the kernel did not know.
         unknown: usize,
@@ -150,21 +151,21 @@ pub enum BindCause {
     NoKernel,
     /// There is no such NIC.
     NoNic,
-    /// The process lacks the right.
+    /// The process lacks the right to bind memory.
     NotAllowed,
     /// The driver cannot receive into device memory.
     CannotReceive,
     /// The driver cannot send from device memory.
     CannotSend,
-    /// Header split is off.
+    /// Header split is off on the NIC.
     SplitOff,
-    /// Header split does not apply to short packets.
+    /// Header split of the NIC does not apply to short packets.
     SplitThreshold,
     /// There is no such queue, no queue at all, or no dma-buf.
     NoSuchQueue,
     /// The descriptor to be bound is not a dma-buf.
     NoDmabuf,
-    /// The queue is bound to another memory.
+    /// The queue has other memory bound to it.
     QueueTaken,
     /// An AF_XDP socket uses the queue.
     XdpSocket,
@@ -174,17 +175,17 @@ pub enum BindCause {
     Scattered,
     /// The memory's size is not a multiple of the page size.
     OddSize,
-    /// The kernel has no receive buffers larger than a page.
+    /// The kernel supports no receive buffers larger than a page.
     NoLargeBuffers,
-    /// The driver has no receive buffers larger than a page.
+    /// The driver supports no receive buffers larger than a page.
     DriverNoLargeBuffers,
     /// The buffers' size is not a power of 2.
     OddBuffers,
     /// The NIC cannot access memory by itself.
     NoDma,
-    /// The NIC cannot reach this memory.
+    /// The NIC cannot access this memory.
     OutOfReach,
-    /// Another cause: see the kernel's text.
+    /// Memory could not be bound for another cause, which the kernel's text states.
     Other,
 }
 
@@ -198,7 +199,7 @@ const WORDS: [(&str, BindCause); 14] = [
     ("already memory provider bound", BindCause::QueueTaken),
     ("in use by AF_XDP", BindCause::XdpSocket),
     ("XDP program", BindCause::XdpProgram),
-    // The rest of this text is often cut off.
+    // The kernel often cuts off the rest of this text.
     ("dmabuf sg entry", BindCause::Scattered),
     ("must be a multiple of PAGE_SIZE", BindCause::OddSize),
     ("Unknown attribute type", BindCause::NoLargeBuffers),
@@ -211,7 +212,7 @@ const WORDS: [(&str, BindCause); 14] = [
 ];
 
 impl BindCause {
-    /// The cause of a refused binding.
+    /// The cause of a refused binding, from the kernel's number and text.
     pub fn of(direction: Direction, error: &NetlinkError) -> BindCause {
         match error.known {
             Some(KnownRefusal::NoSuchRequest) => return BindCause::NoKernel,
@@ -230,14 +231,14 @@ impl BindCause {
             (libc::EOPNOTSUPP, Direction::Send) => BindCause::CannotSend,
             (libc::EEXIST, Direction::Receive) => BindCause::QueueTaken,
             (libc::EBUSY, Direction::Receive) => BindCause::XdpSocket,
-            // Without text.
+            // The kernel gave no text.
             (libc::EINVAL | libc::ERANGE, Direction::Receive) if text.is_empty() => BindCause::NoSuchQueue,
             (libc::EINVAL, Direction::Send) if text.is_empty() => BindCause::NoDmabuf,
             _ => BindCause::Other,
         }
     }
 
-    /// A command that fixes the cause, or empty.
+    /// A command that fixes the cause; empty where there is none.
     fn command(self, nic: &str) -> String {
         match self {
             BindCause::SplitOff => format!("ethtool -G {nic} tcp-data-split on hds-thresh 0"),
@@ -303,22 +304,22 @@ impl fmt::Display for BindCause {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SendCause {
-    /// The binding is gone or was made to receive, or the socket has no zero copy.
+    /// The binding has ended or was made to receive, or the socket has no zero copy.
     NotBound,
     /// The bytes are outside of the dma-buf.
     Outside,
-    /// The connection leaves by another device.
+    /// The connection's route leaves by another device.
     OtherRoute,
-    /// There is no route.
+    /// There is no route to the peer.
     NoRoute,
-    /// Too many sends are unfinished.
+    /// Too many sends are in flight.
     Unfinished,
-    /// Another cause: see the system's text.
+    /// The send was refused for another cause, which the system's text states.
     Other,
 }
 
 impl SendCause {
-    /// The cause of a refused send.
+    /// The cause of a refused send, from the kernel's number.
     pub fn of(error: &io::Error) -> SendCause {
         match error.raw_os_error() {
             Some(libc::EINVAL) => SendCause::NotBound,
@@ -341,7 +342,7 @@ impl SendCause {
 impl fmt::Display for SendCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            SendCause::NotBound => "the binding for sending is gone, or the socket has no zero copy (SO_ZEROCOPY)",
+            SendCause::NotBound => "the binding for sending has ended, or the socket has no zero copy (SO_ZEROCOPY)",
             SendCause::Outside => "some bytes are outside of the dma-buf",
             SendCause::OtherRoute => {
                 "the connection uses another device (loopback, a bridge or a changed route): the memory is bound to this \

@@ -16,12 +16,13 @@ use ferrywire_proto::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX}
 use std::collections::VecDeque;
 use std::task::Poll;
 
-/// Number of a lane's lists and entries of each: about twice the fragments of a message of 512 KiB at an MTU of 1500.
+/// Number of a lane's lists, and entries of each list: about twice the fragments of a message of 512 KiB at an MTU
+/// of 1500.
 const LISTS: usize = 24;
 const FRAGMENTS_PER_LIST: usize = 1024;
 const LIST_BYTES: usize = FRAGMENTS_PER_LIST * size_of::<Fragment>();
 
-/// Fragments in one kind of memory.
+/// The fragments of a message in one kind of memory.
 pub(super) struct Run<'a> {
     /// Device address to which the fragments' sources are relative.
     pub source: u64,
@@ -34,28 +35,28 @@ struct Job {
     target: u64,
     /// Addresses and lengths that may be a user's memory: the target, and for a single copy its source.
     used: [(u64, u64); 2],
-    /// Copies that the GPU has not been given yet.
+    /// Copies of the message that were not launched on the GPU yet.
     copies: VecDeque<GpuCopy>,
     lists: VecDeque<Segment>,
-    /// The launch after which the message is complete.
+    /// Number of the launch after which the message is complete.
     launch: u64,
-    /// Memory of the message is gone.
+    /// The error, if memory of the message was freed.
     failed: Option<Error>,
 }
 
-/// As many fragments as one list holds.
+/// Part of a run: as many fragments as one list holds.
 struct Segment {
     source: u64,
     fragments: Vec<Fragment>,
 }
 
 pub(super) struct Gatherer {
-    // Dropped first: pending work may touch the fields that follow.
+    // Dropped first: the GPU's pending work may touch the fields that follow.
     queue: Box<dyn GatherDevice>,
     mode: UnpackMode,
     memory: Mapped,
     free: Vec<usize>,
-    /// Lists that pending launches read.
+    /// Lists that pending launches read, each with the number of its launch.
     taken: VecDeque<(u64, usize)>,
     jobs: VecDeque<Job>,
     launched: u64,
@@ -77,12 +78,12 @@ impl Gatherer {
         })
     }
 
-    /// Host memory mapped for the GPU.
+    /// Allocates host memory that is mapped for the GPU.
     pub fn map(&self, bytes: usize) -> Result<Mapped> {
         Ok(self.queue.map(bytes)?)
     }
 
-    /// The number of launches so far.
+    /// Number of launches so far.
     pub fn launches(&self) -> u64 {
         self.launched
     }
@@ -115,13 +116,13 @@ impl Gatherer {
         self.jobs.push_back(Job { number, target, used, copies, lists, launch, failed });
     }
 
-    /// Whether a message is done. Does not wait; moves all messages forward.
+    /// Whether a message is gathered. Does not wait; makes progress on all messages.
     pub fn poll(&mut self, number: u64) -> Poll<Result<()>> {
         let turned = self.turn();
         let Some(at) = self.jobs.iter().position(|job| job.number == number) else {
             return Poll::Ready(Err(Error::Internal(format!("message {number} has no gather in progress"))));
         };
-        // A message that was done before others failed is done.
+        // A message that was done before a failure of others is done.
         let job = &self.jobs[at];
         if !job.handed_over() || job.launch > self.reached {
             return turned.map_or_else(|error| Poll::Ready(Err(error)), |()| Poll::Pending);
@@ -141,15 +142,15 @@ impl Gatherer {
         Ok(())
     }
 
-    /// Hands work to the GPU; returns whether there was any.
+    /// Launches work on the GPU; returns whether there was any.
     fn launch(&mut self) -> Result<bool> {
-        // Announced here, because the work may have waited for long: a kernel may have to queue behind a stream that
-        // waits for this very transfer.
+        // The launch is announced here, because the work may have waited for long: a kernel may have to queue
+        // behind a stream that waits for the very transfer that is gathered.
         let launching = deferred_free::launching();
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }
-        // Copies are checked for freed memory too, as the kernel's runs are.
+        // Copies are also checked for freed memory, as the kernel's runs are.
         for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
             if let Err(error) = check_allocated(&*self.queue, job.used) {
                 (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error.into()));
@@ -179,8 +180,8 @@ impl Gatherer {
             {
                 let at = self.memory.at(list * LIST_BYTES, LIST_BYTES).cast::<Fragment>();
                 let count = segment.fragments.len();
-                // SAFETY: a list of this gatherer with room for `count` entries, page-aligned, that no launch reads
-                // now.
+                // SAFETY: the list belongs to this gatherer, has room for `count` entries and is page-aligned, and
+                // no launch reads it now.
                 unsafe { std::ptr::copy_nonoverlapping(segment.fragments.as_ptr(), at, count) };
                 let (source, target) = (segment.source, job.target);
                 runs.push(GatherRun { fragments: at as u64, count: count as u64, source, target });
@@ -203,7 +204,7 @@ impl Gatherer {
 }
 
 impl Job {
-    /// Replaces the lists that the GPU has not been given by copies.
+    /// Replaces the lists that were not launched on the GPU yet by copies.
     fn do_without_kernel(&mut self) {
         for Segment { source, fragments } in self.lists.drain(..) {
             self.copies.extend(copies(source, &fragments, self.target));

@@ -26,16 +26,16 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Pause before a lane without news is polled again; the kernel fills its buffer meanwhile.
+/// Pause before a lane that made no progress is polled again; the kernel fills its buffer meanwhile.
 const PAUSE: Duration = Duration::from_micros(50);
 
 pub(crate) struct DevmemLane {
-    // Field order: stopped before the connection is closed.
+    // Dropped before the connection: the field order closes the connection last.
     sending: Sending,
     receiving: Receiving,
     copiers: Copiers,
     conn: Option<Box<dyn Conn>>,
-    /// The aborted connection of a closed lane, for which the kernel's reports are missing.
+    /// The aborted connection of a closed lane, while completions of the kernel are missing.
     unreported: Option<Box<dyn Conn>>,
     rule: Option<Rule>,
     backend: Arc<Backend>,
@@ -70,7 +70,7 @@ impl DevmemLane {
         })
     }
 
-    /// The transport's name in statistics.
+    /// How the lane is named in statistics.
     pub fn by(&self) -> LaneBy {
         LaneBy {
             plugin: NAME.to_owned(),
@@ -158,7 +158,7 @@ impl Lane for DevmemLane {
 
     fn gathered(&mut self, number: u64) -> Poll<Result<()>> {
         let failed = |error| match error {
-            // This error concerns the message alone.
+            // The error of freed memory concerns the message alone; the lane goes on.
             Error::Cuda(CudaError::Freed { .. }) => error,
             error => Error::Io { what: "gathering".into(), message: error.to_string(), code: None },
         };
@@ -185,14 +185,14 @@ impl Lane for DevmemLane {
 
     fn close(&mut self, in_flight: InFlight) {
         let Some(mut conn) = self.conn.take() else { return };
-        // After this the GPU uses neither the pool nor posted memory.
+        // After the stop the GPU uses neither the pool nor posted memory.
         self.receiving.stop();
         self.copiers.stop();
         self.sending.stop();
         if in_flight.is_nothing() {
             conn.shutdown()
         } else {
-            // Bytes in flight have no reader any more, so the kernel must not read the source for them either.
+            // The peer no longer reads bytes in flight, so the kernel must not read their source any more.
             conn.abort()
         }
         if let Some(rule) = self.rule.take() {
@@ -219,8 +219,8 @@ impl Lane for DevmemLane {
     }
 }
 
-/// The reason if the peer acknowledges nothing any more. A pool without room drops packets, which looks like a dead
-/// path from here.
+/// Why the peer acknowledges nothing any more, if it does not. A pool without room drops packets, which looks like
+/// a dead path at this end.
 fn silence(health: &PathHealth) -> Option<String> {
     health.is_dead().then(|| {
         format!(

@@ -50,5 +50,5 @@ pub use ferrywire::DevmemStats;
 pub use nic::Possible;
 pub use steering::release_nics;
 
-/// The backend's name, in reports and between the ends.
+/// The backend's name, in reports and in handshakes.
 const NAME: &str = ferrywire::payload::DEVMEM;

@@ -55,7 +55,7 @@ pub struct Wish {
     pub allow_nic_setup: bool,
 }
 
-/// Queues of one NIC, claimed until this is dropped.
+/// Queues of one NIC, claimed until this value is dropped.
 pub struct Claim {
     nic: String,
     index: u32,
@@ -63,9 +63,9 @@ pub struct Claim {
     kernel: Box<dyn Kernel>,
     journal: Journal,
     end_by: EndBy,
-    /// Marks the claim as live; `None` once it has ended.
+    /// The lock that marks the claim as live; `None` once the claim has ended.
     file: Option<ClaimFile>,
-    /// The contents of the claim's file.
+    /// The queues and rules in the claim's file.
     claimed: Claimed,
 }
 
@@ -76,18 +76,18 @@ pub struct Rule {
     location: u32,
 }
 
-/// Rules that could not be removed yet.
+/// Flow rules that could not be removed yet.
 #[derive(Debug)]
 pub(super) struct NotRemoved {
     pub rules: Vec<Rule>,
     pub why: String,
-    /// Set if the journal could not be locked, usually because another process uses the NIC: the next change there
-    /// would wait as long again.
+    /// The error of a journal that could not be locked, usually because another process uses the NIC: the next
+    /// change of that NIC would wait as long again.
     pub no_lock: Option<Box<NicError>>,
 }
 
 impl Rule {
-    /// The claimed queue.
+    /// The claimed queue to which the rule steers.
     pub fn queue(&self) -> u32 {
         self.flow.queue
     }
@@ -98,7 +98,7 @@ impl Claim {
     /// dead processes have left at this NIC. Needs CAP_NET_ADMIN.
     ///
     /// # Errors
-    /// The NIC cannot do it, has too few free queues, or needs settings that must not be changed.
+    /// The NIC does not support devmem TCP, has too few free queues, or needs settings that must not be changed.
     pub fn new(nic: &str, wish: &Wish) -> Result<Claim, NicError> {
         Claim::in_directory(&journal::directory(), nic, wish)
     }
@@ -107,10 +107,10 @@ impl Claim {
     /// directory.
     pub fn in_directory(directory: &Path, nic: &str, wish: &Wish) -> Result<Claim, NicError> {
         let index = nics::index(nic).ok_or_else(|| NicError::NoNic { nic: nic.to_owned() })?;
-        // Checked first, because most NICs do not support it.
+        // Support is checked first, because most NICs have none.
         possible::refusal(nic, index)?;
         let kernel = Host::open(nic, index).map_err(|error| {
-            NicError::setting(nic, "talk to the kernel about NICs", String::new(), &error)
+            NicError::setting(nic, "open the kernel's interfaces for NICs", String::new(), &error)
         })?;
         Claim::with(Box::new(kernel), directory, nic, index, wish)
     }
@@ -159,7 +159,8 @@ impl Claim {
             Err(error) if self.allow_nic_setup && wants_split(&error) => {}
             Err(error) => return Err(DevmemError::bind_rx(&self.nic, queues, &error).into()),
         }
-        // Drivers that split headers by themselves report it as on, but the kernel requires that it was requested.
+        // Drivers that split headers by themselves report header split as on, but the kernel requires that it was
+        // requested.
         let mut locked = self.journal.lock_by(&self.end_by)?;
         Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked }.split(true)?;
         let bound = self.kernel.bind(queues, dmabuf);
@@ -186,7 +187,7 @@ impl Claim {
             Ok(location) => self.claimed.rules[last].1 = Some(*location),
             Err(_) => drop(self.claimed.rules.pop()),
         }
-        // If writing fails, the rule is still found by its connection.
+        // If writing fails, a later start still finds the rule by its connection.
         self.write_or_tell();
         inserted.map(|location| Rule { flow, location })
     }
@@ -242,22 +243,22 @@ impl Claim {
         why.map_or(Ok(()), |why| Err(NotRemoved { rules: left, why, no_lock: None }))
     }
 
-    /// The latest time until which the claim may wait for other processes, once it is set.
+    /// The latest time until which the claim may wait for other processes, once that time is set.
     pub(super) fn end_by(&self) -> EndBy {
         self.end_by.clone()
     }
 
-    /// The kernel's number of the NIC.
+    /// The kernel's index of the NIC.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// The claimed queues.
+    /// Numbers of the claimed queues.
     pub fn queues(&self) -> &[u32] {
         &self.claimed.queues
     }
 
-    /// The NIC and its queues, for reports.
+    /// The NIC and its claimed queues as text for reports.
     pub fn describe(&self) -> String {
         format!("{} {}", self.nic, queues_in_words(&self.claimed.queues))
     }
@@ -283,14 +284,16 @@ impl Claim {
     /// Removes the claim's rules and binding, and restores settings that no other claim needs. Waits for the journal's
     /// lock once; if that takes too long, only the binding ends and the rest is left as after a kill.
     fn end(&mut self) -> Result<Vec<String>, NicError> {
-        // Kept until the binding has ended: a process that finds a dead claim expects no binding of it.
+        // The claim's lock is kept until the binding has ended: a process that finds a dead claim expects no
+        // binding of it.
         let Some(file) = self.file.take() else { return Ok(Vec::new()) };
         let locked = self.journal.lock_by(&self.end_by);
         let mut locked = locked.inspect_err(|_| self.kernel.unbind())?;
         let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
         let is_clean = delete_rules(&mut bench, std::mem::take(&mut self.claimed.rules));
         bench.kernel.unbind();
-        // Changes that could not be undone stay recorded for the next start, as if this process had been killed.
+        // Changes that could not be undone stay recorded, as if this process had been killed, and the next start
+        // undoes them.
         if is_clean {
             bench.journal.remove_claim(&file.name());
         }
@@ -316,7 +319,7 @@ impl Drop for Claim {
     }
 }
 
-/// Removes rules of a claim; returns whether all are gone. Rules that others have changed meanwhile stay.
+/// Removes flow rules of a claim; returns whether all are removed. Rules that others have changed meanwhile stay.
 fn delete_rules(bench: &mut Bench<'_, '_>, rules: Vec<(Flow, Option<u32>)>) -> bool {
     let (nic, count) = (bench.nic, rules.len());
     let deleted = bench.delete_rules(&Claimed { rules, ..Claimed::default() }, &[]);
@@ -346,7 +349,7 @@ fn wants_split(error: &NetlinkError) -> bool {
     matches!(BindCause::of(Direction::Receive, error), BindCause::SplitOff | BindCause::SplitThreshold)
 }
 
-/// The last free queues: not bound, not of another claim, and one queue is left for all other flows.
+/// Chooses the last free queues: not bound, not of another claim, and one queue is left for all other flows.
 fn choose(bench: &mut Bench<'_, '_>, wanted: usize, live: &[u32]) -> Result<Vec<u32>, NicError> {
     let nic = bench.nic.to_owned();
     let all = bench.kernel.queues().map_err(|error| DevmemError::bind_rx(&nic, &[], &error))?;

@@ -1,6 +1,7 @@
 //! The pool into which payload is received: GPU or host memory that the NIC knows as a dma-buf.
 //!
-//! Invariant: a pool consists of whole pages and lives until nothing is bound to it any more. Read next: `device.rs`.
+//! Invariant: a pool consists of whole pages and lives until no queue is bound to it any more. Read next:
+//! `device.rs`.
 
 use ferrywire::{Error, Result};
 use ferrywire_memory::{Gpu, Memory, MemoryLocation, dmabuf_fd};
@@ -9,10 +10,10 @@ use ferrywire_sys::udmabuf;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Alignment of the pool, which drivers of GPUs and NICs accept.
+/// Alignment of the pool in bytes, which drivers of GPUs and NICs accept.
 const ALIGN_BYTES: usize = 2 << 20;
 
-/// A pool and its dma-buf.
+/// A receive pool and its dma-buf.
 pub(super) struct Pool {
     location: MemoryLocation,
     base: u64,
@@ -27,7 +28,7 @@ enum Keeper {
 }
 
 impl Pool {
-    /// A pool in this GPU's memory, or in host memory.
+    /// Allocates a pool in this GPU's memory, or in host memory.
     pub fn new(gpu: Option<&Gpu>, bytes: usize) -> Result<Pool> {
         let bytes = bytes.next_multiple_of(ALIGN_BYTES);
         match gpu {
@@ -78,7 +79,7 @@ impl Pool {
         self.dmabuf.as_fd()
     }
 
-    /// The address to which fragments are relative, on the GPU or the host.
+    /// The pool's address, to which fragments are relative, on the GPU or the host.
     pub fn base(&self) -> u64 {
         self.base
     }

@@ -32,19 +32,19 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-/// Fragments that one call can report.
+/// Most fragments that one call can report.
 const PIECES_PER_CALL: usize = 512;
-/// Fragments that are returned together while more arrive.
+/// Number of fragments that are returned together while more arrive.
 const RELEASE_AT: usize = 96;
 
 /// Time without arrivals after which the part of a message that has arrived is gathered.
 const PART_AFTER: Duration = Duration::from_millis(5);
 /// Time that a GPU may take to gather before the pool counts as held.
 const HELD_AFTER: Duration = Duration::from_millis(400);
-/// Numbers of parts of messages begin here.
+/// Number from which the parts of messages are numbered, apart from the messages.
 const PARTS: u64 = 1 << 63;
 
-/// How a message gets from where it landed to its destination.
+/// How the bytes of a message get from where they landed to their destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Route {
     Direct,
@@ -57,7 +57,7 @@ struct Incoming {
     run: Run,
     route: Route,
     got: usize,
-    /// The message's fragments in the pool, and its pieces in the buffer for other bytes.
+    /// The message's fragments in the pool, and its pieces in the buffer for plain bytes.
     fragments: Vec<Fragment>,
     elsewhere: Vec<Fragment>,
     elsewhere_bytes: usize,
@@ -72,27 +72,27 @@ struct Part {
     tokens: Vec<u32>,
 }
 
-/// The receiving half of a connection.
+/// The receiving half of a lane's connection.
 pub(super) struct Receiving {
     fd: RawFd,
-    // Field order: dropped before the memory that it reads and writes.
+    // Dropped before the memory that the gatherer reads and writes.
     gatherer: Option<Gatherer>,
     device: Arc<Device>,
     message_bytes_max: usize,
     messages: VecDeque<Incoming>,
-    /// The number of the oldest message, and how many messages are complete.
+    /// Number of the oldest message; the next field is the number of complete messages.
     first: u64,
     whole: usize,
     control: Control,
     buffer: Buffer,
     stages: Stages,
-    /// Fragments to return to the kernel.
+    /// Tokens of fragments that can be returned to the kernel.
     back: Tokens,
-    /// The part of an incomplete message that is being gathered, and the time of the last arrival.
+    /// The part of an incomplete message that is being gathered; the next field is the time of the last arrival.
     part: Option<Part>,
     parts: u64,
     arrived: Instant,
-    /// Since when the oldest gather has not been done.
+    /// Time since which the oldest gather is unfinished.
     gathering_since: Option<Instant>,
     spare: Vec<Incoming>,
     counters: Arc<DevmemCounters>,
@@ -129,7 +129,7 @@ impl Receiving {
         })
     }
 
-    /// Whether messages for this memory have to be gathered after their arrival.
+    /// Whether messages for `memory` have to be gathered after their arrival.
     pub fn scatters(&self, memory: &Memory) -> bool {
         self.route(memory) != Route::Direct
     }
@@ -143,7 +143,8 @@ impl Receiving {
         }
     }
 
-    /// Expects the next message and returns its number; pending while the bounce buffers of its route are allocated.
+    /// Expects the next message and returns its number; pending while the bounce buffers of its route are
+    /// allocated.
     pub fn expect(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let route = self.route(run.memory());
         if route != Route::Direct && self.gatherer.is_none() {
@@ -178,7 +179,7 @@ impl Receiving {
         Ok(Poll::Ready(self.first + self.messages.len() as u64 - 1))
     }
 
-    /// Receives what has arrived, and returns whether a message is complete.
+    /// Receives the bytes that have arrived, and returns whether the message `number` is complete.
     ///
     /// # Errors
     /// The reason why nothing more will arrive.
@@ -190,11 +191,11 @@ impl Receiving {
                 return Ok(false);
             }
         }
-        // The part that was gathered ahead must be done too.
+        // The part of the message that was gathered ahead must be gathered too.
         Ok(at < self.whole && self.part.is_none())
     }
 
-    /// One receive call, for the oldest message that is not complete. False if nothing has arrived.
+    /// Makes one receive call, for the oldest message that is not complete. Returns false if no byte has arrived.
     fn receive(&mut self) -> Result<bool, String> {
         let message = &mut self.messages[self.whole];
         let lacks = message.run.bytes() - message.got;
@@ -209,7 +210,7 @@ impl Receiving {
         }
         let into = self.buffer.next(lacks);
         add(&self.counters.receive_calls, 1);
-        // SAFETY: this many bytes of the buffer, which nothing else uses.
+        // SAFETY: the buffer has this many bytes, which no other code uses.
         let received = match unsafe { devmem::receive(self.fd, into, lacks, &mut self.control) } {
             Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -234,7 +235,7 @@ impl Receiving {
         Ok(true)
     }
 
-    /// Records or copies the bytes of one call.
+    /// Records or copies the bytes of one receive call.
     fn place(&mut self, bytes: usize, plain: bool) -> Result<(), String> {
         let (message, pool) = (&mut self.messages[self.whole], self.device.pool());
         if plain {
@@ -289,7 +290,8 @@ impl Receiving {
     }
 
     /// Gathers the part of a message that has arrived, unless more arrives soon: the rest may wait for room in the
-    /// pool. The part goes into the buffer, because its destination must not be written yet.
+    /// pool. The part goes into the buffer for plain bytes, because the message's destination must not be written
+    /// yet.
     fn make_room(&mut self) {
         let message = &mut self.messages[self.whole];
         let waits = !message.fragments.is_empty() && self.arrived.elapsed() >= PART_AFTER;
@@ -353,14 +355,14 @@ impl Receiving {
         Ok(())
     }
 
-    /// A gather is not done: if that takes long, its fragments may leave the pool without room.
+    /// Notes that a gather is unfinished: if it takes long, its fragments may leave the pool without free buffers.
     fn note_gathering(&mut self) {
         if self.gathering_since.get_or_insert_with(Instant::now).elapsed() >= HELD_AFTER {
             self.device.note_held();
         }
     }
 
-    /// Whether a message has been gathered.
+    /// Whether the message `number` has been gathered.
     pub fn gathered(&mut self, number: u64) -> Poll<ferrywire::Result<()>> {
         let Some(gatherer) = &mut self.gatherer else { return Poll::Ready(Ok(())) };
         let (polled, launches) = (gatherer.poll(number), gatherer.launches());
@@ -378,14 +380,14 @@ impl Receiving {
         };
         if let (Route::GpuThenHost, Some(stage)) = (message.route, message.stage) {
             let from = self.stages.address(stage) as *const u8;
-            // SAFETY: this many bytes of a stage, into host memory that was posted for as many.
+            // SAFETY: the stage has this many bytes, and the posted host memory has room for as many.
             unsafe { std::ptr::copy_nonoverlapping(from, message.run.base(), message.run.bytes()) };
         }
         message.tokens.drain(..).for_each(|token| self.back.push(token));
         Poll::Ready(Ok(()))
     }
 
-    /// Releases the resources of the oldest message, which is done.
+    /// Releases the resources of the oldest message, which is complete.
     pub fn finished(&mut self) -> Result<(), String> {
         let Some(mut message) = self.messages.pop_front() else { return Ok(()) };
         (self.first, self.whole) = (self.first + 1, self.whole.saturating_sub(1));
@@ -427,19 +429,19 @@ impl Receiving {
         self.messages.is_empty()
     }
 
-    /// Releases the memory kept for messages that are over.
+    /// Releases memory that was kept for messages that have ended.
     pub fn forget(&mut self) {
         self.spare.clear();
     }
 
-    /// After this the GPU touches no memory of this lane any more.
+    /// Stops the GPU's work: afterwards the GPU touches no memory of this lane any more.
     pub fn stop(&mut self) {
         self.gatherer = None;
     }
 }
 
 impl Incoming {
-    /// The next bytes of the message are in the buffer.
+    /// Notes that the next bytes of the message are in the buffer for plain bytes.
     fn take_elsewhere(&mut self, buffer: &mut Buffer, stages: &Stages, at: usize, bytes: usize) {
         match self.route {
             Route::Direct | Route::HostThenGpu => {
@@ -455,13 +457,14 @@ impl Incoming {
         }
     }
 
-    /// Copies the next bytes of the message to memory that the CPU may write.
+    /// Copies the next bytes of the message to its destination or stage, which the CPU may write.
     fn copy_in(&mut self, from: *const u8, bytes: usize, stages: &Stages) {
         let base = match self.stage {
             Some(stage) => stages.address(stage) as *mut u8,
             None => self.run.base(),
         };
-        // SAFETY: sources are checked against pool and buffer, and the kernel returns no more than the message lacks.
+        // SAFETY: the sources were checked against pool and buffer, and the kernel returns no more than the message
+        // lacks.
         unsafe { std::ptr::copy_nonoverlapping(from, base.add(self.got), bytes) };
         self.got += bytes;
     }

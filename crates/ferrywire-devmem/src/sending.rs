@@ -4,7 +4,8 @@
 //! kernel; the kernel numbers such calls and reports when the peer's kernel has acknowledged them. Other GPU memory is
 //! first copied to mapped memory.
 //!
-//! Invariant: a message is done when nothing reads its memory any more; bytes are sent in the order of messages.
+//! Invariant: a message is done when no GPU, NIC or kernel reads its memory any more; bytes are sent in the order
+//! of messages.
 //! Read next: `sources.rs`; `ferrywire_sys::zerocopy`, the reports.
 
 use super::NAME;
@@ -32,7 +33,8 @@ struct Outgoing {
     source: Source,
     bytes: usize,
     sent: usize,
-    /// The message's calls on which the kernel reports: the number of the first, and how many have no report yet.
+    /// Number of the message's first zero-copy call; the next field is the number of its calls without a
+    /// completion.
     first_call: u32,
     calls: u32,
     unreported: u32,
@@ -44,17 +46,17 @@ enum Source {
         binding: Arc<Binding>,
         offset: u64,
     },
-    /// The message is copied to a stage, or is being copied.
+    /// The message is in a stage, or is being copied to it.
     Staged {
         stage: usize,
         copied: bool,
     },
 }
 
-/// The sending half of a connection.
+/// The sending half of a lane's connection.
 pub(super) struct Sending {
     fd: RawFd,
-    // Field order: dropped before the memory that it reads and writes.
+    // Dropped before the memory that the stager reads and writes.
     stager: Option<Stager>,
     making: Option<Arc<BackgroundInit<Stager>>>,
     backend: Arc<Backend>,
@@ -62,19 +64,20 @@ pub(super) struct Sending {
     sources: Sources,
     messages: VecDeque<Outgoing>,
     first: u64,
-    /// The number of messages that were completely handed to the kernel.
+    /// Number of messages that were completely handed to the kernel.
     handed: usize,
-    /// The number of the next call on which the kernel reports.
+    /// Number of the next zero-copy call, by which the kernel reports its completion.
     next_call: u32,
-    /// Whether the kernel reports on this socket, once known; and how many calls wait for a report.
+    /// Whether the kernel reports completions on this socket, once known; the next field is the number of calls
+    /// without one.
     reports: Option<bool>,
     unreported: u64,
-    /// The message whose memory cannot be read, with the error; nothing is sent from that message on.
+    /// Number of the message whose memory cannot be read, with the error; no later message is sent either.
     unreadable: Option<(u64, Error)>,
     counters: Arc<DevmemCounters>,
 }
 
-/// Copies messages out of a GPU.
+/// Copies messages out of a GPU to mapped memory.
 struct Stager {
     gatherer: Gatherer,
     memory: Mapped,
@@ -107,8 +110,8 @@ impl Sending {
         }
     }
 
-    /// Takes a message, sends what the kernel takes, and returns the message's number; pending while its resources are
-    /// being made.
+    /// Takes a message, sends as much as the kernel takes, and returns the message's number; pending while its
+    /// resources are being made.
     pub fn post(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let number = self.first + self.messages.len() as u64;
         let Poll::Ready(source) = self.source_of(run, number)? else { return Ok(Poll::Pending) };
@@ -171,12 +174,12 @@ impl Sending {
         })
     }
 
-    /// Whether a message is done.
+    /// Whether the message `number` is done: sent, and its memory not read any more.
     pub fn is_done(&mut self, number: u64) -> Result<bool, String> {
         self.send()?;
         self.hear_reports()?;
         let at = number.wrapping_sub(self.first) as usize;
-        // The caller asks for the oldest message.
+        // The caller asks for the oldest message only.
         let done = at < self.handed && self.messages[at].unreported == 0;
         if done && at == 0 {
             self.release();
@@ -184,7 +187,7 @@ impl Sending {
         Ok(done)
     }
 
-    /// A pending message whose memory cannot be read, with the error.
+    /// The message whose memory cannot be read, with the error; `None` if there is none.
     pub fn unreadable(&self) -> Option<(u64, Error)> {
         self.unreadable.clone()
     }
@@ -197,7 +200,7 @@ impl Sending {
         }
     }
 
-    /// Hands the kernel as many bytes as it takes now.
+    /// Hands the kernel as many bytes of messages as it takes now.
     fn send(&mut self) -> Result<(), String> {
         while self.handed < self.messages.len() && self.unreadable.is_none() {
             let number = self.first + self.handed as u64;
@@ -212,7 +215,7 @@ impl Sending {
                 Source::Host(address) => send_bytes(self.fd, *address + at as u64, left),
                 Source::Bound { binding, offset } => {
                     let piece = devmem::Piece { offset: *offset as usize + at, bytes: left };
-                    // SAFETY: offsets only; the binding keeps the pages, and lanes hold the binding.
+                    // SAFETY: only offsets are passed; the binding keeps the pages, and lanes hold the binding.
                     unsafe { devmem::send(self.fd, binding.id, &[piece]) }
                 }
                 Source::Staged { stage, copied } => {
@@ -237,7 +240,7 @@ impl Sending {
             let sent = match sent {
                 Ok(sent) => sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                // Too many calls wait for their report: read the reports first.
+                // Too many calls wait for their completion: the completions are read first.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && self.unreported > 0 => {
                     return Ok(());
                 }
@@ -263,7 +266,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Counts the calls that the peer's kernel has acknowledged.
+    /// Counts the zero-copy calls that the kernel reports as complete.
     fn hear_reports(&mut self) -> Result<(), String> {
         while self.unreported > 0 {
             let report = match zerocopy::completion(self.fd) {
@@ -287,18 +290,18 @@ impl Sending {
         self.messages.is_empty()
     }
 
-    /// Drops bindings and regions that are gone.
+    /// Drops bindings and regions that were deregistered.
     pub fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
         self.sources.forget_revoked(busy);
     }
 
-    /// After this the GPU touches no memory of this lane any more.
+    /// Stops the GPU's work: afterwards the GPU touches no memory of this lane any more.
     pub fn stop(&mut self) {
         (self.stager, self.making) = (None, None);
     }
 
-    /// Whether the kernel reads no GPU memory any more. For an aborted connection it reports when NICs have sent the
-    /// rest.
+    /// Whether the kernel reads no GPU memory any more. After an abort of the connection it reports when NICs have
+    /// sent the rest.
     pub fn has_released(&mut self) -> bool {
         if let Err(why) = self.hear_reports() {
             tracing::error!(
@@ -309,7 +312,7 @@ impl Sending {
         self.unreported == 0
     }
 
-    /// Drops all memory and bindings.
+    /// Drops all memory and bindings of this half.
     pub fn clear(&mut self) {
         self.messages.clear();
         self.sources.clear();
@@ -332,7 +335,7 @@ impl Stager {
     }
 }
 
-/// Why the kernel takes nothing more; for GPU memory with a hint.
+/// The error text for a send that the kernel refused; for GPU memory with a hint.
 fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
     match (source, SendCause::of(error)) {
         (_, SendCause::Other) | (Source::Host(_) | Source::Staged { .. }, _) => {
@@ -348,11 +351,11 @@ fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
 }
 
 fn send_bytes(fd: RawFd, address: u64, bytes: usize) -> io::Result<usize> {
-    // SAFETY: memory of a posted message or of a stage, which stays until the message is done.
+    // SAFETY: the memory is that of a posted message or of a stage, which stays until the message is done.
     unsafe { socket::send(fd, &[IoVec::new(address as *mut u8, bytes)], 0) }
 }
 
-/// How many of `count` numbers from `first` on are between `from` and `to`; all numbers wrap.
+/// Number of numbers in the `count` from `first` on that are between `from` and `to`; all numbers wrap.
 fn common(first: u32, count: u32, from: u32, to: u32) -> u32 {
     let reported = to.wrapping_sub(from).wrapping_add(1);
     (0..count).filter(|each| first.wrapping_add(*each).wrapping_sub(from) < reported).count() as u32

@@ -6,9 +6,9 @@
 //!   both:                     rule for this flow, memory ── ready ──> both ready: the lane carries payload
 //! ```
 //!
-//! A rule is made only for a connection that has proved to be the peer's. Nothing is sent before both ends have their
-//! rules, so no payload misses the queue. Rules and memory take time in the kernel and on the GPU, so a thread of its
-//! own makes them.
+//! A rule is made only for a connection that has proved to be the peer's. Nothing is sent before both ends have
+//! their rules, so all payload goes through the queue. Rules and memory take time in the kernel and on the GPU, so
+//! a thread of its own makes them.
 //!
 //! Invariant: an abandoned setup leaves no rule. Read next: `lane.rs`, the result.
 
@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// The message of an end that is ready; it has no content.
+/// The message by which an end reports that it is ready; it has no content.
 const READY: [u8; LANE_HANDLE_BYTES] = [0; LANE_HANDLE_BYTES];
 
 pub(crate) struct DevmemSetup {
@@ -42,12 +42,12 @@ pub(crate) struct DevmemSetup {
 
 struct Shared {
     made: Mutex<Option<Result<DevmemLane, String>>>,
-    /// Wakes the poller of the setup.
+    /// Wakes the thread that polls the setup.
     waker: Waker,
 }
 
 impl DevmemSetup {
-    /// Starts the setup for a channel over this NIC.
+    /// Starts the setup of a lane for a channel over this NIC.
     pub fn start(
         backend: &Arc<Backend>,
         nic: &str,
@@ -85,7 +85,7 @@ impl Setup for DevmemSetup {
         let (backend, device, shared) = (self.backend.clone(), self.device.clone(), self.shared.clone());
         let thread = thread::Builder::new().name("ferrywire-steer".into()).spawn(move || {
             let made = make(backend, device, conn);
-            // If nothing waits any more, the result is dropped with the last owner of `shared`.
+            // If the setup was abandoned, the result is dropped with the last owner of `shared`.
             *shared.made.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
             shared.waker.wake();
         });

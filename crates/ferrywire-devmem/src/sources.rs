@@ -20,22 +20,22 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::Poll;
 
 const PAGE_BYTES: u64 = 4096;
-/// Number of different reasons that are logged for one NIC.
+/// Most reasons that are logged for one NIC.
 const TOLD_MAX: usize = 16;
 
-/// GPU memory that a NIC can read.
+/// GPU memory that a NIC can read, bound as a dma-buf.
 pub(super) struct Binding {
     pub id: u32,
-    /// Address of the first byte.
+    /// Address of the binding's first byte.
     base: u64,
-    /// The kernel does not know the binding any more: the NIC's driver may end it.
+    /// Whether the kernel does not know the binding any more: the NIC's driver may end it.
     lost: AtomicBool,
-    /// Closing this socket ends the binding.
+    /// Netlink socket of the binding; closing it ends the binding.
     _netdev: Netdev,
 }
 
 impl Binding {
-    /// The offset of an address in the dma-buf.
+    /// Offset of an address in the binding's dma-buf.
     pub fn offset_of(&self, address: u64) -> u64 {
         address - self.base
     }
@@ -83,7 +83,7 @@ pub(super) struct Bindings {
     reported: Mutex<Told>,
 }
 
-/// Reasons by their text, without addresses and sizes, which differ between regions.
+/// Logged reasons, by their text without addresses and sizes, which differ between regions.
 #[derive(Default)]
 struct Told(HashSet<String>);
 
@@ -103,7 +103,7 @@ impl fmt::Debug for Bindings {
 }
 
 impl Bindings {
-    /// The binding of a region, which may still be being made.
+    /// The binding of a region, which a thread may still be making.
     fn of(&self, device: &Device, memory: &Arc<Memory>) -> Arc<Bound> {
         let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
         bound.retain(|_, (_, binding)| binding.strong_count() > 0);
@@ -124,7 +124,7 @@ impl Bindings {
         binding
     }
 
-    /// Logs, once per reason, that payload is copied by way of the host.
+    /// Logs, once per reason, that payload is copied to host memory before it is sent.
     fn tell(&self, device: &Device, why: &str) {
         if self.reported.lock().unwrap_or_else(PoisonError::into_inner).is_new(why) {
             tracing::warn!(
@@ -144,7 +144,7 @@ pub(super) struct Sources {
 struct Known {
     memory: Arc<Memory>,
     bound: Arc<Bound>,
-    /// The region cannot be bound, and the reason has been logged.
+    /// Whether the region cannot be bound; the reason has been logged.
     failed: bool,
 }
 
@@ -173,7 +173,7 @@ impl Sources {
         })
     }
 
-    /// Drops regions that are gone.
+    /// Drops regions that were deregistered, unless they are busy.
     pub fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
         self.known.retain(|known| !known.memory.revoked() || busy(&known.memory));
     }

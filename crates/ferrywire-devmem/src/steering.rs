@@ -1,8 +1,8 @@
 //! The rules of one NIC's claim: made by threads that set up lanes, removed by a thread that does nothing else.
 //!
-//! A change of a NIC needs a lock that all processes share, and may have to wait for a stopped process. Threads that
-//! move data do not wait: they name rules that are not needed any more and continue. Pending removals go before the
-//! next rule is made, so that unneeded rules do not fill the NIC's table.
+//! A change of a NIC needs a lock that all processes share, and may have to wait for a stopped process. Threads
+//! that move data do not wait: they name rules that are not needed any more and continue. Pending removals are made
+//! before the next rule, so that unneeded rules do not fill the NIC's table.
 //! Invariant: after `end` or drop, the claim has ended with all its rules, or has left them to the next start. Read
 //! next: `nic.rs`.
 
@@ -14,13 +14,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The steerings of this process.
+/// The steerings of all NICs that this process has claimed queues of.
 static ALL: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 
 pub(super) struct Steering {
     nic: String,
     shared: Arc<Shared>,
-    /// `None` once the thread has ended.
+    /// The thread that removes rules; `None` once it has ended.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -35,14 +35,15 @@ struct Shared {
 #[derive(Default)]
 struct Unneeded {
     rules: VecDeque<Rule>,
-    /// Whether the last removal failed, which was logged then.
+    /// Whether the last removal failed, which the log already says.
     failed: bool,
     /// Whether steering has ended; the claim then removes its rules.
     ended: bool,
 }
 
 /// Returns the queues of all endpoints of this process, and undoes the changes for them. For a process that ends
-/// without dropping its endpoints, for example because its threads hold them: their lanes get no more device memory.
+/// without dropping its endpoints, for example because its threads keep them: their lanes get no more device
+/// memory.
 pub fn release_nics() {
     let all = std::mem::take(&mut *ALL.lock().unwrap_or_else(PoisonError::into_inner));
     let by = Instant::now() + limits::NIC_LOCK_TIMEOUT;
@@ -64,10 +65,10 @@ impl Steering {
         Ok(Steering { nic: nic.to_owned(), shared, thread: Some(thread) })
     }
 
-    /// Makes a rule. May wait for other processes that change the NIC.
+    /// Makes a flow rule. May wait for other processes that change the NIC.
     pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
         let mut claim = self.shared.claim();
-        // If another process has the NIC now, it will have it a moment later too: wait only once.
+        // If another process uses the NIC now, it probably still does a moment later: wait only once.
         self.shared.remove(claim.as_mut(), limits::NIC_LOCK_TIMEOUT)?;
         let gone = || NicError::NoQueues {
             nic: self.nic.clone(),
@@ -76,7 +77,7 @@ impl Steering {
         claim.as_mut().ok_or_else(gone)?.steer(local, remote)
     }
 
-    /// Queues a rule for removal, without waiting.
+    /// Queues a flow rule for removal, without waiting.
     pub fn unsteer_later(&self, rule: Rule) {
         self.shared.unneeded().rules.push_back(rule);
         self.shared.news.notify_one();
@@ -93,7 +94,7 @@ impl Drop for Steering {
     fn drop(&mut self) {
         self.shared.unneeded().ended = true;
         self.shared.news.notify_one();
-        // The thread holds the claim, which has to end now.
+        // The thread is ended first, because it holds the claim that has to end now.
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!(
                 "the thread that removes flow rules panicked: the rules stay until the next start of ferrywire on this NIC"
@@ -113,14 +114,14 @@ impl Shared {
 
     fn end(&self, by: Instant) {
         self.end_by.set(by);
-        // Another user of the claim releases it by then.
+        // If another thread uses the claim now, it releases the claim by then.
         drop(self.claim().take());
     }
 
-    /// Removes rules that are not needed. Failures are logged, and tried again.
+    /// Removes flow rules that are not needed. Failures are logged, and tried again.
     ///
     /// # Errors
-    /// Other processes have the NIC.
+    /// Another process uses the NIC, so its lock cannot be taken.
     fn remove(&self, claim: Option<&mut Claim>, within: Duration) -> Result<(), NicError> {
         let rules = std::mem::take(&mut self.unneeded().rules);
         let Some(claim) = claim.filter(|_| !rules.is_empty()) else { return Ok(()) };
@@ -130,7 +131,7 @@ impl Shared {
         let Err(NotRemoved { rules, why, no_lock }) = removed else { return Ok(()) };
         if !failed_before {
             let count = rules.len();
-            tracing::warn!("{count} unused flow rules not removed yet, will retry: {why}");
+            tracing::warn!("cannot remove {count} unused flow rules yet, will retry: {why}");
         }
         rules.into_iter().rev().for_each(|rule| unneeded.rules.push_front(rule));
         no_lock.map_or(Ok(()), |error| Err(*error))
@@ -143,7 +144,7 @@ impl Shared {
             if waited.unwrap_or_else(PoisonError::into_inner).ended {
                 return;
             }
-            // Only briefly while the thread holds the claim, because callers of `steer` wait for it.
+            // The wait is short while this thread holds the claim, because callers of `steer` wait for it.
             let _told = self.remove(self.claim().as_mut(), limits::UNSTEER_INTERVAL);
             let failed = |unneeded: &mut Unneeded| unneeded.failed && !unneeded.ended;
             drop(self.news.wait_timeout_while(self.unneeded(), limits::UNSTEER_INTERVAL, failed));

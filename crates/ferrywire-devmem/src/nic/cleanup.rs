@@ -1,4 +1,4 @@
-//! Undoes what dead processes have left at NICs.
+//! Undoes the changes that dead processes have left at NICs.
 //!
 //! Invariant: a rule is removed only if the rule at that location is still exactly the dead claim's. Rules of others
 //! and of live claims stay.
@@ -15,8 +15,8 @@ use crate::sys::flow::Flow;
 use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::nics;
 
-/// Undoes what dead processes have left in this network namespace, and reports it as lines of text. For a process that
-/// starts, or a diagnosis: every claim does the same for its own NIC.
+/// Undoes the changes that dead processes have left in this network namespace, and reports them as lines of text.
+/// For a process that starts, or a diagnosis: every claim does the same for its own NIC.
 pub fn clean_up() -> Vec<String> {
     clean_up_in(&journal::directory())
 }
@@ -63,12 +63,12 @@ pub(super) struct Cleaned {
 }
 
 impl Bench<'_, '_> {
-    /// Undoes what dead processes have left. Does nothing if the records cannot be read, and keeps what live claims
-    /// need.
+    /// Undoes the changes that dead processes have left. Does nothing if the records cannot be read, and keeps the
+    /// changes that live claims need.
     pub fn clean(&mut self) -> Result<Cleaned, NicError> {
         let mut cleaned = Cleaned::default();
         let found = self.journal.claims()?;
-        // Read before anything is undone: without the settings the clean-up could only be partial.
+        // The settings are read before anything is undone: without them the clean-up could only be partial.
         self.journal.settings(found.iter().any(|claim| claim.dead.is_none()))?;
         cleaned.nobody = found.is_empty();
         let live = found.iter().filter(|claim| claim.dead.is_none());
@@ -98,8 +98,8 @@ impl Bench<'_, '_> {
                 }
             }
         }
-        // Also if no claim is dead: a process may have been killed after it removed its files and before it widened the
-        // spread again.
+        // The spread is corrected also if no claim is dead: a process may have been killed after it removed its
+        // files and before it widened the spread again.
         let live = cleaned.live.clone();
         cleaned
             .reported
@@ -124,7 +124,7 @@ impl Bench<'_, '_> {
         })
     }
 
-    /// The queues of live claims.
+    /// Numbers of the queues of live claims.
     pub fn live(&mut self) -> Result<Vec<u32>, NicError> {
         let found = self.journal.claims()?.into_iter().filter(|claim| claim.dead.is_none());
         Ok(found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect())
@@ -163,12 +163,12 @@ impl Bench<'_, '_> {
         Ok(was_there)
     }
 
-    /// The connection of the rule at a location, if there is one for a single connection.
+    /// The connection of the flow rule at a location; `None` if no rule for a single connection is there.
     pub fn flow_at(&mut self, place: u32) -> Result<Option<Flow>, NetlinkError> {
         match self.kernel.rule(place) {
             Err(error) if matches!(error.errno, libc::ENOENT | libc::EOPNOTSUPP) => Ok(None),
-            // Some drivers (gve, bnxt, fbnic) report a missing rule in this way. The number can also mean something
-            // else, so the list decides.
+            // Some drivers (gve, bnxt, fbnic) report a missing rule with this number. The number has other meanings
+            // too, so the list of rules decides.
             Err(error) if error.errno == libc::EINVAL && !self.kernel.rules()?.contains(&place) => Ok(None),
             flow => flow,
         }

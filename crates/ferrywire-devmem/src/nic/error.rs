@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use crate::DevmemError;
 use crate::sys::netlink::NetlinkError;
 
-/// Why a claim failed. The text says who has to act: mostly the administrator of this host.
+/// Why a claim on queues failed. The text says who has to act: mostly the administrator of this host.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NicError {
@@ -18,15 +18,15 @@ pub enum NicError {
     /// There is no NIC of this name.
     #[error("there is no NIC {nic} in this network namespace")]
     NoNic {
-        /// Name of the NIC.
+        /// Name of the missing NIC.
         nic: String,
     },
     /// There are too few free queues.
     #[error("NIC {nic}: {why}")]
     NoQueues {
-        /// The NIC.
+        /// Name of the NIC that has too few free queues.
         nic: String,
-        /// How many queues there are, who uses them, and what would help.
+        /// How many queues there are, which programs use them, and what would help.
         why: String,
     },
     /// Settings must be changed for devmem TCP, and changes are not allowed.
@@ -37,7 +37,7 @@ pub enum NicError {
         commands(nic, missing)
     )]
     NotSetUp {
-        /// The NIC.
+        /// Name of the NIC that is not set up.
         nic: String,
         /// The settings that must be changed.
         missing: Vec<Missing>,
@@ -45,34 +45,34 @@ pub enum NicError {
     /// A change could not be recorded in the journal first, so nothing was changed.
     #[error("cannot keep the journal of NIC {nic} at {}: {why}", path.display())]
     Journal {
-        /// The NIC.
+        /// Name of the NIC of the journal.
         nic: String,
-        /// The journal's file.
+        /// Path of the journal's file.
         path: PathBuf,
-        /// The failed call, and what may help.
+        /// The failed call on the file, and what may help.
         why: String,
     },
 }
 
 impl NicError {
-    /// The error of reading or changing a setting.
+    /// The error of reading or changing a setting of a NIC.
     pub(super) fn setting(nic: &str, what: &str, hint: String, error: &NetlinkError) -> NicError {
         let what = what.to_owned();
         DevmemError::Setting { nic: nic.to_owned(), what, said: error.to_string(), hint }.into()
     }
 }
 
-/// A setting that devmem TCP needs.
+/// A setting of a NIC that devmem TCP needs and that is missing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Missing {
     /// Header split for packets of every size.
     Split {
-        /// The present state.
+        /// The present state of header split.
         is: &'static str,
     },
-    /// Rules for single connections (ntuple).
+    /// Flow rules for single connections (ntuple).
     Ntuple,
-    /// Other flows must be kept off the claimed queues.
+    /// A spread of other flows that leaves out the claimed queues.
     Spread {
         /// The claimed queues.
         queues: Vec<u32>,
@@ -115,7 +115,7 @@ pub(super) fn ntuple_command(nic: &str) -> String {
     format!("ethtool -K {nic} ntuple on")
 }
 
-/// Formats queues: `queue 3`, `queues 2, 3`.
+/// Formats numbers of queues: `queue 3`, `queues 2, 3`.
 pub(super) fn queues_in_words(queues: &[u32]) -> String {
     let numbers = listed(queues, ", ");
     if queues.len() == 1 { format!("queue {numbers}") } else { format!("queues {numbers}") }

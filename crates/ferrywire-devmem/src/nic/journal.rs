@@ -32,18 +32,18 @@ const SETTINGS: &str = "settings";
 const LOCK: &str = "lock";
 const LOCK_SUFFIX: &str = ".lock";
 const CLAIM_PREFIX: &str = "claim-";
-/// Suffix of files that are being written; the other suffix marks unreadable files.
+/// Suffix of record files that are being written; another suffix marks unreadable ones.
 const NEW_SUFFIX: &str = ".new";
 const BROKEN_SUFFIX: &str = ".broken";
-/// Limit of a record's size.
+/// Largest record that is read, in bytes.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// Distinguishes the claims of one process.
+/// Number of claims that this process has made, which distinguishes them.
 static CLAIMS: AtomicU64 = AtomicU64::new(0);
 
-/// The directory of journals: the first of these that is writable.
+/// The directory of journals: the first candidate that is writable.
 pub(super) fn directory() -> PathBuf {
     let system = PathBuf::from("/run/ferrywire/devmem");
     let own = std::env::var_os("XDG_RUNTIME_DIR").map(|run| Path::new(&run).join("ferrywire/devmem"));
@@ -63,17 +63,17 @@ fn make(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// The network namespace of this thread.
+/// The network namespace of this thread, as the inode number of its file.
 pub(super) fn namespace() -> io::Result<u64> {
     Ok(fs::metadata("/proc/thread-self/ns/net")?.ino())
 }
 
-/// The kernel's boot id. Without it, records of live processes would look like those of an earlier boot.
+/// The kernel's boot id. Records of an earlier boot are recognized by it.
 fn boot() -> io::Result<String> {
     Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
-/// NICs of this network namespace that have journals, by name.
+/// Names of the NICs of this network namespace that have journals.
 pub(super) fn nics(directory: &Path) -> Vec<String> {
     let Ok(namespace) = namespace() else { return Vec::new() };
     let Ok(folders) = fs::read_dir(directory) else { return Vec::new() };
@@ -84,7 +84,7 @@ pub(super) fn nics(directory: &Path) -> Vec<String> {
     nics
 }
 
-/// Removes the journal of a NIC that is gone; returns whether there was one.
+/// Removes the journal of a NIC that no longer exists; returns whether there was one.
 pub(super) fn forget(directory: &Path, nic: &str) -> bool {
     let Ok(namespace) = namespace() else { return false };
     let folder = directory.join(format!("{namespace}-{nic}"));
@@ -103,9 +103,9 @@ pub(super) struct Journal {
 #[derive(Debug)]
 pub(super) struct Locked<'a> {
     journal: &'a Journal,
-    /// The lock, released when the file is closed.
+    /// The lock of the journal, released when the file is closed.
     _lock: File,
-    /// Messages about broken files.
+    /// Messages about broken files of the journal.
     pub reported: Vec<String>,
 }
 
@@ -114,7 +114,7 @@ pub(super) struct Locked<'a> {
 pub(crate) struct EndBy(Arc<Mutex<Option<Instant>>>);
 
 impl EndBy {
-    /// Sets the time, unless an earlier time is set.
+    /// Sets the latest time, unless an earlier one is set.
     pub fn set(&self, by: Instant) {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *known = Some(known.map_or(by, |known| known.min(by)));
@@ -137,7 +137,7 @@ pub(super) struct ClaimFile {
 pub(super) struct Found {
     pub name: String,
     pub claimed: Option<Claimed>,
-    /// The lock of a dead claim, whose process is gone.
+    /// The lock of the claim, if its process is gone; `None` for a live claim.
     pub dead: Option<File>,
 }
 
@@ -161,17 +161,17 @@ impl Journal {
         NicError::Journal { nic, path: self.folder.clone(), why: format!("{what}: {error}") }
     }
 
-    /// Waits for the lock.
+    /// Waits for the journal's lock.
     pub fn lock(&self) -> Result<Locked<'_>, NicError> {
         self.lock_by(&EndBy::default())
     }
 
-    /// Waits for the lock, until `end` at most. Tries at least once.
+    /// Waits for the journal's lock, until `end` at most. Tries at least once.
     pub fn lock_by(&self, end: &EndBy) -> Result<Locked<'_>, NicError> {
         self.lock_within(limits::NIC_LOCK_TIMEOUT, end)
     }
 
-    /// Waits for the lock, for `limit` and until `end` at most.
+    /// Waits for the journal's lock, for `limit` and until `end` at most.
     pub fn lock_within(&self, limit: Duration, end: &EndBy) -> Result<Locked<'_>, NicError> {
         let lock = open_lock(&self.folder.join(LOCK)).map_err(|error| self.failed(LOCK, &error))?;
         let began = Instant::now();
@@ -217,7 +217,7 @@ impl Journal {
         };
         match parse(&text) {
             Some((header, record)) if header == self.header => Ok(Some(record)),
-            // A process can outlive its NIC, but not its host's boot.
+            // A process can outlive its NIC, but not the boot of its host.
             Some((header, _)) if of_live_run && header.index == self.header.index => Err(self.unread(
                 path,
                 &io::Error::other(
@@ -249,16 +249,16 @@ impl Journal {
 }
 
 impl Locked<'_> {
-    /// The settings that were changed, if any.
+    /// The settings that claims have changed, if any.
     ///
     /// # Errors
-    /// They cannot be read, so their original values are unknown.
+    /// The record cannot be read, so the original values are unknown.
     pub fn settings(&mut self, any_run_lives: bool) -> Result<Settings, NicError> {
         let path = self.journal.folder.join(SETTINGS);
         Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.reported)?.unwrap_or_default())
     }
 
-    /// Records settings before they are changed; removes the record if there are none.
+    /// Records the original values of settings before they are changed; removes the record if there are none.
     pub fn write_settings(&self, settings: &Settings) -> Result<(), NicError> {
         let path = self.journal.folder.join(SETTINGS);
         if !settings.is_empty() {
@@ -272,7 +272,7 @@ impl Locked<'_> {
         }
     }
 
-    /// Makes the file of a new claim.
+    /// Makes the file of a new claim, with its lock.
     pub fn add_claim(&self, claimed: &Claimed) -> Result<ClaimFile, NicError> {
         let (path, lock) = self.new_lock().map_err(|error| self.journal.failed("claim", &error))?;
         let file = ClaimFile { path, _lock: lock };
@@ -280,7 +280,7 @@ impl Locked<'_> {
         Ok(file)
     }
 
-    /// A file name that is not used here, not even by a dead process with this process id.
+    /// A file name for a claim that is not in use, not even by a dead process with this process id.
     fn new_lock(&self) -> io::Result<(PathBuf, File)> {
         loop {
             let number = CLAIMS.fetch_add(1, Ordering::Relaxed);
@@ -297,7 +297,7 @@ impl Locked<'_> {
         }
     }
 
-    /// All claims, live and dead.
+    /// All claims in the journal, live and dead.
     ///
     /// # Errors
     /// A claim's file cannot be read, so its queues are unknown.
@@ -323,7 +323,7 @@ impl Locked<'_> {
         Ok(Found { name, claimed, dead })
     }
 
-    /// Removes the files of a dead claim, or of the caller's own.
+    /// Removes the files of a claim: a dead one, or the caller's own.
     pub fn remove_claim(&self, name: &str) {
         let path = self.journal.folder.join(name);
         for file in [with_suffix(&path, NEW_SUFFIX), path.clone(), with_suffix(&path, LOCK_SUFFIX)] {
@@ -338,7 +338,7 @@ impl ClaimFile {
     }
 }
 
-/// The error of a lock that could not be taken; its text says who has to act.
+/// The error of a lock that could not be taken; its text says what to do.
 fn not_locked(error: TryLockError) -> io::Error {
     match error {
         TryLockError::WouldBlock => io::Error::other(

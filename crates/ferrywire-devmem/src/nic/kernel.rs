@@ -12,9 +12,9 @@ use crate::sys::netlink::NetlinkError;
 
 type Result<T> = std::result::Result<T, NetlinkError>;
 
-/// The kernel's view of one NIC. Bindings last until [`Kernel::unbind`], or until this is dropped.
+/// The kernel's view of one NIC. Bindings last until [`Kernel::unbind`], or until the value is dropped.
 pub(super) trait Kernel: Send {
-    /// The receive queues and their users, by queue number.
+    /// The NIC's receive queues and their users, by queue number.
     fn queues(&mut self) -> Result<Vec<(u32, QueueState)>>;
     fn rings(&mut self) -> Result<Rings>;
     fn set_rings(&mut self, rings: Rings) -> Result<()>;
@@ -22,26 +22,26 @@ pub(super) trait Kernel: Send {
     fn set_ntuple(&mut self, on: bool) -> Result<()>;
     /// The queues over which flows without a rule are spread; empty if the driver does not report them.
     fn spread(&mut self) -> Result<Vec<u32>>;
-    /// Changes the spread; an empty table restores the kernel's default.
+    /// Changes the spread of flows without a rule; an empty table restores the kernel's default.
     fn set_spread(&mut self, table: &[u32]) -> Result<()>;
     fn insert(&mut self, flow: &Flow) -> Result<u32>;
     fn delete(&mut self, location: u32) -> Result<()>;
-    /// The rule at a location, if it is for a single connection. A missing rule is `ENOENT`, or `EINVAL` with some
-    /// drivers.
+    /// The flow rule at a location; `None` if the rule is not for a single connection. A missing rule is `ENOENT`,
+    /// or `EINVAL` with some drivers.
     fn rule(&mut self, location: u32) -> Result<Option<Flow>>;
     fn rules(&mut self) -> Result<Vec<u32>>;
     fn bind(&mut self, queues: &[u32], dmabuf: BorrowedFd<'_>) -> Result<u32>;
     fn unbind(&mut self);
 }
 
-/// The kernel of this host.
+/// The kernel of this host, as the trait's implementation.
 #[derive(Debug)]
 pub(super) struct Host {
     nic: String,
     index: u32,
     ethtool: Ethtool,
     flows: Flows,
-    /// Opened when first needed; its bindings end with it.
+    /// Netlink connection for bindings, opened when first needed; the bindings end with it.
     netdev: Option<Netdev>,
 }
 
@@ -60,7 +60,7 @@ impl Host {
     }
 }
 
-/// The older calls return no text.
+/// Converts an error of the older `ethtool` calls, which return no text.
 fn netlink_error(call: &'static str) -> impl Fn(io::Error) -> NetlinkError {
     move |error| NetlinkError {
         errno: error.raw_os_error().unwrap_or(libc::EIO),

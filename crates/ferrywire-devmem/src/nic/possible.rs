@@ -13,30 +13,30 @@ use crate::sys::netlink::NetlinkError;
 use ferrywire_sys::mapping;
 use ferrywire_sys::nics;
 
-/// The capabilities of a NIC.
+/// What a NIC supports of devmem TCP.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Possible {
     /// Whether the NIC can receive into device memory; `None` if that is unknown, for the reason in
     /// `unsupported_reason`.
     pub receives: Option<bool>,
-    /// Whether the NIC can send from device memory.
+    /// Whether the NIC can send from device memory; `None` if that is unknown.
     pub sends: Option<bool>,
-    /// The number of free receive queues, without queue 0.
+    /// Number of the NIC's free receive queues, without queue 0.
     pub free_queues: usize,
-    /// Settings that must be changed, which `--allow-nic-setup` permits.
+    /// Settings of the NIC that must be changed, which `--allow-nic-setup` permits.
     pub missing: Vec<String>,
-    /// The obstacles, as text.
+    /// Why the NIC does not support devmem TCP, one text per obstacle.
     pub unsupported_reason: Vec<String>,
 }
 
 impl Possible {
-    /// Whether claiming a queue would work, as far as is known.
+    /// Whether a claim on a queue of the NIC would succeed, as far as is known.
     pub fn is_possible(&self) -> bool {
         self.receives == Some(true) && self.free_queues > 0
     }
 }
 
-/// Asks the kernel about a NIC.
+/// Asks the kernel what a NIC supports, and changes nothing.
 pub fn possible(nic: &str) -> Possible {
     let mut found = Possible::default();
     let Some(index) = nics::index(nic) else {
@@ -88,7 +88,7 @@ fn probe(
     bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)
 }
 
-/// `EINVAL` is about the memory, so the driver did not object.
+/// Reads the errno of the probe: `EINVAL` is about the memory, so the driver supports it.
 fn answer(errno: i32) -> Option<bool> {
     match errno {
         libc::EINVAL | libc::EBADF => Some(true),

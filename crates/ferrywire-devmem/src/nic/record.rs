@@ -18,10 +18,10 @@ const NONE: &str = "-";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub boot: String,
-    /// Inode of the network namespace.
+    /// Inode number of the network namespace's file.
     pub namespace: u64,
     pub nic: String,
-    /// The kernel's index; a different one means another NIC of the same name.
+    /// The kernel's index of the NIC; a different index means another NIC of the same name.
     pub index: u32,
 }
 
@@ -36,18 +36,19 @@ pub(super) struct Claimed {
 /// The original values of settings that were changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Settings {
-    /// The ring settings that were changed; the others are `None`.
+    /// The original ring settings that were changed; the others are `None`.
     pub rings: Rings,
-    /// Whether flow rules were off.
+    /// Whether flow rules were off before the first change.
     pub ntuple_was_off: bool,
     pub spread: Option<Spread>,
 }
 
-/// The spread of flows without a rule.
+/// The spread of flows without a rule, before and after the changes of claims.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Spread {
     pub before: Vec<u32>,
-    /// The changed values: the last two, because a killed process may or may not have made the last change.
+    /// The spreads that claims have set: the last two, because a killed process may or may not have made the last
+    /// change.
     pub ours: Vec<Vec<u32>>,
 }
 
@@ -125,12 +126,12 @@ impl Header {
     }
 }
 
-/// Parses the record of settings.
+/// Parses the record of settings; `None` for a text that is not one.
 pub(super) fn settings(text: &str) -> Option<(Header, Settings)> {
     parse(text, Settings::take)
 }
 
-/// Parses the record of a claim.
+/// Parses the record of a claim; `None` for a text that is not one.
 pub(super) fn claimed(text: &str) -> Option<(Header, Claimed)> {
     parse(text, Claimed::take)
 }

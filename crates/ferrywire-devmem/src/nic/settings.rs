@@ -18,11 +18,11 @@ use crate::sys::flow::Flow;
 use crate::sys::netdev::QueueState;
 use crate::sys::netlink::NetlinkError;
 
-/// A killed process releases its bindings within this time.
+/// Time within which the kernel releases the bindings of a killed process.
 const UNBIND_TIMEOUT: Duration = Duration::from_secs(5);
 const UNBIND_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A NIC and its locked journal.
+/// A NIC with its locked journal, whose settings may be changed.
 pub(super) struct Bench<'a, 'j> {
     pub nic: &'a str,
     pub kernel: &'a mut dyn Kernel,
@@ -47,7 +47,7 @@ impl Bench<'_, '_> {
         Ok(missing)
     }
 
-    /// Changes the missing settings.
+    /// Changes the missing settings of the NIC.
     pub fn set_up(&mut self, missing: &[Missing], queues: &[u32]) -> Result<(), NicError> {
         for one in missing {
             match one {
@@ -67,7 +67,7 @@ impl Bench<'_, '_> {
             split: (even_if_on || is.split == Some(Split::Off)).then_some(Split::On),
             threshold_bytes: is.threshold_bytes.filter(|bytes| *bytes > 0).map(|_| 0),
         };
-        // A driver that split without a request was in automatic mode.
+        // A driver that split headers without a request was in automatic mode.
         let split = set.split.map(|_| if is.split == Some(Split::Off) { Split::Off } else { Split::Auto });
         let mut settings = self.journal.settings(true)?;
         let before = &mut settings.rings;
@@ -91,7 +91,7 @@ impl Bench<'_, '_> {
         if self.ntuple()? { Ok(()) } else { Err(self.unheard("ntuple", "off", ntuple_command(self.nic))) }
     }
 
-    /// Spreads other flows over the other queues.
+    /// Keeps other flows off the claimed queues.
     pub fn keep_off(&mut self, queues: &[u32]) -> Result<(), NicError> {
         let is = self.spread()?;
         let mut settings = self.journal.settings(true)?;
@@ -162,7 +162,7 @@ impl Bench<'_, '_> {
         reported
     }
 
-    /// Adds a message; returns whether a later start has to try again.
+    /// Adds the message about a restored setting to `reported`; returns whether a later start has to try again.
     fn tell(&self, reported: &mut Vec<String>, what: &str, done: Result<Back, NetlinkError>) -> bool {
         let nic = self.nic;
         let later = matches!(done, Err(_) | Ok(Back::Later(_)));
@@ -214,7 +214,7 @@ impl Bench<'_, '_> {
         self.kernel.set_ntuple(false).map(|()| Back::Done)
     }
 
-    /// Whether all rules at these locations belong to recorded claims; `None` if that cannot be read.
+    /// Whether all flow rules at these locations belong to recorded claims; `None` if the rules cannot be read.
     fn all_known(&mut self, places: &[u32]) -> Result<Option<bool>, NetlinkError> {
         if places.is_empty() {
             return Ok(Some(true));
@@ -245,7 +245,7 @@ impl Bench<'_, '_> {
         let began = Instant::now();
         loop {
             // Bindings of a process that was just killed may still be ending, and until they have ended the kernel
-            // refuses the change with `EINVAL`. Other numbers have another cause, which does not pass.
+            // refuses the change with `EINVAL`. Any other number has a cause that waiting does not remove.
             let may_wait = others == Others::MayBeDying && self.is_bound();
             match self.kernel.set_rings(before) {
                 Ok(()) => return Ok(Back::Done),
@@ -257,7 +257,7 @@ impl Bench<'_, '_> {
         }
     }
 
-    /// Whether memory is bound to any queue.
+    /// Whether any queue of the NIC has memory bound to it.
     fn is_bound(&mut self) -> bool {
         let is_bound = |(_, state): &(u32, QueueState)| state.dmabuf.is_some() || state.io_uring;
         self.kernel.queues().is_ok_and(|queues| queues.iter().any(is_bound))
@@ -265,7 +265,7 @@ impl Bench<'_, '_> {
 
     fn rings(&mut self) -> Result<Rings, NicError> {
         match self.kernel.rings() {
-            // The driver has no ring settings; the bind call shows whether that is a problem.
+            // The driver has no ring settings; a later bind shows whether that is a problem.
             Err(error) if error.errno == libc::EOPNOTSUPP => Ok(Rings::default()),
             rings => {
                 rings.map_err(|error| self.refused("read the header split setting", String::new(), &error))
@@ -299,12 +299,12 @@ impl Bench<'_, '_> {
     }
 }
 
-/// Other processes that may have memory bound.
+/// Other processes that may have memory bound to the NIC's queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Others {
-    /// A process that may have been killed a moment ago.
+    /// A process may have been killed a moment ago.
     MayBeDying,
-    /// Only processes that use the NIC.
+    /// All other processes that use the NIC are live.
     Live,
 }
 
@@ -316,7 +316,7 @@ enum Back {
     Later(&'static str),
 }
 
-/// The obstacle in ring settings; `None` if there is none, as far as is known.
+/// Why the ring settings do not suit devmem TCP; `None` if they do, as far as is known.
 fn split_is(rings: Rings) -> Option<&'static str> {
     match rings {
         Rings { split: Some(Split::Off), .. } => Some("it is off"),
@@ -325,8 +325,8 @@ fn split_is(rings: Rings) -> Option<&'static str> {
     }
 }
 
-/// A spread without some queues: their entries go to the other queues of the spread in turn, or else to the first queue
-/// that is not among them.
+/// A spread without some queues: their entries go to the other queues of the spread in turn, or else to the first
+/// queue that is not in `queues`.
 pub(super) fn without(spread: &[u32], queues: &[u32]) -> Vec<u32> {
     let mut others: Vec<u32> = spread.iter().copied().filter(|queue| !queues.contains(queue)).collect();
     others.sort_unstable();

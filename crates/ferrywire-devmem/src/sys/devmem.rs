@@ -21,13 +21,14 @@ pub use tokens::{Released, Tokens};
 use ferrywire_sys::IOVECS_PER_CALL_MAX;
 use ferrywire_sys::uninterrupted;
 
-/// `SO_DEVMEM_LINEAR`: the next bytes of the stream are in the buffer.
+/// `SO_DEVMEM_LINEAR`, a kind of control message: the next bytes of the stream are in the buffer.
 pub const SCM_DEVMEM_LINEAR: libc::c_int = 78;
-/// `SO_DEVMEM_DMABUF`: the next bytes are in the pool. In a send: the dma-buf of the offsets.
+/// `SO_DEVMEM_DMABUF`, a kind of control message: the next bytes of the stream are in the pool. In a send it names
+/// the dma-buf of the offsets.
 pub const SCM_DEVMEM_DMABUF: libc::c_int = 79;
-/// `SO_DEVMEM_DONTNEED`: returns fragments of the pool.
+/// `SO_DEVMEM_DONTNEED`, a socket option that returns fragments of the pool.
 pub const SO_DEVMEM_DONTNEED: libc::c_int = 80;
-/// `MSG_SOCK_DEVMEM`: the caller understands fragments.
+/// `MSG_SOCK_DEVMEM`, a flag of `recvmsg`: the caller understands fragments.
 pub const MSG_SOCK_DEVMEM: libc::c_int = 0x200_0000;
 /// `ETOOSMALL`, a number internal to the kernel that nevertheless reaches users.
 pub const ETOOSMALL: i32 = 525;
@@ -36,15 +37,15 @@ pub const ETOOSMALL: i32 = 525;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DmabufCmsg {
-    /// Offset in the pool, in bytes.
+    /// Offset of the fragment in the pool, in bytes.
     pub frag_offset: u64,
-    /// Length in bytes.
+    /// Length of the fragment in bytes.
     pub frag_size: u32,
     /// The token that returns the fragment.
     pub frag_token: u32,
-    /// The id of the binding.
+    /// The kernel's id of the binding.
     pub dmabuf_id: u32,
-    /// No flag is defined.
+    /// Flags of the fragment; the kernel defines none.
     pub flags: u32,
 }
 
@@ -52,19 +53,19 @@ pub struct DmabufCmsg {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DmabufToken {
-    /// The first token.
+    /// The first token of the range.
     pub token_start: u32,
-    /// The number of tokens.
+    /// Number of tokens in the range.
     pub token_count: u32,
 }
 
 const _: () = assert!(size_of::<DmabufCmsg>() == 24 && mem::offset_of!(DmabufCmsg, dmabuf_id) == 16);
 const _: () = assert!(size_of::<DmabufToken>() == 8);
 
-/// The result of a receive.
+/// The result of a receive from a socket with device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
-    /// Bytes of the stream; 0 when the peer has ended it.
+    /// Number of received bytes of the stream; 0 when the peer has ended it.
     pub bytes: usize,
     /// Whether all bytes were copied to the buffer, so that there are no fragments.
     pub plain: bool,
@@ -74,15 +75,15 @@ pub struct Received {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReceiveFault {
-    /// `ETOOSMALL`. The data stays queued.
+    /// `ETOOSMALL`: the control buffer is too small. The data stays queued.
     #[error("the control buffer has no room for one fragment: make a larger Control")]
     NoRoom,
-    /// `EFAULT`. The data stays queued.
+    /// `EFAULT`: the buffer is not writable, or the data is in device memory. The data stays queued.
     #[error(
         "the kernel could not write to the buffer, or the data is in device memory and a plain receive was requested"
     )]
     Unreadable,
-    /// Impossible fragments. They are lost, and the connection with them.
+    /// The kernel reports impossible fragments. They are lost, and the connection with them.
     #[error("invalid control message of the kernel: {0}")]
     Control(#[from] ControlFault),
 }
@@ -106,7 +107,7 @@ pub unsafe fn receive(fd: RawFd, buffer: *mut u8, len: usize, control: &mut Cont
     let room_bytes = mem::size_of_val(room);
     let flags = MSG_SOCK_DEVMEM | libc::MSG_DONTWAIT;
     let received = uninterrupted(|| {
-        // An interrupted call may have written its own length here.
+        // An interrupted call may have written its own length to `msg_controllen`.
         message.msg_controllen = room_bytes as _;
         // SAFETY: one vector of memory that the caller vouches for, and `room_bytes` bytes of control data, which
         // `control` owns.
@@ -133,7 +134,7 @@ fn named(error: io::Error) -> io::Error {
 pub struct Piece {
     /// Offset of the first byte in the dma-buf.
     pub offset: usize,
-    /// The number of bytes.
+    /// Number of bytes of the piece.
     pub bytes: usize,
 }
 

@@ -7,14 +7,14 @@ const DMA_BUF_IOCTL_SYNC: libc::c_ulong = 0x4008_6200;
 const DMA_BUF_SYNC_READ: u64 = 1;
 const DMA_BUF_SYNC_END: u64 = 1 << 2;
 
-/// While this lives, the CPU reads a dma-buf through a mapping of its pages.
+/// A read of a dma-buf by the CPU, through a mapping of its pages; it ends when the value is dropped.
 ///
 /// The calls can fail only for memory that is coherent with the CPU's caches anyway, so failures are ignored.
 #[derive(Debug)]
 pub struct Reading<'a>(BorrowedFd<'a>);
 
 impl Reading<'_> {
-    /// Begins a read.
+    /// Begins a read of the dma-buf by the CPU.
     pub fn begin(dmabuf: BorrowedFd<'_>) -> Reading<'_> {
         sync(dmabuf, DMA_BUF_SYNC_READ);
         Reading(dmabuf)
@@ -28,6 +28,6 @@ impl Drop for Reading<'_> {
 }
 
 fn sync(dmabuf: BorrowedFd<'_>, flags: u64) {
-    // SAFETY: the kernel reads 8 bytes at a pointer that is valid for the call.
+    // SAFETY: the kernel reads 8 bytes at the pointer, which is valid for the call.
     unsafe { libc::ioctl(dmabuf.as_raw_fd(), DMA_BUF_IOCTL_SYNC, &raw const flags) };
 }

@@ -6,11 +6,11 @@
 
 use super::netlink::{AttributeList, Attributes, Family, NetlinkError, Reply};
 
-/// The first attribute of each query, and its parts.
+/// The first attribute of each query, which names the NIC, and the attributes inside it.
 const HEADER: u16 = 1;
 const HEADER_DEV_NAME: u16 = 2;
 
-/// `ETHTOOL_MSG_FEATURES_*`: sets of bits.
+/// `ETHTOOL_MSG_FEATURES_*`: messages about features, which are sets of bits.
 const FEATURES_GET: u8 = 11;
 const FEATURES_SET: u8 = 12;
 const FEATURES_CHANGEABLE: u16 = 2;
@@ -22,7 +22,7 @@ const BITSET_BITS: u16 = 3;
 const BITS_BIT: u16 = 1;
 const BIT_NAME: u16 = 2;
 const BIT_VALUE: u16 = 3;
-/// `ETHTOOL_MSG_RINGS_*`.
+/// `ETHTOOL_MSG_RINGS_*`: messages about receive and send rings.
 const RINGS_GET: u8 = 15;
 const RINGS_SET: u8 = 16;
 const RINGS_RX_MAX: u16 = 2;
@@ -31,35 +31,36 @@ const RINGS_RX: u16 = 6;
 const RINGS_TX: u16 = 9;
 const RINGS_TCP_DATA_SPLIT: u16 = 11;
 const RINGS_HDS_THRESHOLD: u16 = 17;
-/// `ETHTOOL_MSG_CHANNELS_GET`.
+/// `ETHTOOL_MSG_CHANNELS_GET`: the query for numbers of queues.
 const CHANNELS_GET: u8 = 17;
 const CHANNELS_RX: u16 = 6;
 const CHANNELS_COMBINED: u16 = 9;
 
-/// The feature that flow rules need.
+/// Name of the feature that flow rules need.
 pub const NTUPLE: &str = "rx-ntuple-filter";
 
 /// Whether headers and payload of TCP packets are received into separate buffers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// The driver decides.
+    /// The driver decides whether headers are split.
     Auto = 0,
     /// Headers and payload are received together.
     Off = 1,
-    /// They are separate. Drivers that split by themselves also report this in [`Split::Auto`].
+    /// Headers and payload are received into separate buffers. Drivers that split by themselves also report this in
+    /// [`Split::Auto`].
     On = 2,
 }
 
-/// Settings of receive rings.
+/// Settings of a NIC's receive rings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rings {
     /// Whether headers are split from payload.
     pub split: Option<Split>,
-    /// Packets of at most this many bytes are not split.
+    /// Size in bytes up to which packets are not split.
     pub threshold_bytes: Option<u32>,
 }
 
-/// The state of a feature.
+/// The state of a NIC's feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feature {
     /// Whether the feature is on.
@@ -75,7 +76,7 @@ pub struct Ethtool {
 }
 
 impl Ethtool {
-    /// Opens a connection.
+    /// Opens a netlink connection to the ethtool family.
     ///
     /// # Errors
     /// The kernel is too old, or netlink is forbidden.
@@ -104,15 +105,15 @@ impl Ethtool {
         Ok(Rings { split, threshold_bytes: rings.attributes().u32(RINGS_HDS_THRESHOLD) })
     }
 
-    /// Descriptors of the receive and the send rings: present and maximal numbers. `None` if the driver does not report
-    /// all of them.
+    /// Numbers of descriptors of the receive and the send rings: each the present number and the largest. `None` if
+    /// the driver does not report all of them.
     pub fn ring_sizes(&mut self, nic: &str) -> Result<Option<[(u32, u32); 2]>, NetlinkError> {
         let rings = self.family.ask("ethtool rings-get", RINGS_GET, &about(nic))?;
         let size = |set, most| Some((rings.attributes().u32(set)?, rings.attributes().u32(most)?));
         Ok(size(RINGS_RX, RINGS_RX_MAX).zip(size(RINGS_TX, RINGS_TX_MAX)).map(|(rx, tx)| [rx, tx]))
     }
 
-    /// Changes the settings that are not `None`.
+    /// Changes the ring settings that are not `None`.
     pub fn set_rings(&mut self, nic: &str, rings: Rings) -> Result<(), NetlinkError> {
         let mut order = about(nic);
         if let Some(split) = rings.split {
@@ -124,23 +125,23 @@ impl Ethtool {
         self.family.order("ethtool rings-set", RINGS_SET, &order).map(drop)
     }
 
-    /// The state of a feature, for example [`NTUPLE`].
+    /// The state of a NIC's feature, for example of [`NTUPLE`].
     pub fn feature(&mut self, nic: &str, name: &str) -> Result<Feature, NetlinkError> {
         let features = self.family.ask("ethtool features-get", FEATURES_GET, &about(nic))?;
         Ok(feature_in(&features, name))
     }
 
-    /// Turns a feature on or off.
+    /// Turns a NIC's feature on or off.
     pub fn set_feature(&mut self, nic: &str, name: &str, on: bool) -> Result<(), NetlinkError> {
         let bit = Attributes::new().text(BIT_NAME, name);
         let bit = if on { bit.flag(BIT_VALUE) } else { bit };
         let bits = Attributes::new().nest(BITS_BIT, bit);
-        // Without "no mask" only the named bits change.
+        // The request has no "no mask" attribute, so that only the named bits change.
         let order = about(nic).nest(FEATURES_WANTED, Attributes::new().nest(BITSET_BITS, bits));
         self.family.order("ethtool features-set", FEATURES_SET, &order).map(drop)
     }
 
-    /// The number of receive queues in use.
+    /// Number of receive queues that the NIC uses.
     pub fn rx_queues(&mut self, nic: &str) -> Result<u32, NetlinkError> {
         let channels = self.family.ask("ethtool channels-get", CHANNELS_GET, &about(nic))?;
         let count = |kind| channels.attributes().u32(kind).unwrap_or(0);
@@ -158,7 +159,7 @@ fn feature_in(features: &Reply, name: &str) -> Feature {
     Feature { on: has(FEATURES_ACTIVE), changeable: has(FEATURES_CHANGEABLE) && !has(FEATURES_FIXED) }
 }
 
-/// Whether a bit is in a set. Without a mask all listed bits are; with a mask those that say so.
+/// Whether a bit is in a set. Without a mask all listed bits are in it; with a mask those that have a value.
 fn has_bit(set: AttributeList<'_>, name: &str) -> bool {
     let all = set.find(BITSET_NO_MASK).is_some();
     let Some(bits) = set.nest(BITSET_BITS) else { return false };

@@ -28,10 +28,10 @@ const TCP_V6_FLOW: u32 = 0x05;
 /// A location that lets the driver choose, and the bit by which a driver says that it can.
 const RX_CLS_LOC_ANY: u32 = 0xffff_ffff;
 const RX_CLS_LOC_SPECIAL: u64 = 0x8000_0000;
-/// The part of a rule's target that is a queue; the rest names virtual functions or means "drop".
+/// The bits of a rule's target that are the queue; the others name virtual functions or mean "drop".
 const QUEUE_MASK: u64 = 0xffff_ffff;
 
-/// Upper limit for numbers of rules and entries from the kernel: no NIC has more.
+/// Largest number of rules or entries that is accepted from the kernel: no NIC has more.
 const RULES_MAX: usize = 1 << 20;
 const SPREAD_MAX: usize = 1 << 16;
 /// How often a list is read again because other processes add or remove rules meanwhile.
@@ -68,7 +68,7 @@ const _: () = assert!(size_of::<FlowSpec>() == 168 && offset_of!(FlowSpec, mask)
 const _: () = assert!(offset_of!(FlowSpec, ring_cookie) == 152 && offset_of!(FlowSpec, location) == 160);
 const _: () = assert!(size_of::<RuleCommand>() == 192 && offset_of!(RuleCommand, spec) == 16);
 const _: () = assert!(offset_of!(RuleCommand, rule_cnt) == 184);
-/// The offset at which the kernel writes locations.
+/// Offset in `RuleCommand` at which the kernel writes locations.
 const LOCATIONS_AT: usize = offset_of!(RuleCommand, first_location);
 
 impl RuleCommand {
@@ -91,19 +91,19 @@ impl RuleCommand {
 /// The packets of one TCP connection, and their receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Flow {
-    /// This host's end, the packets' destination.
+    /// Address of this host's end: the packets' destination.
     pub local: SocketAddr,
-    /// The other end, the packets' source.
+    /// Address of the other end: the packets' source.
     pub remote: SocketAddr,
-    /// The receive queue.
+    /// Number of the receive queue for the packets.
     pub queue: u32,
 }
 
 impl Flow {
-    /// A flow between two addresses of one kind. IPv4 mapped into IPv6 becomes IPv4, as on the wire.
+    /// A flow between two addresses of one family. IPv4 mapped into IPv6 becomes IPv4, as on the wire.
     ///
     /// # Errors
-    /// Addresses of different kinds.
+    /// `InvalidInput` for addresses of different families.
     pub fn new(local: SocketAddr, remote: SocketAddr, queue: u32) -> io::Result<Flow> {
         let plain = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());
         let flow = Flow { local: plain(local), remote: plain(remote), queue };
@@ -141,7 +141,7 @@ impl Flow {
         (if self.local.is_ipv4() { TCP_V4_FLOW } else { TCP_V6_FLOW }, value)
     }
 
-    /// The connection that a rule names, if the rule has this shape.
+    /// The connection that a rule names; `None` if the rule has any other shape.
     fn of(spec: &FlowSpec) -> Option<Flow> {
         let queue =
             u32::try_from(spec.ring_cookie & QUEUE_MASK).ok().filter(|_| spec.ring_cookie <= QUEUE_MASK)?;
@@ -167,7 +167,7 @@ impl Flow {
 /// Rules and spread of one NIC.
 #[derive(Debug)]
 pub struct Flows {
-    /// Any socket works for these calls.
+    /// Socket for the calls, which may be of any kind.
     socket: UdpSocket,
     nic: CString,
 }
@@ -185,7 +185,7 @@ impl Flows {
         Ok(Flows { socket, nic: name })
     }
 
-    /// Adds a rule for a connection; returns its location.
+    /// Adds a rule that steers a connection; returns the rule's location.
     pub fn insert(&self, flow: &Flow) -> io::Result<u32> {
         let mut command = RuleCommand::new(ETHTOOL_SRXCLSRLINS);
         command.spec = flow.spec();
@@ -237,7 +237,7 @@ impl Flows {
         Ok(table.split_off(2))
     }
 
-    /// Changes the table, which keeps its number of entries. An empty table restores the kernel's default.
+    /// Changes the spread table, which keeps its number of entries. An empty table restores the kernel's default.
     pub fn set_spread(&self, table: &[u32]) -> io::Result<()> {
         let mut words = [&[ETHTOOL_SRXFHINDIR, table.len() as u32], table].concat();
         // SAFETY: the kernel reads as many entries as the second word says, which are there.
@@ -273,7 +273,7 @@ trait Driver {
     fn list(&self, room: usize) -> io::Result<Listed>;
 }
 
-/// The rules of a NIC.
+/// The rules of a NIC, as its driver lists them.
 #[derive(Debug, PartialEq, Eq)]
 struct Listed {
     /// The number of rules that the NIC can have.
@@ -312,8 +312,8 @@ impl Driver for Flows {
     }
 }
 
-/// All rules, each once. Asks for exactly as many as were counted: with more room some drivers (mlx5) look for more and
-/// fail, and others (gve) leave the rest unwritten, which reads as rules at location 0.
+/// Lists all rules, each once. Asks for exactly as many as were counted: with more room some drivers (mlx5) look
+/// for more and fail, and others (gve) leave the rest unwritten, which reads as rules at location 0.
 fn listed(driver: &impl Driver) -> io::Result<Listed> {
     let mut failed = io::Error::from_raw_os_error(libc::EMSGSIZE);
     for _ in 0..LISTS_MAX {
@@ -334,7 +334,7 @@ fn listed(driver: &impl Driver) -> io::Result<Listed> {
     Err(failed)
 }
 
-/// A location for the next rule: "any" if the driver accepts that, or else the last free one.
+/// A location for the next rule: "any" if the driver accepts that, or else the last free location.
 fn free_location(driver: &impl Driver) -> io::Result<u32> {
     let (_, data) = driver.counted()?;
     if data & RX_CLS_LOC_SPECIAL != 0 {

@@ -1,6 +1,6 @@
-//! Entry points of the fuzzers, which read bytes of the kernel.
+//! Fuzz targets for code that reads bytes of the kernel.
 //!
-//! Not part of any API; `fuzz/smoke` runs them.
+//! The targets are not part of any API; `fuzz/smoke` runs them.
 //! Read next: `kernel.rs`.
 
 mod kernel;

@@ -37,14 +37,14 @@ const DMABUF_FD: u16 = 3;
 const DMABUF_ID: u16 = 4;
 const DMABUF_RX_PAGE_SIZE: u16 = 5;
 
-/// The special user of a receive queue, if there is one.
+/// The special user of a receive queue, if it has one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueueState {
     /// The id of the dma-buf that is bound to the queue.
     pub dmabuf: Option<u32>,
-    /// An io_uring receives from the queue without copies.
+    /// Whether an io_uring receives from the queue without copies.
     pub io_uring: bool,
-    /// An AF_XDP socket uses the queue.
+    /// Whether an AF_XDP socket uses the queue.
     pub xsk: bool,
 }
 
@@ -55,23 +55,23 @@ impl QueueState {
     }
 }
 
-/// Capabilities of a device.
+/// Capabilities of a network device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Device {
-    /// Bits of its XDP features (`NETDEV_XDP_ACT_...`).
+    /// Bits of the device's XDP features (`NETDEV_XDP_ACT_...`).
     pub xdp_features: u64,
-    /// Bits of its AF_XDP features.
+    /// Bits of the device's AF_XDP features.
     pub xsk_features: u64,
 }
 
-/// A netlink connection to the family, and all bindings that were made with it.
+/// A netlink connection to the `netdev` family, and all bindings that were made with it.
 #[derive(Debug)]
 pub struct Netdev {
     family: Family,
 }
 
 impl Netdev {
-    /// Opens a connection. `ENOENT` if the kernel is older than the family (6.3).
+    /// Opens a netlink connection. `ENOENT` if the kernel is older than the family (6.3).
     pub fn open() -> Result<Netdev, NetlinkError> {
         Ok(Netdev { family: Family::open(FAMILY)? })
     }
@@ -125,7 +125,7 @@ impl Netdev {
         Ok(all.iter().filter_map(|reply| rx_queue(reply.attributes())).collect())
     }
 
-    /// The capabilities of a device.
+    /// The capabilities of the network device with this index.
     pub fn device(&mut self, ifindex: u32) -> Result<Device, NetlinkError> {
         let question = Attributes::new().u32(DEV_IFINDEX, ifindex);
         let reply = self.family.ask("netdev dev-get", DEV_GET, &question)?;
@@ -145,8 +145,8 @@ impl Netdev {
     }
 }
 
-/// Distinguishes a kernel that does not know a request from a device that does not support it: both return one number
-/// without text, and the first gets a text here.
+/// Gives a text to the refusal of a request that the kernel does not know. The kernel returns the same number,
+/// without text, for a device that does not support a request.
 fn name_unknown_request(error: NetlinkError, command: u8) -> NetlinkError {
     let alike = error.errno == libc::EOPNOTSUPP && error.text.is_none();
     if alike && netlink::knows(FAMILY, command) == Ok(false) {
@@ -160,7 +160,7 @@ fn name_unknown_request(error: NetlinkError, command: u8) -> NetlinkError {
     }
 }
 
-/// The id of a binding, which is never 0.
+/// The id of a binding in a reply; an id is never 0.
 fn number_of(reply: &Reply) -> Option<u32> {
     reply.attributes().u32(DMABUF_ID).filter(|&id| id != 0)
 }

@@ -1,7 +1,7 @@
 //! Generic netlink: queries and orders to one family of the kernel, and its answers with their text.
 //!
-//! `ethtool.rs` and `netdev.rs` use it; they know what the numbers mean. Most refusals of the kernel share one number,
-//! and only the text tells them apart, so the text is requested and kept in [`NetlinkError`].
+//! `ethtool.rs` and `netdev.rs` use it, and define what the numbers mean. Most refusals of the kernel share one
+//! number, and only their text distinguishes them, so the text is requested and kept in [`NetlinkError`].
 //! Invariant: every length that is read is checked (`netlink/answer.rs`), so a malformed answer is an error. Nothing
 //! blocks, because the kernel writes its answer while it takes the request.
 //! Read next: `netlink/attributes.rs`, the parts of messages.
@@ -34,12 +34,12 @@ const NLM_F_REQUEST: u16 = 0x001;
 const NLM_F_ACK: u16 = 0x004;
 const NLM_F_DUMP: u16 = 0x300;
 
-/// Size of a message's headers: netlink's, and with generic netlink's.
+/// Bytes of a message's headers: netlink's header, and netlink's with generic netlink's.
 const HEAD_BYTES: usize = 16;
 const HEADS_BYTES: usize = HEAD_BYTES + 4;
-/// Room for one read: the kernel splits long lists at this size.
+/// Bytes of room for one read: the kernel splits long lists at this size.
 const READ_BYTES: usize = 32 << 10;
-/// Size limit of a request.
+/// Largest request in bytes.
 const REQUEST_BYTES_MAX: usize = 64 << 10;
 /// How often a list is read again because it changed meanwhile.
 const DUMPS_MAX: usize = 4;
@@ -48,13 +48,13 @@ const DUMPS_MAX: usize = 4;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call}: {}", self.reason())]
 pub struct NetlinkError {
-    /// The kernel's number. `EPROTO`: its answer was malformed; `EAGAIN`: it gave none.
+    /// The kernel's error number. `EPROTO` means a malformed answer, `EAGAIN` a missing one.
     pub errno: i32,
-    /// The kernel's text, if there is one.
+    /// The kernel's text about the refusal, if there is one.
     pub text: Option<String>,
-    /// The request.
+    /// Name of the request.
     pub call: &'static str,
-    /// The cause, if this crate knows it and the kernel's number does not identify it.
+    /// The cause of the refusal, if this crate knows it and the kernel's number does not identify it.
     pub known: Option<KnownRefusal>,
 }
 
@@ -72,7 +72,7 @@ impl NetlinkError {
         NetlinkError { errno: error.raw_os_error(), text: None, call, known: None }
     }
 
-    /// The kernel's text, if there is one, and the meaning of its number.
+    /// The reason as text: the kernel's text, if there is one, and the meaning of its number.
     fn reason(&self) -> String {
         let number = io::Error::from_raw_os_error(self.errno);
         match &self.text {
@@ -88,7 +88,8 @@ impl From<NetlinkError> for io::Error {
     }
 }
 
-/// A socket for one family. State that the kernel keeps for the socket ends when this is dropped.
+/// A socket for one family of generic netlink. State that the kernel keeps for the socket ends when the value is
+/// dropped.
 #[derive(Debug)]
 pub struct Family {
     socket: OwnedFd,
@@ -98,7 +99,7 @@ pub struct Family {
 }
 
 impl Family {
-    /// Opens a socket for a family by its name. `ENOENT` if the kernel does not have it.
+    /// Opens a socket for a family by its name. `ENOENT` if the kernel has no such family.
     pub fn open(name: &str) -> Result<Family, NetlinkError> {
         const CALL: &str = "netlink family";
         let socket = open_socket().map_err(|error| NetlinkError {
@@ -132,7 +133,8 @@ impl Family {
         replies.into_iter().next().ok_or(NetlinkError::new(call, Errno::PROTO))
     }
 
-    /// Gives an order and waits until the kernel has executed it. Some orders have a reply, which may be ignored.
+    /// Makes a request that changes something, and waits until the kernel has executed it. Some have a reply, which
+    /// may be ignored.
     pub fn order(
         &mut self,
         call: &'static str,
@@ -142,7 +144,7 @@ impl Family {
         Ok(self.exchange(call, command, NLM_F_ACK, order)?.replies.into_iter().next())
     }
 
-    /// Queries a list: one reply per item.
+    /// Makes a query for a list, which has one reply per item.
     pub fn list(
         &mut self,
         call: &'static str,
@@ -190,18 +192,18 @@ impl Family {
         message.extend(self.id.to_ne_bytes());
         message.extend((NLM_F_REQUEST | flags).to_ne_bytes());
         message.extend(self.sequence.to_ne_bytes());
-        // No port: the kernel identifies the sender.
+        // The port stays 0: the kernel identifies the sender.
         message.extend([0; 4]);
         message.extend([command, FAMILY_VERSION, 0, 0]);
         message.extend(attributes);
         Some(message)
     }
 
-    /// Reads once. The kernel has written its answer during the request, so a missing answer will not come.
+    /// Reads an answer once. The kernel has written it during the request, so a missing answer will not come.
     fn read(&self, into: &mut [u8]) -> Result<usize, Errno> {
         let room = into.len();
         let (_, bytes) = retry_on_intr(|| net::recv(&self.socket, &mut *into, RecvFlags::TRUNC))?;
-        // The kernel reports the full length, though it wrote only what fits.
+        // The kernel reports the full length, though it wrote only as much as fits.
         if bytes > room { Err(Errno::MSGSIZE) } else { Ok(bytes) }
     }
 }
@@ -219,7 +221,7 @@ pub fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
 fn open_socket() -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
-    // Ask for the kernel's text with a refusal, without a copy of the request.
+    // The kernel is asked for its text with a refusal, and for no copy of the request.
     for option in [libc::NETLINK_EXT_ACK, libc::NETLINK_CAP_ACK] {
         socket::set_int(socket.as_raw_fd(), libc::SOL_NETLINK, option, 1)?;
     }

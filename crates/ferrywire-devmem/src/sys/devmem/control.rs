@@ -11,34 +11,34 @@ use ferrywire_sys::cmsg::{ControlMessage, ControlMessages, HEADER_BYTES};
 
 /// Words of one fragment's control message.
 const FRAGMENT_WORDS: usize = (HEADER_BYTES + size_of::<DmabufCmsg>()).div_ceil(size_of::<usize>());
-/// A receive stops at this number of fragments, without losing any.
+/// Number of fragments at which a receive stops, without losing any.
 const FRAGMENTS_MAX: usize = 4096;
 
 /// A piece of the bytes of one receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fragment {
-    /// In the pool, until the token is returned.
+    /// A piece that is in the pool until its token is returned.
     Pool {
-        /// The id of the binding.
+        /// The kernel's id of the binding.
         dmabuf: u32,
-        /// Offset of the first byte in the dma-buf.
+        /// Offset of the piece's first byte in the dma-buf.
         offset: u64,
-        /// The number of bytes.
+        /// Number of bytes of the piece.
         bytes: u32,
         /// The token that returns the fragment, on the socket that received it.
         token: u32,
     },
-    /// In the buffer of the call.
+    /// A piece that is in the buffer of the call.
     Linear {
-        /// Offset of the first byte in the buffer.
+        /// Offset of the piece's first byte in the buffer.
         at: usize,
-        /// The number of bytes.
+        /// Number of bytes of the piece.
         bytes: u32,
     },
 }
 
 impl Fragment {
-    /// The number of bytes of the stream.
+    /// Number of bytes of the stream that the piece has.
     pub fn bytes(self) -> u32 {
         match self {
             Fragment::Pool { bytes, .. } | Fragment::Linear { bytes, .. } => bytes,
@@ -46,16 +46,16 @@ impl Fragment {
     }
 }
 
-/// An impossible control message.
+/// Why a control message of a receive is impossible.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlFault {
     /// The fragments do not add up to the call's result.
     #[error("the fragments have {fragments} bytes, and the call returned {received}")]
     Sum {
-        /// Bytes of all fragments.
+        /// Bytes of all fragments together.
         fragments: u64,
-        /// The call's result.
+        /// Number of bytes that the call returned.
         received: usize,
     },
     /// The buffer has no room for the bytes that are reported in it.
@@ -67,7 +67,7 @@ pub enum ControlFault {
         buffer: usize,
     },
     /// A control message is too short for a fragment.
-    #[error("{bytes} bytes are too short for a fragment")]
+    #[error("a control message of {bytes} bytes is too short for a fragment")]
     Short {
         /// Bytes of the message's payload.
         bytes: usize,
@@ -78,12 +78,13 @@ pub enum ControlFault {
 #[derive(Debug)]
 pub struct Control {
     room: Box<[usize]>,
-    /// Bytes that were written and checked.
+    /// Number of bytes of control messages that were written and checked.
     written: usize,
 }
 
 impl Control {
-    /// Room for this many fragments, at least one. 256 to 512 suit a call; with fewer, calls return less.
+    /// Makes room for the control messages of this many fragments, at least one. 256 to 512 suit a call; with
+    /// fewer, calls return less.
     pub fn new(fragments: usize) -> Control {
         let room = vec![0; fragments.clamp(1, FRAGMENTS_MAX) * FRAGMENT_WORDS].into_boxed_slice();
         Control { room, written: 0 }
@@ -94,7 +95,7 @@ impl Control {
         Fragments { messages: ControlMessages::new(&self.bytes()[..self.written]), linear: 0 }
     }
 
-    /// The buffer, emptied for the next call.
+    /// The buffer for control messages, emptied for the next call.
     pub(super) fn room(&mut self) -> &mut [usize] {
         self.written = 0;
         &mut self.room
@@ -115,7 +116,7 @@ impl Control {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the same initialised bytes under the same borrow; bytes need no alignment.
+        // SAFETY: the bytes are those of `room`, initialised and under the same borrow; bytes need no alignment.
         unsafe { std::slice::from_raw_parts(self.room.as_ptr().cast(), mem::size_of_val(&*self.room)) }
     }
 
@@ -133,7 +134,7 @@ impl Control {
     }
 }
 
-/// Whether all `received` bytes are plain.
+/// Checks control messages; returns whether all `received` bytes are plain.
 ///
 /// # Errors
 /// The fragments do not add up to `received`, or leave the buffer.
@@ -187,7 +188,7 @@ fn decoded(payload: &[u8]) -> Option<DmabufCmsg> {
 #[derive(Clone, Debug)]
 pub struct Fragments<'a> {
     messages: ControlMessages<'a>,
-    /// Bytes of the buffer that were returned so far.
+    /// Number of bytes of the buffer that the iterator has returned so far.
     linear: usize,
 }
 

@@ -20,40 +20,40 @@ pub const FRAGMENTS_PER_CALL_MAX: u32 = 1024;
 /// Tokens of one socket, to be returned by the next release.
 #[derive(Debug, Default)]
 pub struct Tokens {
-    /// No range has more fragments than a call takes.
+    /// Ranges of tokens to be returned; each has at most as many fragments as a call takes.
     ranges: Vec<DmabufToken>,
     fragments: usize,
 }
 
-/// The result of a release.
+/// The result of returning tokens to the kernel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Released {
-    /// The number of system calls.
+    /// Number of system calls that were made.
     pub calls: usize,
-    /// The number of fragments that the kernel took back.
+    /// Number of fragments that the kernel took back.
     pub fragments: usize,
-    /// The number of fragments that the kernel did not know: returned before, or received by another socket.
+    /// Number of fragments that the kernel did not know: returned before, or received by another socket.
     pub unknown: usize,
 }
 
 impl Tokens {
-    /// An empty list.
+    /// An empty list of tokens.
     pub fn new() -> Tokens {
         Tokens::default()
     }
 
-    /// Adds a token.
+    /// Adds the token of a fragment.
     pub fn push(&mut self, token: u32) {
         self.add(DmabufToken { token_start: token, token_count: 1 });
         self.fragments += 1;
     }
 
-    /// The number of fragments whose tokens are in the list.
+    /// Number of fragments whose tokens are in the list.
     pub fn fragments(&self) -> usize {
         self.fragments
     }
 
-    /// Whether the list is empty.
+    /// Whether the list has no tokens.
     pub fn is_empty(&self) -> bool {
         self.fragments == 0
     }
@@ -95,7 +95,7 @@ impl Tokens {
         (ranges > 0).then(|| (&self.ranges[..ranges], fragments))
     }
 
-    /// Drops ranges and fragments that the kernel has taken.
+    /// Drops ranges and fragments that the kernel has taken back.
     pub fn forget(&mut self, ranges: usize, fragments: usize) {
         self.ranges.drain(..ranges);
         self.fragments -= fragments;

@@ -24,9 +24,9 @@ const ANSWERS: [&[u8]; 4] = [
 /// Control messages of a real receive, from a NIC that leaves 100 bytes of each packet outside of the pool: 22 pieces
 /// in the buffer, 22 fragments, 31856 bytes.
 const FRAGMENTS: &[u8] = include_bytes!("kernel/fragments.bin");
-/// About the number of tokens that are held at once.
+/// Most tokens that a run has at once, about.
 const TOKENS_MAX: usize = 8000;
-/// Limit for nested nests.
+/// Deepest nesting of attributes that is followed.
 const DEPTH: usize = 6;
 
 pub(super) fn control_messages(input: &mut Input<'_>) {
@@ -65,7 +65,7 @@ fn check_fragments(held: &Control, received: usize, buffer: usize, plain: bool) 
     assert!(plain || total == received, "{total} of {received}");
 }
 
-/// Messages with valid headers and arbitrary contents.
+/// Makes messages with valid headers and arbitrary contents.
 fn made_up(input: &mut Input<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for _ in 0..input.u8() % 40 {
@@ -73,7 +73,7 @@ fn made_up(input: &mut Input<'_>) -> Vec<u8> {
         let level = if input.u8().is_multiple_of(8) { libc::SOL_IP } else { libc::SOL_SOCKET };
         let len = if input.u8().is_multiple_of(8) { usize::from(input.u8()) % 40 } else { 24 };
         let mut payload = input.take(len).to_vec();
-        // Plausible sizes are small.
+        // Small sizes are plausible ones.
         if let Some(size) = payload.get_mut(10..12) {
             size.fill(0);
         }

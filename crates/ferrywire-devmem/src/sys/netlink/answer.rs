@@ -12,26 +12,26 @@ const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const NLMSG_OVERRUN: u16 = 4;
 const NLM_F_DUMP_INTR: u16 = 0x10;
-/// The error repeats only the header of the request.
+/// Flag: the error repeats only the header of the request.
 const NLM_F_CAPPED: u16 = 0x100;
-/// Attributes follow in an error or an end.
+/// Flag: attributes follow in an error or an end message.
 const NLM_F_ACK_TLVS: u16 = 0x200;
 const NLMSGERR_ATTR_MSG: u16 = 1;
 const CODE_BYTES: usize = 4;
 const ALIGNMENT: usize = 4;
 
-/// Limits of replies to one request and of bytes of text; more is refused.
+/// Most replies to one request, and most bytes of the kernel's text; more is refused.
 const REPLIES_MAX: usize = 64 << 10;
 const TEXT_BYTES_MAX: usize = 1024;
 
-/// Identifies the messages of an answer.
+/// The numbers by which the messages of an answer are recognized.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     pub family: u16,
     pub sequence: u32,
 }
 
-/// One reply, with its attributes.
+/// One reply of the kernel, with its attributes.
 #[derive(Clone, Debug)]
 pub struct Reply(Vec<u8>);
 
@@ -42,17 +42,17 @@ impl Reply {
     }
 }
 
-/// The part of an answer that has been read.
+/// The part of an answer that has been read so far.
 #[derive(Debug, Default)]
 pub(crate) struct Answer {
     pub replies: Vec<Reply>,
     /// Whether the kernel has ended the answer.
     pub complete: bool,
-    /// Whether the list changed meanwhile, so that items may be missing.
+    /// Whether the list changed while it was read, so that items may be missing.
     pub interrupted: bool,
 }
 
-/// A refusal by the kernel.
+/// A refusal by the kernel, with its number and text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Refusal {
     pub errno: i32,
@@ -68,7 +68,7 @@ impl Refusal {
 }
 
 impl Answer {
-    /// Takes the bytes of one read.
+    /// Adds the bytes of one read to the answer.
     pub fn take(&mut self, wanted: Wanted, mut datagram: &[u8]) -> Result<(), Refusal> {
         while !datagram.is_empty() {
             let message = Message::first(datagram).ok_or(Refusal::NONSENSE)?;
@@ -96,7 +96,7 @@ impl Answer {
         Ok(())
     }
 
-    /// Handles an end message: a number, 0 for success.
+    /// Handles the end message of an answer: a number, 0 for success.
     fn end(&mut self, message: &Message<'_>, text: Option<String>) -> Result<(), Refusal> {
         let code = message.body.first_chunk().map(|code| i32::from_ne_bytes(*code));
         match code.ok_or(Refusal::NONSENSE)? {

@@ -20,12 +20,12 @@ pub struct Attributes {
 }
 
 impl Attributes {
-    /// An empty list.
+    /// An empty list of attributes.
     pub fn new() -> Attributes {
         Attributes::default()
     }
 
-    /// Adds an attribute with these bytes.
+    /// Adds an attribute with these bytes as its value.
     pub fn bytes_of(mut self, kind: u16, value: &[u8]) -> Attributes {
         match u16::try_from(HEAD_BYTES + value.len()) {
             Ok(len) => {
@@ -39,17 +39,17 @@ impl Attributes {
         self
     }
 
-    /// Adds a number of one byte.
+    /// Adds an attribute whose value is a number of one byte.
     pub fn u8(self, kind: u16, value: u8) -> Attributes {
         self.bytes_of(kind, &[value])
     }
 
-    /// Adds a number of four bytes.
+    /// Adds an attribute whose value is a number of four bytes.
     pub fn u32(self, kind: u16, value: u32) -> Attributes {
         self.bytes_of(kind, &value.to_ne_bytes())
     }
 
-    /// Adds text, with the zero that ends it.
+    /// Adds an attribute whose value is text, with the zero that ends it.
     pub fn text(self, kind: u16, value: &str) -> Attributes {
         self.bytes_of(kind, &[value.as_bytes(), &[0]].concat())
     }
@@ -65,7 +65,7 @@ impl Attributes {
         self.bytes_of(kind | NESTED, &inner.bytes)
     }
 
-    /// The encoded attributes, unless one of them is too long.
+    /// The encoded attributes; `None` if one of them is too long.
     pub(crate) fn bytes(&self) -> Option<&[u8]> {
         (!self.oversized).then_some(&self.bytes)
     }
@@ -76,7 +76,7 @@ impl Attributes {
 pub struct AttributeList<'a>(&'a [u8]);
 
 impl<'a> AttributeList<'a> {
-    /// The attributes in these bytes.
+    /// The list of attributes in these bytes.
     pub fn new(bytes: &'a [u8]) -> AttributeList<'a> {
         AttributeList(bytes)
     }
@@ -130,7 +130,7 @@ impl<'a> IntoIterator for AttributeList<'a> {
     }
 }
 
-/// Iterates over kinds and values.
+/// Iterator over the kinds and values of attributes.
 #[derive(Clone, Debug)]
 pub struct Iter<'a>(&'a [u8]);
 
