@@ -1,8 +1,8 @@
 //! Metrics of a process that uses ferrywire: what it moved, how fast, over which NICs, and what failed.
 //!
-//! The engine counts anyway; a scrape reads those counters. What costs time in a transfer (histograms of times) is
-//! recorded only while [`are_timed`] is true, that is, once a server for scrapes runs. Every face has the metrics,
-//! because the engine and the NCCL plugin register each peer as a [`Source`].
+//! The engine counts anyway; a scrape reads those counters. Histograms of times cost time in a transfer, so they
+//! are recorded only while [`are_timed`] is true, that is, once a server for scrapes runs. Every face has the
+//! metrics, because the engine and the NCCL plugin register each peer as a [`Source`].
 //!
 //! | module | holds |
 //! |---|---|
@@ -49,7 +49,7 @@ pub fn start() -> Result<(), MetricsError> {
     Ok(())
 }
 
-/// Does what [`start`] does, for a face with a log of its own: returns the address if this call began to serve.
+/// Does the same as [`start`], for a face with a log of its own: returns the address if this call began to serve.
 ///
 /// # Errors
 /// [`MetricsError`] if the variable holds no address, or the address cannot be listened on.

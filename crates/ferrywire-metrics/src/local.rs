@@ -3,7 +3,8 @@
 //! The socket lies in a folder of its user below `/tmp`, which only that user and root can enter, and answers only
 //! these. A process that ends leaves its socket; the next process of that user removes it.
 //!
-//! Invariant: a reader that does not read keeps one thread for [`ANSWER_TIMEOUT`], and nothing that moves payload.
+//! Invariant: a client that does not read its answer keeps one thread for [`ANSWER_TIMEOUT`], and no thread that
+//! moves payload.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -19,13 +20,13 @@ use crate::registry;
 use crate::sample::ProcessSample;
 
 const PREFIX: &str = "ferrywire-";
-/// Why a folder is not used.
+/// Why a folder with sockets is not used.
 const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; remove it";
 /// Longest time that a reader may take for an answer, and that `watch` waits for one.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest answer that a reader accepts, in bytes.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
-/// Pause after an error of `accept`.
+/// Pause after an error of `accept`, before the next call.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 fn folder_of(user: u32) -> PathBuf {
@@ -36,17 +37,17 @@ fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Offers this process's samples, once per process. A failure is logged: transfers do not depend on it.
+/// Offers this process's samples on a socket, once per process. A failure is logged: transfers do not depend on it.
 pub(crate) fn start() {
     static STARTED_BY: Mutex<Option<u32>> = Mutex::new(None);
     let mut started_by = STARTED_BY.lock().unwrap_or_else(PoisonError::into_inner);
-    // Threads of the parent are not in a forked child.
+    // A forked child has no threads of its parent, so it starts its own.
     if *started_by == Some(std::process::id()) {
         return;
     }
     *started_by = Some(std::process::id());
     if let Err(error) = open() {
-        tracing::debug!(%error, "`ferrywire watch` will not see this process");
+        tracing::debug!(%error, "cannot make the socket of this process for `ferrywire watch`, which will not show it");
     }
 }
 
@@ -61,7 +62,7 @@ fn open() -> io::Result<()> {
         return Err(io::Error::other(why));
     }
     remove_stale(&folder);
-    // Processes of two PID namespaces may have one number.
+    // Processes of two PID namespaces may have the same process id.
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let path = folder.join(format!("{}-{time:x}.sock", std::process::id()));
     let listener = UnixListener::bind(&path)?;
@@ -115,18 +116,18 @@ fn answer(mut stream: &UnixStream) -> io::Result<()> {
     Ok(())
 }
 
-/// The time until `end`, for one call.
+/// The time left until `end`, as the timeout of one call; an error once it is over.
 fn left(end: Instant) -> io::Result<Duration> {
     let left = end.saturating_duration_since(Instant::now());
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// A process that has a socket and did not answer, or a folder in which no process can have one.
+/// A process that has a socket and gave no sample, or a folder in which no process can have a socket.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// The socket, or the folder.
+    /// Path of the socket or of the folder.
     pub path: PathBuf,
-    /// Why there is no sample.
+    /// Why the process or folder gave no sample.
     pub why: String,
 }
 
@@ -143,7 +144,7 @@ pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
         for path in sockets(&folder) {
             match read(&path) {
                 Ok(sample) => samples.push(sample),
-                // The process has ended.
+                // The process of this socket has ended.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {}
                 Err(error) => failures.push(Failure { path, why: error.to_string() }),
             }
@@ -153,7 +154,7 @@ pub fn processes() -> (Vec<ProcessSample>, Vec<Failure>) {
     (samples, failures)
 }
 
-/// The folders that are there, with their users.
+/// The folders of sockets that exist, with their users.
 fn folders() -> Vec<(u32, PathBuf)> {
     let own = user();
     if own != 0 {

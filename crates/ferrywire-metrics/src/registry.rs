@@ -1,7 +1,7 @@
-//! The sources of this process, and the counts of those that are gone.
+//! The sources of this process, and the counts of sources that were dropped.
 //!
-//! Invariant: what a peer had counted is in the samples exactly once: as its own until it is retired, in the peer named
-//! [`CLOSED`] afterwards.
+//! Invariant: each count of a peer is in the samples exactly once: as the peer's own until the peer is retired, in
+//! the peer named [`CLOSED`] afterwards.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,14 +12,14 @@ use prometheus::{Histogram, HistogramOpts, HistogramVec, exponential_buckets};
 
 use crate::sample::{PeerSample, ProcessSample};
 
-/// Name under which the counts of peers that are gone are summed.
+/// Name of the peer in which the counts of closed peers are summed.
 const CLOSED: &str = "closed";
-/// Most NICs with counts of their own; more are summed as `other`.
+/// Most NICs of closed peers with counts of their own; more are summed as `other`.
 const CLOSED_NICS_MAX: usize = 64;
 
-/// Something whose counters a scrape reads.
+/// An object whose counters a scrape reads.
 pub trait Source: Send + Sync {
-    /// Reads the counters; must not block.
+    /// Reads the counters of this source; must not block.
     fn sample(&self) -> PeerSample;
 }
 
@@ -41,10 +41,10 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All kinds; a kind's number is its place here.
+    /// All kinds of operations; a kind's number is its index here.
     pub const ALL: [Kind; 6] = [Kind::Write, Kind::Read, Kind::Send, Kind::Recv, Kind::Notify, Kind::Serve];
 
-    /// The kind's name in labels.
+    /// The kind's name in labels of metrics.
     pub fn name(self) -> &'static str {
         ["write", "read", "send", "recv", "notify", "serve"][self as usize]
     }
@@ -72,7 +72,7 @@ pub fn register(source: Weak<dyn Source>) {
     sources.live.push(source);
 }
 
-/// Keeps the counts of a source that is being dropped.
+/// Keeps the counts of a source that is being dropped, in the peer named `closed`.
 pub fn retire(last: &PeerSample) {
     let mut sources = sources();
     let mut last = last.clone();
@@ -102,7 +102,7 @@ pub(crate) fn time_from_now_on() {
     TIMED.store(true, Ordering::Relaxed);
 }
 
-/// The two histograms, with one child per kind, so that recording looks nothing up.
+/// The histograms of transfers and of posts, with one child per kind, so that recording looks nothing up.
 pub(crate) struct Times {
     transfer: HistogramVec,
     post: HistogramVec,
@@ -155,7 +155,7 @@ pub fn process() -> ProcessSample {
         (live, sources.closed.clone())
     };
     let mut peers: Vec<PeerSample> = live.iter().map(|source| source.sample()).collect();
-    // Dropped without the lock: a source that ends here is retired.
+    // The sources are dropped without the lock: a source that ends here is retired.
     drop(live);
     if !closed.peer.is_empty() {
         peers.push(closed);
@@ -195,11 +195,11 @@ fn cpu_seconds() -> (f64, f64) {
     ((*ended + live) as f64 / 1e9, *ended as f64 / 1e9)
 }
 
-/// Keeps the CPU time of the calling thread, which is about to end: without this the sum would shrink.
+/// Keeps the CPU time of the calling thread, which is about to end; otherwise the sum of CPU times would shrink.
 pub fn thread_ends() {
     let mut ended = ENDED_NS.lock().unwrap_or_else(PoisonError::into_inner);
     let thread = Path::new("/proc/thread-self");
-    // Under another name the thread is not counted twice while it is still listed.
+    // The thread is renamed first, so that it is not counted twice while it is still listed.
     if let Some(ns) = cpu_ns_of(thread)
         && std::fs::write(thread.join("comm"), "ended").is_ok()
     {
@@ -207,15 +207,15 @@ pub fn thread_ends() {
     }
 }
 
-/// CPU time of one thread in nanoseconds, if it is ours.
+/// CPU time of one thread in nanoseconds; `None` if the thread is not one of ferrywire's.
 fn cpu_ns_of(task: &Path) -> Option<u64> {
     let stat = std::fs::read_to_string(task.join("stat")).ok()?;
-    // The name is in parentheses and may contain any character.
+    // The name of a thread is in parentheses and may contain any character.
     let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
     if !name.starts_with("ferrywire") {
         return None;
     }
-    // A thread that moves little, since callers do, runs for less than a clock tick.
+    // A worker that moves little, since callers move their own bytes, runs for less than a clock tick.
     let precise = std::fs::read_to_string(task.join("schedstat")).ok();
     if let Some(ns) = precise.as_deref().and_then(|text| text.split_ascii_whitespace().next()?.parse().ok()) {
         return Some(ns);
@@ -226,7 +226,7 @@ fn cpu_ns_of(task: &Path) -> Option<u64> {
 }
 
 fn ticks_per_second() -> f64 {
-    // SAFETY: takes a number and returns one.
+    // SAFETY: the call takes a number and returns one.
     let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
     if ticks > 0 { ticks as f64 } else { 100.0 }
 }

@@ -1,7 +1,7 @@
 //! A sample: the counters of a process at one moment. Counters only grow while their peer is connected.
 //!
-//! Invariant: a field that a process of another version does not send has its default, so `ferrywire watch` reads it
-//! too.
+//! Invariant: a field that a process of another version does not send has its default, so `ferrywire watch` reads
+//! samples of that process too.
 
 use serde::{Deserialize, Serialize};
 
@@ -25,15 +25,15 @@ pub struct ProcessSample {
     pub auth_failures: u64,
     /// The connected peers of all endpoints, and one named `closed` with the counts of those that are gone.
     pub peers: Vec<PeerSample>,
-    /// Name of the socket that gave the sample: a library in a process has one, and another library has another one.
+    /// Name of the socket that gave the sample: each library of ferrywire in a process has one of its own.
     #[serde(skip)]
     pub socket: String,
-    /// Process id in the PID namespace of the reader; 0 if the process is in none that the reader sees.
+    /// Process id in the PID namespace of the reader; 0 if the reader does not see the process.
     #[serde(skip)]
     pub reader_pid: u32,
 }
 
-/// A peer of an endpoint.
+/// A peer of an endpoint, with its counters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PeerSample {
@@ -53,34 +53,34 @@ pub struct PeerSample {
     pub lost_channels: u64,
     /// Fences that were passed: both ends had closed a lost connection and reported what they had placed.
     pub fences: u64,
-    /// Operations of each kind that began here.
+    /// Operations of each kind that were posted at this end.
     pub operations: Vec<KindSample>,
-    /// The channels that were connected at least once.
+    /// The peer's channels that were connected at least once.
     pub channels: Vec<ChannelSample>,
 }
 
-/// Operations of one kind with one peer.
+/// Counts of the operations of one kind with one peer.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct KindSample {
-    /// `write`, `read`, `send`, `recv`, `notify` or `serve` (the answer to a peer's read); of the NCCL plugin `isend` or
-    /// `irecv`.
+    /// Name of the kind: `write`, `read`, `send`, `recv`, `notify` or `serve` (the answer to a peer's read); of the
+    /// NCCL plugin `isend` or `irecv`.
     pub kind: String,
-    /// Operations that were posted.
+    /// Number of operations that were posted.
     pub started: u64,
-    /// Operations that finished.
+    /// Number of operations that finished.
     pub completed: u64,
-    /// Operations that ended with an error, or were cancelled.
+    /// Number of operations that ended with an error, or were cancelled.
     pub failed: u64,
 }
 
-/// A channel of a peer.
+/// A channel of a peer, with its counters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ChannelSample {
-    /// The channel's number.
+    /// Number of the channel within its peer.
     pub channel: u16,
-    /// Local NIC, or its address if it has no known name.
+    /// Name of the local NIC, or its address if it has no known name.
     pub nic: String,
     /// Whether the channel is connected.
     pub alive: bool,
@@ -88,11 +88,11 @@ pub struct ChannelSample {
     pub tx_bytes: u64,
     /// Bytes received, including headers.
     pub rx_bytes: u64,
-    /// How often the channel was reconnected.
+    /// Number of times that the channel was reconnected.
     pub reconnects: u64,
-    /// Packets that the kernel retransmitted, over all connections of the channel.
+    /// Number of packets that the kernel retransmitted, over all connections of the channel.
     pub retransmits: u64,
-    /// Smoothed round-trip time in seconds.
+    /// Smoothed round-trip time of the current connection in seconds.
     pub rtt_s: f64,
     /// Congestion window of the current connection in bytes.
     pub congestion_window_bytes: u64,
@@ -100,29 +100,29 @@ pub struct ChannelSample {
     pub send_queue_bytes: u64,
     /// Bytes sent and not acknowledged by the peer's engine; of the NCCL plugin, by the peer's kernel.
     pub in_flight_bytes: u64,
-    /// Staging through pinned memory, if there was any.
+    /// Staging of the channel through pinned memory, if there was any.
     pub staging: Option<StagingSample>,
-    /// The lane, if payload goes over one.
+    /// The lane of the channel, if payload goes over one.
     pub lane: Option<LaneSample>,
 }
 
-/// A lane of a channel: its windows in requests.
+/// A lane of a channel: use of its windows, in requests.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LaneSample {
-    /// Sends.
+    /// Size and use of the window for sends.
     pub sends: OccupancySample,
-    /// Receives.
+    /// Size and use of the window for receives.
     pub receives: OccupancySample,
 }
 
-/// A bounded resource at one moment.
+/// Size and use of a bounded resource at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OccupancySample {
-    /// How much there is of it.
+    /// Size of the resource.
     pub size: u64,
-    /// How much is in use.
+    /// How much of the resource is in use.
     pub used: u64,
 }
 
@@ -140,16 +140,16 @@ pub struct StagingSample {
     pub socket_s: f64,
     /// Seconds during which a full ring kept payload waiting.
     pub ring_full_s: f64,
-    /// How often received payload waited for room in a ring.
+    /// Number of times that received payload waited for room in a ring.
     pub ring_full_events: u64,
-    /// Rings for payload to send, in bytes.
+    /// Size and use of the rings for payload to send, in bytes.
     pub send_ring_bytes: OccupancySample,
-    /// Rings for received payload, in bytes.
+    /// Size and use of the rings for received payload, in bytes.
     pub receive_ring_bytes: OccupancySample,
 }
 
 impl ChannelSample {
-    /// Adds another channel's counters; gauges stay as they are.
+    /// Adds another channel's counters to these; gauges stay as they are.
     fn retire(&mut self, other: &ChannelSample) {
         self.tx_bytes += other.tx_bytes;
         self.rx_bytes += other.rx_bytes;
@@ -167,7 +167,7 @@ impl ChannelSample {
 }
 
 impl PeerSample {
-    /// Adds a peer that is gone: its channels are summed by NIC.
+    /// Adds the counts of a closed peer to these: its channels are summed by NIC.
     pub(crate) fn retire(&mut self, other: &PeerSample) {
         self.resent_chunks += other.resent_chunks;
         self.lost_channels += other.lost_channels;

@@ -1,8 +1,8 @@
 //! `GET /metrics` over HTTP, one answer per connection.
 //!
-//! A library parses the requests. The loop around it is our own because it must be bounded in every way: a flood of
-//! connections, a reader that does not read and a request that never ends cost at most [`CONNECTIONS_MAX`] threads for
-//! [`CONNECTION_TIMEOUT`] each, and never a thread that moves payload.
+//! A library parses the requests. The loop around it is ferrywire's own because it must be bounded in every way: a
+//! flood of connections, a client that does not read and a request that never ends cost at most [`CONNECTIONS_MAX`]
+//! threads for [`CONNECTION_TIMEOUT`] each, and no thread that moves payload.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -25,10 +25,10 @@ const REQUEST_BYTES_MAX: usize = 8 << 10;
 const FIELDS_MAX: usize = 64;
 /// Pause after an error of `accept`, which may be a lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Ports that `ADDR:PORT+` tries.
+/// Number of ports that `ADDR:PORT+` tries.
 const PORTS_TRIED: u16 = 64;
 
-/// The variable that names the address for every process, whatever its face.
+/// The environment variable with the address at which a process serves metrics, whatever its face.
 pub const VARIABLE: &str = "FERRYWIRE_METRICS";
 
 /// Why metrics are not served.
@@ -37,16 +37,16 @@ pub const VARIABLE: &str = "FERRYWIRE_METRICS";
 pub enum MetricsError {
     /// The text is not an address to serve at.
     NotAnAddress {
-        /// The text.
+        /// The invalid text.
         text: String,
     },
     /// The address cannot be listened on.
     Listen {
-        /// The address.
+        /// The address that cannot be listened on.
         address: SocketAddr,
         /// The system's reason.
         why: String,
-        /// Whether another socket has the port.
+        /// Whether another socket listens at the address.
         in_use: bool,
     },
 }
@@ -70,7 +70,7 @@ impl fmt::Display for MetricsError {
 
 impl std::error::Error for MetricsError {}
 
-/// Address and whether later ports may be taken instead.
+/// Parses an address for metrics; also returns whether later ports may be taken instead.
 fn parse(text: &str) -> Result<(SocketAddr, bool), MetricsError> {
     let (address, next) = text.strip_suffix('+').map_or((text, false), |address| (address, true));
     let port_alone = address.strip_prefix(':').unwrap_or(address).parse::<u16>();
@@ -88,7 +88,7 @@ pub fn serve(text: &str) -> Result<Option<SocketAddr>, MetricsError> {
     static SERVED_BY: Mutex<Option<u32>> = Mutex::new(None);
     let (address, next) = parse(text)?;
     let mut served_by = SERVED_BY.lock().unwrap_or_else(PoisonError::into_inner);
-    // Threads of the parent are not in a forked child.
+    // A forked child has no threads of its parent, so it may serve too.
     if *served_by == Some(std::process::id()) {
         return Ok(None);
     }
@@ -127,7 +127,8 @@ fn listen(address: SocketAddr, next: bool) -> Result<TcpListener, MetricsError> 
     Err(last.unwrap_or(MetricsError::NotAnAddress { text: address.to_string() }))
 }
 
-/// Serves at the address that `FERRYWIRE_METRICS` names, if it names one; returns the address if this call began to serve.
+/// Serves at the address in `FERRYWIRE_METRICS`, if the variable is set; returns the address if this call began to
+/// serve.
 ///
 /// # Errors
 /// Those of [`serve`].
@@ -151,7 +152,7 @@ pub fn check(text: &str) -> Result<(), MetricsError> {
 /// [`MetricsError::NotAnAddress`] if the text holds no address.
 pub fn next_to(text: &str) -> Result<String, MetricsError> {
     let (mut address, _) = parse(text)?;
-    // Port 0 is any free port.
+    // Port 0 means any free port.
     address.set_port(if address.port() == 0 { 0 } else { address.port().wrapping_add(1) });
     Ok(format!("{address}+"))
 }
@@ -170,7 +171,7 @@ fn accept(listener: &TcpListener) {
         let body = move || {
             let _counted = counted;
             if let Err(error) = answer(&stream) {
-                tracing::debug!(%error, "a request for metrics was not answered");
+                tracing::debug!(%error, "cannot answer a request for metrics");
             }
         };
         if thread::Builder::new().name("ferrywire-scrape".into()).spawn(body).is_err() {
@@ -179,7 +180,7 @@ fn accept(listener: &TcpListener) {
     }
 }
 
-/// One of the open connections.
+/// One of the open connections, which are counted.
 struct Counted {
     open: Arc<AtomicUsize>,
     number: usize,
@@ -227,11 +228,11 @@ fn left(end: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// A client's request.
+/// A client's HTTP request, as far as it matters.
 enum Request {
     Metrics,
     Root,
-    /// The status that says why there is no answer.
+    /// A request that cannot be answered; the status says why.
     Other(&'static str),
 }
 

@@ -3,7 +3,7 @@
 //! Units are seconds and bytes. Label values are NICs, connected peers, kinds and stages, so their number is bounded by
 //! the number of connected peers and NICs.
 //! Invariant: each metric has help, a type and a base unit, and `docs/metrics.md` has its name.
-//! Read next: `sample.rs`, what is rendered.
+//! Read next: `sample.rs`, the samples that are rendered.
 
 use prometheus::core::Collector;
 use prometheus::proto::MetricFamily;
@@ -36,7 +36,7 @@ fn without_empty_kinds(mut family: MetricFamily) -> MetricFamily {
     family
 }
 
-/// Metrics of channels, summed over the channels of one NIC and peer.
+/// Adds the metrics of channels, summed over the channels of one NIC and peer.
 fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let mut paths: BTreeMap<[&str; 2], Vec<&ChannelSample>> = BTreeMap::new();
     for peer in &process.peers {
@@ -106,12 +106,12 @@ fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
 }
 
-/// Metrics with the label of a peer.
+/// Adds the metrics that have the label of a peer.
 fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let mut peers: BTreeMap<&str, PeerSample> = BTreeMap::new();
     let mut infos: BTreeMap<[&str; 4], f64> = BTreeMap::new();
     for peer in &process.peers {
-        // Several peers may have one label.
+        // Several peers may have the same label.
         peers.entry(&peer.label).or_default().retire(peer);
         for channel in peer.channels.iter().filter(|_| !peer.transport.is_empty()) {
             infos.insert([&peer.transport, &channel.nic, &peer.label, &peer.reason], 1.0);
@@ -165,7 +165,7 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
 }
 
-/// Sizes of rings and windows, and how much of them is in use.
+/// Adds the sizes of rings and windows, and how much of them is in use.
 fn occupancies(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let rings = occupancy(process, |channel| {
         channel.staging.as_ref().map(|staging| [staging.send_ring_bytes, staging.receive_ring_bytes])
@@ -198,7 +198,8 @@ fn occupancies(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
 }
 
-/// Sizes and use of connected channels, for sending and for receiving, summed by direction and peer.
+/// Adds sizes and use of connected channels' resources, for sending and for receiving, summed by direction and
+/// peer.
 fn occupancy(
     process: &ProcessSample,
     of: impl Fn(&ChannelSample) -> Option<[OccupancySample; 2]>,
@@ -216,7 +217,7 @@ fn occupancy(
     sums
 }
 
-/// Metrics without the label of a peer.
+/// Adds the metrics that have no label of a peer.
 fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     let staged: Vec<&StagingSample> = process
         .peers
