@@ -9,7 +9,7 @@ use std::sync::Mutex;
 
 use crate::comm::locked;
 
-/// The cores that are allowed so far, for threads bound to them.
+/// The cores that workers may use so far, for threads that are bound to them.
 pub struct Affinity(Mutex<Cores>);
 
 /// A set of cores of this host.
@@ -17,12 +17,12 @@ pub struct Affinity(Mutex<Cores>);
 pub struct Cores(libc::cpu_set_t);
 
 impl Affinity {
-    /// The cores of threads that the calling thread has started, which inherit its cores.
+    /// The cores of the calling thread, which the threads that it has started inherit.
     pub fn of_this_thread() -> Affinity {
         Affinity(Mutex::new(Cores::of(0).unwrap_or_else(|_| Cores::none())))
     }
 
-    /// Also allows these threads on the cores of the calling thread.
+    /// Also allows these worker threads to run on the cores of the calling thread.
     pub fn add_this_threads(&self, threads: impl Iterator<Item = libc::pid_t>) {
         let Ok(own) = Cores::of(0) else { return };
         let mut cores = locked(&self.0);
@@ -34,7 +34,7 @@ impl Affinity {
         with_own.hold(threads);
     }
 
-    /// Binds threads that another thread has started to these cores.
+    /// Binds these worker threads, which another thread has started, to the cores.
     pub fn hold(&self, threads: impl Iterator<Item = libc::pid_t>) {
         locked(&self.0).hold(threads);
     }
@@ -42,24 +42,24 @@ impl Affinity {
 
 impl Cores {
     fn none() -> Cores {
-        // SAFETY: zeroes are an empty set.
+        // SAFETY: zeroes are an empty set of cores.
         Cores(unsafe { std::mem::zeroed() })
     }
 
     /// The cores on which a thread may run; 0 is the calling thread.
     ///
     /// # Errors
-    /// The kernel's, also on hosts with more than 1,024 cores.
+    /// The kernel's error, also on hosts with more than 1,024 cores.
     pub fn of(thread: libc::pid_t) -> io::Result<Cores> {
         let mut cores = Cores::none();
-        // SAFETY: the kernel fills the set as far as it goes.
+        // SAFETY: the kernel writes at most the size of the set.
         let got = unsafe { libc::sched_getaffinity(thread, size_of::<libc::cpu_set_t>(), &mut cores.0) };
         if got == 0 { Ok(cores) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// The number of cores.
+    /// Number of cores in the set.
     pub fn count(&self) -> usize {
-        // SAFETY: reads the set.
+        // SAFETY: the macro only reads the set.
         unsafe { libc::CPU_COUNT(&self.0) as usize }
     }
 
@@ -76,7 +76,7 @@ impl Cores {
         both
     }
 
-    /// Binds threads to the cores. A thread that cannot be bound keeps its cores.
+    /// Binds threads to the cores of the set. A thread that cannot be bound keeps its cores.
     fn hold(&self, threads: impl Iterator<Item = libc::pid_t>) {
         if self.count() > 0 {
             threads.for_each(|thread| drop(self.set(thread)));
@@ -84,12 +84,12 @@ impl Cores {
     }
 
     fn set(&self, thread: libc::pid_t) -> io::Result<()> {
-        // SAFETY: reads the set.
+        // SAFETY: the kernel only reads the set.
         let set = unsafe { libc::sched_setaffinity(thread, size_of::<libc::cpu_set_t>(), &self.0) };
         if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// One set for each core, for tests of threads on different cores.
+    /// One set for each core of this set, for tests of threads on different cores.
     #[cfg(test)]
     pub fn singles(&self) -> Vec<Cores> {
         let alone = |core| {
@@ -98,14 +98,14 @@ impl Cores {
             unsafe { libc::CPU_SET(core, &mut cores.0) };
             cores
         };
-        // SAFETY: as above.
+        // SAFETY: the core is below the size of the set.
         (0..libc::CPU_SETSIZE as usize)
             .filter(|&core| unsafe { libc::CPU_ISSET(core, &self.0) })
             .map(alone)
             .collect()
     }
 
-    /// Binds the calling thread to the cores.
+    /// Binds the calling thread to the cores of the set.
     #[cfg(test)]
     pub fn bind(&self) {
         self.set(0).unwrap();

@@ -1,4 +1,4 @@
-//! Attempts to connect.
+//! Attempts of NCCL to connect to a listener.
 //!
 //! NCCL calls `connect` with the same handle until it gets a comm; the handle stores the attempt's number. NCCL may
 //! abandon an attempt at any time, and never call again. A thread and each call for a comm or listener drop abandoned
@@ -32,28 +32,29 @@ use crate::sending::SendComm;
 use crate::settings::settings;
 use crate::unreachable_paths;
 
-/// An attempt that was not polled for this long may be abandoned.
+/// Time without a poll after which an attempt may be abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
-/// How long a doubted attempt is kept: the whole process may have been stopped.
+/// Time for which a doubted attempt is kept: the whole process may have been stopped.
 const DOUBTED_FOR: Duration = Duration::from_secs(5);
-/// How often the thread looks for abandoned attempts while there are attempts.
+/// Interval at which the thread looks for abandoned attempts while there are attempts.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// If another pair was answered, a pair that the peer's kernel does not answer within this time is left out.
+/// Time within which the peer's kernel must answer a pair of NICs if it has answered another pair; else the pair is
+/// left out.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 
-/// How data connections are tuned.
+/// Options of data connections.
 pub fn data_options() -> ConnOptions {
     ConnOptions { bulk: true, ..ConnOptions::default() }
 }
 
-/// Makes the kernel give up a connection to a lost host after a minute and not before. NCCL cannot continue after an
-/// error, so the transport's own few seconds are too short.
+/// Makes the kernel give up a connection to a lost host only after a minute. NCCL cannot continue after an error,
+/// so the transport's own few seconds are too short.
 pub fn be_patient(conn: &dyn Conn) {
     const SECONDS: [(i32, i32); 3] =
         [(libc::TCP_KEEPIDLE, 20), (libc::TCP_KEEPINTVL, 10), (libc::TCP_KEEPCNT, 4)];
     if let Some(fd) = conn.fd() {
-        // If the option cannot be set, the connection is given up sooner.
+        // If the option cannot be set, the kernel gives up the connection sooner.
         SECONDS.iter().for_each(|&(name, value)| drop(socket::set_int(fd, libc::IPPROTO_TCP, name, value)));
     }
 }
@@ -61,7 +62,7 @@ pub fn be_patient(conn: &dyn Conn) {
 struct Attempt {
     secret: Secret,
     pairs: Vec<Pair>,
-    /// Pairs that are dialled only after all others have failed.
+    /// Pairs of NICs that are dialled only after all others have failed.
     spare: Vec<Pair>,
     dialled: Vec<Dialled>,
     since: Instant,
@@ -69,25 +70,26 @@ struct Attempt {
     doubted: Option<Instant>,
     /// NCCL's id of the communicator; 0 if NCCL gives none.
     communicator: u64,
-    /// The communicator's last rank in this process has ended. Communicators that share its connections may still poll.
+    /// Whether the communicator's last rank in this process has ended. Communicators that share its connections may
+    /// still poll.
     ended: bool,
 }
 
 /// A connection of an attempt.
 struct Dialled {
-    /// The pair's index.
+    /// Index of the pair of NICs that the connection uses.
     pair: usize,
     dialling: Dialling,
     conn: Option<Box<dyn Conn>>,
 }
 
-/// A pair without a connection, and the reason.
+/// A pair of NICs without a connection, and the reason.
 struct Broken {
     pair: usize,
     fault: Fault,
-    /// The peer could not be reached, which took a while.
+    /// Whether the peer could not be reached, which took a while.
     unreached: bool,
-    /// This process or its host lacks a resource that a connection needs.
+    /// Whether this process or its host lacks a resource that a connection needs.
     is_short: bool,
 }
 
@@ -101,7 +103,7 @@ struct Attempts {
 #[derive(PartialEq, Eq)]
 enum Sweeper {
     NotStarted,
-    /// Waits until an attempt is stored.
+    /// The sweeper waits until an attempt is stored.
     Idle,
     Awake,
 }
@@ -112,7 +114,7 @@ static ATTEMPTS: Mutex<Attempts> =
 static BEGUN: Condvar = Condvar::new();
 
 impl Attempts {
-    /// Makes the sweeper look at the attempts. Without a thread, calls alone drop abandoned attempts.
+    /// Makes the sweeper look at the attempts. If its thread cannot be started, only calls drop abandoned attempts.
     fn wake_sweeper(&mut self) {
         match self.sweeper {
             Sweeper::Awake => return,
@@ -120,7 +122,9 @@ impl Attempts {
             Sweeper::NotStarted => {
                 let started = thread::Builder::new().name("ferrywire-sweep".into()).spawn(sweep_on);
                 if let Err(error) = started {
-                    return log::warn_once(format_args!("abandoned connections may stay open: {error}"));
+                    return log::warn_once(format_args!(
+                        "cannot start the thread that closes abandoned connections: some may stay open: {error}"
+                    ));
                 }
             }
         }
@@ -128,7 +132,7 @@ impl Attempts {
     }
 }
 
-/// The sweeper.
+/// The body of the sweeper's thread.
 fn sweep_on() {
     loop {
         thread::sleep(SWEEP_INTERVAL);
@@ -143,8 +147,8 @@ fn sweep_on() {
     }
 }
 
-/// The last rank of a communicator in this process has ended: its attempts are dropped as soon as they are no longer
-/// polled.
+/// Notes that the last rank of a communicator in this process has ended: its attempts are dropped as soon as they
+/// are no longer polled.
 pub fn communicator_ended(communicator: u64) {
     let mut attempts = locked(&ATTEMPTS);
     let all = attempts.under_way.iter_mut().flat_map(HashMap::values_mut);
@@ -159,14 +163,14 @@ pub fn sweep() {
     drop(left);
 }
 
-/// Takes abandoned attempts out of the table.
+/// Takes the abandoned attempts out of the table.
 fn swept(under_way: &mut HashMap<u64, Attempt>, now: Instant) -> Vec<Attempt> {
     let left = under_way.extract_if(|_, attempt| attempt.is_left(now));
     left.map(|(_, attempt)| attempt).collect()
 }
 
-/// One call of `connect`: a comm, or `None` while it is being set up. The handle's memory stores the attempt's number.
-/// `communicator` is NCCL's id of the communicator, 0 if NCCL gives none.
+/// Makes one call of `connect`: returns a comm, or `None` while it is being set up. The handle's memory stores the
+/// attempt's number. `communicator` is NCCL's id of the communicator, 0 if NCCL gives none.
 pub fn connect(device: &Device, bytes: &mut [u8], communicator: u64) -> Outcome<Option<Box<Comm>>> {
     let handle = Handle::read(bytes).map_err(Fault::usage)?;
     let mut attempt = match handle.attempt {
@@ -227,17 +231,19 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// Dials over all pairs except those that fail immediately.
+    /// Dials over all pairs of NICs except those that fail immediately.
     fn dial(&mut self) -> Outcome<()> {
         loop {
-            let comm = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
+            let comm = proof::random()
+                .map_err(|e| Fault::system("cannot get random bytes from the operating system", &e))?;
             match dial_all(comm, &self.pairs) {
                 Ok(dialled) => {
                     self.dialled = dialled;
                     self.since = Instant::now();
                     return Ok(());
                 }
-                // A shortage on this host is an error: a comm over fewer NICs would be slow for no visible reason.
+                // A lack of resources on this host is an error: a comm over fewer NICs would be slow for no visible
+                // reason.
                 Err(Broken { is_short: true, fault, .. }) => return Err(fault),
                 Err(broken) => self.leave_out(broken)?,
             }
@@ -253,7 +259,7 @@ impl Attempt {
         }
         let pair = self.pairs.remove(pair);
         let path = format!("{} to {}", pair.nic.name, pair.to.ip());
-        // Without the reason in the key, because it may contain a port, which differs for each comm.
+        // The key of the warning leaves out the reason, which may contain a port that differs for each comm.
         log::warn_once_of(&path, format_args!("{path} is left out: {}", fault.why));
         if unreached {
             unreachable_paths::note(&pair);
@@ -266,7 +272,7 @@ impl Attempt {
         self.pairs.append(&mut self.spare);
     }
 
-    /// Whether the attempt is abandoned. The first check after a long pause only doubts it.
+    /// Whether the attempt is abandoned. The first check after a long pause only marks it as doubted.
     fn is_left(&mut self, now: Instant) -> bool {
         if !self.ended && now.duration_since(self.asked) < LEFT_AFTER {
             return false;
@@ -274,7 +280,7 @@ impl Attempt {
         now.duration_since(*self.doubted.get_or_insert(now)) >= DOUBTED_FOR
     }
 
-    /// Whether all connections are up.
+    /// Whether all connections of the attempt are up.
     fn poll(&mut self) -> Outcome<bool> {
         if let Some(broken) = self.progress()? {
             self.leave_out(broken)?;
@@ -286,8 +292,8 @@ impl Attempt {
         Ok(self.dialled.iter().all(|dialled| dialled.conn.is_some()))
     }
 
-    /// Moves all connections forward, up to the first that cannot be made. An answer of a reached peer is final: its
-    /// error is returned.
+    /// Makes progress on all connections, up to the first that cannot be made. An answer of a reached peer is
+    /// final: its error is returned.
     fn progress(&mut self) -> Outcome<Option<Broken>> {
         // One of several paths between two NICs may be dead for as long as the kernel tries. A pair is left out only if
         // none of its connections is answered while another pair's are.
@@ -308,7 +314,7 @@ impl Attempt {
                 }
             }
             if given_up[pair] && !answered[pair] && answered.contains(&true) && dialled.is_silent() {
-                // This error comes from another comm's finding, so it is not noted again.
+                // Another comm has found this pair unreachable, so the error is not noted again.
                 let fault = Fault::remote("no answer from the listener");
                 return Ok(Some(Broken { pair, fault, unreached: is_late, is_short: false }));
             }
@@ -316,20 +322,21 @@ impl Attempt {
         Ok(None)
     }
 
-    /// Whether the time in which pairs should be answered is over.
+    /// Whether the time within which pairs must be answered is over.
     fn is_late(&self) -> bool {
         self.since.elapsed() >= ANSWERED_WITHIN
     }
 }
 
 impl Dialled {
-    /// Whether no answer has come yet.
+    /// Whether no connection of the attempt has been answered yet.
     fn is_silent(&self) -> bool {
         self.conn.is_none() && self.dialling.is_unanswered()
     }
 }
 
-/// The sockets of a comm: one for small messages over the first pair, and sockets for bulk over all pairs in turn.
+/// Dials the sockets of a comm: one for small messages over the first pair, and sockets for bulk over all pairs in
+/// turn.
 fn dial_all(comm: [u8; 16], pairs: &[Pair]) -> Result<Vec<Dialled>, Broken> {
     let counts = pairs.iter().map(|pair| settings().sockets_over(pair.nic.speed_mbps, pairs.len()));
     let over: Vec<usize> = [0].into_iter().chain(dealt(&counts.collect::<Vec<_>>())).collect();
@@ -365,11 +372,11 @@ fn is_here(address: IpAddr) -> bool {
     nics::list().map_or(true, |nics| nics.iter().any(|nic| nic.address == address))
 }
 
-/// The error of a failed dial. Only what the network reports is the peer's.
+/// The error of a failed dial. Only an error that the network reports counts as the peer's.
 fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
     let Pair { nic, to } = pair;
     match error.raw_os_error() {
-        // Otherwise the kernel has run out of ports.
+        // If the NIC still has its address, the error means that the kernel has run out of ports.
         Some(libc::EADDRNOTAVAIL) if nic.reaches(to.ip()) && !is_here(nic.address) => {
             let address = nic.address;
             Fault::system(

@@ -21,7 +21,7 @@ use ferrywire_ncclnet::abi::{Log, ResultCode};
 
 use crate::log;
 
-/// A variable of NCCL that the plugin sets unless the user has.
+/// A variable of NCCL that the plugin sets unless the user has set it.
 struct Wish {
     variable: &'static str,
     /// A second variable that marks the first as set by ferrywire. Child processes inherit both.
@@ -45,7 +45,7 @@ const CHANNELS_WISH: Wish = Wish {
     ],
 };
 
-/// The largest value that NCCL's own buffers allow.
+/// The piece size that is asked for: the largest value that NCCL's own buffers allow.
 const PIECE_WISH: Wish = Wish {
     variable: "NCCL_P2P_NET_CHUNKSIZE",
     mark: "FERRYWIRE_NCCL_PIECE_ASKED",
@@ -55,28 +55,28 @@ const PIECE_WISH: Wish = Wish {
 
 /// The user's choice of a network. NCCL initializes all networks that it finds before it looks for this name.
 const NETWORK: &str = "NCCL_NET";
-/// The name of this network, in either case.
+/// Name of this network in NCCL's variable, in either case.
 const NETWORK_NAME: &str = "ferrywire";
-/// The number of channels that are asked for.
+/// Number of channels that the plugin asks NCCL for.
 const CHANNELS: usize = 8;
-/// The number of channels that NCCL makes for one NIC.
+/// Number of channels that NCCL makes for one NIC by default.
 const CHANNELS_BEFORE: usize = 2;
-/// A long collective has at least this many bytes per rank and channel, about a step of NCCL.
+/// Fewest bytes of a long collective per rank and channel, about a step of NCCL.
 const BYTES_PER_STEP: usize = 512 << 10;
-/// A short collective has at least this many bytes per channel, as in NCCL.
+/// Fewest bytes of a short collective per channel, as in NCCL.
 const BYTES_PER_CHANNEL_MIN: usize = 16 << 10;
 
-/// An all-reduce of more bytes per rank than this is faster without LL.
+/// Most bytes per rank of an all-reduce for which LL may be faster.
 const LL_BYTES_PER_RANK_MAX: usize = 64 << 10;
-/// `ncclFuncAllReduce`.
+/// NCCL's number of the collective all-reduce, `ncclFuncAllReduce`.
 const ALL_REDUCE: c_int = 4;
-/// Index of the protocol in the costs of an algorithm.
+/// Index of the protocol LL in the costs of an algorithm.
 const LL: usize = 0;
 const SIMPLE: usize = 2;
-/// `NCCL_ALGO_PROTO_IGNORE`: this protocol must not be used.
+/// Cost of a protocol that must not be used, `NCCL_ALGO_PROTO_IGNORE`.
 const IGNORED: c_float = -1.0;
 
-/// Whether channels were asked for.
+/// Whether the plugin has asked for channels.
 static ASKED: OnceLock<bool> = OnceLock::new();
 
 /// Sets the variables for channels and piece size, once per process. Only for versions of NCCL with tuners.
@@ -107,17 +107,17 @@ impl Wish {
         log::info(format_args!("set {}={}", self.variable, self.value));
     }
 
-    /// Removes a value that a parent process has set for ferrywire, which another network would take for the user's
-    /// choice.
+    /// Removes a variable's value that a parent process has set for ferrywire, which another network would take for
+    /// the user's choice.
     fn unset(&self) {
         for name in [self.variable, self.mark] {
-            // SAFETY: as for setting it.
+            // SAFETY: not proven, for the reason that is given where the variable is set.
             unsafe { std::env::remove_var(name) };
         }
         log::info(format_args!("removed {}, which a parent process had set for ferrywire", self.variable));
     }
 
-    /// Whether a parent process has set the variable.
+    /// Whether a parent process with ferrywire has set the variable.
     fn is_inherited(&self, read: impl Fn(&str) -> Option<String>) -> bool {
         let set = read(self.variable);
         set.is_some() && read(self.mark) == set
@@ -136,20 +136,20 @@ fn is_another_network(read: impl Fn(&str) -> Option<String>) -> bool {
     read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME))
 }
 
-/// How many channels a collective of `bytes` among `ranks` should have; `None` for NCCL's choice.
+/// Number of channels that a collective of `bytes` among `ranks` should have; `None` for NCCL's choice.
 fn channels_for(ranks: usize, bytes: usize) -> Option<usize> {
     let least = (bytes / BYTES_PER_CHANNEL_MIN).clamp(1, CHANNELS_BEFORE);
     let channels = (bytes / (BYTES_PER_STEP * ranks.max(1))).max(least);
     (channels < CHANNELS).then_some(channels)
 }
 
-/// Whether LL is slower than Simple for this collective.
+/// Whether the protocol LL is slower than Simple for this collective.
 fn is_long_for_ll(ranks: usize, collective: c_int, bytes: usize) -> bool {
     collective == ALL_REDUCE && bytes > LL_BYTES_PER_RANK_MAX * ranks.max(1)
 }
 
-/// Rules LL out where Simple is available (the user may have restricted the protocols). `costs` has a row for each
-/// algorithm.
+/// Rules the protocol LL out where Simple is available (the user may have restricted the protocols). `costs` has a
+/// row for each algorithm.
 fn rule_out_ll<'a>(costs: impl Iterator<Item = &'a mut [c_float]>) {
     let mut rows: Vec<_> = costs.collect();
     if rows.iter().any(|row| row.get(SIMPLE).is_some_and(|&cost| cost >= 0.0)) {
@@ -159,7 +159,7 @@ fn rule_out_ll<'a>(costs: impl Iterator<Item = &'a mut [c_float]>) {
 
 /// The tuner's state for one communicator.
 struct Context {
-    /// The number of ranks; `None` if NCCL decides.
+    /// Number of ranks of the communicator; `None` if NCCL decides.
     ranks: Option<usize>,
 }
 
@@ -174,7 +174,7 @@ fn init(ranks: usize, nodes: usize, logger: Log, context: *mut *mut c_void) -> R
     let is_off = |name: &str| std::env::var(name).is_ok_and(|value| value.trim() == "1");
     let asked = ASKED.get().copied().unwrap_or(false) && over_network_alone(ranks, nodes, is_off);
     let made = Box::new(Context { ranks: asked.then_some(ranks) });
-    // SAFETY: NCCL gives room for the pointer.
+    // SAFETY: NCCL gives room for the pointer to the context.
     unsafe { context.write(Box::into_raw(made).cast()) };
     ResultCode::SUCCESS
 }
@@ -215,7 +215,7 @@ struct Collective {
 /// # Safety
 /// `context` is from [`init`]; `costs` is null or NCCL's table; `channels` is null or valid for writing.
 unsafe fn tune(context: *mut c_void, collective: &Collective, channels: *mut c_int) -> ResultCode {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises a context of `init` and a valid pointer for the number.
     let (context, channels) = unsafe { (context.cast::<Context>().as_ref(), channels.as_mut()) };
     let Some(&Context { ranks: Some(ranks) }) = context else { return ResultCode::SUCCESS };
     if let (Some(channels), Some(wanted)) = (channels, channels_for(ranks, collective.bytes)) {
@@ -224,7 +224,7 @@ unsafe fn tune(context: *mut c_void, collective: &Collective, channels: *mut c_i
     let (rows, row_len) = (collective.algorithms.max(0) as usize, collective.protocols.max(0) as usize);
     let costs = collective.costs.cast::<c_float>();
     if !costs.is_null() && row_len > 0 && is_long_for_ll(ranks, collective.kind, collective.bytes) {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the costs are NCCL's table, which has these rows.
         let costs = unsafe { std::slice::from_raw_parts_mut(costs, rows * row_len) };
         rule_out_ll(costs.chunks_mut(row_len));
     }
@@ -241,7 +241,7 @@ unsafe extern "C" fn tune_v3(
     protocols: c_int,
     channels: *mut c_int,
 ) -> ResultCode {
-    // SAFETY: NCCL's promise.
+    // SAFETY: NCCL passes the context, its table of costs and a valid pointer for the number.
     unsafe { tune(context, &Collective { kind, bytes, costs, algorithms, protocols }, channels) }
 }
 
@@ -256,13 +256,13 @@ unsafe extern "C" fn tune_v4(
     _registered: c_int,
     channels: *mut c_int,
 ) -> ResultCode {
-    // SAFETY: NCCL's promise.
+    // SAFETY: NCCL passes the context, its table of costs and a valid pointer for the number.
     unsafe { tune(context, &Collective { kind, bytes, costs, algorithms, protocols }, channels) }
 }
 
 unsafe extern "C" fn finish(context: *mut c_void) -> ResultCode {
     if !context.is_null() {
-        // SAFETY: the context from `init`, which NCCL does not use any more.
+        // SAFETY: the context came from `init`, and NCCL does not use it any more.
         drop(unsafe { Box::from_raw(context.cast::<Context>()) });
     }
     ResultCode::SUCCESS
@@ -308,7 +308,7 @@ type TuneV4 = unsafe extern "C" fn(
 
 macro_rules! export {
     ($($symbol:ident: Tuner<$init_type:ty, $tune_type:ty> = $init:expr, $tune:expr;)+) => {$(
-        /// The symbol that NCCL looks up.
+        /// The tuner's table under the symbol that NCCL looks up.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals)]
         pub static $symbol: Tuner<$init_type, $tune_type> =

@@ -20,10 +20,10 @@ use crate::failure::{Fault, Outcome};
 use crate::receiving::RecvComm;
 use crate::sending::SendComm;
 
-/// Requests of a comm at once: twice the number that NCCL posts at most.
+/// Number of requests that a comm has: twice the number that NCCL posts at most.
 pub const REQUESTS: usize = 2 * REQUESTS_MAX;
 
-/// A registration, by the address of its NCCL handle; 0 for none.
+/// A registration of memory, by the address of its NCCL handle; 0 for none.
 pub type Memory = usize;
 
 /// A comm, to which NCCL holds a pointer.
@@ -35,9 +35,9 @@ pub struct Comm {
 /// The direction of a comm.
 #[allow(clippy::large_enum_variant, reason = "there is one in a box")]
 pub enum Side {
-    /// The result of `connect`.
+    /// The sending end, which `connect` returns.
     Send(SendComm),
-    /// The result of `accept`.
+    /// The receiving end, which `accept` returns.
     Receive(RecvComm),
 }
 
@@ -49,7 +49,7 @@ pub struct Request {
 
 // SAFETY: the pointers are to the comm itself, whose parts are locked or atomic.
 unsafe impl Send for Comm {}
-// SAFETY: as above.
+// SAFETY: the pointers are to the comm itself, whose parts are locked or atomic.
 unsafe impl Sync for Comm {}
 
 impl Comm {
@@ -62,7 +62,7 @@ impl Comm {
         comm
     }
 
-    /// Posts a message; `None` if it cannot be posted now.
+    /// Posts a message on a sending comm; `None` if it cannot be posted now.
     pub fn isend(&self, data: *mut u8, bytes: usize, tag: i32, memory: Memory) -> Outcome<Option<&Request>> {
         match &self.side {
             Side::Send(comm) => Ok(comm.post(data, bytes, tag, memory)?.map(|slot| &self.requests[slot])),
@@ -70,7 +70,7 @@ impl Comm {
         }
     }
 
-    /// Posts a receive; `None` if it cannot be posted now.
+    /// Posts a receive on a receiving comm; `None` if it cannot be posted now.
     pub fn irecv(&self, data: *mut u8, bytes: usize, memory: Memory) -> Outcome<Option<&Request>> {
         match &self.side {
             Side::Receive(comm) => Ok(comm.post(data, bytes, memory)?.map(|slot| &self.requests[slot])),
@@ -95,7 +95,7 @@ impl Request {
     /// # Safety
     /// The comm of this request is open.
     pub unsafe fn test(&self) -> Outcome<Option<usize>> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the comm of this request is open.
         match unsafe { &(*self.comm).side } {
             Side::Send(comm) => comm.test(self.slot),
             Side::Receive(comm) => comm.test(self.slot),
@@ -108,7 +108,7 @@ pub fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The slot of a message number.
+/// The index of the slot for a message number.
 pub fn slot_of(message: u64) -> usize {
     (message % REQUESTS as u64) as usize
 }

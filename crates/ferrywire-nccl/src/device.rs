@@ -21,13 +21,13 @@ use ferrywire_sys::nics;
 use crate::failure::{Fault, Outcome};
 use crate::log;
 
-/// The assumed speed of a NIC that reports none, as in NCCL.
+/// Speed in Mbit/s that is assumed of a NIC that reports none, as in NCCL.
 const SPEED_MBPS_UNKNOWN: u32 = 10_000;
-/// The speed of loopback: what several copying cores reach.
+/// Speed in Mbit/s of loopback: the rate that several copying cores reach.
 const SPEED_MBPS_LOOPBACK: u32 = 100_000;
-/// How long the host's addresses and link states are cached.
+/// Time for which the host's addresses and link states are cached.
 const ADDRESSES_FOR: Duration = Duration::from_secs(1);
-/// The limit of NCCL's own transport.
+/// Most devices of the plugin, which is the limit of NCCL's own transport.
 const DEVICES_MAX: usize = 16;
 
 /// A NIC, or several merged ones, as NCCL sees them.
@@ -35,13 +35,13 @@ const DEVICES_MAX: usize = 16;
 pub struct Device {
     /// The NICs with their addresses, at least one. Implausible speeds are removed.
     pub nics: Vec<Nic>,
-    /// The numbers of the devices that this one is made of; a plain device has its own number.
+    /// Numbers of the devices that this one is merged of; a plain device has its own number.
     pub members: Vec<i32>,
-    /// The device's name.
+    /// Name of the device for NCCL.
     pub name: CString,
-    /// The directory of its PCI function in sysfs; `None` for virtual NICs.
+    /// Path in sysfs of the device's PCI function; `None` for virtual NICs.
     pub pci_path: Option<CString>,
-    /// Speed in Mbit/s.
+    /// Speed of the device in Mbit/s.
     pub speed_mbps: i32,
 }
 
@@ -53,13 +53,13 @@ impl Device {
         let name = CString::new(nic.name.as_str()).unwrap_or_default();
         let pci_path = pci_path(Path::new("/sys/class/net"), &nic.name);
         if pci_path.is_none() {
-            // A veth reports 10 Gbit/s, whatever it carries.
+            // A veth reports 10 Gbit/s, whatever its real rate is.
             nic.speed_mbps = None;
         }
         Device { nics: vec![nic], members: vec![number], name, pci_path, speed_mbps }
     }
 
-    /// The NICs that are up, or all of them if none is: dialling then reports the real error.
+    /// The device's NICs that are up, or all of them if none is: dialling then reports the real error.
     pub fn nics_up(&self) -> Vec<&Nic> {
         if self.nics.len() == 1 {
             return self.nics.iter().collect();
@@ -92,7 +92,7 @@ pub fn devices() -> Outcome<&'static [Device]> {
     if let Some(devices) = DEVICES.get() {
         return Ok(devices);
     }
-    let nics = nics::list().map_err(|e| Fault::system("network interfaces", &e))?;
+    let nics = nics::list().map_err(|e| Fault::system("cannot list the network interfaces", &e))?;
     let variable = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
     let (names, family) = (variable("NCCL_SOCKET_IFNAME"), variable("NCCL_SOCKET_FAMILY"));
     let chosen = choose(nics, names.as_deref(), family.as_deref());
@@ -115,10 +115,10 @@ pub fn devices() -> Outcome<&'static [Device]> {
 }
 
 fn no_device() -> Fault {
-    Fault::system("no device", &std::io::Error::from_raw_os_error(libc::ENODEV))
+    Fault::system("this host has no NIC that can be used", &std::io::Error::from_raw_os_error(libc::ENODEV))
 }
 
-/// The NICs to use, in the kernel's order.
+/// Chooses the NICs to use, in the kernel's order.
 fn choose(nics: Vec<Nic>, names: Option<&str>, family: Option<&str>) -> Vec<Nic> {
     let fits = |nic: &Nic| {
         let right = match family {
@@ -126,7 +126,7 @@ fn choose(nics: Vec<Nic>, names: Option<&str>, family: Option<&str>) -> Vec<Nic>
             Some("AF_INET6") => nic.address.is_ipv6(),
             _ => true,
         };
-        // As in NCCL, loopback uses IPv4 unless IPv6 is asked for.
+        // As in NCCL, loopback uses IPv4 unless `NCCL_SOCKET_FAMILY` selects IPv6.
         nic.up && right && (!nic.loopback || nic.address.is_ipv4() || family == Some("AF_INET6"))
     };
     let mut usable: Vec<Nic> = Vec::new();

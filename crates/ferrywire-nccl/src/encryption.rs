@@ -21,10 +21,10 @@ const VARIABLE: &str = "FERRYWIRE_NCCL_ENCRYPT";
 const SECRET_VARIABLE: &str = "FERRYWIRE_SECRET";
 const KEY_CONTEXT: &str = "ferrywire secret of encrypted nccl connections v1";
 const RECORDS_CONTEXT: &str = "ferrywire records of an nccl connection v1";
-/// Shortest secret in bytes, as for the engine's.
+/// Shortest secret in bytes, equal to that of the engine.
 const SECRET_BYTES_MIN: usize = ferrywire_proto::limits::SECRET_BYTES_MIN;
 
-/// The key that all hosts share. `Debug` does not print it.
+/// The key that all hosts of a job share. `Debug` does not print it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct SharedKey([u8; 32]);
 
@@ -35,13 +35,14 @@ impl std::fmt::Debug for SharedKey {
 }
 
 impl SharedKey {
-    /// The secret of the proofs of a connection to a listener with this secret.
+    /// The secret for the proofs of a connection to a listener, mixed of the shared key and the listener's own
+    /// secret.
     pub fn with_listener(&self, listener: &Secret) -> Secret {
         *blake3::keyed_hash(&self.0, listener).as_bytes()
     }
 }
 
-/// The key of this process's connections; `None` for connections in clear.
+/// The shared key of this process's connections; `None` for connections in clear.
 ///
 /// # Errors
 /// The variable has an unknown value, or there is no usable secret.
@@ -79,7 +80,8 @@ fn protection() -> Protection {
     settled.expect("two ends that require encryption have it")
 }
 
-/// The connection, with its bytes in records. `proofs` is the secret of its proofs, `said` both ends' messages.
+/// Wraps a connection so that its bytes travel in records. `proofs` is the secret of its proofs, `said` both ends'
+/// messages.
 pub fn encrypt(conn: Box<dyn Conn>, proofs: &Secret, said: [&[u8]; 2], dialled: bool) -> Box<dyn Conn> {
     let secret = |direction: u8| {
         let mut hasher = blake3::Hasher::new_derive_key(RECORDS_CONTEXT);

@@ -15,32 +15,32 @@ use crate::log;
 /// The outcome of a call: a value, or a fault with NCCL's code.
 pub type Outcome<T> = Result<T, Fault>;
 
-/// A failed call.
+/// A failed call of NCCL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// NCCL's result code.
+    /// The result code that NCCL gets.
     pub code: ResultCode,
-    /// The message for NCCL's log.
+    /// The message for NCCL's log, which says what failed.
     pub why: String,
 }
 
 impl Fault {
-    /// The peer is gone or broke the protocol.
+    /// The fault of a peer that was lost or broke the protocol.
     pub fn remote(why: impl fmt::Display) -> Fault {
         Fault { code: ResultCode::REMOTE_ERROR, why: why.to_string() }
     }
 
-    /// A call of this system failed.
+    /// The fault of a system call that failed on this host.
     pub fn system(what: impl fmt::Display, error: &io::Error) -> Fault {
         Fault { code: ResultCode::SYSTEM_ERROR, why: format!("{what}: {error}") }
     }
 
-    /// NCCL made a call that it must not make.
+    /// The fault of a call that NCCL must not make.
     pub fn usage(why: impl fmt::Display) -> Fault {
         Fault { code: ResultCode::INVALID_ARGUMENT, why: why.to_string() }
     }
 
-    /// A connection failed. Some of these errors are this host's own.
+    /// The fault of a connection that failed. Some of these errors are this host's own.
     pub fn connection(peer: impl fmt::Display, error: &io::Error) -> Fault {
         let what = format_args!("connection with {peer}");
         match error.raw_os_error() {
@@ -54,7 +54,7 @@ impl Fault {
     }
 }
 
-/// Whether the error is a shortage of a resource in this process or host.
+/// Whether the error is a lack of a resource in this process or host.
 pub fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
@@ -67,17 +67,17 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Records a fault, if it is the first.
+    /// Records a fault as the comm's failure, if it is the first.
     pub fn record(&self, fault: Fault) {
         let _ = self.first.set(fault);
     }
 
-    /// Whether there is a failure.
+    /// Whether the comm has failed.
     pub fn is_some(&self) -> bool {
         self.first.get().is_some()
     }
 
-    /// Fails if there was a failure; the first such call logs it.
+    /// Returns the failure as an error, if there is one; the first such call logs it.
     pub fn check(&self) -> Outcome<()> {
         let Some(fault) = self.first.get() else { return Ok(()) };
         if self.reported.swap(true, Ordering::Relaxed) {
@@ -96,11 +96,11 @@ fn log_fault(fault: &Fault) -> ResultCode {
     fault.code
 }
 
-/// Runs a call of NCCL; a panic becomes a result code.
+/// Runs the body of a call of NCCL; a panic becomes a result code.
 pub fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => ResultCode::SUCCESS,
-        // Logging calls NCCL's function, which does not unwind.
+        // NCCL's logger is called outside of the panic guard, because it does not unwind.
         Ok(Err(fault)) => log_fault(&fault),
         Err(_) => ResultCode::INTERNAL_ERROR,
     }

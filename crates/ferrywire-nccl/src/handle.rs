@@ -13,21 +13,21 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 
-/// A listener's secret, which both ends prove that they know.
+/// A listener's secret. Both ends of a connection prove that they know it.
 pub type Secret = [u8; 32];
 
 const MAGIC: [u8; 3] = *b"FWN";
 const VERSION: usize = 3;
-/// Version of this layout. Version 1 had a digit here.
+/// Version of the handle's layout. Version 1 had a digit in its place.
 const LAYOUT: u8 = 2;
 const COUNT: usize = 4;
 const FAMILIES: usize = 5;
 const SECRET: usize = 6;
 const ATTEMPT: usize = 38;
 const ADDRESSES: usize = 46;
-/// An IPv4 address and its port.
+/// Bytes of an IPv4 address and its port in a handle.
 const V4_BYTES: usize = 6;
-/// An IPv6 address and its port.
+/// Bytes of an IPv6 address and its port in a handle.
 const V6_BYTES: usize = 18;
 const _: () = assert!(ADDRESSES + 4 * V6_BYTES <= HANDLE_BYTES);
 
@@ -36,13 +36,13 @@ const _: () = assert!(ADDRESSES + 4 * V6_BYTES <= HANDLE_BYTES);
 pub struct Handle {
     /// The listener's addresses, one for each of its NICs.
     pub addresses: Vec<SocketAddr>,
-    /// The secret by which the connecting end proves that it was given the handle.
+    /// The secret by which the connecting end proves that it has the handle.
     pub secret: Secret,
-    /// The attempt that uses this memory; 0 before its first call.
+    /// Number of the attempt that uses this memory; 0 before its first call.
     pub attempt: u64,
 }
 
-/// How many of these addresses fit into `room` bytes of a handle.
+/// Number of these addresses that fit into `room` bytes of a handle.
 pub fn fitting(addresses: impl IntoIterator<Item = IpAddr>, room: usize) -> usize {
     let mut left = room - ADDRESSES;
     let fits = |address: &IpAddr| {
@@ -55,7 +55,7 @@ pub fn fitting(addresses: impl IntoIterator<Item = IpAddr>, room: usize) -> usiz
 }
 
 impl Handle {
-    /// Writes the handle into memory of the host. Addresses that do not fit are left out.
+    /// Writes the handle into the host's memory for handles. Addresses that do not fit are left out.
     pub fn write(&self, bytes: &mut [u8]) {
         bytes.fill(0);
         bytes[..VERSION].copy_from_slice(&MAGIC);
@@ -92,7 +92,7 @@ impl Handle {
                 bytes[VERSION]
             ));
         }
-        let addresses = read_addresses(bytes).ok_or("the handle has no address, or is cut")?;
+        let addresses = read_addresses(bytes).ok_or("the handle has no address, or is truncated")?;
         let attempt = u64::from_le_bytes(array(bytes, ATTEMPT));
         Ok(Handle { addresses, secret: array(bytes, SECRET), attempt })
     }
@@ -121,7 +121,7 @@ pub fn set_attempt(bytes: &mut [u8], attempt: u64) {
     bytes[ATTEMPT..ADDRESSES].copy_from_slice(&attempt.to_le_bytes());
 }
 
-/// The `N` bytes at `at`, which must be inside `bytes`.
+/// Copies the `N` bytes at `at`, which must be inside `bytes`.
 pub fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     bytes[at..at + N].try_into().expect("N bytes were cut")
 }

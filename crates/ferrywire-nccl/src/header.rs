@@ -4,15 +4,15 @@
 
 use crate::handle::array;
 
-/// Bytes of a header.
+/// Bytes of an encoded header.
 pub const HEADER_BYTES: usize = 64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"FWnp");
 
-/// Which bytes of which message follow.
+/// The header of a piece: which bytes of which message follow it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The message's number within the comm.
+    /// Number of the message within the comm.
     pub message: u64,
     /// Length of the whole message, in bytes.
     pub total_bytes: u64,
@@ -20,7 +20,7 @@ pub struct Header {
     pub offset: u64,
     /// Length of the piece, in bytes.
     pub bytes: u64,
-    /// The sender's tag.
+    /// Tag that the sender gave the message.
     pub tag: i32,
 }
 

@@ -13,7 +13,7 @@ use crate::device::network;
 use crate::failure::{Fault, Outcome};
 use crate::metrics::{Connected, Peer};
 
-/// A connection with its name.
+/// A connection of a comm, with its name in errors.
 pub struct Link {
     /// Declared before the connection, so that the channel's metrics end before the connection closes.
     pub channel: Connected,
@@ -22,7 +22,7 @@ pub struct Link {
     pub name: LinkName,
 }
 
-/// Shown as `10.0.1.2:4567 over eth1`.
+/// The name of a connection, shown as `10.0.1.2:4567 over eth1`.
 #[derive(Clone, Debug)]
 pub struct LinkName {
     peer: SocketAddr,
@@ -33,7 +33,7 @@ impl Link {
     /// Names all connections of a comm. Its peer in metrics has the first connection's remote address.
     ///
     /// # Errors
-    /// There is no connection.
+    /// The list of connections is empty.
     pub fn all(conns: Vec<Box<dyn Conn>>) -> Outcome<(Arc<Peer>, impl ExactSizeIterator<Item = Link>)> {
         let first = conns.first().ok_or_else(|| Fault::usage("the comm has no connection"))?;
         let peer = Peer::at(first.remote().ip());

@@ -19,14 +19,14 @@ use crate::log;
 use crate::proof::{self, Claim, Serving};
 use crate::receiving::RecvComm;
 
-/// Connections under proof; further ones wait in the kernel.
+/// Most connections under proof; further ones wait in the kernel.
 const PROVING_MAX: usize = 256;
-/// A connection under proof for this long is dropped if its room is needed.
+/// Time for which a connection may be under proof before it is dropped for another one.
 const PROVING_MIN: Duration = Duration::from_secs(5);
 
-/// The listener, to which NCCL holds a pointer.
+/// A listener of the plugin, to which NCCL holds a pointer.
 pub struct ListenComm {
-    /// One listener for each NIC.
+    /// One kernel listener for each NIC of the device.
     listeners: Vec<Box<dyn Listener>>,
     secret: Secret,
     proving: Vec<(Instant, Serving)>,
@@ -34,7 +34,7 @@ pub struct ListenComm {
     gathering: Vec<Gathering>,
 }
 
-/// Connections of a comm that is not complete.
+/// Connections of a comm, of which some are missing.
 struct Gathering {
     comm: [u8; 16],
     conns: Vec<Option<Box<dyn Conn>>>,
@@ -63,17 +63,18 @@ impl ListenComm {
             Some(fault) => log::warn_once(format_args!("{}; the NIC is left out", fault.why)),
             None => {}
         }
-        let secret = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
+        let secret = proof::random()
+            .map_err(|e| Fault::system("cannot get random bytes from the operating system", &e))?;
         let addresses = listeners.iter().map(|listener| listener.local()).collect();
         let handle = Handle { addresses, secret, attempt: 0 };
         let (proving, gathering) = (Vec::new(), Vec::new());
         Ok((ListenComm { listeners, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
     }
 
-    /// One call of `accept`: a comm, or `None` while it is not complete.
+    /// Makes one call of `accept`: returns a comm, or `None` while it is not complete.
     pub fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
         attempt::sweep();
-        // Connections that are already here first: most need one check, and then no room has to be made.
+        // Connections that are already accepted come first: most need one check, and then no room has to be made.
         self.prove();
         self.take_in()?;
         self.prove();
@@ -92,7 +93,7 @@ impl ListenComm {
                 proven.push(done);
                 false
             }
-            // A connection without the secret, or one that its end gave up; neither is an error of this comm.
+            // The connection does not know the secret, or its peer gave it up; neither is an error of this comm.
             Err(_) => false,
         });
         proven.into_iter().for_each(|(claim, conn)| self.gather(claim, conn));
@@ -106,16 +107,16 @@ impl ListenComm {
             let at = listener.local();
             match self.take_in_at(place)? {
                 Ok(()) => place += 1,
-                // Connections without the secret may have used up a resource: drop the oldest.
+                // Connections without the secret may have used up a resource: the oldest is dropped.
                 Err(e) if is_short(&e) && !self.proving.is_empty() => {
                     self.proving.remove(0);
                     return Ok(());
                 }
                 Err(e) if is_short(&e) || self.listeners.len() == 1 => {
-                    return Err(Fault::system(format_args!("accept on {at}"), &e));
+                    return Err(Fault::system(format_args!("cannot accept connections on {at}"), &e));
                 }
                 Err(e) => {
-                    let at = format!("accept on {}", at.ip());
+                    let at = format!("cannot accept connections on {}", at.ip());
                     log::warn_once_of(&at, format_args!("{at}: {e}; this address is left out"));
                     self.listeners.remove(place);
                 }
@@ -131,7 +132,9 @@ impl ListenComm {
                 Ok(None) => break,
                 Ok(Some(conn)) => {
                     be_patient(conn.as_ref());
-                    let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
+                    let serving = Serving::new(conn).map_err(|e| {
+                        Fault::system("cannot get random bytes from the operating system", &e)
+                    })?;
                     self.proving.push((Instant::now(), serving));
                 }
                 Err(e) => return Ok(Err(e)),
@@ -208,7 +211,7 @@ mod tests {
         end(listener.listeners[0].as_ref());
         // The result is the same at every call.
         for _ in 0..2 {
-            assert!(listener.accept().err().unwrap().why.contains("accept on 127.0.0.1"));
+            assert!(listener.accept().err().unwrap().why.contains("cannot accept connections on 127.0.0.1"));
         }
     }
 

@@ -25,7 +25,7 @@ pub fn warn(text: Arguments<'_>) {
     line(LOG_WARN, subsystem::ALL, text);
 }
 
-/// Number of different lines that are logged once: hundreds of comms meet the same problem.
+/// Most different lines that are logged once: hundreds of comms report the same problem.
 const TOLD_MAX: usize = 1024;
 
 /// Logs a warning, at most once per text.

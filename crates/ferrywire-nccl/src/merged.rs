@@ -25,16 +25,16 @@ use crate::log;
 /// The merged devices of a process.
 struct Merged {
     made: Vec<&'static Device>,
-    /// How many were asked for since NCCL last started the plugin.
+    /// Number of merged devices that NCCL asked for since it last started the plugin.
     counted: usize,
-    /// Whether a device of a single NIC was asked for.
+    /// Whether NCCL asked for a device of a single NIC.
     asked_alone: bool,
 }
 
 static MERGED: Mutex<Merged> = Mutex::new(Merged::new());
 
 thread_local! {
-    /// Whether NCCL has started the plugin on this thread and asked for nothing since.
+    /// Whether NCCL has started the plugin on this thread and has asked for no device since.
     static BEGINS: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -43,7 +43,7 @@ pub fn begin() {
     BEGINS.set(true);
 }
 
-/// The number of devices with the merged ones; without them directly after a start.
+/// Number of devices, merged ones included; without them directly after a start.
 pub fn count() -> Outcome<usize> {
     let plain = device::devices()?;
     let mut merged = locked(&MERGED);
@@ -55,7 +55,7 @@ pub fn count() -> Outcome<usize> {
     Ok(plain.len() + merged.counted)
 }
 
-/// The device of this number.
+/// The device with this number; an error if there is none.
 pub fn device(number: i32) -> Outcome<&'static Device> {
     let plain = device::devices()?;
     let found = usize::try_from(number).ok().and_then(|index| match plain.get(index) {
@@ -65,7 +65,7 @@ pub fn device(number: i32) -> Outcome<&'static Device> {
     found.ok_or_else(|| Fault::usage(format_args!("there is no device {number}")))
 }
 
-/// The number of the device that is made of these.
+/// The number of the device that is merged of `members`; makes it at the first request.
 pub fn merge(members: &[i32]) -> Outcome<i32> {
     BEGINS.set(false);
     let plain = device::devices()?;
@@ -100,7 +100,7 @@ impl Merged {
         self.asked_alone = false;
     }
 
-    /// Counts single NICs beside merged devices, for a version that asks for them.
+    /// Counts single NICs beside merged devices, for a version of NCCL that asks for them.
     fn add_alone(&mut self, plain: &[Device]) {
         if !self.asked_alone || self.counted == 0 {
             return;
@@ -113,7 +113,7 @@ impl Merged {
         }
     }
 
-    /// The device's index among the merged ones. It may exist from before NCCL started again.
+    /// Index of the device among the merged ones. The device may exist from before NCCL started the plugin again.
     fn number(&mut self, members: &[i32], make: impl FnOnce() -> &'static Device) -> usize {
         let counted = self.counted;
         if let Some(index) = self.made[..counted].iter().position(|device| device.members == members) {
@@ -129,7 +129,7 @@ impl Merged {
     }
 }
 
-/// The devices of these numbers, if they can be merged.
+/// The devices with these numbers; an error if they cannot be merged.
 fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
     let refused = |why: String| Fault::usage(format_args!("devices {members:?} cannot be merged: {why}"));
     let find = |(k, number): (usize, &i32)| {
@@ -149,7 +149,7 @@ fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
     }
 }
 
-/// Why NCCL would not find a device merged of these.
+/// Why NCCL would not find a device that is merged of these; `None` if it would.
 fn misplaced(devices: &[&Device]) -> Option<&'static str> {
     let paths: Vec<_> = devices.iter().map(|device| &device.pci_path).collect();
     let twice = |(k, path): (usize, _)| paths[..k].contains(path);
@@ -161,7 +161,7 @@ fn misplaced(devices: &[&Device]) -> Option<&'static str> {
     }
 }
 
-/// Whether any NICs may be merged, for programs that are not NCCL.
+/// Whether NICs may be merged wherever they are, for programs that are not NCCL.
 fn may_merge_any() -> bool {
     std::env::var("FERRYWIRE_NCCL_MERGE").is_ok_and(|value| value == "any")
 }

@@ -49,12 +49,12 @@ fn without_signals<T>(start: impl FnOnce() -> T) -> T {
         before
     };
     let started = start();
-    // SAFETY: as above.
+    // SAFETY: the mask was filled by the first call, and is this thread's own.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut()) };
     started
 }
 
-/// A remote address with all its comms.
+/// A remote address with the counts of all its comms.
 pub struct Peer {
     address: IpAddr,
     book: Mutex<Book>,
@@ -63,9 +63,9 @@ pub struct Peer {
 #[derive(Default)]
 struct Book {
     channels: Vec<Arc<Channel>>,
-    /// Of open comms.
+    /// Counts of the requests of open comms.
     requests: Vec<Arc<RequestCounts>>,
-    /// Of closed comms, by [`Kind`].
+    /// Counts of the requests of closed comms, by [`Kind`].
     closed: [KindSample; Kind::ALL.len()],
 }
 
@@ -87,7 +87,7 @@ impl Peer {
         peer
     }
 
-    /// A channel for a socket over this NIC.
+    /// A channel of this peer for a socket over the NIC `nic`.
     pub fn channel(self: &Arc<Peer>, nic: &str, fd: Option<RawFd>) -> Connected {
         let mut book = locked(&self.book);
         let free = book.channels.iter().find(|channel| channel.nic == nic && channel.take_over(fd)).cloned();
@@ -137,12 +137,13 @@ impl Drop for Peer {
     }
 }
 
-/// The counters of one socket at a time. On cache lines of their own, because different workers write them.
+/// The counters of one socket at a time. They are on cache lines of their own, because different workers write
+/// them.
 #[repr(align(128))]
 struct Channel {
     sent_bytes: AtomicU64,
     received_bytes: AtomicU64,
-    /// Connections that ended with an error.
+    /// Number of connections that ended with an error.
     lost: AtomicU64,
     nic: String,
     connection: Mutex<Connection>,
@@ -150,9 +151,9 @@ struct Channel {
 
 struct Connection {
     is_used: bool,
-    /// `None` once the connection is closed, or if it has none.
+    /// Descriptor of the connection; `None` once it is closed, or if it has none.
     fd: Option<RawFd>,
-    /// Packets that the kernel retransmitted on earlier connections.
+    /// Number of packets that the kernel retransmitted on earlier connections.
     retransmits_before: u64,
 }
 
@@ -167,7 +168,7 @@ impl Channel {
         }
     }
 
-    /// Whether the channel was free, and belongs to this connection now.
+    /// Takes the channel for a connection; returns false if another connection has it.
     fn take_over(&self, fd: Option<RawFd>) -> bool {
         let mut connection = locked(&self.connection);
         if connection.is_used {
@@ -178,7 +179,7 @@ impl Channel {
         true
     }
 
-    /// The kernel is asked only now, by the thread that answers a scrape.
+    /// Reads the channel's counters. The kernel's are read here, by the thread that answers a scrape.
     fn sample(&self, index: u16) -> ChannelSample {
         let connection = locked(&self.connection);
         let info = connection.info().unwrap_or_default();
@@ -207,25 +208,25 @@ impl Connection {
     }
 }
 
-/// A socket's hold on its channel. It has to be dropped before the socket is closed.
+/// A socket's use of its channel, which is dropped before the socket is closed.
 pub struct Connected {
     channel: Arc<Channel>,
-    /// The peer's counts are kept as long as the socket is open.
+    /// The peer, which keeps its counts as long as the socket is open.
     _peer: Arc<Peer>,
 }
 
 impl Connected {
-    /// Counts bytes that the kernel took.
+    /// Counts bytes that the kernel took from the sender.
     pub fn sent(&self, bytes: usize) {
         add(&self.channel.sent_bytes, bytes as u64);
     }
 
-    /// Counts bytes that have arrived.
+    /// Counts bytes that have arrived at this end.
     pub fn received(&self, bytes: usize) {
         add(&self.channel.received_bytes, bytes as u64);
     }
 
-    /// Counts the connection as lost.
+    /// Counts this connection as lost.
     pub fn lost(&self) {
         add(&self.channel.lost, 1);
     }
@@ -240,12 +241,12 @@ impl Drop for Connected {
     }
 }
 
-/// Adds to a counter that no other thread writes now: without the cost of an atomic addition.
+/// Adds to a counter that no other thread writes at this time, without the cost of an atomic addition.
 fn add(counter: &AtomicU64, more: u64) {
     counter.store(counter.load(Ordering::Relaxed) + more, Ordering::Relaxed);
 }
 
-/// The kind of a request.
+/// The kind of a request: send or receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Isend,
@@ -260,17 +261,18 @@ impl Kind {
     }
 }
 
-// A bit for each slot.
+// `failed_slots` has a bit for each slot.
 const _: () = assert!(REQUESTS <= u64::BITS as usize);
 
-/// The requests of one comm, counted under the lock of NCCL's thread. On cache lines of their own, as channels are.
+/// Counts of the requests of one comm, changed under the lock of NCCL's thread. They are on cache lines of their
+/// own, as channels are.
 #[repr(align(128))]
 struct RequestCounts {
     kind: Kind,
     started: AtomicU64,
     completed: AtomicU64,
     failed: AtomicU64,
-    /// The slots whose request has failed, as bits.
+    /// The slots whose request has failed, one bit per slot.
     failed_slots: AtomicU64,
 }
 
@@ -288,7 +290,7 @@ impl RequestCounts {
     }
 }
 
-/// A comm's hold on the counts of its requests.
+/// A comm's use of the counts of its requests, which ends with the comm.
 pub struct Requests {
     counts: Arc<RequestCounts>,
     peer: Arc<Peer>,
@@ -323,7 +325,7 @@ impl Requests {
 }
 
 impl Drop for Requests {
-    /// The comm is closed: requests that were not done are cancelled.
+    /// Counts requests that were not done as cancelled, because the comm is closed.
     fn drop(&mut self) {
         let mut book = locked(&self.peer.book);
         book.requests.retain(|counts| !Arc::ptr_eq(counts, &self.counts));

@@ -8,12 +8,12 @@ use std::net::SocketAddr;
 
 use ferrywire_net::Nic;
 
-/// A local NIC and an address of the peer.
+/// A local NIC and an address of the peer that is dialled over it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pair {
-    /// The local NIC.
+    /// The local NIC over which the address is dialled.
     pub nic: Nic,
-    /// The peer's address.
+    /// The peer's address that is dialled.
     pub to: SocketAddr,
 }
 

@@ -29,7 +29,7 @@ use crate::settings::settings;
 use crate::wire::{Receiver, Sender};
 use crate::worker::Loop;
 
-/// Stands for "waits for no message".
+/// Message number that stands for "waits for no message".
 pub const NO_MESSAGE: u64 = u64::MAX;
 
 /// The workers of this process.
@@ -41,14 +41,14 @@ pub struct Pool {
     wires: AtomicU64,
 }
 
-/// Never empty.
+/// The worker threads, at least one.
 struct Workers {
     all: Vec<Arc<Worker>>,
-    /// The number of workers that were to be started; some may have failed to start.
+    /// Number of workers that were to be started; some may have failed to start.
     wished: usize,
 }
 
-/// The pool, for a comm that this thread makes; the first call starts the workers.
+/// The pool of this process, for a comm that the calling thread makes; the first call starts the workers.
 ///
 /// # Errors
 /// No worker could be started.
@@ -62,7 +62,7 @@ pub fn pool() -> Outcome<&'static Pool> {
     Ok(pool)
 }
 
-/// A pool that is made once; a failed try does not count.
+/// A pool that is made at first need; a failed try is repeated by the next call.
 struct Once {
     made: OnceLock<Pool>,
     making: Mutex<()>,
@@ -86,7 +86,7 @@ impl Once {
 }
 
 impl Pool {
-    /// Starts this many workers, or as many as possible.
+    /// Starts a pool with this many workers, or as many as possible.
     fn start(threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
         let all = started(0..threads, start)?;
         log::info(format_args!("{} threads move bulk", all.len()));
@@ -117,7 +117,7 @@ impl Pool {
         }
     }
 
-    /// Also allows the workers on the cores of this thread.
+    /// Also allows the workers to run on the cores of the calling thread.
     fn serve_this_thread(&self) {
         self.affinity.add_this_threads(threads_of(&locked(&self.workers).all));
     }
@@ -164,13 +164,13 @@ impl Pool {
             Ok(()) => Ok(wire),
             Err(e) => {
                 wire.close();
-                Err(Fault::system("waiting for a connection", &e))
+                Err(Fault::system("cannot wait for a connection", &e))
             }
         }
     }
 }
 
-/// Starts the workers with these numbers, as many as possible but at least one.
+/// Starts the workers with these numbers, as many as possible but at least one; an error if none starts.
 fn started(
     numbers: Range<usize>,
     mut start: impl FnMut(usize) -> io::Result<Arc<Worker>>,
@@ -194,7 +194,7 @@ fn started(
     Ok(workers)
 }
 
-/// The kernel's thread ids of workers that run.
+/// The kernel's thread ids of the workers that run.
 fn threads_of(workers: &[Arc<Worker>]) -> impl Iterator<Item = libc::pid_t> {
     workers.iter().map(|worker| *worker.thread.wait())
 }
@@ -204,12 +204,12 @@ fn threads_of(workers: &[Arc<Worker>]) -> impl Iterator<Item = libc::pid_t> {
 pub struct Opening(Vec<Arc<Wire>>);
 
 impl Opening {
-    /// Adds a wire.
+    /// Adds a wire of the comm.
     pub fn add(&mut self, wire: Arc<Wire>) {
         self.0.push(wire);
     }
 
-    /// The setup has succeeded: returns the wires and keeps them open.
+    /// Keeps the wires open and returns them, because the setup has succeeded.
     pub fn finish(mut self) -> Vec<Arc<Wire>> {
         std::mem::take(&mut self.0)
     }
@@ -221,32 +221,32 @@ impl Drop for Opening {
     }
 }
 
-/// A socket for bulk.
+/// A socket of a comm for bulk, and its worker.
 pub struct Wire {
     /// The worker's key for this wire.
     pub token: u64,
     /// The worker that the wire belongs to.
     pub worker: Arc<Worker>,
-    /// The direction.
+    /// The direction of the wire, with its connection.
     pub side: Side,
 }
 
-/// The reason why a wire cannot take work immediately.
+/// Why a wire cannot take work immediately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delay {
-    /// No delay: the worker is awake.
+    /// There is no delay: the worker is awake.
     Awake,
     /// The worker sleeps.
     Asleep,
-    /// The socket has no room.
+    /// The socket has no room to send.
     Blocked,
 }
 
-/// A direction, with its connection until it is closed.
+/// The direction of a wire, with its connection until it is closed.
 pub enum Side {
-    /// `armed`: the worker is going to check the comm's queue. `blocked`: it will do so when the socket has room.
+    /// The sending direction.
     Send {
-        /// None once the wire is closed.
+        /// The sender; `None` once the wire is closed.
         sender: Mutex<Option<Sender>>,
         /// The comm whose queue is sent.
         comm: Arc<Sending>,
@@ -255,13 +255,13 @@ pub enum Side {
         /// Whether the socket has no room.
         blocked: AtomicBool,
     },
-    /// `waits_for`: the message whose receive is not posted yet, or [`NO_MESSAGE`].
+    /// The receiving direction.
     Receive {
-        /// None once the wire is closed.
+        /// The receiver; `None` once the wire is closed.
         receiver: Mutex<Option<Receiver>>,
         /// The comm that receives.
         comm: Arc<Receiving>,
-        /// The message that is waited for, or [`NO_MESSAGE`].
+        /// Number of the message whose receive is not posted yet, or [`NO_MESSAGE`].
         waits_for: AtomicU64,
     },
 }
@@ -276,7 +276,7 @@ impl Wire {
         }
     }
 
-    /// Tells the worker that there is something to send.
+    /// Tells the worker that the comm's queue has something to send.
     pub fn has_work(&self) {
         if let Side::Send { armed, .. } = &self.side
             && !armed.swap(true, Ordering::SeqCst)
@@ -285,7 +285,7 @@ impl Wire {
         }
     }
 
-    /// Tells the worker that a receive was posted.
+    /// Tells the worker that the receive of `message` was posted.
     pub fn posted(&self, message: u64) {
         if let Side::Receive { waits_for, .. } = &self.side
             && waits_for.load(Ordering::SeqCst) == message
@@ -294,10 +294,10 @@ impl Wire {
         }
     }
 
-    /// Takes the connection away, once no thread uses it, and closes it. The kernel still sends what it has.
+    /// Closes the wire's connection, once no thread uses it. The kernel still sends the bytes that it has.
     pub fn close(&self) {
         // The poller forgets the descriptor before it is closed and under the lock: if a child process has the
-        // descriptor too, it would stay in the poller.
+        // descriptor too, the poller would keep it.
         let forget = |conn: &dyn Conn| {
             let _ = conn.fd().map(|fd| self.worker.poller.remove(fd));
         };
@@ -320,7 +320,7 @@ impl Wire {
         self.worker.command(Command::Forget(self.token));
     }
 
-    /// Runs `act` with the descriptor, which is not closed meanwhile; `None` if it is closed already.
+    /// Runs `act` with the wire's descriptor, which is not closed meanwhile; `None` if it is closed already.
     pub fn with_fd<T>(&self, act: impl FnOnce(RawFd) -> T) -> Option<T> {
         match &self.side {
             Side::Send { sender, .. } => {
@@ -332,7 +332,7 @@ impl Wire {
         }
     }
 
-    /// Ends the comm with this fault.
+    /// Ends the wire's comm with this fault.
     pub fn fail(&self, fault: Fault) {
         match &self.side {
             Side::Send { comm, .. } => comm.failure.record(fault),
@@ -340,7 +340,7 @@ impl Wire {
         }
     }
 
-    /// Whether the comm has failed.
+    /// Whether the wire's comm has failed.
     pub fn failed(&self) -> bool {
         match &self.side {
             Side::Send { comm, .. } => comm.failure.is_some(),
@@ -358,11 +358,11 @@ pub struct Worker {
     pub commands: Mutex<Vec<Command>>,
     /// Flags that the worker reads all the time, apart from fields that other threads change.
     signs: Apart<Signs>,
-    /// The kernel's thread id, once the thread runs.
+    /// The kernel's id of the worker's thread, once the thread runs.
     thread: OnceLock<libc::pid_t>,
 }
 
-/// On cache lines of its own: two of them, because CPUs fetch lines in pairs.
+/// A value on cache lines of its own: two of them, because CPUs fetch lines in pairs.
 #[repr(align(128))]
 #[derive(Default)]
 struct Apart<T>(T);
@@ -371,7 +371,7 @@ struct Apart<T>(T);
 struct Signs {
     /// Whether commands are queued.
     commanded: AtomicBool,
-    /// The worker has to be woken.
+    /// Whether the worker sleeps, and so has to be woken.
     sleeps: AtomicBool,
 }
 
@@ -381,7 +381,7 @@ pub enum Command {
     Add(Arc<Wire>),
     /// The wire may have work.
     Kick(u64),
-    /// The wire is closed.
+    /// The wire was closed, and the worker drops it.
     Forget(u64),
 }
 
@@ -417,21 +417,22 @@ impl Worker {
         }
     }
 
-    /// Whether there are commands; called by the worker, which then executes them.
+    /// Whether commands are queued; called by the worker, which then executes them.
     pub fn is_commanded(&self) -> bool {
         let commanded = &self.signs.0.commanded;
-        // Reading first keeps the cache line shared: the worker asks all the time.
+        // The flag is read before it is changed, which keeps the cache line shared: the worker reads it all the
+        // time.
         commanded.load(Ordering::SeqCst) && commanded.swap(false, Ordering::SeqCst)
     }
 
-    /// Announces that the thread is going to sleep; returns whether it may.
+    /// Announces that the worker's thread is going to sleep; returns whether it may.
     pub fn lies_down(&self) -> bool {
         let Signs { commanded, sleeps } = &self.signs.0;
         sleeps.store(true, Ordering::SeqCst);
         !commanded.load(Ordering::SeqCst)
     }
 
-    /// Announces that the thread is awake.
+    /// Announces that the worker's thread is awake.
     pub fn is_up(&self) {
         let sleeps = &self.signs.0.sleeps;
         if sleeps.load(Ordering::Relaxed) {
@@ -439,7 +440,7 @@ impl Worker {
         }
     }
 
-    /// Whether the worker sleeps or is about to.
+    /// Whether the worker's thread sleeps or is about to.
     fn sleeps(&self) -> bool {
         self.signs.0.sleeps.load(Ordering::Relaxed)
     }

@@ -1,4 +1,5 @@
-//! The mutual proof by which each connection of a comm shows that it belongs there, from the listener's secret.
+//! The mutual proof by which each connection of a comm shows that it belongs to the comm, from the listener's
+//! secret.
 //!
 //! ```text
 //!   listener -> dialler   challenge   magic, version, whether it encrypts, nonce
@@ -29,17 +30,17 @@ const CHALLENGE_BYTES: usize = 48;
 const ENCRYPTS_AT: usize = 12;
 const CLAIM_BYTES: usize = 96;
 const PROOF_BYTES: usize = 32;
-/// The part of a claim before its proof.
+/// Bytes of the part of a claim before its proof.
 const CLAIMED_BYTES: usize = CLAIM_BYTES - PROOF_BYTES;
 
-/// The socket and comm that a connection claims to be.
+/// The comm and the socket that a connection claims to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Claim {
-    /// Random, equal for all sockets of a comm.
+    /// Random number of the comm, equal for all its sockets.
     pub comm: [u8; 16],
-    /// The index of this socket; socket 0 carries small messages.
+    /// Index of this socket in its comm; socket 0 carries small messages.
     pub index: u16,
-    /// The number of sockets, socket 0 included.
+    /// Number of sockets of the comm, socket 0 included.
     pub sockets: u16,
 }
 
@@ -78,7 +79,7 @@ fn challenge(nonce: [u8; 32], encrypts: bool) -> [u8; CHALLENGE_BYTES] {
     bytes
 }
 
-/// The proof of one side. Comparing hashes takes constant time.
+/// The proof of one side, as a keyed hash. Comparing hashes takes constant time.
 fn prove(secret: &Secret, side: &[u8], challenge: &[u8], claimed: &[u8]) -> Hash {
     let mut hasher = blake3::Hasher::new_keyed(secret);
     hasher.update(side).update(challenge).update(claimed);
@@ -104,10 +105,10 @@ impl<const N: usize> Moving<N> {
         [IoVec::new(rest.as_mut_ptr(), rest.len())]
     }
 
-    /// The message once it is complete; `None` before.
+    /// Receives the message; returns it once it is complete, `None` before.
     fn receive(&mut self, conn: &mut dyn Conn) -> io::Result<Option<[u8; N]>> {
         while self.moved < N {
-            // SAFETY: the piece is the rest of our own array.
+            // SAFETY: the piece is the rest of this message's array.
             match unsafe { conn.recv(&self.rest()) } {
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
                 Ok(bytes) => self.moved += bytes,
@@ -118,7 +119,7 @@ impl<const N: usize> Moving<N> {
         Ok(Some(self.bytes))
     }
 
-    /// Whether the whole message has been sent.
+    /// Sends the message; returns whether all of it has been sent.
     fn send(&mut self, conn: &mut dyn Conn) -> io::Result<bool> {
         while self.moved < N {
             // SAFETY: the piece is the rest of this message's array.
@@ -132,7 +133,7 @@ impl<const N: usize> Moving<N> {
     }
 }
 
-/// The dialling end of one connection.
+/// The dialling end of one connection's proof.
 pub struct Dialling {
     conn: Option<Box<dyn Conn>>,
     /// The key that encrypts the connection, if it is encrypted.
@@ -148,7 +149,7 @@ enum DialStage {
     Proof(Moving<PROOF_BYTES>, Expected),
 }
 
-/// What the listener has asked, and the proof that it must return.
+/// The listener's challenge, and the proof that the listener must return.
 #[derive(Clone, Copy)]
 struct Expected {
     asked: [u8; CHALLENGE_BYTES],
@@ -179,12 +180,12 @@ impl Dialling {
         self.unreached
     }
 
-    /// Whether any byte of the peer has arrived, so that the peer was reached.
+    /// Whether any byte of the peer has arrived, which shows that the peer was reached.
     pub fn has_heard(&self) -> bool {
         !matches!(&self.stage, DialStage::Challenge(message) if message.moved == 0)
     }
 
-    /// The connection once both ends have proved themselves; `None` before, and after it was returned.
+    /// Makes progress; returns the connection once both ends have proved themselves, `None` before and after that.
     pub fn poll(&mut self, secret: &Secret) -> Result<Option<Box<dyn Conn>>, Fault> {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let peer = conn.remote();
@@ -214,7 +215,7 @@ impl Dialling {
                     let Some(proof) = message.receive(conn).map_err(&mut broken)? else { return Ok(None) };
                     if expected.proof != proof {
                         return Err(Fault::remote(format_args!(
-                            "{peer} does not know the listener's secret"
+                            "{peer} could not prove the listener's secret"
                         )));
                     }
                     let Expected { asked, claim, .. } = *expected;
@@ -234,7 +235,8 @@ fn is_unreached(error: &io::Error) -> bool {
     matches!(error.kind(), HostUnreachable | NetworkUnreachable | TimedOut)
 }
 
-/// The claim with its proof, and the proof that the listener must return.
+/// The claim with its proof, and the proof that the listener must return; the error says why the challenge is
+/// refused.
 fn answer(
     secret: &Secret,
     asked: &[u8; CHALLENGE_BYTES],
@@ -256,14 +258,15 @@ fn answer(
             "{with} requires encryption and {without} has it off: set FERRYWIRE_NCCL_ENCRYPT alike on all hosts"
         ));
     }
-    let claimed = claim.to_bytes(random().map_err(|e| format!("random bytes: {e}"))?);
+    let claimed = claim
+        .to_bytes(random().map_err(|e| format!("cannot get random bytes from the operating system: {e}"))?);
     let mut message = [0; CLAIM_BYTES];
     message[..CLAIMED_BYTES].copy_from_slice(&claimed);
     message[CLAIMED_BYTES..].copy_from_slice(prove(secret, DIALLER, asked, &claimed).as_bytes());
     Ok(Expected { asked: *asked, claim: message, proof: prove(secret, LISTENER, asked, &claimed) })
 }
 
-/// The listening end of one connection.
+/// The listening end of one connection's proof.
 pub struct Serving {
     conn: Option<Box<dyn Conn>>,
     /// The key that encrypts the connection, if it is encrypted.
@@ -290,17 +293,17 @@ impl Serving {
         Ok(Serving { conn: Some(conn), key, asked, stage: ServeStage::Challenge(Moving::new(asked)) })
     }
 
-    /// Whether the claim has arrived.
+    /// Whether the whole claim has arrived.
     #[cfg(test)]
     pub fn has_claim(&self) -> bool {
         let fd = self.conn.as_ref().and_then(|conn| conn.fd()).unwrap();
         let mut bytes: libc::c_int = 0;
-        // SAFETY: the kernel writes one number.
+        // SAFETY: the kernel writes one number into a variable.
         assert_eq!(unsafe { libc::ioctl(fd, libc::FIONREAD, &mut bytes) }, 0);
         bytes as usize >= CLAIM_BYTES
     }
 
-    /// The connection and its claim, once proved. An error concerns this connection alone.
+    /// Makes progress; returns the connection and its claim once proved. An error concerns this connection alone.
     pub fn poll(&mut self, secret: &Secret) -> io::Result<Option<(Claim, Box<dyn Conn>)>> {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let conn = conn.as_mut();

@@ -12,12 +12,13 @@ use crate::failure::{Fault, guarded};
 use crate::merged::{self, device};
 
 const MAX_COMMS: c_int = 65536;
-/// One message per receive: each pair of ranks has a comm of its own, and with it sockets of its own.
+/// Number of messages per receive: one, because each pair of ranks has a comm of its own, and with it sockets of
+/// its own.
 pub const MAX_RECVS: c_int = 1;
-/// Unknown, as for NCCL's own sockets: NCCL then uses its default.
+/// Latency in microseconds: unknown, as for NCCL's own sockets; NCCL then uses its default.
 const LATENCY_US: c_float = 0.0;
-/// With 1, NCCL registers whole user buffers up front, on connections made for that alone. That is useless here,
-/// because host memory needs no registration.
+/// Whether NCCL registers whole user buffers up front, on connections made for that alone: no, because host memory
+/// needs no registration.
 const REG_IS_GLOBAL: c_int = 0;
 
 /// Defines `getProperties` of one layout: the common fields and those that this layout adds.
@@ -78,7 +79,7 @@ get_properties! {
     }
 }
 
-/// As many members as the layout holds.
+/// The members of a device, at most as many as the layout holds.
 fn members_v9(device: &Device) -> VDevicePropsV9 {
     let mut props = VDevicePropsV9::zeroed();
     props.ndevs = fill(&mut props.devs, device);
@@ -105,7 +106,7 @@ unsafe fn merge(dev: *mut c_int, ndevs: c_int, devs: &[c_int]) -> ResultCode {
             Fault::usage(format_args!("{ndevs} devices cannot be merged: at most {most} can"))
         })?;
         let number = merged::merge(members)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that `dev` is valid for writing.
         unsafe { dev.write(number) };
         Ok(())
     })
@@ -116,15 +117,15 @@ unsafe fn merge(dev: *mut c_int, ndevs: c_int, devs: &[c_int]) -> ResultCode {
 /// # Safety
 /// NCCL gives room for the number, and numbers in the layout of this version.
 pub unsafe extern "C" fn make_v_device_v9(dev: *mut c_int, props: *mut VDevicePropsV9) -> ResultCode {
-    // SAFETY: by NCCL's promise.
+    // SAFETY: NCCL gives room for the number, and numbers in this layout.
     unsafe { merge(dev, (*props).ndevs, &(*props).devs) }
 }
 
 /// `makeVDevice` of v12.
 ///
 /// # Safety
-/// As above.
+/// NCCL gives room for the number, and numbers in the layout of this version.
 pub unsafe extern "C" fn make_v_device_v12(dev: *mut c_int, props: *mut VDevicePropsV12) -> ResultCode {
-    // SAFETY: as above.
+    // SAFETY: NCCL gives room for the number, and numbers in this layout.
     unsafe { merge(dev, (*props).ndevs, &(*props).devs) }
 }

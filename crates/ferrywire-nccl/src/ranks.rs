@@ -17,12 +17,12 @@ struct Ranks {
     most: usize,
 }
 
-/// Counts a rank of this communicator.
+/// Counts a rank of the communicator `comm` in this process.
 pub fn begin(comm: u64) {
     locked(&RANKS).begin(comm);
 }
 
-/// A rank of this communicator has ended. Returns whether it was the last of this process.
+/// Notes that a rank of this communicator has ended. Returns whether it was the last of this process.
 pub fn end(comm: u64) -> bool {
     locked(&RANKS).end(comm)
 }

@@ -26,31 +26,31 @@ use crate::wire::{Receiver, Turn};
 
 /// The length of a message whose first header has not arrived.
 const TOTAL_UNKNOWN: u64 = u64::MAX;
-/// Turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
+/// Most turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
-/// The front of a stream that brings nothing any more.
+/// Front of a stream that can bring no message any more.
 const NOTHING: u64 = u64::MAX;
-/// After a stream has failed, the others are waited for as long as each brings bytes within this time. If the peer is
-/// gone they end soon.
+/// Longest time without bytes for which the other streams are waited for after one has failed. If the peer is lost
+/// they end soon.
 const QUIET_MAX: Duration = Duration::from_secs(10);
 
 /// One direction of a comm: the state that workers and NCCL's thread share.
 pub struct Receiving {
-    /// The first failure.
+    /// The comm's first failure.
     pub failure: Failure,
     peer: SocketAddr,
     slots: [Slot; REQUESTS],
-    /// The number of receives posted so far.
+    /// Number of receives posted so far.
     posted: AtomicU64,
-    /// Sockets whose next piece belongs to a receive that is not posted.
+    /// Number of sockets whose next piece belongs to a receive that is not posted.
     pub waiting: AtomicUsize,
     /// For each stream the earliest message of which it can still bring a part.
     fronts: Vec<AtomicU64>,
-    /// The number of streams that have ended, in order or not.
+    /// Number of streams that have ended, in order or not.
     ended: AtomicUsize,
     /// The error of the first stream that ended within a message.
     broken: OnceLock<Fault>,
-    /// The earliest message that is known to lack a part.
+    /// Number of the earliest message that is known to lack a part.
     cut: AtomicU64,
 }
 
@@ -60,9 +60,9 @@ struct Slot {
     data: AtomicPtr<u8>,
     room: AtomicUsize,
     total: AtomicU64,
-    /// Bytes whose headers have arrived.
+    /// Number of the message's bytes whose headers have arrived.
     placed: AtomicU64,
-    /// Bytes that have arrived.
+    /// Number of the message's bytes that have arrived.
     received: AtomicU64,
 }
 
@@ -78,7 +78,7 @@ impl Slot {
         }
     }
 
-    /// The message's length, once all of it has arrived.
+    /// Length of the message in bytes once all of it has arrived; `None` before.
     fn done(&self) -> Option<usize> {
         let total = self.total.load(Ordering::Acquire);
         (self.received.load(Ordering::Acquire) == total).then_some(total as usize)
@@ -109,7 +109,7 @@ impl Receiving {
         message < self.posted.load(Ordering::SeqCst)
     }
 
-    /// The memory for a piece that a socket brings; `None` while its receive is not posted.
+    /// The memory for a piece that a socket brings; `None` while the receive of its message is not posted.
     pub fn place(&self, socket: usize, header: &Header) -> Outcome<Option<*mut u8>> {
         let before = self.fronts[socket].swap(header.message, Ordering::AcqRel);
         if before > header.message {
@@ -143,20 +143,20 @@ impl Receiving {
         self.slots[slot_of(message)].received.fetch_add(bytes as u64, Ordering::Release);
     }
 
-    /// A socket's stream has ended between two messages.
+    /// Notes that a socket's stream has ended between two messages.
     pub fn ended(&self, socket: usize) {
         self.fronts[socket].store(NOTHING, Ordering::Release);
         self.ended.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// A socket's stream has ended with an error, within `message` if that is known.
+    /// Notes that a socket's stream has ended with an error, within `message` if that is known.
     pub fn broke(&self, socket: usize, message: Option<u64>, fault: Fault) {
         let _ = self.broken.set(fault);
         self.cut.fetch_min(message.unwrap_or(u64::MAX), Ordering::AcqRel);
         self.ended(socket);
     }
 
-    /// Whether no stream can bring the parts that the message still lacks after this call.
+    /// Whether no stream can still bring the parts that the message lacks after this call.
     fn is_lost(&self, message: u64) -> bool {
         self.ended.load(Ordering::Acquire) > 0
             && (message >= self.cut.load(Ordering::Acquire)
@@ -177,23 +177,24 @@ pub struct RecvComm {
     own: Mutex<RecvOwn>,
 }
 
-/// State that only NCCL's thread touches.
+/// State of the receiving end that only NCCL's thread touches.
 struct RecvOwn {
     /// Socket 0, for small messages.
     receiver: Receiver,
     next: u64,
     posted: [Option<Memory>; REQUESTS],
-    /// After a stream has failed: the message that is waited for, how much of it had arrived, and since when.
+    /// While a stream has failed: the number of the awaited message, how many of its bytes had arrived, and since
+    /// when.
     quiet: Option<(u64, u64, Instant)>,
 }
 
 impl RecvComm {
-    /// Makes a comm over proved connections; the first is for small messages.
+    /// Makes a receiving comm over proved connections; the first connection is for small messages.
     pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
         RecvComm::made(pool()?, conns).map(|comm| Comm::new(Side::Receive(comm)))
     }
 
-    /// Makes a comm whose bulk these workers move.
+    /// Makes a receiving comm whose bulk the workers of `pool` move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
         let sockets = conns.len();
         let (peer, mut links) = Link::all(conns)?;
@@ -233,7 +234,7 @@ impl RecvComm {
         Ok(Some(index))
     }
 
-    /// The length of a slot's message, once it has arrived.
+    /// The length in bytes of a slot's message, once it has arrived.
     pub fn test(&self, index: usize) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         if own.posted[index].is_none() {
@@ -241,7 +242,7 @@ impl RecvComm {
         }
         let slot = &self.shared.slots[index];
         let mut done = slot.done();
-        // Bulk arrives over the other sockets; once one of those has ended, this one may have ended too.
+        // Bulk arrives over the other sockets; once one of them has ended, this socket may have ended too.
         let ending = self.shared.ended.load(Ordering::Acquire) > 0;
         if done.is_none() && (ending || !slot.is_begun() || own.receiver.is_busy()) {
             self.receive_inline(&mut own);
@@ -269,10 +270,10 @@ impl RecvComm {
         }
     }
 
-    /// The length of a message that may have lost a part, if it is complete after all.
+    /// The length in bytes of a message that may have lost a part, if the message is complete all the same.
     fn check_last(&self, own: &mut RecvOwn, slot: &Slot) -> Option<usize> {
         let message = slot.message.load(Ordering::Relaxed);
-        // In this order: a stream's bytes are counted before its end.
+        // The order matters: a stream's bytes are counted before its end.
         let lost = self.shared.is_lost(message);
         let done = slot.done();
         if done.is_none() && (lost || self.is_quiet(own, slot)) {
@@ -299,7 +300,7 @@ impl RecvComm {
         }
     }
 
-    /// See [`Comm::deregister`].
+    /// Ends the use of memory by requests; see [`Comm::deregister`].
     pub fn deregister(&self, memory: Memory, why: impl FnOnce() -> Fault) {
         let mut own = locked(&self.own);
         let waits =
@@ -310,7 +311,7 @@ impl RecvComm {
         }
     }
 
-    /// After this no thread touches memory of requests.
+    /// Stops all use of requests' memory: afterwards no thread touches it.
     fn stop(&self, own: &mut RecvOwn) {
         self.wires.iter().for_each(|wire| wire.close());
         own.receiver.stop();

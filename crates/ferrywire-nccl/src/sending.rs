@@ -24,36 +24,36 @@ use crate::ranks;
 use crate::settings::{SOCKETS_MAX, settings};
 use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
 
-/// Messages are not cut into smaller pieces than this.
+/// Smallest piece in bytes to which a message is cut.
 const PIECE_BYTES_MIN: usize = 32 << 10;
-/// Messages are not cut into larger pieces than this.
+/// Largest piece in bytes to which a message is cut.
 const PIECE_BYTES_MAX: usize = 512 << 10;
-/// Cuts are at multiples of this.
+/// Step of cuts in bytes: every cut of a message is at a multiple of it.
 const PIECE_BYTES_STEP: usize = 4 << 10;
-/// After a rest, messages up to this length are sent inline: the workers sleep, and waking one would take longer than
-/// copying the message.
+/// Longest message in bytes that is sent inline after a rest: the workers sleep, and waking one would take longer
+/// than copying the message.
 const LONE_BYTES_MAX: usize = 128 << 10;
-/// A rest. Messages with shorter pauses are a stream.
+/// Shortest pause that counts as a rest. Messages with shorter pauses are a stream.
 const REST_MIN: Duration = Duration::from_millis(1);
-/// Longest message of a short collective's step. Steps come one after another, and a hand-over to a worker would delay
-/// each at both ends. A message of at most this length that comes alone, as the message before it did, is sent inline
-/// after a rest in which NCCL's thread would send at most `STEP_BYTES_PER_SECOND`. The steps of several channels come
-/// together, and workers send them immediately.
+/// Longest message of a short collective's step, in bytes. Steps come one after another, and a hand-over to a
+/// worker would delay each at both ends. A message of at most this length that comes alone, as the message before
+/// it did, is sent inline after a rest in which NCCL's thread would send at most `STEP_BYTES_PER_SECOND`. The steps
+/// of several channels come together, and workers send them immediately.
 const STEP_BYTES_MAX: usize = 64 << 10;
 const STEP_BYTES_PER_SECOND: u64 = 3_000_000_000;
-/// A message posted so soon after this thread has sent the last was already there.
+/// Longest time after the last send in which a message counts as posted together with it.
 const AT_ONCE: Duration = Duration::from_micros(2);
-/// Turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
+/// Most turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 
 /// One direction of a comm: the state that workers and NCCL's thread share.
 #[derive(Default)]
 pub struct Sending {
-    /// The first failure.
+    /// The comm's first failure.
     pub failure: Failure,
     left: Counters,
     queue: Mutex<Queue>,
-    /// Bytes in the queue, readable without the lock.
+    /// Number of bytes in the queue, readable without the lock.
     queued_bytes: AtomicUsize,
     sockets: usize,
     wires: OnceLock<Vec<Weak<Wire>>>,
@@ -82,18 +82,18 @@ struct Outgoing {
     taken: usize,
 }
 
-// SAFETY: the pointer is NCCL's, readable from any thread until the request is done or the comm closed.
+// SAFETY: the pointer is NCCL's, readable from any thread until the request is done or the comm is closed.
 unsafe impl Send for Outgoing {}
 
 impl Sending {
-    /// The next piece for a socket that has room.
+    /// Takes the next piece of the queue, for a socket that has room.
     pub fn take(&self) -> Option<Piece> {
         let mut queue = locked(&self.queue);
         let share = queue.bytes / self.sockets.max(1);
         let next = queue.messages.front_mut()?;
         let left = next.bytes - next.taken;
         let wanted = share.next_multiple_of(PIECE_BYTES_STEP).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
-        // No small remainder is left.
+        // A small remainder is joined to this piece.
         let bytes = if left < wanted + PIECE_BYTES_MIN / 2 { left } else { wanted };
         let header = Header {
             message: next.message,
@@ -113,12 +113,12 @@ impl Sending {
         Some(Piece { header, data })
     }
 
-    /// Whether a piece could be taken.
+    /// Whether the queue has a piece to take.
     pub fn has_work(&self) -> bool {
         self.queued_bytes.load(Ordering::SeqCst) > 0
     }
 
-    /// Counts a piece as sent.
+    /// Counts a piece of a message as sent.
     pub fn sent(&self, header: &Header) {
         self.left.0[slot_of(header.message)].fetch_sub((header.bytes as usize).max(1), Ordering::Release);
     }
@@ -132,7 +132,7 @@ impl Sending {
         queue.bytes.div_ceil(PIECE_BYTES_MIN)
     }
 
-    /// Wakes other sockets for the queue, because a socket that may have been woken is blocked.
+    /// Wakes other sockets for the queue, because a socket that was woken may be blocked.
     pub fn tell_others(&self) {
         let wires = self.wires.get().into_iter().flatten().filter_map(Weak::upgrade).collect::<Vec<_>>();
         tell(&wires, 0, self.queued_bytes.load(Ordering::SeqCst).div_ceil(PIECE_BYTES_MIN));
@@ -154,22 +154,22 @@ fn soonest(count: usize, first: usize, delay: impl Fn(usize) -> Delay) -> impl I
     })
 }
 
-/// The last message of this thread that was not short.
+/// The last message of this NCCL thread that was not short.
 #[derive(Clone, Copy)]
 struct Last {
     posted: Instant,
-    /// When the kernel had it, if this thread sent it.
+    /// When the kernel had the message, if this thread sent it.
     gone: Instant,
-    /// Whether the message before it was long ago.
+    /// Whether the message before this one was long ago.
     alone: bool,
 }
 
 thread_local! {
-    /// The last message that this thread of NCCL had to send, in any comm.
+    /// The last message that this NCCL thread had to send, in any comm.
     static POSTED: Cell<Option<Last>> = const { Cell::new(None) };
 }
 
-/// Whether this thread has sent only short messages for long enough to send one of this length inline.
+/// Whether this NCCL thread has sent only short messages for long enough to send one of `bytes` bytes inline.
 fn comes_after_rest(bytes: usize) -> bool {
     let now = Instant::now();
     let since = |then| now.saturating_duration_since(then);
@@ -180,16 +180,17 @@ fn comes_after_rest(bytes: usize) -> bool {
 }
 
 thread_local! {
-    /// The number of messages that this thread has seen arrive, in any comm.
+    /// Number of messages that this NCCL thread has seen arrive, in any comm.
     static ARRIVED: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Counts a message that this thread has seen arrive.
+/// Counts a message that this NCCL thread has seen arrive.
 pub fn saw_arrival() {
     ARRIVED.set(ARRIVED.get().wrapping_add(1));
 }
 
-/// Notes that this thread has sent a message: one that follows immediately is not alone, however long the send took.
+/// Notes that this NCCL thread has sent a message: one that follows immediately is not alone, however long the send
+/// took.
 fn rest_begins() {
     POSTED.set(POSTED.get().map(|last| Last { gone: Instant::now(), ..last }));
 }
@@ -213,19 +214,19 @@ pub struct SendComm {
     own: Mutex<SendOwn>,
 }
 
-/// State that only NCCL's thread touches.
+/// State of the sending end that only NCCL's thread touches.
 struct SendOwn {
     /// Socket 0, for small messages.
     sender: Sender,
     inline: VecDeque<Piece>,
     next: u64,
     posted: [Option<Posted>; REQUESTS],
-    /// The number of arrived messages when the last message was posted.
+    /// Number of messages that had arrived when the last message was posted.
     arrived: u64,
     health_asked: Instant,
 }
 
-/// The message of a slot.
+/// The message that a slot sends.
 #[derive(Clone, Copy)]
 struct Posted {
     bytes: usize,
@@ -236,20 +237,20 @@ struct Posted {
 unsafe impl Send for SendOwn {}
 
 impl SendOwn {
-    /// Whether a message has arrived since the last call: so it is between two steps of a collective, but not within a
-    /// stream.
+    /// Whether a message has arrived since the last call: if so, the next message is a collective's step and not
+    /// part of a stream.
     fn answers(&mut self) -> bool {
         mem::replace(&mut self.arrived, ARRIVED.get()) != self.arrived
     }
 }
 
 impl SendComm {
-    /// Makes a comm over proved connections; the first is for small messages.
+    /// Makes a sending comm over proved connections; the first connection is for small messages.
     pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
         SendComm::made(pool()?, conns).map(|comm| Comm::new(Side::Send(comm)))
     }
 
-    /// Makes a comm whose bulk these workers move.
+    /// Makes a sending comm whose bulk the workers of `pool` move.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
         let (peer, mut links) = Link::all(conns)?;
         let first = links.next().ok_or_else(|| Fault::usage("the comm has no connection"))?;
@@ -308,7 +309,7 @@ impl SendComm {
         Ok(Some(slot))
     }
 
-    /// Whether nothing is in the way of an inline message.
+    /// Whether no earlier message has to be sent before an inline message.
     fn is_lone(&self, own: &SendOwn) -> bool {
         !self.shared.has_work() && !own.sender.is_busy() && own.inline.is_empty()
     }
@@ -322,7 +323,7 @@ impl SendComm {
         }
     }
 
-    /// The length of a slot's message, once it has been sent.
+    /// The length in bytes of a slot's message, once it has been sent.
     pub fn test(&self, slot: usize) -> Outcome<Option<usize>> {
         let mut own = locked(&self.own);
         if own.sender.is_busy() || !own.inline.is_empty() {
@@ -344,14 +345,14 @@ impl SendComm {
     /// Whether a slot's message was sent although the comm has failed: the peer may have received all of it and closed
     /// before the worker that sent the last piece has counted it.
     fn is_gone_after_all(&self, slot: usize) -> bool {
-        // A worker holds its wire while it sends and counts.
+        // A worker keeps its wire locked while it sends and counts.
         for wire in &self.wires {
             let _ = wire.with_fd(|_| ());
         }
         self.is_gone(slot)
     }
 
-    /// Checks socket 0 for the peer's end; workers check the sockets for bulk.
+    /// Checks socket 0 for the end of the peer's stream; workers check the sockets for bulk.
     fn check_inline(&self, own: &mut SendOwn) {
         if own.sender.is_busy() && own.health_asked.elapsed() >= HEALTH_INTERVAL {
             own.health_asked = Instant::now();
@@ -365,7 +366,7 @@ impl SendComm {
         self.shared.left.0[slot].load(Ordering::Acquire) == 0
     }
 
-    /// See [`Comm::deregister`].
+    /// Ends the use of memory by requests; see [`Comm::deregister`].
     pub fn deregister(&self, memory: Memory, why: impl FnOnce() -> Fault) {
         let mut own = locked(&self.own);
         let uses = |posted: &Option<Posted>| posted.is_some_and(|posted| posted.memory == memory);
@@ -375,8 +376,8 @@ impl SendComm {
         }
     }
 
-    /// After this no thread touches memory of requests. Bytes that were reported as sent are in the kernel, which
-    /// continues to send them.
+    /// Stops all use of requests' memory: afterwards no thread touches it. Bytes that were reported as sent are in
+    /// the kernel, which continues to send them.
     fn stop(&self, own: &mut SendOwn) {
         self.wires.iter().for_each(|wire| wire.close());
         own.inline.clear();

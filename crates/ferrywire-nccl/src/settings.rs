@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12, for each GPU of the process; fewer for slow NICs | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4; fewer for slow NICs | sockets for bulk in each comm; over merged NICs twice as many, at least one for each |
-//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond; with two cores for a GPU up to 512 KiB if that thread has received one since, unless the threads are said |
+//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond; with two cores for a GPU up to 512 KiB if that thread has received one since, unless the number of threads is set |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work polls before it sleeps |
 //!
 //! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`. `FERRYWIRE_NCCL_ENCRYPT`: `encryption.rs`.
@@ -27,43 +27,44 @@ use crate::log;
 
 /// Most bulk sockets of a comm; a peer that asks for more is refused.
 pub const SOCKETS_MAX: usize = 64;
-/// Most threads of a process.
+/// Most threads that move bulk in a process.
 const THREADS_MAX: usize = 64;
-/// Enough threads for any NIC; a host with few GPUs and many cores does not get more by default.
+/// Most threads of a process by default, which is enough for any NIC; a host with few GPUs and many cores does not
+/// get more.
 const THREADS_DEFAULT_MAX: usize = 12;
 /// Assumed number of ranks of a host whose GPUs are not known.
 const RANKS_ASSUMED: usize = 2;
-/// The part of a NIC's speed that one socket carries, and one thread in one direction.
+/// Speed in Mbit/s that one socket carries, and one thread in one direction.
 const MBPS_PER_SOCKET: u64 = 12_500;
-/// Least threads of a process with slow NICs only.
+/// Fewest threads of a process with slow NICs only.
 const THREADS_MIN: usize = 4;
-/// Least sockets of a comm over one NIC, however slow.
+/// Fewest sockets of a comm over one NIC, however slow.
 const SOCKETS_MIN: usize = 2;
-/// With this many cores per GPU, a worker only takes turns with NCCL's thread, which polls all the time, so NCCL's
-/// thread moves the steps of collectives itself.
+/// Number of cores per GPU up to which a worker only takes turns with NCCL's thread, which polls all the time;
+/// NCCL's thread then moves the steps of collectives itself.
 const FEW_CORES: usize = 2;
-/// The longest step that NCCL makes.
+/// Longest step that NCCL makes, in bytes.
 const ANSWER_BYTES_MAX: usize = 512 << 10;
-/// Upper limit of the setting for inline messages.
+/// Largest value of the setting for inline messages, in bytes.
 const INLINE_BYTES_MAX: usize = 4 << 20;
 
 /// The settings in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     cores: Cores,
-    /// GPUs of the host.
+    /// Number of GPUs of the host.
     gpus: usize,
-    /// The user's number of threads, if set.
+    /// Number of threads that the user has set, if any.
     threads_set: Option<usize>,
-    /// More threads than this have no work, for any number of GPUs.
+    /// Number of threads beyond which more have no work, for any number of GPUs.
     threads_of_nics: usize,
-    /// Sockets for bulk in each comm over one NIC.
+    /// Number of sockets for bulk in each comm over one NIC.
     pub sockets: usize,
     /// Whether the user has set the number of sockets.
     sockets_said: bool,
     /// Longest message that NCCL's thread sends itself, in bytes.
     pub inline_bytes: usize,
-    /// How long a worker without work polls before it sleeps.
+    /// Time for which a worker without work polls before it sleeps.
     pub spin: Duration,
 }
 
@@ -74,7 +75,7 @@ pub fn settings() -> &'static Settings {
         let read = |name: &str| std::env::var(name).ok();
         let (settings, ignored) = Settings::from(Cores::seen(), gpus(), nics_mbps(), read);
         for name in ignored {
-            log::warn(format_args!("{name} is not a number in its range, and ignored"));
+            log::warn(format_args!("{name} is ignored, because it is not a number in its range"));
         }
         log::info(format_args!("{} sockets per comm", settings.sockets));
         settings
@@ -84,11 +85,11 @@ pub fn settings() -> &'static Settings {
 /// The cores that the process may compute with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cores {
-    /// Cores of the host.
+    /// Number of cores of the host.
     host: usize,
-    /// Cores that this process may run on.
+    /// Number of cores that this process may run on.
     own: usize,
-    /// Cores for which its CPU quota has time, shared with all processes under the quota.
+    /// Number of cores for which the CPU quota has time, shared by all processes under the quota.
     quota: usize,
 }
 
@@ -104,9 +105,9 @@ impl Cores {
     fn seen() -> Cores {
         *CORES.get_or_init(|| {
             let quota = std::thread::available_parallelism().map_or(2, usize::from);
-            // SAFETY: returns a number.
+            // SAFETY: the call takes a number and returns one.
             let host = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-            // SAFETY: zeroes are an empty set, which the kernel fills.
+            // SAFETY: zeroes are an empty set of cores, which the kernel fills.
             let bound = unsafe {
                 let mut set: libc::cpu_set_t = std::mem::zeroed();
                 let got = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set);
@@ -119,7 +120,7 @@ impl Cores {
 }
 
 impl Cores {
-    /// The cores for a process with `own_gpus` of the host's GPUs.
+    /// Number of cores for a process that uses `own_gpus` of the host's GPUs.
     fn share(&self, own_gpus: usize, gpus: usize) -> usize {
         let of_host = |cores: usize| (cores * own_gpus / gpus).min(cores);
         // A launcher may already have bound this rank to its share; a quota is for all ranks in a container.
@@ -128,7 +129,7 @@ impl Cores {
     }
 }
 
-/// The speed of all NICs together, if each reports its own.
+/// The speed of all NICs together in Mbit/s; `None` unless each reports its own.
 fn nics_mbps() -> Option<u64> {
     let nics = devices().ok()?.iter().flat_map(|device| &device.nics);
     nics.map(|nic| nic.speed_mbps.map(u64::from)).sum()
@@ -140,7 +141,7 @@ fn gpus() -> usize {
 }
 
 impl Settings {
-    /// Sockets for bulk over each of `pairs` pairs of NICs of this speed, if it is known.
+    /// Number of sockets for bulk over each of `pairs` pairs of NICs of this speed, if it is known.
     pub fn sockets_over(&self, speed_mbps: Option<u32>, pairs: usize) -> usize {
         let share = if pairs > 1 {
             (2 * self.sockets).div_ceil(pairs).min(SOCKETS_MAX / pairs)
@@ -185,7 +186,7 @@ impl Settings {
             cores,
             gpus: if gpus == 0 { RANKS_ASSUMED } else { gpus },
             threads_set,
-            // In both directions.
+            // The number is for both directions.
             threads_of_nics: nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN)),
             sockets: 0,
             sockets_said: sockets_said.is_some(),
@@ -196,7 +197,7 @@ impl Settings {
         (settings, ignored)
     }
 
-    /// Threads that move bulk, for a process with this many GPUs.
+    /// Number of threads that move bulk, for a process with this many GPUs.
     pub fn threads(&self, own_gpus: usize) -> usize {
         self.threads_set.unwrap_or_else(|| {
             let share = self.cores.share(own_gpus, self.gpus);
@@ -209,7 +210,7 @@ impl Settings {
     /// with this many GPUs.
     pub fn answer_bytes(&self, own_gpus: usize) -> usize {
         let each = self.cores.share(own_gpus, self.gpus) / own_gpus;
-        // Not if the user wants nothing inline, or has set the number of threads.
+        // The length is 0 if the user wants no message inline, or has set the number of threads.
         let few = each <= FEW_CORES && self.inline_bytes > 0 && self.threads_set.is_none();
         if few { ANSWER_BYTES_MAX } else { 0 }
     }

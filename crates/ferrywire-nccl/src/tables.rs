@@ -35,7 +35,7 @@ unsafe extern "C" fn init_v5(log: Log) -> ResultCode {
     start(log)
 }
 
-/// `init` for versions of NCCL with tuners.
+/// Runs `init` for versions of NCCL that have tuners.
 fn start_tuned(log: Log) -> ResultCode {
     log::set_logger(log);
     guarded(|| {
@@ -73,7 +73,7 @@ unsafe extern "C" fn init_v11(
     }
     guarded(|| {
         if !context.is_null() {
-            // SAFETY: NCCL gives room for the pointer.
+            // SAFETY: NCCL gives room for the pointer to the context.
             unsafe { context.write(context_of(comm_id)) };
             ranks::begin(comm_id.max(1));
         }
@@ -105,7 +105,7 @@ unsafe extern "C" fn set_net_attr(_context: P, _attributes: *mut NetAttr) -> Res
 unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
     guarded(|| {
         let count = merged::count()? as c_int;
-        // SAFETY: NCCL gives room for the number.
+        // SAFETY: NCCL gives room for the number of devices.
         unsafe { ndev.write(count) };
         Ok(())
     })
@@ -119,7 +119,7 @@ unsafe fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
         let (comm, made) = ListenComm::open(device(dev)?)?;
         let mut bytes = [0; HANDLE_BYTES];
         made.write(&mut bytes);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for a handle and a pointer.
         unsafe {
             handle.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), HANDLE_BYTES);
             listen_comm.write(Box::into_raw(Box::new(comm)).cast());
@@ -129,12 +129,12 @@ unsafe fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
 }
 
 unsafe extern "C" fn listen_v5(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
-    // SAFETY: as promised to this function; NCCL's handle has this size.
+    // SAFETY: NCCL gives room for the pointer; its handle has this size.
     unsafe { listen(dev, handle, listen_comm) }
 }
 
 unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
-    // SAFETY: as above.
+    // SAFETY: NCCL gives room for the pointer; its handle has this size.
     unsafe { listen(dev, handle, listen_comm) }
 }
 
@@ -142,14 +142,14 @@ unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm:
 /// `handle` is a handle, the same in each call; `send_comm` has room for a pointer.
 unsafe fn connect(context: P, dev: c_int, handle: P, send_comm: PP) -> ResultCode {
     guarded(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a handle, or null.
         let handle = unsafe {
             send_comm.write(ptr::null_mut());
             handle.cast::<[u8; HANDLE_BYTES]>().as_mut()
         };
         let handle = handle.ok_or_else(|| Fault::usage("connect was called without a handle"))?;
         let comm = attempt::connect(device(dev)?, handle, context.addr() as u64)?;
-        // SAFETY: as above.
+        // SAFETY: the caller promises room for the pointer.
         unsafe { send_comm.write(raw(comm)) };
         Ok(())
     })
@@ -160,13 +160,13 @@ unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultC
     unsafe { connect(ptr::null_mut(), dev, handle, send_comm) }
 }
 
-/// The pointer for NCCL; null while there is no comm.
+/// The comm as a pointer for NCCL; null while there is no comm.
 fn raw(comm: Option<Box<Comm>>) -> P {
     comm.map_or(ptr::null_mut(), |comm| Box::into_raw(comm).cast())
 }
 
 unsafe extern "C" fn connect_v7(dev: c_int, handle: P, send_comm: PP, _device: Dh) -> ResultCode {
-    // SAFETY: as promised to this function. The device handle is not written.
+    // SAFETY: NCCL gives a handle, and room for the pointer. The device handle is not written.
     unsafe { connect_v5(dev, handle, send_comm) }
 }
 
@@ -177,7 +177,7 @@ unsafe extern "C" fn connect_v10(
     send_comm: PP,
     _device: Dh,
 ) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives a handle, and room for the pointer.
     unsafe { connect_v5(dev, handle, send_comm) }
 }
 
@@ -188,7 +188,7 @@ unsafe extern "C" fn connect_v11(
     send_comm: PP,
     _device: Dh,
 ) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives a handle, and room for the pointer.
     unsafe { connect(context, dev, handle, send_comm) }
 }
 
@@ -200,19 +200,19 @@ unsafe extern "C" fn accept_v5(listen_comm: P, recv_comm: PP) -> ResultCode {
             listen_comm.cast::<ListenComm>().as_mut()
         };
         let comm = listener.ok_or_else(|| Fault::usage("accept was called without a listener"))?.accept()?;
-        // SAFETY: as above.
+        // SAFETY: NCCL gives room for the pointer.
         unsafe { recv_comm.write(raw(comm)) };
         Ok(())
     })
 }
 
 unsafe extern "C" fn accept_v7(listen_comm: P, recv_comm: PP, _device: Dh) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives a listener, and room for the pointer.
     unsafe { accept_v5(listen_comm, recv_comm) }
 }
 
-/// The result of `regMr`. Host memory needs no registration, but its address identifies the requests that use the
-/// memory.
+/// A registration, the result of `regMr`. Host memory needs no registration, but its addresses identify the
+/// requests that use the memory.
 struct Registered(Range<usize>);
 
 /// # Safety
@@ -228,7 +228,7 @@ unsafe fn register(data: P, bytes: Outcome<usize>, kind: c_int, mhandle: PP) -> 
             Fault::usage(format_args!("{bytes} bytes of memory at {begin:#x} exceed the address space"))
         })?;
         if !mhandle.is_null() {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises room for the pointer, or null.
             unsafe { mhandle.write(Box::into_raw(Box::new(Registered(begin..end))).cast()) };
         }
         Ok(())
@@ -236,12 +236,12 @@ unsafe fn register(data: P, bytes: Outcome<usize>, kind: c_int, mhandle: PP) -> 
 }
 
 unsafe extern "C" fn reg_mr_v5(_comm: P, data: P, bytes: c_int, kind: c_int, mhandle: PP) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives room for the pointer.
     unsafe { register(data, size(bytes), kind, mhandle) }
 }
 
 unsafe extern "C" fn reg_mr_v8(_comm: P, data: P, bytes: usize, kind: c_int, mhandle: PP) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives room for the pointer.
     unsafe { register(data, Ok(bytes), kind, mhandle) }
 }
 
@@ -250,9 +250,9 @@ unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
         if mhandle.is_null() {
             return Ok(());
         }
-        // SAFETY: `regMr` made it, and it is deregistered once.
+        // SAFETY: the registration was made by `regMr`, and is deregistered once.
         let registered = unsafe { Box::from_raw(mhandle.cast::<Registered>()) };
-        // SAFETY: null, or a comm that is open.
+        // SAFETY: the pointer is null, or that of an open comm.
         if let Some(comm) = unsafe { comm.cast::<Comm>().as_ref() } {
             comm.deregister(mhandle as Memory, &registered.0);
         }
@@ -263,7 +263,7 @@ unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
 /// # Safety
 /// `comm` is null or an open comm of this plugin.
 unsafe fn comm_at<'a>(comm: P) -> Outcome<&'a Comm> {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null or an open comm.
     unsafe { comm.cast::<Comm>().as_ref() }.ok_or_else(|| Fault::usage("the comm is NULL"))
 }
 
@@ -272,12 +272,13 @@ fn size(bytes: c_int) -> Outcome<usize> {
 }
 
 /// # Safety
-/// As for [`write_request`], and `data` is readable until the request is done or the comm closed.
+/// The promises of [`comm_at`] and [`write_request`] hold, and `data` is readable until the request is done or the
+/// comm is closed.
 unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, mhandle: P, request: PP) -> ResultCode {
     guarded(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an open comm and readable data.
         let posted = unsafe { comm_at(comm) }?.isend(data.cast(), bytes?, tag, mhandle as Memory)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the request.
         unsafe { write_request(request, posted) };
         Ok(())
     })
@@ -288,7 +289,7 @@ unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, mhandle: P,
 unsafe fn write_request(request: PP, posted: Option<&Request>) {
     let pointer =
         posted.map_or(ptr::null_mut(), |request| ptr::from_ref(request).cast_mut().cast::<c_void>());
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises room for the pointer.
     unsafe { request.write(pointer) };
 }
 
@@ -300,7 +301,7 @@ unsafe extern "C" fn isend_v5(
     mhandle: P,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives an open comm, data that stays readable, and room for the request.
     unsafe { isend(comm, data, size(bytes), tag, mhandle, request) }
 }
 
@@ -312,7 +313,7 @@ unsafe extern "C" fn isend_v9(
     mhandle: P,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives an open comm, data that stays readable, and room for the request.
     unsafe { isend(comm, data, Ok(bytes), tag, mhandle, request) }
 }
 
@@ -325,12 +326,13 @@ unsafe extern "C" fn isend_v10(
     _phandle: P,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as promised to this function.
+    // SAFETY: NCCL gives an open comm, data that stays readable, and room for the request.
     unsafe { isend(comm, data, Ok(bytes), tag, mhandle, request) }
 }
 
 /// # Safety
-/// As for [`write_request`], and the buffer is exclusively this request's until it is done or the comm closed.
+/// The promises of [`comm_at`] and [`write_request`] hold, and no other code uses the buffer until the request is
+/// done or the comm is closed.
 unsafe fn irecv(
     comm: P,
     n: c_int,
@@ -344,10 +346,10 @@ unsafe fn irecv(
             )));
         }
         let (data, bytes, mhandle) = buffer();
-        // SAFETY: by the caller's promise. What the request holds before (whether it may end early) is a permission
-        // that is not used.
+        // SAFETY: the caller promises an open comm and a buffer. The request's value on entry permits an early end,
+        // which is not used.
         let posted = unsafe { comm_at(comm) }?.irecv(data.cast(), bytes?, mhandle as Memory)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the request.
         unsafe { write_request(request, posted) };
         Ok(())
     })
@@ -356,7 +358,7 @@ unsafe fn irecv(
 /// # Safety
 /// `mhandles` is null or an array of at least one element.
 unsafe fn first(mhandles: PP) -> P {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null or an array.
     unsafe { mhandles.as_ref() }.copied().unwrap_or(ptr::null_mut())
 }
 
@@ -369,7 +371,7 @@ unsafe extern "C" fn irecv_v5(
     mhandles: PP,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as promised to this function; the arrays have n elements, and n is 1 where they are read.
+    // SAFETY: NCCL gives an open comm and arrays of n elements, and n is 1 where they are read.
     unsafe { irecv(comm, n, || (*data, size(*sizes), first(mhandles)), request) }
 }
 
@@ -382,7 +384,7 @@ unsafe extern "C" fn irecv_v9(
     mhandles: PP,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as above.
+    // SAFETY: NCCL gives an open comm and arrays of n elements, and n is 1 where they are read.
     unsafe { irecv(comm, n, || (*data, Ok(*sizes), first(mhandles)), request) }
 }
 
@@ -396,7 +398,7 @@ unsafe extern "C" fn irecv_v10(
     _phandles: PP,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as above.
+    // SAFETY: NCCL gives an open comm and arrays of n elements, and n is 1 where they are read.
     unsafe { irecv(comm, n, || (*data, Ok(*sizes), first(mhandles)), request) }
 }
 
@@ -408,7 +410,7 @@ unsafe extern "C" fn iflush_v5(
     _mhandles: PP,
     request: PP,
 ) -> ResultCode {
-    // SAFETY: as above.
+    // SAFETY: NCCL gives room for the request.
     unsafe { write_request(request, None) };
     ResultCode::SUCCESS
 }
@@ -417,12 +419,12 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
     // SAFETY: NCCL gives room for the answer, which must be written on every path.
     unsafe { done.write(0) };
     guarded(|| {
-        // SAFETY: null, or a request of an open comm.
+        // SAFETY: the pointer is null, or a request of an open comm.
         let request = unsafe { request.cast::<Request>().as_ref() };
         let request = request.ok_or_else(|| Fault::usage("test was called without a request"))?;
-        // SAFETY: as above.
+        // SAFETY: the comm of the request is open.
         let Some(bytes) = (unsafe { request.test() })? else { return Ok(()) };
-        // SAFETY: room for the answer, and, unless null, for at least one size.
+        // SAFETY: NCCL gives room for the answer, and, unless null, for at least one size.
         unsafe {
             done.write(1);
             if !sizes.is_null() {
@@ -438,7 +440,7 @@ unsafe extern "C" fn close(comm: P) -> ResultCode {
     guarded(|| {
         attempt::sweep();
         if !comm.is_null() {
-            // SAFETY: a comm of this plugin, which NCCL does not use any more.
+            // SAFETY: the comm is one of this plugin, and NCCL does not use it any more.
             drop(unsafe { Box::from_raw(comm.cast::<Comm>()) });
         }
         Ok(())
@@ -449,7 +451,7 @@ unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
     guarded(|| {
         attempt::sweep();
         if !listen_comm.is_null() {
-            // SAFETY: a listener of this plugin, which NCCL does not use any more.
+            // SAFETY: the listener is one of this plugin, and NCCL does not use it any more.
             drop(unsafe { Box::from_raw(listen_comm.cast::<ListenComm>()) });
         }
         Ok(())
@@ -459,11 +461,11 @@ unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
 /// Exports a table: the functions that all versions share, and those of this version.
 macro_rules! export {
     ($($symbol:ident $table:ident { $($slot:ident: $function:ident),+ $(,)? })+) => {$(
-        /// The symbol that NCCL looks up.
+        /// The table of this version under the symbol that NCCL looks up.
         #[unsafe(no_mangle)]
         #[allow(non_upper_case_globals)]
         #[allow(clippy::needless_update, reason = "the oldest tables have no slot that stays empty")]
-        // SAFETY: the name is a literal; the functions lock or check what they share.
+        // SAFETY: the name is a literal; the functions lock or check the state that they share.
         pub static $symbol: Exported<$table> = unsafe {
             Exported::new($table {
                 name: c"ferrywire".as_ptr(),

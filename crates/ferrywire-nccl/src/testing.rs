@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_net::{Conn, ConnOptions, IoVec, PathHealth, Transport};
 
-/// Longer than any step takes on a working machine.
+/// Time after which a step of a test counts as hung; longer than any step takes on a working machine.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 
 /// Calls `call` until it returns a value.
@@ -23,7 +23,7 @@ pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Connections of a comm, or their far ends.
+/// The near or the far ends of a comm's connections.
 pub type Ends = Vec<Box<dyn Conn>>;
 
 /// The near and far ends of connections over loopback.
@@ -37,7 +37,7 @@ pub fn connections(count: usize) -> (Ends, Ends) {
     (0..count).map(connect).unzip()
 }
 
-/// Sends all bytes.
+/// Sends all bytes over a connection.
 pub fn send(conn: &mut dyn Conn, bytes: &[u8]) {
     assert_eq!(send_some(conn, bytes).unwrap(), bytes.len());
 }
@@ -57,7 +57,7 @@ pub fn send_some(conn: &mut dyn Conn, bytes: &[u8]) -> io::Result<usize> {
     Ok(sent)
 }
 
-/// The bytes that have arrived now.
+/// The bytes that have arrived by now.
 pub fn drained(conn: &mut dyn Conn) -> Vec<u8> {
     let mut room = vec![0; 1 << 20];
     let rest = [IoVec::new(room.as_mut_ptr(), room.len())];
@@ -67,7 +67,7 @@ pub fn drained(conn: &mut dyn Conn) -> Vec<u8> {
     room
 }
 
-/// All bytes until the far end closes.
+/// All bytes that arrive until the far end closes.
 pub fn received(conn: &mut dyn Conn) -> Vec<u8> {
     let (mut all, mut room) = (Vec::new(), vec![0; 1 << 20]);
     loop {
@@ -93,7 +93,7 @@ pub fn has_arrived(conn: &mut dyn Conn) {
     let fd = conn.fd().unwrap();
     until("an acknowledgement", || {
         let mut unacknowledged: libc::c_int = 0;
-        // SAFETY: the kernel writes one number.
+        // SAFETY: the kernel writes one number into a variable.
         assert_eq!(unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &mut unacknowledged) }, 0);
         (unacknowledged == 0).then_some(())
     });
@@ -116,7 +116,7 @@ pub struct Panics(pub Box<dyn Conn>);
 
 impl Conn for Panics {
     unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller promises that the pieces are readable.
         unsafe { self.0.send(pieces) }
     }
 

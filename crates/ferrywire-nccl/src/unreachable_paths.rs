@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::comm::locked;
 use crate::pairs::Pair;
 
-/// How long new comms leave a pair out.
+/// Time for which new comms leave an unreachable pair out.
 pub const LEFT_OUT_FOR: Duration = Duration::from_secs(60);
 /// Most pairs that are noted; each comm detects further ones itself.
 const NOTED_MAX: usize = 4096;
@@ -24,7 +24,7 @@ static NOTED: LazyLock<Mutex<Noted>> = LazyLock::new(Mutex::default);
 #[derive(Default)]
 struct Noted(HashMap<(IpAddr, IpAddr), Instant>);
 
-/// Notes that the peer was unreachable over this pair.
+/// Notes that the peer was unreachable over this pair of NICs.
 pub fn note(pair: &Pair) {
     locked(&NOTED).note(pair, Instant::now());
 }
@@ -34,7 +34,7 @@ pub fn has(pair: &Pair) -> bool {
     locked(&NOTED).has(pair, Instant::now())
 }
 
-/// Forgets pairs that are tried again.
+/// Forgets noted pairs, because they are tried again.
 pub fn forget(pairs: &[Pair]) {
     let mut noted = locked(&NOTED);
     for pair in pairs {
@@ -42,8 +42,8 @@ pub fn forget(pairs: &[Pair]) {
     }
 }
 
-/// Splits pairs into those to dial and the spares, which are needed only if none of the first works. If all are noted,
-/// all are dialled.
+/// Splits pairs into those to dial and the spares, which are dialled only if none of the first works. If all pairs
+/// are noted, all are dialled.
 pub fn part(pairs: Vec<Pair>) -> (Vec<Pair>, Vec<Pair>) {
     let (spare, hopeful): (Vec<_>, Vec<_>) = pairs.into_iter().partition(has);
     if hopeful.is_empty() {

@@ -6,7 +6,8 @@
 //!
 //! A sender's life: empty -> piece in flight -> empty | failed. A receiver's life: header in flight -> payload in
 //! flight -> header in flight | waits for a receive that is not posted yet | ended | failed.
-//! Invariant: memory of a request is touched only while the connection is in its place; closing takes it out.
+//! Invariant: memory of a request is touched only while the connection is in its sender or receiver; closing takes
+//! the connection out.
 
 use std::io;
 use std::time::Duration;
@@ -20,19 +21,19 @@ use crate::metrics::Connected;
 use crate::receiving::Receiving;
 use crate::sending::Sending;
 
-/// How often a sender without room checks whether its path is alive. The check starts anew if it is made less often
-/// than twice a second.
+/// Interval at which a sender without room checks whether its path is alive. The check starts anew if it is made
+/// less often than twice a second.
 pub const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
-/// A path without any acknowledgement for this long is given up. NCCL cannot continue after an error, so the restart of
-/// a switch should not cause one.
+/// Time without any acknowledgement after which a path is given up. NCCL cannot continue after an error, so the
+/// restart of a switch should not cause one.
 const SILENT_MAX: Duration = Duration::from_secs(60);
 
-/// Most bytes that one turn receives on a socket before others have their turn.
+/// Most bytes that one turn receives on a socket, before the next socket has its turn.
 const RECEIVE_BYTES_PER_TURN: usize = 1 << 20;
 /// Most pieces that one turn sends on a socket.
 const PIECES_PER_TURN: usize = 2;
 
-/// The result of a turn.
+/// The result of a turn on a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
     /// More can be done immediately.
@@ -43,16 +44,16 @@ pub enum Turn {
     Blocked,
     /// A piece belongs to this receive, which is not posted yet.
     Waits(u64),
-    /// The peer has ended its stream between messages; or the stream has failed, which the comm knows.
+    /// The peer has ended its stream between messages; or the stream has failed, which is recorded in the comm.
     Over,
 }
 
-/// A part of an outgoing message.
+/// A part of an outgoing message that one socket sends.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     /// The header for the receiver.
     pub header: Header,
-    /// The first byte of this part.
+    /// Address of the piece's first byte.
     pub data: *mut u8,
 }
 
@@ -63,7 +64,7 @@ pub struct Sender {
     conn: Box<dyn Conn>,
     name: LinkName,
     piece: Option<(Piece, [u8; HEADER_BYTES])>,
-    /// Bytes of header and payload that the kernel has.
+    /// Number of bytes of header and payload that the kernel has.
     sent: usize,
 }
 
@@ -81,12 +82,12 @@ impl Sender {
         self.conn.as_mut()
     }
 
-    /// Whether a piece is in flight.
+    /// Whether a piece is in flight on this socket.
     pub fn is_busy(&self) -> bool {
         self.piece.is_some()
     }
 
-    /// The fault of a silent path, if it is given up; to be called regularly while there is no room.
+    /// The fault of a silent path, if it is given up; to be called regularly while the socket has no room.
     pub fn silence(&mut self) -> Option<Fault> {
         let path = self.conn.health();
         let given_up = path.is_dead() && path.silent_for >= SILENT_MAX;
@@ -96,13 +97,15 @@ impl Sender {
         })
     }
 
-    /// Ends the connection: memory of the piece in flight is not touched any more; the kernel still sends what it has.
+    /// Ends the connection: the piece's memory is not touched any more, and the kernel still sends the bytes that
+    /// it has.
     pub fn stop(&mut self) {
         self.piece = None;
         self.conn.shutdown();
     }
 
-    /// Sends pieces from `next` until there is none, there is no room, or other sockets should have their turn.
+    /// Sends pieces from `next` until there is none, the socket has no room, or other sockets should have their
+    /// turn.
     pub fn turn(&mut self, comm: &Sending, mut next: impl FnMut() -> Option<Piece>) -> Turn {
         for _ in 0..PIECES_PER_TURN {
             if self.piece.is_none() {
@@ -123,12 +126,12 @@ impl Sender {
         Turn::More
     }
 
-    /// Continues with the piece in flight; returns it once it is sent, `None` if there is no room.
+    /// Continues with the piece in flight; returns it once all of it is sent, `None` while the socket has no room.
     fn send(&mut self) -> io::Result<Option<Piece>> {
         while let Some((piece, header)) = &mut self.piece {
             let payload_bytes = piece.header.bytes as usize;
             if self.sent == HEADER_BYTES + payload_bytes {
-                // A piece that is done may be the last one before NCCL closes the comm.
+                // A finished piece may be the last one before NCCL closes the comm.
                 match self.conn.flush() {
                     Ok(()) => {}
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
@@ -161,7 +164,7 @@ impl Sender {
         Ok(None)
     }
 
-    /// Checks for the peer's end: the peer sends nothing else on this socket.
+    /// Checks whether the peer has ended its stream, since it sends no data on this socket.
     pub fn check_end(&mut self, comm: &Sending) -> Turn {
         let mut byte = 0;
         // SAFETY: the byte is a local variable.
@@ -201,7 +204,8 @@ struct Payload {
     left_bytes: usize,
 }
 
-// SAFETY: as for Sender; NCCL's memory may be written by whichever thread holds this.
+// SAFETY: the pointer is to memory that NCCL keeps until the request is done or the comm is closed, and that any
+// thread may write.
 unsafe impl Send for Receiver {}
 
 impl Receiver {
@@ -215,7 +219,7 @@ impl Receiver {
         self.conn.as_mut()
     }
 
-    /// Whether a payload is in flight.
+    /// Whether the payload of a piece is in flight on this socket.
     pub fn is_busy(&self) -> bool {
         self.payload.is_some()
     }
@@ -227,7 +231,7 @@ impl Receiver {
         self.conn.shutdown();
     }
 
-    /// Receives what has arrived, until nothing is left or others should have their turn.
+    /// Receives the bytes that have arrived, until none is left or other sockets should have their turn.
     pub fn turn(&mut self, comm: &Receiving) -> Turn {
         let mut received = 0;
         while received < RECEIVE_BYTES_PER_TURN {
@@ -254,8 +258,8 @@ impl Receiver {
             received += bytes;
             self.channel.received(bytes);
             self.arrived(comm, bytes);
-            // A short read: nothing more has arrived, which another call would only confirm.
-            // A record that does not open is reported by the next call.
+            // After a short read nothing more has arrived, which another call would only confirm. A record that
+            // does not open is reported by the next call.
             if bytes < wanted && self.head_bytes < HEADER_BYTES && !self.conn.has_received() {
                 return Turn::Idle;
             }
@@ -267,7 +271,7 @@ impl Receiver {
     /// Returns the number of bytes received and the number asked for.
     ///
     /// # Errors
-    /// The connection's.
+    /// The connection's error.
     fn receive(&mut self) -> io::Result<(usize, usize)> {
         let (next, payload_bytes) = self
             .payload
@@ -285,7 +289,7 @@ impl Receiver {
     fn arrived(&mut self, comm: &Receiving, mut bytes: usize) {
         if let Some(payload) = &mut self.payload {
             let here = bytes.min(payload.left_bytes);
-            // SAFETY: within the piece.
+            // SAFETY: `here` is within the piece.
             payload.next = unsafe { payload.next.add(here) };
             payload.left_bytes -= here;
             bytes -= here;
@@ -297,8 +301,8 @@ impl Receiver {
         self.head_bytes += bytes;
     }
 
-    /// Finds the memory of the piece whose header has arrived; returns the message to wait for, if its receive is not
-    /// posted yet.
+    /// Finds the memory of the piece whose header has arrived; returns the number of the message whose receive is
+    /// awaited, if it is not posted yet.
     fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
         let header = Header::from_bytes(&self.header)
             .ok_or_else(|| Fault::remote(format_args!("{} sent a malformed message", self.name)))?;
@@ -314,7 +318,7 @@ impl Receiver {
         Ok(None)
     }
 
-    /// The stream has ended, in order or within a message.
+    /// Handles the end of the stream, in order or within a message.
     fn end(&mut self, comm: &Receiving) -> Turn {
         if self.payload.is_some() || self.head_bytes > 0 {
             self.channel.lost();
@@ -326,7 +330,7 @@ impl Receiver {
         Turn::Over
     }
 
-    /// The stream brings nothing more, and the message in flight stays without a part.
+    /// Handles a stream that ends early: the message in flight stays without a part.
     fn breaks(&mut self, comm: &Receiving, fault: Fault) -> Turn {
         let placed = self.payload.take().map(|payload| payload.message);
         let met = || (self.head_bytes == HEADER_BYTES).then(|| Header::from_bytes(&self.header)).flatten();

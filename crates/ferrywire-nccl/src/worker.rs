@@ -24,7 +24,8 @@ use crate::pool::{Command, NO_MESSAGE, Side, Wire, Worker};
 use crate::settings::settings;
 use crate::wire::{HEALTH_INTERVAL, Turn};
 
-/// Pause between two polls beyond which other threads are taken to need the core: polling then costs more than a wake-up.
+/// Pause between two polls beyond which other threads seem to need the core: polling then costs more than a
+/// wake-up.
 const YIELD_MAX: Duration = Duration::from_micros(200);
 /// Time after a pause of more than [`YIELD_MAX`] in which the worker sleeps without polling first.
 const CROWDED_FOR: Duration = Duration::from_millis(20);
@@ -37,12 +38,12 @@ const PANIC_PAUSE: Duration = Duration::from_millis(1);
 pub struct Loop {
     worker: Arc<Worker>,
     wires: HashMap<u64, Seat>,
-    /// Commands that were taken and not executed yet.
+    /// Commands that were taken from the queue and not executed yet.
     orders: VecDeque<Command>,
-    /// Wires that have work now.
+    /// Tokens of the wires that have work now.
     runnable: Vec<u64>,
     health_asked: Instant,
-    /// The wire that is being handled.
+    /// Token of the wire that is being handled.
     about: Option<u64>,
 }
 
@@ -50,9 +51,10 @@ pub struct Loop {
 struct Seat {
     wire: Arc<Wire>,
     interest: Interest,
-    /// The poller does not have the wire, because its events would only repeat.
+    /// Whether the wire is removed from the poller, because its events would only repeat.
     parked: bool,
-    /// Whether the wire is in `runnable`, at most once: a second turn would meet the decisions of the first.
+    /// Whether the wire is in `runnable`, which has it at most once: a second turn would repeat the decisions of
+    /// the first.
     queued: bool,
     over: bool,
 }
@@ -70,7 +72,7 @@ impl Loop {
         }
     }
 
-    /// Runs for as long as the process lives.
+    /// Runs the worker for as long as the process lives.
     pub fn run(mut self) {
         loop {
             if catch_unwind(AssertUnwindSafe(|| self.serve())).is_err() {
@@ -88,7 +90,8 @@ impl Loop {
         loop {
             self.about = None;
             let mut worked = self.run_commands();
-            // Work that a command has just added is done before the kernel is polled, but not without limit.
+            // Work that a command has just added is done before the kernel is polled, but only a limited number of
+            // times.
             if worked && !self.runnable.is_empty() && unasked < TURNS_UNASKED_MAX {
                 unasked += 1;
             } else {
@@ -116,8 +119,8 @@ impl Loop {
         }
     }
 
-    /// After a panic: ends the comm that was being handled, or all comms if it is not known. All other wires get a
-    /// turn, so that none waits for a lost one.
+    /// Cleans up after a panic: ends the comm that was being handled, or all comms if it is not known. All other
+    /// wires get a turn, so that none waits for a turn that was lost.
     fn recover(&mut self) {
         thread::sleep(PANIC_PAUSE);
         let about = self.about.take();
@@ -135,7 +138,7 @@ impl Loop {
         }
     }
 
-    /// Polls for events, or sleeps until there are some; returns whether it slept.
+    /// Polls for events, or sleeps until there are some; returns whether the thread slept.
     fn wait(&mut self, events: &mut Vec<Event>, may_sleep: bool) -> bool {
         self.about = None;
         let worker = self.worker.as_ref();
@@ -229,7 +232,7 @@ impl Loop {
                 if waits_for.load(Ordering::SeqCst) == NO_MESSAGE {
                     seat.queue(&mut self.runnable);
                 } else if broken {
-                    // The bytes in the kernel are received once there is a receive.
+                    // The bytes stay in the kernel until their receive is posted.
                     seat.park();
                 }
             }
@@ -252,12 +255,12 @@ impl Seat {
         Seat { wire, interest: Interest::READ, parked: false, queued: false, over: false }
     }
 
-    /// Whether the wire waits for room to send.
+    /// Whether the wire waits for room in its socket.
     fn is_blocked(&self) -> bool {
         self.interest.write && !self.over
     }
 
-    /// Queues a turn.
+    /// Queues a turn for the wire.
     fn queue(&mut self, runnable: &mut Vec<u64>) {
         if !self.queued {
             self.queued = true;
@@ -265,7 +268,7 @@ impl Seat {
         }
     }
 
-    /// Moves what can be moved; returns whether more can be done immediately.
+    /// Moves as much as can be moved on the wire; returns whether more can be done immediately.
     fn turn(&mut self) -> bool {
         let wire = self.wire.clone();
         if wire.failed() {
@@ -333,7 +336,7 @@ impl Seat {
             }
         });
         if let Some(Err(e)) = waits {
-            wire.fail(Fault::system("waiting for a connection", &e));
+            wire.fail(Fault::system("cannot wait for a connection", &e));
         }
     }
 
@@ -343,7 +346,7 @@ impl Seat {
         let _ = self.wire.with_fd(|fd| self.wire.worker.poller.remove(fd));
     }
 
-    /// Drops the wire: it has no more work.
+    /// Drops the wire, which has no more work.
     fn leave(&mut self) {
         self.over = true;
         self.park();
