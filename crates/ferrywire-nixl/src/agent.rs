@@ -28,7 +28,7 @@ use crate::transfer::{Context, Descriptor, Operation, Transfer, Transfers};
 
 /// Size in bytes of a secret that an agent generates.
 const SECRET_BYTES: usize = 32;
-/// How long an agent that is destroyed waits until its sent messages have arrived.
+/// Longest time for which an agent that is destroyed waits until its sent messages have arrived.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest sleep of the service thread without an event.
 const IDLE: Duration = Duration::from_secs(600);
@@ -38,7 +38,7 @@ static ASKED: AtomicUsize = AtomicUsize::new(0);
 
 pub struct Agent {
     shared: Arc<Shared>,
-    /// The serialized [`ConnectionInfo`].
+    /// The agent's [`ConnectionInfo`], serialized.
     info: Vec<u8>,
     has_gpus: bool,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -65,7 +65,7 @@ impl Agent {
     /// Opens the agent's endpoint with NIXL's parameters of the backend.
     ///
     /// # Errors
-    /// One line that says what failed.
+    /// One line of text that says what failed.
     pub fn new(name: &str, backend: &str, parameters: &[(String, String)]) -> Result<Agent, String> {
         if name.len() > notification::NAME_BYTES_MAX {
             return Err(format!(
@@ -116,7 +116,7 @@ impl Agent {
             let _end = EndOfService(&of_thread);
             of_thread.run();
         });
-        let thread = thread.map_err(|error| format!("cannot start a thread: {error}"))?;
+        let thread = thread.map_err(|error| format!("cannot start the agent's service thread: {error}"))?;
         Ok(Agent { shared, info: info.to_bytes(), has_gpus, thread: Mutex::new(Some(thread)) })
     }
 
@@ -133,7 +133,7 @@ impl Agent {
     /// # Safety
     /// The memory stays allocated until it is deregistered.
     pub unsafe fn register(&self, address: u64, bytes: u64, kind: u32) -> Result<Memory, Status> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the memory stays allocated.
         let region = unsafe { self.shared.endpoint.register_raw(address as *mut u8, bytes as usize) };
         let region = region.map_err(|error| {
             tracing::warn!(%error, "cannot register {bytes} bytes at {address:#x}");
@@ -141,7 +141,7 @@ impl Agent {
         })?;
         if bytes > 0 && !is_of_kind(region.location(), kind) {
             tracing::warn!(
-                "cannot register {bytes} bytes at {address:#x}: NIXL names another kind than {}",
+                "cannot register {bytes} bytes at {address:#x}: it is {}, not the kind that NIXL names",
                 region.location()
             );
             return Err(Status::INVALID_PARAMETER);
@@ -151,7 +151,7 @@ impl Agent {
 
     pub fn deregister(&self, memory: &Memory) -> Status {
         let Memory::Local { region, .. } = memory else { return Status::INVALID_PARAMETER };
-        // Cancelled transfers end immediately, whatever their peers do.
+        // Cancelled transfers end immediately, whatever state their peers are in.
         self.shared.transfers.cancel_those_of(memory);
         match region.clone().deregister() {
             Ok(()) => Status::SUCCESS,
@@ -168,7 +168,7 @@ impl Agent {
     /// Bytes that another version of ferrywire made, or that belong to another agent.
     pub fn load_remote(&self, peer: &str, blob: &[u8]) -> Result<Memory, Status> {
         let memory = Memory::from_public_data(blob).map_err(|why| {
-            tracing::warn!(agent = peer, "registration of the remote agent is unusable: {why}");
+            tracing::warn!(agent = peer, "cannot use a registration of the remote agent: {why}");
             Status::MISMATCH
         })?;
         match (&memory, self.shared.remote(peer)) {
@@ -249,11 +249,11 @@ impl Agent {
     ) -> Result<Arc<Transfer>, Status> {
         let sender = self.shared.sender.clone();
         if peer == self.shared.name {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the metadata is null or live.
             return unsafe { Transfer::within(operation, local, remote, sender) }.map(Arc::new);
         }
         let known = self.shared.remote(peer).ok_or(Status::NOT_FOUND)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the metadata is null or live.
         let transfer = Arc::new(unsafe { Transfer::with_remote(operation, local, remote, known, sender) }?);
         self.shared.transfers.add(&transfer);
         Ok(transfer)
@@ -313,12 +313,12 @@ impl Drop for Agent {
         let shared = &self.shared;
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         if shared.process != std::process::id() {
-            // The forked child leaves the parent's thread and connections alone.
+            // The forked child does not touch the parent's thread and connections.
             return std::mem::forget((thread, self.shared.clone()));
         }
         shared.ending.store(true, Ordering::SeqCst);
         shared.wakeup.wake();
-        // The thread has received the order to end; a panic has been logged already.
+        // The thread has been told to end; a panic has been logged already.
         thread.into_iter().for_each(|thread| drop(thread.join()));
         if let Err(error) = shared.endpoint.close(CLOSING_TIMEOUT) {
             tracing::info!(%error, "remote agent ended before all its data arrived");
@@ -329,7 +329,7 @@ impl Drop for Agent {
     }
 }
 
-/// Fails everything that waits for a connection if the service thread ends before its agent does.
+/// Fails all operations that wait for a connection if the service thread ends before its agent does.
 struct EndOfService<'a>(&'a Shared);
 
 impl Drop for EndOfService<'_> {
@@ -370,7 +370,7 @@ impl Shared {
             let dialing = remotes.iter().filter(|remote| advance(remote)).count() > 0;
             self.endpoint.arm(&self.wakeup);
             if let Err(error) = self.wakeup.wait(if dialing { Dialing::PAUSE } else { IDLE }) {
-                tracing::error!(%error, "polling for connections failed");
+                tracing::error!(%error, "cannot poll for connections of remote agents");
                 return;
             }
         }

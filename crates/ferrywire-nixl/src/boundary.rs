@@ -92,7 +92,7 @@ static CORE: Core = Core {
     version: MARK.split_at(MARK_NAME.len()).1.as_ptr().cast(),
 };
 
-/// Marks the file, followed by the version: `ferrywire nixl` recognizes this library by it.
+/// Text that marks the file, followed by the version: `ferrywire nixl` recognizes this library by it.
 const MARK_NAME: &str = "ferrywire NIXL backend ";
 const MARK: &str = concat!("ferrywire NIXL backend ", env!("CARGO_PKG_VERSION"), "\0");
 
@@ -123,7 +123,7 @@ pub extern "C" fn nixl_plugin_fini() {}
 /// Checks the version of NIXL's library: before 1.0 it calls other virtual functions under one API version.
 fn library_fits() -> Result<(), &'static str> {
     const OF_1_0: *const c_char = c"_ZNK9nixlAgent14releaseMemViewEPv".as_ptr();
-    // SAFETY: strings that end in NUL, and a library that is only looked up where it is already loaded. The library
+    // SAFETY: the strings end in NUL, and the library is only looked up where it is already loaded. The library
     // stays loaded, because the caller of this function is in it.
     unsafe {
         if !libc::dlsym(libc::RTLD_DEFAULT, OF_1_0).is_null() {
@@ -160,7 +160,7 @@ impl Bytes {
         if self.data.is_null() || self.size == 0 {
             &[]
         } else {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the bytes are valid.
             unsafe { std::slice::from_raw_parts(self.data, self.size) }
         }
     }
@@ -170,7 +170,7 @@ impl Bytes {
     /// # Safety
     /// The bytes are valid for as long as the text is used, or the length is 0.
     unsafe fn text<'a>(self) -> std::borrow::Cow<'a, str> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the bytes are valid.
         String::from_utf8_lossy(unsafe { self.slice() })
     }
 
@@ -182,7 +182,7 @@ impl Bytes {
 /// # Safety
 /// The pointer came from [`create`] and was not destroyed.
 unsafe fn agent<'a>(pointer: *const c_void) -> &'a Agent {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises a pointer to a live agent.
     unsafe { &*pointer.cast::<Agent>() }
 }
 
@@ -192,13 +192,13 @@ unsafe fn array<'a, T>(items: *const T, count: usize) -> &'a [T] {
     if items.is_null() || count == 0 {
         &[]
     } else {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the items exist.
         unsafe { std::slice::from_raw_parts(items, count) }
     }
 }
 
 /// # Safety
-/// As `core.h` requires; this holds for all functions of the table.
+/// The arguments are those that `core.h` requires; this holds for all functions of the table.
 unsafe extern "C" fn create(
     name: Bytes,
     backend: Bytes,
@@ -210,7 +210,7 @@ unsafe extern "C" fn create(
         let (name, backend) = unsafe { (name.text(), backend.text()) };
         // SAFETY: the array and the strings in it live during the call.
         let parameters = unsafe { array(parameters, count) }.iter();
-        // SAFETY: as above.
+        // SAFETY: the strings in the array live during the call.
         let text = |bytes: Bytes| unsafe { bytes.text() }.into_owned();
         let parameters: Vec<_> = parameters.map(|each| (text(each.key), text(each.value))).collect();
         match Agent::new(&name, &backend, &parameters) {
@@ -225,13 +225,13 @@ unsafe extern "C" fn create(
 
 unsafe extern "C" fn destroy(pointer: *mut c_void) {
     guarded((), || {
-        // SAFETY: made by `create`, and the last use.
+        // SAFETY: the agent was made by `create`, and this is its last use.
         drop(unsafe { Box::from_raw(pointer.cast::<Agent>()) });
     });
 }
 
 unsafe extern "C" fn has_gpus(pointer: *const c_void) -> bool {
-    // SAFETY: an agent that lives.
+    // SAFETY: the pointer is that of a live agent.
     guarded(false, || unsafe { agent(pointer) }.has_gpus())
 }
 
@@ -247,7 +247,7 @@ unsafe extern "C" fn register_memory(
         // SAFETY: NIXL's user keeps the memory until it is deregistered.
         match unsafe { agent(pointer).register(address, bytes as u64, kind) } {
             Ok(registered) => {
-                // SAFETY: a variable of the shim.
+                // SAFETY: the pointer is to a variable of the shim.
                 unsafe { memory.write(Arc::into_raw(Arc::new(registered))) };
                 Status::SUCCESS
             }
@@ -257,24 +257,24 @@ unsafe extern "C" fn register_memory(
 }
 
 unsafe extern "C" fn deregister_memory(pointer: *const c_void, memory: *const Memory) -> Status {
-    // SAFETY: an agent that lives, and a reference that the shim holds.
+    // SAFETY: the agent is live, and the shim holds a reference to the memory.
     status(|| unsafe { agent(pointer).deregister(&*memory) })
 }
 
 unsafe extern "C" fn clone_memory(memory: *const Memory) -> *const Memory {
-    // SAFETY: a reference that the shim holds.
+    // SAFETY: the shim holds a reference to the memory.
     unsafe { Arc::increment_strong_count(memory) };
     memory
 }
 
 unsafe extern "C" fn drop_memory(memory: *const Memory) {
-    // SAFETY: the shim gives up its reference.
+    // SAFETY: the shim gives up its reference to the memory.
     guarded((), || drop(unsafe { Arc::from_raw(memory) }));
 }
 
 unsafe extern "C" fn public_data(memory: *const Memory, into: *mut c_void, put: PutBytes) -> Status {
     status(|| {
-        // SAFETY: a reference that the shim holds.
+        // SAFETY: the shim holds a reference to the memory.
         let data = unsafe { &*memory }.public_data();
         if put(into, Bytes::of(&data)) { Status::SUCCESS } else { Status::BACKEND }
     })
@@ -287,10 +287,10 @@ unsafe extern "C" fn load_remote(
     memory: *mut *const Memory,
 ) -> Status {
     status(|| {
-        // SAFETY: an agent and strings that live during the call.
+        // SAFETY: the agent and the strings live during the call.
         match unsafe { agent(pointer).load_remote(&peer.text(), blob.slice()) } {
             Ok(loaded) => {
-                // SAFETY: a variable of the shim.
+                // SAFETY: the pointer is to a variable of the shim.
                 unsafe { memory.write(Arc::into_raw(Arc::new(loaded))) };
                 Status::SUCCESS
             }
@@ -301,24 +301,24 @@ unsafe extern "C" fn load_remote(
 
 unsafe extern "C" fn connection_info(pointer: *const c_void, into: *mut c_void, put: PutBytes) -> Status {
     status(|| {
-        // SAFETY: an agent that lives.
+        // SAFETY: the pointer is that of a live agent.
         let info = unsafe { agent(pointer) }.connection_info();
         if put(into, Bytes::of(info)) { Status::SUCCESS } else { Status::BACKEND }
     })
 }
 
 unsafe extern "C" fn load_connection_info(pointer: *const c_void, peer: Bytes, info: Bytes) -> Status {
-    // SAFETY: an agent and strings that live during the call.
+    // SAFETY: the agent and the strings live during the call.
     status(|| unsafe { agent(pointer).load_connection_info(&peer.text(), info.slice()) })
 }
 
 unsafe extern "C" fn connect(pointer: *const c_void, peer: Bytes) -> Status {
-    // SAFETY: an agent and strings that live during the call.
+    // SAFETY: the agent and the strings live during the call.
     status(|| unsafe { agent(pointer).connect(&peer.text()) })
 }
 
 unsafe extern "C" fn disconnect(pointer: *const c_void, peer: Bytes) -> Status {
-    // SAFETY: an agent and strings that live during the call.
+    // SAFETY: the agent and the strings live during the call.
     status(|| unsafe { agent(pointer).disconnect(&peer.text()) })
 }
 
@@ -345,7 +345,7 @@ unsafe extern "C" fn prepare(
         };
         match prepared {
             Ok(prepared) => {
-                // SAFETY: a variable of the shim.
+                // SAFETY: the pointer is to a variable of the shim.
                 unsafe { transfer.write(Arc::into_raw(prepared)) };
                 Status::SUCCESS
             }
@@ -360,26 +360,26 @@ unsafe extern "C" fn post(
     notification: *const Bytes,
 ) -> Status {
     status(|| {
-        // SAFETY: null, or a string that lives during the call.
+        // SAFETY: the pointer is null, or to a string that lives during the call.
         let message = unsafe { notification.as_ref().map(|bytes| bytes.slice().to_vec()) };
-        // SAFETY: a reference that the shim keeps; the count is raised for this one.
+        // SAFETY: the shim keeps a reference to the transfer; the count is raised for this one.
         let transfer = unsafe {
             Arc::increment_strong_count(transfer);
             Arc::from_raw(transfer)
         };
-        // SAFETY: an agent that lives.
+        // SAFETY: the pointer is that of a live agent.
         unsafe { agent(pointer) }.post(&transfer, message)
     })
 }
 
 unsafe extern "C" fn check(pointer: *const c_void, transfer: *const Transfer) -> Status {
-    // SAFETY: an agent that lives, and a reference that the shim holds.
+    // SAFETY: the agent is live, and the shim holds a reference to the transfer.
     status(|| unsafe { agent(pointer).check(&*transfer) })
 }
 
 unsafe extern "C" fn release(transfer: *const Transfer) {
     guarded((), || {
-        // SAFETY: the shim gives up its reference.
+        // SAFETY: the shim gives up its reference to the transfer.
         let transfer = unsafe { Arc::from_raw(transfer) };
         transfer.release();
     });
@@ -391,14 +391,14 @@ unsafe extern "C" fn notifications(
     put: PutNotification,
 ) -> Status {
     status(|| {
-        // SAFETY: an agent that lives.
+        // SAFETY: the pointer is that of a live agent.
         let agent = unsafe { agent(pointer) };
         agent.notifications(|(sender, message)| put(into, Bytes::of(sender), Bytes::of(message)))
     })
 }
 
 unsafe extern "C" fn notify(pointer: *const c_void, peer: Bytes, message: Bytes) -> Status {
-    // SAFETY: an agent and strings that live during the call.
+    // SAFETY: the agent and the strings live during the call.
     status(|| unsafe { agent(pointer).notify(&peer.text(), message.slice()) })
 }
 
@@ -410,5 +410,5 @@ unsafe extern "C" fn options(into: *mut c_void, put: PutNotification) {
     });
 }
 
-// The layouts of `core.h`.
+// The sizes of the structures in `core.h`.
 const _: () = assert!(size_of::<Descriptor>() == 32 && size_of::<Bytes>() == 16 && size_of::<Status>() == 4);

@@ -4,16 +4,16 @@
 //!   magic 8 │ identity 16 │ secret: length 1, bytes │ addresses: count 1, each: length 1, text
 //! ```
 //!
-//! Invariant: the bytes are not trusted: they are of this version and complete, or an error.
+//! Invariant: the bytes are not trusted: if they are not complete and of this version, parsing returns an error.
 //! Read next: `remote.rs`, which connects.
 
 use std::net::SocketAddr;
 
 use ferrywire::{Identity, limits};
 
-/// The last byte is the version.
+/// First bytes of connection information; the last byte is the version.
 const MAGIC: [u8; 8] = *b"FW-NIXL\x01";
-/// The fix for metadata that were damaged on their way.
+/// The advice for metadata that were damaged on their way.
 const LOAD_AGAIN: &str = "get the agent's metadata again, and load all of their bytes";
 
 #[derive(Clone, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct ConnectionInfo {
     pub identity: Identity,
     /// The agent's own secret; empty if all agents share one from the environment.
     pub secret: Vec<u8>,
-    /// Addresses of NICs first, loopback addresses last.
+    /// Addresses of the agent: those of NICs first, loopback addresses last.
     pub addresses: Vec<SocketAddr>,
 }
 

@@ -19,14 +19,14 @@ const AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub struct Dialing {
     attempts: Vec<Connecting>,
-    /// The next address to try, and when.
+    /// Index of the next address to try; the next field says when.
     next: usize,
     next_at: Instant,
     began: Instant,
     timeout: Duration,
     /// Whether the agent has never been connected or waited for.
     first_contact: bool,
-    /// The errors of the addresses in this round.
+    /// The errors of the addresses in this round of tries.
     errors: Vec<ConnectError>,
 }
 
@@ -44,8 +44,8 @@ impl Dialing {
         }
     }
 
-    /// Makes progress; returns the outcome once there is one. Events make `wakeup` readable; later attempts need
-    /// another call after [`Dialing::PAUSE`].
+    /// Makes progress on connecting; returns the outcome once there is one. Events make `wakeup` readable; later
+    /// attempts need another call after [`Dialing::PAUSE`].
     pub fn advance(
         &mut self,
         endpoint: &Endpoint,
@@ -103,7 +103,7 @@ impl Dialing {
             }
             (self.next, self.next_at) = (self.next + 1, now + NEXT_AFTER);
         } else {
-            // A wakeup signals once.
+            // A wakeup signals only once, so it is armed for each attempt again.
             self.attempts.iter().for_each(|attempt| attempt.arm(wakeup));
         }
         None
@@ -112,7 +112,7 @@ impl Dialing {
     /// Longest time between calls of [`Dialing::advance`].
     pub const PAUSE: Duration = Duration::from_millis(50);
 
-    /// The error of an end that answered, or else any.
+    /// The error of an address that answered, or else of any other.
     fn most_telling(&mut self) -> Option<ConnectError> {
         let tells = |error: &ConnectError| match error {
             ConnectError::NoUsableNic { .. } => 0,

@@ -21,7 +21,7 @@ pub struct Inbox {
     arrived: VecDeque<Delivered>,
 }
 
-/// Notifications taken from one peer before the next peer's turn.
+/// Most notifications taken from one peer before the next peer's turn.
 const TAKEN_AT_ONCE: usize = 1024;
 
 impl Inbox {
@@ -44,20 +44,20 @@ impl Inbox {
         self.arrived.push_front(notification);
     }
 
-    /// Collects notifications that have arrived, and drops peers that are gone and have none left.
+    /// Collects notifications that have arrived, and drops peers that are disconnected and have none left.
     pub fn collect(&mut self) {
         let arrived = &mut self.arrived;
         self.senders.retain_mut(|sender| sender.collect(arrived));
     }
 
-    /// Closes all connections.
+    /// Closes the connections of all peers.
     pub fn clear(&mut self) {
         self.senders.clear();
     }
 }
 
 impl Sender {
-    /// Collects a peer's notifications; false if the peer can have no more.
+    /// Collects a peer's notifications; returns false if the peer can have no more.
     fn collect(&mut self, arrived: &mut VecDeque<Delivered>) -> bool {
         for _ in 0..TAKEN_AT_ONCE {
             let message = match self.peer.poll_notification() {

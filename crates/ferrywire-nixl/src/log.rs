@@ -9,7 +9,7 @@ use std::sync::{LazyLock, Mutex, Once, PoisonError};
 
 use tracing_subscriber::filter::LevelFilter;
 
-/// Number of different lines that are logged once; further ones are dropped.
+/// Most different lines that are logged once; further ones are dropped.
 const LINES_ONCE_MAX: usize = 1024;
 
 fn level() -> LevelFilter {
@@ -19,21 +19,21 @@ fn level() -> LevelFilter {
     asked.and_then(|asked| asked.parse().ok()).unwrap_or(LevelFilter::WARN)
 }
 
-/// Subscribes to the engine's log too.
+/// Starts the log, also of the engine's lines.
 pub fn start() {
     static START: Once = Once::new();
     START.call_once(|| {
         let lines =
             tracing_subscriber::fmt().with_writer(std::io::stderr).with_ansi(false).with_max_level(level());
-        // The library has its own copy of the global default, which nothing else sets.
+        // The library has its own copy of `tracing`'s global default, which no other code sets.
         let _ = lines.try_init();
     });
 }
 
-/// Logs a line that an operator has to see.
+/// Logs a line that an operator has to see, unless the log is off.
 pub fn announce(text: Arguments<'_>) {
     if level() != LevelFilter::OFF {
-        // A closed standard error is ignored.
+        // An error of a closed standard error is ignored.
         let _ = writeln!(std::io::stderr(), "ferrywire: {text}");
     }
 }

@@ -4,15 +4,15 @@
 
 use ferrywire::{MemoryLocation, Region, RemoteRegion};
 
-/// Registered memory that descriptors refer to.
+/// Registered memory of an agent, to which descriptors refer.
 pub enum Memory {
-    /// Registered by this agent; descriptors have absolute addresses from `base` on.
+    /// Memory that this agent registered; descriptors have absolute addresses from `base` on.
     Local { region: Region, base: u64 },
-    /// Registered by a remote agent; `base` is an address in that agent.
+    /// Memory that a remote agent registered; `base` is an address in that agent.
     Remote { region: RemoteRegion, base: u64 },
 }
 
-/// NIXL's kinds of memory.
+/// Numbers of NIXL's kinds of memory.
 pub const DRAM: u32 = 0;
 pub const VRAM: u32 = 1;
 
@@ -54,7 +54,7 @@ impl Memory {
     }
 }
 
-/// Whether memory at `location` may be registered as `kind`.
+/// Whether memory at `location` may be registered as NIXL's kind `kind`.
 pub fn is_of_kind(location: MemoryLocation, kind: u32) -> bool {
     match kind {
         DRAM => location == MemoryLocation::Host,

@@ -21,7 +21,7 @@ const PART_HEADER_BYTES: usize = 1 + 2 + 8 + 4;
 /// A delivered notification: the sender's name and the message.
 pub type Delivered = (Vec<u8>, Vec<u8>);
 
-/// The messages for a notification. Only a notification of one message can go with a write.
+/// Encodes a notification as the messages that carry it. Only a notification of one message can go with a write.
 pub fn encode(sender: &[u8], message: &[u8], number: u64) -> Vec<Vec<u8>> {
     let begin = |kind: u8, capacity: usize| {
         let mut out = Vec::with_capacity(capacity);
@@ -59,10 +59,10 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// Takes a message; returns the notification that it completes.
+    /// Takes a message of the peer; returns the notification that it completes.
     ///
     /// # Errors
-    /// Bytes that no ferrywire of this version sends.
+    /// A text that says what is wrong with the message, for bytes that no ferrywire of this version sends.
     pub fn take(&mut self, message: Vec<u8>) -> Result<Option<Delivered>, &'static str> {
         let (kind, sender, rest) = split(&message).ok_or("the message names no sender")?;
         match kind {

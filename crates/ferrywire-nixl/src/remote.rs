@@ -24,7 +24,7 @@ use crate::notification;
 use crate::status::Status;
 use crate::transfer::Transfer;
 
-/// Limit of notifications that wait for a connection, in bytes.
+/// Most bytes of notifications that wait for a connection.
 const WAITING_BYTES_MAX: usize = 64 << 20;
 
 pub struct Remote {
@@ -41,7 +41,7 @@ struct Failures {
     untold: u64,
 }
 
-/// Failed transfers are logged at most this often: with a lost peer, thousands fail.
+/// Shortest time between two log lines about failed transfers: with a lost peer, thousands fail.
 const FAILURES_APART: Duration = Duration::from_secs(1);
 
 struct State {
@@ -52,11 +52,11 @@ struct State {
     sent: VecDeque<ferrywire::Transfer>,
     /// Number of the next long notification.
     notified: u64,
-    /// Whether the agent was removed.
+    /// Whether this agent has removed the remote agent.
     removed: bool,
-    /// Whether connecting was tried before.
+    /// Whether this agent has tried to connect before.
     dialled: bool,
-    /// Whether a connection was logged before.
+    /// Whether a connection to the remote agent was logged before.
     announced: bool,
 }
 
@@ -71,10 +71,10 @@ enum Waiting {
     Notify(Vec<Vec<u8>>),
 }
 
-/// The connection, or how an operation waits for it.
+/// The connection to a remote agent, or how an operation waits for it.
 pub enum Connection {
     Up(Peer),
-    /// The operation starts when the connection is up.
+    /// The operation is queued, and starts when the connection is up.
     Waiting,
     Removed,
 }
@@ -116,7 +116,7 @@ impl Remote {
         Status::of(error)
     }
 
-    /// The connection, or else queues the operation until there is one.
+    /// The connection to the remote agent; without one, the operation is queued until there is one.
     pub fn connection_for(
         &self,
         transfer: &Arc<Transfer>,
@@ -137,7 +137,7 @@ impl Remote {
         }
     }
 
-    /// Starts to connect if there is no connection.
+    /// Starts to connect to the remote agent if there is no connection.
     pub fn connect(&self, timeout: Duration, wakeup: &Wakeup) {
         let mut state = self.lock();
         if !state.removed {
@@ -159,7 +159,10 @@ impl Remote {
         match state.peer(self, timeout, wakeup) {
             Some(peer) => state.send(&peer, &parts),
             None if state.waiting_bytes + bytes_of(&parts) > WAITING_BYTES_MAX => {
-                tracing::warn!(agent = self.name, "too many notifications queued for a connection");
+                tracing::warn!(
+                    agent = self.name,
+                    "cannot queue a notification: too many wait for a connection to the remote agent"
+                );
                 Status::BACKEND
             }
             None => {
@@ -170,7 +173,7 @@ impl Remote {
         }
     }
 
-    /// Moves a pending connection forward; true while it is pending.
+    /// Makes progress on a pending connection; returns true while it is pending.
     pub fn advance(&self, endpoint: &Endpoint, wakeup: &Wakeup) -> bool {
         let mut state = self.lock();
         let Link::Dialing(dialing) = &mut state.link else { return false };
@@ -182,7 +185,7 @@ impl Remote {
                 }
                 state.link = Link::Up(peer.clone());
                 state.waiting_bytes = 0;
-                // Under the lock, so that no later operation overtakes.
+                // The queued operations start under the lock, so that no later operation overtakes them.
                 for waiting in std::mem::take(&mut state.waiting) {
                     match waiting {
                         Waiting::Post(transfer, post) => {
@@ -238,7 +241,7 @@ impl Remote {
         }
     }
 
-    /// Removes the agent. Operations in flight are not waited for.
+    /// Removes the remote agent. Operations in flight are not waited for.
     pub fn remove(&self) {
         let mut state = self.lock();
         state.removed = true;
@@ -249,13 +252,13 @@ impl Remote {
 }
 
 impl State {
-    /// The connection; starts to connect if there is none.
+    /// The connection to the remote agent; starts to connect if there is none.
     fn peer(&mut self, remote: &Remote, timeout: Duration, wakeup: &Wakeup) -> Option<Peer> {
         if let Link::Up(peer) = &self.link {
             match peer.error() {
                 None => return Some(peer.clone()),
                 Some(error) => {
-                    tracing::warn!(agent = remote.name, %error, "connection lost, reconnecting");
+                    tracing::warn!(agent = remote.name, %error, "connection to a remote agent lost, reconnecting");
                     self.link = Link::Idle;
                 }
             }
@@ -272,14 +275,14 @@ impl State {
         while let Some(outcome) = self.sent.front().and_then(|first| first.poll()) {
             self.sent.pop_front();
             if let Err(error) = outcome {
-                tracing::warn!(peer = peer.name(), %error, "notification was not delivered");
+                tracing::warn!(peer = peer.name(), %error, "a notification was not delivered to the remote agent");
             }
         }
         for part in parts {
             match peer.notify(part) {
                 Ok(transfer) => self.sent.push_back(transfer),
                 Err(error) => {
-                    tracing::warn!(peer = peer.name(), %error, "cannot send a notification");
+                    tracing::warn!(peer = peer.name(), %error, "cannot send a notification to the remote agent");
                     return Status::of(error);
                 }
             }
@@ -291,7 +294,7 @@ impl State {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
         if !self.removed {
-            tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect: queued operations fail");
+            tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect to the remote agent: queued operations fail");
         }
         for waiting in waiting {
             if let Waiting::Post(transfer, post) = waiting {

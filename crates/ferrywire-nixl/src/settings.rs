@@ -10,17 +10,18 @@ use ferrywire::Encryption;
 
 /// Name and default of each parameter.
 pub const OPTIONS: [(&str, &str); 6] = [
-    // Address to listen on; every NIC by default.
+    // Parameter `listen`: address to listen on; every NIC by default.
     ("listen", ""),
-    // Port to listen on; 0 lets the kernel choose.
+    // Parameter `port`: port to listen on; 0 lets the kernel choose.
     ("port", "0"),
-    // NICs to use, separated by commas; all by default.
+    // Parameter `nics`: NICs to use, separated by commas; all by default.
     ("nics", ""),
-    // Progress threads; by the number of cores by default.
+    // Parameter `threads`: number of progress threads; by the number of cores by default.
     ("threads", ""),
-    // Seconds after which a remote agent that does not answer is given up.
+    // Parameter `connect_timeout`: seconds after which a remote agent that does not answer is given up.
     ("connect_timeout", "10"),
-    // Whether data connections are encrypted: off, preferred or required; FERRYWIRE_ENCRYPT by default.
+    // Parameter `encryption`: whether data connections are encrypted: off, preferred or required; FERRYWIRE_ENCRYPT
+    // by default.
     ("encryption", ""),
 ];
 

@@ -2,7 +2,7 @@
 
 use ferrywire::Error;
 
-/// A status as it crosses the boundary.
+/// A status of NIXL, as it crosses the boundary to C++.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Status(pub i32);
@@ -21,7 +21,7 @@ impl Status {
     pub const REMOTE_DISCONNECT: Status = Status(-10);
     pub const CANCELLED: Status = Status(-11);
 
-    /// The status for an error. The log has the message.
+    /// The status for an error of the engine. The log has the message.
     pub fn of(error: impl Into<Error>) -> Status {
         match error.into() {
             Error::Invalid { .. } | Error::NoUsableNic { .. } | Error::OutOfRegion { .. } => {

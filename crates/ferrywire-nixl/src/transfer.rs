@@ -31,7 +31,7 @@ pub struct Descriptor {
     pub metadata: *const Metadata,
 }
 
-/// The C++ object that refers to memory.
+/// The C++ object of the shim that refers to registered memory.
 #[repr(C)]
 pub struct Metadata {
     virtual_functions: *const c_void,
@@ -43,7 +43,7 @@ impl Descriptor {
     /// # Safety
     /// The metadata is null or a live object of the shim.
     unsafe fn memory(&self) -> Option<&Memory> {
-        // SAFETY: by the caller's promise; the object holds a reference.
+        // SAFETY: the caller promises null or a live object, which holds a reference to its memory.
         unsafe { self.metadata.as_ref().and_then(|metadata| metadata.memory.as_ref()) }
     }
 }
@@ -51,7 +51,7 @@ impl Descriptor {
 pub struct Transfer {
     operation: Operation,
     route: Route,
-    /// The name of this agent, for notifications.
+    /// Name of this agent, for notifications.
     sender: Arc<[u8]>,
     phase: Mutex<Phase>,
 }
@@ -63,8 +63,8 @@ pub struct Transfers(Mutex<Vec<Weak<Transfer>>>);
 impl Transfers {
     pub fn add(&self, transfer: &Arc<Transfer>) {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Clean up only when the list would grow: each transfer then costs a constant time, and dropped entries take
-        // little space.
+        // The list is cleaned up only when it would grow: each transfer then costs a constant time, and dropped
+        // entries take little space.
         if all.len() == all.capacity() {
             all.retain(|transfer| transfer.strong_count() > 0);
             let room = all.len().max(64);
@@ -88,7 +88,7 @@ enum Route {
         /// Addresses of the local [`Memory`] objects in the list, for comparison only.
         memory: Vec<usize>,
     },
-    /// Copies within this agent.
+    /// Copies within this agent, without a connection.
     Own(Vec<Copy>),
 }
 
@@ -100,20 +100,22 @@ struct Copy {
 
 #[derive(Default)]
 struct Phase {
-    /// The number of posts.
+    /// Number of times that the transfer was posted.
     post: u64,
     step: Step,
-    /// When NIXL last asked for the status.
+    /// Time of NIXL's last status call for this transfer.
     asked_at: Option<Instant>,
 }
 
-/// Longest wait of a status call in a polling loop. The end of the transfer ends the wait.
+/// Longest wait of a status call in a polling loop. The wait ends when the transfer ends.
 const SPIN_PAUSE: Duration = Duration::from_micros(300);
 /// Longest wait of a status call in a loop over this transfer alone, where no call for another transfer is delayed.
 const SPIN_PAUSE_ALONE: Duration = Duration::from_millis(1);
-/// Status calls of one transfer within this time are a polling loop: the caller has nothing else to do.
+/// Longest time between two status calls of one transfer that form a polling loop: the caller has nothing else to
+/// do.
 const SPIN_APART: Duration = Duration::from_micros(20);
-/// Shorter transfers are moved by the status call itself, which then must not wait.
+/// Fewest bytes of a transfer for which a status call waits; shorter transfers are moved by the status call itself,
+/// which then must not wait.
 const SPIN_BYTES_MIN: u64 = 512 << 10;
 
 impl Phase {
@@ -127,10 +129,10 @@ impl Phase {
 
 #[derive(Default)]
 enum Step {
-    /// Not posted yet.
+    /// The transfer is not posted yet.
     #[default]
     Prepared,
-    /// Waiting for the connection.
+    /// The transfer waits for the connection.
     Waiting {
         notification: Option<Vec<u8>>,
     },
@@ -138,7 +140,7 @@ enum Step {
         transfer: ferrywire::Transfer,
         notification: Option<Vec<u8>>,
     },
-    /// The bytes have arrived; a status call sends the notification.
+    /// The bytes have arrived; the next status call sends the notification.
     Notifying,
     Ended(Status),
 }
@@ -153,7 +155,7 @@ impl Transfer {
     /// Prepares a transfer with a remote agent.
     ///
     /// # Errors
-    /// Lists that do not match each other or their registrations.
+    /// `Status` for lists that do not match each other or their registrations.
     ///
     /// # Safety
     /// The metadata of each descriptor is null or a live object of the shim.
@@ -164,7 +166,7 @@ impl Transfer {
         peer: Arc<Remote>,
         sender: Arc<[u8]>,
     ) -> Result<Transfer, Status> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the metadata is null or live.
         let (list, memory) = unsafe { blocks(local, remote) }?;
         let bytes = list.bytes();
         let route = Route::Remote { remote: peer, list, bytes, memory };
@@ -174,7 +176,7 @@ impl Transfer {
     /// Prepares a transfer within this agent.
     ///
     /// # Errors
-    /// Lists that do not match each other or their registrations.
+    /// `Status` for lists that do not match each other or their registrations.
     ///
     /// # Safety
     /// The metadata of each descriptor is null or a live object of the shim.
@@ -185,7 +187,7 @@ impl Transfer {
         sender: Arc<[u8]>,
     ) -> Result<Transfer, Status> {
         let at = |descriptor: &Descriptor| {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the metadata is null or live.
             match unsafe { descriptor.memory() } {
                 Some(Memory::Local { region, base }) => {
                     Some((region.clone(), descriptor.address.checked_sub(*base)?))
@@ -242,7 +244,7 @@ impl Transfer {
         }
     }
 
-    /// Starts the post that waited for a connection.
+    /// Starts the post that waited for a connection, because there is one.
     pub fn start(&self, peer: &Peer, post: u64) {
         let mut phase = self.phase();
         let Route::Remote { list, remote, .. } = &self.route else { return };
@@ -269,7 +271,7 @@ impl Transfer {
         };
     }
 
-    /// Fails the post that waited for a connection.
+    /// Fails the post that waited for a connection, because there is none.
     pub fn fail_waiting(&self, post: u64) {
         let mut phase = self.phase();
         if phase.post == post && matches!(phase.step, Step::Waiting { .. }) {
@@ -277,8 +279,8 @@ impl Transfer {
         }
     }
 
-    /// The status. Sends the notification once the bytes have arrived. `alone`: the process's last status call was for
-    /// this transfer.
+    /// The status of the transfer. Sends the notification once the bytes have arrived. `alone` says that the
+    /// process's last status call was for this transfer.
     pub fn check(&self, context: &Context<'_>, alone: bool) -> Status {
         let mut phase = self.phase();
         let Step::Moving { transfer, .. } = &phase.step else {
@@ -290,7 +292,7 @@ impl Transfer {
         };
         let mut outcome = transfer.poll();
         if outcome.is_none() && phase.is_spun_on(self) {
-            // A polling loop would take a core from the threads that move the bytes.
+            // The status call waits, because a polling loop would take a core from the threads that move the bytes.
             let Step::Moving { transfer, .. } = &phase.step else { return Status::BACKEND };
             let transfer = transfer.clone();
             drop(phase);
@@ -310,7 +312,7 @@ impl Transfer {
             (Ok(_), None) => Status::SUCCESS,
             (Ok(_), Some(message)) => {
                 phase.step = Step::Notifying;
-                // Lock order: the remote's lock comes first.
+                // The lock is released first, because the remote's lock has to be taken before it.
                 drop(phase);
                 let status = remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup);
                 phase = self.phase();
@@ -337,7 +339,7 @@ impl Transfer {
         matches!(self.route, Route::Own(_))
     }
 
-    /// Ends the use of the transfer. A transfer in flight is cancelled and not waited for.
+    /// Ends the caller's use of the transfer. A transfer in flight is cancelled and not waited for.
     pub fn release(&self) {
         let mut phase = self.phase();
         if let Step::Moving { transfer, .. } = &phase.step {
@@ -366,7 +368,7 @@ impl Copy {
 /// The joined block list of two descriptor lists, and the local memories in it.
 ///
 /// # Safety
-/// As for [`Transfer::with_remote`].
+/// The metadata of each descriptor is null or a live object of the shim.
 unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockList, Vec<usize>), Status> {
     if local.len() != remote.len() || local.is_empty() {
         return Err(Status::INVALID_PARAMETER);
@@ -376,7 +378,7 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
     let mut known: HashMap<Pair, usize> = HashMap::new();
     let mut at = usize::MAX;
     for (here, there) in local.iter().zip(remote) {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the metadata is null or live.
         let (Some(one), Some(two)) = (unsafe { here.memory() }, unsafe { there.memory() }) else {
             return Err(Status::INVALID_PARAMETER);
         };
@@ -397,7 +399,7 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockLi
         }
     }
     let list_of = |((one, two), blocks): &(Pair, Vec<Block>)| {
-        // SAFETY: the descriptors' references live, by the caller's promise.
+        // SAFETY: the caller promises that the references of the descriptors live.
         match unsafe { (&**one, &**two) } {
             (Memory::Local { region, .. }, Memory::Remote { region: remote, .. }) => {
                 BlockList::new(region, remote, blocks).map_err(refused)
