@@ -31,7 +31,7 @@ pub unsafe extern "C" fn ferrywire_blocks_new(
     blocks: *mut *mut Blocks,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises valid arguments, as the header states.
         let (out, here, there) = unsafe {
             (
                 handles::place(blocks)?,
@@ -42,7 +42,7 @@ pub unsafe extern "C" fn ferrywire_blocks_new(
         let lengths = if lengths.is_null() {
             Lengths::Same(length)
         } else {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises an array of `count` lengths.
             Lengths::Each(unsafe { array("lengths", lengths, count) }?)
         };
         let (local, remote) = (handles::get(local)?, handles::get(remote)?);
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn ferrywire_blocks_join(
     blocks: *mut *mut Blocks,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises valid arguments, as the header states.
         let (out, lists) = unsafe { (handles::place(blocks)?, array("lists", lists, count)?) };
         let lists: Vec<Arc<Blocks>> =
             lists.iter().map(|list| handles::get(*list)).collect::<Result<_, _>>()?;

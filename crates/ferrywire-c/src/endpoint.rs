@@ -24,7 +24,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_open(
     endpoint: *mut *mut Endpoint,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(endpoint) }?;
         ferrywire::metrics::set_face("c");
         let builder =
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_identity(
 ) -> c_int {
     call(|| {
         let endpoint = handles::get(endpoint)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(&endpoint.0.identity().0, identity, capacity, std::ptr::null_mut()) }
     })
 }
@@ -82,7 +82,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_address(
         let first = listening.first().ok_or_else(|| {
             Failure::usage("the endpoint does not listen: open it with ferrywire_options_listen")
         })?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(format!("{first}\0").as_bytes(), address.cast(), capacity, bytes) }
     })
 }
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_metadata(
 ) -> c_int {
     call(|| {
         let endpoint = handles::get(endpoint)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(&endpoint.0.metadata(), metadata, capacity, bytes) }
     })
 }
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_metadata(
 pub unsafe extern "C" fn ferrywire_endpoint_progress(endpoint: *mut Endpoint, worked: *mut bool) -> c_int {
     call(|| {
         let any = handles::get(endpoint)?.0.progress();
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the result, or null.
         unsafe { put_if_wanted(worked, any) };
         Ok(FERRYWIRE_OK)
     })

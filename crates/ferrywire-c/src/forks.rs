@@ -1,7 +1,7 @@
-//! Forks: a child process must not find a handle table locked by a thread that it does not have.
+//! Forks: a child process must not find a handle table locked by a thread that the child does not have.
 //!
 //! The thread that forks locks all handle tables before the fork and unlocks them after it, in parent and child.
-//! Invariant: nothing else locks two tables at once, so the lock order among them is decided here alone.
+//! Invariant: no other code locks two tables at once, so this file alone decides the order of the locks.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -11,7 +11,7 @@ use std::sync::Once;
 use crate::handles::hold;
 
 thread_local! {
-    /// The locks that this thread holds while it forks.
+    /// The locks that this thread has taken for the fork.
     static HELD: RefCell<Vec<Box<dyn Any>>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -30,8 +30,8 @@ const TABLES: [fn() -> Box<dyn Any>; 8] = [
 pub(crate) fn install_fork_handlers() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: the functions live as long as this library. If memory is short, the handlers are missing and a child
-        // may find a table locked.
+        // SAFETY: the functions live as long as this library. If there is no memory for them, the handlers
+        // are missing and a child may find a table locked.
         unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
     });
 }
@@ -42,7 +42,7 @@ unsafe extern "C" fn before() {
     }));
 }
 
-/// Runs in the parent and in the child, on the thread that forked.
+/// Unlocks the tables, in the parent and in the child, on the thread that forked.
 unsafe extern "C" fn after() {
     let _ = catch_unwind(AssertUnwindSafe(|| HELD.with_borrow_mut(Vec::clear)));
 }

@@ -1,4 +1,4 @@
-//! Handles: the values that C holds in place of pointers.
+//! Handles: the values that C code keeps in place of pointers.
 //!
 //! A handle names a slot of a table, the slot's generation and the kind of object. It is never dereferenced.
 //! Invariant: a freed handle is not taken for a live one (until its slot was reused 16 million times), nor a handle of
@@ -12,7 +12,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use crate::forks::install_fork_handlers;
 use crate::status::{FERRYWIRE_OK, Failure, Out, call};
 
-/// A type that C holds handles of.
+/// A type to whose objects C code has handles.
 pub(crate) trait Object: Sized + 'static {
     /// The type's name in the header.
     const NAME: &'static str;
@@ -50,7 +50,7 @@ impl<T: Object> Handles<T> {
         std::ptr::without_provenance_mut(bits)
     }
 
-    /// Slot and generation, if the handle is of this kind.
+    /// Slot and generation of a handle; `None` if the handle is of another kind.
     fn parse(&self, handle: *const T) -> Option<(usize, u32)> {
         let bits = handle.addr();
         (bits >> 56 == usize::from(self.kind))
@@ -98,7 +98,7 @@ pub(crate) fn hold<T: Object>() -> Box<dyn Any> {
 /// Stores `value` and returns its new handle.
 ///
 /// # Errors
-/// Usage, if the table is full.
+/// A usage error if the table is full.
 pub(crate) fn new<T: Object>(value: T) -> Result<*mut T, Failure> {
     T::handles().add(value)
 }
@@ -108,16 +108,16 @@ pub(crate) fn new<T: Object>(value: T) -> Result<*mut T, Failure> {
 /// # Safety
 /// `place` is null or valid for writing a handle.
 pub(crate) unsafe fn place<T: Object>(place: *mut *mut T) -> Result<Out<*mut T>, Failure> {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     let out = unsafe { Out::new(&format!("the output pointer for a {}", T::NAME), place) }?;
     out.put(std::ptr::null_mut());
     Ok(out)
 }
 
-/// The object that a handle names.
+/// The object to which a handle refers.
 ///
 /// # Errors
-/// Usage, if the handle is null, freed or of another kind.
+/// A usage error if the handle is null, freed or of another kind.
 pub(crate) fn get<T: Object>(handle: *const T) -> Result<Arc<T>, Failure> {
     T::handles().get(handle).ok_or_else(|| not_one::<T>(handle))
 }

@@ -4,9 +4,9 @@
 //! the engine's error into a status and a message. `endpoint`, `peer`, `memory`, `blocks`, `transfer` and `wakeup` hold
 //! the functions, `handles` the handle tables, `status` the return values.
 //!
-//! Invariant: no panic crosses the C boundary, and no handle is ever dereferenced: a null, freed or foreign handle is
-//! an error. The caller is trusted only where C cannot show the truth: strings are NUL-terminated, buffers have the
-//! stated size, and registered memory stays valid.
+//! Invariant: no panic crosses the C boundary, and no handle is ever dereferenced: a null, freed or foreign
+//! handle is an error. The caller is trusted only where the library cannot check: strings are NUL-terminated,
+//! buffers have the stated size, and registered memory stays valid.
 
 #![allow(
     clippy::missing_safety_doc,

@@ -15,7 +15,8 @@ use crate::status::{FERRYWIRE_OK, Failure, Out, bytes, call, copy_out};
 /// Registered memory of this process. Peers that have its descriptor can read and write it.
 pub struct Region {
     pub(crate) region: ferrywire::Region,
-    /// The caller owns the memory and has no release function, so freeing the handle must end every use of the memory.
+    /// Whether the caller owns the memory without a release function, so that freeing the handle must end
+    /// every use of the memory.
     callers: bool,
 }
 
@@ -29,7 +30,7 @@ object!(Remote, "ferrywire_remote", 5);
 struct Release {
     release: unsafe extern "C" fn(*mut c_void),
     context: *mut c_void,
-    /// False until the registration has succeeded: before that the memory is still the caller's.
+    /// Whether the registration has succeeded; before that the memory is still the caller's.
     armed: Arc<AtomicBool>,
 }
 
@@ -72,17 +73,17 @@ pub unsafe extern "C" fn ferrywire_register(
     region: *mut *mut Region,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(region) }?;
         let endpoint = handles::get(endpoint)?;
         let Some(release) = release else {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises that the memory stays valid until it is deregistered.
             let region = unsafe { endpoint.0.register_raw(address.cast(), bytes) }?;
             return put(&out, region, true);
         };
         let armed = Arc::new(AtomicBool::new(false));
         let owner: Box<dyn Any + Send + Sync> = Box::new(Release { release, context, armed: armed.clone() });
-        // SAFETY: by the caller's promise; the memory is valid until the owner is dropped.
+        // SAFETY: the caller promises that the memory stays valid until the owner is dropped.
         let region = unsafe { endpoint.0.register_with(address.cast(), bytes, owner) }?;
         let handle = handles::new(Region { region, callers: false })?;
         armed.store(true, Ordering::SeqCst);
@@ -100,7 +101,7 @@ pub unsafe extern "C" fn ferrywire_allocate(
     region: *mut *mut Region,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(region) }?;
         put(&out, handles::get(endpoint)?.0.alloc_host(bytes)?, false)
     })
@@ -145,7 +146,7 @@ pub unsafe extern "C" fn ferrywire_region_location(
 ) -> c_int {
     call(|| {
         let words = format!("{}\0", handles::get(region)?.region.location());
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(words.as_bytes(), location.cast(), capacity, bytes) }
     })
 }
@@ -166,7 +167,7 @@ pub unsafe extern "C" fn ferrywire_region_descriptor(
     call(|| {
         let descriptor_of = handles::get(region)?.region.descriptor().to_bytes();
         debug_assert!(descriptor_of.len() <= FERRYWIRE_DESCRIPTOR_BYTES_MAX);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(&descriptor_of, descriptor, capacity, bytes) }
     })
 }
@@ -216,7 +217,7 @@ pub unsafe extern "C" fn ferrywire_remote_open(
     remote: *mut *mut Remote,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle, and as many bytes as stated.
         let (out, descriptor) =
             unsafe { (handles::place(remote)?, bytes("the descriptor", descriptor, descriptor_bytes)?) };
         out.put(handles::new(Remote(ferrywire::RemoteRegion::from_bytes(descriptor)?))?);

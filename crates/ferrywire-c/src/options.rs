@@ -47,7 +47,7 @@ fn change(options: *const Options, with: impl FnOnce(Builder) -> Result<Builder,
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_new(options: *mut *mut Options) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(options) }?;
         let building = Building { builder: ferrywire::Endpoint::builder(), nics: Vec::new() };
         out.put(handles::new(Options(Mutex::new(building)))?);
@@ -66,7 +66,7 @@ pub extern "C" fn ferrywire_options_free(options: *mut Options) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_listen(options: *mut Options, address: *const c_char) -> c_int {
     change(options, |builder| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a NUL-terminated string.
         Ok(builder.listen(parse_address(unsafe { text("the address", address) }?)?))
     })
 }
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn ferrywire_options_secret(
     secret_bytes: usize,
 ) -> c_int {
     change(options, |builder| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises as many bytes as stated.
         Ok(builder.secret(unsafe { bytes("the secret", secret, secret_bytes) }?))
     })
 }
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn ferrywire_options_secret(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_label(options: *mut Options, label: *const c_char) -> c_int {
     change(options, |builder| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a NUL-terminated string.
         Ok(builder.label(unsafe { text("the label", label) }?))
     })
 }
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn ferrywire_options_label(options: *mut Options, label: *
 pub unsafe extern "C" fn ferrywire_options_nic(options: *mut Options, name: *const c_char) -> c_int {
     call(|| {
         let options = handles::get(options)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a NUL-terminated string.
         let name = unsafe { text("the NIC's name", name) }?;
         options.0.lock().unwrap_or_else(PoisonError::into_inner).nics.push(name.to_owned());
         Ok(FERRYWIRE_OK)
@@ -142,7 +142,7 @@ pub extern "C" fn ferrywire_options_crc(options: *mut Options, on: bool) -> c_in
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_encryption(options: *mut Options, when: *const c_char) -> c_int {
     change(options, |builder| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a NUL-terminated string.
         let when = unsafe { text("the encryption", when) }?;
         let encryption = Encryption::from_name(when).ok_or_else(|| {
             Failure::usage(format!("encryption: {when:?} is not off, preferred or required"))

@@ -19,7 +19,7 @@ use crate::wakeup::Wakeup;
 /// A connected remote endpoint.
 pub struct Peer {
     pub(crate) peer: ferrywire::Peer,
-    /// Shared by all handles of one peer, so that they deliver each notification once.
+    /// Notifications of the peer, shared by all its handles, so that they deliver each notification once.
     pub(crate) inbox: Arc<Inbox>,
 }
 
@@ -47,7 +47,7 @@ pub unsafe extern "C" fn ferrywire_connect(
     peer: *mut *mut Peer,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle, and a NUL-terminated string.
         let (out, address) = unsafe { (handles::place(peer)?, text("the address", address)?) };
         let endpoint = handles::get(endpoint)?;
         out.put(handle(endpoint.0.connect(parse_address(address)?, limit(timeout_ms))?)?);
@@ -67,7 +67,7 @@ pub unsafe extern "C" fn ferrywire_connect_metadata(
     peer: *mut *mut Peer,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle, and as many bytes as stated.
         let (out, metadata) =
             unsafe { (handles::place(peer)?, bytes("the metadata", metadata, metadata_bytes)?) };
         let endpoint = handles::get(endpoint)?;
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn ferrywire_accept(
     peer: *mut *mut Peer,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(peer) }?;
         let endpoint = handles::get(endpoint)?;
         let accepted = match timeout_ms {
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn ferrywire_peer_address(
 ) -> c_int {
     call(|| {
         let address_of = format!("{}\0", handles::get(peer)?.peer.address());
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(address_of.as_bytes(), address.cast(), capacity, bytes) }
     })
 }
@@ -165,7 +165,7 @@ pub unsafe extern "C" fn ferrywire_peer_label(
 ) -> c_int {
     call(|| {
         let label_of = format!("{}\0", handles::get(peer)?.peer.label());
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(label_of.as_bytes(), label.cast(), capacity, bytes) }
     })
 }
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn ferrywire_peer_identity(
 ) -> c_int {
     call(|| {
         let peer = handles::get(peer)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         unsafe { copy_out(&peer.peer.identity().0, identity, capacity, std::ptr::null_mut()) }
     })
 }
@@ -196,11 +196,11 @@ pub unsafe extern "C" fn ferrywire_peer_on_stream(
     after: *mut *mut Peer,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(after) }?;
         let peer = handles::get(peer)?;
         let gpu = CudaGpu::open(gpu)?;
-        // SAFETY: by the caller's promise, a live stream of this GPU.
+        // SAFETY: the caller promises a live stream of this GPU.
         let ready = unsafe { StreamEvent::after_raw_stream(&gpu, stream.cast()) }?;
         out.put(handles::new(Peer { peer: peer.peer.on_stream(ready), inbox: peer.inbox.clone() })?);
         Ok(FERRYWIRE_OK)
@@ -221,14 +221,14 @@ pub unsafe extern "C" fn ferrywire_next_notification(
 ) -> c_int {
     call(|| {
         let peer = handles::get(peer)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises a buffer of this capacity.
         let copy = |next: &[u8]| unsafe { copy_out(next, message, capacity, bytes) };
         peer.inbox.next(&peer.peer, timeout_ms, copy)
     })
 }
 
-/// Hands notifications from the engine to callers. One caller at a time waits for the engine; a notification stays here
-/// until it has fitted into a caller's buffer.
+/// Hands notifications from the engine to callers. One caller at a time waits for the engine; a notification
+/// stays in the inbox until it has fitted into a caller's buffer.
 #[derive(Default)]
 pub(crate) struct Inbox {
     state: Mutex<State>,
@@ -238,15 +238,16 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct State {
     next: Option<Vec<u8>>,
-    /// A caller waits for the engine.
+    /// Whether a caller waits for the engine.
     waits: bool,
-    /// Armed while a caller waits for the engine: the engine no longer signals a notification that this caller took.
+    /// Wakeups that were armed while a caller waited for the engine: the engine no longer signals a
+    /// notification that this caller took.
     wakeups: Vec<Weak<Wakeup>>,
 }
 
 impl Inbox {
-    /// Signals `wakeup` if a notification did not fit into a caller's buffer, now or once the caller that holds one
-    /// finds that it does not fit.
+    /// Signals `wakeup` if a notification did not fit into a caller's buffer: now, or once the caller that
+    /// has one finds that it does not fit.
     pub(crate) fn arm(&self, wakeup: &Arc<Wakeup>) {
         let mut state = self.lock();
         if state.next.is_some() {
@@ -279,7 +280,7 @@ impl Inbox {
                     Ok(_) => state.next = None,
                     Err(_) => wakeups.iter().filter_map(Weak::upgrade).for_each(|wakeup| wakeup.wake()),
                 }
-                // Waiting callers check again: for the notification that is kept, or for the next.
+                // Waiting callers check again: for the notification that is kept, or for the next one.
                 self.changed.notify_all();
                 return copied;
             }
@@ -314,7 +315,7 @@ impl Inbox {
     }
 }
 
-/// One caller's turn to wait for the engine; ends on drop.
+/// One caller's turn to wait for the engine; it ends when the value is dropped.
 struct Turn<'a>(&'a Inbox);
 
 impl Drop for Turn<'_> {

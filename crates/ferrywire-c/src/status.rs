@@ -37,7 +37,7 @@ pub const FERRYWIRE_ERROR_CLOSED: c_int = -10;
 /// The value does not fit into the buffer; the call has set the number of bytes that it needs.
 pub const FERRYWIRE_ERROR_TOO_SMALL: c_int = -11;
 
-/// The error of a call: its status and its message.
+/// The error of a call: the status that it returns, and its message.
 pub(crate) struct Failure {
     status: c_int,
     text: String,
@@ -115,7 +115,8 @@ fn panicked(panic: &(dyn Any + Send)) -> Failure {
 
 // ---- arguments ----
 
-/// A string argument; `what` names it in errors.
+/// Checks a string argument; `what` names it in errors. Returns an error for null and for text that is not
+/// UTF-8.
 ///
 /// # Safety
 /// `text` is null or a NUL-terminated string.
@@ -123,12 +124,13 @@ pub(crate) unsafe fn text<'a>(what: &str, text: *const c_char) -> Result<&'a str
     if text.is_null() {
         return Err(Failure::usage(format!("{what} is NULL")));
     }
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises a NUL-terminated string.
     let text = unsafe { CStr::from_ptr(text) };
     text.to_str().map_err(|_| Failure::usage(format!("{what} is not UTF-8")))
 }
 
-/// An array argument of `count` values; `what` names it in errors.
+/// Checks an array argument of `count` values; `what` names it in errors. Returns an error for null and for a
+/// misaligned pointer.
 ///
 /// # Safety
 /// `from` is null or points to `count` values that do not change during the call.
@@ -145,16 +147,16 @@ pub(crate) unsafe fn array<'a, T>(what: &str, from: *const T, count: usize) -> R
             "{what}: {from:p} is misaligned, or {count} values exceed the address space"
         )));
     }
-    // SAFETY: by the caller's promise; alignment and size were checked.
+    // SAFETY: the caller promises `count` values; alignment and size were checked.
     Ok(unsafe { std::slice::from_raw_parts(from, count) })
 }
 
-/// A buffer argument of `count` bytes; `what` names it in errors.
+/// Checks a buffer argument of `count` bytes; `what` names it in errors. Returns an error for null.
 ///
 /// # Safety
-/// As for [`array`].
+/// `from` is null or points to `count` bytes that do not change during the call.
 pub(crate) unsafe fn bytes<'a>(what: &str, from: *const c_void, count: usize) -> Result<&'a [u8], Failure> {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises `count` bytes.
     unsafe { array(what, from.cast(), count) }
 }
 
@@ -173,7 +175,8 @@ impl<T> Out<T> {
     }
 
     pub fn put(&self, value: T) {
-        // SAFETY: by the promise of the caller of `new`; the old value needs no drop.
+        // SAFETY: the caller of `new` promises that the pointer is valid for writing; the old value needs no
+        // drop.
         unsafe { self.0.write(value) }
     }
 }
@@ -184,7 +187,7 @@ impl<T> Out<T> {
 /// `place` is null or valid for writing.
 pub(crate) unsafe fn put_if_wanted<T>(place: *mut T, value: T) {
     if !place.is_null() && place.is_aligned() {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises that the pointer is valid for writing.
         unsafe { place.write(value) }
     }
 }
@@ -199,7 +202,7 @@ pub(crate) unsafe fn copy_out(
     capacity: usize,
     reported: *mut usize,
 ) -> Result<c_int, Failure> {
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for the length.
     unsafe { put_if_wanted(reported, from.len()) };
     if from.len() > capacity || (to.is_null() && !from.is_empty()) {
         let text =
@@ -213,7 +216,7 @@ pub(crate) unsafe fn copy_out(
     Ok(FERRYWIRE_OK)
 }
 
-/// A time limit in milliseconds; a negative value is no limit.
+/// Converts a time limit in milliseconds; a negative value is no limit.
 pub(crate) fn limit(milliseconds: i64) -> Duration {
     u64::try_from(milliseconds).map_or(Duration::MAX, Duration::from_millis)
 }

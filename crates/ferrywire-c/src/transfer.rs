@@ -34,22 +34,22 @@ unsafe fn post(
             start()?;
             return Ok(FERRYWIRE_OK);
         }
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises null, or room for a handle.
         let out = unsafe { handles::place(transfer) }?;
         out.put(handles::new(Transfer(start()?))?);
         Ok(FERRYWIRE_OK)
     })
 }
 
-/// An optional notification that follows the payload; null is none.
+/// An optional notification that follows the payload; a null message means no notification.
 ///
 /// # Safety
-/// As for [`bytes`].
+/// `message` is null or points to `message_bytes` bytes that do not change during the call.
 unsafe fn note<'a>(message: *const c_void, message_bytes: usize) -> Result<Option<&'a [u8]>, Failure> {
     if message.is_null() && message_bytes == 0 {
         Ok(None)
     } else {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises as many bytes as stated.
         unsafe { bytes("the message", message, message_bytes) }.map(Some)
     }
 }
@@ -75,7 +75,7 @@ pub unsafe extern "C" fn ferrywire_write(
 ) -> c_int {
     let start = || {
         let (peer, source, target) = (handles::get(peer)?, handles::get(source)?, handles::get(target)?);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises as many bytes as stated.
         let transfer = match unsafe { note(message, message_bytes) }? {
             None => peer.peer.write(&source.region, source_offset, &target.0, target_offset, bytes)?,
             Some(message) => peer.peer.write_notify(
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn ferrywire_write(
         };
         Ok(transfer)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn ferrywire_read(
         let (peer, target, source) = (handles::get(peer)?, handles::get(target)?, handles::get(source)?);
         Ok(peer.peer.read(&target.region, target_offset, &source.0, source_offset, bytes)?)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
@@ -128,7 +128,7 @@ pub unsafe extern "C" fn ferrywire_send(
         let (peer, source) = (handles::get(peer)?, handles::get(source)?);
         Ok(peer.peer.send(tag, &source.region, offset, bytes)?)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn ferrywire_recv(
         let (peer, target) = (handles::get(peer)?, handles::get(target)?);
         Ok(peer.peer.recv(tag, &target.region, offset, bytes)?)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
@@ -167,11 +167,11 @@ pub unsafe extern "C" fn ferrywire_write_blocks(
 ) -> c_int {
     let start = || {
         let (peer, blocks) = (handles::get(peer)?, handles::get(blocks)?);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises arrays of the stated sizes.
         let (indices, message) = unsafe { (chosen(indices, count)?, note(message, message_bytes)?) };
         Ok(peer.peer.write_blocks(&blocks.0, indices, message)?)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
@@ -187,21 +187,21 @@ pub unsafe extern "C" fn ferrywire_read_blocks(
 ) -> c_int {
     let start = || {
         let (peer, blocks) = (handles::get(peer)?, handles::get(blocks)?);
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an array of the stated size.
         let indices = unsafe { chosen(indices, count) }?;
         Ok(peer.peer.read_blocks(&blocks.0, indices)?)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
 /// # Safety
-/// As for [`array`].
+/// `indices` is null or points to `count` numbers that do not change during the call.
 unsafe fn chosen<'a>(indices: *const u32, count: usize) -> Result<Option<&'a [u32]>, Failure> {
     if indices.is_null() && count == 0 {
         Ok(None)
     } else {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises an array of `count` numbers.
         unsafe { array("indices", indices, count) }.map(Some)
     }
 }
@@ -217,11 +217,11 @@ pub unsafe extern "C" fn ferrywire_notify(
 ) -> c_int {
     let start = || {
         let peer = handles::get(peer)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises as many bytes as stated.
         let message = unsafe { bytes("the message", message, message_bytes) }?;
         Ok(peer.peer.notify(message)?)
     };
-    // SAFETY: by the caller's promise.
+    // SAFETY: the caller promises null, or room for a handle.
     unsafe { post(transfer, start) }
 }
 
@@ -232,7 +232,7 @@ pub unsafe extern "C" fn ferrywire_transfer_poll(transfer: *const Transfer, move
     call(|| match handles::get(transfer)?.0.poll().transpose()? {
         None => Ok(FERRYWIRE_PENDING),
         Some(bytes) => {
-            // SAFETY: by the caller's promise.
+            // SAFETY: the caller promises null, or room for the number.
             unsafe { put_if_wanted(moved, bytes) };
             Ok(FERRYWIRE_OK)
         }
@@ -252,7 +252,7 @@ pub unsafe extern "C" fn ferrywire_transfer_wait(
 ) -> c_int {
     call(|| {
         let bytes = handles::get(transfer)?.0.wait_for(limit(total_ms), limit(stall_ms))?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises null, or room for the number.
         unsafe { put_if_wanted(moved, bytes) };
         Ok(FERRYWIRE_OK)
     })
@@ -271,7 +271,7 @@ pub unsafe extern "C" fn ferrywire_transfer_wait_any(
     first: *mut usize,
 ) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the index, and an array of `count` handles.
         let (out, list) = unsafe {
             (Out::new("the output pointer for the index", first)?, array("transfers", transfers, count)?)
         };
@@ -316,7 +316,7 @@ pub unsafe extern "C" fn ferrywire_transfer_block_stream(
     call(|| {
         let transfer = handles::get(transfer)?;
         let gpu = CudaGpu::open(gpu)?;
-        // SAFETY: by the caller's promise, a live stream of this GPU.
+        // SAFETY: the caller promises a live stream of this GPU.
         unsafe { transfer.0.block_raw_stream(&gpu, stream.cast()) }?;
         Ok(FERRYWIRE_OK)
     })

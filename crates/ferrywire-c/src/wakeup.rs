@@ -27,7 +27,7 @@ impl Wakeup {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_wakeup_new(wakeup: *mut *mut Wakeup) -> c_int {
     call(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: the caller promises room for the handle.
         let out = unsafe { handles::place(wakeup) }?;
         out.put(handles::new(Wakeup(ferrywire::Wakeup::new()?))?);
         Ok(FERRYWIRE_OK)
@@ -76,7 +76,8 @@ pub extern "C" fn ferrywire_transfer_arm(transfer: *const Transfer, wakeup: *con
 pub extern "C" fn ferrywire_peer_arm(peer: *const Peer, wakeup: *const Wakeup) -> c_int {
     call(|| {
         let (peer, wakeup) = (handles::get(peer)?, handles::get(wakeup)?);
-        // In this order: a notification that the engine gave out before this call is the inbox's to signal.
+        // The engine's wakeup is armed first: a notification that the engine gave out before this call is
+        // signalled by the inbox.
         peer.peer.arm(&wakeup.0);
         peer.inbox.arm(&wakeup);
         Ok(FERRYWIRE_OK)
