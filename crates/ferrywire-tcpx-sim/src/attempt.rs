@@ -34,7 +34,7 @@ enum State {
 }
 
 impl Attempt {
-    /// Starts the work on a detached thread; the attempt lives for ever.
+    /// Starts the attempt's work on a detached thread; the attempt is never freed.
     pub fn start(
         name: String,
         work: impl FnOnce() -> Outcome<Comm> + Send + 'static,
@@ -49,27 +49,27 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// The attempt at an address that the host carried; a wrong one ends the process.
+    /// The attempt at an address that the host has carried; a wrong address ends the process.
     pub fn at(address: usize, call: &str) -> &'static Attempt {
         let known = locked(&ATTEMPTS).contains(&address);
         if !known {
             misuse(format_args!("{call} with a handle that holds a foreign pointer ({address:#x})"));
         }
-        // SAFETY: the address of a leaked attempt, noted when it was made.
+        // SAFETY: the address is that of a leaked attempt, noted when it was made.
         unsafe { &*(address as *const Attempt) }
     }
 
-    /// The attempt's address.
+    /// The attempt's address, by which the host identifies it.
     pub fn address(&self) -> usize {
         &raw const *self as usize
     }
 
-    /// Whether the thread still works on it.
+    /// Whether the thread still works on the attempt.
     pub fn is_running(&self) -> bool {
         matches!(*locked(&self.state), State::Running)
     }
 
-    /// Waits for the end of the work.
+    /// Waits until the attempt's thread has ended its work.
     pub fn wait(&self) {
         let state = locked(&self.state);
         drop(
@@ -79,7 +79,7 @@ impl Attempt {
         );
     }
 
-    /// The comm, if it is ready. With `once`, a call after the end was reported is misuse.
+    /// Takes the attempt's comm, if it is ready. With `once`, a call after the end was reported is misuse.
     pub fn poll(&self, call: &str, once: bool) -> Outcome<Option<Box<Comm>>> {
         let mut state = locked(&self.state);
         if matches!(*state, State::Running) {

@@ -16,7 +16,7 @@ use crate::switches::REQUESTS_MAX;
 const CELL_MAGIC: u64 = 0x7463_7078_636f_6d6d;
 const TOKEN_MAGIC: u64 = 0x7463_7078_7265_7175;
 
-/// The cell of a comm, to which the host has a pointer.
+/// The cell of a comm, to whose address the host has a pointer.
 pub struct Cell {
     magic: u64,
     /// Index of the comm's NIC, readable during a running call.
@@ -39,7 +39,7 @@ struct Token {
 }
 
 impl Cell {
-    /// Makes a cell for a comm, for ever; returns the host's pointer.
+    /// Makes a cell for a comm, which is never freed; returns the pointer for the host.
     pub fn leak(comm: Box<Comm>) -> *mut c_void {
         let cell = Box::into_raw(Box::new(Cell {
             magic: CELL_MAGIC,
@@ -51,17 +51,18 @@ impl Cell {
             tokens: std::array::from_fn(|slot| Token { magic: TOKEN_MAGIC, slot, cell: std::ptr::null() }),
             comm: UnsafeCell::new(Some(comm)),
         }));
-        // SAFETY: the cell was just made, and nothing else has the pointer.
+        // SAFETY: the cell was just made, and no other code has the pointer.
         unsafe { (*cell).tokens.iter_mut().for_each(|token| token.cell = cell) };
         cell.cast()
     }
 
-    /// The cell that a pointer of the host names; a wrong pointer ends the process.
+    /// The cell to which a pointer of the host refers; a wrong pointer ends the process.
     ///
     /// # Safety
     /// The pointer must be readable, as for the real plugin.
     pub unsafe fn at<'a>(pointer: *mut c_void, call: &str) -> &'a Cell {
-        // SAFETY: readable, says the caller; a cell is never freed, so a right one stays valid.
+        // SAFETY: the caller promises a readable pointer; a cell is never freed, so a right pointer stays
+        // valid.
         match unsafe { pointer.cast::<Cell>().as_ref() } {
             Some(cell) if pointer.cast::<Cell>().is_aligned() && cell.magic == CELL_MAGIC => cell,
             _ => misuse(format_args!("{call} of something that is no comm: {pointer:?}")),
@@ -71,9 +72,9 @@ impl Cell {
     /// The cell of an open comm, for calls that may run beside others: a closed comm ends the process.
     ///
     /// # Safety
-    /// As for [`Cell::at`].
+    /// The pointer must be readable, as for the real plugin.
     pub unsafe fn open_at<'a>(pointer: *mut c_void, call: &str) -> &'a Cell {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller promises a readable pointer.
         let cell = unsafe { Cell::at(pointer, call) };
         if cell.closed.load(Ordering::Acquire) {
             misuse(format_args!("{call} on a comm that was closed"));
@@ -81,12 +82,12 @@ impl Cell {
         cell
     }
 
-    /// The cell and slot that a request pointer of the host names; a wrong pointer ends the process.
+    /// The cell and slot to which a request pointer of the host refers; a wrong pointer ends the process.
     ///
     /// # Safety
     /// The pointer must be readable, as for the real plugin.
     pub unsafe fn of_request<'a>(request: *mut c_void, call: &str) -> (&'a Cell, usize) {
-        // SAFETY: readable, says the caller; tokens live in cells, which are never freed.
+        // SAFETY: the caller promises a readable pointer; tokens are in cells, which are never freed.
         match unsafe { request.cast::<Token>().as_ref() } {
             // SAFETY: a token with the right mark points at its cell.
             Some(token) if token.magic == TOKEN_MAGIC => (unsafe { &*token.cell }, token.slot),
@@ -99,7 +100,7 @@ impl Cell {
         (&raw const self.tokens[slot]).cast_mut().cast()
     }
 
-    /// Runs a call inside the comm; a closed one ends the process.
+    /// Runs a call inside the comm; a call on a closed comm ends the process.
     pub fn enter<T>(&self, call: &str, body: impl FnOnce(&mut Comm) -> T) -> T {
         let _inside = self.claim(call);
         // SAFETY: the thread that has claimed the cell is alone in it.
@@ -109,7 +110,7 @@ impl Cell {
         }
     }
 
-    /// Takes the comm out: the cell is closed.
+    /// Takes the comm out of its cell, which counts as closed from now on.
     pub fn take(&self, call: &str) -> Box<Comm> {
         let _inside = self.claim(call);
         self.closed.store(true, Ordering::Release);
@@ -131,7 +132,7 @@ impl Cell {
     }
 }
 
-/// A thread's claim on a cell, released on drop.
+/// A thread's exclusive use of a cell, released when the value is dropped.
 struct Inside<'a>(&'a AtomicBool);
 
 impl Drop for Inside<'_> {

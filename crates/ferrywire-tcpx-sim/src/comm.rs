@@ -26,26 +26,26 @@ use crate::worker::{Crew, Shared};
 /// The outcome of a call; the code is never success.
 pub type Outcome<T> = Result<T, ResultCode>;
 
-/// The parts of a new comm.
+/// The parts from which a comm is made.
 pub struct Parts {
-    /// The control socket.
+    /// The comm's control socket.
     pub control: OwnedFd,
-    /// The data sockets.
+    /// The comm's data sockets.
     pub data: Vec<OwnedFd>,
     /// Number of worker threads, which the listener decides.
     pub threads: usize,
-    /// Index of the NIC.
+    /// Index of the comm's NIC.
     pub device: usize,
-    /// Settings for the calls.
+    /// Settings that change the behaviour of calls.
     pub rules: Rules,
-    /// State for the workers.
+    /// State that the comm shares with its workers.
     pub shared: Shared,
 }
 
 /// Settings that change the behaviour of calls.
 #[derive(Clone, Debug)]
 pub struct Rules {
-    /// The switches.
+    /// The switches of this process.
     pub switches: Arc<Switches>,
     /// Size of a chunk in bytes.
     pub chunk_bytes: usize,
@@ -65,9 +65,9 @@ pub struct Comm {
     pub(crate) slots: Vec<Slot>,
     pub(crate) control: OwnedFd,
     pub(crate) inbox: Inbox,
-    /// A record that has arrived while its socket is full.
+    /// A record that has arrived while its data socket is full.
     pub(crate) waiting_record: Option<Record>,
-    /// The bytes of the receiver's announcement that have arrived.
+    /// The bytes that have arrived of the receiver's announcement.
     pub(crate) announced: Vec<u8>,
     pub(crate) lanes: Vec<Arc<Lane>>,
     pub(crate) next_lane: usize,
@@ -76,7 +76,7 @@ pub struct Comm {
     pub(crate) unpack: Option<Unpack>,
     /// The GPU that was current when a send comm's first connect was called.
     pub(crate) gpu: Option<i32>,
-    /// Only half a control message was written: nothing more is sent.
+    /// Whether only half a control message was written, after which nothing more is sent.
     pub(crate) mute: bool,
     threads: usize,
     device: usize,
@@ -85,24 +85,24 @@ pub struct Comm {
     pages_returned: u64,
 }
 
-/// A slot's data about its present request.
+/// The data of a slot about its present request.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) data: *mut u8,
     /// The memory handle of the request.
     mhandle: usize,
     pub(crate) gpu: bool,
-    /// The real device with the bytes to send, if there is one.
+    /// Number of the real device with the bytes to send, if there is one.
     pub(crate) cuda: Option<i32>,
     /// The size in bytes that was posted.
     pub(crate) posted_bytes: usize,
     /// The size of the message in bytes: the sender knows it from the start, the receiver from the first record.
     pub(crate) total: Option<usize>,
-    /// Bytes that were given to data sockets.
+    /// Number of the message's bytes that were given to data sockets.
     pub(crate) queued: usize,
-    /// Bytes that have arrived or were sent.
+    /// Number of the message's bytes that have arrived or were sent.
     pub(crate) moved: usize,
-    /// Whether `test` has already reported it, out of order.
+    /// Whether `test` has already reported the request as done, out of order.
     reported: bool,
     /// The number of chunks on each data socket.
     pub(crate) chunks: Vec<usize>,
@@ -140,7 +140,7 @@ impl Slot {
         (self.posted_bytes, self.total) = (buffer.bytes, total);
         (self.queued, self.moved, self.reported) = (0, 0, false);
         self.chunks.fill(0);
-        // Pages that are still recorded were never given back, and cannot be any more.
+        // Pages that are still recorded were never given back, and cannot be given back any more.
         self.pages.iter().for_each(|record| locked(record).clear());
     }
 }
@@ -148,20 +148,20 @@ impl Slot {
 /// The memory of a request.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
-    /// The memory handle.
+    /// The memory handle of the buffer.
     pub mhandle: usize,
-    /// First byte: for a send a readable address, for a receive the host's pointer.
+    /// The buffer's first byte: for a send a readable address, for a receive the host's pointer.
     pub data: *mut u8,
-    /// Bytes.
+    /// Length of the buffer in bytes.
     pub bytes: usize,
     /// Whether the memory is on a GPU.
     pub gpu: bool,
-    /// The real device with the bytes to send, if there is one.
+    /// Number of the real device with the bytes to send, if there is one.
     pub cuda: Option<i32>,
 }
 
 impl Comm {
-    /// A new comm over connected sockets.
+    /// Makes a comm over connected sockets.
     pub fn new(parts: Parts) -> Comm {
         let switches = &parts.rules.switches;
         let oddities = Oddities {
@@ -202,7 +202,7 @@ impl Comm {
         self.device
     }
 
-    /// The comm's number in this process.
+    /// The comm's number in this process, in its direction.
     pub fn id(&self) -> u64 {
         self.shared.id
     }
@@ -220,7 +220,7 @@ impl Comm {
         }
     }
 
-    /// Posts a request; `None` if a full comm answers with a NULL request.
+    /// Posts a request; returns its slot, or `None` if a full comm answers with a NULL request.
     pub fn post(&mut self, buffer: Buffer) -> Outcome<Option<usize>> {
         self.faults_before_posting();
         if self.direction() == Direction::Recv
@@ -266,7 +266,7 @@ impl Comm {
         }
     }
 
-    /// Makes progress once, then returns whether the request in a slot is done, and its size.
+    /// Makes progress once; returns the request's size in bytes if the request in a slot is done.
     pub fn test(&mut self, slot: usize) -> Outcome<Option<usize>> {
         self.faults_before_testing()?;
         self.progress()?;
@@ -291,7 +291,7 @@ impl Comm {
             return None;
         }
         self.finish();
-        // Requests that were reported out of order end now.
+        // Requests that were reported out of order end together with the oldest one.
         while let Some(head) = self.ring.head()
             && self.slots[self.ring.slot_of(head)].reported
         {
@@ -310,7 +310,7 @@ impl Comm {
         slot.total
     }
 
-    /// TRANSMITTING -> INACTIVE; for a send, FREE at once.
+    /// Moves the oldest request from TRANSMITTING to INACTIVE; a send to FREE at once.
     fn finish(&mut self) {
         self.ring.finish();
         if self.direction() == Direction::Send {
@@ -343,12 +343,12 @@ impl Comm {
     /// Whether the peer has closed, whatever data come before the end of the stream.
     fn peer_closed(&self) -> bool {
         let mut fd = libc::pollfd { fd: self.control_fd(), events: libc::POLLRDHUP, revents: 0 };
-        // SAFETY: one descriptor is given, and room for its events.
+        // SAFETY: one descriptor is given, and there is room for its events.
         let ready = unsafe { libc::poll(&mut fd, 1, 0) };
         ready > 0 && fd.revents & libc::POLLRDHUP != 0
     }
 
-    /// INACTIVE -> FREE for the oldest request.
+    /// Moves the oldest request from INACTIVE to FREE.
     fn release(&mut self) {
         if let Some(oldest) = self.ring.oldest_finished() {
             registration::release(self.slots[self.ring.slot_of(oldest)].mhandle);
@@ -356,12 +356,12 @@ impl Comm {
         self.ring.release();
     }
 
-    /// The size of a finished receive.
+    /// The size in bytes of a finished receive.
     pub fn received_bytes(&self, slot: usize) -> usize {
         self.slots[slot].total.unwrap_or(0)
     }
 
-    /// Gives back a finished receive, with its pages.
+    /// Gives back a finished receive, with its pages. Returns an error if it is not the oldest one.
     pub fn consume(&mut self, slot: usize) -> Outcome<()> {
         let Some(oldest) = self.ring.oldest_finished() else {
             warning!("comm {}: irecvConsumed, but no receive is finished", self.id());
@@ -387,7 +387,7 @@ impl Comm {
         }
     }
 
-    /// Starts the workers at the first chunk.
+    /// Starts the comm's workers at the first chunk.
     pub(crate) fn crew(&mut self) -> Outcome<&Crew> {
         if self.crew.is_none() {
             let started = Crew::start(&self.shared, &self.lanes, self.threads.min(self.lanes.len()));

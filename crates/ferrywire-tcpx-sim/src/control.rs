@@ -10,25 +10,25 @@ use std::io;
 
 /// Bytes of a record.
 pub const RECORD_BYTES: usize = 16;
-/// Records per write, and the size of the receiver's buffer in records.
+/// Most records per write, and the size of the receiver's buffer in records.
 pub const RECORDS_PER_WRITE: usize = 8;
 const INBOX_BYTES: usize = RECORDS_PER_WRITE * RECORD_BYTES;
 
 /// The kind and place of the payload that a record announces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// `size` bytes on data socket `index`.
+    /// Payload of `size` bytes on data socket `index`.
     Chunk,
-    /// `total` bytes on the control socket.
+    /// Payload of `total` bytes on the control socket.
     Inline,
 }
 
-/// One control message.
+/// One control message, which announces payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// The place of the payload.
+    /// Where the payload travels.
     pub kind: Kind,
-    /// The data socket of the chunk.
+    /// Index of the chunk's data socket.
     pub index: u16,
     /// Size of the chunk in bytes.
     pub size: u32,
@@ -39,7 +39,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The record as it travels.
+    /// Encodes the record.
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         let kind: u16 = match self.kind {
             Kind::Chunk => 0,
@@ -54,7 +54,7 @@ impl Record {
         bytes
     }
 
-    /// The record in the bytes; `None` for an unknown type.
+    /// Decodes a record; `None` for an unknown type.
     pub fn decode(bytes: &[u8; RECORD_BYTES]) -> Option<Record> {
         let &[k0, k1, i0, i1, s0, s1, s2, s3, o0, o1, o2, o3, t0, t1, t2, t3] = bytes;
         let kind = match u16::from_ne_bytes([k0, k1]) {
@@ -75,18 +75,18 @@ impl Record {
 /// Why there is no next record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlError {
-    /// The peer closed, or the socket failed.
+    /// The peer has closed the connection, or the socket failed.
     Closed,
-    /// Bytes that no plugin sends.
+    /// The bytes are no record: no plugin sends them.
     Garbage,
 }
 
-/// The reader's quirks that are on.
+/// Quirks of the real plugin's reader that are switched on.
 #[derive(Clone, Copy, Debug)]
 pub struct Oddities {
-    /// The end of the stream behind good records is an error immediately.
+    /// Whether the end of the stream behind good records is an error immediately.
     pub close_error: bool,
-    /// Half a record is waited for without limit.
+    /// Whether half a record is waited for without limit.
     pub spin: bool,
 }
 
@@ -100,7 +100,7 @@ pub struct Inbox {
 }
 
 impl Inbox {
-    /// An empty one.
+    /// An empty buffer for control bytes.
     pub fn new(oddities: Oddities) -> Inbox {
         Inbox { bytes: [0; INBOX_BYTES], start: 0, end: 0, oddities }
     }
@@ -133,7 +133,7 @@ impl Inbox {
         self.end - self.start
     }
 
-    /// Reads until the socket is empty or the buffer full.
+    /// Reads until the socket is empty or the buffer is full.
     fn refill(&mut self, recv: &mut impl FnMut(&mut [u8]) -> io::Result<usize>) -> Result<(), ControlError> {
         (self.start, self.end) = (0, 0);
         while self.end < INBOX_BYTES {
@@ -148,7 +148,8 @@ impl Inbox {
         Ok(())
     }
 
-    /// Reads the rest of the first record. The real plugin does so without limit, even if the peer is gone.
+    /// Reads the rest of the first record. The real plugin does so without limit, even if the peer is
+    /// disconnected.
     fn complete_record(
         &mut self,
         recv: &mut impl FnMut(&mut [u8]) -> io::Result<usize>,

@@ -68,13 +68,13 @@ driver! {
     stream_synchronize c"cuStreamSynchronize" (*mut c_void);
 }
 
-/// The driver, once the host has loaded one.
+/// The CUDA driver, once the host process has loaded one; `None` before.
 pub fn driver() -> Option<&'static Driver> {
     static FOUND: OnceLock<Driver> = OnceLock::new();
     if let Some(driver) = FOUND.get() {
         return Some(driver);
     }
-    // SAFETY: a string; nothing is loaded that is not there already.
+    // SAFETY: the name is a string with its end; the call loads nothing that is not loaded already.
     let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
     if library.is_null() {
         return None;
@@ -88,12 +88,12 @@ fn done(code: c_int) -> Option<()> {
     (code == 0).then_some(())
 }
 
-/// Restores the caller's context on drop.
+/// The caller's context, which is current again when the value is dropped.
 struct Entered(&'static Driver, *mut c_void);
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        // SAFETY: a context that was current, or none.
+        // SAFETY: the context was current before, or is null.
         unsafe { (self.0.ctx_set_current)(self.1) };
     }
 }
@@ -101,27 +101,27 @@ impl Drop for Entered {
 impl Driver {
     fn context(&self) -> Option<*mut c_void> {
         let mut context = std::ptr::null_mut();
-        // SAFETY: room for a pointer.
+        // SAFETY: the driver writes one pointer, for which there is room.
         done(unsafe { (self.ctx_get_current)(&mut context) }).map(|()| context)
     }
 
-    /// The device that is current on this thread.
+    /// Number of the device that is current on this thread; `None` without one.
     pub fn current(&self) -> Option<i32> {
         self.context().filter(|context| !context.is_null())?;
         let mut device = -1;
-        // SAFETY: room for a number.
+        // SAFETY: the driver writes one number, for which there is room.
         done(unsafe { (self.ctx_get_device)(&mut device) }).map(|()| device)
     }
 
     /// Pushes the current context once more, as if it were the plugin's own, which is the primary context too.
     pub fn leave_pushed(&self) {
         if let Some(context) = self.context().filter(|context| !context.is_null()) {
-            // SAFETY: a context that is current.
+            // SAFETY: the context is current.
             unsafe { (self.ctx_push)(context) };
         }
     }
 
-    /// Makes a device's primary context current on this thread for a while.
+    /// Makes a device's primary context current on this thread until the returned value is dropped.
     fn enter(&'static self, device: i32) -> Option<Entered> {
         static PRIMARY: LazyLock<Mutex<HashMap<i32, usize>>> = LazyLock::new(Mutex::default);
         let before = self.context()?;
@@ -130,21 +130,23 @@ impl Driver {
             Some(context) => *context as *mut c_void,
             None => {
                 let mut context = std::ptr::null_mut();
-                // SAFETY: room for a pointer; the context is kept for ever.
+                // SAFETY: the driver writes one pointer, for which there is room; the context is never
+                // released.
                 done(unsafe { (self.primary_retain)(&mut context, device) })?;
                 known.insert(device, context as usize);
                 context
             }
         };
-        // SAFETY: a context that is retained.
+        // SAFETY: the context is retained.
         done(unsafe { (self.ctx_set_current)(context) })?;
         Some(Entered(self, before))
     }
 
-    /// The device that owns an address, with the surrounding allocation.
+    /// Number of the device that owns an address, with base and length in bytes of the surrounding
+    /// allocation.
     pub fn owner(&self, address: u64) -> Option<(i32, u64, u64)> {
         let (mut kind, mut device, mut base, mut bytes) = (0 as c_uint, -1, 0u64, 0usize);
-        // SAFETY: each attribute is written where there is room for its type.
+        // SAFETY: each attribute is written to a variable of its type.
         unsafe {
             let ask = |into: *mut c_void, what| done((self.pointer_attribute)(into, what, address));
             ask((&raw mut kind).cast(), MEMORY_TYPE)?;
@@ -155,26 +157,26 @@ impl Driver {
         (kind == DEVICE_MEMORY).then_some((device, base, bytes as u64))
     }
 
-    /// Allocates device memory, which is not initialised.
+    /// Allocates device memory, which is not initialised; `None` if the driver refuses.
     pub fn alloc(&'static self, device: i32, bytes: usize) -> Option<u64> {
         let _entered = self.enter(device)?;
         let mut address = 0;
-        // SAFETY: room for a number.
+        // SAFETY: the driver writes one number, for which there is room.
         done(unsafe { (self.mem_alloc)(&mut address, bytes) }).map(|()| address)
     }
 
-    /// Frees device memory.
+    /// Frees device memory that `alloc` has returned.
     pub fn free(&'static self, device: i32, address: u64) {
         let _entered = self.enter(device);
-        // SAFETY: what `alloc` gave; another answer than success changes nothing.
+        // SAFETY: the address came from `alloc`; a failure changes nothing.
         unsafe { (self.mem_free)(address) };
     }
 
-    /// Host memory that every device reads at the same address; zeroed.
+    /// Allocates zeroed host memory that every device reads at the same address.
     pub fn mapped(&'static self, device: i32, bytes: usize) -> Option<*mut u8> {
         let _entered = self.enter(device)?;
         let mut address = std::ptr::null_mut();
-        // SAFETY: room for a pointer; then fresh memory of this length.
+        // SAFETY: the driver writes one pointer, for which there is room; the new memory has this length.
         unsafe {
             done((self.host_alloc)(&mut address, bytes, PORTABLE_AND_MAPPED))?;
             address.cast::<u8>().write_bytes(0, bytes);
@@ -182,15 +184,15 @@ impl Driver {
         Some(address.cast())
     }
 
-    /// Frees mapped host memory.
+    /// Frees mapped host memory that `mapped` has returned.
     pub fn free_mapped(&'static self, device: i32, address: *mut u8) {
         let _entered = self.enter(device);
-        // SAFETY: what `mapped` gave.
+        // SAFETY: the address came from `mapped`.
         unsafe { (self.host_free)(address.cast()) };
     }
 }
 
-/// A stream of a device, with its own order of copies.
+/// A stream of a device, in which copies keep their order.
 #[derive(Debug)]
 pub struct Stream {
     driver: &'static Driver,
@@ -202,17 +204,17 @@ pub struct Stream {
 unsafe impl Send for Stream {}
 
 impl Stream {
-    /// A new stream; `None` without a driver or without resources.
+    /// Creates a stream of a device; `None` without a driver or without resources.
     pub fn new(device: i32) -> Option<Stream> {
         let driver = driver()?;
         let _entered = driver.enter(device)?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: room for a pointer.
+        // SAFETY: the driver writes one pointer, for which there is room.
         done(unsafe { (driver.stream_create)(&mut raw, STREAM_NON_BLOCKING) })?;
         Some(Stream { driver, device, raw })
     }
 
-    /// The device.
+    /// Number of the stream's device.
     pub fn device(&self) -> i32 {
         self.device
     }
@@ -220,31 +222,32 @@ impl Stream {
     /// Enqueues a copy to device memory.
     ///
     /// # Safety
-    /// The bytes at `source` stay as they are until [`Stream::finish`] has returned.
+    /// The bytes at `source` do not change until [`Stream::finish`] has returned.
     pub unsafe fn up(&self, target: u64, source: *const u8, bytes: usize) -> Option<()> {
         let _entered = self.driver.enter(self.device)?;
-        // SAFETY: by the caller's promise; a wrong device address is an error of the driver's.
+        // SAFETY: the caller promises that the source stays unchanged; the driver checks the device address.
         done(unsafe { (self.driver.copy_up)(target, source.cast(), bytes, self.raw) })
     }
 
     /// Enqueues a copy to host memory.
     ///
     /// # Safety
-    /// Nothing else uses the bytes at `target` until [`Stream::finish`] has returned.
+    /// No other code uses the bytes at `target` until [`Stream::finish`] has returned.
     pub unsafe fn down(&self, target: *mut u8, source: u64, bytes: usize) -> Option<()> {
         let _entered = self.driver.enter(self.device)?;
-        // SAFETY: as for `up`.
+        // SAFETY: the caller promises that no other code uses the target; the driver checks the device
+        // address.
         done(unsafe { (self.driver.copy_down)(target.cast(), source, bytes, self.raw) })
     }
 
-    /// Enqueues the filling of device memory.
+    /// Enqueues a fill of device memory with `byte`.
     pub fn fill(&self, target: u64, byte: u8, bytes: usize) -> Option<()> {
         let _entered = self.driver.enter(self.device)?;
-        // SAFETY: as for `up`.
+        // SAFETY: the driver checks the device address.
         done(unsafe { (self.driver.fill)(target, byte, bytes, self.raw) })
     }
 
-    /// Waits until all enqueued work is done.
+    /// Waits until all enqueued work is done; `None` if the work has failed.
     pub fn finish(&self) -> Option<()> {
         let _entered = self.driver.enter(self.device)?;
         // SAFETY: the stream is open.
@@ -255,7 +258,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         let _entered = self.driver.enter(self.device);
-        // SAFETY: the stream is open, and nothing uses it after this.
+        // SAFETY: the stream is open, and no code uses it after this.
         unsafe { (self.driver.stream_destroy)(self.raw) };
     }
 }

@@ -13,12 +13,12 @@ use ferrywire_sys::nics;
 
 use crate::settings::Settings;
 
-/// Most devices of the plugin.
+/// Most devices that the plugin offers.
 pub const DEVICES_MAX: usize = 16;
 /// Assumed speed of a NIC that reports none, in Mbit/s.
 const SPEED_DEFAULT_MBPS: i32 = 10_000;
 
-/// One NIC.
+/// One NIC that the plugin offers.
 #[derive(Debug)]
 pub struct Device {
     /// The interface's name.
@@ -27,11 +27,11 @@ pub struct Device {
     pub address: Ipv4Addr,
     /// The interface's directory in sysfs, if it has one.
     pub pci_path: Option<CString>,
-    /// Speed in Mbit/s.
+    /// Link speed in Mbit/s.
     pub speed_mbps: i32,
 }
 
-/// The devices that the settings select; the error says why there are none.
+/// Finds the devices that the settings select; the error says why there are none.
 pub fn find(settings: &Settings, made_up_paths: bool) -> Result<Vec<Device>, String> {
     let interfaces = if settings.ipv6_only { Vec::new() } else { interfaces()? };
     let names: Vec<&str> = interfaces.iter().map(|(name, _)| name.as_str()).collect();
@@ -50,7 +50,7 @@ pub fn find(settings: &Settings, made_up_paths: bool) -> Result<Vec<Device>, Str
     Ok(devices)
 }
 
-/// The address of an interface; `None` if it has no usable one.
+/// The IPv4 address of an interface; `None` if it has no usable one.
 pub fn address_of(name: &str) -> Option<Ipv4Addr> {
     let interfaces = interfaces().ok()?;
     interfaces.into_iter().find(|(other, _)| other == name).map(|(_, address)| address)
@@ -75,8 +75,8 @@ fn interfaces() -> Result<Vec<(String, Ipv4Addr)>, String> {
     Ok(found)
 }
 
-/// The names that the list matches, sorted bytewise. Without a list: ib* if there are any, else everything
-/// but docker and lo, else docker, else lo.
+/// The names that the list selects, sorted bytewise. Without a list: ib* if there are any, else all but
+/// docker and lo, else docker, else lo.
 fn choose(names: &[&str], list: Option<&str>) -> Vec<String> {
     let matching = |wanted: &dyn Fn(&str) -> bool| -> Vec<String> {
         let mut found: Vec<String> =
@@ -121,7 +121,7 @@ fn device(name: &str, address: Ipv4Addr, index: usize, made_up_path: bool) -> De
     }
 }
 
-/// A path of the form that a PCI device has.
+/// A made-up path of the form that a PCI device has.
 fn pci_path(index: usize) -> String {
     format!("/sys/devices/pci0000:00/0000:00:1d.0/0000:{:02x}:00.0", 0x80 + index)
 }

@@ -1,7 +1,7 @@
 //! The injected faults of a comm, and faults of calls that do not depend on a comm.
 //!
 //! Counts are per comm, so a fault hits the same request in every run.
-//! Read next: `comm.rs`, which asks when posting and testing.
+//! Read next: `comm.rs`, which injects the faults when posting and testing.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,14 +17,14 @@ use crate::switches::{CallFault, Lie, Side, Switches};
 /// The direction of a comm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// A send comm.
+    /// A comm that sends.
     Send,
-    /// A receive comm.
+    /// A comm that receives.
     Recv,
 }
 
 impl Direction {
-    /// A letter for names of threads.
+    /// A letter for the direction in names of threads.
     pub fn letter(self) -> char {
         match self {
             Direction::Send => 's',
@@ -52,9 +52,9 @@ pub struct Faults {
     pub half_control_after: Option<u64>,
     /// Number of GPU receives after which control data are missing.
     pub no_cmsg_after: Option<u64>,
-    /// How fragments are wrong, from [`Faults::lie_after`] on.
+    /// How fragments are wrong, from request [`Faults::lie_after`] on.
     pub lie: Lie,
-    /// The first request whose fragments are wrong.
+    /// Number of the first request whose fragments are wrong.
     pub lie_after: u64,
     /// Whether socket calls move a random part.
     pub partial_io: bool,
@@ -92,7 +92,7 @@ impl Faults {
     }
 }
 
-/// Injects the fault that the switches want for a call of the table.
+/// Injects the fault that the switches set for a call of the table.
 pub fn faulty_call(call: &str) -> Outcome<()> {
     static CALLS: AtomicU64 = AtomicU64::new(0);
     let switches = switches()?;

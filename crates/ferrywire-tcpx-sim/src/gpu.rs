@@ -23,20 +23,21 @@ use crate::switches::Switches;
 use crate::sync::locked;
 
 static POOLS: LazyLock<Mutex<HashMap<i32, Arc<GpuPool>>>> = LazyLock::new(Mutex::default);
-/// The byte that fills a page that was given back.
+/// The byte with which a page is filled when it is given back.
 const POISON: u8 = 0xDE;
-/// The GPU of a thread that never selected one.
+/// Number of the GPU of a thread that never selected one.
 pub const DEVICE_DEFAULT: i32 = 0;
 
-/// The number of the first real device.
+/// Number of the first real device.
 const CUDA_FIRST: i32 = 1 << 16;
 
-/// The real device of a number.
+/// The driver's number of a real device; `None` for a simulated one.
 fn cuda_of(device: i32) -> Option<i32> {
     (device >= CUDA_FIRST).then(|| device - CUDA_FIRST)
 }
 
-/// The host's simulated GPUs. The host may open its first one at any time, so only success is cached.
+/// The host's table of simulated GPUs. The host may open its first GPU at any time, so only success is
+/// cached.
 fn table() -> Option<&'static SimGpuTable> {
     static FOUND: OnceLock<&'static SimGpuTable> = OnceLock::new();
     let found = FOUND.get().copied().or_else(SimGpuTable::find)?;
@@ -48,7 +49,7 @@ pub fn is_there() -> bool {
     table().is_some() || cuda::driver().is_some()
 }
 
-/// The current device of this thread; `None` without a GPU.
+/// Number of the current device of this thread; `None` without a GPU.
 pub fn current_device() -> Option<i32> {
     let simulated = table().map(|table| (table.current_device)());
     let real = || cuda::driver()?.current().map(|device| CUDA_FIRST + device);
@@ -62,11 +63,11 @@ pub fn leave_pushed() {
     }
 }
 
-/// The device that owns `len` bytes at an address; `None` if no allocation contains them.
+/// Number of the device that owns `len` bytes at an address; `None` if no allocation contains them.
 pub fn device_of(address: u64, len: usize) -> Option<i32> {
     let simulated = || {
         let (mut base, mut bytes) = (0, 0);
-        // SAFETY: both pointers are to local numbers.
+        // SAFETY: both pointers are to local variables.
         let device = unsafe { (table()?.device_of)(address, &mut base, &mut bytes) };
         (device >= 0).then_some((device, base, bytes))
     };
@@ -81,9 +82,9 @@ pub fn device_of(address: u64, len: usize) -> Option<i32> {
 /// How a NIC reads bytes that are sent from device memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Source {
-    /// Through this host address.
+    /// The NIC reads through this host address.
     View(*mut u8),
-    /// At the device address; the driver of this real device must copy them.
+    /// The bytes are at a device address; the driver of this real device must copy them.
     Cuda(i32),
 }
 
@@ -104,22 +105,23 @@ fn view(address: u64, len: usize) -> Option<*mut u8> {
 #[derive(Debug)]
 pub struct GpuPool {
     device: i32,
-    /// Free and taken pages.
+    /// The pool's free and taken pages.
     pub pages: Mutex<PagePool>,
     bytes: u64,
     /// Device address of the first page in the newest mapping; 0 before the first import.
     base: AtomicU64,
-    /// The address that a NIC writes to: the pages themselves, or host memory in front of a real device's pages.
+    /// The address to which a NIC writes: the pages themselves, or host memory in front of a real device's
+    /// pages.
     view: AtomicPtr<u8>,
-    /// Copies to the pages of a real device, and poisons them.
+    /// Stream that copies to the pages of a real device, and poisons them.
     stream: Option<Mutex<Stream>>,
     poison: bool,
-    /// Locked for each import if `import_race` is off.
+    /// Lock for each import if `import_race` is off.
     importing: Mutex<()>,
 }
 
 impl GpuPool {
-    /// The pool of a device, made at first use.
+    /// The pool of a device, which is made at first use.
     pub fn of(device: i32, switches: &Switches) -> Option<Arc<GpuPool>> {
         let mut pools = locked(&POOLS);
         if let Some(pool) = pools.get(&device) {
@@ -185,30 +187,30 @@ impl GpuPool {
         Some(base)
     }
 
-    /// Copies the bytes that a NIC wrote to where the host reads them; false if the device fails.
+    /// Copies the bytes that a NIC wrote to where the host reads them; returns false if the device fails.
     pub fn settle(&self, fragments: &[Fragment]) -> bool {
         let Some(stream) = &self.stream else { return true };
         let (stream, base) = (locked(stream), self.base.load(Ordering::SeqCst));
         let mut copies = fragments.iter().map(|fragment| {
             let target = base + u64::from(fragment.pool_offset());
-            // SAFETY: the fragment's page is its comm's alone, and the copy is waited for below.
+            // SAFETY: only this comm uses the fragment's page, and the copy is waited for below.
             unsafe { stream.up(target, self.view(fragment), fragment.len as usize) }
         });
         let enqueued = copies.all(|copied| copied.is_some());
         stream.finish().is_some() && enqueued
     }
 
-    /// Bytes in the pool.
+    /// Size of the pool in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The address at which a NIC writes a fragment.
+    /// The address to which a NIC writes a fragment.
     pub fn view(&self, fragment: &Fragment) -> *mut u8 {
         self.view.load(Ordering::Relaxed).wrapping_add(fragment.pool_offset() as usize)
     }
 
-    /// Gives back and poisons pages; returns how many of them the comm owned.
+    /// Gives back and poisons pages of a comm; returns how many of them the comm owned.
     pub fn give_back(&self, owner: u64, returned: &[u32]) -> usize {
         let mut pages = locked(&self.pages);
         returned.iter().filter(|page| self.recycle(&mut pages, owner, **page)).count()
@@ -223,7 +225,7 @@ impl GpuPool {
     fn recycle(&self, pages: &mut PagePool, owner: u64, page: u32) -> bool {
         let returned = pages.give_back(owner, page);
         if let Some(stream) = self.stream.as_ref().filter(|_| returned && self.poison) {
-            // Before the stream copies anything else there.
+            // The page is poisoned before the stream copies other bytes to it.
             let base = self.base.load(Ordering::SeqCst);
             locked(stream).fill(base + u64::from(page) * PAGE_BYTES as u64, POISON, PAGE_BYTES);
         } else if returned && self.poison {
@@ -249,11 +251,11 @@ enum Owner {
     Cuda(&'static Driver, i32),
 }
 
-// SAFETY: plain memory with one owner.
+// SAFETY: the memory is plain and has one owner.
 unsafe impl Send for Mapped {}
 
 impl Mapped {
-    /// Memory for a GPU, or for the host alone without one.
+    /// Allocates memory for a GPU and the host, or for the host alone without a GPU.
     pub fn new(device: Option<i32>, bytes: usize) -> Option<Mapped> {
         if let (Some(device), Some(driver)) = (device.and_then(cuda_of), cuda::driver()) {
             let owner = Owner::Cuda(driver, device);
@@ -264,7 +266,7 @@ impl Mapped {
         (!address.is_null()).then_some(Mapped { address, owner: Owner::Gpu(table) })
     }
 
-    /// Memory of the host alone; `bytes` is not 0.
+    /// Allocates memory of the host alone; `bytes` is not 0.
     pub fn host(bytes: usize) -> Option<Mapped> {
         let layout = Layout::from_size_align(bytes.max(1), PAGE_BYTES).ok()?;
         // SAFETY: the layout is not empty.
@@ -272,7 +274,7 @@ impl Mapped {
         (!address.is_null()).then_some(Mapped { address, owner: Owner::Host(layout) })
     }
 
-    /// The memory's address.
+    /// Address of the memory.
     pub fn address(&self) -> *mut u8 {
         self.address
     }
@@ -281,7 +283,7 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         match self.owner {
-            // SAFETY: allocated in `host` with this layout, and freed only here.
+            // SAFETY: the memory was allocated in `host` with this layout, and is freed only here.
             Owner::Host(layout) => unsafe { dealloc(self.address, layout) },
             Owner::Gpu(table) => drop((table.mapped_free)(self.address)),
             Owner::Cuda(driver, device) => driver.free_mapped(device, self.address),
@@ -301,14 +303,14 @@ enum Words {
 }
 
 impl DeviceWords {
-    /// Words with these bytes; `None` without memory.
+    /// Makes words with these bytes; `None` if there is no memory.
     pub fn new(device: Option<i32>, bytes: &[u8]) -> Option<DeviceWords> {
         if let Some(device) = device.and_then(cuda_of) {
             return DeviceWords::on_cuda(device, bytes);
         }
         let (Some(device), Some(table)) = (device, table()) else {
             let words = Mapped::host(bytes.len())?;
-            // SAFETY: fresh memory of this length.
+            // SAFETY: the memory was just allocated with this length.
             unsafe { words.address().copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
             return Some(DeviceWords(Words::Host(words)));
         };

@@ -6,7 +6,7 @@
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
-/// Bytes with fields.
+/// Number of the handle's bytes that have fields.
 pub const HANDLE_BYTES_USED: usize = 88;
 
 const DATA_ADDRESS: usize = 0;
@@ -17,15 +17,15 @@ const THREADS: usize = 40;
 const REDIRECTED: usize = 44;
 const CONTROL_ADDRESS: usize = 48;
 const ATTEMPT: usize = 80;
-/// Room for an address; the rest behind an IPv4 address is zero.
+/// Bytes for an address; those behind an IPv4 address are zero.
 const ADDRESS_BYTES: usize = 28;
 
 /// The listener's information for the connecting end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// Address for data sockets.
+    /// Address on which the listener accepts data sockets.
     pub data: SocketAddrV4,
-    /// Address for the control socket.
+    /// Address on which the listener accepts the control socket.
     pub control: SocketAddrV4,
     /// Number of the comm's data sockets: the listener decides for both ends.
     pub data_sockets: usize,
@@ -36,7 +36,7 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Writes every field, with no attempt running.
+    /// Writes every field into a handle, with no attempt running.
     pub fn write(&self, bytes: &mut [u8; HANDLE_BYTES_USED]) {
         put_address(bytes, DATA_ADDRESS, self.data);
         put_address(bytes, CONTROL_ADDRESS, self.control);
@@ -48,7 +48,7 @@ impl Handle {
         set_attempt(bytes, 0);
     }
 
-    /// Reads the fields; `None` when an address is not an IPv4 one or a number is absurd.
+    /// Reads the fields; `None` when an address is not an IPv4 one or a number is out of range.
     pub fn read(bytes: &[u8; HANDLE_BYTES_USED]) -> Option<Handle> {
         let count = |at| usize::try_from(i32_at(bytes, at)).ok().filter(|count| *count <= 1024);
         Some(Handle {
@@ -61,14 +61,14 @@ impl Handle {
     }
 }
 
-/// The pointer of the running attempt, 0 for none.
+/// The pointer of the running attempt in a handle, 0 for none.
 pub fn attempt(bytes: &[u8; HANDLE_BYTES_USED]) -> usize {
     let mut word = [0; size_of::<usize>()];
     word.copy_from_slice(&bytes[ATTEMPT..]);
     usize::from_ne_bytes(word)
 }
 
-/// Stores the pointer of the running attempt.
+/// Stores the pointer of the running attempt in a handle.
 pub fn set_attempt(bytes: &mut [u8; HANDLE_BYTES_USED], pointer: usize) {
     bytes[ATTEMPT..].copy_from_slice(&pointer.to_ne_bytes());
 }
@@ -81,7 +81,7 @@ fn i32_at(bytes: &[u8], at: usize) -> i32 {
     i32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// A `sockaddr_in`: family, port and address in network order.
+/// Writes a `sockaddr_in`: family, port and address in network order.
 fn put_address(bytes: &mut [u8], at: usize, address: SocketAddrV4) {
     let field = &mut bytes[at..at + ADDRESS_BYTES];
     field.fill(0);

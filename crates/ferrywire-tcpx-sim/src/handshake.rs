@@ -20,40 +20,40 @@ use crate::comm::Outcome;
 use crate::handle::Handle;
 use crate::log::{exit_1, warning};
 
-/// How long a refused connection is tried again.
+/// Time for which a refused connection is tried again.
 const REFUSED_FOR: Duration = Duration::from_secs(20);
-/// Pause between two tries.
+/// Pause between two tries of a connection.
 const REFUSED_PAUSE: Duration = Duration::from_millis(20);
 const GOOD: i32 = 0;
 const PENDING: i32 = 1;
 
-/// The sockets of a comm.
+/// The connected sockets of a comm.
 #[derive(Debug)]
 pub struct Sockets {
-    /// The control socket.
+    /// The comm's control socket.
     pub control: OwnedFd,
-    /// The data sockets, by index.
+    /// The comm's data sockets, by index.
     pub data: Vec<OwnedFd>,
-    /// The peer's address of the data sockets, if there are any.
+    /// The peer's address of the data sockets; `None` without data sockets.
     pub peer: Option<Ipv4Addr>,
 }
 
 /// Settings of this end for the handshake.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Time spent per socket.
+    /// Time that the handshake of each socket takes.
     pub setup: Duration,
-    /// How often a socket is tried.
+    /// How often a socket is tried before the handshake fails.
     pub tries: u32,
     /// Why the dp-manager installs none of the acceptor's rules, in the real plugin's words; `None` if it does.
     pub no_rules: Option<&'static str>,
-    /// How long the acceptor sleeps at the end.
+    /// Time for which the acceptor sleeps at the end.
     pub steering_wait: Duration,
-    /// Whether payload that arrives during that sleep is fatal.
+    /// Whether payload that arrives while the acceptor sleeps is fatal.
     pub early_is_fatal: bool,
 }
 
-/// The connecting end. Its data sockets use the address `own`, its control socket `own_control`.
+/// Runs the connecting end. Its data sockets use the address `own`, its control socket `own_control`.
 pub fn connect(handle: &Handle, own: Ipv4Addr, own_control: Ipv4Addr, plan: &Plan) -> Outcome<Sockets> {
     dial_all(handle, own, own_control, plan).map_err(|e| failed("connect", &e))
 }
@@ -90,7 +90,7 @@ fn dial_data(
     Err(io::Error::other("failed to connect socket"))
 }
 
-/// The connector's half of the messages; false if the socket has to be tried again.
+/// Exchanges the connector's messages about a socket; returns false if the socket has to be tried again.
 fn agree_as_connector(control: &mut TcpStream, index: usize) -> io::Result<bool> {
     let state = read_word(control)?;
     write_word(control, GOOD)?;
@@ -120,7 +120,7 @@ fn dial(from: Ipv4Addr, to: SocketAddrV4) -> io::Result<TcpStream> {
     }
 }
 
-/// The accepting end. It waits for connections without limit.
+/// Runs the accepting end, which waits for connections without limit.
 pub fn accept(control: &Socket, data: &Socket, data_sockets: usize, plan: &Plan) -> Outcome<Sockets> {
     accept_all(control, data, data_sockets, plan).map_err(|e| failed("accept", &e))
 }
@@ -143,10 +143,10 @@ fn accept_all(control: &Socket, data: &Socket, data_sockets: usize, plan: &Plan)
     Ok(Sockets { control: control.into(), data: sockets, peer })
 }
 
-/// Whether bytes wait to be received.
+/// Whether bytes of a socket wait to be received.
 fn has_bytes(socket: &OwnedFd) -> bool {
     let (mut byte, flags) = (0_u8, libc::MSG_PEEK | libc::MSG_DONTWAIT);
-    // SAFETY: room for one byte.
+    // SAFETY: the kernel writes at most one byte, for which there is room.
     unsafe { libc::recv(socket.as_raw_fd(), (&raw mut byte).cast(), 1, flags) == 1 }
 }
 
@@ -170,7 +170,7 @@ fn accept_data(control: &mut TcpStream, data: &Socket, index: usize, plan: &Plan
     Err(io::Error::other("failed accept socket"))
 }
 
-/// The acceptor's half of the messages; false if the socket has to be tried again.
+/// Exchanges the acceptor's messages about a socket; returns false if the socket has to be tried again.
 fn agree_as_acceptor(control: &mut TcpStream, index: usize, good: bool) -> io::Result<bool> {
     write_word(control, if good { GOOD } else { PENDING })?;
     let state = read_word(control)?;

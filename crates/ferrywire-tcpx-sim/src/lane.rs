@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use crate::pool::Fragment;
 use crate::sync::locked;
 
-/// Chunks in flight on one data socket.
+/// Most chunks in flight on one data socket.
 pub const CHUNKS_PER_LANE_MAX: usize = 6;
 
 /// The pages that a request has taken on one socket.
@@ -21,21 +21,21 @@ pub type PageRecord = Arc<Mutex<Vec<u32>>>;
 /// A worker's work on a chunk.
 #[derive(Debug)]
 pub enum Work {
-    /// Send from this address.
+    /// Send from an address.
     Send {
-        /// First byte.
+        /// Address of the chunk's first byte.
         source: *const u8,
-        /// The real device of the address, if it is a device address.
+        /// Number of the real device, if the address is a device address.
         cuda: Option<i32>,
     },
-    /// Receive to this address.
+    /// Receive to a host address.
     Host {
-        /// First byte.
+        /// Address for the chunk's first byte.
         target: *mut u8,
     },
-    /// Receive into pages of the pool.
+    /// Receive into pages of the receive pool.
     Pages {
-        /// The record of the pages.
+        /// The record of pages that the request has taken.
         record: PageRecord,
     },
 }
@@ -45,22 +45,23 @@ pub enum Work {
 pub struct Chunk {
     /// Slot of the chunk's request.
     pub slot: usize,
-    /// Offset of the chunk in the message.
+    /// Offset of the chunk in the message, in bytes.
     pub offset: usize,
-    /// Size in bytes.
+    /// Size of the chunk in bytes.
     pub len: usize,
-    /// Bytes moved.
+    /// Number of the chunk's bytes that were moved.
     pub moved: usize,
-    /// The worker's work.
+    /// What the worker does with the chunk.
     pub work: Work,
-    /// Places of the received bytes, for [`Work::Pages`].
+    /// Places of the received bytes in the pool, for [`Work::Pages`].
     pub fragments: Vec<Fragment>,
 }
 
-// SAFETY: the pointers are the host's, which keeps the memory until the request is done; any thread may use it.
+// SAFETY: the pointers are the host's, which keeps the memory until the request is done; any thread may use
+// them.
 unsafe impl Send for Chunk {}
 
-/// A data socket with its queue.
+/// A data socket with its queue of chunks.
 #[derive(Debug)]
 pub struct Lane {
     socket: OwnedFd,
@@ -76,7 +77,7 @@ struct Queue {
 }
 
 impl Lane {
-    /// An idle socket.
+    /// A data socket without chunks.
     pub fn new(socket: OwnedFd) -> Lane {
         Lane {
             socket,
@@ -86,12 +87,12 @@ impl Lane {
         }
     }
 
-    /// The socket.
+    /// The descriptor of the socket.
     pub fn fd(&self) -> RawFd {
         self.socket.as_raw_fd()
     }
 
-    /// Whether another chunk may be queued.
+    /// Whether another chunk may be queued on the socket.
     pub fn has_room(&self) -> bool {
         self.in_flight.load(Ordering::Relaxed) < CHUNKS_PER_LANE_MAX
     }
@@ -103,7 +104,7 @@ impl Lane {
         locked(&self.queue).waiting.push_back(chunk);
     }
 
-    /// The next chunk for the worker.
+    /// Takes the next chunk for the worker.
     pub fn next(&self) -> Option<Chunk> {
         locked(&self.queue).waiting.pop_front()
     }
@@ -113,7 +114,7 @@ impl Lane {
         !locked(&self.queue).waiting.is_empty()
     }
 
-    /// The worker has finished a chunk.
+    /// Stores a chunk that the worker has finished.
     pub fn finish(&self, chunk: Chunk) {
         locked(&self.queue).finished.push_back(chunk);
         self.finished_count.fetch_add(1, Ordering::Release);

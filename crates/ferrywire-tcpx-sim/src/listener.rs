@@ -31,11 +31,11 @@ use crate::sync::locked;
 use crate::unpack::Unpack;
 
 static LISTENERS: LazyLock<Mutex<HashMap<usize, Arc<Listener>>>> = LazyLock::new(Mutex::default);
-/// How many listeners were opened and closed so far.
+/// Number of listeners that were opened and closed so far.
 static COUNTS: Mutex<Counts> = Mutex::new(Counts { opened: 0, closed: 0 });
-/// The pointer in a wrong handle.
+/// The pointer that a wrong handle contains.
 const FOREIGN_POINTER: usize = 0x1000;
-/// Connections that wait to be accepted.
+/// Most connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
 struct Counts {
@@ -43,22 +43,22 @@ struct Counts {
     closed: u64,
 }
 
-/// A listen comm.
+/// A listen comm, with its two sockets.
 #[derive(Debug)]
 struct Listener {
     device: usize,
     data: Socket,
     control: Socket,
-    /// The GPU to which packets are steered: the current one when `listen` was called.
+    /// Number of the GPU to which packets are steered: the current one when `listen` was called.
     steered_to: Option<i32>,
     accepting: Mutex<Option<Accepting>>,
 }
 
-/// The one accept of a listener.
+/// The single accept of a listener.
 #[derive(Debug)]
 struct Accepting {
     attempt: &'static Attempt,
-    /// The GPU whose pool the comm uses: the current one at the first call.
+    /// Number of the GPU whose pool the comm uses: the current one at the first call of `accept`.
     device: Option<i32>,
 }
 
@@ -83,7 +83,7 @@ pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut 
     let steered_to = gpu::current_device();
     let listener = Listener { device: index, data, control, steered_to, accepting: Mutex::default() };
     let listener = Arc::new(listener);
-    // The host's pointer is the listener's address, used only as an identifier.
+    // The listener's address is the host's pointer, used only as an identifier.
     let address = Arc::as_ptr(&listener) as usize;
     locked(&LISTENERS).insert(address, listener);
     count(plugin, |counts| counts.opened += 1);
@@ -147,7 +147,7 @@ pub unsafe fn accept(listener: *mut c_void, device_handle: *mut DeviceHandle) ->
     }
     let Some(Accepting { attempt, device }) = &*accepting else { return Err(ResultCode::INTERNAL_ERROR) };
     let Some(mut comm) = poll(plugin, attempt, "accept")? else { return Ok(std::ptr::null_mut()) };
-    // SAFETY: null or writable, by the caller's promise.
+    // SAFETY: the caller promises null or a writable pointer.
     if let Some(device_handle) = unsafe { device_handle.as_mut() } {
         equip(plugin, &mut comm, listener.steered_to, *device, device_handle)?;
     }
@@ -188,11 +188,11 @@ fn equip(
         Some(pool) => (import(&pool)?, pool.bytes()),
         None => (0, 0),
     };
-    // Before there was a GPU, the thread of `listen` had the default one.
+    // The thread of `listen` had the default GPU if it was called before there was a GPU.
     let steered_to = steered_to.or(device.map(|_| gpu::DEVICE_DEFAULT));
     if let Some(landing) = pool_of(steered_to)? {
         if steered_to != device {
-            // Packets that nothing can read still need a pool.
+            // Packets need a pool even if the host cannot read it.
             import(&landing)?;
         }
         comm.set_landing(landing);
@@ -203,7 +203,7 @@ fn equip(
     Ok(())
 }
 
-/// Injects the dp-manager's fault when it is asked for the pool.
+/// Injects the dp-manager's fault at the moment when it is asked for the pool.
 fn ask_manager(plugin: &Plugin) {
     match plugin.switches.dp_manager {
         DpManager::On | DpManager::Off | DpManager::Refuse => {}
@@ -218,7 +218,7 @@ fn ask_manager(plugin: &Plugin) {
     }
 }
 
-/// `closeListen`.
+/// `closeListen`: frees a listener; misuse while its accept thread runs.
 pub fn close_listen(pointer: *mut c_void) {
     let listener = find(pointer, "closeListen");
     if locked(&listener.accepting).as_ref().is_some_and(|accepting| accepting.attempt.is_running()) {

@@ -17,7 +17,7 @@ pub fn set_logger(logger: Log) {
     let _ = LOGGER.set(logger);
 }
 
-/// A line of the given level.
+/// Logs a line of the given level.
 pub fn line(level: c_int, line: u32, text: Arguments<'_>) {
     let Some(Some(log)) = LOGGER.get() else { return };
     let text = CString::new(text.to_string().replace('\0', " ")).unwrap_or_default();
@@ -27,44 +27,44 @@ pub fn line(level: c_int, line: u32, text: Arguments<'_>) {
     }
 }
 
-/// A warning; the arguments are those of `format!`.
+/// Logs a warning; the arguments are those of `format!`.
 macro_rules! warning {
     ($($arg:tt)*) => { $crate::log::line($crate::log::WARN, line!(), format_args!($($arg)*)) };
 }
 
-/// A line of information; the arguments are those of `format!`.
+/// Logs a line of information; the arguments are those of `format!`.
 macro_rules! info {
     ($($arg:tt)*) => { $crate::log::line($crate::log::INFO, line!(), format_args!($($arg)*)) };
 }
 
 pub(crate) use {info, warning};
 
-/// Level of [`warning!`].
+/// Level of the lines of [`warning!`].
 pub const WARN: c_int = LOG_WARN;
-/// Level of [`info!`].
+/// Level of the lines of [`info!`].
 pub const INFO: c_int = LOG_INFO;
 
-/// Ends the process as the real plugin does here, by `exit(1)`, which runs exit handlers.
+/// Ends the process by `exit(1)`, which runs exit handlers, where the real plugin does the same.
 pub fn exit_1(why: Arguments<'_>) -> ! {
     warning!("{why}: exit(1)");
     eprintln!("tcpx-sim: {why}: exit(1)");
-    // SAFETY: ends the process; the C library runs the exit handlers.
+    // SAFETY: the call ends the process; the C library runs the exit handlers.
     unsafe { libc::exit(1) }
 }
 
-/// The host broke a rule where the real plugin would use freed or foreign memory: ends the process by SIGABRT and names
-/// the rule.
+/// Ends the process by SIGABRT and names the rule that the host has broken; the real plugin would use freed
+/// or foreign memory.
 pub fn misuse(why: Arguments<'_>) -> ! {
     warning!("misuse: {why}");
     eprintln!("tcpx-sim: misuse: {why}");
     std::process::abort()
 }
 
-/// Follows a null pointer, as the real plugin does here.
+/// Writes through a null pointer, where the real plugin does the same.
 pub fn segfault(why: Arguments<'_>) -> ! {
     warning!("{why}: SIGSEGV");
     eprintln!("tcpx-sim: {why}: SIGSEGV");
-    // SAFETY: nothing is mapped there, and the fault is intended.
+    // SAFETY: no memory is mapped at the address, and the fault is intended.
     unsafe { std::ptr::without_provenance_mut::<u64>(8).write_volatile(0) };
     std::process::abort()
 }

@@ -6,34 +6,34 @@
 
 use crate::gpu::Mapped;
 
-/// Receives with metadata at the same time.
+/// Number of receives that can have metadata at the same time.
 pub const SLOTS: usize = 16;
 /// Most entries of one receive.
 pub const ENTRIES_PER_SLOT: usize = 2048;
-/// Size of an entry: source u32, length u32, destination u64.
+/// Bytes of an entry: source u32, length u32, destination u64.
 pub const ENTRY_BYTES: usize = 16;
-/// Offset of the counts.
+/// Offset of the counts in the block, in bytes.
 pub const COUNTS_OFFSET: usize = SLOTS * ENTRIES_PER_SLOT * ENTRY_BYTES;
-/// Size of the whole block.
+/// Size of the whole block in bytes.
 pub const METADATA_BYTES: usize = COUNTS_OFFSET + SLOTS * size_of::<u64>();
 
 const _: () = assert!(COUNTS_OFFSET == 524_288 && METADATA_BYTES == 524_416);
 
-/// One piece of a receive.
+/// An entry of the metadata: one piece of a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
 pub struct Entry {
-    /// Offset in the receive pool.
+    /// Offset of the piece in the receive pool, in bytes.
     pub source: u32,
-    /// Length in bytes.
+    /// Length of the piece in bytes.
     pub len: u32,
-    /// Offset from the pointer given to `irecv`.
+    /// Offset of the piece from the pointer given to `irecv`, in bytes.
     pub target: u64,
 }
 
 const _: () = assert!(size_of::<Entry>() == ENTRY_BYTES);
 
-/// The block, which host and GPU access at the same address.
+/// The metadata block, which host and GPU access at the same address.
 #[derive(Debug)]
 pub struct Metadata {
     block: Mapped,
@@ -48,7 +48,7 @@ impl Metadata {
         metadata
     }
 
-    /// The block's address.
+    /// Address of the metadata block.
     pub fn address(&self) -> u64 {
         self.block.address() as u64
     }
@@ -59,7 +59,7 @@ impl Metadata {
         self.publish(slot);
     }
 
-    /// Adds entries to a slot; false if they do not fit, and then none is added.
+    /// Adds entries to a slot; returns false and adds none if they do not fit.
     pub fn append(&mut self, slot: usize, entries: &[Entry]) -> bool {
         let first = self.counts[slot];
         if first + entries.len() > ENTRIES_PER_SLOT {

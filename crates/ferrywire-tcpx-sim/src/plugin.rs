@@ -22,17 +22,17 @@ use crate::switches::{DpManager, EarlyPayload, SameHost, SecondInit, Switches};
 use crate::worker::Shared;
 
 static PLUGIN: OnceLock<Plugin> = OnceLock::new();
-/// Chunk size if the broken default is switched off.
+/// Chunk size in bytes if the switch for the real plugin's broken default is off.
 const CHUNK_BYTES_GOOD: usize = 512 << 10;
 
-/// The result of `init`.
+/// The state of the plugin after `init`.
 #[derive(Debug)]
 pub struct Plugin {
-    /// The switches.
+    /// The switches of this process.
     pub switches: Arc<Switches>,
     /// The settings from the environment.
     pub settings: Settings,
-    /// The NICs.
+    /// The NICs that the plugin offers.
     pub devices: Vec<Device>,
 }
 
@@ -43,13 +43,13 @@ pub fn switches() -> Outcome<&'static Arc<Switches>> {
     switches.as_ref().map_err(|why| refused(why))
 }
 
-/// `init`.
+/// `init`: reads the environment and lists the NICs; an error if it was called before.
 pub fn init() -> Outcome<()> {
     if let Some(plugin) = PLUGIN.get() {
         let again = plugin.switches.second_init == SecondInit::Ok;
         return if again { Ok(()) } else { Err(refused("init was called before")) };
     }
-    // The real plugin logs this in every run.
+    // The real plugin logs this line in every run.
     info!("NET/GPUDirectTCPX : unix client prefix {}", manager_folder());
     let plugin = Plugin::read().map_err(|why| {
         let code = refused(&why);
@@ -66,13 +66,13 @@ pub fn init() -> Outcome<()> {
     PLUGIN.set(plugin).map_err(|_| refused("init runs twice at once"))
 }
 
-/// The folder of the dp-manager's sockets.
+/// Path of the folder with the dp-manager's sockets.
 pub fn manager_folder() -> String {
     let folder = std::env::var("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX").ok();
     folder.filter(|folder| !folder.is_empty()).unwrap_or_else(|| "/tmp".to_owned())
 }
 
-/// The plugin; a call before a successful `init` is an internal error.
+/// The plugin of this process; a call before a successful `init` is an internal error.
 pub fn plugin() -> Outcome<&'static Plugin> {
     PLUGIN.get().ok_or_else(|| refused("a call before init"))
 }
@@ -84,7 +84,7 @@ fn refused(why: &str) -> ResultCode {
 
 impl Plugin {
     fn read() -> Result<Plugin, String> {
-        let switches = switches().map_err(|_| "the switches make no sense")?.clone();
+        let switches = switches().map_err(|_| "the switches are invalid")?.clone();
         let mut settings = Settings::from_env()?;
         if !switches.chunk_env && settings.chunk_bytes == 0 {
             settings.chunk_bytes = CHUNK_BYTES_GOOD;
@@ -96,13 +96,13 @@ impl Plugin {
         Ok(Plugin { switches, settings, devices })
     }
 
-    /// A device by its index; an error beyond the last.
+    /// A device by its index; returns an error for an index beyond the last.
     pub fn device(&self, index: i32) -> Outcome<(usize, &Device)> {
         let found = usize::try_from(index).ok().and_then(|k| self.devices.get(k).map(|device| (k, device)));
         found.ok_or_else(|| refused(&format!("there is no device {index}")))
     }
 
-    /// This end's settings for the handshake.
+    /// The settings of this end for the handshake.
     pub fn plan(&self) -> Plan {
         Plan {
             setup: Duration::from_millis(self.switches.setup_ms),
@@ -119,9 +119,10 @@ impl Plugin {
         }
     }
 
-    /// A comm over these sockets.
+    /// Makes a comm over connected sockets.
     pub fn comm(&self, direction: Direction, device: usize, sockets: Sockets, threads: usize) -> Comm {
-        // Counted per direction, so that a comm's random numbers do not depend on which end is ready first.
+        // Comms are counted per direction, so that a comm's random numbers do not depend on which end is
+        // ready first.
         static COMMS: [AtomicU64; 2] = [const { AtomicU64::new(1) }; 2];
         let id = COMMS[direction as usize].fetch_add(1, Ordering::Relaxed);
         let own = sockets.peer.is_some_and(devices::is_own);

@@ -2,15 +2,15 @@
 //!
 //! A page belongs to the comm that took it until the comm gives it back or is closed. A page that is not recorded stays
 //! taken: the pool can leak, as the real one does.
-//! Invariant: pure: page numbers and lengths, no memory. A page has one owner or is free, and is handed out only when
-//! free.
+//! Invariant: the code is pure: page numbers and lengths, no memory. A page has one owner or is free, and is
+//! handed out only when free.
 //! Read next: `gpu.rs`, which gives the pages memory.
 
 use std::collections::VecDeque;
 
 use crate::random::Random;
 
-/// Bytes of a page.
+/// Bytes of a page of the pool.
 pub const PAGE_BYTES: usize = 4096;
 /// The owner of free pages; no comm has this number.
 const NOBODY: u64 = 0;
@@ -22,7 +22,7 @@ pub struct Fragment {
     pub page: u32,
     /// Offset of the bytes in the page.
     pub offset: u32,
-    /// Number of bytes.
+    /// Number of bytes of the fragment.
     pub len: u32,
 }
 
@@ -33,7 +33,7 @@ impl Fragment {
     }
 }
 
-/// Free and taken pages.
+/// The free and the taken pages of a receive pool.
 #[derive(Debug)]
 pub struct PagePool {
     free: VecDeque<u32>,
@@ -41,7 +41,7 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// A pool of free pages, in an order given by the seed or in ascending order.
+    /// Makes a pool of free pages, in an order given by the seed or in ascending order.
     pub fn new(pages: u32, shuffled: Option<Random>) -> PagePool {
         let mut free: Vec<u32> = (0..pages).collect();
         if let Some(mut random) = shuffled {
@@ -52,20 +52,20 @@ impl PagePool {
         PagePool { free: free.into(), owners: vec![NOBODY; pages as usize] }
     }
 
-    /// Takes a free page for a comm.
+    /// Takes a free page for a comm; `None` if none is free.
     pub fn take(&mut self, owner: u64) -> Option<u32> {
         let page = self.free.pop_front()?;
         self.owners[page as usize] = owner;
         Some(page)
     }
 
-    /// Returns a page that was just taken and not needed; it is the next to be taken.
+    /// Returns a page that was just taken and not needed; it is the next one to be taken.
     pub fn put_back(&mut self, page: u32) {
         self.owners[page as usize] = NOBODY;
         self.free.push_front(page);
     }
 
-    /// Gives a page back; false if the comm does not own it.
+    /// Gives a page back to the pool; returns false if the comm does not own it.
     pub fn give_back(&mut self, owner: u64, page: u32) -> bool {
         let Some(holder) = self.owners.get_mut(page as usize).filter(|holder| **holder == owner) else {
             return false;
@@ -81,15 +81,15 @@ impl PagePool {
         pages.filter(|page| self.owners[*page as usize] == owner).collect()
     }
 
-    /// The number of free pages.
+    /// Number of free pages in the pool.
     #[cfg(test)]
     pub fn free_count(&self) -> usize {
         self.free.len()
     }
 }
 
-/// Decides where in a page the next bytes go, by seed and position in the stream, so that a call that received nothing
-/// changes nothing.
+/// Decides where in a page the next bytes are placed, by seed and position in the stream, so that a call that
+/// received nothing changes nothing.
 #[derive(Debug)]
 pub struct Carver {
     seed: u64,
@@ -97,11 +97,11 @@ pub struct Carver {
     fragment_bytes: u32,
 }
 
-/// One in this many fragments is odd.
+/// Number of fragments of which one is odd, on average.
 const ODD_ONE_IN: u64 = 8;
 
 impl Carver {
-    /// Fragments of at most `fragment_bytes`; with `scatter` some are odd.
+    /// Makes fragments of at most `fragment_bytes`; with `scatter` some of them are odd.
     pub fn new(seed: u64, scatter: bool, fragment_bytes: u32) -> Carver {
         Carver { seed, scatter, fragment_bytes: fragment_bytes.clamp(1, PAGE_BYTES as u32) }
     }

@@ -19,7 +19,7 @@ use crate::ring::Number;
 use crate::sync::locked;
 
 impl Comm {
-    /// One pass; with `one_step` off, as many passes as change something.
+    /// Makes one pass; with `one_step` off, as many passes as change something.
     pub(crate) fn progress(&mut self) -> Outcome<()> {
         loop {
             self.collect();
@@ -46,7 +46,7 @@ impl Comm {
         }
     }
 
-    /// POSTED -> ACTIVE for the oldest request.
+    /// Moves the oldest POSTED request to ACTIVE; returns whether there was one.
     fn admit(&mut self) -> Outcome<bool> {
         let Some(number) = self.ring.oldest_posted() else { return Ok(false) };
         if self.rules.recv_sync && !self.rendezvous(number)? {
@@ -56,7 +56,7 @@ impl Comm {
         Ok(true)
     }
 
-    /// The receiver writes its index; the sender waits for it.
+    /// Exchanges the request's index: the receiver writes it, the sender waits for it.
     fn rendezvous(&mut self, number: Number) -> Outcome<bool> {
         if self.direction() == Direction::Recv {
             self.write_control(&(number as u32).to_ne_bytes())?;
@@ -77,7 +77,7 @@ impl Comm {
         Ok(complete)
     }
 
-    /// ACTIVE -> TRANSMITTING for the oldest request, once all of it is on data sockets.
+    /// Moves the oldest ACTIVE request to TRANSMITTING, once all of it is on data sockets.
     fn schedule(&mut self) -> Outcome<bool> {
         let Some(number) = self.ring.oldest_active() else { return Ok(false) };
         let slot = self.ring.slot_of(number);
@@ -117,13 +117,13 @@ impl Comm {
         written.map(|()| all).map_err(|_| if all { Scheduled::AllAndFailed } else { Scheduled::Failed })
     }
 
-    /// Most chunks in one pass. Chunks of no bytes would never end.
+    /// Most chunks of one pass; one where chunks have no bytes, which would never end.
     fn chunks_per_turn(&self) -> usize {
         let endless = if self.rules.chunk_bytes == 0 { CHUNKS_PER_LANE_MAX } else { usize::MAX };
         self.rules.chunks_per_call_max.min(endless)
     }
 
-    /// The next data socket with room, in round-robin order.
+    /// Index of the next data socket with room, in round-robin order.
     fn lane_with_room(&mut self) -> Option<usize> {
         let count = self.lanes.len();
         let found = (0..count).map(|k| (self.next_lane + k) % count).find(|k| self.lanes[*k].has_room())?;
@@ -159,7 +159,7 @@ impl Comm {
         self.write_control(&bytes).map(|()| true).map_err(|_| Scheduled::AllAndFailed)
     }
 
-    /// Writes half a record, and never anything more.
+    /// Writes half a record, after which the comm writes nothing more.
     fn go_mute(&mut self, total: usize) -> bool {
         warning!("comm {}: half a control message, injected by half_control_after", self.id());
         let record = Record { kind: Kind::Chunk, index: 0, size: 1, offset: 0, total: total as u32 };
@@ -207,7 +207,8 @@ impl Comm {
         })
     }
 
-    /// Takes the message's size from its first record. The posted size is a limit only if the switch says so.
+    /// Takes the message's size from its first record. The posted size is a limit only if the switch
+    /// `overrun` is off.
     fn check_total(&mut self, slot: usize, record: &Record) -> Result<(), Scheduled> {
         let state = &mut self.slots[slot];
         let total = *state.total.get_or_insert(record.total as usize);
@@ -237,7 +238,7 @@ impl Comm {
             }
             let pages = state.pages[lane].clone();
             if leak && state.chunks[lane] > 0 {
-                // As in the real plugin, queueing a second chunk forgets the pages of the first.
+                // Queueing a second chunk forgets the pages of the first, as in the real plugin.
                 locked(&pages).clear();
             }
             Work::Pages { record: pages }
@@ -263,15 +264,15 @@ impl Comm {
             }
         }
         if total > 0 {
-            // SAFETY: `irecv` was given this memory; the host promises that it is large enough, which the real plugin
-            // does not check either. GPU memory faults here, as it does there.
+            // SAFETY: `irecv` was given this memory; the host promises that it is large enough, which the
+            // real plugin does not check either. A write to GPU memory faults, as with the real plugin.
             unsafe { data.copy_from_nonoverlapping(bytes.as_ptr(), total) };
         }
         self.slots[slot].moved = total;
         Ok(true)
     }
 
-    /// Writes to the control socket, spinning until the kernel has taken everything.
+    /// Writes to the control socket, spinning until the kernel has taken all bytes.
     fn write_control(&self, mut bytes: &[u8]) -> Outcome<()> {
         let quiet = if self.rules.switches.sigpipe { 0 } else { libc::MSG_NOSIGNAL };
         while !bytes.is_empty() {
@@ -291,12 +292,12 @@ impl Comm {
     }
 }
 
-/// How scheduling failed.
+/// How the scheduling of a request failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scheduled {
-    /// The request stays where it is.
+    /// The request stays in its state.
     Failed,
-    /// Everything was queued before the failure, so the request continues as if there were none.
+    /// All chunks were queued before the failure, so the request continues as if there were none.
     AllAndFailed,
 }
 

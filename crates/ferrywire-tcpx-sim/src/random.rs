@@ -1,20 +1,20 @@
 //! Seeded random numbers: the same seed gives the same fragments and faults.
 //!
-//! A well-mixed counter is enough here and needs no other crate.
+//! The generator is a well-mixed counter, which is enough for tests and needs no other crate.
 
-/// A stream of numbers that is fixed by its seed.
+/// A stream of random numbers that is fixed by its seed.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The stream for a seed and for the object that draws from it.
+    /// The stream of random numbers for a seed and for the object that draws from it.
     pub fn new(seed: u64, stream: u64) -> Random {
         let mut random = Random(seed ^ stream.wrapping_mul(0x9E37_79B9_7F4A_7C15));
         random.next();
         random
     }
 
-    /// The next 64 bits.
+    /// The next 64 random bits.
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = self.0;
@@ -23,17 +23,17 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// A number below `bound`, which must not be 0.
+    /// A random number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
-    /// True once in `n` times.
+    /// True once in `n` times, at random.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 
-    /// A number within the range.
+    /// A random number within the range.
     pub fn within(&mut self, range: &std::ops::Range<u64>) -> u64 {
         range.start + self.below((range.end - range.start).max(1))
     }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use crate::faults::Direction;
 use crate::sync::locked;
 
-/// Bytes that one call may move under a rate, unless it is very slow.
+/// Most bytes that one call may move under a rate.
 const QUANTUM_BYTES_MAX: u64 = 64 << 10;
-/// Calls per second on which the quantum is based.
+/// Number of calls per second on which the quantum is based.
 const QUANTA_PER_S: u64 = 500;
 
-/// Allowances by device and direction (true for sending).
+/// Allowances by index of the device and direction (true for sending).
 type Rates = HashMap<(usize, bool), Arc<Rate>>;
 static NICS: LazyLock<Mutex<Rates>> = LazyLock::new(Mutex::default);
 
@@ -36,12 +36,12 @@ impl Rate {
         })
     }
 
-    /// How many bytes the next call may move.
+    /// Number of bytes that the next call may move.
     pub fn quantum(&self) -> usize {
         (self.bytes_per_s / QUANTA_PER_S).clamp(1, QUANTUM_BYTES_MAX) as usize
     }
 
-    /// Charges bytes that were moved; the caller moves nothing before the time returned.
+    /// Charges bytes that were moved; the caller moves no more bytes before the time returned.
     pub fn charge(&self, bytes: usize) -> Instant {
         self.charge_at(bytes, Instant::now())
     }

@@ -21,14 +21,14 @@ use crate::pool::PAGE_BYTES;
 use crate::sync::locked;
 
 static HANDLES: LazyLock<Mutex<HashMap<usize, Registration>>> = LazyLock::new(Mutex::default);
-/// Handles look like pointers and are never dereferenced.
+/// The next handle. Handles look like pointers and are never dereferenced.
 static NEXT: AtomicUsize = AtomicUsize::new(0x7463_7000);
 const STEP: usize = 0x40;
 
-/// A registration.
+/// A registration of memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Registration {
-    /// Posted and not released requests that use it.
+    /// Number of posted and not released requests that use the registration.
     uses: usize,
     address: usize,
     bytes: usize,
@@ -36,7 +36,7 @@ pub struct Registration {
     pub gpu: bool,
 }
 
-/// `regMr` on a comm of this NIC; a send comm is tied to one GPU.
+/// `regMr`: registers memory on a comm of this NIC; a send comm is tied to one GPU.
 pub fn register(
     device: usize,
     gpu_of_comm: Option<i32>,
@@ -62,7 +62,7 @@ pub fn register(
     }
 }
 
-/// `deregMr`; NULL is allowed.
+/// `deregMr`: ends a registration; NULL is allowed.
 pub fn deregister(handle: *mut c_void) {
     let known = locked(&HANDLES).remove(&(handle as usize));
     match known {
@@ -76,21 +76,21 @@ pub fn deregister(handle: *mut c_void) {
     }
 }
 
-/// A request was posted with a handle.
+/// Counts a request that was posted with a handle.
 pub fn hold(handle: usize) {
     if let Some(known) = locked(&HANDLES).get_mut(&handle) {
         known.uses += 1;
     }
 }
 
-/// A request with a handle was released.
+/// Uncounts a request that was posted with a handle and is released.
 pub fn release(handle: usize) {
     if let Some(known) = locked(&HANDLES).get_mut(&handle) {
         known.uses -= 1;
     }
 }
 
-/// The number of handles that were made and not deregistered, for all comms.
+/// Number of handles that were made and not deregistered, over all comms.
 pub fn live() -> usize {
     locked(&HANDLES).len()
 }
@@ -106,7 +106,7 @@ pub fn find(handle: *mut c_void, call: &str) -> Outcome<Registration> {
 }
 
 impl Registration {
-    /// Whether the range is inside. Host memory is not checked, as in the real plugin.
+    /// Whether the range is inside the registration. Host memory is not checked, as in the real plugin.
     pub fn covers(&self, data: *mut c_void, bytes: usize) -> bool {
         let start = data as usize;
         !self.gpu || (start >= self.address && start.saturating_add(bytes) <= self.address + self.bytes)

@@ -1,14 +1,14 @@
 //! The request ring of a comm: ascending numbers over a fixed number of slots.
 //!
 //! A request's life: FREE -> POSTED -> ACTIVE -> TRANSMITTING -> INACTIVE -> FREE, oldest first at each step.
-//! Invariant: pure: no socket, no memory. `released <= finished <= transmitted <= admitted <= posted <= released +
-//! slots`.
+//! Invariant: the code is pure: no socket, no memory. `released <= finished <= transmitted <= admitted <=
+//! posted <= released + slots`.
 //! Read next: `progress.rs`, which moves requests from state to state.
 
 /// Number of a request, from 0, over the life of its comm.
 pub type Number = u64;
 
-/// The number at which each state begins.
+/// The ring of a comm: for each state the number of the first request that has not reached it.
 #[derive(Debug)]
 pub struct Ring {
     slots: u64,
@@ -20,12 +20,12 @@ pub struct Ring {
 }
 
 impl Ring {
-    /// A ring of free slots.
+    /// A ring whose slots are all free.
     pub fn new(slots: u64) -> Ring {
         Ring { slots, released: 0, finished: 0, transmitted: 0, admitted: 0, posted: 0 }
     }
 
-    /// FREE -> POSTED; `None` when no slot is free.
+    /// Moves a request from FREE to POSTED; returns its number, or `None` when no slot is free.
     pub fn post(&mut self) -> Option<Number> {
         let number = self.posted;
         (number - self.released < self.slots).then(|| {
@@ -34,39 +34,39 @@ impl Ring {
         })
     }
 
-    /// The number of requests posted so far.
+    /// Number of requests posted so far.
     pub fn posted_count(&self) -> u64 {
         self.posted
     }
 
-    /// The number of requests finished so far.
+    /// Number of requests finished so far.
     pub fn finished_count(&self) -> u64 {
         self.finished
     }
 
-    /// The oldest POSTED request.
+    /// Number of the oldest POSTED request.
     pub fn oldest_posted(&self) -> Option<Number> {
         (self.admitted < self.posted).then_some(self.admitted)
     }
 
-    /// POSTED -> ACTIVE for the oldest request.
+    /// Moves the oldest POSTED request to ACTIVE.
     pub fn admit(&mut self) {
         debug_assert!(self.admitted < self.posted);
         self.admitted += 1;
     }
 
-    /// The oldest ACTIVE request.
+    /// Number of the oldest ACTIVE request.
     pub fn oldest_active(&self) -> Option<Number> {
         (self.transmitted < self.admitted).then_some(self.transmitted)
     }
 
-    /// ACTIVE -> TRANSMITTING for the oldest request.
+    /// Moves the oldest ACTIVE request to TRANSMITTING.
     pub fn transmit(&mut self) {
         debug_assert!(self.transmitted < self.admitted);
         self.transmitted += 1;
     }
 
-    /// The oldest TRANSMITTING request: the only one that `test` may name.
+    /// Number of the oldest TRANSMITTING request: the only one that `test` may be called for.
     pub fn head(&self) -> Option<Number> {
         (self.finished < self.transmitted).then_some(self.finished)
     }
@@ -76,18 +76,18 @@ impl Ring {
         (self.finished..self.transmitted).contains(&number)
     }
 
-    /// TRANSMITTING -> INACTIVE for the oldest request.
+    /// Moves the oldest TRANSMITTING request to INACTIVE.
     pub fn finish(&mut self) {
         debug_assert!(self.finished < self.transmitted);
         self.finished += 1;
     }
 
-    /// The oldest INACTIVE request.
+    /// Number of the oldest INACTIVE request.
     pub fn oldest_finished(&self) -> Option<Number> {
         (self.released < self.finished).then_some(self.released)
     }
 
-    /// INACTIVE -> FREE for the oldest request.
+    /// Moves the oldest INACTIVE request to FREE.
     pub fn release(&mut self) {
         debug_assert!(self.released < self.finished);
         self.released += 1;
@@ -99,7 +99,7 @@ impl Ring {
         Some(turn * self.slots + slot)
     }
 
-    /// The slot of a request.
+    /// Index of a request's slot.
     pub fn slot_of(&self, number: Number) -> usize {
         (number % self.slots) as usize
     }

@@ -10,17 +10,17 @@ use std::time::Duration;
 pub const DATA_SOCKETS_MAX: usize = 8;
 /// Largest message that can be sent on the control socket, in bytes.
 pub const INLINE_BYTES_MAX: usize = 2048;
-/// The only strategy of flow steering that `init` accepts.
+/// Number of the only strategy of flow steering that `init` accepts.
 const STRATEGY: i64 = 3;
 
-/// The settings.
+/// The settings of the plugin, from its environment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// Size of a chunk in bytes; 0 if it is not set.
+    /// Size of a chunk in bytes; 0 if the variable is not set.
     pub chunk_bytes: usize,
-    /// Worker threads per comm.
+    /// Number of worker threads per comm.
     pub threads: usize,
-    /// Data sockets per comm.
+    /// Number of data sockets per comm.
     pub data_sockets: usize,
     /// Messages up to this size in bytes are sent on the control socket.
     pub inline_bytes: usize,
@@ -34,18 +34,18 @@ pub struct Settings {
     pub ipv6_only: bool,
     /// The interface of the control sockets.
     pub control_interface: Option<String>,
-    /// How long each accept sleeps for the rules to take effect.
+    /// Time for which each accept sleeps, so that the flow rules take effect.
     pub steering_wait: Duration,
-    /// How often a rule is tried.
+    /// Number of times that a flow rule is tried.
     pub connection_tries: u32,
     /// Whether the receiver announces each request.
     pub recv_sync: bool,
-    /// Chunks of one request scheduled per call.
+    /// Most chunks of one request that are scheduled per call.
     pub chunks_per_call_max: usize,
 }
 
 impl Settings {
-    /// The settings of this process; the error says why `init` fails.
+    /// Reads the settings of this process; the error says why `init` fails.
     pub fn from_env() -> Result<Settings, String> {
         Settings::read(|name| std::env::var(name).ok())
     }
@@ -81,8 +81,8 @@ impl Settings {
     }
 }
 
-/// Threads and data sockets for the requested numbers: at most eight sockets; a request for more than eight threads
-/// gives none.
+/// Numbers of threads and data sockets for the requested numbers: at most eight sockets; a request for more
+/// than eight threads gives none.
 fn counts(threads: usize, per_thread: usize) -> (usize, usize) {
     let fits = threads.saturating_mul(per_thread) <= DATA_SOCKETS_MAX;
     let per_thread = if fits { per_thread } else { DATA_SOCKETS_MAX / threads.max(1) };

@@ -12,7 +12,7 @@ pub const VARIABLE: &str = "FERRYWIRE_TCPX_SIM";
 /// Most requests of a comm that can be set: as many as NCCL asks for.
 pub const REQUESTS_MAX: usize = 32;
 
-/// The value of a switch.
+/// A type of a switch's value.
 trait Value: Sized {
     /// The expected values, for the error message.
     const EXPECTED: &str;
@@ -88,9 +88,9 @@ macro_rules! choice {
 choice! {
     /// The answer of a full comm.
     Full {
-        /// A warning and result 3.
+        /// A full comm answers with a warning and result 3.
         Error = "error",
-        /// Success and a NULL request.
+        /// A full comm answers with success and a NULL request.
         Null = "null",
     }
 }
@@ -98,9 +98,9 @@ choice! {
 choice! {
     /// The effect of `test` on its `sizes`.
     Sizes {
-        /// `test` leaves them unchanged.
+        /// `test` leaves the sizes unchanged.
         Keep = "keep",
-        /// `test` writes the size when the request is done.
+        /// `test` writes the size of a request when the request is done.
         Write = "write",
     }
 }
@@ -108,19 +108,19 @@ choice! {
 choice! {
     /// The error of a receive comm when control bytes and the end of the stream arrive together.
     CloseError {
-        /// When they happen to be read together.
+        /// The error occurs when they happen to be read together.
         Natural = "on",
-        /// Never.
+        /// The error never occurs.
         Off = "off",
-        /// Exactly once per receive comm whose peer closes while a request is not done.
+        /// The error occurs exactly once per receive comm whose peer closes while a request is not done.
         Always = "always",
     }
 }
 
 choice! {
-    /// The fate of GPU payload from this host.
+    /// What happens to GPU payload that comes from this host.
     SameHost {
-        /// The payload arrives in linear memory: a warning and `exit(1)`.
+        /// The payload arrives in linear memory: the plugin warns and calls `exit(1)`.
         Die = "die",
         /// The payload arrives in the pool.
         Allow = "allow",
@@ -128,11 +128,11 @@ choice! {
 }
 
 choice! {
-    /// The fate of payload that arrives before flow rules are in force.
+    /// What happens to payload that arrives before flow rules are in force.
     EarlyPayload {
-        /// The payload arrives.
+        /// Early payload is received.
         Allow = "allow",
-        /// A warning and `exit(1)`.
+        /// The plugin warns about early payload and calls `exit(1)`.
         Die = "die",
     }
 }
@@ -156,9 +156,9 @@ choice! {
 choice! {
     /// The answer to a second `init`.
     SecondInit {
-        /// Result 3.
+        /// A second `init` returns result 3.
         Refuse = "3",
-        /// Success.
+        /// A second `init` succeeds.
         Ok = "ok",
     }
 }
@@ -166,11 +166,11 @@ choice! {
 choice! {
     /// How fragments are wrong.
     Lie {
-        /// They are right.
+        /// All fragments are right.
         No = "no",
-        /// The source is outside of the pool.
+        /// The source of a fragment is outside of the pool.
         Range = "range",
-        /// The destination is outside of the message.
+        /// The destination of a fragment is outside of the message.
         Dst = "dst",
         /// The lengths do not add up to the message.
         Len = "len",
@@ -178,40 +178,40 @@ choice! {
 }
 
 choice! {
-    /// The effect of a faulty call.
+    /// What a faulty call does.
     CallFault {
-        /// No fault.
+        /// The call has no fault.
         No = "no",
-        /// Ends the process by `exit(1)`.
+        /// The call ends the process by `exit(1)`.
         Exit = "exit",
-        /// SIGSEGV.
+        /// The call ends the process by SIGSEGV.
         Crash = "crash",
-        /// Raises SIGPIPE, and continues if that is ignored.
+        /// The call raises SIGPIPE, and continues if that is ignored.
         Sigpipe = "sigpipe",
-        /// Never returns.
+        /// The call never returns.
         Hang = "hang",
-        /// Returns 2.
+        /// The call returns result 2.
         Error = "error",
-        /// Panics, which the host sees as 3.
+        /// The call panics, which the host sees as result 3.
         Panic = "panic",
     }
 }
 
 choice! {
-    /// The comms that faults and rates are for.
+    /// The direction of the comms that faults and rates are for.
     Side {
-        /// Both.
+        /// Comms of both directions.
         Both = "both",
-        /// Send comms.
+        /// Send comms only.
         Send = "send",
-        /// Receive comms.
+        /// Receive comms only.
         Recv = "recv",
     }
 }
 
 macro_rules! switches {
     ($($(#[$doc:meta])* $name:ident: $kind:ty = $default:expr;)*) => {
-        /// The value of each switch.
+        /// The values of all switches.
         #[derive(Clone, Debug, PartialEq)]
         pub struct Switches { $($(#[$doc])* pub $name: $kind,)* }
 
@@ -237,114 +237,114 @@ macro_rules! switches {
 }
 
 switches! {
-    /// Only the oldest request in transmission may be tested.
+    /// Whether only the oldest request in transmission may be tested.
     head_only: bool = true;
-    /// One `test` admits at most one request and schedules at most one.
+    /// Whether one `test` admits at most one request and schedules at most one.
     one_step: bool = true;
-    /// Requests per comm, at most [`REQUESTS_MAX`].
+    /// Number of requests of a comm, at most [`REQUESTS_MAX`].
     slots: u64 = 16;
-    /// The answer of a full comm.
+    /// The answer of a comm whose requests are all in use.
     full: Full = Full::Error;
     /// The effect of `test` on its `sizes`.
     sizes: Sizes = Sizes::Keep;
-    /// A message larger than its receive is written beyond it.
+    /// Whether a message larger than its receive is written beyond it.
     overrun: bool = true;
-    /// Finished receives can only be given back in order.
+    /// Whether finished receives can only be given back in order.
     consume_order: bool = true;
-    /// A second thread inside a comm ends the process.
+    /// Whether a second thread inside a comm ends the process.
     one_thread: bool = true;
-    /// Connecting and accepting return a NULL comm until they are ready.
+    /// Whether connecting and accepting return a NULL comm until they are ready.
     null_first: bool = true;
-    /// A call after the end of an attempt ends the process.
+    /// Whether a call after the end of an attempt ends the process.
     attempt_once: bool = true;
     /// Time per socket while connecting, in milliseconds.
     setup_ms: u64 = 1;
     /// The state of the dp-manager.
     dp_manager: DpManager = DpManager::On;
-    /// A receive comm without a device handle crashes at its first receive.
+    /// Whether a receive comm without a device handle crashes at its first receive.
     need_device_handle: bool = true;
     /// The answer to a second `init`.
     second_init: SecondInit = SecondInit::Refuse;
-    /// `init` fails on a host without a GPU.
+    /// Whether `init` fails on a host without a GPU.
     need_gpu: bool = false;
-    /// A NIC without a PCI path gets a made-up one.
+    /// Whether a NIC without a PCI path gets a made-up one.
     pci_path: bool = true;
-    /// Without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes.
+    /// Whether chunks have no bytes without `NCCL_DYNAMIC_CHUNK_SIZE`.
     chunk_env: bool = true;
-    /// GPU memory can only be registered in whole, aligned pages.
+    /// Whether GPU memory can only be registered in whole, aligned pages.
     alignment: bool = true;
-    /// A failed registration of memory of a real GPU leaves a context pushed.
+    /// Whether a failed registration of memory of a real GPU leaves a context pushed.
     push_left: bool = true;
-    /// A send comm accepts only memory of the GPU that was current at its first connect.
+    /// Whether a send comm accepts only memory of the GPU that was current at its first connect.
     comm_gpu: bool = true;
-    /// Fragments are in pages out of order, at odd offsets, with odd lengths.
+    /// Whether fragments are in pages out of order, at odd offsets, with odd lengths.
     scatter: bool = true;
     /// Longest fragment in bytes.
     fragment_bytes: u64 = 4096;
-    /// Pages of the receive pool of one GPU.
+    /// Number of pages of the receive pool of one GPU.
     pool_pages: u64 = 16384;
-    /// Overlapping imports of the pool each import, and each unmaps the one before.
+    /// Whether overlapping imports of the pool each import, and each unmaps the one before.
     import_race: bool = true;
     /// Duration of an import of the pool, in milliseconds.
     import_ms: u64 = 3;
-    /// Pages are filled with 0xDE when they are given back.
+    /// Whether pages are filled with 0xDE when they are given back.
     poison: bool = true;
-    /// The pages of all but the last chunk of a request on one socket are lost.
+    /// Whether the pages of all but the last chunk of a request on one socket are lost.
     leak: bool = true;
-    /// The fate of GPU payload from this host.
+    /// What happens to GPU payload that comes from this host.
     same_host: SameHost = SameHost::Die;
-    /// The fate of payload that arrives before flow rules are in force.
+    /// What happens to payload that arrives before flow rules are in force.
     early_payload: EarlyPayload = EarlyPayload::Allow;
-    /// One warning per receive call into host memory.
+    /// Whether each receive call into host memory logs a warning.
     host_warning: bool = true;
     /// The error that a closing peer can cause.
     close_error: CloseError = CloseError::Natural;
-    /// A worker ends without reporting it when its socket fails.
+    /// Whether a worker ends without reporting it when its socket fails.
     silent_death: bool = true;
-    /// Writing to a dead peer raises SIGPIPE.
+    /// Whether writing to a dead peer raises SIGPIPE.
     sigpipe: bool = true;
-    /// Half a control message makes `test` wait for ever.
+    /// Whether half a control message makes `test` wait for ever.
     half_control_spin: bool = true;
-    /// Bytes per second and direction of each NIC, 0 for no limit.
+    /// Largest rate of each NIC in bytes per second and direction, 0 for no limit.
     rate: u64 = 0;
-    /// Seed of all random choices.
+    /// Seed of all random choices of the plugin.
     seed: u64 = 1;
-    /// Log lines with counts: when a comm is closed, and of listeners.
+    /// Whether lines with counts are logged: when a comm is closed, and of listeners.
     stats: bool = false;
 
-    /// Faults are for these comms.
+    /// Direction of the comms that have the faults.
     fault_side: Side = Side::Both;
-    /// Faults are for comms on this NIC.
+    /// Name of the NIC whose comms have the faults; all NICs by default.
     fault_nic: Option<String> = None;
-    /// The call that is faulty, as NCCL names it.
+    /// Name of the faulty call, as in NCCL's interface.
     fault_call: Option<String> = None;
-    /// The effect of the faulty call.
+    /// What the faulty call does.
     call_fault: CallFault = CallFault::No;
-    /// How many such calls succeed first.
+    /// Number of calls that succeed before the faulty one.
     call_fault_after: u64 = 0;
-    /// `exit(1)` when this many requests were posted.
+    /// Number of posted requests after which posting another calls `exit(1)`.
     die_after: Option<u64> = None;
-    /// SIGSEGV when this many requests were posted.
+    /// Number of posted requests after which posting another raises SIGSEGV.
     crash_after: Option<u64> = None;
-    /// `test` never returns once this many requests are done.
+    /// Number of finished requests after which `test` never returns.
     test_hang_after: Option<u64> = None;
-    /// `test` returns 2 once, when this many requests are done.
+    /// Number of finished requests after which `test` returns 2 once.
     test_error_after: Option<u64> = None;
-    /// The oldest request never completes once this many are done.
+    /// Number of finished requests after which the oldest one never completes.
     stall_head_after: Option<u64> = None;
-    /// Data socket 0 is shut down when this many requests were posted.
+    /// Number of posted requests after which posting another shuts down data socket 0.
     drop_data_socket_after: Option<u64> = None;
-    /// A send comm writes half a control message, and nothing more, after this many requests.
+    /// Number of requests after which a send comm writes half a control message, and nothing more.
     half_control_after: Option<u64> = None;
-    /// A receive into GPU memory finds no control data after this many requests.
+    /// Number of requests after which a receive into GPU memory finds no control data.
     no_cmsg_after: Option<u64> = None;
-    /// The handle of a listener contains the pointer of an attempt.
+    /// Whether the handle of a listener contains the pointer of an attempt.
     lie_handle: bool = false;
     /// How fragments are wrong.
     lie_fragment: Lie = Lie::No;
-    /// The first request whose fragments are wrong.
+    /// Number of the first request whose fragments are wrong.
     lie_after: u64 = 0;
-    /// Socket calls move a random part of what they could.
+    /// Whether socket calls move a random part of the bytes that they could move.
     partial_io: bool = false;
     /// Pause before each socket call, in microseconds.
     delay_us: Range<u64> = 0..1;

@@ -5,12 +5,12 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Locks, even if a thread panicked while it held the lock: no panic may cross into the host.
+/// Locks a mutex, even if a thread panicked while it had the lock: no panic may cross into the host.
 pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Wakes a worker that sleeps in `poll`.
+/// Wakes a worker that sleeps in `poll`; each worker has one.
 ///
 /// Invariant: work published before [`Wake::wake`] is seen by a worker that calls [`Wake::prepare`] and then looks for
 /// work before it sleeps.
@@ -31,7 +31,7 @@ impl Wake {
         Ok(Wake { eventfd: unsafe { OwnedFd::from_raw_fd(fd) }, asleep: AtomicBool::new(false) })
     }
 
-    /// The descriptor to sleep on.
+    /// The descriptor on which the worker sleeps.
     pub fn fd(&self) -> RawFd {
         self.eventfd.as_raw_fd()
     }
@@ -41,8 +41,8 @@ impl Wake {
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Announces that the worker is awake, and discards wake-ups if `readable`, which is whether `poll` has found
-    /// one.
+    /// Announces that the worker is awake. `readable` says whether `poll` has found a wake-up; if so, it is
+    /// discarded.
     ///
     /// A waking thread may write only after the worker has found the work by itself. That wake-up ends the next sleep
     /// and is discarded after it.

@@ -23,10 +23,10 @@ use crate::plugin::{self, plugin};
 use crate::registration;
 use crate::switches::Sizes;
 
-/// The symbol that NCCL looks up.
+/// The function table under the symbol that NCCL looks up.
 #[unsafe(no_mangle)]
 #[allow(non_upper_case_globals)]
-// SAFETY: the name is a literal; the functions lock or check what they share.
+// SAFETY: the name is a literal; the functions lock or check the state that they share.
 static ncclNetPlugin_v7: Exported<NetV7> = unsafe {
     Exported::new(NetV7 {
         name: c"GPUDirectTCPX_v7".as_ptr(),
@@ -64,7 +64,7 @@ fn guarded(call: &str, body: impl FnOnce() -> Outcome<()>) -> ResultCode {
 }
 
 unsafe extern "C" fn init(log: Log) -> ResultCode {
-    // First of all, so that every error can be logged.
+    // The logger is stored before anything else, so that every error can be logged.
     set_logger(log);
     guarded("init", plugin::init)
 }
@@ -100,12 +100,12 @@ unsafe extern "C" fn get_properties(dev: c_int, props: *mut PropertiesV7) -> Res
     })
 }
 
-/// The handle behind the host's pointer.
+/// The connection handle at the host's pointer; a null pointer ends the process.
 ///
 /// # Safety
-/// The pointer must be null or name a connection handle that nothing else uses now.
+/// The pointer must be null or that of a connection handle that no other code uses now.
 unsafe fn handle_at<'a>(handle: P, call: &str) -> &'a mut [u8; HANDLE_BYTES_USED] {
-    // SAFETY: promised by the caller; a handle has 128 bytes.
+    // SAFETY: the caller promises null or a handle, which has 128 bytes.
     match unsafe { handle.cast::<[u8; HANDLE_BYTES_USED]>().as_mut() } {
         Some(bytes) => bytes,
         None => misuse(format_args!("{call} without a handle")),
@@ -128,7 +128,7 @@ unsafe extern "C" fn connect(dev: c_int, handle: P, send_comm: PP, _device: Dh) 
         unsafe { send_comm.write(std::ptr::null_mut()) };
         // SAFETY: the host gives a handle of its own.
         let comm = listener::connect(dev, unsafe { handle_at(handle, "connect") })?;
-        // SAFETY: as above.
+        // SAFETY: the host gives room for the pointer.
         unsafe { send_comm.write(comm) };
         Ok(())
     })
@@ -138,11 +138,11 @@ unsafe extern "C" fn accept(listen_comm: P, recv_comm: PP, device: Dh) -> Result
     guarded("accept", || {
         // SAFETY: the host gives room for the pointer.
         unsafe { recv_comm.write(std::ptr::null_mut()) };
-        // SAFETY: null, or a place in which the host keeps its pointer.
+        // SAFETY: the pointer is null, or to a variable in which the host keeps its pointer.
         let handle = unsafe { device.as_ref() }.copied().unwrap_or(std::ptr::null_mut());
-        // SAFETY: null, or the host's device handle.
+        // SAFETY: the pointer is null, or that of the host's device handle.
         let comm = unsafe { listener::accept(listen_comm, handle)? };
-        // SAFETY: as above.
+        // SAFETY: the host gives room for the pointer.
         unsafe { recv_comm.write(comm) };
         Ok(())
     })
@@ -150,7 +150,7 @@ unsafe extern "C" fn accept(listen_comm: P, recv_comm: PP, device: Dh) -> Result
 
 unsafe extern "C" fn reg_mr(comm: P, data: P, size: c_int, kind: c_int, mhandle: PP) -> ResultCode {
     guarded("regMr", || {
-        // SAFETY: the host names a comm.
+        // SAFETY: the host passes the pointer of a comm.
         let cell = unsafe { Cell::open_at(comm, "regMr") };
         let handle = registration::register(cell.device, cell.gpu, data, size, kind)?;
         // SAFETY: the host gives room for the handle.
@@ -161,7 +161,7 @@ unsafe extern "C" fn reg_mr(comm: P, data: P, size: c_int, kind: c_int, mhandle:
 
 unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
     guarded("deregMr", || {
-        // SAFETY: the host names a comm.
+        // SAFETY: the host passes the pointer of a comm.
         unsafe { Cell::open_at(comm, "deregMr") };
         registration::deregister(mhandle);
         Ok(())
@@ -177,7 +177,7 @@ unsafe extern "C" fn isend(
     request: PP,
 ) -> ResultCode {
     guarded("isend", || {
-        // SAFETY: the host names a comm.
+        // SAFETY: the host passes the pointer of a comm.
         let cell = unsafe { Cell::at(comm, "isend") };
         let buffer = source(data, size, mhandle)?;
         post(cell, "isend", Direction::Send, buffer, request)
@@ -218,7 +218,7 @@ unsafe extern "C" fn irecv(
     request: PP,
 ) -> ResultCode {
     guarded("irecv", || {
-        // SAFETY: the host names a comm.
+        // SAFETY: the host passes the pointer of a comm.
         let cell = unsafe { Cell::at(comm, "irecv") };
         if n != 1 {
             warning!("irecv of {n} buffers");
@@ -250,17 +250,17 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
     guarded("test", || {
         // SAFETY: the host gives room for the answer.
         unsafe { done.write(0) };
-        // SAFETY: the host names a request.
+        // SAFETY: the host passes the pointer of a request.
         let (cell, slot) = unsafe { Cell::of_request(request, "test") };
         let (finished, sizes_kept) = cell.enter("test", |comm| {
             let finished = comm.test(slot)?;
             Ok((finished, comm.rules.switches.sizes == Sizes::Keep))
         })?;
         let Some(bytes) = finished else { return Ok(()) };
-        // SAFETY: as above.
+        // SAFETY: the host gives room for the answer.
         unsafe { done.write(1) };
         if !sizes_kept && !sizes.is_null() {
-            // SAFETY: not null, and the host gives room for at least one size.
+            // SAFETY: the pointer is not null, and the host gives room for at least one size.
             unsafe { sizes.write(bytes as c_int) };
         }
         Ok(())
@@ -291,7 +291,7 @@ unsafe extern "C" fn irecv_consumed(_comm: P, n: c_int, request: P) -> ResultCod
             warning!("irecvConsumed of {n} buffers");
             return Err(ResultCode::INTERNAL_ERROR);
         }
-        // SAFETY: the host names a request.
+        // SAFETY: the host passes the pointer of a request.
         let (cell, slot) = unsafe { Cell::of_request(request, "irecvConsumed") };
         cell.enter("irecvConsumed", |comm| {
             if comm.direction() != Direction::Recv {
@@ -302,10 +302,10 @@ unsafe extern "C" fn irecv_consumed(_comm: P, n: c_int, request: P) -> ResultCod
     })
 }
 
-/// One function closes both kinds, as in the real plugin.
+/// Closes a comm of either direction, as one function of the real plugin does.
 fn close(comm: P, call: &str) -> ResultCode {
     guarded(call, || {
-        // SAFETY: the host names a comm.
+        // SAFETY: the host passes the pointer of a comm.
         unsafe { Cell::at(comm, call) }.take(call).close();
         Ok(())
     })
@@ -326,7 +326,7 @@ unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
     })
 }
 
-/// Success, and nothing written.
+/// `getDeviceMr`: succeeds, and writes nothing.
 unsafe extern "C" fn get_device_mr(_comm: P, _mhandle: P, _device_mhandle: PP) -> ResultCode {
     ResultCode::SUCCESS
 }

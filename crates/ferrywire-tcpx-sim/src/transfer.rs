@@ -1,7 +1,7 @@
 //! The socket calls of the workers: send, receive into host memory, receive into pages.
 //!
 //! No call blocks. Sends have no `MSG_NOSIGNAL`: a dead peer raises SIGPIPE, as with the real plugin.
-//! Invariant: a failed call moves nothing; pages it did not need are free again.
+//! Invariant: a failed call moves nothing; pages that it did not need are free again.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -15,17 +15,17 @@ use crate::pool::{Carver, Fragment};
 use crate::sync::locked;
 use crate::worker::Shared;
 
-/// Pages that one call receives into.
+/// Most pages that one call receives into.
 const PAGES_PER_CALL_MAX: usize = 256;
 
-/// The outcome of a call.
+/// The outcome of a socket call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moved {
-    /// The number of bytes moved, at least one.
+    /// Number of bytes that were moved, at least one.
     Bytes(usize),
-    /// Nothing can be moved now.
+    /// No bytes can be moved now.
     NotReady,
-    /// No page is free.
+    /// No page of the pool is free.
     Starved,
     /// The connection is unusable.
     Failed,
@@ -44,14 +44,14 @@ impl Moved {
     }
 }
 
-/// Sends from memory that the host keeps readable. Memory that is gone only fails the call.
+/// Sends from memory that the host keeps readable. Memory that was freed only fails the call.
 pub fn send(fd: RawFd, source: *const u8, len: usize, shared: &Shared) -> Moved {
     let quiet = if shared.sigpipe { 0 } else { libc::MSG_NOSIGNAL };
     // SAFETY: the kernel checks the range itself, and the host promised in `isend` to keep it.
     Moved::from(unsafe { libc::send(fd, source.cast(), len, libc::MSG_DONTWAIT | quiet) })
 }
 
-/// Bytes of device memory that are copied to the host for one call.
+/// Most bytes of device memory that are copied to the host for one call.
 const STAGE_BYTES: usize = 256 << 10;
 
 /// The host buffer through which a worker sends from real device memory.
@@ -61,12 +61,12 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// A stage for sends from this device; `None` if the device has no stream.
+    /// Makes a stage for sends from a device; `None` if the device has no stream.
     pub fn new(device: i32) -> Option<Stage> {
         Some(Stage { stream: Stream::new(device)?, bytes: vec![0; STAGE_BYTES] })
     }
 
-    /// The device.
+    /// Number of the stage's device.
     pub fn device(&self) -> i32 {
         self.stream.device()
     }
@@ -74,7 +74,7 @@ impl Stage {
     /// Sends from device memory that the host keeps unchanged.
     pub fn send(&mut self, fd: RawFd, source: u64, len: usize, shared: &Shared) -> Moved {
         let len = len.min(STAGE_BYTES);
-        // SAFETY: the buffer is exclusively this worker's and long enough.
+        // SAFETY: only this worker uses the buffer, which is long enough.
         let copied = unsafe { self.stream.down(self.bytes.as_mut_ptr(), source, len) };
         if copied.and_then(|()| self.stream.finish()).is_none() {
             warning!("a copy from device memory failed");
@@ -84,7 +84,7 @@ impl Stage {
     }
 }
 
-/// Receives into memory that the host keeps writable. Memory that is gone only fails the call.
+/// Receives into memory that the host keeps writable. Memory that was freed only fails the call.
 pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
     // SAFETY: the kernel checks the range itself, and the host promised in `irecv` to keep it.
     let moved = Moved::from(unsafe { libc::recv(fd, target.cast(), len, libc::MSG_DONTWAIT) });
@@ -96,19 +96,19 @@ pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
     moved
 }
 
-/// Where GPU payload is received.
+/// Where a socket's GPU payload is received.
 pub struct Landing<'a> {
-    /// The pool of pages.
+    /// The receive pool, which has the pages.
     pub pool: &'a GpuPool,
-    /// Decides the places in the pages.
+    /// Decides where in the pages the bytes are placed.
     pub carver: &'a Carver,
-    /// The record of taken pages.
+    /// The record of pages that the request has taken.
     pub record: &'a PageRecord,
-    /// Bytes that this socket has received into pages so far.
+    /// Number of bytes that the socket has received into pages so far.
     pub position: u64,
 }
 
-/// Receives into free pages; records them, and the fragments in the chunk.
+/// Receives into free pages of the pool; records the pages, and the fragments in the chunk.
 pub fn recv_pages(
     fd: RawFd,
     landing: &Landing<'_>,
@@ -133,7 +133,7 @@ pub fn recv_pages(
     moved
 }
 
-/// Room for `most` bytes, or for as many as one call takes and the pool has.
+/// Takes fragments with room for `most` bytes, or for as many as one call takes and the pool has.
 fn take_fragments(landing: &Landing<'_>, most: usize, owner: u64) -> Vec<Fragment> {
     let (mut fragments, mut room) = (Vec::new(), 0);
     let mut pages = locked(&landing.pool.pages);

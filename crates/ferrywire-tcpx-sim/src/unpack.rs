@@ -15,11 +15,11 @@ use crate::pool::Fragment;
 use crate::ring::Number;
 use crate::switches::Lie;
 
-/// Bytes of the device's words.
+/// Bytes of the device's words: two addresses and the head.
 pub const DEVICE_WORDS_BYTES: usize = 24;
 /// Initial value of the head, which other hosts ignore.
 const HEAD_START: u64 = !0;
-/// How far beyond its message a wrong fragment points.
+/// Distance in bytes by which a wrong fragment points beyond its message.
 const LIE_BYTES: u64 = 1 << 40;
 
 /// The scatter metadata of a receive comm.
@@ -33,8 +33,8 @@ pub struct Unpack {
 }
 
 impl Unpack {
-    /// Metadata for a comm whose pool is reported to begin at `base` and to have `pool_bytes` bytes; `None` without
-    /// memory.
+    /// Makes the metadata for a comm whose pool is reported to begin at `base` and to have `pool_bytes`
+    /// bytes; `None` if there is no memory.
     pub fn new(device: Option<i32>, base: u64, pool_bytes: u64, faults: &Faults) -> Option<Unpack> {
         let metadata = Metadata::new(Mapped::new(device, METADATA_BYTES)?);
         let mut words = [0; DEVICE_WORDS_BYTES];
@@ -50,7 +50,7 @@ impl Unpack {
         })
     }
 
-    /// Fills the host's device handle.
+    /// Fills the host's device handle with the addresses of the device's words.
     pub fn describe(&self, handle: &mut DeviceHandle) {
         handle.net_device_type = DEVICE_UNPACK;
         handle.net_device_version = DEVICE_VERSION_UNPACK;
@@ -59,12 +59,12 @@ impl Unpack {
         handle.needs_proxy_progress = 1;
     }
 
-    /// A receive was posted: clears its slot of the metadata.
+    /// Clears the slot of a receive that was posted.
     pub fn begin(&mut self, number: Number) {
         self.metadata.clear(number as usize % SLOTS);
     }
 
-    /// A chunk at `offset` of the receive has arrived in these fragments.
+    /// Adds the fragments of a chunk at `offset` of a receive, which has arrived.
     pub fn append(&mut self, number: Number, offset: usize, fragments: &[Fragment]) {
         let mut target = offset as u64;
         let mut entries = Vec::with_capacity(fragments.len());
@@ -83,7 +83,7 @@ impl Unpack {
         }
     }
 
-    /// Makes the first entry wrong, if the faults say so.
+    /// Makes the first entry wrong, if the faults of the comm say so.
     fn lie_about(&self, entries: &mut [Entry]) {
         let Some(entry) = entries.first_mut() else { return };
         match self.lie {

@@ -1,7 +1,8 @@
 //! The threads that move the chunks of a comm.
 //!
-//! Each serves its share of the data sockets and sleeps in `poll` when there is nothing to do. A fatal socket error
-//! ends the thread without a report: its chunks never finish, and only the host's own timeout can detect that.
+//! Each thread serves its share of the data sockets and sleeps in `poll` when no socket has work. A fatal
+//! socket error ends the thread without a report: its chunks never finish, and only the host's own timeout
+//! can detect that.
 //! Invariant: a chunk's bytes are moved in order, and nothing is touched after the thread was joined.
 //! Read next: `transfer.rs`, the socket calls.
 
@@ -21,9 +22,9 @@ use crate::rate::Rate;
 use crate::sync::Wake;
 use crate::transfer::{self, Landing, Moved, Stage};
 
-/// How often a worker without pages tries again, in milliseconds.
+/// Pause in milliseconds after which a worker without pages tries again.
 const STARVED_PAUSE_MS: i32 = 1;
-/// How often a worker that waits for its NIC's rate checks whether it has to stop.
+/// Interval at which a worker that waits for its NIC's rate checks whether it has to stop.
 const STOP_CHECK: Duration = Duration::from_millis(10);
 
 /// State that the workers share with their comm.
@@ -35,13 +36,13 @@ pub struct Shared {
     pub direction: Direction,
     /// Whether idle workers spin.
     pub spin: bool,
-    /// Faults for this comm.
+    /// Faults that are injected for this comm.
     pub faults: Faults,
-    /// The NIC's allowance.
+    /// The allowance of the NIC's rate; `None` without a limit.
     pub rate: Option<Arc<Rate>>,
-    /// The pool for GPU payload.
+    /// The pool for GPU payload; `None` for host memory only.
     pub landing: Option<Arc<GpuPool>>,
-    /// Whether GPU payload arrives in linear memory, which is fatal.
+    /// Whether GPU payload arrives in linear host memory, which is fatal.
     pub linear: bool,
     /// Whether each receive call into host memory logs a warning.
     pub host_warning: bool,
@@ -55,9 +56,9 @@ pub struct Shared {
     pub fragment_bytes: u32,
     /// Whether a worker has died.
     pub dead: AtomicBool,
-    /// Bytes of moved chunks.
+    /// Number of bytes of moved chunks.
     pub bytes: AtomicU64,
-    /// Pages taken for this comm.
+    /// Number of pages that were taken for this comm.
     pub pages_taken: AtomicU64,
 }
 
@@ -99,16 +100,16 @@ impl Crew {
     }
 }
 
-/// The state of one thread.
+/// The state of one worker thread.
 struct Worker {
     shared: Arc<Shared>,
     stop: Arc<AtomicBool>,
     wake: Arc<Wake>,
     lanes: Vec<Arc<Lane>>,
     current: Vec<Option<Chunk>>,
-    /// Bytes that each socket has received into pages.
+    /// Number of bytes that each socket has received into pages.
     landed: Vec<u64>,
-    /// The buffer for sends from real device memory.
+    /// The stage for sends from real device memory.
     stage: Option<Stage>,
     random: Random,
     carver: Carver,
@@ -117,11 +118,11 @@ struct Worker {
 /// The outcome of a pass over one socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Turn {
-    /// Bytes moved or a chunk ended.
+    /// Bytes were moved, or a chunk ended.
     Progress,
-    /// No chunk, or the socket is not ready.
+    /// The socket has no chunk, or is not ready.
     Nothing,
-    /// No free page.
+    /// The pool has no free page.
     Starved,
 }
 
@@ -158,7 +159,7 @@ impl Worker {
         self.stop.load(Ordering::SeqCst)
     }
 
-    /// Makes one call on a socket.
+    /// Makes one socket call for a chunk of a socket.
     fn turn(&mut self, k: usize) -> Result<Turn, ()> {
         let Some(mut chunk) = self.current[k].take().or_else(|| self.lanes[k].next()) else {
             return Ok(Turn::Nothing);
@@ -206,7 +207,7 @@ impl Worker {
         }
     }
 
-    /// Payload of this host never reaches the NIC's pages.
+    /// Ends the process if payload of this host was received into pages, since it never crosses a NIC.
     fn after_landing(&mut self, k: usize, moved: Moved) {
         let Moved::Bytes(bytes) = moved else { return };
         if self.shared.linear {
@@ -219,7 +220,7 @@ impl Worker {
         self.landed[k] += bytes as u64;
     }
 
-    /// How many bytes the next call may move, after the injected delay.
+    /// Number of bytes that the next call may move, after the injected delay.
     fn allowance(&mut self, wanted: usize) -> usize {
         let delay_us = self.random.within(&self.shared.faults.delay_us);
         if delay_us > 0 {
@@ -251,7 +252,7 @@ impl Worker {
         }
     }
 
-    /// Waits for a ready socket with a chunk, for a new chunk, or briefly for pages.
+    /// Sleeps until a socket with a chunk is ready, a chunk is queued, or, briefly, until pages may be free.
     fn sleep(&self, starved: bool) {
         self.wake.prepare();
         let mut woken = false;
