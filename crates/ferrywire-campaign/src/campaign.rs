@@ -1,4 +1,4 @@
-//! Many seeds on several threads, and the report.
+//! Plays many seeds on several threads, and reports the failed ones.
 //!
 //! Invariant: a seed gives one run, whichever thread plays it.
 
@@ -18,32 +18,32 @@ use crate::run::{Broken, Check, Outcome, play};
 use crate::scenario::{Scenario, scenario};
 use crate::shrink::shrink;
 
-/// GPUs of one thread.
+/// Number of simulated GPUs of one thread.
 const GPUS_PER_THREAD: usize = 2;
-/// Most threads: each has GPUs of its own.
+/// Most threads of a campaign: each has GPUs of its own.
 const THREADS_MAX: usize = ferrywire::limits::SIM_GPUS_MAX / GPUS_PER_THREAD;
-/// Every so many seeds one is played twice, and has to repeat.
+/// Number of seeds of which one is played twice, and has to repeat.
 const REPEATED: u64 = 16;
 
-/// Failures after which a campaign ends.
+/// Number of failures after which a campaign ends.
 const FAILURES_MAX: usize = 8;
 
-/// Which seeds, on how many threads, and for how long at most.
+/// The seeds of a campaign, its threads, and its longest time.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// The first seed.
+    /// The first seed of the campaign.
     pub from: u64,
-    /// Number of seeds.
+    /// Number of seeds to play.
     pub seeds: u64,
-    /// Number of threads.
+    /// Number of threads that play seeds.
     pub threads: usize,
     /// Time after which no further seed begins.
     pub time: Option<Duration>,
-    /// Ends at the first failure, without shrinking it.
+    /// Whether the campaign ends at the first failure, without shrinking it.
     pub quick: bool,
 }
 
-/// A failed seed.
+/// A failed seed, with its broken invariant.
 #[derive(Clone, Debug)]
 pub struct Failure {
     seed: u64,
@@ -52,15 +52,15 @@ pub struct Failure {
     shrunk: Scenario,
 }
 
-/// What a campaign has found.
+/// The result of a campaign.
 #[derive(Default)]
 pub struct Report {
-    /// The failed seeds.
+    /// The failed seeds of the campaign.
     pub failures: Vec<Failure>,
     /// Number of seeds that were played.
     pub seeds: u64,
     cover: Cover,
-    /// Time of each seed, the shortest first.
+    /// Real time that each seed took, the shortest first.
     times: Vec<Duration>,
 }
 
@@ -68,7 +68,7 @@ thread_local! {
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Keeps what a panic says, and prints nothing.
+/// Makes panics store their message for the failure, and print nothing.
 fn keep_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -94,7 +94,7 @@ fn is_playing() -> bool {
     PLAYING.get()
 }
 
-/// The GPUs of one thread of a campaign.
+/// Opens the simulated GPUs of one thread of a campaign.
 pub fn gpus(thread: usize) -> Vec<Arc<SimGpu>> {
     let open = |index: usize| SimGpu::open(index as u32).expect("a simulated GPU");
     let gpus: Vec<_> = (0..GPUS_PER_THREAD).map(|index| open(thread * GPUS_PER_THREAD + index)).collect();
@@ -102,7 +102,7 @@ pub fn gpus(thread: usize) -> Vec<Arc<SimGpu>> {
     gpus
 }
 
-/// Plays a scenario once; a panic is a broken invariant too.
+/// Plays a scenario once; a panic counts as a broken invariant.
 pub fn attempt(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool) -> (Outcome, Check) {
     keep_panics();
     let mut outcome = Outcome::default();
@@ -118,10 +118,11 @@ pub fn attempt(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool) -> (Outcom
 
 fn words_of(panic: &(dyn Any + Send)) -> String {
     let kept = PANIC.take();
-    kept.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "without words".into())
+    kept.or_else(|| panic.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".into())
 }
 
-/// Plays a seed; now and then twice, to see that it repeats.
+/// Plays a seed; one of every [`REPEATED`] twice, to check that it repeats.
 fn play_seed(seed: u64, gpus: &[Arc<SimGpu>]) -> (Scenario, Outcome, Check) {
     let scenario = scenario(seed);
     let (outcome, mut result) = attempt(&scenario, gpus, false);
@@ -130,7 +131,7 @@ fn play_seed(seed: u64, gpus: &[Arc<SimGpu>]) -> (Scenario, Outcome, Check) {
         result = other.and_then(|()| match again.fingerprint == outcome.fingerprint {
             true => Ok(()),
             false => {
-                let detail = format!("{:x} and {:x}", outcome.fingerprint, again.fingerprint);
+                let detail = format!("fingerprints {:x} and {:x}", outcome.fingerprint, again.fingerprint);
                 Err(Broken { invariant: "a seed repeats", detail })
             }
         });
@@ -138,19 +139,19 @@ fn play_seed(seed: u64, gpus: &[Arc<SimGpu>]) -> (Scenario, Outcome, Check) {
     (scenario, outcome, result)
 }
 
-/// Plays one seed. Returns what happened, and whether all held.
+/// Plays one seed. Returns its log, and whether all invariants held.
 pub fn trace(seed: u64) -> (Vec<String>, bool) {
     let (outcome, result) = attempt(&scenario(seed), &gpus(0), true);
     let mut lines = outcome.log;
     let well = result.is_ok();
     lines.push(match result {
-        Ok(()) => format!("all held; fingerprint {:x}", outcome.fingerprint),
+        Ok(()) => format!("all invariants held; fingerprint {:x}", outcome.fingerprint),
         Err(broken) => format!("broken: {}: {}", broken.invariant, broken.detail),
     });
     (lines, well)
 }
 
-/// Plays all seeds of a plan.
+/// Plays all seeds of a plan, and returns the report.
 pub fn campaign(plan: Plan) -> Report {
     let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let (report, since) = (Mutex::new(Report::default()), Instant::now());
@@ -196,7 +197,7 @@ pub fn campaign(plan: Plan) -> Report {
 }
 
 impl Failure {
-    /// What a person needs to see and repeat it.
+    /// The text by which a person can understand and repeat the failure.
     pub fn text(&self) -> String {
         let Failure { seed, broken, shrunk } = self;
         let steps: Vec<String> = shrunk
@@ -219,7 +220,7 @@ impl Failure {
 }
 
 impl Report {
-    /// The table of coverage, and the time of a seed.
+    /// The report's text: the table of coverage, and the time that a seed takes.
     pub fn text(&self) -> String {
         let at = |part: usize| self.times.get(self.times.len() * part / 100).copied().unwrap_or_default();
         format!(

@@ -1,8 +1,8 @@
-//! Which fault met which phase of a link, and how often.
+//! Counts how often each fault was injected in each phase of a link.
 
 use std::collections::BTreeMap;
 
-/// Counts by fault and phase.
+/// Counts of injected faults by fault and phase.
 #[derive(Clone, Debug, Default)]
 pub struct Cover {
     counts: BTreeMap<(&'static str, &'static str), u64>,
@@ -12,7 +12,7 @@ pub struct Cover {
 pub const PHASES: [&str; 6] = ["connecting", "idle", "in flight", "channels down", "draining", "over"];
 
 impl Cover {
-    /// Counts one.
+    /// Counts a fault that was injected in a phase.
     pub fn count(&mut self, fault: &'static str, phase: &'static str) {
         *self.counts.entry((fault, phase)).or_default() += 1;
     }
@@ -24,7 +24,7 @@ impl Cover {
         }
     }
 
-    /// The table, a line for each fault.
+    /// The table of counts, one line per fault.
     pub fn table(&self) -> String {
         let mut faults: Vec<&str> = self.counts.keys().map(|(fault, _)| *fault).collect();
         faults.dedup();

@@ -1,9 +1,9 @@
 //! Polls all endpoints and moves the clock, on one thread.
 //!
-//! A call of the engine that waits (`close`, `deregister`) polls its own endpoint alone and reads the clock in
-//! between. So the clock of a [`DrivenHost`] moves everything else meanwhile: the run needs no second thread and
-//! repeats.
-//! Invariant: what happens follows from the seed and the calls; no real time is read.
+//! A call of the engine that waits (`close`, `deregister`) polls its own endpoint alone and reads the clock
+//! in between. So the clock of a [`DrivenHost`] polls all other endpoints when it is read: the run needs no
+//! second thread and repeats.
+//! Invariant: a run follows from the seed and the calls; no real time is read.
 //! Read next: `run.rs`.
 
 use std::cell::{Cell, RefCell};
@@ -18,26 +18,26 @@ use ferrywire::net::sim::{SimHost, SimNet};
 use ferrywire::net::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 
-/// Virtual time of one pass over all endpoints.
+/// Virtual time that one pass over all endpoints takes.
 const PASS: Duration = Duration::from_micros(1);
-/// Longest step of the clock: engines check their timers this often.
+/// Longest step of the clock, which is how often engines check their timers.
 const STEP_MAX: Duration = Duration::from_millis(20);
 /// Step of the clock while a GPU copies.
 const COPY_STEP: Duration = Duration::from_micros(10);
-/// Passes without progress beside a call that waits, after which the clock moves to the next event. The call's own
-/// endpoint may have work, which is not seen here.
+/// Number of passes without progress during a call that waits, after which the clock moves to the next event.
+/// The call's own endpoint may have work, which the driver does not see.
 const IDLE_PASSES: u32 = 12;
-/// Passes in which nothing happens in the network, after which it does not count that an endpoint has work: one that
-/// waits for a stalled GPU says so all the time.
+/// Number of passes without an event of the network after which the work of endpoints no longer counts as
+/// progress: an endpoint that waits for a stalled GPU reports work all the time.
 const STILL_PASSES: u32 = 64;
-/// Passes within one call that waits, after which it counts as endless.
+/// Most passes within one call that waits; a call with more counts as endless.
 const WAITING_PASSES_MAX: u64 = 3_000_000;
 
 thread_local! {
     static DRIVER: RefCell<Option<Rc<Driver>>> = const { RefCell::new(None) };
 }
 
-/// The transport of an endpoint: a host of the simulated network, whose clock drives the others.
+/// The transport of an endpoint: a host of the simulated network, whose clock drives the other endpoints.
 #[derive(Debug)]
 pub struct DrivenHost {
     host: Arc<SimHost>,
@@ -93,7 +93,7 @@ impl Transport for DrivenHost {
     }
 }
 
-/// An end of a fault, at a time.
+/// An action of the driver at a time, mostly the end of a fault.
 #[derive(Clone, Debug)]
 pub enum Timed {
     Thaw(String),
@@ -112,30 +112,31 @@ struct Slot {
     stopped: u32,
 }
 
-/// All endpoints of a run, its network and its GPUs.
+/// All endpoints of a run, the network and the GPUs.
 pub struct Driver {
     pub net: Arc<SimNet>,
     pub gpus: Vec<Arc<SimGpu>>,
     slots: RefCell<Vec<Slot>>,
     timed: RefCell<Vec<(Duration, Timed)>>,
-    /// The slot whose call waits, while one does.
+    /// The slot of the endpoint whose call waits; `None` while no call does.
     waiting: Cell<Option<usize>>,
     busy: Cell<bool>,
     passes: Cell<u64>,
-    /// Passes when the call began that waits.
+    /// Number of passes at the moment when the waiting call began.
     waiting_since: Cell<u64>,
     due: RefCell<Vec<usize>>,
-    /// Passes without progress in a row, beside a call that waits.
+    /// Number of passes without progress in a row, during a call that waits.
     idle: Cell<u32>,
-    /// The network's history so far, and the passes without a change of it.
+    /// Fingerprint of the network's events so far; the next field is the number of passes without a new
+    /// event.
     events: Cell<u64>,
     still: Cell<u32>,
-    /// No step of the clock goes beyond this time.
+    /// Time beyond which no step of the clock goes.
     until: Cell<Option<Duration>>,
 }
 
 impl Driver {
-    /// The driver of this thread's run.
+    /// Starts the driver of this thread's run.
     pub fn start(net: Arc<SimNet>, gpus: Vec<Arc<SimGpu>>) -> Rc<Driver> {
         let driver = Rc::new(Driver {
             net,
@@ -156,17 +157,18 @@ impl Driver {
         driver
     }
 
-    /// Ends the run: clocks are clocks again.
+    /// Ends the run: clocks no longer drive endpoints.
     pub fn stop() {
         drop(DRIVER.take());
     }
 
-    /// Ends a run that has failed. The goodbye of its endpoints would wait for a clock that does not advance.
+    /// Ends a run that has failed. Its endpoints are not closed, because closing would wait for a clock that
+    /// does not advance.
     pub fn abandon() {
         std::mem::forget(DRIVER.take());
     }
 
-    /// A slot for another endpoint.
+    /// Reserves a slot for another endpoint.
     pub fn reserve(&self) -> usize {
         let mut slots = self.slots.borrow_mut();
         slots.push(Slot::default());
@@ -177,7 +179,7 @@ impl Driver {
         self.slots.borrow_mut()[slot].endpoint = Some(endpoint);
     }
 
-    /// Takes an endpoint out: it is polled no more.
+    /// Takes an endpoint out of its slot; it is polled no more.
     pub fn take(&self, slot: usize) -> Option<Endpoint> {
         self.slots.borrow_mut()[slot].endpoint.take()
     }
@@ -186,7 +188,7 @@ impl Driver {
         self.slots.borrow()[slot].endpoint.clone()
     }
 
-    /// Stops polling an endpoint; each stop needs its own end.
+    /// Stops polling an endpoint; polling starts again when every stop has ended.
     pub fn stop_polling(&self, slot: usize) {
         self.slots.borrow_mut()[slot].stopped += 1;
     }
@@ -196,23 +198,23 @@ impl Driver {
         *stopped = stopped.saturating_sub(1);
     }
 
-    /// Whether an endpoint is not polled at the moment.
+    /// Whether the endpoint in this slot is not polled at the moment.
     pub fn is_stopped(&self, slot: usize) -> bool {
         self.slots.borrow()[slot].stopped > 0
     }
 
-    /// Lets something happen later.
+    /// Schedules an action of the driver.
     pub fn at(&self, when: Duration, what: Timed) {
         self.timed.borrow_mut().push((when, what));
     }
 
-    /// Ends every fault that has a time.
+    /// Ends every fault that has a scheduled end.
     pub fn end_faults(&self) {
         let timed = std::mem::take(&mut *self.timed.borrow_mut());
         timed.into_iter().for_each(|(_, what)| self.happen(what));
     }
 
-    /// Faults of the run that are due.
+    /// Takes the numbers of the run's faults that are due.
     pub fn take_due(&self) -> Vec<usize> {
         std::mem::take(&mut *self.due.borrow_mut())
     }
@@ -261,7 +263,8 @@ impl Driver {
         next.map_or(most, |next| next.saturating_sub(now).clamp(PASS, most))
     }
 
-    /// Polls all endpoints but one, and moves the clock, only a little if `slow`. Returns whether there was progress.
+    /// Polls all endpoints but one, and moves the clock, by a short step if `slow`. Returns whether there was
+    /// progress.
     fn pass_without(&self, without: Option<usize>, slow: bool) -> bool {
         self.passes.set(self.passes.get() + 1);
         let polled: Vec<Endpoint> = {
@@ -281,12 +284,12 @@ impl Driver {
         worked
     }
 
-    /// The clock stops at this time first.
+    /// Makes the clock stop at this time before it goes beyond.
     pub fn stop_clock_at(&self, until: Option<Duration>) {
         self.until.set(until);
     }
 
-    /// Polls everything once. Returns whether there was progress.
+    /// Polls all endpoints once. Returns whether there was progress.
     pub fn pass(&self) -> bool {
         let before = self.busy.replace(true);
         let worked = self.pass_without(None, false);
@@ -294,7 +297,7 @@ impl Driver {
         worked
     }
 
-    /// Makes a call that waits, of the endpoint in this slot.
+    /// Makes a call that waits, on the endpoint in this slot.
     pub fn wait_in<T>(&self, slot: usize, call: impl FnOnce() -> T) -> T {
         self.waiting_since.set(self.passes.get());
         let before = self.waiting.replace(Some(slot));
@@ -316,7 +319,8 @@ impl Driver {
     }
 }
 
-/// The usual faults of a GPU: copies take a while. The seed does not depend on the number of the GPU.
+/// The default faults of a simulated GPU: copies take time. The seed does not depend on the number of the
+/// GPU.
 pub fn gpu_faults(gpu: &SimGpu) -> SimFaults {
     let seed = u64::from(gpu.index()) << 56;
     SimFaults { seed, copy_delay: Duration::ZERO..=Duration::from_micros(60), ..SimFaults::default() }

@@ -1,6 +1,7 @@
-//! Which outcomes of operations are allowed, and what has to be true when one has come.
+//! Which outcomes of operations are allowed, and what must hold when an operation has ended.
 //!
-//! The rules are those of `docs/guarantees.md`: an operation may fail only for a reason that the run has given.
+//! The rules are those of `docs/guarantees.md`: an operation may fail only for a reason that occurred in the
+//! run.
 //! Read next: `run.rs`.
 
 use ferrywire::TransferError;
@@ -9,16 +10,16 @@ use crate::memory::pattern;
 use crate::run::{Check, Op, Run, broken, note, notification, salt_of};
 use crate::scenario::Verb;
 
-/// Largest message that is sent before its receive is known.
+/// Largest message in bytes that is sent before its receive is known.
 const EAGER_BYTES_MAX: usize = ferrywire::limits::EAGER_BYTES_MAX;
 
-/// Whether an error says that the peer is gone.
+/// Whether an error says that the peer was lost or closed.
 fn is_gone(error: &TransferError) -> bool {
     matches!(error, TransferError::PeerLost { .. } | TransferError::PeerClosed { .. } | TransferError::Closed)
 }
 
 impl Run<'_> {
-    /// Checks an operation that has just ended. Then its memory is its user's, who uses some of it for other things.
+    /// Checks an operation that has just ended. Its memory then belongs to its user, who reuses some of it.
     pub fn judge(&mut self, index: usize) -> Check {
         self.judge_outcome(index)?;
         let op = &self.ops[index];
@@ -45,12 +46,15 @@ impl Run<'_> {
         }
     }
 
-    /// A write or read is complete: its bytes are there.
+    /// Checks a write or read that has succeeded: its bytes are at the target.
     fn completed(&mut self, index: usize) -> Check {
         for area in self.ops[index].targets.clone() {
             let area = &mut self.areas[area];
             if area.was_incomplete {
-                let what = format!("its target was taken back before: {:?}", self.ops[index].post);
+                let what = format!(
+                    "the target of this operation was deregistered before: {:?}",
+                    self.ops[index].post
+                );
                 return broken("an operation that has succeeded is complete", what);
             }
             if area.taken {
@@ -78,7 +82,7 @@ impl Run<'_> {
         if op.notified > 0 && with_bytes {
             return broken("a failed write does not notify", format!("{:?}: {error:?}", op.post));
         }
-        // Bytes of a lost peer's write may still arrive until its end knows.
+        // Bytes of a write may still arrive after its peer was lost, until the peer's end has noticed.
         if is_gone(error) && op.post.verb == Verb::Write {
             return Ok(());
         }
@@ -102,7 +106,7 @@ impl Run<'_> {
         })
     }
 
-    /// Whether memory of an operation was taken away, or lies on a GPU that fails.
+    /// Whether memory of an operation was deregistered or freed, or is on a GPU that fails.
     fn memory_failed(&self, op: &Op, slot: usize) -> bool {
         let mut here = op.sources.iter().chain(&op.targets).filter(|area| self.areas[**area].slot == slot);
         let faulty = self.hosts.iter().any(|host| host.gpu_faulty);
@@ -139,7 +143,7 @@ impl Run<'_> {
         }
     }
 
-    /// A receive has succeeded: its bytes are those of one message.
+    /// Checks a receive that has succeeded: its bytes are those of one message.
     fn received(&mut self, index: usize, tag: u64, bytes: usize) -> Check {
         let op = &self.ops[index];
         let (link, side) = (op.post.link, op.post.side);
@@ -159,7 +163,7 @@ impl Run<'_> {
         else {
             return broken(
                 "a receive is one message",
-                format!("{bytes} bytes of none, or twice: {:?}", op.post),
+                format!("{bytes} bytes of no message, or of one that was received before: {:?}", op.post),
             );
         };
         self.ops[send].met = Some(index);
@@ -173,7 +177,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A notification has arrived.
+    /// Checks a notification that has arrived.
     pub fn notified(&mut self, link: usize, side: usize, message: &[u8]) -> Check {
         let id = message.first_chunk().map_or(usize::MAX, |id| u64::from_le_bytes(*id) as usize);
         note!(self, "notification of operation {id}");
@@ -206,7 +210,7 @@ impl Run<'_> {
                     continue;
                 }
                 if op.post.notify.is_some() && op.notified == 0 {
-                    let what = format!("{:?} came before {:?}", post, op.post);
+                    let what = format!("the notification of {:?} came before the end of {:?}", post, op.post);
                     return broken("a notification comes after what was posted before it", what);
                 }
                 let verb = op.post.verb;
@@ -216,7 +220,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The bytes of a write of which its target has been told are there.
+    /// Checks that all bytes of a write are in place when its notification has arrived.
     fn in_place(&mut self, index: usize, verb: &Verb) -> Check {
         if *verb != Verb::Write {
             return Ok(());
@@ -233,7 +237,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Whether a link, at the end of the run, is as good as new.
+    /// Whether all channels of a link are up again at the end of the run.
     fn is_well(&self, link: usize) -> bool {
         let state = &self.links[link];
         state.closing == [false; 2]
@@ -241,7 +245,7 @@ impl Run<'_> {
             && (0..2).all(|side| self.is_alive(link, side))
     }
 
-    /// Messages have kept their order, and both ends report one outcome.
+    /// Checks that messages have kept their order, and that both ends report the same outcome.
     pub fn check_messages(&mut self) -> Check {
         for (index, recv) in self.ops.iter().enumerate() {
             let (Verb::Recv { .. }, Some(send)) = (recv.post.verb, recv.met) else { continue };
@@ -258,7 +262,7 @@ impl Run<'_> {
             let long = |met: usize| self.ops[met].post.bytes >= 8;
             let later = self.ops[index + 1..].iter().filter(same).filter_map(|other| other.met);
             if let Some(early) = later.filter(|met| long(*met) && long(send)).find(|met| *met < send) {
-                let what = format!("{:?} before {:?}", sent.post, self.ops[early].post);
+                let what = format!("{:?} was received before {:?}", sent.post, self.ops[early].post);
                 return broken("messages of a tag keep their order", what);
             }
         }
@@ -266,13 +270,16 @@ impl Run<'_> {
             let announced = matches!(send.post.verb, Verb::Send { .. }) && send.post.bytes > EAGER_BYTES_MAX;
             let well = matches!(send.outcome, Some(Ok(_))) && self.is_well(send.post.link);
             if announced && well && send.met.is_none() {
-                return broken("both ends report one outcome", format!("nobody received {:?}", send.post));
+                return broken(
+                    "both ends report one outcome",
+                    format!("no receive got the message of {:?}", send.post),
+                );
             }
         }
         Ok(())
     }
 
-    /// Each notification of an operation that has succeeded has come.
+    /// Checks that the notification of each operation that has succeeded has arrived.
     pub fn check_notifications(&mut self) -> Check {
         for op in &self.ops {
             let due = op.post.notify.is_some() && matches!(op.outcome, Some(Ok(_)));

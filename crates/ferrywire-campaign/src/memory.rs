@@ -1,7 +1,7 @@
-//! Memory of operations, and what has to be in it.
+//! Memory of operations, and the bytes that it must contain.
 //!
-//! Each area is a region with guards around the bytes that an operation may touch. The thread of the run reads
-//! it in place, past the engine, whenever the engine does not run.
+//! Each area is a region with guard bytes around the bytes that an operation may touch. The thread of the run
+//! reads the area directly, without the engine, whenever the engine does not run.
 //! Invariant: outside of the blocks no byte ever changes; inside each byte is the old or the new one, and does
 //! not change once the area is *frozen*.
 
@@ -10,21 +10,21 @@ use std::sync::Arc;
 use ferrywire::{Endpoint, Region, RegisterError};
 use ferrywire_memory::sim::{SimBuffer, SimGpu};
 
-/// Bytes before, between and after the blocks of an area.
+/// Number of guard bytes before, between and after the blocks of an area.
 const GUARD: usize = 48;
 
 /// The state of an area.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// Only read by the engine.
+    /// The engine only reads the area.
     Source,
-    /// Being written; each byte is old or new.
+    /// The area is being written; each byte is old or new.
     Open,
-    /// A message arrives; which one is not known yet.
+    /// A message arrives in the area; it is not known yet which one.
     OpenForMessage,
-    /// Never changes any more.
+    /// The area never changes any more.
     Frozen,
-    /// The memory is gone.
+    /// The memory of the area was freed or its process has ended.
     Gone,
 }
 
@@ -34,17 +34,17 @@ pub struct Area {
     pub slot: usize,
     pub region: Option<Region>,
     pub phase: Phase,
-    /// What is in it when the operation is done.
+    /// Bytes that must be in the area when the operation is done.
     expected: Vec<u8>,
-    /// What was in it when it was frozen, or before.
+    /// Bytes that were in the area at the last check, or when it was frozen.
     pub known: Vec<u8>,
-    /// Offset and length of each block.
+    /// Offset and length of each block in the area, in bytes.
     pub blocks: Vec<(usize, usize)>,
-    /// Whether its user freed it, or took it back.
+    /// Whether the user has freed or deregistered the area.
     pub taken: bool,
-    /// Whether bytes of its operation were missing when its user took it back.
+    /// Whether bytes of the operation were missing when the user freed or deregistered the area.
     pub was_incomplete: bool,
-    /// Whether its user has written other bytes into it.
+    /// Whether the user has written other bytes into the area.
     pub reused: bool,
     /// Whether wrong bytes may be in the blocks before the operation is done.
     pub loose: bool,
@@ -53,7 +53,7 @@ pub struct Area {
     _own: Option<Box<[u8]>>,
 }
 
-/// Bytes that differ from position to position and from salt to salt; none of them is 0.
+/// A pattern of bytes that differ from position to position and from salt to salt; none of them is 0.
 pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
     let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
     let mut out = Vec::with_capacity(bytes + 8);
@@ -65,7 +65,7 @@ pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
     out
 }
 
-/// Splits bytes into so many blocks, with gaps between them.
+/// Splits a number of bytes into `blocks` blocks, with gaps between them.
 pub fn split(bytes: usize, blocks: usize, gap: usize) -> Vec<(usize, usize)> {
     let each = bytes / blocks.max(1);
     let mut at = GUARD;
@@ -82,7 +82,7 @@ impl Area {
     /// Registers memory with these blocks. `salt` gives the bytes of a source; a target is zero first.
     ///
     /// # Errors
-    /// The error of the engine.
+    /// The engine's error if the memory cannot be registered.
     pub fn new(
         slot: usize,
         endpoint: &Endpoint,
@@ -104,7 +104,8 @@ impl Area {
         let (region, view) = match gpu {
             Some(gpu) if raw => {
                 let memory = gpu.alloc(len, 4096)?;
-                // SAFETY: the area keeps the buffer until its region is gone, or the simulated GPU refuses the access.
+                // SAFETY: the area keeps the buffer until its region is dropped, or the simulated GPU refuses
+                // the access.
                 let region = unsafe { endpoint.register_raw(memory.as_ptr(), len) }?;
                 let view = view_of(memory.address(), len);
                 buffer = Some(memory);
@@ -129,7 +130,7 @@ impl Area {
                 (region, base)
             }
         };
-        // SAFETY: `len` bytes of memory that only this thread uses, and no operation yet.
+        // SAFETY: the memory has `len` bytes, and neither other threads nor operations use it yet.
         unsafe { std::ptr::copy_nonoverlapping(known.as_ptr(), view, len) };
         let expected = known.clone();
         let region = Some(region);
@@ -150,19 +151,19 @@ impl Area {
         })
     }
 
-    /// What has to be in the blocks when the operation is done.
+    /// Sets the bytes that must be in the blocks when the operation is done.
     pub fn expect(&mut self, bytes: &[u8]) {
         self.expected = self.known.clone();
         fill(&mut self.expected, &self.blocks, bytes);
     }
 
-    /// The bytes now.
+    /// The bytes that are in the area now.
     pub fn now(&self) -> &[u8] {
         // SAFETY: the memory is this area's, and the engine, which writes on this thread alone, does not run.
         unsafe { std::slice::from_raw_parts(self.view, self.known.len()) }
     }
 
-    /// The first `bytes` bytes of the blocks.
+    /// The first `bytes` bytes of the blocks, joined.
     pub fn joined(&self, bytes: usize) -> Vec<u8> {
         let now = self.now();
         let mut all = Vec::with_capacity(bytes);
@@ -172,10 +173,10 @@ impl Area {
         all
     }
 
-    /// Whether the operation's bytes are there, and no others.
+    /// Checks that the operation's bytes are in the area, and no others.
     ///
     /// # Errors
-    /// The first byte that is wrong.
+    /// A text about the first byte that is wrong.
     pub fn check_done(&self) -> Result<(), String> {
         if self.phase == Phase::Gone {
             return Ok(());
@@ -183,12 +184,13 @@ impl Area {
         compare(self.now(), &self.expected, "a finished operation")
     }
 
-    /// Checks what must hold at any time, and remembers what is there.
+    /// Checks what must hold at any time, and stores the present bytes for the next check.
     ///
     /// # Errors
-    /// The first byte that is wrong.
+    /// A text about the first byte that is wrong.
     pub fn check(&mut self) -> Result<(), String> {
-        // SAFETY: as in `now`; the borrow is apart from the other fields.
+        // SAFETY: the memory is this area's, and the engine does not run; the borrow is apart from the other
+        // fields.
         let now = unsafe { std::slice::from_raw_parts(self.view, self.known.len()) };
         match self.phase {
             Phase::Gone => {}
@@ -219,10 +221,10 @@ impl Area {
         Ok(())
     }
 
-    /// From now on nothing may change.
+    /// Freezes the area: from now on no byte of it may change.
     ///
     /// # Errors
-    /// As of [`Area::check`].
+    /// A text about the first byte that is wrong.
     pub fn freeze(&mut self) -> Result<(), String> {
         if matches!(self.phase, Phase::Open | Phase::OpenForMessage) {
             self.check()?;
@@ -231,7 +233,7 @@ impl Area {
         Ok(())
     }
 
-    /// Frees memory of a GPU that the area owns. Returns whether there was any.
+    /// Frees GPU memory that the area owns. Returns whether there was any.
     pub fn free(&mut self) -> bool {
         let freed = self.buffer.take().is_some();
         if freed {
@@ -241,7 +243,7 @@ impl Area {
         freed
     }
 
-    /// Its user uses the memory of an operation that has ended for something else.
+    /// Writes other bytes into memory of an operation that has ended, as its user may do.
     pub fn reuse(&mut self) {
         match self.phase {
             Phase::Source => {
@@ -253,7 +255,7 @@ impl Area {
         }
     }
 
-    /// Fills memory that is its user's again with other bytes, which nothing may change.
+    /// Fills memory that belongs to its user again with other bytes, which must not change any more.
     pub fn poison(&mut self) {
         if self.phase == Phase::Gone {
             return;
@@ -267,7 +269,7 @@ impl Area {
 }
 
 fn view_of(address: u64, len: usize) -> *mut u8 {
-    // SAFETY: the allocation is of this length, and lives as long as the area that looks at it.
+    // SAFETY: the allocation has this length, and lives as long as the area that reads it.
     unsafe { SimGpu::dma_view(address, len) }.expect("memory of a GPU")
 }
 

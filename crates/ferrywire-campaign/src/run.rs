@@ -1,7 +1,7 @@
-//! Plays a scenario and checks, all the way, what has to hold.
+//! Plays a scenario and checks throughout the run what must hold.
 //!
-//! Invariant: a run ends, at the latest after [`SETTLE_MAX`] of virtual time behind its last step, and leaves
-//! nothing behind.
+//! Invariant: a run ends at the latest [`SETTLE_MAX`] of virtual time after its last step, and leaves nothing
+//! behind.
 //! Read next: `run/steps.rs`, `run/faults.rs`, `run/end.rs`; `judge.rs`, which outcomes are allowed.
 
 mod end;
@@ -23,25 +23,25 @@ use crate::driver::{DrivenHost, Driver, Timed, gpu_faults};
 use crate::memory::{Area, Phase, pattern, split};
 use crate::scenario::{Action, Fault, OpId, Post, Scenario, Step, Verb};
 
-/// Virtual time after the last step in which everything has to end.
+/// Virtual time after the last step within which everything must end.
 pub const SETTLE_MAX: Duration = Duration::from_secs(120);
-/// Virtual time in which a cancelled operation and a dropped peer have to end, once all is well.
+/// Virtual time within which a cancelled operation and a dropped peer must end, once all faults have ended.
 const END_MAX: Duration = Duration::from_secs(40);
 /// Virtual time for which a step waits for its link.
 const CONNECT_MAX: Duration = Duration::from_secs(30);
-/// Passes between two looks at all operations, while there is work.
+/// Number of passes between two checks of all operations, while there is work.
 const LOOK_PASSES: u64 = 12;
-/// Most operations whose outcome is asked for in one look. Each question polls the engine.
+/// Most operations that are polled for their outcome in one check. Each poll runs the engine.
 const ASKED_MAX: usize = 16;
-/// Steps between two checks of all memory.
+/// Number of steps between two checks of all memory.
 const ALL_AREAS_STEPS: usize = 12;
-/// Passes of a whole run.
+/// Most passes of a whole run.
 const PASSES_MAX: u64 = 1_500_000;
-/// Looks for endpoints that are held, 5 ms apart.
+/// Number of times, 5 ms apart, that the run looks for endpoints that are still referenced.
 const HELD_LOOKS: u32 = 100;
 const PORT: u16 = 7420;
 const SECRET: &str = "a secret for simulated hosts";
-/// Time without any path, all together, from which on a peer may be lost.
+/// Total time without any path after which a peer may be lost.
 pub const OUTAGE_MAX: Duration = Duration::from_secs(1);
 
 /// Notes an event, if the run is logged.
@@ -55,7 +55,7 @@ macro_rules! note {
 }
 pub(crate) use note;
 
-/// A broken invariant.
+/// A broken invariant: its name and what was seen.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
     pub invariant: &'static str,
@@ -64,28 +64,28 @@ pub struct Broken {
 
 pub type Check = Result<(), Broken>;
 
-/// Makes an error of a broken invariant.
+/// The error for a broken invariant.
 pub fn broken<T>(invariant: &'static str, detail: impl Into<String>) -> Result<T, Broken> {
     Err(Broken { invariant, detail: detail.into() })
 }
 
-/// What a run has shown.
+/// The result of a run.
 #[derive(Default)]
 pub struct Outcome {
     pub cover: Cover,
-    /// Equal for equal runs.
+    /// Fingerprint of the run, which is equal for equal runs.
     pub fingerprint: u64,
-    /// What happened, if it was asked for.
+    /// Log of the run, if it was requested.
     pub log: Vec<String>,
 }
 
 pub struct Host {
     sim: Arc<SimHost>,
     nics: Vec<IpAddr>,
-    /// The slot of its endpoint, while it has one.
+    /// The slot of the host's endpoint; `None` without an endpoint.
     pub slot: Option<usize>,
     pub gpu_faulty: bool,
-    /// The cuts of its NICs, until when.
+    /// For each of the host's NICs the time until which it is cut.
     cut_until: Vec<Duration>,
 }
 
@@ -97,9 +97,9 @@ pub struct Link {
     pub peers: [Option<Peer>; 2],
     started: bool,
     accepted: bool,
-    /// Whether its user has closed or dropped the peer, by side.
+    /// Whether the user has closed or dropped the peer, by side.
     pub closing: [bool; 2],
-    /// Why the link may be lost.
+    /// Why the link may be lost; `None` if it must stay.
     pub fragile: Option<&'static str>,
     outage: Duration,
     reading: [bool; 2],
@@ -110,12 +110,12 @@ pub struct Op {
     pub post: Post,
     pub transfer: Option<Transfer>,
     pub outcome: Option<Result<u64, TransferError>>,
-    /// Areas that are read, and areas that are written.
+    /// Indices of the areas that the operation reads; the next field has those that it writes.
     pub sources: Vec<usize>,
     pub targets: Vec<usize>,
     pub cancelled: bool,
     pub notified: u32,
-    /// Of a receive the send that it met, of a send the receive.
+    /// Index of the matching operation: of a receive its send, of a send its receive.
     pub met: Option<usize>,
     moved: u64,
 }
@@ -127,24 +127,25 @@ pub struct Run<'a> {
     transports: Vec<Weak<DrivenHost>>,
     killed: Vec<(usize, Endpoint)>,
     pub links: Vec<Link>,
-    /// In the order of posting.
+    /// The run's operations, in the order of posting.
     pub ops: Vec<Op>,
     pub areas: Vec<Area>,
     delayed: Vec<Fault>,
     out: &'a mut Outcome,
     pub logs: bool,
     looked: u64,
-    /// The operation from which on outcomes were asked for last, of those that are open.
+    /// Index of the open operation up to which outcomes were polled in the last check.
     asked: usize,
     outcomes: u64,
-    /// Whether bytes are corrupted on their way, so that wrong ones land before their checksum does.
+    /// Whether bytes are corrupted on their way, so that wrong ones are placed before their checksum is
+    /// checked.
     corrupts: bool,
 }
 
 /// Plays a scenario on this thread, with these GPUs.
 ///
 /// # Errors
-/// The first broken invariant.
+/// The first invariant that was broken.
 pub fn play(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool, out: &mut Outcome) -> Check {
     let net = SimNet::new(scenario.seed);
     if scenario.benign {
@@ -171,7 +172,7 @@ pub fn play(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool, out: &mut Out
         outcomes: 0xcbf2_9ce4_8422_2325,
         corrupts: scenario.corrupts(),
     };
-    // Also a panic leaves the endpoints as they are.
+    // A panic, too, leaves the endpoints as they are.
     let mut run = ManuallyDrop::new(run);
     let result = run.all();
     if result.is_err() {
@@ -201,7 +202,7 @@ impl Run<'_> {
         for index in 0..self.scenario.steps.len() {
             let step = self.scenario.steps[index].clone();
             self.step(&step)?;
-            // What does not change any more is checked less often; each check at the end covers all.
+            // Areas that no longer change are checked less often; each check at the end covers all areas.
             self.check_areas(index.is_multiple_of(ALL_AREAS_STEPS))?;
         }
         self.settle()?;
@@ -255,7 +256,7 @@ impl Run<'_> {
 
     // --- Time ---------------------------------------------------------------------------------
 
-    /// Polls everything once, and looks at the outcomes now and then.
+    /// Polls all endpoints once, and checks the outcomes every [`LOOK_PASSES`] passes.
     fn pass(&mut self) -> Check {
         let worked = self.driver.pass();
         for fault in self.driver.take_due() {
@@ -267,7 +268,7 @@ impl Run<'_> {
             self.look()?;
         }
         if self.driver.passes() > PASSES_MAX {
-            return broken("a run is bounded", format!("{PASSES_MAX} passes"));
+            return broken("a run is bounded", format!("the run has not ended after {PASSES_MAX} passes"));
         }
         Ok(())
     }
@@ -282,7 +283,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Polls everything until `done`, or for this long. Returns whether it was done.
+    /// Polls all endpoints until `done`, or for this virtual time. Returns whether it was done.
     fn until(&mut self, most: Duration, mut done: impl FnMut(&mut Self) -> bool) -> Result<bool, Broken> {
         let until = self.driver.now() + most;
         self.look()?;
@@ -297,7 +298,7 @@ impl Run<'_> {
         }
     }
 
-    /// Makes a call that waits.
+    /// Makes a call of the engine that waits.
     fn wait_in<T>(&mut self, slot: usize, call: impl FnOnce() -> T) -> Result<T, Broken> {
         let driver = self.driver.clone();
         let result = driver.wait_in(slot, call);
@@ -305,7 +306,7 @@ impl Run<'_> {
             let fault = self.delayed[fault].clone();
             self.fault(&fault);
         }
-        // Each outcome is known afterwards.
+        // The checks are repeated so that the outcome of every operation is known afterwards.
         for _ in 0..2 + 2 * self.ops.len() / ASKED_MAX {
             self.look()?;
         }
@@ -314,7 +315,7 @@ impl Run<'_> {
 
     // --- Looking ------------------------------------------------------------------------------
 
-    /// Takes what has come about: connections, outcomes, notifications.
+    /// Collects new connections, outcomes and notifications.
     fn look(&mut self) -> Check {
         self.look_for_peers();
         let is_open = |op: &Op| op.transfer.is_some() && op.outcome.is_none();
@@ -332,7 +333,8 @@ impl Run<'_> {
             };
             let moved = transfer.bytes_moved();
             if moved < op.moved || moved > op.post.bytes as u64 {
-                let what = format!("{transfer:?} has moved {moved} bytes, {} before", op.moved);
+                let what =
+                    format!("{transfer:?} has moved {moved} bytes, and {} at the check before", op.moved);
                 return broken("bytes are counted up to the size", what);
             }
             let outcome = transfer.poll();
@@ -401,7 +403,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Whether the process of one side runs.
+    /// Whether the process at one side of a link runs.
     pub fn is_alive(&self, link: usize, side: usize) -> bool {
         let slot = self.links[link].slots[side];
         self.driver.endpoint(slot).is_some() && !self.driver.is_stopped(slot)
@@ -463,18 +465,18 @@ impl Link {
     }
 }
 
-/// Bytes of one pair of regions of an operation.
+/// Number of bytes of one pair of regions of an operation.
 pub fn part_bytes(post: &Post, part: usize) -> usize {
     let each = post.bytes / post.regions.max(1);
     if part + 1 == post.regions { post.bytes - each * part } else { each }
 }
 
-/// The salt of the bytes of one pair of regions.
+/// The salt of the byte pattern of one pair of regions.
 pub fn salt_of(op: OpId, part: usize) -> u64 {
     1 + (op as u64) * 8 + part as u64
 }
 
-/// A notification that names its operation.
+/// The bytes of a notification, which contain the number of its operation.
 pub fn notification(op: OpId, bytes: usize) -> Vec<u8> {
     let mut message = (op as u64).to_le_bytes().to_vec();
     message.extend(pattern(bytes.saturating_sub(8), op as u64));

@@ -6,26 +6,26 @@
 
 use ferrywire_sys::rng::Rng;
 
-/// Number of an operation; it stays when other steps are removed.
+/// Number of an operation, which stays the same when other steps are removed.
 pub type OpId = usize;
 
-/// What happens in one run.
+/// The scenario of one run.
 #[derive(Clone, Debug)]
 pub struct Scenario {
     /// The seed of the scenario and of its network.
     pub seed: u64,
-    /// Whether sends and receives are partial and delayed at random.
+    /// Whether sends and receives move only a part of the bytes and are delayed, at random.
     pub benign: bool,
     /// The endpoints, each on a host of its own.
     pub ends: Vec<EndPlan>,
     /// Which endpoint connects to which, by number. One pair may have several links, one after the other.
     pub links: Vec<(usize, usize)>,
-    /// What is done, in this order.
+    /// The steps of the run, in order.
     pub steps: Vec<Step>,
 }
 
 impl Scenario {
-    /// Whether bytes are corrupted on their way, and frames have checksums.
+    /// Whether bytes are corrupted on their way; frames then have checksums.
     pub fn corrupts(&self) -> bool {
         let corrupt = |fault: &Fault| matches!(fault, Fault::Corrupt { .. });
         let asked = self.steps.iter().any(|step| match &step.action {
@@ -38,7 +38,7 @@ impl Scenario {
     }
 }
 
-/// An endpoint and its host.
+/// The options of an endpoint, and the NICs of its host.
 #[derive(Clone, Debug)]
 pub struct EndPlan {
     /// Rate in bytes per second and additional latency in microseconds of each NIC.
@@ -50,21 +50,21 @@ pub struct EndPlan {
     pub peer_timeout_ms: u64,
 }
 
-/// A step, after a pause.
+/// An action, after a pause in virtual time.
 #[derive(Clone, Debug)]
 pub struct Step {
     pub pause_us: u64,
     pub action: Action,
 }
 
-/// What a step does.
+/// The action of a step.
 #[derive(Clone, Debug)]
 pub enum Action {
-    /// Starts to connect; later steps of the link wait for the outcome.
+    /// Starts to connect a link; later steps of the link wait for the outcome.
     Connect {
         link: usize,
     },
-    /// Connects by a call that waits, for at most this long.
+    /// Connects a link by a call that waits, for at most this long.
     ConnectWithin {
         link: usize,
         timeout_us: u64,
@@ -81,12 +81,12 @@ pub enum Action {
         op: OpId,
         of_source: bool,
     },
-    /// Drops the handle of the memory.
+    /// Drops the handle of an operation's memory.
     DropRegion {
         op: OpId,
         of_source: bool,
     },
-    /// Frees memory of a GPU although it is registered.
+    /// Frees an operation's GPU memory although it is registered.
     Free {
         op: OpId,
         of_source: bool,
@@ -115,7 +115,7 @@ pub enum Action {
     Restart {
         end: usize,
     },
-    /// Stops or goes on to read the notifications of one end.
+    /// Stops or continues to read the notifications of one end.
     ReadNotifications {
         link: usize,
         side: usize,
@@ -123,30 +123,30 @@ pub enum Action {
     },
 }
 
-/// An operation to post.
+/// An operation that a step posts.
 #[derive(Clone, Debug)]
 pub struct Post {
     pub id: OpId,
     pub link: usize,
-    /// Which end of the link posts it.
+    /// Index of the link's end that posts the operation, 0 or 1.
     pub side: usize,
     pub verb: Verb,
     pub bytes: usize,
-    /// Blocks per pair of regions.
+    /// Number of blocks per pair of regions.
     pub blocks: usize,
-    /// Pairs of regions.
+    /// Number of pairs of regions.
     pub regions: usize,
     /// Bytes of the notification that goes with a write.
     pub notify: Option<usize>,
-    /// Whether the memory that is read, and that which is written, is a GPU's.
+    /// Whether the source's memory is a GPU's; the next field is the same for the target.
     pub source_on_gpu: bool,
     pub target_on_gpu: bool,
-    /// Whether the caller owns the memory.
+    /// Whether the caller owns the memory, not the engine.
     pub raw: bool,
 }
 
 impl Post {
-    /// One run of bytes, of host memory that the engine owns, at both ends.
+    /// An operation of one run of bytes, in host memory that the engine owns, at both ends.
     pub fn plain(id: OpId, link: usize, side: usize, verb: Verb, bytes: usize) -> Post {
         Post {
             id,
@@ -208,7 +208,7 @@ pub enum Fault {
         end: usize,
         us: u64,
     },
-    /// The endpoint is not polled; its kernel goes on.
+    /// The endpoint is not polled for a time, while its kernel continues.
     Sleep {
         end: usize,
         us: u64,
@@ -229,7 +229,7 @@ pub enum Fault {
         nic: usize,
         bytes_per_second: u64,
     },
-    /// Faults by chance from now on.
+    /// Random faults of the network begin.
     Rough,
     Corrupt {
         times: u32,
@@ -246,7 +246,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// The name of the fault in the table of coverage.
+    /// Name of the fault in the table of coverage.
     pub fn name(&self) -> &'static str {
         match self {
             Fault::Cut { out: true, into: true, .. } => "NIC cut",
@@ -283,9 +283,9 @@ struct Draw {
     steps: Vec<Step>,
     ops: Vec<Post>,
     gpus: bool,
-    /// The longest of an operation, in bytes.
+    /// Most bytes of an operation.
     bytes_max: usize,
-    /// How often the pauses are long.
+    /// Number from which kinds of pauses are drawn; the larger it is, the rarer are long pauses.
     slow: u64,
 }
 
@@ -316,7 +316,7 @@ impl Draw {
         self.rng.below(count) == 0
     }
 
-    /// A number up to `max`, small ones as likely as large ones.
+    /// A random number up to `max`, small ones as likely as large ones.
     fn scaled(&mut self, max: u64) -> u64 {
         let bits = 64 - max.leading_zeros() as u64;
         let most = 1u64.checked_shl(self.rng.below(bits + 1) as u32).unwrap_or(max).min(max);
@@ -450,7 +450,7 @@ impl Draw {
         self.push(Action::Post(post));
     }
 
-    /// A send, a receive, or both in either order; most receives are long enough.
+    /// Adds a send, a receive, or both in either order; most receives are long enough.
     fn message(&mut self, post: Post) {
         let tag = self.rng.below(3);
         let post = Post { regions: 1, ..post };
@@ -475,9 +475,8 @@ impl Draw {
         }
     }
 
-    /// More messages than the other end holds, before one of them is received.
-    ///
-    /// Where sends are partial, of small messages: large ones take a million calls.
+    /// Adds more messages than the other end holds, before one of them is received. Where sends are partial
+    /// the messages are small: large ones would take a million calls.
     fn flood(&mut self, benign: bool) {
         let (link, side, tag) = (self.below(self.links.len()), self.below(2), 9);
         let bytes = if benign { 400 } else { [65_536, 60_000, 400][self.below(3)] };
@@ -494,7 +493,7 @@ impl Draw {
         if self.ops.is_empty() {
             return None;
         }
-        // Mostly one of the last.
+        // The operation is mostly one of the last.
         let back = self.scaled(self.ops.len() as u64 - 1) as usize;
         Some(self.ops.len() - 1 - back)
     }

@@ -6,10 +6,10 @@ use crate::scenario::{Action, Scenario};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::Arc;
 
-/// Most runs to shrink one scenario.
+/// Most runs that shrink one scenario.
 const TRIES_MAX: usize = 400;
 
-/// The smallest scenario found that breaks the invariant, with how it breaks it.
+/// Finds the smallest scenario that breaks the same invariant; also returns how that scenario breaks it.
 pub fn shrink(scenario: &Scenario, broken: &Broken, gpus: &[Arc<SimGpu>]) -> (Scenario, Broken) {
     let (mut best, mut how, mut tries) = (scenario.clone(), broken.clone(), 0);
     let mut still_fails = |candidate: &Scenario| {
@@ -19,7 +19,7 @@ pub fn shrink(scenario: &Scenario, broken: &Broken, gpus: &[Arc<SimGpu>]) -> (Sc
         }
         attempt(candidate, gpus, false).1.err().filter(|found| found.invariant == broken.invariant)
     };
-    // Ever smaller runs of steps.
+    // Runs of steps are removed, ever shorter ones.
     let mut size = best.steps.len() / 2;
     while size > 0 {
         let mut at = 0;
@@ -48,7 +48,7 @@ pub fn shrink(scenario: &Scenario, broken: &Broken, gpus: &[Arc<SimGpu>]) -> (Sc
     (best, how)
 }
 
-/// The scenario with one step that is simpler, in several ways.
+/// Scenarios in which one step is simpler, each in another way.
 fn simpler(scenario: &Scenario, index: usize) -> Vec<Scenario> {
     let changed = |change: &dyn Fn(&mut Scenario)| {
         let mut candidate = scenario.clone();
@@ -71,7 +71,7 @@ fn simpler(scenario: &Scenario, index: usize) -> Vec<Scenario> {
     all
 }
 
-/// The scenario on simpler hosts.
+/// Scenarios with simpler hosts.
 fn plainer(scenario: &Scenario) -> Vec<Scenario> {
     let mut calm = scenario.clone();
     calm.benign = false;

@@ -1,12 +1,12 @@
-//! The end of a run: faults are over, operations end, peers close, and nothing is left.
+//! The end of a run: faults end, operations end, peers are closed, and nothing is left.
 //!
-//! Invariant: after `check_nothing_left` no endpoint, region or hold of the run exists.
+//! Invariant: after `check_nothing_left` no endpoint, region or reference of the run exists.
 //! Read next: `judge.rs`, which outcomes are allowed.
 
 use super::*;
 
 impl Run<'_> {
-    /// Ends all faults, and waits until everything has ended that can.
+    /// Ends all faults, and waits until all operations that can end have ended.
     pub(super) fn settle(&mut self) -> Check {
         note!(self, "all faults end");
         self.driver.end_faults();
@@ -47,7 +47,7 @@ impl Run<'_> {
         self.check_areas(true)
     }
 
-    /// Operations that have not ended, of processes that run.
+    /// Operations of running processes that have not ended.
     pub(super) fn open(&self) -> impl Iterator<Item = &Op> {
         self.ops.iter().filter(|op| {
             let slot = self.links[op.post.link].slots[op.post.side];
@@ -55,7 +55,7 @@ impl Run<'_> {
         })
     }
 
-    /// Whether nothing is left but messages that wait for their other end to be posted.
+    /// Whether the only open operations are messages whose other end is not posted.
     pub(super) fn is_settled(&self) -> bool {
         let connecting = self.links.iter().any(|link| link.connecting.is_some());
         !connecting && self.open().all(|op| self.waits_for_partner(op))
@@ -65,7 +65,7 @@ impl Run<'_> {
         let partner = match op.post.verb {
             Verb::Send { tag } => Verb::Recv { tag },
             Verb::Recv { tag } => Verb::Send { tag },
-            // A notification comes after the messages that were posted before it.
+            // A notification is sent after the messages that were posted before it.
             Verb::Notify => {
                 let same = |other: &&Op| (other.post.link, other.post.side) == (op.post.link, op.post.side);
                 let before = self.ops.iter().take_while(|other| other.post.id != op.post.id).filter(same);
@@ -86,7 +86,7 @@ impl Run<'_> {
                 .any(|other| (other.post.link, other.post.side, other.post.verb) == (link, 1 - side, partner))
     }
 
-    /// Closes everything, and checks that nothing is left.
+    /// Closes all peers and endpoints, and checks that nothing is left.
     pub(super) fn close(&mut self) -> Check {
         note!(self, "everything is closed");
         for index in (0..self.areas.len()).step_by(2) {
@@ -128,7 +128,7 @@ impl Run<'_> {
 
     pub(super) fn check_nothing_left(&mut self) -> Check {
         let mut held = usize::MAX;
-        // Another process may ask this one for its counters, and holds the peers meanwhile.
+        // Another process may read this one's counters, and then keeps references to the peers meanwhile.
         for _ in 0..HELD_LOOKS {
             held = self.transports.iter().filter(|transport| transport.strong_count() > 0).count();
             if held == 0 {

@@ -14,7 +14,7 @@ impl Run<'_> {
         }
     }
 
-    /// The phase of a link, for the table of coverage.
+    /// The phase of a link for the table of coverage; `None` if the link was never started.
     pub(super) fn phase(&self, index: usize) -> Option<&'static str> {
         let link = &self.links[index];
         if !link.started || link.failed.is_some() {
@@ -47,7 +47,7 @@ impl Run<'_> {
         }
     }
 
-    /// Adds to the time in which the links of an end may have had no path.
+    /// Adds to the time in which the links of an endpoint may have had no path.
     pub(super) fn outage(&mut self, end: usize, time: Duration) {
         for link in self.links.iter_mut().filter(|link| link.plan.0 == end || link.plan.1 == end) {
             link.outage += time;
@@ -62,7 +62,7 @@ impl Run<'_> {
         self.links.iter_mut().filter(|link| of(link)).for_each(|link| link.fragile = Some(why));
     }
 
-    /// A connection that exists, of those that carry data or of all.
+    /// Chooses an existing connection, of those that carry data or of all.
     pub(super) fn pick(&self, pick: u64) -> Option<ferrywire::net::sim::ConnId> {
         let all = self.driver.net.connections();
         (!all.is_empty()).then(|| all[(pick % all.len() as u64) as usize].id)
@@ -138,7 +138,7 @@ impl Run<'_> {
                 self.fragile(None, "faults by chance");
             }
             Fault::Corrupt { times } => {
-                // Behind the handshakes of data connections, which have their own proofs.
+                // Corruption begins behind the handshakes of data connections, which have their own proofs.
                 if self.corrupts {
                     net.corrupt_bulk(400, *times);
                 }
@@ -160,7 +160,7 @@ impl Run<'_> {
             self.driver.at(now + time, Timed::Heal(address));
         }
         self.hosts[end].cut_until[nic] = self.hosts[end].cut_until[nic].max(now + time);
-        // With a second NIC cut anywhere at one time no pair of NICs may be left.
+        // If a second NIC is cut anywhere at the same time, no pair of NICs may be left.
         let cuts = self.hosts.iter().flat_map(|host| &host.cut_until).filter(|until| **until > now).count();
         let alone = self.hosts.iter().any(|host| host.nics.len() == 1);
         if alone || cuts > 1 {
@@ -179,7 +179,7 @@ impl Run<'_> {
         self.outage(end, time);
     }
 
-    /// A GPU that stands still for a time, or whose copies fail after so many.
+    /// Stalls a GPU for a time, or makes its copies fail after so many.
     pub(super) fn gpu(&mut self, end: usize, time: Duration, fails_after: Option<u64>) {
         let Some(slot) = self.hosts[end].slot.filter(|_| !self.driver.gpus.is_empty()) else { return };
         let gpu = slot % self.driver.gpus.len();
@@ -193,7 +193,7 @@ impl Run<'_> {
                 let faults = gpu_faults(&self.driver.gpus[gpu]);
                 self.driver.gpus[gpu].set_faults(SimFaults { fail_after: Some(after), ..faults });
                 self.driver.at(until, Timed::GpuWorksAgain(gpu));
-                // Endpoints share GPUs.
+                // All endpoints count as affected, because they share GPUs.
                 self.hosts.iter_mut().for_each(|host| host.gpu_faulty = true);
             }
         }

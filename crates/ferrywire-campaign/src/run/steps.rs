@@ -1,6 +1,6 @@
-//! The steps of a scenario: connections, operations, and what is taken back from them.
+//! The steps of a scenario: connections, operations, cancels, deregistrations and closes.
 //!
-//! Invariant: a step leaves its operation where `look` finds it.
+//! Invariant: a step stores its operation where `look` finds it.
 //! Read next: `faults.rs`.
 
 use super::*;
@@ -70,7 +70,10 @@ impl Run<'_> {
                 let result = self.wait_in(near, || endpoint.connect(address, timeout))?;
                 let took = self.driver.now() - since;
                 if took > timeout + Duration::from_secs(1) {
-                    return broken("a connect ends at its timeout", format!("{took:?} of {timeout:?}"));
+                    return broken(
+                        "a connect ends at its timeout",
+                        format!("it took {took:?}, and the timeout is {timeout:?}"),
+                    );
                 }
                 self.connected(index, result);
             }
@@ -82,7 +85,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Whether a link is over, or never came about.
+    /// Whether a link has ended, or was never established.
     pub fn is_over(&self, index: usize) -> bool {
         let link = &self.links[index];
         let gone = |side: usize| match &link.peers[side] {
@@ -93,7 +96,7 @@ impl Run<'_> {
         !link.started || link.failed.is_some() || (link.connecting.is_none() && gone(0) && gone(1))
     }
 
-    /// The peer of a side once both ends have one.
+    /// The peer at one side of a link, once both ends have one.
     pub(super) fn ready(&mut self, link: usize, side: usize) -> Result<Option<Peer>, Broken> {
         let settled = |run: &mut Self| {
             let link = &run.links[link];
@@ -109,7 +112,7 @@ impl Run<'_> {
         Ok(state.peers[side].clone().filter(|_| both && self.driver.endpoint(state.slots[side]).is_some()))
     }
 
-    /// The area of an operation at one end.
+    /// Makes the area of an operation at one end.
     pub(super) fn area(
         &mut self,
         slot: usize,
@@ -265,18 +268,24 @@ impl Run<'_> {
         let outcome = self.wait_in(self.links[link].slots[side], || transfer.wait_for(timeout, timeout))?;
         let took = self.driver.now() - since;
         if took > timeout + Duration::from_millis(500) {
-            return broken("a wait ends at its timeout", format!("{took:?} of {timeout:?}: {outcome:?}"));
+            return broken(
+                "a wait ends at its timeout",
+                format!("it took {took:?}, and the timeout is {timeout:?}: {outcome:?}"),
+            );
         }
         let timed_out =
             matches!(outcome, Err(TransferError::TimedOut { .. } | TransferError::Stalled { .. }));
         let known = if timed_out { before } else { self.ops[index].outcome.clone() };
         if known.is_some() == timed_out || known.as_ref().is_some_and(|known| *known != outcome) {
-            return broken("a wait returns the outcome", format!("{outcome:?}, and a poll {known:?}"));
+            return broken(
+                "a wait returns the outcome",
+                format!("the wait returned {outcome:?}, and a poll {known:?}"),
+            );
         }
         Ok(())
     }
 
-    /// The areas of an operation at its source or its target, whose endpoint runs.
+    /// Indices of the areas of an operation at its source or its target, if the endpoint there runs.
     pub(super) fn areas_of(&self, op: OpId, of_source: bool) -> Vec<usize> {
         let Some(op) = self.find(op).map(|index| &self.ops[index]) else { return Vec::new() };
         let areas = if of_source { &op.sources } else { &op.targets };
@@ -345,7 +354,10 @@ impl Run<'_> {
         note!(self, "closed: {result:?}");
         let took = self.driver.now() - since;
         if took > timeout + Duration::from_secs(2) {
-            return broken("a close ends at its timeout", format!("{took:?} of {timeout:?}: {result:?}"));
+            return broken(
+                "a close ends at its timeout",
+                format!("it took {took:?}, and the timeout is {timeout:?}: {result:?}"),
+            );
         }
         if peer.error().is_none() {
             return broken("a closed peer is closed", format!("{result:?}"));
@@ -353,15 +365,16 @@ impl Run<'_> {
         self.closed_well(&open, Some(link), result.is_ok())
     }
 
-    /// The operations of an endpoint that have not ended.
+    /// Indices of the operations of an endpoint that have not ended.
     pub(super) fn open_of(&self, slot: usize) -> Vec<usize> {
         let is_open = |op: &Op| op.outcome.is_none() && self.links[op.post.link].slots[op.post.side] == slot;
         (0..self.ops.len()).filter(|index| is_open(&self.ops[*index])).collect()
     }
 
-    /// After a close that went well, everything that was open, and could end, has ended well.
+    /// Checks that a close that succeeded has ended all operations that were open and could end, with
+    /// success.
     pub(super) fn closed_well(&mut self, open: &[usize], link: Option<usize>, well: bool) -> Check {
-        // The outcomes at an end that is stopped are not known.
+        // The outcomes at a stopped end are not known.
         let known = |op: &Op| op.outcome.is_some() || self.is_alive(op.post.link, op.post.side);
         let of_link = |op: &&Op| link.is_none_or(|link| link == op.post.link) && known(op);
         for op in open.iter().map(|index| &self.ops[*index]).filter(of_link) {
@@ -405,7 +418,10 @@ impl Run<'_> {
         note!(self, "closed the endpoint: {result:?}");
         let took = self.driver.now() - since;
         if took > timeout + Duration::from_secs(3) {
-            return broken("a close ends at its timeout", format!("{took:?} of {timeout:?}: {result:?}"));
+            return broken(
+                "a close ends at its timeout",
+                format!("it took {took:?}, and the timeout is {timeout:?}: {result:?}"),
+            );
         }
         self.closed_well(&open, None, result.is_ok())
     }
@@ -417,7 +433,7 @@ impl Run<'_> {
         if let Some(endpoint) = self.driver.take(slot) {
             self.killed.push((slot, endpoint));
         }
-        // Its memory is gone with the process, although its remains here read what had arrived.
+        // The memory ends with its process, although the area still has the bytes that had arrived.
         self.areas.iter_mut().filter(|area| area.slot == slot).for_each(|area| area.phase = Phase::Gone);
         for link in self.links.iter_mut().filter(|link| link.started && link.slots.contains(&slot)) {
             link.fragile = Some("its process was killed");
