@@ -164,7 +164,7 @@ impl Post {
     }
 }
 
-/// Kind of an operation.
+/// Kind of an operation, with its tag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
     Write,

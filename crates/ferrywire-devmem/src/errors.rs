@@ -137,9 +137,9 @@ impl DevmemError {
 /// The purpose of a binding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// To receive into.
+    /// A binding of memory to receive into.
     Receive,
-    /// To send from.
+    /// A binding of memory to send from.
     Send,
 }
 

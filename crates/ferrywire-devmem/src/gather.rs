@@ -107,7 +107,7 @@ impl Gatherer {
         self.jobs.push_back(job);
     }
 
-    /// Begins a single copy.
+    /// Begins to gather a message by a single copy.
     pub fn begin_copy(&mut self, number: u64, copy: GpuCopy) {
         let GpuCopy { source, target, bytes } = copy;
         let used = [(target, bytes as u64), (source, bytes as u64)];

@@ -44,7 +44,7 @@ pub enum Error {
     Io {
         /// The failed call, and its object.
         what: String,
-        /// The system's message.
+        /// The system's message about the failure.
         message: String,
         /// The system's error number (`errno`), where there is one.
         code: Option<i32>,
@@ -54,7 +54,7 @@ pub enum Error {
     Limit {
         /// Name of the limit's constant.
         name: &'static str,
-        /// Value of the limit.
+        /// Value of the limit's constant.
         limit: u64,
         /// Why the limit was reached, and what to try.
         why: String,

@@ -44,9 +44,9 @@ pub fn dmabuf_fd(location: MemoryLocation, address: u64, bytes: u64) -> Result<O
 /// A handle of a GPU, which keeps the GPU open.
 #[derive(Clone, Debug)]
 pub enum Gpu {
-    /// A simulated GPU.
+    /// A handle of a simulated GPU.
     Sim(Arc<SimGpu>),
-    /// A CUDA GPU.
+    /// A handle of a CUDA GPU.
     Cuda(Arc<CudaGpu>),
 }
 

@@ -12,7 +12,7 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryLocation {
-    /// Host memory.
+    /// Memory of the host.
     Host,
     /// Memory of simulated GPU number N.
     SimGpu(u32),

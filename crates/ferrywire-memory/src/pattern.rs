@@ -15,7 +15,7 @@ const GROUP_BYTES: usize = 512;
 pub struct WordPattern {
     /// Value of word 0 before its halves are mixed.
     pub key: u64,
-    /// Difference between neighbouring words.
+    /// Difference between neighbouring words, before their halves are mixed.
     pub step: u64,
     /// Bits that are inverted in every word.
     pub flip: u64,

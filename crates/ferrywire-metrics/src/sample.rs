@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 pub struct ProcessSample {
     /// Process id, in the PID namespace of the process.
     pub pid: u32,
-    /// Name of the program.
+    /// Name of the program that uses ferrywire.
     pub program: String,
     /// How the program uses ferrywire: `command`, `rust`, `python`, `c`, `nixl` or `nccl`.
     pub face: String,
@@ -84,9 +84,9 @@ pub struct ChannelSample {
     pub nic: String,
     /// Whether the channel is connected.
     pub alive: bool,
-    /// Bytes sent, including headers.
+    /// Bytes that the channel has sent, including headers.
     pub tx_bytes: u64,
-    /// Bytes received, including headers.
+    /// Bytes that the channel has received, including headers.
     pub rx_bytes: u64,
     /// Number of times that the channel was reconnected.
     pub reconnects: u64,

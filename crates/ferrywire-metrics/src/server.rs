@@ -19,7 +19,7 @@ use crate::text;
 const CONNECTIONS_MAX: usize = 8;
 /// Longest life of a connection.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest request, in bytes.
+/// Longest HTTP request that is read, in bytes.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// Most header fields of a request.
 const FIELDS_MAX: usize = 64;
@@ -44,7 +44,7 @@ pub enum MetricsError {
     Listen {
         /// The address that cannot be listened on.
         address: SocketAddr,
-        /// The system's reason.
+        /// The system's reason why the address cannot be listened on.
         why: String,
         /// Whether another socket listens at the address.
         in_use: bool,

@@ -25,7 +25,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// Encodes the header.
+    /// Encodes the header of a piece.
     pub fn to_bytes(self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());

@@ -236,7 +236,7 @@ pub struct Wire {
 pub enum Delay {
     /// There is no delay: the worker is awake.
     Awake,
-    /// The worker sleeps.
+    /// The worker sleeps and has to be woken.
     Asleep,
     /// The socket has no room to send.
     Blocked,
@@ -259,7 +259,7 @@ pub enum Side {
     Receive {
         /// The receiver; `None` once the wire is closed.
         receiver: Mutex<Option<Receiver>>,
-        /// The comm that receives.
+        /// The comm whose messages are received.
         comm: Arc<Receiving>,
         /// Number of the message whose receive is not posted yet, or [`NO_MESSAGE`].
         waits_for: AtomicU64,
@@ -369,7 +369,7 @@ struct Apart<T>(T);
 
 #[derive(Default)]
 struct Signs {
-    /// Whether commands are queued.
+    /// Whether commands for the worker are queued.
     commanded: AtomicBool,
     /// Whether the worker sleeps, and so has to be woken.
     sleeps: AtomicBool,

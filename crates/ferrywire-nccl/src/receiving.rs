@@ -54,7 +54,7 @@ pub struct Receiving {
     cut: AtomicU64,
 }
 
-/// A posted receive.
+/// A posted receive in its slot.
 struct Slot {
     message: AtomicU64,
     data: AtomicPtr<u8>,

@@ -48,7 +48,7 @@ const ANSWER_BYTES_MAX: usize = 512 << 10;
 /// Largest value of the setting for inline messages, in bytes.
 const INLINE_BYTES_MAX: usize = 4 << 20;
 
-/// The settings in force.
+/// The settings of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
     cores: Cores,

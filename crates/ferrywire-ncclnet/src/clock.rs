@@ -106,7 +106,7 @@ pub(super) fn register(name: &str) -> Option<PluginId> {
     Some(PluginId(id))
 }
 
-/// Changes a plugin's name.
+/// Changes a plugin's name in the list of registered plugins.
 pub(super) fn rename(id: PluginId, name: &str) {
     if let Some(known) = locked(&NAMES).get_mut(usize::from(id.0)) {
         name.clone_into(known);

@@ -27,7 +27,7 @@ pub enum LoadError {
     Unreadable {
         /// Path, as the caller gave it.
         path: String,
-        /// The operating system's message.
+        /// The operating system's message about the file.
         why: String,
     },
     /// The file is no ELF file (text, archive, image).
@@ -63,7 +63,7 @@ pub enum LoadError {
         path: String,
         /// Whether the loader found no file of that name.
         is_absent: bool,
-        /// The loader's message.
+        /// The loader's message about the library.
         why: String,
     },
     /// None of the files that NCCL's naming rule yields could be opened.
@@ -83,9 +83,9 @@ pub enum LoadError {
     /// The library exports no table of a supported version.
     #[error("{path}: exports no ncclNetPlugin_v4 to v12{}", other_tables(.older))]
     NoTable {
-        /// Path of the library.
+        /// Path of the library without a table.
         path: String,
-        /// Exported versions below 4.
+        /// Versions below 4 of which the library exports tables.
         older: Vec<u32>,
     },
     /// The library does not export the requested version.
@@ -93,9 +93,9 @@ pub enum LoadError {
     NoSuchVersion {
         /// Path of the library.
         path: String,
-        /// The requested version.
+        /// The version that was requested.
         wanted: Version,
-        /// The exported versions.
+        /// The versions that the library exports.
         exported: Vec<Version>,
     },
     /// The plugin's name in the table is a null pointer.
@@ -121,7 +121,7 @@ pub enum LoadError {
     Failed {
         /// Path of the library.
         path: String,
-        /// The failed call.
+        /// The call of the plugin that failed.
         error: Box<CallError>,
         /// Lines that the plugin has logged since `init` began.
         said: Box<LastLines>,
@@ -175,7 +175,7 @@ fn last_words(said: &LastLines) -> String {
 /// A plugin call that failed or was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
-    /// The plugin's name.
+    /// Name of the plugin that was called.
     pub plugin: Arc<str>,
     /// Version of the table in use.
     pub version: Version,

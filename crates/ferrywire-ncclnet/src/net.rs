@@ -306,7 +306,7 @@ impl Plugin {
     }
 }
 
-/// Starting a plugin.
+/// Functions that start a plugin.
 impl Plugin {
     /// # Safety
     /// The table is one of the library's, and the library is trusted to run here.

@@ -50,7 +50,7 @@ impl Request {
 /// Outcome of posting a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Posted {
-    /// The request is posted.
+    /// The request is posted, and has this handle.
     Request(Request),
     /// The plugin returned success without a request. A send or receive must be posted again later; a flush
     /// has nothing to do.
@@ -84,7 +84,7 @@ const NOT_WRITTEN: c_int = -0x7777_7777;
 /// A buffer of a receive or of a flush.
 #[derive(Clone, Copy, Debug)]
 pub struct RecvBuffer {
-    /// Address of the buffer.
+    /// Address of the receive's or flush's buffer.
     pub data: *mut c_void,
     /// Size of the buffer in bytes. Some plugins let the peer write past it.
     pub bytes: usize,

@@ -176,10 +176,10 @@ pub trait Conn: Send {
     /// The descriptor to wait on; `None` when the connection must be polled.
     fn fd(&self) -> Option<RawFd>;
 
-    /// Local address.
+    /// Local address of the connection.
     fn local(&self) -> SocketAddr;
 
-    /// Remote address.
+    /// Remote address of the connection.
     fn remote(&self) -> SocketAddr;
 
     /// Applies options to the connection, as [`Transport::tune`] does.

@@ -60,34 +60,34 @@ pub const WINDOW_FRAMES_MAX: usize = 1024;
 pub const WINDOW_BYTES_MAX: usize = 64 << 20;
 /// Received bytes after which an acknowledgement is sent at once.
 pub const ACK_BYTES: usize = 256 << 10;
-/// Channels per peer.
+/// Most channels per peer.
 pub const CHANNELS_MAX: usize = 256;
-/// Lost channels that a peer's statistics list.
+/// Most lost channels that a peer's statistics list.
 pub const LOST_LINES_MAX: usize = 256;
 /// Events of a process's trace; later ones are only counted. Each takes about 250 bytes of the file.
 pub const TRACE_EVENTS_MAX: u64 = 500_000;
-/// Events that wait to be written to the trace; more are only counted.
+/// Most events that wait to be written to the trace; more are only counted.
 pub const TRACE_EVENTS_WAITING_MAX: usize = 64 << 10;
-/// Channels whose NIC and peer a trace names.
+/// Most channels whose NIC and peer a trace names.
 pub const TRACE_CHANNELS_MAX: usize = 4096;
 /// Most NIC addresses that an endpoint announces.
 pub const ADDRESSES_MAX: usize = 64;
-/// Progress threads per endpoint.
+/// Most progress threads per endpoint.
 pub const WORKERS_MAX: usize = 64;
-/// Peers per endpoint.
+/// Most peers per endpoint.
 pub const PEERS_MAX: usize = 4096;
-/// Connected peers that wait for `accept`. Peers that are already lost make room; if all are alive, the
+/// Most connected peers that wait for `accept`. Peers that are already lost make room; if all are alive, the
 /// newest is refused.
 pub const PEERS_UNACCEPTED_MAX: usize = 256;
-/// Unauthenticated connections of an endpoint; the oldest is dropped for a new one.
+/// Most unauthenticated connections of an endpoint; the oldest is dropped for a new one.
 pub const HANDSHAKES_PENDING_MAX: usize = 256;
 /// Most bytes read from an unauthenticated connection.
 pub const HANDSHAKE_BYTES_MAX: usize = 4096;
 /// Largest message of a control session in bytes (Noise's limit is 65535 with its tag).
 pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
-/// Unacknowledged control messages that are kept for a resumption.
+/// Most unacknowledged control messages that are kept for a resumption.
 pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
-/// Bytes of unacknowledged control messages that are kept for a resumption.
+/// Most bytes of unacknowledged control messages that are kept for a resumption.
 pub const CONTROL_UNACKED_BYTES_MAX: usize = 16 << 20;
 /// Most payload bytes of a record of a protected data connection.
 pub const RECORD_BYTES_MAX: usize = 64 << 10;
@@ -99,15 +99,15 @@ pub const RECORD_REST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes that a peer may leave unread on its control connection, beyond what it has not acknowledged. Above
 /// that the peer's messages are not read until it has read half.
 pub const CONTROL_UNREAD_BYTES_MAX: usize = 1 << 20;
-/// Simulated GPUs of one process.
+/// Most simulated GPUs of one process.
 pub const SIM_GPUS_MAX: usize = 16;
 /// Address ranges of freed simulated GPU memory that stay reserved, so that a late access faults.
 pub const SIM_FREED_RANGES_KEPT: usize = 128;
-/// CUDA GPUs of one process.
+/// Most CUDA GPUs of one process.
 pub const CUDA_GPUS_MAX: usize = 64;
-/// NICs, and other entries of one kernel directory, that a topology reads.
+/// Most NICs, and other entries of one kernel directory, that a topology reads.
 pub const NICS_LISTED_MAX: usize = 4096;
-/// Processes of one run, and hosts of a launcher's list.
+/// Most processes of one run, and most hosts of a launcher's list.
 pub const RANKS_MAX: u32 = 1 << 16;
 /// Highest number of CPUs in a topology.
 pub const CPUS_MAX: u32 = 1 << 16;
@@ -290,15 +290,15 @@ pub const LANE_LINGER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Limits that an outbox shares with the inbox at the other end, as values; both ends use equal ones.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerLimits {
-    /// See [`REORDER_FRAMES_MAX`].
+    /// Most numbered frames that are kept behind a missing one, as [`REORDER_FRAMES_MAX`].
     pub early_frames_max: usize,
-    /// See [`NOTIFICATION_BYTES_MAX`].
+    /// Most bytes of notifications held for the user, as [`NOTIFICATION_BYTES_MAX`].
     pub notification_bytes_max: usize,
-    /// See [`EAGER_BYTES_MAX`].
+    /// Largest eager message in bytes, as [`EAGER_BYTES_MAX`].
     pub eager_bytes_max: usize,
-    /// See [`EAGER_CREDIT_BYTES`].
+    /// Most bytes of unmatched eager messages, as [`EAGER_CREDIT_BYTES`].
     pub eager_credit_bytes: usize,
-    /// See [`OUTSTANDING_READS_MAX`].
+    /// Most outstanding read requests, as [`OUTSTANDING_READS_MAX`].
     pub reads_asked_max: usize,
     /// Largest operation in bytes that travels as one frame, ahead of bulk.
     pub small_bytes_max: u64,

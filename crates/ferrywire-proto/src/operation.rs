@@ -52,16 +52,16 @@ pub struct Piece {
     pub local: u64,
     /// Offset in the remote target, in bytes.
     pub remote: u64,
-    /// Length in bytes.
+    /// Length of the piece in bytes.
     pub len: u64,
 }
 
 /// The pieces of one message; a single piece needs no allocation.
 #[derive(Clone, Debug)]
 pub enum Pieces {
-    /// A single piece.
+    /// A message of a single piece.
     One(Piece),
-    /// Several pieces, shared with a prepared block list.
+    /// A message of several pieces, shared with a prepared block list.
     Many(Arc<[Piece]>),
 }
 

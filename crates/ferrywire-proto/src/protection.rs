@@ -47,7 +47,7 @@ impl fmt::Display for Encryption {
 /// What one end wants for the protection of a session's data connections.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProtectionWish {
-    /// Whether this end encrypts.
+    /// Whether this end encrypts its data connections.
     pub encryption: Encryption,
     /// Whether a session that is not encrypted is to be authenticated. One end's wish is enough.
     pub keyed_checksum: bool,
@@ -69,7 +69,7 @@ pub struct Protection {
 pub enum Algorithm {
     /// AES-256-GCM, where both CPUs have instructions for it.
     Aes256Gcm,
-    /// ChaCha20-Poly1305.
+    /// ChaCha20-Poly1305, where a CPU has no instructions for AES.
     ChaCha20Poly1305,
 }
 

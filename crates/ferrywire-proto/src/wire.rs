@@ -82,7 +82,7 @@ const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK | FLAG_POSTED | FLAG
 pub struct Header {
     /// Kind of the frame.
     pub kind: Kind,
-    /// `FLAG_*` bits.
+    /// Flags of the frame: `FLAG_*` bits.
     pub flags: u8,
     /// Number of placement descriptors that follow; 0 means one placement, at `offset`.
     pub segments: u16,
@@ -172,7 +172,7 @@ impl Header {
         self.body_bytes() - if self.is_posted() { self.len as usize } else { 0 }
     }
 
-    /// Encodes the header.
+    /// Encodes the header of the frame.
     #[inline]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0u8; HEADER_BYTES];
@@ -299,7 +299,7 @@ fn head_crc(encoded: &[u8; HEADER_BYTES]) -> u32 {
 pub struct Placement {
     /// Offset in the target, in bytes.
     pub offset: u64,
-    /// Length in bytes.
+    /// Length of the part in bytes.
     pub len: u32,
 }
 
@@ -334,7 +334,7 @@ pub enum Refusal {
     UnreachableMemory = 5,
     /// The copy to GPU memory failed.
     Gpu = 6,
-    /// Any other reason.
+    /// The frame was refused for any other reason.
     Other = 255,
 }
 

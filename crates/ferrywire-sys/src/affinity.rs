@@ -77,9 +77,9 @@ pub fn name_current_thread(name: &str) -> io::Result<()> {
 /// CPU time of a process, in user and in kernel mode.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuTime {
-    /// Time in user mode.
+    /// CPU time in user mode.
     pub user: Duration,
-    /// Time in the kernel on behalf of the process.
+    /// CPU time in the kernel on behalf of the process.
     pub system: Duration,
 }
 

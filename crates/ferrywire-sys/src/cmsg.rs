@@ -11,10 +11,10 @@ const ALIGNMENT: usize = size_of::<usize>();
 const _: () = assert!(HEADER_BYTES == size_of::<usize>() + 2 * size_of::<libc::c_int>());
 const _: () = assert!(HEADER_BYTES.is_multiple_of(ALIGNMENT));
 
-/// One control message.
+/// One control message of a socket call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlMessage<'a> {
-    /// `cmsg_level`, for example `SOL_IP`.
+    /// Protocol level of the message: `cmsg_level`, for example `SOL_IP`.
     pub level: libc::c_int,
     /// `cmsg_type`, whose meaning depends on the level.
     pub kind: libc::c_int,

@@ -17,7 +17,7 @@ pub const PAGE_BYTES: usize = 4096;
 pub enum Access {
     /// No access: a load or store raises `SIGSEGV`, a system call returns `EFAULT`.
     None,
-    /// Read and write.
+    /// Access for reading and writing.
     ReadWrite,
 }
 

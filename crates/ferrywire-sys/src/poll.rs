@@ -47,11 +47,11 @@ pub struct Interest {
 }
 
 impl Interest {
-    /// Readability only.
+    /// Interest in readability only.
     pub const READ: Interest = Interest { read: true, write: false };
-    /// Readability and writability.
+    /// Interest in readability and writability.
     pub const BOTH: Interest = Interest { read: true, write: true };
-    /// Errors and hang-ups only, which are always reported.
+    /// Interest in errors and hang-ups only, which are always reported.
     pub const NONE: Interest = Interest { read: false, write: false };
 
     fn bits(self) -> u32 {

@@ -32,11 +32,11 @@ pub struct TcpInfo {
     pub unacked: u32,
     /// Time since the last acknowledgement from the peer's kernel.
     pub last_ack_recv: Duration,
-    /// Smoothed round-trip time.
+    /// Smoothed round-trip time of the connection.
     pub rtt: Duration,
     /// Shortest round-trip time of the last minutes; zero before the first sample.
     pub min_rtt: Duration,
-    /// Congestion window in packets.
+    /// Congestion window of the connection in packets.
     pub congestion_window: u32,
     /// Packets retransmitted since the connection began.
     pub total_retrans: u32,

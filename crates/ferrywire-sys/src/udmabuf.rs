@@ -18,7 +18,7 @@ const FLAGS_CLOEXEC: u32 = 1;
 /// `UDMABUF_CREATE`: `_IOW('u', 0x42, struct udmabuf_create)`.
 const CREATE: u32 = (1 << 30) | ((size_of::<Create>() as u32) << 16) | ((b'u' as u32) << 8) | 0x42;
 
-/// `struct udmabuf_create` of `linux/udmabuf.h`.
+/// The request of `UDMABUF_CREATE`: `struct udmabuf_create` of `linux/udmabuf.h`.
 #[repr(C)]
 #[derive(Debug, Default)]
 struct Create {

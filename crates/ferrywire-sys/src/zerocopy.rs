@@ -12,9 +12,9 @@ use super::cmsg::{ControlMessage, ControlMessages};
 use super::{socket, uninterrupted};
 use crate::IoVec;
 
-/// `SO_EE_ORIGIN_ZEROCOPY` of `linux/errqueue.h`.
+/// Origin of a zero-copy completion: `SO_EE_ORIGIN_ZEROCOPY` of `linux/errqueue.h`.
 const ORIGIN_ZEROCOPY: u8 = 5;
-/// `SO_EE_CODE_ZEROCOPY_COPIED` of `linux/errqueue.h`.
+/// Code of a completion whose memory was copied: `SO_EE_CODE_ZEROCOPY_COPIED` of `linux/errqueue.h`.
 const CODE_COPIED: u8 = 1;
 /// Bytes of a `struct sock_extended_err`.
 const EXTENDED_ERROR_BYTES: usize = 16;

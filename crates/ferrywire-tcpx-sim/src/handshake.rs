@@ -30,7 +30,7 @@ const PENDING: i32 = 1;
 /// The connected sockets of a comm.
 #[derive(Debug)]
 pub struct Sockets {
-    /// The comm's control socket.
+    /// The control socket of the comm.
     pub control: OwnedFd,
     /// The comm's data sockets, by index.
     pub data: Vec<OwnedFd>,

@@ -24,7 +24,7 @@ pub struct Settings {
     pub data_sockets: usize,
     /// Messages up to this size in bytes are sent on the control socket.
     pub inline_bytes: usize,
-    /// Whether idle workers spin.
+    /// Whether idle workers spin instead of sleeping.
     pub spin: bool,
     /// Whether GPU memory may be registered.
     pub dma_buf: bool,

@@ -27,7 +27,7 @@ pub enum Moved {
     NotReady,
     /// No page of the pool is free.
     Starved,
-    /// The connection is unusable.
+    /// The connection failed and is unusable.
     Failed,
 }
 

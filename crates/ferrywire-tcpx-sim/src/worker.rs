@@ -34,7 +34,7 @@ pub struct Shared {
     pub id: u64,
     /// The direction of the comm.
     pub direction: Direction,
-    /// Whether idle workers spin.
+    /// Whether idle workers spin instead of sleeping.
     pub spin: bool,
     /// Faults that are injected for this comm.
     pub faults: Faults,
@@ -50,7 +50,7 @@ pub struct Shared {
     pub sigpipe: bool,
     /// Seed of the workers' random choices.
     pub seed: u64,
-    /// Whether fragments are scattered.
+    /// Whether fragments are scattered over shuffled pages.
     pub scatter: bool,
     /// Longest fragment in bytes.
     pub fragment_bytes: u32,

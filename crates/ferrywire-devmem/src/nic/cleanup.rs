@@ -56,7 +56,7 @@ fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
 #[derive(Debug, Default)]
 pub(super) struct Cleaned {
     pub reported: Vec<String>,
-    /// Queues of live claims.
+    /// Numbers of the queues of live claims.
     pub live: Vec<u32>,
     /// Whether no claim was recorded, live or dead.
     pub nobody: bool,

@@ -74,7 +74,7 @@ pub enum Missing {
     Ntuple,
     /// A spread of other flows that leaves out the claimed queues.
     Spread {
-        /// The claimed queues.
+        /// Numbers of the claimed queues.
         queues: Vec<u32>,
         /// The number of queues left for other flows: the first queues of the NIC.
         others: u32,

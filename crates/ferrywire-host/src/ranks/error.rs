@@ -59,13 +59,13 @@ pub enum RanksError {
          start the process with a launcher"
     )]
     NoRank {
-        /// The value of `--rendezvous`.
+        /// The value of `--rendezvous` as it was given.
         text: String,
     },
     /// The value of `--rendezvous` cannot be parsed.
     #[error("--rendezvous {text}: write it as HOST:PORT")]
     BadRendezvous {
-        /// The value of `--rendezvous`.
+        /// The value of `--rendezvous` as it was given.
         text: String,
     },
 }

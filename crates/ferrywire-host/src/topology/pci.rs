@@ -11,7 +11,7 @@ use std::str::FromStr;
 /// The address of a PCI function, shown as sysfs names it: `0000:0a:00.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciAddress {
-    /// PCI domain (segment).
+    /// PCI domain (segment) of the function.
     pub domain: u32,
     /// Bus number within the domain.
     pub bus: u8,
@@ -24,7 +24,7 @@ pub struct PciAddress {
 /// The root of a PCI tree: a host bridge or PCIe root complex, shown as `0000:01`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PciRoot {
-    /// PCI domain (segment).
+    /// PCI domain (segment) of the root.
     pub domain: u32,
     /// Number of the root's first bus.
     pub bus: u8,

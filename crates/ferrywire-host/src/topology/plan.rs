@@ -40,7 +40,7 @@ pub struct Plan {
 /// The NICs and cores of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuPlan {
-    /// The GPU's index.
+    /// Index of the GPU in the topology.
     pub gpu: u32,
     /// Names of the GPU's NICs.
     pub nics: Vec<String>,
@@ -89,7 +89,7 @@ pub enum PlanError {
         asked: String,
         /// The name of the missing NIC.
         nic: String,
-        /// The NICs that exist.
+        /// The names of the NICs that exist.
         present: Vec<String>,
     },
     /// An option names a NIC that cannot be used.

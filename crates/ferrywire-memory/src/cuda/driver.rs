@@ -51,7 +51,7 @@ pub(super) struct Library {
     pub copy_batch: Option<CopyBatch>,
 }
 
-/// An initialised driver.
+/// The CUDA driver after its initialisation.
 #[derive(Debug)]
 pub(super) struct Driver {
     /// Number of GPUs that this process sees.

@@ -50,7 +50,7 @@ pub enum CudaError {
     /// The GPU must be opened before it is used.
     #[error("CUDA GPU {index} is not open: call CudaGpu::open({index}) and keep it")]
     NotOpen {
-        /// Number of the GPU.
+        /// Number of the GPU that is not open.
         index: u32,
     },
     /// GPU memory was freed after it was registered.
@@ -128,7 +128,7 @@ pub enum CudaError {
     /// An event or a stream did not finish in time. It may still finish.
     #[error("CUDA GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     TimedOut {
-        /// Number of the GPU.
+        /// Number of the GPU with the event or stream.
         gpu: u32,
         /// The event or stream that was waited for.
         what: &'static str,

@@ -18,7 +18,7 @@ pub enum SimGpuError {
     /// The GPU must be opened before it is used.
     #[error("simulated GPU {index} is not open: call SimGpu::open({index}) and keep it")]
     NotOpen {
-        /// Number of the GPU.
+        /// Number of the GPU that is not open.
         index: u32,
     },
     /// The alignment is not a power of two.
@@ -32,7 +32,7 @@ pub enum SimGpuError {
     System {
         /// The operation that the system refused.
         what: String,
-        /// The system's message.
+        /// The system's message about the failure.
         message: String,
     },
     /// The address is in no memory that the GPU can access, or not any more.
@@ -74,7 +74,7 @@ pub enum SimGpuError {
     /// An operation failed because of an injected fault.
     #[error("simulated GPU {gpu}: operation {operation} failed because SimFaults asked for it")]
     Injected {
-        /// Number of the GPU.
+        /// Number of the GPU with the injected fault.
         gpu: u32,
         /// Number of the operation, counted from 0 since the faults were set.
         operation: u64,
@@ -82,7 +82,7 @@ pub enum SimGpuError {
     /// An event or a stream did not finish in time. It may still finish.
     #[error("simulated GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     TimedOut {
-        /// Number of the GPU.
+        /// Number of the GPU with the event or stream.
         gpu: u32,
         /// The event or stream that was waited for.
         what: &'static str,
@@ -92,7 +92,7 @@ pub enum SimGpuError {
     /// The stream was dropped before its work was done.
     #[error("simulated GPU {gpu}: the stream was dropped before this work started")]
     StreamDropped {
-        /// Number of the GPU.
+        /// Number of the GPU of the stream.
         gpu: u32,
     },
     /// The value of `FERRYWIRE_SIM_GPU_FAULTS` is not valid.

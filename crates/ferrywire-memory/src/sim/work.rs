@@ -65,7 +65,7 @@ impl Work {
         !matches!(self, Work::Flag(..) | Work::Record(_) | Work::WaitFor(_))
     }
 
-    /// Runs the item.
+    /// Runs the item on the engine's thread.
     pub fn run(&self) -> Result<()> {
         match self {
             Work::ToHost { source, target, bytes } => {

@@ -40,7 +40,7 @@ impl Extent {
 pub struct GatherRun {
     /// Address of the first [`Fragment`], in memory mapped for the GPU.
     pub fragments: u64,
-    /// Number of fragments.
+    /// Number of fragments of the run.
     pub count: u64,
     /// Device address to which the fragments' sources are relative.
     pub source: u64,

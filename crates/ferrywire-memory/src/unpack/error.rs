@@ -16,7 +16,7 @@ pub enum UnpackError {
     Form {
         /// Device type of the handle.
         kind: i32,
-        /// Version of the handle.
+        /// Version of the device handle.
         version: i32,
         /// Size of the handle's data in bytes.
         size_bytes: usize,
@@ -29,7 +29,7 @@ pub enum UnpackError {
     Words {
         /// Address of the data behind the handle.
         address: u64,
-        /// The GPU's error.
+        /// Why the GPU cannot read the data.
         why: String,
     },
     /// The table of fragments is not in memory that the CPU can read, or not complete.
@@ -64,7 +64,7 @@ pub enum UnpackError {
         FRAGMENTS_PER_SLOT_MAX
     )]
     TooManyFragments {
-        /// Number of the slot.
+        /// Number of the receive's slot.
         slot: usize,
         /// Number of fragments that the plugin reports.
         count: u64,
@@ -74,7 +74,7 @@ pub enum UnpackError {
         "slot {slot}: the plugin reports {count} fragments of a receive into host memory, which never has fragments"
     )]
     FragmentsForHost {
-        /// Number of the slot.
+        /// Number of the receive's slot.
         slot: usize,
         /// Number of fragments that the plugin reports.
         count: u64,
@@ -85,9 +85,9 @@ pub enum UnpackError {
          plugin's pool of {pool_bytes} bytes"
     )]
     OutsidePool {
-        /// Number of the slot.
+        /// Number of the receive's slot.
         slot: usize,
-        /// Index of the fragment.
+        /// Index of the fragment in its slot.
         fragment: usize,
         /// Offset of the fragment in the pool.
         source_offset: u32,
@@ -102,9 +102,9 @@ pub enum UnpackError {
          message of {message_bytes} bytes"
     )]
     OutsideMessage {
-        /// Number of the slot.
+        /// Number of the receive's slot.
         slot: usize,
-        /// Index of the fragment.
+        /// Index of the fragment in its slot.
         fragment: usize,
         /// Offset of the fragment's target in the message.
         target_offset: u64,
@@ -119,7 +119,7 @@ pub enum UnpackError {
          {other}, which ends at {other_end}"
     )]
     Overlap {
-        /// Number of the slot.
+        /// Number of the receive's slot.
         slot: usize,
         /// Index of the fragment that starts inside another one.
         fragment: usize,
@@ -138,7 +138,7 @@ pub enum UnpackError {
          {message_bytes}"
     )]
     WrongSum {
-        /// Number of the slot.
+        /// Number of the receive's slot.
         slot: usize,
         /// Number of fragments that the plugin reports.
         fragments: usize,

@@ -72,7 +72,7 @@ struct CopyParameters {
 pub struct PatternParameters {
     /// Value of word 0 of the pattern.
     pub key: u64,
-    /// Difference between neighbouring words.
+    /// Difference between neighbouring words of the pattern.
     pub step: u64,
     /// Bits that are inverted in every word.
     pub flip: u64,

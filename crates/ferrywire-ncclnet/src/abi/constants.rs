@@ -58,9 +58,9 @@ impl fmt::Display for ResultCode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(i32)]
 pub enum PointerType {
-    /// Host memory.
+    /// Registration of host memory.
     Host = PTR_HOST,
-    /// CUDA device memory.
+    /// Registration of CUDA device memory.
     Cuda = PTR_CUDA,
 }
 
@@ -71,15 +71,15 @@ pub const PTR_CUDA: c_int = 0x2;
 /// Bit of `ptr_support`: `regMrDmaBuf` works.
 pub const PTR_DMABUF: c_int = 0x4;
 
-/// `net_device_type`: an ordinary NIC.
+/// Value of `net_device_type` for an ordinary NIC.
 pub const DEVICE_HOST: c_int = 0;
-/// `net_device_type`: received bytes are scattered and the GPU gathers them.
+/// Value of `net_device_type` for a device whose received bytes are scattered and gathered by the GPU.
 pub const DEVICE_UNPACK: c_int = 1;
-/// `net_device_type`: GPU-initiated, through a proxy.
+/// Value of `net_device_type` for GPU-initiated networking through a proxy.
 pub const DEVICE_GIN_PROXY: c_int = 2;
-/// `net_device_type`: GPU-initiated, GDAKI.
+/// Value of `net_device_type` for GPU-initiated networking with GDAKI.
 pub const DEVICE_GIN_GDAKI: c_int = 3;
-/// `net_device_type`: GPU-initiated, GPI.
+/// Value of `net_device_type` for GPU-initiated networking with GPI.
 pub const DEVICE_GIN_GPI: c_int = 4;
 /// `net_device_version` of an ordinary NIC.
 pub const DEVICE_VERSION_NONE: c_int = 0x0;

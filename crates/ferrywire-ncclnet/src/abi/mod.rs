@@ -63,7 +63,7 @@ impl<T: Table> Exported<T> {
         Exported(table)
     }
 
-    /// The table itself.
+    /// The table that is exported.
     pub const fn table(&self) -> &T {
         &self.0
     }

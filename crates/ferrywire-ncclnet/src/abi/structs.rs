@@ -39,7 +39,7 @@ layout! {
 
     /// Configuration of a communicator: an argument of `connect` in v10, of `init` in v11 and v12.
     pub struct CommConfig: 4, 4 {
-        /// Traffic class, or [`TRAFFIC_CLASS_UNDEFINED`](super::TRAFFIC_CLASS_UNDEFINED).
+        /// Traffic class of the communicator, or [`TRAFFIC_CLASS_UNDEFINED`](super::TRAFFIC_CLASS_UNDEFINED).
         0 traffic_class: c_int,
     }
 
@@ -57,9 +57,9 @@ layout! {
 
     /// A hint to the plugin about future traffic (v11 and v12).
     pub struct NetAttr: 44, 4 {
-        /// Expected outgoing traffic.
+        /// Expected outgoing traffic of the communicator.
         0 send: NetDirectionAttr,
-        /// Expected incoming traffic.
+        /// Expected incoming traffic of the communicator.
         16 recv: NetDirectionAttr,
         /// Bits of the collective operations that the traffic hint concerns.
         32 op: u32,

@@ -49,9 +49,9 @@ macro_rules! table {
 table!(NetV4 V4, NetV5 V5, NetV6 V6, NetV7 V7, NetV8 V8, NetV9 V9, NetV10 V10, NetV11 V11, NetV12 V12);
 
 layout! {
-    /// The table of v4.
+    /// The function table of v4.
     pub struct NetV4: 128, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV4>,
         16 devices: Option<Devices>,
@@ -70,9 +70,9 @@ layout! {
         120 close_listen: Option<Close>,
     }
 
-    /// The table of v5.
+    /// The function table of v5.
     pub struct NetV5: 128, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV4>,
         16 devices: Option<Devices>,
@@ -91,9 +91,9 @@ layout! {
         120 close_listen: Option<Close>,
     }
 
-    /// The table of v6.
+    /// The function table of v6.
     pub struct NetV6: 136, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV4>,
         16 devices: Option<Devices>,
@@ -113,9 +113,9 @@ layout! {
         128 close_listen: Option<Close>,
     }
 
-    /// The table of v7.
+    /// The function table of v7.
     pub struct NetV7: 152, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV4>,
         16 devices: Option<Devices>,
@@ -137,9 +137,9 @@ layout! {
         144 irecv_consumed: Option<IrecvConsumed>,
     }
 
-    /// The table of v8.
+    /// The function table of v8.
     pub struct NetV8: 152, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV4>,
         16 devices: Option<Devices>,
@@ -161,9 +161,9 @@ layout! {
         144 irecv_consumed: Option<IrecvConsumed>,
     }
 
-    /// The table of v9.
+    /// The function table of v9.
     pub struct NetV9: 160, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV4>,
         16 devices: Option<Devices>,
@@ -186,9 +186,9 @@ layout! {
         152 make_v_device: Option<MakeVDeviceV9>,
     }
 
-    /// The table of v10.
+    /// The function table of v10.
     pub struct NetV10: 160, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV10>,
         16 devices: Option<Devices>,
@@ -211,9 +211,9 @@ layout! {
         152 make_v_device: Option<MakeVDeviceV9>,
     }
 
-    /// The table of v11.
+    /// The function table of v11.
     pub struct NetV11: 176, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV11>,
         16 devices: Option<Devices>,
@@ -238,9 +238,9 @@ layout! {
         168 set_net_attr: Option<SetNetAttr>,
     }
 
-    /// The table of v12.
+    /// The function table of v12.
     pub struct NetV12: 176, 8 {
-        /// Name of the plugin.
+        /// Name of the plugin, a C string; may be null.
         0 name: *const c_char,
         8 init: Option<InitV11>,
         16 devices: Option<Devices>,

@@ -26,12 +26,12 @@ pub struct Faults {
     pub reset_drops_unread: f64,
     /// Probability per send that no byte moves on the connection for up to `stall_max`.
     pub stall: f64,
-    /// Longest stall.
+    /// Longest duration of a random stall.
     pub stall_max: Duration,
     /// Probability per send that one of the connection's NICs is silently cut, one way or both, for up to
     /// `cut_max`.
     pub cut: f64,
-    /// Longest cut.
+    /// Longest duration of a random cut.
     pub cut_max: Duration,
     /// Probability that a dial is refused.
     pub refuse_dial: f64,
@@ -106,7 +106,7 @@ pub enum ResetSeen {
     OtherEndAfter(Duration),
 }
 
-/// How a dial fails.
+/// How a simulated dial fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DialFault {
     /// The dial returns `ConnectionRefused` after a round trip.

@@ -18,7 +18,7 @@ use super::trace::Trace;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Path {
     pub(super) open: [bool; 2],
-    /// One-way latency.
+    /// One-way latency of the path.
     pub(super) latency: Duration,
 }
 

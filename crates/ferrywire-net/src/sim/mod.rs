@@ -295,7 +295,7 @@ impl SimNet {
         state.freeze(host);
     }
 
-    /// Ends a freeze.
+    /// Ends the freeze of a host's process.
     pub fn thaw(&self, host: &str) {
         let mut state = self.lock();
         let host = state.host_of(host);

@@ -68,12 +68,12 @@ pub(super) struct ListenerState {
     pub(super) backlog: VecDeque<(u64, Duration)>,
 }
 
-/// A scheduled event.
+/// A scheduled event of the network.
 #[derive(Debug)]
 pub(super) enum Event {
     /// A connection's request arrives.
     Request(u64),
-    /// A cut ends.
+    /// The cut of a NIC ends.
     Heal { nic: usize, epoch: u64 },
 }
 

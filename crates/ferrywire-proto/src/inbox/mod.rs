@@ -27,7 +27,7 @@ use notifications::Notifications;
 pub struct Message {
     tag: u64,
     number: u64,
-    /// Content of the message.
+    /// Content of the message in bytes.
     pub bytes: Vec<u8>,
 }
 
@@ -41,14 +41,14 @@ impl Message {
 /// An action for the caller, after a frame arrived or a receive was posted.
 #[derive(Debug)]
 pub enum Reply<O> {
-    /// Send this frame.
+    /// Send this frame to the peer.
     Frame(Header),
     /// A receive has matched an announced message. Make its [`Reassembly`] available under the operation's id
     /// before anything else, the next call of the inbox included. The frame that requests the data follows.
     Open {
         /// The receive that has matched.
         op: O,
-        /// Bytes of the message.
+        /// Length of the announced message in bytes.
         bytes: u64,
     },
     /// Copy this message to the receive's memory; the receive then ends. The copy to a GPU may take long.
@@ -60,7 +60,7 @@ pub enum Reply<O> {
     Truncated {
         /// The receive that fails.
         op: O,
-        /// Bytes of the message.
+        /// Length of the message in bytes.
         message_bytes: u64,
     },
     /// The receive cannot be posted again: it was cancelled, or the peer is lost.
@@ -129,7 +129,7 @@ impl<O: Operation> Inbox<O> {
         self.messages.message(header, bytes)
     }
 
-    /// Posts a receive.
+    /// Posts a receive, behind the others of its tag; returns the consequences.
     pub fn post(&mut self, op: O) -> Vec<Reply<O>> {
         self.messages.post(op, false)
     }

@@ -44,7 +44,7 @@ pub struct Pull {
     pub bytes: u64,
     /// Channels among which bulk is divided.
     pub channels: usize,
-    /// Longest chunk in bytes.
+    /// Longest chunk of one pull in bytes.
     pub chunk_bytes: usize,
     /// Shortest and longest chunk of staged payload, in bytes.
     pub staged_bytes: (usize, usize),
@@ -119,12 +119,12 @@ impl<O> Outbox<O> {
         }
     }
 
-    /// Number of queued items.
+    /// Number of items that are queued in the outbox.
     pub fn len(&self) -> usize {
         self.resend.len() + self.own.len() + self.admitted.len() + self.small.len() + self.bulk.len()
     }
 
-    /// Whether nothing is queued.
+    /// Whether nothing is queued in the outbox.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -419,7 +419,7 @@ pub enum Body {
 pub struct Frame<O> {
     /// The frame's header.
     pub header: Header,
-    /// Encoded placement descriptors.
+    /// Encoded placement descriptors of the frame.
     pub placements: Box<[u8]>,
     /// Source of the frame's payload.
     pub body: Body,
@@ -538,7 +538,7 @@ fn message_frame<O: Operation>(op: O, transfer: u64, total: u64) -> Frame<O> {
     Frame { header, placements: Box::default(), body: Body::None, op: Some(op) }
 }
 
-/// Bounds of one chunk.
+/// Bounds of the size of one chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkLimits {
     /// Most bytes of the chunk.

@@ -40,7 +40,7 @@ struct Settings {
     socket_percent: u64,
 }
 
-/// A frame in flight.
+/// A frame in flight between the two ends.
 struct Packet {
     header: [u8; HEADER_BYTES],
     placements: Box<[u8]>,
@@ -48,7 +48,7 @@ struct Packet {
 }
 
 enum Event {
-    /// Post random operations.
+    /// Post random operations at both ends.
     Act,
     /// Retry frames that wait for a socket, for room in a window or for a GPU.
     Tick,

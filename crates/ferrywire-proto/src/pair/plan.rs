@@ -22,7 +22,7 @@ const BYTES_MAX: u64 = 2500;
 /// Number of events after which a pair should have come to rest.
 const EVENTS_MAX: usize = 200_000;
 
-/// A posted operation.
+/// A posted operation and what is expected of it.
 struct Record {
     end: usize,
     facts: Rc<Facts>,

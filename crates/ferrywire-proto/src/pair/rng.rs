@@ -6,7 +6,7 @@
 pub(super) use ferrywire_sys::rng::Rng;
 
 pub(super) trait Draw {
-    /// A number in `least..=most`.
+    /// A random number in `least..=most`.
     fn between(&mut self, least: u64, most: u64) -> u64;
 
     /// True in `chance` of a hundred cases.

@@ -103,7 +103,7 @@ pub enum ControlMessage {
     Drain,
     /// The sender has nothing in flight any more.
     Drained,
-    /// The session ends.
+    /// The sender ends the session.
     Goodbye {
         /// Why the session ends, for programs.
         cause: GoodbyeCause,
@@ -239,7 +239,7 @@ pub struct Frame<M> {
 }
 
 impl Frame<&ControlMessage> {
-    /// Encodes the frame.
+    /// Encodes the frame as the plain content of one sealed message.
     pub fn encode(&self) -> Vec<u8> {
         let kind = self.numbered.map_or(HEARTBEAT, |(_, message)| message.kind());
         let mut bytes = vec![kind];

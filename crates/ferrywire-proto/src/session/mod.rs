@@ -50,9 +50,9 @@ pub enum SessionError {
     /// Numbered messages are missing before a received one.
     #[error("control message {got} arrived, but number {expected} was due")]
     Gap {
-        /// The number that was due.
+        /// The number of the message that was due.
         expected: u64,
-        /// The number that arrived.
+        /// The number of the message that arrived.
         got: u64,
     },
     /// The peer acknowledges a message that was never sent.
