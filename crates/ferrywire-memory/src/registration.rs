@@ -339,7 +339,7 @@ const PAGE_BYTES: usize = 64 << 10;
 pub enum Owned {
     /// Host memory that the engine allocated.
     Host(HostBuffer),
-    /// Bytes that the caller handed over.
+    /// A byte vector that the caller handed over.
     Vector(Vec<u8>),
     /// Memory of a simulated GPU.
     Sim(SimBuffer),

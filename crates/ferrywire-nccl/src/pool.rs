@@ -252,7 +252,7 @@ pub enum Side {
         comm: Arc<Sending>,
         /// Whether the worker is going to check the queue.
         armed: AtomicBool,
-        /// Whether the socket has no room.
+        /// Whether the socket's send buffer is full.
         blocked: AtomicBool,
     },
     /// The receiving direction.

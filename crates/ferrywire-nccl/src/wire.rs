@@ -36,11 +36,11 @@ const PIECES_PER_TURN: usize = 2;
 /// The result of a turn on a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// More can be done immediately.
+    /// More pieces can be moved on the socket immediately.
     More,
     /// Nothing can be done now: there is no piece to send, or nothing has arrived.
     Idle,
-    /// The socket has no room.
+    /// The socket's send buffer is full.
     Blocked,
     /// A piece belongs to this receive, which is not posted yet.
     Waits(u64),
@@ -51,7 +51,7 @@ pub enum Turn {
 /// A part of an outgoing message that one socket sends.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
-    /// The header for the receiver.
+    /// The header that precedes the piece on the socket.
     pub header: Header,
     /// Address of the piece's first byte.
     pub data: *mut u8,

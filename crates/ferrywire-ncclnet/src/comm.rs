@@ -404,7 +404,7 @@ impl Comm {
         self.base.id
     }
 
-    /// The device that carries the connection.
+    /// Number of the plugin's device that carries the connection.
     pub fn device(&self) -> i32 {
         self.base.device
     }

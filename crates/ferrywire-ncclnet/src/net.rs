@@ -196,7 +196,7 @@ impl Plugin {
         self.0.functions.irecv_consumed.is_some()
     }
 
-    /// Whether memory can be registered by its dma-buf.
+    /// Whether the plugin can register memory by its dma-buf.
     pub fn has_reg_mr_dma_buf(&self) -> bool {
         self.0.functions.reg_mr_dma_buf.is_some()
     }
@@ -240,7 +240,7 @@ impl Plugin {
         self.uses().open -= 1;
     }
 
-    /// Makes a call about the plugin or a device.
+    /// Calls a function of the plugin that concerns no connection.
     pub(super) fn call(
         &self,
         call: Call,

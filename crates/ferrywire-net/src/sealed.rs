@@ -44,10 +44,10 @@ pub struct Sealed {
     sealer: Records,
     opener: Records,
     outgoing: Outgoing,
-    /// Bytes of headers and tags sealed so far.
+    /// Bytes of record headers and tags sealed so far.
     overhead: u64,
     incoming: Incoming,
-    /// Why no further record opens.
+    /// Why no further record of the peer can be opened.
     failure: Option<RecordError>,
 }
 
@@ -367,7 +367,7 @@ impl<'a> Cursor<'a> {
         Cursor { pieces, within: 0, left: pieces.iter().map(|piece| piece.len).sum() }
     }
 
-    /// Bytes from the position to the end.
+    /// Number of bytes from the cursor to the end of the pieces.
     fn left(&self) -> usize {
         self.left
     }

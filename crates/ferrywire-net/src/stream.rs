@@ -46,7 +46,7 @@ impl PathHealth {
         self.waiting && self.unanswered >= UNANSWERED_MIN && self.silent_for >= limits::PATH_DEAD_AFTER
     }
 
-    /// The silence as text for an error message.
+    /// The silence of the peer's host as text for an error message.
     pub fn describe(&self) -> String {
         let (silent, unanswered) = (self.silent_for.as_secs_f64(), self.unanswered);
         format!("no answer from the peer's host for {silent:.1} s after {unanswered} retransmissions")
@@ -157,7 +157,7 @@ pub trait Conn: Send {
         false
     }
 
-    /// Whether the round trip is known to be long.
+    /// Whether the connection's round trip is known to be long.
     fn is_long(&self) -> bool {
         false
     }
@@ -167,7 +167,7 @@ pub trait Conn: Send {
         0
     }
 
-    /// The state of the network path.
+    /// The health of the connection's network path.
     fn health(&self) -> PathHealth;
 
     /// Shuts down both directions at once; nothing is received afterwards. Idempotent.

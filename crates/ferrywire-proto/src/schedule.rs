@@ -25,7 +25,7 @@ pub fn threads_default(cores: usize) -> usize {
 /// How long an idle progress thread spins before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Spin {
-    /// Spin time of a thread to which none of the other cases applies.
+    /// Spin time of a progress thread that neither stages nor moves deep bulk.
     pub usual: Duration,
     /// Spin time of a thread with channels that stage payload of GPUs: the end of a copy raises no event.
     pub with_staging: Duration,

@@ -74,7 +74,7 @@ impl<T> Window<T> {
         self.entries.get_mut(index).map(|(entry, _)| entry)
     }
 
-    /// The entries from `number` on, oldest first.
+    /// The window's entries from `number` on, oldest first.
     pub fn from(&mut self, number: u64) -> impl Iterator<Item = &mut T> {
         let skip = number.saturating_sub(self.first) as usize;
         self.entries.iter_mut().skip(skip).map(|(entry, _)| entry)
@@ -96,7 +96,7 @@ impl<T> Window<T> {
         Some((self.first - 1, entry))
     }
 
-    /// Takes out all entries with their numbers, oldest first.
+    /// Removes all entries from the window, and returns them with their numbers, oldest first.
     pub fn drain(&mut self) -> Vec<(u64, T)> {
         let first = self.first;
         self.first = self.next();
@@ -111,9 +111,9 @@ impl<T> Window<T> {
 /// of their frames. The count that was sent never exceeds the count that was received.
 #[derive(Debug, Default)]
 pub struct Acks {
-    /// Frames that were placed or refused.
+    /// Number of the channel's frames that were placed or refused.
     received: u64,
-    /// The highest count written to the stream.
+    /// The highest acknowledgement of the channel that was written to the stream.
     acknowledged: u64,
     unacknowledged_bytes: usize,
     /// Numbers of refused frames whose refusals are not in the stream yet, each with its reason.
@@ -155,7 +155,7 @@ impl Acks {
             || self.held
     }
 
-    /// Frames that were received and not acknowledged.
+    /// Number of frames that were received and not acknowledged.
     #[inline]
     pub fn unacknowledged_frames(&self) -> u64 {
         self.received - self.acknowledged

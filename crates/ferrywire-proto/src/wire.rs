@@ -94,11 +94,11 @@ pub struct Header {
     pub crc: u32,
     /// The sender's id of the transfer.
     pub transfer: u64,
-    /// Key of a region or sink, or a tag.
+    /// Key of a region or sink, or the tag of a send.
     pub key: u64,
     /// Offset in the target, or a message's number.
     pub offset: u64,
-    /// Total length, or another 64-bit value.
+    /// Total length of the transfer in bytes, or another 64-bit value.
     pub total: u64,
     /// Bytes of the notification behind the payload, which is delivered when the payload is placed.
     pub notify: u16,
@@ -121,9 +121,9 @@ pub enum WireError {
     /// A checksum of the header differs from that of the received bytes.
     #[error("checksum mismatch: expected {expected:08x}, computed {computed:08x}")]
     Checksum {
-        /// The checksum in the header.
+        /// The checksum in the frame's header.
         expected: u32,
-        /// The checksum of the received bytes.
+        /// The checksum of the bytes that were received.
         computed: u32,
     },
 }
@@ -322,9 +322,9 @@ pub fn placements(bytes: &[u8]) -> impl Iterator<Item = Placement> + '_ {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Refusal {
-    /// The region does not exist, or not any more.
+    /// The target region does not exist, or not any more.
     NoRegion = 1,
-    /// Offset and length exceed the region.
+    /// Offset and length exceed the target region.
     OutOfRegion = 2,
     /// The receive or read has ended.
     NoSink = 3,
@@ -352,7 +352,7 @@ impl Refusal {
         }
     }
 
-    /// The reason as text for users.
+    /// The reason of the refusal as text for users.
     pub fn text(self) -> &'static str {
         match self {
             Refusal::NoRegion => {

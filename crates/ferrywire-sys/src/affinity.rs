@@ -93,7 +93,7 @@ impl CpuTime {
         Ok(CpuTime { user: duration_of(usage.ru_utime), system: duration_of(usage.ru_stime) })
     }
 
-    /// User and kernel time together.
+    /// Sum of the user and kernel time.
     pub fn total(&self) -> Duration {
         self.user + self.system
     }
@@ -108,7 +108,7 @@ fn duration_of(time: libc::timeval) -> Duration {
 pub struct ThreadClock(libc::clockid_t);
 
 impl ThreadClock {
-    /// The clock of the current thread.
+    /// The CPU clock of the current thread.
     pub fn current() -> ThreadClock {
         let id = rustix::thread::gettid().as_raw_nonzero().get();
         ThreadClock((!id << 3) | PER_THREAD_CPU_CLOCK)

@@ -84,7 +84,7 @@ impl AddressRange {
         self.base
     }
 
-    /// Length in bytes, a multiple of [`PAGE_BYTES`].
+    /// Length of the range in bytes, a multiple of [`PAGE_BYTES`].
     pub fn len(&self) -> usize {
         self.len
     }

@@ -25,9 +25,9 @@ pub struct Nic {
     pub prefix_len: u8,
     /// Link speed in Mbit/s; `None` where the driver does not report one.
     pub speed_mbps: Option<u32>,
-    /// Whether it is the loopback interface.
+    /// Whether the interface is the loopback interface.
     pub loopback: bool,
-    /// Whether the link is up.
+    /// Whether the interface's link is up.
     pub up: bool,
 }
 
@@ -80,12 +80,12 @@ pub fn addresses() -> io::Result<Vec<Nic>> {
 pub struct Recent {
     interval: Duration,
     last: Mutex<Option<(Instant, Arc<[Nic]>)>>,
-    /// Number of times that the interfaces were listed.
+    /// Number of times that the system was asked for its interfaces.
     asked: AtomicUsize,
 }
 
 impl Recent {
-    /// An empty cache with this interval.
+    /// An empty cache of interfaces, whose answers are reused for `interval`.
     pub const fn new(interval: Duration) -> Recent {
         Recent { interval, last: Mutex::new(None), asked: AtomicUsize::new(0) }
     }
@@ -149,7 +149,7 @@ pub fn index(name: &str) -> Option<u32> {
     (index != 0).then_some(index)
 }
 
-/// The NIC with this address.
+/// The NIC with this IP address.
 pub fn with_address(nics: &[Nic], address: IpAddr) -> Option<&Nic> {
     let address = address.to_canonical();
     nics.iter().find(|nic| nic.address == address)

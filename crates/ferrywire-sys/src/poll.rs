@@ -28,7 +28,7 @@ pub struct Event {
     pub token: u64,
     /// A receive will not block: bytes, the end of the stream or a new connection is there.
     pub readable: bool,
-    /// A send will not block.
+    /// A send on the descriptor will not block.
     pub writable: bool,
     /// The descriptor failed, or its error queue has entries (zero-copy completions). Reported whatever the
     /// [`Interest`], and again until the queue is read.

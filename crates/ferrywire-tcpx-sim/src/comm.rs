@@ -53,7 +53,7 @@ pub struct Rules {
     pub inline_bytes: usize,
     /// Whether the receiver announces each request.
     pub recv_sync: bool,
-    /// Chunks of one request scheduled per call.
+    /// Most chunks of one request that one call schedules.
     pub chunks_per_call_max: usize,
 }
 
@@ -94,7 +94,7 @@ pub(crate) struct Slot {
     pub(crate) gpu: bool,
     /// Number of the real device with the bytes to send, if there is one.
     pub(crate) cuda: Option<i32>,
-    /// The size in bytes that was posted.
+    /// Size in bytes with which the request was posted.
     pub(crate) posted_bytes: usize,
     /// The size of the message in bytes: the sender knows it from the start, the receiver from the first record.
     pub(crate) total: Option<usize>,

@@ -86,7 +86,7 @@ macro_rules! choice {
 }
 
 choice! {
-    /// The answer of a full comm.
+    /// The answer to a request on a comm whose slots are all taken.
     Full {
         /// A full comm answers with a warning and result 3.
         Error = "error",
@@ -122,7 +122,7 @@ choice! {
     SameHost {
         /// The payload arrives in linear memory: the plugin warns and calls `exit(1)`.
         Die = "die",
-        /// The payload arrives in the pool.
+        /// The payload from this host arrives in the pool.
         Allow = "allow",
     }
 }
@@ -142,9 +142,9 @@ choice! {
     DpManager {
         /// The daemon works.
         On = "on",
-        /// The daemon does not exist.
+        /// No daemon exists.
         Off = "off",
-        /// The daemon refuses each rule.
+        /// The daemon refuses each flow rule.
         Refuse = "refuse",
         /// The daemon ends between a rule and the import of the pool.
         Gone = "gone",

@@ -52,7 +52,7 @@ fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
     Ok(bench.clean().map_err(|error| error.to_string())?.reported)
 }
 
-/// The contents of a journal.
+/// The contents of a journal after its clean-up.
 #[derive(Debug, Default)]
 pub(super) struct Cleaned {
     pub reported: Vec<String>,

@@ -68,7 +68,7 @@ impl Answers {
         let mapping_end = self.mapping_base.saturating_add(self.mapping_bytes as u64);
         match (self.base.max(self.mapping_base), end.min(mapping_end)) {
             (base, end) if base < end => (base, end),
-            // The driver reports no mapping.
+            // The driver reports no mapping, or one that does not overlap the allocation.
             _ => (self.base, end),
         }
     }

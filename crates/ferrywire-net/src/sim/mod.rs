@@ -44,17 +44,17 @@ pub struct ConnId(u64);
 pub struct ConnInfo {
     /// The connection's id, which other methods take.
     pub id: ConnId,
-    /// The address it was dialled from.
+    /// Address of the dialling end.
     pub dialler: SocketAddr,
-    /// The address from which it was dialled.
+    /// Address that was dialled.
     pub acceptor: SocketAddr,
     /// Whether either end declared the connection as carrying bulk data.
     pub bulk: bool,
     /// Whether the acceptor's host has answered.
     pub established: bool,
-    /// Bytes that the dialler has sent.
+    /// Number of bytes that the dialler has sent.
     pub sent_by_dialler: u64,
-    /// Bytes that the acceptor has sent.
+    /// Number of bytes that the acceptor has sent.
     pub sent_by_acceptor: u64,
 }
 

@@ -34,9 +34,9 @@ impl Payload {
 #[derive(Debug)]
 pub(super) struct Segment {
     pub(super) payload: Payload,
-    /// When the segment has left the sending host.
+    /// Virtual time at which the segment has left the sending host.
     pub(super) leaves: Duration,
-    /// When the segment arrives.
+    /// Virtual time at which the segment arrives.
     pub(super) due: Duration,
     /// Whether the segment was lost on a cut path, and waits for its retransmission.
     pub(super) lost: bool,
@@ -79,7 +79,7 @@ impl Pipe {
         }
     }
 
-    /// Bytes that the sender can write now.
+    /// Number of bytes that the sender can write now.
     pub(super) fn room(&self) -> usize {
         let held = (self.sent - self.acked.min(self.consumed)) as usize;
         self.capacity.saturating_sub(held)

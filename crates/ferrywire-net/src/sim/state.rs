@@ -22,11 +22,11 @@ use ferrywire_sys::rng::Rng;
 pub(super) const BUFFER_BYTES_DEFAULT: usize = 256 << 10;
 /// Default of the one-way latency.
 pub(super) const LATENCY_DEFAULT: Duration = Duration::from_micros(50);
-/// Connections per listener that wait to be accepted.
+/// Most connections that wait on one listener to be accepted.
 pub(super) const BACKLOG_MAX: usize = 1024;
 /// First wait for the answer to a connection request; each further wait is twice as long.
 pub(super) const DIAL_RETRY_FIRST: Duration = Duration::from_secs(1);
-/// Unanswered requests before the dial fails with `TimedOut`.
+/// Number of unanswered connection requests after which the dial fails with `TimedOut`.
 const DIAL_TRIES_MAX: u32 = 7;
 
 /// A NIC and its faults.

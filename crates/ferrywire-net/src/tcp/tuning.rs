@@ -31,8 +31,8 @@ use ferrywire_sys::{nics, socket};
 /// Most unsent bytes in the socket of a bulk connection between hosts: enough to keep the NIC busy, and
 /// little to resend or to wait behind.
 const UNSENT_BYTES_MAX: libc::c_int = 256 << 10;
-/// Round trips below this duration count as those of a data centre. Cubic then still carries about 3 Gbit/s per connection when it
-/// loses one segment of 10,000.
+/// Round trips below this duration count as those of a data centre. Cubic then still carries about 3 Gbit/s
+/// per connection when it loses one segment of 10,000.
 const SHORT_ROUND_TRIP: Duration = Duration::from_micros(500);
 /// Socket buffer in bytes of a bulk connection with a long round trip, unless autotuning goes higher. At 10
 /// ms it carries 6 Gbit/s, at once; autotuning would need many round trips.
@@ -53,7 +53,7 @@ const SHORT_PATH_CONTROL: &str = "cubic";
 /// Distance between the two ends of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Path {
-    /// Both ends are on this host.
+    /// Both ends of the connection are on this host.
     SameHost,
     /// The round trip is short; while it is unknown, the remote address is in a subnet of this host.
     Near,

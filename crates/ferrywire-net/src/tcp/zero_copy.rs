@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use super::ZeroCopyPolicy;
 use ferrywire_sys::zerocopy::Completion;
 
-/// Completions that decide whether zero copy stays on.
+/// Number of zero-copy completions that decide whether zero copy stays on.
 const PROBES: u32 = 8;
 /// Incomplete zero-copy sends per connection; further sends are copied.
 const UNFINISHED_MAX: usize = 1024;
@@ -28,7 +28,7 @@ pub(super) struct ZeroCopy {
 
 #[derive(Debug)]
 struct Send {
-    /// Offset of the send's first byte in the stream.
+    /// Offset in the connection's stream of the first byte of the zero-copy send.
     start: u64,
     finished: bool,
 }

@@ -49,7 +49,7 @@ pub enum HandshakeError {
         "the other end could not prove the secret: the message was altered, replayed, or made without the key"
     )]
     SecretUnproven,
-    /// A message did not authenticate: it was altered, replayed, or made without the key.
+    /// A handshake message did not authenticate: it was altered, replayed, or made without the key.
     #[error("the other end could not prove {0}: the message was altered, replayed, or made without the key")]
     Unproven(&'static str),
     /// A message that no ferrywire of this version sends.

@@ -63,7 +63,7 @@ impl Intake {
         Intake { part: Part::Length, buffer: Vec::new(), total: 0, first: true }
     }
 
-    /// Number of bytes that complete the current part.
+    /// Number of bytes that complete the current part of the handshake.
     pub(super) fn want(&self) -> usize {
         let part_bytes = match self.part {
             Part::Preamble => PREAMBLE_BYTES,

@@ -78,9 +78,9 @@ const DATA_KEY_CONTEXT: &str = "ferrywire data key of a session v1";
 /// The result of a successful handshake.
 #[derive(Debug)]
 pub enum Outcome {
-    /// A control connection; session traffic follows.
+    /// A control connection: session traffic follows the handshake.
     Control(Box<Established>),
-    /// A data connection; data frames follow.
+    /// A data connection: data frames follow the handshake.
     Data {
         /// The session that the connection belongs to.
         session: u64,
@@ -96,11 +96,11 @@ pub enum Outcome {
 /// A control connection whose ends have both proven that they hold the secret.
 #[derive(Debug)]
 pub struct Established {
-    /// Encryption of the session traffic that follows.
+    /// Encryption of the session traffic that follows the handshake.
     pub secure: Secure,
     /// The peer's hello.
     pub peer_hello: Hello,
-    /// The session that was opened or resumed.
+    /// Id of the session that was opened or resumed.
     pub session: u64,
     /// Number of this end's numbered messages that the peer has received; 0 for a new session.
     pub received: u64,
@@ -110,7 +110,7 @@ pub struct Established {
     pub config: Config,
     /// How a new session's data connections are protected; `None` for one in clear, and for a resumed session.
     pub protection: Option<Protection>,
-    /// Whether an existing session was resumed.
+    /// Whether the handshake resumed an existing session.
     pub resumed: bool,
 }
 

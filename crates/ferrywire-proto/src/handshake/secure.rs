@@ -11,7 +11,7 @@ use crate::limits::CONTROL_MESSAGE_BYTES_MAX;
 /// Why an encrypted connection cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SecureError {
-    /// A message did not authenticate.
+    /// A control message did not authenticate.
     #[error("a control message does not authenticate: altered on its way, or not from the peer")]
     Forged,
     /// A message has an impossible length.

@@ -17,7 +17,7 @@ use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 pub(super) struct Notifications {
     /// Notifications that the user may take.
     ready: VecDeque<Vec<u8>>,
-    /// Bytes of the notifications in `ready` and `following`.
+    /// Total bytes of the notifications in `ready` and `following`.
     pub(super) held_bytes: usize,
     /// Bytes of early notifications, which the user cannot take yet.
     pub(super) early_bytes: usize,

@@ -200,7 +200,7 @@ impl<O: Operation> Outbox<O> {
         op.set_epoch(self.epochs.join());
     }
 
-    /// Queues a frame of the engine's own.
+    /// Queues a frame that the engine itself makes, such as an answer to the peer.
     ///
     /// # Errors
     /// Returns the frame when the peer is lost.
@@ -479,7 +479,7 @@ pub fn withdrawn(header: &Header) -> (Header, u64) {
     }
 }
 
-/// The whole operation as one chunk.
+/// One chunk that covers a whole operation.
 fn whole(op: &impl Operation) -> Chunk {
     let all = ChunkLimits { bytes: op.total(), segments: limits::SEGMENTS_PER_CHUNK_MAX };
     Cutter::default().next(op.pieces(), all).unwrap_or(Chunk::EMPTY)
@@ -541,7 +541,7 @@ fn message_frame<O: Operation>(op: O, transfer: u64, total: u64) -> Frame<O> {
 /// Bounds of the size of one chunk.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkLimits {
-    /// Most bytes of the chunk.
+    /// Most bytes of one chunk.
     pub bytes: u64,
     /// Most pieces of the chunk, and so most placements.
     pub segments: usize,
@@ -613,7 +613,7 @@ pub struct Cutter {
 }
 
 impl Cutter {
-    /// Bytes handed out so far.
+    /// Number of bytes of the operation that were cut into chunks so far.
     pub fn position(&self) -> u64 {
         self.position
     }

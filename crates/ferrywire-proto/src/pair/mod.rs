@@ -64,13 +64,13 @@ enum Event {
         channel: usize,
         generation: u32,
     },
-    /// An end notices that a channel is lost.
+    /// An end learns that a channel is lost.
     Close {
         end: usize,
         channel: usize,
         generation: u32,
     },
-    /// The other end's counts of placed frames arrive.
+    /// An end receives the other end's count of placed frames of a lost channel.
     Fence {
         to: usize,
         channel: usize,

@@ -61,7 +61,7 @@ pub enum ControlMessage {
     Fence {
         /// The channel whose connection is over.
         channel: u16,
-        /// Number of the channel's connection.
+        /// Number of the channel's connection, counted from its first dial.
         generation: u32,
         /// Number of the connection's frames that were placed.
         placed: u64,
@@ -101,7 +101,7 @@ pub enum ControlMessage {
     },
     /// The sender starts no more transfers, and asks the peer to finish its own.
     Drain,
-    /// The sender has nothing in flight any more.
+    /// The sender has no transfer in flight any more.
     Drained,
     /// The sender ends the session.
     Goodbye {

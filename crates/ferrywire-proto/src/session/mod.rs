@@ -44,7 +44,7 @@ pub enum SessionError {
     /// A message is malformed: no ferrywire of this version sends it.
     #[error("malformed: {0}")]
     Malformed(String),
-    /// A message of an unknown kind.
+    /// A control message has an unknown kind.
     #[error("a control message of unknown kind {0}")]
     UnknownKind(u8),
     /// Numbered messages are missing before a received one.
@@ -60,7 +60,7 @@ pub enum SessionError {
     AheadOfUs {
         /// The number that the peer acknowledges.
         received: u64,
-        /// The number of messages sent.
+        /// Number of messages that this end sent.
         sent: u64,
     },
     /// Too many messages wait for the peer's acknowledgement.
