@@ -212,7 +212,7 @@ impl PayloadBackend for Backend {
     ) -> Result<Box<dyn Setup>, String> {
         let address = conn.local().ip();
         let nic = transport.nic_name(address);
-        let nic = nic.ok_or_else(|| format!("the address {address} is gone from this host's NICs"))?;
+        let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
         Ok(Box::new(DevmemSetup::start(&self, &nic, dials, now, waker)?))
     }
 

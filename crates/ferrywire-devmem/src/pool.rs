@@ -34,7 +34,7 @@ impl Pool {
         match gpu {
             Some(gpu) => Pool::on(gpu, bytes),
             None => Pool::of_host(bytes).map_err(|error| {
-                let what = format!("make a pool of {} MiB of host memory for devmem TCP", bytes >> 20);
+                let what = format!("cannot make a pool of {} MiB of host memory for devmem TCP", bytes >> 20);
                 Error::io(what, &error)
             }),
         }

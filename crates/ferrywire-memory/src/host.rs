@@ -29,9 +29,9 @@ impl HostBuffer {
         // SAFETY: the layout has a size of at least one byte.
         let base = unsafe { if huge { alloc(layout) } else { alloc_zeroed(layout) } };
         if base.is_null() {
-            let why = format!("the system cannot allocate {len} bytes");
+            let why = format!("the system has no {len} bytes");
             return Err(Error::Io {
-                what: "allocate host memory".into(),
+                what: "cannot allocate host memory".into(),
                 message: why,
                 code: Some(libc::ENOMEM),
             });

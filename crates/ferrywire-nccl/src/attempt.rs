@@ -260,7 +260,7 @@ impl Attempt {
         let pair = self.pairs.remove(pair);
         let path = format!("{} to {}", pair.nic.name, pair.to.ip());
         // The key of the warning leaves out the reason, which may contain a port that differs for each comm.
-        log::warn_once_of(&path, format_args!("{path} is left out: {}", fault.why));
+        log::warn_once_of(&path, format_args!("the path {path} is left out: {}", fault.why));
         if unreached {
             unreachable_paths::note(&pair);
         }

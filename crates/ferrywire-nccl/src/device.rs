@@ -73,7 +73,7 @@ impl Device {
             return down;
         }
         for nic in down {
-            log::warn_once(format_args!("{} is down and left out", nic.name));
+            log::warn_once(format_args!("NIC {} is down and left out", nic.name));
         }
         up
     }

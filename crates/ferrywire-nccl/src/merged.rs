@@ -71,7 +71,7 @@ pub fn merge(members: &[i32]) -> Outcome<i32> {
     let plain = device::devices()?;
     let checked = check(plain, members)?;
     if let Some(why) = misplaced(&checked).filter(|_| !may_merge_any()) {
-        log::info(format_args!("devices {members:?} stay apart: {why}"));
+        log::info(format_args!("devices {members:?} are not merged: {why}"));
         return Err(Fault { why: String::new(), ..Fault::usage(why) });
     }
     let mut merged = locked(&MERGED);

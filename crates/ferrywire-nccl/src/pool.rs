@@ -89,7 +89,7 @@ impl Pool {
     /// Starts a pool with this many workers, or as many as possible.
     fn start(threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
         let all = started(0..threads, start)?;
-        log::info(format_args!("{} threads move bulk", all.len()));
+        log::info(format_args!("{} worker threads move bulk data", all.len()));
         // Sends and receives begin with different workers, so that both directions of a rank do not share a few.
         let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(all.len() / 2));
         let (workers, affinity) = (Mutex::new(Workers { all, wished: threads }), Affinity::of_this_thread());
@@ -107,10 +107,10 @@ impl Pool {
             Ok(more) => {
                 self.affinity.hold(threads_of(&more));
                 workers.all.extend(more);
-                log::info(format_args!("{} threads move bulk", workers.all.len()));
+                log::info(format_args!("{} worker threads move bulk data", workers.all.len()));
             }
             Err(fault) => log::warn(format_args!(
-                "{} threads move bulk, and no more can be started: {}",
+                "{} worker threads move bulk data, and no more can be started: {}",
                 workers.all.len(),
                 fault.why
             )),
@@ -181,11 +181,11 @@ fn started(
         match start(number) {
             Ok(worker) => workers.push(worker),
             Err(e) if workers.is_empty() => {
-                return Err(Fault::system("cannot start the threads that move bulk", &e));
+                return Err(Fault::system("cannot start the worker threads that move bulk data", &e));
             }
             Err(e) => {
                 log::warn(format_args!(
-                    "only {number} of {wished} threads that move bulk could be started: {e}"
+                    "only {number} of {wished} worker threads that move bulk data could be started: {e}"
                 ));
                 break;
             }

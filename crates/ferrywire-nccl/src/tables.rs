@@ -342,7 +342,7 @@ unsafe fn irecv(
     guarded(|| {
         if n != MAX_RECVS {
             return Err(Fault::usage(format_args!(
-                "irecv was called with {n} buffers, and must be with {MAX_RECVS}"
+                "irecv was called with {n} buffers, but only {MAX_RECVS} is supported"
             )));
         }
         let (data, bytes, mhandle) = buffer();

@@ -473,7 +473,7 @@ def test_this_host_and_its_gpus_are_named(pair: Pair):
     assert not str(taken.value).startswith("[Errno")
     again = pickle.loads(pickle.dumps(taken.value))
     assert (again.errno, str(again), again.kind) == (errno.EADDRINUSE, str(taken.value), "local")
-    with refuses("allocate host memory: the system cannot allocate 1152921504606846976 bytes", fw.LocalError) as much:
+    with refuses("cannot allocate host memory: the system has no 1152921504606846976 bytes", fw.LocalError) as much:
         pair.near.allocate(1 << 60)
     assert much.value.errno == errno.ENOMEM
     with refuses("there is no simulated GPU 99999: use 0 to 15", fw.GpuError) as none:

@@ -89,9 +89,9 @@ impl Attempt {
             State::Ready(comm) => Ok(Some(comm)),
             State::Failed(code) => Err(code),
             State::Told if !once => Err(ResultCode::INTERNAL_ERROR),
-            State::Told | State::Running => {
-                misuse(format_args!("{call} again after its end: the real plugin would use freed memory"))
-            }
+            State::Told | State::Running => misuse(format_args!(
+                "{call} was called again after its end: the real plugin would use freed memory"
+            )),
         }
     }
 

@@ -392,7 +392,7 @@ impl Comm {
         if self.crew.is_none() {
             let started = Crew::start(&self.shared, &self.lanes, self.threads.min(self.lanes.len()));
             let failed = |e: io::Error| {
-                warning!("comm {}: no worker threads: {e}", self.shared.id);
+                warning!("comm {}: cannot start worker threads: {e}", self.shared.id);
                 ResultCode::SYSTEM_ERROR
             };
             self.crew = Some(started.map_err(failed)?);

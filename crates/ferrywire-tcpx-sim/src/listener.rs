@@ -116,7 +116,7 @@ fn start_connect(
 ) -> Outcome<&'static Attempt> {
     let (index, nic) = plugin.device(device)?;
     let Some(handle) = Handle::read(bytes) else {
-        warning!("connect with bytes that are no handle");
+        warning!("connect was called with bytes that are no handle");
         return Err(ResultCode::INTERNAL_ERROR);
     };
     let control_address = control_address(plugin, nic.address)?;

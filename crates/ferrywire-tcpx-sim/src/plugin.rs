@@ -63,7 +63,7 @@ pub fn init() -> Outcome<()> {
         plugin.settings.chunk_bytes,
         plugin.settings.data_sockets
     );
-    PLUGIN.set(plugin).map_err(|_| refused("init runs twice at once"))
+    PLUGIN.set(plugin).map_err(|_| refused("init was called by two threads at once"))
 }
 
 /// Path of the folder with the dp-manager's sockets.
@@ -74,7 +74,7 @@ pub fn manager_folder() -> String {
 
 /// The plugin of this process; a call before a successful `init` is an internal error.
 pub fn plugin() -> Outcome<&'static Plugin> {
-    PLUGIN.get().ok_or_else(|| refused("a call before init"))
+    PLUGIN.get().ok_or_else(|| refused("a function was called before init"))
 }
 
 fn refused(why: &str) -> ResultCode {

@@ -177,7 +177,11 @@ impl Comm {
             }
             let lane = usize::from(record.index);
             if lane >= self.lanes.len() {
-                warning!("comm {}: chunk on data socket {lane} of {}", self.id(), self.lanes.len());
+                warning!(
+                    "comm {}: the peer sends a chunk on data socket {lane}, but there are {}",
+                    self.id(),
+                    self.lanes.len()
+                );
                 return Err(Scheduled::Failed);
             }
             if !self.lanes[lane].has_room() {
@@ -216,7 +220,11 @@ impl Comm {
             exit_1(format_args!("totals that differ: {record:?} in a message of {total} bytes"));
         }
         if record.total as usize > state.posted_bytes && !self.rules.switches.overrun {
-            warning!("a message of {} bytes for a receive of {}", record.total, state.posted_bytes);
+            warning!(
+                "a message of {} bytes arrived for a receive of {} bytes",
+                record.total,
+                state.posted_bytes
+            );
             return Err(Scheduled::Failed);
         }
         Ok(())
@@ -283,7 +291,11 @@ impl Comm {
                 Ok(sent) => bytes = &bytes[sent..],
                 Err(_) if is_transient(&io::Error::last_os_error()) => std::thread::yield_now(),
                 Err(_) => {
-                    warning!("comm {}: control write: {}", self.id(), io::Error::last_os_error());
+                    warning!(
+                        "comm {}: cannot write to the control socket: {}",
+                        self.id(),
+                        io::Error::last_os_error()
+                    );
                     return Err(ResultCode::SYSTEM_ERROR);
                 }
             }

@@ -45,7 +45,7 @@ pub fn register(
     kind: i32,
 ) -> Outcome<*mut c_void> {
     let Ok(bytes) = usize::try_from(size) else {
-        warning!("regMr of {size} bytes");
+        warning!("regMr: the size of {size} bytes is negative");
         return Err(ResultCode::INTERNAL_ERROR);
     };
     let address = data as usize;
@@ -56,7 +56,7 @@ pub fn register(
             Ok(note(Registration { uses: 0, address, bytes, gpu: true }))
         }
         kind => {
-            warning!("regMr of memory of kind {kind}");
+            warning!("regMr: memory of unknown kind {kind}");
             Err(ResultCode::INTERNAL_ERROR)
         }
     }
@@ -98,7 +98,7 @@ pub fn live() -> usize {
 /// The registration of a handle; NULL is an internal error.
 pub fn find(handle: *mut c_void, call: &str) -> Outcome<Registration> {
     if handle.is_null() {
-        warning!("{call} without a memory handle");
+        warning!("{call} was called without a memory handle");
         return Err(ResultCode::INTERNAL_ERROR);
     }
     let known = locked(&HANDLES).get(&(handle as usize)).copied();

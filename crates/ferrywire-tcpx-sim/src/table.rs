@@ -202,7 +202,7 @@ fn source(data: *mut c_void, size: c_int, mhandle: *mut c_void) -> Outcome<Buffe
             Ok(Buffer { mhandle, data: data.cast(), bytes, gpu: true, cuda: Some(device) })
         }
         None => {
-            warning!("isend of {bytes} bytes at {data:?}: that GPU memory is not there");
+            warning!("isend of {bytes} bytes at {data:?}: no GPU has memory at this address");
             Err(ResultCode::UNHANDLED_CUDA_ERROR)
         }
     }
@@ -221,7 +221,7 @@ unsafe extern "C" fn irecv(
         // SAFETY: the host passes the pointer of a comm.
         let cell = unsafe { Cell::at(comm, "irecv") };
         if n != 1 {
-            warning!("irecv of {n} buffers");
+            warning!("irecv was called with {n} buffers, but only 1 is supported");
             return Err(ResultCode::INTERNAL_ERROR);
         }
         // SAFETY: the host gives arrays of n elements.
@@ -288,7 +288,7 @@ unsafe extern "C" fn iflush(
 unsafe extern "C" fn irecv_consumed(_comm: P, n: c_int, request: P) -> ResultCode {
     guarded("irecvConsumed", || {
         if n != 1 {
-            warning!("irecvConsumed of {n} buffers");
+            warning!("irecvConsumed was called with {n} buffers, but only 1 is supported");
             return Err(ResultCode::INTERNAL_ERROR);
         }
         // SAFETY: the host passes the pointer of a request.

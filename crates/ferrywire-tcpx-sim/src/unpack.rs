@@ -92,6 +92,6 @@ impl Unpack {
             Lie::Dst => entry.target += LIE_BYTES,
             Lie::Len => entry.len = entry.len / 2 + 1 + entry.len,
         }
-        warning!("a fragment lies, injected by lie_fragment: {entry:?}");
+        warning!("a fragment has false values, injected by lie_fragment: {entry:?}");
     }
 }

@@ -137,7 +137,10 @@ impl Run<'_> {
             std::thread::sleep(Duration::from_millis(5));
         }
         if held > 0 {
-            return broken("an endpoint leaves nothing behind", format!("{held} endpoints are held"));
+            return broken(
+                "an endpoint leaves nothing behind",
+                format!("{held} endpoints are not freed after they were dropped"),
+            );
         }
         let open = self.driver.net.connections();
         if !open.is_empty() {

@@ -88,7 +88,7 @@ pub enum CudaError {
     },
     /// Host memory could not be pinned.
     #[error(
-        "{bytes} bytes of pinned host memory: {why}; try smaller or fewer rings, or more locked memory \
+        "cannot allocate {bytes} bytes of pinned host memory: {why}; try smaller or fewer rings, or more locked memory \
          (ulimit -l, or the container's memlock)"
     )]
     Pinned {
@@ -116,7 +116,7 @@ pub enum CudaError {
         bytes: u64,
     },
     /// The memory cannot be exported as a dma-buf.
-    #[error("no dma-buf of {bytes} bytes at {address:#x}: {why}")]
+    #[error("cannot export the {bytes} bytes at {address:#x} as a dma-buf: {why}")]
     DmaBuf {
         /// First address of the range.
         address: u64,

@@ -57,7 +57,7 @@ pub(super) struct Pages {
 impl Pages {
     fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize, again: bool) -> Result<Pages> {
         let failed = |why: String| CudaError::Pinned { bytes: len as u64, why };
-        let system = |error: std::io::Error| failed(format!("the system: {error}"));
+        let system = |error: std::io::Error| failed(format!("the system refused: {error}"));
         let mut range = AddressRange::reserve(len, align).map_err(system)?;
         range.back().map_err(system)?;
         mapping::prefer_huge_pages(range.base() as *mut u8, range.len());

@@ -95,7 +95,7 @@ pub(super) fn allocate(kind: Kind, len: usize, align: usize, foreign: bool) -> R
         return Err(SimGpuError::Alignment { align });
     }
     let failed = |error: io::Error| SimGpuError::System {
-        what: format!("allocate {len} bytes"),
+        what: format!("cannot allocate {len} bytes"),
         message: error.to_string(),
     };
     let allocation = Arc::new(Allocation::new(kind, len, align, foreign).map_err(failed)?);

@@ -62,7 +62,7 @@ pub enum SimGpuError {
         gpu: u32,
     },
     /// The memory cannot be exported as a dma-buf.
-    #[error("no dma-buf of {bytes} bytes at {address:#x} of a simulated GPU: {why}")]
+    #[error("cannot export the {bytes} bytes at {address:#x} of a simulated GPU as a dma-buf: {why}")]
     DmaBuf {
         /// First address of the range.
         address: u64,

@@ -93,10 +93,13 @@ impl SimGpu {
     fn start(index: u32, faults: SimFaults) -> Result<SimGpu> {
         let engine = Arc::new(Engine::new(index, faults));
         let worker = engine.clone();
-        let thread =
-            thread::Builder::new().name(format!("sim-gpu-{index}")).spawn(move || worker.run()).map_err(
-                |error| SimGpuError::System { what: "start a thread".into(), message: error.to_string() },
-            )?;
+        let thread = thread::Builder::new()
+            .name(format!("sim-gpu-{index}"))
+            .spawn(move || worker.run())
+            .map_err(|error| SimGpuError::System {
+                what: "cannot start a thread".into(),
+                message: error.to_string(),
+            })?;
         Ok(SimGpu { index, engine, thread: Some(thread) })
     }
 

@@ -47,7 +47,7 @@ unsafe impl GatherDevice for Recorder {
     }
 
     fn read(&self, _address: u64, _into: &mut [u8]) -> Result<()> {
-        Err(Error::Internal("nothing is read".into()))
+        Err(Error::Internal("the recorder of a gather cannot read device memory".into()))
     }
 
     fn map(&self, bytes: usize) -> Result<Mapped> {

@@ -132,7 +132,7 @@ fn connect_again_after_success() {
 
 #[test]
 fn one_more_connect_on_a_handle_that_is_done_ends_as_misuse() {
-    case!("").ends_as_misuse("connect again after its end", connect_again_after_success);
+    case!("").ends_as_misuse("connect was called again after its end", connect_again_after_success);
     case!("attempt_once=off").passes(connect_again_after_success);
 }
 
@@ -142,7 +142,7 @@ fn a_second_accept_on_a_listener_ends_as_misuse() {
         let pair = Plugin::start().pair();
         assert_eq!(Plugin::load().accept(pair.listen, None), Err(3));
     };
-    case!("").ends_as_misuse("accept again after its end", accept_twice);
+    case!("").ends_as_misuse("accept was called again after its end", accept_twice);
     case!("attempt_once=off").passes(accept_twice);
 }
 
