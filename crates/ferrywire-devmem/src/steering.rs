@@ -114,7 +114,7 @@ impl Shared {
 
     fn end(&self, by: Instant) {
         self.end_by.set(by);
-        // If another thread uses the claim now, it releases the claim by then.
+        // If another thread uses the claim now, it releases the claim before `by`.
         drop(self.claim().take());
     }
 

@@ -34,7 +34,7 @@ use crate::unreachable_paths;
 
 /// Time without a poll after which an attempt may be abandoned.
 const LEFT_AFTER: Duration = Duration::from_secs(30);
-/// Time for which a doubted attempt is kept: the whole process may have been stopped.
+/// Time for which an attempt is kept after it was found unpolled: the whole process may have been stopped.
 const DOUBTED_FOR: Duration = Duration::from_secs(5);
 /// Interval at which the thread looks for abandoned attempts while there are attempts.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(5);

@@ -28,7 +28,7 @@ use crate::wire::{Receiver, Turn};
 const TOTAL_UNKNOWN: u64 = u64::MAX;
 /// Most turns of the inline socket in one call, so that a flood of messages does not keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
-/// Front of a stream that can bring no message any more.
+/// Number in place of the earliest message of a stream that can bring no part of any message.
 const NOTHING: u64 = u64::MAX;
 /// Longest time without bytes for which the other streams are waited for after one has failed. If the peer is lost
 /// they end soon.

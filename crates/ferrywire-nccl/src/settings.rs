@@ -56,7 +56,7 @@ pub struct Settings {
     gpus: usize,
     /// Number of threads that the user has set, if any.
     threads_set: Option<usize>,
-    /// Number of threads beyond which more have no work, for any number of GPUs.
+    /// Largest useful number of threads for any number of GPUs: further threads have no work.
     threads_of_nics: usize,
     /// Number of sockets for bulk in each comm over one NIC.
     pub sockets: usize,

@@ -42,7 +42,7 @@ pub enum Turn {
     Idle,
     /// The socket's send buffer is full.
     Blocked,
-    /// A piece belongs to this receive, which is not posted yet.
+    /// The next piece belongs to the receive with this number, which is not posted yet.
     Waits(u64),
     /// The peer has ended its stream between messages; or the stream has failed, which is recorded in the comm.
     Over,

@@ -95,7 +95,7 @@ const _: () = assert!(PLUGINS_MAX <= u8::MAX as usize);
 
 static NAMES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static THREADS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
-/// The call that the last ending thread was in, and the thread's id.
+/// The plugin call during which the last thread ended, and the id of that thread.
 static ENDED: Mutex<Option<(Noted, i32)>> = Mutex::new(None);
 
 /// Registers a plugin; `None` when [`PLUGINS_MAX`] are registered.

@@ -117,7 +117,7 @@ impl Sealed {
             let record = &mut buffer[*end..*end + run + RECORD_OVERHEAD];
             let sealed = match cursor.piece() {
                 Some(piece) if piece.len >= run => {
-                    // SAFETY: promised by the caller.
+                    // SAFETY: the caller promises that the pieces are readable.
                     let payload = unsafe { std::slice::from_raw_parts(piece.base, run) };
                     cursor.take(run, |_| {});
                     self.sealer.seal_from(payload, record)
@@ -125,7 +125,7 @@ impl Sealed {
                 _ => {
                     let mut at = RECORD_HEADER_BYTES;
                     cursor.take(run, |piece| {
-                        // SAFETY: promised by the caller.
+                        // SAFETY: the caller promises that the pieces are readable.
                         let part = unsafe { std::slice::from_raw_parts(piece.base, piece.len) };
                         record[at..at + piece.len].copy_from_slice(part);
                         at += piece.len;
@@ -168,7 +168,7 @@ impl Sealed {
             .filter(|piece| payload_bytes >= OWN_RECORD_BYTES_MIN && piece.len >= payload_bytes);
         let placed = match direct {
             Some(piece) => {
-                // SAFETY: promised by the caller.
+                // SAFETY: the caller promises that the pieces are writable.
                 let target = unsafe { std::slice::from_raw_parts_mut(piece.base, payload_bytes) };
                 self.opener.open_into(record, target)?;
                 cursor.take(payload_bytes, |_| {});
@@ -219,7 +219,7 @@ impl Conn for Sealed {
         }
         let mut taken = 0;
         loop {
-            // SAFETY: promised by the caller.
+            // SAFETY: the caller promises that the pieces are readable.
             taken += unsafe { self.seal(&mut cursor) }?;
             match self.push() {
                 Ok(()) if cursor.left() > 0 => {}
@@ -253,7 +253,7 @@ impl Conn for Sealed {
             if let Some(failure) = self.failure {
                 return if placed > 0 { Ok(placed) } else { Err(broken(failure)) };
             }
-            // SAFETY: promised by the caller.
+            // SAFETY: the caller promises that the pieces are writable.
             match unsafe { self.open(&mut cursor) } {
                 Ok(Some(bytes)) => {
                     placed += bytes;

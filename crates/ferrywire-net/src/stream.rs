@@ -78,7 +78,7 @@ pub trait Conn: Send {
     /// # Safety
     /// Each piece must stay readable until `released` counts its bytes, or the connection is dropped.
     unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-        // SAFETY: readable for longer than the call, as promised by the caller.
+        // SAFETY: the caller promises that the pieces are readable for longer than the call.
         unsafe { self.send(pieces) }
     }
 
@@ -107,7 +107,7 @@ pub trait Conn: Send {
     /// other end is known to have received it. Where that never becomes known, its pages must be returned to
     /// the system first.
     unsafe fn send_lent(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-        // SAFETY: readable for longer than the call, as promised by the caller.
+        // SAFETY: the caller promises that the pieces are readable for longer than the call.
         unsafe { self.send(pieces) }
     }
 

@@ -16,7 +16,7 @@ pub const OPTIONS: [(&str, &str); 6] = [
     ("port", "0"),
     // Parameter `nics`: NICs to use, separated by commas; all by default.
     ("nics", ""),
-    // Parameter `threads`: number of progress threads; by the number of cores by default.
+    // Parameter `threads`: number of progress threads; chosen from the number of cores by default.
     ("threads", ""),
     // Parameter `connect_timeout`: seconds after which a remote agent that does not answer is given up.
     ("connect_timeout", "10"),

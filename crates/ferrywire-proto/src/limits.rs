@@ -42,7 +42,7 @@ pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
 /// Most numbered frames of a peer that are kept, or noted as refused, while an earlier one is missing. The
 /// sender keeps to this limit: it sends no frame further ahead of one whose arrival is not confirmed.
 pub const REORDER_FRAMES_MAX: usize = 256 << 10;
-/// Most frames that wait for a peer while refusals are still answered.
+/// Most frames that wait to be sent to a peer while its operations are still answered with refusals.
 pub const ANSWERS_WAITING_MAX: usize = 128 << 10;
 /// Most reads of one peer that are served concurrently; a read counts until the peer acknowledges the answer.
 pub const INBOUND_READS_MAX: usize = 16 << 10;

@@ -28,11 +28,11 @@ impl PagePipe {
     /// Errors: `EPERM` when this user's pipes already hold too much memory.
     pub fn new(bytes: usize) -> io::Result<PagePipe> {
         let mut ends = [0; 2];
-        // SAFETY: room for two descriptors.
+        // SAFETY: the array has room for two descriptors.
         checked(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) } as _)?;
-        // SAFETY: descriptors that were just opened; no other code owns them.
+        // SAFETY: the descriptors were just opened, and no other code owns them.
         let [read, write] = ends.map(|end| unsafe { OwnedFd::from_raw_fd(end) });
-        // SAFETY: no memory is passed.
+        // SAFETY: the call gets no memory.
         checked(unsafe { libc::fcntl(write.as_raw_fd(), libc::F_SETPIPE_SZ, bytes as libc::c_int) } as _)?;
         Ok(PagePipe { read, write, held: 0 })
     }
@@ -52,7 +52,7 @@ impl PagePipe {
     pub unsafe fn take(&mut self, piece: IoVec) -> io::Result<usize> {
         let vector = libc::iovec { iov_base: piece.base.cast(), iov_len: piece.len };
         let flags = libc::SPLICE_F_NONBLOCK;
-        // SAFETY: one vector, of memory that the caller vouches for.
+        // SAFETY: the call gets one vector, of memory that the caller vouches for.
         let taken = uninterrupted(|| unsafe { libc::vmsplice(self.write.as_raw_fd(), &vector, 1, flags) })?;
         self.held += taken;
         Ok(taken)

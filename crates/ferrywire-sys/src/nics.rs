@@ -186,12 +186,12 @@ impl Drop for InterfaceAddresses {
 /// # Safety
 /// The entry must belong to a list made by `getifaddrs` that has not been freed.
 unsafe fn nic_from(entry: &libc::ifaddrs) -> Option<Nic> {
-    // SAFETY: null, or a socket address of the list.
+    // SAFETY: the pointer is null, or to a socket address of the list.
     let address = unsafe { ip_from(entry.ifa_addr) }?;
     if matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
         return None;
     }
-    // SAFETY: null, or a socket address of the list.
+    // SAFETY: the pointer is null, or to a socket address of the list.
     let prefix_len = unsafe { ip_from(entry.ifa_netmask) }.map_or(0, prefix_len);
     // SAFETY: the name is a C string of the list.
     let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy();
@@ -216,7 +216,7 @@ unsafe fn ip_from(address: *const libc::sockaddr) -> Option<IpAddr> {
     if address.is_null() {
         return None;
     }
-    // SAFETY: not null; every socket address begins with its family. It may be unaligned.
+    // SAFETY: the pointer is not null; every socket address begins with its family. It may be unaligned.
     match i32::from(unsafe { (&raw const (*address).sa_family).read_unaligned() }) {
         libc::AF_INET => {
             // SAFETY: the family says that it is an IPv4 address.

@@ -7,7 +7,7 @@ use std::io;
 /// `MPOL_PREFERRED`: allocate on this node if it has room, else on another.
 const PREFERRED: libc::c_int = 1;
 const WORD_BITS: u32 = u64::BITS;
-/// Nodes that a mask has bits for; the kernel's own limit.
+/// Number of NUMA nodes in a mask, equal to the kernel's limit.
 const NODES_MAX: u32 = 1024;
 
 /// The NUMA node of a PCI device, given by its address in sysfs (`0000:1b:00.0`); `None` where the kernel
@@ -26,7 +26,8 @@ pub fn prefer_node(range: &mut AddressRange, node: u32) -> io::Result<()> {
     }
     let mut mask = [0u64; (NODES_MAX / WORD_BITS) as usize];
     mask[(node / WORD_BITS) as usize] = 1 << (node % WORD_BITS);
-    // SAFETY: the policy of the range's own pages, and a mask of that many bits; no byte is changed.
+    // SAFETY: the call sets the policy of the range's own pages and changes no byte; the mask has that many
+    // bits.
     checked(unsafe {
         // The kernel expects one more than the number of bits.
         let bits = u64::from(NODES_MAX) + 1;

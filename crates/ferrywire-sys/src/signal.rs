@@ -22,8 +22,8 @@ pub(crate) fn without_sigpipe<T>(call: impl FnOnce() -> T, whole: impl FnOnce(&T
     // SAFETY: all zero is a valid signal set.
     let (mut pipe, mut before, mut pending): (libc::sigset_t, libc::sigset_t, libc::sigset_t) =
         unsafe { (mem::zeroed(), mem::zeroed(), mem::zeroed()) };
-    // SAFETY: valid signal sets, and a valid signal. A signal that is pending before the call belongs to the
-    // program.
+    // SAFETY: the signal sets and the signal are valid. A signal that is pending before the call belongs to
+    // the program.
     let waits = unsafe {
         libc::sigemptyset(&mut pipe);
         libc::sigaddset(&mut pipe, libc::SIGPIPE);

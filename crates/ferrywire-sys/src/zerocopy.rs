@@ -65,7 +65,8 @@ pub fn completion(fd: RawFd) -> io::Result<Option<Completion>> {
 }
 
 fn as_bytes(words: &[u64; CONTROL_BYTES / mem::size_of::<u64>()]) -> &[u8; CONTROL_BYTES] {
-    // SAFETY: the bytes of `words`, initialised and borrowed for as long as `words`; bytes need no alignment.
+    // SAFETY: these are the bytes of `words`, initialised and borrowed for as long as `words`; bytes need no
+    // alignment.
     unsafe { &*words.as_ptr().cast() }
 }
 

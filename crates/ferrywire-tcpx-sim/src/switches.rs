@@ -283,7 +283,7 @@ switches! {
     fragment_bytes: u64 = 4096;
     /// Number of pages of the receive pool of one GPU.
     pool_pages: u64 = 16384;
-    /// Whether overlapping imports of the pool each import, and each unmaps the one before.
+    /// Whether overlapping imports of the pool each map it, and each unmaps the mapping of the previous one.
     import_race: bool = true;
     /// Duration of an import of the pool, in milliseconds.
     import_ms: u64 = 3;

@@ -9,7 +9,7 @@ use std::fmt;
 
 use super::{Gpu, Nic, PciAddress, PciPath, Topology};
 
-/// Limit for NICs on top of other NICs (a VLAN of a bond, for example).
+/// Most levels of NICs on top of other NICs that are followed (a VLAN of a bond has two).
 const LOWER_DEPTH_MAX: usize = 8;
 
 /// How near a NIC is to a GPU, nearest first.

@@ -409,7 +409,8 @@ impl CudaGpu {
             // it.
             unsafe { ptr::copy_nonoverlapping(source[at..].as_ptr(), pinned.as_ptr(), once) };
             self.blocking(once, |stream, about| {
-                // SAFETY: by the caller's promise; the pinned source stays unchanged until the copy is done.
+                // SAFETY: the caller promises a target in GPU memory; the pinned source stays unchanged until
+                // the copy is done.
                 unsafe { copy_short(about, target + at as u64, pinned.as_ptr().cast(), once, stream) }
             })
         })

@@ -240,7 +240,8 @@ impl Kernels {
             piece_bytes,
         };
         parameters.runs[..runs.len()].copy_from_slice(runs);
-        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        // SAFETY: the call passes one parameter, of the kernel's type; the caller promises that the memory
+        // can be accessed.
         unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
@@ -264,7 +265,8 @@ impl Kernels {
         let [idle_ns, stay_ns] = [idle, stay].map(|time| time.as_nanos() as u64);
         let mut parameters =
             CopyParameters { mailbox, runs, stride, completion, blocks: words, first, idle_ns, stay_ns };
-        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        // SAFETY: the call passes one parameter, of the kernel's type; the caller promises that the memory
+        // can be accessed.
         unsafe { stream.launch(&self.copy, blocks as u32, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
@@ -274,7 +276,8 @@ impl Kernels {
     /// The range is memory that the GPU can access, and no other code uses it until the work is done.
     pub unsafe fn fill(&self, stream: &CudaStream, mut pattern: PatternParameters) -> Result<()> {
         let blocks = self.blocks_for(pattern.bytes);
-        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        // SAFETY: the call passes one parameter, of the kernel's type; the caller promises that the memory
+        // can be accessed.
         unsafe { stream.launch(&self.fill, blocks, BLOCK, &mut [(&raw mut pattern).cast()]) }
     }
 
@@ -291,7 +294,8 @@ impl Kernels {
     ) -> Result<()> {
         let blocks = self.blocks_for(pattern.bytes);
         let mut parameters: [*mut c_void; 2] = [(&raw mut pattern).cast(), (&raw mut first).cast()];
-        // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
+        // SAFETY: the call passes two parameters of the kernel's types; the caller promises that the memory
+        // can be accessed.
         unsafe { stream.launch(&self.check, blocks, BLOCK, &mut parameters) }
     }
 
@@ -302,7 +306,8 @@ impl Kernels {
     /// The promise of [`Kernels::fill`] holds for each of them, and they do not overlap.
     pub unsafe fn fill_list(&self, stream: &CudaStream, mut list: u64, mut count: u64) -> Result<()> {
         let mut parameters: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut count).cast()];
-        // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
+        // SAFETY: the call passes two parameters of the kernel's types; the caller promises that the memory
+        // can be accessed.
         unsafe { stream.launch(&self.fill_list, self.blocks_of(count), BLOCK, &mut parameters) }
     }
 
@@ -320,14 +325,15 @@ impl Kernels {
     ) -> Result<()> {
         let mut parameters: [*mut c_void; 3] =
             [(&raw mut list).cast(), (&raw mut count).cast(), (&raw mut first).cast()];
-        // SAFETY: three parameters of the kernel's types; the rest by the caller's promise.
+        // SAFETY: the call passes three parameters of the kernel's types; the caller promises that the memory
+        // can be accessed.
         unsafe { stream.launch(&self.check_list, self.blocks_of(count), BLOCK, &mut parameters) }
     }
 
     /// Keeps a stream busy for `time`. This value must live until that work is done.
     pub fn delay(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         let mut nanoseconds = time.as_nanos() as u64;
-        // SAFETY: one parameter of the kernel's type; it touches no memory.
+        // SAFETY: the call passes one parameter, of the kernel's type; the kernel touches no memory.
         unsafe { stream.launch(&self.delay, 1, 1, &mut [(&raw mut nanoseconds).cast()]) }
     }
 
@@ -349,7 +355,7 @@ impl Kernels {
 unsafe fn longest_of(run: &GatherRun) -> u32 {
     let first = run.fragments as *const Fragment;
     let step = run.count.div_ceil(SAMPLES).max(1) as usize;
-    // SAFETY: entries of the run, by the caller's promise.
+    // SAFETY: the addresses are those of the run's entries, which the caller promises to be readable.
     (0..run.count as usize).step_by(step).map(|at| unsafe { (*first.add(at)).bytes }).max().unwrap_or(0)
 }
 

@@ -193,7 +193,7 @@ impl Pipe {
     /// Number of retransmissions in a row that were not answered.
     pub(super) fn unanswered(&self, now: Duration, rto: Duration) -> u32 {
         let Some(since) = self.waiting_since else { return 0 };
-        // A segment that still queues in the sending host is not waited for yet.
+        // The wait for a segment begins when the segment has left the sending host.
         let first = self.in_flight.front().filter(|segment| !segment.lost);
         let since = first.map_or(since, |segment| since.max(segment.leaves));
         retries(now.saturating_sub(since), rto)

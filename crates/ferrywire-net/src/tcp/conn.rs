@@ -210,7 +210,7 @@ impl Conn for TcpConn {
     unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
         let copied = self.shut || !self.zero_copy.has_room() || total_bytes(pieces) < ZERO_COPY_BYTES_MIN;
         if copied || !self.may_spare_copies() {
-            // SAFETY: readable for longer than the call, as promised by the caller.
+            // SAFETY: the caller promises that the pieces are readable for longer than the call.
             return unsafe { self.send(pieces) };
         }
         let start = self.sent_bytes;
@@ -251,7 +251,7 @@ impl Conn for TcpConn {
         }
         match sent {
             Some(result) => self.took(result),
-            // SAFETY: readable for longer than the call, as promised by the caller.
+            // SAFETY: the caller promises that the pieces are readable for longer than the call.
             None => unsafe { self.send(pieces) },
         }
     }

@@ -232,7 +232,7 @@ impl Pair {
 
     // ---- sending ----
 
-    /// Fills the windows of all channels, and gives sockets what they take.
+    /// Pulls frames into the windows of all channels, and sends as many as the sockets take.
     fn pump(&mut self) {
         let mut waits = false;
         for end in 0..2 {

@@ -73,7 +73,7 @@ fn made_up(input: &mut Input<'_>) -> Vec<u8> {
         let level = if input.u8().is_multiple_of(8) { libc::SOL_IP } else { libc::SOL_SOCKET };
         let len = if input.u8().is_multiple_of(8) { usize::from(input.u8()) % 40 } else { 24 };
         let mut payload = input.take(len).to_vec();
-        // Small sizes are plausible ones.
+        // Sizes below 64 KiB are the plausible ones, so the upper half of the size is cleared.
         if let Some(size) = payload.get_mut(10..12) {
             size.fill(0);
         }

@@ -6,7 +6,7 @@
 //! Read next: `answer.rs`, the messages around them.
 
 const NESTED: u16 = 1 << 15;
-/// The kind without the bits that describe the value's encoding.
+/// Bits of an attribute's type that are its kind; the other bits describe the value's encoding.
 const KIND_MASK: u16 = 0x3fff;
 const HEAD_BYTES: usize = 4;
 const ALIGNMENT: usize = 4;
