@@ -172,7 +172,7 @@ pub fn play(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool, out: &mut Out
         outcomes: 0xcbf2_9ce4_8422_2325,
         corrupts: scenario.corrupts(),
     };
-    // A panic, too, leaves the endpoints as they are.
+    // The endpoints of a failed run are not dropped, also after a panic.
     let mut run = ManuallyDrop::new(run);
     let result = run.all();
     if result.is_err() {

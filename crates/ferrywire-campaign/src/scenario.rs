@@ -493,7 +493,7 @@ impl Draw {
         if self.ops.is_empty() {
             return None;
         }
-        // The operation is mostly one of the last.
+        // One of the last operations is the most likely choice.
         let back = self.scaled(self.ops.len() as u64 - 1) as usize;
         Some(self.ops.len() - 1 - back)
     }

@@ -19,7 +19,7 @@ pub fn shrink(scenario: &Scenario, broken: &Broken, gpus: &[Arc<SimGpu>]) -> (Sc
         }
         attempt(candidate, gpus, false).1.err().filter(|found| found.invariant == broken.invariant)
     };
-    // Runs of steps are removed, ever shorter ones.
+    // Sequences of steps are removed, ever shorter ones.
     let mut size = best.steps.len() / 2;
     while size > 0 {
         let mut at = 0;

@@ -49,7 +49,7 @@ use settings::{Bench, Others};
 /// The requirements of a claim on a NIC.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
-    /// The number of receive queues.
+    /// Number of receive queues to claim.
     pub queues: usize,
     /// Whether settings may be changed until the claim ends.
     pub allow_nic_setup: bool,

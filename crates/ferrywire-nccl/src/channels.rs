@@ -27,7 +27,7 @@ struct Wish {
     /// A second variable that marks the first as set by ferrywire. Child processes inherit both.
     mark: &'static str,
     value: usize,
-    /// Other variables by which the user may have decided.
+    /// Other variables of NCCL by which the user may have decided about the same.
     said_by: &'static [&'static str],
 }
 
@@ -111,7 +111,8 @@ impl Wish {
     /// the user's choice.
     fn unset(&self) {
         for name in [self.variable, self.mark] {
-            // SAFETY: not proven, for the reason that is given where the variable is set.
+            // SAFETY: not proven: another thread of the program may read the variable at this moment, as when
+            // it is set.
             unsafe { std::env::remove_var(name) };
         }
         log::info(format_args!("removed {}, which a parent process had set for ferrywire", self.variable));

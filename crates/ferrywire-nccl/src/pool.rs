@@ -204,7 +204,7 @@ fn threads_of(workers: &[Arc<Worker>]) -> impl Iterator<Item = libc::pid_t> {
 pub struct Opening(Vec<Arc<Wire>>);
 
 impl Opening {
-    /// Adds a wire of the comm.
+    /// Adds a wire to the comm that is being set up.
     pub fn add(&mut self, wire: Arc<Wire>) {
         self.0.push(wire);
     }
@@ -379,9 +379,9 @@ struct Signs {
 pub enum Command {
     /// The worker owns this wire from now on.
     Add(Arc<Wire>),
-    /// The wire may have work.
+    /// The wire with this key may have work.
     Kick(u64),
-    /// The wire was closed, and the worker drops it.
+    /// The wire with this key was closed, and the worker drops it.
     Forget(u64),
 }
 

@@ -186,7 +186,7 @@ impl Settings {
             cores,
             gpus: if gpus == 0 { RANKS_ASSUMED } else { gpus },
             threads_set,
-            // The number is for both directions.
+            // Each direction has this number of sockets, so the number is doubled.
             threads_of_nics: nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN)),
             sockets: 0,
             sockets_said: sockets_said.is_some(),

@@ -357,7 +357,7 @@ impl Conn for Sealed {
 /// A position in a list of pieces.
 struct Cursor<'a> {
     pieces: &'a [IoVec],
-    /// Bytes of the first piece that are behind the position.
+    /// Bytes of the first piece that lie before the position.
     within: usize,
     left: usize,
 }

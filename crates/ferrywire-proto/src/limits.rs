@@ -183,7 +183,7 @@ pub const PIPE_LINE_BYTES_MAX: usize = 4096;
 pub const PLUGIN_LOG_BURST_LINES: u64 = 16;
 /// Log lines that are kept from one place of a plugin's source.
 pub const PLUGIN_LOG_LINES_PER_PLACE: usize = 4;
-/// Places of plugins' sources that are distinguished.
+/// Most places in plugins' sources whose log lines are counted separately.
 pub const PLUGIN_LOG_PLACES_MAX: usize = 256;
 
 /// Size in bytes of NCCL's connection handle (`NCCL_NET_HANDLE_MAXSIZE`), which a lane sends to the peer.

@@ -339,7 +339,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Decodes a reason; unknown codes become [`Refusal::Other`].
+    /// Decodes the code of a refusal's reason; unknown codes become [`Refusal::Other`].
     pub fn parse(code: u8) -> Refusal {
         match code {
             1 => Refusal::NoRegion,

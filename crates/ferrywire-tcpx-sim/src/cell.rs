@@ -95,7 +95,7 @@ impl Cell {
         }
     }
 
-    /// The pointer that the host gets for a slot.
+    /// The pointer that the host gets for the request in a slot.
     pub fn request(&self, slot: usize) -> *mut c_void {
         (&raw const self.tokens[slot]).cast_mut().cast()
     }

@@ -29,7 +29,7 @@ pub(super) struct Header {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Claimed {
     pub queues: Vec<u32>,
-    /// The rules, with their locations once those are known.
+    /// The claim's flow rules, with their locations once those are known.
     pub rules: Vec<(Flow, Option<u32>)>,
 }
 

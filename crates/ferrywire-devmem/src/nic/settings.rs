@@ -302,7 +302,7 @@ impl Bench<'_, '_> {
 /// Other processes that may have memory bound to the NIC's queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Others {
-    /// A process may have been killed a moment ago.
+    /// A process that uses the NIC may have been killed a moment ago.
     MayBeDying,
     /// All other processes that use the NIC are live.
     Live,

@@ -83,7 +83,7 @@ pub enum CudaError {
         failure: Failure,
         /// Free bytes on the GPU, measured right after the failure.
         free_bytes: u64,
-        /// All bytes of the GPU.
+        /// Size of the GPU's memory in bytes.
         total_bytes: u64,
     },
     /// Host memory could not be pinned.

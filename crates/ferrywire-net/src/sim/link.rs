@@ -102,7 +102,7 @@ enum Step {
 pub(super) struct Link {
     pub(super) id: u64,
     pub(super) ends: [End; 2],
-    /// The two directions, indexed by sending end.
+    /// The two directions of the connection, indexed by sending end.
     pub(super) pipes: [Pipe; 2],
     pub(super) phase: Phase,
     pub(super) dialled_at: Duration,

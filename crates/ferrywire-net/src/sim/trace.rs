@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Events that the list keeps.
+/// Most events that the list keeps.
 pub(super) const TRACE_EVENTS_MAX: usize = 200;
 
 /// A ring of the last events and a hash over all of them.

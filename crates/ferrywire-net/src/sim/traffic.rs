@@ -173,7 +173,7 @@ impl State {
         self.some_of(wanted.min(room))
     }
 
-    /// All of `possible`, or a random part of it.
+    /// Number of bytes that a call moves: all of `possible`, or a random part. Returns `WouldBlock` for none.
     fn some_of(&mut self, possible: usize) -> io::Result<usize> {
         if possible == 0 || self.rng.chance(self.faults.would_block) {
             return Err(ErrorKind::WouldBlock.into());

@@ -271,7 +271,7 @@ impl Conn for TcpConn {
 
     fn abort(&mut self) {
         self.shut = true;
-        // Fails only when the connection has already ended.
+        // The call fails only when the connection has already ended.
         let _ = socket::abort(self.descriptor());
     }
 
@@ -302,7 +302,7 @@ impl Conn for TcpConn {
     fn shutdown(&mut self) {
         if !self.shut {
             self.shut = true;
-            // Fails only when the connection has already ended.
+            // The call fails only when the connection has already ended.
             let _ = socket::shutdown(self.descriptor());
         }
     }

@@ -12,7 +12,7 @@ use ferrywire_sys::zerocopy::Completion;
 
 /// Number of zero-copy completions that decide whether zero copy stays on.
 const PROBES: u32 = 8;
-/// Incomplete zero-copy sends per connection; further sends are copied.
+/// Most incomplete zero-copy sends of a connection; further sends are copied.
 const UNFINISHED_MAX: usize = 1024;
 
 /// The zero-copy state of one connection.

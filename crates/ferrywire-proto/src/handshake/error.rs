@@ -25,7 +25,7 @@ pub enum HandshakeError {
         verb: &'static str,
         /// First bytes of the other end, made printable.
         start: String,
-        /// The protocol that these bytes look like.
+        /// The protocol that the first bytes of the other end look like.
         guess: Option<&'static str>,
     },
     /// The other end uses another version of the protocol.
@@ -52,7 +52,7 @@ pub enum HandshakeError {
     /// A handshake message did not authenticate: it was altered, replayed, or made without the key.
     #[error("the other end could not prove {0}: the message was altered, replayed, or made without the key")]
     Unproven(&'static str),
-    /// A message that no ferrywire of this version sends.
+    /// The other end sent a message that no ferrywire of this version sends.
     #[error("malformed handshake: {what}: {why}")]
     Malformed {
         /// Name of the malformed message.
@@ -60,7 +60,7 @@ pub enum HandshakeError {
         /// Why the message is malformed.
         why: String,
     },
-    /// A message has an impossible length.
+    /// A handshake message has an impossible length.
     #[error("malformed handshake: {what} of {bytes} bytes, expected {min}..={max}")]
     Length {
         /// Name of the message with the impossible length.
@@ -95,9 +95,9 @@ pub enum HandshakeError {
     /// A value of this end does not fit the handshake.
     #[error("{what}: {why}")]
     Unusable {
-        /// Name of the value that does not fit.
+        /// Name of the value that does not fit the handshake.
         what: &'static str,
-        /// Why the value does not fit.
+        /// Why the value does not fit the handshake.
         why: String,
     },
     /// The operating system provided no random bytes.

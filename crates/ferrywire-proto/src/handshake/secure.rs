@@ -8,13 +8,13 @@
 use super::TAG_BYTES;
 use crate::limits::CONTROL_MESSAGE_BYTES_MAX;
 
-/// Why an encrypted connection cannot go on.
+/// Why an encrypted control connection cannot go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SecureError {
     /// A control message did not authenticate.
     #[error("a control message does not authenticate: altered on its way, or not from the peer")]
     Forged,
-    /// A message has an impossible length.
+    /// A control message has an impossible length.
     #[error("a control message has {bytes} bytes; at most {CONTROL_MESSAGE_BYTES_MAX} are allowed")]
     Length {
         /// Bytes of the message without its tag.

@@ -22,7 +22,7 @@ pub struct Desk {
     pub refuse: Option<Refusal>,
     /// The configuration of every new session, whatever the proposal; `None` accepts the proposal.
     pub settle: Option<Config>,
-    /// The decisions made, in order.
+    /// The admission's decisions as text, in order.
     pub decided: Vec<String>,
 }
 

@@ -22,7 +22,7 @@ pub(crate) struct Facts {
     pub total: u64,
     pub on_gpu: bool,
     pub cancelled: Cell<bool>,
-    /// Reason of the failure; the first one stays.
+    /// Reason of the operation's failure; the first reason stays.
     pub failure: RefCell<Option<String>>,
     pub epoch: RefCell<Option<Arc<Epoch>>>,
     pub sink: Cell<u64>,

@@ -15,7 +15,7 @@ use crate::limits::{CONTROL_MESSAGE_BYTES_MAX, LANE_HANDLE_BYTES, WINDOW_FRAMES_
 pub const REASON_BYTES_MAX: usize = 1024;
 /// Most refusals in one fence: a channel has no more frames in flight.
 pub const FENCE_REFUSED_MAX: usize = WINDOW_FRAMES_MAX;
-/// Bytes of kind, received count and number.
+/// Bytes in front of a frame's message: kind, received count and number.
 const HEADER_BYTES: usize = 1 + 8 + 8;
 
 const _: () = assert!(
