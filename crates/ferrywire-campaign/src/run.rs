@@ -134,7 +134,7 @@ pub struct Run<'a> {
     out: &'a mut Outcome,
     pub logs: bool,
     looked: u64,
-    /// Index of the open operation up to which outcomes were polled in the last check.
+    /// Index of the open operation with which the last check began to poll outcomes.
     asked: usize,
     outcomes: u64,
     /// Whether bytes are corrupted on their way, so that wrong ones are placed before their checksum is

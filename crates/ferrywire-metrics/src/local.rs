@@ -47,7 +47,7 @@ pub(crate) fn start() {
     }
     *started_by = Some(std::process::id());
     if let Err(error) = open() {
-        tracing::debug!(%error, "cannot make the socket of this process for `ferrywire watch`, which will not show it");
+        tracing::debug!(%error, "cannot make the socket of this process for `ferrywire watch`, which will not show this process");
     }
 }
 

@@ -11,7 +11,7 @@ use std::net::SocketAddr;
 
 use ferrywire::{Identity, limits};
 
-/// First bytes of connection information; the last byte is the version.
+/// First bytes of connection information; the last of these bytes is the version.
 const MAGIC: [u8; 8] = *b"FW-NIXL\x01";
 /// The advice for metadata that were damaged on their way.
 const LOAD_AGAIN: &str = "get the agent's metadata again, and load all of their bytes";

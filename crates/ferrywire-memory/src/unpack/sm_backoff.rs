@@ -30,7 +30,8 @@ const PEACE: Duration = Duration::from_secs(1);
 pub struct SmBackoff {
     /// Time of the next try to use the multiprocessors; 0 without contention.
     until: AtomicU64,
-    /// Duration of the last pause in the use of the multiprocessors.
+    /// Duration of the last pause in the use of the multiprocessors; the next field is the time at which a
+    /// successful try ended the pause.
     rest: AtomicU64,
     left: AtomicU64,
     /// Number of late kernels since the last kernel that started in time.
