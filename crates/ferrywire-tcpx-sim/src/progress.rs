@@ -178,7 +178,7 @@ impl Comm {
             let lane = usize::from(record.index);
             if lane >= self.lanes.len() {
                 warning!(
-                    "comm {}: the peer sends a chunk on data socket {lane}, but there are {}",
+                    "comm {}: the peer sends a chunk on data socket {lane}, but the comm has {}",
                     self.id(),
                     self.lanes.len()
                 );

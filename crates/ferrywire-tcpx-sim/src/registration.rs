@@ -67,7 +67,7 @@ pub fn deregister(handle: *mut c_void) {
     let known = locked(&HANDLES).remove(&(handle as usize));
     match known {
         Some(known) if known.uses > 0 => {
-            misuse(format_args!("deregMr of memory that {} requests have", known.uses));
+            misuse(format_args!("deregMr of memory that {} requests still use", known.uses));
         }
         None if !handle.is_null() => {
             misuse(format_args!("deregMr of something that is no memory handle: {handle:?}"));

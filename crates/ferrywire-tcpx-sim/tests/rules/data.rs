@@ -245,13 +245,13 @@ fn a_receive_that_is_never_tested_reads_nothing() {
 
 #[test]
 fn memory_of_a_request_must_not_be_deregistered_before_its_end() {
-    case!("").ends_as_misuse("deregMr of memory that 1 requests have", || {
+    case!("").ends_as_misuse("deregMr of memory that 1 requests still use", || {
         let pair = Plugin::start().pair();
         let target = pair.recv.host([0; 8]);
         pair.recv.irecv(&target, 8).unwrap();
         pair.recv.deregister(target.handle);
     });
-    case!("").ends_as_misuse("deregMr of memory that 1 requests have", || {
+    case!("").ends_as_misuse("deregMr of memory that 1 requests still use", || {
         let pair = Plugin::start().pair();
         let (source, target) = (pair.send.host([1; 8]), pair.recv.host([0; 8]));
         pair.transfer(&source, &target, 8);
