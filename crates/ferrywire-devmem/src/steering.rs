@@ -97,7 +97,8 @@ impl Drop for Steering {
         // The thread is ended first, because it holds the claim that has to end now.
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!(
-                "the thread that removes flow rules panicked: the rules stay until the next start of ferrywire on this NIC"
+                "NIC {}: the thread that removes flow rules panicked: the rules stay until the next start of ferrywire",
+                self.nic
             );
         }
     }
