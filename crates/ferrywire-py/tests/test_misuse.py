@@ -135,7 +135,7 @@ def test_offsets_of_another_shape_length_or_sign(pair: Pair):
     source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
     with refuses("local_offsets: the array has shape (2, 2), must have one dimension"):
         fw.BlockList(source, target, np.zeros((2, 2), np.int64), [0], 4)
-    with refuses("1 of them for 2 local offsets"):
+    with refuses("1 given for 2 local offsets"):
         fw.BlockList(source, target, [0, 4], [0], 4)
     with refuses("block 1: the local offset is -4"):
         fw.BlockList(source, target, [0, -4], [0, 0], 4)
@@ -460,7 +460,7 @@ def test_an_array_of_one_size_is_for_one_block(pair: Pair):
 
 
 def test_nics_that_are_not_there_are_refused_with_those_that_are():
-    with pytest.raises(fw.UsageError, match="NIC: nope does not exist or has no address; there are .*lo"):
+    with pytest.raises(fw.UsageError, match="NIC: nope does not exist or has no address; name one of .*lo"):
         fw.Endpoint(nics=["lo", "nope"])
     fw.Endpoint(nics=["lo"]).close()
 

@@ -15,7 +15,7 @@ use zeroize::Zeroizing;
 pub struct Config {
     /// Address to listen on; `None` for an endpoint that only connects.
     pub listen: Option<SocketAddr>,
-    /// The endpoint's name for people.
+    /// Label that peers, messages and logs show.
     pub label: String,
     /// Names of the NICs to use. If empty: all NICs that share a subnet with the peer, else the NIC of the route.
     pub nics: Vec<String>,
@@ -52,7 +52,7 @@ pub(crate) struct Secret(pub Zeroizing<Vec<u8>>);
 pub(crate) struct Secrets {
     /// The secret to connect with.
     pub current: Option<Secret>,
-    /// A further secret of peers that are accepted.
+    /// A second secret with which peers are accepted, if any.
     pub also_accepted: Option<Secret>,
 }
 
@@ -61,6 +61,8 @@ impl Secret {
         Secret(Zeroizing::new(secret.into()))
     }
 
+    /// Checks the length of the secret.
+    ///
     /// # Errors
     /// [`Error::Invalid`] if the secret is shorter than `SECRET_BYTES_MIN`.
     pub fn check(&self) -> Result<()> {
@@ -141,6 +143,8 @@ impl Config {
         }
     }
 
+    /// Checks all values.
+    ///
     /// # Errors
     /// [`Error::Invalid`] for the first value that is out of range, or a missing secret.
     pub(crate) fn check(&self) -> Result<()> {

@@ -54,7 +54,7 @@ pub enum Error {
     /// A value that the caller gave cannot be used.
     #[error("{what}: {why}")]
     Invalid {
-        /// The argument or option.
+        /// The argument or option that was given.
         what: String,
         /// Why it cannot be used, and which values can.
         why: String,
@@ -99,7 +99,7 @@ pub enum Error {
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
-        /// The call, and the object it was applied to.
+        /// The call that failed, and the object it was applied to.
         what: String,
         /// The system's error message.
         message: String,
@@ -142,7 +142,7 @@ pub enum Error {
         peer: String,
         /// The cause as a value, for programs.
         cause: LossCause,
-        /// The observation, with its NICs and channels.
+        /// What this end observed, on which NICs and channels.
         why: String,
     },
     /// The peer closed the connection in an orderly way.
@@ -156,7 +156,7 @@ pub enum Error {
     ProtocolViolation {
         /// The peer's address.
         peer: String,
-        /// The violation.
+        /// The rule that the peer broke.
         why: String,
     },
     /// The peer refused an access: its region is deregistered, of another endpoint or too small, or the peer
@@ -182,7 +182,7 @@ pub enum Error {
     /// passed, such as `connect`, `accept`, `wait_notification` or `close`.
     #[error("{}{what}", stalled(waited))]
     Stalled {
-        /// The operation and its state.
+        /// The operation that waits, and its state.
         what: String,
         /// The peer's name, or the address to connect to, if there is one.
         peer: Option<String>,
@@ -192,11 +192,11 @@ pub enum Error {
     /// A transfer did not end within the caller's total timeout. The transfer continues.
     #[error("{}: {what}", unfinished(timeout))]
     TimedOut {
-        /// The operation and its state.
+        /// The operation that did not end, and its state.
         what: String,
         /// The peer's name, or the address to connect to, if there is one.
         peer: Option<String>,
-        /// The timeout.
+        /// The caller's timeout.
         timeout: Duration,
     },
     /// The endpoint belongs to the process from which this process was forked.
@@ -215,11 +215,11 @@ pub enum Error {
         "{what} is still held by {by} after {waited:.1?}: it may be stuck in the kernel or a driver, so do not reuse the memory"
     )]
     ResourceBusy {
-        /// The resource.
+        /// The resource that is still in use.
         what: String,
         /// The thread or device that uses it.
         by: String,
-        /// Time waited.
+        /// Time that was waited for the resource.
         waited: Duration,
     },
     /// One of several endpoints that work together failed, which fails all of them.
@@ -245,7 +245,7 @@ pub enum Error {
     Limit {
         /// The constant's name.
         name: &'static str,
-        /// The value of the limit.
+        /// The value of that limit.
         limit: u64,
         /// The object that reached the limit, and the fix.
         why: String,
@@ -255,7 +255,7 @@ pub enum Error {
     Internal(String),
 }
 
-/// A zero timeout polls without waiting.
+/// Formats the time without progress. A zero timeout polls without waiting.
 fn stalled(waited: &Duration) -> String {
     if waited.is_zero() { "not yet: ".into() } else { format!("no progress for {:?} on ", rounded(*waited)) }
 }
@@ -273,7 +273,7 @@ fn way_out(transport: &str) -> String {
 }
 
 impl Error {
-    /// The origin of the error.
+    /// The origin of the error, and so who can act on it.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Error::Invalid { .. } | Error::NoUsableNic { .. } => ErrorKind::Usage,

@@ -129,7 +129,7 @@ static void memory(struct pair pair) {
     USAGE(ferrywire_blocks_new(region, remote, NULL, here, NULL, 1, 3, &blocks), "local_offsets is NULL");
     USAGE(ferrywire_blocks_new(region, remote, (int64_t *)(bytes + 1), here, NULL, 1, 3, &blocks), "is misaligned");
     USAGE(ferrywire_blocks_new(region, remote, here, here, NULL, 1, SIZE_MAX, &blocks), "values exceed the address space");
-    USAGE(ferrywire_blocks_join(NULL, 0, &blocks), "none were given");
+    USAGE(ferrywire_blocks_join(NULL, 0, &blocks), "the list is empty");
     OK(ferrywire_blocks_new(region, remote, here, here, NULL, 10, 3, &blocks));
     const ferrywire_blocks *lists[2] = {blocks, NULL};
     ferrywire_blocks *joined;

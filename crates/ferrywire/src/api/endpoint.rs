@@ -301,7 +301,7 @@ impl Endpoint {
                     ConnectError::Stalled { what, peer: None, waited: timeout }
                 }
                 Some(error) => error,
-                None => Error::invalid("addresses", "none is given").into(),
+                None => Error::invalid("addresses", "the list is empty: give at least one").into(),
             }
         })
     }
@@ -468,7 +468,7 @@ impl Endpoint {
     /// region is deregistered or its last clone dropped, and nothing may rely on their values while peers
     /// can write to them.
     pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region, RegisterError> {
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller of this function.
         unsafe { self.register_user(base, bytes, None) }
     }
 
@@ -496,12 +496,13 @@ impl Endpoint {
     ) -> Result<Region, RegisterError> {
         self.check_origin()?;
         self.inner.running.start_releaser()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: promised by the caller of this function.
         unsafe { self.register_user(base, bytes, Some(owner)) }
     }
 
     /// # Safety
-    /// As of [`Endpoint::register_raw`] and [`Endpoint::register_with`].
+    /// The conditions of [`Endpoint::register_raw`] hold, or with an `owner` those of
+    /// [`Endpoint::register_with`].
     unsafe fn register_user(
         &self,
         base: *mut u8,
@@ -510,10 +511,10 @@ impl Endpoint {
     ) -> Result<Region, RegisterError> {
         self.check_origin()?;
         if base.is_null() && bytes > 0 {
-            return Err(Error::invalid("memory", "a null pointer with a size").into());
+            return Err(Error::invalid("memory", "the pointer is null, and the size is not 0").into());
         }
         let location = MemoryLocation::of(base, bytes as u64)?;
-        // SAFETY: the caller's promise; the memory location is that of the address.
+        // SAFETY: promised by the caller; the memory location is that of the address.
         let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, location, owner) }?;
         self.context().prepared.prepare(location);
         Ok(region)

@@ -23,7 +23,7 @@ use crate::error::{ConnectError, Error, Result};
 
 /// Interval between checks of connection attempts.
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
-/// Time for closing what a failed phase has left.
+/// Longest time for closing the endpoints and peers of a failed phase.
 const RETREAT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A timeout longer than any phase.
 const FAR: Duration = Duration::from_secs(365 * 86400);
@@ -245,7 +245,7 @@ impl<'a> Dial<'a> {
 
     fn dial_next(&mut self) -> Result<()> {
         let endpoint = self.all.endpoints.get(self.target.endpoint);
-        let endpoint = endpoint.ok_or_else(|| Error::invalid("target", "there is no such endpoint"))?;
+        let endpoint = endpoint.ok_or_else(|| Error::invalid("target", "no endpoint has this index"))?;
         let address = self.target.addresses.get(self.next);
         let address = *address.ok_or_else(|| Error::invalid("target", "the target has no address"))?;
         self.next += 1;
@@ -306,7 +306,7 @@ fn all_at_once<T: Send + 'static, E: Into<Error> + Send + 'static>(
     Ok(came.into_iter().flatten().collect())
 }
 
-/// The end of a timeout. A timeout that overflows the clock ends very late.
+/// When a timeout that starts now ends. One that overflows the clock ends very late.
 fn end_of(timeout: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(timeout).unwrap_or(now + FAR)

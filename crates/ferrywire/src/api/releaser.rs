@@ -24,7 +24,8 @@ use ferrywire_memory::Memory;
 const POLL_MIN: Duration = Duration::from_micros(100);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
-/// The thread that drops owners. It ends after [`Running`], once it has dropped all of them.
+/// Sends memory to the thread that drops owners. That thread ends after [`Running`], once it has dropped all
+/// owners.
 pub(crate) struct Releaser(Sender<Arc<Memory>>);
 
 impl Releaser {
@@ -35,7 +36,7 @@ impl Releaser {
         Ok(Releaser(sender))
     }
 
-    /// Takes memory without handles, which peers can no longer access.
+    /// Hands memory to the thread. No handle of the memory is left, and peers can no longer access it.
     pub fn give(&self, memory: Arc<Memory>) {
         // The thread outlives this handle. If it were gone, the memory would be dropped here.
         let _ = self.0.send(memory);
@@ -58,7 +59,7 @@ fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
             }
             Err(RecvTimeoutError::Timeout) => pause = POLL_MAX.min(pause * 2),
             Err(RecvTimeoutError::Disconnected) if draining.is_empty() => return,
-            // The endpoint is being dropped.
+            // The endpoint is being dropped, and no more memory comes: only wait for what is draining.
             Err(RecvTimeoutError::Disconnected) => thread::sleep(POLL_MIN),
         }
         draining.retain_mut(|each| {
@@ -73,13 +74,13 @@ fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
 
 struct Draining {
     memory: Arc<Memory>,
-    /// Operations used the memory before the workers were first asked. Their connections may be lost while
-    /// they drain.
+    /// Whether operations used the memory before the workers were first asked. Their connections may be lost
+    /// while they drain.
     was_used: bool,
-    /// The pending request to the workers.
+    /// The request to the workers that is not answered yet.
     asked: Option<Arc<Abandon>>,
-    /// No operation uses the memory, and since then the workers were asked again: lanes forget it, and NICs
-    /// finish sending it.
+    /// Whether the workers were asked a last time, after all operations on the memory had ended: then lanes
+    /// forget the memory, and NICs finish sending it.
     last: bool,
 }
 
@@ -92,7 +93,7 @@ impl Draining {
     fn is_free(&mut self, running: &Running) -> bool {
         let asked = self.asked.get_or_insert_with(|| worker::ask_for_region(&running.workers, &self.memory));
         if running.context().closing.load(Ordering::SeqCst) {
-            // The threads may have ended and would not answer.
+            // The worker threads may have ended and would not answer the request.
             running.workers.poll_once();
         }
         if !asked.is_answered() || self.memory.used() {

@@ -191,8 +191,8 @@ impl Transfer {
     }
 
     /// Makes a GPU stream wait, on the device, until the transfer has ended. Work enqueued later sees the
-    /// received bytes. The stream also continues after a failure, which the outcome shows. It waits for
-    /// ever only if a plugin call never returns.
+    /// received bytes. The stream also continues after a failure, which the outcome shows. It waits for ever
+    /// only if a plugin call never returns.
     ///
     /// While a stream waits, no GPU memory may be freed or unpinned in the process (`cudaFree`, PyTorch's
     /// `empty_cache`): the driver would wait for the stream, and block the threads that end the transfer. A
@@ -206,7 +206,8 @@ impl Transfer {
     /// devmem this blocks every gather on the GPU: wait for those transfers on the host, or they wait for the
     /// stream in turn. Over TCP it blocks short copies, since the driver lets the multiprocessors copy 24 KiB
     /// and less to a GPU; while a stream waits, ferrywire copies them as rectangles, which copy engines do,
-    /// except a single byte. (Tested with a stand-in for the driver; on an H200 each call alone.)
+    /// except a single byte. (The whole was tested on a simulated driver; on an H200, only each call
+    /// separately.)
     ///
     /// # Errors
     /// [`TransferError::Cuda`] if the driver fails; the stream then does not wait.

@@ -165,7 +165,7 @@ mod tests {
         let ending = peers.swap_remove(7);
         ending.notify(b"farewell").unwrap().wait(LIMIT).unwrap();
         ending.close(LIMIT).unwrap();
-        eventually("it has ended there too", || acceptor.peer_count() == peers.len());
+        eventually("the peer has ended at the far end too", || acceptor.peer_count() == peers.len());
         peers.push(connect(&dialler, &acceptor).unwrap());
         refused(connect(&dialler, &acceptor));
         let accepted = acceptor.accept(LIMIT).unwrap();
@@ -183,7 +183,7 @@ mod tests {
                 peer.notify(b"read me").unwrap().wait(LIMIT).unwrap();
             }
             peer.close(LIMIT).unwrap();
-            eventually("it has ended there too", || acceptor.peer_count() == 0);
+            eventually("the peer has ended at the far end too", || acceptor.peer_count() == 0);
         }
         let last = connect(&dialler, &acceptor).unwrap();
         last.notify(b"here").unwrap().wait(LIMIT).unwrap();
@@ -213,6 +213,6 @@ mod tests {
         let context = acceptor.downgrade();
         acceptor.close(LIMIT).unwrap();
         drop((acceptor, peer, dialler));
-        eventually("all of it is gone", || context.strong_count() == 0);
+        eventually("nothing of the peer is left", || context.strong_count() == 0);
     }
 }

@@ -26,7 +26,7 @@ pub(super) struct Incoming {
     responder: Responder<Admitter>,
     output: Vec<u8>,
     since: Duration,
-    /// Refused: the connection is closed as soon as the refusal is written.
+    /// Whether the connection was refused. It is closed as soon as the refusal is written.
     over: bool,
 }
 
@@ -46,7 +46,7 @@ pub(super) struct Accepting {
 /// Counts of refused connections.
 #[derive(Default)]
 struct Refusals {
-    /// Log lines since `minute_began`.
+    /// Log lines about refusals since `minute_began`.
     logged: u64,
     minute_began: Duration,
     /// Connections whose other end had another secret.
@@ -69,7 +69,8 @@ impl Accepting {
         self.refusals.auth_failures
     }
 
-    /// Whether nothing has to be done at a certain time.
+    /// Whether no unproven connection waits and accepting is not paused, so that the control thread need not
+    /// wake at a certain time.
     pub fn is_idle(&self) -> bool {
         self.incoming.is_empty() && self.paused_until.is_none()
     }
@@ -138,7 +139,7 @@ impl Control {
         }
     }
 
-    /// Looks up the addresses at which peers can reach this endpoint, but not for every connection.
+    /// Looks up the addresses at which peers can reach this endpoint, at most once per `REDIAL_INTERVAL`.
     fn refresh_nic_addresses(&mut self, context: &Context, now: Duration) {
         if now.saturating_sub(self.accepting.nics_seen) < limits::REDIAL_INTERVAL {
             return;
@@ -316,7 +317,8 @@ mod tests {
     use std::net::TcpStream;
     use std::time::Instant;
 
-    /// This happens when many connect at once: the first ones are displaced before they have sent anything.
+    /// When many endpoints connect at once, the first connections are displaced before they have sent
+    /// anything.
     #[test]
     fn one_whose_place_is_taken_before_it_is_heard_tries_again() {
         let builder = || Endpoint::builder().threads(0).channels(1);
@@ -334,7 +336,7 @@ mod tests {
             if let Some(result) = connecting.poll() {
                 break result.expect("the other end was busy for a moment");
             }
-            assert!(start.elapsed() < Duration::from_secs(60), "it never comes about");
+            assert!(start.elapsed() < Duration::from_secs(60), "the endpoint never connects");
         };
         assert_eq!(peer.error(), None);
     }

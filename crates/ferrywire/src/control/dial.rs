@@ -71,7 +71,7 @@ pub(super) enum DialFor {
         target: ConnectTarget,
         queue: Arc<AcceptQueue>,
         until: Duration,
-        /// Why payload is to go over the connections alone, if it is.
+        /// Why the session must not have lanes; `None` if it may.
         without: Option<String>,
     },
     Resume {
@@ -142,7 +142,8 @@ pub(super) struct Dial {
 }
 
 impl Dial {
-    /// Dials the first control connection to a peer. `without` is why no backend is to carry payload, if so.
+    /// Dials the first control connection to a peer. `without` is the reason if no backend is to carry
+    /// payload.
     ///
     /// # Errors
     /// [`Error::Invalid`] for a missing secret or a NIC that does not exist, [`Error::NoUsableNic`] if no NIC
@@ -256,7 +257,7 @@ impl Dial {
         matches!(self.what, DialFor::Resume { session: mine } if mine == session)
     }
 
-    /// Whether the result has become useless.
+    /// Whether the result of this dial is no longer of use: its session is gone, or works again.
     pub fn pointless(&self, links: &BTreeMap<u64, Link>) -> bool {
         match &self.what {
             DialFor::New { .. } => false,
@@ -321,7 +322,7 @@ pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> Conn
     }
 }
 
-/// A description of a path.
+/// Describes the path to `address` over `nic`, for messages.
 fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
     match nic {
         Some(nic) => format!("{address} over {}", nic.name),
@@ -329,8 +330,10 @@ fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
     }
 }
 
+/// Checks that each named NIC exists.
+///
 /// # Errors
-/// [`Error::Invalid`] for a name that is not among the NICs.
+/// [`Error::Invalid`] for the first name that is not among the NICs.
 pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
     let Some(missing) = names.iter().find(|name| !nics.iter().any(|nic| nic.name == **name)) else {
         return Ok(());
@@ -338,7 +341,7 @@ pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
     let mut known: Vec<&str> = nics.iter().map(|nic| nic.name.as_str()).collect();
     known.sort_unstable();
     known.dedup();
-    let why = format!("{missing} does not exist or has no address; there are {}", known.join(", "));
+    let why = format!("{missing} does not exist or has no address; name one of {}", known.join(", "));
     Err(Error::invalid("NIC", why))
 }
 

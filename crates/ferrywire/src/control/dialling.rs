@@ -50,8 +50,9 @@ impl Dialling {
         self.redials.retain(|(_, what)| comes(what));
     }
 
-    /// The number of peers connected before this one, plus an offset from the port. The offset differs
-    /// between endpoints of one process that connect one peer each.
+    /// Number by which the NICs are chosen, so that first channels are on different NICs: the peers connected
+    /// before this one, plus an offset from the port. The offset differs between endpoints of one process
+    /// that connect one peer each.
     fn count_connected(&mut self, port: u16) -> usize {
         let first = *self.first_port.get_or_insert(port);
         self.connected += 1;
@@ -257,8 +258,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// This simulates a network with latency: the kernel has no room at first. The control side used to miss
-    /// the event.
+    /// A network with latency: the kernel has no room in the socket at first. Regression: the control side
+    /// missed the event.
     #[test]
     fn a_late_connection_is_reported_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -275,14 +276,17 @@ mod tests {
             ready
         };
         near.progress();
-        assert_eq!(reported(Duration::ZERO), [], "there is room already");
+        assert_eq!(reported(Duration::ZERO), [], "the socket has room already");
         listener.accept().unwrap();
         let ready = reported(LIMIT);
-        assert!(ready.iter().any(|event| event.writable), "it came about and nobody is told: {ready:?}");
+        assert!(
+            ready.iter().any(|event| event.writable),
+            "no event reports the established connection: {ready:?}"
+        );
         near.progress();
         let (_second, from) = listener.accept().unwrap();
         assert!(from.ip().is_loopback());
-        assert_eq!(reported(Duration::ZERO), [], "what it had to say is said");
+        assert_eq!(reported(Duration::ZERO), [], "the event is reported again");
         assert!(connecting.poll().is_none());
     }
 }

@@ -48,8 +48,8 @@ pub(super) struct Lanes {
     waiting: BTreeMap<u16, Waiting>,
     /// Handles that arrived before this end's connection was established.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
-    /// For each channel, how its lanes have ended since payload last moved over any lane, and the count of
-    /// messages at that time.
+    /// For each channel, the lanes that have ended since payload last moved over any lane, and the count of
+    /// moved messages at that time.
     in_vain: BTreeMap<u16, InVain>,
     moved: u64,
 }
@@ -242,7 +242,7 @@ impl Link {
         out
     }
 
-    /// Dials a lane's connection over the NIC of the channel's own connection, and to the port of that.
+    /// Dials a lane's connection over the NIC of the channel's connection, and to its remote port.
     fn dial_lane(
         &self,
         index: u16,

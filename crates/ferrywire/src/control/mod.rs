@@ -72,9 +72,9 @@ pub(crate) struct Control {
     me: Hello,
     calls_seen: Duration,
     call_watch: CallWatch,
-    /// A caller closes the endpoint.
+    /// Whether a caller closes the endpoint.
     endpoint_closes: bool,
-    /// How the first session ended that was closed before all its transfers had finished.
+    /// How the first session ended, of those that were closed before all their transfers had finished.
     unfinished: Option<Error>,
 }
 

@@ -214,7 +214,7 @@ mod tests {
         for own_port in [7420, 7421] {
             assert_eq!(past_a_bridge(own_port, [1, 2], "10.0.1.2:7420"), std::slice::from_ref(&rail));
         }
-        // The dialled address has led there.
+        // The dialled address has led to the peer, so its path is kept.
         assert_eq!(past_a_bridge(7420, [1, 2], "172.17.0.1:7420"), [rail, ("docker0".into(), BRIDGE.into())]);
     }
 

@@ -58,7 +58,7 @@ macro_rules! family {
         }
 
         impl $family {
-            /// The origin of the error.
+            /// The origin of the error, and so who can act on it.
             pub fn kind(&self) -> ErrorKind {
                 Error::from(self.clone()).kind()
             }

@@ -34,8 +34,8 @@ fn arrays_are_checked_and_the_first_wrong_block_is_named() {
     refused(list(&[0, 991], &[0, 0], ten), "block 1", "991..1001 are outside the local region of 1000");
     refused(list(&[0, 9], &[0, 491], ten), "block 1", "491..501 are outside the remote region of 500");
     refused(list(&[i64::MAX], &[0], Lengths::Same(u64::MAX)), "block 0", "outside the local region");
-    refused(list(&[0, 1], &[0], ten), "remote offsets", "1 of them for 2");
-    refused(list(&[0], &[0], Lengths::Each(&[1, 2])), "lengths", "2 of them for 1");
+    refused(list(&[0, 1], &[0], ten), "remote offsets", "1 given for 2");
+    refused(list(&[0], &[0], Lengths::Each(&[1, 2])), "lengths", "2 given for 1");
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn lists_of_several_peers_do_not_join() {
     let (what, why) = invalid(BlockList::join(&[&theirs, &theirs, &others]));
     assert_eq!(what, "block lists");
     assert!(why.contains(&format!("pair 2 has a remote region of endpoint {}", other.identity())), "{why}");
-    assert_eq!(invalid(BlockList::join(&[])).1, "none were given");
+    assert_eq!(invalid(BlockList::join(&[])).1, "the list is empty: give at least one");
 }
 
 /// Prints what it costs; what is asserted is that a list of that size works in one operation.

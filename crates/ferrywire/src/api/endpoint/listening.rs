@@ -11,7 +11,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
 
-/// Where Linux publishes the ephemeral range.
+/// File in which Linux publishes the range of ephemeral ports.
 const EPHEMERAL_RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
 /// First port that unprivileged processes may use.
 const UNPRIVILEGED: u16 = 1024;
@@ -58,7 +58,7 @@ fn hint(
     let below = (UNPRIVILEGED..first).rev().take(PROPOSED_MAX).find(|port| is_free(*port));
     let way = match below {
         Some(port) => format!("listen on a port below it, such as {port}"),
-        None => "listen on a port outside of it".to_owned(),
+        None => "listen on a port outside that range".to_owned(),
     };
     format!(
         "; port {} lies in the range that the kernel gives to outgoing connections ({first} to {last}, sysctl \
@@ -86,6 +86,6 @@ mod tests {
         assert_eq!(said(40_000, range(), io::ErrorKind::PermissionDenied), "");
         assert_eq!(said(40_000, None, io::ErrorKind::AddrInUse), "");
         let none_below = said(40_000, Some(1024..=65_535), io::ErrorKind::AddrInUse);
-        assert!(none_below.ends_with("listen on a port outside of it"), "{none_below}");
+        assert!(none_below.ends_with("listen on a port outside that range"), "{none_below}");
     }
 }

@@ -22,7 +22,7 @@ pub struct Block {
     pub bytes: u64,
 }
 
-/// Lengths of blocks that are given by their offsets, in bytes.
+/// Lengths, in bytes, of the blocks of [`BlockList::from_offsets`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lengths<'a> {
     /// One length for all blocks.
@@ -132,13 +132,16 @@ impl BlockList {
     /// [`TransferError::Invalid`] without a list, or if the remote regions are not all of one endpoint.
     pub fn join(lists: &[&BlockList]) -> Result<BlockList, TransferError> {
         let Some(owner) = lists.first().map(|list| list.parts[0].remote.owner()) else {
-            return Err(Error::invalid("block lists", "none were given").into());
+            return Err(Error::invalid("block lists", "the list is empty: give at least one").into());
         };
         let parts: Arc<[Arc<Part>]> = lists.iter().flat_map(|list| list.parts.iter().cloned()).collect();
         match parts.iter().position(|part| part.remote.owner() != owner) {
             Some(at) => {
                 let other = parts[at].remote.owner();
-                let why = format!("pair {at} has a remote region of endpoint {other}, the first of {owner}");
+                let why = format!(
+                    "pair {at} has a remote region of endpoint {other}, and the first pair one of {owner}: join \
+                     lists of one remote endpoint"
+                );
                 Err(Error::invalid("block lists", why).into())
             }
             None => Ok(BlockList { blocks: lists.iter().map(|list| list.blocks).sum(), parts }),
@@ -230,7 +233,7 @@ fn same_count(what: &str, count: usize, blocks: usize) -> Result<()> {
     if count == blocks {
         Ok(())
     } else {
-        Err(Error::invalid(what, format!("{count} of them for {blocks} local offsets")))
+        Err(Error::invalid(what, format!("{count} given for {blocks} local offsets: give one for each")))
     }
 }
 

@@ -286,7 +286,7 @@ impl Peer {
         self.post(op)
     }
 
-    /// Checks a write, and notes if the peer will have to stage it.
+    /// Checks a write, and records that the peer stages payload if the target is GPU memory.
     fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
         self.check(source, target)?;
         if target.location() != MemoryLocation::Host && !self.state().writes_to_gpus() {
@@ -602,6 +602,8 @@ impl Peer {
         Op::new(owner, self.context().next_id(), task, pieces, memory)
     }
 
+    /// Checks that operations may be posted to the peer.
+    ///
     /// # Errors
     /// [`Error::Forked`] in a forked child, and an error if the peer is being closed.
     fn check_open(&self) -> Result<()> {
@@ -609,14 +611,19 @@ impl Peer {
         if self.state().life.closing.load(Ordering::SeqCst) { Err(self.state().gone()) } else { Ok(()) }
     }
 
+    /// Checks that transfers may use a local region.
+    ///
     /// # Errors
-    /// The region is not of this endpoint, or the transport cannot reach its memory.
+    /// [`Error::Invalid`] for a region of another endpoint or a deregistered one,
+    /// [`Error::UnsupportedMemory`] if the transport cannot reach its memory.
     fn check_local(&self, local: &Region) -> Result<()> {
         self.check_open()?;
         local.belongs_to(self.context().identity)?;
         self.context().check_reach(local.location(), "local")
     }
 
+    /// Checks that the peer is not lost.
+    ///
     /// # Errors
     /// The peer's error if it is lost. Its channels may still be open for a moment.
     fn check_there(&self) -> Result<()> {
@@ -653,7 +660,10 @@ fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Resul
 
 fn message_behind_bytes(message: Option<&[u8]>) -> Result<Box<[u8]>> {
     if message.is_some_and(<[u8]>::is_empty) {
-        return Err(Error::invalid("notification", "an empty one cannot go with a write: give it a byte"));
+        return Err(Error::invalid(
+            "notification",
+            "an empty notification cannot follow a write: give it at least one byte",
+        ));
     }
     message.map_or_else(|| Ok(Box::default()), checked_message)
 }

@@ -5,7 +5,7 @@ use ferrywire_proto::operation::{Piece, Pieces};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// The caller that closed the peer found nothing in flight, and got a timeout at once.
+/// Regression: a close that raced with a post found nothing in flight, and failed at once as timed out.
 #[test]
 fn a_post_that_races_with_a_close_is_refused() {
     let builder = || crate::Endpoint::builder().channels(1);
@@ -23,7 +23,7 @@ fn a_post_that_races_with_a_close_is_refused() {
     assert_eq!(near.close(LONG), Ok(()));
 }
 
-/// With the receive counted as deep bulk, threads would sleep while it waits, and each message would have to
+/// If the receive counted as deep bulk, threads would sleep while it waits, and each message would have to
 /// wake them.
 #[test]
 fn an_unmatched_receive_is_no_deep_bulk() {
@@ -43,7 +43,8 @@ fn an_unmatched_receive_is_no_deep_bulk() {
     assert!(!near.state().in_deep_bulk() && !far.state().in_bulk());
 }
 
-/// A notification that arrived, and the loss of its peer, between two checks: the waiter received the loss alone.
+/// Regression: when a notification arrived and its peer was lost between two checks, the waiter received only
+/// the loss.
 #[test]
 fn a_notification_that_arrives_while_its_peer_is_lost_goes_before_the_error() {
     let (arrived, lost) = (Cell::new(0), Cell::new(false));

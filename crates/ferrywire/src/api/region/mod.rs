@@ -94,14 +94,14 @@ impl Drop for Registration {
         // release it now.
         let already_revoked = self.memory.revoked();
         if !already_revoked && let Err(error) = self.end(self.memory.user_owned()) {
-            tracing::error!(%error, "a dropped region could not be released");
+            tracing::error!(%error, "the memory of a dropped region could not be released");
         }
         if self.memory.user_owned() && self.memory.used() {
             self.memory.let_user_free_it();
             if let Some(Err(error)) =
                 self.home.upgrade().map(|home| home.interrupt(&self.memory, !already_revoked))
             {
-                tracing::error!(%error, "a dropped region may still be read");
+                tracing::error!(%error, "the memory of a dropped region may still be read");
             }
         }
     }
@@ -132,7 +132,7 @@ impl Region {
     }
 
     /// # Safety
-    /// As of [`RegionTable::insert_user`].
+    /// The conditions of [`RegionTable::insert_user`] hold.
     pub(crate) unsafe fn user(
         home: &Arc<dyn RegionHome>,
         base: *mut u8,
@@ -140,7 +140,7 @@ impl Region {
         location: MemoryLocation,
         owner: Option<Owner>,
     ) -> Result<Region> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         Ok(Region::of(home, unsafe { home.regions().insert_user(base, len, location, owner) }?))
     }
 
@@ -164,6 +164,8 @@ impl Region {
         Ok(())
     }
 
+    /// Checks that a range lies inside the region. `side` names the region in the error.
+    ///
     /// # Errors
     /// [`Error::OutOfRegion`] if the range is not inside the region.
     pub(crate) fn check(&self, side: &'static str, offset: u64, len: u64) -> Result<()> {

@@ -52,7 +52,8 @@ impl RegionPattern {
         let done = self.region.memory().while_it_stays(|| {
             match &self.by {
                 By::Sim(sim) => sim.fill(parts)?,
-                // SAFETY: inside of a region of this GPU, whose memory stays until this has returned.
+                // SAFETY: the parts lie inside a region of this GPU, whose memory stays until the call has
+                // returned.
                 By::Cuda(cuda) => unsafe { cuda.fill_parts(&parts) }?,
             }
             Ok(())
@@ -70,7 +71,8 @@ impl RegionPattern {
         let done = self.region.memory().while_it_stays(|| {
             Ok(match &self.by {
                 By::Sim(sim) => sim.first_difference(parts)?,
-                // SAFETY: as above.
+                // SAFETY: the parts lie inside a region of this GPU, whose memory stays until the call has
+                // returned.
                 By::Cuda(cuda) => unsafe { cuda.first_difference_of_parts(&parts) }?,
             })
         });
@@ -137,7 +139,7 @@ mod tests {
         assert!(RegionPattern::of(&end.alloc_host(100).unwrap()).unwrap().is_none());
     }
 
-    /// The memory used to be written although its user had it back.
+    /// Regression: the pattern was written to memory that had been deregistered.
     #[test]
     fn memory_that_was_deregistered_is_not_touched() {
         let end = Endpoint::builder().build().unwrap();

@@ -9,7 +9,7 @@ use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 
 const DESCRIPTOR_VERSION: u8 = 2;
-/// Version, owner, key, length, kind of memory location, GPU index.
+/// Size of an encoded descriptor in bytes: version, owner, key, length, kind of memory location, GPU index.
 const DESCRIPTOR_BYTES: usize = 1 + 16 + 8 + 8 + 1 + 2;
 
 /// A region of another endpoint. A plain value: it does not keep the region registered.

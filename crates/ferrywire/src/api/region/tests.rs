@@ -71,14 +71,14 @@ fn a_users_gpu_memory_is_recognised_by_its_address() {
     let end = endpoint();
     let gpu = SimGpu::open(1).unwrap();
     let buffer = gpu.alloc(10_000, 4096).unwrap();
-    // SAFETY: freed while it is registered, on purpose: only `read_at` accesses it then.
+    // SAFETY: the buffer is freed while it is registered, on purpose: after that only `read_at` accesses it.
     let region = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9900) }.unwrap();
     assert_eq!(region.location(), MemoryLocation::SimGpu(1));
     region.write_at(0, &[3; 9900]).unwrap();
     assert_eq!(gpu.read_to_vec(buffer.address() + 99, 2).unwrap(), [0, 3]);
     let address = buffer.address() + 100;
     let outside = SimGpuError::OutOfRange { address, bytes: 9901, base: buffer.address(), len: 10_000 };
-    // SAFETY: refused.
+    // SAFETY: the registration is refused, so nothing accesses the memory.
     let refused = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9901) };
     assert_eq!(refused.unwrap_err(), RegisterError::SimGpu(outside));
     drop(buffer);

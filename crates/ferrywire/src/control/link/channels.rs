@@ -81,7 +81,7 @@ impl ChannelState {
         matches!(self, ChannelState::Down { .. })
     }
 
-    /// Whether a connection is being set up.
+    /// Whether a connection of the channel is being set up.
     pub fn is_coming(&self) -> bool {
         use ChannelState::{Announced, Dialling, Expected, Lane};
         matches!(self, Announced { .. } | Expected { .. } | Dialling | Lane)

@@ -174,9 +174,9 @@ impl Link {
         }
     }
 
-    /// Sends the last message of this end. The session ends with `last_words` once that has arrived, or after
-    /// a heartbeat interval. If it `resumes`, the session is resumed for the message within the time of the
-    /// close.
+    /// Sends this end's goodbye. The session ends with the error `last_words` once the goodbye has arrived,
+    /// or after a heartbeat interval. With `resumes`, a lost session is resumed to deliver the goodbye,
+    /// within the time of the close.
     fn send_goodbye(
         &mut self,
         cause: GoodbyeCause,
@@ -206,7 +206,8 @@ impl Link {
         }
     }
 
-    /// When a farewell for which the session may be resumed is given up.
+    /// When the attempts to deliver a goodbye over a resumed session end; `None` if the session must not be
+    /// resumed for it.
     fn farewell_by(&self, farewell: &Farewell) -> Option<Duration> {
         match self.closing.limit {
             _ if !farewell.resumes => None,
@@ -216,7 +217,7 @@ impl Link {
         }
     }
 
-    /// Whether the session has to be resumed for the last message; `None` where it must not.
+    /// Whether the session has to be resumed to deliver the goodbye; `None` if it must not be.
     pub(super) fn farewell_is_stuck(&self, now: Duration) -> Option<bool> {
         match &self.stage {
             Stage::Leaving { farewell, .. } if farewell.resumes => {
@@ -356,7 +357,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// The other end used to report a peer that was lost.
+    /// Regression: the other end reported a lost peer.
     #[test]
     fn a_goodbye_whose_connection_was_lost_just_before_arrives_over_another() {
         for accepting_end_closes in [false, true] {
@@ -390,8 +391,8 @@ mod tests {
         }
     }
 
-    /// The transfers of a channel that ends between the decision and the end of the session fail with the
-    /// decision's reason.
+    /// When a channel ends between the decision to end the session and the session's end, its transfers fail
+    /// with the reason of that decision.
     #[test]
     fn transfers_lost_during_a_goodbye_fail_for_its_reason() {
         let builder = || Endpoint::builder().threads(0).channels(2);
@@ -403,7 +404,7 @@ mod tests {
         });
         let since = Instant::now();
         while !peer.stats().channels.iter().all(|channel| channel.alive) {
-            assert!(since.elapsed() < LIMIT, "a channel does not come about");
+            assert!(since.elapsed() < LIMIT, "a channel is never set up");
             near.progress();
             far.progress();
         }
@@ -411,8 +412,8 @@ mod tests {
         const BYTES: usize = 64 << 20;
         let (source, target) = (near.alloc_host(BYTES).unwrap(), far.alloc_host(BYTES).unwrap());
         let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-        // The engine chooses the channel. A socket that is not read may take no more than this at first, if
-        // the kernel is busy.
+        // The engine chooses the channel. An unread socket may take no more than this at first, if the kernel
+        // is busy.
         let sends = || peer.stats().channels.iter().position(|channel| channel.sent_bytes >= 10_000);
         let lost = loop {
             assert!(since.elapsed() < LIMIT, "nothing is sent");
@@ -434,11 +435,7 @@ mod tests {
         };
         running.with_control(part);
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);
-        assert_eq!(
-            again.unwrap_err(),
-            why.clone().into(),
-            "there are channels still, and nothing is accepted for them"
-        );
+        assert_eq!(again.unwrap_err(), why.clone().into(), "channels are left that accept no operations");
         assert!(peer.stats().channels[1 - lost].alive);
         // When `close` returns that the peer is lost, none of its transfers is in flight.
         assert_eq!(peer.close(LIMIT), Err(why.clone()));

@@ -26,7 +26,7 @@ impl Link {
         let record = &mut self.channels[index];
         record.close_generation(generation);
         let state = record.take();
-        debug_assert!(state.is_up(), "only a worker loses a channel, and it has those that are up");
+        debug_assert!(state.is_up(), "a channel was lost that no worker had");
         if dying {
             record.go_down(generation, Duration::MAX);
             return self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
@@ -52,12 +52,12 @@ impl Link {
             placed: remains.placed,
             refused,
             cause,
-            // The peer knows its own words.
+            // The peer already knows the reason that it gave itself.
             reason: if cause == FenceCause::Answer { lane_state } else { why },
         };
         self.say(message, now);
         self.peer.choose_home();
-        // Frames queued for the old home worker are for the new one, which may sleep.
+        // The frames queued for the old home worker now belong to the new one, which may sleep.
         self.peer.home().rouse();
         if let ChannelState::Up { peer_fence: Some(theirs) } = state {
             self.resolve(index, theirs, now);

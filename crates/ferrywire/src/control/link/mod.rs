@@ -65,11 +65,11 @@ pub(super) struct Link {
     pub(super) lanes: Lanes,
     stage: Stage,
     closing: Closing,
-    /// Why the session ends, until the pass acts on it.
+    /// Why the session is to end; the current pass acts on it.
     ending: Option<Error>,
     /// The last connection failure, added to the error it leads to.
     last_trouble: Option<Error>,
-    /// Since when only copies of short messages to a GPU delay the end.
+    /// Since when the end of the session waits only for copies of short messages to a GPU.
     placing_since: Option<Duration>,
     /// Changes of this host's NICs that the channels have taken into account.
     nic_changes: u64,
@@ -77,7 +77,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Creates the connecting end's link, after its handshake.
-    #[expect(clippy::too_many_arguments, reason = "each is a different fact, and one caller names them")]
+    #[expect(clippy::too_many_arguments, reason = "the values are unrelated, and one caller passes them")]
     pub fn connected(
         workers: Arc<Workers>,
         dialled_before: usize,
@@ -120,7 +120,7 @@ impl Link {
         Link::new(workers, conn, remote, established, Role::Acceptor(acceptor), awaited, me, now)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
+    #[expect(clippy::too_many_arguments, reason = "the values are unrelated, and two callers pass them")]
     fn new(
         workers: Arc<Workers>,
         conn: Box<dyn Conn>,
@@ -138,8 +138,8 @@ impl Link {
         } else {
             format!("{remote} ({})", peer_hello.label)
         };
-        // If the boot ids are unknown, the ends count as one host where their addresses do: some plugins end
-        // the process on that.
+        // If a boot id is unknown, the ends count as one host where their addresses do: some plugins end the
+        // process when both ends are on one host.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
         let (backend, refused) = backend_of(context, &config, same_host);
         let (transport, transport_reason) = transport_of(context, backend.as_ref(), &config);
@@ -148,7 +148,7 @@ impl Link {
         if let (Some(protection), Some(_)) = (protection, &backend) {
             tracing::warn!(
                 peer = name,
-                "not protected by {protection}, which both ends prefer: payload goes over lanes"
+                "data connections are not protected by {protection}, which both ends prefer, because payload goes over lanes"
             );
         }
         let info = PeerInfo {
@@ -318,8 +318,8 @@ impl Link {
         worked | self.write(now)
     }
 
-    /// Whether no short message is copied to a GPU any more. No channel polls these copies now. A GPU that does not
-    /// finish them is not waited for.
+    /// Whether no short message is being copied to a GPU any more. Channels no longer poll these copies, so
+    /// this does, until `GPU_ABANDON_TIMEOUT`.
     fn placed_last(&mut self, now: Duration) -> bool {
         self.peer.end_placed();
         if !self.peer.messages.any() {

@@ -195,7 +195,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// The old answer made the session fail at the next silence, before any path was tried.
+    /// Regression: an old refusal made the session fail at the next silence, before any path was tried.
     #[test]
     fn a_refused_resumption_says_nothing_once_the_peer_is_heard_again() {
         let builder = || Endpoint::builder().threads(0).channels(1);

@@ -323,7 +323,8 @@ impl Link {
         self.dials() && self.channels.back_off()
     }
 
-    /// Dials channels at once whose paths have led nowhere: the network has changed. `changes` is how often.
+    /// Dials at once the channels that back off, because the NICs of this host have changed. `changes` is the
+    /// number of changes so far.
     pub fn restart_backoff(&mut self, changes: u64, now: Duration) {
         if std::mem::replace(&mut self.nic_changes, changes) != changes {
             self.channels.restart_backoff(now);

@@ -30,9 +30,10 @@ pub(super) enum Stage {
 pub(super) struct Farewell {
     /// From this time on the connection counts as dead.
     pub until: Duration,
-    /// The session may be resumed for the message, up to the time of the close.
+    /// Whether the session may be resumed for the message, up to the time of the close.
     pub resumes: bool,
-    /// A connection took the message. If the peer closes that connection, it has the message or is gone.
+    /// Whether a connection took the message. If the peer closes that connection, it has the message or is
+    /// gone.
     pub sent: bool,
 }
 
@@ -40,9 +41,9 @@ pub(super) struct Farewell {
 pub(super) struct Settling {
     pub awaited: Awaited,
     pub since: Duration,
-    /// A data connection was dialled and not established.
+    /// Whether a data connection was dialled and not established.
     pub dial_failed: bool,
-    /// Lanes are optional on both ends, as far as this end knows.
+    /// Whether lanes are optional on both ends, as far as this end knows.
     pub lanes_optional: bool,
 }
 
