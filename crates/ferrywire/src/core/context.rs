@@ -69,7 +69,7 @@ impl Context {
         }
     }
 
-    /// The secrets in force.
+    /// Returns a copy of the secrets in use.
     pub fn secrets(&self) -> Secrets {
         self.secrets.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

@@ -149,7 +149,7 @@ impl Inbound {
         self.lock().take_notification()
     }
 
-    /// Whether a notification waits, or none will come any more.
+    /// Whether a notification waits, or no more notification can come.
     pub fn has_notification(&self) -> bool {
         self.lock().has_notification()
     }

@@ -32,7 +32,7 @@ pub(crate) enum Task {
         number: u64,
         /// The peer's sink, once an announced send is matched; 0 before.
         sink: AtomicU64,
-        /// The send left the queue before any chunk of it was cut.
+        /// Whether the send left the queue before any chunk of it was cut.
         uncut: AtomicBool,
     },
     /// Answers a peer's read: writes to the peer's sink from `start` on, in bytes.
@@ -72,10 +72,10 @@ impl Family {
     }
 }
 
-/// The end of an operation.
+/// The state that ends an operation, and the waiters for it.
 #[derive(Default)]
 struct End {
-    /// `running -> done | failed`.
+    /// The state: `running -> done | failed`.
     state: AtomicU8,
     cancelled: AtomicBool,
     error: OnceLock<Box<Error>>,
@@ -481,8 +481,8 @@ mod tests {
         Op::new(no_owner(), 1, task, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None)
     }
 
-    /// A lost connection that a NIC still reads for kept a reference to the child, and the parent did not end
-    /// before it was dropped.
+    /// Regression: a lost connection that a NIC still read kept a reference to the child, and the parent did
+    /// not end before that reference was dropped.
     #[test]
     fn a_parent_ends_with_its_children_whatever_still_refers_to_them() {
         let mut parent = op(Task::Write { region: 1 });
@@ -493,7 +493,7 @@ mod tests {
         let child = Hold::new(child);
         let (parent_seen, child_seen) = (Arc::clone(&parent), Arc::clone(&child));
         drop(parent);
-        assert!(!parent_seen.ended(), "its child has not ended");
+        assert!(!parent_seen.ended(), "the parent ended before its child");
         drop(child);
         assert!(child_seen.ended() && parent_seen.ended());
     }

@@ -49,7 +49,7 @@ impl StreamEvent {
     /// `stream` is a live stream of this GPU's primary context, or null.
     pub unsafe fn after_raw_stream(gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<StreamEvent> {
         let event = CudaEvent::new(gpu)?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         unsafe { event.record_raw(stream) }?;
         Ok(StreamEvent(Mark::Cuda(Arc::new(event))))
     }
@@ -69,7 +69,7 @@ impl StreamEvent {
         Ok(StreamEvent(Mark::Sim(Arc::new(event))))
     }
 
-    /// Whether both are clones of one event.
+    /// Whether both events are clones of one event.
     pub(crate) fn is_same(&self, other: &StreamEvent) -> bool {
         match (&self.0, &other.0) {
             (Mark::Sim(mine), Mark::Sim(theirs)) => Arc::ptr_eq(mine, theirs),

@@ -44,18 +44,18 @@ pub(crate) struct SendQueue {
     waiting_beside_bulk: AtomicUsize,
     /// Bytes of bulk operations that are not cut into chunks yet.
     bulk_bytes: AtomicU64,
-    /// Whether read requests wait for earlier reads to be answered.
+    /// Whether read requests are kept back until earlier reads are answered.
     keeps_back: AtomicBool,
     pub chunk_bytes: usize,
-    /// Bytes of small operations with which a channel is busy.
+    /// Bytes of small operations in its window from which a channel counts as busy.
     pub small_fill_bytes: u64,
     pub crc: bool,
-    /// How often the outbox was locked.
+    /// Number of times that the outbox was locked.
     #[cfg(test)]
     pub locks: AtomicUsize,
 }
 
-/// A numbered operation, with its hold unless that is queued.
+/// A numbered operation, and its hold unless the queue has it.
 type Posted = (Arc<Op>, Option<Hold>);
 
 fn read_of(op: &Op) -> Read {
@@ -97,8 +97,9 @@ impl SendQueue {
         outbox
     }
 
-    /// Locks the outbox for a pull. Returns `None` once the pull would take nothing, unless it `posts`: idle
-    /// threads try all the time, and while one of them has the lock it may take everything.
+    /// Locks the outbox for a pull. Returns `None` once the pull would take nothing, unless the pull `posts`
+    /// an operation: idle threads try all the time, and while one of them has the lock it may take
+    /// everything.
     fn lock_for(&self, posts: bool, pull: &Pull) -> Option<MutexGuard<'_, Outbox<Hold>>> {
         if posts {
             return Some(self.lock());
@@ -147,12 +148,12 @@ impl SendQueue {
         self.bulk_bytes.load(Ordering::Relaxed)
     }
 
-    /// Items that wait to be pulled.
+    /// Number of items that wait to be pulled.
     pub fn waiting(&self) -> usize {
         self.waiting.load(Ordering::SeqCst)
     }
 
-    /// Queued frames of the engine's own, such as answers to the peer.
+    /// Number of queued frames of the engine's own, such as answers to the peer.
     pub fn answers_waiting(&self) -> usize {
         self.lock().answers_len()
     }
@@ -298,8 +299,8 @@ impl SendQueue {
         }
     }
 
-    /// Notes that the peer has this frame. A numbered frame may release others that were too far ahead. True
-    /// if it did.
+    /// Notes that the peer has this frame. A numbered frame may release others that were too far ahead.
+    /// Returns true if it released any.
     pub fn had(&self, header: &Header) -> bool {
         if !is_numbered(header) {
             return false;
@@ -444,12 +445,14 @@ impl Entry {
         }
     }
 
-    /// Whether the payload must be read from memory that its user may have freed; false if a ring has it.
+    /// Whether the payload must be read from memory that its user may have freed; false if a staging ring
+    /// holds the payload.
     pub fn is_gone(&self) -> bool {
         self.staged.is_none() && self.is_of_gone_memory()
     }
 
-    /// Whether the payload comes from memory that its user may have freed, even if a ring has it now.
+    /// Whether the payload comes from memory that its user may have freed, even if a staging ring holds the
+    /// payload now.
     pub fn is_of_gone_memory(&self) -> bool {
         self.payload().is_some_and(|(memory, _)| memory.is_gone())
     }
@@ -496,7 +499,10 @@ impl Entry {
             for (offset, len) in ranges.filter(|_| self.staged.is_none()) {
                 match memory.span(offset, len) {
                     Some(base) => each(base, len as usize),
-                    None => debug_assert!(false, "pieces are checked when an operation is posted"),
+                    None => debug_assert!(
+                        false,
+                        "a piece lies outside its memory, although pieces are checked when an operation is posted"
+                    ),
                 }
             }
         }
@@ -541,8 +547,8 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    /// Idle threads pull all the time: on 32 cores they kept each other from the lock, and messages of 256 KiB moved at
-    /// half of the rate.
+    /// Idle threads pull all the time. Regression: on 32 cores they kept each other from the lock, and
+    /// messages of 256 KiB moved at half of the rate.
     #[test]
     fn a_pull_that_may_take_nothing_takes_no_lock() {
         let queue = SendQueue::new(1 << 20, 1 << 18, false);
@@ -589,11 +595,11 @@ mod tests {
         let ending = queue.clone();
         let thread = thread::spawn(move || {
             ending.ended(&first);
-            reported.send(()).expect("it is heard");
+            reported.send(()).expect("the test waits for the report");
         });
-        hears.recv_timeout(LIMIT).expect("it ends while the queue is locked");
+        hears.recv_timeout(LIMIT).expect("the write ends while the queue is locked");
         drop(locked);
-        thread.join().expect("it has ended");
+        thread.join().expect("the thread has ended");
         // The last write that the notification waits for releases it.
         assert!(queue.post(op(4, Task::Notify)));
         queue.ended(&second);

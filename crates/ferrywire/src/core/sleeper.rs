@@ -34,19 +34,19 @@ pub(crate) struct Sleeper {
     pub index: usize,
     waker: Waker,
     activity: AtomicU8,
-    /// A caller that polls inline sleeps in the kernel on the worker's sockets.
+    /// Whether a caller that polls inline sleeps in the kernel on the worker's sockets.
     pub owner_asleep: AtomicBool,
-    /// The parked thread checks rarely, because a caller sleeps as the owner.
+    /// Whether the parked thread checks rarely, because a caller sleeps as the owner.
     long_park: AtomicBool,
-    /// A caller polls inline.
+    /// Whether a caller polls inline.
     driven_by_caller: AtomicBool,
     passive_waiters: AtomicU32,
-    /// The thread sleeps without a timeout.
+    /// Whether the thread sleeps without a timeout.
     pub dozes: AtomicBool,
     thread: OnceLock<Thread>,
     /// Number of the worker's channels that have lanes.
     lanes: AtomicUsize,
-    /// The thread is asked to pin itself to its core at its next pass.
+    /// Whether the thread is asked to pin itself to its core at its next pass.
     keep_to_core: AtomicBool,
 }
 
@@ -181,8 +181,8 @@ impl Sleeper {
         }
     }
 
-    /// Whether newly posted work needs no wake-up: a caller polls inline, or did just now, and does not sleep
-    /// on the sockets. If no caller comes back, the thread polls within a tick.
+    /// Whether newly posted work needs no wake-up: a caller polls inline, or did until just now, and does not
+    /// sleep on the sockets. If no caller polls again, the thread polls within a tick.
     pub fn may_leave_behind(&self) -> bool {
         if self.activity() != Activity::Parked || self.owner_asleep.load(Ordering::SeqCst) {
             return false;

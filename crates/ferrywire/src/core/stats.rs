@@ -29,7 +29,7 @@ struct HealthCounters {
     rtt_us: AtomicU64,
     mss_bytes: AtomicU32,
     retransmits: AtomicU32,
-    /// Retransmits of earlier connections, as far as they were read.
+    /// Retransmits of earlier connections, as last read from the kernel.
     past_retransmits: AtomicU64,
     congestion_window_bytes: AtomicU64,
     unsent_bytes: AtomicU32,
@@ -38,7 +38,7 @@ struct HealthCounters {
 }
 
 impl HealthCounters {
-    /// Retransmits of all connections: the current one alone would make a counter shrink.
+    /// Retransmits of all connections. Those of the current one alone would make a counter shrink.
     fn all_retransmits(&self) -> u64 {
         let current = u64::from(self.retransmits.load(Ordering::Relaxed));
         self.past_retransmits.load(Ordering::Relaxed) + current
@@ -56,10 +56,10 @@ pub(crate) struct ChannelCounters {
     /// Bytes in the window. [`NO_BACKLOG`] while the channel takes no frames, so that it never is the least
     /// loaded.
     pub backlog: AtomicU64,
-    /// The channel has room for small operations, so the channels after it take none.
+    /// Whether the channel has room for small operations, so that the channels after it take none.
     pub has_small_room: AtomicBool,
     pub generation: AtomicU32,
-    /// Connections after the first one.
+    /// Number of connections after the first one.
     reconnects: AtomicU32,
     pub alive: AtomicBool,
     pub zero_copy: AtomicBool,
@@ -146,13 +146,13 @@ impl StagingCounters {
 /// Counters of a channel's lane, over all its connections.
 #[derive(Default)]
 pub(crate) struct LaneCounters {
-    /// Most sends posted at once.
+    /// Largest number of sends posted at once.
     pub sends_most: AtomicU64,
     pub receives_most: AtomicU64,
     /// Results of the current connection that reported that the peer may be closing.
     pub closing_results: AtomicU64,
     pub setup_us: AtomicU64,
-    /// Messages that have arrived here, or that the peer has acknowledged.
+    /// Number of messages that have arrived at this end, or that the peer has acknowledged.
     pub moved: AtomicU64,
     /// The windows of the current connection, in requests.
     pub sends: Occupancy,
@@ -209,7 +209,7 @@ impl ChannelCounters {
         self.note_buffers(conn);
     }
 
-    /// The path's RTT and MSS change while a connection runs.
+    /// Stores the kernel's report: RTT and MSS of the path change while a connection runs.
     pub fn note_health(&self, health: &PathHealth) {
         self.health.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         self.health.mss_bytes.store(health.mss_bytes, Ordering::Relaxed);
@@ -306,9 +306,9 @@ pub struct LaneStats {
     pub device: i32,
     /// The device's own name.
     pub device_name: String,
-    /// Most sends posted at once so far.
+    /// Largest number of sends posted at once so far.
     pub max_outstanding_sends: u64,
-    /// Most receives at once so far that were posted, or finished and not reused.
+    /// Largest number of receives so far that were posted at once, or finished and not reused.
     pub max_outstanding_receives: u64,
     /// How often the plugin reported that the peer may be closing. Harmless if all messages arrived.
     pub closing_results: u64,
@@ -350,13 +350,13 @@ pub struct StagingStats {
 /// Figures of one channel of a peer.
 #[derive(Clone, Debug)]
 pub struct ChannelStats {
-    /// The channel's number; both ends use one number.
+    /// Index of the channel, the same at both ends.
     pub index: u16,
     /// Name of the local NIC when the connection was made, or its address if it has no known name.
     pub nic: String,
-    /// Local address.
+    /// Local address of the connection.
     pub local: SocketAddr,
-    /// The peer's address.
+    /// Remote address of the connection.
     pub remote: SocketAddr,
     /// Whether the channel is connected.
     pub alive: bool,

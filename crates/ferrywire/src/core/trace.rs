@@ -30,7 +30,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 static ON: AtomicBool = AtomicBool::new(false);
 static EVENTS: OnceLock<ArrayQueue<Event>> = OnceLock::new();
-/// Events that were kept so far, and those that were not.
+/// Number of events kept for the file so far; `DROPPED` counts those that found the queue full.
 static KEPT: AtomicU64 = AtomicU64::new(0);
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 static CHANNELS: Mutex<BTreeMap<Track, ChannelName>> = Mutex::new(BTreeMap::new());
@@ -78,7 +78,7 @@ impl Track {
     }
 }
 
-/// What the trace says of a channel.
+/// How the trace names a channel.
 pub(crate) struct ChannelName {
     pub peer: String,
     pub index: u16,
@@ -109,7 +109,7 @@ pub(crate) enum Direction {
 pub(crate) struct Row {
     track: Track,
     stage: Stage,
-    /// Which of the channel's GPUs.
+    /// Index of the GPU among those of the channel.
     number: usize,
 }
 
@@ -128,7 +128,7 @@ impl Row {
     }
 }
 
-/// When a chunk began, and on which channel.
+/// When a chunk began, and the channel that carries it.
 #[derive(Clone, Copy)]
 pub(crate) struct ChunkStart {
     track: Track,
@@ -197,7 +197,7 @@ fn trace() -> MutexGuard<'static, Trace> {
     TRACE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An endpoint's share in the trace: the file ends when the last one is dropped.
+/// Keeps the trace open for one endpoint: the file ends when the last of these is dropped.
 pub(crate) struct Tracing {
     process: u32,
 }
@@ -209,7 +209,7 @@ pub(crate) struct Tracing {
 pub(crate) fn start() -> Result<Option<Tracing>> {
     let Some(name) = std::env::var_os(VARIABLE).filter(|name| !name.is_empty()) else { return Ok(None) };
     let process = std::process::id();
-    // A forked child has neither the thread nor its locks in a known state.
+    // A forked child has no trace thread, and the locks are in an unknown state.
     let began = PROCESS.compare_exchange(0, process, Ordering::SeqCst, Ordering::SeqCst);
     if began.is_err_and(|other| other != process) {
         ON.store(false, Ordering::SeqCst);
@@ -258,7 +258,9 @@ impl Drop for Tracing {
                 match ended.recv_timeout(END_TIMEOUT) {
                     Ok(file) => State::Ended(file),
                     Err(_) => {
-                        tracing::warn!("{VARIABLE}: the file is not complete: writing takes too long");
+                        tracing::warn!(
+                            "{VARIABLE}: the trace file is not complete: writing it takes too long"
+                        );
                         State::Lost
                     }
                 }

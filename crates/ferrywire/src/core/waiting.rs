@@ -58,7 +58,8 @@ pub(crate) struct WaitList {
 }
 
 impl WaitList {
-    /// Adds a waiter, once. If `is_there` returns true, the event has happened, and all waiters are woken.
+    /// Adds a waiter, unless it is in the list. If `is_there` returns true, the event has happened, and all
+    /// waiters are woken.
     pub fn add(&self, handle: WakeHandle, is_there: impl FnOnce() -> bool) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|other| !other.is_gone());

@@ -42,13 +42,13 @@ pub(super) struct Receiver {
     pub landing: Option<Landing>,
     refusal: Option<Refusal>,
     pub acks: Acks,
-    /// When the last frame came of an operation that counts as deep bulk by its size.
+    /// When the last frame came of an operation so large that it counts as deep bulk.
     pub bulk_since: Option<Instant>,
     /// Bytes of the last frame's header and placements if its payload was large, else 0.
     bulk_header_bytes: usize,
-    /// The connection holds bytes that it has read from the socket.
+    /// Whether the connection holds bytes that it has read from the socket and not delivered.
     holds_more: bool,
-    /// The record whose rest is awaited.
+    /// The wait for the rest of a record, if a part of one has come.
     rest: Option<Rest>,
     /// When the header came, for a trace.
     chunk: Option<ChunkStart>,
@@ -59,11 +59,11 @@ struct Rest {
     /// Bytes received so far, and when the last of them came.
     received: u64,
     since: Duration,
-    /// When this was last checked.
+    /// When the wait was last checked.
     checked: Duration,
 }
 
-/// Time between two checks after which this process has not looked meanwhile.
+/// Time between two checks after which this process counts as having been paused.
 const PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -103,7 +103,7 @@ impl Channel {
         Ok(moved)
     }
 
-    /// Whether bytes are here that no event of the socket announces.
+    /// Whether bytes have been received that no event of the socket announces.
     pub fn has_received(&self) -> bool {
         self.receiver.holds_more && !self.payload.is_stalled() && !self.payload.stream_ended()
     }
@@ -133,7 +133,7 @@ impl Channel {
         let limit = limits::RECORD_REST_TIMEOUT.max(self.peer.context().config.peer_timeout);
         (waited > limit).then(|| {
             let waited = waited.as_secs_f64();
-            format!("the rest of a record did not come within {waited:.0} s: removed on its way, or the peer stands still")
+            format!("the rest of a record did not come within {waited:.0} s: removed on its way, or the peer is stopped")
         })
     }
 
@@ -384,7 +384,7 @@ impl Receiver {
         out.iter().map(|piece| piece.len).sum()
     }
 
-    /// Bytes to receive into the scratch buffer behind the direct pieces.
+    /// Number of bytes to receive into the scratch buffer behind the direct pieces.
     fn tail_bytes(&self) -> usize {
         match self.stage {
             Stage::Body if self.body.is_thrown_away() => self.body.left(),
@@ -539,9 +539,9 @@ pub(super) fn check_crc(expected: u32, computed: u32) -> io::Result<()> {
 pub(super) struct Body {
     /// Targets of the current part. If empty, its bytes are discarded.
     pub pieces: Vec<IoVec>,
-    /// Index of the first piece that is not full.
+    /// Index of the first piece that is not full yet.
     next: usize,
-    /// Bytes that are still to be received, of the body and of the current part.
+    /// Bytes still to be received: of the body, and (`part_left`) of the current part.
     left: usize,
     part_left: usize,
     /// The notification or message that follows the payload.
@@ -578,7 +578,7 @@ impl Body {
         self.pieces.push(piece);
         let message = message.unwrap_or(0);
         self.part_left = piece.len + message;
-        debug_assert!(self.part_left <= self.left, "parts are as long as the body");
+        debug_assert!(self.part_left <= self.left, "a part is longer than the rest of the body");
         if message > 0 {
             self.expect_message(message);
         }

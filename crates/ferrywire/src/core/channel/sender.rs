@@ -52,13 +52,14 @@ pub(super) struct Sender {
     pub unreleased: VecDeque<(u64, Entry)>,
     /// Rest of an acknowledgement frame that is not sent completely.
     ack_frame: Vec<u8>,
-    /// The kernel took fewer bytes than offered. Send again when the socket is writable.
+    /// Whether the kernel took fewer bytes than offered. If so, send again when the socket is writable.
     pub blocked: bool,
-    /// The connection holds bytes of earlier calls that the kernel has not taken.
+    /// Whether the connection holds bytes of earlier calls that the kernel has not taken.
     holds_back: bool,
-    /// The kernel could not read the memory of the last call: send one frame per call to find the frame.
+    /// Whether each call sends one frame, to find the frame whose memory the kernel could not read in the
+    /// last call.
     frame_by_frame: bool,
-    /// The peer's kernel may lack bytes: a send sets this, a check of the path clears it.
+    /// Whether the peer's kernel may lack bytes: a send sets this, and a check of the path clears it.
     unproven: bool,
     /// Bytes that the peer's kernel had acknowledged at the last check.
     acked_bytes: u64,
@@ -279,15 +280,17 @@ impl Channel {
         self.payload.path_trouble(self.peer.now())
     }
 
-    /// Tells the peer, if payload waits for this end's GPU, so that it does not take its silent lane for a dead path.
+    /// Reports to the peer that payload waits for this end's GPU, if it does, so that the peer does not take
+    /// its silent lane for a dead path.
     pub fn report_held(&mut self) {
         if self.payload.holds_payload() {
             self.receiver.acks.report_held();
         }
     }
 
-    /// Sends an acknowledgement if the peer's kernel has everything and the peer has acknowledged nothing since the last check.
-    /// If records were removed on the way, the peer finds out by the number of this one.
+    /// Sends an acknowledgement if the peer's kernel has everything and the peer has acknowledged nothing
+    /// since the last check. If records were removed on the way, the peer detects that by the number of this
+    /// record.
     fn probe(&mut self, health: &PathHealth) {
         let first = self.sender.window.first();
         let is_idle = std::mem::replace(&mut self.sender.first_checked, first) == first;
@@ -631,9 +634,10 @@ pub(super) struct Batch<'a> {
     bytes: usize,
     /// Bytes at the front of the next pieces that an earlier call has sent.
     pub skip: usize,
-    /// Whether this call sends without a copy. The first piece decides, where `split`.
+    /// Whether this call sends without a copy. With `split` the first piece decides.
     stable: Option<bool>,
-    /// The connection can send without copies; a call sends either all of its pieces so, or none.
+    /// Whether the connection can send without copies. A call then sends either all of its pieces without a
+    /// copy, or none.
     split: bool,
     /// Whether the connection takes lent pieces, whose memory the kernel reads until the peer has placed
     /// them.

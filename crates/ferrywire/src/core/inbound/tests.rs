@@ -7,7 +7,7 @@ use ferrywire_proto::wire::Kind;
 use std::thread;
 use std::time::Duration;
 
-/// The operation used to end twice: its memory was free while the next operation used it.
+/// Regression: the operation ended twice, so its memory was free while the next operation used it.
 #[test]
 fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
     let memory = Memory::private(4096).unwrap();
@@ -18,14 +18,14 @@ fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
     inbound.open_sink(op, 4096);
     let filling = inbound.sink(1).unwrap();
     drop(inbound.close_sink(1).unwrap());
-    assert!(!shared.ended() && memory.used(), "its memory is being found");
+    assert!(!shared.ended() && memory.used(), "a frame is finding its memory");
     assert!(filling.locate(0, 4096, &mut Vec::new()).is_err());
     drop(filling);
     assert!(shared.ended() && !memory.used());
     assert!(matches!(inbound.sink(1), Err(Refusal::NoSink)));
 }
 
-/// The send succeeded, although its receive reported that it was cancelled.
+/// Regression: the send succeeded, although its receive reported that it was cancelled.
 #[test]
 fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_cancelled() {
     let memory = Memory::private(4096).unwrap();
@@ -34,13 +34,13 @@ fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_
         Hold::new(Op::new(no_owner(), id, Task::Recv { tag: 0 }, pieces, Some(memory.clone())))
     };
     let inbound = Inbound::default();
-    // Cancelled when all bytes are placed but not counted.
+    // The receive is cancelled when all bytes are placed but not counted.
     inbound.open_sink(receive(1), 4096);
     let placing = inbound.sink(1).unwrap();
     assert!(inbound.close_sink(1).is_some());
     assert!(matches!(inbound.filled(&placing, 4096), Err(Refusal::NoSink)));
     assert_eq!(placing.op.moved(), 0);
-    // Cancelled after the bytes are counted: too late, and the operation ends once.
+    // The receive is cancelled after the bytes are counted: too late, and the operation ends once.
     inbound.open_sink(receive(2), 4096);
     let placing = inbound.sink(2).unwrap();
     assert!(matches!(inbound.filled(&placing, 4096), Ok(true)));
@@ -51,7 +51,7 @@ fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_
     assert!(shared.ended() && !shared.failed() && shared.moved() == 4096);
 }
 
-/// The message used to be placed with the peer's inbox locked, for as long as a GPU copy took.
+/// Regression: the message was placed with the peer's inbox locked, for as long as a GPU copy took.
 #[test]
 fn a_message_is_placed_when_nothing_is_locked_any_more() {
     let memory = Memory::private(8).unwrap();
@@ -73,7 +73,9 @@ fn a_message_is_placed_when_nothing_is_locked_any_more() {
     let met_by_receive = inbound.post(second);
     for (op, mut replies) in shared.iter().zip([met_by_message, met_by_receive]) {
         assert!(op.moved() == 0 && !op.ended());
-        let Some(Reply::Place(placed, message)) = replies.pop() else { panic!("it is to be placed") };
+        let Some(Reply::Place(placed, message)) = replies.pop() else {
+            panic!("the message should be placed")
+        };
         assert!(Arc::ptr_eq(&placed, op) && replies.is_empty());
         assert!(place(&message, &placed));
         drop(placed);
@@ -81,7 +83,7 @@ fn a_message_is_placed_when_nothing_is_locked_any_more() {
     }
 }
 
-/// Each thread that waited a moment used to leave an entry in the list.
+/// Regression: each thread that waited a moment left an entry in the list.
 #[test]
 fn a_waiter_whose_wait_timed_out_is_forgotten() {
     const LIMIT: Duration = Duration::from_secs(60);
@@ -99,5 +101,5 @@ fn a_waiter_whose_wait_timed_out_is_forgotten() {
         }
     });
     let left = peer.state().inbound.arrivals.len();
-    assert!(left <= 1, "{left} of 20 threads that are gone, and of one worker, wait still");
+    assert!(left <= 1, "{left} waiters are left of 20 ended threads and one worker");
 }

@@ -21,13 +21,13 @@ pub(super) struct KindCounters {
 pub(crate) struct History {
     /// The counters of each [`Kind`] of operations.
     pub(super) operations: [KindCounters; Kind::ALL.len()],
-    /// Frames of lost channels that went back into the outbox.
+    /// Number of frames of lost channels that went back into the outbox.
     pub resent: AtomicU64,
-    /// Attempts to connect a channel that have failed.
+    /// Number of failed attempts to connect a channel.
     pub failed_dials: AtomicU64,
-    /// Connections of channels that were lost.
+    /// Number of connections of channels that were lost.
     lost_count: AtomicU64,
-    /// Fences that were passed.
+    /// Number of fences that were passed.
     pub fences: AtomicU64,
     /// The latest lost channels, one line of text each.
     pub lost: Mutex<Vec<String>>,
@@ -47,7 +47,7 @@ impl History {
         kinds.filter(|kind| kind.started > 0).collect()
     }
 
-    /// Connections of channels that were lost.
+    /// Number of connections of channels that were lost.
     pub(super) fn lost_count(&self) -> u64 {
         self.lost_count.load(Ordering::Relaxed)
     }

@@ -57,7 +57,7 @@ impl PeerState {
     }
 
     /// Notes that bytes of a read were placed. If the read has several requests, some may be complete, and
-    /// others may go out; a read with one request is handled when it ends.
+    /// further requests may go out; a read with one request is handled when it ends.
     pub fn note_answered(&self, op: &Op) {
         let pieces = op.pieces.as_slice().len();
         if op.total >= READ_REQUEST_BYTES || pieces >= limits::SEGMENTS_PER_CHUNK_MAX {

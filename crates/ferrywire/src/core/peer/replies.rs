@@ -84,8 +84,8 @@ impl PeerState {
                 }
                 Reply::Place(op, message) => {
                     if !place_message(&message, &op) {
-                        // Return it before the receive ends, so that a receive posted then gets this message,
-                        // not a later one.
+                        // Return the message before the receive ends, so that a receive posted then gets this
+                        // message, not a later one.
                         replies.extend(self.inbound.return_message(message));
                     }
                 }
@@ -94,7 +94,9 @@ impl PeerState {
                     op.fail(Error::Truncated { tag: op.key(), message_bytes, buffer_bytes: op.total });
                 }
                 Reply::Cancelled(op) => op.cut_short(),
-                Reply::Open { .. } => debug_assert!(false, "sinks are opened with the inbox locked"),
+                Reply::Open { .. } => {
+                    debug_assert!(false, "the inbox did not open a sink while it was locked")
+                }
             }
         }
     }
@@ -110,7 +112,8 @@ impl PeerState {
             let Some(op) = letter.op().cloned() else { continue };
             match error {
                 None => op.count(letter.message.bytes.len() as u64),
-                // Return it before the receive ends, as above.
+                // Return the message before the receive ends, so that a receive posted then gets this
+                // message, not a later one.
                 Some(error) => {
                     op.fail(error);
                     let replies = self.inbound.return_message(letter.into_message());
@@ -131,14 +134,14 @@ impl PeerState {
             if refusal == Refusal::NoSink && sink.op.verb() == Verb::Recv && is_untouched {
                 // The send was withdrawn before a byte was sent: the receive matches the next message.
                 let op = sink.op.clone();
-                // Drop it first. The next message may be matched and withdrawn at once, and must find the
-                // receive untouched.
+                // Drop the sink first. The next message may be matched and withdrawn at once, and must find
+                // the receive untouched.
                 drop(sink);
                 let replies = self.inbound.post_again(op);
                 return self.reply(replies);
             }
             if sink.op.memory.as_ref().is_some_and(|memory| memory.taken_back()) {
-                // This end refused the bytes, and the peer only answers.
+                // This end refused the bytes first; the peer's refusal is only its answer.
                 let why = "the region was deregistered while a transfer filled it";
                 sink.op.fail(Error::invalid("region", why));
                 return self.stop_asking(&sink.op);
@@ -153,7 +156,8 @@ impl PeerState {
         }
     }
 
-    /// Tells the peer that an operation of ours failed, so that nothing there waits for its remaining bytes.
+    /// Tells the peer that an operation of this end failed, so that the peer does not wait for the
+    /// operation's remaining bytes.
     pub(super) fn tell_failure(&self, op: &Op) {
         let mut header = Header::new(Kind::Refuse);
         header.key = Refusal::Other as u64;
@@ -191,9 +195,10 @@ impl PeerState {
         Ok(())
     }
 
-    /// Handles the end of an answer: answers the next waiting read. Its region may be gone meanwhile.
+    /// Handles the end of an answer: answers the next waiting read. The region of that read may be gone
+    /// meanwhile.
     pub fn served(self: &Arc<Self>) {
-        // A peer that is over gets no more answers.
+        // A lost or closed peer gets no more answers.
         while let Some(Request { header, placements }) =
             self.serving.next().filter(|_| self.failure().is_none())
         {
@@ -203,8 +208,8 @@ impl PeerState {
                     let mut refuse = Header::new(Kind::Refuse);
                     refuse.transfer = header.total;
                     refuse.key = refusal as u64;
-                    // The number of waiting requests bounds these frames. The reader learns of the refusal by
-                    // no other way.
+                    // The number of waiting requests bounds these frames. No other message reports the
+                    // refusal to the reader.
                     self.queue.push_own(refuse);
                 }
             }

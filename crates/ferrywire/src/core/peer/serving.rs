@@ -77,10 +77,10 @@ mod tests {
         assert!((served..all).all(|number| ask(number) == Ok(false)));
         assert_eq!(ask(all), Err(Refusal::Limit));
         for number in served..all {
-            let request = serving.next().expect("one waits");
+            let request = serving.next().expect("a request waits");
             assert_eq!((request.header.transfer, &*request.placements), (number, &[7][..]));
         }
-        assert_eq!(ask(all), Ok(false), "all places are taken");
+        assert_eq!(ask(all), Ok(false), "all slots are taken");
         assert_eq!(serving.next().map(|request| request.header.transfer), Some(all));
         assert!((0..served).all(|_| serving.next().is_none()));
         assert!((0..served).all(|number| ask(number) == Ok(true)));

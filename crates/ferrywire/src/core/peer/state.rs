@@ -124,29 +124,29 @@ pub(crate) struct InFlight {
 pub(crate) struct Life {
     /// Why the peer is lost, or closed.
     failure: OnceLock<Error>,
-    /// Every [`PeerHandle`] is dropped. The peer is closed once everything is sent.
+    /// Whether every [`PeerHandle`] is dropped. The peer is then closed once everything is sent.
     pub abandoned: AtomicBool,
-    /// The user closes the peer: posted operations finish, and new ones are refused.
+    /// Whether the user closes the peer: posted operations finish, and new ones are refused.
     pub closing: AtomicBool,
-    /// The peer ended, or was closed here, before all operations had finished.
+    /// Whether the peer ended, or was closed at this end, before all operations had finished.
     pub unfinished: AtomicBool,
-    /// For tests: channels send everything before they end, without waiting for acknowledgements.
+    /// For tests: whether channels send everything before they end, without waiting for acknowledgements.
     #[cfg(test)]
     pub vanishes: AtomicBool,
-    /// The peer's channels are closed, and all its operations have ended.
+    /// Whether the peer's channels are closed, and all its operations have ended.
     over: AtomicBool,
-    /// A plugin call that does not return uses memory of some operations.
+    /// Whether a plugin call that does not return uses memory of some operations.
     stuck: AtomicBool,
-    /// Waiters for operations that never end, because a plugin call that does not return has them.
+    /// Waiters for operations that never end, because a plugin call that does not return uses their memory.
     lost_waiters: WaitList,
 }
 
-/// Whether posted operations make progress.
+/// Progress of posted operations.
 #[derive(Default)]
 struct Progress {
     /// Grows while posted operations progress after the peer was abandoned.
     drained: AtomicU64,
-    /// No complete frame has moved since a connection was lost.
+    /// Whether no complete frame has moved since a connection was lost.
     cut_off: AtomicBool,
 }
 
@@ -171,7 +171,7 @@ pub(crate) struct PeerState {
     home: AtomicUsize,
     /// Number of the worker that is woken first for the next operation.
     pub rouse_first: AtomicUsize,
-    /// A write to GPU memory of the peer was posted: the peer stages what it receives.
+    /// Whether a write to GPU memory of the peer was posted, so that the peer stages what it receives.
     pub writes_to_gpus: AtomicBool,
 }
 
@@ -253,7 +253,7 @@ impl PeerState {
         self.counters[usize::from(index)].clone()
     }
 
-    /// Messages that the lanes of the peer's channels have moved, sent and received.
+    /// Number of messages that the lanes of the peer's channels have moved, sent and received.
     pub fn lanes_moved(&self) -> u64 {
         self.counters.iter().map(|counters| counters.lane.moved.load(Ordering::Relaxed)).sum()
     }
@@ -284,7 +284,7 @@ impl PeerState {
         self.in_flight.operations.load(Ordering::SeqCst) > 0
     }
 
-    /// Operations in flight besides the one just posted.
+    /// Number of operations in flight besides the one just posted.
     pub fn in_flight_beside_one(&self) -> u64 {
         self.in_flight.operations.load(Ordering::Relaxed).saturating_sub(1)
     }
@@ -348,12 +348,12 @@ impl PeerState {
         }
     }
 
-    /// Channels of this peer that share one worker.
+    /// Number of channels of this peer that share one worker.
     pub fn channels_per_thread(&self) -> usize {
         self.counters.len().div_ceil(self.context.sleepers.len())
     }
 
-    /// Channels that the peer was set up with, live or not.
+    /// Number of channels that the peer was set up with, live or not.
     pub fn channels(&self) -> usize {
         self.counters.len()
     }
@@ -362,13 +362,13 @@ impl PeerState {
         self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
     }
 
-    /// Whether a channel must leave small operations to one before it, which has room.
+    /// Whether a channel must leave small operations to a channel before it, which has room.
     pub fn leaves_small(&self, index: u16) -> bool {
         self.counters[..usize::from(index)].iter().any(|each| each.has_small_room.load(Ordering::SeqCst))
     }
 
-    /// Wakes the worker of the first channel that has room for small operations. Where none has, each pulls
-    /// as soon as it has.
+    /// Wakes the worker of the first channel that has room for small operations. If none has room, each
+    /// channel takes frames as soon as it has.
     pub fn rouse_for_small(&self) {
         let first = self.counters.iter().position(|each| each.has_small_room.load(Ordering::SeqCst));
         if let Some(index) = first {
@@ -549,7 +549,8 @@ impl PeerState {
     }
 
     /// Fails an operation because the peer has ended. An answer to the peer's read, or a receive, does not
-    /// count as unfinished: the peer no longer wants the one, and the other might never have been matched.
+    /// count as unfinished: the peer no longer wants the answer, and the receive might never have been
+    /// matched.
     fn fail_with_peer(&self, op: &Op, error: &Error) {
         if !matches!(op.verb(), Verb::Serve | Verb::Recv) && !op.failing() {
             self.life.unfinished.store(true, Ordering::SeqCst);

@@ -32,7 +32,7 @@ struct List<P> {
 pub(crate) struct StreamQueue<P> {
     any: AtomicBool,
     list: Mutex<List<P>>,
-    /// Held while operations are started, so that they start in order.
+    /// Locked while operations are started, so that they start in order.
     pub(super) releasing: Mutex<()>,
     /// How often the list was searched for ready operations.
     #[cfg(test)]

@@ -51,7 +51,7 @@ pub(crate) struct LanePass {
     /// The frame whose unreadable memory has ended the lane, with the reason. Its operation must fail, or the
     /// next lane would end on it too.
     pub unreadable: Option<(u64, Error)>,
-    /// A message has made no progress for the stall limit, and that has ended the lane.
+    /// Whether the lane has ended because a message made no progress for the stall timeout.
     pub stalled: bool,
     /// Frames whose header and payload have arrived, in order.
     pub arrived: Vec<Arrival>,
@@ -63,7 +63,7 @@ pub(crate) struct Posted {
     sending: Sending,
     receiving: Receiving,
     counters: Arc<LaneCounters>,
-    /// The peer has reported since the last check that it holds payload.
+    /// Whether the peer has reported since the last check that it holds payload.
     peer_reports_held: bool,
     peer_held: Option<Held>,
     /// A clock that skips time in which this process was stopped: that is no stall.
@@ -147,12 +147,12 @@ impl Posted {
         Some(format!("{}: {why}", self.lane.describe()))
     }
 
-    /// The peer has reported that it holds payload of the lane.
+    /// Notes the peer's report that it holds payload of the lane.
     pub fn peer_holds_payload(&mut self) {
         self.peer_reports_held = true;
     }
 
-    /// Whether this end holds payload of the lane, of which the peer has to be told.
+    /// Whether this end holds received payload of the lane for so long that the peer has to be told.
     pub fn holds_payload(&self) -> bool {
         self.lane.holds_payload()
     }
@@ -197,7 +197,7 @@ impl Posted {
         }
     }
 
-    /// Number of receives posted here, in its low half, for the header.
+    /// The low half of the number of receives posted at this end, for the next header.
     pub fn posted_count(&self) -> u32 {
         self.receiving.posted_count() as u32
     }
@@ -207,7 +207,7 @@ impl Posted {
         self.receiving.expect(arrival);
     }
 
-    /// Frames that wait for a payload, their own or an earlier one's.
+    /// Number of frames that wait for a payload, their own or an earlier one's.
     pub fn waiting(&self) -> usize {
         self.receiving.waiting()
     }

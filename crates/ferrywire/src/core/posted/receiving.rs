@@ -42,7 +42,7 @@ pub(crate) struct Arrival {
 struct Frame {
     arrival: Arrival,
     state: State,
-    /// The memory was released while the lane had a receive for it.
+    /// Whether the memory was released while the lane had a receive for it.
     abandoned: bool,
 }
 
@@ -53,7 +53,7 @@ enum State {
     Posted(Receive),
     /// The receive is complete, and its fragments are being gathered.
     Gathering(Receive),
-    /// In its target, or in a slot to be unpacked.
+    /// The payload is in its target, or in a slot to be unpacked.
     Done(Receive),
 }
 
@@ -72,7 +72,7 @@ pub(super) struct Receiving {
     /// Number of frames that were considered for posting, and number of those whose payload is complete.
     seen: usize,
     tested: usize,
-    /// Requests posted and not returned: now, and the maximum so far.
+    /// Requests posted and not returned: the number now, and the maximum so far.
     outstanding: usize,
     most: usize,
     posted: u64,
@@ -83,7 +83,7 @@ pub(super) struct Receiving {
     /// Since when the peer seems to be closing, and the sign of that.
     closing: Option<(Duration, String)>,
     closing_results: u64,
-    /// A frame whose memory was released has left, so the lane may undo its registration.
+    /// Whether a frame whose memory was released has left, so that the lane may undo its registration.
     released: bool,
     slots: Slots,
 }
@@ -222,7 +222,7 @@ impl Receiving {
             let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
             pass.worked = true;
             pass.received_bytes += receive.run.bytes as u64;
-            // A refused payload stays where it is, and its request is returned.
+            // A refused payload is not gathered, and its request is returned.
             if frame.arrival.refusal.is_none() && lane.scatters(&receive.run.memory) {
                 frame.state = match lane.gather(receive.number, &receive.run) {
                     Ok(()) => State::Gathering(receive),
@@ -271,8 +271,8 @@ impl Receiving {
         Ok(())
     }
 
-    /// Posts receives for the next headers, while the window has room. Also while the peer closes: a message
-    /// whose header is here was sent.
+    /// Posts receives for the next headers, while the window has room. Receives are posted even while the
+    /// peer closes: a message whose header has arrived was sent.
     fn post(&mut self, lane: &mut dyn Lane, now: Duration, pass: &mut LanePass) -> Result<(), String> {
         while self.seen < self.frames.len() {
             let frame = &mut self.frames[self.seen];
@@ -290,7 +290,7 @@ impl Receiving {
                         return self.refused(refused, now);
                     }
                 }
-                // The earlier requests may all have arrived, and be waiting for a GPU for any time.
+                // The earlier requests may all have arrived, and may wait for a GPU for any time.
                 let before = self.frames.range(self.tested..self.seen);
                 if !before.into_iter().any(|frame| matches!(frame.state, State::Posted(_))) {
                     self.moved_at = now;

@@ -31,7 +31,7 @@ enum Source {
     Run(Run),
     /// Ranges to be packed one behind another.
     Ranges(Vec<Run>),
-    /// Packed, or being packed while `ranges` is not empty.
+    /// The message is packed in a slot, or being packed while `ranges` is not empty.
     Slot {
         slot: Slot,
         run: Run,
@@ -45,7 +45,7 @@ pub(super) struct Sending {
     waiting: VecDeque<Outgoing>,
     posted: VecDeque<(Ticket, Outgoing)>,
     begun: u64,
-    /// The peer has reported its end of the lane as ready.
+    /// Whether the peer has reported its end of the lane as ready.
     peer_ready: bool,
     confirmed: u64,
     done: u64,
@@ -54,9 +54,9 @@ pub(super) struct Sending {
     most: usize,
     /// When the oldest message became the oldest, or was posted.
     moved_at: Duration,
-    /// Since when the lane has refused requests although none is posted.
+    /// Since when the lane has refused to post although nothing is posted.
     refused_since: Option<Duration>,
-    /// A sent message was in released memory, so the lane may undo its registration.
+    /// Whether a sent message was in released memory, so that the lane may undo its registration.
     released: bool,
     slots: Slots,
 }
@@ -121,7 +121,7 @@ impl Sending {
     }
 
     pub fn admit(&mut self, lane: &mut dyn Lane, frame: u64, entry: &Entry) {
-        debug_assert!(self.room() > 0, "the room is looked at before a frame is taken");
+        debug_assert!(self.room() > 0, "a frame was taken without room in the lane");
         let mut ranges: Vec<Run> = Vec::new();
         if let Some((memory, locals)) = entry.payload() {
             for (offset, len) in locals {

@@ -13,7 +13,7 @@ pub(super) struct Slot {
     index: usize,
 }
 
-/// As many slots as a window has requests, for each memory location in use.
+/// Slots for the messages of a lane: for each memory location in use, as many as a window has requests.
 pub(super) struct Slots {
     /// Whether messages are packed for sending, or unpacked after receiving.
     way: Way,
@@ -56,7 +56,8 @@ impl Slots {
             None => self.make(lane, like)?,
         };
         let from = &mut self.pools[pool];
-        let index = from.free.pop().ok_or("more messages are posted than there are slots")?;
+        let index =
+            from.free.pop().ok_or("every slot is lent: more messages are posted than the window allows")?;
         let run = Run { memory: from.memory.clone(), offset: (index * self.bytes) as u64, bytes };
         Ok((Slot { pool, index }, run))
     }
@@ -67,7 +68,7 @@ impl Slots {
             Ok(memory) if self.is_taken(lane, &memory) => memory,
             Ok(memory) if memory.location() == MemoryLocation::Host => memory,
             Ok(refused) => {
-                // Undo the registration of the memory that is not used.
+                // Undo the registration of the memory that is not used after all.
                 refused.revoke();
                 lane.forget_revoked(&|other| !Arc::ptr_eq(other, &refused));
                 lane.host_slot_memory(bytes)?

@@ -30,7 +30,7 @@ struct Script {
     /// Results of tests of the oldest request, in order; pending when there are none.
     sends: VecDeque<Step>,
     receives: VecDeque<Step>,
-    /// Refuses to post.
+    /// Whether posting is refused, as by a full lane.
     full: bool,
     posted_sends: VecDeque<usize>,
     posted_receives: VecDeque<usize>,
@@ -39,15 +39,16 @@ struct Script {
     sent: Vec<Vec<u8>>,
     received_into: Vec<(u64, usize)>,
     consumed: usize,
-    /// Received bytes lie elsewhere until they are gathered; the gathers begun, and whether each is done.
+    /// Whether received bytes lie elsewhere until they are gathered; then the gathers that were begun, and
+    /// whether each is done.
     scatters: bool,
     /// Results of packing and unpacking, in order; done when there are none.
     copies: VecDeque<Poll<Result<(), Error>>>,
     gathers: Vec<(u64, bool)>,
     closed: Option<InFlight>,
-    /// The lane may be ready before the peer's end is.
+    /// Whether the lane may be ready before the peer's end is.
     alone: bool,
-    /// The path is silent.
+    /// Whether the path is silent.
     silent: bool,
     /// Memory that the lane has registered.
     known: Vec<Arc<Memory>>,
@@ -91,7 +92,10 @@ impl Lane for Fake {
         if script.full {
             return Post::Full("scripted");
         }
-        assert!(script.posted_receives.len() + script.finished.len() < WINDOW, "past the window");
+        assert!(
+            script.posted_receives.len() + script.finished.len() < WINDOW,
+            "more receives are posted than the window allows"
+        );
         script.received_into.push((run.offset, run.bytes));
         script.next += 1;
         let ticket = script.next;
@@ -101,7 +105,11 @@ impl Lane for Fake {
 
     fn test_send(&mut self, ticket: Ticket) -> Step {
         let mut script = self.0.lock().unwrap();
-        assert_eq!(script.posted_sends.front(), Some(&ticket.0), "not the oldest");
+        assert_eq!(
+            script.posted_sends.front(),
+            Some(&ticket.0),
+            "a request was tested that is not the oldest"
+        );
         let step = script.sends.pop_front().unwrap_or(Step::Pending);
         if step == Step::Done {
             script.posted_sends.pop_front();
@@ -111,7 +119,11 @@ impl Lane for Fake {
 
     fn test_recv(&mut self, ticket: Ticket) -> Step {
         let mut script = self.0.lock().unwrap();
-        assert_eq!(script.posted_receives.front(), Some(&ticket.0), "not the oldest");
+        assert_eq!(
+            script.posted_receives.front(),
+            Some(&ticket.0),
+            "a request was tested that is not the oldest"
+        );
         let step = script.receives.pop_front().unwrap_or(Step::Pending);
         if step == Step::Done {
             let done = script.posted_receives.pop_front();
@@ -140,7 +152,7 @@ impl Lane for Fake {
 
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
         let mut script = self.0.lock().unwrap();
-        assert_eq!(script.finished.pop_front(), Some(ticket.0), "given back out of order");
+        assert_eq!(script.finished.pop_front(), Some(ticket.0), "receives were returned out of order");
         script.consumed += 1;
         Ok(())
     }
@@ -299,19 +311,19 @@ fn numbers(pass: &LanePass) -> Vec<u64> {
 fn sends_run_on_credit_and_never_past_the_window() {
     let (queue, bytes) = queue_of(40);
     let (mut bench, mut window) = (Bench::new(), window());
-    assert_eq!(bench.take(&queue, &mut window), WINDOW, "a window without a word from the peer");
+    assert_eq!(bench.take(&queue, &mut window), WINDOW, "one window is sent before the peer posts receives");
     bench.poll().unwrap();
     bench.script(|script| assert_eq!(script.posted_sends.len(), WINDOW));
-    // All are done, but the peer has posted for none of them: no credit for more.
+    // All sends are done, but the peer has posted a receive for none of them: no credit for more.
     bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
     bench.poll().unwrap();
     assert_eq!(bench.take(&queue, &mut window), 0);
     bench.posted.confirm(3).unwrap();
-    assert_eq!(bench.take(&queue, &mut window), 3, "three more than a window");
+    assert_eq!(bench.take(&queue, &mut window), 3, "3 more frames than a window");
     bench.posted.confirm(19).unwrap();
-    assert_eq!(bench.posted.room(), WINDOW - 3, "as many as are not in hand");
-    assert!(bench.posted.confirm(20).is_err(), "posted for what was never begun");
-    assert!(bench.posted.confirm(18).is_err(), "a count does not go back");
+    assert_eq!(bench.posted.room(), WINDOW - 3, "the room is the window less the messages in flight");
+    assert!(bench.posted.confirm(20).is_err(), "the peer posted for messages that were never begun");
+    assert!(bench.posted.confirm(18).is_err(), "a count may not shrink");
     while bench.take(&queue, &mut window) > 0 {
         bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
         bench.poll().unwrap();
@@ -319,7 +331,7 @@ fn sends_run_on_credit_and_never_past_the_window() {
         let begun = window.next() as u32;
         bench.posted.confirm(begun).unwrap();
     }
-    bench.script(|script| assert!(script.sent.concat() == bytes, "in order, each byte once"));
+    bench.script(|script| assert!(script.sent.concat() == bytes, "the bytes are sent in order, each once"));
 }
 
 #[test]
@@ -329,12 +341,12 @@ fn memory_is_kept_until_it_is_sent_and_acknowledged() {
     assert!(bench.take(&queue, &mut window) >= 2);
     bench.poll().unwrap();
     let (_, first) = window.release(1).unwrap();
-    assert!(bench.posted.acknowledged(0, first).is_none(), "the lane is not done with it");
+    assert!(bench.posted.acknowledged(0, first).is_none(), "the lane still sends the first message");
     bench.script(|script| script.sends.extend([Step::Done, Step::Done]));
     let pass = bench.poll().unwrap();
     assert_eq!(pass.delivered.len(), 1);
     let (_, second) = window.release(2).unwrap();
-    assert!(bench.posted.acknowledged(1, second).is_some(), "done before it was acknowledged");
+    assert!(bench.posted.acknowledged(1, second).is_some(), "the message is done and acknowledged");
 }
 
 #[test]
@@ -346,7 +358,7 @@ fn registrations_of_freed_memory_end_once_its_sends_are_done() {
     bench.poll().unwrap();
     memory.revoke();
     bench.posted.forget_revoked();
-    bench.script(|script| assert_eq!(script.known.len(), 1, "it is being sent"));
+    bench.script(|script| assert_eq!(script.known.len(), 1, "the memory is still being sent"));
     bench.script(|script| script.sends.push_back(Step::Done));
     bench.poll().unwrap();
     bench.script(|script| assert!(script.known.is_empty()));
@@ -383,10 +395,12 @@ fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone(
     let failure = Error::Internal("scripted".into());
     bench.script(|script| script.copies.extend([Poll::Pending, Poll::Ready(Err(failure.clone()))]));
     assert!(bench.poll().unwrap().given_up.is_empty());
-    assert!(bench.posted.is_unpacked(0), "it is being packed");
+    assert!(bench.posted.is_unpacked(0), "the message is being packed");
     let pass = bench.poll().unwrap();
     assert_eq!(pass.given_up, [(0, failure)]);
-    bench.script(|script| assert_eq!(script.sent, [(100..107).collect::<Vec<u8>>()], "the one behind it"));
+    bench.script(|script| {
+        assert_eq!(script.sent, [(100..107).collect::<Vec<u8>>()], "the message behind it is sent")
+    });
     bench.posted.confirm(1).unwrap();
     assert!(bench.posted.confirm(2).is_err(), "one message was begun");
 }
@@ -452,13 +466,13 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
     let reported = bench.posted.poll(bench.now, &mut pass).unwrap_err();
     assert!(reported.contains("scripted"), "{reported}");
     assert_eq!((&pass.unreadable, pass.stalled), (&Some((1, why.clone())), false));
-    // As a channel does, and the fence after it.
+    // Fail the entry as a channel does, and pass the fence after it.
     first.get_mut(1).unwrap().fail_unread(why.clone());
     assert!(queue.resend(first.drain().into_iter().map(|(_, entry)| entry).collect()).is_empty());
     let (mut bench, mut second) = (Bench::new(), window());
     bench.take(&queue, &mut second);
     bench.poll().unwrap();
-    bench.script(|script| assert_eq!(script.sent, [vec![2; 100]], "the other one, and nothing else"));
+    bench.script(|script| assert_eq!(script.sent, [vec![2; 100]], "only the other message is sent"));
     assert_eq!(shared.failure(), Some(why));
 }
 
@@ -467,7 +481,8 @@ fn receives_follow_the_headers_in_order() {
     let memory = Memory::private(64 * CHUNK).unwrap();
     let mut bench = Bench::new();
     bench.poll().unwrap();
-    bench.script(|script| assert!(script.posted_receives.is_empty(), "posted without a header"));
+    bench
+        .script(|script| assert!(script.posted_receives.is_empty(), "a receive was posted without a header"));
     for number in 0..20 {
         bench.expect(frame(number, &[(number * 10, 10)], &memory));
     }
@@ -480,7 +495,7 @@ fn receives_follow_the_headers_in_order() {
     assert_eq!((pass.received_bytes, bench.posted.posted_count()), (50, 20));
     bench.script(|script| script.receives.extend(vec![Step::Done; 15]));
     let pass = bench.poll().unwrap();
-    assert_eq!(numbers(&pass), (5..21).collect::<Vec<_>>(), "the one behind them has waited");
+    assert_eq!(numbers(&pass), (5..21).collect::<Vec<_>>(), "the frame behind them has waited");
     bench.script(|script| {
         assert_eq!(script.consumed, 20);
         assert_eq!(script.received_into, (0..20).map(|at| (at * 10, 10)).collect::<Vec<_>>());
@@ -500,10 +515,10 @@ fn a_receive_is_consumed_after_its_gather() {
     bench.script(|script| script.receives.extend(vec![Step::Done; 3]));
     assert!(numbers(&bench.poll().unwrap()).is_empty());
     bench.script(|script| {
-        assert_eq!(script.gathers, [(0, false), (1, false), (2, false)], "all at once");
+        assert_eq!(script.gathers, [(0, false), (1, false), (2, false)], "all gathers are begun at once");
         script.gathers[1].1 = true;
     });
-    assert!(numbers(&bench.poll().unwrap()).is_empty(), "not before the one in front of it");
+    assert!(numbers(&bench.poll().unwrap()).is_empty(), "a frame left before the frame in front of it");
     bench.script(|script| script.gathers[0].1 = true);
     assert_eq!(numbers(&bench.poll().unwrap()), [0, 1]);
     bench.script(|script| assert_eq!(script.consumed, 2));
@@ -519,7 +534,7 @@ fn a_refused_message_is_received_and_thrown_away() {
     bench.expect(refused);
     bench.poll().unwrap();
     bench.script(|script| {
-        assert_eq!(script.received_into, [(0, 100)], "into a slot");
+        assert_eq!(script.received_into, [(0, 100)], "the message is received into a slot");
         script.receives.push_back(Step::Done);
     });
     let pass = bench.poll().unwrap();
@@ -563,10 +578,10 @@ fn messages_announced_before_a_close_have_time_to_arrive() {
     bench.poll().unwrap();
     bench.expect(frame(1, &[(10, 10)], &memory));
     bench.poll().unwrap();
-    assert_eq!(bench.posted.posted_count(), 2, "its header is here, so it was sent");
+    assert_eq!(bench.posted.posted_count(), 2, "a receive is posted for each header that has arrived");
     bench.advance(limits::LANE_CLOSING_TIMEOUT / 2).unwrap();
     bench.script(|script| script.receives.push_back(Step::Done));
-    bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("something has arrived meanwhile");
+    bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("a message has arrived meanwhile");
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(
         why.contains("message 1 did not arrive within 2.0 s after the lane began to close: result 2"),
@@ -598,14 +613,14 @@ fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
     bench.expect(frame(16, &[(0, 10)], &mine));
     bench.poll().unwrap();
     let gone = |landing: &Landing| landing.is_in(&mine);
-    assert!(!bench.posted.abandon(&gone), "it is not posted yet");
+    assert!(!bench.posted.abandon(&gone), "no receive for it is posted yet");
     bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
     bench.poll().unwrap();
-    bench.script(|script| assert_eq!(script.received_into[16], (0, 10), "its message is thrown away"));
+    bench.script(|script| assert_eq!(script.received_into[16], (0, 10), "the message is discarded"));
 
     bench.expect(frame(17, &[(0, 10)], &mine));
     bench.poll().unwrap();
-    assert!(bench.posted.abandon(&gone), "it is being received into");
+    assert!(bench.posted.abandon(&gone), "a receive for the memory is posted");
     bench.script(|script| script.receives.extend([Step::Done, Step::Done]));
     let pass = bench.poll().unwrap();
     let refusals: Vec<_> = pass.arrived.iter().map(|arrival| arrival.refusal).collect();
@@ -640,7 +655,8 @@ fn closing_says_what_is_in_flight() {
     assert_eq!(closed(receives), Some(InFlight { sends: false, receives: true }));
 }
 
-/// A peer whose GPU stands still is silent for as long. Afterwards the kernel's retransmissions are far apart.
+/// A peer with a stalled GPU is silent for as long as the stall. Afterwards the kernel's retransmissions are
+/// far apart.
 #[test]
 fn a_silent_lane_is_no_dead_path_while_the_peer_reports_that_it_holds_payload() {
     const SECOND: Duration = Duration::from_secs(1);

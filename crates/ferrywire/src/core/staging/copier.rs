@@ -52,12 +52,12 @@ pub(super) trait Copier: Send {
         true
     }
 
-    /// Finishes the work that has begun, and drops the rest. Returns the last mark that was reached.
+    /// Finishes the copies that have begun, and drops the others. Returns the last mark that was reached.
     fn stop(&mut self) -> u64 {
         self.reached().0
     }
 
-    /// Whether the work that has begun ends within this time. If so, dropping the copier does not block.
+    /// Whether the copies that have begun end within this time. If so, dropping the copier does not block.
     fn ends_within(&mut self, _timeout: Duration) -> bool {
         true
     }
@@ -123,7 +123,7 @@ impl Copier for SimCopier {
     unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
         (self.marked, self.calls) = (mark, self.calls + runs.len() as u64 + 1);
         for run in runs {
-            // SAFETY: by the caller's promise.
+            // SAFETY: promised by the caller of `copy`.
             unsafe {
                 match self.way {
                     Way::Out => self.stream.to_host(run.device, run.host as *mut u8, run.bytes)?,
@@ -198,16 +198,16 @@ mod tests {
             // SAFETY: both sides outlive the copier, and no other code uses them before the mark.
             unsafe { out.copy(&[run(at)], mark) }.unwrap();
         }
-        assert!(matches!(out.reached(), (0, None)), "nothing moves");
+        assert!(matches!(out.reached(), (0, None)), "nothing is copied");
         assert_eq!(host(&ring), [0; BYTES]);
         gpu.set_stall(false);
         assert!(until(&mut *out, 2).is_none());
         assert_eq!(host(&ring), [7; BYTES]);
 
-        // SAFETY: nothing copies now; the memory is this test's.
+        // SAFETY: nothing is being copied, and the memory belongs to this test.
         unsafe { std::ptr::write_bytes(ring.base() as *mut u8, 9, BYTES) };
         let mut into = copier(MemoryLocation::SimGpu(11), Way::In).unwrap();
-        // SAFETY: as above.
+        // SAFETY: both sides outlive the copier, and no other code uses them before the mark.
         unsafe { into.copy(&[run(0), run(BYTES / 2)], 5) }.unwrap();
         assert!(until(&mut *into, 5).is_none());
         assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [9; BYTES]);
@@ -241,7 +241,7 @@ mod tests {
         gpu.set_stall(false);
         // The GPU finishes its other work before this read.
         assert_eq!(gpu.read_to_vec(buffer.address(), 1).unwrap(), [7]);
-        assert_eq!(host(&ring), [0; BYTES], "what had not begun was not done");
+        assert_eq!(host(&ring), [0; BYTES], "the copies that had not begun were not made");
     }
 
     #[test]

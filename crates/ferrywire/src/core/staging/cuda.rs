@@ -22,8 +22,8 @@ use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, deferred_free, pointer};
 use ferrywire_memory::unpack::Kernels;
 
-/// Interval between driver queries for failed copies, after the last copy or query; and number of checks of
-/// the flag per check of the clock.
+/// Interval between driver queries for failed copies, after the last copy or query. The second constant is
+/// the number of checks of the flag per check of the clock.
 const QUESTION_INTERVAL: Duration = Duration::from_millis(2);
 const POLLS_PER_CLOCK_READ: u32 = 16;
 /// Pause between two queries whether a copier's work has ended.
@@ -36,16 +36,18 @@ const KERNEL_BYTES_MIN: usize = 128 << 10;
 /// call.
 const ENGINE_RUN_BYTES_MIN: usize = 64 << 10;
 
-/// Most short runs that copy engines copy while multiprocessors are busy: a longer list waits for those.
+/// Most short runs that copy engines copy while multiprocessors are busy: a longer list waits for the
+/// multiprocessors.
 const ENGINE_RUNS_MAX: usize = 128;
 
 /// Whether launches return only after their kernels have ended, which a debug setting of the driver causes.
-/// Then nothing could be posted to a running kernel.
+/// If so, no copy can be posted to a running kernel.
 static LAUNCHES_BLOCK: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
-    /// Declared first, so that the stream is dropped before the memory and the kernel that its work uses.
+    /// The stream is declared first, so that it is dropped before the memory and the kernel that its work
+    /// uses.
     stream: CudaStream,
     /// The last mark that was reached, written by the GPU.
     flag: PinnedBuffer,
@@ -159,11 +161,11 @@ impl CudaCopier {
         let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
         self.calls += 1 + self.used.len() as u64;
         let marks = [self.behind, self.marked];
-        // SAFETY: the flag outlives the stream; the rest by the caller's promise.
+        // SAFETY: the flag outlives the stream; the other conditions are promised by the caller.
         unsafe { kernel.launch(&self.stream, &self.batch, permit, &self.flag, marks, there) }.map(|()| true)
     }
 
-    /// Ends posting to the kernel, which may end then: later work in the stream is not the kernel's.
+    /// Ends posting to the kernel, which may end then: later work in the stream is not part of the kernel.
     fn bar(&mut self) {
         if let Some(kernel) = &mut self.kernel {
             kernel.bar();
@@ -176,10 +178,10 @@ impl CudaCopier {
     /// As for [`Copier::copy`].
     unsafe fn copy_by_engine(&mut self) -> Result<()> {
         self.bar();
-        // SAFETY: by the caller's promise, ranges of a ring, or of a checked placement, though its owner may
-        // have freed it since.
+        // SAFETY: the caller promises ranges of a ring, or of a checked placement, though its owner may have
+        // freed it since.
         let calls = unsafe { self.stream.copy_each(&self.batch, self.way == Way::In) };
-        // The driver's error for freed memory does not say that it is freed.
+        // The driver's error for freed memory does not say that the memory is freed.
         let gone = || self.used.iter().find_map(|used| allocation(used).err());
         self.calls += calls.map_err(|error| gone().unwrap_or(error.into()))? as u64 + 1;
         // SAFETY: the device address of pinned memory, aligned to a page, which outlives the stream.
@@ -191,11 +193,11 @@ impl CudaCopier {
     /// # Safety
     /// As for [`Copier::copy`].
     unsafe fn enqueue(&mut self) -> Result<()> {
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         if unsafe { self.copy_by_kernel() }? {
             return Ok(());
         }
-        // SAFETY: as above.
+        // SAFETY: promised by the caller of this function.
         unsafe { self.copy_by_engine() }
     }
 }
@@ -206,7 +208,7 @@ impl Drop for CudaCopier {
     }
 }
 
-/// The addresses of the allocation. Its owner may have freed it without notice.
+/// The addresses of the allocation that contains `used`. Its owner may have freed it without notice.
 fn allocation(used: &Range<u64>) -> Result<Range<u64>> {
     let bytes = used.end - used.start;
     let found = pointer::stretch(used.start, bytes).map(|found| found.base..found.base + found.bytes);
@@ -225,11 +227,12 @@ impl Copier for CudaCopier {
         self.fill(runs)?;
         match &mut self.kernel {
             Some(kernel) if posts && kernel.fits(self.batch.len()) => {
-                // SAFETY: by the caller's promise. The memory was checked after the kernel was seen to run.
+                // SAFETY: promised by the caller of `copy`. The memory was checked after the kernel was seen
+                // to run.
                 unsafe { kernel.post(&self.batch, mark) };
                 Ok(())
             }
-            // SAFETY: by the caller's promise.
+            // SAFETY: promised by the caller of `copy`.
             _ => unsafe { self.enqueue() },
         }
     }
@@ -262,8 +265,8 @@ impl Copier for CudaCopier {
     }
 
     /// A kernel that waits behind another in its stream delays kernels of other streams that share a hardware
-    /// queue. A short batch costs as many driver calls as a long one, so it waits for the copies before it, and
-    /// what comes meanwhile is joined to it.
+    /// queue. A short batch costs as many driver calls as a long one, so it waits for the copies before it,
+    /// and copies that come meanwhile are joined to it.
     fn takes_more(&self, bytes: usize) -> bool {
         let posts = self.kernel.as_ref().is_some_and(ListKernel::posts);
         let waits = !posts && bytes < KERNEL_BYTES_MIN && self.mark_reached() < self.marked;

@@ -61,7 +61,7 @@ const BLOCKS: u64 = 2;
 /// Most lists in flight: one being copied, and one ready behind it.
 const LISTS: usize = 2;
 
-/// The state of copies by the kernel.
+/// The lists in flight on one copier's kernel, and the state of that kernel.
 pub(super) struct ListKernel {
     kernels: Arc<Kernels>,
     words: Counter,
@@ -71,7 +71,7 @@ pub(super) struct ListKernel {
     launched: Option<Launched>,
     /// Lists in flight, oldest first: their numbers, and the marks behind them.
     lists: VecDeque<(u64, u64)>,
-    /// Nothing may be posted to the running kernel: the list would overtake copies that are behind the
+    /// Whether posting to the running kernel is barred: the list would overtake copies that are behind the
     /// kernel, or the kernel would not see it correctly.
     barred: bool,
 }
@@ -81,7 +81,7 @@ struct Launched {
     first: u64,
     permit: Permit,
     at: Duration,
-    /// The last mark before the kernel in this copier, and since when it is reached.
+    /// The last mark before the kernel in this copier, and when it was seen to be reached.
     behind: u64,
     first_since: Option<Duration>,
     /// Whether the beginning, or the delay, of the kernel was reported.
@@ -123,7 +123,7 @@ impl ListKernel {
     }
 
     /// Whether a batch can be enqueued: there is no kernel, or the one that stays takes another list. A
-    /// kernel whose first list is not copied yet takes no other: it may have to wait long.
+    /// kernel whose first list is not copied yet takes no other list: it may have to wait long.
     pub fn takes_more(&self) -> bool {
         let Some(launched) = self.launched.as_ref().filter(|_| self.posts()) else { return true };
         let first_is_done = self.lists.front().is_none_or(|(number, _)| *number > launched.first);
@@ -168,7 +168,7 @@ impl ListKernel {
         let number = self.words.next();
         self.words.go_on(number + 1);
         self.lists.push_back((number, mark));
-        // SAFETY: by the caller's promise; of the two lists at most one is in flight, and not this one.
+        // SAFETY: promised by the caller; of the two lists at most one is in flight, and not this one.
         unsafe { self.lay_out(number, copies) };
         self.mailbox().post(number, &CopyList::of(copies, mark, BLOCKS));
         // Either the kernel sees the list, or this thread sees `closed` from now on.
@@ -207,13 +207,14 @@ impl ListKernel {
         };
         // Other work in the stream would wait behind a kernel that stays.
         let stays = if self.barred || stream.has_others() { [Duration::ZERO; 2] } else { STAYS };
-        // SAFETY: a posted list stays until its mark is reached; the rest by the caller's promise.
+        // SAFETY: a posted list stays until its mark is reached; the other conditions are promised by the
+        // caller.
         unsafe { self.kernels.copy(stream, addresses, first, BLOCKS, stays) }?;
         self.launched =
             Some(Launched { first, permit, at: clock(), behind, first_since: None, settled: false });
         match there() {
             Ok(()) => {
-                // SAFETY: by the caller's promise.
+                // SAFETY: promised by the caller of this function.
                 unsafe { self.post(copies, mark) };
                 Ok(())
             }
@@ -229,7 +230,8 @@ impl ListKernel {
     /// # Safety
     /// The runs fit, and the GPU does not read this list's memory.
     unsafe fn lay_out(&mut self, number: u64, copies: &[GpuCopy]) {
-        // SAFETY: there is aligned room behind the mailbox that the GPU does not read, by the caller's promise.
+        // SAFETY: the caller promises that the GPU does not read this memory; it is aligned, and lies behind
+        // the mailbox.
         unsafe {
             let runs = self.mailbox.as_ptr().cast::<CopyMailbox>().add(1).cast::<u8>();
             let runs = runs.add((number % 2) as usize * LIST_BYTES).cast::<GpuCopy>();
@@ -256,7 +258,9 @@ impl ListKernel {
         }
         let in_vain = ended == launched.first;
         if in_vain {
-            tracing::warn!("copy kernel did not start in time: copy engines copy for a while");
+            tracing::warn!(
+                "copy kernel for GPU staging did not start in time: copy engines copy for a while"
+            );
             self.kernels.sm_backoff.avoid(clock(), LONG_REST);
         }
         self.forget();
@@ -272,12 +276,12 @@ impl ListKernel {
         match self.mailbox().ended.load(Ordering::Acquire) {
             // The context was lost, and the kernel with it.
             0 => self.words.lose_count(),
-            // Block 0 has forwarded the end to the other blocks under that number.
+            // Block 0 has passed the end on to the other blocks under that number.
             ended => self.words.go_on(ended + 1),
         }
     }
 
-    /// Notes whether the launched kernel has to wait for other work.
+    /// Notes whether the launched kernel has to wait for other work on the GPU.
     fn settle(&mut self, reached: u64, stream: &CudaStream) {
         let begun = self.mailbox().begun.load(Ordering::Relaxed) != 0;
         let first_is_done = |first| self.lists.front().is_none_or(|(number, _)| *number > first);
@@ -291,7 +295,7 @@ impl ListKernel {
         let late =
             waited > LAUNCH_WAIT && (!stream.has_others() || waited > SHARED_LAUNCH_WAIT * LAUNCH_WAIT);
         match (begun, late) {
-            // The time of its beginning is not known.
+            // When the kernel began is not known.
             (true, _) if now.saturating_sub(launched.at) > IN_TIME => {}
             (true, _) => sm_backoff.served(launched.permit, now),
             (false, true) => sm_backoff.kept_waiting(launched.permit, now),

@@ -43,7 +43,7 @@ struct State {
 pub(crate) struct Letter {
     pub message: Message,
     landing: Landing,
-    /// Counts as a use of the memory until the letter is dropped. `deregister` waits for that.
+    /// Counts as a use of the memory until the letter is dropped; `deregister` waits for it.
     _call: Option<OwnedCall>,
 }
 
@@ -66,7 +66,7 @@ struct Started {
 }
 
 impl Letter {
-    /// The receive.
+    /// The receive that the message has matched.
     pub fn op(&self) -> Option<&Hold> {
         match &self.landing {
             Landing::Sink { sink } => Some(&sink.op),
@@ -74,7 +74,7 @@ impl Letter {
         }
     }
 
-    /// The message, which no receive has then.
+    /// Takes the message out; its receive has ended without it.
     pub fn into_message(self) -> Message {
         self.message
     }
@@ -215,7 +215,7 @@ impl State {
         Ok(Some(Started { line, offset, first, mark }))
     }
 
-    /// The line to the GPU of a message's receive, and the address of its ring.
+    /// Index of the pipeline to the GPU of a message's receive, and the address of its ring.
     fn line(&mut self, letter: &Letter) -> Result<(usize, usize)> {
         let location = letter.landing.memory().map_or(MemoryLocation::Host, |memory| memory.location());
         let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {

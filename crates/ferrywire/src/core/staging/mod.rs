@@ -52,7 +52,7 @@ impl Staging {
         self.sending.copying() || self.receiving.active()
     }
 
-    /// Driver calls for copies, their marks, and queries.
+    /// Number of driver calls for copies, their marks, and queries.
     pub fn driver_calls(&self) -> u64 {
         self.sending.driver_calls() + self.receiving.driver_calls()
     }
@@ -94,9 +94,9 @@ impl Hung {
     /// Drops the copiers, and then what they may touch, on a thread of its own.
     pub fn leave(self) {
         let locations: Vec<String> = self.unfinished.iter().map(|each| each.location.to_string()).collect();
-        // Most end a moment later.
+        // Most of these copies end a moment later.
         tracing::info!(
-            "copies of {} have not ended yet: their memory is kept until they do",
+            "staging copies of {} have not ended yet: the memory that they use is kept until they end",
             locations.join(", ")
         );
         let users: Vec<InUse> = self.landings.iter().filter_map(Landing::memory).map(InUse::new).collect();
@@ -105,14 +105,15 @@ impl Hung {
         let end = move || drop(taken.lock().unwrap_or_else(PoisonError::into_inner).take());
         if let Err(error) = thread::Builder::new().name("ferrywire-gpu".into()).spawn(end) {
             tracing::error!(
-                "cannot start a thread that waits for them: {error}; their memory is never free again"
+                "cannot start a thread that waits for staging copies: {error}; the memory that they use stays in \
+                 use until this process ends"
             );
             std::mem::forget(parcel);
         }
     }
 }
 
-/// For tests: a GPU that some of them stall or fail, and the lock to use it.
+/// For tests: the index of a GPU that some tests stall or fail, and the lock to use it.
 #[cfg(test)]
 const ALONE: u32 = 15;
 

@@ -25,14 +25,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(super) struct Pipeline {
-    /// Declared before `pinned`, so that the copier is dropped before the memory that it uses.
+    /// Copies for this ring. Declared before `pinned`, so that it is dropped before the memory that it uses.
     copier: Option<Box<dyn Copier>>,
     pinned: Option<Pinned>,
     pub location: MemoryLocation,
     way: Way,
     pub ring: Ring,
-    /// Pages of the ring were lent to the socket, which may still read them: only the peer reports a frame as
-    /// placed.
+    /// Whether pages of the ring were lent to the socket, which may still read them: only the peer reports a
+    /// frame as placed.
     pub lent: bool,
     /// Runs of parts, oldest first: `done_runs` that are copied, then those of `flying`, of `held` and of the
     /// next batch.
@@ -70,7 +70,8 @@ struct Batch {
     mark: u64,
     runs: usize,
     bytes: usize,
-    /// The batch is one part that was copied with others in vain. The copier gets no other batch beside it.
+    /// Whether the batch is one part that was copied with others in vain. The copier gets no other batch
+    /// beside it.
     alone: bool,
 }
 
@@ -172,7 +173,7 @@ impl Pipeline {
         ring + self.copier.as_ref().map_or(0, |copier| copier.pinned_bytes())
     }
 
-    /// Makes room for this number of runs in the next batch: a copier's list is bounded.
+    /// Makes room for `runs` runs in the next batch: a copier's list is bounded.
     pub fn make_room(&mut self, runs: usize) {
         if self.batch_runs + runs > limits::STAGING_LIST_RUNS {
             self.flush();
@@ -245,7 +246,7 @@ impl Pipeline {
             if self.flying.back().is_some_and(|last| last.alone || batch.alone) {
                 return;
             }
-            // A short batch at the front delays none behind it that is long.
+            // A short batch at the front does not delay a long batch behind it.
             let bytes = self.held.iter().map(|batch| batch.bytes).sum();
             if self.copier.as_ref().is_some_and(|copier| !copier.takes_more(bytes)) {
                 return;
@@ -261,7 +262,7 @@ impl Pipeline {
             match made.map(|()| self.copier.as_mut().map_or(Ok(()), copy)) {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => self.fail(error),
-                // Nothing can be copied, whichever part it is.
+                // The failure concerns every copy, whichever part it belongs to.
                 Err(error) => self.lose(error, batch.mark),
             }
         }
@@ -334,7 +335,7 @@ impl Pipeline {
         self.advance(mark);
     }
 
-    /// Whether the copies before a mark are done.
+    /// Whether the copies before this mark are done.
     pub fn done(&self, mark: u64) -> bool {
         mark <= self.reached && self.lost(mark..=mark).is_none()
     }
@@ -406,7 +407,7 @@ impl Pipeline {
 
 /// A copier whose work the GPU has not finished, and the ring that it copies from or to.
 pub(crate) struct Unfinished {
-    /// Dropped before the memory.
+    /// The copier. Dropped before the ring.
     _copier: Box<dyn Copier>,
     _pinned: Option<Pinned>,
     pub location: MemoryLocation,
@@ -417,14 +418,14 @@ fn is_of_the_gpu(error: &Error) -> bool {
     matches!(error, Error::Cuda(error) if error.loses_context())
 }
 
-/// A copier that fails.
+/// A copier whose every copy fails.
 #[cfg(test)]
 struct Broken;
 
 #[cfg(test)]
 impl Copier for Broken {
     unsafe fn copy(&mut self, _runs: &[Run], _mark: u64) -> Result<()> {
-        Err(Error::Internal("it is broken".into()))
+        Err(Error::Internal("the copier is broken".into()))
     }
 
     fn reached(&mut self) -> (u64, Option<Error>) {
@@ -487,7 +488,7 @@ mod tests {
     impl Copier for OneByOne {
         unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
             if self.seen().refuses {
-                return Err(Error::Internal("it refuses".into()));
+                return Err(Error::Internal("the copier refuses the copy".into()));
             }
             self.seen().batches.push((mark, runs.len()));
             Ok(())
@@ -501,7 +502,7 @@ mod tests {
                 let failure = Failure { call, gpu: None, bytes: None, code: 719, name, text };
                 Error::Cuda(CudaError::Call { failure })
             };
-            let failed = seen.fails.then(|| Error::Internal("it fails".into()));
+            let failed = seen.fails.then(|| Error::Internal("the copier fails".into()));
             (seen.reached, failed.or_else(|| seen.loses_context.then(lost)))
         }
 
@@ -524,7 +525,7 @@ mod tests {
 
     fn add(line: &mut Pipeline, runs: usize) {
         for _ in 0..runs {
-            // SAFETY: nothing is copied.
+            // SAFETY: nothing is copied in this test.
             unsafe { line.add(Run { host: 0, device: 0, bytes: 1 }) };
         }
     }
@@ -545,7 +546,7 @@ mod tests {
         assert!(!line.poll() && line.done(3) && !line.copying());
     }
 
-    /// Short parts may wait for more: their user decides when to flush.
+    /// Short parts may wait for more: the caller decides when to flush.
     #[test]
     fn unflushed_parts_are_not_copied_with_deferred_ones() {
         let (mut line, seen) = scene(Way::In);
@@ -558,7 +559,8 @@ mod tests {
         assert_eq!((line.batch_bytes(), seen.lock().unwrap().batches.len()), (1, 1));
     }
 
-    /// A kernel's list is bounded, and copy engines need a driver call for each run.
+    /// Batches are joined only up to the length of a list: a kernel's list is bounded, and copy engines need
+    /// a driver call for each run.
     #[test]
     fn batches_that_waited_are_one_only_as_far_as_a_list_goes() {
         let (mut line, seen) = scene(Way::In);
@@ -574,13 +576,13 @@ mod tests {
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, list), (4, list)]);
     }
 
-    /// Nothing of a batch is sent before all of it is copied.
+    /// Batches from a GPU stay short, because nothing of a batch is sent before all of it is copied.
     #[test]
     fn batches_from_a_gpu_that_waited_are_one_only_until_that_is_worth_a_copy() {
         let (mut line, seen) = scene(Way::Out);
         let part = limits::STAGING_BATCH_BYTES / 2;
         for bytes in [1, part, part, part, 4 * part] {
-            // SAFETY: nothing is copied.
+            // SAFETY: nothing is copied in this test.
             unsafe { line.add(Run { host: 0, device: 0, bytes }) };
             line.flush();
         }
@@ -591,14 +593,14 @@ mod tests {
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, 2), (4, 1), (5, 1)]);
     }
 
-    /// Lets the line use this copier next.
+    /// Makes the pipeline use this copier next.
     fn spare(line: &mut Pipeline, seen: Seen) -> Arc<Mutex<Seen>> {
         let seen = Arc::new(Mutex::new(seen));
         line.spare.push_back(Box::new(OneByOne(seen.clone())));
         seen
     }
 
-    /// Copies that waited for a copier that failed, or were added later, used to fail with it.
+    /// Regression: copies that waited for a copier that failed, or were added later, failed with it.
     #[test]
     fn parts_that_wait_behind_failed_copies_are_copied() {
         let (mut line, seen) = scene(Way::In);
@@ -622,10 +624,10 @@ mod tests {
     /// The address of a run that cannot be copied.
     const BAD: u64 = 13;
 
-    /// Copies everything at once but a batch with a bad run.
+    /// A copier that copies everything at once, except a batch with a bad run.
     struct Picky {
         seen: Arc<Mutex<Vec<(u64, usize)>>>,
-        /// The failure is reported by `copy`, not afterwards.
+        /// Whether `copy` reports the failure, not a later `reached`.
         at_once: bool,
         reached: u64,
         failed: bool,
@@ -636,7 +638,7 @@ mod tests {
             self.seen.lock().unwrap().push((mark, runs.len()));
             self.failed |= runs.iter().any(|run| run.device == BAD);
             match self.failed {
-                true if self.at_once => return Err(Error::Internal("it is bad".into())),
+                true if self.at_once => return Err(Error::Internal("the run is bad".into())),
                 true => {}
                 false => self.reached = mark,
             }
@@ -644,7 +646,7 @@ mod tests {
         }
 
         fn reached(&mut self) -> (u64, Option<Error>) {
-            (self.reached, self.failed.then(|| Error::Internal("it was bad".into())))
+            (self.reached, self.failed.then(|| Error::Internal("the run was bad".into())))
         }
 
         fn calls(&self) -> u64 {
@@ -652,7 +654,7 @@ mod tests {
         }
     }
 
-    /// Operations whose short copies are one batch, or follow each other, used to fail together.
+    /// Regression: operations whose short copies were one batch, or followed each other, failed together.
     #[test]
     fn a_part_that_fails_among_others_is_lost_alone() {
         for at_once in [true, false] {
@@ -662,7 +664,7 @@ mod tests {
             let picky = || Picky { seen: seen.clone(), at_once, reached: 0, failed: false };
             line.spare.extend((0..3).map(|_| Box::new(picky()) as Box<dyn Copier>));
             for (runs, device) in [(1, 0), (2, BAD), (3, 0)] {
-                // SAFETY: nothing is copied.
+                // SAFETY: nothing is copied in this test.
                 (0..runs).for_each(|_| unsafe { line.add(Run { host: 0, device, bytes: 1 }) });
                 line.end_part();
             }
@@ -677,14 +679,14 @@ mod tests {
             }
             assert_eq!((lost, line.reached), (vec![2], 4));
             let mut seen = seen.lock().unwrap().clone();
-            // Behind a failure that is not reported yet.
+            // The failure before this batch is not reported yet.
             seen.retain(|batch| *batch != (4, 4));
             assert_eq!(seen, [(3, 6), (1, 1), (2, 2), (3, 3)]);
             assert!(line.runs.is_empty() && line.parts.is_empty() && line.spare.is_empty());
         }
     }
 
-    /// No copy can succeed any more, so none is repeated.
+    /// After the loss of the context no copy can succeed, so none is repeated.
     #[test]
     fn a_lost_context_loses_all_copies_in_flight() {
         let (mut line, seen) = scene(Way::Out);
@@ -700,7 +702,8 @@ mod tests {
         assert!(!line.copying() && again.lock().unwrap().batches.is_empty());
     }
 
-    /// These copies used to be reported as failed, with the failure of another copier.
+    /// Regression: parts that were added before a failure was reported failed with the error of another
+    /// copier.
     #[test]
     fn parts_added_before_a_failure_is_reported_are_for_the_next_copier() {
         let (mut line, _) = scene(Way::In);
@@ -730,7 +733,7 @@ mod tests {
         assert!(!line.poll() && line.done(4) && !line.copying());
     }
 
-    /// The copy used to be given up with the failed ones, with the first error.
+    /// Regression: a copy between two failures was given up with the failed ones, with the first error.
     #[test]
     fn copies_between_two_failures_that_are_reported_together_have_not_failed() {
         let (mut line, _) = scene(Way::In);

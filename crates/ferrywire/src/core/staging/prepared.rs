@@ -19,7 +19,7 @@ use ferrywire_memory::unpack::Kernels;
 pub(crate) struct Prepared(Mutex<Vec<(u32, Option<Arc<Kernels>>)>>);
 
 impl Prepared {
-    /// Prepares an open GPU. A GPU without kernels is used without them.
+    /// Prepares an open GPU. A GPU whose kernels cannot be loaded is used without them.
     pub fn prepare(&self, location: MemoryLocation) {
         let MemoryLocation::Cuda(index) = location else { return };
         let known =
@@ -32,7 +32,11 @@ impl Prepared {
         // Warn only once: each registration of memory tries again.
         if known.is_none() {
             if let Err(error) = streams {
-                tracing::warn!(%error, "cannot create streams on CUDA GPU {index} in advance");
+                tracing::warn!(
+                    %error,
+                    "cannot create the streams for staging on CUDA GPU {index} in advance: the first transfer creates \
+                     them"
+                );
             }
             if let Err(error) = &kernels {
                 tracing::warn!(%error, "cannot load kernels on CUDA GPU {index}: copy engines copy piece by piece");

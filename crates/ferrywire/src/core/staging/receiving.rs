@@ -139,7 +139,7 @@ impl Receiving {
             // reused until then.
             unsafe { line.add(Run { host, device: target.base as u64, bytes }) };
             (host, left) = (host + bytes, left - bytes);
-            // An address of the GPU: the CPU does not access it.
+            // This is an address of the GPU: the CPU does not access it.
             *target = IoVec::new(target.base.wrapping_add(bytes), target.len - bytes);
             if target.len == 0 {
                 current.targets.pop_front();
@@ -194,12 +194,12 @@ impl Receiving {
         }
     }
 
-    /// Frames that wait.
+    /// Number of frames that wait for copies, their own or an earlier frame's.
     pub fn waiting(&self) -> usize {
         self.frames.len()
     }
 
-    /// Whether this has to be polled.
+    /// Whether frames wait or copies are in flight, so that a thread has to poll.
     pub fn active(&self) -> bool {
         !self.frames.is_empty() || self.copying() || self.gathered_bytes() > 0
     }
@@ -277,7 +277,7 @@ impl Receiving {
                 continue;
             };
             match (frame.copy.filter(|copy| !is_copied(&self.lanes, Some(*copy))), landing) {
-                // The frame is placed in order, soon.
+                // The frame's copies are in flight, and it is placed in order soon.
                 (Some(copy), _) => touched = Some(copy.lane),
                 // The bytes are placed, and the operation waits for the frame to be counted.
                 (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
@@ -286,7 +286,7 @@ impl Receiving {
                     frame.arrival.refusal.get_or_insert(Refusal::NoSink);
                     frame.arrival.landing = None;
                 }
-                // A write whose bytes were placed before the region was released.
+                // The bytes of this write were placed before the region was released.
                 (None, Landing::Region { .. }) => frame.arrival.landing = None,
             }
         }
@@ -324,8 +324,8 @@ impl Receiving {
         rings.fold((0, 0), |(all, used), ring| (all + ring.len(), used + ring.used()))
     }
 
-    /// Ends all copying, as far as the GPUs finish it. Waiting frames are not placed. Returns also the landings to
-    /// which the rest may be copied, but for that of the current frame.
+    /// Ends all copying, as far as the GPUs finish it. Waiting frames are not placed. Returns the copies that
+    /// did not end, and the landings that they may write to, except that of the current frame.
     pub fn end(&mut self) -> (Vec<Unfinished>, Vec<Landing>) {
         let unfinished = self.lanes.iter_mut().filter_map(|lane| lane.line.end()).collect();
         let waiting = self.frames.drain(..).filter_map(|frame| frame.arrival.landing);
@@ -385,7 +385,7 @@ mod tests {
         Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap()
     }
 
-    /// The frame used to be refused because of another frame's failed copy.
+    /// Regression: a frame was refused because of another frame's failed copy.
     #[test]
     fn a_frame_of_which_nothing_was_copied_yet_goes_on_when_the_copy_of_another_fails() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -399,7 +399,7 @@ mod tests {
             receiving.lanes[0].line.break_copier();
             receiving.flush();
             if told_first {
-                assert!(!receiving.poll(), "nothing of the second was to be copied");
+                assert!(!receiving.poll(), "a copy of the second frame was made");
                 receiving.free();
             }
             assert!(!receiving.close_part());
@@ -410,13 +410,13 @@ mod tests {
                 receiving.free();
                 receiving.next().map(|arrival| (arrival.header.key, arrival.refusal))
             };
-            assert_eq!(until("the first ends", &mut placed), (1, Some(Refusal::Gpu)));
-            assert_eq!(until("the second is copied", &mut placed), (2, None));
+            assert_eq!(until("the first frame ends", &mut placed), (1, Some(Refusal::Gpu)));
+            assert_eq!(until("the second frame is copied", &mut placed), (2, None));
             assert!(!receiving.active());
         }
     }
 
-    /// The frame used to count as placed because a later part was copied.
+    /// Regression: a frame with a lost part counted as placed because a later part was copied.
     #[test]
     fn a_frame_of_which_one_part_is_lost_is_refused_though_the_next_one_is_copied() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -435,10 +435,14 @@ mod tests {
                 receiving.expect(frame(1, &memory));
                 receiving.flush();
             }
-            assert_eq!(receiving.poll(), !is_whole, "it is being received, or it waits");
+            assert_eq!(
+                receiving.poll(),
+                !is_whole,
+                "the failure is reported while the frame is being received"
+            );
             if is_whole {
                 receiving.free();
-                let refusal = until("it ends", || {
+                let refusal = until("the frame ends", || {
                     receiving.poll();
                     receiving.next().map(|arrival| arrival.refusal)
                 });
@@ -447,7 +451,7 @@ mod tests {
         }
     }
 
-    /// A thread that took the memory back had to wait for the other GPU, and lost the connection.
+    /// Regression: a thread that took the memory back had to wait for the other GPU, and lost the connection.
     #[test]
     fn a_finished_copy_is_released_though_another_gpu_is_stalled() {
         let (_alone, stands) = (alone(), SimGpu::open(ALONE).unwrap());
@@ -458,12 +462,12 @@ mod tests {
         receive(&mut receiving, 1, &first);
         receive(&mut receiving, 2, &second);
         receiving.flush();
-        until("the second is copied", || {
+        until("the second frame is copied", || {
             assert!(!receiving.poll());
             receiving.free();
             receiving.lanes[1].line.done(1).then_some(())
         });
-        assert!(receiving.next().is_none(), "it waits for the first");
+        assert!(receiving.next().is_none(), "the second frame waits for the first");
         assert_eq!(receiving.abandon(&|landing| landing.is_in(&second)), None);
         assert_eq!(receiving.abandon(&|landing| landing.is_in(&first)), Some(MemoryLocation::SimGpu(ALONE)));
         stands.set_stall(false);
@@ -489,7 +493,7 @@ mod tests {
         receiving.open_part().expect("the ring has room");
     }
 
-    /// No list held the runs: each used to be a driver call.
+    /// Regression: when no list held the runs, each run cost a driver call.
     #[test]
     fn a_part_of_more_runs_than_a_list_holds_is_several_batches() {
         const RUNS: usize = limits::STAGING_LIST_RUNS + 1;
@@ -504,7 +508,7 @@ mod tests {
         receiving.expect(frame(1, &memory));
         receiving.flush();
         assert_eq!(receiving.lanes[0].line.next_mark(), 3);
-        let refusal = until("it is copied", || {
+        let refusal = until("the frame is copied", || {
             assert!(!receiving.poll());
             receiving.free();
             receiving.next().map(|arrival| arrival.refusal)
@@ -513,7 +517,8 @@ mod tests {
         assert!(!receiving.active() && receiving.lanes[0].line.ring.is_empty());
     }
 
-    /// These parts used to be copied later, when the operation had ended and its memory was the user's again.
+    /// Regression: these parts were copied after the operation had ended and its memory belonged to the user
+    /// again.
     #[test]
     fn parts_that_wait_for_company_when_their_frame_is_broken_off_are_copied_before_its_landing_goes() {
         let gpu = SimGpu::open(GPU).unwrap();
@@ -543,13 +548,13 @@ mod tests {
         assert!(receiving.active());
     }
 
-    /// The mark of these parts used to be behind copies that were never made: no later frame was
+    /// Regression: the mark of these parts was behind copies that were never made, and no later frame was
     /// acknowledged.
     #[test]
     fn parts_that_wait_for_a_batch_end_too_when_the_copies_before_them_fail() {
         let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
         gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
-        // Otherwise the first copy might fail before the second part is complete.
+        // Stall the GPU: otherwise the first copy might fail before the second part is complete.
         gpu.set_stall(true);
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
@@ -576,7 +581,7 @@ mod tests {
         assert!(failed && receiving.lanes[0].line.ring.is_empty());
     }
 
-    /// These parts used to fill the ring, without a poll to free them, and the channel read nothing any more.
+    /// Regression: these parts filled the ring, no poll freed them, and the channel stopped reading.
     #[test]
     fn parts_of_frames_that_were_broken_off_are_free_again() {
         let gpu = SimGpu::open(GPU).unwrap();

@@ -56,14 +56,14 @@ impl Ring {
     /// Returns the oldest span.
     pub fn give_back(&mut self) {
         let oldest = self.spans.front().map(|(offset, ..)| *offset);
-        debug_assert!(oldest.is_some(), "a span is given back once");
+        debug_assert!(oldest.is_some(), "a span was returned that is not in the ring");
         self.give_back_at(oldest.unwrap_or(0));
     }
 
     /// Returns a span, in any order. Its room is free once all older spans are returned.
     pub fn give_back_at(&mut self, offset: usize) {
         let span = self.spans.iter_mut().find(|(at, _, given)| *at == offset && !given);
-        debug_assert!(span.is_some(), "a span is given back once");
+        debug_assert!(span.is_some(), "a span was returned that is not in the ring");
         if let Some((.., given)) = span {
             *given = true;
         }
@@ -107,7 +107,7 @@ pub(crate) struct Staged {
 /// A staged frame's state; see `sending.rs`.
 pub(super) enum State {
     Reserved,
-    /// The copies are before this mark.
+    /// The copies of the frame end at this mark.
     Copying(u64),
     /// The operation has failed: there is nothing to send.
     Lost,
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!((ring.take(640), ring.take(512)), (Some(0), None));
         assert_eq!(ring.take(128), Some(640));
         ring.give_back();
-        assert_eq!(ring.take(512), Some(0), "256 bytes at the end are left out");
+        assert_eq!(ring.take(512), Some(0), "the 256 bytes at the end are skipped");
         assert_eq!((ring.take(128), ring.take(129)), (Some(512), None));
         (0..3).for_each(|_| ring.give_back());
         assert_eq!(ring.take(1024), Some(0), "an empty ring is whole again");

@@ -149,7 +149,7 @@ impl Sending {
         Some(credit)
     }
 
-    /// Notes that some of a frame is lent to the socket.
+    /// Notes that pages of a frame's payload are lent to the socket.
     pub fn lend(&mut self, staged: &mut Staged) {
         self.lines[staged.line].lent = true;
         staged.lent = true;
@@ -209,7 +209,10 @@ fn add_d2h(line: &mut Pipeline, entry: &Entry, mut host: usize) {
     let Some((memory, ranges)) = entry.payload() else { return };
     for (offset, len) in ranges {
         let Some(device) = memory.span(offset, len) else {
-            debug_assert!(false, "pieces are checked when an operation is posted");
+            debug_assert!(
+                false,
+                "a piece lies outside its memory, although pieces are checked when an operation is posted"
+            );
             continue;
         };
         let run = Run { host, device: device as u64, bytes: len as usize };
@@ -232,7 +235,7 @@ mod tests {
     use ferrywire_proto::window::Window;
     use std::sync::Arc;
 
-    /// Takes a write of all of the memory, as a channel does.
+    /// Takes a frame that writes all of the memory, as a channel does.
     fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
         let piece = Piece { local: 0, remote: 0, len: memory.len() };
         take_pieces(memory, Pieces::One(piece), window, sending)
@@ -262,7 +265,7 @@ mod tests {
         shared
     }
 
-    /// No list held the runs: each used to be a driver call.
+    /// Regression: when no list held the runs, each run cost a driver call.
     #[test]
     fn frames_of_more_runs_than_a_list_holds_are_several_batches() {
         let gpu = SimGpu::open(10).unwrap();
@@ -278,8 +281,8 @@ mod tests {
         assert_eq!(sending.lines[0].batches(), 2);
     }
 
-    /// A peer that acknowledged bytes before reading them was sent what the ring's next user had put there,
-    /// for another peer.
+    /// Regression: a peer that acknowledged bytes before reading them was sent bytes that another frame had
+    /// put into the ring, for another peer.
     #[test]
     fn placed_bytes_may_still_be_read_by_a_socket() {
         let gpu = SimGpu::open(10).unwrap();
@@ -289,7 +292,7 @@ mod tests {
         for lends in [false, true] {
             take(&memory, &mut window, &mut sending);
             let (_, mut entry) = window.drain().pop().expect("a frame was taken");
-            let mut staged = entry.staged.take().expect("it is to be staged");
+            let mut staged = entry.staged.take().expect("the frame is staged");
             if lends {
                 sending.lend(&mut staged);
             }
@@ -299,7 +302,7 @@ mod tests {
         }
     }
 
-    /// Frames that were taken before the failure was reported used to be dropped, and their operations
+    /// Regression: frames that were taken before the failure was reported were dropped, and their operations
     /// failed.
     #[test]
     fn frames_staged_behind_a_failed_copy_are_copied() {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 pub(super) struct Stopwatch {
     total: Duration,
     since: Option<Instant>,
-    /// Where a trace shows the times in which the condition holds.
+    /// The row of the trace that shows the times in which the condition holds.
     row: Row,
 }
 
@@ -20,7 +20,7 @@ impl Stopwatch {
         self.row
     }
 
-    /// Sets whether the condition holds from now on.
+    /// Notes whether the condition holds from now on.
     pub fn set(&mut self, on: bool) {
         match self.since {
             None if on => self.since = Some(Instant::now()),

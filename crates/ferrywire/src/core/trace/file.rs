@@ -25,11 +25,11 @@ pub(super) struct TraceFile {
     file: File,
     path: String,
     process: u32,
-    /// One moment on the engine's clock and on the host's monotonic clock.
+    /// The same moment on the engine's clock and on the host's monotonic clock.
     clock: (Instant, Duration),
     named: BTreeSet<Row>,
     events: u64,
-    /// Bytes of the file without its end.
+    /// Length of the file in bytes, without its end.
     bytes: u64,
     failed: bool,
 }
@@ -82,7 +82,7 @@ impl TraceFile {
         }
     }
 
-    /// Removes the end, for an endpoint that comes after all others were closed.
+    /// Removes the end of the file, for an endpoint that is built after all others were closed.
     pub fn go_on(mut self) -> Result<TraceFile, (String, io::Error)> {
         let cut = self.file.set_len(self.bytes).and_then(|()| self.file.seek(SeekFrom::Start(self.bytes)));
         match cut {
@@ -121,16 +121,16 @@ impl TraceFile {
     /// Stops writing events, and removes what was written of the last ones.
     fn fail(&mut self, error: &io::Error) {
         self.failed = true;
-        tracing::warn!(%error, path = self.path, "{VARIABLE}: the trace ends early");
+        tracing::warn!(%error, path = self.path, "{VARIABLE}: cannot write the trace file: the trace ends early");
         let cut = self.file.set_len(self.bytes).and_then(|()| self.file.seek(SeekFrom::Start(self.bytes)));
         if let Err(error) = cut {
-            tracing::warn!(%error, path = self.path, "{VARIABLE}: the last event is cut off");
+            tracing::warn!(%error, path = self.path, "{VARIABLE}: cannot shorten the trace file: its last event is cut off");
         }
     }
 
     fn write_events(&mut self, text: &mut String) {
         let before = self.events;
-        // As many as the queue holds: later ones wait for the next interval.
+        // At most as many events as the queue holds: later ones wait for the next interval.
         for _ in 0..limits::TRACE_EVENTS_WAITING_MAX {
             let Some(event) = EVENTS.get().and_then(ArrayQueue::pop) else { break };
             if self.failed {
@@ -150,7 +150,8 @@ impl TraceFile {
         text.clear();
     }
 
-    /// Time of the host's monotonic clock, so that the traces of several processes of a host fit together.
+    /// Time of the host's monotonic clock, so that the traces of several processes of a host have a common
+    /// time.
     fn time(&self, at: Instant) -> Duration {
         self.clock.1 + at.saturating_duration_since(self.clock.0)
     }
@@ -232,7 +233,7 @@ impl Direction {
 }
 
 impl Row {
-    /// A number of the row's own.
+    /// The number that identifies this row in the file.
     fn tid(self) -> u64 {
         let stage = match self.stage {
             Stage::D2h => 0,
@@ -261,7 +262,7 @@ impl Row {
     }
 }
 
-/// A time as the format has it: microseconds.
+/// A time in the unit of the format: microseconds.
 struct Microseconds(Duration);
 
 impl std::fmt::Display for Microseconds {

@@ -34,14 +34,14 @@ pub(crate) struct ProgressEngine {
     space: Workspace,
     pub(super) ready: Vec<PollEvent>,
     last_check: Duration,
-    /// Bytes moved so far, received and sent.
+    /// Number of bytes moved so far, received and sent.
     pub(super) moved: u64,
-    /// The channel that received last.
+    /// Index of the channel that received last.
     hot: Option<usize>,
     polls: u32,
-    /// The channel that may send first in this pass.
+    /// Index of the channel that may send first in this pass.
     first: usize,
-    /// Channels without a file descriptor, which have to be polled.
+    /// Number of channels without a file descriptor, which have to be polled.
     polled: usize,
     /// Requests to release memory that a lane or GPU may still write to.
     pub(super) abandoning: Vec<Abandoning>,
@@ -311,7 +311,7 @@ impl ProgressEngine {
         });
     }
 
-    /// For tests: sends everything that is queued, where the channel's peer is to vanish.
+    /// For tests: sends everything that is queued, if the channel's peer is to vanish.
     #[cfg(test)]
     fn handed_over(&mut self, mut slot: Slot) -> Slot {
         if slot.channel.peer.life.vanishes.load(std::sync::atomic::Ordering::SeqCst) {
@@ -370,7 +370,7 @@ impl ProgressEngine {
             return None;
         }
         let worked = self.receive_at(worker, context, place);
-        // In vain: poll all sockets in every other pass.
+        // No bytes came: poll all sockets in every other pass.
         (worked || !self.polls.is_multiple_of(2)).then_some(worked)
     }
 
@@ -515,7 +515,7 @@ impl ProgressEngine {
         self.slots.iter().flatten().any(|slot| slot.channel.ack_due())
     }
 
-    /// How long the owner may sleep without polling anything.
+    /// Longest time for which the owner may sleep without polling; `None` for no limit.
     pub(super) fn sleep_limit(&self) -> Option<Duration> {
         if self.staging_active() {
             return Some(COPY_BACKOFF);
@@ -583,7 +583,10 @@ mod tests {
                     return engine;
                 }
             }
-            assert!(since.elapsed() < LONG, "it is held all the time, or lacks channels");
+            assert!(
+                since.elapsed() < LONG,
+                "another thread holds the engine all the time, or it lacks channels"
+            );
             std::thread::yield_now();
         }
     }
@@ -597,12 +600,12 @@ mod tests {
     impl Conn for Watched {
         unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
             self.sends[usize::from(deferred_free::moves())].fetch_add(1, Ordering::SeqCst);
-            // SAFETY: promised by the caller.
+            // SAFETY: promised by the caller of this method.
             unsafe { self.conn.send(pieces) }
         }
 
         unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-            // SAFETY: promised by the caller.
+            // SAFETY: promised by the caller of this method.
             unsafe { self.conn.recv(pieces) }
         }
 
@@ -627,8 +630,8 @@ mod tests {
         }
     }
 
-    /// A caller that sends inline and loses the connection must not free the rings itself: while it held the
-    /// engine, it waited for all the GPU's work.
+    /// Regression: a caller that sent inline and lost the connection freed the rings itself, and waited with
+    /// the engine for all of the GPU's work.
     #[test]
     fn a_caller_that_sends_at_once_frees_nothing_meanwhile() {
         let (near, _far, peer) = connected(1);
@@ -636,7 +639,7 @@ mod tests {
         let worker = running.workers[0].clone();
         let mut engine = engine_of(&worker, running.context(), 1);
         let sends: Arc<[AtomicUsize; 2]> = Arc::default();
-        let slot = engine.slots[0].take().expect("it has a channel");
+        let slot = engine.slots[0].take().expect("the engine has a channel");
         let watched = slot.channel.with_conn(|conn| Box::new(Watched { conn, sends: sends.clone() }));
         engine.slots[0] = Some(Slot { channel: Box::new(watched), ..slot });
         let notified = peer.notify(b"at once").unwrap();
@@ -646,7 +649,7 @@ mod tests {
         notified.wait(LONG).unwrap();
     }
 
-    /// Asking costs a driver call for each waiting operation. Each channel of the peer used to ask.
+    /// A query costs a driver call for each waiting operation. Regression: each channel of the peer made it.
     #[test]
     fn operations_that_wait_for_a_gpu_are_checked_once_a_pass() {
         let (near, _far, peer) = connected(3);

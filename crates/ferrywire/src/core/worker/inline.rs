@@ -28,7 +28,7 @@ use ferrywire_proto::wire::HEADER_BYTES;
 pub(super) const SPIN: Duration = Duration::from_micros(50);
 /// How long a waiting caller spins before it sleeps, while the worker threads make progress.
 const BULK_SPIN: Duration = Duration::from_micros(200);
-/// Longest time a caller spins for an engine that the thread is about to give up.
+/// Longest time for which a caller spins for an engine that the thread is about to release.
 const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it hands the rest to the thread, which is pinned to a core.
 const DRIVE_BYTES: u64 = 4 << 20;
@@ -166,7 +166,7 @@ impl Workers {
         if goes_now && let Some(mut claim) = home.try_claim() {
             let posted = claim.engine().post_for(home, &self.context, peer, op);
             drop(claim);
-            // Its channels were lost meanwhile: another worker has the queue now.
+            // The worker's channels were lost meanwhile: another worker has the queue now.
             if posted && peer.home_index() != home.index {
                 peer.wake_home_worker();
             }
@@ -215,7 +215,7 @@ impl Workers {
         // Other workers have no channel of this peer.
         let count = sleepers.len().min(peer.channels()).max(1);
         let mut left = bytes.div_ceil(ROUSE_BYTES);
-        // Each operation starts at another worker.
+        // Operations start at different workers in turn.
         let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
         for step in 0..count {
             let sleeper = &sleepers[(first.wrapping_add(step)) % count];
@@ -300,7 +300,8 @@ impl Worker {
         }
     }
 
-    /// Polls until `done` returns true, or until the worker's thread does better. Returns whether it is done.
+    /// Polls until `done` returns true, or until the worker's thread does better. Returns whether `done`
+    /// returned true.
     fn drive(&self, wait: &mut Wait<'_>, context: &Context) -> bool {
         let Some(mut claim) = self.claim() else {
             return false;
@@ -367,7 +368,7 @@ impl Claim<'_> {
     fn engine(&mut self) -> &mut ProgressEngine {
         match &mut self.engine {
             Some(engine) => engine,
-            None => unreachable!("a claim holds the engine until it is dropped"),
+            None => unreachable!("a claim lost the engine before it was dropped"),
         }
     }
 }
@@ -384,10 +385,10 @@ impl Drop for Claim<'_> {
     }
 }
 
-/// A waiting caller: until when it waits, and for what.
+/// A waiting caller: its time limit, and the events it waits for.
 struct Wait<'a> {
     pub until: Instant,
-    /// Puts the caller on the wait lists of what it waits for.
+    /// Adds the caller to the wait lists of its events.
     pub register: &'a mut dyn FnMut(WakeHandle),
     pub done: &'a mut dyn FnMut() -> bool,
 }
@@ -397,8 +398,9 @@ impl Wait<'_> {
         self.until.saturating_duration_since(now)
     }
 
-    /// Spins with yields for up to [`BULK_SPIN`]. Returns whether it is done. With many operations in flight
-    /// the next one finishes soon, and waking a sleeping caller for each costs the worker threads more.
+    /// Spins with yields for up to [`BULK_SPIN`]. Returns whether the caller's event has happened. With many
+    /// operations in flight the next one finishes soon, and waking a sleeping caller for each costs the
+    /// worker threads more.
     pub fn spin(&mut self) -> bool {
         let start = Instant::now();
         let limit = self.rest(start).min(BULK_SPIN);
@@ -417,7 +419,8 @@ mod tests {
     use super::*;
     use crate::core::worker::{LostChannels, PolledBy};
 
-    /// Example: a notification has arrived before its bytes, which another worker's channels receive.
+    /// A caller may be woken before its own event: for example when a notification has arrived before its
+    /// bytes, which another worker's channels receive.
     #[test]
     fn a_caller_that_was_woken_for_nothing_is_woken_again() {
         let endpoint = crate::Endpoint::builder().threads(1).build().unwrap();
@@ -435,16 +438,16 @@ mod tests {
             },
             done: &mut || asked.get() > 2,
         };
-        assert!(worker.drive(&mut wait, running.context()), "it slept through");
+        assert!(worker.drive(&mut wait, running.context()), "the caller was not woken");
     }
 
-    /// Posting took the lock once, and taking the operation's frame a second time.
+    /// Regression: posting took the queue's lock once, and taking the operation's frame a second time.
     #[test]
     fn a_small_write_to_an_idle_peer_locks_its_queue_once() {
         const BYTES: usize = 8 << 10;
         let listen = "127.0.0.1:0".parse().unwrap();
         let far = crate::Endpoint::builder().threads(1).channels(1).listen(listen).build().unwrap();
-        // Its callers poll its only engine, which is free for them.
+        // Callers poll the only engine, which is free for them.
         let near = crate::Endpoint::builder().threads(0).channels(1).build().unwrap();
         let limit = Duration::from_secs(60);
         let peer = near.connect(far.listen_addresses()[0], limit).unwrap();
@@ -470,7 +473,7 @@ mod tests {
                 let sent = in_flight.saturating_sub(waiting as u64);
                 assert!(
                     packets == 1 || sent as usize >= frames,
-                    "{in_flight}: the peer has too little to do"
+                    "{in_flight}: the peer has too few operations in flight"
                 );
             }
         }

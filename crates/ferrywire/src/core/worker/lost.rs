@@ -26,7 +26,7 @@ impl<T: Into<String>> From<T> for Loss {
     }
 }
 
-/// A channel that has ended, with the data for its fence.
+/// A channel that has ended, with the state that its fence needs.
 pub(crate) struct LostChannel {
     pub peer: Arc<PeerState>,
     pub index: u16,
@@ -36,7 +36,8 @@ pub(crate) struct LostChannel {
 }
 
 impl LostChannel {
-    /// Fails the operations of the channel's frames. The peer is over, so nothing is resent.
+    /// Fails the operations of the channel's frames, because the peer's session is over and nothing is
+    /// resent.
     pub fn drop_entries(self) {
         self.peer.drop_entries(self.remains.entries.into_iter().map(|(_, entry)| entry).collect());
     }
@@ -46,12 +47,12 @@ impl LostChannel {
 pub(crate) struct LostChannels {
     queue: SegQueue<LostChannel>,
     control: Waker,
-    /// The control thread has ended, and with it every session.
+    /// Whether the control thread has ended, and with it every session.
     is_closed: AtomicBool,
 }
 
 impl LostChannels {
-    /// `control` wakes the thread that takes lost channels.
+    /// Creates the queue. `control` wakes the thread that takes lost channels.
     pub fn new(control: Waker) -> LostChannels {
         LostChannels { queue: SegQueue::new(), control, is_closed: AtomicBool::new(false) }
     }

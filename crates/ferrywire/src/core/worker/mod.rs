@@ -79,7 +79,7 @@ pub(crate) struct Workers {
 }
 
 impl Workers {
-    /// `lost` takes the workers' lost channels.
+    /// Creates the list of workers. `lost` takes their lost channels.
     pub fn new(context: Arc<Context>, list: Box<[Arc<Worker>]>, lost: Arc<LostChannels>) -> Workers {
         Workers { context, list, lost }
     }
@@ -118,12 +118,12 @@ pub(crate) struct Worker {
     thread_id: AtomicI32,
     stop: AtomicBool,
     polled_by: PolledBy,
-    /// A blocking call of the thread has not returned in time, so that other threads no longer wait for this
-    /// worker.
+    /// Whether a blocking call of the thread has not returned in time, so that other threads no longer wait
+    /// for this worker.
     stuck: AtomicBool,
     /// Grows with each step of the owner, whether it moved bytes or only polled.
     steps: AtomicU64,
-    /// The thread is pinned to one core.
+    /// Whether the thread is pinned to one core.
     kept: AtomicBool,
     spin: Spin,
 }
@@ -297,8 +297,8 @@ impl Worker {
         self.sleeper.set_activity(Activity::NoThread);
     }
 
-    /// Runs commands that were queued before the stop: a channel that is not ended keeps its peer, and that
-    /// the endpoint. A caller that still has the engine gives it back, even if late.
+    /// Runs commands that were queued before the stop. A channel that is not ended would keep its peer, and
+    /// so the endpoint. A caller that still has the engine releases it, even if late.
     fn run_last_commands(&self, context: &Context) {
         while self.has_commands() {
             match self.try_engine() {
@@ -358,7 +358,7 @@ impl Worker {
             }
             let Spin { usual, with_staging, in_deep_bulk } = self.spin;
             let usual = if engine.stages() { with_staging } else { usual };
-            // A thread that would wake at once had better yield.
+            // A thread that would be woken at once yields, which costs less.
             let deep = || engine.in_deep_bulk() && !engine.has_work() && !engine.lanes_active();
             if idle > usual || (idle > in_deep_bulk && deep()) {
                 return false;
@@ -369,7 +369,8 @@ impl Worker {
 
     /// Pauses for up to `limit` while lanes have enough in flight: polling takes CPU time from the plugin's
     /// own threads. Socket events and commands end the pause. A pinned thread shares its core with the
-    /// plugin's threads; there a yield is enough, and a timer would interrupt them.
+    /// plugin's threads; for such a thread a yield is enough, and a timer would interrupt the plugin's
+    /// threads.
     fn back_off(&self, engine: &mut ProgressEngine, limit: Duration) {
         let has_work = |engine: &&mut ProgressEngine| {
             self.has_commands() || self.stop.load(Ordering::SeqCst) || engine.has_work()
@@ -422,8 +423,8 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// The peer knew of the close, but the held channel kept the endpoint and its threads alive for
-    /// ever.
+    /// Regression: the peer learned of the close, but the held channel kept the endpoint and its threads
+    /// alive for ever.
     #[test]
     fn an_endpoint_that_closes_while_a_worker_is_held_up_is_gone_once_that_goes_on() {
         for given_up in [false, true] {
@@ -442,7 +443,7 @@ mod tests {
                 if let Some(engine) = worker.try_engine() {
                     break engine;
                 }
-                assert!(since.elapsed() < LIMIT, "it is held all the time");
+                assert!(since.elapsed() < LIMIT, "another thread holds the engine all the time");
                 thread::yield_now();
             };
             if given_up {
@@ -453,7 +454,7 @@ mod tests {
             drop(engine);
             drop((worker, running, sent, source, peer, near));
             while left.strong_count() > 0 {
-                assert!(since.elapsed() < 3 * LIMIT, "given up {given_up}: it is never gone");
+                assert!(since.elapsed() < 3 * LIMIT, "given up {given_up}: the endpoint is never freed");
                 thread::sleep(Duration::from_millis(1));
             }
         }

@@ -24,16 +24,17 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// A request to all workers to release some memory, and which workers have answered.
 pub(crate) struct Abandon {
     pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
-    /// Whether a worker ends a channel that cannot release the memory otherwise: the user reuses the memory in any case.
+    /// Whether a worker ends a channel that cannot release the memory otherwise. Set when the user reuses the
+    /// memory in any case.
     pub(super) force: bool,
-    /// Also wait until nothing is sent from the memory, including over closed connections.
+    /// Whether to wait also until nothing is sent from the memory, including over closed connections.
     pub(super) sources: bool,
     pub(super) answered: Box<[AtomicBool]>,
-    /// For each worker, the GPU whose copies it waits for, if it waits for nothing else.
+    /// For each worker, the GPU whose copies it waits for; `None` if it also waits for something else.
     gpus: Box<[Mutex<Option<MemoryLocation>>]>,
 }
 
-/// Lane and connection of a lost channel.
+/// Lane and connection of a lost channel, which may still read memory.
 pub(super) struct Closed {
     pub(super) unreleased: Unreleased,
     /// Operations with frames that the peer has not acknowledged.
@@ -89,7 +90,7 @@ impl Abandon {
 /// before it answers it may have megabytes to place, on a busy host.
 struct Standstill {
     stall_timer: StallTimer,
-    /// The worker, and its step count at the last check.
+    /// The worker that was checked last, and its step count then.
     seen: Option<(usize, u64)>,
 }
 
@@ -165,8 +166,8 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
     Ok(())
 }
 
-/// Asks every worker to place nothing more into a region that peers address by its key; local operations
-/// there go on. The caller polls [`Abandon::is_answered`].
+/// Asks every worker to place nothing more into a region that peers address by its key. Local operations on
+/// the region continue. The caller polls [`Abandon::is_answered`].
 pub(crate) fn ask_for_region(workers: &Workers, memory: &Arc<Memory>) -> Arc<Abandon> {
     let memory = memory.clone();
     let request =
@@ -175,7 +176,10 @@ pub(crate) fn ask_for_region(workers: &Workers, memory: &Arc<Memory>) -> Arc<Aba
     request
 }
 
-/// Makes every worker release a span of memory. Errors as for [`abandon`].
+/// Makes every worker release `memory`.
+///
+/// # Errors
+/// As for [`abandon`].
 pub(crate) fn abandon_memory(workers: &Workers, memory: &Arc<Memory>, force: bool) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
     let request = Abandon::new(workers, force, true, move |landing| landing.is_in(&memory));
@@ -189,7 +193,7 @@ mod tests {
 
     const LOOK: Duration = Duration::from_millis(50);
 
-    /// Polls until the standstill is over, and returns that time; `None` if it never is.
+    /// Polls until the standstill is over. Returns that time, or `None` if it never is.
     fn given_up_at(mut seen: impl FnMut(Duration) -> (usize, u64)) -> Option<Duration> {
         let mut standstill = Standstill::new();
         (0..20_000).map(|look| look * LOOK).find(|now| {
@@ -200,7 +204,11 @@ mod tests {
 
     #[test]
     fn a_slow_worker_is_waited_for() {
-        assert_eq!(given_up_at(|now| (1, now.as_secs() / 4)), None, "a step every four seconds");
+        assert_eq!(
+            given_up_at(|now| (1, now.as_secs() / 4)),
+            None,
+            "a worker with a step every four seconds is waited for"
+        );
     }
 
     #[test]
@@ -222,8 +230,8 @@ mod tests {
         count.unwrap().trim().parse().unwrap()
     }
 
-    /// Each request used to wake every thread. On a busy host each thread then had to run before a read was
-    /// cancelled.
+    /// Regression: each request woke every thread. On a busy host each thread then had to run before a read
+    /// was cancelled.
     #[test]
     fn a_request_to_workers_that_sleep_wakes_no_thread() {
         const REQUESTS: u64 = 50;

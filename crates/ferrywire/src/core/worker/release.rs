@@ -23,8 +23,9 @@ const RELEASE_PAUSE: Duration = Duration::from_micros(100);
 const SENDS_DROPPED: &str = "the user freed memory from which a message was being sent";
 
 impl ProgressEngine {
-    /// Loses the channels whose connections still send from memory that its user has dropped, once the kernel
-    /// has released the memory or `KERNEL_RELEASE_TIMEOUT` has passed. One timeout covers all these channels.
+    /// Ends as lost the channels whose connections still send from memory that its user has dropped, once the
+    /// kernel has released the memory or `KERNEL_RELEASE_TIMEOUT` has passed. One timeout covers all these
+    /// channels.
     fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, context: &Context) {
         let sends = |slot: &mut Option<Slot>| {
             slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
@@ -106,7 +107,7 @@ impl Closed {
     /// Fails operations on dropped memory that the kernel or a NIC has not released in time, even where the
     /// peer has placed their bytes.
     fn give_up(&self) {
-        tracing::error!("NIC may still send from memory of a closed connection or lane");
+        tracing::error!("a NIC may still send from memory of a closed connection or lane");
         let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
         self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
     }

@@ -39,7 +39,7 @@ impl LanePayload {
 
     // ---- sending ----
 
-    /// Messages that the lane can take now.
+    /// Number of messages that the lane can take now.
     pub fn room(&self) -> usize {
         self.posted.room()
     }
@@ -54,7 +54,7 @@ impl LanePayload {
         self.is_active().then(|| self.posted.pause()).flatten()
     }
 
-    /// Whether any frame may be taken. Each may have a payload for the lane.
+    /// Whether any frame may be taken from the queue: each may have a payload, for which the lane needs room.
     pub fn has_room(&self) -> bool {
         self.room() > 0
     }
@@ -79,7 +79,7 @@ impl LanePayload {
         !self.posted.is_unpacked(number)
     }
 
-    /// The error for a frame to be sent whose memory its user has dropped.
+    /// The error that ends the connection when the user has dropped the memory of a frame to be sent.
     pub fn source_dropped(&self, entry: &Entry) -> io::Error {
         if !entry.header.is_posted() {
             return io::Error::from_raw_os_error(libc::EFAULT);
@@ -94,7 +94,7 @@ impl LanePayload {
         self.posted.acknowledged(number, entry)
     }
 
-    /// Receives posted on this end, for the header.
+    /// Number of receives posted to the lane at this end, for the next header.
     pub fn posted_count(&self) -> u32 {
         self.posted.posted_count()
     }
@@ -134,7 +134,7 @@ impl LanePayload {
         self.posted.expect(Arrival { target, ..arrival });
     }
 
-    /// Frames that wait for a payload.
+    /// Number of frames that wait for a payload.
     pub fn waiting(&self) -> usize {
         self.posted.waiting()
     }
@@ -175,7 +175,7 @@ impl LanePayload {
         trouble
     }
 
-    /// Whether this end holds payload of the lane, of which the peer has to be told.
+    /// Whether this end holds received payload of the lane for so long that the peer has to be told.
     pub fn holds_payload(&self) -> bool {
         self.posted.holds_payload()
     }

@@ -7,8 +7,8 @@
 //! | `Lane` | over a lane beside the stream | |
 //!
 //! Invariant: `Stream` does nothing of its own. A write of host memory passes about 17 of these calls at the source and
-//! 14 at the target, each a comparison. What is left of GPUs outside of this file on its way: `queue.rs`, and `gpu` of
-//! `Outbox::next`.
+//! 14 at the target, each a comparison. Outside this folder only `queue.rs` and `gpu` of `Outbox::next` treat GPU
+//! payload differently.
 //! Read next: `staged.rs`, `lane.rs`.
 
 mod lane;
@@ -100,8 +100,8 @@ impl Payload {
         }
     }
 
-    /// The number of ends, 0 to 2, that copy payload once more on its way. `None` if the way itself limits
-    /// what is in flight.
+    /// The number of ends, 0 to 2, that copy payload once more on its way. `None` over a lane, which itself
+    /// limits the bytes in flight.
     pub fn copying_ends(&self, peer: &PeerState) -> Option<u64> {
         let at_peer = u64::from(peer.writes_to_gpus());
         match self {
@@ -119,7 +119,7 @@ impl Payload {
         }
     }
 
-    /// Messages that the lane has room for; `None` where payload goes into the stream.
+    /// Number of messages that the lane has room for; `None` where payload goes into the stream.
     pub fn messages(&self) -> Option<usize> {
         match self {
             Payload::Stream | Payload::Staged(_) => None,
@@ -127,7 +127,7 @@ impl Payload {
         }
     }
 
-    /// Notes whether the window has enough for the next socket call.
+    /// Notes whether the window has enough frames for the next socket call.
     #[inline]
     pub fn note_enough(&mut self, enough: bool) {
         if let Payload::Staged(staged) = self {
@@ -195,7 +195,7 @@ impl Payload {
     pub fn source_dropped(&self, entry: &Entry) -> io::Error {
         match self {
             Payload::Lane(lane) => lane.source_dropped(entry),
-            // The kernel's own error for such memory.
+            // `EFAULT` is the kernel's own error for memory that cannot be read.
             Payload::Stream | Payload::Staged(_) => io::Error::from_raw_os_error(libc::EFAULT),
         }
     }
@@ -247,7 +247,7 @@ impl Payload {
         }
     }
 
-    /// Receives posted beside the stream, for the header.
+    /// Number of receives posted to the lane, for the next header; 0 without a lane.
     #[inline]
     pub fn posted_count(&self) -> u32 {
         match self {
@@ -311,13 +311,13 @@ impl Payload {
     /// Queues a frame that has to wait for payload.
     pub fn take_over(&mut self, arrival: Arrival) {
         match self {
-            Payload::Stream => debug_assert!(false, "no frame has to wait"),
+            Payload::Stream => debug_assert!(false, "a frame in host memory never waits"),
             Payload::Staged(staged) => staged.take_over(arrival),
             Payload::Lane(lane) => lane.take_over(arrival),
         }
     }
 
-    /// Frames that wait for payload.
+    /// Number of frames that wait for payload.
     #[inline]
     pub fn waiting(&self) -> usize {
         match self {
@@ -414,7 +414,7 @@ impl Payload {
         }
     }
 
-    /// Whether this end holds payload of the lane, of which the peer has to be told.
+    /// Whether this end holds received payload of the lane for so long that the peer has to be told.
     pub fn holds_payload(&self) -> bool {
         matches!(self, Payload::Lane(lane) if lane.holds_payload())
     }

@@ -31,13 +31,13 @@ const LENT_BYTES_MIN: usize = 64 << 10;
 pub(in super::super) struct StagedPayload {
     staging: Staging,
     counters: Arc<ChannelCounters>,
-    /// What earlier connections of the channel have counted.
+    /// The counters in `counters.staging` at the beginning of this connection.
     before: [u64; 7],
-    /// Enough frames are taken: no more until some of their copies finish.
+    /// Whether enough frames are taken: no more until some of their copies finish.
     awaits_copies: bool,
-    /// The payload that is being received goes to a GPU.
+    /// Whether the payload that is being received goes to a GPU.
     filling: bool,
-    /// The next part of the received payload has no room in the ring.
+    /// Whether the next part of the received payload has no room in the ring.
     stalled: bool,
     /// Bytes received while stalled.
     kept: Vec<u8>,
@@ -215,7 +215,7 @@ impl StagedPayload {
         self.staging.receiving.expect(arrival);
     }
 
-    /// Frames that wait for copies.
+    /// Number of frames that wait for copies.
     pub fn waiting(&self) -> usize {
         self.staging.receiving.waiting()
     }

@@ -34,7 +34,7 @@ fn a_stalled_send_is_an_error() {
     bench.poll().unwrap();
     bench.advance(STALL).unwrap();
     bench.script(|script| script.sends.push_back(Step::Done));
-    bench.advance(STALL).expect("one is sent meanwhile");
+    bench.advance(STALL).expect("one message is sent meanwhile");
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("message 1 (65536 bytes) is still not sent after 30.0 s"), "{why}");
 }
@@ -48,14 +48,14 @@ fn a_stalled_oldest_message_is_an_error_with_the_fill_of_both_windows() {
     }
     bench.poll().unwrap();
     bench.now += 100 * STALL;
-    bench.advance(STALL / 2).expect("a process that was stopped does not blame its peer");
+    bench.advance(STALL / 2).expect("time in which the process was stopped is no stall");
     let why = bench.advance(STALL).unwrap_err();
     assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
     let state = bench.posted.state();
     assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
 }
 
-/// The time used to count from the arrival of the message before, which waited for a GPU.
+/// Regression: the time counted from the arrival of the message before, which waited for a GPU.
 #[test]
 fn a_message_is_stalled_since_its_receive_was_posted() {
     let memory = Memory::private(CHUNK).unwrap();
@@ -71,7 +71,7 @@ fn a_message_is_stalled_since_its_receive_was_posted() {
     assert!(why.contains("message 1 (10 bytes) has not arrived after 30.0 s"), "{why}");
 }
 
-/// The message used to count as missing while this end's window had no room for it.
+/// Regression: a message counted as missing while this end's window had no room for it.
 #[test]
 fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
     let memory = Memory::private(CHUNK).unwrap();
@@ -85,9 +85,11 @@ fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
         script.receives.push_back(Step::Closing("result 2".into()));
         script.receives.extend(vec![Step::Done; WINDOW]);
     });
-    bench.advance(2 * limits::LANE_CLOSING_TIMEOUT).expect("all that was posted for is here");
+    bench.advance(2 * limits::LANE_CLOSING_TIMEOUT).expect("every message with a posted receive has arrived");
     bench.script(|script| script.gathers[0].1 = true);
-    bench.advance(limits::LANE_CLOSING_TIMEOUT).expect("its time begins when it is posted for");
+    bench
+        .advance(limits::LANE_CLOSING_TIMEOUT)
+        .expect("the time of a message begins when its receive is posted");
     let why = bench.advance(Duration::from_secs(1)).unwrap_err();
     assert!(
         why.contains("message 1 did not arrive within 2.0 s after the lane began to close: result 2"),
@@ -116,7 +118,7 @@ fn a_receive_counts_until_it_is_consumed() {
     bench.poll().unwrap();
     bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
     bench.poll().unwrap();
-    assert_eq!(bench.posted.posted_count(), WINDOW as u32, "all are finished, and none is gathered");
+    assert_eq!(bench.posted.posted_count(), WINDOW as u32, "all receives are finished, and none is gathered");
     bench.script(|script| script.gathers[0].1 = true);
     assert_eq!(numbers(&bench.poll().unwrap()), [0]);
     assert_eq!(bench.posted.posted_count(), WINDOW as u32 + 1);
@@ -132,6 +134,6 @@ fn a_turn_takes_no_more_than_others_can_wait_for() {
     bench.script(|script| script.receives.extend(vec![Step::Done; 5]));
     for expected in [vec![0, 1], vec![2, 3], vec![4]] {
         let pass = bench.poll().unwrap();
-        assert_eq!((numbers(&pass), pass.worked), (expected, true), "and it is polled again");
+        assert_eq!((numbers(&pass), pass.worked), (expected, true), "the lane is polled again");
     }
 }
