@@ -13,7 +13,8 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-/// Answers the next connection; no outcome if it was refused.
+/// Answers the next connection. Returns the outcome of its handshake, or `None` if the connection was
+/// refused.
 fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>) {
     eventually("a connection", || knocks(listener));
     let (mut stream, _) = listener.accept().unwrap();
@@ -42,13 +43,13 @@ fn hear_dialling(control: &mut TcpStream, secure: &mut Secure) -> (u16, u32, Soc
     }
 }
 
-/// Sends a control message with this number.
+/// Sends an encrypted control message with this number.
 fn say_sealed(control: &mut TcpStream, secure: &mut Secure, number: u64, message: &ControlMessage) {
     let frame = Frame { received: 0, numbered: Some((number, message)) };
     control.write_all(&secure.seal(&frame.encode()).unwrap()).unwrap();
 }
 
-/// Answers one control connection and its channels, as an endpoint that gives every session one number.
+/// Answers one control connection and its channels, as an endpoint that gives every session the same number.
 fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
     let mut streams = Vec::new();
     loop {
@@ -91,7 +92,7 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
     let (mut control, outcome) = answer(&listener, &desk);
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     desk.remember(&established);
-    // Both are announced before either is answered.
+    // Both channels are announced before either announcement is answered.
     let announced: Vec<_> = (0..2).map(|_| hear_dialling(&mut control, &mut established.secure)).collect();
     assert!(!knocks(&listener), "dialled before it was expected");
     let (mut said, mut streams) = (0, Vec::new());
@@ -137,7 +138,7 @@ fn a_peer_that_expects_no_data_connection_is_named_for_it() {
     let (mut control, outcome) = answer(&listener, &desk);
     let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
     let mut end = None;
-    eventually("it is given up", || {
+    eventually("the connect ends", || {
         // The peer sends heartbeats and nothing else.
         let alive = Frame { received: 0, numbered: None };
         let _ = control.write_all(&established.secure.seal(&alive.encode()).unwrap());
@@ -158,7 +159,7 @@ fn a_connect_that_times_out_says_goodbye_to_a_peer_that_has_answered() {
         let connect = scope.spawn(|| dialler.connect(address, Duration::from_secs(3)));
         let (mut control, outcome) = answer(&listener, &desk);
         let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
-        // Nothing more is answered.
+        // The adversarial end answers nothing from here on.
         let reason = loop {
             let numbered = hear_frame(&mut control, &mut established.secure).numbered;
             if let Some((_, ControlMessage::Goodbye { reason, .. })) = numbered {
@@ -169,7 +170,7 @@ fn a_connect_that_times_out_says_goodbye_to_a_peer_that_has_answered() {
         let error = connect.join().unwrap().unwrap_err();
         assert!(matches!(error, ConnectError::Stalled { .. }), "{error:?}");
     });
-    eventually("nothing of it is left", || dialler.peer_count() == 0);
+    eventually("the dialler has no peer left", || dialler.peer_count() == 0);
     assert_eq!(dialler.close(LIMIT), Ok(()));
 }
 
@@ -248,7 +249,8 @@ fn one_path_to_another_host_does_not_end_a_session() {
     streams[0].shutdown(Shutdown::Both).unwrap();
     let (mut refused, outcome) = answer(&listener, &desk);
     assert!(outcome.is_none(), "{outcome:?}");
-    // The other path answers after the refusal was heard: the end that dialled closes the refused connection then.
+    // The other path answers after the dialling end has read the refusal; that end then closes the refused
+    // connection.
     refused.set_read_timeout(Some(LIMIT)).unwrap();
     assert_eq!(refused.read_to_end(&mut Vec::new()).unwrap(), 0);
     desk.desk().refuse = None;
@@ -294,12 +296,12 @@ fn a_forged_resumption_does_not_end_a_session() {
     assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "the victim hangs up");
     (evil.control, evil.established) = resume(&scene, &evil, 0);
     evil.say(&goodbye());
-    eventually("it said goodbye", || evil.here.error().is_some());
+    eventually("the victim has received the goodbye", || evil.here.error().is_some());
     assert!(matches!(evil.here.error(), Some(Error::PeerClosed { .. })), "{:?}", evil.here.error());
     scene.unharmed();
 }
 
-/// Later messages are sent without a connection, which must not become the cause of the loss.
+/// Later messages are sent without a connection, which must not be reported as the cause of the loss.
 #[test]
 fn a_resumption_that_claims_what_was_never_said_loses_the_peer_for_that() {
     let scene = Scene::new();

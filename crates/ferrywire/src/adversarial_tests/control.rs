@@ -67,8 +67,8 @@ fn a_forged_control_message_loses_the_peer() {
     scene.unharmed();
 }
 
-/// An honest peer reports this in answer to a request. Reported early, it says nothing about what the peer
-/// has yet to finish.
+/// An honest peer reports that it has finished only when it is asked. A report without a request must not
+/// count: transfers may still be in flight.
 #[test]
 fn a_peer_that_says_it_has_finished_before_it_is_asked_has_not() {
     let scene = Scene::new();
@@ -106,7 +106,9 @@ fn fences_of_channels_that_do_not_exist_change_nothing() {
     evil.send(data(scene.key() ^ 1, 0, 0), &[]);
     assert_eq!(evil.data[0].answers(), [(0, Refusal::NoRegion)]);
     evil.say(&goodbye());
-    eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
+    eventually("the victim has received the goodbye", || {
+        matches!(evil.here.error(), Some(Error::PeerClosed { .. }))
+    });
     scene.unharmed();
 }
 
@@ -116,7 +118,7 @@ fn a_farewell_means_what_its_cause_says_whatever_its_words() {
     let reported = |cause, reason: &str| {
         let mut evil = Evil::new(&scene);
         evil.say(&ControlMessage::Goodbye { cause, reason: reason.into() });
-        eventually("it said goodbye", || evil.here.error().is_some());
+        eventually("the victim has received the goodbye", || evil.here.error().is_some());
         evil.here.error().unwrap()
     };
     for words in ["closed", "gave up: the lanes", "without lanes: none"] {
@@ -172,13 +174,16 @@ fn the_last_generation_of_a_channel_is_not_taken() {
     eventually("the channel is lost", || !evil.here.stats().lost_channels.is_empty());
     evil.say(&fence(0, 0));
     evil.is_heard();
-    // After the last generation there is no other number, and each is used once.
+    // The last generation has no successor, and each generation number is used once.
     let last = channel(evil.address, &evil.established, 0, u32::MAX);
     if let Ok(stream) = last {
         let _ = stream.shutdown(Shutdown::Both);
         evil.say(&fence(0, u32::MAX));
         evil.is_heard();
-        assert!(channel(evil.address, &evil.established, 0, 0).is_err(), "generation 0 came again");
+        assert!(
+            channel(evil.address, &evil.established, 0, 0).is_err(),
+            "generation 0 was accepted a second time"
+        );
     }
     evil.control.shutdown(Shutdown::Both).unwrap();
     evil.lost_for("the peer's host closed the control connection");
@@ -191,8 +196,8 @@ fn a_channel_cannot_be_taken_twice_nor_beyond_the_session() {
     let mut evil = Evil::new(&scene);
     let error = channel(evil.address, &evil.established, 1, 0).unwrap_err();
     assert!(error.to_string().contains("that the session does not have"), "{error}");
-    let mut stream = channel(evil.address, &evil.established, 0, 0).expect("it holds the key");
-    assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "a connection is not taken up twice");
+    let mut stream = channel(evil.address, &evil.established, 0, 0).expect("the peer has the session's key");
+    assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "the same connection was accepted twice");
     let other = Evil::new(&scene);
     let key = other.established.data_key.clone();
     let mixed = dial(evil.address, Initiator::data(evil.established.session, key, 0, 9)).unwrap_err();
@@ -273,8 +278,8 @@ const BATCH: usize = 256;
 /// Makes the victim answer for as long as it reads, and reads none of the answers. Counts the batches taken.
 /// Returns whether all were taken.
 fn ask_without_end(control: &mut TcpStream, secure: &mut Secure, taken: &AtomicU64) -> bool {
-    /// How far the claimed count of received answers lags: fewer than were sent, and enough that few are
-    /// kept.
+    /// By how many messages the claimed count of received answers lags behind the answers sent: few, so that
+    /// the victim keeps few.
     const BEHIND: u64 = 8192;
     control.set_write_timeout(Some(LIMIT)).unwrap();
     let source = "1.2.3.4:5".parse().unwrap();
@@ -301,7 +306,7 @@ fn a_peer_that_never_reads_its_control_connection_is_not_heard_and_then_lost() {
         while here.error().is_none() && !asks.is_finished() {
             scene.good_peer_is_served();
         }
-        assert!(!asks.join().unwrap(), "all questions were heard: {:?}", here.error());
+        assert!(!asks.join().unwrap(), "the victim answered all requests: {:?}", here.error());
     });
     evil.lost_for("the peer does not read the control connection: ");
     let error = evil.here.error().unwrap().to_string();
@@ -328,28 +333,35 @@ fn a_peer_that_reads_its_control_connection_late_is_heard_again() {
             looks = if now == before { looks + 1 } else { 0 };
             before = now;
         }
-        assert!(looks == 50 && before < QUESTIONS / BATCH as u64, "it went on hearing: {before} batches");
+        assert!(
+            looks == 50 && before < QUESTIONS / BATCH as u64,
+            "the victim did not stop reading: {before} batches"
+        );
         thread::spawn(move || while answers.read(&mut [0; 64 << 10]).is_ok_and(|count| count > 0) {});
         assert!(asks.join().unwrap(), "{:?}", here.error());
     });
     evil.said = QUESTIONS;
     evil.say(&goodbye());
-    eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
+    eventually("the victim has received the goodbye", || {
+        matches!(evil.here.error(), Some(Error::PeerClosed { .. }))
+    });
     scene.unharmed();
 }
 
-/// Number of lost channels, each with a window of refusals: together more than the kernel takes and a peer
-/// may leave unread, besides the messages that are kept for it.
+/// Number of lost channels, each with a window of refusals: together more than the kernel buffers and a peer
+/// may leave unread.
 const LONG_FENCES: u32 = 600;
 
-/// The channel's next connection. One that is dialled too early is closed without an answer.
+/// Dials the channel's next connection, again while the victim closes one that came too early.
 fn next_channel(evil: &Evil, generation: u32) -> Data {
     let mut next = None;
     eventually("the next connection is taken", || {
         let Ok(stream) = channel(evil.address, &evil.established, 0, generation) else { return false };
         let mut data = Data::new(stream);
         data.send(self::data(0, 0, 0), &[]);
-        eventually("it is heard or closed", || data.heard().acknowledged > 0 || data.heard().closed);
+        eventually("the connection is answered or closed", || {
+            data.heard().acknowledged > 0 || data.heard().closed
+        });
         let taken = data.heard().acknowledged > 0;
         next = taken.then_some(data);
         taken
@@ -371,6 +383,8 @@ fn a_peer_to_which_we_have_much_to_say_ourselves_is_heard_though_it_reads_late()
         evil.data[0] = next_channel(&evil, generation + 1);
     }
     evil.say(&goodbye());
-    eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
+    eventually("the victim has received the goodbye", || {
+        matches!(evil.here.error(), Some(Error::PeerClosed { .. }))
+    });
     scene.unharmed();
 }

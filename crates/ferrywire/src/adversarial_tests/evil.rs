@@ -193,7 +193,7 @@ impl Evil {
         &mut self.established.secure
     }
 
-    /// Waits until the victim has acted on all that was said.
+    /// Waits until the victim has acted on all control messages sent so far.
     pub fn is_heard(&mut self) {
         while hear_frame(&mut self.control, &mut self.established.secure).received < self.said {}
     }
@@ -215,7 +215,7 @@ impl Evil {
 }
 
 impl Drop for Evil {
-    /// Sends a last message: otherwise the victim's drop waits until the peer's silence is too long.
+    /// Sends a goodbye: without one, dropping the victim waits for the peer timeout.
     fn drop(&mut self) {
         let farewell = goodbye();
         let frame = Frame { received: 0, numbered: Some((self.said + 1, &farewell)) };
@@ -225,7 +225,7 @@ impl Drop for Evil {
     }
 }
 
-/// An orderly farewell.
+/// The message that ends a session in order.
 pub(super) fn goodbye() -> ControlMessage {
     ControlMessage::Goodbye { cause: GoodbyeCause::Closed, reason: "enough".into() }
 }

@@ -43,8 +43,8 @@ fn notifications_past_the_limit_are_refused() {
     scene.unharmed();
 }
 
-/// A peer takes this many frames ahead of a missing one: a connection may be lost and the loss not noticed
-/// yet.
+/// A peer takes at most `REORDER_FRAMES_MAX` frames ahead of a missing one, and the loss of a connection may
+/// not be noticed yet.
 #[test]
 fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     let scene = Scene::new();
@@ -87,7 +87,7 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     }
     numbers.sort_unstable();
     assert!(numbers.into_iter().eq(0..(early + more) as u64));
-    eventually("all have ended", || {
+    eventually("all transfers have ended", || {
         (0..2).for_each(|channel| acknowledge(&mut evil, channel));
         !evil.here.state().in_flight()
     });
@@ -139,7 +139,7 @@ fn eager_messages_past_the_credit_are_refused() {
     let body = vec![7; limits::EAGER_BYTES_MAX];
     let header = Header { len: body.len() as u32, key: 5, ..Header::new(Kind::Send) };
     let fit = limits::EAGER_CREDIT_BYTES / (body.len() + limits::EAGER_OVERHEAD_BYTES);
-    // In order they are unexpected messages; with a gap, early ones.
+    // Messages in order count as unexpected; after a gap they count as early.
     for gap in [0, 1000] {
         evil.data[0].flood(header, &body, 200, |index, header| header.offset = index + gap);
     }
@@ -160,7 +160,7 @@ fn a_notification_said_again_is_charged_once() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let body = vec![7; limits::NOTIFY_BYTES_MAX];
-    // Together they exceed every limit, while the bytes that they follow never come.
+    // Together these notifications exceed every limit, while the bytes that they follow never come.
     let follow = Header { transfer: 5, total: 1, len: body.len() as u32, ..Header::new(Kind::Notify) };
     evil.data[0].flood(follow, &body, 6000, |_, _| {});
     let refused = evil.data[0].answers();
@@ -187,7 +187,7 @@ fn announcements_past_the_limit_are_refused() {
     let mut evil = Evil::new(&scene);
     let held = limits::ANNOUNCED_SENDS_MAX as u64;
     let header = Header { key: 5, total: 1 << 40, ..Header::new(Kind::Announce) };
-    // From half-way on every second number, so that they are early.
+    // The second half skips every second number, so that these frames arrive early.
     evil.data[0].flood(header, &[], held + 100, |index, header| {
         header.offset = if index < held / 2 { index } else { index * 2 };
         header.transfer = index;

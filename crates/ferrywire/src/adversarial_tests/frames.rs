@@ -127,7 +127,7 @@ fn matched(evil: &mut Evil, tag: u64, number: u64, bytes: u64) -> impl Fn(u64, u
     move |offset, len| Header { flags: wire::FLAG_SINK, ..data(sink, offset, len) }
 }
 
-/// The receive used to report more bytes than it had room for.
+/// Regression: a receive reported more bytes than it had room for.
 #[test]
 fn a_receive_is_not_filled_past_its_end() {
     let scene = Scene::new();
@@ -149,7 +149,7 @@ fn a_receive_is_not_filled_past_its_end() {
     scene.unharmed();
 }
 
-/// The bytes of the next message used to be added to those of the first.
+/// Regression: the bytes of the second message were added to those of the first.
 #[test]
 fn a_receive_that_has_begun_is_for_no_other_message() {
     let scene = Scene::new();

@@ -16,14 +16,14 @@ const LIMIT: Duration = Duration::from_secs(60);
 const ROUNDS: u64 = 20;
 /// Connections that are made, and lost, at once.
 const AT_ONCE: usize = 20;
-/// Small messages.
+/// Number of small messages.
 const MANY: usize = 10_000;
-/// Room for one small message, and the longest one, in bytes.
+/// Room for each small message, and length of the longest one, in bytes.
 const SMALL_BYTES: usize = 96;
-/// Messages that are not waited for before the end: those begun then must fit the windows.
+/// Number of last messages that are not waited for: those in flight at the end must fit the windows.
 const LAST: usize = 8;
 
-/// The end that disappears, and the other one.
+/// The endpoint that disappears, and its peer.
 struct Ends {
     near_end: Endpoint,
     far_end: Endpoint,
@@ -59,7 +59,7 @@ impl Ends {
         self.near_end.running().with_control(|control| control.break_off(state.info.session));
     }
 
-    /// Results that report a closing peer, at the far end's channel.
+    /// Number of plugin results at the far end that reported a closing peer.
     fn results_of_closing(&self) -> u64 {
         self.far.stats().channels[0].lane.as_ref().unwrap().closing_results
     }
@@ -113,8 +113,8 @@ fn rounds(count: u64, bytes: impl Fn(u64) -> usize + Sync) -> u64 {
 fn a_vanished_sender_loses_no_byte() {
     case!("close_error=always").passes(|| {
         let absorbed = rounds(ROUNDS, |round| 5 * (512 << 10) + round as usize);
-        assert!(absorbed > 0, "the switch should have caused some");
-        assert!(lines_of_closing() > 0, "and the plugin has told of it: its log is read");
+        assert!(absorbed > 0, "`close_error=always` should have caused such results");
+        assert!(lines_of_closing() > 0, "the plugin should have logged the closing peer");
     });
 }
 
