@@ -95,9 +95,9 @@ pub enum Command {
     /// The process in which a plugin is started
     #[command(hide = true)]
     PluginChild {
-        /// As for plugin
+        /// Plugin file, as for `ferrywire plugin`
         path: PathBuf,
-        /// As for plugin
+        /// Interface version to use, as for `ferrywire plugin`
         #[arg(long)]
         version: Option<Version>,
     },
@@ -106,18 +106,18 @@ pub enum Command {
     DriverChild,
 }
 
-/// Parses the command line and the environment; ends the process with status 2 when they make no sense.
+/// Parses the command line and the environment. Ends the process with status 2 if they are not valid.
 pub fn parse() -> Cli {
     let matches = command().get_matches();
     Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
 }
 
-/// The whole command, each option readable from its variable.
+/// Builds the command line of `ferrywire`. Each option can also be set by its environment variable.
 pub fn command() -> clap::Command {
     help::wrapped(with_environment(Cli::command()))
 }
 
-/// The environment variable of an option.
+/// Name of the environment variable of an option.
 pub fn variable(long: &str) -> String {
     format!("FERRYWIRE_{}", long.replace('-', "_").to_ascii_uppercase())
 }
@@ -127,7 +127,7 @@ pub fn former_names(arg: &clap::Arg) -> impl Iterator<Item = &str> {
     arg.get_all_aliases().into_iter().flatten()
 }
 
-/// The variable of a former spelling, where that is set and today's is not.
+/// Name of the environment variable of a former spelling, if that variable is set and today's is not.
 fn variable_set(arg: &clap::Arg) -> Option<String> {
     let today = arg.get_long().map(variable)?;
     if std::env::var_os(today).is_some() {

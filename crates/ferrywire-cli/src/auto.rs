@@ -26,7 +26,7 @@ pub enum OrAuto<T> {
 pub trait Given<T> {
     /// The value; `None` for a missing option and for `auto`.
     fn given(self) -> Option<T>;
-    /// As [`Given::given`], of an option that stays.
+    /// As [`Given::given`], by reference.
     fn given_ref(&self) -> Option<&T>;
 }
 
@@ -64,7 +64,7 @@ impl<T: FromStr<Err: Display>> FromStr for OrAuto<T> {
 }
 
 impl OrAuto<PathBuf> {
-    /// A path may have any bytes.
+    /// Parses the value of a path option. A path may have any bytes.
     pub fn path(text: OsString) -> OrAuto<PathBuf> {
         if text == AUTO { OrAuto::Auto } else { OrAuto::Value(text.into()) }
     }

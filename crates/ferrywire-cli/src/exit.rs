@@ -107,12 +107,12 @@ fn is_address_in_use(error: &Error) -> bool {
     }
 }
 
-/// Prints the requested output. A closed standard output is not a failure.
+/// Prints the requested output on standard output. A closed standard output is not a failure.
 pub fn print(text: &str) -> Outcome {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::failed(format!("cannot write -: {error}")))
+            Err(Failure::failed(format!("cannot write standard output: {error}")))
         }
         _ => Ok(()),
     }

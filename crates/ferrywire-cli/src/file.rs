@@ -28,7 +28,7 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
     options.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
 }
 
-/// The option that a key names, by its present or a former spelling.
+/// Name of the option that a key means, by its present or a former spelling.
 fn option_of(key: &str) -> Option<String> {
     let command = crate::args::command();
     let bench = command.find_subcommand("bench").expect("bench is a subcommand");

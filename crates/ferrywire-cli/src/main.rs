@@ -39,12 +39,12 @@ fn main() -> ExitCode {
     let outcome = catch_unwind(run);
     // Threads may still hold endpoints. Endpoints end with the process, but their changes of NICs would not.
     ferrywire_devmem::release_nics();
-    // Last: a parent kills a child that has reported its outcome.
+    // Report the outcome last: a parent kills a child that has reported its outcome.
     match &outcome {
         Ok(outcome) => bench::parent::tell_outcome(outcome),
         Err(_) => bench::parent::tell_outcome(&Err(exit::Failure::panicked())),
     }
-    // The panic's message has been printed.
+    // If a thread has panicked, its message has been printed already.
     outcome.map_or(ExitCode::FAILURE, exit::report)
 }
 

@@ -80,8 +80,8 @@ impl Memory {
         text.map(parse).transpose()
     }
 
-    /// The default of this host: its first GPU, or else host memory. If the other end is on this host and uses a GPU,
-    /// the next GPU after that one.
+    /// The default memory of this host: its first GPU, or else host memory. If the other end is on this host
+    /// and uses a GPU, the default is the GPU after that one.
     pub fn detect(neighbour: Option<Memory>) -> Memory {
         let gpus = match CudaGpu::count() {
             Ok(gpus) => gpus.min(limits::CUDA_GPUS_MAX as u32),
@@ -181,7 +181,7 @@ impl Home {
         }
     }
 
-    /// Refuses to use nearly all free memory.
+    /// Refuses `bytes` bytes if they would use nearly all free memory of the location.
     pub fn check_room(&self, bytes: u64) -> Outcome {
         let Home::Cuda(gpu) = self else { return host::check_memory(bytes) };
         let free_bytes = gpu.free_bytes()?;
@@ -207,7 +207,7 @@ impl Home {
         }
     }
 
-    /// Refuses what several endpoints need together, by the rule of [`Home::check_room`].
+    /// Refuses the bytes that several endpoints need together, by the rule of [`Home::check_room`].
     pub fn check_room_of_all<'a>(needs: impl IntoIterator<Item = (&'a Home, u64)>) -> Outcome {
         let mut of_stores: BTreeMap<Option<u32>, (&Home, u64)> = BTreeMap::new();
         for (home, bytes) in needs {
@@ -232,7 +232,7 @@ impl Home {
 pub struct Local {
     /// Writes and compares patterns in memory that the CPU cannot access.
     pub patterns: Option<RegionPattern>,
-    /// The memory.
+    /// The registered memory.
     pub region: Region,
 }
 

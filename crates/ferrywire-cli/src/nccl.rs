@@ -11,7 +11,7 @@ use crate::plugin;
 
 /// The file name that NCCL looks for.
 const FILE: &str = "libnccl-net-ferrywire.so";
-/// The file name that cargo gives it.
+/// The file name that cargo gives the plugin.
 const BUILT: &str = "libnccl_net_ferrywire.so";
 /// The plugin's name, by which `NCCL_NET` selects it.
 const NAME: &str = "ferrywire";

@@ -42,7 +42,7 @@ use engine::unnumbered;
 
 /// The port of `serve` and `connect` if none is given.
 const PORT_DEFAULT: u16 = 7420;
-/// Longest time without progress, in seconds.
+/// Default of the longest time without progress, in seconds.
 const TIMEOUT_S_DEFAULT: f64 = 30.0;
 
 /// The work of this process.

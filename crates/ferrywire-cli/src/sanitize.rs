@@ -14,7 +14,7 @@ const LINE_CHARS_MAX: usize = 2000;
 const LINES_MAX: usize = 20;
 /// Most lines of a list.
 const LIST_MAX: usize = 256;
-/// Marks omitted text.
+/// The text that stands for omitted text.
 const MORE: &str = "...";
 
 /// Sanitizes one line.

@@ -41,7 +41,7 @@ pub fn interrupted_status() -> u8 {
 
 /// Interrupts a child process, which must not have been waited for yet.
 pub fn interrupt(child: u32) {
-    // SAFETY: it takes two numbers.
+    // SAFETY: `kill` takes two numbers.
     unsafe { libc::kill(child as libc::pid_t, libc::SIGINT) };
 }
 
@@ -63,9 +63,9 @@ pub fn die_with_parent() {
 
 /// Takes standard output for this program alone; later prints of libraries go to standard error.
 pub fn take_stdout() -> io::Result<File> {
-    // SAFETY: both calls take only numbers. The new descriptor is exclusively this process's.
+    // SAFETY: `fcntl` takes only numbers. The new descriptor is exclusively this process's.
     let taken = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_DUPFD_CLOEXEC, 3) };
-    // SAFETY: as above.
+    // SAFETY: `dup2` takes only numbers.
     if taken < 0 || unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -75,7 +75,7 @@ pub fn take_stdout() -> io::Result<File> {
 
 /// Ends the process immediately, without destructors and exit handlers of libraries.
 pub fn exit_now(status: i32) -> ! {
-    // SAFETY: it takes a number and does not return.
+    // SAFETY: `_exit` takes a number and does not return.
     unsafe { libc::_exit(status) }
 }
 
@@ -104,7 +104,7 @@ pub fn nic_addresses() -> Vec<(String, IpAddr)> {
 /// # Safety
 /// `address` is null or points to a socket address of the size that its family requires.
 unsafe fn address_of(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: null or valid, by the caller's promise.
+    // SAFETY: the caller promises that the pointer is null or valid.
     match i32::from(unsafe { address.as_ref() }?.sa_family) {
         libc::AF_INET => {
             // SAFETY: an address of this family is a sockaddr_in.

@@ -116,7 +116,7 @@ pub struct DevmemUse {
     pub allow_nic_setup: bool,
     /// Whether the run fails without devmem.
     pub required: bool,
-    /// Longest time for one call.
+    /// Longest time for one call; half of it is the longest time without progress.
     pub call_limit: Duration,
 }
 
@@ -175,7 +175,8 @@ pub fn devmem_for_connect(
     }))
 }
 
-/// Chooses for `serve`. The GPU must be named, because its memory is bound before a peer asks for any.
+/// Chooses for `serve` whether to use or try devmem. The GPU must be named, because its memory is bound
+/// before a peer asks for any.
 pub fn devmem_for_serve(
     flags: &ServeFlags,
     listen: SocketAddr,

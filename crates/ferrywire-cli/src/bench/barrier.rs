@@ -17,10 +17,10 @@ use crate::sys;
 
 /// How often this end reports to a waiting peer that it still waits; more often if its timeout is short.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(5);
-/// Notices within the peer's timeout.
+/// Number of notices within the peer's timeout.
 const ASKED_PER_TIMEOUT: u32 = 3;
 
-/// A barrier across processes; it calls its argument from time to time.
+/// A barrier across processes. It calls its argument from time to time while it waits.
 pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
 
 /// Tells a peer from time to time that this end still waits for others.
@@ -31,7 +31,7 @@ pub struct WaitNotice<'a> {
 }
 
 impl<'a> WaitNotice<'a> {
-    /// Begins now. The peer's timeout equals this end's.
+    /// Starts the interval until the first notice. The peer's timeout equals this end's.
     pub fn new(link: &'a Link) -> WaitNotice<'a> {
         WaitNotice { link, interval: interval(link.timeout()), since: Cell::new(Instant::now()) }
     }
@@ -40,7 +40,7 @@ impl<'a> WaitNotice<'a> {
     pub fn ask(&self) {
         if self.since.get().elapsed() > self.interval {
             self.since.set(Instant::now());
-            // The wait for a lost peer notices the loss itself.
+            // If the peer is lost, the wait itself reports the loss.
             let _ = self.link.say(&Message::Waiting);
         }
     }
@@ -63,7 +63,7 @@ pub struct Barrier {
 struct State {
     joined: usize,
     arrived: usize,
-    /// How often all peers have passed.
+    /// Number of times that all peers have passed the barrier.
     generation: u64,
     failed: Option<String>,
     /// Moment and CPU seconds at the common start.
@@ -76,7 +76,7 @@ struct State {
 }
 
 impl Barrier {
-    /// A barrier for `peers` peers, which must all join within the timeout.
+    /// Creates a barrier for `peers` peers, which must all join within `join_deadline`.
     pub fn new(peers: usize, join_deadline: Duration) -> Barrier {
         let reports = vec![Default::default(); peers];
         let state = State {
@@ -92,17 +92,17 @@ impl Barrier {
         Barrier { peers, join_deadline, beyond: None, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// The barrier, extended to other processes of the run at the start and the end of a timed part.
+    /// Extends the barrier to other processes of the run, at the start and the end of a timed part.
     pub fn with_beyond(self, beyond: Beyond) -> Barrier {
         Barrier { beyond: Some(beyond), ..self }
     }
 
-    /// A peer has joined.
+    /// Notes that a peer has joined.
     pub fn join(&self) {
         self.lock().joined += 1;
     }
 
-    /// A peer has failed, so all fail.
+    /// Fails the waits of all peers, because one of them has failed.
     pub fn fail(&self, why: &str) {
         self.lock().failed.get_or_insert_with(|| why.to_owned());
         self.changed.notify_all();

@@ -15,7 +15,7 @@ const CPU_BUSY: f64 = 0.9;
 const NIC_BUSY: f64 = 0.9;
 /// Share of the time from which one thread is the bottleneck.
 const THREAD_BUSY: f64 = 0.95;
-/// A shorter timed part says nothing.
+/// Shortest timed part, in seconds, that shows a bottleneck.
 const WALL_S_MIN: f64 = 0.05;
 
 /// The processes on one machine, of both ends.

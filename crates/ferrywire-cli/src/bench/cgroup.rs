@@ -34,7 +34,8 @@ const V2: Interface = Interface {
     reclaimable: &["inactive_file", "active_file", "slab_reclaimable"],
 };
 
-/// `groups` has the format of `/proc/self/cgroup`: number, controllers and path, one line per hierarchy.
+/// Bytes that the control groups of a process leave it. `groups` has the format of `/proc/self/cgroup`:
+/// number, controllers and path, one line per hierarchy.
 fn available_in(mounted: &Path, groups: &str) -> Option<u64> {
     let of_line = |line: &str| {
         let mut parts = line.splitn(3, ':');

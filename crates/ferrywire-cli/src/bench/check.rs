@@ -16,7 +16,7 @@ use crate::args::{Op, Verify};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// Least iterations of the verified pass, however short its time limit.
+/// Fewest iterations of the verified pass, however short its time limit.
 const VERIFIED_MIN: u64 = 4;
 
 impl<'a> Step<'a> {
@@ -31,7 +31,7 @@ impl<'a> Step<'a> {
         Ok(verified)
     }
 
-    /// How many messages a flow had in the timed part.
+    /// Number of messages that a flow had in the timed part.
     fn iterations(&self, flow: Flow, report: &StepReport) -> u64 {
         let member = self.session.member;
         let reports = if flow.driver == Side::Connect { &report.members } else { &report.serve };

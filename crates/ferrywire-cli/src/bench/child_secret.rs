@@ -5,7 +5,8 @@ use std::process::Command;
 
 use super::protocol::{from_hex, to_hex};
 
-/// Holds any bytes, in hex. No option has this name, so neither configuration nor flags interfere.
+/// Environment variable with the secret in hex, since a secret may have any bytes. No option has this name,
+/// so neither configuration nor flags interfere.
 const VARIABLE: &str = "FERRYWIRE_SECRET_HANDED";
 
 /// Passes the secret to a command; does nothing without one.

@@ -75,7 +75,7 @@ impl Workplace {
         }
     }
 
-    /// Whether both are on one machine.
+    /// Whether both workplaces are on one machine.
     pub fn is_same_machine(&self, other: &Workplace) -> bool {
         !self.boot_id.is_empty() && self.boot_id == other.boot_id
     }

@@ -31,7 +31,7 @@ const SAID_BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug)]
 pub struct Companions {
     peers: Vec<Companion>,
-    /// The run is over when this peer's part is; the others then end, or make no progress for this long.
+    /// Once this peer's part is over: how long the other peers may go on without progress.
     timeout: Duration,
 }
 
@@ -214,8 +214,8 @@ mod tests {
         let script = "trap 'echo done > \"$0\"; exit 1' INT; echo ready; while :; do sleep 0.02; done";
         let mut command = Command::new("sh");
         command.args(["-c", script]).arg(&put_back).stdin(Stdio::null()).stdout(Stdio::piped());
-        // A shell cannot trap what was ignored before, as in what another shell runs in the background.
-        // SAFETY: sets a signal's default, and nothing else, between fork and exec.
+        // A shell cannot trap a signal that was ignored when it started, as for a background job of another
+        // shell. SAFETY: between fork and exec only the default action of a signal is set.
         unsafe {
             command.pre_exec(|| {
                 libc::signal(libc::SIGINT, libc::SIG_DFL);
@@ -224,12 +224,12 @@ mod tests {
         };
         let mut child = command.spawn().expect("a shell");
         let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it is ready");
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("the shell is ready");
         let ((_, messages), (_, printed)) = (mpsc::channel(), mpsc::channel());
         let peers = vec![Companion { number: 1, child, messages, printed }];
         let failed = Companions { peers, timeout: Duration::ZERO }.end(Err(Failure::Interrupted));
         assert_eq!(failed, Err(Failure::Interrupted));
-        assert!(put_back.exists(), "it was killed at once");
+        assert!(put_back.exists(), "the peer was killed without time to end");
     }
 
     fn peer(number: usize, script: &str) -> Companion {
@@ -243,7 +243,7 @@ mod tests {
         Companions { peers, timeout: Duration::from_secs(60) }.end(outcome)
     }
 
-    /// A peer that ends with this failure, after words for people that are not it.
+    /// A shell script that prints another failure for people, and then ends with this failure.
     fn failing(kind: &str, why: &str) -> String {
         let message = format!(r#".{{"outcome":{{"Err":{{"{kind}":"{why}"}}}}}}"#);
         format!("echo error: another peer of this run failed: x >&2; echo '{message}'; exit 1")
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(
             heard,
             Err(Failure::failed("peer 1 of the incast failed: the cable")),
-            "nobody knows more"
+            "no peer knows the cause"
         );
     }
 
@@ -271,7 +271,7 @@ mod tests {
         let own = Err(Failure::failed("a.b refused\nlikely: so"));
         assert_eq!(ended(own, &scripts), Err(Failure::failed(format!("a.b refused\nlikely: so\n{both}"))));
         let heard = Err(Failure::Hearsay("a.b: the cable".to_owned()));
-        assert_eq!(ended(heard, &scripts), Err(Failure::failed(both)), "they know more");
+        assert_eq!(ended(heard, &scripts), Err(Failure::failed(both)), "the other peers know the cause");
         let busy = Err(Failure::failed("a.b refused: busy"));
         assert_eq!(ended(busy.clone(), &[&failing("Failed", "a.b refused: busy")]), busy, "once");
         assert_eq!(ended(Ok(()), &["exit 0"]), Ok(()));
@@ -281,7 +281,7 @@ mod tests {
     fn a_peer_that_does_not_end_is_named_and_ended() {
         let peers = vec![peer(1, "exec sleep 600")];
         let companions = Companions { peers, timeout: Duration::ZERO };
-        let said = companions.end(Ok(())).expect_err("it stays").message();
+        let said = companions.end(Ok(())).expect_err("the peer does not end").message();
         assert!(said.contains("peer 1 of the incast failed: the peer's process has not ended"), "{said}");
     }
 

@@ -13,7 +13,7 @@ use crate::args::{Op, Pattern};
 
 /// Memory for the slots of one area; beyond it, transfers in flight share slots.
 const AREA_BYTES: u64 = 512 << 20;
-/// Bytes in flight at which the default depth aims, and its bounds.
+/// Bytes in flight that the default depth aims at, and the bounds of that depth.
 const IN_FLIGHT_BYTES: u64 = 256 << 20;
 const DEPTH_DEFAULT_MIN: u64 = 4;
 const DEPTH_DEFAULT_MAX: u64 = 64;

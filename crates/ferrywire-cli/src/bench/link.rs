@@ -30,13 +30,13 @@ const WAITING_TIMEOUTS_MAX: u32 = 120;
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
 const PART_BYTES: usize = 4096;
-/// Longest message that is accepted: the reports on all peers of a run.
+/// Longest message that is accepted, in bytes: the reports on all peers of a run.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
-/// Longest message of a peer that has not been admitted.
+/// Longest message, in bytes, of a peer that has not been admitted.
 const STRANGER_BYTES_MAX: usize = 64 << 10;
-/// Longest message of an admitted peer: its report, whose intervals and latencies are bounded.
+/// Longest message, in bytes, of an admitted peer: its report, whose intervals and latencies are bounded.
 const GUEST_BYTES_MAX: usize = 2 << 20;
-/// Longest message of an admitted rank to rank 0: the reports of both ends of a pair.
+/// Longest message, in bytes, of an admitted rank to rank 0: the reports of both ends of a pair.
 const MEMBER_BYTES_MAX: usize = 2 * GUEST_BYTES_MAX;
 const _: () = assert!(STRANGER_BYTES_MAX < GUEST_BYTES_MAX && MEMBER_BYTES_MAX < MESSAGE_BYTES_MAX);
 
@@ -49,7 +49,7 @@ const STRAY_MARK: &str = "a ping-pong mark arrived outside a ping-pong";
 /// A notification from the peer.
 #[derive(Debug)]
 pub enum Heard {
-    /// A message.
+    /// A message of the bench's protocol.
     Message(Message),
     /// The mark that follows the data of one ping-pong iteration.
     Mark(u64),
@@ -57,7 +57,7 @@ pub enum Heard {
 
 /// The conversation with one peer.
 pub struct Link {
-    /// The peer.
+    /// The peer at the other end of the conversation.
     pub peer: Peer,
     timeout: Duration,
     message_bytes_max: usize,
@@ -175,12 +175,12 @@ impl Link {
         parts.iter().enumerate().map(post).collect()
     }
 
-    /// The next message. A mark instead of a message is an error.
+    /// Waits for the next message. A mark instead of a message is an error.
     pub fn hear(&self) -> Outcome<Message> {
         self.hear_from_a_preparing_peer(0)
     }
 
-    /// The next message of a peer that first allocates and fills `bytes` of memory.
+    /// Waits for the next message of a peer that first allocates and fills `bytes` of memory.
     pub fn hear_from_a_preparing_peer(&self, bytes: u64) -> Outcome<Message> {
         let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
         match self.hear_within(self.timeout.saturating_add(more), self.waiting_max())? {
@@ -189,7 +189,7 @@ impl Link {
         }
     }
 
-    /// The next message or mark.
+    /// Waits for the next message or mark.
     pub fn hear_any(&self) -> Outcome<Heard> {
         self.hear_within(self.timeout, self.waiting_max())
     }
@@ -472,12 +472,12 @@ mod tests {
             let failure = near.hear_within(LIMIT, 3 * SLICE).map(drop);
             over.store(true, Ordering::SeqCst);
             assert!(matches!(heard, Ok(Message::PartDone)), "{heard:?}");
-            let said = failure.expect_err("it does nothing else").message();
+            let said = failure.expect_err("the peer does nothing but wait").message();
             assert!(said.contains("has only waited for other peers of the run for"), "{said}");
         });
     }
 
-    /// As the pairs of a rank do that hand in their reports.
+    /// Several pairs of a rank send their reports over one link at once.
     #[test]
     fn long_messages_of_several_threads_stay_whole() {
         let (near, far, _ends) = pair(LIMIT);

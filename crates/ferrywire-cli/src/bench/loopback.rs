@@ -94,7 +94,7 @@ impl OtherEnd {
         let status = ended.map_or_else(|error| error.to_string(), |status| status.to_string());
         let printed = self.printed.take().and_then(|printed| printed.recv_timeout(LAST_WORDS).ok());
         let printed = String::from_utf8_lossy(&printed.unwrap_or_default()).into_owned();
-        let first = printed.lines().next().unwrap_or("it said nothing");
+        let first = printed.lines().next().unwrap_or("it printed no error");
         let why = format!("the serving process did not start: {first} ({status})");
         if is_usage { Failure::Usage(why) } else { Failure::Failed(why) }
     }
@@ -114,7 +114,7 @@ impl OtherEnd {
         }
     }
 
-    /// An error of this end, with the other end's own where it has one.
+    /// Adds the error of the other end, if it reported one, to an error of this end.
     fn added_to(mut self, text: String) -> String {
         self.await_end();
         let _ = self.child.kill();
@@ -164,7 +164,8 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     command.args(metrics.map(|address| format!("--metrics={address}")));
     // The secret may come from a file that cannot be read twice.
     child_secret::hand(&mut command, plan.engine.secret.as_deref());
-    // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
+    // The other end gets a process group of its own, so that Ctrl-C reaches this end only, which then ends
+    // the other.
     command.process_group(0).stdin(Stdio::null());
     if !plan.verbose {
         command.stderr(Stdio::piped());
@@ -228,7 +229,7 @@ mod tests {
         );
         let silent = listening("exit 1");
         assert!(matches!(&silent, Err(Failure::Failed(why)) if why.contains("exit status: 1")), "{silent:?}");
-        // The status of bad usage, as the parser of flags ends a process before it can send messages.
+        // Exit status 2 means bad usage: the parser of flags ends the process before it can send messages.
         let usage = listening("exit 2");
         assert!(matches!(&usage, Err(Failure::Usage(why)) if why.contains("no such flag")), "{usage:?}");
     }

@@ -23,12 +23,12 @@ const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
 /// Significant digits of latencies.
 const LATENCY_DIGITS: u8 = 2;
 
-/// When a loop stops: at whichever limit comes first.
+/// The limits of a loop, which stops at whichever comes first.
 #[derive(Clone, Copy, Debug)]
 pub struct Limit {
-    /// The number of messages.
+    /// Most messages of the loop.
     pub iterations: u64,
-    /// The elapsed time.
+    /// Longest time of the loop.
     pub time: Duration,
 }
 
@@ -63,13 +63,13 @@ pub struct Meter {
     intervals: Vec<Interval>,
     /// Shortest length of an interval, in seconds.
     least_s: f64,
-    /// Most intervals: an even number.
+    /// Most intervals that are kept: an even number, so that they can be merged in pairs.
     intervals_max: usize,
     latency: Latency,
 }
 
 impl Meter {
-    /// Starts now, for one of `peers` pairs of a serving end.
+    /// Starts to measure, for one of `peers` pairs of a serving end.
     pub fn start(peers: usize) -> Meter {
         let intervals_max = (INTERVALS_OF_ALL_MAX / peers).min(INTERVALS_MAX) / 2 * 2;
         let open = Interval { start_s: 0.0, end_s: 0.0, bytes: 0 };
@@ -240,7 +240,7 @@ fn host_ticks() -> Option<(u64, u64)> {
     let ticks: Vec<u64> =
         text.lines().next()?.split_whitespace().skip(1).take(8).flat_map(str::parse).collect();
     let all: u64 = ticks.iter().sum();
-    // The fourth and fifth are idle time and waiting for disks.
+    // The fourth number is idle time, and the fifth is time spent waiting for disks.
     Some((all - ticks.get(3)? - ticks.get(4)?, all))
 }
 

@@ -88,13 +88,13 @@ impl Run {
     }
 }
 
-/// One of the two ends.
+/// One of the two ends of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
-    /// The end that configures.
+    /// The connecting end, which configures the run.
     Connect,
-    /// The end that listens.
+    /// The serving end, which listens.
     Serve,
 }
 
@@ -233,7 +233,7 @@ pub struct SideReport {
 pub enum Message {
     /// `connect` asks which endpoints the process has, before `Hello`.
     Ask {
-        /// Longest time without progress of the coming run.
+        /// Longest time without progress of the coming run, in seconds.
         #[serde(default)]
         timeout_s: f64,
     },
@@ -274,9 +274,9 @@ pub enum Message {
     },
     /// The sender has reached this point in measuring a size.
     At {
-        /// Index of the size.
+        /// Index of the size in the run's list.
         step: usize,
-        /// The point.
+        /// The point that the sender has reached.
         point: Point,
     },
     /// The sender of a two-sided flow has sent this many messages and stops.
@@ -303,16 +303,16 @@ pub enum Message {
     },
     /// The driver of a flow asks the other end to do its part of one verified iteration.
     Part {
-        /// The iteration.
+        /// Number of the iteration.
         iteration: u64,
-        /// The slot.
+        /// Slot of the iteration's message.
         slot: u64,
     },
-    /// The part has been done.
+    /// The sender has done its part of the iteration.
     PartDone,
     /// The driver has finished its verified pass.
     PassOver {
-        /// The number of iterations.
+        /// Number of iterations of the pass.
         iterations: u64,
     },
     /// `serve` has verified a step with every peer of the run.

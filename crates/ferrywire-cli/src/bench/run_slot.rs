@@ -40,7 +40,7 @@ struct Goodbyes {
 
 /// A run that has ended.
 pub struct Ended {
-    /// The name of its first peer.
+    /// The name of the run's first peer.
     pub name: String,
     /// A description of the run.
     pub what: String,
@@ -52,7 +52,7 @@ pub struct Ended {
 struct Expected {
     /// Longest time without progress in that run.
     timeout: Duration,
-    /// The time by which its first peer greets, if it does at all.
+    /// When the first peer of that run must have greeted.
     until: Instant,
 }
 
@@ -139,7 +139,7 @@ impl RunSlot {
         active.as_ref().filter(|(run, ..)| run.run_id != run_id).map(|(run, ..)| run.name.clone())
     }
 
-    /// A peer has left; returns the run if it was the last peer.
+    /// Notes that a peer has left. Returns the run if it was the last peer.
     pub fn leave(&self, outcome: Outcome) -> Option<Ended> {
         let mut active = self.lock();
         let (run, inside, so_far) = active.as_mut()?;
@@ -188,8 +188,8 @@ impl ActiveRun {
         Ok(())
     }
 
-    /// A peer that has left has been told so; returns the ended run once all peers have been told. A process that ends
-    /// with the run can then exit.
+    /// Notes that a peer that has left knows the end of the run. Returns the ended run once all its peers
+    /// know it, so that a process that ends with the run can exit.
     pub fn goodbye_sent(&self, ended: Option<Ended>) -> Option<Ended> {
         let mut goodbyes = self.goodbyes.lock().unwrap_or_else(PoisonError::into_inner);
         goodbyes.owed -= 1;
@@ -271,8 +271,11 @@ mod tests {
         let full = || Err(Failure::failed("too little"));
         assert!(run_slot.enter(&hello(0), "a", None, &full).is_err());
         run_slot.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
-        assert!(run_slot.enter(&hello(1), "b", Some(3), &full).is_err(), "another memory");
-        run_slot.enter(&hello(1), "b", None, &full).expect("it was looked for");
+        assert!(
+            run_slot.enter(&hello(1), "b", Some(3), &full).is_err(),
+            "the room in this memory was not checked before"
+        );
+        run_slot.enter(&hello(1), "b", None, &full).expect("the room was checked before");
     }
 
     #[test]
@@ -280,9 +283,9 @@ mod tests {
         let (own, asked) = (Duration::from_secs(30), Duration::from_millis(1));
         let run_slot = RunSlot::default();
         run_slot.expect(asked, own);
-        assert_eq!(run_slot.join_timeout(own), asked, "its peers come now");
+        assert_eq!(run_slot.join_timeout(own), asked, "the peers of the expected run come now");
         run_slot.expect(asked, Duration::ZERO);
-        assert_eq!(run_slot.join_timeout(own), own, "its time is over");
+        assert_eq!(run_slot.join_timeout(own), own, "the time of the expected run is over");
     }
 
     #[test]
@@ -300,7 +303,7 @@ mod tests {
         run_slot.enter(&hello(1), "b", None, &|| Ok(())).expect("room");
         assert!(run_slot.leave(Ok(())).is_none());
         let ended = run_slot.leave(Ok(())).expect("the last has left");
-        assert!(run.goodbye_sent(Some(ended)).is_none(), "the first has not heard so yet");
+        assert!(run.goodbye_sent(Some(ended)).is_none(), "the first peer does not know the end yet");
         assert!(run.goodbye_sent(None).is_some_and(|ended| ended.outcome.is_ok()));
     }
 }

@@ -325,7 +325,7 @@ fn admit(
     let memory = offered(&hello, own, &plan.engine)?;
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
-    // Checked only now, because a run that is about to end still holds its memory.
+    // Room for the memory is checked only now, because a run that is about to end still holds its memory.
     run_slot.wait_for_room(&hello)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
     // The peers of all endpoints share host memory; a GPU's memory is for the peers of its endpoint.
@@ -355,7 +355,7 @@ fn attend(
         Ok(()) => Message::Bye,
         Err(failure) => Message::failed(&failure),
     });
-    // With --once this process may end now.
+    // With `--once` this process may end now, so the end of the run is reported first.
     if let Some(ended) = active.goodbye_sent(ended) {
         over(ended);
     }

@@ -66,13 +66,13 @@ pub struct StepReport {
     pub verified_iterations: Vec<u64>,
 }
 
-/// One size on one end.
+/// One size of a run, at one end.
 pub struct Step<'a> {
-    /// The session.
+    /// The conversation in which the size is measured.
     pub session: &'a Session<'a>,
     /// Transfers in flight.
     pub depth: usize,
-    /// What this end posts for each flow.
+    /// For each flow, the poster of this end's transfers.
     pub posters: Vec<(Flow, Poster<'a>)>,
     index: usize,
 }

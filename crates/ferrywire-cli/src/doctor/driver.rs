@@ -28,7 +28,7 @@ pub enum Driver {
     Missing,
     /// The driver shows no GPU.
     NoGpu,
-    /// The driver is too old; the error.
+    /// The driver is too old; the field is its error.
     Old(String),
     /// The driver reports an error, or ended its process.
     Broken(String),

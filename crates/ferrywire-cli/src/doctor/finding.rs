@@ -8,11 +8,11 @@ use serde::Serialize;
 pub enum Level {
     /// A function does not work.
     Fail,
-    /// It works, but slower than possible or not in all cases.
+    /// A function works, but slower than possible or not in all cases.
     Warn,
-    /// Information.
+    /// Information; nothing has to be done.
     Note,
-    /// As it should be.
+    /// Everything is as it should be.
     Ok,
 }
 
@@ -31,7 +31,7 @@ pub struct Finding {
 }
 
 impl Finding {
-    /// A finding that all is well.
+    /// Creates a finding without a problem.
     pub fn ok(id: &'static str, subject: impl Into<String>, evidence: impl Into<String>) -> Finding {
         let (subject, evidence) = (subject.into(), evidence.into());
         Finding { id, level: Level::Ok, subject, evidence, fix: None }
@@ -58,13 +58,13 @@ impl Finding {
     }
 }
 
-/// A helper of the unit tests.
+/// For tests: the levels of the findings with this id.
 #[cfg(test)]
 pub fn levels(findings: &[Finding], id: &str) -> Vec<Level> {
     findings.iter().filter(|finding| finding.id == id).map(|finding| finding.level).collect()
 }
 
-/// A NIC of 100 Gbit/s without a PCI path.
+/// For tests: a NIC of 100 Gbit/s without a PCI path.
 #[cfg(test)]
 pub fn nic(name: &str) -> ferrywire_host::topology::Nic {
     use ferrywire_host::topology::{Address, Nic};

@@ -9,11 +9,11 @@ use ferrywire_devmem::sys::ethtool;
 const SUBJECT: &str = "kernel";
 /// A round trip in a data centre, in seconds: bytes in flight must cover it to keep a NIC busy.
 const ROUND_TRIP_S: f64 = 0.0005;
-/// Least number of connections that share a NIC.
+/// Fewest connections that share a NIC.
 const CHANNELS: f64 = 4.0;
-/// The engine's buffer for a connection on a short path; the kernel grows it from there.
+/// The engine's buffer, in bytes, for a connection on a short path; the kernel grows it from there.
 const BUFFER_BYTES_MIN: u64 = 2 << 20;
-/// The engine's buffer for a connection on a long path.
+/// The engine's buffer, in bytes, for a connection on a long path.
 const LONG_PATH_BUFFER_BYTES: u64 = 8 << 20;
 /// First kernel with zero-copy sends.
 const ZERO_COPY: (u32, u32) = (4, 14);

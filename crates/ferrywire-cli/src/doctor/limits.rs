@@ -15,9 +15,9 @@ use crate::bench::cgroup;
 const CORES_MIN: usize = 2;
 /// A core's rate on one side of host-staged TCP, in Mbit/s.
 const MBPS_PER_CORE: u32 = 40_000;
-/// Memory for staging rings, windows and some messages.
+/// Memory for staging rings, windows and some messages, in bytes.
 const MEMORY_BYTES_MIN: u64 = 256 << 20;
-/// Memory that the kernel may pin for zero-copy sends of one endpoint.
+/// Memory that the kernel may pin for zero-copy sends of one endpoint, in bytes.
 const LOCKED_BYTES_MIN: u64 = 64 << 20;
 /// Descriptors for a peer with eight channels, and for the program itself.
 const FILES_MIN: u64 = 256;
@@ -31,11 +31,11 @@ pub struct Limits {
     pub cores_online: usize,
     /// Cores that this process may run on.
     pub cores_allowed: usize,
-    /// Cores' worth of time under the quotas of its control groups.
+    /// Number of cores whose full time the CPU quotas of the control groups allow.
     pub cores_with_time: usize,
     /// The different frequency governors.
     pub governors: Vec<String>,
-    /// Memory that the control groups leave; `None` without a limit.
+    /// Bytes of memory that the control groups leave; `None` without a limit.
     pub group_bytes: Option<u64>,
     /// `MemAvailable`, in bytes.
     pub available_bytes: Option<u64>,

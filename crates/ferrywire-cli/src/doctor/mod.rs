@@ -37,7 +37,7 @@ use peer::PeerFacts;
 const TCPX: &str = "GPUDirectTCPX";
 /// Variable with the folder of the manager's sockets.
 const MANAGER_FOLDER: &str = "NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX";
-/// Begins the names of some of these sockets.
+/// Beginning of the names of some of the manager's sockets.
 const MANAGER_SOCKETS: &str = "get_gpu_fd_";
 
 /// Makes all checks and prints the findings.

@@ -12,9 +12,10 @@ use super::finding::{Finding, Level};
 const FAST_MBPS: u32 = 25_000;
 /// With packets of this size the receiver of a fast NIC has a sixth of the interrupts.
 const MTU_JUMBO_BYTES: u32 = 9000;
-/// Jumbo frames in clouds are a little shorter.
+/// MTU, in bytes, from which a NIC counts as having jumbo frames: those of clouds are a little shorter than
+/// 9000.
 const MTU_ENOUGH_BYTES: u32 = 8000;
-/// Least number of descriptors of a ring.
+/// Fewest descriptors of a ring that are enough.
 const RING_MIN: u32 = 1024;
 
 /// Facts about a NIC that the topology does not have.
@@ -24,7 +25,7 @@ pub struct Settings {
     pub carrier: Option<bool>,
     /// `full` or `half`.
     pub duplex: Option<String>,
-    /// Whether it is a bridge.
+    /// Whether the NIC is a bridge.
     pub bridge: bool,
     /// Whether another core than the interrupted one processes packets (RPS).
     pub steered: bool,

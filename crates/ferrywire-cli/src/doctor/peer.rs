@@ -24,7 +24,7 @@ use crate::tool;
 
 /// Fewest channels of the visit, so that each of a few NICs gets one.
 const CHANNELS_MIN: usize = 8;
-/// Time in which a serving bench answers; a peer that takes longer is not one.
+/// Longest time for a serving bench to answer; a peer that takes longer counts as another kind of endpoint.
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 /// Shortest round trip that counts as a long path: those within a data centre are below.
 const ROUND_TRIP_LONG: Duration = Duration::from_micros(500);
@@ -347,7 +347,7 @@ fn host_address(topology: &Topology, ip: IpAddr) -> bool {
 fn duplicates(visit: &Visit, topology: &Topology) -> Vec<Finding> {
     let serving = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses);
     let theirs: Vec<IpAddr> = serving.map(SocketAddr::ip).filter(|ip| !ip.is_loopback()).collect();
-    // A peer in this network namespace has this host's addresses alone.
+    // A peer in this network namespace has only addresses of this host.
     if theirs.iter().all(|ip| is_ours(topology, *ip)) {
         return Vec::new();
     }
@@ -466,7 +466,7 @@ mod tests {
     fn a_peer_that_every_nic_reaches_has_nothing_to_fix() {
         let found = judge(&facts(Ok(good())), &host(vec![nic("eth1", 1), nic("eth2", 2)]), &[]);
         assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
-        assert_eq!(levels(&found, "path").len(), 2, "one for each way");
+        assert_eq!(levels(&found, "path").len(), 2, "a finding for each way");
         assert_eq!(levels(&found, "path-mtu").len(), 2);
     }
 
@@ -500,7 +500,7 @@ mod tests {
         assert_eq!(of(small.clone(), "path-mtu"), [Level::Ok, Level::Warn]);
         let mut inward = small;
         inward.channels[1].remote.set_ip([10, 0, 2, 1].into());
-        assert_eq!(of(inward, "path-mtu"), [Level::Ok], "the other one goes no further than this host");
+        assert_eq!(of(inward, "path-mtu"), [Level::Ok], "the other NIC leads only to this host");
         assert_eq!(of(with(&|channel| channel.mss_bytes = 0), "path-mtu"), [Level::Ok]);
     }
 

@@ -9,7 +9,7 @@ use crate::places;
 
 /// The file name that NIXL looks for.
 pub const FILE: &str = "libplugin_FERRYWIRE.so";
-/// The file name that cargo gives it.
+/// The file name that cargo gives the backend.
 const BUILT: &str = "libplugin_ferrywire.so";
 /// The bytes before the version in a library of ferrywire; see `ferrywire-nixl`'s `boundary`.
 const MARK: &[u8] = b"ferrywire NIXL backend ";

@@ -14,13 +14,14 @@ use crate::tool;
 
 /// An interpreter on a slow network file system answers within this time.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
-/// The answer follows anything else that is printed at start. The folders are those in which Python looks for packages.
+/// Program for the interpreter that prints the folders in which Python looks for packages, on a line after
+/// anything that is printed at start.
 const ASK: &str =
     "import json, sys; print(); print(json.dumps([sys.executable, [path for path in sys.path if path]]))";
 /// The first major version whose backends have the virtual functions that this backend implements.
 const MAJOR_MIN: u64 = 1;
 
-/// An interpreter.
+/// A Python interpreter.
 #[derive(Debug)]
 pub struct Python {
     pub path: PathBuf,

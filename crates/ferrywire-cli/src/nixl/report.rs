@@ -29,14 +29,14 @@ pub struct Report {
 #[derive(Debug)]
 pub struct OverrideFolder {
     pub path: PathBuf,
-    /// Whether ferrywire's backend is in it.
+    /// Whether ferrywire's backend is in that folder.
     pub has_backend: bool,
-    /// Whether it is the folder of one of the NIXLs.
+    /// Whether that folder belongs to one of the NIXLs.
     pub is_of_nixl: bool,
 }
 
 impl Report {
-    /// Why some NIXL lacks ferrywire's backend; `None` if none does.
+    /// Why some NIXL lacks ferrywire's backend; `None` if every NIXL has it.
     pub fn error(&self) -> Option<Failure> {
         if self.nixls.iter().all(|(nixl, _)| !nixl.present) {
             let left = self.nixls.first().map(|(nixl, _)| left_behind(&self.python, nixl));

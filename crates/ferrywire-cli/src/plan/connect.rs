@@ -34,9 +34,9 @@ pub struct ConnectPlan {
     pub engine: EnginePlan,
     /// Longest time without progress.
     pub timeout: Duration,
-    /// The file for JSON.
+    /// The file for results as JSON, if one was given.
     pub json: Option<PathBuf>,
-    /// The file for CSV.
+    /// The file for results as CSV, if one was given.
     pub csv: Option<PathBuf>,
     /// Whether to print effective values.
     pub verbose: bool,
@@ -85,7 +85,7 @@ fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
     Ok(memory)
 }
 
-/// `beyond`: whether the other end may be on another host.
+/// Makes the plan of a connecting end. `beyond` is whether the other end may be on another host.
 pub(super) fn plan_connect(
     flags: ConnectFlags,
     addresses: Vec<SocketAddr>,
@@ -124,7 +124,7 @@ pub(super) fn plan_connect(
         engine: EnginePlan {
             channels: at_least_one("--channels", flags.channels.given())?,
             chunk_bytes: flags.chunk.given().map(|chunk| chunk.0),
-            // A plugin's window is a separate option.
+            // The window of a plugin is a separate option.
             window: at_least_one("--window", flags.window.given())?.filter(|_| plugin.is_none()),
             plugin,
             devmem,
@@ -165,7 +165,7 @@ fn is_one_file(one: &Path, other: &Path) -> bool {
         let path = if path == Path::new("-") { Path::new("/dev/stdout") } else { path };
         fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
     };
-    // A new file in an existing folder.
+    // The paths may name a new file in an existing folder.
     let new = |path: &Path| {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
         let folder = fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()?;

@@ -21,11 +21,11 @@ pub struct DoctorPlan {
     pub addresses: Vec<SocketAddr>,
     /// NICs and secret.
     pub engine: EnginePlan,
-    /// A plugin to try.
+    /// The plugin to check, if one was given.
     pub plugin: Option<PluginPlan>,
     /// Longest time for one step.
     pub timeout: Duration,
-    /// Print JSON.
+    /// Whether to print JSON.
     pub json: bool,
     /// Whether to print passed checks too.
     pub verbose: bool,

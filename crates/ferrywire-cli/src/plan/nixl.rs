@@ -17,21 +17,21 @@ pub struct NixlPlan {
     pub python: Option<PathBuf>,
     /// The library that the user named.
     pub library: Option<PathBuf>,
-    /// Print JSON.
+    /// Whether to print JSON.
     pub json: bool,
 }
 
 /// The action on the backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NixlAction {
-    /// Install it.
+    /// Install the backend.
     Install {
-        /// Also under the name of UCX.
+        /// Whether to install it under the name of UCX too.
         as_ucx: bool,
     },
-    /// Show its state.
+    /// Show the backend's state.
     Status,
-    /// Remove it.
+    /// Remove the backend.
     Remove,
 }
 

@@ -19,9 +19,9 @@ pub struct PluginPlan {
     pub path: PathBuf,
     /// The interface version to use; `None` for the newest.
     pub version: Option<Version>,
-    /// Print JSON.
+    /// Whether to print JSON.
     pub json: bool,
-    /// Longest time for one step.
+    /// Longest time for one step of the plugin.
     pub timeout: Duration,
     /// Whether to print the plugin's log.
     pub verbose: bool,

@@ -215,7 +215,7 @@ fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
                 _ => ranks.local_rank,
             };
             let own = memory.on(gpu);
-            // Refused like a typed value.
+            // A number beyond the limit is refused as a typed one is.
             Memory::typed(flag, Some(&own.to_string())).map(|_| (own, gpu))
         }
     }
@@ -279,7 +279,7 @@ fn job(launcher: Launcher, variable: impl Fn(&str) -> Option<String>) -> Option<
     let (_, name) = JOBS.iter().find(|(of, _)| *of == launcher)?;
     let job = variable(name)?;
     match variable("SLURM_STEP_ID").filter(|_| launcher == Launcher::Slurm) {
-        // Each step is a run of its own.
+        // Each step of a Slurm job is a run of its own.
         Some(step) => Some(format!("{job}.{step}")),
         None => Some(job),
     }

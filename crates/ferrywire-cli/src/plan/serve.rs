@@ -15,7 +15,7 @@ use crate::exit::Outcome;
 use crate::memory::Memory;
 use crate::{bench, file, transport};
 
-/// The listening end.
+/// The plan of the listening end of a bench.
 #[derive(Clone, Debug)]
 pub struct ServePlan {
     /// The address to listen on.

@@ -26,7 +26,7 @@ pub struct TopoPlan {
     pub clean_up: bool,
     /// A recorded host; `None` for this host.
     pub root: Option<PathBuf>,
-    /// Print JSON.
+    /// Whether to print JSON.
     pub json: bool,
 }
 

@@ -14,9 +14,9 @@ const WATCH_INTERVAL_S_DEFAULT: f64 = 1.0;
 /// The plan of `watch`.
 #[derive(Clone, Debug)]
 pub struct WatchPlan {
-    /// Print once and end.
+    /// Whether to print once and end.
     pub once: bool,
-    /// Print JSON.
+    /// Whether to print JSON.
     pub json: bool,
     /// Time between two samples.
     pub interval: Duration,

@@ -20,7 +20,7 @@ use crate::sys;
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Message {
-    /// The next step, as in the message if the plugin dies in it: "in init".
+    /// The step that begins, in the words of the error if the plugin ends the process in it: "in init".
     Step(String),
     /// The plugin could not be loaded.
     Failed(String),
@@ -76,7 +76,7 @@ fn inspect(path: &Path, wanted: Option<Version>, parent: &File) -> Result<Report
 /// Opens a file, or a name as in `NCCL_NET_PLUGIN`.
 fn open(path: &Path) -> Result<Library, LoadError> {
     let named = path.to_str().filter(|name| !name.contains('/') && !path.exists());
-    // SAFETY: as in inspect; the environment is not changed in this process.
+    // SAFETY: the user asked to load this file; the environment is not changed in this process.
     unsafe {
         match named {
             Some(name) => Library::find(Some(name)),

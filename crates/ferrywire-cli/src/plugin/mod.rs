@@ -93,7 +93,8 @@ impl Watch<'_> {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg("plugin-child").args(plan.version.map(|version| format!("--version={version}")));
         command.arg("--").arg(&plan.path);
-        // In its own process group, so that Ctrl-C reaches only this process, which then ends the child.
+        // The child gets a process group of its own, so that Ctrl-C reaches only this process, which then
+        // ends the child.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;
         let (sender, seen) = channel();

@@ -31,7 +31,8 @@ pub struct Report {
     pub devices: Vec<Device>,
 }
 
-/// One device. Fields are those of the interface; what a version lacks has the value that NCCL assumes.
+/// One device. The fields are those of the interface; a field that the used version lacks has the value that
+/// NCCL assumes.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Device {
     device: i32,

@@ -26,7 +26,7 @@ pub struct Series {
     endpoints: Option<String>,
 }
 
-/// The subject of a result.
+/// The subject of a result, with size and depth.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Key {
     pub series: Series,
@@ -34,11 +34,11 @@ pub struct Key {
     pub depth: usize,
 }
 
-/// One thing that was measured, with the result of each run.
+/// One subject that was measured, with the result of each run.
 #[derive(Debug)]
 pub struct Line<'a> {
     pub key: Key,
-    /// By run; `None` if the run did not measure it.
+    /// The result of each run; `None` if the run did not measure this subject.
     pub results: Vec<Option<&'a ResultRow>>,
 }
 
@@ -46,7 +46,7 @@ pub struct Line<'a> {
 #[derive(Debug)]
 pub struct Comparison<'a> {
     pub runs: &'a [StoredRun],
-    /// By series in the order of the files, then by size and depth.
+    /// The lines, ordered by series as in the files, then by size and depth.
     pub lines: Vec<Line<'a>>,
 }
 
@@ -72,7 +72,7 @@ pub struct Metric {
     pub value: fn(&ResultRow) -> Option<f64>,
 }
 
-/// Throughput; the first is the one that is compared. A latency run has none worth showing.
+/// Throughput; the first is the one that is compared. A latency run shows none of these.
 pub const THROUGHPUT: [Metric; 5] = [
     Metric { name: "GB/s p50", value: |row| is_throughput(row).then_some(row.gb_per_s.p50) },
     Metric { name: "min", value: |row| is_throughput(row).then_some(row.gb_per_s.min) },
@@ -300,7 +300,7 @@ fn typed(value: impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
-/// Stands for a value that is missing.
+/// The text that stands for a missing value.
 pub fn dash() -> String {
     "-".to_owned()
 }

@@ -24,7 +24,7 @@ pub fn render(comparison: &Comparison) -> String {
         (DOCTYPE)
         html lang="en" {
             head {
-                // Written so, the elements are also well-formed XML.
+                // With a closing slash the elements are also well-formed XML.
                 (PreEscaped("<meta charset=\"utf-8\"/>"))
                 (PreEscaped("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>"))
                 (PreEscaped("<meta name=\"color-scheme\" content=\"light dark\"/>"))

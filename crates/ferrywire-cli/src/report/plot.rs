@@ -9,7 +9,7 @@ use maud::{Markup, html};
 
 use crate::units::Bytes;
 
-/// Units of the drawing.
+/// Width and height of the drawing, and its margins, in units of the SVG.
 const WIDTH: f64 = 480.0;
 const HEIGHT: f64 = 290.0;
 const LEFT: f64 = 50.0;
@@ -40,13 +40,13 @@ pub struct Point {
 /// How values become heights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scale {
-    /// From 0.
+    /// Heights are proportional to values, from 0.
     Linear,
-    /// By powers of ten.
+    /// Heights are proportional to the logarithms of values.
     Logarithmic,
 }
 
-/// Where values are drawn.
+/// The range of values and sizes that the axes of a plot show.
 struct Axes {
     scale: Scale,
     least: f64,
@@ -105,7 +105,7 @@ impl Axes {
     }
 }
 
-/// Sizes stand by powers of two.
+/// Horizontal position of a size: its logarithm to base 2.
 fn position(size_bytes: u64) -> f64 {
     (size_bytes.max(1) as f64).log2()
 }

@@ -30,9 +30,9 @@ pub fn check(out: &Path, inputs: &[PathBuf]) -> Outcome {
     Ok(())
 }
 
-/// Replaces the file at once.
+/// Replaces the page's file in one step.
 pub fn replace(out: &Path, page: &str) -> Outcome {
-    // A link keeps leading to its file.
+    // A symbolic link stays, and the file that it names is replaced.
     let target = fs::canonicalize(out).unwrap_or_else(|_| out.to_owned());
     let folder = match target.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,

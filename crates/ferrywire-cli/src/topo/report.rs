@@ -247,7 +247,7 @@ fn devmem_json(found: &Possible) -> Value {
     })
 }
 
-/// Whether a NIC supports devmem TCP, in a word or two.
+/// Whether a NIC supports devmem TCP, as text for the table.
 fn answer(found: &Possible) -> &'static str {
     match (found.receives, found.is_possible(), found.missing.is_empty()) {
         (None, ..) => "unknown",
@@ -277,7 +277,7 @@ fn nic_row(nic: &Nic) -> [String; 11] {
     ]
 }
 
-/// PCI address and root.
+/// PCI address and PCIe root of a device, as text for the table.
 fn place(pci: Option<&PciPath>) -> [String; 2] {
     let address = pci.map(|pci| pci.address.to_string());
     let root = pci.and_then(|pci| Some(pci.root?.to_string()));

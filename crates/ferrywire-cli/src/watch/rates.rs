@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use ferrywire_metrics::{ChannelSample, PeerSample, ProcessSample};
 use serde::Serialize;
 
-/// A process.
+/// The rates of one process.
 #[derive(Debug, Serialize)]
 pub struct ProcessRates {
     /// Process id.
@@ -28,12 +28,12 @@ pub struct ProcessRates {
     pub paths: Vec<PathRates>,
 }
 
-/// The channels of one peer over one NIC.
+/// The rates of one peer's channels over one NIC.
 #[derive(Debug, Serialize)]
 pub struct PathRates {
     /// The face that connected the peer.
     pub face: String,
-    /// The peer.
+    /// Name of the peer.
     pub peer: String,
     /// The local NIC.
     pub nic: String,
@@ -51,11 +51,11 @@ pub struct PathRates {
     pub retransmits_per_s: f64,
     /// Lost connections of channels so far; in the peer's first row only.
     pub lost_channels: Option<u64>,
-    /// The channels.
+    /// The channels of the peer over the NIC.
     pub channels: Vec<ChannelRates>,
 }
 
-/// A channel.
+/// The rates of one channel.
 #[derive(Debug, Serialize)]
 pub struct ChannelRates {
     /// The channel's number.

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::super::report::News;
 use crate::exit::Outcome;
 
-/// Below `PIPE_BUF`, which is 4096.
+/// Longest line of a message, in bytes: below `PIPE_BUF`, which is 4096.
 const LINE_BYTES_MAX: usize = 4000;
 /// First byte of a part that is not the last.
 const PART: u8 = b'+';
@@ -28,7 +28,7 @@ const LAST_PART: u8 = b'.';
 pub enum Message {
     /// The child lives; with the plugin's call that has been pending for longest.
     Alive(Option<Call>),
-    /// The present stage, as in the message if the plugin dies in it: "while connecting".
+    /// The current stage, in the words of the error if the plugin ends the process in it: "while connecting".
     Stage(String),
     /// The serving end listens.
     Listening {
@@ -50,7 +50,7 @@ pub enum Message {
     },
     /// News for the record of the connecting end.
     News(Box<News>),
-    /// The outcome of the whole process.
+    /// The outcome of the child process.
     Outcome(Outcome),
 }
 
@@ -68,7 +68,7 @@ pub struct Call {
 pub struct Sender(Mutex<File>);
 
 impl Sender {
-    /// Sends through this file.
+    /// Creates a sender that writes to this pipe.
     pub fn new(pipe: File) -> Sender {
         Sender(Mutex::new(pipe))
     }

@@ -80,7 +80,8 @@ impl<'a> Supervisor<'a> {
         command.envs(set().map(|variable| (variable.name, &variable.value)));
         child_secret::hand(&mut command, secret);
         parent::do_not_ask(&mut command);
-        // In its own process group, so that Ctrl-C reaches only this process, which passes it on.
+        // The child gets a process group of its own, so that Ctrl-C reaches only this process, which passes
+        // it on.
         command.process_group(0).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;
         let (sender, seen) = channel();
@@ -100,7 +101,7 @@ impl<'a> Supervisor<'a> {
         })
     }
 
-    /// Waits for the next event.
+    /// Waits for the next event of the child.
     pub fn next(&mut self) -> Event {
         loop {
             let began = Instant::now();

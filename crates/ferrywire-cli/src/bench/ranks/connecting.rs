@@ -217,8 +217,8 @@ pub fn blame(group: &Group, link: &Link, partner: u32, failure: &Failure) {
     group.fail((is_gone && *failure != Failure::Interrupted).then_some(partner), failure);
 }
 
-/// Addresses of a rank, likely ones first. An address on another host that is also an address of this host would lead
-/// here.
+/// Addresses of a rank, likely ones first. An address of another host that is also an address of this host is
+/// left out, because it would lead to this host.
 fn candidates(there: &Entry, boot_id: &str) -> Vec<SocketAddr> {
     let same_host = there.boot_id == boot_id;
     let own: Vec<IpAddr> = sys::nic_addresses().into_iter().map(|(_, address)| address).collect();

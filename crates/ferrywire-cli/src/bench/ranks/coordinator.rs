@@ -115,12 +115,13 @@ impl Coordinator {
         }
     }
 
-    /// A rank was lost.
+    /// Handles the loss of a rank. Returns a message for all ranks.
     pub fn lost(&mut self, rank: u32, why: &str) -> Option<RankMessage> {
         (!self.over).then(|| self.fault(rank, why.to_owned()))
     }
 
-    /// The time for joining is over: names the missing ranks and the number of processes with another secret.
+    /// Handles the end of the time for joining. The message for all ranks names the missing ranks and the
+    /// number of processes with another secret.
     pub fn late(&mut self, waited_s: f64, strangers: u64) -> Option<RankMessage> {
         let missing = |of: &dyn Fn(usize) -> bool| (0..self.cards.len()).find(|at| !of(*at));
         let came = self.cards.iter().flatten().count();
@@ -145,7 +146,8 @@ impl Coordinator {
         self.lost(rank as u32, &why)
     }
 
-    /// The time for ending is over, after everything was measured: names the ranks that have not ended.
+    /// Handles the end of the time for ending, after everything was measured. The message for all ranks names
+    /// the ranks that have not ended.
     pub fn unended(&mut self, waited_s: f64) -> Option<RankMessage> {
         let rank = self.done.iter().position(|done| !done)?;
         let why = format!("not ended within {waited_s:.0} s (--timeout) after the last measurement");
@@ -355,7 +357,7 @@ mod tests {
         let mut well = coordinator(Pattern::Unidir, 4);
         assert!((0..3).all(|rank| well.take(rank, RankMessage::Done).is_none()));
         assert!(matches!(well.take(3, RankMessage::Done), Some(RankMessage::Over(None))));
-        assert!(well.lost(2, "it left").is_none(), "nothing is said behind the end");
+        assert!(well.lost(2, "it left").is_none(), "no message follows the end of the run");
         let failed = |blamed| RankMessage::Failed { blamed, why: "it broke".to_owned() };
         assert_eq!(fault(coordinator(Pattern::Unidir, 4).take(1, failed(None))), "rank 1 (h0): it broke");
         let blamed = fault(coordinator(Pattern::Unidir, 4).take(1, failed(Some(3))));

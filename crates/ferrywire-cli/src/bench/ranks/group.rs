@@ -29,7 +29,8 @@ use crate::units::rounded;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a rank that has failed waits for the cause of the run's end.
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
-/// After the last message of a conversation its endpoints are closed, which takes longer than a short timeout.
+/// Time beyond the timeout in which all ranks must end: each closes its endpoints after its last message,
+/// which takes longer than a short timeout.
 const FAREWELL_GRACE: Duration = Duration::from_secs(5);
 /// How long endpoints of a failed run may take to finish.
 const RETREAT: Duration = Duration::from_millis(500);
@@ -49,7 +50,7 @@ pub struct Group {
 
 #[derive(Default)]
 struct State {
-    /// Only at rank 0.
+    /// The coordinator of the run; `None` except at rank 0.
     coordinator: Option<Coordinator>,
     table: Option<Arc<Table>>,
     passed: u64,
@@ -167,8 +168,8 @@ impl Group {
         found.ok_or_else(|| Failure::failed("internal error, please report: an unlimited wait has ended"))
     }
 
-    /// Reports to all, once, that this rank cannot continue, and waits until they have heard it: ending its
-    /// conversations earlier would look like the cause.
+    /// Reports to all, once, that this rank cannot continue, and waits until they have received the report:
+    /// if this rank ended its conversations earlier, that would look like the cause.
     pub fn fail(&self, blamed: Option<u32>, failure: &Failure) {
         let mut state = self.lock();
         if state.own.is_some() || state.over.is_some() {
@@ -179,7 +180,7 @@ impl Group {
         let word = RankMessage::Failed { blamed, why: failure.first_line() };
         match self.card.rank {
             0 => self.hear(0, word),
-            // Rank 0 may be lost.
+            // Rank 0 may be lost, and then receives no report.
             _ => drop(self.link_to_rank_0().and_then(|link| link.say(&Message::Rank(Box::new(word))))),
         }
         self.await_verdict();
@@ -290,7 +291,7 @@ impl Group {
         notes.into_iter().try_for_each(|note| self.say(RankMessage::Note(note)))
     }
 
-    /// Rank 0 handles a message.
+    /// Handles a message of rank `from`, at rank 0.
     fn hear(&self, from: u32, word: RankMessage) {
         if let RankMessage::Note(note) = &word {
             exit::note(&format!("note: rank {from}: {}", sanitize::line(note)));
@@ -306,7 +307,7 @@ impl Group {
         let message = Message::Rank(Box::new(word.clone()));
         // The listener of a lost rank notices the loss.
         links.iter().flatten().for_each(|link| drop(link.say(&message)));
-        // Applied last, because rank 0 leaves once the run is over.
+        // Rank 0 applies its decision last, because it leaves once the run is over.
         self.apply(word);
     }
 
@@ -380,7 +381,7 @@ impl Group {
             });
             if let Err(failure) = guarded {
                 group.fail(None, &failure);
-                // Rank 0 may not be heard any more.
+                // Rank 0's answer may no longer be received: the thread that receives it may be the one that panicked.
                 let (rank, host) = (group.card.rank, Some(group.card.host.clone()));
                 group.apply(RankMessage::Over(Some(Fault { rank, host, why: failure.first_line() })));
             }
@@ -532,7 +533,7 @@ mod tests {
         outcome
     }
 
-    /// The other threads of the rank, and all other ranks, used to wait for ever.
+    /// Regression: the other threads of the rank, and all other ranks, waited for ever.
     #[test]
     fn a_thread_of_a_rank_that_panics_ends_the_run_by_name() {
         let port = port(29_000);
@@ -544,7 +545,7 @@ mod tests {
             thread::sleep(POLL_INTERVAL);
         }
         for outcome in groups.each_ref().map(finished) {
-            let outcome = outcome.recv_timeout(LIMIT).expect("it does not wait for ever");
+            let outcome = outcome.recv_timeout(LIMIT).expect("the wait ends");
             let said = outcome.expect_err("a thread has panicked").message();
             assert!(
                 said.starts_with("rank 1 (") && said.contains("a thread of the bench panicked"),
@@ -560,8 +561,8 @@ mod tests {
         plan.bench.timeout = Duration::from_secs(3);
         let first = Group::begin(&plan).expect("a group");
         let _second = Group::begin(&rank(1, port)).expect("it comes");
-        let outcome = finished(&first).recv_timeout(LIMIT).expect("it does not wait for ever");
-        let said = outcome.expect_err("one has not ended").message();
+        let outcome = finished(&first).recv_timeout(LIMIT).expect("the wait ends");
+        let said = outcome.expect_err("a rank has not ended").message();
         assert!(said.starts_with("rank 1 (") && said.contains("not ended within"), "{said}");
     }
 }

@@ -19,7 +19,7 @@ const DIAL_INTERVAL: Duration = Duration::from_millis(100);
 /// How often a pending connection is checked.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The endpoint for the group's messages only, which are few.
+/// Builds the endpoint for the messages of the group, which are few.
 pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
     let mut builder = Endpoint::builder().label(format!("rank {}", card.rank)).threads(1).channels(1);
     if let Some(secret) = &plan.bench.engine.secret {
@@ -47,7 +47,7 @@ pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
         for address in &plan.group {
             match dial_once(endpoint, *address, since, plan.bench.timeout)? {
                 Ok(peer) => return Ok(peer),
-                // Trying again would not change this.
+                // Another attempt would fail for the same reason.
                 Err(
                     error @ (ConnectError::Refused { .. }
                     | ConnectError::Invalid { .. }

@@ -23,7 +23,7 @@ use super::super::protocol::{Run, SideReport};
 use crate::memory::Memory;
 use crate::sanitize;
 
-/// One message.
+/// One message between a rank and rank 0.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RankMessage {
@@ -47,7 +47,7 @@ pub enum RankMessage {
     Failed {
         /// The rank at fault, if it is another one.
         blamed: Option<u32>,
-        /// The reason.
+        /// Why the rank cannot continue.
         why: String,
     },
     /// The run is over.
@@ -138,7 +138,7 @@ pub struct Fault {
     /// The rank's host, if it is known.
     #[serde(default, deserialize_with = "sanitize::line_if_any")]
     pub host: Option<String>,
-    /// The failure.
+    /// Why the run failed.
     #[serde(deserialize_with = "sanitize::some_lines")]
     pub why: String,
 }

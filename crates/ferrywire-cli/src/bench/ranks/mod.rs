@@ -62,7 +62,7 @@ pub fn run(plan: &RanksPlan) -> Outcome {
 /// Joins the group and does this rank's part.
 pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
-    // Before there are threads, see `endpoint` in the parent module.
+    // Open the GPU before there are threads; see `endpoint` in the parent module.
     let opened = plan.own.open();
     stage("while meeting the other ranks");
     let group = Group::begin(plan)?;
