@@ -18,7 +18,7 @@ DEADLINE_S = 180
 
 
 def possible():
-    """Why there can be no namespaces here; None: there can."""
+    """Returns the reason why this host cannot have the namespaces, or None if it can."""
     if os.geteuid() != 0:
         return "root"
     for tool in ("ip", "tc"):
@@ -35,14 +35,14 @@ def call(*command):
 
 
 def free_port():
-    """A free port of loopback."""
+    """Returns a free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 class Hosts:
-    """`rate` is that of each link, as tc takes it; None: loopback, without namespaces."""
+    """`rate` is the rate of each link in the notation of tc; with None both hosts are this host's loopback."""
 
     def __init__(self, program, rate, environment):
         self.program, self.rate, self.serving = program, rate, None
@@ -78,7 +78,7 @@ class Hosts:
         return ["ip", "netns", "exec", self.names[host], *command] if self.names else command
 
     def nics(self, host, plan):
-        """A --gpu-nics of eight GPUs: two to a NIC (own), or every one over all (all)."""
+        """The value of --gpu-nics for eight GPUs: two GPUs on each NIC (own), or each GPU on all NICs (all)."""
         if not self.names:
             return []
         named = [f"v{host}{link}" for link in range(1, LINKS + 1)]
@@ -87,7 +87,7 @@ class Hosts:
         return ["--gpu-nics", ",".join(f"{2 * i}-{2 * i + 1}={nic}" for i, nic in enumerate(named))]
 
     def serve(self, *args, program=(), env=()):
-        """Starts the target: `ferrywire bench`, or another program that takes its words."""
+        """Starts the target: `ferrywire bench serve`, or another program with the same arguments."""
         self.stop()
         port = 7420 if self.names else free_port()
         listen = f"0.0.0.0:{port}" if self.names else f"127.0.0.1:{port}"
@@ -95,11 +95,11 @@ class Hosts:
         self.serving = subprocess.Popen(command, env={**self.env, **dict(env)}, stdout=subprocess.PIPE, text=True)
         # `serve` prints a line once it listens.
         if not self.serving.stdout.readline():
-            sys.exit("serve did not start")
+            sys.exit("ferrywire bench serve did not start")
         self.address = f"10.77.1.2:{port}" if self.names else f"127.0.0.1:{port}"
 
     def connect(self, *args, program=(), env=()):
-        """The JSON of a run."""
+        """Runs `connect` and returns its JSON."""
         words = (*program, "connect", self.address) if program else (self.program, "bench", "connect", self.address, "--json", "-")
         command = self.on("a", [*words, *args])
         try:
@@ -113,7 +113,7 @@ class Hosts:
     def stop(self):
         serving, self.serving = self.serving, None
         if serving:
-            # With a plugin it has a child, which it ends.
+            # With a plugin `serve` has a child process, which it ends on SIGINT.
             serving.send_signal(signal.SIGINT)
             serving.wait()
 

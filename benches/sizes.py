@@ -1,4 +1,4 @@
-"""Sizes as the command takes them: 65536, 64K, 1M, 1G."""
+"""Parses sizes in the notation of the ferrywire command: 65536, 64K, 1M, 1G."""
 
 import re
 

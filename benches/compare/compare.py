@@ -1,7 +1,7 @@
 """Runs every tool over the same veth pair, interleaved, and prints one table.
 
 Started by `run`, which made the two namespaces. A tool is a class in tools/ with `prepare`, `throughput` and
-`latency`; see tools/base.py for what they promise.
+`latency`; tools/base.py documents these methods.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def options():
 
 
 def busy_share(seconds=0.1):
-    """Share of all cores that is busy while we do nothing."""
+    """Share of all cores that other programs use in `seconds`, during which this program sleeps."""
     def sample():
         with open("/proc/stat") as f:
             fields = [int(x) for x in f.readline().split()[1:]]
@@ -50,7 +50,7 @@ def busy_share(seconds=0.1):
 
 
 class Quiet:
-    """Waits, a bounded time, until no other program uses the cores; counts the measurements that began all the same."""
+    """Waits, for a bounded time, until other programs leave the cores idle; counts the measurements that began without that."""
 
     limit = 0.15
 
@@ -81,7 +81,7 @@ class Row:
             return call()
         except Unavailable as e:
             self.problems.append((what, str(e)))
-        except Exception as e:  # a rival's crash must not end the comparison
+        except Exception as e:  # the crash of one tool must not end the comparison
             self.problems.append((what, f"{type(e).__name__}: {e}"))
         return None
 
@@ -200,7 +200,7 @@ def main():
     try:
         measure(rows, network, o, quiet)
     except KeyboardInterrupt:
-        note("stopped; what is finished follows")
+        note("stopped; the results of the finished measurements follow")
     table(rows, o)
     footnotes(rows, o, quiet)
     store(rows, o, quiet)

@@ -53,7 +53,7 @@ class Path:
 
     def __init__(self, o, rtt_ms, loss, gbit):
         self.o, self.rtt_ms, self.loss, self.gbit = o, rtt_ms, loss, gbit
-        # The queue before the rate: one round trip, as a router would have, at least a millisecond.
+        # The queue before the rate limit holds one round trip, like that of a router, and at least a millisecond.
         self.queue_ms = max(1.0, rtt_ms)
         self.line, self.counts = None, None
 
@@ -81,7 +81,7 @@ class Path:
 
     def make_netem(self):
         ip(self.o.source_ns, "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", self.o.target_ns)
-        # netem's limit counts packets, of up to 64 KiB, and holds those on their way as well as those that wait.
+        # netem's limit counts packets of up to 64 KiB, those in flight and those that wait.
         rate = ["rate", f"{self.gbit}gbit"] if self.gbit else []
         bdp_bytes = self.gbit * 1.25e5 * (self.rtt_ms / 2 + self.queue_ms)
         limit = max(1000, int(bdp_bytes / 1500)) if self.gbit else 100000
@@ -105,7 +105,7 @@ def within(ns, command):
 
 
 def has_netem(ns):
-    """Whether this kernel has netem, tried on the loopback of a namespace that is ours."""
+    """Whether this kernel has netem; tries it on the loopback of a namespace of this program."""
     done = subprocess.run(["tc", "-n", ns, "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us"], capture_output=True)
     if done.returncode == 0:
         check(["tc", "-n", ns, "qdisc", "del", "dev", "lo", "root"])
@@ -113,7 +113,7 @@ def has_netem(ns):
 
 
 class Failed(Exception):
-    """One measurement failed; the text says why."""
+    """A failed measurement; the text gives the reason."""
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def raw(o, connections, sockbuf, control):
 
 
 def measure(o, path):
-    """All contenders on one path: {name: [rates]}, and what ferrywire chose."""
+    """Measures all programs on one path. Returns {name: [rates]}, and the settings that ferrywire chose."""
     rates, chosen, problems = {}, {}, []
 
     def attempt(name, call):
@@ -204,13 +204,16 @@ def measure(o, path):
 
 
 def rate(result):
-    """GB/s: raw's is the mean of its run, ferrywire's the median over intervals."""
+    """The rate of a result in GB/s: for raw the mean of the run, for ferrywire the median over intervals."""
     got = result["gb_per_s"]
     return got["p50"] if isinstance(got, dict) else got
 
 
 def summary(row):
-    """Medians: ferrywire's, raw's best of each congestion control with its buffers, and ferrywire's share of both."""
+    """Returns the medians of ferrywire, and the best median of raw for each congestion control with its socket buffers.
+
+    Stores all medians, and the ratio of ferrywire to each best one, in the row.
+    """
     medians = {name: statistics.median(values) for name, values in row["gb_per_s"].items()}
     own, also = medians.pop("ferrywire", None), medians.pop("also", None)
     best = {}
@@ -269,7 +272,7 @@ def main():
             rows[-1]["line"] = path.counts
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        print("stopped; what is finished follows", file=sys.stderr)
+        print("stopped; the results of the finished measurements follow", file=sys.stderr)
     table(o, rows)
     with open(o.json, "w") as f:
         json.dump({"schema": 1, "path": o.path, "cores": os.cpu_count(), "kernel": os.uname().release,

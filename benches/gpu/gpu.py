@@ -1,6 +1,6 @@
 """Measures ferrywire between two GPUs of one host beside what plain sockets, NCCL and NIXL carry there.
 
-Each repetition runs every program once, so that a noisy moment strikes all of them; medians are shown. ferrywire checks
+Each repetition runs every program once, so that a disturbance affects all of them; the table shows medians. ferrywire checks
 its data before it gives a number. See ../README.md for what the columns mean.
 """
 
@@ -38,16 +38,16 @@ def options():
 
 
 def call(command, env=None):
-    """The output of a program, or the reason why there is none."""
+    """Runs a program. Returns its output, or raises the reason why there is none."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env={**os.environ, **(env or {})})
     if done.returncode != 0:
-        lines = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()
+        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
         raise RuntimeError(f"{pathlib.Path(command[0]).name}: exit {done.returncode}: {lines[-1]}")
     return done.stdout
 
 
 def ferrywire(o, *more, seconds=None):
-    """Results of one run: a list, one entry per size and direction."""
+    """Runs ferrywire bench. Returns a list of results, one for each size and direction."""
     here, there = o.memory.split(",")
     command = [o.bin / "ferrywire", "bench", f"--memory={here}", f"--peer-memory={there}", "--json=-",
                f"--seconds={seconds or o.seconds}", *more]
@@ -69,7 +69,7 @@ def raw(o, connections, bytes_each, call_bytes, placement):
 
 
 def raw_both_ways(o, connections):
-    """Two runs at once, each with so many connections: loopback has no direction."""
+    """Runs `raw` twice at once, with `connections` connections each: loopback has no direction."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         runs = list(pool.map(lambda _: raw(o, connections, RING_BYTES, 1 << 20, "free"), range(2)))
     rates = [run["gb_per_s"] for run in runs]
@@ -104,7 +104,7 @@ def compiled(folder):
 
 
 def peer(name, env=None):
-    """Results of a rival, as JSON lines."""
+    """Runs the peer program of another library. Returns its results, as JSON lines."""
     return [json.loads(line) for line in call([sys.executable, str(HERE / "peers" / name)], env).splitlines()
             if line.startswith("{")]
 
@@ -114,7 +114,7 @@ def has(module):
 
 
 class Series:
-    """Results of all repetitions by name, in the order in which the names came up."""
+    """The results of all repetitions, by name, in the order in which the names were measured first."""
 
     def __init__(self, o):
         self.o, self.found, self.failed = o, {}, {}

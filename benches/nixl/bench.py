@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""NIXL over ferrywire against NIXL over UCX, in one run, in turns: the same script, the same lists, both ends verified.
+"""Compares NIXL over ferrywire and NIXL over UCX, alternating, with the same script and block lists; verifies both ends.
 
     python3 bench.py --library target/release/libplugin_ferrywire.so [--memory VRAM] [--rounds 5] [--command target/release/ferrywire]
 
 Host memory goes between two network namespaces (root), joined by one veth pair; GPU memory from device 0 to device 1 (or 0,
 where there is one) of this host, over the loopback, with shared memory and peer access off. Variants: `ucx`, NIXL's default,
-held to TCP as between two hosts; `ucx-tuned`, the best settings known to us; `ferrywire`; and, where `--command` is given,
-`engine`: `ferrywire bench --blocks`. Needs the wheels nixl and numpy; of PyTorch nothing.
+held to TCP as between two hosts; `ucx-tuned`, the best settings that were found; `ferrywire`; and, with `--command`, `engine`:
+`ferrywire bench --blocks`. Needs the wheels nixl and numpy; not PyTorch.
 
-Each figure is the median over the rounds of GB/s (1e9) over the whole time, of one transfer at a time unless `--depth` says
-more; `p50` is that of the time in which as many transfers ended as are under way, as `engine`'s figure is that of intervals. `post` is the time of the call that
-posts, by descriptor. `new`: each transfer is created, posted and released; else it is prepared once and posted again.
+Each figure is the median over the rounds of GB/s (1e9) over the whole time, with `--depth` transfers in flight (default 1).
+`p50` is the median rate of intervals in which as many transfers ended as are in flight; `engine` reports its own intervals.
+`post` is the time of the call that posts, per descriptor. In rows with `new` each transfer is created, posted and released;
+in the others it is prepared once and posted repeatedly.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LIMIT_S = 120
 
 
 class Memory:
-    """Of the host or a GPU, filled with a pattern that depends on a seed and the offset."""
+    """Memory of the host or a GPU, filled with a pattern that depends on a seed and the offset."""
 
     def __init__(self, kind, size, device):
         import numpy
@@ -48,7 +49,7 @@ class Memory:
             self.gpu, self.pages = cuda.Memory(size, device), None
             self.address = self.gpu.address
         else:
-            # As the memory of `ferrywire bench`, or the copies of 4 KiB pages are what is compared.
+            # Huge pages, as in `ferrywire bench`: with pages of 4 KiB the benchmark would compare the copies of pages.
             pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             pages.madvise(mmap.MADV_HUGEPAGE)
             self.pages = self.numpy.frombuffer(pages, numpy.uint8)
@@ -69,7 +70,7 @@ class Memory:
 
 
 def order(count):
-    """Where block i goes: no two that follow each other lie beside each other."""
+    """Index of the target of block i: consecutive blocks are never adjacent in the target."""
     import numpy
 
     return numpy.random.default_rng(count).permutation(count)
@@ -79,7 +80,7 @@ def agent(name, backend, tuned):
     try:
         from nixl._api import nixl_agent, nixl_agent_config
     except ImportError:
-        # `nixl` wants the build for the CUDA of PyTorch; the other one does as well here.
+        # `nixl` requires the build for PyTorch's version of CUDA; the other build works as well for this benchmark.
         from nixl_cu12._api import nixl_agent, nixl_agent_config
 
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=not tuned, backends=[backend]))
@@ -88,7 +89,7 @@ def agent(name, backend, tuned):
 def target(arguments):
     """The passive end: answers lines on standard input."""
     size = max(bytes * count for bytes, count in CASES)
-    # The progress thread moves UCX's bytes where no other call does.
+    # UCX's bytes are moved by the progress thread, because this end makes no calls that move them.
     nixl, memory = agent("target", arguments.backend, False), Memory(arguments.memory, size, arguments.device)
     nixl.register_memory([(memory.address, size, memory.device, "")], arguments.memory)
     print(json.dumps({"address": memory.address, "device": memory.device, "metadata": nixl.get_agent_metadata().hex()}), flush=True)
@@ -163,7 +164,7 @@ def initiator(arguments):
                 idle, posted = [handle, *(create() for _ in range(arguments.depth - 1))], []
                 while True:
                     spent = time.perf_counter() - began
-                    assert spent < LIMIT_S, "it does not end"
+                    assert spent < LIMIT_S, "a transfer has not ended in time"
                     if spent < arguments.seconds or moved < 3 * block * count:
                         while len(posted) < arguments.depth:
                             posted.append(create() if new else idle.pop())
@@ -184,7 +185,7 @@ def initiator(arguments):
                 cpu = time.process_time() + ask("cpu") - cpu
                 name = "new " if new else ""
                 row[f"{name}gb_per_s"] = moved / spent / 1e9
-                # As many as are under way end together.
+                # The transfers in flight end together.
                 starts = [began] * arguments.depth + ends
                 times = [end - start for start, end in zip(starts, ends)][arguments.depth - 1:]
                 row[f"{name}p50_gb_per_s"] = arguments.depth * block * count / statistics.median(times) / 1e9
@@ -197,7 +198,7 @@ def initiator(arguments):
 
 
 def ends(arguments, variant, folders):
-    """One variant, all cases: its rows."""
+    """Runs all cases of one variant. Returns its rows."""
     backend = "FERRYWIRE" if variant == "ferrywire" else "UCX"
     tuned = variant == "ucx-tuned"
     env = {name: value for name, value in os.environ.items() if name != "NIXL_PLUGIN_DIR"} | UCX | (TUNED if tuned else {})
@@ -274,7 +275,7 @@ def make_hosts():
     for host, address in zip(HOSTS, ADDRESSES):
         run(f"-n {host} addr add {address}/24 dev fw0")
         run(f"-n {host} link set fw0 up")
-    # UCX takes no device that has no carrier yet.
+    # UCX does not use a device that has no carrier yet.
     time.sleep(2)
 
 
@@ -290,8 +291,8 @@ def main():
     parser.add_argument("--devices", default="0,1", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--variants", default="ucx,ucx-tuned,ferrywire")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--depth", type=int, default=1, help="transfers under way at a time")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each case, in each round")
+    parser.add_argument("--depth", type=int, default=1, help="transfers in flight")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each case, in each round")
     parser.add_argument("--json", help="file for all figures")
     arguments = parser.parse_args()
     if arguments.role:

@@ -15,7 +15,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import sizes  # noqa: E402
 
 FOOTPRINT, CHUNK, WINDOW = 256 << 20, 512 << 10, 16
-# The variables that ferrywire would set itself, for the bare loop too; and loopback, which plugins leave out by default.
+# The variables that ferrywire would set itself, also for the bare loop; and loopback, which plugins leave out by default.
 ENVIRONMENT = {
     "NCCL_DYNAMIC_CHUNK_SIZE": str(CHUNK),
     "NCCL_SOCKET_NTHREADS": "1",
@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": "=lo",
     "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS": "50000",
 }
-# Of the simulated plugin: a step of every request in each test, and no warning for each receive.
+# Options of the simulated plugin: each test moves every request by a step, and receives log no warning.
 UNLIMITED = "one_step=off,host_warning=off"
 
 
@@ -74,7 +74,7 @@ def ferrywire(o, program, channels, size):
 
 
 def measure(o, channels):
-    """The results of every contender in each repetition: {name: [(GB/s, CPU-s/GB)]}."""
+    """The results of every program in each repetition: {name: [(GB/s, CPU-s/GB)]}."""
     contenders = {"bare": lambda: bare(o, channels, []), "bare, pinned": lambda: bare(o, channels, ["--pin"])}
     for name, program in (("ferrywire", os.path.join(o.bin, "ferrywire")), ("also", o.also)):
         for size in o.sizes if program else []:

@@ -4,7 +4,7 @@
     benches/results/draw.py            writes tables and plots; plots need matplotlib
     benches/results/draw.py --check    writes nothing; exit 1 where a row is malformed or page or plots differ from the data
 
-`--check` needs only the standard library. It knows a plot by the digest of what was plotted, which the SVG carries.
+`--check` needs only the standard library. It recognizes a plot by the digest of the plotted data, which the SVG contains.
 """
 
 import csv
@@ -29,7 +29,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 def faults_of(row):
-    """The faults of one row, as text."""
+    """Yields the faults of one row, as text."""
     if len(row) != len(HEADER):
         yield f"{len(row)} fields, expected {len(HEADER)}"
         return
@@ -64,7 +64,7 @@ def faults_of(row):
 
 
 def load():
-    """All rows by file name, and every fault as one line."""
+    """Reads all files. Returns the rows by file name, and a line for every fault."""
     files, faults = {}, []
     for path in sorted(HERE.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as lines:
@@ -91,14 +91,14 @@ def load():
 
 
 class Data:
-    """Rows of one file, narrowed by fields and by words of `setup`."""
+    """The rows of one file that match some fields, with queries by words of `setup`."""
 
     def __init__(self, files, file, **fields):
         self.name, self.fields = file, fields
         self.rows = [row for row in files[file] if all(row[name] == value for name, value in fields.items())]
 
     def row(self, subject, setup="", metric="throughput"):
-        """The one row whose setup has all words given, or of several the one with the fewest others."""
+        """Returns the row whose setup has all given words; of several, the one with the fewest other words."""
         words = set(setup.split())
         found = [row for row in self.rows if row["subject"] == subject and row["metric"] == metric]
         found = [row for row in found if words <= set(row["setup"].split())]
@@ -123,7 +123,7 @@ class Data:
 
 
 def markdown(head, rows):
-    """A table; `-` stands where nothing was measured."""
+    """Formats a table; `-` marks a figure that was not measured."""
     return ["| " + " | ".join(cell or "-" for cell in cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
 
 
@@ -214,7 +214,7 @@ PEER_SIZES = {"4 KiB": "4K", "64 KiB": "64K", "64 MiB": "64M", "256 MiB": "256M"
 
 
 def peer_rows(files):
-    """GB/s of each peer at each size, None where it was not measured, and CPU-s/GB at 64 MiB."""
+    """Returns the GB/s of each engine at each size, None if it was not measured, and its CPU-s/GB at 64 MiB."""
     data = Data(files, "peers", commit="91338c2")
     for name, subject in PEERS:
         of = {tuple(row["setup"].split())[2]: row["value"] for row in data.rows
@@ -282,7 +282,7 @@ BLOCK = re.compile(r"(<!-- table: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTAL
 
 
 def with_tables(text, files):
-    """The page with every table drawn anew."""
+    """Returns the page with all tables generated from the data."""
     named = [found[1] for found in BLOCK.findall(text)]
     if sorted(named) != sorted(TABLES):
         sys.exit(f"{PAGE}: tables {sorted(named)}, expected each of {sorted(TABLES)} once")
@@ -295,7 +295,7 @@ OURS, RIVALS, BASELINE = "#1b6ca8", ["#c9c9c9", "#8f8f8f"], "#d9822b"
 
 
 def plot_gpu(files):
-    """Panels of bars; each panel's bars are of one host and one run."""
+    """Returns panels of bars; all bars of a panel are from one host and one run."""
     ours, nixl, nccl = Data(files, **GPU_RUN), Data(files, "nixl", commit="37e98e1"), Data(files, "nccl", commit="ef0c76f")
     return [
         ("64 MiB one way, two H200", [
@@ -313,7 +313,7 @@ def plot_gpu(files):
 
 
 def plot_nccl(files):
-    """Bus bandwidth over message size, in KiB, a line for each network."""
+    """Returns panels of bus bandwidth over message size in KiB, with a line for each network."""
     data = Data(files, "nccl", commit="ef0c76f")
     sizes = {64 << shift: text for shift, text in zip(range(0, 14, 2), ("64K", "256K", "1M", "4M", "16M", "64M", "256M"))}
     return [(OPERATIONS[op], [
@@ -323,7 +323,7 @@ def plot_nccl(files):
 
 
 def plot_peers(files):
-    """GB/s of each engine at 64 KiB and 64 MiB, where it was measured."""
+    """Returns panels with the GB/s of each engine at 64 KiB and 64 MiB, if it was measured."""
     sizes = list(PEER_SIZES)
     return [(f"{text} messages", [(name, float(values[sizes.index(text)])) for name, values, _ in reversed(list(peer_rows(files)))
                                   if values[sizes.index(text)]]) for text in ("64 KiB", "64 MiB")]
@@ -398,7 +398,7 @@ def draw_plots(files):
 
 
 def stale(files):
-    """Page and plots that are not what the data give."""
+    """Yields a line for each place where the page or a plot differs from the data."""
     text = PAGE.read_text(encoding="utf-8")
     page, drawn = text.splitlines(), with_tables(text, files).splitlines()
     if len(page) != len(drawn):
@@ -424,7 +424,7 @@ def main():
     if faults:
         sys.exit("\n".join(faults))
     if "--check" in sys.argv:
-        print(f"{sum(map(len, files.values()))} rows in {len(files)} files; {len(TABLES)} tables and {len(PLOTS)} plots are theirs")
+        print(f"{sum(map(len, files.values()))} rows in {len(files)} files; {len(TABLES)} tables and {len(PLOTS)} plots agree")
         return
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_tables(text, files), encoding="utf-8")

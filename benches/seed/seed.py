@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import hosts  # noqa: E402
 
 GPUS = 8
-# As ferrywire sets it on these links.
+# The values that ferrywire sets on these links.
 SEED_ENVIRONMENT = {"NCCL_DYNAMIC_CHUNK_SIZE": "524288", "NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "1",
                     "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS": "50000"}
 
@@ -47,7 +47,7 @@ def options():
 class Runs:
     def __init__(self, o, rate):
         self.o, self.results = o, {}
-        # Of each endpoint, by size.
+        # Transfers in flight of each endpoint, by size.
         self.depths = {}
         self.plugin = [] if o.plugin == "tcp" else ["--plugin", o.plugin, "--allow-same-host-gpu"]
         here = None if rate == "loopback" else rate
@@ -67,7 +67,7 @@ class Runs:
         self.keep(name, rows)
 
     def seed(self, name, plan):
-        """The old system's loop, which sets nothing of the plugin's environment by itself."""
+        """Runs the old system's loop, which sets no variable of the plugin's environment itself."""
         program = [os.path.join(self.o.bin, "seed")]
         options = ["--gpus", str(GPUS), "--channels", str(self.o.channels), "--seconds", str(self.o.seconds)]
         options += ["--spread"] if plan == "all" else []
@@ -82,7 +82,7 @@ class Runs:
         nics = ["--nics", "va1,va2,va3,va4"] if self.hosts.names else []
         for size, depth in sorted(self.depths.items()):
             self.hosts.serve("--memory", "sim", *self.plugin)
-            # As many messages in flight as eight endpoints have.
+            # The single endpoint has as many messages in flight as eight endpoints together.
             args = ["--channels", str(GPUS * self.o.channels), "--depth", str(GPUS * depth), *nics]
             self.keep(name, self.hosts.connect(*self.fixed(str(size)), *args)["results"])
 

@@ -64,7 +64,7 @@ class Control:
     def receive(self):
         line = self.file.readline()
         if not line:
-            sys.exit("the other side is gone")
+            sys.exit("the other side has closed the control connection")
         return json.loads(line)
 
     def ask(self, **message):
@@ -73,7 +73,7 @@ class Control:
 
 
 def answer_cpu(control):
-    """The target's duty during a run: say how much CPU it has used, until told to stop."""
+    """Answers the source's requests for the CPU time of the target, until the source ends the run."""
     while control.receive().get("do") == "cpu":
         control.send(cpu=cpu_seconds())
 

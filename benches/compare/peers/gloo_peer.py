@@ -28,7 +28,7 @@ def main():
     messages = max(o.depth, min(ROUND_MESSAGES, ROUND_BYTES // o.size)) if o.size > 8 else 1
 
     def exchange():
-        """One round: every message is cut over the groups if it is large, else goes to the next group."""
+        """Runs one round: a large message is cut over all groups, a small one goes to the next group."""
         ring = Ring(o.depth, slots, o.size, lambda slot: start(parts[slot]), finish)
         for _ in range(messages):
             ring.step()
@@ -78,7 +78,7 @@ def source(o, control, one):
     if o.size > 8:
         timed(o, control, move)
         return
-    # 200 round trips per measurement, so that the control message does not count.
+    # 200 round trips per measurement, so that the time of the control message does not matter.
     import contextlib
     import io
     import json

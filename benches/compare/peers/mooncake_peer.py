@@ -14,9 +14,9 @@ def main():
     memory, address = buffer(max(4096, slots * o.size))
     engine = TransferEngine()
     if engine.initialize(o.own, "P2PHANDSHAKE", "tcp", "") != 0:
-        sys.exit("the engine could not be started")
+        sys.exit("the Mooncake engine could not be started")
     if engine.register_memory(address, len(memory)) != 0:
-        sys.exit("memory could not be registered")
+        sys.exit("the memory could not be registered with the Mooncake engine")
     if o.role == "target":
         control = Control.accept(o)
         control.send(session=f"{o.own}:{engine.get_rpc_port()}", address=address)
@@ -40,12 +40,12 @@ def source(o, engine, address, slots):
         status = engine.batch_transfer_sync_write(peer["session"], [address + x for x in offsets],
                                                   [peer["address"] + x for x in offsets], sizes)
         if status != 0:
-            sys.exit(f"a transfer failed: {status}")
+            sys.exit(f"a Mooncake transfer failed: {status}")
         return o.size * o.depth
 
     def move_one():
         if engine.transfer_sync_write(peer["session"], address, peer["address"], o.size) != 0:
-            sys.exit("a transfer failed")
+            sys.exit("a Mooncake transfer failed")
         return o.size
 
     timed(o, control, move if o.depth > 1 else move_one)

@@ -25,7 +25,7 @@ def main():
         answer_cpu(control)
     else:
         source(o, agent, address, slots)
-    # NIXL's destructors can hang once the other side is gone; the results are out.
+    # NIXL's destructors can hang once the other side has ended, so print the results before.
     sys.stdout.flush()
     os._exit(0)
 
@@ -49,7 +49,7 @@ def source(o, agent, address, slots):
     def post(slot):
         state = agent.transfer(handles[slot])
         if state == "ERR":
-            sys.exit("a transfer could not be posted")
+            sys.exit("a NIXL transfer could not be posted")
         return None if state == "DONE" else handles[slot]
 
     def wait(handle):
@@ -58,7 +58,7 @@ def source(o, agent, address, slots):
             if state == "DONE":
                 return
             if state == "ERR":
-                sys.exit("a transfer failed")
+                sys.exit("a NIXL transfer failed")
 
     ring = Ring(max(1, o.depth // batch), len(handles), o.size * batch, post, wait)
     timed(o, control, ring.step)

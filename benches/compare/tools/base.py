@@ -9,12 +9,12 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-FOOTPRINT = 256 << 20  # bytes that messages cycle through on each side, where a tool lets us choose: beyond L3
+FOOTPRINT = 256 << 20  # bytes that messages cycle through on each side, if the tool has an option: more than L3
 DEPTH = 64
 
 
 class Unavailable(Exception):
-    """The tool, or this cell of it, cannot be measured; the text says why."""
+    """The tool, or one cell of its row, cannot be measured; the text gives the reason."""
 
 
 @dataclass
@@ -46,16 +46,16 @@ class Tool:
         return True
 
     def throughput(self, network, size, seconds):
-        """A Measurement of about `seconds` at this message size."""
+        """Returns a Measurement of about `seconds` at this message size."""
         raise NotImplementedError
 
     def latency(self, network, seconds):
-        """Microseconds of an 8-byte round trip, or None."""
+        """Returns the microseconds of an 8-byte round trip, or None."""
         return None
 
 
 def depth_of(size):
-    """Transfers in flight: 64, but no more bytes than the footprint."""
+    """Number of transfers in flight: 64, or fewer whose bytes fit the footprint."""
     return max(1, min(DEPTH, FOOTPRINT // size))
 
 
@@ -100,7 +100,7 @@ class Network:
         return next((os.path.basename(p)[len(distribution) + 1:-len(".dist-info")] for p in glob.glob(pattern)), "?")
 
     def port(self):
-        """A port not used before in these namespaces."""
+        """Returns a port that was not used before in these namespaces."""
         self.next_port += 2
         return self.next_port
 

@@ -1,4 +1,4 @@
-"""NIXL over UCX's TCP transport, with its defaults and with the best tuning known to us."""
+"""NIXL over UCX's TCP transport, with its defaults and with the best settings that were found."""
 
 from .peer import PeerTool
 

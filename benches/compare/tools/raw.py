@@ -1,4 +1,4 @@
-"""Plain sockets: this repository's `raw` program, messages acknowledged like everybody else's."""
+"""Plain sockets: this repository's `raw` program, with messages that are acknowledged like those of the other tools."""
 
 import json
 

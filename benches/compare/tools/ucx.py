@@ -5,7 +5,7 @@ import subprocess
 
 from .base import Measurement, Tool, Unavailable, depth_of
 
-ASSUMED_BYTES_PER_S = 4e9  # how many iterations to ask for: ucx_perftest counts, it does not time
+ASSUMED_BYTES_PER_S = 4e9  # for the number of iterations to request: ucx_perftest ends after a count, not after a time
 MESSAGES_PER_S = 2e5
 
 

@@ -10,36 +10,36 @@ use std::collections::VecDeque;
 
 use crate::segments::{self, PACKET_BYTES_MAX};
 
-/// Spare buffers kept: what a path of 10 Gbit/s and 10 ms holds.
+/// Most spare buffers that are kept: as many as a path of 10 Gbit/s and 10 ms holds.
 const SPARES_MAX: usize = 512;
-/// Packets smaller than this are copied instead of keeping a buffer of the largest size.
+/// Size in bytes below which a packet is copied, instead of keeping a buffer of the largest size.
 const SMALL_BYTES: usize = 4096;
 
 /// The properties of the path.
 #[derive(Clone, Default)]
 pub struct Shape {
-    /// One way.
+    /// Delay of one way, in nanoseconds.
     pub delay_ns: u64,
-    /// Chance of each segment.
+    /// Probability with which each segment is lost.
     pub loss: f64,
-    /// 0: no limit.
+    /// Rate in bytes per second; 0 for no limit.
     pub bytes_per_second: f64,
-    /// Longest wait for the rate.
+    /// Longest wait for the rate, in nanoseconds; segments that would wait longer are dropped.
     pub queue_ns: u64,
 }
 
-/// The outcome of a packet's segments.
+/// Numbers of a packet's segments, by what happened to them.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fate {
-    /// All of them.
+    /// All segments.
     pub segments: u64,
-    /// Lost by chance.
+    /// Segments lost by chance.
     pub lost: u64,
-    /// Dropped by the full queue.
+    /// Segments dropped because the queue was full.
     pub dropped: u64,
 }
 
-/// One direction.
+/// One direction of the path.
 pub struct Line {
     shape: Shape,
     random: u64,
@@ -49,27 +49,27 @@ pub struct Line {
 }
 
 impl Line {
-    /// An empty line; equal seeds lose equal segments.
+    /// Creates a line without packets. With equal seeds equal segments are lost.
     pub fn new(shape: Shape, seed: u64) -> Line {
         let random = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         Line { shape, random, free_at_ns: 0, queue: VecDeque::new(), spares: Vec::new() }
     }
 
-    /// A buffer to read a packet into.
+    /// Returns a buffer to read a packet into.
     pub fn spare(&mut self) -> Vec<u8> {
         let mut buffer = self.spares.pop().unwrap_or_default();
         buffer.resize(PACKET_BYTES_MAX, 0);
         buffer
     }
 
-    /// Takes a written packet's buffer back.
+    /// Takes back the buffer of a packet that was written.
     pub fn recycle(&mut self, buffer: Vec<u8>) {
         if buffer.capacity() >= PACKET_BYTES_MAX && self.spares.len() < SPARES_MAX {
             self.spares.push(buffer);
         }
     }
 
-    /// A packet has come.
+    /// Takes a packet that arrived at `now_ns`. Returns what happened to its segments.
     pub fn accept(&mut self, now_ns: u64, packet: Vec<u8>) -> Fate {
         let count = segments::count(&packet);
         let wire_bytes = segments::wire_bytes(&packet, count);
@@ -93,17 +93,17 @@ impl Line {
         fate
     }
 
-    /// The next packet whose time has come, with that time.
+    /// Returns the next packet that is due at `now_ns`, with the time at which it was due.
     pub fn due(&mut self, now_ns: u64) -> Option<(u64, Vec<u8>)> {
         if self.next_due()? <= now_ns { self.queue.pop_front() } else { None }
     }
 
-    /// When the next packet is due.
+    /// Time at which the next packet is due, in nanoseconds.
     pub fn next_due(&self) -> Option<u64> {
         self.queue.front().map(|(due, _)| *due)
     }
 
-    /// Takes the wire for a segment; false if the queue before it is full.
+    /// Takes the wire for a segment. Returns false if the queue before the wire is full.
     fn occupy(&mut self, now_ns: u64, bytes: f64) -> bool {
         let start = self.free_at_ns.max(now_ns);
         if self.shape.bytes_per_second == 0.0 {
@@ -121,7 +121,7 @@ impl Line {
         self.queue.extend(packet.map(|packet| (due, packet)));
     }
 
-    /// In [0, 1): xorshift.
+    /// Returns a random number from 0 up to, not including, 1 (xorshift).
     fn chance(&mut self) -> f64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -145,7 +145,7 @@ mod tests {
         let mut line = Line::new(shape, 1);
         line.accept(0, sample(3, 1000));
         line.accept(0, sample(1, 1000));
-        // 40 bytes of headers with each segment.
+        // Each segment has 40 bytes of headers.
         assert_eq!(drain(&mut line, 4119), []);
         assert_eq!(drain(&mut line, 4120), [(4120, 3)]);
         assert_eq!(drain(&mut line, 9999), [(5160, 1)]);

@@ -1,8 +1,8 @@
 //! A path of a given length, rate and loss between two TUN devices.
 //!
-//! For hosts whose kernel has no netem. `run` moves each device into a namespace of its own, so whatever two programs say
-//! to each other passes through here, at native speed: packets are those the kernel would hand to a NIC that
-//! segments, up to 64 KiB each, and loss and queue are counted by segment.
+//! For hosts whose kernel has no netem. `run` moves each device into a namespace of its own, so the packets
+//! of two programs in these namespaces pass through this process, at native speed: packets are those the
+//! kernel would hand to a NIC that segments, up to 64 KiB each, and loss and queue are counted by segment.
 //!
 //! Invariant: packets of one direction leave in the order in which they came. Read next: `line.rs`.
 
@@ -26,7 +26,7 @@ usage: delay-line NAME NAME [--delay-us N] [--loss P] [--gbit R] [--queue-ms N]
   --delay-us N   one way (default 0)        --loss P       chance of each segment to be lost (default 0)
   --gbit R       rate of each way (0: any)  --queue-ms N   longest wait for the rate before tail drop (default 5)";
 
-/// Packets read before those that are due are written.
+/// Most packets that are read before those that are due are written.
 const BATCH: usize = 32;
 
 /// Counters of one direction.
@@ -64,7 +64,7 @@ fn run() -> io::Result<()> {
     Ok(())
 }
 
-/// One direction, for ever.
+/// Carries the packets of one direction until the process ends.
 fn carry(from: &Tun, to: &Tun, mut line: Line, counts: &Counts) -> io::Result<()> {
     sys::wake_exactly();
     let start = Instant::now();

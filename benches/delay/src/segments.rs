@@ -18,7 +18,7 @@ const GSO_NONE: u8 = 0;
 const GSO_TCP4: u8 = 1;
 const FIN_AND_PSH: u8 = 0x09;
 
-/// Where things lie in a packet that holds several segments.
+/// Offsets and lengths of the headers and segments in a packet.
 struct Layout {
     ip: usize,
     tcp: usize,
@@ -38,18 +38,18 @@ impl Layout {
     }
 }
 
-/// Segments in a packet.
+/// Number of segments in a packet.
 pub fn count(packet: &[u8]) -> usize {
     Layout::of(packet).map_or(1, |l| (packet.len() - l.payload).div_ceil(l.segment_bytes))
 }
 
-/// Bytes that its `count` segments have with their headers.
+/// Bytes of a packet's `count` segments on the wire, with headers.
 pub fn wire_bytes(packet: &[u8], count: usize) -> f64 {
     let headers = Layout::of(packet).map_or(0, |l| l.payload - l.ip);
     (packet.len() - PREFIX_BYTES + headers * (count - 1)) as f64
 }
 
-/// A packet of these segments alone; `None` if there are none.
+/// Builds a packet of these segments of `packet`; `None` for an empty range.
 pub fn piece(packet: &[u8], range: Range<usize>) -> Option<Vec<u8>> {
     if range.is_empty() {
         return None;
@@ -74,8 +74,8 @@ pub fn piece(packet: &[u8], range: Range<usize>) -> Option<Vec<u8>> {
     Some(piece)
 }
 
-/// The fields that depend on the length: IP's total and checksum, and the part of TCP's checksum that covers the
-/// pseudo header.
+/// Sets the fields that depend on the length: IP's total length and checksum, and the part of TCP's checksum
+/// that covers the pseudo header.
 fn set_lengths(piece: &mut [u8], l: &Layout) {
     let total = (piece.len() - l.ip) as u16;
     piece[l.ip + 2..l.ip + 4].copy_from_slice(&total.to_be_bytes());
@@ -103,7 +103,7 @@ fn folded(mut sum: u64) -> u16 {
     sum as u16
 }
 
-/// A packet of `count` segments, for tests.
+/// For tests: a packet of `count` segments.
 #[cfg(test)]
 pub fn sample(count: usize, segment_bytes: usize) -> Vec<u8> {
     let mut packet = vec![0u8; PREFIX_BYTES + 40];

@@ -13,18 +13,21 @@ const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TUNSETOFFLOAD: libc::c_ulong = 0x4004_54d0;
 const CSUM_AND_TSO4: libc::c_ulong = 0x01 | 0x02;
 
-/// A TUN device; it goes when this does.
+/// A TUN device. It is removed when this value is dropped.
 pub struct Tun(File);
 
 impl Tun {
-    /// Makes a device that takes packets of many segments.
+    /// Creates a TUN device that takes packets of many segments.
     pub fn create(name: &str) -> io::Result<Tun> {
         let file =
             OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/net/tun")?;
         // SAFETY: all-zero is a valid ifreq.
         let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
         if name.len() >= request.ifr_name.len() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("'{name}' is too long a name")));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("the device name '{name}' is too long"),
+            ));
         }
         for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
             *to = from as libc::c_char;
@@ -37,7 +40,7 @@ impl Tun {
         Ok(Tun(file))
     }
 
-    /// Reads a packet with its prefix, if there is one. A device that is down has none.
+    /// Reads a packet with its prefix; `None` if none waits, or the device is down.
     pub fn read(&self, into: &mut [u8]) -> io::Result<Option<usize>> {
         match io::Read::read(&mut &self.0, into) {
             Ok(bytes) => Ok(Some(bytes)),
@@ -46,12 +49,12 @@ impl Tun {
         }
     }
 
-    /// Hands a packet to the kernel. One that it refuses is lost, as on any network.
+    /// Writes a packet to the kernel. A packet that the kernel refuses is lost, as on any network.
     pub fn write(&self, packet: &[u8]) {
         let _ = io::Write::write(&mut &self.0, packet);
     }
 
-    /// Waits for a packet, at most so long.
+    /// Waits until a packet can be read, for at most `at_most`.
     pub fn wait_readable(&self, at_most: Option<Duration>) -> io::Result<()> {
         let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let time = at_most.map(|t| libc::timespec {
@@ -67,7 +70,7 @@ impl Tun {
     }
 }
 
-/// Lets the calling thread's timers fire when they are due instead of some 50 us later.
+/// Makes the timers of the calling thread fire when they are due, not some 50 us later.
 pub fn wake_exactly() {
     // SAFETY: PR_SET_TIMERSLACK takes a number and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };

@@ -2,7 +2,7 @@
 
     nixl_peer.py [--bytes 67108864] [--slots 4] [--seconds 1.5]
 
-Whole rounds of all slots are timed, and at least one: a large size takes as long as that.
+Whole rounds of all slots are timed, at least one, which may take longer than --seconds for a large size.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 BYTES = 64 << 20
 SLOTS = 4
 SECONDS = 1.5
-# For all of it: NIXL's start, one warm transfer, the rounds.
+# Longest time in all: NIXL's start, one warm-up transfer, and the rounds.
 LIMIT_SECONDS = 120
 
 
@@ -64,7 +64,7 @@ def source(pipe, o):
         for handle in handles:
             wait(handle)
 
-    # Connects. One is enough: of a large size a round takes seconds.
+    # The first transfer connects. One transfer is enough, because a round of a large size takes seconds.
     assert agent.transfer(handles[0]) != "ERR"
     wait(handles[0])
     moved, start = 0, time.monotonic()
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     processes = [mp.Process(target=run, args=(end, o)) for run, end in ((target, there), (source, here))]
     for process in processes:
         process.start()
-    # Destructors of the agents may hang once the other side is gone.
+    # Destructors of the agents may hang once the other side has ended.
     processes[1].join(LIMIT_SECONDS)
     failed = processes[1].exitcode != 0
     for process in processes:

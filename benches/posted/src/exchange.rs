@@ -1,10 +1,12 @@
-//! Messages both ways at once, one thread at each end: a round has one of each connection there and one back, and the next
-//! begins when all are here. So a collective's steps use a plugin.
+//! Messages in both directions at once, with one thread at each end. In a round each connection carries one
+//! message each way, and the next round begins when all messages have arrived. A collective's steps use a
+//! plugin in this way.
 //!
-//! `--plain` has sockets instead, moved on that thread alone: less than what NCCL does without a plugin, which sends lengths too.
+//! With `--plain`, sockets replace the plugin, and that one thread moves their bytes. This is less than NCCL
+//! does without a plugin, which also sends lengths.
 //!
-//! Where rounds have a pace, both ends begin each at the same time, or late; a round has ended here when what this end sent is in
-//! the kernel and what the other end sent has arrived.
+//! If rounds have a pace, both ends begin each round at the same time, or late. A round has ended at an end
+//! when the bytes that it sent are in the kernel and the bytes of the other end have arrived.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -16,15 +18,15 @@ use crate::session::{Target, hex, say, unhex};
 use crate::sys;
 use crate::table::{Net, Opaque};
 
-/// Rounds before the timed ones, at most, and seconds of them.
+/// Most rounds before the timed ones, and the seconds that they take.
 const WARM_UP_ROUNDS: f64 = 500.0;
 const WARM_UP_S: f64 = 0.2;
-/// Rounds that say how long one takes.
+/// Number of rounds that are timed to estimate how long one round takes.
 const TRIED_ROUNDS: u64 = 3;
-/// From the message to the target until the first of some rounds begins, where they have a pace.
+/// Time from the message to the target until the first round begins, in nanoseconds, if rounds have a pace.
 const LEAD_NS: u64 = 2_000_000;
 
-/// The end that answers.
+/// Runs the end that answers.
 pub fn target(flags: &Flags) -> io::Result<()> {
     sys::die_with_parent();
     sys::ignore_sigpipe();
@@ -52,7 +54,7 @@ pub fn target(flags: &Flags) -> io::Result<()> {
     say("ready".to_owned())?;
     for run in 0.. {
         let Ok(line) = next() else { break };
-        let wrong = || io::Error::other("not a number of rounds and a time");
+        let wrong = || io::Error::other("the source did not send a number of rounds and a time");
         let (rounds, first_ns) = line.split_once(' ').ok_or_else(wrong)?;
         let (rounds, first_ns) =
             (rounds.parse().map_err(|_| wrong())?, first_ns.parse().map_err(|_| wrong())?);
@@ -63,13 +65,16 @@ pub fn target(flags: &Flags) -> io::Result<()> {
     Ok(())
 }
 
-/// The end that begins, and measures.
+/// Runs the end that starts the rounds, and measures them.
 pub fn source(flags: &Flags) -> io::Result<()> {
     sys::ignore_sigpipe();
     let mut far = Target::spawn()?;
     let mut pairs: Vec<Box<dyn Pair>> = Vec::new();
     if flags.plain {
-        let port = far.line("port ")?.parse().map_err(|_| io::Error::other("the target's port is none"))?;
+        let port = far
+            .line("port ")?
+            .parse()
+            .map_err(|_| io::Error::other("the target did not send a port number"))?;
         for _ in 0..flags.comms {
             let connect = || TcpStream::connect((Ipv4Addr::LOCALHOST, port));
             let [goes, comes] = [connect()?, connect()?];
@@ -123,13 +128,14 @@ pub fn source(flags: &Flags) -> io::Result<()> {
     Ok(())
 }
 
-/// When rounds begin.
+/// When the rounds of a run begin.
 struct Pace {
     /// Number of this run of rounds.
     run: u8,
     rounds: u64,
     first_ns: u64,
-    /// From one to the next at least, or 0: then each begins as soon as it can.
+    /// Shortest time from the start of one round to the next, in nanoseconds; with 0 each round begins as
+    /// soon as it can.
     every_ns: u64,
 }
 
@@ -137,7 +143,7 @@ fn every_ns(flags: &Flags) -> u64 {
     (flags.every_us * 1e3) as u64
 }
 
-/// Whose bytes they are.
+/// The end that wrote some bytes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Side {
     Source,
@@ -150,7 +156,8 @@ impl Side {
     }
 }
 
-/// Rounds at one end; sees that the last one's bytes are the other end's of this run.
+/// Runs the rounds of one end. Checks that the last round delivered the other end's bytes of this run.
+/// Returns the duration of each round.
 fn timed(pairs: &mut [Box<dyn Pair>], pace: Pace, side: Side) -> io::Result<Vec<Duration>> {
     for (index, pair) in pairs.iter_mut().enumerate() {
         pair.memory().fill(Pattern { side, run: pace.run, index });
@@ -168,11 +175,11 @@ fn timed(pairs: &mut [Box<dyn Pair>], pace: Pace, side: Side) -> io::Result<Vec<
     match each.all(|(index, pair)| pair.memory().holds(Pattern { side: side.other(), run: pace.run, index }))
     {
         true => Ok(took),
-        false => Err(io::Error::other("the data are wrong")),
+        false => Err(io::Error::other("the received bytes differ from what the other end sent")),
     }
 }
 
-/// A message over each pair both ways.
+/// Moves one message each way over every pair.
 fn round(pairs: &mut [Box<dyn Pair>]) -> io::Result<()> {
     pairs.iter_mut().try_for_each(|pair| pair.begin())?;
     let mut left = pairs.len();
@@ -190,7 +197,7 @@ fn round(pairs: &mut [Box<dyn Pair>]) -> io::Result<()> {
     Ok(())
 }
 
-/// A way there and a way back.
+/// A pair of paths: one for outgoing and one for incoming messages.
 trait Pair {
     fn begin(&mut self) -> io::Result<()>;
     fn is_done(&mut self) -> io::Result<bool>;
@@ -212,13 +219,13 @@ impl Memory {
         self.out.iter_mut().enumerate().for_each(|(at, byte)| *byte = pattern.byte(at));
     }
 
-    /// Whether the other end's bytes are here.
+    /// Whether the received bytes are those of this pattern.
     fn holds(&self, pattern: Pattern) -> bool {
         self.into.iter().enumerate().all(|(at, byte)| *byte == pattern.byte(at))
     }
 }
 
-/// Bytes that no other end, run or pair has.
+/// Selects bytes that differ between ends, runs and pairs.
 #[derive(Clone, Copy)]
 struct Pattern {
     side: Side,
@@ -235,7 +242,7 @@ impl Pattern {
     }
 }
 
-/// Two comms of a plugin.
+/// A pair of comms of a plugin.
 struct Comms {
     net: Net,
     memory: Memory,
@@ -259,19 +266,19 @@ impl Pair for Comms {
         let Memory { out, into } = &mut self.memory;
         while self.received.is_none() {
             let (comm, memory) = self.comes;
-            // SAFETY: registered memory, which no thread reads before the message has arrived.
+            // SAFETY: the memory is registered, and no thread reads it before the message has arrived.
             self.received = unsafe { self.net.irecv(comm, into.as_mut_ptr(), into.len(), memory) }?;
         }
         while self.sent.is_none() {
             let (comm, memory) = self.goes;
-            // SAFETY: registered memory, which stays as it is.
+            // SAFETY: the memory is registered, and does not change until the message is sent.
             self.sent = unsafe { self.net.isend(comm, out.as_mut_ptr(), out.len(), memory) }?;
         }
         Ok(())
     }
 
     fn is_done(&mut self) -> io::Result<bool> {
-        // SAFETY: each is its connection's only request, and was not done before.
+        // SAFETY: each request is the only one of its connection, and was not done before.
         unsafe {
             if self.sent.map_or(Ok(false), |request| self.net.test(request))? {
                 self.sent = None;
@@ -291,7 +298,7 @@ impl Pair for Comms {
     }
 }
 
-/// Two sockets.
+/// A pair of sockets.
 struct Sockets {
     memory: Memory,
     goes: TcpStream,
@@ -332,7 +339,7 @@ impl Pair for Sockets {
     }
 }
 
-/// Bytes that a call has moved, if it could.
+/// Number of bytes that a call has moved; 0 if the socket was not ready.
 fn moved(result: io::Result<usize>) -> io::Result<usize> {
     match result {
         Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),

@@ -1,4 +1,4 @@
-//! How a run is asked for.
+//! The flags of a run.
 
 use std::str::FromStr;
 
@@ -19,7 +19,7 @@ usage: posted --plugin FILE [options]      both ends, two processes of this host
 The plugin reads its environment as ever; both ends have the same.
 ";
 
-/// A run.
+/// The parameters of a run.
 #[derive(Clone, Debug)]
 pub struct Flags {
     pub plugin: String,
@@ -33,18 +33,18 @@ pub struct Flags {
     pub exchange: bool,
     pub plain: bool,
     pub every_us: f64,
-    /// This is the process that receives; the other one starts it.
+    /// Whether this process receives. The other process starts it.
     pub target: bool,
 }
 
 impl Flags {
-    /// Memory of one connection: whole messages.
+    /// Bytes of memory of one connection: whole messages.
     pub fn part(&self) -> usize {
         (self.footprint / self.comms / self.chunk).max(1) * self.chunk
     }
 }
 
-/// Reads the command line; `None` asks for help.
+/// Parses the command line. Returns `None` if help is requested.
 pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, String> {
     let mut flags = Flags {
         plugin: String::new(),
@@ -89,7 +89,7 @@ pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, St
             Err("--plain and --every are for --exchange".to_owned())
         }
         () if flags.plugin.is_empty() != flags.plain => {
-            Err("--plugin FILE is missing, or there beside --plain".to_owned())
+            Err("--plugin FILE is missing, or given together with --plain".to_owned())
         }
         () if !sound => {
             Err("--comms, --window, --chunk and --seconds are above 0, --chunk up to 1 GiB, --every up to a million"
@@ -101,5 +101,5 @@ pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, St
 
 fn number<T: FromStr>(flag: &str, args: &mut impl Iterator<Item = String>) -> Result<T, String> {
     let text = args.next().ok_or_else(|| format!("{flag}: a value is missing"))?;
-    text.parse().map_err(|_| format!("{flag} {text}: not a value for it"))
+    text.parse().map_err(|_| format!("{flag} {text}: the value is not valid"))
 }

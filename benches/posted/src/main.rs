@@ -1,12 +1,12 @@
 //! `posted`: the bare loop over an NCCL net plugin.
 //!
-//! The baseline of ferrywire's plugin transport: two processes on this host, a connection of the plugin and
-//! a thread per connection and side, at most a window of requests posted, only the oldest tested, finished receives
-//! given back at once. No heads, no acknowledgements, no statistics. Of the engine it uses the layouts of the
-//! interface and nothing else.
+//! The baseline of ferrywire's plugin transport: two processes on this host, a connection of the plugin and a
+//! thread per connection and side, at most a window of requests posted, only the oldest tested, finished
+//! receives given back at once. No headers, no acknowledgements, no statistics. It uses the engine's layouts
+//! of the plugin interface, and nothing else of the engine.
 //!
-//! Reading order: [`flags`] says what a run is, [`session`] how the two processes come together, [`pump`] holds the
-//! measured loops, [`exchange`] another one, of messages both ways, [`table`] the plugin's functions.
+//! Reading order: [`flags`] (the parameters of a run), [`session`] (the protocol of the two processes), [`pump`] (the
+//! measured loops), [`exchange`] (another loop, with messages in both directions), [`table`] (the plugin's functions).
 
 mod exchange;
 mod flags;

@@ -1,7 +1,7 @@
 //! The measured loops: one connection, one thread, one direction.
 //!
-//! Message n lies at the n-th place of the connection's memory, modulo what fits, on both ends; so after one cycle
-//! the target holds what the source does.
+//! Message n has slot n of the connection's memory, modulo the number of slots, on both ends. So after one
+//! cycle the target's memory equals the source's.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,7 +18,7 @@ pub struct Pump<'a> {
     memory: &'static mut [u8],
     registered: Opaque,
     pub flags: &'a Flags,
-    /// Messages that the plugin is done with.
+    /// Number of messages that the plugin has finished.
     pub done: &'a AtomicU64,
 }
 
@@ -39,14 +39,14 @@ impl<'a> Pump<'a> {
         self.memory[(message % places) as usize * self.flags.chunk..].as_mut_ptr()
     }
 
-    /// Sends messages; returns when the plugin is done with the last.
+    /// Sends messages. Returns when the plugin has finished the last one.
     pub fn send(&mut self, messages: u64) -> io::Result<()> {
         let (mut posted, mut requests) = (0, VecDeque::with_capacity(self.flags.window));
         while posted < messages || !requests.is_empty() {
             let mut worked = false;
             while posted < messages && requests.len() < self.flags.window {
                 let data = self.place(posted);
-                // SAFETY: a place of the registered memory, which nothing writes to.
+                // SAFETY: the slot lies in registered memory, and nothing writes to it.
                 match unsafe { self.net.isend(self.comm, data, self.flags.chunk, self.registered) }? {
                     Some(request) => requests.push_back(request),
                     None => break,
@@ -64,14 +64,15 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Receives messages; returns when the last has been given back.
+    /// Receives messages. Returns when the last one has been returned to the plugin.
     pub fn receive(&mut self, messages: u64) -> io::Result<()> {
         let (mut posted, mut requests) = (0, VecDeque::with_capacity(self.flags.window));
         while posted < messages || !requests.is_empty() {
             let mut worked = false;
             while posted < messages && requests.len() < self.flags.window {
                 let data = self.place(posted);
-                // SAFETY: a place of the registered memory; a window is shorter than the memory.
+                // SAFETY: the slot lies in registered memory, and a window is shorter than the memory, so no
+                // other request uses the slot.
                 match unsafe { self.net.irecv(self.comm, data, self.flags.chunk, self.registered) }? {
                     Some(request) => requests.push_back(request),
                     None => break,
@@ -79,7 +80,7 @@ impl<'a> Pump<'a> {
                 (posted, worked) = (posted + 1, true);
             }
             if let Some(request) = self.test(&mut requests)? {
-                // SAFETY: it is done, and those before it were given back.
+                // SAFETY: the request is done, and earlier ones were returned.
                 unsafe { self.net.consumed(self.comm, request) }?;
                 worked = true;
             }
@@ -90,16 +91,16 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Tests the oldest request; takes it out if it is done.
+    /// Tests the oldest request, and removes it if it is done.
     fn test(&self, requests: &mut VecDeque<Opaque>) -> io::Result<Option<Opaque>> {
         match requests.front() {
-            // SAFETY: it is the oldest, and not done yet.
+            // SAFETY: the request is the oldest one, and not done yet.
             Some(&request) if unsafe { self.net.test(request) }? => Ok(requests.pop_front()),
             _ => Ok(None),
         }
     }
 
-    /// Fills the memory with what the other end can reckon too.
+    /// Fills the memory with a pattern that the other end can compute too.
     pub fn fill(&mut self, index: usize) {
         for (at, word) in self.memory.chunks_exact_mut(8).enumerate() {
             word.copy_from_slice(&word_at(index, at).to_le_bytes());

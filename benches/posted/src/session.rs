@@ -1,14 +1,14 @@
-//! How the two processes come together: the source starts the target and talks to it in lines.
+//! The protocol of the two processes: the source starts the target, and both exchange lines.
 //!
 //! ```text
 //!   target: handle HEX (per connection)     source: go MESSAGES      target: done CPU_SECONDS
-//!           ready (all connections stand)                            ...
+//!           ready (all are connected)                                ...
 //! ```
 //!
-//! The clock runs from `go` to `done`, which the target says when it has given back the last receive of every
-//! connection. The rate is the median over intervals of a tenth of a second, as `ferrywire bench` reckons it; the
-//! mean over all is printed beside it. Before the timed part come one whole cycle through the memory, which is
-//! verified, and one by which its length is chosen.
+//! The clock runs from `go` to `done`, which the target sends when it has returned the last receive of every
+//! connection. The rate is the median over intervals of a tenth of a second, as in `ferrywire bench`; the mean over
+//! all intervals is printed beside it. Two cycles through the memory precede the timed part: the first is verified,
+//! and the time of the second determines the length of the timed part.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -21,10 +21,10 @@ use crate::pump::Pump;
 use crate::sys;
 use crate::table::{Handle, Net};
 
-/// Length of the intervals that the rate is the median of.
+/// Length of the intervals over whose rates the median is taken.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// The end that receives.
+/// Runs the end that receives.
 pub fn target(flags: &Flags) -> io::Result<()> {
     sys::die_with_parent();
     sys::ignore_sigpipe();
@@ -43,19 +43,20 @@ pub fn target(flags: &Flags) -> io::Result<()> {
     say("ready".to_owned())?;
     let mut first = true;
     for line in io::stdin().lines() {
-        let messages = line?.parse().map_err(|_| io::Error::other("not a number of messages"))?;
+        let messages =
+            line?.parse().map_err(|_| io::Error::other("the source did not send a number of messages"))?;
         let cpu = sys::cpu_seconds();
         all(&mut pumps, |pump| pump.receive(messages))?;
         let cpu = sys::cpu_seconds() - cpu;
         if std::mem::take(&mut first) && !pumps.iter().enumerate().all(|(index, pump)| pump.holds(index)) {
-            return Err(io::Error::other("the data are wrong"));
+            return Err(io::Error::other("the received bytes differ from what the source sent"));
         }
         say(format!("done {cpu}"))?;
     }
     Ok(())
 }
 
-/// The end that sends, and measures.
+/// Runs the end that sends, and measures.
 pub fn source(flags: &Flags) -> io::Result<()> {
     sys::ignore_sigpipe();
     let mut far = Target::spawn()?;
@@ -87,12 +88,12 @@ pub fn source(flags: &Flags) -> io::Result<()> {
     Ok(())
 }
 
-/// The time and CPU time of one run.
+/// The time and the CPU time of one run.
 struct Took {
     seconds: f64,
-    /// Of both ends.
+    /// CPU seconds of both ends.
     cpu_seconds: f64,
-    /// Messages per second, if there was a whole interval.
+    /// Median rate in messages per second, if there was a whole interval.
     median: Option<f64>,
 }
 
@@ -105,7 +106,7 @@ fn run(far: &mut Target, pumps: &mut [Pump<'_>], done: &AtomicU64, messages: u64
         let reported = all(pumps, |pump| pump.send(messages)).and_then(|()| far.line("done "));
         ended.store(true, Ordering::Relaxed);
         rates.thread().unpark();
-        (reported, rates.join().expect("the thread that looks on panicked"))
+        (reported, rates.join().expect("the thread that samples the rate panicked"))
     });
     let (seconds, near) = (start.elapsed().as_secs_f64(), sys::cpu_seconds() - cpu);
     let reported = reported?;
@@ -132,7 +133,7 @@ fn rates(done: &AtomicU64, ended: &AtomicBool) -> Vec<f64> {
     }
 }
 
-/// A thread for each connection.
+/// Runs `body` in a thread for each connection.
 fn all(pumps: &mut [Pump<'_>], body: impl Fn(&mut Pump<'_>) -> io::Result<()> + Sync) -> io::Result<()> {
     let cores = sys::cores();
     thread::scope(|scope| {
@@ -159,15 +160,15 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The handle that [`hex`] wrote.
+/// Parses a handle that [`hex`] wrote.
 pub fn unhex(text: &str) -> io::Result<Handle> {
-    let wrong = || io::Error::other("the other end's handle is no handle");
+    let wrong = || io::Error::other("the other end did not send a handle in hex");
     let byte = |at: usize| text.get(2 * at..2 * at + 2).and_then(|two| u8::from_str_radix(two, 16).ok());
     let bytes: Option<Vec<u8>> = (0..text.len() / 2).map(byte).collect();
     bytes.and_then(|bytes| bytes.try_into().ok()).ok_or_else(wrong)
 }
 
-/// The other process.
+/// The process of the other end.
 pub struct Target {
     child: Child,
     input: ChildStdin,
@@ -185,11 +186,13 @@ impl Target {
             .stdout(Stdio::piped());
         let mut child = command.spawn()?;
         let (input, output) = (child.stdin.take(), child.stdout.take());
-        let (Some(input), Some(output)) = (input, output) else { return Err(io::Error::other("no pipes")) };
+        let (Some(input), Some(output)) = (input, output) else {
+            return Err(io::Error::other("the target process has no pipes"));
+        };
         Ok(Target { child, input, output: BufReader::new(output) })
     }
 
-    /// The rest of the next line, which begins like this.
+    /// Returns the rest of the next line of the target, which has to begin with `begin`.
     pub fn line(&mut self, begin: &str) -> io::Result<String> {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
@@ -197,12 +200,12 @@ impl Target {
         rest.ok_or_else(|| io::Error::other(format!("the target ended, or said {line:?}")))
     }
 
-    /// The handle of the plugin's listener.
+    /// Returns the handle of the target's listener.
     pub fn handle(&mut self) -> io::Result<Handle> {
         unhex(&self.line("handle ")?)
     }
 
-    /// Tells it a line.
+    /// Sends a line to the target.
     pub fn tell(&mut self, line: &str) -> io::Result<()> {
         self.input.write_all(format!("{line}\n").as_bytes())
     }

@@ -54,7 +54,7 @@ pub fn die_with_parent() {
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
-/// Plugins write to the sockets of dead peers.
+/// Ignores SIGPIPE, because plugins write to the sockets of dead peers.
 pub fn ignore_sigpipe() {
     // SAFETY: SIG_IGN is a valid disposition and no handler of ours runs.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
@@ -63,12 +63,13 @@ pub fn ignore_sigpipe() {
 /// Zeroed memory in whole pages, huge ones where the kernel has them. It stays until the process ends.
 pub fn memory(bytes: usize) -> io::Result<&'static mut [u8]> {
     let (access, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-    // SAFETY: a new mapping, wherever the kernel likes.
+    // SAFETY: this is a new mapping, at an address that the kernel chooses.
     let base = unsafe { libc::mmap(ptr::null_mut(), bytes, access, kind, -1, 0) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping is ours alone, of that length, and never unmapped; the advice changes no byte.
+    // SAFETY: the mapping belongs to this call alone, has that length, and is never unmapped; the advice
+    // changes no byte.
     unsafe {
         libc::madvise(base, bytes, libc::MADV_HUGEPAGE);
         Ok(std::slice::from_raw_parts_mut(base.cast(), bytes))

@@ -18,7 +18,7 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 /// The handle that a plugin passes to the other end, for `connect`.
 pub type Handle = [u8; HANDLE_BYTES];
 
-/// Between two attempts to connect or accept.
+/// Pause between two attempts to connect or accept.
 const RETRY: Duration = Duration::from_millis(1);
 
 /// The functions of one table that a bare loop needs.
@@ -69,13 +69,14 @@ enum Irecv {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opaque(pub *mut c_void);
 
-// SAFETY: only a value for the plugin, which is called by one thread at a time for each connection.
+// SAFETY: the pointer is only passed to the plugin, which is called by one thread at a time for each
+// connection.
 unsafe impl Send for Opaque {}
 
 macro_rules! taken {
     ($table:ty, $found:expr, $version:literal, $connect:path, $accept:path, $reg_mr:path, $isend:path, $irecv:path,
      $consumed:expr) => {{
-        // SAFETY: the symbol of this version is a table of this version.
+        // SAFETY: the symbol of this version points to a table of this version.
         let table = unsafe { $found.cast::<$table>().read() };
         let consumed: fn(&$table) -> Option<IrecvConsumed> = $consumed;
         let net = (|| {
@@ -96,13 +97,13 @@ macro_rules! taken {
 }
 
 impl Net {
-    /// Loads and starts a plugin.
+    /// Loads a plugin and initializes it.
     pub fn load(path: &str) -> io::Result<Net> {
         let failed = |error: libloading::Error| io::Error::other(format!("{path}: {error}"));
         // SAFETY: the user named the file, whose code runs here.
         let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(failed)?;
         let find = |symbol: &CStr| -> Option<*const c_void> {
-            // SAFETY: only the address is taken.
+            // SAFETY: only the symbol's address is taken.
             let found = unsafe { library.get::<*const c_void>(symbol.to_bytes_with_nul()) };
             found.ok().map(|symbol| symbol.as_raw_ptr().cast_const())
         };
@@ -121,17 +122,17 @@ impl Net {
         } else {
             return Err(io::Error::other(format!("{path} has no table of v4 to v8")));
         };
-        // From now on the plugin's threads may run in the library.
+        // From now on the plugin's threads may run in the library, so it is never unloaded.
         std::mem::forget(library);
         let (Some(net), Some(init)) = (net, init) else {
-            return Err(io::Error::other(format!("{path}: a function is missing")));
+            return Err(io::Error::other(format!("{path}: the plugin's table lacks a function")));
         };
-        // SAFETY: called once, with a logger that takes whatever it is given.
+        // SAFETY: `init` is called once, with a logger that accepts any arguments.
         check("init", unsafe { init(Some(silent())) })?;
         Ok(net)
     }
 
-    /// Listens; the handle is for the other end.
+    /// Listens on a device. Returns the listener, and the handle for the other end.
     pub fn listen(&self, device: i32) -> io::Result<(Opaque, Handle)> {
         let (mut handle, mut comm) = ([0; HANDLE_BYTES], null_mut());
         // SAFETY: the handle has its 128 bytes.
@@ -139,10 +140,10 @@ impl Net {
         Ok((Opaque(comm), handle))
     }
 
-    /// Waits for the peer.
+    /// Waits for the peer to connect.
     pub fn accept(&self, listener: Opaque) -> io::Result<Opaque> {
         let mut comm = null_mut();
-        // A plugin may keep them for as long as the connection lives.
+        // A plugin may keep the handles for as long as the connection lives.
         let device: &'static mut *mut DeviceHandle =
             Box::leak(Box::new(Box::leak(Box::new(DeviceHandle::zeroed()))));
         loop {
@@ -161,7 +162,7 @@ impl Net {
         }
     }
 
-    /// Connects to what the other end's `listen` gave.
+    /// Connects to the listener with this handle.
     pub fn connect(&self, device: i32, handle: Handle) -> io::Result<Opaque> {
         let mut comm = null_mut();
         let handle = Box::leak(Box::new(handle)).as_mut_ptr().cast();
@@ -198,7 +199,7 @@ impl Net {
         check("regMr", code).map(|()| Opaque(handle))
     }
 
-    /// Posts a message; `None`: not now.
+    /// Posts a send. Returns `None` if the plugin has no room now.
     ///
     /// # Safety
     /// The bytes lie in registered memory and stay as they are until the request is done.
@@ -211,7 +212,7 @@ impl Net {
         memory: Opaque,
     ) -> io::Result<Option<Opaque>> {
         let (data, bytes, mut request) = (data.cast(), bytes as c_int, null_mut());
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         let code = unsafe {
             match self.isend {
                 Isend::V4(isend) => isend(comm.0, data, bytes, memory.0, &mut request),
@@ -221,7 +222,7 @@ impl Net {
         posted("isend", code, request)
     }
 
-    /// Posts room for a message; `None`: not now.
+    /// Posts a receive. Returns `None` if the plugin has no room now.
     ///
     /// # Safety
     /// As [`Net::isend`]; nothing else uses the memory meanwhile.
@@ -235,7 +236,7 @@ impl Net {
     ) -> io::Result<Option<Opaque>> {
         let (mut data, mut bytes, mut memory): (*mut c_void, _, _) = (data.cast(), bytes as c_int, memory.0);
         let (mut tag, mut request) = (0, null_mut());
-        // SAFETY: by the caller's promise; arrays of one.
+        // SAFETY: promised by the caller; each array has one entry.
         let code = unsafe {
             match self.irecv {
                 Irecv::V4(irecv) => irecv(comm.0, data, bytes, memory, &mut request),
@@ -254,19 +255,19 @@ impl Net {
     #[inline]
     pub unsafe fn test(&self, request: Opaque) -> io::Result<bool> {
         let (mut done, mut sizes) = (0, [0; 8]);
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         check("test", unsafe { (self.test)(request.0, &mut done, sizes.as_mut_ptr()) })?;
         Ok(done != 0)
     }
 
-    /// Gives a finished receive back, where the plugin wants that.
+    /// Returns a finished receive to the plugin, if its interface has a function for that.
     ///
     /// # Safety
     /// The request is a finished receive of this connection, the oldest not given back.
     #[inline]
     pub unsafe fn consumed(&self, comm: Opaque, request: Opaque) -> io::Result<()> {
         match self.consumed {
-            // SAFETY: by the caller's promise.
+            // SAFETY: promised by the caller of this function.
             Some(consumed) => check("irecvConsumed", unsafe { consumed(comm.0, 1, request.0) }),
             None => Ok(()),
         }
@@ -274,18 +275,22 @@ impl Net {
 }
 
 fn check(call: &str, code: ResultCode) -> io::Result<()> {
-    if code == ResultCode::SUCCESS { Ok(()) } else { Err(io::Error::other(format!("{call} gave {code}"))) }
+    if code == ResultCode::SUCCESS {
+        Ok(())
+    } else {
+        Err(io::Error::other(format!("the plugin's {call} returned {code}")))
+    }
 }
 
 fn posted(call: &str, code: ResultCode, request: *mut c_void) -> io::Result<Option<Opaque>> {
     check(call, code).map(|()| (!request.is_null()).then_some(Opaque(request)))
 }
 
-/// A logger that says nothing.
+/// Returns a logger that logs nothing.
 fn silent() -> unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, ...) {
     unsafe extern "C" fn quiet(_: c_int, _: c_ulong, _: *const c_char, _: c_int, _: *const c_char) {}
     let quiet: unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char) = quiet;
     // SAFETY: on x86-64 a caller passes the fixed arguments of a variadic function as those of any other, and
-    // cleans up whatever more it has passed; none of that is read.
+    // removes all of them from the stack; none of them is read.
     unsafe { std::mem::transmute(quiet) }
 }

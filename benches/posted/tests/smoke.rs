@@ -1,4 +1,4 @@
-//! The bare loop runs, verifies what arrives and says how fast it was.
+//! The bare loop runs, verifies the received bytes and prints its rate.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -41,7 +41,7 @@ fn it_runs_and_says_how_fast() {
 fn a_plugin_that_fails_is_an_error() {
     let (well, said) = posted("test_error_after=5");
     assert!(!well);
-    assert!(said.contains("test gave result 2"), "{said}");
+    assert!(said.contains("the plugin's test returned result 2"), "{said}");
 }
 
 #[test]

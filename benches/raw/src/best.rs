@@ -1,7 +1,8 @@
 //! Repetitions and the search for the best setting.
 //!
-//! Runs of different settings are interleaved, so that a disturbance of the host falls on all of them. The search has
-//! two rounds: every setting briefly, then the best few at full length; only the second round is reported.
+//! Runs of different settings are interleaved, so that a disturbance of the host falls on all of them. The
+//! search has two rounds: first every setting for a short time, then the best few at full length; only the
+//! second round is reported.
 
 use std::io;
 
@@ -23,7 +24,7 @@ pub struct Series {
 }
 
 impl Series {
-    /// Median rate.
+    /// Median rate of the repetitions, in GB/s.
     pub fn gb_per_s(&self) -> f64 {
         self.median(Outcome::gb_per_s)
     }
@@ -48,7 +49,8 @@ pub fn interleaved(client: &mut Client, plans: &[Plan], repetitions: usize) -> i
     Ok(series)
 }
 
-/// Finds the best of placement x call x socket buffers for each connection count asked for.
+/// Finds the best combination of placement, call size and socket buffers for each requested number of
+/// connections.
 pub fn search(client: &mut Client, flags: &Flags) -> io::Result<Series> {
     let scouts: Vec<_> = flags.connection_plans().flat_map(|p| candidates(&p)).collect();
     let mut scouted = interleaved(client, &scouts, SCOUT_REPETITIONS)?;
@@ -60,7 +62,7 @@ pub fn search(client: &mut Client, flags: &Flags) -> io::Result<Series> {
         .collect();
     let finals = interleaved(client, &finalists, flags.repetitions)?;
     let best = finals.into_iter().max_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s()));
-    best.ok_or_else(|| io::Error::other("nothing to choose from"))
+    best.ok_or_else(|| io::Error::other("the search measured no setting"))
 }
 
 fn candidates(plan: &Plan) -> Vec<Plan> {

@@ -19,9 +19,9 @@ use crate::sys;
 pub struct Side {
     /// Bytes of the timed part, per connection.
     pub bytes: Vec<u64>,
-    /// Length of the timed part.
+    /// Length of the timed part, in seconds.
     pub seconds: f64,
-    /// CPU this process used in it.
+    /// CPU seconds that this process used in the timed part.
     pub cpu_seconds: f64,
 }
 
@@ -32,12 +32,12 @@ impl Side {
     }
 }
 
-/// Which end of the data a process is.
+/// The role of a process in a run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Sends.
+    /// The process sends.
     Source,
-    /// Receives.
+    /// The process receives.
     Target,
 }
 
@@ -71,7 +71,7 @@ pub fn run(role: Role, plan: &Plan, streams: &[TcpStream]) -> io::Result<Side> {
     Ok(Side { bytes: bytes?, seconds: start.elapsed().as_secs_f64(), cpu_seconds: sys::cpu_seconds() - cpu })
 }
 
-/// The core for a thread, if the plan wants one.
+/// The core for a thread, if the plan pins threads.
 pub fn core_of(role: Role, plan: &Plan, index: usize, cores: &[usize]) -> Option<usize> {
     let shift = match (plan.placement, role) {
         (Placement::Free, _) => return None,
@@ -89,7 +89,7 @@ fn warm_up(role: Role, plan: &Plan, mut stream: &TcpStream, part: &mut [u8]) -> 
     }
     match receive_stream(call, stream, part, bytes)? {
         received if received == bytes => Ok(()),
-        _ => Err(io::Error::other("the source left during the warm-up")),
+        _ => Err(io::Error::other("the source closed the connection during the warm-up")),
     }
 }
 
@@ -121,7 +121,7 @@ fn target(plan: &Plan, mut stream: &TcpStream, part: &mut [u8]) -> io::Result<u6
     Ok(received)
 }
 
-/// When a source stops.
+/// When a source stops sending.
 #[derive(Clone, Copy)]
 enum Goal {
     Bytes(u64),
@@ -178,7 +178,8 @@ fn receive_stream(call: usize, mut stream: &TcpStream, part: &mut [u8], limit: u
     Ok(received)
 }
 
-/// Sends whole messages, at most the plan's depth of them unacknowledged; waits for the last acknowledgement.
+/// Sends whole messages, with at most the plan's depth of them unacknowledged, and waits for the last
+/// acknowledgement.
 fn send_messages(plan: &Plan, mut stream: &TcpStream, part: &[u8], goal: Goal) -> io::Result<u64> {
     let (unit, depth) = (plan.unit_bytes() as usize, plan.depth_per_connection());
     let (mut sent, mut outstanding, mut at) = (0, 0, 0);
@@ -209,7 +210,7 @@ fn read_acks(mut stream: &TcpStream) -> io::Result<u64> {
     }
 }
 
-/// Receives as much as there is, and acknowledges every message it completes by one byte.
+/// Receives all available bytes, and acknowledges each message that they complete by one byte.
 fn receive_messages(unit: usize, call: usize, mut stream: &TcpStream, part: &mut [u8]) -> io::Result<u64> {
     let (mut received, mut at) = (0u64, 0);
     loop {

@@ -1,10 +1,11 @@
-//! The command line. Fields of a run are set through [`Plan::set`]; what only the client knows lives in [`Flags`].
+//! The command line. Fields of a run are set through [`Plan::set`]; settings that only the client needs are
+//! in [`Flags`].
 
 use std::net::{IpAddr, SocketAddr};
 
 use crate::plan::{Mode, Placement, Plan, Wait, bytes};
 
-/// Printed by `--help`.
+/// The text of `--help`.
 pub const HELP: &str = "\
 raw: what plain TCP sockets carry, measured as well as we know how
 
@@ -44,43 +45,43 @@ pingpong: one connection
 pub enum Command {
     /// Print the help text.
     Help,
-    /// Be the target.
+    /// Run the target.
     Serve {
         /// Addresses to listen on.
         listen: Vec<SocketAddr>,
-        /// Started by another `raw`: end with it and print the port.
+        /// Whether another `raw` has started this one: then it ends with that process and prints the port.
         child: bool,
     },
-    /// Both ends here.
+    /// Run both ends on this host.
     Local(Flags),
-    /// Be the source.
+    /// Run the source.
     Connect {
-        /// The target.
+        /// Address of the target.
         peer: SocketAddr,
-        /// The measurement.
+        /// The settings of the measurement.
         flags: Flags,
     },
 }
 
 /// Settings of the client that are not part of the plan.
 pub struct Flags {
-    /// The run, before lists are expanded.
+    /// The plan of the run, before lists are expanded.
     pub plan: Plan,
     /// Connection counts to measure.
     pub connections: Vec<usize>,
-    /// Ping-pong sizes.
+    /// Message sizes of ping-pongs, in bytes.
     pub sizes: Vec<u64>,
-    /// Ping-pong ways of waiting.
+    /// The ways in which ping-pongs wait.
     pub waits: Vec<Wait>,
     /// Local addresses of data connections.
     pub bind: Vec<IpAddr>,
-    /// Target addresses of data connections; no port means the control connection's.
+    /// Target addresses of data connections; without a port, the port of the control connection.
     pub to: Vec<(IpAddr, Option<u16>)>,
-    /// Repetitions.
+    /// Number of repetitions.
     pub repetitions: usize,
-    /// Search for the best setting.
+    /// Whether to search for the best setting.
     pub best: bool,
-    /// Print JSON.
+    /// Whether to print JSON.
     pub json: bool,
 }
 
@@ -128,7 +129,7 @@ fn parse_serve(mut args: impl Iterator<Item = String>) -> Result<Command, String
     Ok(Command::Serve { listen, child })
 }
 
-/// `None` if help was asked for.
+/// Parses flags. Returns `None` if help is requested.
 fn parse_flags(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, String> {
     let mut flags = Flags {
         plan: Plan::default(),
@@ -187,7 +188,9 @@ fn value(flag: &str, args: &mut impl Iterator<Item = String>) -> Result<String, 
 }
 
 fn list<T>(text: &str, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>, String> {
-    text.split(',').map(|item| parse(item).ok_or_else(|| format!("'{item}' makes no sense here"))).collect()
+    text.split(',')
+        .map(|item| parse(item).ok_or_else(|| format!("'{item}' is not a valid entry of the list")))
+        .collect()
 }
 
 fn target(text: &str) -> Option<(IpAddr, Option<u16>)> {

@@ -1,11 +1,12 @@
 //! `raw`: the best plain-socket program we can write.
 //!
-//! Every "raw" figure of this project comes from here, so this program has to be hard to beat: blocking sockets, one
-//! thread per connection and side, no framing, data sent from and received into its final place. It knows nothing
-//! of the engine and shares no code with it.
+//! Every "raw" figure of this project comes from here, so this program has to be hard to beat: blocking
+//! sockets, one thread per connection and side, no framing, data sent from and received into its final place.
+//! It knows nothing of the engine and shares no code with it.
 //!
-//! Reading order: [`plan`] says what a run is, [`flags`] how it is asked for, [`session`] how two processes agree on
-//! it, [`bulk`] and [`pingpong`] are the measured loops, [`best`] searches for the best setting, [`report`] prints.
+//! Reading order: [`plan`] defines a run, [`flags`] parses the command line, [`session`] makes two processes
+//! agree on a run, [`bulk`] and [`pingpong`] are the measured loops, [`best`] searches for the best setting,
+//! [`report`] prints.
 
 mod best;
 mod bulk;

@@ -70,7 +70,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// `length` bytes of a fixed pattern.
+    /// Creates a buffer of `length` bytes with a fixed pattern.
     pub fn new(length: u64) -> Buffer {
         let mut memory = Vec::with_capacity(length as usize + PAGE);
         crate::sys::prefer_huge_pages(memory.spare_capacity_mut());

@@ -15,15 +15,15 @@ const ROUNDS_MAX: usize = 10_000_000;
 /// Round-trip times in microseconds.
 #[derive(Clone, Copy, Debug)]
 pub struct RoundTrips {
-    /// How many were measured.
+    /// Number of round trips measured.
     pub count: usize,
-    /// Median.
+    /// Median of the round trips, in microseconds.
     pub p50_us: f64,
-    /// 99th percentile.
+    /// 99th percentile of the round trips, in microseconds.
     pub p99_us: f64,
 }
 
-/// Measures from the source's side.
+/// Measures round trips, as their source.
 pub fn source(plan: &Plan, stream: &TcpStream) -> io::Result<RoundTrips> {
     prepare(Role::Source, plan, stream)?;
     let mut message = vec![0x5a; plan.size as usize];
@@ -72,7 +72,7 @@ fn send(wait: Wait, mut stream: &TcpStream, mut message: &[u8]) -> io::Result<()
     Ok(())
 }
 
-/// False at the end of the stream.
+/// Receives one message. Returns false at the end of the stream.
 fn receive(wait: Wait, mut stream: &TcpStream, message: &mut [u8]) -> io::Result<bool> {
     let mut at = 0;
     while at < message.len() {

@@ -9,8 +9,8 @@ use std::fmt;
 pub const CONNECTIONS_MAX: usize = 1024;
 /// Most bytes of buffer one side allocates.
 pub const FOOTPRINT_MAX: u64 = 1 << 38;
-/// In `sync` mode a message is cut over the connections if each gets at least this much; below, whole messages
-/// alternate between the connections.
+/// Fewest bytes per connection for which a message is cut over the connections in `sync` mode. Shorter
+/// messages go whole, over the connections in turn.
 pub const STRIPE_MIN: u64 = 64 << 10;
 
 /// The kind of measurement.
@@ -29,7 +29,7 @@ pub enum Placement {
     Paired,
     /// Source thread i on core i, target thread i on core i + 1.
     Apart,
-    /// Wherever the scheduler likes.
+    /// Each thread on the core that the scheduler chooses.
     Free,
 }
 
@@ -42,7 +42,7 @@ pub enum Wait {
     Blocking,
 }
 
-/// One run, as both sides know it.
+/// The plan of one run, which both sides have.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// The kind of measurement.
@@ -51,11 +51,11 @@ pub struct Plan {
     pub connections: usize,
     /// Bytes of a message; when streaming, of the whole region.
     pub size: u64,
-    /// Bytes of buffer per side; 0 = as `size`.
+    /// Bytes of buffer per side; 0 for as many as `size`.
     pub footprint: u64,
     /// Bytes per send or receive call, at most.
     pub call: u64,
-    /// Passes over the region (streaming) or messages (`sync`, ping-pong); 0 = by `seconds`.
+    /// Passes over the region (streaming) or messages (`sync`, ping-pong); 0 if `seconds` ends the run.
     pub iterations: u64,
     /// Length of the timed part when `iterations` is 0.
     pub seconds: f64,
@@ -67,11 +67,11 @@ pub struct Plan {
     pub congestion: String,
     /// Where threads run.
     pub placement: Placement,
-    /// Acknowledge each message, at most `depth` outstanding.
+    /// Whether each message is acknowledged, with at most `depth` outstanding.
     pub sync: bool,
     /// Messages outstanding in `sync` mode.
     pub depth: u64,
-    /// In `sync` mode, let one call carry several messages.
+    /// Whether one call may carry several messages, in `sync` mode.
     pub batch: bool,
     /// How a ping-pong waits.
     pub wait: Wait,
@@ -100,7 +100,8 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// Sets one field by its name; `Err` says what is wrong with the value, `Ok(false)` that there is no such field.
+    /// Sets one field by its name; Returns `Ok(false)` if there is no such field, and an error that explains
+    /// a value that is not valid.
     pub fn set(&mut self, key: &str, value: &str) -> Result<bool, String> {
         match key {
             "mode" => self.mode = choice(key, value, &[("bulk", Mode::Bulk), ("pingpong", Mode::PingPong)])?,
@@ -127,7 +128,7 @@ impl Plan {
         Ok(true)
     }
 
-    /// Reads the line that [`fmt::Display`] writes.
+    /// Parses the line that [`fmt::Display`] writes.
     pub fn from_line(line: &str) -> Result<Plan, String> {
         let mut plan = Plan::default();
         for word in line.split_whitespace() {
@@ -142,7 +143,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Refuses plans that make no sense; everything after relies on this.
+    /// Refuses plans that cannot be run. All later code relies on this check.
     pub fn check(&self) -> Result<(), String> {
         if self.connections == 0 || self.connections > CONNECTIONS_MAX {
             return Err(format!("--connections must be 1 to {CONNECTIONS_MAX}"));
@@ -165,7 +166,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether this is a ping-pong.
+    /// Whether the plan is a ping-pong.
     pub fn is_pingpong(&self) -> bool {
         self.mode == Mode::PingPong
     }
@@ -192,7 +193,7 @@ impl Plan {
         if self.is_striped() { self.depth } else { (self.depth / self.connections as u64).max(1) }
     }
 
-    /// Units that connection `index` sends when the run goes by iterations.
+    /// Number of units that connection `index` sends, if the run is limited by iterations.
     pub fn units_of(&self, index: usize) -> Option<u64> {
         if self.iterations == 0 {
             return None;
@@ -243,7 +244,7 @@ impl fmt::Display for Plan {
 }
 
 impl Placement {
-    /// As the flag is written.
+    /// The placement as it is written on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Placement::Paired => "paired",
@@ -254,7 +255,7 @@ impl Placement {
 }
 
 impl Wait {
-    /// As the flag is written.
+    /// The way of waiting as it is written on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Wait::Spin => "spin",

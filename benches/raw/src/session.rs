@@ -62,7 +62,8 @@ impl Client {
         let pairs = streams.iter().map(pair).collect::<io::Result<_>>()?;
         let source = bulk::run(Role::Source, plan, &streams);
         if source.is_err() {
-            // Ends the target's threads too; what it then says is often the better explanation.
+            // This ends the target's threads too, and the target's report then often explains the failure
+            // better.
             streams.iter().for_each(|s| drop(s.shutdown(Shutdown::Both)));
         }
         let target = self.answer()?;
@@ -101,7 +102,8 @@ impl Client {
             .collect()
     }
 
-    /// The rest of a line that begins with `ok`; any other line is the peer's error.
+    /// Reads a line that has to begin with `ok`, and returns the rest of it; any other line is the peer's
+    /// error.
     fn answer(&mut self) -> io::Result<String> {
         let mut line = String::new();
         self.control.read_line(&mut line)?;
@@ -113,10 +115,10 @@ impl Client {
     }
 }
 
-/// A server of our own, on loopback, that ends with this value.
+/// A server process on loopback, which ends when this value is dropped.
 pub struct LocalServer {
     child: Child,
-    /// Where it listens.
+    /// Address on which the server listens.
     pub address: SocketAddr,
 }
 
@@ -141,7 +143,8 @@ impl Drop for LocalServer {
     }
 }
 
-/// Serves clients, one after the other, until stopped. `child`: a parent reads the addresses, so they alone are printed.
+/// Serves clients, one after the other, until stopped. With `child` only the addresses are printed, for the
+/// parent process to read.
 pub fn serve(addresses: &[SocketAddr], child: bool) -> io::Result<()> {
     let listeners = net::listen(addresses)?;
     for listener in &listeners {
@@ -188,7 +191,7 @@ fn accept_data(plan: &Plan, listeners: &[TcpListener]) -> io::Result<Vec<TcpStre
     while streams.iter().any(Option::is_none) {
         let (stream, first) = accept(listeners)?;
         if first == CONTROL {
-            return Err(io::Error::other("another client came, or this one gave up"));
+            return Err(io::Error::other("another client connected, or this one gave up"));
         }
         let index = u32::from_le_bytes(first) as usize;
         net::tune_accepted(&stream, plan)?;
@@ -218,5 +221,5 @@ fn parse_side(text: &str) -> io::Result<Side> {
         let bytes = words.next()?.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
         Some(Side { bytes, seconds, cpu_seconds })
     };
-    parse().ok_or_else(|| io::Error::other(format!("the target's report makes no sense: {text}")))
+    parse().ok_or_else(|| io::Error::other(format!("the target's report cannot be parsed: {text}")))
 }

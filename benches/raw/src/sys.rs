@@ -58,7 +58,7 @@ pub fn retransmits(stream: &TcpStream) -> u64 {
     u64::from(info.tcpi_total_retrans)
 }
 
-/// Waits until one of the listeners has a connection, and says which.
+/// Waits until one of the listeners has a connection, and returns its index.
 pub fn wait_readable(listeners: &[TcpListener]) -> io::Result<usize> {
     let poll = |l: &TcpListener| libc::pollfd { fd: l.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let mut fds: Vec<_> = listeners.iter().map(poll).collect();
@@ -84,7 +84,7 @@ fn check(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Asks for huge pages behind memory that is not touched yet.
+/// Asks for huge pages for memory that no thread has touched yet.
 pub fn prefer_huge_pages(memory: &mut [std::mem::MaybeUninit<u8>]) {
     let start = (memory.as_ptr() as usize).next_multiple_of(4096);
     let end = (memory.as_ptr() as usize + memory.len()) / 4096 * 4096;

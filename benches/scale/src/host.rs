@@ -27,7 +27,7 @@ impl Usage {
 /// User and system time of this process so far.
 pub fn cpu_seconds() -> f64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name, in brackets, may hold anything.
+    // The program's name, in brackets, may contain any characters.
     let rest = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
     let ticks: f64 =
         rest.split_whitespace().skip(11).take(2).filter_map(|word| word.parse::<f64>().ok()).sum();

@@ -4,8 +4,8 @@
 //!   hub (this process): one endpoint ◀── peers x channels ── leaves (a child): an endpoint for each peer
 //! ```
 //!
-//! Both ends are on this host, whose cores they share while they set up; memory and CPU are of the hub alone, without
-//! what the kernel keeps for sockets. Read next: `host.rs`, where the figures come from.
+//! Both ends are on this host and share its cores during the set-up. Memory and CPU time are those of the hub alone,
+//! without the kernel's memory for sockets. Read next: `host.rs`, which reads the figures.
 
 mod host;
 
@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 use ferrywire::orchestrator::Target;
 use ferrywire::{Endpoint, Orchestrator, Peer, Region, RemoteRegion, Result};
 
-/// Longest any step may take.
+/// Longest time for any step.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Time for everything to come to rest before idleness is measured.
+/// Pause before idle CPU is measured, so that all threads come to rest.
 const REST: Duration = Duration::from_secs(2);
-/// First argument of the child.
+/// The argument that starts the child.
 const LEAVES: &str = "leaves";
 
 const USAGE: &str = "usage: scale [--peers N] [--channels N] [--bytes N] [--idle S]
@@ -73,7 +73,7 @@ fn options(arguments: &[String]) -> Options {
     options
 }
 
-/// Contents of what a peer writes.
+/// The bytes that a peer writes.
 fn pattern(peer: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at / 4 + at + peer * 37) as u8).collect()
 }
@@ -85,7 +85,7 @@ fn hub(options: Options) -> Result<()> {
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let endpoint = Endpoint::builder().listen(loopback).build()?;
     let region = endpoint.alloc_host(peers * bytes)?;
-    // Pages that exist before do not count as the peers'.
+    // Touch the pages now, so that they do not count as the peers' memory.
     for peer in 0..peers {
         region.write_at((peer * bytes) as u64, &vec![0xee; bytes])?;
     }
@@ -145,7 +145,7 @@ fn verify(region: &Region, options: Options) -> Result<()> {
     for peer in 0..options.peers {
         region.read_at((peer * options.bytes) as u64, &mut found)?;
         if found != pattern(peer, options.bytes) {
-            eprintln!("error: what peer {peer} wrote arrived wrong");
+            eprintln!("error: the bytes that peer {peer} wrote differ from those that arrived");
             exit(1);
         }
     }
@@ -164,7 +164,7 @@ fn rest(idle: Duration) {
     println!("idle: {spent:.2} CPU seconds in {} s, {share:.2} % of a core", idle.as_secs());
 }
 
-/// The child with the other ends.
+/// The child process with the endpoints of the peers.
 struct Leaves {
     child: Child,
     to: ChildStdin,
@@ -186,12 +186,12 @@ impl Leaves {
         writeln!(self.to, "{line}").expect("the child listens");
     }
 
-    /// Waits for this line.
+    /// Waits for this line from the child.
     fn hear(&mut self, line: &str) {
         let mut heard = String::new();
         let _ = self.from.read_line(&mut heard);
         if heard.trim() != line {
-            eprintln!("error: the child did not say {line:?}, but {heard:?}");
+            eprintln!("error: the child process was to print {line:?}, and printed {heard:?}");
             exit(1);
         }
     }

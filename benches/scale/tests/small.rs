@@ -1,4 +1,4 @@
-//! The bench at a size that takes a moment, so that it keeps working: its figures are no matter here.
+//! A short run of the bench, to keep it working; its figures do not matter.
 
 use std::process::Command;
 

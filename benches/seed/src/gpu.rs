@@ -38,7 +38,7 @@ impl Gpu {
         }
     }
 
-    /// Runs `body` with this GPU current, as plugins ask of listen, accept, connect and regMr.
+    /// Runs `body` with this GPU current, which plugins require in listen, accept, connect and regMr.
     pub fn current<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         match self {
             Gpu::Sim(gpu, _) => sim::with_current(gpu.index(), body)?,
@@ -60,7 +60,7 @@ impl Gpu {
         }
     }
 
-    /// A queue for the gathers of one channel.
+    /// Creates a queue for the gathers of one channel.
     pub fn queue(&self) -> Result<Box<dyn GatherDevice>> {
         match self {
             Gpu::Sim(gpu, _) => Ok(Box::new(SimQueue::new(gpu))),

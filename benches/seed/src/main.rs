@@ -1,8 +1,8 @@
 //! `seed`: the loop of the system that ferrywire succeeds, over an NCCL net plugin, for comparison with `ferrywire bench`.
 //!
 //! Two processes, each with one thread that serves one GPU after another; GPU i sends to GPU i. The next message begins when
-//! the target has all of this one. The target compares every byte of every message with what belongs there, which is not
-//! timed, and a wrong byte ends the run without a number.
+//! the target has all bytes of the current one. The target compares every byte of every message with the expected one,
+//! which is not timed, and a wrong byte ends the run without a result.
 //!
 //! ```text
 //!   source: run GPUS CHANNELS BYTES SPREAD      target: a handle, 128 bytes (for each channel of each GPU)
@@ -11,7 +11,7 @@
 //!           end                                         cpu SECONDS
 //! ```
 //!
-//! Reading order: this file says how the two processes come together and what is timed, [`pump`] is the loop.
+//! Reading order: this file has the protocol of the two processes and the timed part, [`pump`] the loop.
 
 mod gpu;
 mod pump;
@@ -55,7 +55,7 @@ struct Run {
 }
 
 struct Flags {
-    /// Where to connect to; `None`: this end serves.
+    /// Address to connect to; `None` if this end serves.
     address: Option<String>,
     listen: String,
     plugin: String,
@@ -90,7 +90,7 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Flags> {
     let address = match args.next().as_deref() {
         Some("serve") => None,
         Some("connect") => Some(args.next().ok_or("connect: an address is missing")?),
-        _ => return Err("say serve or connect".into()),
+        _ => return Err("the first argument must be serve or connect".into()),
     };
     let run = Run { gpus: 8, channels: 8, bytes: 64 << 20, spread: false };
     let (listen, plugin) = ("127.0.0.1:0".to_owned(), String::new());
@@ -117,7 +117,7 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Flags> {
     Ok(flags)
 }
 
-/// The end that receives.
+/// Runs the end that receives.
 fn serve(flags: &Flags) -> Result<()> {
     let listener = TcpListener::bind(&flags.listen)?;
     println!("listening on {}", listener.local_addr()?);
@@ -170,7 +170,7 @@ fn serve(flags: &Flags) -> Result<()> {
     channels.into_iter().flatten().try_for_each(Channel::close)
 }
 
-/// The end that sends, and measures.
+/// Runs the end that sends, and measures.
 fn connect(flags: &Flags, address: &str) -> Result<()> {
     let run = &flags.run;
     let mut target = Control::new(TcpStream::connect(address)?)?;
@@ -223,7 +223,7 @@ fn connect(flags: &Flags, address: &str) -> Result<()> {
     Ok(())
 }
 
-/// The contents of message number `message`. Two messages differ in every word.
+/// The pattern of message number `message`. Two messages differ in every word.
 fn contents(message: usize) -> WordPattern {
     WordPattern {
         key: (message as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
@@ -263,7 +263,7 @@ fn devices_of(plugin: &Plugin, run: &Run, flags: &Flags) -> Result<Vec<Vec<i32>>
     Ok((0..run.gpus).map(|gpu| (0..run.channels).map(|channel| nic(gpu, channel)).collect()).collect())
 }
 
-/// Asks until there is a connection.
+/// Calls `ask` until it returns a connection.
 fn set_up<T>(what: &str, mut ask: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let since = Instant::now();
     loop {
@@ -277,7 +277,7 @@ fn set_up<T>(what: &str, mut ask: impl FnMut() -> Result<Option<T>>) -> Result<T
     }
 }
 
-/// The connection over which both ends talk in lines.
+/// The connection over which both ends exchange lines.
 struct Control {
     lines: BufReader<TcpStream>,
 }
@@ -293,13 +293,15 @@ impl Control {
         Ok(self.lines.get_mut().write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// The rest of the next line, which has to begin so.
+    /// Returns the rest of the next line, which has to begin with `prefix`.
     fn line(&mut self, prefix: &str) -> Result<String> {
         let mut line = String::new();
         self.lines.read_line(&mut line)?;
         match line.trim_end().strip_prefix(prefix) {
             Some(rest) if !line.is_empty() => Ok(rest.to_owned()),
-            _ => Err(format!("the other end said {:?} where {prefix:?} belongs", line.trim_end()).into()),
+            _ => {
+                Err(format!("the other end sent {:?} where {prefix:?} was expected", line.trim_end()).into())
+            }
         }
     }
 }

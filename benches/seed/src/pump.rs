@@ -1,11 +1,12 @@
 //! The old system's loop: how one message goes over the channels of one GPU.
 //!
-//! Chunk i of a message goes over channel i mod N. A channel has at most 12 sends or 16 receives in flight, and only its
-//! oldest request is tested. A received chunk is gathered by a launch of its own, which the thread waits for before it gives
-//! the receive back. After a round over all channels that brought nothing the thread sleeps for 10 us.
+//! Chunk i of a message goes over channel i mod N. A channel has at most 12 sends or 16 receives in flight,
+//! and only its oldest request is tested. A received chunk is gathered by a launch of its own, which the
+//! thread waits for before it gives the receive back. After a round over all channels that brought nothing
+//! the thread sleeps for 10 us.
 //!
 //! Mistakes of the old system are not copied: log lines in the loop, tables uploaded for each chunk, errors
-//! taken for "not yet".
+//! treated as "not done yet".
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -24,7 +25,7 @@ const CHUNK_BYTES: usize = 512 << 10;
 const SENDS_MAX: usize = 12;
 const RECEIVES_MAX: usize = 16;
 const PAUSE: Duration = Duration::from_micros(10);
-/// Longest time in which no channel gets on.
+/// Longest time in which no channel makes progress.
 pub const STALL_LIMIT: Duration = Duration::from_secs(60);
 
 /// A part of a message: address and length.
@@ -36,11 +37,13 @@ pub trait End {
 
     fn comm(&self) -> &Comm;
 
+    /// Posts a chunk.
+    ///
     /// # Safety
-    /// The chunk lies in the registered memory, and is not used otherwise until its request is finished.
+    /// The chunk lies in the registered memory, and no other code uses it until its request is finished.
     unsafe fn post(&self, chunk: Chunk, memory: MemoryHandle) -> Posted;
 
-    /// Does what is left to do for the oldest request, which the plugin says is done.
+    /// Finishes the oldest request, which the plugin has reported as done.
     fn finish(&mut self, request: Request, chunk: Chunk) -> Result<()>;
 
     fn close(self) -> Result<()>;
@@ -54,7 +57,7 @@ impl End for SendComm {
     }
 
     unsafe fn post(&self, (address, bytes): Chunk, memory: MemoryHandle) -> Posted {
-        // SAFETY: by the caller's promise; the receiver posts a receive of the same length.
+        // SAFETY: promised by the caller; the receiver posts a receive of the same length.
         unsafe { self.isend(address as *mut c_void, bytes, 0, memory) }
     }
 
@@ -92,11 +95,11 @@ impl End for Receiver {
     }
 
     unsafe fn post(&self, (address, bytes): Chunk, memory: MemoryHandle) -> Posted {
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         unsafe { self.comm.irecv(&[RecvBuffer { data: address as *mut c_void, bytes, tag: 0, memory }]) }
     }
 
-    /// Gathers the chunk, waits for that, and gives the receive back.
+    /// Gathers the chunk, waits for the gather, and returns the receive to the plugin.
     fn finish(&mut self, request: Request, (address, bytes): Chunk) -> Result<()> {
         let since = Instant::now();
         self.gather.start(self.gathered, address, bytes as u64, bytes as u64)?;
@@ -110,7 +113,7 @@ impl End for Receiver {
             }
         }
         self.gathered += 1;
-        // SAFETY: a finished receive of this comm, the oldest that was not given back.
+        // SAFETY: this is a finished receive of this comm, and the oldest that was not returned.
         Ok(unsafe { self.comm.irecv_consumed(1, request) }?)
     }
 
@@ -120,7 +123,7 @@ impl End for Receiver {
     }
 }
 
-/// A connection with its part of a message.
+/// A connection, with its part of the current message.
 pub struct Channel<E> {
     end: E,
     memory: MemoryHandle,
@@ -143,7 +146,7 @@ pub fn transfer<E: End>(channels: &mut [Channel<E>], address: u64, bytes: usize)
         if worked {
             since = Instant::now();
         } else if since.elapsed() > STALL_LIMIT {
-            return Err(format!("no chunk got on for {STALL_LIMIT:?}").into());
+            return Err(format!("no chunk made progress for {STALL_LIMIT:?}").into());
         } else {
             thread::sleep(PAUSE);
         }
@@ -155,7 +158,8 @@ impl<E: End> Channel<E> {
     pub fn new(end: E, gpu: &Gpu) -> Result<Channel<E>> {
         let (address, bytes) = gpu.memory();
         let (data, kind) = (address as *mut c_void, PointerType::Cuda);
-        // SAFETY: all of an allocation of the GPU, which is freed after the comm is closed, or when the process ends.
+        // SAFETY: the range is a whole allocation of the GPU, which is freed after the comm is closed, or
+        // when the process ends.
         let memory = gpu.current(|| Ok(unsafe { end.comm().reg_mr(data, bytes, kind) }?))?;
         Ok(Channel { end, memory, chunks: VecDeque::new(), posted: VecDeque::new() })
     }
@@ -164,14 +168,16 @@ impl<E: End> Channel<E> {
         self.chunks.is_empty() && self.posted.is_empty()
     }
 
-    /// Posts what there is room for and tests the oldest; whether anything was posted or finished.
+    /// Posts chunks while there is room, and tests the oldest request. Returns whether anything was posted or
+    /// finished.
     fn round(&mut self) -> Result<bool> {
         let before = (self.chunks.len(), self.posted.len());
         while let Some(&chunk) = self.chunks.front().filter(|_| self.posted.len() < E::IN_FLIGHT_MAX) {
-            // SAFETY: a part of the registered memory; the next message begins when this one is finished at both ends.
+            // SAFETY: the chunk lies in the registered memory; the next message begins when this one is
+            // finished at both ends.
             match unsafe { self.end.post(chunk, self.memory) } {
                 Posted::Request(request) => self.posted.push_back((request, chunk)),
-                // Plugins say in two ways that they have no room.
+                // Plugins report in two ways that they have no room.
                 Posted::Null => break,
                 Posted::Refused(error) if error.code() == Some(ResultCode::INTERNAL_ERROR) => break,
                 Posted::Refused(error) => return Err(error.into()),
@@ -180,7 +186,7 @@ impl<E: End> Channel<E> {
         }
         while let Some(&(request, chunk)) = self.posted.front() {
             let comm = self.end.comm();
-            // SAFETY: the comm's oldest request, which was not done before.
+            // SAFETY: this is the comm's oldest request, which was not done before.
             let tested = unsafe { comm.test(request) };
             match (tested.code, tested.done) {
                 (ResultCode::SUCCESS, true) => self.end.finish(request, chunk)?,
@@ -192,9 +198,9 @@ impl<E: End> Channel<E> {
         Ok(before != (self.chunks.len(), self.posted.len()))
     }
 
-    /// Closes it between two messages.
+    /// Closes the connection between two messages.
     pub fn close(self) -> Result<()> {
-        // SAFETY: a registration of this comm, which no request uses.
+        // SAFETY: this is a registration of this comm, which no request uses.
         unsafe { self.end.comm().dereg_mr(self.memory) }?;
         self.end.close()
     }

@@ -1,11 +1,11 @@
-//! The old system's loop runs over the simulated plugin, and a wrong byte ends it without a number.
+//! The old system's loop runs over the simulated plugin, and a wrong byte ends it without a result.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 
-/// A message has chunks for every channel, and a last one that is short.
+/// Length of a message, in bytes: chunks for every channel, and a last one that is short.
 const MESSAGE: &str = "5000001";
 
 fn seed() -> Command {
@@ -23,7 +23,7 @@ fn plugin() -> String {
     path.into_os_string().into_string().unwrap()
 }
 
-/// A target, and where it listens.
+/// Starts a target. Returns its process and the address on which it listens.
 fn serve() -> (Child, String) {
     let mut target = seed().args(["serve", "--plugin", &plugin()]).spawn().unwrap();
     let mut line = String::new();

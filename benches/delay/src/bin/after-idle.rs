@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Both ends need `FERRYWIRE_SECRET`. `connect` prints one JSON line: milliseconds of the first write, of the median
-//! of some in a row, of the one after the pause, and of the next. Read next: `delay.py`, which runs it.
+//! of some in a row, of the write after the pause, and of the write after that one. Read next: `delay.py`, which runs it.
 
 use std::error::Error;
 use std::net::SocketAddr;
@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// Gives its memory to one peer and stays until that has gone.
+/// Registers memory for one peer, and stays until that peer has gone.
 fn serve(address: SocketAddr, secret: &str) -> Result<(), Box<dyn Error>> {
     let endpoint = Endpoint::builder().listen(address).secret(secret).build()?;
     let target = endpoint.alloc_host(WRITE_BYTES as usize)?;
