@@ -2,8 +2,8 @@
 
     python examples/python/kv_cache.py --blocks 100000 --block-bytes 16384
 
-The decode process owns the cache and tells where it is. The prefill process writes the blocks of a request, of all
-tensors at once, and one notification follows them: when it is here, so are they. A pipe stands for the scheduler.
+The decode process owns the cache and sends its descriptors. The prefill process writes the blocks of a request, of all
+tensors at once, and one notification follows them: when it has arrived, so have all blocks. A pipe stands for the scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECRET = b"the same on both ends"
 
 
 def cache(blocks: int, block_bytes: int, seed: int | None) -> dict[str, np.ndarray]:
-    """Keys and values, a block per row."""
+    """Returns arrays of keys and of values, with one block in each row."""
     if seed is None:
         return {name: np.zeros((blocks, block_bytes), np.uint8) for name in ("keys", "values")}
     random = np.random.default_rng(seed)
@@ -32,11 +32,11 @@ def decode(scheduler, blocks: int, block_bytes: int) -> None:
     mine = cache(blocks, block_bytes, None)
     with fw.Endpoint("127.0.0.1:0", secret=SECRET, label="decode-0") as endpoint:
         regions = {name: endpoint.register(tensor) for name, tensor in mine.items()}
-        # Regions arrive as `RemoteRegion`s; any store that carries bytes does as well.
+        # Regions arrive as `RemoteRegion`s. Any other channel for bytes would do as well.
         scheduler.send((endpoint.metadata(), regions))
         peer = endpoint.accept(timeout=60)
         request = json.loads(peer.wait_notification(timeout=60))
-        # All its blocks are here.
+        # All blocks of the request have arrived.
         start, count = request["start"], request["count"]
         theirs = cache(blocks, block_bytes, request["seed"])
         order = np.random.default_rng(request["seed"]).permutation(blocks)
@@ -73,7 +73,7 @@ def prefill(scheduler, blocks: int, block_bytes: int, rounds: int) -> list[float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=100_000, help="blocks in all, half of them keys")
+    parser.add_argument("--blocks", type=int, default=100_000, help="total number of blocks, half of them keys")
     parser.add_argument("--block-bytes", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -82,7 +82,7 @@ def main() -> None:
     near, far = spawn.Pipe()
     decoder = spawn.Process(target=decode, args=(far, half, options.block_bytes))
     decoder.start()
-    # The child has its own: where it fails, ours would keep `recv` waiting.
+    # Close this copy of the child's end: if the child failed, `recv` would wait for ever.
     far.close()
     times = prefill(near, half, options.block_bytes, options.rounds)
     decoder.join(60)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/python/torchrun.py
 
 Needs MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, and no PyTorch: rank 0 listens on the port behind the master's and
-hands everybody's metadata round, in one notification: enough for some fifty ranks. FERRYWIRE_SECRET is the shared secret,
-needed beyond one host.
+sends the metadata of all ranks to each rank, in one notification, which has room for about fifty ranks.
+FERRYWIRE_SECRET is the shared secret, needed beyond one host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIMIT = 60.0
 
 
 def rendezvous(endpoint: fw.Endpoint, rank: int, world_size: int, master: tuple[str, int]) -> list[bytes]:
-    """Everybody's metadata, by rank. Rank 0 makes an endpoint for it, the others ask there."""
+    """Returns the metadata of all ranks, by rank. Rank 0 collects it at an extra endpoint, to which the others connect."""
     secret = os.environ.get("FERRYWIRE_SECRET")
     if rank == 0:
         everybody = {0: endpoint.metadata().hex()}
@@ -40,7 +40,7 @@ def rendezvous(endpoint: fw.Endpoint, rank: int, world_size: int, master: tuple[
 
 
 def patiently(endpoint: fw.Endpoint, to: tuple[str, int]) -> fw.Peer:
-    """Connects as soon as a process listens there: ranks start in any order."""
+    """Connects as soon as a process listens at the address, because ranks start in any order."""
     import time
 
     until = time.monotonic() + LIMIT
@@ -54,7 +54,7 @@ def patiently(endpoint: fw.Endpoint, to: tuple[str, int]) -> fw.Peer:
 
 
 def mesh(endpoint: fw.Endpoint, rank: int, everybody: list[bytes]) -> dict[int, fw.Peer]:
-    """Peers by rank: each connects to those before it."""
+    """Returns the peers by rank. Each rank connects to the ranks before it."""
     peers = {}
     for other in range(rank):
         peers[other] = endpoint.connect(everybody[other], timeout=LIMIT)
@@ -72,7 +72,7 @@ def main() -> None:
     listen = "127.0.0.1:0" if secret is None else "0.0.0.0:0"
     with fw.Endpoint(listen, secret=secret, label=f"rank-{rank}") as endpoint:
         peers = mesh(endpoint, rank, rendezvous(endpoint, rank, world_size, master))
-        # Something to do: everybody sends its rank to everybody.
+        # As an example of work, each rank sends its number to all others.
         mine = endpoint.register(bytes([rank]) * 1024)
         theirs = {other: bytearray(1024) for other in peers}
         transfers = [peer.recv(1, endpoint.register(theirs[other])) for other, peer in peers.items()]
@@ -80,7 +80,7 @@ def main() -> None:
         for transfer in transfers:
             transfer.wait(LIMIT)
         assert all(got == bytes([other]) * 1024 for other, got in theirs.items())
-        # In one piece: torchrun's ranks share an output, which is not buffered.
+        # Print the line in one piece, because the ranks of torchrun share an unbuffered output.
         print(f"rank {rank} of {world_size} has heard {sorted(theirs)}\n", end="", flush=True)
 
 

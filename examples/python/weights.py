@@ -1,9 +1,9 @@
-"""New weights for 8 receivers: one process shares its tensors, the others fetch them, shapes and all.
+"""New weights for 8 receivers: one process shares its tensors, and the others fetch them with their names and shapes.
 
     python examples/python/weights.py --receivers 8 --mib 16
 
-Each receiver reads on its own, so that a slow one delays no other, and the sender does nothing meanwhile. With PyTorch
-the weights are a `state_dict` (`--torch`).
+Each receiver reads on its own, so that a slow receiver delays no other, and the sender need not act meanwhile. With
+PyTorch the weights are a `state_dict` (`--torch`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ferrywire as fw
 
 
 def weights(mib: int, torch_wanted: bool) -> dict:
-    """As a model has them: names, shapes, element types."""
+    """Returns arrays or tensors by name, with shapes and element types as in a model."""
     random = np.random.default_rng(7)
     rows = max(1, mib * (1 << 20) // (2 * 4 * 1024))
     found = {
@@ -39,7 +39,7 @@ def weights(mib: int, torch_wanted: bool) -> dict:
 
 
 def digest(tensors: dict) -> str:
-    """Of names, shapes, element types and bytes."""
+    """Returns a digest of names, shapes, element types and bytes."""
     whole = hashlib.sha256()
     for name, tensor in tensors.items():
         if not isinstance(tensor, np.ndarray):
@@ -57,7 +57,7 @@ def receiver(pipe) -> None:
     with fw.Endpoint() as endpoint, endpoint.connect(metadata, timeout=60) as peer:
         tensors = fw.fetch(endpoint, peer, shared, timeout=60)
         first = digest(tensors)
-        # The next version into the same memory, as a model that runs wants it.
+        # Fetch the next version into the same memory, as a running model needs it.
         fw.fetch(endpoint, peer, shared, into=tensors, timeout=60)
         pipe.send((first, digest(tensors)))
 
@@ -77,7 +77,7 @@ def main() -> None:
                 near, far = spawn.Pipe()
                 process = spawn.Process(target=receiver, args=(far,))
                 process.start()
-                # The child has its own: where it fails, ours would keep `recv` waiting.
+                # Close this copy of the child's end: if the child failed, `recv` would wait for ever.
                 far.close()
                 near.send((endpoint.metadata(), shared.describe()))
                 pipes.append(near)
