@@ -90,7 +90,7 @@ pub fn read(capsule: &Bound<'_, PyCapsule>) -> Option<Described> {
             .then(|| describe(&head.tensor, head.flags & READ_ONLY != 0));
     }
     let pointer = capsule.pointer_checked(Some(UNVERSIONED)).ok()?;
-    // SAFETY: as above.
+    // SAFETY: a capsule of this name points to this struct while the capsule lives.
     Some(describe(unsafe { pointer.cast::<Tensor>().as_ref() }, false))
 }
 

@@ -90,7 +90,7 @@ impl Endpoint {
         Ok((open, move || endpoint.map_or(Ok(()), |(endpoint, _closing)| endpoint.close(limit))))
     }
 
-    /// Returns what started. If nothing could be started, the endpoint is marked open again.
+    /// Returns the started call. If it could not be started, marks the endpoint open again.
     fn unless_not_started<T>(&self, ours: bool, started: Result<T, NotStarted>) -> PyResult<T> {
         if started.is_err() && ours {
             self.closed.store(false, Ordering::SeqCst);
@@ -111,8 +111,8 @@ impl Endpoint {
     /// `chunk_bytes` and `socket_buffer_bytes` are in bytes, `window` in frames per channel. With `crc` each chunk
     /// carries a checksum. `encryption` is "off", "preferred" or "required": a session is encrypted if one end requires it
     /// or both prefer it, and refused if one end requires it and the other has it off. `keyed_checksum` authenticates
-    /// what is not encrypted; one end's wish is enough. `peer_timeout` is the time in seconds within which the loss of a silent peer is reported; 10
-    /// by default.
+    /// data connections that are not encrypted, if either end asks for it. `peer_timeout` is the time in seconds within
+    /// which the loss of a silent peer is reported; 10 by default.
     ///
     /// Raises `UsageError` for an option that is not valid, and `LocalError` if this host refuses, for example because
     /// the address is in use (see its `errno`).
@@ -120,7 +120,7 @@ impl Endpoint {
     #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
         chunk_bytes=None, window=None, crc=false, encryption="off", keyed_checksum=false,
         congestion_control=None, socket_buffer_bytes=None, peer_timeout=None))]
-    #[expect(clippy::too_many_arguments, reason = "keywords of a constructor")]
+    #[expect(clippy::too_many_arguments, reason = "Python passes each as a keyword")]
     fn new(
         py: Python<'_>,
         listen: Option<&Bound<'_, PyAny>>,

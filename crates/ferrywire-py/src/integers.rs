@@ -72,7 +72,7 @@ pub enum Sizes {
 }
 
 impl Sizes {
-    /// Parses one number or an array.
+    /// Parses one size for all blocks, or an array of sizes.
     pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Sizes> {
         // An array with a single entry also converts to a number, so its dimensions decide.
         let dimensions =

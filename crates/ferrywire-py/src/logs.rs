@@ -134,7 +134,7 @@ pub fn refresh_level(py: Python<'_>) -> PyResult<()> {
 }
 
 unsafe extern "C-unwind" {
-    /// Declared again with an ABI that may unwind; see [`run`].
+    /// `PyObject_CallNoArgs`, declared with an ABI that may unwind; see [`run`].
     fn PyObject_CallNoArgs(callable: *mut ffi::PyObject) -> *mut ffi::PyObject;
 }
 
@@ -219,7 +219,7 @@ impl Visit for Text {
         if !into.is_empty() {
             into.push_str(", ");
         }
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = match field.name() {
             "message" => write!(into, "{value:?}"),
             name => write!(into, "{name}={value:?}"),

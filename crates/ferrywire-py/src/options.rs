@@ -135,7 +135,7 @@ pub fn is_no(what: &str, object: &Bound<'_, PyAny>, kind: &str) -> PyErr {
 
 /// A Python integer for [`unsigned`]; a value far outside of the range becomes the largest or smallest one.
 pub fn whole(number: &Bound<'_, PyAny>) -> PyResult<i128> {
-    // Fast path: most numbers are small.
+    // Most numbers fit into 64 bits, and this path is faster.
     if let Ok(small) = number.extract::<i64>() {
         return Ok(small.into());
     }

@@ -131,7 +131,7 @@ impl Peer {
     /// `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` if the peer has
     /// deregistered the region or holds too many unread notifications.
     #[pyo3(signature = (source, target, *, source_offset=0, target_offset=0, nbytes=None, message=None, stream=None))]
-    #[expect(clippy::too_many_arguments, reason = "keywords of a method")]
+    #[expect(clippy::too_many_arguments, reason = "Python passes each as a keyword")]
     fn write(
         &self,
         source: &Bound<'_, Region>,

@@ -48,7 +48,7 @@ pub struct Region {
     /// Whether the engine owns the memory.
     owned: bool,
     pub framework: Framework,
-    /// The engine's region for exported buffers, which refer to its memory.
+    /// The engine's region, kept for exported buffers, which refer to its memory.
     shown: OnceLock<ferrywire::Region>,
     _endpoint: Arc<Shared>,
 }

@@ -54,7 +54,7 @@ impl Count {
     }
 }
 
-/// The guard of a [`Count`].
+/// The guard of a [`Count`]; counts down when it is dropped.
 pub struct Counted {
     count: &'static Count,
     process: u32,
@@ -128,9 +128,9 @@ pub fn drop_later(thing: impl Send + 'static) {
         drop(thing);
         drop(closing);
     };
-    // Without a thread the value is dropped here.
+    // If the thread cannot be started, the value is dropped by this thread.
     if let Err(error) = thread::Builder::new().name("ferrywire-end".into()).spawn(run) {
-        tracing::warn!(%error, "cannot start the thread that drops an object");
+        tracing::warn!(%error, "cannot start the thread that drops an object: the current thread drops it");
     }
 }
 

@@ -74,9 +74,9 @@ pub struct View {
     pub writable: bool,
     pub framework: Framework,
     pub keeper: Keeper,
-    /// Set for memory that its owner may move.
+    /// Detects moved memory; `None` for memory that its owner does not move.
     pub watch: Option<Watch>,
-    /// The library says that the address is on a GPU, so it must not be taken for a host address.
+    /// Whether the library reports the address as one on a GPU, so that it is not taken for a host address.
     pub on_gpu: bool,
 }
 
@@ -138,7 +138,8 @@ impl View {
     }
 }
 
-/// Refused, because peers would write numbers over references, and the interpreter crashes when it follows one.
+/// Why such arrays are refused: peers would write numbers over references, and the interpreter crashes when
+/// it follows one.
 const OBJECTS: &str = "the array has elements that are Python objects, whose bytes are pointers of this process: use an \
                        element type of numbers";
 
@@ -162,7 +163,8 @@ fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vi
     })
 }
 
-/// Uses the methods of a PyTorch tensor, which need no export, work for every dtype and wait for no stream.
+/// Finds the memory of a PyTorch tensor by its own methods, which need no export, work for every dtype and
+/// wait for no stream.
 fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     let py = object.py();
     let Some(class) = loaded(py, "torch")?.and_then(|torch| torch.getattr(intern!(py, "Tensor")).ok()) else {
@@ -193,7 +195,7 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
                    x.resolve_conj().resolve_neg()";
         return Err(usage(py, what, why));
     }
-    // A tensor of its own, so that `x.data = y` does not take the memory away.
+    // Keep a tensor of its own, so that `x.data = y` does not take the memory away.
     let kept = object.call_method0(intern!(py, "detach"))?;
     let items: usize = kept.call_method0(intern!(py, "numel"))?.extract()?;
     let item_bytes: usize = kept.call_method0(intern!(py, "element_size"))?.extract()?;
@@ -213,13 +215,14 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
 fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     let py = object.py();
     let (device, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
-    // Waits for arrays that are still being computed, because their library has no stream that operations could follow.
+    // Wait for an array that is still being computed, because its library has no stream that operations could
+    // follow.
     if object.hasattr(intern!(py, "block_until_ready"))? {
         object.call_method0(intern!(py, "block_until_ready"))?;
     }
     let options = PyDict::new(py);
     if device == dlpack::ON_CUDA {
-        // No stream has to wait: operations are ordered after a stream when they are posted.
+        // The export waits for no stream: operations are ordered after a stream when they are posted.
         options.set_item("stream", -1)?;
     }
     options.set_item("max_version", (1, 0))?;

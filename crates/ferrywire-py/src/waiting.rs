@@ -47,7 +47,7 @@ pub fn sliced<T: Send, E: Into<Error>>(
                 py.check_signals()?;
                 let waited = start.elapsed();
                 if waited >= limit {
-                    // A caller that gave no time has not waited.
+                    // A caller with a zero timeout has not waited.
                     let waited = if limit.is_zero() { limit } else { waited };
                     return Err(raised(py, &after(error, waited)));
                 }
@@ -136,7 +136,7 @@ fn unless_it_panics<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let words = panic.downcast_ref::<&str>().copied();
         let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Err(Error::Internal(format!("panicked: {}", words.unwrap_or("no words"))))
+        Err(Error::Internal(format!("panicked: {}", words.unwrap_or("no message"))))
     })
 }
 

@@ -36,7 +36,7 @@ impl Wakeup {
     }
 }
 
-/// A coroutine of `_aio.py` for an object.
+/// Creates a coroutine of `_aio.py` for an object.
 pub fn coroutine<'py>(
     object: &Bound<'py, impl PyClass>,
     name: &str,
@@ -47,8 +47,8 @@ pub fn coroutine<'py>(
     py.import("ferrywire._aio")?.getattr(name)?.call1((object, timeout))
 }
 
-/// A coroutine of `_aio.py` that starts a [`PendingCall`](crate::waiting::PendingCall) by a method and its arguments,
-/// and awaits it.
+/// Creates a coroutine of `_aio.py` that starts a [`PendingCall`](crate::waiting::PendingCall) by a method
+/// and its arguments, and awaits it.
 pub fn pending_call<'py>(
     object: &Bound<'py, impl PyClass>,
     begin: &str,
@@ -60,7 +60,7 @@ pub fn pending_call<'py>(
     py.import("ferrywire._aio")?.getattr("pending_call")?.call1(PyTuple::new(py, all)?)
 }
 
-/// The end of an `async with` block.
+/// Closes an object at the end of an `async with` block.
 pub fn leave<'py>(
     object: &Bound<'py, impl PyClass>,
     exception: &Bound<'py, PyTuple>,
@@ -69,7 +69,7 @@ pub fn leave<'py>(
     aio.getattr("leave")?.call1((object, CLOSE_SECONDS, value_of(exception)))
 }
 
-/// The end of a `with` block. The block's exception is raised, with a note if closing failed too.
+/// Handles the end of a `with` block: raises the block's exception, with a note if closing failed too.
 pub fn left(py: Python<'_>, exception: &Bound<'_, PyTuple>, closed: PyResult<()>) -> PyResult<()> {
     let Err(failed) = closed else { return Ok(()) };
     match value_of(exception) {

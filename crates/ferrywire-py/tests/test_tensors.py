@@ -34,7 +34,7 @@ def test_a_mismatch_is_named(pair: Pair):
     with fw.share(pair.far, {"a": np.zeros(3), "b": np.zeros(4, np.float32)}) as shared:
         told = shared.describe()
         for into, why in (
-            ({"a": np.zeros(3)}, "into: the peer has ['b'] that are missing there, and has no []"),
+            ({"a": np.zeros(3)}, "into: give the tensors of the peer: ['b'] are missing, and the peer has no []"),
             ({"a": np.zeros(2), "b": np.zeros(4, np.float32)}, "tensor 'a': shape [2] of float64 here, shape [3]"),
             ({"a": np.zeros(3), "b": np.zeros(4)}, "tensor 'b': shape [4] of float64 here, shape [4] of float32 at"),
         ):
@@ -102,7 +102,7 @@ def test_memory_that_is_not_there_is_named(pair: Pair, library: str):
         # A wrong but consistent description of a peer.
         descriptor[25:33] = (1 << 60).to_bytes(8, "little")
         lie = {**entry, "library": library, "shape": [1 << 58], "region": descriptor.hex()}
-        with pytest.raises(fw.LocalError, match=f"^tensor 'a': {1 << 60} bytes cannot be had: "):
+        with pytest.raises(fw.LocalError, match=f"^tensor 'a': cannot allocate {1 << 60} bytes: "):
             fw.fetch(pair.near, pair.to_far, json.dumps({"version": 1, "tensors": [lie]}).encode())
 
 

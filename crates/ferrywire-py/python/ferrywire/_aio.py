@@ -38,7 +38,7 @@ class _Hub:
         return hub
 
     async def wait(self, loop: asyncio.AbstractEventLoop, worth: Callable[[], bool]) -> None:
-        """Waits until an attached object may have a result and `worth` says that polling for it is worthwhile."""
+        """Waits until an attached object may have a result, and `worth` returns true."""
         future = loop.create_future()
         if not self.waiting:
             loop.add_reader(self.wakeup.fileno(), self.turn)
@@ -66,8 +66,8 @@ async def _until(
 ) -> Any:
     """Waits for the first result of `poll` that is not None; `attach` arms the loop's wakeup for it.
 
-    When the time is up, `overdue` returns a last result or raises `TimedOut`. `done` tells, without taking a result,
-    whether there is one: with a thousand transfers, each that ends wakes only its own task.
+    When the time is up, `overdue` returns a last result or raises `TimedOut`. `done` returns whether there
+    is a result, without taking it: with a thousand transfers, each that ends wakes only its own task.
     """
     if (found := poll()) is not None:
         return found
@@ -119,7 +119,7 @@ def _never(waited: float) -> Any:
 
 
 async def leave(thing: Endpoint | Peer, timeout: float, raised: BaseException | None) -> None:
-    """The end of an ``async with`` block."""
+    """Closes an object at the end of an ``async with`` block."""
     try:
         await pending_call(thing._begin_close, timeout)
     except Exception as failed:

@@ -21,7 +21,7 @@ _thread: threading.Thread | None = None
 
 
 def refresh_level() -> None:
-    """Tells the engine which level is wanted, and starts the thread that passes records on."""
+    """Sets the engine's log level to that of the logger, and starts the thread that passes records on."""
     global _thread
     _ferrywire.log_level(logger.getEffectiveLevel())
     if _thread is None:

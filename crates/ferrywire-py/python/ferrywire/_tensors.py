@@ -143,7 +143,7 @@ def fetch(
 
 
 def _order(region: Region, tensor: Any) -> tuple[str, str]:
-    """The GPU and library whose current stream an operation on the region follows."""
+    """Returns the GPU and the library whose current stream an operation on the region follows."""
     on_gpu = region.device.startswith("cuda")
     return (region.device, type(tensor).__module__.partition(".")[0]) if on_gpu else ("host", "")
 
@@ -168,23 +168,26 @@ def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -
 
 
 def _parsed(description: bytes) -> list[dict[str, Any]]:
-    """The entries of a description. It came from another process, so everything that is used is checked."""
+    """Parses and checks the entries of a description, which came from another process."""
     try:
         told = json.loads(description)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"description: not one of share(): {error}") from error
+        raise UsageError(f"description: not made by share().describe(): {error}") from error
     if not isinstance(told, dict):
-        raise UsageError("description: not one of share()")
+        raise UsageError("description: not made by share().describe()")
     if told.get("version") != VERSION:
-        raise UsageError(f"description: version {told.get('version')}, this ferrywire reads {VERSION}")
+        raise UsageError(
+            f"description: version {told.get('version')}, but this ferrywire reads {VERSION}: "
+            "install one version on both ends"
+        )
     entries = told.get("tensors")
     if not isinstance(entries, list):
-        raise UsageError("description: it has no list of tensors")
+        raise UsageError("description: the list of tensors is missing")
     for index, entry in enumerate(entries):
         if not _is_entry(entry):
             raise UsageError(f"description: entry {index} does not describe a tensor")
     if len({entry["name"] for entry in entries}) < len(entries):
-        raise UsageError("description: a name is there twice")
+        raise UsageError("description: two tensors have the same name")
     return entries
 
 
@@ -221,7 +224,7 @@ def _matching(into: Mapping[str, Any], entries: list[dict[str, Any]]) -> dict[st
     names = [entry["name"] for entry in entries]
     if set(into) != set(names):
         missing, more = sorted(set(names) - set(into)), sorted(set(into) - set(names))
-        raise UsageError(f"into: the peer has {missing} that are missing there, and has no {more}")
+        raise UsageError(f"into: give the tensors of the peer: {missing} are missing, and the peer has no {more}")
     for entry in entries:
         tensor = into[entry["name"]]
         mine = (list(tensor.shape), _dtype_name(tensor))
@@ -243,7 +246,7 @@ def _dtype_name(tensor: Any) -> str:
 
 
 def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
-    """A new tensor. The entry came from another process: its size must match its region before anything is allocated."""
+    """Makes a new tensor. The entry came from another process, so its size is compared with its region first."""
     dtype, item_bytes = _dtype(entry)
     said = math.prod(entry["shape"]) * item_bytes
     if said != nbytes:
@@ -263,11 +266,11 @@ def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
         raise _unknown(entry) from error
     # PyTorch raises RuntimeError for an unknown device and for one without memory.
     except (MemoryError, RuntimeError) as error:
-        raise LocalError(f"tensor {entry['name']!r}: {nbytes} bytes cannot be had: {error}") from error
+        raise LocalError(f"tensor {entry['name']!r}: cannot allocate {nbytes} bytes: {error}") from error
 
 
 def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
-    """The element type and its size in bytes."""
+    """Returns the element type and its size in bytes."""
     if entry["library"] == "torch":
         import torch
 
@@ -287,4 +290,6 @@ def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
 
 
 def _unknown(entry: dict[str, Any]) -> UsageError:
-    return UsageError(f"tensor {entry['name']!r}: no shape and element type: {entry['shape']} of {entry['dtype']}")
+    return UsageError(
+        f"tensor {entry['name']!r}: not a valid shape and element type: {entry['shape']} of {entry['dtype']}"
+    )
