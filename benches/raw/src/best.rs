@@ -19,7 +19,7 @@ const FINALISTS: usize = 4;
 pub struct Series {
     /// The plan of the run.
     pub plan: Plan,
-    /// Each repetition, in order.
+    /// The outcome of each repetition, in order.
     pub outcomes: Vec<Outcome>,
 }
 

@@ -51,7 +51,7 @@ pub fn run(role: Role, plan: &Plan, streams: &[TcpStream]) -> io::Result<Side> {
         for (index, (stream, part)) in streams.iter().zip(buffer.parts(plan.part_bytes())).enumerate() {
             let core = core_of(role, plan, index, &cores);
             threads.push(scope.spawn(move || {
-                // A thread that fails must still come to the barrier: the others wait for it there.
+                // A thread that fails must still reach the barrier, where the other threads wait for it.
                 let pinned = core.map_or(Ok(()), sys::pin);
                 let warmed = pinned.and_then(|()| warm_up(role, plan, stream, part));
                 warm.wait();

@@ -1,8 +1,8 @@
-//! `raw`: the best plain-socket program we can write.
+//! `raw`: a plain-socket program that is as fast as we can make it.
 //!
 //! Every "raw" figure of this project comes from here, so this program has to be hard to beat: blocking
 //! sockets, one thread per connection and side, no framing, data sent from and received into its final place.
-//! It knows nothing of the engine and shares no code with it.
+//! It depends on no part of the engine and shares no code with it.
 //!
 //! Reading order: [`plan`] defines a run, [`flags`] parses the command line, [`session`] makes two processes
 //! agree on a run, [`bulk`] and [`pingpong`] are the measured loops, [`best`] searches for the best setting,

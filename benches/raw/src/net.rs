@@ -43,7 +43,7 @@ pub fn tune_accepted(stream: &TcpStream, plan: &Plan) -> io::Result<()> {
     tune(&SockRef::from(stream), plan)
 }
 
-/// The congestion control in force.
+/// The congestion control of a connection, as the kernel reports it.
 pub fn congestion(stream: &TcpStream) -> String {
     let name = SockRef::from(stream).tcp_congestion().unwrap_or_default();
     String::from_utf8_lossy(&name).trim_end_matches('\0').to_string()

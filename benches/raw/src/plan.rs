@@ -100,7 +100,7 @@ impl Default for Plan {
 }
 
 impl Plan {
-    /// Sets one field by its name; Returns `Ok(false)` if there is no such field, and an error that explains
+    /// Sets one field by its name. Returns `Ok(false)` if there is no such field, and an error that explains
     /// a value that is not valid.
     pub fn set(&mut self, key: &str, value: &str) -> Result<bool, String> {
         match key {

@@ -23,7 +23,7 @@ pub struct Outcome {
     pub source: Side,
     /// The receiving process.
     pub target: Side,
-    /// The congestion control in force on the source's first connection.
+    /// The congestion control of the source's first connection.
     pub congestion: String,
     /// Segments sent again, over all connections.
     pub retransmits: u64,

@@ -83,7 +83,7 @@ impl Failure {
 impl<E: Into<Error>> From<E> for Failure {
     fn from(error: E) -> Failure {
         match &error.into() {
-            // The lane cannot know why its message makes no progress.
+            // A lane does not report why its message makes no progress, so likely causes are added here.
             error if is_stalled_lane(error) => Failure::Failed(format!("{error}\n{STALLED_LANE_ADVICE}")),
             error if is_address_in_use(error) => Failure::AddressInUse(error.to_string()),
             error => Failure::Failed(error.to_string()),

@@ -14,7 +14,8 @@ extern "C" fn note_interrupt(signal: libc::c_int) {
     INTERRUPTED.store(signal, Ordering::Relaxed);
 }
 
-/// From now on the first Ctrl-C or SIGTERM only sets [`interrupted`]; a second one kills the process.
+/// Installs signal handlers: the first Ctrl-C or SIGTERM only sets [`interrupted`], and a second one kills
+/// the process.
 pub fn catch_interrupt() {
     // SAFETY: sigaction is plain data for which all zeroes is a valid value.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };

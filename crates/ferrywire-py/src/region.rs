@@ -297,7 +297,7 @@ impl Region {
         }
         let region = this.source(slf.py())?;
         let region = this.shown.get_or_init(|| region);
-        // SAFETY: the interpreter's own struct; the view keeps this object alive, and with it the memory.
+        // SAFETY: `view` is the interpreter's own struct; it keeps this object alive, and with it the memory.
         let done = unsafe {
             ffi::PyBuffer_FillInfo(
                 view,
@@ -341,7 +341,7 @@ fn bytes_of(buffer: &PyUntypedBuffer) -> &[u8] {
     match buffer.len_bytes() {
         // An empty buffer may have no address.
         0 => &[],
-        // SAFETY: the buffer is contiguous and knows its length.
+        // SAFETY: the buffer is contiguous and reports its length.
         bytes => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), bytes) },
     }
 }

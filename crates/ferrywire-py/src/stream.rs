@@ -25,7 +25,8 @@ impl Named {
     pub fn ready(&self, py: Python<'_>) -> PyResult<StreamEvent> {
         py.detach(|| {
             let gpu = CudaGpu::open(self.gpu)?;
-            // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
+            // SAFETY: the stream's library or the caller guarantees that the stream is alive; the driver
+            // reports a wrong one as an error.
             unsafe { StreamEvent::after_raw_stream(&gpu, self.raw as RawStream) }
         })
         .or_raise(py)

@@ -121,7 +121,8 @@ impl Transfer {
         };
         py.detach(|| -> ferrywire::Result<()> {
             let gpu = CudaGpu::open(named.gpu)?;
-            // SAFETY: a stream that its library or the caller says is alive; the driver reports a wrong one as an error.
+            // SAFETY: the stream's library or the caller guarantees that the stream is alive; the driver
+            // reports a wrong one as an error.
             Ok(unsafe { self.transfer.block_raw_stream(&gpu, named.raw as RawStream) }?)
         })
         .or_raise(py)
@@ -133,7 +134,8 @@ impl Transfer {
         self.transfer.bytes_moved()
     }
 
-    /// Ends the operation early, if it is not too late: waiting for it then raises `Cancelled`, or succeeds.
+    /// Requests an early end of the operation. Waiting for it then raises `Cancelled`, or succeeds if all
+    /// bytes had arrived.
     fn cancel(&self, py: Python<'_>) {
         py.detach(|| self.transfer.cancel());
     }

@@ -117,7 +117,7 @@ impl<T: Send> Aside<T> {
     }
 }
 
-/// No thread could be started, so the work has not begun.
+/// The error of a thread that could not be started. Its work has not begun.
 pub struct NotStarted(pub PyErr);
 
 impl From<NotStarted> for PyErr {

@@ -62,7 +62,7 @@ pub struct RankArgs {
     /// hosts need the option. Beyond loopback a serving rank with local rank r listens on PORT + r.
     #[arg(long, value_name = "ADDR:PORT")]
     pub rendezvous: Option<OrAuto<String>>,
-    /// As for serve
+    /// Spoil the data of this rank, as for serve (tests of the verification)
     #[arg(long, hide = true)]
     pub inject: Option<Inject>,
 }

@@ -18,7 +18,7 @@ pub enum NixlCommand {
     /// An older copy is replaced.
     #[command(after_long_help = help::NIXL)]
     Install {
-        /// Where
+        /// The environment to install into
         #[command(flatten)]
         flags: NixlFlags,
         /// Give programs that ask for the UCX backend ferrywire instead

@@ -112,7 +112,7 @@ fn on_nics_of_gpu(plan: &ConnectPlan, tells: bool) -> Outcome<EnginePlan> {
     places::of_one(&plan.engine, Some(plan.run.memory), on_loopback, tells)
 }
 
-/// Tells the other end the outcome, if it cannot know it.
+/// Sends the outcome to the other end, unless that end knows it already.
 pub fn take_leave(link: &Link, outcome: &Outcome) {
     match outcome {
         Ok(()) => drop(link.peer.close(CLOSE_TIMEOUT)),

@@ -34,7 +34,7 @@ pub struct Host {
 }
 
 impl Host {
-    /// This host.
+    /// Reads the facts about this host.
     pub fn this() -> Host {
         Host {
             hostname: hostname(),
@@ -65,7 +65,7 @@ pub struct Workplace {
 }
 
 impl Workplace {
-    /// The workplace of this process.
+    /// Reads the workplace of this process.
     pub fn this() -> Workplace {
         Workplace {
             hostname: hostname(),

@@ -192,7 +192,8 @@ fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
     command.envs(plan.environment.iter().cloned());
     child_secret::hand(&mut command, plan.engine.secret.as_deref());
     command.env(variable("member"), member.to_string()).env(variable("run"), &plan.run_id);
-    // In process groups of their own, Ctrl-C reaches the first peer only, which passes it on; a second one would kill them.
+    // Each peer gets a process group of its own, so that Ctrl-C reaches only the first peer, which passes it
+    // on: a second signal would kill them.
     command.process_group(0).stdin(Stdio::null()).stderr(Stdio::piped());
     Ok(command)
 }

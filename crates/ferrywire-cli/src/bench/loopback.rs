@@ -187,7 +187,7 @@ fn read_all(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
     said
 }
 
-/// Both ends of loopback mode use the same plugin in the same way.
+/// Adds the plugin options: both ends of loopback mode use the same plugin in the same way.
 fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     let Some(plugin) = &plan.engine.plugin else { return };
     command.arg("--plugin").arg(&plugin.path);

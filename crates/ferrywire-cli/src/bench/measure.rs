@@ -294,7 +294,7 @@ mod tests {
         let mut meter = Meter::start(PEERS_MAX);
         let (start, ends) = (Instant::now(), SECONDS_MAX as u64 * 10);
         for i in 1..=ends {
-            // As many different latencies as a histogram distinguishes.
+            // These latencies fill every bucket that the histogram distinguishes.
             let took = Duration::from_nanos((1u64 << (i % 41)) * (1000 + i % 1000) / 1000);
             meter.completed(start + INTERVAL * i as u32, 1 << 30, took);
         }

@@ -139,7 +139,7 @@ impl MultiGpu {
         let _ = self.orchestrator.close(CLOSE_TIMEOUT);
     }
 
-    /// Connects all of them at once, so that Ctrl-C is noticed. An error of the engine says which target it is about.
+    /// Connects all targets at once; Ctrl-C ends the wait. An error of the engine names its target.
     pub fn connect(
         &self,
         targets: Vec<Target>,

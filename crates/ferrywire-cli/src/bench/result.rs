@@ -161,11 +161,11 @@ pub struct Circumstances<'a> {
     pub channels: usize,
     /// Chunk size in bytes.
     pub chunk_bytes: u64,
-    /// Window in force.
+    /// Effective window, in frames or requests per channel.
     pub window: u64,
     /// Progress threads of this end.
     pub threads: usize,
-    /// Congestion control in force.
+    /// Effective congestion control of the data connections.
     pub congestion_control: String,
     /// Time until the first size could start, in seconds.
     pub setup_s: f64,

@@ -107,8 +107,8 @@ impl RunSlot {
         turned_away.len() < TURNED_AWAY_MAX && turned_away.insert(run_id.to_owned())
     }
 
-    /// Admits a peer, or says why not. The first peer of a run in each memory checks the room for all peers of the run:
-    /// when others come, it may already have used its part.
+    /// Admits a peer, or returns the refusal. The first peer of a run in each memory checks the room for all
+    /// peers of the run: when others come, it may already have used its part.
     pub fn enter(
         &self,
         hello: &Hello,

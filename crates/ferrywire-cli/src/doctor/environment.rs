@@ -27,7 +27,7 @@ const OTHERS: [&str; 22] = [
     "FERRYWIRE_TCPX_SIM",
     "FERRYWIRE_SIM_GPU",
     "FERRYWIRE_SIM_GPU_FAULTS",
-    // For tests.
+    // Only tests use this variable.
     "FERRYWIRE_LOG",
     "FERRYWIRE_LONG",
     "FERRYWIRE_SEED",

@@ -222,7 +222,7 @@ fn locality(topology: &Topology, options: &PlanOptions) -> Vec<Finding> {
     plan.gpus.iter().map(of_gpu).collect()
 }
 
-/// Without GPUs an impossible plan is a matter of NICs, which other findings cover.
+/// The findings about an impossible plan without GPUs. Only a wrong option is one: other findings cover the NICs.
 fn without_gpu(error: &PlanError) -> Vec<Finding> {
     if error.is_usage() {
         vec![

@@ -151,7 +151,7 @@ impl PeerFacts {
 }
 
 impl Visit {
-    /// Adds what this host's NICs and routes tell about the channels.
+    /// Adds the facts that this host's NICs and routes give about the channels.
     fn look_at_this_host(&mut self, nics: &[&Nic], limit: Duration) {
         let is_bridge = |nic: &&&Nic| Settings::read(&nic.name, None).bridge;
         self.bridges = nics.iter().filter(is_bridge).map(|nic| nic.name.clone()).collect();

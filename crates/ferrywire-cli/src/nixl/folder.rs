@@ -21,7 +21,7 @@ use crate::exit::{Failure, Outcome};
 
 /// The file that the alias replaces.
 pub const UCX: &str = "libplugin_UCX.so";
-/// The name of NIXL's own UCX backend while the alias is in force.
+/// The name of NIXL's own UCX backend while the alias is installed.
 pub const BACKUP: &str = "libplugin_UCX.so.before-ferrywire";
 /// A copy that is not complete yet.
 const NEW: &str = "libplugin_FERRYWIRE.so.new";
@@ -123,7 +123,8 @@ impl<'a> Folder<'a> {
         }
     }
 
-    /// Installs the backend, and the alias if it is asked for or in force. Returns the steps, one line each.
+    /// Installs the backend, and the alias if it is requested or installed already. Returns the steps, one
+    /// line each.
     pub fn install(&self, library: &Library, alias: bool) -> Outcome<Vec<String>> {
         let _alone = self.lock()?;
         let state = self.read_state(Some(library))?;

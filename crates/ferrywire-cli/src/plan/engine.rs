@@ -57,7 +57,7 @@ pub struct EnginePlan {
 }
 
 impl EnginePlan {
-    /// How scattered receives are gathered, if the user said so.
+    /// How scattered receives are gathered, if the user chose a way.
     pub fn unpack(&self) -> Option<Unpack> {
         let of_devmem = || self.devmem.as_ref().and_then(|devmem| devmem.unpack);
         self.plugin.as_ref().and_then(|plugin| plugin.unpack).or_else(of_devmem)
@@ -116,7 +116,7 @@ pub(super) fn multi_gpu(
     }
 }
 
-/// With several endpoints each uses the memory of its own GPU, so the flag must not have an index.
+/// Refuses an index in the flag: with several endpoints each uses the memory of its own GPU.
 pub(super) fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) -> Outcome {
     match (gpus, memory.and_then(|text| text.split_once(':'))) {
         (Some(Gpus(only)), Some((_, number))) if matches!(only[..], [gpu] if number.parse() == Ok(gpu)) => {
@@ -129,7 +129,7 @@ pub(super) fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) 
     }
 }
 
-/// Where a child of this process serves its metrics; checks the address.
+/// Returns the address at which a child of this process serves its metrics. Checks the given address.
 pub(super) fn next_metrics(address: Option<&str>) -> Outcome<Option<String>> {
     let next = address.map(ferrywire_metrics::next_to).transpose();
     next.map_err(|error| Failure::Usage(format!("--metrics: {error}")))

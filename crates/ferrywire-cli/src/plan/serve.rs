@@ -27,7 +27,7 @@ pub struct ServePlan {
     pub memory: Option<Memory>,
     /// Whether `engine.secret` was generated for this run and has to be printed.
     pub one_time_secret: bool,
-    /// Longest time that a connected peer may take to greet, unless its run says otherwise.
+    /// Longest time that a connected peer may take to greet, unless its run has another timeout.
     pub timeout: Duration,
     /// Whether to end after one peer.
     pub once: bool,

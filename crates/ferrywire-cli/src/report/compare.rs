@@ -176,7 +176,8 @@ impl<'a> Comparison<'a> {
 
     /// Options whose values differ between runs, with the value of each run.
     ///
-    /// The seed is chosen anew for each run, and in loopback mode the address too: both say nothing about a difference.
+    /// The seed is chosen anew for each run, and in loopback mode the address too: neither explains a
+    /// difference.
     pub fn differing_options(&self) -> Vec<(String, Vec<String>)> {
         let options = self.options().into_iter();
         let differs = |(name, values): &(String, Vec<String>)| {

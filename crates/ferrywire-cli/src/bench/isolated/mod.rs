@@ -68,7 +68,7 @@ pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<V
     let mut nics: Vec<String> = mapped.chain(&engine.nics).cloned().collect();
     nics.sort();
     nics.dedup();
-    // The child serves the metrics: the endpoints are there.
+    // The child has the endpoints, so it serves the metrics.
     let of_all = EnginePlan { nics, metrics: None, ..engine.clone() };
     Ok(super::builder(&of_all, listen)?.plugin_environment()?)
 }
