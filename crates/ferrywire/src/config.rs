@@ -111,7 +111,7 @@ impl Config {
             Some(address) if address.is_loopback() => nic.loopback && nic.reaches(address),
             Some(address) if !address.is_unspecified() => nic.address == address,
             Some(_) => nic.up && !nic.loopback,
-            // Without an address to listen on it may connect anywhere, this host included.
+            // An endpoint that does not listen may connect anywhere, including this host.
             None => nic.up,
         };
         let mut names: Vec<String> = nics.iter().filter(fits).map(|nic| nic.name.clone()).collect();
@@ -120,7 +120,7 @@ impl Config {
         names
     }
 
-    /// How this endpoint wants data connections to be protected.
+    /// The protection of data connections that this endpoint is configured for.
     pub(crate) fn wish(&self) -> ProtectionWish {
         ProtectionWish::of_this_host(self.encryption, self.keyed_checksum)
     }

@@ -256,13 +256,13 @@ impl Endpoint {
         Ok(Connecting { running: self.inner.running.clone(), accept_queue, address })
     }
 
-    /// Connects to the endpoint whose [`metadata`](Endpoint::metadata) this is, at the first address that
-    /// answers. Each address gets an equal share of the remaining time, but at least
+    /// Connects to the endpoint that returned these [`metadata`](Endpoint::metadata), at the first of its
+    /// addresses that answers. Each address gets an equal share of the remaining time, but at least
     /// [`limits::ANSWER_SHARE_MIN`] if so much remains.
     ///
     /// # Errors
-    /// As for [`Endpoint::connect`], the error of the last address tried; [`ConnectError::Invalid`] for unusable
-    /// metadata.
+    /// As for [`Endpoint::connect`], the error of the last address tried; [`ConnectError::Invalid`] for
+    /// unusable metadata.
     pub fn connect_metadata(&self, metadata: &[u8], timeout: Duration) -> Result<Peer, ConnectError> {
         let (identity, addresses) = parse_metadata(metadata)?;
         let tell = |mut errors: Vec<ConnectError>| match errors.pop() {

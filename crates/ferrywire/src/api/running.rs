@@ -166,7 +166,7 @@ impl RegionHome for Running {
                 };
                 return Err(Error::invalid("region", why));
             }
-            // Without threads this one moves the copies on.
+            // In an endpoint without threads, this thread has to poll the copies.
             if !self.context().is_caller_driven() || !self.poll_once() {
                 thread::sleep(Duration::from_micros(100));
             }

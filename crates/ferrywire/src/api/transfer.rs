@@ -230,7 +230,7 @@ impl Transfer {
         stream: RawStream,
     ) -> Result<(), TransferError> {
         self.connection.context().origin.check()?;
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         let gate = unsafe { self.connection.context().gates.block(gpu, stream) }?;
         self.op.open_at_end(gate);
         Ok(())

@@ -29,7 +29,7 @@ pub(super) struct SessionTable {
 
 struct Known {
     data_key: DataKey,
-    /// This end opened the session, so the peer must not dial its data connections.
+    /// Whether this end opened the session, so that the peer must not dial its data connections.
     dialled_by_us: bool,
     identity: [u8; 16],
     received: u64,

@@ -1,6 +1,6 @@
 //! Facts that all parts of an endpoint share, and the means to wake its threads.
 //!
-//! Invariant: this owns no worker, channel, peer or control side, so each of them may refer to it.
+//! Invariant: a [`Context`] owns no worker, channel, peer or control side, so each of them may refer to it.
 //! Read next: `worker/mod.rs`, which owns the workers.
 
 use crate::config::{Config, Secrets};

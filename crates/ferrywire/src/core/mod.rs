@@ -1,7 +1,6 @@
 //! The engine: operations, their queues, and the workers that move their bytes.
 //!
-//! Invariant: this folder knows connected peers, but neither how they were connected nor which handles users
-//! hold.
+//! Invariant: this folder depends neither on how peers are connected nor on the handles that users hold.
 //! Read next: `operation.rs`, `queue.rs`, `channel/`, `worker/`.
 
 pub(crate) mod channel;

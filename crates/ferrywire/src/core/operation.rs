@@ -266,8 +266,8 @@ impl Op {
         let _ = self.end.error.set(Box::new(error));
     }
 
-    /// Requests an early end. The operation fails only if some of it is withheld because of this; if
-    /// everything was sent already, it succeeds.
+    /// Requests an early end. The operation fails only if some of its bytes are withheld because of the
+    /// request; if everything was sent already, it succeeds.
     pub fn cancel(&self) {
         self.end.cancelled.store(true, Ordering::SeqCst);
     }

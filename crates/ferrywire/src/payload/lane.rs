@@ -145,14 +145,14 @@ pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
 /// Whether requests of a lane are posted and not returned, in each direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlight {
-    /// Sends.
+    /// Whether sends are posted and not returned.
     pub sends: bool,
-    /// Receives.
+    /// Whether receives are posted and not returned.
     pub receives: bool,
 }
 
 impl InFlight {
-    /// No requests.
+    /// No requests in either direction.
     pub const NOTHING: InFlight = InFlight { sends: false, receives: false };
 
     /// Whether neither direction has requests in flight.
@@ -163,7 +163,7 @@ impl InFlight {
 
 /// Progress of a lane's set-up.
 pub enum Progress {
-    /// The set-up has nothing new.
+    /// Nothing has changed since the last poll.
     Pending,
     /// The handle to send to the other end; returned once.
     Handle(Box<[u8; HANDLE_BYTES]>),
@@ -181,7 +181,7 @@ pub trait Setup: Send {
         false
     }
 
-    /// Delivers that connection, proven at both ends.
+    /// Delivers the connection that [`Setup::wants_connection`] requested, proven at both ends.
     ///
     /// # Errors
     /// Why the lane cannot be set up.
@@ -233,8 +233,9 @@ pub trait Lane: Send {
         None
     }
 
-    /// Whether payload has waited for this end's GPU for so long that the peer's packets may be dropped for lack of
-    /// buffers. The peer is told, and does not take the silence for a dead path.
+    /// Whether payload has waited for this end's GPU for so long that the peer's packets may be dropped for
+    /// lack of buffers. The engine reports this to the peer, which then does not take the silence for a dead
+    /// path.
     fn holds_payload(&self) -> bool {
         false
     }
@@ -260,13 +261,13 @@ pub trait Lane: Send {
     /// Whether bytes received for this memory arrive elsewhere, in fragments, and must be gathered.
     fn scatters(&self, memory: &Memory) -> bool;
 
-    /// Starts to gather the lane's receive `number`, which is done.
+    /// Starts to gather the fragments of the lane's receive `number`, which is done.
     ///
     /// # Errors
-    /// Why it cannot be gathered.
+    /// Why the receive cannot be gathered.
     fn gather(&mut self, number: u64, run: &Run) -> Result<(), Ungathered>;
 
-    /// Whether that gather is finished. After an error no more can be gathered.
+    /// Whether the gather of receive `number` is finished. After an error no further receive can be gathered.
     fn gathered(&mut self, number: u64) -> Poll<Result<(), Error>>;
 
     /// Returns the oldest finished receive to the lane, since its bytes have been taken.

@@ -313,7 +313,7 @@ mod tests {
         assert_eq!(between(None, Some(&devmem)), over("tcp", "devmem"));
         assert_eq!(between(Some(&plugin), None), over("Sockets", "no plugin"));
         assert_eq!(between(None, Some(&plugin)), over("no plugin", "Sockets"));
-        // The backend itself says where two that are there differ.
+        // If both ends have a backend, the backend itself describes the difference.
         let differ = "plugin is Sockets at the end that accepts and devmem at the end that connects";
         assert!(between(Some(&plugin), Some(&devmem)).is_err_and(|why| why.to_string().starts_with(differ)));
         let declined =

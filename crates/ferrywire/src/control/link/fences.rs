@@ -32,7 +32,7 @@ impl Link {
             return self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
         let path = self.path_of(index);
-        // Each end adds the state of its lane, so that both errors contain both.
+        // Each end adds the state of its lane, so that the errors of both ends contain both states.
         let lane_state = remains.lane.unwrap_or_default();
         let Loss { cause, why } = loss;
         let cause = remains.lane_fault.filter(|_| cause == FenceCause::Lost).unwrap_or(cause);

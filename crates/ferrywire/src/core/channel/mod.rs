@@ -136,7 +136,7 @@ impl Channel {
         &*self.conn
     }
 
-    /// Replaces the connection by `wrap` of it.
+    /// Replaces the connection by the result of `wrap`.
     #[cfg(test)]
     pub fn with_conn(self, wrap: impl FnOnce(Box<dyn Conn>) -> Box<dyn Conn>) -> Channel {
         Channel { conn: wrap(self.conn), ..self }

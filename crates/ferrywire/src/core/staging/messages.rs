@@ -57,7 +57,7 @@ struct Copying {
     failed: Option<Error>,
 }
 
-/// Where a message is copied through, and the marks of its copy.
+/// The ring span through which a message is copied, and the marks of its copy.
 struct Started {
     line: usize,
     offset: usize,

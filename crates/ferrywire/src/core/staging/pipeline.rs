@@ -70,8 +70,8 @@ struct Batch {
     mark: u64,
     runs: usize,
     bytes: usize,
-    /// Whether the batch is one part that was copied with others in vain. The copier gets no other batch
-    /// beside it.
+    /// Whether the batch is one part that failed together with others. The copier gets no other batch beside
+    /// it.
     alone: bool,
 }
 

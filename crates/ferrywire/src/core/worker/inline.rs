@@ -162,7 +162,8 @@ impl Workers {
         let goes_now = bytes <= SMALL_BYTES_MAX
             && !(company && bytes <= DEFERRED_BYTES_MAX)
             && (!peer.in_bulk() || self.context.is_caller_driven());
-        // With the engine at hand one lock of the queue is enough to post the operation and take its frame.
+        // A caller that holds the engine needs one lock of the queue to post the operation and take its
+        // frame.
         if goes_now && let Some(mut claim) = home.try_claim() {
             let posted = claim.engine().post_for(home, &self.context, peer, op);
             drop(claim);

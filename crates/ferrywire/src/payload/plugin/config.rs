@@ -129,6 +129,8 @@ impl PluginConfig {
         self
     }
 
+    /// Checks all settings.
+    ///
     /// # Errors
     /// [`Error::Invalid`] for the first value that is out of range.
     pub(super) fn check(&self) -> Result<()> {

@@ -43,12 +43,13 @@ pub(super) struct Facts {
     pub set_before: Vec<String>,
 }
 
-/// Names of the NICs that become the plugin's devices.
+/// Variable with the names of the NICs that become the plugin's devices.
 pub(super) const NICS: &str = "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME";
 pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
-/// Changes the wire format between two plugins, so both ends need one value.
+/// Variable that changes the wire format between two plugins, so both ends need the same value.
 pub(super) const RECV_SYNC: &str = "NCCL_GPUDIRECTTCPX_RECV_SYNC";
-/// Messages up to this many bytes bypass the data sockets. Inline messages for GPU memory are lost.
+/// Variable with the size in bytes up to which messages bypass the data sockets. For GPU memory such messages
+/// are lost.
 pub(super) const INLINE: &str = "NCCL_INLINE_THRESHOLD";
 const THREADS: &str = "NCCL_SOCKET_NTHREADS";
 /// Number of threads that leaves a connection without a data socket.
@@ -64,7 +65,7 @@ const SHOWN: [&str; 6] = [
 ];
 /// Directory of the dp-manager's sockets, on machines that run it.
 const DP_MANAGER: &str = "/run/tcpx";
-/// Speed from which a NIC needs several sockets per connection.
+/// Speed in Mbit/s from which a NIC needs several sockets per connection.
 const FAST_MBPS: u32 = 100_000;
 
 /// Values for variables that are not set.
@@ -78,7 +79,7 @@ fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, S
         (CHUNK_BYTES, facts.message_bytes_max.to_string()),
         (THREADS, threads.to_string()),
         ("NCCL_NSOCKS_PERTHREAD", sockets.to_string()),
-        // The default is 5 s in each accept; flow rules are in force much earlier.
+        // Each accept waits 5 s by default; the flow rules take effect much earlier.
         ("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS", "50000".to_owned()),
     ];
     if !facts.nics.is_empty() {
@@ -141,7 +142,7 @@ static SEEN: Mutex<Seen> = Mutex::new(Seen { ours: Vec::new(), loaded: None });
 pub(super) struct Seen {
     /// Variables that ferrywire has set.
     ours: Vec<(&'static str, String)>,
-    /// The variables when a plugin was first loaded, which keeps them.
+    /// The variables at the time when a plugin was first loaded; it keeps their values.
     loaded: Option<Vec<Variable>>,
 }
 
@@ -173,7 +174,7 @@ impl Seen {
         }
         for Variable { name, value, .. } in all.iter().filter(|each| each.set_by == SetBy::Ferrywire) {
             if env::var(name).as_ref() != Ok(value) {
-                // SAFETY: by the caller's promise.
+                // SAFETY: promised by the caller of this function.
                 unsafe { env::set_var(name, value) };
             }
             self.ours.push((name, value.clone()));

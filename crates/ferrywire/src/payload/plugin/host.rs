@@ -65,7 +65,7 @@ impl Host {
         }
         let mut seen = environment::seen();
         let another_is_there = seen.is_loaded();
-        // SAFETY: by the caller's promise.
+        // SAFETY: promised by the caller of this function.
         let environment = unsafe { seen.set(&facts(&plugin, config, nics)) };
         let mut message_bytes_max = message_bytes_max(&environment)?;
         if another_is_there && !set_by_user(&environment, environment::CHUNK_BYTES) {
@@ -74,7 +74,7 @@ impl Host {
         // Open the GPU before the plugin is loaded: the plugin finds a simulated GPU through the environment,
         // and a real GPU's driver only if that is loaded.
         let gpu = plugin.gpu.map(Gpu::open).transpose()?;
-        // SAFETY: by the caller's promise the file is trusted.
+        // SAFETY: the caller promises that the file is trusted.
         let loaded = unsafe {
             let library = match &plugin.file {
                 File::Path(path) => Library::open(path)?,
@@ -166,6 +166,8 @@ impl Host {
         }
     }
 
+    /// Checks that GPU memory can be registered on a device.
+    ///
     /// # Errors
     /// Why registering GPU memory on this device would end the process.
     fn takes_gpu_memory(&self, device: &Properties) -> Result<(), String> {
@@ -431,6 +433,8 @@ impl PayloadBackend for Host {
     }
 }
 
+/// Checks that the plugin can fill the window.
+///
 /// # Errors
 /// [`Error::Invalid`] for a window that the plugin is known never to fill.
 fn window_fits(name: &str, window: usize) -> Result<()> {
@@ -445,6 +449,8 @@ fn window_fits(name: &str, window: usize) -> Result<()> {
     }
 }
 
+/// Checks that the plugin has a device for each of these NICs.
+///
 /// # Errors
 /// [`Error::Invalid`] for a NIC that the plugin lacks because it was loaded for another endpoint's NICs.
 fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
@@ -462,6 +468,8 @@ fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
     }
 }
 
+/// Checks that the plugin's devices can move GPU memory.
+///
 /// # Errors
 /// [`Error::Invalid`] for a device that takes no GPU memory, or needs a flush after each receive, which is
 /// not implemented.

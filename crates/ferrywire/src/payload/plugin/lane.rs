@@ -47,7 +47,7 @@ fn post_of(posted: Posted) -> Post {
 
 pub(crate) struct PluginLane {
     host: Arc<Host>,
-    /// Both are set until the lane is closed.
+    /// The connection that sends. It and `recv` are set until the lane is closed.
     send: Option<SendComm>,
     recv: Option<RecvComm>,
     sources: Registrations,
@@ -229,7 +229,7 @@ impl Lane for PluginLane {
         // When these are dropped, the GPU no longer uses pool and memory.
         self.gather = None;
         self.copiers.stop();
-        // With requests in flight a registration may be in use: it ends with the connection, or stays.
+        // With requests in flight a registration may be in use: it then ends with the connection, or stays.
         if in_flight.sends {
             self.host.leaked_registrations(self.sources.count(), send.id())
         } else {

@@ -47,7 +47,7 @@ pub(crate) struct PluginSetup {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    /// The control side no longer waits for the lane.
+    /// Whether the control side no longer waits for the lane.
     given_up: AtomicBool,
     /// Number of the first line in the plugin's log that concerns this set-up.
     log_began: u64,
@@ -58,9 +58,9 @@ struct Shared {
 #[derive(Default)]
 struct State {
     handle: Option<Handle>,
-    /// `listen` has returned, so the plugin's record of the GPU is complete.
+    /// Whether `listen` has returned, so that the plugin's record of the GPU is complete.
     listens: bool,
-    /// The peer's handle has arrived, so `accept` has a peer to wait for.
+    /// Whether the peer's handle has arrived, so that `accept` has a peer to wait for.
     accept: bool,
     recv: Option<(RecvComm, Option<Gather>)>,
     send: Option<SendComm>,
@@ -71,8 +71,8 @@ struct State {
 #[derive(Clone)]
 struct Failed {
     why: String,
-    /// The plugin gives no cause. The failure may be a consequence of one at the other end, which will report
-    /// that.
+    /// Whether the plugin gives no cause. The failure may then follow from one at the other end, which will
+    /// report it.
     may_follow: bool,
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct CallWatch {
 struct Seen {
     thread: i32,
     age: Duration,
-    /// Time that has passed in checks of this call.
+    /// Time for which the call has been watched, summed over the checks.
     watched: Duration,
 }
 
@@ -31,7 +31,8 @@ impl CallWatch {
         let before = std::mem::take(&mut self.seen);
         let mut overdue = Vec::new();
         for call in calls {
-            // A call that is older than the last one on its thread is that call; a new one would be younger.
+            // A call that is older than the last call seen on its thread is that same call; a new one would
+            // be younger.
             let same = before.iter().find(|seen| seen.thread == call.thread && seen.age < call.since);
             let same = same.filter(|_| call.since >= passed);
             let watched = same.map_or(Duration::ZERO, |seen| seen.watched + passed);
