@@ -31,11 +31,11 @@ pub struct Shape {
 /// Numbers of a packet's segments, by what happened to them.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Fate {
-    /// All segments.
+    /// Number of all segments of the packet.
     pub segments: u64,
-    /// Segments lost by chance.
+    /// Number of segments lost by chance.
     pub lost: u64,
-    /// Segments dropped because the queue was full.
+    /// Number of segments dropped because the queue was full.
     pub dropped: u64,
 }
 

@@ -356,8 +356,9 @@ impl Endpoint {
         let endpoint = self.open(py)?;
         let nbytes = unsigned(py, "nbytes", nbytes)? as usize;
         let (kind, number) = device.split_once(':').unwrap_or((device, "0"));
-        let index =
-            number.parse::<u32>().map_err(|_| usage(py, "device", format!("{device:?} has no number")))?;
+        let index = number.parse::<u32>().map_err(|_| {
+            usage(py, "device", format!("{device:?} has no GPU number: write it as in cuda:0"))
+        })?;
         let region = py.detach(|| match kind {
             "host" => endpoint.alloc_host(nbytes),
             "cuda" => endpoint.alloc_cuda(index, nbytes),

@@ -19,22 +19,22 @@ use super::help;
 use crate::auto::OrAuto;
 use crate::units::{Bytes, Gpus, Names, Sizes};
 
-/// `bench`: alone loopback mode or one process of a run, else one of its two ends.
+/// The flags of `bench`: without a subcommand, loopback mode or one rank of a run.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, after_long_help = help::BENCH)]
 pub struct Bench {
-    /// Which end
+    /// Which end of a run
     #[command(subcommand)]
     pub end: Option<End>,
     /// Options of loopback mode, and of a run of several processes
     #[command(flatten)]
     pub options: ConnectFlags,
-    /// Which process of a run this is
+    /// Which rank of a run this process is
     #[command(flatten)]
     pub ranks: RankArgs,
 }
 
-/// Which process of a run this is, where no launcher sets it.
+/// Which rank of a run this process is, if no launcher sets it.
 #[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", default)]
 #[command(next_help_heading = "Ranks")]

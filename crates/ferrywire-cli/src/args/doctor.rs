@@ -9,7 +9,7 @@ use clap::{ArgAction, Args};
 
 use crate::units::Names;
 
-/// `doctor`.
+/// The flags of `doctor`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct DoctorFlags {
     /// Peer to check, such as a host with `ferrywire bench serve` [default: none]

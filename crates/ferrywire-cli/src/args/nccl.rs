@@ -18,7 +18,7 @@ pub enum NcclCommand {
     Env(NcclFlags),
 }
 
-/// `nccl env`.
+/// The flags of `nccl env`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct NcclFlags {
     /// File of the plugin [default: that of this command's build or wheel]

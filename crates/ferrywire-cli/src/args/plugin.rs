@@ -10,7 +10,7 @@ use ferrywire_ncclnet::abi::Version;
 
 use crate::auto::OrAuto;
 
-/// `plugin`.
+/// The flags of `plugin`.
 #[derive(Debug, Args)]
 pub struct PluginFlags {
     /// Plugin file, or a name as in NCCL_NET_PLUGIN

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-/// `report`.
+/// The flags of `report`.
 #[derive(Debug, Args)]
 pub struct ReportFlags {
     /// Files that `ferrywire bench --json FILE` wrote; the first is the base of ratios

@@ -10,7 +10,7 @@ use clap::{ArgAction, Args};
 use crate::auto::OrAuto;
 use crate::units::Names;
 
-/// `topo`.
+/// The flags of `topo`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct TopoFlags {
     /// Write JSON instead of text

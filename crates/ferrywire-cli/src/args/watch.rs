@@ -5,7 +5,7 @@
 use clap::builder::FalseyValueParser;
 use clap::{ArgAction, Args};
 
-/// `watch`.
+/// The flags of `watch`.
 #[derive(Clone, Debug, Default, Args)]
 pub struct WatchFlags {
     /// Print once and end

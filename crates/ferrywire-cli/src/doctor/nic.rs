@@ -110,7 +110,7 @@ fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> Vec<F
         usable.iter().partition(|nic| settings(&nic.name).bridge);
     let bridge_alone = bridges.iter().all(|nic| nic.lower.is_empty() || nic.name.starts_with("docker"));
     let mut found = vec![match (usable.is_empty(), outward.is_empty() && bridge_alone) {
-        (true, _) => Finding::ok("nics", "NICs", "none but loopback is up with an address").warn(
+        (true, _) => Finding::ok("nics", "NICs", "no NIC except loopback is up and has an address").warn(
             "ip link set NIC up; ip address add ADDR/LEN dev NIC: without an address only this host is reachable",
         ),
         (_, true) => {

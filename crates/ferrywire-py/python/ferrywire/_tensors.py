@@ -283,7 +283,7 @@ def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
     try:
         kind = numpy.dtype(entry["dtype"])
         if kind.hasobject:
-            raise TypeError("bytes of this type are pointers")
+            raise TypeError("elements of this type are pointers of this process")
         return kind, kind.itemsize
     except (TypeError, ValueError, SyntaxError) as error:
         raise _unknown(entry) from error

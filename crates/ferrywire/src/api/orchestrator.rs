@@ -245,7 +245,8 @@ impl<'a> Dial<'a> {
 
     fn dial_next(&mut self) -> Result<()> {
         let endpoint = self.all.endpoints.get(self.target.endpoint);
-        let endpoint = endpoint.ok_or_else(|| Error::invalid("target", "no endpoint has this index"))?;
+        let endpoint = endpoint
+            .ok_or_else(|| Error::invalid("target", "the orchestrator has no endpoint with this index"))?;
         let address = self.target.addresses.get(self.next);
         let address = *address.ok_or_else(|| Error::invalid("target", "the target has no address"))?;
         self.next += 1;

@@ -67,7 +67,7 @@ impl Running {
     pub fn start_releaser(&self) -> Result<()> {
         if self.releaser.get().is_none() {
             let started = Releaser::start(self.this.clone());
-            // If two callers start one at once, the second thread ends at once.
+            // If two callers start the thread at the same time, the second thread ends immediately.
             drop(self.releaser.set(started.map_err(|error| Error::io("start a thread", &error))?));
         }
         Ok(())

@@ -134,7 +134,7 @@ impl Control {
     fn listen_for(&self, interest: Interest) {
         for fd in self.accepting.listeners.iter().filter_map(|listener| listener.fd()) {
             if let Err(error) = self.poller.modify(fd, LISTENER_TOKEN, interest) {
-                tracing::warn!(%error, "cannot change a listener's poll interest");
+                tracing::warn!(%error, "cannot change the poll interest of a listener");
             }
         }
     }

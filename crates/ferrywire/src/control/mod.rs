@@ -207,14 +207,14 @@ impl Control {
         if let Some(fd) = conn.fd()
             && let Err(error) = self.poller.add(fd, token(fd), interest)
         {
-            tracing::warn!(%error, "cannot add a connection to the poller");
+            tracing::warn!(%error, "cannot add a new connection to the poller of the control thread");
         }
     }
 
     /// Changes the poller's interest in a connection.
     fn rewatch(&self, fd: RawFd, interest: Interest) {
         if let Err(error) = self.poller.modify(fd, token(fd), interest) {
-            tracing::warn!(%error, "cannot change a control connection's poll interest");
+            tracing::warn!(%error, "cannot change the poll interest of a control connection");
         }
     }
 
@@ -411,7 +411,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
             (control.poller.clone(), control.sleep_limit())
         };
         if let Err(error) = poller.wait(&mut ready, Some(limit)) {
-            tracing::error!(%error, "polling control connections failed");
+            tracing::error!(%error, "the control thread cannot poll its connections");
             thread::sleep(limit);
         }
     }

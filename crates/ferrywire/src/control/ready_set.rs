@@ -150,7 +150,7 @@ mod tests {
         assert_eq!(ready_set.take(NOW + FULL_SCAN_INTERVAL), None);
     }
 
-    /// A closed descriptor's number is reused by a resumed session, and by another session.
+    /// The number of a closed descriptor is reused for a resumed session, and for another session.
     #[test]
     fn a_descriptor_is_the_session_s_that_had_it_last() {
         let mut ready_set = three_at_rest();

@@ -94,14 +94,14 @@ impl Drop for Registration {
         // release it now.
         let already_revoked = self.memory.revoked();
         if !already_revoked && let Err(error) = self.end(self.memory.user_owned()) {
-            tracing::error!(%error, "the memory of a dropped region could not be released");
+            tracing::error!(%error, "the memory of a dropped region of {} bytes could not be released", self.memory.len());
         }
         if self.memory.user_owned() && self.memory.used() {
             self.memory.let_user_free_it();
             if let Some(Err(error)) =
                 self.home.upgrade().map(|home| home.interrupt(&self.memory, !already_revoked))
             {
-                tracing::error!(%error, "the memory of a dropped region may still be read");
+                tracing::error!(%error, "the memory of a dropped region of {} bytes may still be read", self.memory.len());
             }
         }
     }

@@ -474,7 +474,7 @@ fn transport_of(
         (None, Some(ours)) if ours.is_negotiated() => {
             let no_offer = || format!("the other end did not offer {}", ours.name());
             let why = reason_without(&config.extra).unwrap_or_else(no_offer);
-            tracing::info!("payload uses tcp: {why}");
+            tracing::info!("payload of a new session uses tcp: {why}");
             ("tcp", why)
         }
         _ => (context.payload_name(), context.no_backend.clone().unwrap_or_default()),

@@ -66,7 +66,10 @@ impl Channel {
     pub fn fail_unreleased(&mut self) {
         let ops = self.unreleased_of_dropped_memory();
         if !ops.is_empty() {
-            tracing::error!(peer = self.peer.name(), "kernel may still send from memory that was dropped");
+            tracing::error!(
+                peer = self.peer.name(),
+                "the kernel may still send from memory that was dropped"
+            );
         }
         ops.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
     }

@@ -73,7 +73,7 @@ impl CudaCopier {
         let kernels = Kernels::loaded(gpu).filter(|_| !*LAUNCHES_BLOCK);
         let kernel =
             kernels.map(|kernels| ListKernel::new(kernels, gpu)).transpose().unwrap_or_else(|error| {
-                tracing::warn!(%error, "copy kernel not used: copy engines copy piece by piece");
+                tracing::warn!(%error, "copy kernel for GPU staging not used: copy engines copy piece by piece");
                 None
             });
         let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);

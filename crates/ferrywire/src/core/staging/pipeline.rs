@@ -313,7 +313,7 @@ impl Pipeline {
         if parts == 1 || is_of_the_gpu(&error) {
             return self.lose(error, last.mark);
         }
-        tracing::debug!(%error, location = %self.location, parts, "copies failed: each part is copied again, alone");
+        tracing::debug!(%error, location = %self.location, parts, "copies between a GPU and host memory failed: each part is copied again, alone");
         let mut first = self.done_runs;
         let again: Vec<Batch> = (self.reached + 1..)
             .zip(self.parts.range(..parts))
@@ -330,7 +330,7 @@ impl Pipeline {
 
     /// Notes that the copies in flight, which end at this mark, are never done.
     fn lose(&mut self, error: Error, mark: u64) {
-        tracing::warn!(%error, location = %self.location, "copying between a GPU and the host failed");
+        tracing::warn!(%error, location = %self.location, "copies between a GPU and host memory failed");
         self.failures.push((error, self.reached + 1..=mark));
         self.advance(mark);
     }

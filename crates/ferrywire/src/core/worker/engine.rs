@@ -332,7 +332,7 @@ impl ProgressEngine {
         let mut ready = std::mem::take(&mut self.ready);
         if self.slots.len() > self.polled {
             if let Err(error) = worker.poller.wait(&mut ready, Some(Duration::ZERO)) {
-                tracing::error!(%error, "polling sockets failed");
+                tracing::error!(%error, worker = worker.index, "cannot poll the sockets of a worker");
             }
             for event in &ready {
                 worked |= self.react(worker, context, *event);
@@ -539,7 +539,7 @@ impl Slot {
         if let Some(fd) = self.channel.conn().fd()
             && let Err(error) = worker.poller.modify(fd, place as u64, interest)
         {
-            tracing::error!(%error, "cannot change a socket's poll interest");
+            tracing::error!(%error, worker = worker.index, "cannot change the poll interest of a channel's socket");
         }
         self.waits_for = interest;
     }

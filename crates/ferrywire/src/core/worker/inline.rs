@@ -346,7 +346,7 @@ impl Worker {
             let limit = engine.sleep_limit().map_or(rest, |limit| limit.min(rest));
             let mut ready = std::mem::take(&mut engine.ready);
             if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
-                tracing::error!(%error, "polling sockets failed");
+                tracing::error!(%error, worker = self.index, "cannot poll the sockets of a worker");
             }
             engine.ready = ready;
         });

@@ -287,7 +287,7 @@ impl Worker {
                 drop(engine);
                 // The poller reports ready sockets again to the next owner.
                 if let Err(error) = self.poller.wait(&mut ignored, timeout) {
-                    tracing::error!(%error, "polling sockets failed");
+                    tracing::error!(%error, worker = self.index, "cannot poll the sockets of a worker");
                     thread::sleep(TICK);
                 }
                 self.sleeper.dozes.store(false, Ordering::SeqCst);
@@ -318,7 +318,9 @@ impl Worker {
         }
         match affinity::pin_current_thread(cores[self.index]) {
             Ok(()) => self.kept.store(true, Ordering::Relaxed),
-            Err(error) => tracing::debug!(%error, "cannot pin a progress thread"),
+            Err(error) => {
+                tracing::debug!(%error, worker = self.index, "cannot pin a progress thread to its core")
+            }
         }
     }
 
@@ -379,7 +381,7 @@ impl Worker {
         self.sleeper.sleep(engine, has_work, |engine| {
             let mut ready = std::mem::take(&mut engine.ready);
             if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
-                tracing::error!(%error, "polling sockets failed");
+                tracing::error!(%error, worker = self.index, "cannot poll the sockets of a worker");
             }
             to_the_end = ready.is_empty();
             engine.ready = ready;

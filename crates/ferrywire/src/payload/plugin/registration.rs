@@ -160,7 +160,7 @@ fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Res
             (whole.ok_or("the region holds no whole page of its allocation")?, PointerType::Cuda)
         }
     };
-    tracing::debug!(comm = %comm.id(), begin, bytes, "memory registered");
+    tracing::debug!(comm = %comm.id(), begin, bytes, "memory registered with the plugin");
     // A failing call of TCPX leaves a context on the thread's stack.
     let handle = host.with_gpu_current_alone(|| {
         // SAFETY: these pages hold the region, or the usable part of it, which the registration keeps. The

@@ -335,12 +335,12 @@ fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result
 fn close_recv(comm: RecvComm, gather: Option<Gather>) {
     drop(gather);
     if let Err(error) = comm.close() {
-        tracing::debug!(%error, "closing an unused listener or connection failed");
+        tracing::debug!(%error, "cannot close an unused receiving connection of a plugin");
     }
 }
 
 fn close_send(comm: SendComm) {
     if let Err(error) = comm.close() {
-        tracing::debug!(%error, "closing an unused listener or connection failed");
+        tracing::debug!(%error, "cannot close an unused sending connection of a plugin");
     }
 }
