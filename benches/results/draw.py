@@ -115,7 +115,7 @@ class Data:
         return float(self.value(*what))
 
     def with_cpu(self, subject, setup=""):
-        """`GB/s (CPU-s/GB)`."""
+        """Returns `GB/s (CPU-s/GB)` of a row as text."""
         return f"{self.value(subject, setup)} ({self.value(subject, setup, 'cpu')})"
 
 

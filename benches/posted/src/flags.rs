@@ -86,7 +86,7 @@ pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, St
         && flags.seconds > 0.0;
     match () {
         () if (flags.plain || flags.every_us != 0.0) && !flags.exchange => {
-            Err("--plain and --every are for --exchange".to_owned())
+            Err("--plain and --every need --exchange".to_owned())
         }
         () if flags.plugin.is_empty() != flags.plain => {
             Err("--plugin FILE is missing, or given together with --plain".to_owned())

@@ -120,7 +120,7 @@ impl Net {
         } else if let Some(at) = find(c"ncclNetPlugin_v4") {
             taken!(NetV4, at, 4, Connect::V4, Accept::V4, RegMr::V4, Isend::V4, Irecv::V4, |_| None)
         } else {
-            return Err(io::Error::other(format!("{path} has no table of v4 to v8")));
+            return Err(io::Error::other(format!("{path} exports no plugin interface of version 4 to 8")));
         };
         // From now on the plugin's threads may run in the library, so it is never unloaded.
         std::mem::forget(library);
@@ -263,7 +263,7 @@ impl Net {
     /// Returns a finished receive to the plugin, if its interface has a function for that.
     ///
     /// # Safety
-    /// The request is a finished receive of this connection, the oldest not given back.
+    /// The request is a finished receive of this connection, the oldest that was not returned.
     #[inline]
     pub unsafe fn consumed(&self, comm: Opaque, request: Opaque) -> io::Result<()> {
         match self.consumed {

@@ -41,7 +41,7 @@ pingpong: one connection
   --seconds S | --iters N  (default 1 s each)
 ";
 
-/// The command.
+/// The command of a command line.
 pub enum Command {
     /// Print the help text.
     Help,

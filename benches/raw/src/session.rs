@@ -32,7 +32,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Decimal gigabytes per second.
+    /// Rate in decimal gigabytes per second.
     pub fn gb_per_s(&self) -> f64 {
         self.source.total() as f64 / 1e9 / self.source.seconds
     }

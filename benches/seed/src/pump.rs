@@ -70,7 +70,7 @@ impl End for SendComm {
     }
 }
 
-/// The receiving end.
+/// The receiving end of a connection, with its gather.
 pub struct Receiver {
     gather: Gather,
     gathered: u64,
@@ -191,7 +191,7 @@ impl<E: End> Channel<E> {
             match (tested.code, tested.done) {
                 (ResultCode::SUCCESS, true) => self.end.finish(request, chunk)?,
                 (ResultCode::SUCCESS, false) => break,
-                (code, _) => return Err(format!("test of {}: {code}", comm.id()).into()),
+                (code, _) => return Err(format!("test of {}: the plugin returned {code}", comm.id()).into()),
             }
             self.posted.pop_front();
         }

@@ -115,7 +115,7 @@ impl Memory {
         }
     }
 
-    /// The kind, as it is typed.
+    /// The kind of memory, as it is typed.
     pub fn kind(self) -> &'static str {
         match self {
             Memory::Host => "host",
@@ -163,7 +163,7 @@ pub enum Home {
 }
 
 impl Home {
-    /// The location, as it is typed.
+    /// The memory location, as it is typed.
     pub fn memory(&self) -> Memory {
         match self {
             Home::Host => Memory::Host,

@@ -170,7 +170,7 @@ pub fn unsigned(py: Python<'_>, what: &str, value: impl Into<i128>) -> PyResult<
     })
 }
 
-/// An optional count.
+/// Parses an optional count.
 pub fn count(py: Python<'_>, what: &str, value: Option<i128>) -> PyResult<Option<usize>> {
     value.map(|value| unsigned(py, what, value).map(|value| value as usize)).transpose()
 }

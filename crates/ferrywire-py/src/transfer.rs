@@ -78,7 +78,7 @@ impl Transfer {
                 moved = (now, Instant::now());
             }
             match outcome {
-                // Only a stall ends the slices.
+                // The wait is made in slices, and only a stall ends it.
                 Err(TransferError::TimedOut { what, peer, .. }) if moved.1.elapsed() >= stall => {
                     let waited = if stall.is_zero() { stall } else { moved.1.elapsed() };
                     Ok(Err(TransferError::Stalled { what, peer, waited }))

@@ -16,7 +16,7 @@ use crate::sys;
 pub struct IdleNic {
     /// Name of the NIC.
     pub nic: String,
-    /// Why it carries no channel.
+    /// Why the NIC carries no channel.
     pub reason: String,
     /// The step that gives the NIC a channel, or avoids the message.
     pub fix: String,

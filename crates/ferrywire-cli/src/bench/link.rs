@@ -396,7 +396,7 @@ pub struct Stall<'a> {
 }
 
 impl<'a> Stall<'a> {
-    /// Starts watching.
+    /// Starts to watch over a wait.
     pub fn new(link: &'a Link) -> Stall<'a> {
         Stall { link, limit: link.timeout, moved_bytes: u64::MAX, since: Instant::now() }
     }

@@ -55,7 +55,7 @@ pub struct Interval {
     pub bytes: u64,
 }
 
-/// Counts completions.
+/// Counts completed messages, with bytes by interval and latencies.
 #[derive(Debug)]
 pub struct Meter {
     start: Instant,

@@ -45,7 +45,7 @@ pub struct MultiGpu {
     setting: Setting,
 }
 
-/// The surroundings of the endpoints.
+/// What the endpoints share with others: the host's cores, and whether loopback is used.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     /// The number of endpoints that share the cores of this host, those of other processes included.
@@ -109,7 +109,7 @@ impl MultiGpu {
         std::mem::take(&mut self.notes)
     }
 
-    /// Prints the messages, once.
+    /// Prints the notes, and removes them so that they are printed once.
     pub fn print_notes(&mut self) {
         self.take_notes().iter().for_each(|note| exit::note(&format!("note: {note}")));
     }

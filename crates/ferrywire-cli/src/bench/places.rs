@@ -12,9 +12,9 @@ use crate::plan::EnginePlan;
 /// NICs and cores of one GPU's endpoint; empty for any.
 #[derive(Clone, Debug, Default)]
 pub struct Place {
-    /// Names of NICs.
+    /// Names of the NICs that the endpoint uses.
     pub nics: Vec<String>,
-    /// Numbers of cores.
+    /// Numbers of the cores that the endpoint's threads use.
     pub cores: Vec<usize>,
 }
 

@@ -56,7 +56,7 @@ pub struct Run {
     /// Whether the peers are endpoints of one process, one per GPU; otherwise they are processes.
     #[serde(default)]
     pub multi_gpu: bool,
-    /// Messages of the timed part.
+    /// Number of messages of the timed part.
     pub iters: Option<u64>,
     /// Length of the timed part in seconds; with `iters`, the limit that is reached first.
     pub seconds: Option<f64>,
@@ -259,7 +259,7 @@ pub enum Message {
         host: Box<Host>,
         /// Descriptor of the serving end's region, in hex.
         region: String,
-        /// Progress threads.
+        /// Number of the serving end's progress threads.
         threads: usize,
         /// The memory location of the serving end.
         memory: Memory,
@@ -281,7 +281,7 @@ pub enum Message {
     },
     /// The sender of a two-sided flow has sent this many messages and stops.
     Stop {
-        /// Messages sent.
+        /// Number of messages sent.
         count: u64,
     },
     /// `connect` has finished the timed part of a step.

@@ -115,7 +115,7 @@ pub struct ResultRow {
     pub bottleneck: String,
     /// Time until the first size could start, in seconds.
     pub setup_s: f64,
-    /// Seconds by stage.
+    /// Seconds that each stage took, by its name.
     pub stages_s: BTreeMap<String, f64>,
     /// Bytes by NIC.
     pub per_nic: Vec<NicBytes>,

@@ -37,7 +37,7 @@ const SLOW: Duration = Duration::from_secs(1);
 pub struct Session<'a> {
     /// The conversation with the peer.
     pub link: &'a Link,
-    /// This end's side.
+    /// Which end of the run this is.
     pub side: Side,
     /// The parameters of the run.
     pub run: &'a Run,
@@ -60,7 +60,7 @@ pub struct StepReport {
     pub members: Vec<SideReport>,
     /// The serving end's report on each peer.
     pub serve: Vec<SideReport>,
-    /// Seconds by stage.
+    /// Seconds that each stage took, by its name.
     pub stages_s: BTreeMap<String, f64>,
     /// Iterations of the verified pass by peer; empty if nothing was verified.
     pub verified_iterations: Vec<u64>,
@@ -132,7 +132,7 @@ impl<'a> Session<'a> {
 }
 
 impl<'a> Step<'a> {
-    /// This end's side.
+    /// Which end of the run this is.
     pub fn side(&self) -> Side {
         self.session.side
     }

@@ -26,7 +26,7 @@ const GAP_ITERATION: u64 = u64::MAX;
 /// Iteration numbers of the timed part begin here, one per slot; the verified pass counts from 0.
 const TIMED_ITERATION: u64 = 1 << 40;
 
-/// A wrong byte.
+/// A byte that differs from the expected one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mismatch {
     /// Size of the message in bytes.
@@ -60,7 +60,7 @@ pub fn timed_iteration(slot: u64) -> u64 {
 
 /// The memory of one flow on one side, with its contents.
 pub struct Contents<'a> {
-    /// The memory.
+    /// The registered memory of this end.
     pub local: &'a Local,
     /// The layout of the flow's bytes.
     pub layout: &'a Layout,

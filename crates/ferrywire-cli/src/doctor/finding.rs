@@ -37,7 +37,7 @@ impl Finding {
         Finding { id, level: Level::Ok, subject, evidence, fix: None }
     }
 
-    /// Changes the level.
+    /// Returns the finding with another level.
     pub fn at(self, level: Level) -> Finding {
         Finding { level, ..self }
     }

@@ -42,7 +42,7 @@ pub struct Link {
 pub struct SmiRow {
     /// The GPU's index.
     pub gpu: String,
-    /// `Enabled` or `Disabled`.
+    /// Persistence mode: `Enabled` or `Disabled`.
     pub persistence: String,
     /// A number, or text if the GPU does not count errors.
     pub uncorrected_errors: String,

@@ -23,7 +23,7 @@ const RING_MIN: u32 = 1024;
 pub struct Settings {
     /// Whether the link has a carrier; unknown while the NIC is switched off.
     pub carrier: Option<bool>,
-    /// `full` or `half`.
+    /// Duplex mode of the link: `full` or `half`.
     pub duplex: Option<String>,
     /// Whether the NIC is a bridge.
     pub bridge: bool,

@@ -19,7 +19,7 @@ const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
 pub struct DoctorPlan {
     /// Addresses of the peer, first choice first; empty without a peer.
     pub addresses: Vec<SocketAddr>,
-    /// NICs and secret.
+    /// The engine options of the connection: NICs and secret.
     pub engine: EnginePlan,
     /// The plugin to check, if one was given.
     pub plugin: Option<PluginPlan>,

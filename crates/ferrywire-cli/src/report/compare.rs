@@ -275,7 +275,7 @@ fn distinct(run: &StoredRun, value: fn(&ResultRow) -> String) -> String {
     values.join("; ")
 }
 
-/// GPUs, ranks or peer of a result.
+/// The GPUs, ranks or peer that a result is about; `None` if the run has one endpoint at each end.
 fn endpoints(row: &ResultRow) -> Option<String> {
     if let Some([here, there]) = table::pair(row) {
         return Some(if here == ALL { here } else { format!("{here} > {there}") });

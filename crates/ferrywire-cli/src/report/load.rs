@@ -44,7 +44,7 @@ pub struct Document {
     pub error: Option<String>,
 }
 
-/// Reads all files.
+/// Reads all files. Returns a run for each.
 pub fn runs(files: &[PathBuf]) -> Outcome<Vec<StoredRun>> {
     let documents: Vec<Document> = files.iter().map(|file| document(file)).collect::<Outcome<_>>()?;
     let names = names(files);

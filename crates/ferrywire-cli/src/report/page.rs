@@ -16,7 +16,7 @@ const STYLE: &str = include_str!("style.css");
 /// Most curves of one plot: more cannot be distinguished.
 const CURVES_MAX: usize = 16;
 
-/// The page.
+/// Renders the whole page.
 pub fn render(comparison: &Comparison) -> String {
     let names: Vec<&str> = comparison.runs.iter().map(|run| run.name.as_str()).collect();
     let common = comparison.common_parts();

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::exit::Failure;
 
-/// The data to show.
+/// The topology and the plan to show.
 pub struct Report<'a> {
     pub topology: &'a Topology,
     /// The host's plan, if there is one.

@@ -272,8 +272,9 @@ impl Endpoint {
             }
             Some(error) => error,
             None => {
-                Error::invalid("metadata", "the metadata has no address: build that endpoint with listen")
-                    .into()
+                let why = "the metadata contains no address: build the endpoint that made it with an address to \
+                           listen on";
+                Error::invalid("metadata", why).into()
             }
         };
         self.connect_first(&addresses, Some(identity), timeout, limits::ANSWER_SHARE_MIN).map_err(tell)

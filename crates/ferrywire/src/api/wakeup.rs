@@ -87,7 +87,7 @@ impl Wakeup {
         self.wake.wait(timeout).map_err(|error| Error::io("wait on the descriptor of a wakeup", &error))
     }
 
-    /// The entry for a wait list.
+    /// An entry for wait lists that makes this descriptor readable.
     pub(crate) fn handle(&self) -> WakeHandle {
         WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: None }
     }

@@ -234,7 +234,7 @@ impl Dial {
         Dial { conn, initiator, output, waits_to_write: true, since, limit, to, what }
     }
 
-    /// Starts the timeout now.
+    /// Starts the timeout of the dial, whose purpose is `what`.
     pub fn begin(&mut self, what: DialFor, now: Duration) {
         self.what = what;
         self.since = now;

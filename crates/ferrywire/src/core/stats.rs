@@ -78,7 +78,7 @@ pub(crate) struct Occupancy {
 }
 
 impl Occupancy {
-    /// Sets size and use.
+    /// Sets the size of the resource, and how much of it is in use.
     pub fn set(&self, (size, used): (usize, usize)) {
         self.size.store(size as u64, Ordering::Relaxed);
         self.used.store(used as u64, Ordering::Relaxed);
@@ -237,7 +237,7 @@ impl ChannelCounters {
     pub fn sample(&self, index: u16) -> Option<ChannelSample> {
         let stats = self.snapshot(index)?;
         let retransmits = {
-            // A new connection moves the count of the last one under this lock.
+            // Hold the lock under which a new connection moves the counts of the last one.
             let _path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
             self.health.all_retransmits()
         };

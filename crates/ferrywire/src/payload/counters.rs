@@ -9,33 +9,33 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 /// Counters of one channel's lane over its current connection; see [`DevmemStats`].
 #[derive(Debug, Default)]
 pub struct DevmemCounters {
-    /// [`DevmemStats::pool_bytes`].
+    /// Counter of [`DevmemStats::pool_bytes`].
     pub pool_bytes: AtomicU64,
-    /// [`DevmemStats::receive_calls`].
+    /// Counter of [`DevmemStats::receive_calls`].
     pub receive_calls: AtomicU64,
-    /// [`DevmemStats::release_calls`].
+    /// Counter of [`DevmemStats::release_calls`].
     pub release_calls: AtomicU64,
-    /// [`DevmemStats::send_calls`].
+    /// Counter of [`DevmemStats::send_calls`].
     pub send_calls: AtomicU64,
-    /// [`DevmemStats::fragments`].
+    /// Counter of [`DevmemStats::fragments`].
     pub fragments: AtomicU64,
-    /// [`DevmemStats::fragment_bytes`].
+    /// Counter of [`DevmemStats::fragment_bytes`].
     pub fragment_bytes: AtomicU64,
-    /// [`DevmemStats::released`].
+    /// Counter of [`DevmemStats::released`].
     pub released: AtomicU64,
-    /// [`DevmemStats::linear_bytes`].
+    /// Counter of [`DevmemStats::linear_bytes`].
     pub linear_bytes: AtomicU64,
-    /// [`DevmemStats::plain_bytes`].
+    /// Counter of [`DevmemStats::plain_bytes`].
     pub plain_bytes: AtomicU64,
-    /// [`DevmemStats::gathers`].
+    /// Counter of [`DevmemStats::gathers`].
     pub gathers: AtomicU64,
-    /// [`DevmemStats::device_sent_bytes`].
+    /// Counter of [`DevmemStats::device_sent_bytes`].
     pub device_sent_bytes: AtomicU64,
-    /// [`DevmemStats::staged_sent_bytes`].
+    /// Counter of [`DevmemStats::staged_sent_bytes`].
     pub staged_sent_bytes: AtomicU64,
-    /// [`DevmemStats::host_sent_bytes`].
+    /// Counter of [`DevmemStats::host_sent_bytes`].
     pub host_sent_bytes: AtomicU64,
-    /// [`DevmemStats::waits`].
+    /// Counter of [`DevmemStats::waits`].
     pub waits: AtomicU64,
 }
 

@@ -369,7 +369,7 @@ impl Group {
     }
 }
 
-/// Threads that receive messages.
+/// The threads of a group, which receive messages and apply them.
 impl Group {
     /// Starts a thread for whose effects other threads wait. A panic of the thread ends the run.
     fn spawn(self: &Arc<Group>, name: &str, body: impl FnOnce(&Arc<Group>) + Send + 'static) -> Outcome {

@@ -54,7 +54,7 @@ pub enum RankMessage {
     Over(Option<Fault>),
 }
 
-/// The introduction of a rank.
+/// The message by which a rank introduces itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     pub rank: u32,
@@ -79,7 +79,7 @@ pub struct Card {
     pub options: BTreeMap<String, String>,
 }
 
-/// The place of a rank.
+/// The addresses, memory and GPU of a rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     /// Addresses on which the rank listens; empty for a rank that connects.

@@ -220,7 +220,7 @@ impl Builder {
         let backend: SharedBackend = match (self.plugin, self.backend) {
             (None, None) => return Endpoint::start(self.config, transport, None, None),
             (Some(_), Some(backend)) => {
-                let why = format!("a plugin and {}: payload takes one way, choose one", backend.name());
+                let why = format!("payload goes over a plugin or over {}: choose one", backend.name());
                 return Err(Error::invalid("transport", why));
             }
             // SAFETY: the creator of the configuration has promised it.

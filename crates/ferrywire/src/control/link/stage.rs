@@ -14,7 +14,7 @@ use std::time::Duration;
 pub(super) enum Stage {
     /// The channels are being set up.
     Settling(Settling),
-    /// The user has the peer.
+    /// The peer is connected, and the user has its handle.
     Up,
     /// This end has asked the peer to finish, and waits for its answer.
     Draining { awaited: Option<Awaited>, peer_finished: bool },

@@ -60,7 +60,7 @@ impl PeerState {
                 self.peer_refused(header);
                 Ok(())
             }
-            // The receiver handles these itself.
+            // The receiver itself handles data frames and acknowledgements.
             Kind::Data | Kind::Ack => Ok(()),
         }
     }

@@ -672,7 +672,7 @@ fn a_silent_lane_is_no_dead_path_while_the_peer_reports_that_it_holds_payload() 
     let excused = 30 * SECOND + 2 * limits::PATH_DEAD_AFTER;
     assert_eq!(bench.posted.path_trouble(excused), None);
     assert_eq!(bench.posted.path_trouble(excused + SECOND), Some("the fake: silent".into()));
-    // A report long afterwards begins anew.
+    // A report long after the last one starts a new period.
     bench.posted.peer_holds_payload();
     assert_eq!(bench.posted.path_trouble(60 * SECOND), None);
     assert!(bench.posted.path_trouble(63 * SECOND).is_some());

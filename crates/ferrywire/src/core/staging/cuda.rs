@@ -288,7 +288,7 @@ impl Copier for CudaCopier {
             match self.stream.query() {
                 Ok(false) if start.elapsed() >= timeout => return false,
                 Ok(false) => thread::sleep(END_PAUSE),
-                // After an error no work runs.
+                // After an error the stream runs no more work.
                 Ok(true) | Err(_) => return true,
             }
         }

@@ -257,7 +257,7 @@ impl Pipeline {
             self.flying.push_back(batch);
             self.flying_runs += batch.runs;
             let runs = &self.runs[first..first + batch.runs];
-            // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
+            // SAFETY: promised by the callers of `add`; the copier is dropped before the memory of the ring.
             let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(runs, batch.mark) };
             match made.map(|()| self.copier.as_mut().map_or(Ok(()), copy)) {
                 Ok(Ok(())) => {}

@@ -406,7 +406,7 @@ impl Worker {
             quiet = if now == drives { quiet + 1 } else { 0 };
             drives = now;
             match self.try_engine() {
-                // Send what the last caller left.
+                // Send the frames that the last caller left queued.
                 Some(mut engine) if self.wanted.load(Ordering::SeqCst) == 0 => {
                     engine.poll_once(self, context, &mut || false);
                 }

@@ -155,7 +155,8 @@ impl Lane for PluginLane {
         match self.targets.of(comm, run, &self.host) {
             Ok(memory) => {
                 let buffer = RecvBuffer { data: run.base().cast(), bytes: run.bytes, tag: 0, memory };
-                // SAFETY: as for `isend`.
+                // SAFETY: the run lies in the registered memory, and stays registered until the request is done
+                // or the lane closed: `posted/` keeps it.
                 post_of(unsafe { comm.irecv(&[buffer]) })
             }
             Err(why) => Post::Failed(why),

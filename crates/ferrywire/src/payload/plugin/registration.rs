@@ -42,7 +42,7 @@ struct Registered {
 #[derive(Clone, Copy)]
 struct Part {
     handle: MemoryHandle,
-    /// Address and length in bytes.
+    /// Address and length of the part, in bytes.
     begin: u64,
     bytes: usize,
 }
