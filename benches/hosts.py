@@ -95,7 +95,7 @@ class Hosts:
         self.serving = subprocess.Popen(command, env={**self.env, **dict(env)}, stdout=subprocess.PIPE, text=True)
         # `serve` prints a line once it listens.
         if not self.serving.stdout.readline():
-            sys.exit("ferrywire bench serve did not start")
+            sys.exit("the target process ended before it listened: see its messages above")
         self.address = f"10.77.1.2:{port}" if self.names else f"127.0.0.1:{port}"
 
     def connect(self, *args, program=(), env=()):

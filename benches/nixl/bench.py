@@ -257,7 +257,7 @@ def engine(arguments):
                             str(2 * arguments.seconds), "--json", "-"]
                 done = subprocess.run(connect, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                 if done.returncode != 0:
-                    raise SystemExit(f"engine: {done.stderr}")
+                    raise SystemExit(f"ferrywire bench connect failed: {done.stderr}")
                 result = json.loads(done.stdout)["results"][0]
                 rows.append({"operation": operation, "block": block, "count": count, "gb_per_s": result["gb_per_s"]["p50"]})
     finally:

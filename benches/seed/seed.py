@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import hosts  # noqa: E402
 
 GPUS = 8
-# The values that ferrywire sets on these links.
+# Values of the plugin's variables, those that ferrywire sets on these links.
 SEED_ENVIRONMENT = {"NCCL_DYNAMIC_CHUNK_SIZE": "524288", "NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "1",
                     "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS": "50000"}
 

@@ -186,7 +186,7 @@ impl Leaves {
         writeln!(self.to, "{line}").expect("the child listens");
     }
 
-    /// Waits for this line from the child.
+    /// Waits until the child prints this line. Ends the process if it prints another one.
     fn hear(&mut self, line: &str) {
         let mut heard = String::new();
         let _ = self.from.read_line(&mut heard);

@@ -25,7 +25,7 @@ const CHUNK_BYTES: usize = 512 << 10;
 const SENDS_MAX: usize = 12;
 const RECEIVES_MAX: usize = 16;
 const PAUSE: Duration = Duration::from_micros(10);
-/// Longest time in which no channel makes progress.
+/// Longest wait for a connection, a line of the other end, a gather or progress of any chunk.
 pub const STALL_LIMIT: Duration = Duration::from_secs(60);
 
 /// A part of a message: address and length.

@@ -141,7 +141,7 @@ impl Memory {
         }
     }
 
-    /// Opens the GPU.
+    /// Opens the GPU that the memory is on.
     pub fn open(self) -> Outcome<Home> {
         let failed = |error: ferrywire::Error| Failure::failed(format!("memory {self}: {error}"));
         Ok(match self {

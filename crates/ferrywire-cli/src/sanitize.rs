@@ -46,32 +46,32 @@ fn steers(c: char) -> bool {
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
-/// For serde: a field of one line.
+/// Deserializes a field of one line, and sanitizes it.
 pub fn one_line<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     String::deserialize(from).map(|said| line(&said))
 }
 
-/// For serde: a field of several lines.
+/// Deserializes a field of several lines, and sanitizes it.
 pub fn some_lines<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     String::deserialize(from).map(|said| text(&said))
 }
 
-/// For serde: an optional field of one line.
+/// Deserializes an optional field of one line, and sanitizes it.
 pub fn line_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
     Option::<String>::deserialize(from).map(|said| said.map(|said| line(&said)))
 }
 
-/// For serde: a list of lines.
+/// Deserializes a list of lines, and sanitizes them.
 pub fn list<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
     Vec::<String>::deserialize(from).map(|said| said.iter().take(LIST_MAX).map(|said| line(said)).collect())
 }
 
-/// For serde: an optional name with a number.
+/// Deserializes an optional name with a number, and sanitizes the name.
 pub fn named_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<(String, f64)>, D::Error> {
     Option::<(String, f64)>::deserialize(from).map(|said| said.map(|(name, number)| (line(&name), number)))
 }
 
-/// For serde: a map whose keys are names.
+/// Deserializes a map whose keys are names, and sanitizes the keys.
 pub fn names<'de, V: Deserialize<'de>, D: Deserializer<'de>>(
     from: D,
 ) -> Result<BTreeMap<String, V>, D::Error> {

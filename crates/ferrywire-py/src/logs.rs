@@ -149,7 +149,7 @@ fn run<'py>(py: Python<'py>, function: &Py<PyAny>) -> PyResult<Bound<'py, PyAny>
     given
 }
 
-/// Blocks the thread when it is unwound.
+/// A guard that blocks the thread for ever when it is dropped by unwinding.
 struct Stays;
 
 impl Drop for Stays {

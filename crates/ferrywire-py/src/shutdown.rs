@@ -32,7 +32,7 @@ impl Count {
         Count(AtomicU64::new(0))
     }
 
-    /// The count, if `value` is of this process.
+    /// The count in `value`, or 0 if another process stored it.
     fn number(process: u32, value: u64) -> u32 {
         if (value >> 32) as u32 == process { value as u32 } else { 0 }
     }

@@ -188,7 +188,7 @@ impl PendingCall {
         outcome.map(|finish| finish(py).map(|given| (given,))).transpose()
     }
 
-    /// Whether the call has ended; takes nothing away.
+    /// Whether the call has ended. Its result stays available.
     fn done(&self) -> bool {
         locked(&self.0).over
     }

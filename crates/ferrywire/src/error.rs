@@ -54,7 +54,7 @@ pub enum Error {
     /// A value that the caller gave cannot be used.
     #[error("{what}: {why}")]
     Invalid {
-        /// The argument or option that was given.
+        /// Name of the argument or option.
         what: String,
         /// Why it cannot be used, and which values can.
         why: String,
@@ -74,7 +74,7 @@ pub enum Error {
     /// The transport cannot move bytes from or to this kind of memory. No byte was moved.
     #[error("the {side} region is {location}, {}", way_out(transport))]
     UnsupportedMemory {
-        /// "local" or "remote".
+        /// Which region: "local" or "remote".
         side: &'static str,
         /// The memory location of the region.
         location: MemoryLocation,
@@ -225,7 +225,7 @@ pub enum Error {
     /// One of several endpoints that work together failed, which fails all of them.
     #[error("{phase} {endpoint}: {error}")]
     Phase {
-        /// The phase in which the endpoints were.
+        /// What the endpoints did at the time, such as "connecting".
         phase: &'static str,
         /// The name of the endpoint.
         endpoint: String,

@@ -75,7 +75,7 @@ Examples:
 Exit status:
   0 also where no process uses ferrywire, 1 failed, 2 bad usage";
 
-/// After the long help of `bench serve`.
+/// Text behind the long help of `bench serve`.
 pub const SERVE: &str = concat!(
     "\
 Examples:
@@ -94,7 +94,7 @@ Examples:
     bench_exit_status!()
 );
 
-/// After the long help of `bench connect`.
+/// Text behind the long help of `bench connect`.
 pub const CONNECT: &str = concat!(
     "\
 Examples:
@@ -193,7 +193,7 @@ Examples:
 Exit status:
   0 done, 1 a file cannot be read or holds no results, 2 bad usage";
 
-/// After the long help of `nccl` and its subcommand.
+/// Text behind the long help of `nccl` and its subcommand.
 pub const NCCL: &str = "\
 Examples:
   eval \"$(ferrywire nccl env)\"

@@ -17,7 +17,7 @@ use crate::sys;
 
 /// How often this end reports to a waiting peer that it still waits; more often if its timeout is short.
 const NOTICE_INTERVAL: Duration = Duration::from_secs(5);
-/// Number of notices within the peer's timeout.
+/// Number of notices that are sent within the peer's timeout.
 const ASKED_PER_TIMEOUT: u32 = 3;
 
 /// A barrier across processes. It calls its argument from time to time while it waits.

@@ -318,7 +318,7 @@ pub fn wait_for<T>(
     }
 }
 
-/// Adds what to try to a failed connection.
+/// Adds advice to the error of a failed connection.
 pub fn explain(error: &ConnectError) -> Failure {
     match (error, advice(error)) {
         (ConnectError::Invalid { .. } | ConnectError::NoUsableNic { .. }, _) => {

@@ -18,7 +18,7 @@ pub struct Place {
     pub cores: Vec<usize>,
 }
 
-/// The choices for the endpoints of a process.
+/// The choice of NICs and cores for the endpoints of a process.
 pub struct Places {
     /// NICs and cores by GPU.
     pub places: Vec<Place>,

@@ -15,7 +15,7 @@ use crate::exit::{Failure, Outcome};
 use crate::sys;
 use crate::tool::{self, NoOutput};
 
-/// The argument that starts the child.
+/// The command-line argument that starts the child process.
 const CHILD: &str = "driver-child";
 
 /// The answer of the driver.

@@ -28,7 +28,7 @@ pub struct Gpus {
     pub smi: Vec<SmiRow>,
 }
 
-/// A PCIe link.
+/// Speed and width of a PCIe link.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Link {
     /// The kernel's text, such as `32.0 GT/s PCIe`: present and maximal.

@@ -33,7 +33,7 @@ use finding::Finding;
 use nic::Settings;
 use peer::PeerFacts;
 
-/// The plugin that needs a manager beside it.
+/// The plugin that needs a manager process on its host.
 const TCPX: &str = "GPUDirectTCPX";
 /// Variable with the folder of the manager's sockets.
 const MANAGER_FOLDER: &str = "NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX";
@@ -136,7 +136,7 @@ fn manager(subject: &str) -> Finding {
     ))
 }
 
-/// Where the engine lets the plugin look for its manager.
+/// The folder in which the plugin looks for the sockets of its manager.
 fn manager_folder() -> PathBuf {
     let named = std::env::var_os(MANAGER_FOLDER).filter(|folder| !folder.is_empty());
     named.map(PathBuf::from).unwrap_or_else(|| {

@@ -473,7 +473,7 @@ mod tests {
     #[test]
     fn a_refused_connection_is_a_failure() {
         let address = there(1).to_string();
-        // Words of another cause: none of them counts.
+        // The text names another cause: only the code counts.
         let why = || "refused: both need the same secret".to_owned();
         let refused = |reason| ConnectError::Refused { address: address.clone(), reason, why: why() };
         let wrong = judge(&facts(Err(refused(RefusalReason::Secret))), &host(vec![]), &[]);

@@ -23,7 +23,7 @@ use crate::exit::{Failure, Outcome};
 pub const UCX: &str = "libplugin_UCX.so";
 /// The name of NIXL's own UCX backend while the alias is installed.
 pub const BACKUP: &str = "libplugin_UCX.so.before-ferrywire";
-/// A copy that is not complete yet.
+/// File name of a copy that is not complete yet.
 const NEW: &str = "libplugin_FERRYWIRE.so.new";
 /// The mode of a package's libraries.
 const MODE: u32 = 0o644;

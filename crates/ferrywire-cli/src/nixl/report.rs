@@ -12,7 +12,7 @@ use super::python::{Nixl, Python};
 use crate::exit::Failure;
 use crate::sanitize;
 
-/// The state after the action.
+/// The state of the NIXL backend after the action.
 #[derive(Debug)]
 pub struct Report {
     /// The interpreter.

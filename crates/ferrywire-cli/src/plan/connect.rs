@@ -44,7 +44,7 @@ pub struct ConnectPlan {
     pub run_id: String,
     /// The index of this peer in an incast; only 0 prints.
     pub member: usize,
-    /// The flags as environment of further processes of the run.
+    /// The flags as environment variables, for further processes of the run.
     pub environment: Vec<(String, OsString)>,
 }
 

@@ -316,7 +316,7 @@ fn byte_count(bytes: u64) -> Markup {
     html! { data value=(bytes) { (text) } }
 }
 
-/// The results of a line, with their runs.
+/// The results of a line, each with the index of its run.
 fn results<'a>(line: &Line<'a>) -> impl Iterator<Item = (usize, &'a ResultRow)> {
     line.results.iter().enumerate().filter_map(|(run, row)| row.map(|row| (run, row)))
 }

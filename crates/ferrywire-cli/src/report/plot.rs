@@ -70,7 +70,7 @@ impl Axes {
         };
         let sizes = || points().map(|point| position(point.size_bytes));
         let (first, last) = (sizes().fold(f64::INFINITY, f64::min), sizes().fold(0.0, f64::max));
-        // A single size stands in the middle.
+        // If all points have one size, they are drawn in the middle.
         let (first_size, last_size) = if first < last { (first, last) } else { (last - 1.0, last + 1.0) };
         Axes { scale, least, most, first_size, last_size }
     }
@@ -89,7 +89,7 @@ impl Axes {
         HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
     }
 
-    /// Values with a line and a label.
+    /// The values of the axis that get a line and a label.
     fn ticks(&self) -> Vec<f64> {
         match self.scale {
             Scale::Linear => {

@@ -19,7 +19,7 @@ pub struct ProcessRates {
     pub program: String,
     /// How the program uses ferrywire; several faces are separated by `+`.
     pub face: String,
-    /// The faces, also those without a peer.
+    /// The faces through which the program uses ferrywire, also those without a peer.
     #[serde(skip)]
     pub faces: Vec<String>,
     /// Cores that ferrywire's own threads use.

@@ -164,7 +164,7 @@ fn a_receive_that_has_begun_is_for_no_other_message() {
     assert!(matches!(outcome, Err(TransferError::AccessRefused { .. })), "{outcome:?}");
     evil.send(Header { key: 5, offset: 1, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
     assert_eq!(evil.here.recv(5, &target, 0, 100).unwrap().wait(LIMIT), Ok(50));
-    // A receive without any bytes is matched again.
+    // A receive that got no bytes before the refusal matches the next message.
     let again = evil.here.recv(6, &target, 0, 100).unwrap();
     let header = matched(&mut evil, 6, 2, 100)(0, 0);
     evil.send(Header { transfer: header.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);

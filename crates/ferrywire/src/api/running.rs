@@ -132,7 +132,7 @@ impl Running {
         let unfinished = peer.life.unfinished.load(Ordering::SeqCst);
         let failure = match peer.failure() {
             Some(Error::Closed | Error::PeerClosed { .. }) if over && !unfinished => return Ok(()),
-            // Whether posted operations finish is not known yet.
+            // It is not known yet whether posted operations will finish.
             Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
             failure => failure.unwrap_or(Error::Closed),
         };

@@ -81,7 +81,7 @@ impl AcceptQueue {
         self.waiters.add(handle, || !self.lock().is_empty());
     }
 
-    /// Removes a waiter that waits no more.
+    /// Removes a waiter that no longer waits.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.waiters.remove(handle);
     }

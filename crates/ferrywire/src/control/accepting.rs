@@ -49,7 +49,7 @@ struct Refusals {
     /// Log lines about refusals since `minute_began`.
     logged: u64,
     minute_began: Duration,
-    /// Connections whose other end had another secret.
+    /// Number of connections whose other end had another secret.
     auth_failures: u64,
 }
 

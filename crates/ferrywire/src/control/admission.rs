@@ -81,7 +81,7 @@ impl SessionTable {
     }
 }
 
-/// The view of one handshake on the table.
+/// Answers the questions of one handshake from the table of sessions.
 pub(super) struct Admitter {
     table: Arc<Mutex<SessionTable>>,
     /// The permit of a new peer, until its link has one.

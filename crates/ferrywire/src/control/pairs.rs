@@ -168,7 +168,7 @@ mod tests {
             let found = paths(&nics, &["lo"], "127.0.0.1", &["127.0.0.1"]);
             assert_eq!(found, [("lo".into(), "127.0.0.1".into())]);
         }
-        // The error of the dial names the families.
+        // Without an address of the same family the pair is dialled: its error names both families.
         let found = paths(&[nic("eth1", "fd00::1")], &["eth1"], "10.0.1.2", &["10.0.1.2"]);
         assert_eq!(found, [("eth1".into(), "10.0.1.2".into())]);
     }

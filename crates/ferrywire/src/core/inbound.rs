@@ -164,7 +164,7 @@ impl Inbound {
         self.arrivals.add(handle, || self.has_notification());
     }
 
-    /// Removes a waiter that waits no more.
+    /// Removes a waiter that no longer waits.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.arrivals.remove(handle);
     }

@@ -329,12 +329,12 @@ impl Op {
         }
     }
 
-    /// Removes a waiter that waits no more.
+    /// Removes a waiter that no longer waits.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.end.waiters.remove(handle);
     }
 
-    /// Registers `handle` to be woken at the end.
+    /// Registers `handle` to be woken when the operation ends.
     pub fn wake_at_end(&self, handle: WakeHandle) {
         self.end.waiters.add(handle, || self.ended());
     }

@@ -417,7 +417,7 @@ pub(crate) struct Entry {
     pub chunk: Option<ChunkStart>,
 }
 
-/// Why an operation on dropped memory fails.
+/// The reason for which an operation fails once its region was dropped.
 pub(crate) const DROPPED: &str = "the region was dropped before the transfer had ended";
 
 impl Entry {
@@ -572,7 +572,7 @@ mod tests {
         let bulk = Hold::new(Op::new(no_owner(), 1, Task::Write { region: 9 }, Pieces::One(piece), None));
         assert!(queue.post(bulk));
         assert_eq!([pull(0, false), pull(u64::MAX, false)], [(0, 1); 2]);
-        // An answer to the peer needs no share.
+        // An answer to the peer is sent without regard to shares.
         queue.push_own(Header::new(Kind::Credit));
         assert_eq!(pull(0, false), (1, 1));
         assert_eq!(pull(0, true), (1, 0));

@@ -74,7 +74,7 @@ impl WaitList {
         }
     }
 
-    /// Removes a waiter that waits no more and was not woken.
+    /// Removes a waiter that no longer waits and was not woken.
     pub fn remove(&self, handle: &WakeHandle) {
         if self.any.load(Ordering::SeqCst) {
             let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);

@@ -217,7 +217,7 @@ pub fn different(here: &str, there: &str) -> String {
     )
 }
 
-/// The name of the transport of an end without a backend, in contrast to `backend`.
+/// What an end without a backend is said to use, where the other end uses `backend`.
 fn beside(backend: &str) -> &'static str {
     if backend == DEVMEM { "tcp" } else { "no plugin" }
 }
@@ -344,7 +344,7 @@ mod tests {
         assert_eq!(declined, Ok(Some("at the end that accepts: NIC eth1 has no queue to spare".into())));
         let never_tried = answered(None, &optional);
         assert_eq!(never_tried, Ok(Some("at the end that accepts: payload uses tcp".into())));
-        // The reason of the other end is kept for both.
+        // Both ends keep the reason that the connecting end gave.
         assert_eq!(answered(None, &without("at the end that connects: no NIC")), {
             Ok(Some("at the end that connects: no NIC".into()))
         });

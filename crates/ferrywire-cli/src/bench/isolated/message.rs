@@ -48,7 +48,7 @@ pub enum Message {
         /// The run's outcome.
         outcome: Outcome,
     },
-    /// News for the record of the connecting end.
+    /// An addition to the connecting end's record of the run.
     News(Box<News>),
     /// The outcome of the child process.
     Outcome(Outcome),

@@ -163,7 +163,7 @@ impl Coordinator {
         (0..all).map(|pair| self.reports.remove(&(step, pair))).collect()
     }
 
-    /// How a rank's card contradicts rank 0's.
+    /// In what a rank's introduction contradicts rank 0's; `None` if they agree.
     fn differs(&self, card: &Card) -> Option<String> {
         let own = &self.own;
         if (card.protocol, &card.version) != (own.protocol, &own.version) {

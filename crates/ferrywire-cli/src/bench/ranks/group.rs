@@ -411,7 +411,7 @@ impl Group {
         self.apply(RankMessage::Over(Some(Fault { rank: 0, host, why: failure.first_line() })));
     }
 
-    /// Rank 0 accepts ranks until it closes.
+    /// Rank 0 accepts connections of ranks until its endpoint is closed.
     fn let_in(self: &Arc<Group>) {
         loop {
             match self.endpoint.accept(SLICE) {

@@ -84,7 +84,8 @@ impl Connection {
         self.running.workers.kick(&self.state, bytes);
     }
 
-    /// Supports a poll without waiting; see [`Workers::nudge`](crate::core::worker::Workers::nudge).
+    /// Makes progress for a poll without waiting; see
+    /// [`Workers::nudge`](crate::core::worker::Workers::nudge).
     pub fn nudge(&self) {
         self.running.workers.nudge(&self.state);
     }

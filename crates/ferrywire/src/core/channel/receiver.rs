@@ -9,9 +9,9 @@
 //! several: each part needs room in the ring. An acknowledgement is a count of frames, which covers a refused
 //! frame only once its refusal is in the stream.
 //!
-//! Invariants: bytes are taken in the order of the stream; a stage ends only when all its bytes are here. Every
-//! offset from the wire is checked against its region before an address is made from it.
-//! Read next: `../peer/replies.rs`, which handles complete frames without payload.
+//! Invariants: bytes are taken in the order of the stream; a stage ends only when all its bytes have arrived.
+//! Every offset from the wire is checked against its region before an address is made from it. Read next:
+//! `../peer/replies.rs`, which handles complete frames without payload.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -436,7 +436,7 @@ impl Receiver {
         }
     }
 
-    /// Takes the frame, whose stream bytes are all here.
+    /// Takes the current frame out. Its bytes in the stream have all arrived.
     fn arrival(&mut self, message: Vec<u8>) -> Arrival {
         Arrival {
             header: self.header,

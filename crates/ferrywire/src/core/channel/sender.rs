@@ -646,7 +646,7 @@ pub(super) struct Batch<'a> {
     lent: bool,
     /// Whether a piece was left for the next call. All later pieces then follow in that call too.
     closed: bool,
-    /// Whether the duration of the call is measured.
+    /// Whether to measure the duration of the send call.
     pub timed: bool,
 }
 

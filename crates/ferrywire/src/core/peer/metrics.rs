@@ -62,7 +62,7 @@ impl History {
         lost.push(line);
     }
 
-    /// The line of the channel that was lost last.
+    /// The line of text about the channel that was lost last.
     pub(super) fn last_lost(&self) -> Option<String> {
         self.lost.lock().unwrap_or_else(PoisonError::into_inner).last().cloned()
     }

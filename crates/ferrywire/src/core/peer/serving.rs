@@ -27,7 +27,7 @@ struct Slots {
     waiting: VecDeque<Request>,
 }
 
-/// The reads by one peer that are answered or wait.
+/// The reads by one peer that are being answered, or wait for that.
 #[derive(Default)]
 pub struct Serving(Mutex<Slots>);
 

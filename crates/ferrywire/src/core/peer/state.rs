@@ -158,7 +158,7 @@ pub(crate) struct PeerState {
     pub inbound: Inbound,
     pub counters: Vec<Arc<ChannelCounters>>,
     pub in_flight: InFlight,
-    /// Reads by the peer that are answered or wait.
+    /// The peer's reads that are being answered, or wait for that.
     pub serving: Serving,
     /// Operations that wait for a GPU stream.
     pub stream_queue: StreamQueue<PeerState>,

@@ -202,7 +202,7 @@ impl Posted {
         self.receiving.posted_count() as u32
     }
 
-    /// Queues a frame whose stream bytes are here.
+    /// Queues a frame whose bytes in the stream have all arrived.
     pub fn expect(&mut self, arrival: Arrival) {
         self.receiving.expect(arrival);
     }

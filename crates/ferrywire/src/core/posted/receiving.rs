@@ -26,7 +26,7 @@ use std::time::Duration;
 /// lanes, and requests to release memory.
 const BYTES_PER_PASS: u64 = 1 << 20;
 
-/// A frame whose stream bytes are here.
+/// A frame whose bytes in the stream have all arrived.
 pub(crate) struct Arrival {
     pub header: Header,
     pub placements: Vec<u8>,

@@ -295,7 +295,7 @@ impl ListKernel {
         let late =
             waited > LAUNCH_WAIT && (!stream.has_others() || waited > SHARED_LAUNCH_WAIT * LAUNCH_WAIT);
         match (begun, late) {
-            // When the kernel began is not known.
+            // The start time of the kernel is not known.
             (true, _) if now.saturating_sub(launched.at) > IN_TIME => {}
             (true, _) => sm_backoff.served(launched.permit, now),
             (false, true) => sm_backoff.kept_waiting(launched.permit, now),

@@ -39,7 +39,7 @@ impl Prepared {
                 );
             }
             if let Err(error) = &kernels {
-                tracing::warn!(%error, "cannot load kernels on CUDA GPU {index}: copy engines copy piece by piece");
+                tracing::warn!(%error, "cannot load copy kernels on CUDA GPU {index}: copy engines copy piece by piece");
             }
         }
         self.keep(index, kernels.ok());

@@ -169,7 +169,8 @@ impl Receiving {
         self.lanes.iter_mut().for_each(|lane| lane.line.flush());
     }
 
-    /// Queues a frame whose stream bytes are here. It waits for its copies, or behind a frame that does.
+    /// Queues a frame whose bytes in the stream have all arrived. It waits for its copies, or behind a frame
+    /// that does.
     pub fn expect(&mut self, arrival: Arrival) {
         let copy = self.current.take().and_then(|current| current.copy);
         self.frames.push_back(Frame { arrival, copy });

@@ -29,7 +29,7 @@ pub(super) struct TraceFile {
     clock: (Instant, Duration),
     named: BTreeSet<Row>,
     events: u64,
-    /// Length of the file in bytes, without its end.
+    /// Length of the file in bytes, without the closing brackets.
     bytes: u64,
     failed: bool,
 }
@@ -190,7 +190,7 @@ impl TraceFile {
                     ",\n{{\"name\":\"{name}\",\"cat\":\"stage\",\"ph\":\"X\",\"pid\":{process},\"tid\":{tid},\
                      \"ts\":{ts},\"dur\":{dur},\"args\":{{\"channel\":{number}"
                 );
-                // Copies overlap, and a wait moves nothing.
+                // Only socket calls have bytes: copies overlap, and a wait moves nothing.
                 if let Stage::Socket(_) = row.stage {
                     let _ = write!(text, ",\"bytes\":{bytes}");
                 }

@@ -122,8 +122,8 @@ impl LanePayload {
         receiver.expect(landing);
     }
 
-    /// Whether a frame whose stream bytes are here has to wait: for its own payload, or for that of an
-    /// earlier frame.
+    /// Whether a frame whose bytes in the stream have arrived has to wait: for its own payload, or for that
+    /// of an earlier frame.
     pub fn defers(&self, header: &Header) -> bool {
         header.is_posted() || self.posted.waiting() > 0
     }

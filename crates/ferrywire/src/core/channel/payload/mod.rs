@@ -298,7 +298,8 @@ impl Payload {
         }
     }
 
-    /// Whether a frame whose stream bytes are here has to wait for payload, its own or an earlier frame's.
+    /// Whether a frame whose bytes in the stream have arrived has to wait for payload, its own or an earlier
+    /// frame's.
     #[inline]
     pub fn defers(&self, header: &Header) -> bool {
         match self {
@@ -327,7 +328,7 @@ impl Payload {
         }
     }
 
-    /// Whether to measure the next receive call.
+    /// Whether to measure the duration of the next receive call.
     #[inline]
     pub fn times_receive(&self) -> bool {
         matches!(self, Payload::Staged(staged) if staged.is_filling())
