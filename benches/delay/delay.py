@@ -135,7 +135,7 @@ def wait_for_listener(o, port, timeout=30.0):
         if any(f[1].endswith(f":{port:04X}") and f[3] == "0A" for f in map(str.split, table.splitlines()[1:])):
             return
         time.sleep(0.02)
-    raise Failed(f"no listener after {timeout:g} s")
+    raise Failed(f"the target has not listened on port {port} within {timeout:g} s")
 
 
 ports = itertools.count(21000, 3)
@@ -152,9 +152,9 @@ def measured(o, path, serve, connect):
             done = subprocess.run(within(o.source_ns, [path, *connect]), capture_output=True, text=True, env=env,
                                   timeout=o.seconds * 10 + o.idle + 120)
         except subprocess.TimeoutExpired:
-            raise Failed("took too long") from None
+            raise Failed("the source took too long") from None
     if done.returncode != 0:
-        raise Failed((done.stderr.strip().splitlines() or ["no output"])[-1][:200])
+        raise Failed((done.stderr.strip().splitlines() or ["the source failed without output"])[-1][:200])
     return json.loads(done.stdout)
 
 

@@ -37,7 +37,7 @@ def options():
     o = p.parse_args()
     why = hosts.possible()
     if why and (o.rate is None or any(rate != "loopback" for rate in o.rate)):
-        print(f"no namespaces (they need {why}): over loopback", file=sys.stderr)
+        print(f"network namespaces need {why}: the links are replaced by loopback", file=sys.stderr)
         o.rate = ["loopback"]
     o.rate = o.rate or ["500mbit", "none"]
     o.plugin = o.plugin or os.path.join(o.bin, "libferrywire_tcpx_sim.so")

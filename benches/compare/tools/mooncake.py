@@ -19,7 +19,7 @@ class Mooncake(PeerTool):
         try:
             network.source([network.python, "-c", "from mooncake.engine import TransferEngine"], 5, self.env(network))
         except Unavailable as e:
-            raise Unavailable(f"cannot be imported: {e}") from None
+            raise Unavailable(f"the mooncake package cannot be imported: {e}") from None
 
     def version(self):
         return self.found

@@ -99,8 +99,9 @@ pub fn source(flags: &Flags) -> io::Result<()> {
         let pace = Pace { run: runs.next().unwrap_or_default(), rounds, first_ns, every_ns };
         let took = timed(&mut pairs, pace, Side::Source)?;
         let reported = far.line("done ")?;
-        let there: f64 =
-            reported.parse().map_err(|_| io::Error::other(format!("the target said {reported:?}")))?;
+        let there: f64 = reported.parse().map_err(|_| {
+            io::Error::other(format!("the target reported {reported:?}, not its CPU seconds"))
+        })?;
         Ok((took, sys::cpu_seconds() - cpu + there))
     };
     let mean = |took: &[Duration]| {

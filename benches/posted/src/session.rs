@@ -110,8 +110,9 @@ fn run(far: &mut Target, pumps: &mut [Pump<'_>], done: &AtomicU64, messages: u64
     });
     let (seconds, near) = (start.elapsed().as_secs_f64(), sys::cpu_seconds() - cpu);
     let reported = reported?;
-    let there: f64 =
-        reported.parse().map_err(|_| io::Error::other(format!("the target said {reported:?}")))?;
+    let there: f64 = reported
+        .parse()
+        .map_err(|_| io::Error::other(format!("the target reported {reported:?}, not its CPU seconds")))?;
     rates.sort_by(f64::total_cmp);
     Ok(Took { seconds, cpu_seconds: near + there, median: rates.get(rates.len() / 2).copied() })
 }
@@ -197,7 +198,9 @@ impl Target {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
         let rest = line.trim_end().strip_prefix(begin).map(str::to_owned);
-        rest.ok_or_else(|| io::Error::other(format!("the target ended, or said {line:?}")))
+        rest.ok_or_else(|| {
+            io::Error::other(format!("the target ended, or sent {line:?} instead of {begin:?}"))
+        })
     }
 
     /// Returns the handle of the target's listener.

@@ -151,7 +151,7 @@ impl Goal {
     }
 }
 
-/// Cycles over the part, `call` bytes at a time.
+/// Sends the part again and again, `call` bytes at a time, until the goal. Returns the bytes sent.
 fn send_stream(call: usize, mut stream: &TcpStream, part: &[u8], goal: Goal) -> io::Result<u64> {
     let (mut sent, mut at) = (0, 0);
     while !goal.is_reached(sent) {
@@ -163,7 +163,8 @@ fn send_stream(call: usize, mut stream: &TcpStream, part: &[u8], goal: Goal) -> 
     Ok(sent)
 }
 
-/// Cycles over the part until `limit` bytes or the end of the stream.
+/// Receives into the part again and again, until `limit` bytes or the end of the stream. Returns the bytes
+/// received.
 fn receive_stream(call: usize, mut stream: &TcpStream, part: &mut [u8], limit: u64) -> io::Result<u64> {
     let (mut received, mut at) = (0, 0);
     while received < limit {

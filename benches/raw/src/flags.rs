@@ -156,10 +156,10 @@ fn parse_flags(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, 
             "--to" => flags.to = list(&value(&arg, &mut args)?, target)?,
             "--reps" => flags.repetitions = list(&value(&arg, &mut args)?, |n| n.parse().ok())?[0],
             _ => {
-                let key = arg.strip_prefix("--").ok_or_else(|| format!("unexpected '{arg}'"))?;
+                let key = arg.strip_prefix("--").ok_or_else(|| format!("unexpected argument '{arg}'"))?;
                 let known = Plan::default().set(key, "").unwrap_or(true);
                 if !known {
-                    return Err(format!("no option '{arg}'"));
+                    return Err(format!("unknown option '{arg}'"));
                 }
                 flags.plan.set(key, &value(&arg, &mut args)?)?;
                 placed |= key == "placement";

@@ -152,7 +152,9 @@ impl Plan {
             return Err("--call, --depth and --size must not be 0".into());
         }
         if self.buffer_bytes() > FOOTPRINT_MAX {
-            return Err(format!("more than {FOOTPRINT_MAX} bytes of buffer"));
+            return Err(format!(
+                "the buffer is larger than {FOOTPRINT_MAX} bytes: use a smaller --size or --footprint"
+            ));
         }
         if !(self.seconds > 0.0 && self.seconds < 86400.0) {
             return Err("--seconds must be above 0 and below a day".into());

@@ -110,7 +110,7 @@ impl Client {
         match line.trim_end().strip_prefix("ok") {
             Some(rest) => Ok(rest.trim().to_string()),
             None if line.is_empty() => Err(io::Error::other("the target closed the control connection")),
-            None => Err(io::Error::other(format!("target: {}", line.trim_end()))),
+            None => Err(io::Error::other(format!("the target reports: {}", line.trim_end()))),
         }
     }
 }
@@ -191,11 +191,13 @@ fn accept_data(plan: &Plan, listeners: &[TcpListener]) -> io::Result<Vec<TcpStre
     while streams.iter().any(Option::is_none) {
         let (stream, first) = accept(listeners)?;
         if first == CONTROL {
-            return Err(io::Error::other("another client connected, or this one gave up"));
+            return Err(io::Error::other("another client connected, or this one started again"));
         }
         let index = u32::from_le_bytes(first) as usize;
         net::tune_accepted(&stream, plan)?;
-        *streams.get_mut(index).ok_or_else(|| io::Error::other("a data connection has a wrong index"))? =
+        *streams
+            .get_mut(index)
+            .ok_or_else(|| io::Error::other("a data connection has an index beyond --connections"))? =
             Some(stream);
     }
     Ok(streams.into_iter().flatten().collect())

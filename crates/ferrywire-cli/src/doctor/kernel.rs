@@ -96,8 +96,8 @@ Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id cannot be read"
     let iommu = "/sys/class/iommu: devices are behind an IOMMU";
     found.push(if kernel.iommu {
 Finding::ok("iommu", SUBJECT, iommu).at(Level::Note).fix(
-            "nothing for TCP through host memory; where NICs access GPU memory (devmem, plugins), boot with iommu=pt and turn \
-             ACS off between NIC and GPU",
+            "nothing to do for TCP through host memory; where NICs access GPU memory (devmem, plugins), boot with \
+             iommu=pt and turn ACS off between NIC and GPU",
         )
 } else {
 Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty")
@@ -167,7 +167,7 @@ fn version(release: &str) -> Finding {
         }
         Some(version) if version < DEVMEM_SENDS => found
             .at(Level::Note)
-            .fix("for devmem TCP, use Linux 6.16 or later and NICs that support it; otherwise nothing"),
+            .fix("for devmem TCP, use Linux 6.16 or later and NICs that support it; otherwise nothing to do"),
         _ => found,
     }
 }

@@ -183,7 +183,7 @@ fn speed(nic: &Nic, fastest: Option<u32>) -> Finding {
     let Some(mbps) = nic.speed_mbps else {
         let evidence = format!("/sys/class/net/{}/speed has no value", nic.name);
         return Finding::ok("nic-speed", &nic.name, evidence).at(Level::Note).fix(
-            "nothing in a virtual machine: channels are assigned to NICs evenly, without regard to speed",
+            "nothing to do in a virtual machine: channels are assigned to NICs evenly, without regard to speed",
         );
     };
     let found = Finding::ok("nic-speed", &nic.name, format!("{} Gbit/s", f64::from(mbps) / 1000.0));

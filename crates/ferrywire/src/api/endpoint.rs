@@ -725,10 +725,10 @@ const METADATA_VERSION: u8 = 1;
 fn parse_metadata(bytes: &[u8]) -> Result<(Identity, Vec<SocketAddr>)> {
     let wrong = |why: &str| Error::invalid("metadata", why);
     let (Some(&version), Some(identity)) = (bytes.first(), bytes.get(1..17)) else {
-        return Err(wrong("too short"));
+        return Err(wrong("too short: pass the bytes that another endpoint's metadata() returned"));
     };
     if version != METADATA_VERSION {
-        return Err(wrong("made by another version of ferrywire"));
+        return Err(wrong("made by another version of ferrywire: install one version on both ends"));
     }
     let mut name = [0; 16];
     name.copy_from_slice(identity);

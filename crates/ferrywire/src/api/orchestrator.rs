@@ -248,7 +248,8 @@ impl<'a> Dial<'a> {
         let endpoint = endpoint
             .ok_or_else(|| Error::invalid("target", "the orchestrator has no endpoint with this index"))?;
         let address = self.target.addresses.get(self.next);
-        let address = *address.ok_or_else(|| Error::invalid("target", "the target has no address"))?;
+        let address = *address
+            .ok_or_else(|| Error::invalid("target", "the target has no address: give it at least one"))?;
         self.next += 1;
         self.connecting = Some(endpoint.start_connect(address)?);
         Ok(())

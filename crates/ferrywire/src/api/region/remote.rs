@@ -63,7 +63,7 @@ impl RemoteRegion {
         let wrong = |why: &str| Error::invalid("region descriptor", why);
         // Check the version first: descriptors of other versions may have other lengths.
         if bytes.first().is_some_and(|version| *version != DESCRIPTOR_VERSION) {
-            return Err(wrong("made by another version of ferrywire"));
+            return Err(wrong("made by another version of ferrywire: install one version on both ends"));
         }
         if bytes.len() != DESCRIPTOR_BYTES {
             return Err(wrong(&format!("{} bytes long, must be {DESCRIPTOR_BYTES}", bytes.len())));

@@ -10,8 +10,8 @@
 //! frame only once its refusal is in the stream.
 //!
 //! Invariants: bytes are taken in the order of the stream; a stage ends only when all its bytes have arrived.
-//! Every offset from the wire is checked against its region before an address is made from it. Read next:
-//! `../peer/replies.rs`, which handles complete frames without payload.
+//! Every offset from the wire is checked against its region before an address is made from it.
+//! Read next: `../peer/replies.rs`, which handles complete frames without payload.
 
 use std::io;
 use std::sync::atomic::Ordering;

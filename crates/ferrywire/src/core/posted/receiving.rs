@@ -368,7 +368,7 @@ impl Receiving {
     pub fn state(&self) -> String {
         let closing = self.closing.as_ref().map(|(_, why)| format!(", closing: {why}")).unwrap_or_default();
         format!(
-            "receiving: {} of {} posted, {} frames wait, {} given back{closing}",
+            "receiving: {} of {} posted, {} frames wait, {} are finished{closing}",
             self.outstanding,
             self.window,
             self.frames.len(),

@@ -330,7 +330,7 @@ impl Pipeline {
 
     /// Notes that the copies in flight, which end at this mark, are never done.
     fn lose(&mut self, error: Error, mark: u64) {
-        tracing::warn!(%error, location = %self.location, "copies between a GPU and host memory failed");
+        tracing::warn!(%error, location = %self.location, "copies between a GPU and host memory failed: their transfers fail");
         self.failures.push((error, self.reached + 1..=mark));
         self.advance(mark);
     }

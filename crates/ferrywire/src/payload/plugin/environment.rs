@@ -31,7 +31,7 @@ pub struct Variable {
     pub set_by: SetBy,
 }
 
-/// The facts that determine the values.
+/// The facts that determine the values of the plugin's variables.
 pub(super) struct Facts {
     pub message_bytes_max: usize,
     /// Names of the NICs to use.

@@ -116,7 +116,7 @@ impl LanePayload {
     pub fn land(&mut self, receiver: &mut Receiver, landing: Landing) {
         if receiver.header.is_posted() {
             self.target = runs(&landing, &mut receiver.body.pieces);
-            // The checksum covers the lane's bytes, and is checked once they are here.
+            // The checksum covers the lane's bytes, and is checked once they have arrived.
             receiver.body.leave_unchecked();
         }
         receiver.expect(landing);
