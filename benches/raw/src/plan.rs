@@ -16,13 +16,13 @@ pub const STRIPE_MIN: u64 = 64 << 10;
 /// The kind of measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Throughput.
+    /// Throughput of many messages.
     Bulk,
-    /// Round trips.
+    /// Round trips of single messages.
     PingPong,
 }
 
-/// Where threads run.
+/// The cores on which threads run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// Thread i of both sides on core i modulo the cores.
@@ -65,7 +65,7 @@ pub struct Plan {
     pub sockbuf: usize,
     /// Congestion control of each socket; `system` leaves the default.
     pub congestion: String,
-    /// Where threads run.
+    /// The cores on which threads run.
     pub placement: Placement,
     /// Whether each message is acknowledged, with at most `depth` outstanding.
     pub sync: bool,

@@ -19,9 +19,9 @@ const CONTROL: [u8; 4] = *b"CTL0";
 
 /// The result of a bulk run.
 pub struct Outcome {
-    /// The sending process.
+    /// Measurements of the sending process.
     pub source: Side,
-    /// The receiving process.
+    /// Measurements of the receiving process.
     pub target: Side,
     /// The congestion control of the source's first connection.
     pub congestion: String,

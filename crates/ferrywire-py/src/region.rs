@@ -164,7 +164,7 @@ pub fn range(
 
 #[pymethods]
 impl Region {
-    /// Size in bytes.
+    /// Size of the region in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.len_bytes
@@ -364,7 +364,7 @@ impl RemoteRegion {
         Ok(RemoteRegion { remote: ferrywire::RemoteRegion::from_bytes(bytes_of(&buffer)).or_raise(py)? })
     }
 
-    /// Size in bytes.
+    /// Size of the region in bytes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.remote.len()

@@ -62,9 +62,9 @@ pub enum Error {
     /// Offset and length do not lie inside the region they name.
     #[error("bytes {offset}..{end} are outside the {side} region of {region_bytes} bytes", end = offset.saturating_add(*len))]
     OutOfRegion {
-        /// "source" or "target".
+        /// Which region of the transfer: "source" or "target"; for lists of blocks "local" or "remote".
         side: &'static str,
-        /// First byte of the range.
+        /// Offset of the range in the region, in bytes.
         offset: u64,
         /// Length of the range in bytes.
         len: u64,

@@ -26,7 +26,7 @@ Exit status:
     };
 }
 
-/// After the long help of `ferrywire`.
+/// Text behind the long help of `ferrywire`.
 pub const COMMAND: &str = concat!(
     "\
 Examples:
@@ -43,7 +43,7 @@ Examples:
     bench_exit_status!()
 );
 
-/// After the long help of `bench`.
+/// Text behind the long help of `bench`.
 pub const BENCH: &str = concat!(
     "\
 Examples:
@@ -65,7 +65,7 @@ Examples:
     bench_exit_status!()
 );
 
-/// After the long help of `watch`.
+/// Text behind the long help of `watch`.
 pub const WATCH: &str = "\
 Examples:
   ferrywire watch                  a table per second, until Ctrl-C
@@ -113,7 +113,7 @@ Examples:
     bench_exit_status!()
 );
 
-/// After the long help of `topo`.
+/// Text behind the long help of `topo`.
 pub const TOPO: &str = "\
 The plan:
   A GPU uses the NICs behind its own PCIe bridge, else those below its PCIe
@@ -133,7 +133,7 @@ Exit status:
   0 there is a plan, 1 there is no plan (the tables are printed nevertheless),
   2 bad usage";
 
-/// After the long help of `doctor`.
+/// Text behind the long help of `doctor`.
 pub const DOCTOR: &str = "\
 Levels:
   FAIL  something does not work
@@ -157,7 +157,7 @@ Exit status:
   0 nothing failed, 1 a finding is FAIL, 2 bad usage, 130 stopped by Ctrl-C,
   143 stopped by SIGTERM";
 
-/// After the long help of `plugin`.
+/// Text behind the long help of `plugin`.
 pub const PLUGIN: &str = "\
 The plugin's code runs, in a process of its own: name only plugins that you
 trust.
@@ -174,7 +174,7 @@ Exit status:
   0 the plugin works and has devices, 1 it does not, 2 bad usage,
   130 stopped by Ctrl-C, 143 stopped by SIGTERM";
 
-/// After the long help of `report`.
+/// Text behind the long help of `report`.
 pub const REPORT: &str = "\
 What is shown:
   The hosts and the options that differ between runs; throughput by size,
@@ -208,7 +208,7 @@ NCCL stop where it would fall back to its own sockets.
 Exit status:
   0 the plugin loads here, 1 failed, 2 bad usage";
 
-/// After the long help of `nixl`.
+/// Text behind the long help of `nixl`.
 pub const NIXL: &str = "\
 Where the backend goes:
   NIXL loads backends from the folder beside its own library. `install` copies

@@ -131,7 +131,7 @@ pub struct Part<'a> {
     pub run: &'a Run,
     /// The endpoint that connects.
     pub endpoint: &'a Endpoint,
-    /// Where this end's bytes lie.
+    /// The memory location of this end.
     pub home: &'a Home,
     /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
     pub pairs: &'a [(u32, u32)],

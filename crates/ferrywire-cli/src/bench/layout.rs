@@ -110,7 +110,7 @@ pub struct Piece {
     pub offset: u64,
     /// Offset in the message, in bytes.
     pub logical: u64,
-    /// Length in bytes.
+    /// Length of the piece in bytes.
     pub bytes: u64,
     /// End of the piece's cell in the region; between the piece and this offset is the gap.
     pub cell_end: u64,

@@ -77,12 +77,12 @@ impl Meter {
         Meter { start: Instant::now(), open, intervals, least_s, intervals_max, latency }
     }
 
-    /// Time since the start.
+    /// Time from the start of the timed part until `now`.
     pub fn elapsed(&self, now: Instant) -> Duration {
         now.duration_since(self.start)
     }
 
-    /// Counts a completed message. Returns the time since the start.
+    /// Counts a completed message. Returns the time since the start of the timed part.
     pub fn completed(&mut self, now: Instant, bytes: u64, took: Duration) -> Duration {
         let elapsed = self.elapsed(now);
         self.latency.record(took);

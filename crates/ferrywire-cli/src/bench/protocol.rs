@@ -169,11 +169,11 @@ pub struct SocketBuffers {
 /// Measurements of one end about the flow that it drove.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FlowReport {
-    /// The number of messages.
+    /// Number of messages of the timed part.
     pub iterations: u64,
-    /// Bytes per interval.
+    /// Bytes completed in each interval of the timed part.
     pub intervals: Vec<Interval>,
-    /// The time of each message.
+    /// The time that each message took.
     pub latency: LatencyCounts,
     /// Further latencies by name.
     #[serde(deserialize_with = "sanitize::names")]

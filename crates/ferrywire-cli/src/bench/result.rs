@@ -49,9 +49,9 @@ pub struct CpuPerGb {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NicBytes {
     pub nic: String,
-    /// Bytes sent.
+    /// Bytes sent over the NIC.
     pub tx_bytes: u64,
-    /// Bytes received.
+    /// Bytes received over the NIC.
     pub rx_bytes: u64,
 }
 

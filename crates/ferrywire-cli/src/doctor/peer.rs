@@ -68,7 +68,7 @@ pub struct Channel {
     pub local: SocketAddr,
     /// The peer's address and port.
     pub remote: SocketAddr,
-    /// Round-trip time.
+    /// Smoothed round-trip time of the channel's connection.
     pub rtt: Duration,
     /// Payload bytes of a packet; 0 if unknown.
     pub mss_bytes: u32,

@@ -93,7 +93,7 @@ impl Run {
         self.offset
     }
 
-    /// Length in bytes.
+    /// Length of the run in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }

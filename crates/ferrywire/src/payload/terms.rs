@@ -74,12 +74,12 @@ impl Terms {
         self.0.iter().find(|(each, _)| each == name).map(|(_, value)| value.as_str())
     }
 
-    /// The plugin's name.
+    /// Name of the plugin or other backend that the terms are for.
     pub fn plugin(&self) -> &str {
         self.value("plugin").unwrap_or("an unknown plugin")
     }
 
-    /// Whether that end moves GPU memory.
+    /// Whether the end that offers these terms moves GPU memory.
     pub fn gpu(&self) -> bool {
         self.value(GPU) == Some("1")
     }

@@ -57,7 +57,7 @@ pub enum Message {
 /// A pending call of the plugin.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Call {
-    /// The function and its device.
+    /// The plugin's function and its device.
     pub what: String,
     /// How long the call has been pending, in milliseconds.
     pub under_way_ms: u64,

@@ -112,7 +112,7 @@ pub struct Entry {
     pub boot_id: String,
     /// The rank's number on its host.
     pub local_rank: u32,
-    /// The rank's place.
+    /// The addresses, memory and GPU of the rank.
     pub place: Place,
 }
 

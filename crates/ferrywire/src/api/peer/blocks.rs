@@ -18,7 +18,7 @@ pub struct Block {
     pub local_offset: u64,
     /// Offset in the remote region, in bytes.
     pub remote_offset: u64,
-    /// Size in bytes.
+    /// Size of the block in bytes.
     pub bytes: u64,
 }
 

@@ -172,7 +172,7 @@ impl Region {
         Ok(check_range(side, offset, len, self.len())?)
     }
 
-    /// Size in bytes.
+    /// Size of the region in bytes.
     pub fn len(&self) -> u64 {
         self.inner.memory.len()
     }

@@ -22,7 +22,7 @@ pub struct RemoteRegion {
 }
 
 impl RemoteRegion {
-    /// Size in bytes.
+    /// Size of the region in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
