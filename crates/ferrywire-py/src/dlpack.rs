@@ -98,7 +98,8 @@ fn describe(tensor: &Tensor, read_only: bool) -> Described {
     let count = usize::try_from(tensor.dimensions).unwrap_or(0);
     let list = |first: *const i64| match count {
         0 => Vec::new(),
-        // SAFETY: such a list has one entry per dimension and lives as long as the tensor.
+        // SAFETY: a tensor's lists of sizes and strides have one entry per dimension and live as long as the
+        // tensor.
         _ => unsafe { std::slice::from_raw_parts(first, count) }.to_vec(),
     };
     Described {

@@ -138,8 +138,8 @@ impl View {
     }
 }
 
-/// Why such arrays are refused: peers would write numbers over references, and the interpreter crashes when
-/// it follows one.
+/// Why arrays of Python objects are refused: peers would write numbers over references, and the interpreter
+/// crashes when it follows one.
 const OBJECTS: &str = "the array has elements that are Python objects, whose bytes are pointers of this process: use an \
                        element type of numbers";
 

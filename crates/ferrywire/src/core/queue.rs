@@ -38,7 +38,7 @@ pub(crate) trait Stage {
 /// The queue of one peer.
 pub(crate) struct SendQueue {
     outbox: Mutex<Outbox<Hold>>,
-    /// Queued items, and the numbers of those that are not small operations, and not bulk.
+    /// Number of queued items: all, those that are not small operations, and those that are not bulk.
     waiting: AtomicUsize,
     waiting_beside_small: AtomicUsize,
     waiting_beside_bulk: AtomicUsize,

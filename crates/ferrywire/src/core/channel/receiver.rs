@@ -42,7 +42,7 @@ pub(super) struct Receiver {
     pub landing: Option<Landing>,
     refusal: Option<Refusal>,
     pub acks: Acks,
-    /// When the last frame came of an operation so large that it counts as deep bulk.
+    /// Arrival time of the last frame whose operation was large enough to count as deep bulk.
     pub bulk_since: Option<Instant>,
     /// Bytes of the last frame's header and placements if its payload was large, else 0.
     bulk_header_bytes: usize,
@@ -250,8 +250,8 @@ impl Channel {
         }
     }
 
-    /// Completes a frame whose stream bytes are all here, and counts it unless its payload is still in
-    /// flight.
+    /// Completes a frame whose bytes in the stream have all arrived, and counts it unless its payload is
+    /// still in flight.
     fn finish_if_complete(&mut self) -> io::Result<()> {
         let receiver = &mut self.receiver;
         let whole = receiver.stage == Stage::Body && receiver.body.part_is_whole();
