@@ -62,7 +62,7 @@ pub struct ChannelTotal {
     pub channel: u16,
     /// The connecting end's NIC.
     pub nic: String,
-    /// Bytes in both directions.
+    /// Bytes over the channel, both directions together.
     pub bytes: u64,
 }
 

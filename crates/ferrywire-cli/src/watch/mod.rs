@@ -19,7 +19,7 @@ use crate::plan::WatchPlan;
 use crate::{sanitize, sys};
 use rates::{PathRates, ProcessRates};
 
-/// How often a pause looks for Ctrl-C.
+/// How often a pause checks for Ctrl-C.
 const SLICE: Duration = Duration::from_millis(50);
 /// Switches a terminal to its second screen and clears that; what was shown before comes back at the end.
 const ENTER_SCREEN: &str = "\x1b[?1049h";

@@ -188,7 +188,7 @@ impl Endpoint {
         Ok(())
     }
 
-    /// The addresses listened on, with their actual ports.
+    /// Addresses on which the endpoint listens, with their actual ports.
     pub fn listen_addresses(&self) -> Vec<SocketAddr> {
         self.inner.listen_addresses.clone()
     }

@@ -259,7 +259,7 @@ mod tests {
     const LIMIT: Duration = Duration::from_secs(60);
 
     /// A network with latency: the kernel has no room in the socket at first. Regression: the control side
-    /// missed the event.
+    /// missed the event of new room.
     #[test]
     fn a_late_connection_is_reported_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

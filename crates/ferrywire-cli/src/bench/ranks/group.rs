@@ -438,7 +438,8 @@ impl Group {
             },
             Ok(_) => {
                 let why =
-                    "this port is the rendezvous of ranks, not a serve: connect to another port".to_owned();
+                    "this port is the rendezvous of ranks, not of 'bench serve': connect to another port"
+                        .to_owned();
                 return link.tell_last(&Message::Refused { why });
             }
             Err(failure) => return link.tell_last(&Message::Refused { why: failure.first_line() }),

@@ -92,7 +92,7 @@ impl Resumption {
         }
     }
 
-    /// Notes an endpoint that does not know the session. The first such answer is kept.
+    /// Notes the answer of an endpoint that does not know the session, unless one is noted already.
     pub fn disown(&mut self, why: String) {
         if self.state == ResumeState::Dialling {
             self.state = ResumeState::Disowned(why);

@@ -88,7 +88,7 @@ struct Launched {
     settled: bool,
 }
 
-/// How to repeat copies that a kernel has left.
+/// How to repeat copies that a kernel has not made before it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Again {
     ByEither,

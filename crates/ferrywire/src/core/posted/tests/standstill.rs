@@ -55,7 +55,8 @@ fn a_stalled_oldest_message_is_an_error_with_the_fill_of_both_windows() {
     assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
 }
 
-/// Regression: the time counted from the arrival of the message before, which waited for a GPU.
+/// Regression: the time without progress counted from the arrival of the previous message, which waited for a
+/// GPU.
 #[test]
 fn a_message_is_stalled_since_its_receive_was_posted() {
     let memory = Memory::private(CHUNK).unwrap();
