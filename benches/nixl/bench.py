@@ -219,7 +219,7 @@ def ends(arguments, variant, folders):
         for text in process.stdout:
             if text[:1] in "{tf0123456789" or text.split()[:1] in (["poison"], ["fill"], ["verify"], ["cpu"]):
                 return text
-        raise SystemExit(f"{variant}: an end has ended: {process.wait()}")
+        raise SystemExit(f"{variant}: a process of the benchmark ended with status {process.wait()}")
 
     there = start("target", HOSTS[1], arguments.devices[1])
     here = start("initiator", HOSTS[0], arguments.devices[0])

@@ -177,7 +177,8 @@ struct Sink {
 }
 
 impl Output {
-    /// Opens the files that were asked for.
+    /// Opens the JSON and CSV files of the plan; none for peers of an incast other than the first, which
+    /// prints.
     pub fn open(plan: &ConnectPlan) -> Outcome<Output> {
         let none = plan.member > 0;
         let open = |path: &Option<PathBuf>| match path {

@@ -25,7 +25,7 @@ pub struct PluginConfig {
     pub(super) set_before: Vec<String>,
 }
 
-/// The plugin's code.
+/// The file with the plugin's code.
 #[derive(Clone, Debug)]
 pub(super) enum File {
     Path(PathBuf),
