@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <sched.h>
+#include <setjmp.h>
 #include <thread>
 #include <time.h>
 #include <ucontext.h>
@@ -45,7 +46,9 @@ struct Fiber {
     static constexpr size_t BYTES = 128 << 10;
     std::unique_ptr<char[]> stack{new char[BYTES]};
     ucontext_t context;
+    jmp_buf place;
     void *fake = nullptr;
+    bool begun = false;
     bool ended = true;
 };
 
@@ -55,6 +58,7 @@ static thread_local struct Block *mine;
 struct Block {
     std::vector<Fiber> fibers{BLOCK};
     ucontext_t turns;
+    jmp_buf place;
     void *fake = nullptr;
     const void *stack = nullptr;
     size_t stack_bytes = 0;
@@ -65,8 +69,23 @@ struct Block {
         Fiber &fiber = fibers[threadIdx.x];
         fiber.ended = ends;
         TURN_BEGINS(ends ? nullptr : &fiber.fake, stack, stack_bytes);
-        swapcontext(&fiber.context, &turns);
+        switch_from(fiber, true);
         TURN_HAS_BEGUN(fiber.fake, &stack, &stack_bytes);
+    }
+
+    // Goes on with a thread, or from it with the loop over all of them. A context also has a signal mask, so to switch
+    // contexts is a system call: each thread begins with one, and jumps from then on. Sanitizers follow contexts alone.
+    void switch_from(Fiber &fiber, bool to_loop) {
+#if defined(__SANITIZE_ADDRESS__)
+        if (to_loop) swapcontext(&fiber.context, &turns);
+        else swapcontext(&turns, &fiber.context);
+#else
+        if (_setjmp(to_loop ? fiber.place : place)) return;
+        if (to_loop) _longjmp(place, 1);
+        if (fiber.begun) _longjmp(fiber.place, 1);
+        fiber.begun = true;
+        setcontext(&fiber.context);
+#endif
     }
 
     static void begin() {
@@ -84,7 +103,7 @@ struct Block {
             fiber.context.uc_stack.ss_size = Fiber::BYTES;
             fiber.context.uc_link = nullptr;
             makecontext(&fiber.context, begin, 0);
-            fiber.ended = false;
+            fiber.begun = fiber.ended = false;
         }
         for (unsigned left = BLOCK, before = BLOCK; left > 0; before = left) {
             left = 0;
@@ -96,7 +115,7 @@ struct Block {
                 if (fiber.ended) continue;
                 threadIdx.x = at;
                 TURN_BEGINS(&fake, fiber.stack.get(), Fiber::BYTES);
-                swapcontext(&turns, &fiber.context);
+                switch_from(fiber, false);
                 TURN_HAS_BEGUN(fake, nullptr, nullptr);
                 left += !fiber.ended;
             }
