@@ -1,7 +1,7 @@
 //! A connection whose bytes travel in records that are encrypted, or only authenticated.
 //!
 //! ```text
-//! send   pieces --seal--> `outgoing` --> the connection below
+//! send   pieces --seal--> `outgoing` --> the connection below, long sends without a copy
 //! recv   the connection below --> `incoming` --open--> pieces
 //! ```
 //!
@@ -12,7 +12,10 @@
 //!
 //! Invariants: bytes that `send` has taken are sealed once, whatever the kernel takes; after a record that
 //! does not open nothing is received any more.
-//! Read next: `record.rs` in the crate `ferrywire-proto`, which defines the format of records.
+//! Read next: `sealed/outgoing.rs`; `record.rs` in the crate `ferrywire-proto`, which defines the format of
+//! records.
+
+mod outgoing;
 
 use std::fmt;
 use std::io;
@@ -26,17 +29,10 @@ use ferrywire_proto::record::{
 };
 
 use crate::{Conn, ConnOptions, IoVec, PathHealth};
+use outgoing::{Outgoing, SLOT_BYTES};
 
-/// Records that fit into the buffer of each direction. More would leave the cache before they are used.
-const BUFFERED_RECORDS: usize = 4;
-const BUFFER_BYTES: usize = BUFFERED_RECORDS * record_bytes(RECORD_BYTES_MAX);
 /// Shortest piece in bytes that has records of its own.
 const OWN_RECORD_BYTES_MIN: usize = 16 << 10;
-
-/// Bytes of a record with `payload_bytes` bytes of payload.
-const fn record_bytes(payload_bytes: usize) -> usize {
-    payload_bytes + RECORD_OVERHEAD
-}
 
 /// A connection that encrypts or only authenticates its bytes.
 pub struct Sealed {
@@ -49,14 +45,6 @@ pub struct Sealed {
     incoming: Incoming,
     /// Why no further record of the peer can be opened.
     failure: Option<RecordError>,
-}
-
-/// Sealed records up to `end`, of which the kernel has the first `sent` bytes.
-#[derive(Default)]
-struct Outgoing {
-    buffer: Vec<u8>,
-    sent: usize,
-    end: usize,
 }
 
 /// Received bytes: `payload` of the record that was opened last, then records that are not opened yet.
@@ -95,26 +83,26 @@ impl Sealed {
         }
     }
 
-    /// Seals bytes at `cursor`, at most as many as the buffer has room for. Returns the number of bytes
-    /// sealed.
+    /// Lends the records of long sends to the kernel from now on, instead of having them copied. The caller
+    /// must report by [`placed`](Conn::placed) how many bytes the peer has placed.
+    pub fn lending(mut self) -> Sealed {
+        self.outgoing.lend();
+        self
+    }
+
+    /// Seals bytes at `cursor`, at most as many as `outgoing` has room for at the chosen place. Returns the
+    /// number of bytes sealed.
     ///
     /// # Safety
     /// The pieces are readable.
     unsafe fn seal(&mut self, cursor: &mut Cursor<'_>) -> io::Result<usize> {
-        let Outgoing { buffer, sent, end } = &mut self.outgoing;
-        if *sent == *end {
-            (*sent, *end) = (0, 0);
-            buffer.resize(BUFFER_BYTES, 0);
-        }
         let mut taken = 0;
         loop {
-            let room = (buffer.len() - *end).saturating_sub(RECORD_OVERHEAD).min(RECORD_BYTES_MAX);
             // A long piece has records of its own: they are sealed without a copy, and mostly opened without one.
-            let run = cursor.run(OWN_RECORD_BYTES_MIN).min(room);
-            if run == 0 {
+            let run = cursor.run(OWN_RECORD_BYTES_MIN).min(RECORD_BYTES_MAX);
+            let Some(record) = self.outgoing.room(run + RECORD_OVERHEAD).filter(|_| run > 0) else {
                 return Ok(taken);
-            }
-            let record = &mut buffer[*end..*end + run + RECORD_OVERHEAD];
+            };
             let sealed = match cursor.piece() {
                 Some(piece) if piece.len >= run => {
                     // SAFETY: the caller promises that the pieces are readable.
@@ -134,7 +122,7 @@ impl Sealed {
                 }
             };
             sealed.map_err(broken)?;
-            *end += record_bytes(run);
+            self.outgoing.sealed(run);
             self.overhead += RECORD_OVERHEAD as u64;
             taken += run;
         }
@@ -142,11 +130,7 @@ impl Sealed {
 
     /// Hands sealed records to the kernel until it has all of them or has no room.
     fn push(&mut self) -> io::Result<()> {
-        let Outgoing { buffer, sent, end } = &mut self.outgoing;
-        while *sent < *end {
-            *sent += self.inner.write(&buffer[*sent..*end])?;
-        }
-        Ok(())
+        self.outgoing.push(&mut *self.inner)
     }
 
     /// Opens the next record if it is complete: directly into the piece at `cursor` if it has room for the whole record, else
@@ -187,7 +171,7 @@ impl Sealed {
     /// Reads more records from the connection below. Returns whether the kernel may have more.
     fn fill(&mut self) -> io::Result<bool> {
         let Incoming { buffer, sealed: (start, end), .. } = &mut self.incoming;
-        buffer.resize(BUFFER_BYTES, 0);
+        buffer.resize(SLOT_BYTES, 0);
         if *start > 0 {
             buffer.copy_within(*start..*end, 0);
             (*start, *end) = (0, *end - *start);
@@ -217,8 +201,10 @@ impl Conn for Sealed {
         if cursor.left() == 0 {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
+        self.push()?;
         let mut taken = 0;
         loop {
+            self.outgoing.choose(cursor.left(), &*self.inner);
             // SAFETY: the caller promises that the pieces are readable.
             taken += unsafe { self.seal(&mut cursor) }?;
             match self.push() {
@@ -285,8 +271,12 @@ impl Conn for Sealed {
         self.inner.abort();
     }
 
+    fn placed(&mut self, bytes: u64) {
+        self.outgoing.placed(bytes);
+    }
+
     fn has_unsent(&self) -> bool {
-        self.outgoing.sent < self.outgoing.end
+        self.outgoing.unsent() > 0
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -315,7 +305,7 @@ impl Conn for Sealed {
     }
 
     fn unsent_bytes(&self) -> usize {
-        self.inner.unsent_bytes() + (self.outgoing.end - self.outgoing.sent)
+        self.inner.unsent_bytes() + self.outgoing.unsent()
     }
 
     /// The health of the underlying connection. `acked_bytes` counts payload, and at most as much as the
@@ -418,135 +408,4 @@ impl<'a> Cursor<'a> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use ferrywire_proto::protection::Algorithm;
-    use ferrywire_proto::record::RecordSecret;
-    use std::collections::VecDeque;
-    use std::sync::{Arc, Mutex};
-
-    /// One direction of a wire, and the room that is left in it.
-    #[derive(Default)]
-    struct Wire {
-        bytes: VecDeque<u8>,
-        room: usize,
-    }
-
-    struct Fake {
-        out: Arc<Mutex<Wire>>,
-        back: Arc<Mutex<Wire>>,
-    }
-
-    impl Conn for Fake {
-        unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-            let mut wire = self.out.lock().unwrap();
-            let bytes = pieces[0].len.min(wire.room);
-            if bytes == 0 {
-                return Err(io::ErrorKind::WouldBlock.into());
-            }
-            // SAFETY: promised by the caller.
-            wire.bytes.extend(unsafe { std::slice::from_raw_parts(pieces[0].base, bytes) });
-            wire.room -= bytes;
-            Ok(bytes)
-        }
-
-        unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-            let mut wire = self.back.lock().unwrap();
-            let bytes = pieces[0].len.min(wire.bytes.len());
-            if bytes == 0 {
-                return Err(io::ErrorKind::WouldBlock.into());
-            }
-            let taken: Vec<u8> = wire.bytes.drain(..bytes).collect();
-            // SAFETY: promised by the caller.
-            unsafe { std::ptr::copy_nonoverlapping(taken.as_ptr(), pieces[0].base, bytes) };
-            Ok(bytes)
-        }
-
-        fn health(&self) -> PathHealth {
-            PathHealth::default()
-        }
-
-        fn shutdown(&mut self) {}
-
-        fn fd(&self) -> Option<RawFd> {
-            None
-        }
-
-        fn local(&self) -> SocketAddr {
-            ([127, 0, 0, 1], 1).into()
-        }
-
-        fn remote(&self) -> SocketAddr {
-            ([127, 0, 0, 1], 2).into()
-        }
-    }
-
-    /// Two ends, and the wire from the first to the second.
-    fn pair(encrypted: bool) -> (Sealed, Sealed, Arc<Mutex<Wire>>) {
-        let [forth, back] = [(); 2].map(|()| Arc::<Mutex<Wire>>::default());
-        let secrets = || {
-            let secret = |byte| RecordSecret::new([byte; 32]);
-            RecordSecrets { from_initiator: secret(1), from_responder: secret(2) }
-        };
-        let protection = Protection { encrypted, algorithm: Algorithm::ChaCha20Poly1305 };
-        let near = Fake { out: forth.clone(), back: back.clone() };
-        let far = Fake { out: back, back: forth.clone() };
-        (
-            Sealed::new(Box::new(near), protection, secrets(), true),
-            Sealed::new(Box::new(far), protection, secrets(), false),
-            forth,
-        )
-    }
-
-    fn is_blocked<T: fmt::Debug>(result: &io::Result<T>) -> bool {
-        matches!(result, Err(error) if error.kind() == io::ErrorKind::WouldBlock)
-    }
-
-    #[test]
-    fn bytes_arrive_whatever_the_kernel_takes_and_gives_at_a_time() {
-        let bytes: Vec<u8> = (0..400_000u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
-        for (encrypted, step) in [(true, 70_001), (true, 999), (false, 4_099)] {
-            let (mut near, mut far, wire) = pair(encrypted);
-            let (mut sent, mut received) = (0, Vec::new());
-            // Short and long pieces, so that some records are opened into the caller's memory.
-            let mut buffer = vec![0; 150_000];
-            while received.len() < bytes.len() {
-                wire.lock().unwrap().room += step;
-                if sent < bytes.len() {
-                    let end = (sent + 1 + sent % 100_000).min(bytes.len());
-                    match near.write(&bytes[sent..end]) {
-                        Ok(taken) => sent += taken,
-                        result => assert!(is_blocked(&result), "{result:?}"),
-                    }
-                } else {
-                    let flushed = near.flush();
-                    assert!(flushed.is_ok() != near.has_unsent());
-                }
-                let room = if received.len() % 3 == 0 { 777 } else { buffer.len() };
-                match far.read(&mut buffer[..room]) {
-                    Ok(count) => received.extend_from_slice(&buffer[..count]),
-                    result => assert!(is_blocked(&result) && !far.has_received(), "{result:?}"),
-                }
-            }
-            assert!(received == bytes && !near.has_unsent() && far.begun_bytes() == 0);
-        }
-    }
-
-    /// Regression: a caller that found the socket empty never heard of the changed record.
-    #[test]
-    fn a_record_that_does_not_open_behind_one_that_does_is_announced() {
-        for encrypted in [true, false] {
-            let (mut near, mut far, wire) = pair(encrypted);
-            wire.lock().unwrap().room = 1000;
-            near.write(b"good").unwrap();
-            near.write(b"changed").unwrap();
-            *wire.lock().unwrap().bytes.back_mut().unwrap() ^= 1;
-            let mut buffer = [0; 100];
-            assert_eq!(far.read(&mut buffer).unwrap(), 4);
-            assert!(far.has_received());
-            for _ in 0..2 {
-                assert_eq!(far.read(&mut buffer).unwrap_err().kind(), io::ErrorKind::InvalidData);
-            }
-        }
-    }
-}
+mod tests;

@@ -111,6 +111,10 @@ pub trait Conn: Send {
         unsafe { self.send(pieces) }
     }
 
+    /// Notes that the other end has taken the first `bytes` bytes that this connection has sent out of its
+    /// kernel. A connection that lends memory of its own may use that memory again.
+    fn placed(&mut self, _bytes: u64) {}
+
     /// Receives into `pieces` in order; returns the bytes received, 0 at the end of the stream.
     ///
     /// # Safety

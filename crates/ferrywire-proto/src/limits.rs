@@ -91,6 +91,9 @@ pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
 pub const CONTROL_UNACKED_BYTES_MAX: usize = 16 << 20;
 /// Most payload bytes of a record of a protected data connection.
 pub const RECORD_BYTES_MAX: usize = 64 << 10;
+/// Slots of a protected data connection, four records each, whose pages are lent to its socket. The socket copies while
+/// the peer has placed the records of none of them.
+pub const SEALED_SLOTS: usize = 16;
 /// Payload bytes of records under one key. With 64 GiB an attacker's chance to forge one record stays below 2^-60.
 pub const REKEY_BYTES: u64 = 64 << 30;
 /// Shortest time in which no byte of a begun record comes, after which its connection is lost; the peer timeout if that
@@ -144,7 +147,7 @@ pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
 pub const STAGING_MESSAGES_RING_BYTES: usize = 8 * EAGER_BYTES_MAX;
 /// Bytes of pinned memory per process above which new rings are small.
 pub const STAGING_RINGS_BYTES: usize = 2 << 30;
-/// Pipes per process that lend ring pages to sockets. With `LENDING_PIPE_BYTES` each they use half of an
+/// Pipes per process that lend pages of rings and slots to sockets. With `LENDING_PIPE_BYTES` each they use half of an
 /// unprivileged user's quota. Channels without a pipe copy.
 pub const LENDING_PIPES_MAX: usize = 64;
 /// Capacity in bytes of a pipe that lends ring pages: enough for a few calls.

@@ -215,7 +215,7 @@ impl Link {
     /// The connection, in records if the session is protected.
     fn protected(&self, conn: Box<dyn Conn>, secrets: RecordSecrets) -> Box<dyn Conn> {
         match self.peer.info.protection {
-            Some(protection) => Box::new(Sealed::new(conn, protection, secrets, self.dials())),
+            Some(protection) => Box::new(Sealed::new(conn, protection, secrets, self.dials()).lending()),
             None => conn,
         }
     }

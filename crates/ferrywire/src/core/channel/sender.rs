@@ -200,9 +200,10 @@ impl Channel {
         if !sender.window.may_acknowledge(count, sender.sent) {
             return Err(broken("the peer acknowledged frames that were not sent"));
         }
-        let released = self.conn.released();
+        let (released, mut placed) = (self.conn.released(), 0);
         while let Some((number, mut entry)) = sender.window.release(count) {
             let end = sender.ends.pop_front().unwrap_or(0);
+            placed = end;
             if self.payload.acknowledged(&mut entry) {
                 let Some(finished) = self.payload.finish(number, entry) else { continue };
                 entry = finished;
@@ -213,6 +214,7 @@ impl Channel {
                 sender.unreleased.push_back((end, entry));
             }
         }
+        self.conn.placed(placed);
         self.finish_released();
         self.publish_load();
         Ok(())
