@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::process::together;
-use ferrywire::{Builder, Encryption, Endpoint, Peer, TransferError};
+use ferrywire::{Builder, Encryption, Endpoint, MemoryLocation, Peer, TransferError};
 
 const LIMIT: Duration = Duration::from_secs(120);
 const SECRET: &str = "correct horse battery staple";
@@ -197,6 +197,8 @@ struct Scene {
     near: Endpoint,
     there: Peer,
     here: Peer,
+    /// Where the memory of both ends is.
+    memory: MemoryLocation,
 }
 
 fn scene(protect: fn(Builder) -> Builder, attack: Attack, at: usize, times: usize) -> Scene {
@@ -207,7 +209,7 @@ fn scene(protect: fn(Builder) -> Builder, attack: Attack, at: usize, times: usiz
     let near = builder().build().unwrap();
     let here = near.connect(address, LIMIT).unwrap();
     let there = far.accept(LIMIT).unwrap();
-    Scene { path, far, near, there, here }
+    Scene { path, far, near, there, here, memory: MemoryLocation::Host }
 }
 
 /// Bytes that repeat nowhere: position and round in each word.
@@ -222,8 +224,11 @@ fn rounds_with_changes(scene: &Scene, times: usize) -> usize {
     let (mut wrong, mut after) = (0, 0);
     for round in 0..400 {
         let bytes = pattern(round);
-        let source = scene.near.register(bytes.clone()).unwrap();
-        let target = scene.far.alloc_host(WRITE_BYTES).unwrap();
+        let [source, target] = [&scene.near, &scene.far].map(|end| match scene.memory {
+            MemoryLocation::SimGpu(gpu) => end.alloc_sim(gpu, WRITE_BYTES).unwrap(),
+            _ => end.alloc_host(WRITE_BYTES).unwrap(),
+        });
+        source.write_at(0, &bytes).unwrap();
         let remote = target.descriptor();
         let write = scene.here.write_notify(&source, 0, &remote, 0, WRITE_BYTES as u64, b"done");
         write.unwrap().wait(LIMIT).unwrap();
@@ -293,6 +298,27 @@ fn an_attacker_on_the_path_changes_nothing_that_is_encrypted() {
 fn an_attacker_on_the_path_changes_nothing_that_is_authenticated() {
     let _together = together();
     every_change_is_detected(|builder| builder.keyed_checksum(true));
+}
+
+/// What is resent is encrypted once more, from the GPU's memory and for the next connection.
+#[test]
+fn records_of_a_gpu_that_are_cut_or_changed_arrive_over_another_connection() {
+    let _together = together();
+    thread::scope(|scope| {
+        for attack in [Attack::Truncate, Attack::Flip] {
+            scope.spawn(move || {
+                for at in [OPENING_BYTES + 2, IN_PAYLOAD, 3 * IN_PAYLOAD] {
+                    let scene = scene(|builder| builder.encryption(Encryption::Required), attack, at, 3);
+                    let scene = Scene { memory: MemoryLocation::SimGpu(0), ..scene };
+                    assert_eq!(rounds_with_changes(&scene, 3), 0, "{attack:?} at {at}");
+                    assert!(!scene.path.saw(&pattern(0)[4096..4096 + 64]), "{attack:?} at {at}");
+                    let lost =
+                        scene.there.stats().lost_channels.len().max(scene.here.stats().lost_channels.len());
+                    assert!(lost >= 3, "{attack:?} at {at}: {lost} connections were given up");
+                }
+            });
+        }
+    });
 }
 
 /// So the attack is one.

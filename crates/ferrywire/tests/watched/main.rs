@@ -3,6 +3,7 @@
 //! A [`Watcher`] sees what the engine asks of its transport, where the public API shows nothing of it.
 
 mod descriptors;
+mod lent;
 mod notices;
 mod paths;
 mod stuck;
@@ -52,6 +53,8 @@ trait Watcher: Debug + Send + Sync + 'static {
     }
     /// The kernel's notices of so many such sends were read.
     fn noticed(&self, _sends: u64) {}
+    /// The kernel has taken so many bytes in one call, in which the last piece was lent or none.
+    fn sent(&self, _bytes: usize, _lent: bool) {}
 }
 
 /// TCP, and who watches it.
@@ -185,6 +188,18 @@ impl<W: Watcher> Conn for WatchedConn<W> {
     unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
         // SAFETY: promised by the caller.
         let sent = unsafe { self.conn.send(pieces) };
+        self.watcher.sent(*sent.as_ref().unwrap_or(&0), false);
+        self.took(sent)
+    }
+
+    fn lends(&self) -> bool {
+        self.conn.lends()
+    }
+
+    unsafe fn send_lent(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        // SAFETY: promised by the caller.
+        let sent = unsafe { self.conn.send_lent(pieces) };
+        self.watcher.sent(*sent.as_ref().unwrap_or(&0), true);
         self.took(sent)
     }
 
