@@ -77,10 +77,12 @@ impl Outgoing {
         let range = self.end..self.end + bytes;
         match self.slots.as_mut().filter(|_| self.in_slot) {
             Some(_) if range.end > SLOT_BYTES => None,
-            // SAFETY: the range lies within the newest slot, behind its sealed bytes, and nothing else refers
-            // to it.
             Some(slots) => {
-                Some(unsafe { std::slice::from_raw_parts_mut(slots.newest().add(range.start), bytes) })
+                // SAFETY: `end` lies within the newest slot.
+                let base = unsafe { slots.newest().add(range.start) };
+                // SAFETY: the range lies within the newest slot, behind its sealed bytes, and nothing else
+                // refers to it.
+                Some(unsafe { std::slice::from_raw_parts_mut(base, bytes) })
             }
             None => self.buffer.get_mut(range),
         }
