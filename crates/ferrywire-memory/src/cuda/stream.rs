@@ -303,6 +303,7 @@ impl CudaStream {
     /// Enqueues a write of 4 bytes after all earlier work, whose results are then visible to the whole
     /// system: a reader that sees the value in pinned memory also sees the earlier copies.
     ///
+    /// # Safety
     /// `address` is a device address of pinned or device memory, aligned to 4 bytes, that stays allocated
     /// until the write is done.
     pub unsafe fn write_flag_u32(&self, address: u64, value: u32) -> Result<()> {
