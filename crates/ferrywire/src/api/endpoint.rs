@@ -641,7 +641,7 @@ impl Inner {
                 return outcome.clone();
             }
             if stall_timer.is_over(self.context().transport.now()) {
-                return Err(not_closed(Error::Closed, timeout));
+                return Err(not_closed(None, timeout));
             }
             // The transport's clock may differ from the host's, so wait in short steps.
             let waited = self.closes.wait_timeout(closed, Duration::from_millis(10));
@@ -688,14 +688,20 @@ impl Inner {
         drop(self.tracing.lock().unwrap_or_else(PoisonError::into_inner).take());
         match unfinished {
             None if is_idle => Ok(()),
-            how => Err(not_closed(how.unwrap_or(Error::Closed), limit)),
+            first => Err(not_closed(first, limit)),
         }
     }
 }
 
-/// The error of a close whose peers ended with `how` before all transfers had finished.
-fn not_closed(how: Error, timeout: Duration) -> Error {
-    control::ended_early(how, "closing all peers".into(), None, timeout)
+/// The error of a close before all transfers had finished: how the `first` such peer ended, and its name, if it has ended.
+fn not_closed(first: Option<(Error, String)>, timeout: Duration) -> Error {
+    let all = "closing all peers";
+    match first {
+        Some((how, peer)) => {
+            control::ended_early(how, format!("{all}: {peer} has not finished"), Some(peer), timeout)
+        }
+        None => control::ended_early(Error::Closed, all.into(), None, timeout),
+    }
 }
 
 impl Drop for Inner {

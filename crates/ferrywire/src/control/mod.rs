@@ -74,8 +74,8 @@ pub(crate) struct Control {
     call_watch: CallWatch,
     /// Whether a caller closes the endpoint.
     endpoint_closes: bool,
-    /// How the first session ended, of those that were closed before all their transfers had finished.
-    unfinished: Option<Error>,
+    /// How the first session ended that was closed before all its transfers had finished, and its peer's name.
+    unfinished: Option<(Error, String)>,
 }
 
 impl Control {
@@ -346,8 +346,8 @@ impl Control {
         self.links.get_mut(&session).expect("the session has a link").break_off();
     }
 
-    /// How the first peer ended that was closed before its transfers had finished, if there was one.
-    pub fn unfinished(&self) -> Option<Error> {
+    /// How the first peer ended that was closed before its transfers had finished, and its name, if there was one.
+    pub fn unfinished(&self) -> Option<(Error, String)> {
         self.unfinished.clone()
     }
 }

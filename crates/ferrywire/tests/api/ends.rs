@@ -43,6 +43,16 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
     assert_eq!((pair.ends[1].close(LIMIT), pair.ends[1].close(Duration::ZERO)), (Ok(()), Ok(())));
 }
 
+/// Regression: the error of an endpoint's close did not say which peer had not finished.
+#[test]
+fn closing_the_endpoint_names_the_peer_that_has_not_finished() {
+    let (pair, _sent) = never_finished();
+    let closed = pair.ends[0].close(Duration::from_millis(50));
+    let Err(Error::Stalled { what, peer, .. }) = &closed else { panic!("{closed:?}") };
+    assert_eq!(peer.as_ref(), Some(&pair.near.name()));
+    assert!(what.contains(&pair.near.name()), "{what}");
+}
+
 /// Regression: closing the endpoint repeated the error of a peer's close; also where the other end is silent, and the close of
 /// the peer returns before the peer is given up.
 #[test]

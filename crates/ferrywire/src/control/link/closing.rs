@@ -92,10 +92,10 @@ impl Link {
         self.closing.caller = Caller::Reported;
     }
 
-    /// How the session ended, if it was closed before all transfers had finished. This is for the caller that
-    /// closes the endpoint; `None` if a caller that closes this peer alone has been given the error, or will
-    /// be.
-    pub fn unfinished(&self, endpoint_closes: bool) -> Option<Error> {
+    /// How the session ended, and the peer's name, if it was closed before all transfers had finished. This is for the
+    /// caller that closes the endpoint; `None` if a caller that closes this peer alone has been given the error, or
+    /// will be.
+    pub fn unfinished(&self, endpoint_closes: bool) -> Option<(Error, String)> {
         let peer = &self.peer;
         let unreported = match self.closing.caller {
             Caller::None => endpoint_closes || peer.life.abandoned.load(Ordering::SeqCst),
@@ -103,7 +103,7 @@ impl Link {
             Caller::Reported => false,
         };
         let unfinished = unreported && peer.life.unfinished.load(Ordering::SeqCst);
-        unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
+        unfinished.then(|| (peer.failure().unwrap_or(Error::Closed), peer.name().to_string()))
     }
 
     /// Finishes posted transfers while they make progress, then closes.
