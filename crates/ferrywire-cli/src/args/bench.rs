@@ -193,6 +193,7 @@ pub struct ServeFlags {
     /// File with the secret that this end and the peer share [default: none]
     ///
     /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.
+    /// `serve` and `connect` take a changed file while they run: both secrets are valid for 10 minutes.
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
     /// TOML file with further options [default: none]
@@ -386,6 +387,7 @@ pub struct ConnectFlags {
     /// File with the secret that this end and the peer share [default: none]
     ///
     /// Without the option, the environment variable FERRYWIRE_SECRET holds the secret itself.
+    /// `serve` and `connect` take a changed file while they run: both secrets are valid for 10 minutes.
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
     /// TOML file with further options [default: none]

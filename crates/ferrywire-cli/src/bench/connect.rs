@@ -17,6 +17,7 @@ use super::places;
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::report::{News, Output, Record};
 use super::result::{self, Circumstances, RankPair};
+use super::secret_file;
 use super::serve::region_from;
 use super::session::{Session, StepReport};
 use super::staged;
@@ -96,6 +97,7 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
         home.check_room(layout::region_bytes(&plan.run).saturating_mul(peers))?;
     }
     let endpoint = super::endpoint(&on_nics_of_gpu(plan, false)?, None)?;
+    let _secret = secret_file::follow(&plan.engine, vec![endpoint.clone()])?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.timeout);
     let part = Part::of_peer(plan.member, &plan.run, &endpoint, &home, &[]);

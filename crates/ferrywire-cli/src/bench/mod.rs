@@ -33,6 +33,7 @@ pub mod ranks;
 pub mod report;
 pub mod result;
 mod run_slot;
+pub mod secret_file;
 pub mod serve;
 pub mod session;
 pub mod staged;

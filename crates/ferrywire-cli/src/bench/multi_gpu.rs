@@ -23,6 +23,7 @@ use super::layout;
 use super::link::{CLOSE_TIMEOUT, Link, Stop};
 use super::places::{self, Place, Places};
 use super::protocol::{Message, PEERS_MAX, Run};
+use super::secret_file;
 use crate::args::Pattern;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Memory};
@@ -230,6 +231,7 @@ fn with_lead(
     });
     match prepared {
         Ok((pairs, run, peers)) => {
+            let _secret = secret_file::follow(&plan.engine, multi_gpu.all_endpoints().to_vec())?;
             let others = peers.into_iter().map(|peer| Link::new(peer, plan.timeout));
             let stop = Stop::default();
             let links = std::iter::once(lead).chain(others).map(|link| link.of_run(&stop));

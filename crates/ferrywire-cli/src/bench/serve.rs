@@ -20,7 +20,7 @@ use super::multi_gpu::{MultiGpu, Setting};
 use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::run_slot::{self, ActiveRun, Ended, RunSlot};
 use super::session::Session;
-use super::{parent, places};
+use super::{parent, places, secret_file};
 use crate::args::{Inject, Pattern};
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
@@ -84,6 +84,8 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
     }
     // Memory and GPUs that the command line names are opened now and kept while this end serves.
     let (doors, _homes) = open_doors(&plan)?;
+    let endpoints = doors.iter().map(|door| door.endpoint.clone()).collect();
+    let _secret = secret_file::follow(&plan.engine, endpoints)?;
     voice.listening(&plan, &doors[0].endpoint);
     let (over, ended) = mpsc::channel();
     let house = House { plan: Arc::new(plan), voice: voice.clone(), run_slot: Arc::default(), over };

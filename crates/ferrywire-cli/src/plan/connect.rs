@@ -107,6 +107,8 @@ pub(super) fn plan_connect(
     let timeout_s = seconds("--timeout", flags.timeout)?.unwrap_or(TIMEOUT_S_DEFAULT);
     let plugin = transport::for_connect(&flags, Duration::from_secs_f64(timeout_s))?;
     let devmem = transport::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(timeout_s))?;
+    // Without an address the other ends belong to this run: all keep the secret that they began with.
+    let secret_file = flags.secret_file.clone().filter(|_| !addresses.is_empty());
     Ok(ConnectPlan {
         addresses,
         typed_address: None,
@@ -140,6 +142,7 @@ pub(super) fn plan_connect(
             congestion_control: flags.congestion_control.given(),
             metrics: flags.metrics,
             secret,
+            secret_file,
         },
     })
 }

@@ -54,6 +54,8 @@ pub struct EnginePlan {
     pub devmem: Option<DevmemUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
+    /// The file that holds the shared secret, and may hold another one later.
+    pub secret_file: Option<PathBuf>,
 }
 
 impl EnginePlan {
@@ -154,15 +156,5 @@ pub(super) fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
     let Some(path) = path else {
         return Ok(secret_of_environment());
     };
-    let text = std::fs::read(path).map_err(|error| {
-        Failure::Usage(format!("--secret-file {}: cannot read it: {error}", path.display()))
-    })?;
-    let secret = text.trim_ascii().to_vec();
-    if secret.is_empty() {
-        return usage(format!(
-            "--secret-file {}: the file is empty; write the secret into it",
-            path.display()
-        ));
-    }
-    Ok(Some(secret))
+    bench::secret_file::read(path).map(Some)
 }

@@ -2,9 +2,12 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::symlink;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
-use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, text};
+use crate::common::{GRACE, Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, run_within, text};
+use crate::hosted::with_plugin;
 use serde_json::Value;
 
 /// Options of a run that does not end by itself within a test.
@@ -114,6 +117,59 @@ fn the_secrets_of_both_ends_must_agree() {
     results(
         &serve.connect(&format!("--sizes 4K --iters 5 --json - --secret-file {}", file.path().display())),
     );
+}
+
+/// A changed secret used to be taken by the next start only.
+#[test]
+fn a_changed_secret_file_is_taken_while_it_serves() {
+    takes_a_changed_secret("");
+}
+
+/// The child process that runs the plugin has the secret from its parent.
+#[test]
+fn a_changed_secret_file_is_taken_by_the_child_with_the_plugin() {
+    takes_a_changed_secret(&with_plugin(""));
+}
+
+/// `options` are for both ends.
+fn takes_a_changed_secret(options: &str) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    // As Kubernetes lays out a Secret: it exchanges the link `..data`.
+    for (name, secret) in [("old", "the old secret"), ("new", "the new secret")] {
+        std::fs::create_dir(path(name)).expect("a folder");
+        std::fs::write(path(name).join("key"), secret).expect("written");
+    }
+    symlink("old", path("..data")).expect("a link");
+    symlink("..data/key", path("key")).expect("a link");
+    let mut serve = Serve::start(&format!("--secret-file {} {options}", path("key").display()));
+    let lines = serve.collect_errors();
+    let warnings =
+        || lines.lock().expect("whole lines").iter().filter(|line| line.starts_with("warning: ")).count();
+    let connect = |secret: &str| {
+        let mut command =
+            ferrywire(&format!("bench connect {} --sizes 4K --iters 5 --json - {options}", serve.address));
+        run_within(TIMEOUT_DEFAULT, command.env("FERRYWIRE_SECRET", secret))
+    };
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < TIMEOUT_DEFAULT + GRACE, "{what}: {:?}", lines.lock());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    };
+    results(&connect("the old secret"));
+    assert_eq!(connect("the new secret").status.code(), Some(1));
+    symlink("new", path("..data_tmp")).expect("a link");
+    std::fs::rename(path("..data_tmp"), path("..data")).expect("exchanged");
+    until("the new secret is accepted", &|| connect("the new secret").status.success());
+    results(&connect("the old secret"));
+    std::fs::write(path("new").join("key"), "short").expect("written");
+    until("the file is bad", &|| warnings() > 0);
+    for secret in ["the old secret", "the new secret"] {
+        results(&connect(secret));
+    }
+    assert_eq!(warnings(), 1, "{:?}", lines.lock());
 }
 
 /// Wherever it has it from, and whatever else names one.

@@ -2,8 +2,8 @@
 
 use std::net::SocketAddr;
 
-use super::super::parent;
 use super::super::serve::{announce, say, tell_run_over};
+use super::super::{parent, secret_file};
 use super::message::Message;
 use super::supervisor::{Event, Supervisor};
 use super::{Order, environment, shown};
@@ -40,6 +40,9 @@ pub fn run(mut plan: ServePlan) -> Outcome {
 fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
     let environment = environment(&plan.engine, Some(plan.listen))?;
     let order = Order { listen: Some(plan.listen), ..Order::default() };
+    if let Some(secret) = secret_file::latest(&plan.engine).filter(|_| !is_first) {
+        plan.engine.secret = Some(secret);
+    }
     let secret = plan.engine.secret.clone();
     let Some(plugin) = plan.engine.plugin.clone() else { unreachable!("the caller has a plugin") };
     let mut supervisor = Supervisor::start(&plugin, &environment, order, secret.as_deref())?;
