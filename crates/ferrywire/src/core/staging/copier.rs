@@ -52,10 +52,8 @@ pub(super) trait Copier: Send {
         true
     }
 
-    /// Finishes the copies that have begun, and drops the others. Returns the last mark that was reached.
-    fn stop(&mut self) -> u64 {
-        self.reached().0
-    }
+    /// The last mark that was reached, without a look at the rest. Call this once the work has ended.
+    fn last_reached(&self) -> u64;
 
     /// Whether the copies that have begun end within this time. If so, dropping the copier does not block.
     fn ends_within(&mut self, _timeout: Duration) -> bool {
@@ -143,6 +141,10 @@ impl Copier for SimCopier {
         let failed = self.stream.query().err().map(Error::from);
         // Copies before the failure are done.
         (self.flag.load(Ordering::Acquire), failed)
+    }
+
+    fn last_reached(&self) -> u64 {
+        self.flag.load(Ordering::Acquire)
     }
 
     fn calls(&self) -> u64 {

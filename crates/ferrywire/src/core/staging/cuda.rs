@@ -46,9 +46,10 @@ static LAUNCHES_BLOCK: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
-    /// The stream is declared first, so that it is dropped before the memory and the kernel that its work
-    /// uses.
+    /// Its work uses the memory and the kernel below.
     stream: CudaStream,
+    /// The work was seen to end, and none was enqueued since.
+    has_ended: bool,
     /// The last mark that was reached, written by the GPU.
     flag: PinnedBuffer,
     kernel: Option<ListKernel>,
@@ -80,6 +81,7 @@ impl CudaCopier {
         let (batch, used) = (Vec::new(), Vec::new());
         Ok(CudaCopier {
             stream,
+            has_ended: true,
             flag,
             kernel,
             before: 0,
@@ -205,6 +207,10 @@ impl CudaCopier {
 impl Drop for CudaCopier {
     fn drop(&mut self) {
         self.bar();
+        // Others may enqueue work in the stream, so it is not asked twice.
+        if !self.has_ended {
+            self.stream.finish();
+        }
     }
 }
 
@@ -222,6 +228,7 @@ impl Copier for CudaCopier {
             (self.before, self.marked) = (mark - 1, mark - 1);
         }
         (self.behind, self.marked) = (self.marked, mark);
+        self.has_ended = false;
         (self.polls, self.asked) = (0, Instant::now());
         let posts = self.kernel.as_ref().is_some_and(ListKernel::posts);
         self.fill(runs)?;
@@ -273,9 +280,7 @@ impl Copier for CudaCopier {
         self.kernel_takes_more() && !waits
     }
 
-    fn stop(&mut self) -> u64 {
-        self.bar();
-        self.stream.finish();
+    fn last_reached(&self) -> u64 {
         self.mark_reached()
     }
 
@@ -289,7 +294,10 @@ impl Copier for CudaCopier {
                 Ok(false) if start.elapsed() >= timeout => return false,
                 Ok(false) => thread::sleep(END_PAUSE),
                 // After an error the stream runs no more work.
-                Ok(true) | Err(_) => return true,
+                Ok(true) | Err(_) => {
+                    self.has_ended = true;
+                    return true;
+                }
             }
         }
     }

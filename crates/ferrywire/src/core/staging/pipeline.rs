@@ -57,6 +57,8 @@ pub(super) struct Pipeline {
     busy: Stopwatch,
     /// Driver calls of dropped copiers.
     past_calls: u64,
+    /// Why the copier has failed, while earlier copies of it still run.
+    failing: Option<Error>,
     /// For each failed copy, its error and the marks that will never be reached, until that was reported.
     failures: Vec<(Error, RangeInclusive<u64>)>,
     /// The copiers to use before others are made.
@@ -132,6 +134,7 @@ impl Pipeline {
             reached: 0,
             busy: Stopwatch::new(row),
             past_calls: 0,
+            failing: None,
             failures: Vec::new(),
             #[cfg(test)]
             spare: VecDeque::new(),
@@ -240,9 +243,9 @@ impl Pipeline {
         self.enqueue();
     }
 
-    /// Enqueues waiting batches, as far as the copier takes them.
+    /// Enqueues waiting batches, as far as the copier takes them. A copier that has failed takes none.
     fn enqueue(&mut self) {
-        while let Some(batch) = self.held.front().copied() {
+        while let Some(batch) = self.held.front().copied().filter(|_| self.failing.is_none()) {
             if self.flying.back().is_some_and(|last| last.alone || batch.alone) {
                 return;
             }
@@ -272,7 +275,12 @@ impl Pipeline {
     /// [lost](Pipeline::lost) until [`Pipeline::settle`].
     pub fn poll(&mut self) -> bool {
         if self.reached < self.flushed {
-            let (reached, failed) = self.copier.as_mut().map_or((0, None), |copier| copier.reached());
+            let (reached, failed) = match (self.failing.take(), &mut self.copier) {
+                // Nothing more is asked of it: it might begin the failed batch again.
+                (Some(error), _) => (0, Some(error)),
+                (None, Some(copier)) => copier.reached(),
+                (None, None) => (0, None),
+            };
             self.advance(reached);
             if let Some(error) = failed.filter(|_| !self.flying.is_empty()) {
                 self.fail(error);
@@ -299,11 +307,16 @@ impl Pipeline {
         }
     }
 
-    /// Drops the copier, which has failed. The parts that it had not copied are copied once more, each alone.
+    /// Drops the copier, which has failed. The parts that it had not copied are copied once more, each alone. While earlier
+    /// copies of it run, a later poll does this: no thread waits for a GPU.
     fn fail(&mut self, error: Error) {
-        if let Some(mut copier) = self.copier.take() {
+        if self.copier.as_mut().is_some_and(|copier| !copier.ends_within(Duration::ZERO)) {
+            self.failing = Some(error);
+            return;
+        }
+        if let Some(copier) = self.copier.take() {
             // Batches before the failed one are valid.
-            let reached = copier.stop();
+            let reached = copier.last_reached();
             self.past_calls += copier.calls();
             drop(copier);
             self.advance(reached);
@@ -378,6 +391,7 @@ impl Pipeline {
     #[must_use = "what the GPU may still touch has to be kept"]
     pub fn end(&mut self) -> Option<Unfinished> {
         self.past_calls = self.calls();
+        self.failing = None;
         let copier =
             self.copier.take().map(|mut copier| (copier.ends_within(limits::GPU_END_TIMEOUT), copier));
         let copier = copier.and_then(|(ended, copier)| (!ended).then_some(copier));
@@ -432,6 +446,10 @@ impl Copier for Broken {
         (0, None)
     }
 
+    fn last_reached(&self) -> u64 {
+        0
+    }
+
     fn calls(&self) -> u64 {
         0
     }
@@ -475,6 +493,8 @@ mod tests {
         fails: bool,
         refuses: bool,
         loses_context: bool,
+        /// Its work does not end.
+        hangs: bool,
     }
 
     struct OneByOne(Arc<Mutex<Seen>>);
@@ -509,6 +529,15 @@ mod tests {
         fn takes_more(&self, _bytes: usize) -> bool {
             let seen = self.seen();
             seen.batches.last().is_none_or(|(mark, _)| *mark <= seen.reached)
+        }
+
+        fn last_reached(&self) -> u64 {
+            assert!(!self.seen().hangs, "the GPU may still copy");
+            self.seen().reached
+        }
+
+        fn ends_within(&mut self, _timeout: Duration) -> bool {
+            !self.seen().hangs
         }
 
         fn calls(&self) -> u64 {
@@ -621,6 +650,46 @@ mod tests {
         assert!(!line.poll() && line.done(3) && !line.copying());
     }
 
+    fn fails_and_hangs(seen: &Mutex<Seen>) {
+        let mut seen = seen.lock().unwrap();
+        (seen.fails, seen.hangs) = (true, true);
+    }
+
+    /// The worker used to wait for them, however long the GPU took, and all its channels with it.
+    #[test]
+    fn copies_before_a_failed_one_are_not_waited_for() {
+        let (mut line, seen) = scene(Way::Out);
+        add(&mut line, 1);
+        line.flush();
+        fails_and_hangs(&seen);
+        let next = spare(&mut line, Seen::default());
+        add(&mut line, 1);
+        line.flush();
+        for _ in 0..3 {
+            assert!(!line.poll() && line.copying() && !line.done(1), "the GPU may still copy");
+        }
+        seen.lock().unwrap().hangs = false;
+        assert!(line.poll() && line.lost(1..=1).is_some());
+        line.settle();
+        assert_eq!(next.lock().unwrap().batches, [(2, 1)]);
+        next.lock().unwrap().reached = 2;
+        assert!(!line.poll() && line.done(2) && !line.copying());
+    }
+
+    /// The copies may still touch the ring and the memory when the channel ends.
+    #[test]
+    fn a_failed_copier_whose_copies_hang_is_kept_when_its_channel_ends() {
+        let (mut line, seen) = scene(Way::Out);
+        add(&mut line, 1);
+        line.flush();
+        fails_and_hangs(&seen);
+        assert!(!line.poll() && line.end().is_some() && !line.copying());
+        let next = spare(&mut line, Seen::default());
+        add(&mut line, 1);
+        line.flush();
+        assert_eq!(next.lock().unwrap().batches.len(), 1, "the failure was the dropped copier's");
+    }
+
     /// The address of a run that cannot be copied.
     const BAD: u64 = 13;
 
@@ -647,6 +716,10 @@ mod tests {
 
         fn reached(&mut self) -> (u64, Option<Error>) {
             (self.reached, self.failed.then(|| Error::Internal("the run was bad".into())))
+        }
+
+        fn last_reached(&self) -> u64 {
+            self.reached
         }
 
         fn calls(&self) -> u64 {
