@@ -24,7 +24,7 @@
 //! ```
 //!
 //! Invariants: after every call the thread's current context is the one from before; streams, events and
-//! memory keep their GPU open; a dropped stream no longer uses any memory.
+//! memory keep their GPU open; a stream whose work goes on is not destroyed.
 //! Read next: `gpu.rs`, then `stream.rs`; `driver.rs` for how the driver is found.
 
 mod allocation;

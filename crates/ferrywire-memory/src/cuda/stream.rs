@@ -2,26 +2,31 @@
 //!
 //! Addresses are unified: copies take device memory of any GPU, pinned host memory and (slowly) other host
 //! memory, and the driver tells them apart.
-//! Invariant: when a stream is dropped, all its work is done.
+//! Invariant: a stream is destroyed when all its work is done, and no caller waits for work that does not end.
 //! Read next: `event.rs`.
 
 use super::deferred_free;
 use super::driver::{self, CopyAttributes, SOURCE_ACCESS_STREAM};
-use super::error::{About, NOT_SUPPORTED, Result, ask, call, check};
+use super::error::{About, CudaError, NOT_SUPPORTED, Result, ask, call, check};
 use super::event::{self, CudaEvent};
 use super::gpu::CudaGpu;
 use super::module::CudaFunction;
 use super::{RawEvent, RawStream};
 use crate::GpuCopy;
 use cudarc::driver::sys;
+use ferrywire_proto::limits;
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::Duration;
 
-/// A queue of asynchronous work of a CUDA GPU, independent of the default stream. Dropping it waits for its
-/// work.
+/// A queue of asynchronous work of a CUDA GPU, independent of the default stream.
+///
+/// Dropping it waits for its work, up to [`GPU_END_TIMEOUT`](limits::GPU_END_TIMEOUT). Work that takes longer goes on, and
+/// the stream is destroyed behind it. So a user who frees the memory of the work first calls [`CudaStream::wait`].
 pub struct CudaStream {
     gpu: Arc<CudaGpu>,
     raw: sys::CUstream,
@@ -177,8 +182,8 @@ impl CudaStream {
     /// Enqueues a copy between device memory and pinned memory, in any combination.
     ///
     /// # Safety
-    /// Until the copy is done or the stream is dropped, both ranges stay allocated, and no other code writes
-    /// to the source or uses the target. The driver checks GPU addresses, but accesses any other address
+    /// Until the copy is done, both ranges stay allocated, and no other code writes to the source or uses the
+    /// target. The driver checks GPU addresses, but accesses any other address
     /// unchecked.
     pub unsafe fn copy(&self, source: u64, target: u64, bytes: usize) -> Result<()> {
         if bytes == 0 {
@@ -424,7 +429,6 @@ impl Batch {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        self.finish();
         match self.whose {
             Whose::Own => {}
             Whose::Shared => {
@@ -433,9 +437,37 @@ impl Drop for CudaStream {
             }
             Whose::Left => return,
         }
+        match self.wait(limits::GPU_END_TIMEOUT) {
+            Err(CudaError::TimedOut { .. }) => self.leave(),
+            // After an error no work runs.
+            Ok(()) | Err(_) => self.destroy(),
+        }
+    }
+}
+
+impl CudaStream {
+    fn destroy(&self) {
         let Ok(_current) = self.gpu.make_current() else { return };
-        // SAFETY: the stream is alive, and is used here for the last time.
+        // SAFETY: the stream is alive; `drop`, the only caller, uses it for the last time.
         let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
+    }
+
+    /// Hands the raw stream over to a thread that waits for its work, keeps the GPU open meanwhile, and destroys it.
+    fn leave(&self) {
+        let stream =
+            CudaStream { gpu: self.gpu.clone(), raw: self.raw, whose: Whose::Own, batch: Mutex::default() };
+        tracing::info!("work in {stream:?} has not ended yet: the stream is kept until it does");
+        // Without a thread it is never destroyed.
+        let stream = ManuallyDrop::new(stream);
+        let end = move || {
+            let stream = ManuallyDrop::into_inner(stream);
+            stream.finish();
+        };
+        if let Err(error) = thread::Builder::new().name("ferrywire-gpu".into()).spawn(end) {
+            tracing::error!(
+                "cannot start a thread that waits for the work: {error}; the stream is never destroyed"
+            );
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! The GPU reports finished work through a word in mapped memory, which the CPU reads without a driver call.
 //! A failed GPU never writes the word, so the driver is also asked from time to time.
 //!
-//! Invariant: the contract of [`GatherDevice`]; a dropped stream no longer uses any memory.
+//! Invariant: the contract of [`GatherDevice`]; a dropped queue no longer uses any memory.
 //! Read next: `kernels.rs`, `../cuda/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
@@ -22,7 +22,6 @@ const ASK_INTERVAL: Duration = Duration::from_millis(1);
 /// A gather queue on a CUDA GPU.
 #[derive(Debug)]
 pub struct CudaQueue {
-    // Dropped first: the stream's work in flight may access the fields below.
     stream: CudaStream,
     kernels: Arc<Kernels>,
     /// Number of the last mark that the GPU has reached; the GPU writes it.
@@ -58,6 +57,12 @@ impl CudaQueue {
     }
 }
 
+impl Drop for CudaQueue {
+    fn drop(&mut self) {
+        self.stream.finish();
+    }
+}
+
 /// Wraps pinned memory; returns an error unless the GPU accesses it at the CPU's address.
 pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
     if buffer.as_ptr() as u64 != buffer.address() {
@@ -70,7 +75,7 @@ pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
 }
 
 // SAFETY: pinned memory is ordinary memory of this process, and the memory from `mapped_memory` has the same
-// address for the GPU; `CudaStream` is done with all memory when it is dropped.
+// address for the GPU; `drop` waits until the stream is done with all memory.
 unsafe impl GatherDevice for CudaQueue {
     fn location(&self) -> MemoryLocation {
         MemoryLocation::Cuda(self.gpu().index())

@@ -65,7 +65,7 @@ fn every_call_leaves_the_threads_context_as_it_was() {
         let (buffer, pinned, stream) =
             (gpu.alloc(100, 1).unwrap(), gpu.pinned(100).unwrap(), gpu.stream().unwrap());
         let event = CudaEvent::new(&gpu).unwrap();
-        // SAFETY: both live until the stream is dropped.
+        // SAFETY: both live until the wait below is over.
         unsafe { stream.copy(buffer.address(), pinned.address(), 100) }.unwrap();
         stream.record(&event).unwrap();
         stream.wait_event(&event).unwrap();
@@ -559,6 +559,29 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
         consumer.wait(LONG).unwrap();
         assert_eq!(write.poll(), Some(Ok(len)));
     }
+}
+
+/// The drop used to wait for the stream, however long its work took.
+#[test]
+fn a_stream_whose_work_does_not_end_is_dropped_in_time() {
+    let Some(gpu) = gpu() else { return };
+    if !is_alone("device::a_stream_whose_work_does_not_end_is_dropped_in_time") {
+        return;
+    }
+    let word = gpu.pinned(8).unwrap();
+    let waiting = gpu.stream().unwrap();
+    // SAFETY: 8 aligned bytes of pinned memory, which are freed only when all work of the GPU is done.
+    unsafe { CudaStream::wait_flag_raw(&gpu, waiting.raw(), word.address(), 1) }.unwrap();
+    let (tell, dropped) = std::sync::mpsc::channel();
+    let dropping = std::thread::spawn(move || {
+        drop(waiting);
+        let _ = tell.send(());
+    });
+    let in_time = dropped.recv_timeout(LONG);
+    // SAFETY: the word of before.
+    unsafe { AtomicU64::from_ptr(word.as_ptr().cast()) }.store(1, Ordering::Release);
+    dropping.join().unwrap();
+    assert_eq!(in_time, Ok(()), "the drop waited for the stream");
 }
 
 /// The objects that a channel creates at its first staging must not wait for streams that wait for a transfer.
