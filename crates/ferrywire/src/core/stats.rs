@@ -94,6 +94,8 @@ impl Occupancy {
 #[derive(Default)]
 pub(crate) struct StagingCounters {
     pub pinned_bytes: AtomicU64,
+    /// Pinned memory for short messages to GPUs, which belongs to the peer: its first channel counts it.
+    pub message_bytes: AtomicU64,
     /// The rings of each direction, in bytes.
     pub send_ring: Occupancy,
     pub receive_ring: Occupancy,
@@ -123,7 +125,8 @@ impl StagingCounters {
     }
 
     fn snapshot(&self) -> Option<StagingStats> {
-        let pinned_bytes = self.pinned_bytes.load(Ordering::Relaxed);
+        let messages = self.message_bytes.load(Ordering::Relaxed);
+        let pinned_bytes = self.pinned_bytes.load(Ordering::Relaxed) + messages;
         // A channel that is down has no rings, and keeps its counts.
         let is_used = pinned_bytes > 0 || self.driver_calls.load(Ordering::Relaxed) > 0;
         let time = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
@@ -323,7 +326,7 @@ pub struct LaneStats {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StagingStats {
-    /// Bytes of pinned memory in use.
+    /// Bytes of pinned memory in use. A peer's first channel counts those for short messages to GPUs too.
     pub pinned_bytes: u64,
     /// Largest piece staged by one copy, in bytes.
     pub slot_bytes: u64,

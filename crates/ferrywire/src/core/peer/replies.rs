@@ -81,6 +81,7 @@ impl PeerState {
                     if deferred_free::moves() && op.on_gpu() && !message.bytes.is_empty() =>
                 {
                     self.messages.add(op, message);
+                    self.count_messages();
                 }
                 Reply::Place(op, message) => {
                     if !place_message(&message, &op) {
@@ -107,6 +108,7 @@ impl PeerState {
             return false;
         }
         let ended = self.messages.poll();
+        self.count_messages();
         let worked = !ended.is_empty();
         for (letter, error) in ended {
             let Some(op) = letter.op().cloned() else { continue };
@@ -122,6 +124,15 @@ impl PeerState {
             }
         }
         worked
+    }
+
+    /// Counts the pinned memory of short messages.
+    fn count_messages(&self) {
+        let bytes = self.messages.pinned_bytes() as u64;
+        self.counters
+            .iter()
+            .take(1)
+            .for_each(|first| first.staging.message_bytes.store(bytes, Ordering::Relaxed));
     }
 
     /// Handles the peer's refusal of an announced send, or of a send that a receive here has matched.

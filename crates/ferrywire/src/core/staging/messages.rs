@@ -9,7 +9,7 @@
 
 use std::collections::VecDeque;
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use super::Hung;
@@ -27,6 +27,7 @@ use ferrywire_proto::limits;
 #[derive(Default)]
 pub(crate) struct Messages {
     any: AtomicBool,
+    pinned_bytes: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -98,6 +99,7 @@ impl Messages {
             false => state.waiting.push_back(letter),
         }
         state.begin();
+        self.count(&state);
         self.any.store(true, Ordering::Release);
     }
 
@@ -110,9 +112,15 @@ impl Messages {
         };
         let mut ended = state.ended();
         state.begin();
+        self.count(&state);
         ended.extend(state.lost.drain(..).map(|(letter, error)| (letter, Some(error))));
         self.any.store(!(state.copying.is_empty() && state.waiting.is_empty()), Ordering::Release);
         ended
+    }
+
+    /// Bytes of pinned memory in use. While another thread polls, the bytes of its last look.
+    pub fn pinned_bytes(&self) -> usize {
+        self.pinned_bytes.load(Ordering::Relaxed)
     }
 
     /// A GPU that may still copy to memory for which `gone` is true.
@@ -154,6 +162,11 @@ impl Messages {
         let (gone, waits): (VecDeque<_>, _) = waiting.into_iter().partition(|each| gone(&each.landing));
         state.waiting = waits;
         state.lost.extend(gone.into_iter().map(|letter| (letter, taken_back())));
+    }
+
+    fn count(&self, state: &State) {
+        let bytes = state.lines.iter().map(Pipeline::pinned_bytes).sum();
+        self.pinned_bytes.store(bytes, Ordering::Relaxed);
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -243,5 +256,81 @@ impl State {
             self.lines[each.line].ring.give_back_at(each.offset);
         }
         over.into_iter().map(|each| (each.letter, each.failed)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ALONE, alone};
+    use super::*;
+    use crate::core::operation::{Op, Task, no_owner};
+    use ferrywire_memory::sim::SimGpu;
+    use ferrywire_memory::{Gpu, Memory};
+    use ferrywire_proto::inbox::{Inbox, Reply};
+    use ferrywire_proto::operation::{Piece, Pieces};
+    use ferrywire_proto::wire::{Header, Kind};
+    use std::time::{Duration, Instant};
+
+    const BYTES: usize = limits::EAGER_BYTES_MAX;
+    const IN_RING: u64 = (limits::STAGING_MESSAGES_RING_BYTES / BYTES) as u64;
+
+    /// Adds a message of bytes of this value, for a receive into all of the memory.
+    fn add(messages: &Messages, inbox: &mut Inbox<Hold>, number: u64, memory: &Arc<Memory>, value: u8) {
+        let piece = Pieces::One(Piece { local: 0, remote: 0, len: BYTES as u64 });
+        let op = Op::new(no_owner(), number, Task::Recv { tag: number }, piece, Some(memory.clone()));
+        assert!(inbox.post(Hold::new(op)).is_empty());
+        let header = Header { key: number, offset: number, ..Header::new(Kind::Send) };
+        for reply in inbox.message(&header, vec![value; BYTES]).unwrap() {
+            if let Reply::Place(op, message) = reply {
+                messages.add(op, message);
+            }
+        }
+    }
+
+    fn contents(memory: &Memory) -> Vec<u8> {
+        let mut bytes = vec![0; BYTES];
+        memory.read(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    /// Memory that is taken back while a GPU stands still: nothing is copied there any more, and the messages for other
+    /// memory are copied later.
+    #[test]
+    fn a_cut_loses_only_the_messages_for_memory_that_is_taken_back() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), BYTES).unwrap();
+        let [gone, kept] = [memory(), memory()];
+        let (messages, mut inbox) = (Messages::default(), Inbox::default());
+        assert_eq!((messages.any(), messages.pinned_bytes()), (false, 0));
+        gpu.set_stall(true);
+        // The last two wait for room in the ring.
+        for number in 0..IN_RING + 2 {
+            let memory = if number % 2 == 0 { &gone } else { &kept };
+            add(&messages, &mut inbox, number, memory, 1 + number as u8);
+        }
+        assert!(messages.any() && messages.poll().is_empty());
+        assert!(messages.pinned_bytes() >= limits::STAGING_MESSAGES_RING_BYTES);
+        let is_gone = |landing: &Landing| landing.memory().is_some_and(|memory| Arc::ptr_eq(memory, &gone));
+        assert_eq!(messages.touched(&is_gone), Some(MemoryLocation::SimGpu(ALONE)));
+
+        messages.cut(&is_gone);
+        assert_eq!(messages.touched(&is_gone), None);
+        let (mut lost, mut placed, start) = (Vec::new(), Vec::new(), Instant::now());
+        gpu.set_stall(false);
+        while messages.any() {
+            for (letter, error) in messages.poll() {
+                let number = letter.op().expect("it has a receive").id;
+                if error.is_some() { lost.push(number) } else { placed.push(number) }
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "{lost:?} {placed:?}");
+            std::thread::yield_now();
+        }
+        lost.sort();
+        let all = |rest: u64| (0..IN_RING + 2).filter(|number| number % 2 == rest).collect::<Vec<_>>();
+        assert_eq!((lost, placed), (all(0), all(1)), "the others in their order");
+        assert_eq!(contents(&gone), [0; BYTES]);
+        assert_eq!(contents(&kept), [2 + IN_RING as u8; BYTES]);
+        messages.cut(&|_| true);
+        assert!(messages.poll().is_empty());
     }
 }
