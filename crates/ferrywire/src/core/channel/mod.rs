@@ -20,6 +20,7 @@
 mod dropped;
 mod payload;
 mod receiver;
+mod record_rest;
 mod sender;
 
 pub(crate) use dropped::Unreleased;

@@ -15,8 +15,9 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::record_rest::RecordRest;
 use super::{Channel, PASS_BYTES, Workspace, broken};
 use crate::core::operation::Verb;
 use crate::core::peer::{Landing, PeerState};
@@ -49,22 +50,10 @@ pub(super) struct Receiver {
     /// Whether the connection holds bytes that it has read from the socket and not delivered.
     holds_more: bool,
     /// The wait for the rest of a record, if a part of one has come.
-    rest: Option<Rest>,
+    rest: Option<RecordRest>,
     /// When the header came, for a trace.
     chunk: Option<ChunkStart>,
 }
-
-/// A wait for the rest of a record.
-struct Rest {
-    /// Bytes received so far, and when the last of them came.
-    received: u64,
-    since: Duration,
-    /// When the wait was last checked.
-    checked: Duration,
-}
-
-/// Time between two checks after which this process counts as having been paused.
-const PAUSE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -121,16 +110,8 @@ impl Channel {
             return None;
         }
         let received = self.counters.received_bytes.load(Ordering::Relaxed) + self.conn.begun_bytes() as u64;
-        let now = self.peer.now();
-        let rest = self.receiver.rest.get_or_insert(Rest { received, since: now, checked: now });
-        // After a pause of this process the rest may lie unread in the kernel.
-        let has_paused = now.saturating_sub(rest.checked) > PAUSE;
-        if rest.received != received || has_paused {
-            *rest = Rest { received, since: now, checked: now };
-        }
-        rest.checked = now;
-        let waited = now.saturating_sub(rest.since);
         let limit = limits::RECORD_REST_TIMEOUT.max(self.peer.context().config.peer_timeout);
+        let waited = self.receiver.rest.get_or_insert_default().waited(received, self.peer.now());
         (waited > limit).then(|| {
             let waited = waited.as_secs_f64();
             format!("the rest of a record did not come within {waited:.0} s: removed on its way, or the peer is stopped")
