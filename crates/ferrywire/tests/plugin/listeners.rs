@@ -3,9 +3,8 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, loopback, plugin};
+use crate::lines::Lines;
 use ferrywire_ncclnet::log;
-use std::io::Write;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How many listeners the plugin has opened, and closed, in this process. With `stats=on` it says so.
@@ -14,35 +13,6 @@ fn listeners() -> (u64, u64) {
     let last = lines.iter().rev().find_map(|line| line.text.strip_prefix("stats: listeners opened="));
     let (opened, closed) = last.expect("a listener at least").split_once(" closed=").unwrap();
     (opened.parse().unwrap(), closed.parse().unwrap())
-}
-
-/// Everything that is logged from now on.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    fn collect() -> Lines {
-        let lines = Lines::default();
-        let writer = lines.clone();
-        tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).init();
-        lines
-    }
-
-    fn with(&self, part: &str) -> Vec<String> {
-        let text = String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned();
-        text.lines().filter(|line| line.contains(part)).map(str::to_owned).collect()
-    }
 }
 
 #[test]

@@ -15,6 +15,8 @@ mod ends;
 mod failures;
 mod gpu;
 mod gpus;
+mod lines;
 mod listeners;
+mod protection;
 mod rules;
 mod transfers;
