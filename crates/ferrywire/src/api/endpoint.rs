@@ -20,7 +20,7 @@ use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
 use crate::core::trace::{self, Tracing};
-use crate::core::worker::{LostChannels, PolledBy, Worker, Workers};
+use crate::core::worker::{LostChannels, Pass, PolledBy, Worker, Workers};
 use crate::error::{ConnectError, Error, RegisterError, Result};
 use crate::payload::payload_backend::SharedBackend;
 use crate::payload::plugin::Variable;
@@ -521,10 +521,10 @@ impl Endpoint {
         Ok(region)
     }
 
-    /// Polls everything that no thread polls, once. Returns whether there was progress. Only an endpoint
-    /// without threads needs this.
+    /// Polls everything that no thread polls, once. Returns whether there was progress; while a GPU copies there may be
+    /// none, although the next call may find the end of a copy. Only an endpoint without threads needs this.
     pub fn progress(&self) -> bool {
-        self.check_origin().is_ok() && self.inner.running.poll_once()
+        self.check_origin().is_ok() && self.inner.running.poll_once() == Pass::Worked
     }
 
     /// Number of peers, including those that are being connected or closed.

@@ -14,7 +14,7 @@ use crate::control::{AcceptQueue, Control, ended_early};
 use crate::core::context::Context;
 use crate::core::peer::{PeerHandle, PeerState};
 use crate::core::waiting::WakeHandle;
-use crate::core::worker::{self, Workers};
+use crate::core::worker::{self, Pass, Workers};
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, RegionTable};
 use ferrywire_proto::Identity;
@@ -53,14 +53,15 @@ impl Running {
     }
 
     /// Polls everything that no other thread polls, once. Returns whether there was progress.
-    pub fn poll_once(&self) -> bool {
+    pub fn poll_once(&self) -> Pass {
         let control = match self.control.try_lock() {
             Ok(control) => Some(control),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         };
         let worked = control.is_some_and(|mut control| control.poll_once());
-        self.workers.poll_once() | worked
+        let pass = self.workers.poll_once();
+        if worked { Pass::Worked } else { pass }
     }
 
     /// Starts the thread that drops owners, unless it runs.
@@ -98,7 +99,7 @@ impl Running {
                 return None;
             }
             if context.is_caller_driven() {
-                if !self.poll_once() {
+                if !self.poll_once().goes_on() {
                     thread::sleep(Duration::from_micros(100));
                 }
                 continue;
@@ -167,7 +168,7 @@ impl RegionHome for Running {
                 return Err(Error::invalid("region", why));
             }
             // In an endpoint without threads, this thread has to poll the copies.
-            if !self.context().is_caller_driven() || !self.poll_once() {
+            if !self.context().is_caller_driven() || !self.poll_once().goes_on() {
                 thread::sleep(Duration::from_micros(100));
             }
         }

@@ -5,6 +5,7 @@
 
 use crate::world::{Faulty, Gpus, World};
 use ferrywire::{Builder, Encryption, Endpoint, Peer, Result, Transfer, TransferError};
+use ferrywire_memory::sim::SimGpu;
 use ferrywire_net::sim::{Faults, SimHost, SimNet};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -104,7 +105,9 @@ impl SimWorld {
         }
         self.turns.set(self.turns.get() + 1);
         let now = self.net.now();
-        let step = match worked {
+        // They copy in real time.
+        let copies = self.gpus_copy();
+        let step = match worked || copies {
             true => TURN,
             false => self
                 .net
@@ -113,6 +116,11 @@ impl SimWorld {
         };
         self.net.advance(step);
         worked
+    }
+
+    fn gpus_copy(&self) -> bool {
+        let gpus = (0..self.members.len()).filter_map(|index| self.gpus.of(index));
+        gpus.filter_map(SimGpu::opened).any(|gpu| gpu.has_work() && !gpu.faults().stall)
     }
 
     /// Of eight worlds two have encrypted connections, and one has authenticated ones.

@@ -71,7 +71,7 @@ impl Connection {
         done: impl FnMut() -> bool,
     ) -> bool {
         let Connection { state, running } = self;
-        running.workers.wait(state, limit, register, forget, done, || running.poll_once())
+        running.workers.wait(state, limit, register, forget, done, || running.poll_once().goes_on())
     }
 
     /// Posts an operation; see [`Workers::post`](crate::core::worker::Workers::post).

@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::engine::Polled;
-use super::{ProgressEngine, Worker, Workers};
+use super::{Pass, ProgressEngine, Worker, Workers};
 use crate::core::context::Context;
 use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
@@ -288,16 +288,18 @@ impl Worker {
         self.try_engine().map(|engine| self.claimed(engine))
     }
 
-    /// Makes one pass unless another thread polls this worker. True if bytes moved or a GPU is copying for a
-    /// channel.
-    pub fn poll_once(&self, context: &Context) -> bool {
-        match self.try_claim() {
-            Some(mut claim) => {
-                let engine = claim.engine();
-                let worked = engine.poll_once(self, context, &mut || false) == Polled::Worked;
-                worked || (engine.staging_active() && leave_the_core())
-            }
-            None => false,
+    /// Makes one pass unless another thread polls this worker.
+    pub fn poll_once(&self, context: &Context) -> Pass {
+        let Some(mut claim) = self.try_claim() else { return Pass::Idle };
+        let engine = claim.engine();
+        if engine.poll_once(self, context, &mut || false) == Polled::Worked {
+            Pass::Worked
+        } else if engine.staging_active() {
+            // Other threads may be making the copies.
+            thread::yield_now();
+            Pass::Copies
+        } else {
+            Pass::Idle
         }
     }
 
@@ -351,12 +353,6 @@ impl Worker {
             engine.ready = ready;
         });
     }
-}
-
-/// Yields the core to other threads, which may be making the copies.
-fn leave_the_core() -> bool {
-    thread::yield_now();
-    true
 }
 
 /// The progress engine, held by a caller.

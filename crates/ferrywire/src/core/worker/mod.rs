@@ -89,10 +89,27 @@ impl Workers {
         &self.lost
     }
 
-    /// Polls every worker that no other thread polls. Returns whether any of them made progress.
-    pub fn poll_once(&self) -> bool {
-        // No short circuit: every worker is polled.
-        self.list.iter().fold(false, |worked, worker| worker.poll_once(&self.context) | worked)
+    /// Polls every worker that no other thread polls. Returns the most that one of them did.
+    pub fn poll_once(&self) -> Pass {
+        self.list.iter().map(|worker| worker.poll_once(&self.context)).max().unwrap_or(Pass::Idle)
+    }
+}
+
+/// What one pass has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Pass {
+    /// Nothing, and nothing needs a pass soon.
+    Idle,
+    /// Nothing, but a GPU copies for a channel, and the end of a copy raises no event.
+    Copies,
+    /// It has moved something forward.
+    Worked,
+}
+
+impl Pass {
+    /// Whether a caller that waits polls again without a pause.
+    pub fn goes_on(self) -> bool {
+        self != Pass::Idle
     }
 }
 

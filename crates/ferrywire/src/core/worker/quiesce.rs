@@ -160,8 +160,8 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
             let by = format!("copies to {location}, which is stalled or slow");
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
-        let worked = workers.poll_once();
-        if worked || start.elapsed() < SPIN { thread::yield_now() } else { thread::sleep(PAUSE) }
+        let goes_on = workers.poll_once().goes_on();
+        if goes_on || start.elapsed() < SPIN { thread::yield_now() } else { thread::sleep(PAUSE) }
     }
     Ok(())
 }
