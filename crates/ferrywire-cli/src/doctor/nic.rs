@@ -252,9 +252,16 @@ fn rings(nic: &str, [rx, tx]: [(u32, u32); 2], fast: bool) -> Finding {
 }
 
 #[cfg(test)]
+#[allow(dead_code, reason = "the tests of topology use all of it")]
+#[path = "../../../ferrywire-host/tests/topology/tree.rs"]
+mod tree;
+
+#[cfg(test)]
 mod tests {
+    use super::tree::Tree;
     use super::*;
     use crate::doctor::finding::{levels, nic};
+    use ferrywire_host::topology::Source;
 
     fn good() -> Settings {
         Settings {
@@ -309,6 +316,33 @@ mod tests {
         assert_eq!(one(nic("a"), rings(512, 8192), "rings"), Level::Warn);
         assert_eq!(one(nic("a"), rings(512, 512), "rings"), Level::Ok);
         assert_eq!(one(nic("a"), Settings { steered: true, ..good() }, "rps"), Level::Note);
+    }
+
+    /// A cable or a port of a switch that has negotiated little. Virtual NICs have no speed, so the files are recorded.
+    #[test]
+    fn one_nic_at_low_speed_is_found_in_the_files_of_a_host() {
+        let nic = |number: u32, mbps: u32| {
+            let way = format!("pci0000:0{number}/0000:0{number}:00.0");
+            format!(
+                "nic eth{number} {way} node=0 speed={mbps} mtu=9000 driver=mlx5_core queues=8\n\
+                 fact address eth{number} 10.0.{number}.2/24\n"
+            )
+        };
+        let host = |slow: u32| {
+            let nics = nic(1, 100_000) + &nic(2, slow) + &nic(3, 100_000);
+            let tree = Tree::of(&format!("node 0 0-7\ncpus 0-7\n{nics}"));
+            Topology::read(&Source::recorded(tree.root()).expect("a recorded host"))
+        };
+        let speeds = |topology: &Topology| {
+            let found = judge(topology, &|_| good(), &[]);
+            found.into_iter().filter(|finding| finding.id == "nic-speed").collect::<Vec<_>>()
+        };
+        let found = speeds(&host(10_000));
+        assert_eq!(levels(&found, "nic-speed"), [Level::Ok, Level::Note, Level::Ok]);
+        assert_eq!((found[1].subject.as_str(), found[1].evidence.as_str()), ("eth2", "10 Gbit/s"));
+        let fix = found[1].fix.as_deref().unwrap_or_default();
+        assert!(fix.contains("other NICs have 100 Gbit/s: check cable and switch"), "{fix}");
+        assert_eq!(levels(&speeds(&host(100_000)), "nic-speed"), [Level::Ok; 3]);
     }
 
     #[test]
