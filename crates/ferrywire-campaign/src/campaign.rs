@@ -25,6 +25,8 @@ const THREADS_MAX: usize = ferrywire::limits::SIM_GPUS_MAX / GPUS_PER_THREAD;
 /// Number of seeds of which one is played twice, and has to repeat.
 const REPEATED: u64 = 16;
 
+/// Looks at the descriptors of the process, 5 ms apart.
+const DESCRIPTOR_LOOKS: u32 = 100;
 /// Number of failures after which a campaign ends.
 const FAILURES_MAX: usize = 8;
 
@@ -59,6 +61,8 @@ pub struct Report {
     pub failures: Vec<Failure>,
     /// Number of seeds that were played.
     pub seeds: u64,
+    /// Descriptors that this process had before the seeds and after them, if all held.
+    pub descriptors: Option<(usize, usize)>,
     cover: Cover,
     /// Real time that each seed took, the shortest first.
     times: Vec<Duration>,
@@ -151,8 +155,30 @@ pub fn trace(seed: u64) -> (Vec<String>, bool) {
     (lines, well)
 }
 
+/// Number of descriptors that this process has.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").map_or(0, |entries| entries.count())
+}
+
+/// Number of descriptors once there are no more than `most`; else the number after some time. Another process may ask this one for
+/// its counters meanwhile.
+fn descriptors_down_to(most: usize) -> usize {
+    let mut now = descriptors();
+    for _ in 0..DESCRIPTOR_LOOKS {
+        if now <= most {
+            break;
+        }
+        thread::sleep(Duration::from_millis(5));
+        now = descriptors();
+    }
+    now
+}
+
 /// Plays all seeds of a plan, and returns the report.
 pub fn campaign(plan: Plan) -> Report {
+    // What a process opens once is open from the first run on.
+    let warm = play_seed(plan.from, &gpus(0)).2;
+    let descriptors = descriptors();
     let (next, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let (report, since) = (Mutex::new(Report::default()), Instant::now());
     let work = |thread: usize| {
@@ -191,6 +217,9 @@ pub fn campaign(plan: Plan) -> Report {
         }
     });
     let mut report = report.into_inner().unwrap_or_else(PoisonError::into_inner);
+    // A run that has failed keeps what it has.
+    let all_held = warm.is_ok() && report.failures.is_empty();
+    report.descriptors = all_held.then(|| (descriptors, descriptors_down_to(descriptors)));
     report.failures.sort_by_key(|failure| failure.seed);
     report.times.sort();
     report
@@ -220,11 +249,22 @@ impl Failure {
 }
 
 impl Report {
+    /// Whether every seed held, and the process has no more descriptors than before.
+    pub fn is_well(&self) -> bool {
+        self.failures.is_empty() && self.descriptors.is_none_or(|(before, after)| after <= before)
+    }
+
     /// The report's text: the table of coverage, and the time that a seed takes.
     pub fn text(&self) -> String {
         let at = |part: usize| self.times.get(self.times.len() * part / 100).copied().unwrap_or_default();
+        let left = match self.descriptors {
+            Some((before, after)) if after > before => {
+                format!("broken: descriptors go with their endpoints: {before} before, {after} after\n")
+            }
+            _ => String::new(),
+        };
         format!(
-            "{}\n{} seeds, {} failed; a seed takes {:?} at the median, {:?} at most for 95 of 100",
+            "{}\n{left}{} seeds, {} failed; a seed takes {:?} at the median, {:?} at most for 95 of 100",
             self.cover.table(),
             self.seeds,
             self.failures.len(),

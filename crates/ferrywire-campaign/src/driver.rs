@@ -13,10 +13,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrywire::Endpoint;
 use ferrywire::net::sim::{SimHost, SimNet};
 use ferrywire::net::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
-use ferrywire_memory::sim::{SimFaults, SimGpu};
+use ferrywire::{Endpoint, Error, StreamEvent};
+use ferrywire_memory::sim::{HostGate, SimFaults, SimGpu, SimStream};
 
 /// Virtual time that one pass over all endpoints takes.
 const PASS: Duration = Duration::from_micros(1);
@@ -27,9 +27,8 @@ const COPY_STEP: Duration = Duration::from_micros(10);
 /// Number of passes without progress during a call that waits, after which the clock moves to the next event.
 /// The call's own endpoint may have work, which the driver does not see.
 const IDLE_PASSES: u32 = 12;
-/// Number of passes without an event of the network after which the work of endpoints no longer counts as
-/// progress: an endpoint that waits for a stalled GPU reports work all the time.
-const STILL_PASSES: u32 = 64;
+/// Passes in a row in which an endpoint may report work although nothing happens in the network and on the GPUs.
+const IN_VAIN_PASSES_MAX: u32 = 64;
 /// Most passes within one call that waits; a call with more counts as endless.
 const WAITING_PASSES_MAX: u64 = 3_000_000;
 
@@ -101,6 +100,8 @@ pub enum Timed {
     Wake(usize),
     GpuGoesOn(usize),
     GpuWorksAgain(usize),
+    /// The stream of this number goes on.
+    StreamGoesOn(usize),
     /// Fault number `n` of the run begins.
     Begins(usize),
 }
@@ -117,6 +118,8 @@ pub struct Driver {
     pub net: Arc<SimNet>,
     pub gpus: Vec<Arc<SimGpu>>,
     slots: RefCell<Vec<Slot>>,
+    /// Streams of GPUs, and the gates at which they wait.
+    streams: RefCell<Vec<(SimStream, Option<HostGate>)>>,
     timed: RefCell<Vec<(Duration, Timed)>>,
     /// The slot of the endpoint whose call waits; `None` while no call does.
     waiting: Cell<Option<usize>>,
@@ -127,10 +130,11 @@ pub struct Driver {
     due: RefCell<Vec<usize>>,
     /// Number of passes without progress in a row, during a call that waits.
     idle: Cell<u32>,
-    /// Fingerprint of the network's events so far; the next field is the number of passes without a new
-    /// event.
+    /// The network's history so far, and the passes in a row in which an endpoint reported work without a change of it.
     events: Cell<u64>,
-    still: Cell<u32>,
+    in_vain: Cell<u32>,
+    /// Bytes that all connections had sent at the last look.
+    sent: Cell<u64>,
     /// Time beyond which no step of the clock goes.
     until: Cell<Option<Duration>>,
 }
@@ -142,6 +146,7 @@ impl Driver {
             net,
             gpus,
             slots: RefCell::default(),
+            streams: RefCell::default(),
             timed: RefCell::default(),
             waiting: Cell::new(None),
             busy: Cell::new(false),
@@ -150,7 +155,8 @@ impl Driver {
             due: RefCell::default(),
             idle: Cell::new(0),
             events: Cell::new(0),
-            still: Cell::new(0),
+            in_vain: Cell::new(0),
+            sent: Cell::new(0),
             until: Cell::new(None),
         });
         DRIVER.set(Some(driver.clone()));
@@ -208,6 +214,30 @@ impl Driver {
         self.timed.borrow_mut().push((when, what));
     }
 
+    /// A stream of a GPU that waits for this time, and its number.
+    ///
+    /// # Errors
+    /// The error of the GPU.
+    pub fn waiting_stream(&self, gpu: usize, time: Duration) -> Result<(StreamEvent, usize), Error> {
+        let stream = self.gpus[gpu].stream();
+        let gate = stream.hold()?;
+        let event = StreamEvent::after_sim(&stream)?;
+        let mut streams = self.streams.borrow_mut();
+        streams.push((stream, Some(gate)));
+        self.at(self.now() + time, Timed::StreamGoesOn(streams.len() - 1));
+        Ok((event, streams.len() - 1))
+    }
+
+    /// Whether a stream still waits.
+    pub fn stream_waits(&self, stream: usize) -> bool {
+        self.streams.borrow()[stream].1.is_some()
+    }
+
+    /// A NIC is not healed at its time.
+    pub fn forget_heal(&self, nic: IpAddr) {
+        self.timed.borrow_mut().retain(|(_, what)| !matches!(what, Timed::Heal(each) if *each == nic));
+    }
+
     /// Ends every fault that has a scheduled end.
     pub fn end_faults(&self) {
         let timed = std::mem::take(&mut *self.timed.borrow_mut());
@@ -234,6 +264,11 @@ impl Driver {
             Timed::Wake(slot) => self.poll_again(slot),
             Timed::GpuGoesOn(gpu) => self.gpus[gpu].set_stall(false),
             Timed::GpuWorksAgain(gpu) => self.gpus[gpu].set_faults(gpu_faults(&self.gpus[gpu])),
+            Timed::StreamGoesOn(stream) => {
+                if let Some(gate) = self.streams.borrow_mut()[stream].1.take() {
+                    gate.open();
+                }
+            }
             Timed::Begins(fault) => self.due.borrow_mut().push(fault),
         }
     }
@@ -275,13 +310,27 @@ impl Driver {
         };
         let mut worked = polled.iter().fold(false, |worked, endpoint| endpoint.progress() | worked);
         let now = self.now();
-        worked |= self.gpus.iter().fold(false, |worked, gpu| gpu.run_due(now) | worked);
+        let copied = self.gpus.iter().fold(false, |worked, gpu| gpu.run_due(now) | worked);
         let events = self.net.fingerprint();
-        let still = if self.events.replace(events) == events { self.still.get() + 1 } else { 0 };
-        self.still.set(still);
-        self.net.advance(self.step(slow || (worked && still < STILL_PASSES)));
+        let is_still = self.events.replace(events) == events && !copied;
+        let in_vain = worked && is_still && !self.has_sent();
+        self.in_vain.set(if in_vain { self.in_vain.get() + 1 } else { 0 });
+        worked |= copied;
+        self.net.advance(self.step(slow || worked));
         self.happen_due();
         worked
+    }
+
+    /// Whether an endpoint has given bytes to the network since the last call.
+    fn has_sent(&self) -> bool {
+        let sent =
+            self.net.connections().iter().map(|conn| conn.sent_by_dialler + conn.sent_by_acceptor).sum();
+        self.sent.replace(sent) != sent
+    }
+
+    /// Whether an endpoint reports work all the time, and does none.
+    pub fn works_in_vain(&self) -> bool {
+        self.in_vain.get() > IN_VAIN_PASSES_MAX
     }
 
     /// Makes the clock stop at this time before it goes beyond.

@@ -238,7 +238,7 @@ impl Run<'_> {
     }
 
     /// Whether all channels of a link are up again at the end of the run.
-    fn is_well(&self, link: usize) -> bool {
+    pub fn is_well(&self, link: usize) -> bool {
         let state = &self.links[link];
         state.closing == [false; 2]
             && state.peers.iter().all(|peer| peer.as_ref().is_some_and(|peer| peer.error().is_none()))

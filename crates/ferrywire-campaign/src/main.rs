@@ -76,5 +76,5 @@ fn main() -> ExitCode {
     let report = campaign(plan);
     report.failures.iter().for_each(|failure| println!("{}\n", failure.text()));
     println!("{}", report.text());
-    if report.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if report.is_well() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -5,7 +5,7 @@
 //! Invariant: outside of the blocks no byte ever changes; inside each byte is the old or the new one, and does
 //! not change once the area is *frozen*.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use ferrywire::{Endpoint, Region, RegisterError};
 use ferrywire_memory::sim::{SimBuffer, SimGpu};
@@ -28,6 +28,14 @@ pub enum Phase {
     Gone,
 }
 
+/// Whether the caller owns the memory, and keeps it or gives the region an owner.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Raw {
+    No,
+    Kept,
+    WithOwner,
+}
+
 /// A registered piece of memory.
 pub struct Area {
     /// Slot of the endpoint with which it is registered.
@@ -48,6 +56,8 @@ pub struct Area {
     pub reused: bool,
     /// Whether wrong bytes may be in the blocks before the operation is done.
     pub loose: bool,
+    /// The owner that the region has: it goes when nothing touches the memory any more.
+    pub owner: Option<Weak<()>>,
     view: *mut u8,
     buffer: Option<SimBuffer>,
     _own: Option<Box<[u8]>>,
@@ -87,7 +97,7 @@ impl Area {
         slot: usize,
         endpoint: &Endpoint,
         gpu: Option<&Arc<SimGpu>>,
-        raw: bool,
+        raw: Raw,
         blocks: Vec<(usize, usize)>,
         salt: Option<u64>,
     ) -> Result<Area, RegisterError> {
@@ -100,9 +110,10 @@ impl Area {
         if let Some(salt) = salt {
             fill(&mut known, &blocks, &pattern(blocks.iter().map(|(_, len)| len).sum(), salt));
         }
-        let (mut buffer, mut own) = (None, None);
+        let (mut buffer, mut own, mut owner) = (None, None, None);
+        let is_raw = raw != Raw::No;
         let (region, view) = match gpu {
-            Some(gpu) if raw => {
+            Some(gpu) if is_raw => {
                 let memory = gpu.alloc(len, 4096)?;
                 // SAFETY: the area keeps the buffer until its region is dropped, or the simulated GPU refuses
                 // the access.
@@ -116,11 +127,18 @@ impl Area {
                 let view = view_of(region.as_ptr() as u64, len);
                 (region, view)
             }
-            None if raw => {
+            None if is_raw => {
                 let mut memory = vec![0u8; len].into_boxed_slice();
                 let base = memory.as_mut_ptr();
-                // SAFETY: the area keeps the memory for longer than its region.
-                let region = unsafe { endpoint.register_raw(base, len) }?;
+                let token = (raw == Raw::WithOwner).then(Arc::default);
+                owner = token.as_ref().map(Arc::downgrade);
+                // SAFETY: the area keeps the memory for longer than its region, with an owner or without.
+                let region = unsafe {
+                    match token {
+                        Some(token) => endpoint.register_with(base, len, Box::<Arc<()>>::new(token)),
+                        None => endpoint.register_raw(base, len),
+                    }
+                }?;
                 own = Some(memory);
                 (region, base)
             }
@@ -145,6 +163,7 @@ impl Area {
             was_incomplete: false,
             reused: false,
             loose: false,
+            owner,
             view,
             buffer,
             _own: own,
@@ -189,6 +208,10 @@ impl Area {
     /// # Errors
     /// A text about the first byte that is wrong.
     pub fn check(&mut self) -> Result<(), String> {
+        let is_registered = self.region.is_some() && !self.taken && self.phase != Phase::Gone;
+        if is_registered && self.owner.as_ref().is_some_and(|owner| owner.strong_count() == 0) {
+            return Err("the owner of registered memory is gone".into());
+        }
         // SAFETY: the memory is this area's, and the engine does not run; the borrow is apart from the other
         // fields.
         let now = unsafe { std::slice::from_raw_parts(self.view, self.known.len()) };

@@ -20,7 +20,7 @@ use ferrywire_memory::sim::{SimFaults, SimGpu};
 
 use crate::cover::Cover;
 use crate::driver::{DrivenHost, Driver, Timed, gpu_faults};
-use crate::memory::{Area, Phase, pattern, split};
+use crate::memory::{Area, Phase, Raw, pattern, split};
 use crate::scenario::{Action, Fault, OpId, Post, Scenario, Step, Verb};
 
 /// Virtual time after the last step within which everything must end.
@@ -85,7 +85,7 @@ pub struct Host {
     /// The slot of the host's endpoint; `None` without an endpoint.
     pub slot: Option<usize>,
     pub gpu_faulty: bool,
-    /// For each of the host's NICs the time until which it is cut.
+    /// For each of the host's NICs the time until which it is cut; of a deleted NIC the largest time.
     cut_until: Vec<Duration>,
 }
 
@@ -118,6 +118,8 @@ pub struct Op {
     /// Index of the matching operation: of a receive its send, of a send its receive.
     pub met: Option<usize>,
     moved: u64,
+    /// The stream after whose work it begins.
+    stream: Option<usize>,
 }
 
 pub struct Run<'a> {
@@ -267,6 +269,9 @@ impl Run<'_> {
             self.looked = self.driver.passes();
             self.look()?;
         }
+        if self.driver.works_in_vain() {
+            return broken("an endpoint with nothing to do says so", "it reports work at every poll");
+        }
         if self.driver.passes() > PASSES_MAX {
             return broken("a run is bounded", format!("the run has not ended after {PASSES_MAX} passes"));
         }
@@ -338,6 +343,12 @@ impl Run<'_> {
                 return broken("bytes are counted up to the size", what);
             }
             let outcome = transfer.poll();
+            let waits = op.stream.is_some_and(|stream| self.driver.stream_waits(stream));
+            // One without bytes may end at once.
+            if waits && (moved > 0 || matches!(outcome, Some(Ok(bytes)) if bytes > 0)) {
+                let what = format!("{:?} has moved {moved} bytes: {outcome:?}", op.post);
+                return broken("an operation begins after its stream's work", what);
+            }
             self.ops[index].moved = moved;
             if let Some(outcome) = outcome {
                 self.ended(index, outcome)?;
@@ -444,6 +455,19 @@ impl Run<'_> {
     }
 
     // --- Steps --------------------------------------------------------------------------------
+}
+
+impl Host {
+    /// Whether a NIC is gone for good.
+    fn has_lost(&self, nic: usize) -> bool {
+        self.cut_until[nic] == Duration::MAX
+    }
+
+    /// The addresses of the NICs that are left.
+    fn addresses(&self) -> Vec<IpAddr> {
+        let left = (0..self.nics.len()).filter(|nic| !self.has_lost(*nic));
+        left.map(|nic| self.nics[nic]).collect()
+    }
 }
 
 impl Link {

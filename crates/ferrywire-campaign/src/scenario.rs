@@ -6,6 +6,9 @@
 
 use ferrywire_sys::rng::Rng;
 
+/// Longest time for which work in a GPU's stream waits: the clock goes in small steps meanwhile.
+const STREAM_US_MAX: u64 = 20_000;
+
 /// Number of an operation, which stays the same when other steps are removed.
 pub type OpId = usize;
 
@@ -143,6 +146,8 @@ pub struct Post {
     pub target_on_gpu: bool,
     /// Whether the caller owns the memory, not the engine.
     pub raw: bool,
+    /// The operation begins after work in a stream of a GPU, which waits for so long.
+    pub stream_us: Option<u64>,
 }
 
 impl Post {
@@ -160,6 +165,7 @@ impl Post {
             source_on_gpu: false,
             target_on_gpu: false,
             raw: false,
+            stream_us: None,
         }
     }
 }
@@ -208,6 +214,11 @@ pub enum Fault {
         end: usize,
         us: u64,
     },
+    /// A NIC of several is gone for good.
+    DeleteNic {
+        end: usize,
+        nic: usize,
+    },
     /// The endpoint is not polled for a time, while its kernel continues.
     Sleep {
         end: usize,
@@ -255,6 +266,7 @@ impl Fault {
             Fault::Reset { .. } => "connection lost",
             Fault::ResetAll { .. } => "all connections lost",
             Fault::ResetNic { .. } => "connections of a NIC lost",
+            Fault::DeleteNic { .. } => "NIC deleted",
             Fault::Stall { .. } => "silent connection",
             Fault::Freeze { .. } => "host stopped",
             Fault::Sleep { .. } => "slow reader",
@@ -327,7 +339,8 @@ impl Draw {
         let benign = !self.one_in(5);
         self.topology();
         self.connections();
-        if self.one_in(25) {
+        // Where sends are partial it cannot use up the credit for messages.
+        if self.one_in(if benign { 25 } else { 8 }) {
             self.flood(benign);
         }
         let count = 4 + self.below(28);
@@ -428,6 +441,7 @@ impl Draw {
             source_on_gpu: on_gpu[0],
             target_on_gpu: on_gpu[1],
             raw: self.one_in(2),
+            stream_us: (self.gpus && self.one_in(5)).then(|| self.scaled(STREAM_US_MAX)),
         };
         match self.below(10) {
             0..3 => self.add(Post { notify: None, ..post }),
@@ -438,7 +452,9 @@ impl Draw {
             5..7 => self.add(Post { verb: Verb::Read, ..post }),
             7 => {
                 let notify = Some(8 + self.scaled(500) as usize);
-                self.add(Post { verb: Verb::Notify, bytes: 0, blocks: 1, regions: 1, notify, ..post });
+                // One that waits counts as posted only when it begins.
+                let plain = Post { blocks: 1, regions: 1, stream_us: None, ..post };
+                self.add(Post { verb: Verb::Notify, bytes: 0, notify, ..plain });
             }
             _ => self.message(post),
         }
@@ -460,7 +476,9 @@ impl Draw {
             1..4 => post.bytes,
             _ => post.bytes + self.below(1000),
         };
-        let recv = Post { verb: Verb::Recv { tag }, side: 1 - post.side, bytes: room, ..post };
+        // A receive that waits comes behind those of its tag that are posted meanwhile.
+        let recv =
+            Post { verb: Verb::Recv { tag }, side: 1 - post.side, bytes: room, stream_us: None, ..post };
         match self.below(8) {
             0 => self.add(send),
             1 => self.add(recv),
@@ -540,7 +558,7 @@ impl Draw {
             1 => self.scaled(2_000_000),
             _ => self.scaled(100_000),
         };
-        match self.below(if self.gpus { 22 } else { 18 }) {
+        match self.below(if self.gpus { 23 } else { 19 }) {
             0 | 1 => Fault::Cut { end, nic, out: true, into: true, us },
             2 => {
                 let out = self.one_in(2);
@@ -564,7 +582,8 @@ impl Draw {
             16 if self.one_in(2) => Fault::Rough,
             16 => Fault::Rate { end, nic, bytes_per_second: 500_000 + self.scaled(50_000_000) },
             17 => Fault::Corrupt { times: 1 + self.below(3) as u32 },
-            18..20 => Fault::GpuStall { end, us: us / 4 },
+            18 => Fault::DeleteNic { end, nic },
+            19..21 => Fault::GpuStall { end, us: us / 4 },
             _ => Fault::GpuFail { end, after: self.scaled(30), us: us / 4 },
         }
     }

@@ -66,6 +66,7 @@ fn simpler(scenario: &Scenario, index: usize) -> Vec<Scenario> {
         };
         all.push(post(&|post| (post.blocks, post.regions) = (1, 1)));
         all.push(post(&|post| post.bytes /= 8));
+        all.push(post(&|post| post.stream_us = None));
         all.push(post(&|post| (post.source_on_gpu, post.target_on_gpu) = (false, false)));
     }
     all

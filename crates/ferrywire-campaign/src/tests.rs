@@ -60,3 +60,14 @@ fn more_messages_than_the_receiver_holds() {
     };
     holds(&pair(posts(Verb::Send { tag: 1 }, 0, 0).chain(posts(Verb::Recv { tag: 1 }, 1, 80))));
 }
+
+/// Such an endpoint reported work at each poll, so that a caller that pauses after polls without work never did.
+#[test]
+fn an_endpoint_that_waits_for_a_stalled_gpu_reports_no_work() {
+    let write = Post { source_on_gpu: true, ..Post::plain(0, 0, 0, Verb::Write, 40_000) };
+    holds(&pair([
+        (0, Action::Fault(Fault::GpuStall { end: 0, us: 2_000_000 })),
+        (0, Action::Post(write)),
+        (1_000_000, Action::Post(Post::plain(1, 0, 1, Verb::Write, 100))),
+    ]));
+}

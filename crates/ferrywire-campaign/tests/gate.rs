@@ -8,6 +8,7 @@ fn two_hundred_seeds_hold() {
     let report = campaign(Plan { from: 0, seeds: 200, threads, time: None, quick: false });
     let failures: Vec<String> = report.failures.iter().map(|failure| failure.text()).collect();
     assert!(failures.is_empty(), "{}", failures.join("\n\n"));
+    assert!(report.is_well(), "{}", report.text());
     assert_eq!(report.seeds, 200);
     println!("{}", report.text());
 }

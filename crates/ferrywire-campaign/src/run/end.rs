@@ -4,6 +4,11 @@
 //! Read next: `judge.rs`, which outcomes are allowed.
 
 use super::*;
+use ferrywire::{limits, metrics};
+
+/// Numbers of the messages at the end of a run, behind those of all steps, and their tag.
+const PROBES_FROM: OpId = 1 << 20;
+const PROBE_TAG: u64 = 10;
 
 impl Run<'_> {
     /// Ends all faults, and waits until all operations that can end have ended.
@@ -13,7 +18,7 @@ impl Run<'_> {
         let net = self.driver.net.clone();
         net.set_faults(Faults::default());
         for host in &self.hosts {
-            for nic in &host.nics {
+            for nic in &host.addresses() {
                 net.heal(*nic);
                 net.set_bandwidth(*nic, None);
                 net.set_nic_latency(*nic, Duration::ZERO);
@@ -44,7 +49,73 @@ impl Run<'_> {
             }
         }
         self.pass_time(Duration::from_millis(300))?;
-        self.check_areas(true)
+        self.check_areas(true)?;
+        self.check_credit()?;
+        self.check_counters()
+    }
+
+    /// A short message needs no receive while its peer has room for it. It does if credit for messages is not returned.
+    fn check_credit(&mut self) -> Check {
+        let mut probes = Vec::new();
+        for (link, side) in (0..self.links.len()).flat_map(|link| [(link, 0), (link, 1)]) {
+            if !self.is_well(link) || !self.has_credit(link, side) {
+                continue;
+            }
+            let id = PROBES_FROM + 2 * link + side;
+            self.post(&Post::plain(id, link, side, Verb::Send { tag: PROBE_TAG }, limits::EAGER_BYTES_MAX))?;
+            probes.extend(self.find(id));
+        }
+        // A link whose dials were unanswered waits for longer and longer.
+        if !self.until(SETTLE_MAX, |run| probes.iter().all(|probe| run.ops[*probe].outcome.is_some()))? {
+            let open = probes.iter().map(|probe| &self.ops[*probe]).filter(|op| op.outcome.is_none());
+            let open: Vec<String> = open.map(|op| format!("{:?}: {:?}", op.post, op.transfer)).collect();
+            return broken("credit for short messages comes back", open.join(", "));
+        }
+        Ok(())
+    }
+
+    /// Whether the peer has room for one more message, of those that were sent without a receive. It returns credit in quarters.
+    fn has_credit(&self, link: usize, side: usize) -> bool {
+        let cost = |bytes: usize| bytes + limits::EAGER_OVERHEAD_BYTES;
+        let held = self.ops.iter().filter(|op| {
+            (op.post.link, op.post.side) == (link, side)
+                && matches!(op.post.verb, Verb::Send { .. })
+                && op.post.bytes <= limits::EAGER_BYTES_MAX
+                && op.met.is_none()
+        });
+        let held: usize = held.map(|op| cost(op.post.bytes)).sum();
+        held + limits::EAGER_CREDIT_BYTES / 4 + cost(limits::EAGER_BYTES_MAX) <= limits::EAGER_CREDIT_BYTES
+    }
+
+    /// What has begun has ended, and nothing is in flight. An answer may wait for its acknowledgement until a dead path is noticed.
+    fn check_counters(&mut self) -> Check {
+        let until = self.driver.now() + END_MAX;
+        while let Err(left) = self.counters_are_even() {
+            if self.driver.now() >= until {
+                return Err(left);
+            }
+            self.pass_time(Duration::from_millis(200))?;
+        }
+        Ok(())
+    }
+
+    fn counters_are_even(&self) -> Check {
+        let ends = self.hosts.iter().filter_map(|host| self.driver.endpoint(host.slot?));
+        let identities: Vec<String> = ends.map(|end| end.identity().to_string()).collect();
+        let peers = metrics::process().peers;
+        for peer in peers.iter().filter(|peer| identities.contains(&peer.endpoint)) {
+            let begun = |kind: &&metrics::KindSample| kind.started != kind.completed + kind.failed;
+            if let Some(kind) = peer.operations.iter().find(begun) {
+                let what = format!("{kind:?} with {}", peer.peer);
+                return broken("each operation that was counted has ended", what);
+            }
+            let busy = |channel: &&metrics::ChannelSample| channel.alive && channel.in_flight_bytes > 0;
+            if let Some(channel) = peer.channels.iter().find(busy) {
+                let what = format!("{channel:?} to {}", peer.peer);
+                return broken("nothing is in flight at the end", what);
+            }
+        }
+        Ok(())
     }
 
     /// Operations of running processes that have not ended.
@@ -99,7 +170,11 @@ impl Run<'_> {
             if let Err(error) = self.wait_in(slot, || region.deregister())? {
                 return broken("memory without operations is deregistered", error.to_string());
             }
-            self.areas[index].poison();
+            let area = &mut self.areas[index];
+            if area.owner.take().is_some_and(|owner| owner.strong_count() > 0) {
+                return broken("the owner of memory goes with its region", format!("area {index}"));
+            }
+            area.poison();
         }
         self.ops.iter_mut().for_each(|op| op.transfer = None);
         self.links.iter_mut().for_each(|link| {
@@ -122,7 +197,15 @@ impl Run<'_> {
             self.wait_in(slot, || drop(endpoint))?;
         }
         self.check_areas(true)?;
+        let owners: Vec<Weak<()>> = self.areas.iter().filter_map(|area| area.owner.clone()).collect();
         self.areas.clear();
+        let kept = owners.iter().filter(|owner| owner.strong_count() > 0).count();
+        if kept > 0 {
+            return broken(
+                "the owner of memory goes with its region",
+                format!("{kept} of {} are left", owners.len()),
+            );
+        }
         self.check_nothing_left()
     }
 

@@ -76,6 +76,7 @@ impl Run<'_> {
             Fault::Cut { end, .. }
             | Fault::Partition { end, .. }
             | Fault::ResetNic { end, .. }
+            | Fault::DeleteNic { end, .. }
             | Fault::Freeze { end, .. }
             | Fault::Sleep { end, .. }
             | Fault::RefuseDials { end, .. }
@@ -108,6 +109,7 @@ impl Run<'_> {
             Fault::ResetNic { end, nic } => {
                 net.reset_nic(self.hosts[*end].nics[*nic], ResetSeen::AtOnce);
             }
+            Fault::DeleteNic { end, nic } => self.delete(*end, *nic),
             Fault::Stall { pick, us: time } => {
                 if let Some(conn) = self.pick(*pick) {
                     net.stall(conn, us(*time));
@@ -150,6 +152,9 @@ impl Run<'_> {
 
     pub(super) fn cut(&mut self, end: usize, nic: usize, (out, into): (bool, bool), time: Duration) {
         let (net, now) = (self.driver.net.clone(), self.driver.now());
+        if self.hosts[end].has_lost(nic) {
+            return;
+        }
         let address = self.hosts[end].nics[nic];
         match (out, into) {
             (true, true) => net.cut_for(address, time),
@@ -160,11 +165,37 @@ impl Run<'_> {
             self.driver.at(now + time, Timed::Heal(address));
         }
         self.hosts[end].cut_until[nic] = self.hosts[end].cut_until[nic].max(now + time);
+        self.missing_paths(time);
+    }
+
+    /// Counts an outage of this time if the cuts of now may leave no path.
+    fn missing_paths(&mut self, time: Duration) {
+        let now = self.driver.now();
         // If a second NIC is cut anywhere at the same time, no pair of NICs may be left.
         let cuts = self.hosts.iter().flat_map(|host| &host.cut_until).filter(|until| **until > now).count();
         let alone = self.hosts.iter().any(|host| host.nics.len() == 1);
         if alone || cuts > 1 {
             (0..self.hosts.len()).for_each(|end| self.outage(end, time));
+        }
+    }
+
+    /// Deletes a NIC for good, unless it is the last one of its host, or another host has lost one: with NICs gone at both
+    /// ends a peer may be left without a channel and without an error.
+    fn delete(&mut self, end: usize, nic: usize) {
+        let others = self.hosts.iter().enumerate().filter(|(other, _)| *other != end);
+        let one_sided = others.map(|(_, host)| host).all(|host| host.addresses().len() == host.nics.len());
+        if self.hosts[end].has_lost(nic) || self.hosts[end].addresses().len() == 1 || !one_sided {
+            return;
+        }
+        let address = self.hosts[end].nics[nic];
+        self.driver.forget_heal(address);
+        self.driver.net.delete(address);
+        self.hosts[end].cut_until[nic] = Duration::MAX;
+        self.missing_paths(OUTAGE_MAX);
+        // A handshake may have got this address alone.
+        let connecting = |link: &&mut Link| link.started && link.peers.iter().any(Option::is_none);
+        for link in self.links.iter_mut().filter(connecting) {
+            link.fragile = Some("a NIC was deleted while it connected");
         }
     }
 

@@ -60,7 +60,7 @@ impl Run<'_> {
         }
         let (Some(near), Some(far)) = (self.hosts[from].slot, self.hosts[to].slot) else { return Ok(()) };
         let Some(endpoint) = self.driver.endpoint(near) else { return Ok(()) };
-        let (nics, count) = (self.hosts[to].nics.clone(), self.ops.len());
+        let (nics, count) = (self.hosts[to].addresses(), self.ops.len());
         let address = SocketAddr::new(nics[(index + count) % nics.len()], PORT);
         let link = &mut self.links[index];
         (link.slots, link.started) = ([near, far], true);
@@ -112,6 +112,12 @@ impl Run<'_> {
         Ok(state.peers[side].clone().filter(|_| both && self.driver.endpoint(state.slots[side]).is_some()))
     }
 
+    /// Whether a step drops a handle of the operation's memory.
+    fn is_dropped(&self, id: OpId) -> bool {
+        let drops = |step: &Step| matches!(step.action, Action::DropRegion { op, .. } if op == id);
+        self.scenario.steps.iter().any(drops)
+    }
+
     /// Makes the area of an operation at one end.
     pub(super) fn area(
         &mut self,
@@ -125,7 +131,13 @@ impl Run<'_> {
         let gap = if post.blocks > 1 { 5 + part * 3 + usize::from(salt.is_some()) * 2 } else { 0 };
         let blocks = split(part_bytes(post, part), post.blocks, gap);
         let gpu = on_gpu.then(|| self.driver.gpus[slot % self.driver.gpus.len()].clone());
-        let area = Area::new(slot, &endpoint, gpu.as_ref(), post.raw, blocks, salt).ok()?;
+        let raw = match post.raw {
+            false => Raw::No,
+            // A thread of the endpoint would release memory with an owner, at a time that does not repeat.
+            true if self.is_dropped(post.id) => Raw::Kept,
+            true => Raw::WithOwner,
+        };
+        let area = Area::new(slot, &endpoint, gpu.as_ref(), raw, blocks, salt).ok()?;
         self.areas.push(area);
         self.areas.last_mut().into_iter().for_each(|area| area.loose = self.corrupts);
         Some(self.areas.len() - 1)
@@ -155,6 +167,15 @@ impl Run<'_> {
                 targets.push(area);
             }
         }
+        let waiting = post.stream_us.filter(|_| !self.driver.gpus.is_empty()).map(|us| {
+            let gpu = near % self.driver.gpus.len();
+            self.driver.waiting_stream(gpu, Duration::from_micros(us))
+        });
+        let (peer, stream) = match waiting {
+            Some(Ok((event, stream))) => (peer.on_stream(event), Some(stream)),
+            Some(Err(error)) => return broken("a stream takes work", error.to_string()),
+            None => (peer, None),
+        };
         let posted = self.posted(&peer, post, &sources, &targets);
         let mut op = Op {
             post: post.clone(),
@@ -166,6 +187,7 @@ impl Run<'_> {
             notified: 0,
             met: None,
             moved: 0,
+            stream,
         };
         match posted {
             Ok(transfer) => {
