@@ -30,7 +30,7 @@ fn a_manager_that_is_missing_or_refuses_is_reported_in_the_plugins_words() {
         &error,
         &["fix: start the receive data path manager", "in /tmp (NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX)"],
     );
-    says(&demo("dp_manager=refuse", ""), &["FlowSteerRule Failed", "it answered, and refused"]);
+    says(&demo("dp_manager=refuse", ""), &["FlowSteerRule Failed", "it answered and refused"]);
 }
 
 /// The end that has no manager knows why; the other one hears of it.

@@ -458,7 +458,7 @@ fn a_plugin_without_its_manager_is_reported_in_its_own_words_with_the_fix() {
         assert!(!error.to_string().contains("firewall"), "{error}");
     });
     case!("dp_manager=refuse").passes(|| {
-        says(&failed_connect(LIMIT), &[rule, "FlowSteerRule Failed", "it answered, and refused"]);
+        says(&failed_connect(LIMIT), &[rule, "FlowSteerRule Failed", "it answered and refused"]);
     });
 }
 

@@ -14,7 +14,7 @@ fn warnings(accepting: Builder, connecting: Builder) -> usize {
         assert_eq!((peer.stats().transport, peer.stats().protection), ("plugin", None));
     }
     ends.close();
-    let told = lines.with("which both ends prefer: payload goes over lanes");
+    let told = lines.with("which both ends prefer, because payload goes over lanes");
     assert!(told.iter().all(|line| line.contains("WARN")), "{told:?}");
     told.len()
 }
