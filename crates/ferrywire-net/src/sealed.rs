@@ -202,9 +202,9 @@ impl Conn for Sealed {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
         self.push()?;
-        let mut taken = 0;
+        let (bytes, mut taken) = (cursor.left(), 0);
         loop {
-            self.outgoing.choose(cursor.left(), &*self.inner);
+            self.outgoing.choose(bytes, &*self.inner);
             // SAFETY: the caller promises that the pieces are readable.
             taken += unsafe { self.seal(&mut cursor) }?;
             match self.push() {

@@ -26,8 +26,9 @@ const RECORD_BYTES: usize = RECORD_BYTES_MAX + RECORD_OVERHEAD;
 /// Size in bytes of the buffer and of a slot: four records of the longest kind, and short records between
 /// them. More would leave the cache before they are used.
 pub(super) const SLOT_BYTES: usize = (4 * RECORD_BYTES).next_multiple_of(PAGE_BYTES);
-/// Shortest send in bytes whose records are lent. To copy a shorter one costs less.
-const LENT_BYTES_MIN: usize = 64 << 10;
+/// Shortest send in bytes whose records are lent. To copy a shorter one, or a batch of small messages, costs
+/// less.
+const LENT_BYTES_MIN: usize = 256 << 10;
 
 /// Sealed records that the kernel has not taken: the bytes from `sent` to `end` of the newest slot if
 /// `in_slot`, else of the buffer.
@@ -54,8 +55,8 @@ impl Outgoing {
         self.end - self.sent
     }
 
-    /// Chooses the buffer or a slot for the next records, which have `bytes` bytes of payload in all. The
-    /// choice has room for a record of any length. The kernel must have taken all earlier records.
+    /// Chooses the buffer or a slot for the next records of a send of `bytes` bytes. The choice has room for a
+    /// record of any length. The kernel must have taken all earlier records.
     pub fn choose(&mut self, bytes: usize, conn: &dyn Conn) {
         debug_assert_eq!(self.sent, self.end, "records are sent in order");
         if !conn.lends() {
