@@ -173,7 +173,7 @@ mod tests {
         let why = |bytes: &[u8]| Handle::read(bytes).unwrap_err();
         assert!(why(&[0; HANDLE_BYTES]).contains("not made by ferrywire's plugin"));
         let mut bytes = written(&handle(&[V6; 2]), HANDLE_BYTES);
-        assert!(why(&bytes[..HANDLE_BYTES / 2]).contains("cut"));
+        assert!(why(&bytes[..HANDLE_BYTES / 2]).contains("truncated"));
         for count in [0, 9] {
             bytes[COUNT] = count;
             assert!(why(&bytes).contains("no address"), "{count}");

@@ -96,7 +96,7 @@ static void nulls(struct pair pair) {
 static void memory(struct pair pair) {
     ferrywire_region *region, *other;
     static char bytes[1000];
-    USAGE(ferrywire_register(pair.ends[0], NULL, 10, release, NULL, &region), "null pointer");
+    USAGE(ferrywire_register(pair.ends[0], NULL, 10, release, NULL, &region), "the pointer is null");
     USAGE(ferrywire_register(NULL, bytes, 10, release, NULL, &region), "NULL");
     USAGE(ferrywire_register(pair.ends[0], bytes, 10, release, NULL, NULL), "NULL");
     CHECK(releases == 0);
