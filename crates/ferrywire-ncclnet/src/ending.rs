@@ -179,6 +179,6 @@ mod tests {
             segfault,
             format!("{reported}; likely: a defect of the plugin, or a call that it does not support")
         );
-        assert!(explained(EndKind::Signal(libc::SIGPIPE), &LastLines::new()).contains("gone"));
+        assert!(explained(EndKind::Signal(libc::SIGPIPE), &LastLines::new()).contains("the peer had closed"));
     }
 }

@@ -126,7 +126,7 @@ fn no_two_causes_have_the_same_message() {
 fn each_failed_send_says_why() {
     let rows: [(i32, SendCause, ErrorKind, &str); 6] = [
         // seen: no SO_ZEROCOPY, unknown number, one that receives, closed binding
-        (libc::EINVAL, SendCause::NotBound, ErrorKind::Internal, "the binding for sending is gone"),
+        (libc::EINVAL, SendCause::NotBound, ErrorKind::Internal, "the binding for sending has ended"),
         // seen
         (libc::EFAULT, SendCause::Outside, ErrorKind::Internal, "outside of the dma-buf"),
         // seen: over loopback
