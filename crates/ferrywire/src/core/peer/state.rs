@@ -207,10 +207,7 @@ impl Drop for PeerHandle {
     fn drop(&mut self) {
         let context = self.0.context();
         if !context.origin.is_elsewhere() {
-            // A user of a peer that has failed has its error: the close of the endpoint does not repeat it.
-            if self.0.failure().is_none() {
-                self.0.life.abandoned.store(true, Ordering::SeqCst);
-            }
+            self.0.life.abandoned.store(true, Ordering::SeqCst);
             context.wake_control();
         }
     }
