@@ -11,6 +11,7 @@
 //! Invariant: a file that cannot be used leaves the secrets in force as they are.
 //! Read next: `child_secret.rs`, for processes that this one starts.
 
+use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -98,10 +99,17 @@ impl Drop for Follower {
 }
 
 /// The secrets of an endpoint, as [`Endpoint::set_secret`] takes them.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 struct Secrets {
     current: Vec<u8>,
     also_accepted: Option<Vec<u8>>,
+}
+
+/// Without the secrets.
+impl fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Secrets").finish_non_exhaustive()
+    }
 }
 
 /// What one look at the file has led to.
@@ -136,6 +144,8 @@ impl SecretFile {
             (self.seen, self.is_taken) = (found, false);
         } else if !std::mem::replace(&mut self.is_taken, true) {
             match &self.seen {
+                // Ends that saw the last change late still connect with the secret before it.
+                Ok(_) if self.exchange.is_switched() => self.is_taken = false,
                 Ok(secret) if self.exchange.begin(secret, now) => {
                     let left = 2 * STEP_MINUTES;
                     let what =
@@ -202,6 +212,11 @@ enum Phase {
 impl Exchange {
     fn new(secret: Vec<u8>) -> Exchange {
         Exchange { current: secret, phase: Phase::Settled }
+    }
+
+    /// Whether the secret before the current one is still accepted.
+    fn is_switched(&self) -> bool {
+        matches!(self.phase, Phase::Switched { .. })
     }
 
     /// Begins to exchange the current secret for this one. Returns false if it is the newest already.
@@ -288,6 +303,19 @@ mod tests {
         assert_eq!(at(601), None);
         assert_eq!(at(602), secrets(NEW, None));
         assert_eq!(at(2000), None);
+    }
+
+    /// A second change within the exchange refused ends that connect with the secret before.
+    #[test]
+    fn a_second_change_waits_until_the_exchange_of_the_first_is_over() {
+        let (_folder, path, mut file, start) = scene();
+        let mut at = |seconds: u64| file.turn(start + Duration::from_secs(seconds)).secrets;
+        fs::write(&path, NEW).expect("written");
+        assert_eq!([at(1), at(2), at(302)], [None, secrets(OLD, Some(NEW)), secrets(NEW, Some(OLD))]);
+        fs::write(&path, NEWEST).expect("written");
+        assert_eq!([at(303), at(304), at(305)], [None, None, None]);
+        assert_eq!(at(602), secrets(NEW, None));
+        assert_eq!(at(603), secrets(NEW, Some(NEWEST)));
     }
 
     /// Kubernetes writes a new folder, and renames a link to it over `..data`; the file itself is never touched.
