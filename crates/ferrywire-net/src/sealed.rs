@@ -40,6 +40,8 @@ pub struct Sealed {
     sealer: Records,
     opener: Records,
     outgoing: Outgoing,
+    /// The payload of a record that is made of short pieces.
+    joined: Vec<u8>,
     /// Bytes of record headers and tags sealed so far.
     overhead: u64,
     incoming: Incoming,
@@ -77,6 +79,7 @@ impl Sealed {
             sealer: Records::new(protection, ours),
             opener: Records::new(protection, theirs),
             outgoing: Outgoing::default(),
+            joined: Vec::new(),
             overhead: 0,
             incoming: Incoming { buffer: Vec::new(), payload: (0, 0), sealed: (0, 0) },
             failure: None,
@@ -111,14 +114,14 @@ impl Sealed {
                     self.sealer.seal_from(payload, record)
                 }
                 _ => {
-                    let mut at = RECORD_HEADER_BYTES;
+                    // Not in the record: a slot contains nothing but sealed bytes at any time.
+                    self.joined.clear();
                     cursor.take(run, |piece| {
                         // SAFETY: the caller promises that the pieces are readable.
                         let part = unsafe { std::slice::from_raw_parts(piece.base, piece.len) };
-                        record[at..at + piece.len].copy_from_slice(part);
-                        at += piece.len;
+                        self.joined.extend_from_slice(part);
                     });
-                    self.sealer.seal(record)
+                    self.sealer.seal_from(&self.joined, record)
                 }
             };
             sealed.map_err(broken)?;
