@@ -306,13 +306,16 @@ impl CudaGpu {
         for way in &self.urgent {
             while lock(way).len() < URGENT_STREAMS {
                 let stream = CudaStream::urgent(self)?;
+                let (on_gpu, pinned) = (device.address(), host.address());
                 // SAFETY: both buffers are this function's own, and live until the stream has finished.
-                unsafe {
-                    stream.copy(device.address(), host.address(), ZEROES_BYTES)?;
-                    stream.copy(host.address(), device.address(), ZEROES_BYTES)?;
-                    stream.write_flag_u64(host.address(), 1)?;
-                }
+                let enqueued = unsafe {
+                    stream
+                        .copy(on_gpu, pinned, ZEROES_BYTES)
+                        .and_then(|()| stream.copy(pinned, on_gpu, ZEROES_BYTES))
+                        .and_then(|()| stream.write_flag_u64(pinned, 1))
+                };
                 stream.finish();
+                enqueued?;
                 lock(way).push(Urgent { stream: Raw(stream.into_raw()), users: 0 });
             }
         }

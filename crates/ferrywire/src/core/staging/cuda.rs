@@ -19,7 +19,9 @@ use super::copier::{Copier, Run, Way};
 use super::kernel::{Again, ListKernel};
 use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;
-use ferrywire_memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, deferred_free, pointer};
+use ferrywire_memory::cuda::{
+    CudaError, CudaEvent, CudaGpu, CudaStream, PinnedBuffer, deferred_free, pointer,
+};
 use ferrywire_memory::unpack::Kernels;
 
 /// Interval between driver queries for failed copies, after the last copy or query. The second constant is
@@ -61,6 +63,9 @@ pub(super) struct CudaCopier {
     polls: u32,
     asked: Instant,
     calls: u64,
+    /// Recorded behind this copier's last work, if `is_fenced`.
+    end: CudaEvent,
+    is_fenced: bool,
     batch: Vec<GpuCopy>,
     /// GPU memory that the batch uses, from the first to the last byte in each allocation.
     used: Vec<Range<u64>>,
@@ -90,6 +95,8 @@ impl CudaCopier {
             polls: 0,
             asked: Instant::now(),
             calls: 0,
+            end: CudaEvent::new(gpu)?,
+            is_fenced: false,
             batch,
             used,
             way,
@@ -228,7 +235,7 @@ impl Copier for CudaCopier {
             (self.before, self.marked) = (mark - 1, mark - 1);
         }
         (self.behind, self.marked) = (self.marked, mark);
-        self.has_ended = false;
+        (self.has_ended, self.is_fenced) = (false, false);
         (self.polls, self.asked) = (0, Instant::now());
         let posts = self.kernel.as_ref().is_some_and(ListKernel::posts);
         self.fill(runs)?;
@@ -284,13 +291,16 @@ impl Copier for CudaCopier {
         self.mark_reached()
     }
 
-    /// The stream may be shared, and other copies in it may not end. Then dropping the copier would block.
+    /// The stream may be shared, and other copies in it may not end: only the work of this copier counts. While that does
+    /// not end, dropping the copier would block.
     fn ends_within(&mut self, timeout: Duration) -> bool {
         self.bar();
         let start = Instant::now();
+        self.is_fenced = self.is_fenced || self.stream.record(&self.end).is_ok();
         loop {
             self.calls += 1;
-            match self.stream.query() {
+            let ended = if self.is_fenced { self.end.query() } else { self.stream.query() };
+            match ended {
                 Ok(false) if start.elapsed() >= timeout => return false,
                 Ok(false) => thread::sleep(END_PAUSE),
                 // After an error the stream runs no more work.
