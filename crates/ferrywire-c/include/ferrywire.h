@@ -294,7 +294,7 @@ int ferrywire_endpoint_metadata(const ferrywire_endpoint *endpoint,
 
 /**
  * Makes one pass over everything that no thread moves forward, and sets `*worked`, unless `worked` is NULL, to whether
- * anything happened. Only needed for an endpoint without threads.
+ * anything happened; a GPU may copy although nothing did. Only needed for an endpoint without threads.
  */
 int ferrywire_endpoint_progress(ferrywire_endpoint *endpoint,
                                 bool *worked);

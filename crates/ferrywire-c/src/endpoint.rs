@@ -105,7 +105,7 @@ pub unsafe extern "C" fn ferrywire_endpoint_metadata(
 }
 
 /// Makes one pass over everything that no thread moves forward, and sets `*worked`, unless `worked` is NULL, to whether
-/// anything happened. Only needed for an endpoint without threads.
+/// anything happened; a GPU may copy although nothing did. Only needed for an endpoint without threads.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_progress(endpoint: *mut Endpoint, worked: *mut bool) -> c_int {
     call(|| {

@@ -52,7 +52,7 @@ impl Running {
         result
     }
 
-    /// Polls everything that no other thread polls, once. Returns whether there was progress.
+    /// Polls everything that no other thread polls, once. Returns what the pass has done.
     pub fn poll_once(&self) -> Pass {
         let control = match self.control.try_lock() {
             Ok(control) => Some(control),

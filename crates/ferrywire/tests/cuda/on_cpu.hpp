@@ -17,6 +17,12 @@
 #include <ucontext.h>
 #include <vector>
 
+#if defined(__has_feature) && !defined(__SANITIZE_ADDRESS__)
+#if __has_feature(address_sanitizer)
+#define __SANITIZE_ADDRESS__ 1
+#endif
+#endif
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #define TURN_BEGINS(keeps, stack, bytes) __sanitizer_start_switch_fiber(keeps, stack, bytes)
