@@ -231,11 +231,15 @@ class Soak:
 
     # --- faults; each says whether it could be done now ---
 
-    def kill(self):
+    def some_member(self):
+        """A process that a fault may strike now; None if there is none."""
         ready = [m for m in [*self.clients, self.other] if m.runs and m.is_up and not m.is_ending]
-        if not ready:
+        return self.dice.choice(ready) if ready else None
+
+    def kill(self):
+        member = self.some_member()
+        if not member:
             return False
-        member = self.dice.choice(ready)
         # Counted first: the other end may notice before this process goes on.
         with self.lock:
             self.done["kills of other" if member is self.other else "kills of clients"] += 1
@@ -244,10 +248,9 @@ class Soak:
         return True
 
     def restart(self):
-        ready = [m for m in [*self.clients, self.other] if m.runs and m.is_up and not m.is_ending]
-        if not ready:
+        member = self.some_member()
+        if not member:
             return False
-        member = self.dice.choice(ready)
         if member is self.other:
             # No one may wait for an answer of a server that ends.
             acks = self.anchor.acks
