@@ -23,6 +23,7 @@ use crate::core::queue::SMALL_BYTES_MAX;
 use crate::core::sleeper::{Activity, PassiveWaiter};
 use crate::core::waiting::WakeHandle;
 use ferrywire_proto::wire::HEADER_BYTES;
+use ferrywire_sys::signal::SigpipeScope;
 
 /// How long a caller that polls inline spins without work before it sleeps in the kernel.
 pub(super) const SPIN: Duration = Duration::from_micros(50);
@@ -270,7 +271,7 @@ impl Worker {
     fn claimed<'a>(&'a self, engine: MutexGuard<'a, ProgressEngine>) -> Claim<'a> {
         self.sleeper.begin_drive();
         self.drives.fetch_add(1, Ordering::SeqCst);
-        Claim { worker: self, engine: Some(engine) }
+        Claim { worker: self, engine: Some(engine), _sigpipe: SigpipeScope::new() }
     }
 
     /// Sends the queued frames of one peer. False if another thread polls this worker, or only its own thread
@@ -359,6 +360,7 @@ impl Worker {
 struct Claim<'a> {
     worker: &'a Worker,
     engine: Option<MutexGuard<'a, ProgressEngine>>,
+    _sigpipe: SigpipeScope,
 }
 
 impl Claim<'_> {

@@ -26,8 +26,8 @@ use crate::core::sleeper::{Activity, Sleeper};
 use crossbeam_queue::SegQueue;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::schedule::Spin;
-use ferrywire_sys::affinity;
 use ferrywire_sys::poll::Poller;
+use ferrywire_sys::{affinity, signal};
 use std::io;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
@@ -274,6 +274,7 @@ impl Worker {
     /// Runs the worker's thread until [`Worker::stop`].
     pub fn run(self: &Arc<Worker>, context: &Context) {
         let _moving = deferred_free::moving();
+        signal::block_sigpipe();
         self.sleeper.set_thread(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
         if self.polled_by != PolledBy::Thread {
