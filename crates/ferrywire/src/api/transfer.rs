@@ -49,6 +49,9 @@ impl Transfer {
         let elsewhere = || self.connection.context().origin.check().err().map(|forked| Err(forked.into()));
         let outcome =
             self.op.outcome().or_else(|| self.peer().lost_to_a_call().map(Err)).or_else(elsewhere)?;
+        if let Err(error) = &outcome {
+            self.peer().note_told(error);
+        }
         Some(outcome.map_err(TransferError::from))
     }
 

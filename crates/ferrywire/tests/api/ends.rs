@@ -77,6 +77,38 @@ fn errors_that_the_close_of_a_peer_reported_are_not_reported_again() {
     }
 }
 
+/// Regression: the close of an endpoint returned the loss of a peer of long ago, of which its user had been told: the
+/// handle was dropped after the peer had failed and before its channels were closed.
+#[test]
+fn closing_the_endpoint_does_not_repeat_a_loss_of_which_the_user_was_told() {
+    for told_by in ["the peer", "the transfer", "a post", "nothing"] {
+        let (there, here) = (Endpoint::builder().threads(1), Endpoint::builder().threads(0));
+        let there = there.channels(1).listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let here = here.channels(1).build().unwrap();
+        let near = here.connect(there.listen_addresses()[0], LIMIT).unwrap();
+        let source = here.alloc_host(1 << 20).unwrap();
+        let sent = near.send(1, &source, 0, 1 << 20).unwrap();
+        let closing = thread::spawn(move || there.close(Duration::ZERO));
+        let is_told = || match told_by {
+            "the peer" => near.error().is_some(),
+            "the transfer" => sent.poll().is_some(),
+            "a post" => near.notify(b"x").is_err(),
+            _ => true,
+        };
+        eventually("the peer has failed", || {
+            here.progress();
+            is_told()
+        });
+        drop((near, sent));
+        eventually("the peer is gone", || {
+            here.progress();
+            here.peer_count() == 0
+        });
+        let _ = closing.join().unwrap();
+        assert_eq!(here.close(LIMIT).is_ok(), told_by != "nothing", "{told_by}");
+    }
+}
+
 /// Regression: closing an endpoint returned no error while another thread waited for a peer that had become silent.
 #[test]
 fn closing_the_endpoint_reports_errors_though_a_thread_closes_one_peer() {

@@ -202,7 +202,7 @@ impl Peer {
 
     /// The error with which the peer was lost or closed; `None` while it is usable.
     pub fn error(&self) -> Option<Error> {
-        self.state().failure()
+        self.state().failure_for_user()
     }
 
     /// Writes `bytes` bytes of `source`, from `source_offset` on, into the peer's region at `target_offset`.
@@ -306,7 +306,7 @@ impl Peer {
             return Ok(transfer);
         }
         if !self.connection.post(op) {
-            return Err(self.state().gone());
+            return Err(self.state().refusal());
         }
         if let Some(began) = began {
             ferrywire_metrics::record_post(kind, began.elapsed());
@@ -315,7 +315,7 @@ impl Peer {
     }
 
     fn begin_posted(&self, op: Op) -> Result<Hold> {
-        self.state().begin_posted(op).map_err(|_refused| self.state().gone())
+        self.state().begin_posted(op).map_err(|_refused| self.state().refusal())
     }
 
     /// Reads `bytes` bytes of the peer's region, from `source_offset` on, into `target` at `target_offset`.
@@ -425,7 +425,7 @@ impl Peer {
             let op = self.op(Task::send(tag, number), pieces, memory);
             state.begin_posted(op).map_err(|op| refused = Some(op)).ok()
         });
-        let (op, held) = posted.ok_or_else(|| state.gone())?;
+        let (op, held) = posted.ok_or_else(|| state.refusal())?;
         match (&self.after, held) {
             (Some(ready), Some(held)) => {
                 state.start_after(ready.clone(), held, |state, op| state.start(op))?
@@ -523,7 +523,13 @@ impl Peer {
             return Ok(Some(message));
         }
         self.connection.nudge();
-        Ok(arrived_or_lost(|| self.state().inbound.take_notification(), || self.error()).transpose()?)
+        Ok(self.notification_or_loss().transpose()?)
+    }
+
+    fn notification_or_loss(&self) -> Option<Result<Vec<u8>>> {
+        let state = self.state();
+        let outcome = arrived_or_lost(|| state.inbound.take_notification(), || state.failure());
+        outcome.map(|outcome| outcome.inspect_err(|error| state.note_told(error)))
     }
 
     /// Waits for the next notification.
@@ -535,7 +541,7 @@ impl Peer {
         let inbound = &self.state().inbound;
         let start = self.context().transport.now();
         loop {
-            if let Some(outcome) = arrived_or_lost(|| inbound.take_notification(), || self.error()) {
+            if let Some(outcome) = self.notification_or_loss() {
                 return Ok(outcome?);
             }
             let waited = self.context().transport.now().saturating_sub(start);
@@ -609,7 +615,7 @@ impl Peer {
     /// [`Error::Forked`] in a forked child, and an error if the peer is being closed.
     fn check_open(&self) -> Result<()> {
         self.context().origin.check()?;
-        if self.state().life.closing.load(Ordering::SeqCst) { Err(self.state().gone()) } else { Ok(()) }
+        if self.state().life.closing.load(Ordering::SeqCst) { Err(self.state().refusal()) } else { Ok(()) }
     }
 
     /// Checks that transfers may use a local region.

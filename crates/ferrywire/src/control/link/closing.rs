@@ -94,11 +94,14 @@ impl Link {
 
     /// How the session ended, and the peer's name, if it was closed before all transfers had finished. This is for the
     /// caller that closes the endpoint; `None` if a caller that closes this peer alone has been given the error, or
-    /// will be.
+    /// will be, and if the user knew of the failure and has dropped the peer.
     pub fn unfinished(&self, endpoint_closes: bool) -> Option<(Error, String)> {
         let peer = &self.peer;
         let unreported = match self.closing.caller {
-            Caller::None => endpoint_closes || peer.life.abandoned.load(Ordering::SeqCst),
+            Caller::None => {
+                let told = peer.life.failure_told.load(Ordering::SeqCst);
+                endpoint_closes || (peer.life.abandoned.load(Ordering::SeqCst) && !told)
+            }
             Caller::Waits => endpoint_closes,
             Caller::Reported => false,
         };

@@ -124,6 +124,8 @@ pub(crate) struct InFlight {
 pub(crate) struct Life {
     /// Why the peer is lost, or closed.
     failure: OnceLock<Error>,
+    /// Whether the user has been given the failure, by an error of the peer, of a transfer or of a post.
+    pub failure_told: AtomicBool,
     /// Whether every [`PeerHandle`] is dropped. The peer is then closed once everything is sent.
     pub abandoned: AtomicBool,
     /// Whether the user closes the peer: posted operations finish, and new ones are refused.
@@ -417,6 +419,22 @@ impl PeerState {
         self.life.failure.get().cloned()
     }
 
+    /// The failure, for the user, who then knows of it.
+    pub fn failure_for_user(&self) -> Option<Error> {
+        let failure = self.failure();
+        if failure.is_some() {
+            self.life.failure_told.store(true, Ordering::SeqCst);
+        }
+        failure
+    }
+
+    /// Notes that the user is given `error`, which may be the peer's failure.
+    pub fn note_told(&self, error: &Error) {
+        if self.life.failure.get() == Some(error) {
+            self.life.failure_told.store(true, Ordering::SeqCst);
+        }
+    }
+
     /// The error of an operation that cannot end because a plugin call that does not return uses its memory.
     pub fn lost_to_a_call(&self) -> Option<Error> {
         self.life.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
@@ -459,6 +477,11 @@ impl PeerState {
 
     pub fn gone(&self) -> Error {
         self.failure().unwrap_or(Error::Closed)
+    }
+
+    /// The error of a post that is refused, for the user.
+    pub fn refusal(&self) -> Error {
+        self.failure_for_user().unwrap_or(Error::Closed)
     }
 
     /// Notes that a complete frame of an operation has moved.
