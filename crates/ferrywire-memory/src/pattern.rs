@@ -44,12 +44,11 @@ impl WordPattern {
             *byte = self.byte(offset + i as u64);
         }
         let mut sum = self.sum((offset + head as u64) / 8);
-        let mut words = rest.chunks_exact_mut(8);
-        for word in &mut words {
-            word.copy_from_slice(&self.word_at(sum).to_le_bytes());
+        let (words, last) = rest.as_chunks_mut();
+        for word in words {
+            *word = self.word_at(sum).to_le_bytes();
             sum = sum.wrapping_add(self.step);
         }
-        let last = words.into_remainder();
         let bytes = self.word_at(sum).to_le_bytes();
         last.copy_from_slice(&bytes[..last.len()]);
     }
@@ -73,12 +72,9 @@ impl WordPattern {
     fn group_differs(self, index: u64, group: &[u8]) -> bool {
         let mut sum = self.sum(index);
         let mut difference = 0;
-        let words = group.chunks_exact(8);
-        let last = words.remainder();
+        let (words, last) = group.as_chunks();
         for word in words {
-            let found =
-                u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
-            difference |= found ^ self.word_at(sum);
+            difference |= u64::from_le_bytes(*word) ^ self.word_at(sum);
             sum = sum.wrapping_add(self.step);
         }
         difference != 0 || self.word_at(sum).to_le_bytes()[..last.len()] != *last

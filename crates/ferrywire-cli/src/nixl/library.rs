@@ -77,8 +77,8 @@ pub fn version(bytes: &[u8]) -> Option<String> {
         return None;
     }
     // This command contains the mark too, but no version behind it.
-    let marked = bytes.windows(MARK.len()).enumerate().filter(|(_, window)| *window == MARK);
-    marked.map(|(at, _)| &bytes[at + MARK.len()..]).find_map(version_at)
+    let marked = memchr::memmem::find_iter(bytes, MARK);
+    marked.map(|at| &bytes[at + MARK.len()..]).find_map(version_at)
 }
 
 fn version_at(bytes: &[u8]) -> Option<String> {
