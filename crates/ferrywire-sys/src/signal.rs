@@ -52,6 +52,7 @@ pub struct SigpipeScope {
 }
 
 impl SigpipeScope {
+    /// Begins a scope of the current thread.
     pub fn new() -> SigpipeScope {
         let is_outermost = matches!(SUPPRESSION.get(), Suppression::PerCall);
         if is_outermost {
