@@ -103,7 +103,7 @@ impl Announced {
         address: SocketAddr,
         options: &ConnOptions,
     ) -> Result<Announced> {
-        let to = named(nic, address);
+        let to = path_name(nic, address);
         let bound = peer.context().transport.bind(nic, address, options);
         let bound = bound.map_err(|error| unreachable_at(&to, &error))?;
         Ok(Announced { bound, to })
@@ -208,7 +208,7 @@ impl Dial {
     ) -> Result<Dial> {
         let initiator = Initiator::control(secret, me.clone(), purpose)
             .map_err(|error| Error::of_handshake(&error, address))?;
-        let to = named(nic, address);
+        let to = path_name(nic, address);
         let dialled = context.transport.dial(nic, address, &ConnOptions::default());
         let conn = dialled.map_err(|error| unreachable_at(&to, &error))?;
         Ok(Dial::over(conn, initiator, limit, to))
@@ -323,7 +323,7 @@ pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> Conn
 }
 
 /// Describes the path to `address` over `nic`, for messages.
-fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
+pub(super) fn path_name(nic: Option<&Nic>, address: SocketAddr) -> String {
     match nic {
         Some(nic) => format!("{address} over {}", nic.name),
         None => address.to_string(),

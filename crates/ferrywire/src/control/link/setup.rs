@@ -5,7 +5,7 @@
 
 use super::channels::ChannelState;
 use super::{Link, Role, Stage};
-use crate::control::dial::{Announced, Dial, DialFor};
+use crate::control::dial::{Announced, Dial, DialFor, path_name};
 use crate::control::pairs::Pair;
 use crate::core::channel::Channel;
 use crate::core::context::Context;
@@ -289,7 +289,7 @@ impl Link {
             *self.peer.history.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
             if up < all && !visited {
                 let trouble = self.last_trouble.as_ref().map(Error::to_string);
-                let trouble = trouble.unwrap_or_else(|| "no answer yet".into());
+                let trouble = trouble.unwrap_or_else(|| self.unanswered());
                 let line = format!("{} of {all} channels could not be set up: {trouble}", all - up);
                 tracing::warn!(peer = self.peer.name(), "{line}");
                 self.peer.history.note_lost(line);
@@ -308,6 +308,21 @@ impl Link {
                 "no data connection could be made: check that the peer's advertised addresses are reachable";
             self.fail(LossCause::NoChannel, why.into());
         }
+    }
+
+    /// The first path whose data connection is still awaited.
+    fn unanswered(&self) -> String {
+        let awaited = self.channels.indices().find(|index| !self.channels[*index].state.is_up());
+        let pair = match &self.role {
+            Role::Connector(connector) => {
+                awaited.and_then(|index| connector.pairs.get(*connector.assigned.get(usize::from(index))?))
+            }
+            Role::Acceptor(_) => None,
+        };
+        pair.map_or_else(
+            || "no answer yet".into(),
+            |pair| format!("{}: no answer yet", path_name(pair.nic.as_ref(), pair.remote)),
+        )
     }
 
     /// Whether data connections were dialled and none was established. A peer that is slow to confirm has not
