@@ -128,7 +128,8 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
     let until = Instant::now() + limit;
     while !holds() {
         assert!(Instant::now() < until, "within {limit:?} it did not happen that {what}");
-        thread::sleep(Duration::from_millis(5));
+        // The kernel walks its whole table of sockets for each reading.
+        thread::sleep(Duration::from_millis(50));
     }
 }
 
