@@ -23,6 +23,14 @@ pub(super) struct Pair {
     pub remote_nic: String,
 }
 
+impl Pair {
+    /// Whether both lead over the same NIC to the same address.
+    pub fn equals(&self, other: &Pair) -> bool {
+        let nic = |pair: &Pair| pair.nic.as_ref().map(|nic| nic.address);
+        self.remote == other.remote && nic(self) == nic(other)
+    }
+}
+
 /// The paths to a peer that was reached at `dialled` and listens on `listens`. Addresses that are `is_ours`
 /// are left out.
 ///

@@ -5,7 +5,7 @@ use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
 use ferrywire::{Block, BlockList, Encryption, Error, Peer, Transfer, TransferError};
-use ferrywire_net::sim::{Faults, ResetSeen, Side};
+use ferrywire_net::sim::{DialFault, Faults, ResetSeen, Side};
 use std::time::Duration;
 
 fn ms(ms: u64) -> Duration {
@@ -199,6 +199,43 @@ pub fn a_path_that_leads_nowhere_is_dialled_less_and_less<W: Faulty>(world: &mut
     world.pass(limits::REDIAL_INTERVAL_MAX / 4);
     assert!(is_up(&near), "{:?}", near.stats());
     assert_eq!(failed(&far), 0, "only the end that connects dials");
+}
+
+/// Regression: the only channel kept to its path, so its transfers waited without end although other NICs led to the peer.
+pub fn the_only_channel_leaves_the_path_of_a_deleted_nic<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(3, |builder| builder.channels(1).chunk_bytes(8192)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let write = long_write(world, &near);
+    let net = world.net();
+    let channel = net.connections().into_iter().find(|conn| conn.bulk).expect("the channel is up");
+    net.delete([channel.dialler, channel.acceptor][world.below(2)].ip());
+    finish_long_write(world, write, &far);
+}
+
+/// Regression: the peer stayed connected without a channel, because each of its paths had lost a NIC at one end.
+pub fn nics_deleted_at_both_ends_leave_the_path_of_the_control_session<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(2, |builder| builder.channels(2).chunk_bytes(8192)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let (write, net) = (long_write(world, &near), world.net());
+    // The peer was dialled at its first NIC.
+    net.delete(world.nic(0, 0));
+    net.delete(world.nic(1, 1));
+    finish_long_write(world, write, &far);
+    assert_eq!((near.error(), far.error()), (None, None));
+}
+
+/// Regression: the only channel dialled its path alone, which did not answer for two minutes.
+pub fn unanswered_dials_of_the_only_channel_cost_seconds<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(2, |builder| builder.channels(1).chunk_bytes(8192)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let (write, net) = (long_write(world, &near), world.net());
+    let channel = net.connections().into_iter().find(|conn| conn.bulk).expect("the channel is up");
+    net.fail_dials(channel.acceptor.ip(), DialFault::TimeOut, 20);
+    net.reset(channel.id, Side::Dialler, ResetSeen::AtOnce);
+    let since = net.now();
+    finish_long_write(world, write, &far);
+    let took = net.now() - since;
+    assert!(took < 4 * limits::DIAL_TIMEOUT, "the write took {took:?}");
 }
 
 /// A NIC that is gone when its loss is noticed is named all the same, at both ends.

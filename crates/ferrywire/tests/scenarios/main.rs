@@ -187,6 +187,11 @@ scenarios! {
         corrupt_bytes_of_a_protected_connection_are_found_and_sent_again,
         stalls_and_slow_nics,
     };
+    sim(20): faults::{
+        the_only_channel_leaves_the_path_of_a_deleted_nic,
+        nics_deleted_at_both_ends_leave_the_path_of_the_control_session,
+        unanswered_dials_of_the_only_channel_cost_seconds,
+    };
     sim(10): closing::{
         dropped_peers_may_be_slow,
         what_is_slower_than_a_chunk_is_not_given_up,

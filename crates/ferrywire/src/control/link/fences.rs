@@ -8,8 +8,9 @@
 //! is resent to the same bytes, which nothing else writes by then.
 //! Read next: `../../core/queue.rs` (`resend`).
 
-use super::Link;
 use super::channels::{ChannelState, OwnFence, PeerFence};
+use super::role::Detours;
+use super::{Link, Role};
 use crate::core::channel::{Remains, delivered};
 use crate::core::worker::{Command, Loss};
 use crate::error::LossCause;
@@ -30,6 +31,9 @@ impl Link {
         if dying {
             record.go_down(generation, Duration::MAX);
             return self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
+        }
+        if let Role::Connector(connector) = &mut self.role {
+            connector.detours = Detours::new(now);
         }
         let path = self.path_of(index);
         // Each end adds the state of its lane, so that the errors of both ends contain both states.

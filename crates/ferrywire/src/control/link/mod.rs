@@ -40,7 +40,7 @@ use ferrywire_proto::handshake::{Config as SessionConfig, DataKey, Established, 
 use ferrywire_proto::limits;
 use ferrywire_proto::session::{ControlMessage, Session};
 use ferrywire_sys::poll::Interest;
-use role::{Acceptor, Candidate, Connector, ResumeState, Resumption, Role};
+use role::{Acceptor, Candidate, Connector, Detours, ResumeState, Resumption, Role};
 use stage::{Awaited, Settling, Stage};
 use std::io;
 use std::net::SocketAddr;
@@ -99,7 +99,8 @@ impl Link {
         // another NIC.
         let assigned = spread(&speeds, dialled_before, usize::from(established.config.channels));
         let resumption = Resumption::new(now);
-        let role = Role::Connector(Connector { target, pairs, assigned, resumption });
+        let detours = Detours::new(now);
+        let role = Role::Connector(Connector { target, pairs, assigned, detours, resumption });
         let awaited = Awaited::Connect { queue, without_lanes: None };
         Link::new(workers, conn, address, established, role, awaited, me, now)
     }

@@ -22,7 +22,23 @@ pub(super) struct Connector {
     pub pairs: Vec<Pair>,
     /// For each channel, the index of its path.
     pub assigned: Vec<usize>,
+    pub detours: Detours,
     pub resumption: Resumption,
+}
+
+/// Paths of the first channel beside its own, while no channel is up. One channel takes them alone, so that the others
+/// do not leave a NIC that returns.
+pub(super) struct Detours {
+    /// No detour is taken before this time: a channel that was lost may come up again over its own path.
+    pub begin_at: Duration,
+    /// Number of detours taken since then.
+    taken: usize,
+}
+
+impl Detours {
+    pub fn new(now: Duration) -> Detours {
+        Detours { begin_at: now + limits::DIAL_TIMEOUT, taken: 0 }
+    }
 }
 
 /// How the connector makes a new control connection when the current one is lost or silent.
@@ -74,6 +90,27 @@ impl Connector {
         self.pairs.push(by_route(self.target.address));
         self.assigned.fill(self.pairs.len() - 1);
         true
+    }
+
+    /// The path that a channel was assigned.
+    pub fn path(&self, channel: u16) -> &Pair {
+        &self.pairs[self.assigned[usize::from(channel)]]
+    }
+
+    /// The next path that the first channel tries, in turn: `proven`, that of the control connection, then those of other
+    /// channels, and its own.
+    pub fn detour(&mut self, proven: Option<Pair>) -> Pair {
+        let own = self.path(0).clone();
+        let mut paths: Vec<Pair> = Vec::new();
+        for path in proven.into_iter().chain(self.pairs.iter().cloned()) {
+            if !own.equals(&path) && !paths.iter().any(|other| other.equals(&path)) {
+                paths.push(path);
+            }
+        }
+        paths.push(own);
+        let turn = self.detours.taken % paths.len();
+        self.detours.taken += 1;
+        paths.swap_remove(turn)
     }
 }
 

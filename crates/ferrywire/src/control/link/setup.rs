@@ -34,13 +34,16 @@ impl Link {
         if self.dying() {
             return out;
         }
-        let Role::Connector(connector) = &self.role else { return out };
-        let paths: Vec<Pair> = connector.assigned.iter().map(|at| connector.pairs[*at].clone()).collect();
-        for (index, path) in self.channels.indices().zip(&paths) {
+        if !self.dials() {
+            return out;
+        }
+        for index in self.channels.indices() {
             match &self.channels[index].state {
                 // Without a control connection the announcement cannot be sent.
                 ChannelState::Down { dial_at } if *dial_at <= now && !self.connection.is_lost() => {
-                    self.announce(index, path, now);
+                    if let Some(path) = self.path_to_dial(context, index, now) {
+                        self.announce(index, &path, now);
+                    }
                 }
                 ChannelState::Announced { since, announced }
                     if now.saturating_sub(*since) > limits::DIAL_TIMEOUT =>
@@ -53,6 +56,29 @@ impl Link {
             }
         }
         out
+    }
+
+    /// The path over which a channel is dialled: its own. While no channel is up, although the peer answers over the
+    /// control connection, the first channel tries the other paths too.
+    fn path_to_dial(&mut self, context: &Context, index: u16, now: Duration) -> Option<Pair> {
+        let may_detour = index == 0 && !self.settling() && !self.any_is_up();
+        let Role::Connector(connector) = &self.role else { return None };
+        if !may_detour || now < connector.detours.begin_at {
+            return Some(connector.path(index).clone());
+        }
+        let proven = self.control_path(context);
+        let Role::Connector(connector) = &mut self.role else { return None };
+        Some(connector.detour(proven))
+    }
+
+    /// The path of the control connection, if data may take it: over a NIC that the user has not excluded, and without
+    /// lanes, which only the paired NICs have.
+    fn control_path(&self, context: &Context) -> Option<Pair> {
+        let conn = self.connection.conn().filter(|_| self.lanes.backend().is_none())?;
+        let (local, chosen) = (conn.local().ip(), &context.config.nics);
+        let nic = context.transport.nics().ok()?.into_iter().find(|nic| nic.address == local)?;
+        let allowed = chosen.is_empty() || chosen.contains(&nic.name);
+        allowed.then(|| Pair { nic: Some(nic), remote: conn.remote(), remote_nic: String::new() })
     }
 
     /// Dials control connections over every path, if the session has to be resumed.
