@@ -191,12 +191,12 @@ impl RegionHome for Running {
 
     fn release_later(&self, memory: Arc<Memory>) {
         // A lane undoes its registration only when nothing uses the memory, so a thread has to wait for that.
-        if self.may_have_lanes()
-            && let Err(error) = self.start_releaser()
-        {
+        let has_lanes = self.may_have_lanes();
+        if has_lanes && let Err(error) = self.start_releaser() {
             tracing::warn!(%error, "cannot start the thread that releases memory: memory stays registered until its lanes end");
         }
-        match self.releaser.get() {
+        // Other memory without an owner needs no thread, which may be blocked by the drop of another owner.
+        match self.releaser.get().filter(|_| has_lanes || memory.has_owner()) {
             Some(releaser) => releaser.give(memory),
             None => drop(worker::ask_for_region(&self.workers, &memory)),
         }

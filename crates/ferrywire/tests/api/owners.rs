@@ -192,6 +192,37 @@ fn an_endpoint_without_threads_lets_go_when_it_is_turned() {
     }
 }
 
+/// Regression: once an owner had been given, the thread that drops owners released all memory in use. Then memory without
+/// an owner waited for the drop of another owner, and a simulated run with threads(0) did not repeat.
+#[test]
+fn memory_without_an_owner_does_not_wait_for_the_drop_of_an_owner() {
+    struct Blocking(Sender<()>, Receiver<()>);
+    impl Drop for Blocking {
+        fn drop(&mut self) {
+            self.0.send(()).unwrap();
+            self.1.recv_timeout(LIMIT).unwrap();
+        }
+    }
+    let far = listening();
+    let near = Endpoint::builder().threads(0).build().unwrap();
+    let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+    let ((begun, begins), (ends, end)) = (mpsc::channel(), mpsc::channel());
+    let mut bytes = [0; 10];
+    let owner = Box::new(Mutex::new(Blocking(begun, end)));
+    // SAFETY: the bytes stay until the owner is dropped.
+    let owned = unsafe { near.register_with(bytes.as_mut_ptr(), bytes.len(), owner) }.unwrap();
+    drop(owned);
+    while begins.try_recv().is_err() {
+        near.progress();
+    }
+    let region = near.alloc_host(10).unwrap();
+    let _never = peer.recv(1, &region, 0, 10).unwrap();
+    while near.progress() {}
+    drop(region);
+    assert!(near.progress(), "no worker was asked to release the memory");
+    ends.send(()).unwrap();
+}
+
 #[test]
 fn a_panic_of_an_owner_harms_no_other() {
     struct Panics(Vec<u8>);
