@@ -271,6 +271,11 @@ impl SimNet {
         state.nics[nic].dial_faults.extend(std::iter::repeat_n(fault, count));
     }
 
+    /// Makes dials succeed again: forgets the failures that `fail_dials` has left.
+    pub fn allow_dials(&self) {
+        self.lock().nics.iter_mut().for_each(|nic| nic.dial_faults.clear());
+    }
+
     // --- Hosts that break -----------------------------------------------------------------------
 
     /// Kills a host's process: its listeners close, its connections are reset, and its own calls fail.

@@ -127,6 +127,16 @@ fn dials_fail_as_asked() {
 }
 
 #[test]
+fn dials_succeed_once_their_failures_are_ended() {
+    let pair = Pair::new(12);
+    pair.net.fail_dials(ip(B0), DialFault::Refuse, 3);
+    pair.net.allow_dials();
+    let mut good = pair.a.dial(None, SocketAddr::new(ip(B0), 7000), &ConnOptions::default()).unwrap();
+    pair.net.advance(ms(1));
+    assert_eq!(Pair::kind_of_send(&mut *good), Ok(1));
+}
+
+#[test]
 fn hosts_route_and_listen_like_hosts() {
     let pair = Pair::new(14);
     let nics = pair.a.nics().unwrap();
