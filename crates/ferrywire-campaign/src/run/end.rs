@@ -17,6 +17,7 @@ impl Run<'_> {
         self.driver.end_faults();
         let net = self.driver.net.clone();
         net.set_faults(Faults::default());
+        net.allow_dials();
         for host in &self.hosts {
             for nic in &host.addresses() {
                 net.heal(*nic);
@@ -65,8 +66,8 @@ impl Run<'_> {
             self.post(&Post::plain(id, link, side, Verb::Send { tag: PROBE_TAG }, limits::EAGER_BYTES_MAX))?;
             probes.extend(self.find(id));
         }
-        // A link whose dials were unanswered waits for longer and longer.
-        if !self.until(SETTLE_MAX, |run| probes.iter().all(|probe| run.ops[*probe].outcome.is_some()))? {
+        // A link whose dials were unanswered waits for up to `REDIAL_INTERVAL_MAX` before the next one.
+        if !self.until(END_MAX, |run| probes.iter().all(|probe| run.ops[*probe].outcome.is_some()))? {
             let open = probes.iter().map(|probe| &self.ops[*probe]).filter(|op| op.outcome.is_none());
             let open: Vec<String> = open.map(|op| format!("{:?}: {:?}", op.post, op.transfer)).collect();
             return broken("credit for short messages comes back", open.join(", "));
