@@ -71,3 +71,17 @@ fn an_endpoint_that_waits_for_a_stalled_gpu_reports_no_work() {
         (1_000_000, Action::Post(Post::plain(1, 0, 1, Verb::Write, 100))),
     ]));
 }
+
+/// Regression: such a send counted as one that waits for its receive, so the run ended before the acknowledgement came.
+#[test]
+fn a_send_that_was_received_is_waited_for() {
+    let one_way = Fault::Cut { end: 1, nic: 0, out: true, into: false, us: 10_000_000 };
+    for pause_us in (0..10).map(|number| 250_000 * number) {
+        holds(&pair([
+            (100_000, Action::Post(Post::plain(0, 0, 1, Verb::Recv { tag: 1 }, 100))),
+            (0, Action::Fault(one_way.clone())),
+            (0, Action::Post(Post::plain(1, 0, 0, Verb::Send { tag: 1 }, 100))),
+            (pause_us, Action::Cancel(2)),
+        ]));
+    }
+}

@@ -134,6 +134,10 @@ impl Run<'_> {
     }
 
     pub(super) fn waits_for_partner(&self, op: &Op) -> bool {
+        // One that was received waits for its acknowledgement alone.
+        if op.met.is_some() {
+            return false;
+        }
         let partner = match op.post.verb {
             Verb::Send { tag } => Verb::Recv { tag },
             Verb::Recv { tag } => Verb::Send { tag },
