@@ -181,3 +181,45 @@ impl Acceptor {
         self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrywire_net::Nic;
+
+    fn path(subnet: u8) -> Pair {
+        let nic = Nic {
+            name: format!("eth{subnet}"),
+            address: IpAddr::from([10, 0, subnet, 1]),
+            prefix_len: 24,
+            speed_mbps: None,
+            loopback: false,
+            up: true,
+        };
+        let remote = (IpAddr::from([10, 0, subnet, 2]), 7420).into();
+        Pair { nic: Some(nic), remote, remote_nic: String::new() }
+    }
+
+    #[test]
+    fn a_detour_begins_with_the_path_of_the_control_connection_and_tries_each_path_once_in_a_round() {
+        let pairs: Vec<Pair> = (0..3).map(path).collect();
+        let mut connector = Connector {
+            target: ConnectTarget::new(pairs[0].remote),
+            pairs,
+            assigned: vec![1, 2],
+            detours: Detours::new(Duration::ZERO),
+            resumption: Resumption::new(Duration::ZERO),
+        };
+        let across = Pair { remote: path(0).remote, ..path(2) };
+        for round in 0..3 {
+            let paths: Vec<Pair> = (0..4).map(|_| connector.detour(Some(across.clone()))).collect();
+            assert_eq!(paths, [across.clone(), path(0), path(2), path(1)], "round {round}");
+        }
+        connector.detours = Detours::new(Duration::ZERO);
+        let paths: Vec<Pair> = (0..4).map(|_| connector.detour(Some(path(1)))).collect();
+        assert_eq!(paths, [path(0), path(2), path(1), path(0)], "its own path leads nowhere");
+        connector.detours = Detours::new(Duration::ZERO);
+        let paths: Vec<Pair> = (0..3).map(|_| connector.detour(None)).collect();
+        assert_eq!(paths, [path(0), path(2), path(1)], "the control connection's path is not for data");
+    }
+}
