@@ -311,10 +311,7 @@ impl Run<'_> {
             let fault = self.delayed[fault].clone();
             self.fault(&fault);
         }
-        // The checks are repeated so that the outcome of every operation is known afterwards.
-        for _ in 0..2 + 2 * self.ops.len() / ASKED_MAX {
-            self.look()?;
-        }
+        self.look_at_all()?;
         Ok(result)
     }
 
@@ -358,6 +355,14 @@ impl Run<'_> {
             for side in 0..2 {
                 self.look_for_notifications(link, side)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Repeats the check so that the outcome of every operation is known afterwards.
+    fn look_at_all(&mut self) -> Check {
+        for _ in 0..2 + 2 * self.ops.len() / ASKED_MAX {
+            self.look()?;
         }
         Ok(())
     }

@@ -85,3 +85,32 @@ fn a_send_that_was_received_is_waited_for() {
         ]));
     }
 }
+
+/// Regression: the wait returned the outcome of an operation, which was not looked up because its endpoint had stopped by then.
+#[test]
+fn an_endpoint_that_stops_while_a_call_waits_has_the_outcome_of_the_call() {
+    for delay_us in (0..40).map(|number| 10 * number) {
+        let meanwhile = Some((delay_us, Fault::Sleep { end: 0, us: 1000 }));
+        let mut scenario = pair([
+            (100_000, Action::Post(Post::plain(0, 0, 0, Verb::Write, 7000))),
+            // This link is never connected, so the fault begins during the wait.
+            (0, Action::ClosePeer { link: 1, side: 0, timeout_us: 0, meanwhile }),
+            (0, Action::Wait { op: 0, timeout_us: 1_000_000 }),
+        ]);
+        scenario.links.push((1, 0));
+        holds(&scenario);
+    }
+}
+
+/// Regression: the close counted as one that had finished the send, which its user had withdrawn.
+#[test]
+fn a_close_need_not_finish_a_send_that_was_cancelled() {
+    for pause_us in 0..10 {
+        holds(&pair([
+            (100_000, Action::Post(Post::plain(0, 0, 1, Verb::Send { tag: 1 }, 2000))),
+            (10 * pause_us, Action::Fault(Fault::ResetAll { with_control: true })),
+            (0, Action::Cancel(0)),
+            (0, Action::CloseEnd { end: 1, timeout_us: 3_000_000, meanwhile: None }),
+        ]));
+    }
+}
