@@ -373,6 +373,8 @@ impl Run<'_> {
     pub(super) fn close_peer(&mut self, link: usize, side: usize, timeout: Duration) -> Check {
         let Some(peer) = self.ready(link, side)?.filter(|_| self.is_alive(link, side)) else { return Ok(()) };
         self.links[link].closing[side] = true;
+        // What ended before the close is none of its transfers.
+        self.look_at_all()?;
         let (since, slot) = (self.driver.now(), self.links[link].slots[side]);
         let open = self.open_of(slot);
         let result = self.wait_in(slot, || peer.close(timeout))?;
@@ -440,6 +442,8 @@ impl Run<'_> {
                 link.closing[side] = true;
             }
         }
+        // What ended before the close is none of its transfers.
+        self.look_at_all()?;
         let (since, open) = (self.driver.now(), self.open_of(slot));
         let result = self.wait_in(slot, || endpoint.close(timeout))?;
         note!(self, "closed the endpoint: {result:?}");
