@@ -4,6 +4,10 @@
 //! signal. Each change of a thread's mask takes a lock of the whole process, which threads that send at a
 //! high rate contend for: the engine's threads block the signal once ([`block_sigpipe`]), and callers that
 //! send block it at most once per [`SigpipeScope`]. A program that writes to pipes should ignore the signal.
+//!
+//! Invariant: a caller's mask is the one from before when its outermost scope has ended, and a signal that was
+//! pending before stays pending.
+//! Read next: `lending.rs`, whose `splice` needs this.
 
 use std::cell::Cell;
 use std::io;
