@@ -485,10 +485,11 @@ impl Peer {
         let replies = state.inbound.post(op);
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
         state.reply(replies);
-        if let Some(error) = self.error()
+        if let Some(error) = state.failure()
             && let Some(op) = state.inbound.unpost(&transfer.op)
         {
             op.fail(error.clone());
+            state.note_told(&error);
             return Err(error.into());
         }
         if answer {
@@ -570,7 +571,7 @@ impl Peer {
         }
         self.state().wake_at_loss(wakeup.handle());
         self.state().inbound.wake_at_notification(wakeup.handle());
-        if self.error().is_some() {
+        if self.state().failure().is_some() {
             wakeup.wake();
         }
     }
