@@ -114,3 +114,42 @@ fn a_close_need_not_finish_a_send_that_was_cancelled() {
         ]));
     }
 }
+
+/// Regression: the read failed with `AccessRefused`: the refusal of the answer that was lost with a channel overtook
+/// the goodbye of the end that closed.
+#[test]
+fn a_read_whose_answer_is_lost_while_the_peer_closes_is_not_refused() {
+    let post = |id, side, verb, bytes| Post::plain(id, 0, side, verb, bytes);
+    let notify = |id, number| Post { notify: Some(number), ..post(id, 0, Verb::Notify, 0) };
+    let (send, recv) = (|tag| Verb::Send { tag }, |tag| Verb::Recv { tag });
+    let cut = |us| Fault::Partition { end: 1, us };
+    let mut scenario = pair([
+        (7, Action::Post(Post { blocks: 9, regions: 2, ..post(0, 0, Verb::Write, 5466) })),
+        (0, Action::Post(post(1, 1, send(1), 5933))),
+        (3, Action::Post(post(2, 0, recv(1), 5933))),
+        (1799, Action::Post(post(3, 0, Verb::Write, 22))),
+        (1474, Action::Post(Post { blocks: 7, ..post(8, 1, send(2), 421) })),
+        (7, Action::Post(Post { blocks: 7, ..post(9, 0, recv(2), 421) })),
+        (25, Action::Fault(cut(4658))),
+        (181, Action::Post(post(10, 1, Verb::Read, 0))),
+        (0, Action::Post(post(11, 0, Verb::Write, 13))),
+        (4, Action::Post(notify(12, 57))),
+        (0, Action::Post(post(13, 1, recv(2), 645))),
+        (0, Action::Post(post(14, 0, send(2), 1))),
+        (0, Action::Post(post(15, 0, Verb::Write, 2690))),
+        (8, Action::Cancel(8)),
+        (2903, Action::Post(Post { blocks: 2, regions: 3, raw: true, ..post(16, 0, Verb::Read, 221) })),
+        (0, Action::Post(post(17, 1, Verb::Write, 0))),
+        (0, Action::Post(notify(18, 45))),
+        (0, Action::Fault(Fault::Corrupt { times: 3 })),
+        (0, Action::ClosePeer { link: 0, side: 1, timeout_us: 2491, meanwhile: Some((119, cut(44))) }),
+    ]);
+    scenario.benign = true;
+    scenario.ends.iter_mut().for_each(|end| (end.crc, end.chunk_bytes) = (true, 4096));
+    scenario.ends[0].nics = vec![(Some(200_000_000), 1), (None, 0), (Some(20_000_000), 0)];
+    scenario.ends[1].nics = vec![(Some(4_000_000), 6613), (None, 0)];
+    (scenario.ends[0].channels, scenario.ends[1].channels) = (4, 1);
+    scenario.ends[0].window = 8;
+    scenario.seed = 25_318;
+    holds(&scenario);
+}

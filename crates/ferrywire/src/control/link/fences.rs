@@ -23,12 +23,21 @@ use std::time::Duration;
 impl Link {
     pub fn channel_lost(&mut self, index: u16, generation: u32, loss: Loss, remains: Remains, now: Duration) {
         let entries = remains.entries;
-        let dying = self.dying();
+        let (dying, over) = (self.dying(), self.over());
         let record = &mut self.channels[index];
         record.close_generation(generation);
         let state = record.take();
         debug_assert!(state.is_up(), "a channel was lost that no worker had");
-        if dying {
+        if dying && !over {
+            // These frames' operations fail with the session. If they failed now, refusals would be sent over other
+            // channels, and could arrive before the reason why the session ends.
+            record.set(generation, ChannelState::Fencing(OwnFence { entries, lane_failed: None }));
+            if let ChannelState::Up { peer_fence: Some(theirs) } = state {
+                self.resolve(index, theirs, now);
+            }
+            return;
+        }
+        if over {
             record.go_down(generation, Duration::MAX);
             return self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
@@ -134,25 +143,31 @@ impl Link {
     }
 
     /// Completes a fence: both ends have closed the connection and reported what they placed. The rest is
-    /// resent.
+    /// resent, or left to the end of a session that ends.
     fn resolve(&mut self, index: u16, theirs: PeerFence, now: Duration) {
+        let dying = self.dying();
         let record = &mut self.channels[index];
         let ChannelState::Fencing(fence) = record.take() else { return };
+        let generation = record.generation;
         // Wait before redialling, so that a connection that never lasts is not redialled in a loop.
-        record.go_down(record.generation, now.max(record.up_since + limits::REDIAL_INTERVAL));
+        record.go_down(generation, now.max(record.up_since + limits::REDIAL_INTERVAL));
         let mut again = Vec::new();
         for (number, entry) in fence.entries {
             if number >= theirs.placed {
-                again.push(entry);
+                again.push((number, entry));
                 continue;
             }
             let refusal =
                 theirs.refused.iter().find(|(each, _)| *each == number).map(|(_, why)| Refusal::parse(*why));
             delivered(&self.peer, &entry, refusal);
         }
+        if dying {
+            let rest = OwnFence { entries: again, lane_failed: None };
+            return self.channels[index].set(generation, ChannelState::Fencing(rest));
+        }
         self.peer.history.fences.fetch_add(1, Ordering::Relaxed);
         self.peer.history.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
-        let unsendable = self.peer.queue.resend(again);
+        let unsendable = self.peer.queue.resend(again.into_iter().map(|(_, entry)| entry).collect());
         self.peer.drop_entries(unsendable);
         // A failure caused by the peer's source memory is not the lane's.
         if let Some((fault, why)) = fence.lane_failed
