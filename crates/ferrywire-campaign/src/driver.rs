@@ -102,9 +102,12 @@ pub enum Timed {
     GpuWorksAgain(usize),
     /// The stream of this number goes on.
     StreamGoesOn(usize),
-    /// Fault number `n` of the run begins.
+    /// Fault number `n` begins.
     Begins(usize),
 }
+
+/// What a fault does to the network, the endpoints and the GPUs.
+pub type Effect = Box<dyn FnOnce(&Driver)>;
 
 #[derive(Default)]
 struct Slot {
@@ -127,7 +130,8 @@ pub struct Driver {
     passes: Cell<u64>,
     /// Number of passes at the moment when the waiting call began.
     waiting_since: Cell<u64>,
-    due: RefCell<Vec<usize>>,
+    /// The effects of faults that have not begun yet.
+    effects: RefCell<Vec<Option<Effect>>>,
     /// Number of passes without progress in a row, during a call that waits.
     idle: Cell<u32>,
     /// The network's history so far, and the passes in a row in which an endpoint reported work without a change of it.
@@ -152,7 +156,7 @@ impl Driver {
             busy: Cell::new(false),
             passes: Cell::new(0),
             waiting_since: Cell::new(0),
-            due: RefCell::default(),
+            effects: RefCell::default(),
             idle: Cell::new(0),
             events: Cell::new(0),
             in_vain: Cell::new(0),
@@ -214,6 +218,13 @@ impl Driver {
         self.timed.borrow_mut().push((when, what));
     }
 
+    /// Schedules the beginning of a fault.
+    pub fn begin_at(&self, when: Duration, effect: Effect) {
+        let number = self.effects.borrow().len();
+        self.effects.borrow_mut().push(Some(effect));
+        self.at(when, Timed::Begins(number));
+    }
+
     /// A stream of a GPU that waits for this time, and its number.
     ///
     /// # Errors
@@ -238,15 +249,10 @@ impl Driver {
         self.timed.borrow_mut().retain(|(_, what)| !matches!(what, Timed::Heal(each) if *each == nic));
     }
 
-    /// Ends every fault that has a scheduled end.
+    /// Ends every fault that has a scheduled end. What has not begun never begins.
     pub fn end_faults(&self) {
-        let timed = std::mem::take(&mut *self.timed.borrow_mut());
-        timed.into_iter().for_each(|(_, what)| self.happen(what));
-    }
-
-    /// Takes the numbers of the run's faults that are due.
-    pub fn take_due(&self) -> Vec<usize> {
-        std::mem::take(&mut *self.due.borrow_mut())
+        let timed = std::mem::take(&mut *self.timed.borrow_mut()).into_iter().map(|(_, what)| what);
+        timed.filter(|what| !matches!(what, Timed::Begins(_))).for_each(|what| self.happen(what));
     }
 
     pub fn passes(&self) -> u64 {
@@ -269,7 +275,12 @@ impl Driver {
                     gate.open();
                 }
             }
-            Timed::Begins(fault) => self.due.borrow_mut().push(fault),
+            Timed::Begins(fault) => {
+                let effect = self.effects.borrow_mut()[fault].take();
+                if let Some(effect) = effect {
+                    effect(self);
+                }
+            }
         }
     }
 

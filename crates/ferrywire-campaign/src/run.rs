@@ -19,7 +19,7 @@ use ferrywire::{Block, BlockList, Connecting, Endpoint, Peer, Transfer, Transfer
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 
 use crate::cover::Cover;
-use crate::driver::{DrivenHost, Driver, Timed, gpu_faults};
+use crate::driver::{DrivenHost, Driver, Effect, Timed, gpu_faults};
 use crate::memory::{Area, Phase, Raw, pattern, split};
 use crate::scenario::{Action, Fault, OpId, Post, Scenario, Step, Verb};
 
@@ -132,7 +132,6 @@ pub struct Run<'a> {
     /// The run's operations, in the order of posting.
     pub ops: Vec<Op>,
     pub areas: Vec<Area>,
-    delayed: Vec<Fault>,
     out: &'a mut Outcome,
     pub logs: bool,
     looked: u64,
@@ -166,7 +165,6 @@ pub fn play(scenario: &Scenario, gpus: &[Arc<SimGpu>], logs: bool, out: &mut Out
         links: Vec::new(),
         ops: Vec::new(),
         areas: Vec::new(),
-        delayed: Vec::new(),
         out,
         logs,
         looked: 0,
@@ -261,10 +259,6 @@ impl Run<'_> {
     /// Polls all endpoints once, and checks the outcomes every [`LOOK_PASSES`] passes.
     fn pass(&mut self) -> Check {
         let worked = self.driver.pass();
-        for fault in self.driver.take_due() {
-            let fault = self.delayed[fault].clone();
-            self.fault(&fault);
-        }
         if !worked || self.driver.passes() >= self.looked + LOOK_PASSES {
             self.looked = self.driver.passes();
             self.look()?;
@@ -307,10 +301,6 @@ impl Run<'_> {
     fn wait_in<T>(&mut self, slot: usize, call: impl FnOnce() -> T) -> Result<T, Broken> {
         let driver = self.driver.clone();
         let result = driver.wait_in(slot, call);
-        for fault in self.driver.take_due() {
-            let fault = self.delayed[fault].clone();
-            self.fault(&fault);
-        }
         self.look_at_all()?;
         Ok(result)
     }

@@ -1,16 +1,21 @@
 //! The faults of a scenario, and the phases of the links that they meet.
 //!
+//! A fault is noted by the run, and begins by an effect of its own on the driver, which needs no run: so it also begins
+//! within a call that waits.
 //! Invariant: a fault that may cost a peer is noted as an outage before it begins.
 //! Read next: `end.rs`.
 
 use super::*;
 
 impl Run<'_> {
+    /// Lets a fault begin some time after now, during the close that follows.
     pub(super) fn later(&mut self, fault: &Option<(u64, Fault)>) {
         if let Some((us, fault)) = fault {
-            self.delayed.push(fault.clone());
             let when = self.driver.now() + Duration::from_micros(*us);
-            self.driver.at(when, Timed::Begins(self.delayed.len() - 1));
+            note!(self, "fault {fault:?} from {when:?} on");
+            self.out.cover.count(fault.name(), "draining");
+            let effect = self.note(fault, when);
+            self.driver.begin_at(when, effect);
         }
     }
 
@@ -62,16 +67,9 @@ impl Run<'_> {
         self.links.iter_mut().filter(|link| of(link)).for_each(|link| link.fragile = Some(why));
     }
 
-    /// Chooses an existing connection, of those that carry data or of all.
-    pub(super) fn pick(&self, pick: u64) -> Option<ferrywire::net::sim::ConnId> {
-        let all = self.driver.net.connections();
-        (!all.is_empty()).then(|| all[(pick % all.len() as u64) as usize].id)
-    }
-
+    /// Begins a fault.
     pub(super) fn fault(&mut self, fault: &Fault) {
         note!(self, "fault {fault:?}");
-        let (net, now) = (self.driver.net.clone(), self.driver.now());
-        let us = Duration::from_micros;
         let ends = match fault {
             Fault::Cut { end, .. }
             | Fault::Partition { end, .. }
@@ -87,92 +85,120 @@ impl Run<'_> {
             _ => Vec::new(),
         };
         self.note_phases(fault.name(), &ends);
-        match fault {
-            Fault::Cut { end, nic, out, into, us: time } => self.cut(*end, *nic, (*out, *into), us(*time)),
+        let effect = self.note(fault, self.driver.now());
+        effect(&self.driver);
+    }
+
+    /// Notes a fault that begins at this time. Returns its effect.
+    fn note(&mut self, fault: &Fault, when: Duration) -> Effect {
+        let us = Duration::from_micros;
+        match *fault {
+            Fault::Cut { end, nic, out, into, us: time } => self.cut(end, nic, (out, into), when, us(time)),
             Fault::Partition { end, us: time } => {
-                for nic in 0..self.hosts[*end].nics.len() {
-                    self.cut(*end, nic, (true, true), us(*time));
-                }
+                let nics = 0..self.hosts[end].nics.len();
+                let cuts: Vec<_> = nics.map(|nic| self.cut(end, nic, (true, true), when, us(time))).collect();
+                Box::new(|driver| cuts.into_iter().for_each(|cut| cut(driver)))
             }
             Fault::Reset { pick, by_dialler, later_us } => {
-                let first = if *by_dialler { Side::Dialler } else { Side::Acceptor };
+                let first = if by_dialler { Side::Dialler } else { Side::Acceptor };
                 let seen = later_us.map_or(ResetSeen::AtOnce, |later| ResetSeen::OtherEndAfter(us(later)));
-                if let Some(conn) = self.pick(*pick) {
-                    net.reset(conn, first, seen);
-                }
+                Box::new(move |driver| {
+                    if let Some(conn) = pick_connection(driver, pick) {
+                        driver.net.reset(conn, first, seen);
+                    }
+                })
             }
-            Fault::ResetAll { with_control } => {
-                for conn in net.connections().into_iter().filter(|conn| conn.bulk || *with_control) {
-                    net.reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
+            Fault::ResetAll { with_control } => Box::new(move |driver| {
+                let all = driver.net.connections().into_iter();
+                for conn in all.filter(|conn| conn.bulk || with_control) {
+                    driver.net.reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
                 }
-            }
+            }),
             Fault::ResetNic { end, nic } => {
-                net.reset_nic(self.hosts[*end].nics[*nic], ResetSeen::AtOnce);
+                let address = self.hosts[end].nics[nic];
+                Box::new(move |driver| _ = driver.net.reset_nic(address, ResetSeen::AtOnce))
             }
-            Fault::DeleteNic { end, nic } => self.delete(*end, *nic),
+            Fault::DeleteNic { end, nic } => self.delete(end, nic),
             Fault::Stall { pick, us: time } => {
-                if let Some(conn) = self.pick(*pick) {
-                    net.stall(conn, us(*time));
-                    (0..self.hosts.len()).for_each(|end| self.outage(end, us(*time)));
-                }
+                (0..self.hosts.len()).for_each(|end| self.outage(end, us(time)));
+                Box::new(move |driver| {
+                    if let Some(conn) = pick_connection(driver, pick) {
+                        driver.net.stall(conn, us(time));
+                    }
+                })
             }
-            Fault::Freeze { end, us: time } => self.freeze(*end, us(*time)),
+            Fault::Freeze { end, us: time } => self.freeze(end, when, us(time)),
             Fault::Sleep { end, us: time } => {
-                if let Some(slot) = self.hosts[*end].slot {
-                    self.driver.stop_polling(slot);
-                    self.driver.at(now + us(*time), Timed::Wake(slot));
-                    self.outage(*end, us(*time));
-                }
+                let Some(slot) = self.hosts[end].slot else { return nothing() };
+                self.outage(end, us(time));
+                Box::new(move |driver| {
+                    driver.stop_polling(slot);
+                    driver.at(when + us(time), Timed::Wake(slot));
+                })
             }
             Fault::RefuseDials { end, nic, count, silent } => {
-                let how = if *silent { DialFault::TimeOut } else { DialFault::Refuse };
-                net.fail_dials(self.hosts[*end].nics[*nic], how, *count);
-                self.fragile(Some(*end), "dials fail");
+                let how = if silent { DialFault::TimeOut } else { DialFault::Refuse };
+                let address = self.hosts[end].nics[nic];
+                self.fragile(Some(end), "dials fail");
+                Box::new(move |driver| driver.net.fail_dials(address, how, count))
             }
             Fault::Latency { end, nic, us: time } => {
-                net.set_nic_latency(self.hosts[*end].nics[*nic], us(*time))
+                let address = self.hosts[end].nics[nic];
+                Box::new(move |driver| driver.net.set_nic_latency(address, us(time)))
             }
             Fault::Rate { end, nic, bytes_per_second } => {
-                net.set_bandwidth(self.hosts[*end].nics[*nic], Some(*bytes_per_second));
+                let address = self.hosts[end].nics[nic];
+                Box::new(move |driver| driver.net.set_bandwidth(address, Some(bytes_per_second)))
             }
             Fault::Rough => {
-                net.set_faults(Faults::random(self.scenario.seed));
+                let faults = Faults::random(self.scenario.seed);
                 self.fragile(None, "faults by chance");
+                Box::new(move |driver| driver.net.set_faults(faults))
             }
             Fault::Corrupt { times } => {
                 // Corruption begins behind the handshakes of data connections, which have their own proofs.
-                if self.corrupts {
-                    net.corrupt_bulk(400, *times);
-                }
+                let corrupts = self.corrupts;
+                Box::new(move |driver| {
+                    if corrupts {
+                        driver.net.corrupt_bulk(400, times);
+                    }
+                })
             }
-            Fault::GpuStall { end, us: time } => self.gpu(*end, us(*time), None),
-            Fault::GpuFail { end, after, us: time } => self.gpu(*end, us(*time), Some(*after)),
+            Fault::GpuStall { end, us: time } => self.gpu(end, when, us(time), None),
+            Fault::GpuFail { end, after, us: time } => self.gpu(end, when, us(time), Some(after)),
         }
     }
 
-    pub(super) fn cut(&mut self, end: usize, nic: usize, (out, into): (bool, bool), time: Duration) {
-        let (net, now) = (self.driver.net.clone(), self.driver.now());
+    fn cut(
+        &mut self,
+        end: usize,
+        nic: usize,
+        (out, into): (bool, bool),
+        when: Duration,
+        time: Duration,
+    ) -> Effect {
         if self.hosts[end].has_lost(nic) {
-            return;
+            return nothing();
         }
         let address = self.hosts[end].nics[nic];
-        match (out, into) {
-            (true, true) => net.cut_for(address, time),
-            (true, false) => net.cut_outgoing(address),
-            _ => net.cut_incoming(address),
-        }
-        if !(out && into) {
-            self.driver.at(now + time, Timed::Heal(address));
-        }
-        self.hosts[end].cut_until[nic] = self.hosts[end].cut_until[nic].max(now + time);
-        self.missing_paths(time);
+        self.hosts[end].cut_until[nic] = self.hosts[end].cut_until[nic].max(when + time);
+        self.missing_paths(when, time);
+        Box::new(move |driver| {
+            match (out, into) {
+                (true, true) => driver.net.cut_for(address, time),
+                (true, false) => driver.net.cut_outgoing(address),
+                _ => driver.net.cut_incoming(address),
+            }
+            if !(out && into) {
+                driver.at(when + time, Timed::Heal(address));
+            }
+        })
     }
 
-    /// Counts an outage of this time if the cuts of now may leave no path.
-    fn missing_paths(&mut self, time: Duration) {
-        let now = self.driver.now();
+    /// Counts an outage of this time if the cuts of then may leave no path.
+    fn missing_paths(&mut self, when: Duration, time: Duration) {
         // If a second NIC is cut anywhere at the same time, no pair of NICs may be left.
-        let cuts = self.hosts.iter().flat_map(|host| &host.cut_until).filter(|until| **until > now).count();
+        let cuts = self.hosts.iter().flat_map(|host| &host.cut_until).filter(|until| **until > when).count();
         let alone = self.hosts.iter().any(|host| host.nics.len() == 1);
         if alone || cuts > 1 {
             (0..self.hosts.len()).for_each(|end| self.outage(end, time));
@@ -180,52 +206,68 @@ impl Run<'_> {
     }
 
     /// Deletes a NIC for good, unless it is the last one of its host.
-    fn delete(&mut self, end: usize, nic: usize) {
+    fn delete(&mut self, end: usize, nic: usize) -> Effect {
         if self.hosts[end].has_lost(nic) || self.hosts[end].addresses().len() == 1 {
-            return;
+            return nothing();
         }
         let address = self.hosts[end].nics[nic];
-        self.driver.forget_heal(address);
-        self.driver.net.delete(address);
         self.hosts[end].cut_until[nic] = Duration::MAX;
-        self.missing_paths(OUTAGE_MAX);
+        self.missing_paths(self.driver.now(), OUTAGE_MAX);
         // A handshake may have got this address alone.
         let connecting = |link: &&mut Link| link.started && link.peers.iter().any(Option::is_none);
         for link in self.links.iter_mut().filter(connecting) {
             link.fragile = Some("a NIC was deleted while it connected");
         }
+        Box::new(move |driver| {
+            driver.forget_heal(address);
+            driver.net.delete(address);
+        })
     }
 
-    pub(super) fn freeze(&mut self, end: usize, time: Duration) {
-        let Some(slot) = self.hosts[end].slot else { return };
+    fn freeze(&mut self, end: usize, when: Duration, time: Duration) -> Effect {
+        let Some(slot) = self.hosts[end].slot else { return nothing() };
         let name = self.hosts[end].sim.host_name().to_owned();
-        self.driver.net.freeze(&name);
-        self.driver.stop_polling(slot);
-        let until = self.driver.now() + time;
-        self.driver.at(until, Timed::Thaw(name));
-        self.driver.at(until, Timed::Wake(slot));
         self.outage(end, time);
+        Box::new(move |driver| {
+            driver.net.freeze(&name);
+            driver.stop_polling(slot);
+            driver.at(when + time, Timed::Thaw(name));
+            driver.at(when + time, Timed::Wake(slot));
+        })
     }
 
     /// Stalls a GPU for a time, or makes its copies fail after so many.
-    pub(super) fn gpu(&mut self, end: usize, time: Duration, fails_after: Option<u64>) {
-        let Some(slot) = self.hosts[end].slot.filter(|_| !self.driver.gpus.is_empty()) else { return };
+    fn gpu(&mut self, end: usize, when: Duration, time: Duration, fails_after: Option<u64>) -> Effect {
+        let Some(slot) = self.hosts[end].slot.filter(|_| !self.driver.gpus.is_empty()) else {
+            return nothing();
+        };
         let gpu = slot % self.driver.gpus.len();
-        let until = self.driver.now() + time;
-        match fails_after {
+        if fails_after.is_some() {
+            // All endpoints count as affected, because they share GPUs.
+            self.hosts.iter_mut().for_each(|host| host.gpu_faulty = true);
+        }
+        Box::new(move |driver| match fails_after {
             None => {
-                self.driver.gpus[gpu].set_stall(true);
-                self.driver.at(until, Timed::GpuGoesOn(gpu));
+                driver.gpus[gpu].set_stall(true);
+                driver.at(when + time, Timed::GpuGoesOn(gpu));
             }
             Some(after) => {
-                let faults = gpu_faults(&self.driver.gpus[gpu]);
-                self.driver.gpus[gpu].set_faults(SimFaults { fail_after: Some(after), ..faults });
-                self.driver.at(until, Timed::GpuWorksAgain(gpu));
-                // All endpoints count as affected, because they share GPUs.
-                self.hosts.iter_mut().for_each(|host| host.gpu_faulty = true);
+                let faults = gpu_faults(&driver.gpus[gpu]);
+                driver.gpus[gpu].set_faults(SimFaults { fail_after: Some(after), ..faults });
+                driver.at(when + time, Timed::GpuWorksAgain(gpu));
             }
-        }
+        })
     }
 
     // --- The end ------------------------------------------------------------------------------
+}
+
+fn nothing() -> Effect {
+    Box::new(|_| {})
+}
+
+/// Chooses an existing connection, of those that carry data or of all.
+fn pick_connection(driver: &Driver, pick: u64) -> Option<ferrywire::net::sim::ConnId> {
+    let all = driver.net.connections();
+    (!all.is_empty()).then(|| all[(pick % all.len() as u64) as usize].id)
 }
