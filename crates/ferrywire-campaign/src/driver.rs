@@ -132,6 +132,8 @@ pub struct Driver {
     waiting_since: Cell<u64>,
     /// The effects of faults that have not begun yet.
     effects: RefCell<Vec<Option<Effect>>>,
+    /// The NICs that were deleted.
+    deleted: RefCell<Vec<IpAddr>>,
     /// Number of passes without progress in a row, during a call that waits.
     idle: Cell<u32>,
     /// The network's history so far, and the passes in a row in which an endpoint reported work without a change of it.
@@ -157,6 +159,7 @@ impl Driver {
             passes: Cell::new(0),
             waiting_since: Cell::new(0),
             effects: RefCell::default(),
+            deleted: RefCell::default(),
             idle: Cell::new(0),
             events: Cell::new(0),
             in_vain: Cell::new(0),
@@ -244,9 +247,15 @@ impl Driver {
         self.streams.borrow()[stream].1.is_some()
     }
 
-    /// A NIC is not healed at its time.
-    pub fn forget_heal(&self, nic: IpAddr) {
+    /// Deletes a NIC for good: a cut of it no longer ends.
+    pub fn delete(&self, nic: IpAddr) {
         self.timed.borrow_mut().retain(|(_, what)| !matches!(what, Timed::Heal(each) if *each == nic));
+        self.net.delete(nic);
+        self.deleted.borrow_mut().push(nic);
+    }
+
+    pub fn is_deleted(&self, nic: IpAddr) -> bool {
+        self.deleted.borrow().contains(&nic)
     }
 
     /// Ends every fault that has a scheduled end. What has not begun never begins.

@@ -19,7 +19,7 @@ impl Run<'_> {
         net.set_faults(Faults::default());
         net.allow_dials();
         for host in &self.hosts {
-            for nic in &host.addresses() {
+            for nic in host.nics.iter().filter(|nic| !self.driver.is_deleted(**nic)) {
                 net.heal(*nic);
                 net.set_bandwidth(*nic, None);
                 net.set_nic_latency(*nic, Duration::ZERO);

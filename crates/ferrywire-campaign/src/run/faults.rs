@@ -8,12 +8,19 @@
 use super::*;
 
 impl Run<'_> {
-    /// Lets a fault begin some time after now, during the close that follows.
+    /// Lets a fault begin some time after now, within the close that follows.
+    pub(super) fn begins_within(&mut self, fault: &Option<(u64, Fault)>) {
+        if let Some((_, fault)) = fault {
+            self.out.cover.count(fault.name(), "draining");
+        }
+        self.later(fault);
+    }
+
+    /// Lets a fault begin some time after now.
     pub(super) fn later(&mut self, fault: &Option<(u64, Fault)>) {
         if let Some((us, fault)) = fault {
             let when = self.driver.now() + Duration::from_micros(*us);
             note!(self, "fault {fault:?} from {when:?} on");
-            self.out.cover.count(fault.name(), "draining");
             let effect = self.note(fault, when);
             self.driver.begin_at(when, effect);
         }
@@ -118,9 +125,11 @@ impl Run<'_> {
                 let address = self.hosts[end].nics[nic];
                 Box::new(move |driver| _ = driver.net.reset_nic(address, ResetSeen::AtOnce))
             }
-            Fault::DeleteNic { end, nic } => self.delete(end, nic),
+            Fault::DeleteNic { end, nic } => self.delete(end, nic, when),
             Fault::Stall { pick, us: time } => {
-                (0..self.hosts.len()).for_each(|end| self.outage(end, us(time)));
+                if when > self.driver.now() || !self.driver.net.connections().is_empty() {
+                    (0..self.hosts.len()).for_each(|end| self.outage(end, us(time)));
+                }
                 Box::new(move |driver| {
                     if let Some(conn) = pick_connection(driver, pick) {
                         driver.net.stall(conn, us(time));
@@ -132,8 +141,10 @@ impl Run<'_> {
                 let Some(slot) = self.hosts[end].slot else { return nothing() };
                 self.outage(end, us(time));
                 Box::new(move |driver| {
-                    driver.stop_polling(slot);
-                    driver.at(when + us(time), Timed::Wake(slot));
+                    if driver.endpoint(slot).is_some() {
+                        driver.stop_polling(slot);
+                        driver.at(when + us(time), Timed::Wake(slot));
+                    }
                 })
             }
             Fault::RefuseDials { end, nic, count, silent } => {
@@ -184,6 +195,10 @@ impl Run<'_> {
         self.hosts[end].cut_until[nic] = self.hosts[end].cut_until[nic].max(when + time);
         self.missing_paths(when, time);
         Box::new(move |driver| {
+            // A cut ends, and would bring a NIC back that was deleted before it began.
+            if driver.is_deleted(address) {
+                return;
+            }
             match (out, into) {
                 (true, true) => driver.net.cut_for(address, time),
                 (true, false) => driver.net.cut_outgoing(address),
@@ -206,22 +221,21 @@ impl Run<'_> {
     }
 
     /// Deletes a NIC for good, unless it is the last one of its host.
-    fn delete(&mut self, end: usize, nic: usize) -> Effect {
+    fn delete(&mut self, end: usize, nic: usize, when: Duration) -> Effect {
         if self.hosts[end].has_lost(nic) || self.hosts[end].addresses().len() == 1 {
             return nothing();
         }
         let address = self.hosts[end].nics[nic];
         self.hosts[end].cut_until[nic] = Duration::MAX;
-        self.missing_paths(self.driver.now(), OUTAGE_MAX);
-        // A handshake may have got this address alone.
-        let connecting = |link: &&mut Link| link.started && link.peers.iter().any(Option::is_none);
+        self.missing_paths(when, OUTAGE_MAX);
+        // A handshake may have got this address alone, one that begins before the NIC is gone too.
+        let is_later = when > self.driver.now();
+        let connecting =
+            |link: &&mut Link| (link.started || is_later) && link.peers.iter().any(Option::is_none);
         for link in self.links.iter_mut().filter(connecting) {
             link.fragile = Some("a NIC was deleted while it connected");
         }
-        Box::new(move |driver| {
-            driver.forget_heal(address);
-            driver.net.delete(address);
-        })
+        Box::new(move |driver| driver.delete(address))
     }
 
     fn freeze(&mut self, end: usize, when: Duration, time: Duration) -> Effect {
@@ -229,6 +243,10 @@ impl Run<'_> {
         let name = self.hosts[end].sim.host_name().to_owned();
         self.outage(end, time);
         Box::new(move |driver| {
+            // Its process may have been killed before, and another one started.
+            if driver.endpoint(slot).is_none() {
+                return;
+            }
             driver.net.freeze(&name);
             driver.stop_polling(slot);
             driver.at(when + time, Timed::Thaw(name));

@@ -31,13 +31,11 @@ impl Run<'_> {
                 Ok(())
             }
             Action::ClosePeer { link, side, timeout_us, meanwhile } => {
-                self.later(meanwhile);
-                self.close_peer(*link, *side, Duration::from_micros(*timeout_us))
+                self.close_peer(*link, *side, Duration::from_micros(*timeout_us), meanwhile)
             }
             Action::DropPeer { link, side } => self.drop_peer(*link, *side),
             Action::CloseEnd { end, timeout_us, meanwhile } => {
-                self.later(meanwhile);
-                self.close_end(*end, Duration::from_micros(*timeout_us))
+                self.close_end(*end, Duration::from_micros(*timeout_us), meanwhile)
             }
             Action::Kill { end } => {
                 self.kill(*end);
@@ -370,13 +368,23 @@ impl Run<'_> {
 
     // --- Ends ---------------------------------------------------------------------------------
 
-    pub(super) fn close_peer(&mut self, link: usize, side: usize, timeout: Duration) -> Check {
-        let Some(peer) = self.ready(link, side)?.filter(|_| self.is_alive(link, side)) else { return Ok(()) };
+    pub(super) fn close_peer(
+        &mut self,
+        link: usize,
+        side: usize,
+        timeout: Duration,
+        meanwhile: &Option<(u64, Fault)>,
+    ) -> Check {
+        let Some(peer) = self.ready(link, side)?.filter(|_| self.is_alive(link, side)) else {
+            self.later(meanwhile);
+            return Ok(());
+        };
         self.links[link].closing[side] = true;
         // What ended before the close is none of its transfers.
         self.look_at_all()?;
         let (since, slot) = (self.driver.now(), self.links[link].slots[side]);
         let open = self.open_of(slot);
+        self.begins_within(meanwhile);
         let result = self.wait_in(slot, || peer.close(timeout))?;
         note!(self, "closed: {result:?}");
         let took = self.driver.now() - since;
@@ -431,11 +439,17 @@ impl Run<'_> {
         Ok(())
     }
 
-    pub(super) fn close_end(&mut self, end: usize, timeout: Duration) -> Check {
-        let Some(slot) = self.hosts[end].slot.filter(|slot| !self.driver.is_stopped(*slot)) else {
+    pub(super) fn close_end(
+        &mut self,
+        end: usize,
+        timeout: Duration,
+        meanwhile: &Option<(u64, Fault)>,
+    ) -> Check {
+        let slot = self.hosts[end].slot.filter(|slot| !self.driver.is_stopped(*slot));
+        let Some((slot, endpoint)) = slot.and_then(|slot| Some((slot, self.driver.endpoint(slot)?))) else {
+            self.later(meanwhile);
             return Ok(());
         };
-        let Some(endpoint) = self.driver.endpoint(slot) else { return Ok(()) };
         for link in self.links.iter_mut().filter(|link| link.started) {
             let side = link.slots.iter().position(|each| *each == slot);
             if let Some(side) = side {
@@ -445,6 +459,7 @@ impl Run<'_> {
         // What ended before the close is none of its transfers.
         self.look_at_all()?;
         let (since, open) = (self.driver.now(), self.open_of(slot));
+        self.begins_within(meanwhile);
         let result = self.wait_in(slot, || endpoint.close(timeout))?;
         note!(self, "closed the endpoint: {result:?}");
         let took = self.driver.now() - since;

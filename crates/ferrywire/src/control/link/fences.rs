@@ -23,12 +23,12 @@ use std::time::Duration;
 impl Link {
     pub fn channel_lost(&mut self, index: u16, generation: u32, loss: Loss, remains: Remains, now: Duration) {
         let entries = remains.entries;
-        let (dying, over) = (self.dying(), self.over());
+        let dying = self.dying();
         let record = &mut self.channels[index];
         record.close_generation(generation);
         let state = record.take();
         debug_assert!(state.is_up(), "a channel was lost that no worker had");
-        if dying && !over {
+        if dying {
             // These frames' operations fail with the session. If they failed now, refusals would be sent over other
             // channels, and could arrive before the reason why the session ends.
             record.set(generation, ChannelState::Fencing(OwnFence { entries, lane_failed: None }));
@@ -36,10 +36,6 @@ impl Link {
                 self.resolve(index, theirs, now);
             }
             return;
-        }
-        if over {
-            record.go_down(generation, Duration::MAX);
-            return self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
         if let Role::Connector(connector) = &mut self.role {
             connector.detours = Detours::new(now);
