@@ -125,7 +125,7 @@ static void copies(int rounds) {
     std::vector<Copy> room[2];
     room[0].resize(700), room[1].resize(700);
     // A machine that has other things to do is slow: each wait here is a turn of everybody else's.
-    const time_t end = time(nullptr) + 20;
+    const time_t end = time(nullptr) + 40;
     int round = 0;
     for (; round < rounds && (round < 20 || time(nullptr) < end); round++) {
         const unsigned count = 1 << random_below(3);
@@ -136,7 +136,7 @@ static void copies(int rounds) {
         u64 completion = 0;
         const u64 stride = (u64)room[1].data() - (u64)room[0].data();
         const Copies all = {(u64)&mailbox, (u64)room[0].data(), stride, (u64)&completion, (u64)&blocks, first,
-                            random_below(3) * 1000000, random_below(3) * 3000000};
+                            random_below(3) * 1000000, random_below(3) * 10000000};
         std::vector<Batch> batches;
         auto post = [&] {
             batches.emplace_back(1000 + next, count);
@@ -221,7 +221,7 @@ static void patterns(int rounds) {
 int main() {
     alarm(900);
     gathers(3000);
-    copies(500);
+    copies(1000);
     patterns(500);
     puts("all is right");
 }
