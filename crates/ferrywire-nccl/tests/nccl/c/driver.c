@@ -774,10 +774,13 @@ static void nothing_left(struct net *net)
         if (round == 2)
             descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");
     }
-    /* Another process may ask for this one's counts meanwhile, over a descriptor. */
-    for (int tries = 0; tries < 3000 && entries("/proc/self/fd") != descriptors; tries++)
+    /* Another process may ask for this one's counts at any time, also when these were taken, over a descriptor. */
+    double since = now();
+    while (entries("/proc/self/fd") > descriptors) {
         usleep(10000);
-    CHECK(entries("/proc/self/fd") == descriptors && entries("/proc/self/task") == threads);
+        again(since, "closing the descriptors of closed comms");
+    }
+    CHECK(entries("/proc/self/task") == threads);
 }
 
 /* The cores of this host that the plugin sees, if a case sets their number. */
@@ -862,6 +865,19 @@ static void several_gpus(struct net *net)
     CHECK(movers_for_one_more(net) == four);
 }
 
+/* TCP sockets of this process. A process that starts connects to the socket of each other one for a moment, which is
+ * a descriptor here. */
+static int tcp_sockets(void)
+{
+    int count = 0;
+    for (int fd = 0; fd < 1024; fd++) {
+        int protocol = 0;
+        socklen_t size = sizeof protocol;
+        count += getsockopt(fd, SOL_SOCKET, SO_PROTOCOL, &protocol, &size) == 0 && protocol == IPPROTO_TCP;
+    }
+    return count;
+}
+
 /* An abort while a comm is being set up: NCCL polls neither end again, and closes only the listener. */
 static void abandoned(struct net *net)
 {
@@ -869,21 +885,21 @@ static void abandoned(struct net *net)
     void *listener = NULL, *send = NULL, *recv = NULL, *none = NULL;
     net_load(net, path);
     pair_close(net, pair_here(net));
-    int before = entries("/proc/self/fd");
+    int before = tcp_sockets();
     CHECK(net_listen(net, handle, &listener) == SUCCESS);
-    int listening = entries("/proc/self/fd") - before;
+    int listening = tcp_sockets() - before;
     for (int n = 0; n < 3; n++)
         CHECK(net_connect(net, handle, &send, &none) == SUCCESS && !send);
-    int dialled = entries("/proc/self/fd") - before - listening;
+    int dialled = tcp_sockets() - before - listening;
     CHECK(listening > 0 && dialled > 0);
     CHECK(net_accept(net, listener, &recv, &none) == SUCCESS && !recv);
-    CHECK(entries("/proc/self/fd") == before + listening + 2 * dialled);
+    CHECK(tcp_sockets() == before + listening + 2 * dialled);
     net_close_listen(net, listener);
-    CHECK(entries("/proc/self/fd") == before + dialled);
+    CHECK(tcp_sockets() == before + dialled);
     /* Versions from 11 on say that the communicator has ended; others say nothing any more. */
     net_finalize(net);
     double since = now();
-    while (entries("/proc/self/fd") > before) {
+    while (tcp_sockets() > before) {
         usleep(10000);
         again(since, "closing what was abandoned");
     }
