@@ -364,6 +364,20 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
     assert!(rest.lines().all(|line| !line.starts_with("error: ") || is_busy(line)), "{rest}");
 }
 
+/// Regression: the error advised to start the other end first, and to correct the address that had been right.
+#[test]
+fn the_error_for_a_killed_serve_has_no_advice_for_a_first_connection() {
+    let mut serve = Serve::start("");
+    let (connect, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
+    serve.child.kill().expect("killed");
+    serve.child.wait().expect("ended");
+    let output = connect.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(1));
+    let error = json(&output)["error"].as_str().unwrap_or_default().to_owned();
+    assert!(error.contains(&format!("lost peer {}", serve.address)), "{error}");
+    assert!(!error.contains("start the other end first"), "{error}");
+}
+
 #[test]
 fn ctrl_c_ends_loopback_mode() {
     let mut command = ferrywire(&format!("bench {ENDLESS} -v"));

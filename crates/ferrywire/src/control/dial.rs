@@ -105,7 +105,7 @@ impl Announced {
     ) -> Result<Announced> {
         let to = path_name(nic, address);
         let bound = peer.context().transport.bind(nic, address, options);
-        let bound = bound.map_err(|error| unreachable_at(&to, &error))?;
+        let bound = bound.map_err(|error| unreachable_at(&to, &error, false))?;
         Ok(Announced { bound, to })
     }
 
@@ -206,11 +206,12 @@ impl Dial {
         purpose: Purpose,
         limit: Duration,
     ) -> Result<Dial> {
+        let is_first = matches!(purpose, Purpose::New { .. });
         let initiator = Initiator::control(secret, me.clone(), purpose)
             .map_err(|error| Error::of_handshake(&error, address))?;
         let to = path_name(nic, address);
         let dialled = context.transport.dial(nic, address, &ConnOptions::default());
-        let conn = dialled.map_err(|error| unreachable_at(&to, &error))?;
+        let conn = dialled.map_err(|error| unreachable_at(&to, &error, is_first))?;
         Ok(Dial::over(conn, initiator, limit, to))
     }
 
@@ -224,7 +225,7 @@ impl Dial {
     ) -> Result<Dial> {
         let initiator = Initiator::data(session, key, channel, generation);
         let Announced { bound, to } = announced;
-        let conn = bound.connect().map_err(|error| unreachable_at(&to, &error))?;
+        let conn = bound.connect().map_err(|error| unreachable_at(&to, &error, false))?;
         Ok(Dial::over(conn, initiator, limits::DIAL_TIMEOUT, to))
     }
 
@@ -307,7 +308,8 @@ impl Dial {
     }
 
     fn broken(&self, error: &io::Error) -> DialFailure {
-        DialFailure { error: unreachable_at(&self.to, error), refused: None }
+        let is_first = matches!(self.what, DialFor::New { .. });
+        DialFailure { error: unreachable_at(&self.to, error, is_first), refused: None }
     }
 }
 
@@ -356,11 +358,13 @@ fn named_nic(context: &Context, address: SocketAddr) -> Result<Nic> {
     best.cloned().ok_or_else(none)
 }
 
-fn unreachable_at(address: &str, error: &io::Error) -> Error {
+/// The error of a connection that cannot be made, with advice. `is_first`: no connection was made to this peer before.
+fn unreachable_at(address: &str, error: &io::Error, is_first: bool) -> Error {
     let hint = match UnreachableCause::of(error) {
-        UnreachableCause::ConnectionRefused => {
+        UnreachableCause::ConnectionRefused if is_first => {
             "no process listens on that address and port: start the other end first, or correct the address"
         }
+        UnreachableCause::ConnectionRefused => "no process listens on that address and port any more",
         UnreachableCause::NoAnswer => "no answer: check the address, and the firewalls of both hosts",
         UnreachableCause::NoRoute => "no route: check that the NIC is up, and the routes of this host",
         UnreachableCause::SourceAddressGone => "the NIC has lost its address: give the NIC an address again",
