@@ -8,7 +8,8 @@
 //!   old ── the file changes ──▶ old, accepts new ── 5 min ──▶ new, accepts old ── 5 min ──▶ new
 //! ```
 //!
-//! Invariant: a file that cannot be used leaves the secrets in force as they are.
+//! Invariants: a file that cannot be used leaves the secrets in force as they are; a secret that is no longer used is
+//! overwritten.
 //! Read next: `child_secret.rs`, for processes that this one starts.
 
 use std::fmt;
@@ -16,9 +17,11 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrywire::{Endpoint, limits};
+use zeroize::Zeroizing;
 
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::EnginePlan;
@@ -33,13 +36,17 @@ const FILE_BYTES_MAX: u64 = 64 << 10;
 /// Longest wait, at the end of a command, for the thread that reads the file.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// A secret, overwritten when it is dropped.
+pub type Secret = Zeroizing<Vec<u8>>;
+
 /// Reads the secret in a file, without the whitespace around it.
 ///
 /// # Errors
 /// Why the file cannot be used.
-pub fn read(path: &Path) -> Outcome<Vec<u8>> {
+pub fn read(path: &Path) -> Outcome<Secret> {
     let failed = |why: String| Failure::Usage(format!("--secret-file {}: {why}", path.display()));
-    let mut text = Vec::new();
+    // With room for all of it: a vector that grows leaves a copy behind.
+    let mut text = Zeroizing::new(Vec::with_capacity(2 * FILE_BYTES_MAX as usize));
     let file = File::open(path).map(|file| file.take(FILE_BYTES_MAX + 1));
     let read = file.and_then(|mut file| file.read_to_end(&mut text));
     read.map_err(|error| failed(format!("cannot read it: {error}")))?;
@@ -48,37 +55,74 @@ pub fn read(path: &Path) -> Outcome<Vec<u8>> {
         _ if text.len() as u64 > FILE_BYTES_MAX => Err(failed(format!(
             "the file has more than {FILE_BYTES_MAX} bytes; write the secret alone into it"
         ))),
-        secret => Ok(secret.to_vec()),
+        secret => Ok(Zeroizing::new(secret.to_vec())),
     }
-}
-
-/// The secret in the plan's file now; `None` without a file that can be used.
-pub fn latest(plan: &EnginePlan) -> Option<Vec<u8>> {
-    plan.secret_file.as_deref().filter(|path| path.is_file()).and_then(|path| usable(path).ok())
 }
 
 /// Follows the plan's secret file, and gives its secrets to the endpoints, until the result is dropped. Does nothing without
 /// such a file; a pipe is not read twice.
 pub fn follow(plan: &EnginePlan, endpoints: Vec<Endpoint>) -> Outcome<Option<Follower>> {
+    let give = move |Secrets { current, also_accepted }: &Secrets| {
+        for endpoint in &endpoints {
+            let also_accepted = also_accepted.as_deref().cloned();
+            if let Err(error) = endpoint.set_secret(current.to_vec(), also_accepted) {
+                exit::complain(&error.to_string());
+            }
+        }
+    };
+    now(plan).iter().filter(|secrets| secrets.also_accepted.is_some()).for_each(&give);
+    each_turn(plan, move |turn| {
+        turn.secrets.iter().for_each(&give);
+        turn.said.iter().for_each(|line| exit::note(line));
+    })
+}
+
+/// The secrets with which a plan begins; `None` without any.
+pub fn now(plan: &EnginePlan) -> Option<Secrets> {
+    plan.secret.as_ref().map(|secret| Secrets::of(secret, plan.also_accepted_secret.as_ref()))
+}
+
+/// Follows the plan's secret file without a word, for children that follow it too: one that is started later has to begin
+/// where the exchange of a secret has got to.
+pub fn watch(plan: &EnginePlan) -> Outcome<Watch> {
+    let secrets = Arc::new(Mutex::new(now(plan)));
+    let latest = secrets.clone();
+    let follower = each_turn(plan, move |turn| {
+        if let Some(changed) = turn.secrets {
+            *latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(changed);
+        }
+    })?;
+    Ok(Watch { secrets, _follower: follower })
+}
+
+/// The secrets that are valid now, from a secret file that is followed if there is one.
+pub struct Watch {
+    secrets: Arc<Mutex<Option<Secrets>>>,
+    _follower: Option<Follower>,
+}
+
+impl Watch {
+    /// The secrets that are valid now; `None` without any.
+    pub fn secrets(&self) -> Option<Secrets> {
+        self.secrets.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Looks at the plan's secret file again and again, on a thread, until the result is dropped.
+fn each_turn(plan: &EnginePlan, mut act: impl FnMut(Turn) + Send + 'static) -> Outcome<Option<Follower>> {
     let (Some(path), Some(secret)) = (&plan.secret_file, &plan.secret) else { return Ok(None) };
     if !path.is_file() {
         return Ok(None);
     }
-    let mut file = SecretFile::new(path.clone(), secret.clone());
+    let also = plan.also_accepted_secret.as_deref();
+    let mut file = SecretFile::new(path.clone(), secret, also, Instant::now());
     let (stop, stopped) = mpsc::channel::<()>();
     let (end, ended) = mpsc::channel();
     exit::attend("secret-file", move || {
         while stopped.recv_timeout(READ_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            let Turn { secrets, said } = file.turn(Instant::now());
-            for endpoint in &endpoints {
-                let Some(Secrets { current, also_accepted }) = secrets.clone() else { break };
-                if let Err(error) = endpoint.set_secret(current, also_accepted) {
-                    exit::complain(&error.to_string());
-                }
-            }
-            said.iter().for_each(|line| exit::note(line));
+            act(file.turn(Instant::now()));
         }
-        drop(endpoints);
+        drop(act);
         drop(end);
     })?;
     Ok(Some(Follower { stop: Some(stop), ended }))
@@ -100,9 +144,18 @@ impl Drop for Follower {
 
 /// The secrets of an endpoint, as [`Endpoint::set_secret`] takes them.
 #[derive(Clone, PartialEq, Eq)]
-struct Secrets {
-    current: Vec<u8>,
-    also_accepted: Option<Vec<u8>>,
+pub struct Secrets {
+    pub current: Secret,
+    pub also_accepted: Option<Secret>,
+}
+
+impl Secrets {
+    fn of(current: &[u8], also_accepted: Option<&Vec<u8>>) -> Secrets {
+        Secrets {
+            current: Zeroizing::new(current.to_vec()),
+            also_accepted: also_accepted.cloned().map(Zeroizing::new),
+        }
+    }
 }
 
 /// Without the secrets.
@@ -126,13 +179,26 @@ struct SecretFile {
     path: PathBuf,
     exchange: Exchange,
     /// What was read last, and whether it has had its effect.
-    seen: Result<Vec<u8>, String>,
+    seen: Result<Secret, String>,
     is_taken: bool,
 }
 
 impl SecretFile {
-    fn new(path: PathBuf, secret: Vec<u8>) -> SecretFile {
-        SecretFile { path, exchange: Exchange::new(secret.clone()), seen: Ok(secret), is_taken: true }
+    /// A file whose secret is in use. With `also_accepted`, a process that ended has begun to exchange it for the one in the
+    /// file, and this one goes on.
+    fn new(path: PathBuf, secret: &[u8], also_accepted: Option<&[u8]>, now: Instant) -> SecretFile {
+        let [secret, also_accepted] =
+            [Some(secret), also_accepted].map(|one| one.map(<[u8]>::to_vec).map(Zeroizing::new));
+        let secret = secret.unwrap_or_default();
+        let is_next = |other: &Secret| usable(&path).is_ok_and(|newest| newest == *other);
+        let phase = match also_accepted {
+            None => Phase::Settled,
+            Some(next) if is_next(&next) => Phase::Announced { next, since: now },
+            Some(previous) => Phase::Switched { previous, since: now },
+        };
+        let exchange = Exchange { current: secret.clone(), phase };
+        let seen = Ok(exchange.newest().clone());
+        SecretFile { path, exchange, seen, is_taken: true }
     }
 
     /// Reads the file, and takes the next step of an exchange when its time has come. Only what two reads in a row have
@@ -173,7 +239,7 @@ impl SecretFile {
 }
 
 /// The secret in a file, if an endpoint takes it.
-fn usable(path: &Path) -> Result<Vec<u8>, String> {
+fn usable(path: &Path) -> Result<Secret, String> {
     let secret = read(path).map_err(|failure| failure.message())?;
     let least = limits::SECRET_BYTES_MIN;
     match secret.len() >= least {
@@ -191,7 +257,7 @@ fn missing(path: &Path) -> String {
 
 /// The exchange of a secret: `settled -> announced -> switched -> settled`.
 struct Exchange {
-    current: Vec<u8>,
+    current: Secret,
     phase: Phase,
 }
 
@@ -199,41 +265,41 @@ enum Phase {
     Settled,
     /// `next` is accepted since a time.
     Announced {
-        next: Vec<u8>,
+        next: Secret,
         since: Instant,
     },
     /// `previous` is still accepted; the current secret was taken at a time.
     Switched {
-        previous: Vec<u8>,
+        previous: Secret,
         since: Instant,
     },
 }
 
 impl Exchange {
-    fn new(secret: Vec<u8>) -> Exchange {
-        Exchange { current: secret, phase: Phase::Settled }
-    }
-
     /// Whether the secret before the current one is still accepted.
     fn is_switched(&self) -> bool {
         matches!(self.phase, Phase::Switched { .. })
     }
 
-    /// Begins to exchange the current secret for this one. Returns false if it is the newest already.
-    fn begin(&mut self, secret: &[u8], now: Instant) -> bool {
-        let newest = match &self.phase {
+    /// The secret to which the exchange leads.
+    fn newest(&self) -> &Secret {
+        match &self.phase {
             Phase::Announced { next, .. } => next,
             _ => &self.current,
-        };
-        if newest == secret {
+        }
+    }
+
+    /// Begins to exchange the current secret for this one. Returns false if it is the newest already.
+    fn begin(&mut self, secret: &[u8], now: Instant) -> bool {
+        if self.newest().as_slice() == secret {
             return false;
         }
         self.phase = match std::mem::replace(&mut self.phase, Phase::Settled) {
             // The old secret is back. Other ends may have gone on to the new one.
-            Phase::Announced { next, .. } if self.current == secret => {
+            Phase::Announced { next, .. } if self.current.as_slice() == secret => {
                 Phase::Switched { previous: next, since: now }
             }
-            _ => Phase::Announced { next: secret.to_vec(), since: now },
+            _ => Phase::Announced { next: Zeroizing::new(secret.to_vec()), since: now },
         };
         true
     }
@@ -271,14 +337,41 @@ impl Exchange {
 mod tests {
     use super::*;
     use std::fs;
-    use std::os::unix::fs::symlink;
+    use std::os::unix::fs::{FileExt, symlink};
 
     const OLD: &[u8] = b"the old secret";
     const NEW: &[u8] = b"the new secret";
     const NEWEST: &[u8] = b"the newest secret";
 
     fn secrets(current: &[u8], also_accepted: Option<&[u8]>) -> Option<Secrets> {
-        Some(Secrets { current: current.to_vec(), also_accepted: also_accepted.map(<[u8]>::to_vec) })
+        Some(Secrets::of(current, also_accepted.map(<[u8]>::to_vec).as_ref()))
+    }
+
+    /// How often a secret occurs in the memory of this process that can be written, besides the caller's copy.
+    fn copies(secret: &[u8]) -> usize {
+        const STEP: usize = 64 << 10;
+        let maps = fs::read_to_string("/proc/self/maps").expect("of this process");
+        let memory = File::open("/proc/self/mem").expect("of this process");
+        let mut part = Zeroizing::new(vec![0; STEP + secret.len() - 1]);
+        // What is read is in memory, too.
+        let own = part.as_ptr() as usize..part.as_ptr() as usize + part.len();
+        let mut found = 0;
+        for line in maps.lines().filter(|line| line.contains(" rw")) {
+            let (start, rest) = line.split_once('-').expect("a range");
+            let [start, end] = [start, rest.split(' ').next().unwrap_or_default()]
+                .map(|digits| usize::from_str_radix(digits, 16).expect("an address"));
+            for at in (start..end).step_by(STEP) {
+                let bytes = part.len().min(end - at);
+                if memory.read_exact_at(&mut part[..bytes], at as u64).is_err() {
+                    continue;
+                }
+                let places = memchr::memmem::find_iter(&part[..bytes], secret).map(|place| at + place);
+                found += places
+                    .filter(|&place| place != secret.as_ptr() as usize && !own.contains(&place))
+                    .count();
+            }
+        }
+        found
     }
 
     /// A file with the old secret, as this command has read it at its start.
@@ -286,7 +379,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("secret");
         fs::write(&path, OLD).expect("written");
-        let file = SecretFile::new(path.clone(), OLD.to_vec());
+        let file = SecretFile::new(path.clone(), OLD, None, Instant::now());
         (folder, path, file, Instant::now())
     }
 
@@ -329,7 +422,7 @@ mod tests {
         let [data, next, key] = ["..data", "..data_tmp", "key"].map(|name| folder.path().join(name));
         symlink("first", &data).expect("a link");
         symlink("..data/key", &key).expect("a link");
-        let mut file = SecretFile::new(key, OLD.to_vec());
+        let mut file = SecretFile::new(key, OLD, None, start);
         assert_eq!(file.turn(start), Turn::default());
         symlink("second", &next).expect("a link");
         fs::rename(&next, &data).expect("exchanged");
@@ -364,7 +457,7 @@ mod tests {
     #[test]
     fn a_secret_that_changes_again_is_exchanged_from_the_one_in_use() {
         let start = Instant::now();
-        let mut exchange = Exchange::new(OLD.to_vec());
+        let mut exchange = Exchange { current: Zeroizing::new(OLD.to_vec()), phase: Phase::Settled };
         assert!(exchange.begin(NEW, start) && !exchange.begin(NEW, start));
         assert!(exchange.begin(NEWEST, start + STEP / 2));
         assert_eq!(exchange.step(start + STEP), None, "the newest has its own time");
@@ -376,5 +469,50 @@ mod tests {
         assert_eq!(Some(exchange.secrets()), secrets(NEWEST, Some(NEW)));
         assert_eq!(exchange.step(start + 3 * STEP), Some(true));
         assert_eq!(Some(exchange.secrets()), secrets(NEWEST, None));
+    }
+
+    /// A process that takes the place of one which has ended: both secrets stay valid for the time of the step.
+    #[test]
+    fn an_exchange_goes_on_where_another_process_left_it() {
+        let (_folder, path, _, start) = scene();
+        fs::write(&path, NEW).expect("written");
+        let at =
+            |file: &mut SecretFile, seconds: u64| file.turn(start + Duration::from_secs(seconds)).secrets;
+        let mut announced = SecretFile::new(path.clone(), OLD, Some(NEW), start);
+        assert_eq!([1, 2, 299].map(|seconds| at(&mut announced, seconds)), [None, None, None]);
+        assert_eq!(at(&mut announced, 300), secrets(NEW, Some(OLD)));
+        assert_eq!(at(&mut announced, 600), secrets(NEW, None));
+        let mut switched = SecretFile::new(path.clone(), NEW, Some(OLD), start);
+        assert_eq!([1, 2, 299].map(|seconds| at(&mut switched, seconds)), [None, None, None]);
+        assert_eq!(at(&mut switched, 300), secrets(NEW, None));
+        // The file has changed once more while there was no process.
+        fs::write(&path, NEWEST).expect("written");
+        let mut announced = SecretFile::new(path, OLD, Some(NEW), start);
+        assert_eq!([1, 2].map(|seconds| at(&mut announced, seconds)), [None, None]);
+    }
+
+    /// Regression: the file is read each second, and what was read stayed in memory that had been freed.
+    #[test]
+    fn secrets_that_are_no_longer_used_are_overwritten() {
+        const ROUNDS: u8 = 10;
+        let (_folder, path, mut file, start) = scene();
+        // Neither in the program nor in memory that this test has freed; of different lengths, so that the next ones do not
+        // take the places of those that were freed.
+        let secret = |number: u8| {
+            let bytes = 0..128 + 32 * u32::from(number);
+            let byte = |at: u32| (at.wrapping_mul(37) >> 1) as u8 ^ number.wrapping_mul(29) ^ 0x5a;
+            Zeroizing::new(bytes.map(byte).collect::<Vec<u8>>())
+        };
+        // The allocator writes into the first bytes of what is freed.
+        let occurs = |number: u8, times: usize| copies(&secret(number)[64..]) >= times;
+        for number in 0..ROUNDS {
+            fs::write(&path, secret(number)).expect("written");
+            for step in 0..3u32 {
+                file.turn(start + (u32::from(number) * 3 + step) * STEP);
+            }
+        }
+        let found = (0..ROUNDS - 2).filter(|number| occurs(*number, 1)).count();
+        assert_eq!(found, 0, "of {} secrets that were exchanged", ROUNDS - 2);
+        assert!(occurs(ROUNDS - 1, 2), "the secret in use is found");
     }
 }

@@ -11,9 +11,10 @@ use crate::args;
 
 const SUBJECT: &str = "environment";
 /// Variables that do not belong to an option of a command.
-const OTHERS: [&str; 22] = [
+const OTHERS: [&str; 23] = [
     "FERRYWIRE_SECRET",
     "FERRYWIRE_SECRET_HANDED",
+    "FERRYWIRE_SECRET_HANDED_TOO",
     "FERRYWIRE_TRACE",
     "FERRYWIRE_SUPERVISED",
     "FERRYWIRE_PLUGIN_WATCHED",

@@ -142,6 +142,7 @@ pub(super) fn plan_connect(
             congestion_control: flags.congestion_control.given(),
             metrics: flags.metrics,
             secret,
+            also_accepted_secret: None,
             secret_file,
         },
     })

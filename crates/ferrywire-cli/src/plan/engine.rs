@@ -54,6 +54,8 @@ pub struct EnginePlan {
     pub devmem: Option<DevmemUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
+    /// A second secret that is accepted at first, while the shared one is being exchanged.
+    pub also_accepted_secret: Option<Vec<u8>>,
     /// The file that holds the shared secret, and may hold another one later.
     pub secret_file: Option<PathBuf>,
 }
@@ -156,5 +158,5 @@ pub(super) fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
     let Some(path) = path else {
         return Ok(secret_of_environment());
     };
-    bench::secret_file::read(path).map(Some)
+    bench::secret_file::read(path).map(|secret| Some(secret.to_vec()))
 }

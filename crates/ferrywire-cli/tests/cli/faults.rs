@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::{GRACE, Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, results, run_within, text};
 use crate::hosted::with_plugin;
+use crate::lanes::children;
 use serde_json::Value;
 
 /// Options of a run that does not end by itself within a test.
@@ -164,6 +165,13 @@ fn takes_a_changed_secret(options: &str) {
     std::fs::rename(path("..data_tmp"), path("..data")).expect("exchanged");
     until("the new secret is accepted", &|| connect("the new secret").status.success());
     results(&connect("the old secret"));
+    // Regression: a child that replaced one which had died accepted the new secret alone, and other ends follow later.
+    for child in children(serve.child.id()) {
+        // SAFETY: a signal to a process that `serve` has started, and has not waited for.
+        assert_eq!(unsafe { libc::kill(child as i32, libc::SIGKILL) }, 0, "{child} is there");
+        until("another child serves", &|| connect("the new secret").status.success());
+        results(&connect("the old secret"));
+    }
     std::fs::write(path("new").join("key"), "short").expect("written");
     until("the file is bad", &|| warnings() > 0);
     for secret in ["the old secret", "the new secret"] {

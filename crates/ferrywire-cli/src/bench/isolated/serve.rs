@@ -2,8 +2,9 @@
 
 use std::net::SocketAddr;
 
+use super::super::parent;
+use super::super::secret_file::{self, Watch};
 use super::super::serve::{announce, say, tell_run_over};
-use super::super::{parent, secret_file};
 use super::message::Message;
 use super::supervisor::{Event, Supervisor};
 use super::{Order, environment, shown};
@@ -25,9 +26,11 @@ pub fn run(mut plan: ServePlan) -> Outcome {
     if plan.child {
         sys::die_with_parent();
     }
+    // A child that is started later goes on with the exchange of a secret that the one before it had begun.
+    let secrets = secret_file::watch(&plan.engine)?;
     let mut is_first = true;
     loop {
-        match one_child(&mut plan, is_first)? {
+        match one_child(&mut plan, &secrets, is_first)? {
             End::Over(outcome) => return outcome,
             End::Died(failure, _) if plan.once => return Err(failure),
             End::Died(_, true) => {}
@@ -37,15 +40,11 @@ pub fn run(mut plan: ServePlan) -> Outcome {
     }
 }
 
-fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
+fn one_child(plan: &mut ServePlan, secrets: &Watch, is_first: bool) -> Outcome<End> {
     let environment = environment(&plan.engine, Some(plan.listen))?;
     let order = Order { listen: Some(plan.listen), ..Order::default() };
-    if let Some(secret) = secret_file::latest(&plan.engine).filter(|_| !is_first) {
-        plan.engine.secret = Some(secret);
-    }
-    let secret = plan.engine.secret.clone();
     let Some(plugin) = plan.engine.plugin.clone() else { unreachable!("the caller has a plugin") };
-    let mut supervisor = Supervisor::start(&plugin, &environment, order, secret.as_deref())?;
+    let mut supervisor = Supervisor::start(&plugin, &environment, order, secrets.secrets().as_ref())?;
     let (mut listens, mut failure_told) = (false, false);
     loop {
         match supervisor.next() {
