@@ -543,8 +543,8 @@ impl Endpoint {
         self.inner.running.with_control(|control| control.auth_failures())
     }
 
-    /// Stops listening, finishes the transfers with all peers, and ends the threads. A second call waits for
-    /// the first one, up to its own timeout, and returns the first one's outcome. With devmem TCP the queues
+    /// Accepts no new peer, finishes the transfers with all peers, stops listening, and ends the threads. A second
+    /// call waits for the first one, up to its own timeout, and returns the first one's outcome. With devmem TCP the queues
     /// of NICs are given back. If another process holds a NIC's lock until the timeout (or for
     /// [`limits::NIC_END_MIN`] if that is longer), the next start gives them back, as after a kill.
     ///

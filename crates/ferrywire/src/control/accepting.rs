@@ -254,6 +254,8 @@ impl Control {
                     Some(link) => link.attach(conn, *established, now),
                     // The session has ended since it was resumed.
                     None if established.resumed => self.unwatch(&*conn),
+                    // The endpoint was closed during the handshake.
+                    None if self.endpoint_closes => self.unwatch(&*conn),
                     None => {
                         self.enter(&established, false);
                         let link = Link::accepted(

@@ -25,6 +25,8 @@ pub(super) struct SessionTable {
     context: Arc<Context>,
     sessions: HashMap<u64, Known>,
     accept_queue: Arc<AcceptQueue>,
+    /// Whether new sessions are refused, because the endpoint closes.
+    is_closing: bool,
 }
 
 struct Known {
@@ -43,7 +45,8 @@ impl SessionTable {
         context: Arc<Context>,
         accept_queue: Arc<AcceptQueue>,
     ) -> SessionTable {
-        SessionTable { me, secret_needed, context, sessions: HashMap::new(), accept_queue }
+        let sessions = HashMap::new();
+        SessionTable { me, secret_needed, context, sessions, accept_queue, is_closing: false }
     }
 
     /// Agrees on the session's configuration, including whether payload goes over lanes.
@@ -57,6 +60,11 @@ impl SessionTable {
     /// Updates the listening addresses: NICs come and go.
     pub fn listens_on(&mut self, addresses: Vec<ListenAddress>) {
         self.me.addresses = addresses;
+    }
+
+    /// Refuses new sessions from now on.
+    pub fn take_no_more(&mut self) {
+        self.is_closing = true;
     }
 
     /// Adds a session that this end or the peer has opened.
@@ -133,6 +141,10 @@ impl Admission for Admitter {
 
     fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
         let table = self.table();
+        if table.is_closing {
+            // Another endpoint may listen at this address soon.
+            return Err(Refusal::new(RefusalCode::Busy, "the endpoint closes"));
+        }
         if table.sessions.len() >= limits::PEERS_MAX {
             return Err(full(&format!("PEERS_MAX = {} reached", limits::PEERS_MAX)));
         }

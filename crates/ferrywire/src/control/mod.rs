@@ -152,6 +152,7 @@ impl Control {
         self.redial(context, now);
         worked |= self.advance_dials(context, now);
         worked |= self.advance_links(context, now);
+        self.stop_listening_if_over();
         self.watch_calls(context, now);
         self.workers.iter().for_each(|worker| worker.wake_dozing());
         worked
@@ -330,8 +331,17 @@ impl Control {
 
     fn take_no_more(&mut self) {
         self.endpoint_closes = true;
-        self.accepting.stop();
+        self.session_table.lock().unwrap_or_else(PoisonError::into_inner).take_no_more();
+        self.stop_listening_if_over();
         self.dialling.give_up_connects();
+    }
+
+    /// Stops listening once a closing endpoint has no session left. Until then a peer may have to dial again: channels and
+    /// the control session can be lost while a close waits for transfers.
+    fn stop_listening_if_over(&mut self) {
+        if self.endpoint_closes && self.links.is_empty() {
+            self.accepting.stop();
+        }
     }
 
     /// Ends all sessions that have not finished in time, without a last message.

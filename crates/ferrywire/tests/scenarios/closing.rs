@@ -192,6 +192,28 @@ pub fn an_endpoint_reports_a_peer_that_is_killed_while_it_closes(world: &mut imp
     world.kill(1);
 }
 
+/// Regression: a closing endpoint listened no more, so the end that dials could not replace what was lost meanwhile.
+pub fn what_is_lost_while_an_endpoint_closes_is_dialled_again(world: &mut impl Faulty) {
+    let (near, far) = world.pair();
+    // The answers to the new connections come behind what the old ones had sent.
+    world.net().set_bandwidth(world.nic(1, 0), Some(3 * SLOW_BYTES as u64));
+    let (source, target) = (world.patterned(1, SLOW_BYTES, 1), world.zeroed(0, SLOW_BYTES));
+    let write = far.write(&source, 0, &target.descriptor(), 0, SLOW_BYTES as u64).unwrap();
+    let (end, net, nic) = (world.end(1), world.net(), world.nic(1, 0));
+    let broken = || {
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| end.close(LIMIT));
+            closes(&far);
+            net.reset_nic(nic, ResetSeen::AtOnce);
+            closing.join().unwrap()
+        })
+    };
+    assert_eq!(world.blocking(broken), Ok(()));
+    assert_eq!(world.outcome(&write), Ok(SLOW_BYTES as u64));
+    assert_same(&contents(&target), &pattern(SLOW_BYTES, 1), "a write whose channels were lost");
+    drop(near);
+}
+
 /// Two endpoints whose NICs take many seconds for what [`slowly`] posts.
 fn slow_pair(world: &mut impl Faulty) -> (Peer, Peer) {
     let pair = world.pair();

@@ -199,6 +199,7 @@ scenarios! {
         dropped_peers_do_not_wait_for_what_stands_still,
         dropped_endpoints_finish_first,
         an_endpoint_reports_a_peer_that_is_killed_while_it_closes,
+        what_is_lost_while_an_endpoint_closes_is_dialled_again,
     };
     sim(40): faults::{
         all_channels_reset_at_once,
