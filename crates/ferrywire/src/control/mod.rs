@@ -346,6 +346,8 @@ impl Control {
 
     /// Ends all sessions that have not finished in time, without a last message.
     pub fn abort_all(&mut self) {
+        // No session is resumed any more, and one that waits for a GPU or a plugin must not keep the port.
+        self.accepting.stop();
         self.ready_set.touch_all();
         self.links.values_mut().for_each(|link| link.abort());
     }
