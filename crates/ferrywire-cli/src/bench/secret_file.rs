@@ -8,8 +8,8 @@
 //!   old ── the file changes ──▶ old, accepts new ── 5 min ──▶ new, accepts old ── 5 min ──▶ new
 //! ```
 //!
-//! Invariants: a file that cannot be used leaves the secrets in force as they are; a secret that is no longer used is
-//! overwritten.
+//! Invariants: a file that cannot be used leaves the secrets in force as they are; copies that this module makes are
+//! overwritten once they are not used.
 //! Read next: `child_secret.rs`, for processes that this one starts.
 
 use std::fmt;

@@ -885,7 +885,7 @@ static void abandoned(struct net *net)
     void *listener = NULL, *send = NULL, *recv = NULL, *none = NULL;
     net_load(net, path);
     pair_close(net, pair_here(net));
-    int before = tcp_sockets();
+    int before = tcp_sockets(), descriptors = entries("/proc/self/fd");
     CHECK(net_listen(net, handle, &listener) == SUCCESS);
     int listening = tcp_sockets() - before;
     for (int n = 0; n < 3; n++)
@@ -899,7 +899,7 @@ static void abandoned(struct net *net)
     /* Versions from 11 on say that the communicator has ended; others say nothing any more. */
     net_finalize(net);
     double since = now();
-    while (tcp_sockets() > before) {
+    while (tcp_sockets() > before || entries("/proc/self/fd") > descriptors) {
         usleep(10000);
         again(since, "closing what was abandoned");
     }
