@@ -252,8 +252,8 @@ int ferrywire_endpoint_open(const ferrywire_options *options,
                             ferrywire_endpoint **endpoint);
 
 /**
- * Stops listening, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
- * value is no limit. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
+ * Accepts no new peer, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
+ * value is no limit. The port is free when this returns. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
  * finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it had finished. The handle still has to be
  * freed.
  */

@@ -34,8 +34,8 @@ pub unsafe extern "C" fn ferrywire_endpoint_open(
     })
 }
 
-/// Stops listening, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
-/// value is no limit. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
+/// Accepts no new peer, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
+/// value is no limit. The port is free when this returns. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
 /// finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it had finished. The handle still has to be
 /// freed.
 #[unsafe(no_mangle)]

@@ -4,6 +4,7 @@ use crate::{LIMIT, Watched, Watcher, eventually};
 use ferrywire::{Endpoint, ErrorKind, RegisterError, TransferError, limits};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 /// Size of the region, and what is written to it in one piece.
 const BYTES: usize = 1 << 20;
@@ -59,4 +60,29 @@ fn memory_used_by_a_stuck_thread_is_not_deregistered() {
     region.deregister().expect("the thread is back");
     let ended = write.wait(LIMIT);
     assert!(matches!(ended, Ok(_) | Err(TransferError::AccessRefused { .. })), "{ended:?}");
+}
+
+/// Regression: an endpoint whose close had given a thread up listened until the thread came back.
+#[test]
+fn a_close_that_gives_a_stuck_thread_up_frees_the_port() {
+    let gate = Arc::<Gate>::default();
+    let listening = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).threads(1);
+    let here = listening.transport(Watched::new(&gate)).build().unwrap();
+    let there = Endpoint::builder().threads(1).channels(1).build().unwrap();
+    let address = here.listen_addresses()[0];
+    let peer = there.connect(address, LIMIT).unwrap();
+    let (region, source) = (here.alloc_host(BYTES).unwrap(), there.alloc_host(BYTES).unwrap());
+
+    gate.set_shut(true);
+    let write = peer.write(&source, 0, &region.descriptor(), 0, BYTES as u64).unwrap();
+    eventually("a thread is stuck with the region", || gate.waiting.load(Ordering::SeqCst) == 1);
+    let closed = here.close(Duration::from_millis(50));
+    assert!(closed.is_err(), "the write has not finished");
+    let next = Endpoint::builder().listen(address).threads(1).build().expect("the port is free");
+    assert_eq!(gate.waiting.load(Ordering::SeqCst), 1, "the thread is still stuck");
+    assert_eq!(next.close(LIMIT), Ok(()));
+
+    gate.used.store(true, Ordering::SeqCst);
+    gate.set_shut(false);
+    write.wait(LIMIT).expect_err("its peer has closed");
 }
