@@ -211,6 +211,11 @@ impl Control {
             refusals.auth_failures += 1;
             ferrywire_metrics::count_auth_failure();
         }
+        // Who connects tries again for a while.
+        let busy = matches!(error, HandshakeError::Declined(why) if why.code == RefusalCode::Busy);
+        if busy && self.endpoint_closes {
+            return tracing::debug!("refused a connection from {from}: {error}");
+        }
         let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
         if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
             return tracing::debug!("slower path of a session resumption from {from} closed: {error}");
@@ -255,7 +260,12 @@ impl Control {
                     // The session has ended since it was resumed.
                     None if established.resumed => self.unwatch(&*conn),
                     // The endpoint was closed during the handshake.
-                    None if self.endpoint_closes => self.unwatch(&*conn),
+                    None if self.endpoint_closes => {
+                        tracing::debug!(
+                            "session {session:016x} from {remote} not begun: the endpoint closes"
+                        );
+                        self.unwatch(&*conn);
+                    }
                     None => {
                         self.enter(&established, false);
                         let link = Link::accepted(

@@ -364,7 +364,7 @@ fn unreachable_at(address: &str, error: &io::Error, is_first: bool) -> Error {
         UnreachableCause::ConnectionRefused if is_first => {
             "no process listens on that address and port: start the other end first, or correct the address"
         }
-        UnreachableCause::ConnectionRefused => "no process listens on that address and port any more",
+        UnreachableCause::ConnectionRefused => "no process listens on that address and port",
         UnreachableCause::NoAnswer => "no answer: check the address, and the firewalls of both hosts",
         UnreachableCause::NoRoute => "no route: check that the NIC is up, and the routes of this host",
         UnreachableCause::SourceAddressGone => "the NIC has lost its address: give the NIC an address again",
