@@ -39,8 +39,8 @@ pub struct Config {
     pub socket_buffer_bytes: Option<usize>,
     /// Time within which the loss of a silent peer is reported.
     pub peer_timeout: Duration,
-    /// The shared secret. Never logged or printed.
-    pub(crate) secret: Option<Secret>,
+    /// The shared secrets at the start. Never logged or printed.
+    pub(crate) secrets: Secrets,
 }
 
 /// A secret. `Debug` does not print it, and it is overwritten when it is dropped.
@@ -54,6 +54,16 @@ pub(crate) struct Secrets {
     pub current: Option<Secret>,
     /// A second secret with which peers are accepted, if any.
     pub also_accepted: Option<Secret>,
+}
+
+impl Secrets {
+    /// Checks the length of each.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] if one is shorter than `SECRET_BYTES_MIN`.
+    pub fn check(&self) -> Result<()> {
+        self.current.iter().chain(&self.also_accepted).try_for_each(Secret::check)
+    }
 }
 
 impl Secret {
@@ -97,7 +107,7 @@ impl Default for Config {
             congestion_control: None,
             socket_buffer_bytes: None,
             peer_timeout: limits::PEER_TIMEOUT_DEFAULT,
-            secret: None,
+            secrets: Secrets::default(),
         }
     }
 }
@@ -164,13 +174,15 @@ impl Config {
             return Err(Error::invalid("peer timeout", format!("must be at least {least:?}")));
         }
         let needs_secret = self.listen.is_some_and(|address| !address.ip().is_loopback());
-        match &self.secret {
-            Some(secret) => secret.check(),
-            None if needs_secret => Err(Error::invalid(
+        match &self.secrets {
+            Secrets { current: None, also_accepted: Some(_) } => {
+                Err(Error::invalid("secret", "needed beside the one that is also accepted"))
+            }
+            Secrets { current: None, .. } if needs_secret => Err(Error::invalid(
                 "secret",
                 "needed to listen beyond loopback: give both ends the same secret",
             )),
-            _ => Ok(()),
+            secrets => secrets.check(),
         }
     }
 }

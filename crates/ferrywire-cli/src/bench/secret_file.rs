@@ -62,65 +62,58 @@ pub fn read(path: &Path) -> Outcome<Secret> {
 /// Follows the plan's secret file, and gives its secrets to the endpoints, until the result is dropped. Does nothing without
 /// such a file; a pipe is not read twice.
 pub fn follow(plan: &EnginePlan, endpoints: Vec<Endpoint>) -> Outcome<Option<Follower>> {
-    let give = move |Secrets { current, also_accepted }: &Secrets| {
-        for endpoint in &endpoints {
-            let also_accepted = also_accepted.as_deref().cloned();
-            if let Err(error) = endpoint.set_secret(current.to_vec(), also_accepted) {
+    each_turn(plan, move |turn, exchange| {
+        for endpoint in endpoints.iter().filter(|_| turn.is_step) {
+            let also_accepted = exchange.also_accepted().map(|other| other.to_vec());
+            if let Err(error) = endpoint.set_secret(exchange.current.to_vec(), also_accepted) {
                 exit::complain(&error.to_string());
             }
         }
-    };
-    now(plan).iter().filter(|secrets| secrets.also_accepted.is_some()).for_each(&give);
-    each_turn(plan, move |turn| {
-        turn.secrets.iter().for_each(&give);
         turn.said.iter().for_each(|line| exit::note(line));
     })
-}
-
-/// The secrets with which a plan begins; `None` without any.
-pub fn now(plan: &EnginePlan) -> Option<Secrets> {
-    plan.secret.as_ref().map(|secret| Secrets::of(secret, plan.also_accepted_secret.as_ref()))
 }
 
 /// Follows the plan's secret file without a word, for children that follow it too: one that is started later has to begin
 /// where the exchange of a secret has got to.
 pub fn watch(plan: &EnginePlan) -> Outcome<Watch> {
-    let secrets = Arc::new(Mutex::new(now(plan)));
-    let latest = secrets.clone();
-    let follower = each_turn(plan, move |turn| {
-        if let Some(changed) = turn.secrets {
-            *latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(changed);
+    let exchange = Arc::new(Mutex::new(Exchange::of(plan)));
+    let latest = exchange.clone();
+    let follower = each_turn(plan, move |turn, exchange| {
+        if turn.is_step {
+            *latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(exchange.clone());
         }
     })?;
-    Ok(Watch { secrets, _follower: follower })
+    Ok(Watch { exchange, _follower: follower })
 }
 
 /// The secrets that are valid now, from a secret file that is followed if there is one.
 pub struct Watch {
-    secrets: Arc<Mutex<Option<Secrets>>>,
+    exchange: Arc<Mutex<Option<Exchange>>>,
     _follower: Option<Follower>,
 }
 
 impl Watch {
     /// The secrets that are valid now; `None` without any.
-    pub fn secrets(&self) -> Option<Secrets> {
-        self.secrets.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn now(&self) -> Option<Exchange> {
+        self.exchange.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
 /// Looks at the plan's secret file again and again, on a thread, until the result is dropped.
-fn each_turn(plan: &EnginePlan, mut act: impl FnMut(Turn) + Send + 'static) -> Outcome<Option<Follower>> {
-    let (Some(path), Some(secret)) = (&plan.secret_file, &plan.secret) else { return Ok(None) };
+fn each_turn(
+    plan: &EnginePlan,
+    mut act: impl FnMut(Turn, &Exchange) + Send + 'static,
+) -> Outcome<Option<Follower>> {
+    let (Some(path), Some(exchange)) = (&plan.secret_file, Exchange::of(plan)) else { return Ok(None) };
     if !path.is_file() {
         return Ok(None);
     }
-    let also = plan.also_accepted_secret.as_deref();
-    let mut file = SecretFile::new(path.clone(), secret, also, Instant::now());
+    let mut file = SecretFile::new(path.clone(), exchange);
     let (stop, stopped) = mpsc::channel::<()>();
     let (end, ended) = mpsc::channel();
     exit::attend("secret-file", move || {
         while stopped.recv_timeout(READ_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            act(file.turn(Instant::now()));
+            act(file.turn(Instant::now()), &file.exchange);
         }
         drop(act);
         drop(end);
@@ -142,34 +135,11 @@ impl Drop for Follower {
     }
 }
 
-/// The secrets of an endpoint, as [`Endpoint::set_secret`] takes them.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Secrets {
-    pub current: Secret,
-    pub also_accepted: Option<Secret>,
-}
-
-impl Secrets {
-    fn of(current: &[u8], also_accepted: Option<&Vec<u8>>) -> Secrets {
-        Secrets {
-            current: Zeroizing::new(current.to_vec()),
-            also_accepted: also_accepted.cloned().map(Zeroizing::new),
-        }
-    }
-}
-
-/// Without the secrets.
-impl fmt::Debug for Secrets {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Secrets").finish_non_exhaustive()
-    }
-}
-
 /// What one look at the file has led to.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Turn {
-    /// The secrets, if they have changed.
-    secrets: Option<Secrets>,
+    /// Whether the valid secrets have changed.
+    is_step: bool,
     /// A line for people.
     said: Option<String>,
 }
@@ -184,19 +154,8 @@ struct SecretFile {
 }
 
 impl SecretFile {
-    /// A file whose secret is in use. With `also_accepted`, a process that ended has begun to exchange it for the one in the
-    /// file, and this one goes on.
-    fn new(path: PathBuf, secret: &[u8], also_accepted: Option<&[u8]>, now: Instant) -> SecretFile {
-        let [secret, also_accepted] =
-            [Some(secret), also_accepted].map(|one| one.map(<[u8]>::to_vec).map(Zeroizing::new));
-        let secret = secret.unwrap_or_default();
-        let is_next = |other: &Secret| usable(&path).is_ok_and(|newest| newest == *other);
-        let phase = match also_accepted {
-            None => Phase::Settled,
-            Some(next) if is_next(&next) => Phase::Announced { next, since: now },
-            Some(previous) => Phase::Switched { previous, since: now },
-        };
-        let exchange = Exchange { current: secret.clone(), phase };
+    /// A file whose newest secret is in use, or is being exchanged for the one in use.
+    fn new(path: PathBuf, exchange: Exchange) -> SecretFile {
         let seen = Ok(exchange.newest().clone());
         SecretFile { path, exchange, seen, is_taken: true }
     }
@@ -221,7 +180,7 @@ impl SecretFile {
                 Ok(_) => {}
                 Err(why) => {
                     let said = Some(format!("warning: {why}; the secrets in use stay"));
-                    return Turn { secrets: None, said };
+                    return Turn { is_step: false, said };
                 }
             }
         }
@@ -234,7 +193,7 @@ impl SecretFile {
 
     fn changed(&self, what: &str) -> Turn {
         let said = Some(format!("note: --secret-file {}: {what}", self.path.display()));
-        Turn { secrets: Some(self.exchange.secrets()), said }
+        Turn { is_step: true, said }
     }
 }
 
@@ -256,26 +215,46 @@ fn missing(path: &Path) -> String {
 }
 
 /// The exchange of a secret: `settled -> announced -> switched -> settled`.
-struct Exchange {
-    current: Secret,
-    phase: Phase,
+#[derive(Clone)]
+pub struct Exchange {
+    pub current: Secret,
+    pub phase: Phase,
 }
 
-enum Phase {
+/// How far the exchange of a secret has got.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub enum Phase {
+    #[default]
     Settled,
     /// `next` is accepted since a time.
-    Announced {
-        next: Secret,
-        since: Instant,
-    },
+    Announced { next: Secret, since: Instant },
     /// `previous` is still accepted; the current secret was taken at a time.
-    Switched {
-        previous: Secret,
-        since: Instant,
-    },
+    Switched { previous: Secret, since: Instant },
+}
+
+/// Without the secrets.
+impl fmt::Debug for Phase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Phase::Settled => "Settled",
+            Phase::Announced { .. } => "Announced",
+            Phase::Switched { .. } => "Switched",
+        })
+    }
 }
 
 impl Exchange {
+    /// How far a plan's secret is exchanged; `None` without one.
+    pub fn of(plan: &EnginePlan) -> Option<Exchange> {
+        let current = Zeroizing::new(plan.secret.clone()?);
+        Some(Exchange { current, phase: plan.secret_phase.clone() })
+    }
+
+    /// The second secret that is valid, if any.
+    pub fn also_accepted(&self) -> Option<&Secret> {
+        self.phase.other()
+    }
+
     /// Whether the secret before the current one is still accepted.
     fn is_switched(&self) -> bool {
         matches!(self.phase, Phase::Switched { .. })
@@ -321,15 +300,15 @@ impl Exchange {
             _ => Some(true),
         }
     }
+}
 
-    fn secrets(&self) -> Secrets {
-        let also_accepted = match &self.phase {
+impl Phase {
+    /// The secret that is valid beside the current one.
+    pub fn other(&self) -> Option<&Secret> {
+        match self {
             Phase::Settled => None,
-            Phase::Announced { next: other, .. } | Phase::Switched { previous: other, .. } => {
-                Some(other.clone())
-            }
-        };
-        Secrets { current: self.current.clone(), also_accepted }
+            Phase::Announced { next: other, .. } | Phase::Switched { previous: other, .. } => Some(other),
+        }
     }
 }
 
@@ -343,8 +322,24 @@ mod tests {
     const NEW: &[u8] = b"the new secret";
     const NEWEST: &[u8] = b"the newest secret";
 
+    /// The secret to connect with, and the other one that is accepted.
+    type Secrets = (Vec<u8>, Option<Vec<u8>>);
+
     fn secrets(current: &[u8], also_accepted: Option<&[u8]>) -> Option<Secrets> {
-        Some(Secrets::of(current, also_accepted.map(<[u8]>::to_vec).as_ref()))
+        Some((current.to_vec(), also_accepted.map(<[u8]>::to_vec)))
+    }
+
+    fn secrets_of(exchange: &Exchange) -> Option<Secrets> {
+        secrets(&exchange.current, exchange.also_accepted().map(|other| other.as_slice()))
+    }
+
+    fn settled(secret: &[u8]) -> Exchange {
+        Exchange { current: Zeroizing::new(secret.to_vec()), phase: Phase::Settled }
+    }
+
+    /// Looks at the file; the secrets, if they have changed.
+    fn turn(file: &mut SecretFile, now: Instant) -> Option<Secrets> {
+        file.turn(now).is_step.then(|| secrets_of(&file.exchange))?
     }
 
     /// How often a secret occurs in the memory of this process that can be written, besides the caller's copy.
@@ -379,14 +374,14 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("secret");
         fs::write(&path, OLD).expect("written");
-        let file = SecretFile::new(path.clone(), OLD, None, Instant::now());
+        let file = SecretFile::new(path.clone(), settled(OLD));
         (folder, path, file, Instant::now())
     }
 
     #[test]
     fn a_changed_secret_is_exchanged_in_three_steps() {
         let (_folder, path, mut file, start) = scene();
-        let mut at = |seconds: u64| file.turn(start + Duration::from_secs(seconds)).secrets;
+        let mut at = |seconds: u64| turn(&mut file, start + Duration::from_secs(seconds));
         assert_eq!(at(0), None);
         fs::write(&path, [NEW, b"\n"].concat()).expect("written");
         assert_eq!(at(1), None, "it may not be whole yet");
@@ -402,7 +397,7 @@ mod tests {
     #[test]
     fn a_second_change_waits_until_the_exchange_of_the_first_is_over() {
         let (_folder, path, mut file, start) = scene();
-        let mut at = |seconds: u64| file.turn(start + Duration::from_secs(seconds)).secrets;
+        let mut at = |seconds: u64| turn(&mut file, start + Duration::from_secs(seconds));
         fs::write(&path, NEW).expect("written");
         assert_eq!([at(1), at(2), at(302)], [None, secrets(OLD, Some(NEW)), secrets(NEW, Some(OLD))]);
         fs::write(&path, NEWEST).expect("written");
@@ -422,12 +417,12 @@ mod tests {
         let [data, next, key] = ["..data", "..data_tmp", "key"].map(|name| folder.path().join(name));
         symlink("first", &data).expect("a link");
         symlink("..data/key", &key).expect("a link");
-        let mut file = SecretFile::new(key, OLD, None, start);
+        let mut file = SecretFile::new(key, settled(OLD));
         assert_eq!(file.turn(start), Turn::default());
         symlink("second", &next).expect("a link");
         fs::rename(&next, &data).expect("exchanged");
-        assert_eq!(file.turn(start).secrets, None);
-        assert_eq!(file.turn(start).secrets, secrets(OLD, Some(NEW)));
+        assert_eq!(turn(&mut file, start), None);
+        assert_eq!(turn(&mut file, start), secrets(OLD, Some(NEW)));
     }
 
     #[test]
@@ -435,7 +430,7 @@ mod tests {
         let (_folder, path, mut file, start) = scene();
         let mut lines = |times: usize| -> Vec<String> {
             let turns: Vec<Turn> = (0..times).map(|_| file.turn(start)).collect();
-            assert!(turns.iter().all(|turn| turn.secrets.is_none()), "{turns:?}");
+            assert!(turns.iter().all(|turn| !turn.is_step), "{turns:?}");
             turns.into_iter().filter_map(|turn| turn.said).collect()
         };
         let long = vec![b'x'; FILE_BYTES_MAX as usize + 1];
@@ -457,38 +452,47 @@ mod tests {
     #[test]
     fn a_secret_that_changes_again_is_exchanged_from_the_one_in_use() {
         let start = Instant::now();
-        let mut exchange = Exchange { current: Zeroizing::new(OLD.to_vec()), phase: Phase::Settled };
+        let mut exchange = settled(OLD);
         assert!(exchange.begin(NEW, start) && !exchange.begin(NEW, start));
         assert!(exchange.begin(NEWEST, start + STEP / 2));
         assert_eq!(exchange.step(start + STEP), None, "the newest has its own time");
-        assert_eq!(Some(exchange.secrets()), secrets(OLD, Some(NEWEST)));
+        assert_eq!(secrets_of(&exchange), secrets(OLD, Some(NEWEST)));
         assert_eq!(exchange.step(start + 2 * STEP), Some(false));
         assert!(exchange.begin(NEW, start + 2 * STEP));
-        assert_eq!(Some(exchange.secrets()), secrets(NEWEST, Some(NEW)));
+        assert_eq!(secrets_of(&exchange), secrets(NEWEST, Some(NEW)));
         assert!(exchange.begin(NEWEST, start + 2 * STEP), "it is taken back");
-        assert_eq!(Some(exchange.secrets()), secrets(NEWEST, Some(NEW)));
+        assert_eq!(secrets_of(&exchange), secrets(NEWEST, Some(NEW)));
         assert_eq!(exchange.step(start + 3 * STEP), Some(true));
-        assert_eq!(Some(exchange.secrets()), secrets(NEWEST, None));
+        assert_eq!(secrets_of(&exchange), secrets(NEWEST, None));
     }
 
-    /// A process that takes the place of one which has ended: both secrets stay valid for the time of the step.
+    /// Regression: a process that took the place of another began its step again, so that the old secret was valid for longer
+    /// than 10 minutes in all.
     #[test]
     fn an_exchange_goes_on_where_another_process_left_it() {
-        let (_folder, path, _, start) = scene();
+        let (_folder, path, mut file, start) = scene();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
         fs::write(&path, NEW).expect("written");
-        let at =
-            |file: &mut SecretFile, seconds: u64| file.turn(start + Duration::from_secs(seconds)).secrets;
-        let mut announced = SecretFile::new(path.clone(), OLD, Some(NEW), start);
-        assert_eq!([1, 2, 299].map(|seconds| at(&mut announced, seconds)), [None, None, None]);
-        assert_eq!(at(&mut announced, 300), secrets(NEW, Some(OLD)));
-        assert_eq!(at(&mut announced, 600), secrets(NEW, None));
-        let mut switched = SecretFile::new(path.clone(), NEW, Some(OLD), start);
-        assert_eq!([1, 2, 299].map(|seconds| at(&mut switched, seconds)), [None, None, None]);
-        assert_eq!(at(&mut switched, 300), secrets(NEW, None));
-        // The file has changed once more while there was no process.
-        fs::write(&path, NEWEST).expect("written");
-        let mut announced = SecretFile::new(path, OLD, Some(NEW), start);
-        assert_eq!([1, 2].map(|seconds| at(&mut announced, seconds)), [None, None]);
+        assert_eq!([turn(&mut file, at(1)), turn(&mut file, at(2))], [None, secrets(OLD, Some(NEW))]);
+        let mut next = SecretFile::new(path.clone(), file.exchange.clone());
+        assert_eq!([100, 301].map(|seconds| turn(&mut next, at(seconds))), [None, None]);
+        assert_eq!(turn(&mut next, at(302)), secrets(NEW, Some(OLD)));
+        let mut last = SecretFile::new(path, next.exchange.clone());
+        assert_eq!([400, 601].map(|seconds| turn(&mut last, at(seconds))), [None, None]);
+        assert_eq!(turn(&mut last, at(602)), secrets(NEW, None));
+    }
+
+    /// Regression: such a process took the new secret for the previous one, and refused it when its time was over.
+    #[test]
+    fn an_exchange_goes_on_where_the_file_cannot_be_read_any_more() {
+        let (_folder, path, mut file, start) = scene();
+        let at = |seconds: u64| start + Duration::from_secs(seconds);
+        fs::write(&path, NEW).expect("written");
+        assert_eq!([turn(&mut file, at(1)), turn(&mut file, at(2))], [None, secrets(OLD, Some(NEW))]);
+        fs::remove_file(&path).expect("removed");
+        let mut next = SecretFile::new(path, file.exchange.clone());
+        assert_eq!([3, 4, 301].map(|seconds| turn(&mut next, at(seconds))), [None, None, None]);
+        assert_eq!(turn(&mut next, at(302)), secrets(NEW, Some(OLD)));
     }
 
     /// Regression: the file is read each second, and what was read stayed in memory that had been freed.

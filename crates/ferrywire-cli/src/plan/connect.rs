@@ -17,6 +17,7 @@ use super::{TIMEOUT_S_DEFAULT, at_least_one, seconds, usage};
 use crate::args::{ConnectFlags, Pattern};
 use crate::auto::Given;
 use crate::bench::protocol::Run;
+use crate::bench::secret_file::Phase;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::{args, bench, file, transport};
@@ -142,7 +143,7 @@ pub(super) fn plan_connect(
             congestion_control: flags.congestion_control.given(),
             metrics: flags.metrics,
             secret,
-            also_accepted_secret: None,
+            secret_phase: Phase::Settled,
             secret_file,
         },
     })

@@ -13,6 +13,7 @@ use super::usage;
 use crate::args::Unpack;
 use crate::auto::{Given, OrAuto};
 use crate::bench;
+use crate::bench::secret_file::Phase;
 use crate::exit::{Failure, Outcome};
 use crate::transport::{DevmemUse, PluginUse};
 use crate::units::{Gpus, Names};
@@ -54,8 +55,8 @@ pub struct EnginePlan {
     pub devmem: Option<DevmemUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
-    /// A second secret that is accepted at first, while the shared one is being exchanged.
-    pub also_accepted_secret: Option<Vec<u8>>,
+    /// How far the shared secret is exchanged for another.
+    pub secret_phase: Phase,
     /// The file that holds the shared secret, and may hold another one later.
     pub secret_file: Option<PathBuf>,
 }

@@ -78,7 +78,7 @@ pub(super) fn plan(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         encryption: flags.encrypt.map_or(Encryption::Preferred, Into::into),
         metrics: flags.metrics,
         secret,
-        also_accepted_secret: bench::child_secret::also_accepted(),
+        secret_phase: bench::child_secret::phase(),
         // The parent's secret may be from elsewhere.
         secret_file: flags.secret_file.filter(|_| !child),
         ..EnginePlan::default()

@@ -183,7 +183,7 @@ impl Endpoint {
     pub fn set_secret(&self, secret: impl Into<Vec<u8>>, also_accepted: Option<Vec<u8>>) -> Result<()> {
         let secrets =
             Secrets { current: Some(Secret::new(secret)), also_accepted: also_accepted.map(Secret::new) };
-        secrets.current.iter().chain(&secrets.also_accepted).try_for_each(Secret::check)?;
+        secrets.check()?;
         self.context().set_secrets(secrets);
         Ok(())
     }
@@ -543,8 +543,8 @@ impl Endpoint {
         self.inner.running.with_control(|control| control.auth_failures())
     }
 
-    /// Accepts no new peer, finishes the transfers with all peers, stops listening, and ends the threads. A second
-    /// call waits for the first one, up to its own timeout, and returns the first one's outcome. With devmem TCP the queues
+    /// Accepts no new peer, finishes the transfers with all peers, stops listening, and ends the threads. The port is free
+    /// when this returns. A second call waits for the first one, up to its own timeout, and returns the first one's outcome. With devmem TCP the queues
     /// of NICs are given back. If another process holds a NIC's lock until the timeout (or for
     /// [`limits::NIC_END_MIN`] if that is longer), the next start gives them back, as after a kill.
     ///

@@ -44,7 +44,7 @@ pub(crate) struct Context {
 impl Context {
     pub fn new(
         identity: Identity,
-        config: Config,
+        mut config: Config,
         transport: SharedTransport,
         sleepers: Box<[Arc<Sleeper>]>,
         control: Waker,
@@ -54,7 +54,7 @@ impl Context {
         Context {
             identity,
             origin: Origin::here(),
-            secrets: Mutex::new(Secrets { current: config.secret.clone(), also_accepted: None }),
+            secrets: Mutex::new(std::mem::take(&mut config.secrets)),
             config,
             transport,
             sleepers,

@@ -365,6 +365,16 @@ fn a_secret_is_exchanged_without_a_gap() {
             }
         }
     }
+    // An endpoint that starts in mid-exchange.
+    let next =
+        builder().also_accepted_secret(secret(10)).listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let lasting = near.connect(next.listen_addresses()[0], LIMIT).unwrap();
+    next.accept(LIMIT).unwrap().close(LIMIT).unwrap();
+    drop(lasting);
+    for without in [Endpoint::builder(), Endpoint::builder().secret(secret(0))] {
+        let refused = without.also_accepted_secret(*b"short").build().unwrap_err();
+        assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
+    }
     let late = Endpoint::builder().secret(secret(0)).threads(1).build().unwrap();
     let refused = late.connect(address, LIMIT).unwrap_err();
     assert!(matches!(refused, ConnectError::Refused { reason: RefusalReason::Secret, .. }), "{refused}");

@@ -25,7 +25,7 @@ use ferrywire::payload::plugin::{SetBy, Variable};
 use serde::{Deserialize, Serialize};
 
 use super::report::Record;
-use super::secret_file;
+use super::secret_file::Exchange;
 use crate::exit::Outcome;
 use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
@@ -97,8 +97,7 @@ pub fn connect(plan: &ConnectPlan, environment: &[Variable], record: &mut Record
     let Some(plugin) = &plan.engine.plugin else { unreachable!("the caller has a plugin") };
     let run = Some((plan.run_id.clone(), plan.run.seed));
     let order = Order { connect: plan.addresses.clone(), run, ..Order::default() };
-    let mut supervisor =
-        Supervisor::start(plugin, environment, order, secret_file::now(&plan.engine).as_ref())?;
+    let mut supervisor = Supervisor::start(plugin, environment, order, Exchange::of(&plan.engine).as_ref())?;
     loop {
         match supervisor.next() {
             Event::Said(Message::News(news)) => record.take(*news),

@@ -13,7 +13,7 @@ use ferrywire_ncclnet::log::{LastLines, LogLine};
 use ferrywire_ncclnet::{EndKind, explained};
 
 use super::super::link::{CLOSE_TIMEOUT, RUN_END_TIMEOUT};
-use super::super::secret_file::Secrets;
+use super::super::secret_file::Exchange;
 use super::super::{child_secret, parent};
 use super::Order;
 use super::message::{Assembler, Call, Message};
@@ -71,7 +71,7 @@ impl<'a> Supervisor<'a> {
         plugin: &'a PluginUse,
         environment: &[Variable],
         order: Order,
-        secrets: Option<&Secrets>,
+        secrets: Option<&Exchange>,
     ) -> Outcome<Supervisor<'a>> {
         let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
         let set = || environment.iter().filter(|variable| variable.set_by == SetBy::Ferrywire);

@@ -42,7 +42,14 @@ impl Builder {
     /// Sets the shared secret: at least [`SECRET_BYTES_MIN`](ferrywire_proto::limits::SECRET_BYTES_MIN)
     /// bytes, equal on both ends. Required beyond loopback, for listening and for connecting.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
-        self.config.secret = Some(Secret::new(secret));
+        self.config.secrets.current = Some(Secret::new(secret));
+        self
+    }
+
+    /// Accepts peers with a second secret too, until [`Endpoint::set_secret`] says otherwise: for an endpoint that starts
+    /// while the shared secret is being exchanged. Default: none.
+    pub fn also_accepted_secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
+        self.config.secrets.also_accepted = Some(Secret::new(secret));
         self
     }
 
