@@ -238,6 +238,29 @@ pub fn unanswered_dials_of_the_only_channel_cost_seconds<W: Faulty>(world: &mut 
     assert!(took < 4 * limits::DIAL_TIMEOUT, "the write took {took:?}");
 }
 
+/// Regression: the first channel stayed on the path that it had taken while all of them were dead, so that its own NIC was
+/// idle when it was back.
+pub fn the_first_channel_goes_back_to_its_own_path<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(3, |builder| builder.channels(2).chunk_bytes(8192)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let (write, net) = (long_write(world, &near), world.net());
+    // The first NIC has no channel of its own.
+    for nic in [1, 2] {
+        net.fail_dials(world.nic(1, nic), DialFault::TimeOut, 3);
+    }
+    for channel in net.connections().iter().filter(|conn| conn.bulk) {
+        net.reset(channel.id, Side::Dialler, ResetSeen::AtOnce);
+    }
+    finish_long_write(world, write, &far);
+    let nics = |near: &Peer| {
+        near.stats().channels.iter().map(|channel| channel.nic.clone()).collect::<Vec<String>>()
+    };
+    world.until("the first channel to take the other path", || (nics(&near)[0] == "eth0").then_some(()));
+    world.until("it to go back", || (nics(&near) == ["eth1", "eth2"]).then_some(()));
+    let write = long_write(world, &near);
+    finish_long_write(world, write, &far);
+}
+
 /// A NIC that is gone when its loss is noticed is named all the same, at both ends.
 pub fn a_deleted_nic_is_named<W: Faulty>(world: &mut W) {
     let (near, far) = slow_pair(world, 2);

@@ -207,6 +207,7 @@ scenarios! {
         one_of_four_nics_cut_and_healed,
         a_path_that_leads_nowhere_is_dialled_less_and_less,
         a_farewell_takes_another_nic,
+        the_first_channel_goes_back_to_its_own_path,
         a_deleted_nic_is_named,
         one_way_cut,
         late_bytes_do_not_land,

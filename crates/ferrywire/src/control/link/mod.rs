@@ -100,7 +100,8 @@ impl Link {
         let assigned = spread(&speeds, dialled_before, usize::from(established.config.channels));
         let resumption = Resumption::new(now);
         let detours = Detours::new(now);
-        let role = Role::Connector(Connector { target, pairs, assigned, detours, resumption });
+        let role =
+            Role::Connector(Connector { target, pairs, assigned, detours, is_on_detour: false, resumption });
         let awaited = Awaited::Connect { queue, without_lanes: None };
         Link::new(workers, conn, address, established, role, awaited, me, now)
     }

@@ -23,6 +23,8 @@ pub(super) struct Connector {
     /// For each channel, the index of its path.
     pub assigned: Vec<usize>,
     pub detours: Detours,
+    /// Whether the first channel was last dialled over another path than its own.
+    pub is_on_detour: bool,
     pub resumption: Resumption,
 }
 
@@ -208,6 +210,7 @@ mod tests {
             pairs,
             assigned: vec![1, 2],
             detours: Detours::new(Duration::ZERO),
+            is_on_detour: false,
             resumption: Resumption::new(Duration::ZERO),
         };
         let across = Pair { remote: path(0).remote, ..path(2) };

@@ -37,6 +37,7 @@ impl Link {
         if !self.dials() {
             return out;
         }
+        self.end_detour(now);
         for index in self.channels.indices() {
             match &self.channels[index].state {
                 // Without a control connection the announcement cannot be sent.
@@ -62,13 +63,36 @@ impl Link {
     /// control connection, the first channel tries the other paths too.
     fn path_to_dial(&mut self, context: &Context, index: u16, now: Duration) -> Option<Pair> {
         let may_detour = index == 0 && !self.settling() && !self.any_is_up();
-        let Role::Connector(connector) = &self.role else { return None };
+        let Role::Connector(connector) = &mut self.role else { return None };
+        let own = connector.path(index).clone();
+        if index == 0 {
+            connector.is_on_detour = false;
+        }
         if !may_detour || now < connector.detours.begin_at {
-            return Some(connector.path(index).clone());
+            return Some(own);
         }
         let proven = self.control_path(context);
         let Role::Connector(connector) = &mut self.role else { return None };
-        Some(connector.detour(proven))
+        let path = connector.detour(proven);
+        connector.is_on_detour = !path.equals(&own);
+        Some(path)
+    }
+
+    /// Takes the first channel from a detour back to its own path once another channel has carried data for a while. If its
+    /// own path leads nowhere, it is one channel of a NIC that is down, as without a detour.
+    fn end_detour(&mut self, now: Duration) {
+        let Role::Connector(connector) = &self.role else { return };
+        let first = &self.channels[0];
+        if !connector.is_on_detour || !matches!(first.state, ChannelState::Up { peer_fence: None }) {
+            return;
+        }
+        let lasts = |index| now.saturating_sub(self.channels[index].up_since) >= limits::REDIAL_INTERVAL_MAX;
+        if self.channels.up().any(|(index, _)| index > 0 && lasts(index)) {
+            let generation = first.generation;
+            self.drop_channel(0, generation, "it goes back to its own path, since another channel is up");
+            let Role::Connector(connector) = &mut self.role else { return };
+            connector.is_on_detour = false;
+        }
     }
 
     /// The path of the control connection, if data may take it: over a NIC that the user has not excluded, and without
