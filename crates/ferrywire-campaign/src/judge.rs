@@ -109,7 +109,8 @@ impl Run<'_> {
     /// Whether memory of an operation was deregistered or freed, or is on a GPU that fails.
     fn memory_failed(&self, op: &Op, slot: usize) -> bool {
         let mut here = op.sources.iter().chain(&op.targets).filter(|area| self.areas[**area].slot == slot);
-        let faulty = self.hosts.iter().any(|host| host.gpu_faulty);
+        let faulty =
+            self.hosts.iter().any(|host| host.gpu_faulty.is_some_and(|since| since <= self.driver.now()));
         here.any(|area| self.areas[*area].taken)
             || (faulty && (op.post.source_on_gpu || op.post.target_on_gpu))
     }
@@ -121,7 +122,7 @@ impl Run<'_> {
             TransferError::Closed => link.closing[op.post.side],
             TransferError::PeerLost { .. } | TransferError::PeerClosed { .. } => {
                 let known = link.peers[op.post.side].as_ref().is_none_or(|peer| peer.error().is_some());
-                known && (link.fragile.is_some() || link.closing != [false; 2])
+                known && (link.may_be_lost(self.driver.now()) || link.closing != [false; 2])
             }
             TransferError::Cancelled => op.cancelled,
             TransferError::AccessRefused { .. } => match op.post.verb {

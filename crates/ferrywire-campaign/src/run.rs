@@ -84,7 +84,8 @@ pub struct Host {
     nics: Vec<IpAddr>,
     /// The slot of the host's endpoint; `None` without an endpoint.
     pub slot: Option<usize>,
-    pub gpu_faulty: bool,
+    /// Since when copies of its GPU may fail.
+    pub gpu_faulty: Option<Duration>,
     /// For each of the host's NICs the time until which it is cut; of a deleted NIC the largest time.
     cut_until: Vec<Duration>,
 }
@@ -99,11 +100,15 @@ pub struct Link {
     accepted: bool,
     /// Whether the user has closed or dropped the peer, by side.
     pub closing: [bool; 2],
-    /// Why the link may be lost; `None` if it must stay.
-    pub fragile: Option<&'static str>,
-    outage: Duration,
+    outages: Vec<Outage>,
     reading: [bool; 2],
     resumed: bool,
+}
+
+/// A time without any path, which a fault may cause.
+struct Outage {
+    since: Duration,
+    time: Duration,
 }
 
 pub struct Op {
@@ -227,7 +232,7 @@ impl Run<'_> {
             net.set_nic_latency(*address, Duration::from_micros(*latency_us));
         }
         let cut_until = vec![Duration::ZERO; addresses.len()];
-        self.hosts.push(Host { sim, nics: addresses, slot: None, gpu_faulty: false, cut_until });
+        self.hosts.push(Host { sim, nics: addresses, slot: None, gpu_faulty: None, cut_until });
     }
 
     fn start(&mut self, end: usize) -> Check {
@@ -453,6 +458,10 @@ impl Run<'_> {
 }
 
 impl Host {
+    fn gpu_fails_from(&mut self, when: Duration) {
+        self.gpu_faulty = Some(self.gpu_faulty.map_or(when, |since| since.min(when)));
+    }
+
     /// Whether a NIC is gone for good.
     fn has_lost(&self, nic: usize) -> bool {
         self.cut_until[nic] == Duration::MAX
@@ -476,11 +485,18 @@ impl Link {
             started: false,
             accepted: false,
             closing: [false; 2],
-            fragile: None,
-            outage: Duration::ZERO,
+            outages: Vec::new(),
             reading: [true; 2],
             resumed: false,
         }
+    }
+}
+
+impl Link {
+    /// Whether faults that have begun may have cost the link.
+    pub fn may_be_lost(&self, now: Duration) -> bool {
+        let begun = self.outages.iter().filter(|outage| outage.since <= now);
+        begun.map(|outage| outage.time).sum::<Duration>() >= OUTAGE_MAX
     }
 }
 

@@ -15,6 +15,10 @@ impl Run<'_> {
     pub(super) fn settle(&mut self) -> Check {
         note!(self, "all faults end");
         self.driver.end_faults();
+        let now = self.driver.now();
+        self.links.iter_mut().for_each(|link| link.outages.retain(|outage| outage.since <= now));
+        let has_begun = |since: &Duration| *since <= now;
+        self.hosts.iter_mut().for_each(|host| host.gpu_faulty = host.gpu_faulty.filter(has_begun));
         let net = self.driver.net.clone();
         net.set_faults(Faults::default());
         net.allow_dials();

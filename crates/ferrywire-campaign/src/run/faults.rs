@@ -59,19 +59,10 @@ impl Run<'_> {
         }
     }
 
-    /// Adds to the time in which the links of an endpoint may have had no path.
-    pub(super) fn outage(&mut self, end: usize, time: Duration) {
-        for link in self.links.iter_mut().filter(|link| link.plan.0 == end || link.plan.1 == end) {
-            link.outage += time;
-            if link.outage >= OUTAGE_MAX {
-                link.fragile = Some("it had no path for a while");
-            }
-        }
-    }
-
-    pub(super) fn fragile(&mut self, end: Option<usize>, why: &'static str) {
-        let of = |link: &Link| end.is_none_or(|end| link.plan.0 == end || link.plan.1 == end);
-        self.links.iter_mut().filter(|link| of(link)).for_each(|link| link.fragile = Some(why));
+    /// Notes that the links of an endpoint, or of all, may have no path for a time.
+    pub(super) fn outage(&mut self, end: Option<usize>, since: Duration, time: Duration) {
+        let of = |link: &&mut Link| end.is_none_or(|end| link.plan.0 == end || link.plan.1 == end);
+        self.links.iter_mut().filter(of).for_each(|link| link.outages.push(Outage { since, time }));
     }
 
     /// Begins a fault.
@@ -128,7 +119,7 @@ impl Run<'_> {
             Fault::DeleteNic { end, nic } => self.delete(end, nic, when),
             Fault::Stall { pick, us: time } => {
                 if when > self.driver.now() || !self.driver.net.connections().is_empty() {
-                    (0..self.hosts.len()).for_each(|end| self.outage(end, us(time)));
+                    self.outage(None, when, us(time));
                 }
                 Box::new(move |driver| {
                     if let Some(conn) = pick_connection(driver, pick) {
@@ -139,7 +130,7 @@ impl Run<'_> {
             Fault::Freeze { end, us: time } => self.freeze(end, when, us(time)),
             Fault::Sleep { end, us: time } => {
                 let Some(slot) = self.hosts[end].slot else { return nothing() };
-                self.outage(end, us(time));
+                self.outage(Some(end), when, us(time));
                 Box::new(move |driver| {
                     if driver.endpoint(slot).is_some() {
                         driver.stop_polling(slot);
@@ -150,7 +141,7 @@ impl Run<'_> {
             Fault::RefuseDials { end, nic, count, silent } => {
                 let how = if silent { DialFault::TimeOut } else { DialFault::Refuse };
                 let address = self.hosts[end].nics[nic];
-                self.fragile(Some(end), "dials fail");
+                self.outage(Some(end), when, OUTAGE_MAX);
                 Box::new(move |driver| driver.net.fail_dials(address, how, count))
             }
             Fault::Latency { end, nic, us: time } => {
@@ -163,7 +154,7 @@ impl Run<'_> {
             }
             Fault::Rough => {
                 let faults = Faults::random(self.scenario.seed);
-                self.fragile(None, "faults by chance");
+                self.outage(None, when, OUTAGE_MAX);
                 Box::new(move |driver| driver.net.set_faults(faults))
             }
             Fault::Corrupt { times } => {
@@ -216,7 +207,7 @@ impl Run<'_> {
         let cuts = self.hosts.iter().flat_map(|host| &host.cut_until).filter(|until| **until > when).count();
         let alone = self.hosts.iter().any(|host| host.nics.len() == 1);
         if alone || cuts > 1 {
-            (0..self.hosts.len()).for_each(|end| self.outage(end, time));
+            self.outage(None, when, time);
         }
     }
 
@@ -233,7 +224,7 @@ impl Run<'_> {
         let connecting =
             |link: &&mut Link| (link.started || is_later) && link.peers.iter().any(Option::is_none);
         for link in self.links.iter_mut().filter(connecting) {
-            link.fragile = Some("a NIC was deleted while it connected");
+            link.outages.push(Outage { since: when, time: OUTAGE_MAX });
         }
         Box::new(move |driver| driver.delete(address))
     }
@@ -241,7 +232,7 @@ impl Run<'_> {
     fn freeze(&mut self, end: usize, when: Duration, time: Duration) -> Effect {
         let Some(slot) = self.hosts[end].slot else { return nothing() };
         let name = self.hosts[end].sim.host_name().to_owned();
-        self.outage(end, time);
+        self.outage(Some(end), when, time);
         Box::new(move |driver| {
             // Its process may have been killed before, and another one started.
             if driver.endpoint(slot).is_none() {
@@ -262,7 +253,7 @@ impl Run<'_> {
         let gpu = slot % self.driver.gpus.len();
         if fails_after.is_some() {
             // All endpoints count as affected, because they share GPUs.
-            self.hosts.iter_mut().for_each(|host| host.gpu_faulty = true);
+            self.hosts.iter_mut().for_each(|host| host.gpu_fails_from(when));
         }
         Box::new(move |driver| match fails_after {
             None => {

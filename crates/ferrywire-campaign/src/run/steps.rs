@@ -356,11 +356,12 @@ impl Run<'_> {
     }
 
     pub(super) fn free(&mut self, op: OpId, of_source: bool) {
+        let now = self.driver.now();
         for index in self.areas_of(op, of_source) {
             if self.areas[index].free() {
                 let slot = self.areas[index].slot;
                 if let Some(host) = self.hosts.iter_mut().find(|host| host.slot == Some(slot)) {
-                    host.gpu_faulty = true;
+                    host.gpu_fails_from(now);
                 }
             }
         }
@@ -482,7 +483,7 @@ impl Run<'_> {
         // The memory ends with its process, although the area still has the bytes that had arrived.
         self.areas.iter_mut().filter(|area| area.slot == slot).for_each(|area| area.phase = Phase::Gone);
         for link in self.links.iter_mut().filter(|link| link.started && link.slots.contains(&slot)) {
-            link.fragile = Some("its process was killed");
+            link.outages.push(Outage { since: self.driver.now(), time: OUTAGE_MAX });
             if link.slots[0] == slot {
                 link.connecting = None;
             }
