@@ -105,10 +105,7 @@ impl Records {
     }
 
     /// Seals `record`: payload with room for a header before it and for a tag behind it.
-    ///
-    /// # Errors
-    /// [`RecordError::Length`] for an impossible length, [`RecordError::Exhausted`] after 2^64 - 1 records.
-    pub fn seal(&mut self, record: &mut [u8]) -> Result<(), RecordError> {
+    fn seal(&mut self, record: &mut [u8]) -> Result<(), RecordError> {
         let bytes = payload_bytes(record)?;
         let nonce = self.advance(bytes)?;
         record[..RECORD_HEADER_BYTES].copy_from_slice(&(bytes as u32).to_le_bytes());
@@ -123,10 +120,11 @@ impl Records {
         Ok(())
     }
 
-    /// Seals `payload` into `record`, which has room for it, a header and a tag. Encryption then needs no copy.
+    /// Seals `payload` into `record`, which has room for it, a header and a tag. A record that is encrypted contains no payload
+    /// at any time, so it may lie where the kernel still sends older bytes from.
     ///
     /// # Errors
-    /// The same as those of [`seal`](Records::seal).
+    /// [`RecordError::Length`] for an impossible length, [`RecordError::Exhausted`] after 2^64 - 1 records.
     pub fn seal_from(&mut self, payload: &[u8], record: &mut [u8]) -> Result<(), RecordError> {
         let bytes = payload_bytes(record)?;
         if bytes != payload.len() {
