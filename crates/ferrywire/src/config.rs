@@ -176,7 +176,7 @@ impl Config {
         let needs_secret = self.listen.is_some_and(|address| !address.ip().is_loopback());
         match &self.secrets {
             Secrets { current: None, also_accepted: Some(_) } => {
-                Err(Error::invalid("secret", "needed beside the one that is also accepted"))
+                Err(Error::invalid("secret", "needed if another one is also accepted"))
             }
             Secrets { current: None, .. } if needs_secret => Err(Error::invalid(
                 "secret",

@@ -16,6 +16,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,6 +24,7 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, limits};
 use zeroize::Zeroizing;
 
+use super::child_secret;
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::EnginePlan;
 
@@ -83,19 +85,23 @@ pub fn watch(plan: &EnginePlan) -> Outcome<Watch> {
             *latest.lock().unwrap_or_else(PoisonError::into_inner) = Some(exchange.clone());
         }
     })?;
-    Ok(Watch { exchange, _follower: follower })
+    Ok(Watch { exchange, follower })
 }
 
 /// The secrets that are valid now, from a secret file that is followed if there is one.
 pub struct Watch {
     exchange: Arc<Mutex<Option<Exchange>>>,
-    _follower: Option<Follower>,
+    follower: Option<Follower>,
 }
 
 impl Watch {
-    /// The secrets that are valid now; `None` without any.
-    pub fn now(&self) -> Option<Exchange> {
-        self.exchange.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// Passes the secrets that are valid now to a child that is to be started with this command.
+    pub fn hand(&self, child: &mut Command) {
+        let exchange = self.exchange.lock().unwrap_or_else(PoisonError::into_inner);
+        child_secret::hand(child, exchange.as_ref().map(|exchange| exchange.current.as_slice()));
+        if let Some(exchange) = exchange.as_ref().filter(|_| self.follower.is_some()) {
+            child_secret::hand_phase(child, &exchange.phase);
+        }
     }
 }
 
@@ -105,7 +111,9 @@ fn each_turn(
     mut act: impl FnMut(Turn, &Exchange) + Send + 'static,
 ) -> Outcome<Option<Follower>> {
     let (Some(path), Some(exchange)) = (&plan.secret_file, Exchange::of(plan)) else { return Ok(None) };
-    if !path.is_file() {
+    // A parent process follows it, even if there is no such file now.
+    let is_followed = plan.secret_phase.is_some();
+    if !is_followed && !path.is_file() {
         return Ok(None);
     }
     let mut file = SecretFile::new(path.clone(), exchange);
@@ -154,7 +162,7 @@ struct SecretFile {
 }
 
 impl SecretFile {
-    /// A file whose newest secret is in use, or is being exchanged for the one in use.
+    /// A file whose secret is in use, or is being exchanged for the one in use.
     fn new(path: PathBuf, exchange: Exchange) -> SecretFile {
         let seen = Ok(exchange.newest().clone());
         SecretFile { path, exchange, seen, is_taken: true }
@@ -247,7 +255,7 @@ impl Exchange {
     /// How far a plan's secret is exchanged; `None` without one.
     pub fn of(plan: &EnginePlan) -> Option<Exchange> {
         let current = Zeroizing::new(plan.secret.clone()?);
-        Some(Exchange { current, phase: plan.secret_phase.clone() })
+        Some(Exchange { current, phase: plan.secret_phase.clone().unwrap_or_default() })
     }
 
     /// The second secret that is valid, if any.
@@ -493,6 +501,21 @@ mod tests {
         let mut next = SecretFile::new(path, file.exchange.clone());
         assert_eq!([3, 4, 301].map(|seconds| turn(&mut next, at(seconds))), [None, None, None]);
         assert_eq!(turn(&mut next, at(302)), secrets(NEW, Some(OLD)));
+    }
+
+    /// Regression: a child that started while the file was missing did not follow it, and the old secret stayed valid.
+    #[test]
+    fn a_child_follows_the_file_that_its_parent_follows_though_it_is_missing() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let plan = |secret_phase| EnginePlan {
+            secret: Some(OLD.to_vec()),
+            secret_file: Some(folder.path().join("none")),
+            secret_phase,
+            ..EnginePlan::default()
+        };
+        let follows = |phase| follow(&plan(phase), Vec::new()).expect("a thread").is_some();
+        assert!(follows(Some(Phase::Settled)));
+        assert!(!follows(None), "of a process that has no parent, it was a pipe");
     }
 
     /// Regression: the file is read each second, and what was read stayed in memory that had been freed.

@@ -17,7 +17,6 @@ use super::{TIMEOUT_S_DEFAULT, at_least_one, seconds, usage};
 use crate::args::{ConnectFlags, Pattern};
 use crate::auto::Given;
 use crate::bench::protocol::Run;
-use crate::bench::secret_file::Phase;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::{args, bench, file, transport};
@@ -143,7 +142,7 @@ pub(super) fn plan_connect(
             congestion_control: flags.congestion_control.given(),
             metrics: flags.metrics,
             secret,
-            secret_phase: Phase::Settled,
+            secret_phase: None,
             secret_file,
         },
     })

@@ -55,8 +55,8 @@ pub struct EnginePlan {
     pub devmem: Option<DevmemUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
-    /// How far the shared secret is exchanged for another.
-    pub secret_phase: Phase,
+    /// How far the parent process has exchanged the shared secret for another, if it follows the secret file.
+    pub secret_phase: Option<Phase>,
     /// The file that holds the shared secret, and may hold another one later.
     pub secret_file: Option<PathBuf>,
 }

@@ -371,8 +371,8 @@ fn a_secret_is_exchanged_without_a_gap() {
     let lasting = near.connect(next.listen_addresses()[0], LIMIT).unwrap();
     next.accept(LIMIT).unwrap().close(LIMIT).unwrap();
     drop(lasting);
-    for without in [Endpoint::builder(), Endpoint::builder().secret(secret(0))] {
-        let refused = without.also_accepted_secret(*b"short").build().unwrap_err();
+    for (without, other) in [(Endpoint::builder(), secret(0)), (builder(), b"short".to_vec())] {
+        let refused = without.also_accepted_secret(other).build().unwrap_err();
         assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
     }
     let late = Endpoint::builder().secret(secret(0)).threads(1).build().unwrap();

@@ -19,13 +19,14 @@ pub mod supervisor;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::process::Command;
 use std::sync::OnceLock;
 
 use ferrywire::payload::plugin::{SetBy, Variable};
 use serde::{Deserialize, Serialize};
 
+use super::child_secret;
 use super::report::Record;
-use super::secret_file::Exchange;
 use crate::exit::Outcome;
 use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
@@ -97,7 +98,8 @@ pub fn connect(plan: &ConnectPlan, environment: &[Variable], record: &mut Record
     let Some(plugin) = &plan.engine.plugin else { unreachable!("the caller has a plugin") };
     let run = Some((plan.run_id.clone(), plan.run.seed));
     let order = Order { connect: plan.addresses.clone(), run, ..Order::default() };
-    let mut supervisor = Supervisor::start(plugin, environment, order, Exchange::of(&plan.engine).as_ref())?;
+    let hand = |child: &mut Command| child_secret::hand(child, plan.engine.secret.as_deref());
+    let mut supervisor = Supervisor::start(plugin, environment, order, hand)?;
     loop {
         match supervisor.next() {
             Event::Said(Message::News(news)) => record.take(*news),

@@ -44,7 +44,7 @@ fn one_child(plan: &mut ServePlan, secrets: &Watch, is_first: bool) -> Outcome<E
     let environment = environment(&plan.engine, Some(plan.listen))?;
     let order = Order { listen: Some(plan.listen), ..Order::default() };
     let Some(plugin) = plan.engine.plugin.clone() else { unreachable!("the caller has a plugin") };
-    let mut supervisor = Supervisor::start(&plugin, &environment, order, secrets.now().as_ref())?;
+    let mut supervisor = Supervisor::start(&plugin, &environment, order, |child| secrets.hand(child))?;
     let (mut listens, mut failure_told) = (false, false);
     loop {
         match supervisor.next() {

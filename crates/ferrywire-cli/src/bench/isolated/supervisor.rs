@@ -13,8 +13,7 @@ use ferrywire_ncclnet::log::{LastLines, LogLine};
 use ferrywire_ncclnet::{EndKind, explained};
 
 use super::super::link::{CLOSE_TIMEOUT, RUN_END_TIMEOUT};
-use super::super::secret_file::Exchange;
-use super::super::{child_secret, parent};
+use super::super::parent;
 use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::exit::{Failure, Outcome};
@@ -71,7 +70,7 @@ impl<'a> Supervisor<'a> {
         plugin: &'a PluginUse,
         environment: &[Variable],
         order: Order,
-        secrets: Option<&Exchange>,
+        hand_secrets: impl FnOnce(&mut Command),
     ) -> Outcome<Supervisor<'a>> {
         let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
         let set = || environment.iter().filter(|variable| variable.set_by == SetBy::Ferrywire);
@@ -79,7 +78,7 @@ impl<'a> Supervisor<'a> {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(std::env::args_os().skip(1)).envs([order.as_variable()]);
         command.envs(set().map(|variable| (variable.name, &variable.value)));
-        child_secret::hand_all(&mut command, secrets);
+        hand_secrets(&mut command);
         parent::do_not_ask(&mut command);
         // The child gets a process group of its own, so that Ctrl-C reaches only this process, which passes
         // it on.

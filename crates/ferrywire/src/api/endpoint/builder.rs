@@ -47,7 +47,7 @@ impl Builder {
     }
 
     /// Accepts peers with a second secret too, until [`Endpoint::set_secret`] says otherwise: for an endpoint that starts
-    /// while the shared secret is being exchanged. Default: none.
+    /// while the shared secret is being exchanged. It needs [`Builder::secret`], and is as long at least. Default: none.
     pub fn also_accepted_secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
         self.config.secrets.also_accepted = Some(Secret::new(secret));
         self
