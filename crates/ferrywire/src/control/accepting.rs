@@ -211,7 +211,7 @@ impl Control {
             refusals.auth_failures += 1;
             ferrywire_metrics::count_auth_failure();
         }
-        // Who connects tries again for a while.
+        // Who connects tries again for a while: each attempt would be a line.
         let busy = matches!(error, HandshakeError::Declined(why) if why.code == RefusalCode::Busy);
         if busy && self.endpoint_closes {
             return tracing::debug!("refused a connection from {from}: {error}");

@@ -29,6 +29,13 @@ impl Pair {
         let nic = |pair: &Pair| pair.nic.as_ref().map(|nic| nic.address);
         self.remote == other.remote && nic(self) == nic(other)
     }
+
+    /// Whether this host has the NIC and it is up; true for the NIC of the route.
+    pub fn nic_is_up(&self, context: &Context) -> bool {
+        let Some(own) = &self.nic else { return true };
+        let nics = context.transport.nics().unwrap_or_default();
+        nics.iter().any(|nic| nic.up && nic.address == own.address)
+    }
 }
 
 /// The paths to a peer that was reached at `dialled` and listens on `listens`. Addresses that are `is_ours`

@@ -101,7 +101,7 @@ impl Link {
         let resumption = Resumption::new(now);
         let detours = Detours::new(now);
         let role =
-            Role::Connector(Connector { target, pairs, assigned, detours, is_on_detour: false, resumption });
+            Role::Connector(Connector { target, pairs, assigned, detours, detour_until: None, resumption });
         let awaited = Awaited::Connect { queue, without_lanes: None };
         Link::new(workers, conn, address, established, role, awaited, me, now)
     }

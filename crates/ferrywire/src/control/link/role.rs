@@ -23,8 +23,8 @@ pub(super) struct Connector {
     /// For each channel, the index of its path.
     pub assigned: Vec<usize>,
     pub detours: Detours,
-    /// Whether the first channel was last dialled over another path than its own.
-    pub is_on_detour: bool,
+    /// When the first channel may go back to its own path, if it was last dialled over another.
+    pub detour_until: Option<Duration>,
     pub resumption: Resumption,
 }
 
@@ -210,7 +210,7 @@ mod tests {
             pairs,
             assigned: vec![1, 2],
             detours: Detours::new(Duration::ZERO),
-            is_on_detour: false,
+            detour_until: None,
             resumption: Resumption::new(Duration::ZERO),
         };
         let across = Pair { remote: path(0).remote, ..path(2) };

@@ -3,7 +3,7 @@
 //! Invariant: only the connecting end dials data connections, and only after the peer has confirmed the announcement.
 //! Read next: `channels.rs`.
 
-use super::channels::ChannelState;
+use super::channels::{ChannelRecord, ChannelState};
 use super::{Link, Role, Stage};
 use crate::control::dial::{Announced, Dial, DialFor, path_name};
 use crate::control::pairs::Pair;
@@ -37,7 +37,7 @@ impl Link {
         if !self.dials() {
             return out;
         }
-        self.end_detour(now);
+        self.end_detour(context, now);
         for index in self.channels.indices() {
             match &self.channels[index].state {
                 // Without a control connection the announcement cannot be sent.
@@ -66,7 +66,7 @@ impl Link {
         let Role::Connector(connector) = &mut self.role else { return None };
         let own = connector.path(index).clone();
         if index == 0 {
-            connector.is_on_detour = false;
+            connector.detour_until = None;
         }
         if !may_detour || now < connector.detours.begin_at {
             return Some(own);
@@ -74,24 +74,31 @@ impl Link {
         let proven = self.control_path(context);
         let Role::Connector(connector) = &mut self.role else { return None };
         let path = connector.detour(proven);
-        connector.is_on_detour = !path.equals(&own);
+        // Over the NIC of the route, a path is what it leads to.
+        let is_other = if own.nic.is_some() { !path.equals(&own) } else { path.remote != own.remote };
+        connector.detour_until = is_other.then(|| now + limits::REDIAL_INTERVAL_MAX);
         Some(path)
     }
 
-    /// Takes the first channel from a detour back to its own path once another channel has carried data for a while. If its
-    /// own path leads nowhere, it is one channel of a NIC that is down, as without a detour.
-    fn end_detour(&mut self, now: Duration) {
-        let Role::Connector(connector) = &self.role else { return };
-        let first = &self.channels[0];
-        if !connector.is_on_detour || !matches!(first.state, ChannelState::Up { peer_fence: None }) {
+    /// Takes the first channel from a detour back to its own path, if that path's NIC is up, once another channel has been
+    /// up for a while. If the path leads nowhere, it is one channel of a dead path, as without a detour.
+    fn end_detour(&mut self, context: &Context, now: Duration) {
+        let Role::Connector(connector) = &mut self.role else { return };
+        let is_due = connector.detour_until.is_some_and(|until| now >= until);
+        if !is_due || !matches!(self.stage, Stage::Up) || self.connection.is_lost() {
             return;
         }
-        let lasts = |index| now.saturating_sub(self.channels[index].up_since) >= limits::REDIAL_INTERVAL_MAX;
-        if self.channels.up().any(|(index, _)| index > 0 && lasts(index)) {
-            let generation = first.generation;
-            self.drop_channel(0, generation, "it goes back to its own path, since another channel is up");
-            let Role::Connector(connector) = &mut self.role else { return };
-            connector.is_on_detour = false;
+        // If not now, then perhaps when a dial would be tried again.
+        connector.detour_until = Some(now + limits::REDIAL_INTERVAL);
+        let is_up = |record: &ChannelRecord| matches!(record.state, ChannelState::Up { peer_fence: None });
+        let lasts = |record: &ChannelRecord| {
+            is_up(record) && now.saturating_sub(record.up_since) >= limits::REDIAL_INTERVAL_MAX
+        };
+        let has_another = self.channels.indices().skip(1).any(|index| lasts(&self.channels[index]));
+        if has_another && is_up(&self.channels[0]) && connector.path(0).nic_is_up(context) {
+            connector.detour_until = None;
+            let generation = self.channels[0].generation;
+            self.drop_channel(0, generation, "it goes back to its own path, whose NIC is up");
         }
     }
 
