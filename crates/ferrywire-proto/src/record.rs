@@ -104,22 +104,6 @@ impl Records {
         Records { protection, secret, key, number: 0, left: rekey_bytes, rekey_bytes }
     }
 
-    /// Seals `record`: payload with room for a header before it and for a tag behind it.
-    fn seal(&mut self, record: &mut [u8]) -> Result<(), RecordError> {
-        let bytes = payload_bytes(record)?;
-        let nonce = self.advance(bytes)?;
-        record[..RECORD_HEADER_BYTES].copy_from_slice(&(bytes as u32).to_le_bytes());
-        let (rest, tag) = record.split_at_mut(RECORD_HEADER_BYTES + bytes);
-        let sealed = if self.protection.encrypted {
-            let (header, payload) = rest.split_at_mut(RECORD_HEADER_BYTES);
-            self.key.seal_in_place_separate_tag(nonce, Aad::from(&*header), payload)
-        } else {
-            self.key.seal_in_place_separate_tag(nonce, Aad::from(&*rest), &mut [])
-        };
-        tag.copy_from_slice(sealed.map_err(|_| RecordError::Exhausted)?.as_ref());
-        Ok(())
-    }
-
     /// Seals `payload` into `record`, which has room for it, a header and a tag. A record that is encrypted contains no payload
     /// at any time, so it may lie where the kernel still sends older bytes from.
     ///
@@ -130,14 +114,17 @@ impl Records {
         if bytes != payload.len() {
             return Err(RecordError::Length(payload.len() as u32));
         }
+        let nonce = self.advance(bytes)?;
+        record[..RECORD_HEADER_BYTES].copy_from_slice(&(bytes as u32).to_le_bytes());
         if !self.protection.encrypted {
             // The copy is what is authenticated and sent, even if the payload changes meanwhile.
-            record[RECORD_HEADER_BYTES..RECORD_HEADER_BYTES + bytes].copy_from_slice(payload);
-            return self.seal(record);
+            let (clear, tag) = record.split_at_mut(RECORD_HEADER_BYTES + bytes);
+            clear[RECORD_HEADER_BYTES..].copy_from_slice(payload);
+            let sealed = self.key.seal_in_place_separate_tag(nonce, Aad::from(&*clear), &mut []);
+            tag.copy_from_slice(sealed.map_err(|_| RecordError::Exhausted)?.as_ref());
+            return Ok(());
         }
-        let nonce = self.advance(bytes)?;
         let (header, rest) = record.split_at_mut(RECORD_HEADER_BYTES);
-        header.copy_from_slice(&(bytes as u32).to_le_bytes());
         let (sealed, tag) = rest.split_at_mut(bytes);
         let done = self.key.seal_out_of_place_scatter(nonce, Aad::from(&*header), payload, sealed, &[], tag);
         done.map_err(|_| RecordError::Exhausted)
@@ -249,15 +236,9 @@ mod tests {
         (records(), records())
     }
 
-    /// A sealed record; made from a separate payload if its length is odd, else in place.
     fn sealed(records: &mut Records, payload: &[u8]) -> Vec<u8> {
         let mut record = vec![0; payload.len() + RECORD_OVERHEAD];
-        if payload.len() % 2 == 1 {
-            records.seal_from(payload, &mut record).unwrap();
-        } else {
-            record[RECORD_HEADER_BYTES..][..payload.len()].copy_from_slice(payload);
-            records.seal(&mut record).unwrap();
-        }
+        records.seal_from(payload, &mut record).unwrap();
         record
     }
 
