@@ -108,7 +108,7 @@ pub struct Link {
 /// A time without any path, which a fault may cause.
 struct Outage {
     since: Duration,
-    time: Duration,
+    lasts: Duration,
 }
 
 pub struct Op {
@@ -490,13 +490,11 @@ impl Link {
             resumed: false,
         }
     }
-}
 
-impl Link {
     /// Whether faults that have begun may have cost the link.
     pub fn may_be_lost(&self, now: Duration) -> bool {
         let begun = self.outages.iter().filter(|outage| outage.since <= now);
-        begun.map(|outage| outage.time).sum::<Duration>() >= OUTAGE_MAX
+        begun.map(|outage| outage.lasts).sum::<Duration>() >= OUTAGE_MAX
     }
 }
 
@@ -516,4 +514,19 @@ pub fn notification(op: OpId, bytes: usize) -> Vec<u8> {
     let mut message = (op as u64).to_le_bytes().to_vec();
     message.extend(pattern(bytes.saturating_sub(8), op as u64));
     message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_link_may_be_lost_once_the_faults_that_may_cost_it_have_begun() {
+        let mut link = Link::new((0, 1));
+        let seconds = Duration::from_secs;
+        for since in [1, 5] {
+            link.outages.push(Outage { since: seconds(since), lasts: OUTAGE_MAX / 2 });
+        }
+        assert_eq!([0, 1, 4, 5].map(|now| link.may_be_lost(seconds(now))), [false, false, false, true]);
+    }
 }

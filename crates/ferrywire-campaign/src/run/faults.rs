@@ -60,9 +60,9 @@ impl Run<'_> {
     }
 
     /// Notes that the links of an endpoint, or of all, may have no path for a time.
-    pub(super) fn outage(&mut self, end: Option<usize>, since: Duration, time: Duration) {
+    pub(super) fn outage(&mut self, end: Option<usize>, since: Duration, lasts: Duration) {
         let of = |link: &&mut Link| end.is_none_or(|end| link.plan.0 == end || link.plan.1 == end);
-        self.links.iter_mut().filter(of).for_each(|link| link.outages.push(Outage { since, time }));
+        self.links.iter_mut().filter(of).for_each(|link| link.outages.push(Outage { since, lasts }));
     }
 
     /// Begins a fault.
@@ -224,7 +224,7 @@ impl Run<'_> {
         let connecting =
             |link: &&mut Link| (link.started || is_later) && link.peers.iter().any(Option::is_none);
         for link in self.links.iter_mut().filter(connecting) {
-            link.outages.push(Outage { since: when, time: OUTAGE_MAX });
+            link.outages.push(Outage { since: when, lasts: OUTAGE_MAX });
         }
         Box::new(move |driver| driver.delete(address))
     }

@@ -483,7 +483,7 @@ impl Run<'_> {
         // The memory ends with its process, although the area still has the bytes that had arrived.
         self.areas.iter_mut().filter(|area| area.slot == slot).for_each(|area| area.phase = Phase::Gone);
         for link in self.links.iter_mut().filter(|link| link.started && link.slots.contains(&slot)) {
-            link.outages.push(Outage { since: self.driver.now(), time: OUTAGE_MAX });
+            link.outages.push(Outage { since: self.driver.now(), lasts: OUTAGE_MAX });
             if link.slots[0] == slot {
                 link.connecting = None;
             }
