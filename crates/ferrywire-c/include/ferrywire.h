@@ -252,10 +252,10 @@ int ferrywire_endpoint_open(const ferrywire_options *options,
                             ferrywire_endpoint **endpoint);
 
 /**
- * Accepts no new peer, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
- * value is no limit. The port is free when this returns. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
- * finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it had finished. The handle still has to be
- * freed.
+ * Accepts no new peer, finishes with all peers, stops listening and ends the threads: the port is free then. That takes
+ * about `timeout_ms` milliseconds at most; a negative value is no limit. The endpoint is closed also when the call fails:
+ * with FERRYWIRE_ERROR_TIMEOUT if a peer did not finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it
+ * had finished. The handle still has to be freed.
  */
 int ferrywire_endpoint_close(ferrywire_endpoint *endpoint,
                              int64_t timeout_ms);

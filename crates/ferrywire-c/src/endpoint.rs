@@ -34,10 +34,10 @@ pub unsafe extern "C" fn ferrywire_endpoint_open(
     })
 }
 
-/// Accepts no new peer, finishes with all peers and ends the threads, within about `timeout_ms` milliseconds; a negative
-/// value is no limit. The port is free when this returns. The endpoint is closed also when the call fails: with FERRYWIRE_ERROR_TIMEOUT if a peer did not
-/// finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it had finished. The handle still has to be
-/// freed.
+/// Accepts no new peer, finishes with all peers, stops listening and ends the threads: the port is free then. That takes
+/// about `timeout_ms` milliseconds at most; a negative value is no limit. The endpoint is closed also when the call fails:
+/// with FERRYWIRE_ERROR_TIMEOUT if a peer did not finish in time, with FERRYWIRE_ERROR_PEER if a peer was lost before it
+/// had finished. The handle still has to be freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_endpoint_close(endpoint: *mut Endpoint, timeout_ms: i64) -> c_int {
     call(|| {

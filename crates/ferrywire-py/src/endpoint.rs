@@ -368,8 +368,8 @@ impl Endpoint {
         Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
     }
 
-    /// Accepts no new peer, finishes what was posted to all peers, and ends the threads. The port is free when this returns.
-    /// A second call does nothing. The endpoint is closed also when this raises.
+    /// Accepts no new peer, finishes what was posted to all peers, stops listening, and ends the threads: the port is free
+    /// then. A second call does nothing. The endpoint is closed also when this raises.
     ///
     /// Raises `TimedOut` if a peer has not finished in `timeout` seconds, and `PeerLost` if a peer was lost or closed
     /// before it had finished.

@@ -176,7 +176,8 @@ impl Endpoint {
     /// peers with `secret` or `also_accepted` are accepted.
     ///
     /// To exchange a secret without a gap, call this on every endpoint three times, each time on all before the next:
-    /// `(old, Some(new))`, `(new, Some(old))`, `(new, None)`.
+    /// `(old, Some(new))`, `(new, Some(old))`, `(new, None)`. An endpoint that starts meanwhile is built with both:
+    /// [`Builder::also_accepted_secret`].
     ///
     /// # Errors
     /// [`Error::Invalid`] for a secret that is too short.
@@ -543,9 +544,9 @@ impl Endpoint {
         self.inner.running.with_control(|control| control.auth_failures())
     }
 
-    /// Accepts no new peer, finishes the transfers with all peers, stops listening, and ends the threads. The port is free
-    /// when this returns. A second call waits for the first one, up to its own timeout, and returns the first one's outcome. With devmem TCP the queues
-    /// of NICs are given back. If another process holds a NIC's lock until the timeout (or for
+    /// Accepts no new peer, finishes the transfers with all peers, stops listening, and ends the threads: the port is free
+    /// then. A second call waits for the first one, up to its own timeout, and returns the first one's outcome. With devmem
+    /// TCP the queues of NICs are given back. If another process holds a NIC's lock until the timeout (or for
     /// [`limits::NIC_END_MIN`] if that is longer), the next start gives them back, as after a kill.
     ///
     /// # Errors
