@@ -24,7 +24,7 @@ const PREVIOUS: &str = "previous";
 
 /// Passes the secret to a command; does nothing without one.
 pub fn hand(command: &mut Command, secret: Option<&[u8]>) {
-    set(command, VARIABLE, secret.map(|secret| to_hex(secret)));
+    set(command, VARIABLE, secret.map(to_hex));
     set(command, PHASE, None);
 }
 

@@ -59,7 +59,7 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
     if let Some(secret) = &plan.secret {
         builder = builder.secret(secret.clone());
     }
-    if let Some(other) = plan.secret_phase.as_ref().and_then(|phase| phase.other()) {
+    if let Some(other) = plan.secret_phase.as_ref().and_then(secret_file::Phase::other) {
         builder = builder.also_accepted_secret(other.to_vec());
     }
     if !plan.nics.is_empty() {
