@@ -1,12 +1,8 @@
 //! Host memory that the engine allocates: page-aligned, zeroed, freed with its region.
 
 use crate::error::{Error, Result};
-use ferrywire_sys::mapping;
+use ferrywire_sys::mapping::{self, HUGE_PAGE_BYTES, PAGE_BYTES};
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
-
-/// Smallest size in bytes of a buffer that is aligned to a huge page, and the alignment of such a buffer.
-const ALIGN_BYTES: usize = 2 << 20;
-const PAGE_BYTES: usize = 4096;
 
 /// Zeroed host memory, aligned to a page or a huge page.
 pub struct HostBuffer {
@@ -21,11 +17,11 @@ unsafe impl Send for HostBuffer {}
 impl HostBuffer {
     /// Allocates `len` zeroed bytes. Returns [`Error::Io`] when the system has no memory.
     pub fn zeroed(len: usize) -> Result<HostBuffer> {
-        let align = if len >= ALIGN_BYTES { ALIGN_BYTES } else { PAGE_BYTES };
+        let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { PAGE_BYTES };
         let layout = Layout::from_size_align(len.max(1), align).map_err(|_| {
             Error::invalid("buffer size", format!("{len} bytes are more than can be addressed"))
         })?;
-        let huge = len >= ALIGN_BYTES;
+        let huge = len >= HUGE_PAGE_BYTES;
         // SAFETY: the layout has a size of at least one byte.
         let base = unsafe { if huge { alloc(layout) } else { alloc_zeroed(layout) } };
         if base.is_null() {

@@ -11,6 +11,8 @@ use super::checked;
 
 /// Granularity of mappings, in bytes, and the smallest alignment of an [`AddressRange`].
 pub const PAGE_BYTES: usize = 4096;
+/// Size in bytes of the smaller kind of huge page, on x86-64 and most other processors.
+pub const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Access rights of an address range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

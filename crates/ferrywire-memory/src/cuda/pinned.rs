@@ -8,15 +8,12 @@
 use super::deferred_free::{self, Idle};
 use super::error::{CudaError, Result, call};
 use super::gpu::CudaGpu;
-use ferrywire_sys::mapping::{self, AddressRange};
+use ferrywire_sys::mapping::{self, AddressRange, HUGE_PAGE_BYTES, PAGE_BYTES};
 use ferrywire_sys::numa;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const PAGE_BYTES: usize = 4096;
-/// Size in bytes of the smaller kind of huge page, on x86-64 and most other processors.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// Registration flags: valid for every context, and with a device address.
 const PORTABLE_AND_MAPPED: u32 = 1 | 2;
 

@@ -17,7 +17,7 @@ use std::io;
 
 use ferrywire_proto::limits::{RECORD_BYTES_MAX, SEALED_SLOTS};
 use ferrywire_proto::record::RECORD_OVERHEAD;
-use ferrywire_sys::mapping::{AddressRange, PAGE_BYTES};
+use ferrywire_sys::mapping::{AddressRange, HUGE_PAGE_BYTES, PAGE_BYTES, prefer_huge_pages};
 
 use crate::{Conn, IoVec};
 
@@ -137,7 +137,8 @@ impl Outgoing {
 /// The slots of a connection.
 #[derive(Default)]
 struct Slots {
-    /// Mapped at the first long send. Only slots that were in use at once have pages.
+    /// Mapped at the first long send, in huge pages where the kernel has some: small ones cost each end a miss of the TLB
+    /// per page. Only pages of slots that were in use at once are taken.
     memory: Option<AddressRange>,
     /// Slots in use, oldest first. Records are added to the newest slot.
     used: VecDeque<Slot>,
@@ -158,8 +159,9 @@ impl Slots {
     /// sealed bytes in the newest slot, or `None` if all slots are in use.
     fn choose(&mut self) -> Option<usize> {
         if self.memory.is_none() {
-            let mut memory = AddressRange::reserve(SEALED_SLOTS * SLOT_BYTES, PAGE_BYTES).ok()?;
+            let mut memory = AddressRange::reserve(SEALED_SLOTS * SLOT_BYTES, HUGE_PAGE_BYTES).ok()?;
             memory.back().ok()?;
+            prefer_huge_pages(memory.base() as *mut u8, memory.len());
             self.memory = Some(memory);
             self.free = (0..SEALED_SLOTS).rev().collect();
         }
