@@ -111,7 +111,7 @@ fn each_turn(
     mut act: impl FnMut(Turn, &Exchange) + Send + 'static,
 ) -> Outcome<Option<Follower>> {
     let (Some(path), Some(exchange)) = (&plan.secret_file, Exchange::of(plan)) else { return Ok(None) };
-    // A parent process follows it, even if there is no such file now.
+    // A child follows the file that its parent follows, also while the file is missing.
     let is_followed = plan.secret_phase.is_some();
     if !is_followed && !path.is_file() {
         return Ok(None);
@@ -386,6 +386,15 @@ mod tests {
         (folder, path, file, Instant::now())
     }
 
+    /// A file whose new secret was announced two seconds after the start.
+    fn announced_scene() -> (tempfile::TempDir, PathBuf, SecretFile, Instant) {
+        let (folder, path, mut file, start) = scene();
+        fs::write(&path, NEW).expect("written");
+        let turns = [1, 2].map(|seconds| turn(&mut file, start + Duration::from_secs(seconds)));
+        assert_eq!(turns, [None, secrets(OLD, Some(NEW))]);
+        (folder, path, file, start)
+    }
+
     #[test]
     fn a_changed_secret_is_exchanged_in_three_steps() {
         let (_folder, path, mut file, start) = scene();
@@ -478,10 +487,8 @@ mod tests {
     /// than 10 minutes in all.
     #[test]
     fn an_exchange_goes_on_where_another_process_left_it() {
-        let (_folder, path, mut file, start) = scene();
+        let (_folder, path, file, start) = announced_scene();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
-        fs::write(&path, NEW).expect("written");
-        assert_eq!([turn(&mut file, at(1)), turn(&mut file, at(2))], [None, secrets(OLD, Some(NEW))]);
         let mut next = SecretFile::new(path.clone(), file.exchange.clone());
         assert_eq!([100, 301].map(|seconds| turn(&mut next, at(seconds))), [None, None]);
         assert_eq!(turn(&mut next, at(302)), secrets(NEW, Some(OLD)));
@@ -493,10 +500,8 @@ mod tests {
     /// Regression: such a process took the new secret for the previous one, and refused it when its time was over.
     #[test]
     fn an_exchange_goes_on_where_the_file_cannot_be_read_any_more() {
-        let (_folder, path, mut file, start) = scene();
+        let (_folder, path, file, start) = announced_scene();
         let at = |seconds: u64| start + Duration::from_secs(seconds);
-        fs::write(&path, NEW).expect("written");
-        assert_eq!([turn(&mut file, at(1)), turn(&mut file, at(2))], [None, secrets(OLD, Some(NEW))]);
         fs::remove_file(&path).expect("removed");
         let mut next = SecretFile::new(path, file.exchange.clone());
         assert_eq!([3, 4, 301].map(|seconds| turn(&mut next, at(seconds))), [None, None, None]);
@@ -515,7 +520,7 @@ mod tests {
         };
         let follows = |phase| follow(&plan(phase), Vec::new()).expect("a thread").is_some();
         assert!(follows(Some(Phase::Settled)));
-        assert!(!follows(None), "of a process that has no parent, it was a pipe");
+        assert!(!follows(None), "a path that is no file is not followed, unless the parent process does");
     }
 
     /// Regression: the file is read each second, and what was read stayed in memory that had been freed.

@@ -211,7 +211,8 @@ impl Control {
             refusals.auth_failures += 1;
             ferrywire_metrics::count_auth_failure();
         }
-        // Who connects tries again for a while: each attempt would be a line.
+        // A peer that is refused as busy tries again for seconds, so a closing endpoint refuses it many times. A warning for
+        // each time would fill the log.
         let busy = matches!(error, HandshakeError::Declined(why) if why.code == RefusalCode::Busy);
         if busy && self.endpoint_closes {
             return tracing::debug!("refused a connection from {from}: {error}");

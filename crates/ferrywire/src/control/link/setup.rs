@@ -74,21 +74,21 @@ impl Link {
         let proven = self.control_path(context);
         let Role::Connector(connector) = &mut self.role else { return None };
         let path = connector.detour(proven);
-        // Over the NIC of the route, a path is what it leads to.
+        // Where the system's routes choose the NIC, two paths differ by their remote address alone.
         let is_other = if own.nic.is_some() { !path.equals(&own) } else { path.remote != own.remote };
         connector.detour_until = is_other.then(|| now + limits::REDIAL_INTERVAL_MAX);
         Some(path)
     }
 
     /// Takes the first channel from a detour back to its own path, if that path's NIC is up, once another channel has been
-    /// up for a while. If the path leads nowhere, it is one channel of a dead path, as without a detour.
+    /// up for a while. If that path is dead, the channel stays down like every channel of a dead path.
     fn end_detour(&mut self, context: &Context, now: Duration) {
         let Role::Connector(connector) = &mut self.role else { return };
         let is_due = connector.detour_until.is_some_and(|until| now >= until);
         if !is_due || !matches!(self.stage, Stage::Up) || self.connection.is_lost() {
             return;
         }
-        // If not now, then perhaps when a dial would be tried again.
+        // If the channel cannot go back now, this is looked at again after the interval of a redial.
         connector.detour_until = Some(now + limits::REDIAL_INTERVAL);
         let is_up = |record: &ChannelRecord| matches!(record.state, ChannelState::Up { peer_fence: None });
         let lasts = |record: &ChannelRecord| {
