@@ -79,6 +79,8 @@ struct End {
     state: AtomicU8,
     cancelled: AtomicBool,
     error: OnceLock<Box<Error>>,
+    /// Why this end does not know what the peer has placed of the operation.
+    lost: OnceLock<Box<Error>>,
     waiters: WaitList,
     /// Gates of GPU streams that open at the end.
     gates: Mutex<Vec<Gate>>,
@@ -266,6 +268,14 @@ impl Op {
         let _ = self.end.error.set(Box::new(error));
     }
 
+    /// Records that the peer is gone, for the reason `error`, and has not reported what it has placed. A cancelled operation
+    /// then ends with this error: as a cancelled one it would promise that no byte of it lands any more.
+    pub fn lose(&self, error: &Error) {
+        self.parent().into_iter().for_each(|parent| parent.lose(error));
+        let _ = self.end.lost.set(Box::new(error.clone()));
+        self.fail(error.clone());
+    }
+
     /// Requests an early end. The operation fails only if some of its bytes are withheld because of the
     /// request; if everything was sent already, it succeeds.
     pub fn cancel(&self) {
@@ -274,7 +284,9 @@ impl Op {
 
     /// The recorded failure.
     pub fn failure(&self) -> Option<Error> {
-        self.end.error.get().map(|error| Error::clone(error))
+        let first = self.end.error.get()?;
+        let lost = self.end.lost.get().filter(|_| matches!(**first, Error::Cancelled));
+        Some(Error::clone(lost.unwrap_or(first)))
     }
 
     /// Whether a failure is recorded.

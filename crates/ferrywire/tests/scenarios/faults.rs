@@ -442,6 +442,23 @@ pub fn a_peer_that_stops_for_good_is_lost<W: Faulty>(world: &mut W) {
     world.thaw(victim);
 }
 
+/// Such a write ended as cancelled, which promises that no byte of it lands any more. A host that goes on may still place what was
+/// on the way to it.
+pub fn a_cancelled_write_whose_peer_is_lost_ends_as_lost<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(2).chunk_bytes(8192).window(4)));
+    let (near, _far) = world.connect(ends[0], ends[1]);
+    ends.iter().for_each(|end| world.net().set_bandwidth(world.nic(*end, 0), Some(20_000_000)));
+    let (source, target) = (world.patterned(0, BYTES, 1), world.zeroed(1, BYTES));
+    let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    let enough = world.below(BYTES / 4) as u64;
+    world.until("some bytes", || (write.bytes_moved() >= enough).then_some(()));
+    world.freeze(1);
+    write.cancel();
+    let error = world.outcome(&write).unwrap_err();
+    assert!(is_gone(&error) && error.to_string().contains(&near.name()), "{error}");
+    world.thaw(1);
+}
+
 pub fn a_restarted_peer_is_another_one<W: Faulty>(world: &mut W) {
     let (near, far) = slow_pair(world, 1);
     let (source, target) = (world.patterned(0, 1000, 1), world.zeroed(1, 1000));

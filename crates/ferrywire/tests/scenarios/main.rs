@@ -215,6 +215,7 @@ scenarios! {
         a_peer_that_stops_for_three_seconds_is_not_lost,
         peers_that_stop_together_are_not_lost,
         a_peer_that_stops_for_good_is_lost,
+        a_cancelled_write_whose_peer_is_lost_ends_as_lost,
     };
     sim(4): faults::{answers_that_are_not_acknowledged};
     sim(300): faults::{random_faults};

@@ -587,11 +587,14 @@ impl PeerState {
         self.life.over.load(Ordering::SeqCst)
     }
 
-    /// Fails the operations of frames that cannot be sent any more.
+    /// Fails the operations of frames that cannot be sent any more, and of which the peer may have placed some.
     pub fn drop_entries(&self, entries: Vec<Entry>) {
         let error = self.gone();
         for op in entries.into_iter().filter_map(|entry| entry.op) {
             self.fail_with_peer(&op, &error);
+            if op.verb() == Verb::Write {
+                op.lose(&error);
+            }
             if matches!(op.verb(), Verb::Read) {
                 self.end_sink(&op);
             }
