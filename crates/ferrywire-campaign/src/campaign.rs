@@ -235,12 +235,13 @@ impl Failure {
             .map(|step| format!("  after {} us {:?}", step.pause_us, step.action))
             .collect();
         format!(
-            "seed {seed} breaks: {}\n  {}\nshrunk to {} steps, benign {}, links {:?}, {:#?}\n{}\nrepeat with: cargo run --release \
+            "seed {seed} breaks: {}\n  {}\nshrunk to {} steps, benign {}, protection {:?}, links {:?}, {:#?}\n{}\nrepeat with: cargo run --release \
              -p ferrywire-campaign -- campaign --seed {seed} --trace",
             broken.invariant,
             broken.detail,
             steps.len(),
             shrunk.benign,
+            shrunk.protection,
             shrunk.links,
             shrunk.ends.iter().map(|end| format!("{end:?}")).collect::<Vec<_>>(),
             steps.join("\n"),

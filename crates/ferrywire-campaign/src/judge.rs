@@ -8,13 +8,13 @@ use ferrywire::TransferError;
 
 use crate::memory::pattern;
 use crate::run::{Check, Op, Run, broken, note, notification, salt_of};
-use crate::scenario::Verb;
+use crate::scenario::{Post, Verb};
 
 /// Largest message in bytes that is sent before its receive is known.
 const EAGER_BYTES_MAX: usize = ferrywire::limits::EAGER_BYTES_MAX;
 
 /// Whether an error says that the peer was lost or closed.
-fn is_gone(error: &TransferError) -> bool {
+pub fn is_gone(error: &TransferError) -> bool {
     matches!(error, TransferError::PeerLost { .. } | TransferError::PeerClosed { .. } | TransferError::Closed)
 }
 
@@ -34,6 +34,10 @@ impl Run<'_> {
     fn judge_outcome(&mut self, index: usize) -> Check {
         let op = &self.ops[index];
         match op.outcome.clone() {
+            Some(Ok(_)) if op.overtaken_by.is_some() => {
+                let what = format!("operation {:?} came before the end of {:?}", op.overtaken_by, op.post);
+                broken("a notification comes after what was posted before it", what)
+            }
             Some(Ok(moved)) => match op.post.verb {
                 Verb::Recv { tag } => self.received(index, tag, moved as usize),
                 _ if moved != op.post.bytes as u64 => {
@@ -204,21 +208,34 @@ impl Run<'_> {
         self.in_place(index, &post.verb)?;
         if post.verb == Verb::Notify {
             for earlier in 0..index {
-                let op = &self.ops[earlier];
-                let before = (op.post.link, op.post.side) == (post.link, post.side);
-                let lives = !op.cancelled && !matches!(op.outcome, Some(Err(_))) && op.transfer.is_some();
-                if !before || !lives {
-                    continue;
-                }
-                if op.post.notify.is_some() && op.notified == 0 {
-                    let what = format!("the notification of {:?} came before the end of {:?}", post, op.post);
-                    return broken("a notification comes after what was posted before it", what);
-                }
-                let verb = op.post.verb;
-                self.in_place(earlier, &verb)?;
+                self.overtakes(&post, earlier)?;
             }
         }
         Ok(())
+    }
+
+    /// Checks that an operation that was posted before a notification has ended when the notification has arrived.
+    fn overtakes(&mut self, notify: &Post, earlier: usize) -> Check {
+        let op = &self.ops[earlier];
+        let before = (op.post.link, op.post.side) == (notify.link, notify.side);
+        let lives = !op.cancelled && !matches!(op.outcome, Some(Err(_))) && op.transfer.is_some();
+        if !before || !lives {
+            return Ok(());
+        }
+        let verb = op.post.verb;
+        let complete = match op.post.notify.is_some() && op.notified == 0 {
+            true => {
+                let what = format!("the notification of {notify:?} came before the end of {:?}", op.post);
+                broken("a notification comes after what was posted before it", what)
+            }
+            false => self.in_place(earlier, &verb),
+        };
+        // It may have failed since its outcome was asked for.
+        if complete.is_err() && self.ops[earlier].outcome.is_none() {
+            self.ops[earlier].overtaken_by.get_or_insert(notify.id);
+            return Ok(());
+        }
+        complete
     }
 
     /// Checks that all bytes of a write are in place when its notification has arrived.

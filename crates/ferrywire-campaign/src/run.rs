@@ -15,13 +15,13 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ferrywire::net::sim::{DialFault, Faults, ResetSeen, Side, SimHost, SimNet};
-use ferrywire::{Block, BlockList, Connecting, Endpoint, Peer, Transfer, TransferError};
+use ferrywire::{Block, BlockList, Connecting, Encryption, Endpoint, Peer, Transfer, TransferError};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 
 use crate::cover::Cover;
 use crate::driver::{DrivenHost, Driver, Effect, Timed, gpu_faults};
 use crate::memory::{Area, Phase, Raw, pattern, split};
-use crate::scenario::{Action, Fault, OpId, Post, Scenario, Step, Verb};
+use crate::scenario::{Action, Fault, OpId, Post, Protection, Scenario, Step, Verb};
 
 /// Virtual time after the last step within which everything must end.
 pub const SETTLE_MAX: Duration = Duration::from_secs(120);
@@ -120,6 +120,9 @@ pub struct Op {
     pub targets: Vec<usize>,
     pub cancelled: bool,
     pub notified: u32,
+    /// A later notification that has arrived while the outcome was not known, and before this operation was complete: it must
+    /// have failed.
+    pub overtaken_by: Option<OpId>,
     /// Index of the matching operation: of a receive its send, of a send its receive.
     pub met: Option<usize>,
     moved: u64,
@@ -237,6 +240,7 @@ impl Run<'_> {
 
     fn start(&mut self, end: usize) -> Check {
         let (plan, slot) = (&self.scenario.ends[end], self.driver.reserve());
+        let protection = self.scenario.protection;
         let transport = Arc::new(DrivenHost::new(self.hosts[end].sim.clone(), slot));
         self.transports.push(Arc::downgrade(&transport));
         let built = Endpoint::builder()
@@ -247,6 +251,12 @@ impl Run<'_> {
             .chunk_bytes(plan.chunk_bytes)
             .window(plan.window)
             .crc(plan.crc)
+            .encryption(if protection == Protection::Encrypted {
+                Encryption::Required
+            } else {
+                Encryption::Off
+            })
+            .keyed_checksum(protection == Protection::Authenticated)
             .peer_timeout(Duration::from_millis(plan.peer_timeout_ms))
             .threads(0)
             .transport(transport)

@@ -9,6 +9,9 @@ use ferrywire_sys::rng::Rng;
 /// Longest time for which work in a GPU's stream waits: the clock goes in small steps meanwhile.
 const STREAM_US_MAX: u64 = 20_000;
 
+/// Most bytes of an operation that is short: it fits one frame.
+const SHORT_BYTES_MAX: usize = 4096;
+
 /// Number of an operation, which stays the same when other steps are removed.
 pub type OpId = usize;
 
@@ -19,6 +22,8 @@ pub struct Scenario {
     pub seed: u64,
     /// Whether sends and receives move only a part of the bytes and are delayed, at random.
     pub benign: bool,
+    /// The protection of all data connections.
+    pub protection: Protection,
     /// The endpoints, each on a host of its own.
     pub ends: Vec<EndPlan>,
     /// Which endpoint connects to which, by number. One pair may have several links, one after the other.
@@ -28,7 +33,7 @@ pub struct Scenario {
 }
 
 impl Scenario {
-    /// Whether bytes are corrupted on their way; frames then have checksums.
+    /// Whether bytes are corrupted on their way; frames then have checksums, or connections are protected.
     pub fn corrupts(&self) -> bool {
         let corrupt = |fault: &Fault| matches!(fault, Fault::Corrupt { .. });
         let asked = self.steps.iter().any(|step| match &step.action {
@@ -37,8 +42,16 @@ impl Scenario {
             Action::CloseEnd { meanwhile: Some((_, fault)), .. } => corrupt(fault),
             _ => false,
         });
-        asked && self.ends.iter().all(|end| end.crc)
+        asked && (self.protection != Protection::Off || self.ends.iter().all(|end| end.crc))
     }
+}
+
+/// How data connections are protected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protection {
+    Off,
+    Authenticated,
+    Encrypted,
 }
 
 /// The options of an endpoint, and the NICs of its host.
@@ -94,6 +107,8 @@ pub enum Action {
         op: OpId,
         of_source: bool,
     },
+    /// Polls all endpoints this many times: where no NIC limits the rate, bytes move without any time passing.
+    Poll(usize),
     Fault(Fault),
     /// Closes a peer by a call that waits, with a fault some time after it began.
     ClosePeer {
@@ -337,6 +352,11 @@ impl Draw {
 
     fn scenario(mut self) -> Scenario {
         let benign = !self.one_in(5);
+        let protection = match self.below(8) {
+            0 | 1 => Protection::Encrypted,
+            2 => Protection::Authenticated,
+            _ => Protection::Off,
+        };
         self.topology();
         self.connections();
         // Where sends are partial it cannot use up the credit for messages.
@@ -348,7 +368,7 @@ impl Draw {
             self.step();
         }
         let Draw { seed, ends, links, steps, .. } = self;
-        Scenario { seed, benign, ends, links, steps }
+        Scenario { seed, benign, protection, ends, links, steps }
     }
 
     fn topology(&mut self) {
@@ -410,7 +430,11 @@ impl Draw {
 
     fn step(&mut self) {
         match self.rng.below(100) {
-            0..64 => self.post(),
+            0..58 => {
+                let bytes = self.some_bytes();
+                self.post(bytes);
+            }
+            58..64 => self.interrupted(),
             64..82 => self.fault(),
             82..88 => self.cancel(),
             88..92 => self.take_memory(),
@@ -420,12 +444,45 @@ impl Draw {
         }
     }
 
-    fn post(&mut self) {
-        let (link, side) = (self.below(self.links.len()), self.below(2));
-        let bytes = match self.below(8) {
+    fn some_bytes(&mut self) -> usize {
+        match self.below(8) {
             0 => [0, 1, 63, 64, 65_535, 65_536, 65_537][self.below(7)].min(self.bytes_max),
             _ => self.scaled(self.bytes_max as u64) as usize,
-        };
+        }
+    }
+
+    /// Adds operations, short or of the largest size, and cancels some of them or takes their memory while their bytes are on
+    /// their way. Often connections are lost about then: with the bytes, or with the report that they were refused.
+    fn interrupted(&mut self) {
+        let (first, count) = (self.ops.len(), 1 + self.below(3));
+        for _ in 0..count {
+            let bytes = if self.one_in(2) { self.bytes_max } else { 1 + self.below(SHORT_BYTES_MAX) };
+            self.post(bytes);
+        }
+        let (after_us, polls) = if self.one_in(2) { (self.scaled(20_000), 0) } else { (0, self.scaled(60)) };
+        let lost = if self.one_in(2) { 1 + self.below(3) } else { 0 };
+        for _ in 0..lost {
+            let later_us = Some(after_us + self.scaled(4000));
+            let (pick, by_dialler) = (self.rng.number(), self.one_in(2));
+            self.push_after(0, Action::Fault(Fault::Reset { pick, by_dialler, later_us }));
+        }
+        self.push_after(after_us, Action::Poll(polls as usize));
+        for op in first..self.ops.len() {
+            let action = match self.below(4) {
+                0 => Action::Cancel(op),
+                of_source => Action::Deregister { op, of_source: of_source == 1 },
+            };
+            self.push_after(0, action);
+        }
+    }
+
+    /// Adds an action after exactly this pause.
+    fn push_after(&mut self, pause_us: u64, action: Action) {
+        self.steps.push(Step { pause_us, action });
+    }
+
+    fn post(&mut self, bytes: usize) {
+        let (link, side) = (self.below(self.links.len()), self.below(2));
         let many = self.one_in(4);
         let (blocks, regions) = if many { (1 + self.scaled(40) as usize, 1 + self.below(3)) } else { (1, 1) };
         let on_gpu = [self.gpus && self.one_in(2), self.gpus && self.one_in(2)];

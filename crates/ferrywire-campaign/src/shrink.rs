@@ -2,7 +2,7 @@
 
 use crate::campaign::attempt;
 use crate::run::Broken;
-use crate::scenario::{Action, Scenario};
+use crate::scenario::{Action, Protection, Scenario};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::Arc;
 
@@ -78,5 +78,7 @@ fn plainer(scenario: &Scenario) -> Vec<Scenario> {
     calm.benign = false;
     let mut fast = scenario.clone();
     fast.ends.iter_mut().flat_map(|end| &mut end.nics).for_each(|nic| *nic = (None, 0));
-    vec![calm, fast]
+    let mut plain = scenario.clone();
+    plain.protection = Protection::Off;
+    vec![calm, fast, plain]
 }

@@ -1,7 +1,7 @@
 //! Scenarios that failed once, each as small as it could be made.
 
 use crate::campaign::{attempt, gpus};
-use crate::scenario::{Action, EndPlan, Fault, Post, Scenario, Step, Verb};
+use crate::scenario::{Action, EndPlan, Fault, Post, Protection, Scenario, Step, Verb};
 
 /// Two endpoints with one NIC each, a link between them, and steps with their pauses.
 fn pair(steps: impl IntoIterator<Item = (u64, Action)>) -> Scenario {
@@ -18,6 +18,7 @@ fn pair(steps: impl IntoIterator<Item = (u64, Action)>) -> Scenario {
     Scenario {
         seed: 1,
         benign: false,
+        protection: Protection::Off,
         ends: vec![end.clone(), end],
         links: vec![(0, 1)],
         steps: steps.collect(),

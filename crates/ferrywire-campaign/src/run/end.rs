@@ -4,11 +4,14 @@
 //! Read next: `judge.rs`, which outcomes are allowed.
 
 use super::*;
+use crate::judge::is_gone;
 use ferrywire::{limits, metrics};
 
 /// Numbers of the messages at the end of a run, behind those of all steps, and their tag.
 const PROBES_FROM: OpId = 1 << 20;
 const PROBE_TAG: u64 = 10;
+/// Time after its peer timeout in which an end notices that its peer is gone.
+const NOTICED_MAX: Duration = Duration::from_secs(5);
 
 impl Run<'_> {
     /// Ends all faults, and waits until all operations that can end have ended.
@@ -48,6 +51,10 @@ impl Run<'_> {
                 self.open().map(|op| format!("{:?}: {:?}", op.post, op.transfer)).collect();
             return broken("a cancelled operation ends", open.join(", "));
         }
+        if self.ops.iter().any(|op| self.may_still_land(op)) {
+            let longest = self.scenario.ends.iter().map(|end| end.peer_timeout_ms).max().unwrap_or(0);
+            self.pass_time(Duration::from_millis(longest) + NOTICED_MAX)?;
+        }
         for index in 0..self.areas.len() {
             if let Err(why) = self.areas[index].freeze() {
                 return broken("no byte is written late, or outside", why);
@@ -57,6 +64,15 @@ impl Run<'_> {
         self.check_areas(true)?;
         self.check_credit()?;
         self.check_counters()
+    }
+
+    /// Whether bytes of a write whose peer was lost may still land: its end has no handle any more, and has perhaps not noticed
+    /// yet.
+    fn may_still_land(&self, op: &Op) -> bool {
+        let far_is_dropped = self.links[op.post.link].closing[1 - op.post.side];
+        op.post.verb == Verb::Write
+            && far_is_dropped
+            && matches!(&op.outcome, Some(Err(error)) if is_gone(error))
     }
 
     /// A short message needs no receive while its peer has room for it. It does if credit for messages is not returned.

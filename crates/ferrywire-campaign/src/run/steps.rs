@@ -26,6 +26,7 @@ impl Run<'_> {
                 self.free(*op, *of_source);
                 Ok(())
             }
+            Action::Poll(passes) => (0..*passes).try_for_each(|_| self.pass()),
             Action::Fault(fault) => {
                 self.fault(fault);
                 Ok(())
@@ -183,6 +184,7 @@ impl Run<'_> {
             targets,
             cancelled: false,
             notified: 0,
+            overtaken_by: None,
             met: None,
             moved: 0,
             stream,
