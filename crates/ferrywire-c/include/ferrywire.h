@@ -653,9 +653,9 @@ uint64_t ferrywire_transfer_bytes_moved(const ferrywire_transfer *transfer);
 
 /**
  * Asks the operation to end early. Its memory is in use until the operation has ended, so wait for it: the outcome is
- * FERRYWIRE_ERROR_CANCELLED, or FERRYWIRE_OK if all bytes had arrived before. If the peer is lost
- * first, the outcome of a write is FERRYWIRE_ERROR_PEER: bytes of it may land until that end
- * notices.
+ * FERRYWIRE_ERROR_CANCELLED, or FERRYWIRE_OK if all bytes had arrived before. If the peer is lost or closed before it has
+ * reported what it placed, a write ends with FERRYWIRE_ERROR_PEER or FERRYWIRE_ERROR_CLOSED: bytes of it may land until the
+ * peer's end notices.
  */
 int ferrywire_transfer_cancel(ferrywire_transfer *transfer);
 

@@ -295,9 +295,9 @@ pub extern "C" fn ferrywire_transfer_bytes_moved(transfer: *const Transfer) -> u
 }
 
 /// Asks the operation to end early. Its memory is in use until the operation has ended, so wait for it: the outcome is
-/// FERRYWIRE_ERROR_CANCELLED, or FERRYWIRE_OK if all bytes had arrived before. If the peer is lost
-/// first, the outcome of a write is FERRYWIRE_ERROR_PEER: bytes of it may land until that end
-/// notices.
+/// FERRYWIRE_ERROR_CANCELLED, or FERRYWIRE_OK if all bytes had arrived before. If the peer is lost or closed before it has
+/// reported what it placed, a write ends with FERRYWIRE_ERROR_PEER or FERRYWIRE_ERROR_CLOSED: bytes of it may land until the
+/// peer's end notices.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_transfer_cancel(transfer: *mut Transfer) -> c_int {
     call(|| {

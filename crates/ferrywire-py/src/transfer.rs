@@ -135,7 +135,8 @@ impl Transfer {
     }
 
     /// Requests an early end of the operation. Waiting for it then raises `Cancelled`, or succeeds if all
-    /// bytes had arrived.
+    /// bytes had arrived. If the peer is lost or closed before it has reported what it placed, waiting for a
+    /// write raises that error: bytes of it may land until the peer's end notices.
     fn cancel(&self, py: Python<'_>) {
         py.detach(|| self.transfer.cancel());
     }

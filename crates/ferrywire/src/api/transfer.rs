@@ -261,8 +261,8 @@ impl Transfer {
     }
 
     /// Requests an early end of the transfer. Wait for the transfer afterwards: the outcome is
-    /// [`TransferError::Cancelled`], or success if all bytes had arrived. If the peer is lost first, the outcome of a write says
-    /// so instead: bytes of it may land until that end notices.
+    /// [`TransferError::Cancelled`], or success if all bytes had arrived. If the peer is lost or closed before it has reported
+    /// what it placed, a write ends with that error: bytes of it may land until the peer's end notices.
     pub fn cancel(&self) {
         if !self.connection.context().origin.is_elsewhere() {
             self.connection.cancel(&self.op);

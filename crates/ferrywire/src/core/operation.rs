@@ -268,12 +268,13 @@ impl Op {
         let _ = self.end.error.set(Box::new(error));
     }
 
-    /// Records that the peer is gone, for the reason `error`, and has not reported what it has placed. A cancelled operation
-    /// then ends with this error: as a cancelled one it would promise that no byte of it lands any more.
+    /// Records that the peer is gone, for the reason `error`, and may have placed more than it has reported. The operation ends
+    /// with this error, whatever failure was recorded before: any other would promise that no byte of it lands any more.
     pub fn lose(&self, error: &Error) {
-        self.parent().into_iter().for_each(|parent| parent.lose(error));
-        let _ = self.end.lost.set(Box::new(error.clone()));
         self.fail(error.clone());
+        for op in self.parent().map(|parent| &**parent).into_iter().chain([self]) {
+            let _ = op.end.lost.set(Box::new(error.clone()));
+        }
     }
 
     /// Requests an early end. The operation fails only if some of its bytes are withheld because of the
@@ -282,11 +283,9 @@ impl Op {
         self.end.cancelled.store(true, Ordering::SeqCst);
     }
 
-    /// The recorded failure.
+    /// The failure with which the operation ends.
     pub fn failure(&self) -> Option<Error> {
-        let first = self.end.error.get()?;
-        let lost = self.end.lost.get().filter(|_| matches!(**first, Error::Cancelled));
-        Some(Error::clone(lost.unwrap_or(first)))
+        self.end.lost.get().or(self.end.error.get()).map(|error| Error::clone(error))
     }
 
     /// Whether a failure is recorded.

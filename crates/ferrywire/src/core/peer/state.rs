@@ -592,11 +592,10 @@ impl PeerState {
         let error = self.gone();
         for op in entries.into_iter().filter_map(|entry| entry.op) {
             self.fail_with_peer(&op, &error);
-            if op.verb() == Verb::Write {
-                op.lose(&error);
-            }
-            if matches!(op.verb(), Verb::Read) {
-                self.end_sink(&op);
+            match op.verb() {
+                Verb::Write => op.lose(&error),
+                Verb::Read => self.end_sink(&op),
+                _ => {}
             }
         }
     }
