@@ -4,7 +4,7 @@
 //! run.
 //! Read next: `run.rs`.
 
-use ferrywire::TransferError;
+use ferrywire::{Transfer, TransferError};
 
 use crate::memory::pattern;
 use crate::run::{Check, Op, Run, broken, note, notification, salt_of};
@@ -34,10 +34,6 @@ impl Run<'_> {
     fn judge_outcome(&mut self, index: usize) -> Check {
         let op = &self.ops[index];
         match op.outcome.clone() {
-            Some(Ok(_)) if op.overtaken_by.is_some() => {
-                let what = format!("operation {:?} came before the end of {:?}", op.overtaken_by, op.post);
-                broken("a notification comes after what was posted before it", what)
-            }
             Some(Ok(moved)) => match op.post.verb {
                 Verb::Recv { tag } => self.received(index, tag, moved as usize),
                 _ if moved != op.post.bytes as u64 => {
@@ -216,26 +212,31 @@ impl Run<'_> {
 
     /// Checks that an operation that was posted before a notification has ended when the notification has arrived.
     fn overtakes(&mut self, notify: &Post, earlier: usize) -> Check {
-        let op = &self.ops[earlier];
-        let before = (op.post.link, op.post.side) == (notify.link, notify.side);
-        let lives = !op.cancelled && !matches!(op.outcome, Some(Err(_))) && op.transfer.is_some();
-        if !before || !lives {
+        let Op { post, outcome, transfer, cancelled, .. } = &self.ops[earlier];
+        let before = (post.link, post.side) == (notify.link, notify.side);
+        if !before || *cancelled || transfer.is_none() {
             return Ok(());
+        }
+        if outcome.is_none() {
+            // It may have failed since it was polled last.
+            if self.is_alive(post.link, post.side) {
+                if let Some(outcome) = transfer.as_ref().and_then(Transfer::poll) {
+                    self.ended(earlier, outcome)?;
+                }
+            } else if self.ops[earlier].targets.iter().any(|area| self.areas[*area].taken) {
+                return Ok(());
+            }
+        }
+        let op = &self.ops[earlier];
+        if matches!(op.outcome, Some(Err(_))) {
+            return Ok(());
+        }
+        if op.post.notify.is_some() && op.notified == 0 {
+            let what = format!("the notification of {notify:?} came before the end of {:?}", op.post);
+            return broken("a notification comes after what was posted before it", what);
         }
         let verb = op.post.verb;
-        let complete = match op.post.notify.is_some() && op.notified == 0 {
-            true => {
-                let what = format!("the notification of {notify:?} came before the end of {:?}", op.post);
-                broken("a notification comes after what was posted before it", what)
-            }
-            false => self.in_place(earlier, &verb),
-        };
-        // It may have failed since its outcome was asked for.
-        if complete.is_err() && self.ops[earlier].outcome.is_none() {
-            self.ops[earlier].overtaken_by.get_or_insert(notify.id);
-            return Ok(());
-        }
-        complete
+        self.in_place(earlier, &verb)
     }
 
     /// Checks that all bytes of a write are in place when its notification has arrived.

@@ -120,9 +120,6 @@ pub struct Op {
     pub targets: Vec<usize>,
     pub cancelled: bool,
     pub notified: u32,
-    /// A later notification that has arrived while the outcome was not known, and before this operation was complete: it must
-    /// have failed.
-    pub overtaken_by: Option<OpId>,
     /// Index of the matching operation: of a receive its send, of a send its receive.
     pub met: Option<usize>,
     moved: u64,
@@ -457,7 +454,7 @@ impl Run<'_> {
         }
     }
 
-    fn ended(&mut self, index: usize, outcome: Result<u64, TransferError>) -> Check {
+    pub fn ended(&mut self, index: usize, outcome: Result<u64, TransferError>) -> Check {
         note!(self, "operation {} ended: {outcome:?}", self.ops[index].post.id);
         self.ops[index].outcome = Some(outcome);
         self.note_outcome(index);

@@ -451,29 +451,41 @@ impl Draw {
         }
     }
 
-    /// Adds operations, short or of the largest size, and cancels some of them or takes their memory while their bytes are on
-    /// their way. Often connections are lost about then: with the bytes, or with the report that they were refused.
+    /// Adds operations, short or of the largest size, and cancels them or takes their memory while their bytes are on their way.
+    /// Often connections are lost about then: with the bytes, or with the report that they were refused.
     fn interrupted(&mut self) {
-        let (first, count) = (self.ops.len(), 1 + self.below(3));
+        let (first, from, count) = (self.ops.len(), self.steps.len(), 1 + self.below(3));
         for _ in 0..count {
-            let bytes = if self.one_in(2) { self.bytes_max } else { 1 + self.below(SHORT_BYTES_MAX) };
+            let short = (1 + self.below(SHORT_BYTES_MAX)).min(self.bytes_max);
+            let bytes = if self.one_in(2) { self.bytes_max } else { short };
             self.post(bytes);
         }
+        self.steps[from + 1..].iter_mut().for_each(|step| step.pause_us = step.pause_us.min(100));
         let (after_us, polls) = if self.one_in(2) { (self.scaled(20_000), 0) } else { (0, self.scaled(60)) };
         let lost = if self.one_in(2) { 1 + self.below(3) } else { 0 };
-        for _ in 0..lost {
+        // One end sees such a loss before its bytes have left, the other about when they would arrive.
+        (0..lost).for_each(|_| {
             let later_us = Some(after_us + self.scaled(4000));
-            let (pick, by_dialler) = (self.rng.number(), self.one_in(2));
-            self.push_after(0, Action::Fault(Fault::Reset { pick, by_dialler, later_us }));
-        }
+            self.reset(later_us);
+        });
         self.push_after(after_us, Action::Poll(polls as usize));
+        let both_ends = self.one_in(4);
         for op in first..self.ops.len() {
             let action = match self.below(4) {
                 0 => Action::Cancel(op),
                 of_source => Action::Deregister { op, of_source: of_source == 1 },
             };
             self.push_after(0, action);
+            if both_ends {
+                self.reset(None);
+            }
         }
+    }
+
+    /// Adds the loss of a connection, which the other end sees later.
+    fn reset(&mut self, later_us: Option<u64>) {
+        let (pick, by_dialler) = (self.rng.number(), self.one_in(2));
+        self.push_after(0, Action::Fault(Fault::Reset { pick, by_dialler, later_us }));
     }
 
     /// Adds an action after exactly this pause.

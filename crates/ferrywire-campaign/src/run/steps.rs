@@ -184,7 +184,6 @@ impl Run<'_> {
             targets,
             cancelled: false,
             notified: 0,
-            overtaken_by: None,
             met: None,
             moved: 0,
             stream,
