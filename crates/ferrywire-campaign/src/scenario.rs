@@ -482,7 +482,7 @@ impl Draw {
         }
     }
 
-    /// Adds the loss of a connection, which the other end sees later.
+    /// Adds the loss of a connection: one end sees it at once, the other after `later_us`, or at once too.
     fn reset(&mut self, later_us: Option<u64>) {
         let (pick, by_dialler) = (self.rng.number(), self.one_in(2));
         self.push_after(0, Action::Fault(Fault::Reset { pick, by_dialler, later_us }));
