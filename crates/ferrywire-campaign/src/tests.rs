@@ -2,6 +2,7 @@
 
 use crate::campaign::{attempt, gpus};
 use crate::scenario::{Action, EndPlan, Fault, Post, Protection, Scenario, Step, Verb};
+use std::sync::{Mutex, PoisonError};
 
 /// Two endpoints with one NIC each, a link between them, and steps with their pauses.
 fn pair(steps: impl IntoIterator<Item = (u64, Action)>) -> Scenario {
@@ -25,8 +26,13 @@ fn pair(steps: impl IntoIterator<Item = (u64, Action)>) -> Scenario {
     }
 }
 
+/// Held by the scenario that uses the simulated GPUs. Each sets the faults, stalls and time of the GPUs, so two would disturb each
+/// other.
+static GPUS: Mutex<()> = Mutex::new(());
+
 #[track_caller]
 fn holds(scenario: &Scenario) {
+    let _alone = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
     let (_, result) = attempt(scenario, &gpus(7), false);
     assert!(result.is_ok(), "{result:?}");
 }

@@ -1,7 +1,7 @@
 //! The copy engine of a simulated GPU: one thread that does the work of all its streams.
 //!
-//! A stream is a *queue* of items in order (a `Queue` in this file). Only the first item may run, once it is
-//! due: its delay is over and the event it waits for is done. Queues with a due item are served round robin,
+//! A stream is a *queue* of items in order (a `Queue` in this file). Only the first item may run, once the one before it has
+//! ended and it is due: its delay is over and the event it waits for is done. Queues with a due item are served round robin,
 //! so a blocked queue does not block others.
 //!
 //! ```text
@@ -119,9 +119,8 @@ impl Engine {
     }
 
     /// Runs the first item of a queue, as if its delay and a stall were over. Returns false if the queue has
-    /// no item, or the item waits for an event.
-    fn run_first(&self, queue: u64) -> bool {
-        let mut state = self.lock();
+    /// no item, or the item waits.
+    fn run_first(&self, mut state: MutexGuard<'_, State>, queue: u64) -> bool {
         let first = state.queues.get_mut(&queue).filter(|each| each.is_ready());
         let Some(item) = first.and_then(Queue::take) else { return false };
         drop(state);
@@ -228,9 +227,9 @@ impl Engine {
         let until = Instant::now() + timeout;
         let mut state = self.lock();
         while !state.queues.get(&queue).map_or(Ok(true), Queue::query)? {
-            if state.stepped {
-                drop(state);
-                if !self.run_first(queue) {
+            let is_running = state.queues.get(&queue).is_some_and(|queue| queue.running);
+            if state.stepped && !is_running {
+                if !self.run_first(state, queue) {
                     return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: timeout });
                 }
                 state = self.lock();
@@ -282,10 +281,10 @@ impl Queue {
         Some(*self.due.get_or_insert(now + head.fate.delay))
     }
 
-    /// Whether the queue has a first item that waits for no event.
+    /// Whether the queue has a first item that waits for no event, nor for the item before it, which another caller may run.
     fn is_ready(&self) -> bool {
         let waits = |item: &Item| matches!(&item.work, Work::WaitFor(mark) if mark.outcome().is_none());
-        self.items.front().is_some_and(|item| !waits(item))
+        !self.running && self.items.front().is_some_and(|item| !waits(item))
     }
 
     fn take(&mut self) -> Option<Item> {

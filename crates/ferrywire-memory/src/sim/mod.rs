@@ -165,8 +165,8 @@ impl SimGpu {
         self.engine.step();
     }
 
-    /// Runs the work that is due at this time, which the caller counts from any moment on. Returns whether
-    /// any work was due.
+    /// Runs the work of a stepped GPU that is due at this time, which the caller counts from any moment on. Returns whether
+    /// it ran any.
     pub fn run_due(&self, now: Duration) -> bool {
         self.engine.run_due(now)
     }

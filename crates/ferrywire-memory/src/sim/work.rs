@@ -1,7 +1,6 @@
 //! Work items of a simulated GPU.
 //!
-//! Invariant: an item checks every address before it moves the first byte, and runs only on the engine's
-//! thread.
+//! Invariant: an item checks every address before it moves the first byte, and runs only while its queue is `running`.
 //! Read next: `engine.rs`, which decides when an item runs.
 
 use super::allocation::{Span, resolve};
@@ -65,7 +64,7 @@ impl Work {
         !matches!(self, Work::Flag(..) | Work::Record(_) | Work::WaitFor(_))
     }
 
-    /// Runs the item on the engine's thread.
+    /// Runs the item on this thread.
     pub fn run(&self) -> Result<()> {
         match self {
             Work::ToHost { source, target, bytes } => {

@@ -1,4 +1,5 @@
 use super::*;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[test]
 fn a_stream_keeps_its_order() {
@@ -232,4 +233,40 @@ fn a_stepped_gpu_works_when_it_is_told_the_time() {
     assert!(!at(1000) && stream.query() == Ok(false), "a stalled GPU does nothing");
     assert_eq!(stream.wait(SOON), Ok(()), "until its stall is over");
     assert_eq!(gpu.read_to_vec(buffer.address(), 1).unwrap(), [9]);
+}
+
+/// Regression: the second caller began the next item of a stream while the first one was at the one before it.
+#[test]
+fn two_callers_that_step_a_gpu_keep_the_order_of_a_stream() {
+    const BYTES: usize = 1 << 20;
+    let gpu = SimGpu::open(14).unwrap();
+    gpu.step();
+    let buffer = gpu.alloc(BYTES, 4096).unwrap();
+    let mut copies: Vec<(u8, Vec<u8>, SimStream)> =
+        (1..=50).map(|value| (value, vec![0; BYTES], gpu.stream())).collect();
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let runs = || {
+            while !over.load(Ordering::Relaxed) {
+                gpu.run_due(Duration::ZERO);
+            }
+        };
+        let callers = [scope.spawn(runs), scope.spawn(runs)];
+        let ended = copies.iter_mut().try_for_each(|(value, seen, stream)| {
+            stream.fill(buffer.address(), *value, BYTES)?;
+            // SAFETY: `seen` is freed after the stream, whose end is the end of the copy.
+            unsafe { stream.to_host(buffer.address(), seen.as_mut_ptr(), BYTES)? };
+            stream.wait(SOON)
+        });
+        over.store(true, Ordering::Relaxed);
+        callers.into_iter().for_each(|caller| caller.join().unwrap());
+        assert_eq!(ended, Ok(()));
+    });
+    for (value, seen, stream) in copies {
+        drop(stream);
+        assert!(
+            seen.iter().all(|byte| *byte == value),
+            "copy {value} began before the fill ahead of it had ended"
+        );
+    }
 }
