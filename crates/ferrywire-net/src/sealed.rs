@@ -29,7 +29,7 @@ use ferrywire_proto::record::{
 };
 
 use crate::{Conn, ConnOptions, IoVec, PathHealth};
-use outgoing::{Outgoing, SLOT_BYTES};
+use outgoing::Outgoing;
 
 /// Shortest piece in bytes that has records of its own.
 const OWN_RECORD_BYTES_MIN: usize = 16 << 10;
@@ -174,7 +174,7 @@ impl Sealed {
     /// Reads more records from the connection below. Returns whether the kernel may have more.
     fn fill(&mut self) -> io::Result<bool> {
         let Incoming { buffer, sealed: (start, end), .. } = &mut self.incoming;
-        buffer.resize(SLOT_BYTES, 0);
+        outgoing::allocate(buffer);
         if *start > 0 {
             buffer.copy_within(*start..*end, 0);
             (*start, *end) = (0, *end - *start);

@@ -30,6 +30,13 @@ pub(super) const SLOT_BYTES: usize = (4 * RECORD_BYTES).next_multiple_of(PAGE_BY
 /// less.
 const LENT_BYTES_MIN: usize = 256 << 10;
 
+/// Gives a buffer its size at its first use. Memory that is fresh from the kernel is zero, and is touched only where records lie.
+pub(super) fn allocate(buffer: &mut Vec<u8>) {
+    if buffer.is_empty() {
+        *buffer = vec![0; SLOT_BYTES];
+    }
+}
+
 /// Sealed records that the kernel has not taken: the bytes from `sent` to `end` of the newest slot if
 /// `in_slot`, else of the buffer.
 #[derive(Default)]
@@ -67,7 +74,7 @@ impl Outgoing {
         let slot = self.slots.as_mut().filter(|_| lends).and_then(Slots::choose);
         self.in_slot = slot.is_some();
         let at = slot.unwrap_or_else(|| {
-            self.buffer.resize(SLOT_BYTES, 0);
+            allocate(&mut self.buffer);
             0
         });
         (self.sent, self.end) = (at, at);

@@ -1,5 +1,6 @@
 //! Tests of protected connections over a wire that takes and gives as many bytes as a test allows.
 
+use super::outgoing::SLOT_BYTES;
 use super::*;
 use ferrywire_proto::limits::SEALED_SLOTS;
 use ferrywire_proto::protection::Algorithm;
