@@ -8,6 +8,7 @@
 use std::sync::{Arc, Weak};
 
 use ferrywire::{Endpoint, Region, RegisterError};
+pub use ferrywire_memory::pattern::without_zeroes as pattern;
 use ferrywire_memory::sim::{SimBuffer, SimGpu};
 
 /// Number of guard bytes before, between and after the blocks of an area.
@@ -61,18 +62,6 @@ pub struct Area {
     view: *mut u8,
     buffer: Option<SimBuffer>,
     _own: Option<Box<[u8]>>,
-}
-
-/// A pattern of bytes that differ from position to position and from salt to salt; none of them is 0.
-pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
-    let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
-    let mut out = Vec::with_capacity(bytes + 8);
-    while out.len() < bytes {
-        word = word.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(1);
-        out.extend_from_slice(&((word ^ (word >> 29)) | 0x0101_0101_0101_0101).to_le_bytes());
-    }
-    out.truncate(bytes);
-    out
 }
 
 /// Splits a number of bytes into `blocks` blocks, with gaps between them.

@@ -90,6 +90,19 @@ fn head_bytes(offset: u64, available: usize) -> usize {
     available.min((offset.wrapping_neg() % 8) as usize)
 }
 
+/// `bytes` bytes for a test. They differ from position to position and from salt to salt, and none of them is 0, so that memory
+/// that nothing was written to is told from them.
+pub fn without_zeroes(bytes: usize, salt: u64) -> Vec<u8> {
+    let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
+    let mut out = vec![0; bytes.next_multiple_of(8)];
+    for place in out.as_chunks_mut().0 {
+        word = word.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(1);
+        *place = ((word ^ (word >> 29)) | 0x0101_0101_0101_0101).to_le_bytes();
+    }
+    out.truncate(bytes);
+    out
+}
+
 /// A range of a region, and the part of a pattern that belongs there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stretch {

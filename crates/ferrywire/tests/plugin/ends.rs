@@ -1,6 +1,7 @@
 //! Two endpoints of one process, connected over loopback, whose payload goes over the simulated plugin.
 
 use ferrywire::{Builder, ConnectError, Endpoint, Peer, PluginConfig, Region};
+pub use ferrywire_memory::pattern::without_zeroes as pattern;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -94,18 +95,6 @@ impl Ends {
         self.connecting.close(LIMIT).unwrap();
         self.accepting.close(LIMIT).unwrap();
     }
-}
-
-/// Bytes that differ from position to position and from salt to salt, none of them 0.
-pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
-    let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
-    let mut out = Vec::with_capacity(bytes + 8);
-    while out.len() < bytes {
-        word = word.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(1);
-        out.extend_from_slice(&((word ^ word >> 29) | 0x0101_0101_0101_0101).to_le_bytes());
-    }
-    out.truncate(bytes);
-    out
 }
 
 /// The contents of a region.

@@ -1,6 +1,7 @@
 //! The world in which a scenario runs, and the tools that all scenarios share.
 
 use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer, TransferError};
+pub use ferrywire_memory::pattern::without_zeroes as pattern;
 use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_net::sim::SimNet;
 use rand::Rng;
@@ -205,18 +206,6 @@ impl Raw {
             }
         }
     }
-}
-
-/// Bytes that differ from position to position and from salt to salt, none of them 0.
-pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
-    let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
-    let mut out = Vec::with_capacity(bytes + 8);
-    while out.len() < bytes {
-        word = word.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(1);
-        out.extend_from_slice(&((word ^ word >> 29) | 0x0101_0101_0101_0101).to_le_bytes());
-    }
-    out.truncate(bytes);
-    out
 }
 
 /// The contents of a region.
