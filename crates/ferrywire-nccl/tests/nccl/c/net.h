@@ -208,7 +208,8 @@ struct pair {
     void *send, *recv;
 };
 
-/* Connects to `theirs` and accepts at `listener`, in turns, since neither may wait for the other. */
+/* Connects to `theirs` and accepts at `listener`, in turns, since neither may wait for the other. What takes longer than 10 ms
+ * waits for a time-out of the plugin or for the other process, which has the cores meanwhile. */
 static struct pair meet(struct net *net, void *listener, char *theirs, void **device_handle)
 {
     struct pair pair = { NULL, NULL };
@@ -219,6 +220,8 @@ static struct pair meet(struct net *net, void *listener, char *theirs, void **de
         if (!pair.recv)
             CHECK(net_accept(net, listener, &pair.recv, device_handle) == SUCCESS);
         again(since, "connecting");
+        if (now() - since > 0.01)
+            usleep(100);
     }
     net_close_listen(net, listener);
     return pair;
