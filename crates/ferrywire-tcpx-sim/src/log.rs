@@ -6,6 +6,7 @@
 
 use std::ffi::{CString, c_int};
 use std::fmt::Arguments;
+use std::io::Write;
 use std::sync::OnceLock;
 
 use ferrywire_ncclnet::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
@@ -44,10 +45,16 @@ pub const WARN: c_int = LOG_WARN;
 /// Level of the lines of [`info!`].
 pub const INFO: c_int = LOG_INFO;
 
+/// Writes the last line of a process in one piece. `eprintln!` writes several, and another thread that ends the process meanwhile
+/// left a line without an end, to which the host's error was joined.
+fn last_line(why: Arguments<'_>) {
+    let _ = std::io::stderr().write_all(format!("tcpx-sim: {why}\n").as_bytes());
+}
+
 /// Ends the process by `exit(1)`, which runs exit handlers, where the real plugin does the same.
 pub fn exit_1(why: Arguments<'_>) -> ! {
     warning!("{why}: exit(1)");
-    eprintln!("tcpx-sim: {why}: exit(1)");
+    last_line(format_args!("{why}: exit(1)"));
     // SAFETY: the call ends the process; the C library runs the exit handlers.
     unsafe { libc::exit(1) }
 }
@@ -56,14 +63,14 @@ pub fn exit_1(why: Arguments<'_>) -> ! {
 /// or foreign memory.
 pub fn misuse(why: Arguments<'_>) -> ! {
     warning!("misuse: {why}");
-    eprintln!("tcpx-sim: misuse: {why}");
+    last_line(format_args!("misuse: {why}"));
     std::process::abort()
 }
 
 /// Writes through a null pointer, where the real plugin does the same.
 pub fn segfault(why: Arguments<'_>) -> ! {
     warning!("{why}: SIGSEGV");
-    eprintln!("tcpx-sim: {why}: SIGSEGV");
+    last_line(format_args!("{why}: SIGSEGV"));
     // SAFETY: no memory is mapped at the address, and the fault is intended.
     unsafe { std::ptr::without_provenance_mut::<u64>(8).write_volatile(0) };
     std::process::abort()

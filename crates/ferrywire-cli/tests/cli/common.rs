@@ -155,12 +155,15 @@ impl Serve {
     pub fn next_error_within(&mut self, timeout: Duration) -> String {
         let until = Instant::now() + timeout + GRACE;
         let lines = self.stderr.as_ref().expect("nobody else reads it");
+        let mut others = Vec::new();
         loop {
             match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
                 Ok(line) if line.starts_with("error: ") => return line,
-                Ok(_) => {}
+                Ok(line) => others.push(line),
                 Err(RecvTimeoutError::Disconnected) => return String::new(),
-                Err(RecvTimeoutError::Timeout) => panic!("no error within {timeout:?} and {GRACE:?}"),
+                Err(RecvTimeoutError::Timeout) => {
+                    panic!("no error within {timeout:?} and {GRACE:?}, only {others:#?}")
+                }
             }
         }
     }
