@@ -81,6 +81,14 @@ static void again(double since, const char *what)
     sched_yield();
 }
 
+/* Between polls that have seen nothing for 10 ms: what takes so long waits for a time-out of the plugin or for the other
+ * process, which has the cores meanwhile. */
+static void rest(double quiet_since)
+{
+    if (now() - quiet_since > 0.01)
+        usleep(1000);
+}
+
 static int net_init(struct net *net, logger_t log)
 {
     net->config = -1;
@@ -208,8 +216,7 @@ struct pair {
     void *send, *recv;
 };
 
-/* Connects to `theirs` and accepts at `listener`, in turns, since neither may wait for the other. What takes longer than 10 ms
- * waits for a time-out of the plugin or for the other process, which has the cores meanwhile. */
+/* Connects to `theirs` and accepts at `listener`, in turns, since neither may wait for the other. */
 static struct pair meet(struct net *net, void *listener, char *theirs, void **device_handle)
 {
     struct pair pair = { NULL, NULL };
@@ -220,8 +227,7 @@ static struct pair meet(struct net *net, void *listener, char *theirs, void **de
         if (!pair.recv)
             CHECK(net_accept(net, listener, &pair.recv, device_handle) == SUCCESS);
         again(since, "connecting");
-        if (now() - since > 0.01)
-            usleep(100);
+        rest(since);
     }
     net_close_listen(net, listener);
     return pair;

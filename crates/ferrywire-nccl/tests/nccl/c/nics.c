@@ -108,7 +108,7 @@ static int stream(struct net *net, struct pair pair, int sends, int count)
 {
     static unsigned char ring[IN_FLIGHT][MESSAGE];
     void *requests[IN_FLIGHT];
-    double since = now();
+    double since = now(), moved = since;
     for (int begun = 0, ended = 0; ended < count; again(since, "a stream")) {
         if (begun < count && begun - ended < IN_FLIGHT) {
             unsigned char *data = ring[begun % IN_FLIGHT];
@@ -132,6 +132,9 @@ static int stream(struct net *net, struct pair pair, int sends, int count)
         if (done) {
             CHECK(size == MESSAGE && (sends || is_filled(ring[ended % IN_FLIGHT], MESSAGE, (unsigned)ended)));
             ended++;
+            moved = now();
+        } else {
+            rest(moved);
         }
     }
     return SUCCESS;
