@@ -66,6 +66,8 @@ pub struct Link {
     speaking: Mutex<()>,
     their_failure: Mutex<Option<String>>,
     stop: Stop,
+    /// Whether one thread takes all messages, so that others must leave them to it.
+    has_listener: bool,
 }
 
 /// Ends the waits of all conversations of a run once one of them has failed. Only the driving end uses it: if the other
@@ -85,7 +87,8 @@ impl Link {
     pub fn new(peer: Peer, timeout: Duration) -> Link {
         let (partial, speaking, their_failure) = (Mutex::default(), Mutex::default(), Mutex::default());
         let message_bytes_max = MESSAGE_BYTES_MAX;
-        Link { peer, timeout, message_bytes_max, partial, speaking, their_failure, stop: Stop::default() }
+        let (stop, has_listener) = (Stop::default(), false);
+        Link { peer, timeout, message_bytes_max, partial, speaking, their_failure, stop, has_listener }
     }
 
     /// A conversation with a peer that has connected and was not admitted yet.
@@ -101,6 +104,11 @@ impl Link {
     /// This conversation at rank 0 after the peer was admitted as a rank.
     pub fn with_member(self) -> Link {
         Link { message_bytes_max: MEMBER_BYTES_MAX, ..self }
+    }
+
+    /// This conversation with one thread that takes all messages. Other threads send.
+    pub fn with_listener(self) -> Link {
+        Link { has_listener: true, ..self }
     }
 
     /// Changes the longest time of waits without progress.
@@ -351,7 +359,9 @@ impl Link {
         if sys::interrupted() {
             return Failure::Interrupted;
         }
-        while let Ok(Some(bytes)) = self.peer.poll_notification() {
+        while !self.has_listener
+            && let Ok(Some(bytes)) = self.peer.poll_notification()
+        {
             match self.take_in(&bytes) {
                 Err(failure) if self.their_failure().is_some() => return failure,
                 _ => {}
@@ -475,6 +485,22 @@ mod tests {
             let said = failure.expect_err("the peer does nothing but wait").message();
             assert!(said.contains("has only waited for other peers of the run for"), "{said}");
         });
+    }
+
+    /// Regression: a thread of a rank that could not send any more took the message with the cause from the thread that
+    /// listens.
+    #[test]
+    fn a_thread_that_finds_its_peer_gone_leaves_messages_to_the_listener() {
+        let (near, far, _ends) = pair(LIMIT);
+        let near = near.with_listener();
+        far.tell_last(&Message::PartDone);
+        let since = Instant::now();
+        while near.say(&Message::PartDone).is_ok() {
+            assert!(since.elapsed() < LIMIT, "the peer is not lost");
+            thread::sleep(SLICE / 10);
+        }
+        let heard = near.hear_soon();
+        assert!(matches!(heard, Ok(Some(Message::PartDone))), "{heard:?}");
     }
 
     /// Several pairs of a rank send their reports over one link at once.

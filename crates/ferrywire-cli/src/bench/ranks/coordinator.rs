@@ -23,7 +23,8 @@ pub struct Coordinator {
     arrived: usize,
     passed: u64,
     reports: BTreeMap<(usize, usize), PairReport>,
-    over: bool,
+    /// The end of the run, once it is decided.
+    over: Option<RankMessage>,
 }
 
 impl Coordinator {
@@ -42,7 +43,7 @@ impl Coordinator {
             arrived: 0,
             passed: 0,
             reports: BTreeMap::new(),
-            over: false,
+            over: None,
         }
     }
 
@@ -64,7 +65,7 @@ impl Coordinator {
 
     /// Admits a rank; returns a message for all ranks.
     pub fn admit(&mut self, card: Card) -> Option<RankMessage> {
-        if self.over {
+        if self.over.is_some() {
             return None;
         }
         let rank = card.rank;
@@ -75,7 +76,7 @@ impl Coordinator {
 
     /// Takes a message of an admitted rank; returns a message for all ranks.
     pub fn take(&mut self, from: u32, word: RankMessage) -> Option<RankMessage> {
-        if self.over {
+        if self.over.is_some() {
             return None;
         }
         match word {
@@ -117,7 +118,7 @@ impl Coordinator {
 
     /// Handles the loss of a rank. Returns a message for all ranks.
     pub fn lost(&mut self, rank: u32, why: &str) -> Option<RankMessage> {
-        (!self.over).then(|| self.fault(rank, why.to_owned()))
+        self.over.is_none().then(|| self.fault(rank, why.to_owned()))
     }
 
     /// Handles the end of the time for joining. The message for all ranks names the missing ranks and the
@@ -233,9 +234,13 @@ impl Coordinator {
         }
     }
 
+    /// The message with which the run ends, from the decision on: a rank that joins later may miss it.
+    pub fn over(&self) -> Option<&RankMessage> {
+        self.over.as_ref()
+    }
+
     fn end(&mut self, fault: Option<Fault>) -> RankMessage {
-        self.over = true;
-        RankMessage::Over(fault)
+        self.over.insert(RankMessage::Over(fault)).clone()
     }
 }
 

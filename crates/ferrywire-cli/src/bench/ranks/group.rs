@@ -87,8 +87,9 @@ impl Group {
 
     fn come(plan: &RanksPlan, card: Card) -> Outcome<Arc<Group>> {
         let endpoint = join::endpoint(plan, &card, false)?;
-        let link = Arc::new(Link::new(join::dial(&endpoint, plan)?, plan.bench.timeout));
+        let link = Link::new(join::dial(&endpoint, plan)?, plan.bench.timeout);
         link.tell(&Message::Rank(Box::new(RankMessage::Join(Box::new(card.clone())))))?;
+        let link = Arc::new(link.with_listener());
         let group = Arc::new(Group::new(plan, card, endpoint, None, vec![Some(link.clone())]));
         group.spawn("rank-0", move |group| group.listen_to_rank_0(&link))?;
         Ok(group)
@@ -449,11 +450,13 @@ impl Group {
             Ok(to_all) => to_all,
             Err(why) => return link.tell_last(&Message::Refused { why }),
         };
-        let link = Arc::new(link.with_member());
+        let link = Arc::new(link.with_member().with_listener());
         self.links.lock().unwrap_or_else(PoisonError::into_inner)[rank as usize] = Some(link.clone());
         self.tell_all(to_all);
-        if let Some(over) = self.lock().over.clone() {
-            let _ = link.say(&Message::Rank(Box::new(RankMessage::Over(over))));
+        // The thread that has decided the end may have listed the ranks before this one came.
+        let over = self.lock().coordinator.as_ref().and_then(|coordinator| coordinator.over().cloned());
+        if let Some(over) = over {
+            let _ = link.say(&Message::Rank(Box::new(over)));
         }
         self.listen_to(rank, &link);
     }
@@ -552,6 +555,27 @@ mod tests {
                 said.starts_with("rank 1 (") && said.contains("a thread of the bench panicked"),
                 "{said}"
             );
+        }
+    }
+
+    /// Regression: a rank that joined after the end was decided, but before rank 0 had told it to the others, was not
+    /// told, and took the end of the connection for the cause.
+    #[test]
+    fn a_rank_that_joins_while_the_end_is_told_learns_the_cause() {
+        let port = port(25_000);
+        let first = Group::begin(&rank(0, port)).expect("a group");
+        let decided = first.lock().coordinator.as_mut().and_then(|each| each.lost(1, "as a test asked for"));
+        let second = Group::begin(&rank(1, port)).expect("it comes");
+        let since = Instant::now();
+        while second.check().is_ok() {
+            assert!(since.elapsed() < LIMIT, "the rank is not told");
+            thread::sleep(POLL_INTERVAL);
+        }
+        first.tell_all(decided);
+        for outcome in [&first, &second].map(finished) {
+            let outcome = outcome.recv_timeout(LIMIT).expect("the wait ends");
+            let said = outcome.expect_err("the run has failed").message();
+            assert!(said.starts_with("rank 1") && said.contains("as a test asked for"), "{said}");
         }
     }
 
