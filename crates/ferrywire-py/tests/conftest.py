@@ -15,6 +15,8 @@ import ferrywire as fw
 
 # Longer than any step takes on a working machine: a longer wait hangs.
 LIMIT = 90.0
+# Where separate programs find modules: those of the tests first.
+SEARCHED = list(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
 # The promised time for detecting a killed peer, although its kernel reports the end immediately.
 LOSS_IS_TOLD = 15.0
 
@@ -54,7 +56,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(SEARCHED), **environment},
         )
 
     def line(self) -> str:

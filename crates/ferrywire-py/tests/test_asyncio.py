@@ -253,6 +253,7 @@ def test_a_failed_transfer_raises_where_it_is_awaited(pair: Pair):
 
 BLOCKED = """
 import asyncio, ferrywire as fw, os, signal, socket, sys, threading, time
+from stopping import stop_process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 near = fw.Endpoint()
 silent = socket.create_server(("127.0.0.1", 0))
@@ -263,7 +264,7 @@ async def closes():
     peer = await near.connect_async(bytes.fromhex(sys.argv[1]), timeout=60)
     source = near.allocate(16 << 20)
     peer.send(1, source)
-    os.kill(int(sys.argv[2]), signal.SIGSTOP)
+    stop_process(int(sys.argv[2]))
     await peer.close_async(timeout=1000)
 """
 

@@ -137,6 +137,7 @@ sys.stdin.read()
 # The peer receives nothing more, so that calls that depend on it wait.
 STOPPED = """
 import ferrywire as fw, os, signal, socket, sys, threading
+from stopping import stop_process
 signal.signal(signal.SIGINT, signal.default_int_handler)
 silent = socket.create_server(("127.0.0.1", 0))
 metadata, descriptor, number = bytes.fromhex(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
@@ -145,7 +146,7 @@ peer = near.connect(metadata, timeout=60)
 sys.stdin.readline()
 memory = bytearray(16 << 20)
 region = near.register(memory)
-os.kill(number, signal.SIGSTOP)
+stop_process(number)
 transfers = [peer.write(region, fw.RemoteRegion(descriptor)) for _ in range(4)]
 def connects(): near.connect(silent.getsockname(), timeout=1000)
 def deregisters(): region.deregister()

@@ -273,12 +273,13 @@ except fw.PeerClosed: print("closed", flush=True)
 
 # At the program's end nothing has been received, because its peer was stopped.
 SENDER = """
-import asyncio, ferrywire as fw, os, signal, sys
+import asyncio, ferrywire as fw, sys
+from stopping import stop_process
 def begins(metadata, descriptor, number):
     near = fw.Endpoint(label="sender")
     peer = near.connect(bytes.fromhex(metadata), timeout=60)
     source = near.register(b"x" * (8 << 20))
-    os.kill(int(number), signal.SIGSTOP)
+    stop_process(int(number))
     peer.write(source, fw.RemoteRegion(bytes.fromhex(descriptor)), message=b"all")
     return near
 async def is_closed(near):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from conftest import LIMIT, Pair, Program
+from stopping import stop_process
 
 import ferrywire as fw
 
@@ -125,7 +126,7 @@ def test_a_fetch_that_is_broken_off_writes_no_more(program: type[Program], monke
         peer = near.connect(metadata, LIMIT)
         assert other.line() == "accepted"
         mine = np.ones(1 << 20)
-        other.process.send_signal(signal.SIGSTOP)
+        stop_process(other.process.pid)
         try:
             with pytest.raises(fw.TimedOut, match="read with"):
                 fw.fetch(near, peer, told, into={"a": mine}, timeout=0.05)

@@ -493,7 +493,8 @@ mod tests {
     fn a_thread_that_finds_its_peer_gone_leaves_messages_to_the_listener() {
         let (near, far, _ends) = pair(LIMIT);
         let near = near.with_listener();
-        far.tell_last(&Message::PartDone);
+        far.tell(&Message::PartDone).expect("it is delivered");
+        let _ = far.peer.close(LIMIT);
         let since = Instant::now();
         while near.say(&Message::PartDone).is_ok() {
             assert!(since.elapsed() < LIMIT, "the peer is not lost");

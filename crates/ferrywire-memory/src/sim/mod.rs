@@ -160,7 +160,7 @@ impl SimGpu {
     }
 
     /// Leaves all work to callers of [`SimGpu::run_due`], so that a simulation on one thread repeats. A wait for a stream
-    /// runs the work of that stream, as if its delays and a stall were over.
+    /// runs the work of that stream, as if its delays and a stall were over; it fails if the stream waits for another one.
     pub fn step(&self) {
         self.engine.step();
     }

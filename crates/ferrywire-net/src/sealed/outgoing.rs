@@ -30,7 +30,8 @@ pub(super) const SLOT_BYTES: usize = (4 * RECORD_BYTES).next_multiple_of(PAGE_BY
 /// less.
 const LENT_BYTES_MIN: usize = 256 << 10;
 
-/// Gives a buffer its size at its first use. Memory that is fresh from the kernel is zero, and is touched only where records lie.
+/// Gives a buffer its size at its first use. `vec!` asks for zeroed memory, which costs nothing where it is fresh from the
+/// kernel, and is then touched only where records lie; `resize` would write all of it.
 pub(super) fn allocate(buffer: &mut Vec<u8>) {
     if buffer.is_empty() {
         *buffer = vec![0; SLOT_BYTES];

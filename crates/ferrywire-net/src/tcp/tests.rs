@@ -331,16 +331,19 @@ fn an_ipv6_listener_reports_ipv4_peers_as_such() {
 
 #[test]
 fn a_healthy_connection_waits_for_nothing() {
+    let start = Instant::now();
     let (mut near, mut far) = pair();
     send_all(&mut near, &mut pattern(1000));
     recv_all(far.as_mut(), &mut [0; 1000]);
     until("everything is acknowledged", || !near.health().waiting);
     let PathHealth { unanswered, silent_for, rtt, acked_bytes, .. } = near.health();
+    // The kernel counts in ticks of its clock.
+    let longest = start.elapsed() + Duration::from_millis(20);
     assert_eq!(unanswered, 0);
     // The kernel may count the SYN as a byte.
     assert!((1000..=1001).contains(&acked_bytes), "{acked_bytes}");
-    assert!(silent_for < Duration::from_secs(1));
-    assert!(rtt > Duration::ZERO && rtt < Duration::from_secs(1));
+    assert!(silent_for <= longest, "{silent_for:?}");
+    assert!(rtt > Duration::ZERO && rtt <= longest, "{rtt:?}");
 }
 
 #[test]

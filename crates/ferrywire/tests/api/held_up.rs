@@ -204,8 +204,8 @@ fn a_short_message_for_a_gpu_that_stands_still_holds_up_nothing_else() {
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
     let far = accepting.accept(LIMIT).unwrap();
     // No other test's.
-    let gpu = SimGpu::open(13).unwrap();
-    let on_gpu = accepting.alloc_sim(13, 8192).unwrap();
+    let gpu = SimGpu::open(0).unwrap();
+    let on_gpu = accepting.alloc_sim(0, 8192).unwrap();
     let [source, target] = [connecting.register(vec![5; 8192]).unwrap(), accepting.alloc_host(4096).unwrap()];
     let pieces = [(4096, 1000), (0, 1000)];
     let receives =
@@ -230,7 +230,7 @@ fn a_short_message_for_a_gpu_that_stands_still_holds_up_nothing_else() {
 fn a_short_message_for_memory_of_a_gpu_that_is_freed_fails_its_receive_alone() {
     let pair = pair();
     // No other test's.
-    let gpu = SimGpu::open(14).unwrap();
+    let gpu = SimGpu::open(1).unwrap();
     let buffers = [0, 1].map(|_| gpu.alloc(4096, 4096).unwrap());
     // SAFETY: the simulated GPU refuses addresses that are freed.
     let region = |index: usize| unsafe { pair.ends[0].register_raw(buffers[index].as_ptr(), 4096) }.unwrap();

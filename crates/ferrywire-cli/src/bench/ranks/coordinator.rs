@@ -234,7 +234,8 @@ impl Coordinator {
         }
     }
 
-    /// The message with which the run ends, from the decision on: a rank that joins later may miss it.
+    /// The message with which the run ends, once that is decided. It is for a rank that joins after the message was sent to
+    /// the others.
     pub fn over(&self) -> Option<&RankMessage> {
         self.over.as_ref()
     }

@@ -242,8 +242,8 @@ fn two_callers_that_step_a_gpu_keep_the_order_of_a_stream() {
     let gpu = SimGpu::open(14).unwrap();
     gpu.step();
     let buffer = gpu.alloc(BYTES, 4096).unwrap();
-    let mut copies: Vec<(u8, Vec<u8>, SimStream)> =
-        (1..=50).map(|value| (value, vec![0; BYTES], gpu.stream())).collect();
+    let mut copies: Vec<(u8, SimStream, Vec<u8>)> =
+        (1..=50).map(|value| (value, gpu.stream(), vec![0; BYTES])).collect();
     let over = AtomicBool::new(false);
     thread::scope(|scope| {
         let runs = || {
@@ -252,7 +252,7 @@ fn two_callers_that_step_a_gpu_keep_the_order_of_a_stream() {
             }
         };
         let callers = [scope.spawn(runs), scope.spawn(runs)];
-        let ended = copies.iter_mut().try_for_each(|(value, seen, stream)| {
+        let ended = copies.iter_mut().try_for_each(|(value, stream, seen)| {
             stream.fill(buffer.address(), *value, BYTES)?;
             // SAFETY: `seen` is freed after the stream, whose end is the end of the copy.
             unsafe { stream.to_host(buffer.address(), seen.as_mut_ptr(), BYTES)? };
@@ -262,7 +262,7 @@ fn two_callers_that_step_a_gpu_keep_the_order_of_a_stream() {
         callers.into_iter().for_each(|caller| caller.join().unwrap());
         assert_eq!(ended, Ok(()));
     });
-    for (value, seen, stream) in copies {
+    for (value, stream, seen) in copies {
         drop(stream);
         assert!(
             seen.iter().all(|byte| *byte == value),

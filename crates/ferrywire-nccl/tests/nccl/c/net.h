@@ -81,8 +81,8 @@ static void again(double since, const char *what)
     sched_yield();
 }
 
-/* Between polls that have seen nothing for 10 ms: what takes so long waits for a time-out of the plugin or for the other
- * process, which has the cores meanwhile. */
+/* Between polls that have seen nothing for 10 ms: what takes so long waits for a time-out of the plugin, for a slow NIC, or for
+ * the other process, which has the cores meanwhile. */
 static void rest(double quiet_since)
 {
     if (now() - quiet_since > 0.01)

@@ -34,8 +34,9 @@ static void address(char side, int wire, char *text, size_t room)
     snprintf(text, room, of.v6 ? "fd00:79:%d::%d" : "10.79.%d.%d", wire, end);
 }
 
-/* NICs a0, a1, .. or b0, b1, .., each of 100 Mbit/s or so: slow enough that the NICs are the limit also on a machine whose
- * cores are busy, as shares would else follow who has a core. Their queues hold all that is in flight, so nothing is lost. */
+/* NICs a0, a1, .. or b0, b1, .., each of 100 Mbit/s or so unless they are unequal: slow enough that the NICs are the limit also
+ * on a machine whose cores are busy, as shares would else follow who has a core. Their queues are longer than what the kernel
+ * queues of a connection, so nothing is lost. */
 static void nics_up(char side, int used)
 {
     char names[128] = "=", ip[64], name[16];
