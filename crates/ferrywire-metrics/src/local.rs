@@ -20,6 +20,9 @@ use crate::registry;
 use crate::sample::ProcessSample;
 
 const PREFIX: &str = "ferrywire-";
+/// How the names of sockets end: of those that listen, and of those that do not yet.
+const LISTENING: &str = "sock";
+const STARTING: &str = "starting";
 /// Why a folder with sockets is not used.
 const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; remove it";
 /// Longest time that a reader may take for an answer, and that `watch` waits for one.
@@ -64,8 +67,7 @@ fn open() -> io::Result<()> {
     remove_stale(&folder);
     // Processes of two PID namespaces may have the same process id.
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-    let path = folder.join(format!("{}-{time:x}.sock", std::process::id()));
-    let listener = UnixListener::bind(&path)?;
+    let listener = listen(&folder, &format!("{}-{time:x}", std::process::id()))?;
     thread::Builder::new().name("ferrywire-watch".into()).spawn(move || {
         loop {
             match listener.accept() {
@@ -75,6 +77,15 @@ fn open() -> io::Result<()> {
         }
     })?;
     Ok(())
+}
+
+/// Makes a socket in a folder. It has the name of a socket from the moment on that it listens: before, another process
+/// that starts would take it for that of one that has ended.
+fn listen(folder: &Path, name: &str) -> io::Result<UnixListener> {
+    let starting = folder.join(format!("{name}.{STARTING}"));
+    let listener = UnixListener::bind(&starting)?;
+    fs::rename(&starting, folder.join(format!("{name}.{LISTENING}")))?;
+    Ok(listener)
 }
 
 /// Whether only this user and root can enter a folder.
@@ -96,7 +107,7 @@ fn sockets(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries
         .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|end| end == "sock"))
+        .filter(|path| path.extension().is_some_and(|end| end == LISTENING))
         .collect()
 }
 
@@ -212,4 +223,32 @@ fn credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
         )
     };
     if result == 0 { Ok(found) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, socket};
+
+    use super::*;
+
+    /// Regression: a process that started removed the socket of another one that was about to listen, which `watch` then never
+    /// showed.
+    #[test]
+    fn sockets_of_processes_that_start_are_left_alone_and_those_of_ended_ones_removed() {
+        let folder = std::env::temp_dir().join(format!("ferrywire-metrics-test-{}", std::process::id()));
+        fs::create_dir(&folder).unwrap();
+        let listener = listen(&folder, "listens").unwrap();
+        drop(listen(&folder, "has-ended").unwrap());
+        let starting = folder.join(format!("starts.{STARTING}"));
+        let is_bound = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        bind(&is_bound, &SocketAddrUnix::new(&starting).unwrap()).unwrap();
+        remove_stale(&folder);
+        let left = fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().file_name());
+        let mut left: Vec<_> = left.map(|name| name.into_string().unwrap()).collect();
+        left.sort();
+        assert_eq!(left, ["listens.sock", "starts.starting"]);
+        assert!(connect(&folder.join("listens.sock")).is_ok());
+        drop(listener);
+        fs::remove_dir_all(&folder).unwrap();
+    }
 }
