@@ -64,7 +64,8 @@ pub struct Link {
     partial: Mutex<Vec<u8>>,
     /// Keeps the parts of a message together when several threads send.
     speaking: Mutex<()>,
-    their_failure: Mutex<Option<String>>,
+    /// The failure that the other end has reported, as it says it, and as this end does.
+    their_failure: Mutex<Option<(String, Failure)>>,
     stop: Stop,
     /// Whether one thread takes all messages, so that others must leave them to it.
     has_listener: bool,
@@ -169,6 +170,10 @@ impl Link {
 
     /// The failure that the other end has reported, if any.
     pub fn their_failure(&self) -> Option<String> {
+        self.heard_failure().map(|(said, _)| said)
+    }
+
+    fn heard_failure(&self) -> Option<(String, Failure)> {
         self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
     }
 
@@ -296,7 +301,7 @@ impl Link {
 
     fn they_failed(&self, why: &str, failure: Failure) -> Failure {
         let mut their_failure = self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        their_failure.get_or_insert_with(|| why.to_owned());
+        their_failure.get_or_insert_with(|| (why.to_owned(), failure.clone()));
         failure
     }
 
@@ -362,12 +367,10 @@ impl Link {
         while !self.has_listener
             && let Ok(Some(bytes)) = self.peer.poll_notification()
         {
-            match self.take_in(&bytes) {
-                Err(failure) if self.their_failure().is_some() => return failure,
-                _ => {}
-            }
+            let _ = self.take_in(&bytes);
         }
-        error.into()
+        // Another thread may have read the cause.
+        self.heard_failure().map_or_else(|| error.into(), |(_, failure)| failure)
     }
 
     /// The failure for a peer that violates the bench's protocol.
@@ -502,6 +505,18 @@ mod tests {
         }
         let heard = near.hear_soon();
         assert!(matches!(heard, Ok(Some(Message::PartDone))), "{heard:?}");
+    }
+
+    /// Regression: in both directions of messages, one thread read why the other end stopped, and the other reported the lost
+    /// connection.
+    #[test]
+    fn a_cause_that_one_thread_has_read_is_that_of_the_others_too() {
+        let (near, far, _ends) = pair(LIMIT);
+        far.tell(&Message::failed(&Failure::Interrupted)).expect("it is delivered");
+        let read = near.try_hear().expect_err("the other end has failed").message();
+        let _ = far.peer.close(LIMIT);
+        let lost = near.lost(TransferError::Closed).message();
+        assert_eq!((lost.as_str(), lost.ends_with(": interrupted")), (read.as_str(), true));
     }
 
     /// Several pairs of a rank send their reports over one link at once.
