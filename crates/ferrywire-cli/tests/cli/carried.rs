@@ -3,7 +3,7 @@
 use std::io::{BufRead, Write};
 use std::process::Stdio;
 
-use crate::common::{Serve, ferrywire, first_error, json, read_line, results, run, text};
+use crate::common::{Serve, ferrywire, first_error, json, results, run, text};
 use serde_json::Value;
 
 use crate::hosted::{ONE_HOST, connect, connect_when_free, serve, with_plugin};
@@ -192,7 +192,7 @@ fn fails_at_serve(fault: &str, expected: &[&str]) {
     assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output.stderr));
     let said = serve.next_error();
     assert!(expected.iter().all(|part| said.contains(part)), "{fault}: {said}");
-    while !read_line(&mut serve.stdout).starts_with("listening again on ") {}
+    serve.listens_again();
     // Fewer receives than the fresh one has left until it fails too.
     results(&connect(&serve, "--sizes 64K --iters 3 --warmup 1 --json -", ""));
     assert!(!serve.stop().contains("error: "), "one error for one failure");

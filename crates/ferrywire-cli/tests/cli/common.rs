@@ -146,6 +146,17 @@ impl Serve {
         self.errors()
     }
 
+    /// Waits until a fresh process listens in place of one that has ended.
+    pub fn listens_again(&mut self) {
+        loop {
+            let line = read_line(&mut self.stdout);
+            assert!(!line.is_empty(), "it has ended and does not listen again");
+            if line.starts_with("listening again on ") {
+                return;
+            }
+        }
+    }
+
     /// Waits for the next error on standard error, past warnings. Empty: it has ended.
     pub fn next_error(&mut self) -> String {
         self.next_error_within(TIMEOUT_DEFAULT)

@@ -187,7 +187,7 @@ fn serve_is_killed(moment: Duration, whole: bool) {
             "{error}"
         );
         let args = with_plugin(&format!("bench connect {} --sizes 64K --iters 5 --json -", serve.address));
-        while !crate::common::read_line(&mut serve.stdout).starts_with("listening again on ") {}
+        serve.listens_again();
         crate::common::results(&ferrywire(&args).output().expect("it runs"));
     }
 }
