@@ -76,14 +76,24 @@ impl Companions {
             Err(_) => LAST_WORDS,
         };
         self.wait(grace);
+        let late: Vec<usize> =
+            self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer.number)).collect();
+        let ended = self.peers.iter_mut().filter(|peer| !late.contains(&peer.number));
         let mut failures: Vec<(usize, Failure)> =
-            self.peers.iter_mut().filter_map(|peer| Some((peer.number, peer.failure()?))).collect();
-        if outcome.is_ok() {
-            let why = format!("the peer's process has not ended within {:?}", rounded(grace));
-            let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer.number));
-            failures.extend(late.map(|number| (number, Failure::failed(why.clone()))));
-        }
+            ended.filter_map(|peer| Some((peer.number, peer.failure()?))).collect();
         self.kill();
+        match &outcome {
+            Ok(()) => {
+                let why = format!("the peer's process has not ended within {:?}", rounded(grace));
+                failures.extend(late.into_iter().map(|number| (number, Failure::failed(why.clone()))));
+            }
+            // A peer that has failed tells the other end before it ends, and may have been at that.
+            Err(_) => {
+                let late = self.peers.iter_mut().filter(|peer| late.contains(&peer.number));
+                let told = late.filter_map(|peer| Some((peer.number, peer.reported()?)));
+                failures.extend(told.filter(|(_, failure)| *failure != Failure::Interrupted));
+            }
+        }
         match outcome {
             Ok(()) if sys::interrupted() => Err(Failure::Interrupted),
             outcome => together(outcome, failures),
@@ -130,13 +140,21 @@ impl Companion {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// The peer's failure, if the peer has ended with one.
-    fn failure(&mut self) -> Option<Failure> {
-        let status = self.child.try_wait().ok().flatten().filter(|status| !status.success())?;
+    /// The failure that the peer's process has reported, once it has ended.
+    fn reported(&mut self) -> Option<Failure> {
         while let Ok(message) = self.messages.recv_timeout(LAST_WORDS) {
             if let Message::Outcome(Err(failure)) = message {
                 return Some(failure);
             }
+        }
+        None
+    }
+
+    /// The peer's failure, if the peer has ended with one.
+    fn failure(&mut self) -> Option<Failure> {
+        let status = self.child.try_wait().ok().flatten().filter(|status| !status.success())?;
+        if let Some(failure) = self.reported() {
+            return Some(failure);
         }
         // A killed process leaves no message.
         let printed = self.printed.recv_timeout(LAST_WORDS).unwrap_or_default();
@@ -284,6 +302,25 @@ mod tests {
         let companions = Companions { peers, timeout: Duration::ZERO };
         let said = companions.end(Ok(())).expect_err("the peer does not end").message();
         assert!(said.contains("peer 1 of the incast failed: the peer's process has not ended"), "{said}");
+    }
+
+    /// Regression: a peer that told the other end of its failure for longer than this one waited was not named.
+    #[test]
+    fn a_peer_that_is_slow_to_report_its_failure_is_named_too() {
+        let mut command = Command::new("sh");
+        let script = format!("sleep 3; {}", failing("Failed", "the cable"));
+        command.args(["-c", &script]).stdin(Stdio::null()).stderr(Stdio::piped());
+        // SAFETY: between fork and exec a signal is ignored, and nothing else happens.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_IGN);
+                Ok(())
+            })
+        };
+        let peers = vec![Companion::start(2, command).expect("a shell")];
+        let heard = Err(Failure::Hearsay("a.b: another peer of this run failed".to_owned()));
+        let said = Companions { peers, timeout: Duration::from_secs(60) }.end(heard);
+        assert_eq!(said, Err(Failure::failed("peer 2 of the incast failed: the cable")));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 
 use super::isolated::message::Message;
-use super::link::SLICE;
+use super::link::{CLOSE_TIMEOUT, SLICE};
 use super::{check_metrics, child_secret, connect, parent};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
@@ -23,6 +23,9 @@ use crate::units::rounded;
 const SAID_BYTES_MAX: u64 = 64 << 10;
 /// How long the pipe of the other end is read after that process has ended, in case a child of it holds the pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Longest time for the other end to end by itself after a run, with a trace: its last message, the close of its endpoint, and
+/// the end of the trace's file.
+const TRACE_END_TIMEOUT: Duration = Duration::from_secs(2 * CLOSE_TIMEOUT.as_secs() + 5 + 3);
 /// Longest time for the other end to listen: it opens GPUs, and may load a plugin.
 const START_TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -103,12 +106,12 @@ impl OtherEnd {
     /// end.
     fn finish_trace(mut self) {
         if std::env::var_os("FERRYWIRE_TRACE").is_some() {
-            self.await_end();
+            self.await_end(TRACE_END_TIMEOUT);
         }
     }
 
-    fn await_end(&mut self) {
-        let until = Instant::now() + LAST_WORDS;
+    fn await_end(&mut self, limit: Duration) {
+        let until = Instant::now() + limit;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < until && !sys::interrupted() {
             thread::sleep(SLICE);
         }
@@ -116,7 +119,7 @@ impl OtherEnd {
 
     /// Adds the error of the other end, if it reported one, to an error of this end.
     fn added_to(mut self, text: String) -> String {
-        self.await_end();
+        self.await_end(LAST_WORDS);
         let _ = self.child.kill();
         while let Ok(message) = self.messages.recv_timeout(LAST_WORDS) {
             if let Message::Outcome(Err(failure)) = message {
