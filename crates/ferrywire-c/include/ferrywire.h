@@ -188,7 +188,7 @@ int ferrywire_options_nic(ferrywire_options *options,
                           const char *name);
 
 /**
- * Sets the number of channels (data connections) of each peer. Default: chosen from the numbers of cores and NICs.
+ * Sets the number of channels (data connections) of each peer. Default: chosen from cores, NICs and round trip.
  */
 int ferrywire_options_channels(ferrywire_options *options,
                                size_t channels);

@@ -106,7 +106,7 @@ pub unsafe extern "C" fn ferrywire_options_nic(options: *mut Options, name: *con
     })
 }
 
-/// Sets the number of channels (data connections) of each peer. Default: chosen from the numbers of cores and NICs.
+/// Sets the number of channels (data connections) of each peer. Default: chosen from cores, NICs and round trip.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_options_channels(options: *mut Options, channels: usize) -> c_int {
     change(options, |builder| Ok(builder.channels(channels)))

@@ -19,7 +19,7 @@ pub struct Config {
     pub label: String,
     /// Names of the NICs to use. If empty: all NICs that share a subnet with the peer, else the NIC of the route.
     pub nics: Vec<String>,
-    /// Channels per peer; `None` chooses by cores and NICs.
+    /// Channels per peer; `None` chooses by cores, NICs and the round trip.
     pub channels: Option<usize>,
     /// Number of progress threads. With 0, callers poll everything.
     pub threads: usize,

@@ -19,6 +19,8 @@ const LINE_ADDRESS: &str = "10.77.9.2";
 /// The least that the kernel counts for a socket buffer of a long path, and the most for one of a short path.
 const LONG_BYTES_MIN: u64 = 16 << 20;
 const SHORT_BYTES_MAX: u64 = 4 << 20;
+/// The least number of channels of a long path.
+const LONG_CHANNELS_MIN: u64 = 8;
 
 /// A long path from host A to an address of host B, over a NIC of A.
 struct Long {
@@ -78,8 +80,9 @@ fn run(world: &World, nic: &str, address: &str) -> Value {
     Process::start(world, Host::A, &args).end(RUN_TIMEOUT).verified()
 }
 
+/// Of one channel little is under way: the kernel bounds its buffers.
 #[test]
-fn both_ends_of_a_long_path_have_large_buffers() {
+fn both_ends_of_a_long_path_have_large_buffers_and_many_channels() {
     let Some(_turn) = turn() else { return };
     let world = World::new("1gbit");
     let long = match Long::new(&world) {
@@ -88,6 +91,8 @@ fn both_ends_of_a_long_path_have_large_buffers() {
     };
     let _serve = Process::serve(&world, "");
     let (near, far) = (run(&world, &Host::A.nic(1), "10.77.1.2"), run(&world, &long.nic, &long.address));
+    let channels = |row: &Value| row["channels"].as_u64().unwrap_or_else(|| panic!("{row}"));
+    assert_eq!(channels(&far), channels(&near).max(LONG_CHANNELS_MIN));
     for end in ["socket_buffer_bytes", "peer_socket_buffer_bytes"] {
         for way in ["send", "receive"] {
             let bytes = |row: &Value| row["extra"][end][way].as_u64().unwrap_or_else(|| panic!("{row}"));

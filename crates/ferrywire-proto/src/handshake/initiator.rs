@@ -116,6 +116,13 @@ impl Initiator {
         Initiator { wanted, ..self }
     }
 
+    /// Changes the proposed number of channels, as long as the proposal is not sent: the other end has not answered.
+    pub fn propose_channels(&mut self, channels: u16) {
+        if let Stage::Answer { purpose: Purpose::New { config }, .. } = &mut self.stage {
+            config.channels = channels;
+        }
+    }
+
     /// Number of bytes to read next; never beyond the handshake, and 0 when it is over.
     pub fn want(&self) -> usize {
         if matches!(self.stage, Stage::Over) { 0 } else { self.intake.want() }

@@ -138,7 +138,22 @@ pub(super) struct Dial {
     since: Duration,
     limit: Duration,
     to: String,
+    /// How the number of channels follows from the path, unless the user has set it.
+    by_default: Option<ChannelsByDefault>,
     pub what: DialFor,
+}
+
+/// What the default number of channels depends on, besides the path.
+#[derive(Clone, Copy)]
+struct ChannelsByDefault {
+    cores: usize,
+    pairs: usize,
+}
+
+impl ChannelsByDefault {
+    fn over(self, round_trip: Duration) -> u16 {
+        schedule::channels_default(self.cores, self.pairs, round_trip) as u16
+    }
 }
 
 impl Dial {
@@ -163,8 +178,10 @@ impl Dial {
             return Err(Error::invalid("secret", why));
         }
         let nic = if config.nics.is_empty() { None } else { Some(named_nic(context, address)?) };
-        let cores = affinity::cores_with_time();
-        let default = || schedule::channels_default(cores, super::pairs_expected(context, address));
+        let by_default = ChannelsByDefault {
+            cores: affinity::cores_with_time(),
+            pairs: super::pairs_expected(context, address),
+        };
         let offered = match (without, &context.backend, &context.no_backend) {
             (Some(why), ..) => terms::without(why),
             (None, Some(backend), _) => backend.offer(address, &*context.transport)?,
@@ -172,7 +189,7 @@ impl Dial {
             (None, None, None) => Vec::new(),
         };
         let session = SessionConfig {
-            channels: config.channels.unwrap_or_else(default) as u16,
+            channels: config.channels.map_or_else(|| by_default.over(Duration::ZERO), |said| said as u16),
             chunk_bytes: config.chunk_bytes as u32,
             window: config.window as u32,
             crc: config.crc,
@@ -182,7 +199,8 @@ impl Dial {
         let purpose = Purpose::New { config: session };
         let dial =
             Dial::open(context, me, nic.as_ref(), address, secret, purpose, limits::HANDSHAKE_TIMEOUT)?;
-        Ok(Dial { initiator: dial.initiator.of_one_end(target.identity), ..dial })
+        let by_default = config.channels.is_none().then_some(by_default);
+        Ok(Dial { initiator: dial.initiator.of_one_end(target.identity), by_default, ..dial })
     }
 
     /// Dials a control connection that resumes a session.
@@ -232,7 +250,7 @@ impl Dial {
     fn over(conn: Box<dyn Conn>, initiator: Initiator, limit: Duration, to: String) -> Dial {
         let what = DialFor::Resume { session: 0 };
         let (output, since) = (Vec::new(), Duration::ZERO);
-        Dial { conn, initiator, output, waits_to_write: true, since, limit, to, what }
+        Dial { conn, initiator, output, waits_to_write: true, since, limit, to, by_default: None, what }
     }
 
     /// Starts the timeout of the dial, whose purpose is `what`.
@@ -287,6 +305,10 @@ impl Dial {
             match read_in(&mut *self.conn, &mut buffer[..want]) {
                 Ok(Some(0)) => return Some(Err(self.failed(&self.initiator.closed()))),
                 Ok(Some(count)) => {
+                    if let Some(by_default) = self.by_default.take() {
+                        // The answer has come: the kernel has measured the path.
+                        self.initiator.propose_channels(by_default.over(self.conn.health().min_rtt));
+                    }
                     if let Err(error) = self.initiator.feed(&buffer[..count]) {
                         return Some(Err(self.failed(&error)));
                     }
@@ -376,4 +398,50 @@ fn unreachable_at(address: &str, error: &io::Error, is_first: bool) -> Error {
     };
     let cause = UnreachableCause::of(error);
     Error::Unreachable { address: address.into(), cause, why: format!("{error}; {hint}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem::ManuallyDrop;
+
+    use ferrywire_net::sim::SimNet;
+
+    use super::*;
+    use crate::Endpoint;
+
+    const PORT: u16 = 7420;
+
+    /// The number of channels that two endpoints with this one-way latency between them have by default.
+    fn channels_at(latency: Duration) -> usize {
+        let net = SimNet::new(1);
+        net.set_latency(latency);
+        let end = |host: u8| {
+            let address = [10, 0, 0, host].into();
+            let host = net.host(&format!("host{host}"), &[("eth0", address)]);
+            let listen = SocketAddr::new(address, PORT);
+            let builder = Endpoint::builder().listen(listen).secret("a shared secret").threads(0);
+            builder.transport(host).build().unwrap()
+        };
+        // They have no farewell, which would wait for a clock that does not advance.
+        let ends = ManuallyDrop::new([end(1), end(2)]);
+        let connecting = ends[0].start_connect(SocketAddr::new([10, 0, 0, 2].into(), PORT)).unwrap();
+        loop {
+            for end in ends.iter() {
+                end.progress();
+            }
+            net.advance(Duration::from_micros(50));
+            if let Some(peer) = connecting.poll() {
+                return ManuallyDrop::new(peer.unwrap()).stats().channels.len();
+            }
+            assert!(net.now() < Duration::from_secs(10), "they do not connect");
+        }
+    }
+
+    /// Regression: two cores had two channels over any path, and the buffers of two hold 12 MB.
+    #[test]
+    fn a_long_path_has_more_channels_by_default() {
+        let near = channels_at(Duration::from_micros(50));
+        assert_eq!(near, schedule::channels_default(affinity::cores_with_time(), 1, Duration::ZERO));
+        assert_eq!(channels_at(Duration::from_millis(3)), near.max(8));
+    }
 }

@@ -67,7 +67,8 @@ impl Builder {
         self
     }
 
-    /// Sets the number of channels per peer. Default: chosen from the numbers of cores and NICs.
+    /// Sets the number of channels per peer. Default: chosen from the numbers of cores and NICs and
+    /// from the round trip.
     pub fn channels(mut self, channels: usize) -> Builder {
         self.config.channels = Some(channels);
         self
