@@ -192,7 +192,7 @@ def measure(o, path):
         if o.also:
             attempt("also", lambda: ferrywire(o, o.also))
         for control, sockbuf in itertools.product(o.cc, o.sockbuf):
-            attempt(f"{control}/{sockbuf}", lambda: raw(o, chosen.get("channels", 2), sockbuf, control))
+            attempt(f"{control}/{sockbuf}", lambda: raw(o, chosen.get("channels", 8), sockbuf, control))
     idle = {}
     if o.idle:
         try:

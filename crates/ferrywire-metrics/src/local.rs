@@ -23,6 +23,8 @@ const PREFIX: &str = "ferrywire-";
 /// How the names of sockets end: of those that listen, and of those that do not yet.
 const LISTENING: &str = "sock";
 const STARTING: &str = "starting";
+/// Longest time that a process is about to listen.
+const STARTS_WITHIN: Duration = Duration::from_secs(60);
 /// Why a folder with sockets is not used.
 const NOT_PRIVATE: &str = "not a folder that its user alone owns and can enter; remove it";
 /// Longest time that a reader may take for an answer, and that `watch` waits for one.
@@ -84,7 +86,9 @@ fn open() -> io::Result<()> {
 fn listen(folder: &Path, name: &str) -> io::Result<UnixListener> {
     let starting = folder.join(format!("{name}.{STARTING}"));
     let listener = UnixListener::bind(&starting)?;
-    fs::rename(&starting, folder.join(format!("{name}.{LISTENING}")))?;
+    fs::rename(&starting, folder.join(format!("{name}.{LISTENING}"))).inspect_err(|_| {
+        let _ = fs::remove_file(&starting);
+    })?;
     Ok(listener)
 }
 
@@ -94,8 +98,14 @@ fn is_private(folder: &Path, user: u32) -> bool {
         .is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
 }
 
-/// Removes sockets that no process listens on any more.
+/// Removes sockets that no process listens on any more, or that one was about to listen on when it was killed.
 fn remove_stale(folder: &Path) {
+    for path in ending(folder, STARTING) {
+        let made = fs::symlink_metadata(&path).and_then(|found| found.modified());
+        if made.is_ok_and(|made| made.elapsed().is_ok_and(|age| age > STARTS_WITHIN)) {
+            let _ = fs::remove_file(path);
+        }
+    }
     for path in sockets(folder) {
         if connect(&path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused) {
             let _ = fs::remove_file(path);
@@ -104,10 +114,15 @@ fn remove_stale(folder: &Path) {
 }
 
 fn sockets(folder: &Path) -> Vec<PathBuf> {
+    ending(folder, LISTENING)
+}
+
+/// The files of a folder whose names end so.
+fn ending(folder: &Path, wanted: &str) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries
         .map(|entry| entry.path())
-        .filter(|path| path.extension().is_some_and(|end| end == LISTENING))
+        .filter(|path| path.extension().is_some_and(|end| end == wanted))
         .collect()
 }
 
@@ -236,6 +251,8 @@ mod tests {
     #[test]
     fn sockets_of_processes_that_start_are_left_alone_and_those_of_ended_ones_removed() {
         let folder = std::env::temp_dir().join(format!("ferrywire-metrics-test-{}", std::process::id()));
+        // A process with this number may have left it.
+        let _ = fs::remove_dir_all(&folder);
         fs::create_dir(&folder).unwrap();
         let listener = listen(&folder, "listens").unwrap();
         drop(listen(&folder, "has-ended").unwrap());

@@ -107,7 +107,8 @@ impl Endpoint {
     /// `listen` is an address ("host:port" or a pair; port 0 chooses a free port); without it the endpoint does not
     /// listen. `secret` (text or bytes, at least `SECRET_BYTES_MIN`) must be equal on both ends and is required beyond
     /// loopback. `nics` are names; by default all NICs that share a subnet with the peer, else the NIC of the route.
-    /// `channels` counts the connections per peer, `threads` the progress threads; both follow the cores by default.
+    /// `channels` counts the connections per peer, `threads` the progress threads; both follow the cores by default,
+    /// and over a long path there are at least 8 channels.
     /// `chunk_bytes` and `socket_buffer_bytes` are in bytes, `window` in frames per channel. With `crc` each chunk
     /// carries a checksum. `encryption` is "off", "preferred" or "required": a session is encrypted if one end requires it
     /// or both prefer it, and refused if one end requires it and the other has it off. `keyed_checksum` authenticates

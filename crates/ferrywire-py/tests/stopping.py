@@ -8,8 +8,9 @@ import time
 def stop_process(number: int) -> None:
     """Returns once all threads of a process stand: the one that has the signal stops the others, and may wait for a core."""
     os.kill(number, signal.SIGSTOP)
-    tasks = f"/proc/{number}/task"
+    tasks, until = f"/proc/{number}/task", time.monotonic() + 60
     while any(state_of(f"{tasks}/{task}/stat") not in "TtZX" for task in os.listdir(tasks)):
+        assert time.monotonic() < until, f"process {number} does not stop"
         time.sleep(0.001)
 
 

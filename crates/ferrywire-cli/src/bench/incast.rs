@@ -87,6 +87,7 @@ impl Companions {
                 let why = format!("the peer's process has not ended within {:?}", rounded(grace));
                 failures.extend(late.into_iter().map(|number| (number, Failure::failed(why.clone()))));
             }
+            Err(Failure::Interrupted) => {}
             // A peer that has failed tells the other end before it ends, and may have been at that.
             Err(_) => {
                 let late = self.peers.iter_mut().filter(|peer| late.contains(&peer.number));
@@ -94,6 +95,7 @@ impl Companions {
                 failures.extend(told.filter(|(_, failure)| *failure != Failure::Interrupted));
             }
         }
+        failures.sort_by_key(|(number, _)| *number);
         match outcome {
             Ok(()) if sys::interrupted() => Err(Failure::Interrupted),
             outcome => together(outcome, failures),

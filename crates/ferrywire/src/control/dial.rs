@@ -407,19 +407,20 @@ mod tests {
     use ferrywire_net::sim::SimNet;
 
     use super::*;
-    use crate::Endpoint;
+    use crate::{Builder, Endpoint};
 
     const PORT: u16 = 7420;
 
-    /// The number of channels that two endpoints with this one-way latency between them have by default.
-    fn channels_at(latency: Duration) -> usize {
+    /// The number of channels of two endpoints with this one-way latency between them, by default or as `said`.
+    fn channels_at(latency: Duration, said: Option<usize>) -> usize {
         let net = SimNet::new(1);
         net.set_latency(latency);
         let end = |host: u8| {
             let address = [10, 0, 0, host].into();
             let host = net.host(&format!("host{host}"), &[("eth0", address)]);
             let listen = SocketAddr::new(address, PORT);
-            let builder = Endpoint::builder().listen(listen).secret("a shared secret").threads(0);
+            let mut builder = Endpoint::builder().listen(listen).secret("a shared secret").threads(0);
+            builder = said.into_iter().fold(builder, Builder::channels);
             builder.transport(host).build().unwrap()
         };
         // They have no farewell, which would wait for a clock that does not advance.
@@ -440,8 +441,9 @@ mod tests {
     /// Regression: two cores had two channels over any path, and the buffers of two hold 12 MB.
     #[test]
     fn a_long_path_has_more_channels_by_default() {
-        let near = channels_at(Duration::from_micros(50));
+        let near = channels_at(Duration::from_micros(50), None);
         assert_eq!(near, schedule::channels_default(affinity::cores_with_time(), 1, Duration::ZERO));
-        assert_eq!(channels_at(Duration::from_millis(3)), near.max(8));
+        assert_eq!(channels_at(Duration::from_millis(3), None), near.max(8));
+        assert_eq!(channels_at(Duration::from_millis(3), Some(1)), 1);
     }
 }

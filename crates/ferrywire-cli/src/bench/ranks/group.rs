@@ -277,8 +277,10 @@ impl Group {
         }
         let link = self.link_to_rank_0()?;
         link.tell(&Message::Rank(Box::new(word))).map_err(|failure| {
-            // The thread that listens may not have read the cause yet, or not have noticed the loss.
-            self.await_verdict();
+            if failure != Failure::Interrupted && link.peer.error().is_some() {
+                // The thread that listens may not have read the cause yet, or not have noticed the loss.
+                self.await_verdict();
+            }
             self.check().err().unwrap_or(failure)
         })
     }
