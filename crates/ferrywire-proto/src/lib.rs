@@ -11,6 +11,7 @@
 
 pub mod channel_assignment;
 pub mod clock;
+pub mod descriptor;
 #[cfg(any(test, fuzzing, feature = "testing"))]
 #[doc(hidden)]
 pub mod fuzz_input;

@@ -2,7 +2,7 @@
 //!
 //! Each target takes arbitrary bytes, spends some of them on choices, and panics when an invariant is broken.
 //! The targets are not part of the API; `fuzz/smoke` runs them. Targets for the kernel's bytes are in
-//! `ferrywire_sys::fuzzing`.
+//! `ferrywire-devmem`, `sys/fuzzing.rs`.
 //! Read next: `ends.rs`, then the attackers: `strangers.rs` (without the secret), `insider.rs` (with it),
 //! `sessions.rs`, `frames.rs`, `records.rs`.
 
@@ -13,6 +13,7 @@ mod records;
 mod sessions;
 mod strangers;
 
+use crate::descriptor::Descriptor;
 use crate::fuzz_input::{Input, check_text};
 
 const SECRET: &[u8] = b"correct horse";
@@ -49,8 +50,11 @@ pub fn records(data: &[u8]) {
     records::changed(&mut Input(data));
 }
 
-/// Data frames, and the pure code that acts on them, compared with models.
+/// Data frames, and the pure code that acts on them, compared with models; and descriptors of regions.
 pub fn wire(data: &[u8]) {
+    if let Ok(region) = Descriptor::decode(data) {
+        assert_eq!(region.encode(), data, "an accepted descriptor is encoded to the same bytes");
+    }
     let mut input = Input(data);
     match input.u8() % 4 {
         0 => frames::headers(&mut input),
