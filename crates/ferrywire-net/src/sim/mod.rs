@@ -28,6 +28,7 @@ mod traffic;
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -64,18 +65,24 @@ pub struct SimNet {
     seed: u64,
     /// Start of the process's clock, in real time; `None` with virtual time.
     epoch: Option<Instant>,
+    /// Number of times that the clock was read.
+    reads: AtomicU64,
     state: Mutex<State>,
 }
 
 impl SimNet {
     /// A network whose clock moves only by [`advance`](SimNet::advance) and [`step`](SimNet::step).
     pub fn new(seed: u64) -> Arc<SimNet> {
-        Arc::new(SimNet { seed, epoch: None, state: Mutex::new(State::new(seed)) })
+        SimNet::on(None, seed)
     }
 
     /// A network on the process's clock, for tests with threads. Its events are not repeatable.
     pub fn real_time(seed: u64) -> Arc<SimNet> {
-        Arc::new(SimNet { seed, epoch: Some(Instant::now()), state: Mutex::new(State::new(seed)) })
+        SimNet::on(Some(Instant::now()), seed)
+    }
+
+    fn on(epoch: Option<Instant>, seed: u64) -> Arc<SimNet> {
+        Arc::new(SimNet { seed, epoch, reads: AtomicU64::new(0), state: Mutex::new(State::new(seed)) })
     }
 
     /// The seed of the network.
@@ -101,7 +108,13 @@ impl SimNet {
 
     /// Time since the network was made.
     pub fn now(&self) -> Duration {
+        self.reads.fetch_add(1, Ordering::Relaxed);
         self.lock().clock
+    }
+
+    /// Number of times that the clock was read. A thread that polls or waits reads it again and again.
+    pub fn clock_reads(&self) -> u64 {
+        self.reads.load(Ordering::Relaxed)
     }
 
     /// Moves the clock by `by` and processes the events on the way. In real time, sleeps.

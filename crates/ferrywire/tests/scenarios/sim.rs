@@ -12,8 +12,9 @@ use rand::rngs::StdRng;
 use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Virtual time after which whatever is waited for will not come.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -38,7 +39,7 @@ pub struct SimWorld {
     net: Arc<SimNet>,
     rng: StdRng,
     members: Vec<Member>,
-    step_max: Duration,
+    step_max: Rc<Cell<Duration>>,
     /// Turns taken since something last was waited for in vain.
     turns: Cell<u32>,
 }
@@ -92,7 +93,7 @@ impl SimWorld {
             net,
             rng: StdRng::seed_from_u64(seed),
             members: Vec::new(),
-            step_max: STEP_MAX,
+            step_max: Rc::new(Cell::new(STEP_MAX)),
             turns: Cell::new(0),
         }
     }
@@ -109,10 +110,9 @@ impl SimWorld {
         let copies = self.gpus_copy();
         let step = match worked || copies {
             true => TURN,
-            false => self
-                .net
-                .next_event()
-                .map_or(self.step_max, |next| next.saturating_sub(now).clamp(TURN, self.step_max)),
+            false => self.net.next_event().map_or(self.step_max.get(), |next| {
+                next.saturating_sub(now).clamp(TURN, self.step_max.get())
+            }),
         };
         self.net.advance(step);
         worked
@@ -206,13 +206,19 @@ impl World for SimWorld {
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(call);
-            // The thread of the GPU needs time slices too, or the clock runs ahead of it.
-            self.step_max = STEP_MAX / 20;
+            let (net, step_max) = (self.net.clone(), self.step_max.clone());
             self.until("a call that waits", || {
-                std::thread::sleep(Duration::from_micros(20));
+                // The clock waits for the thread, which reads it. A thread that waits for anything else, such as a
+                // GPU, gets time by small steps.
+                let (reads, since) = (net.clock_reads(), Instant::now());
+                let reads_on = || net.clock_reads() >= reads + 2;
+                while !reads_on() && !waiting.is_finished() && since.elapsed() < Duration::from_millis(2) {
+                    std::thread::sleep(Duration::from_micros(20));
+                }
+                step_max.set(if reads_on() { STEP_MAX } else { STEP_MAX / 20 });
                 waiting.is_finished().then_some(())
             });
-            self.step_max = STEP_MAX;
+            self.step_max.set(STEP_MAX);
             waiting.join().unwrap()
         })
     }
