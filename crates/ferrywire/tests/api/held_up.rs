@@ -161,16 +161,14 @@ fn a_long_queue_of_our_own_drops_no_answer() {
     let target = theirs.descriptor();
     let writes: Vec<_> = (0..150_000).map(|_| here.write(&ours, 0, &target, 0, 8).unwrap()).collect();
     let send = there.send(1, &theirs, 0, 1 << 20).unwrap();
-    let begun = Instant::now();
-    while receive.poll().is_none()
-        || send.poll().is_none()
-        || writes.iter().any(|write| write.poll().is_none())
-    {
+    let (begun, mut ended) = (Instant::now(), 0);
+    while receive.poll().is_none() || send.poll().is_none() || ended < writes.len() {
         assert!(begun.elapsed() < LIMIT, "{:?}, {:?}", receive.poll(), send.poll());
         for _ in 0..100 {
             near.progress();
             far.progress();
         }
+        ended += writes[ended..].iter().take_while(|write| write.poll().is_some()).count();
     }
     assert!(matches!(receive.poll(), Some(Err(TransferError::Truncated { .. }))));
     assert!(matches!(send.poll(), Some(Err(_))));
@@ -481,7 +479,11 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     // One of ours, which keeps the memory in use.
     let read = pair.far.read(&target, 0, &source.descriptor(), 0, BYTES as u64).unwrap();
     until_staged(&pair.far, BYTES as u64);
+    let (begun, busy) = (Instant::now(), busy_time());
     let error = target.deregister().unwrap_err();
+    // Regression: the caller polled without a pause, and kept a core busy.
+    let (took, busy) = (begun.elapsed(), busy_time() - busy);
+    assert!(busy < took / 2, "busy for {busy:?} of {took:?}");
     assert!(
         matches!(&error, RegisterError::ResourceBusy { by, .. } if by.contains("simulated GPU 11")),
         "{error}"
@@ -491,6 +493,12 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     assert_eq!(read.wait(LIMIT), Ok(BYTES as u64));
     assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [7; BYTES]);
     assert_eq!(pair.far.stats().lost_channels, [""; 0]);
+}
+
+/// Time for which this thread has run.
+fn busy_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// No caller waits that could get the error that the memory is still in use.
@@ -512,7 +520,7 @@ fn memory_of_a_stalled_gpu_is_not_touched_when_its_region_is_dropped() {
     let begun = Instant::now();
     while pair.far.stats().lost_channels.is_empty() {
         assert!(begun.elapsed() < LIMIT);
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_millis(1));
     }
     gpu.set_stall(false);
     assert!(write.wait(LIMIT).is_err());

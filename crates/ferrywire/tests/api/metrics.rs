@@ -6,7 +6,7 @@ use ferrywire::metrics::{OccupancySample, PeerSample, process};
 use ferrywire::{Endpoint, Region};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The GPU of these tests and of no others, and the lock to use it.
 const GPU: u32 = 2;
@@ -20,7 +20,7 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_so() {
         assert!(begun.elapsed() < LIMIT, "never: {what}");
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_micros(200));
     }
 }
 

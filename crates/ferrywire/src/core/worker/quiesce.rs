@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Command, SPIN, Workers};
+use super::{Command, Pass, SPIN, Workers};
 use crate::core::channel::Unreleased;
 use crate::core::operation::Op;
 use crate::core::peer::Landing;
@@ -160,8 +160,9 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
             let by = format!("copies to {location}, which is stalled or slow");
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
-        let goes_on = workers.poll_once().goes_on();
-        if goes_on || start.elapsed() < SPIN { thread::yield_now() } else { thread::sleep(PAUSE) }
+        // A GPU that is stalled may copy for seconds: only bytes that move are worth a core.
+        let moves = workers.poll_once() == Pass::Worked;
+        if moves || start.elapsed() < SPIN { thread::yield_now() } else { thread::sleep(PAUSE) }
     }
     Ok(())
 }
