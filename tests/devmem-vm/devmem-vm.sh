@@ -14,14 +14,15 @@ usage: devmem-vm.sh [options] [PROGRAM [ARG...]]
   -o DIR         what PROGRAM leaves in /out of the VM comes back to DIR; meant for a few MB
   -t SECONDS     limit for each run of PROGRAM (default 120)
   -c CPUS, -g MEM   size of the VM (default 2, 1G)
+  -b             build what a VM needs, and boot none
   -u             look for a newer kernel package than the cached one
 exit status: PROGRAM's (the last failing one); 77 skipped, something is missing here;
              99 kernel warning; 125 the VM died or could not be built
 USAGE
 }
 
-mtus=1500,9000 netns=0 seconds=120 cpus=2 mem=1G update=0 files=() out=
-while getopts m:nf:o:t:c:g:uh option; do
+mtus=1500,9000 netns=0 seconds=120 cpus=2 mem=1G update=0 build_only=0 files=() out=
+while getopts m:nf:o:t:c:g:buh option; do
     case $option in
         m) mtus=$OPTARG ;;
         n) netns=1 ;;
@@ -30,6 +31,7 @@ while getopts m:nf:o:t:c:g:uh option; do
         t) seconds=$OPTARG ;;
         c) cpus=$OPTARG ;;
         g) mem=$OPTARG ;;
+        b) build_only=1 ;;
         u) update=1 ;;
         h) usage; exit 0 ;;
         *) usage >&2; exit 2 ;;
@@ -144,6 +146,7 @@ build_sources
 # and the guest dies of it while it boots ("Oops: int3"). It is no slower here.
 accel=(-accel tcg,thread=single -cpu max)
 if kvm_works; then accel=(-accel kvm -cpu host); fi
+[ $build_only = 0 ] || exit 0
 
 # The initramfs of this run.
 work=$(mktemp -d)
