@@ -17,6 +17,9 @@ use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use ferrywire_proto::stall_timer::StallTimer;
 
+/// How long a thread that waits for answers spins while GPUs copy and nothing else moves. Most copies end sooner;
+/// those of a stalled GPU may take seconds.
+const COPIES_SPIN: Duration = Duration::from_millis(1);
 /// Pause of a thread that waits for answers, after a short spin. Spinning with yields takes so much of a
 /// small or overloaded host that the worker is kept from answering, for seconds.
 const PAUSE: Duration = Duration::from_micros(100);
@@ -160,9 +163,12 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
             let by = format!("copies to {location}, which is stalled or slow");
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
-        // A GPU that is stalled may copy for seconds: only bytes that move are worth a core.
-        let moves = workers.poll_once() == Pass::Worked;
-        if moves || start.elapsed() < SPIN { thread::yield_now() } else { thread::sleep(PAUSE) }
+        let limit = match workers.poll_once() {
+            Pass::Worked => Duration::MAX,
+            Pass::Copies => COPIES_SPIN,
+            Pass::Idle => SPIN,
+        };
+        if start.elapsed() < limit { thread::yield_now() } else { thread::sleep(PAUSE) }
     }
     Ok(())
 }
