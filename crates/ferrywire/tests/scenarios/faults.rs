@@ -4,7 +4,7 @@ use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
-use ferrywire::{Block, BlockList, Encryption, Error, Peer, Transfer, TransferError};
+use ferrywire::{Block, BlockList, Encryption, Error, Peer, Region, Transfer, TransferError};
 use ferrywire_net::sim::{DialFault, Faults, ResetSeen, Side};
 use std::time::Duration;
 
@@ -445,16 +445,48 @@ pub fn a_peer_that_stops_for_good_is_lost<W: Faulty>(world: &mut W) {
 /// Such a write ended as cancelled, which promises that no byte of it lands any more. A host that goes on may still place what was
 /// on the way to it.
 pub fn a_cancelled_write_whose_peer_is_lost_ends_as_lost<W: Faulty>(world: &mut W) {
+    let begun = begun_write(world);
+    world.freeze(1);
+    begun.write.cancel();
+    ends_as_lost(world, &begun.near, &begun.write);
+}
+
+/// So did one of which the peer had refused some frames and not reported others, but as refused.
+pub fn a_write_that_is_refused_in_part_whose_peer_is_lost_ends_as_lost<W: Faulty>(world: &mut W) {
+    let BegunWrite { near, _far, write, _source, target } = begun_write(world);
+    world.blocking(|| target.deregister()).unwrap();
+    let moment = Duration::from_micros(world.below(2000) as u64);
+    world.pass(moment);
+    world.freeze(1);
+    if let Some(ended) = write.poll() {
+        assert!(matches!(ended, Err(TransferError::AccessRefused { .. })), "{ended:?}");
+        return world.thaw(1);
+    }
+    ends_as_lost(world, &near, &write);
+}
+
+struct BegunWrite {
+    near: Peer,
+    _far: Peer,
+    write: Transfer,
+    _source: Region,
+    target: Region,
+}
+
+/// A write over a slow path, some of whose bytes are placed.
+fn begun_write<W: Faulty>(world: &mut W) -> BegunWrite {
     let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(2).chunk_bytes(8192).window(4)));
-    let (near, _far) = world.connect(ends[0], ends[1]);
+    let (near, far) = world.connect(ends[0], ends[1]);
     ends.iter().for_each(|end| world.net().set_bandwidth(world.nic(*end, 0), Some(20_000_000)));
     let (source, target) = (world.patterned(0, BYTES, 1), world.zeroed(1, BYTES));
     let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     let enough = world.below(BYTES / 4) as u64;
     world.until("some bytes", || (write.bytes_moved() >= enough).then_some(()));
-    world.freeze(1);
-    write.cancel();
-    let error = world.outcome(&write).unwrap_err();
+    BegunWrite { near, _far: far, write, _source: source, target }
+}
+
+fn ends_as_lost<W: Faulty>(world: &mut W, near: &Peer, write: &Transfer) {
+    let error = world.outcome(write).unwrap_err();
     assert!(is_gone(&error) && error.to_string().contains(&near.name()), "{error}");
     world.thaw(1);
 }

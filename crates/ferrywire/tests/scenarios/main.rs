@@ -216,6 +216,7 @@ scenarios! {
         peers_that_stop_together_are_not_lost,
         a_peer_that_stops_for_good_is_lost,
         a_cancelled_write_whose_peer_is_lost_ends_as_lost,
+        a_write_that_is_refused_in_part_whose_peer_is_lost_ends_as_lost,
     };
     sim(4): faults::{answers_that_are_not_acknowledged};
     sim(300): faults::{random_faults};
