@@ -20,7 +20,7 @@ use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
 use crate::core::trace::{self, Tracing};
-use crate::core::worker::{LostChannels, Pass, PolledBy, Worker, Workers};
+use crate::core::worker::{LostChannels, Pass, Pauses, PolledBy, Worker, Workers};
 use crate::error::{ConnectError, Error, RegisterError, Result};
 use crate::payload::payload_backend::SharedBackend;
 use crate::payload::plugin::Variable;
@@ -603,7 +603,7 @@ impl Inner {
     /// restarts the time.
     fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
         let (running, context) = (&self.running, self.context());
-        let (mut stall_timer, mut before) = (StallTimer::new(limit), None);
+        let (mut stall_timer, mut before, mut pauses) = (StallTimer::new(limit), None, Pauses::default());
         loop {
             let (idle, drained) = running.with_control(|control| (control.idle(), control.drained()));
             if idle {
@@ -616,7 +616,7 @@ impl Inner {
                 return false;
             }
             if context.is_caller_driven() {
-                _ = running.poll_once()
+                pauses.after(running.poll_once() == Pass::Worked)
             } else {
                 thread::sleep(Duration::from_micros(500))
             }

@@ -1,7 +1,8 @@
 //! Errors of endpoints that end, cannot be built, or cannot be reached.
 
 use crate::case::case;
-use crate::{LIMIT, listening, pair};
+use crate::held_up::connected;
+use crate::{LIMIT, builder, busy_time, listening, pair};
 use ferrywire::{ConnectError, Endpoint, Error, RefusalReason, Transfer, TransferError, Wakeup};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -15,6 +16,21 @@ fn eventually(what: &str, mut so: impl FnMut() -> bool) {
         assert!(start.elapsed() < LIMIT, "never came about: {what}");
         thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Regression: the closing thread polled without a pause until the peer's limit was over.
+#[test]
+fn a_close_by_a_caller_that_polls_leaves_its_core_to_others() {
+    let end = || builder().threads(0).channels(1);
+    let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let far = end().build().unwrap();
+    let _peers = connected(&near, &far);
+    // Nobody polls the other end, so no farewell comes.
+    let (begun, busy) = (Instant::now(), busy_time());
+    let _not_closed = near.close(Duration::from_secs(1));
+    let (took, busy) = (begun.elapsed(), busy_time() - busy);
+    assert!(took > Duration::from_millis(500), "{took:?}");
+    assert!(busy < took / 2, "busy for {busy:?} of {took:?}");
 }
 
 /// An endpoint with a message in flight that has no receive: the endpoint cannot close before its timeout.

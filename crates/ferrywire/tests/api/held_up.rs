@@ -1,6 +1,6 @@
 //! A stalled GPU, a long queue or dropped memory must not delay unrelated work.
 
-use crate::{LIMIT, builder, listening, pair, sockets_copy};
+use crate::{LIMIT, builder, busy_time, listening, pair, sockets_copy};
 use ferrywire::{Endpoint, Peer, Region, RegisterError, TransferError, limits};
 use ferrywire_memory::sim::SimGpu;
 use std::sync::Arc;
@@ -493,12 +493,6 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     assert_eq!(read.wait(LIMIT), Ok(BYTES as u64));
     assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [7; BYTES]);
     assert_eq!(pair.far.stats().lost_channels, [""; 0]);
-}
-
-/// Time for which this thread has run.
-fn busy_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 /// No caller waits that could get the error that the memory is still in use.

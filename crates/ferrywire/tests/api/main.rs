@@ -61,6 +61,12 @@ fn listening() -> Endpoint {
     builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap()
 }
 
+/// Time for which this thread has run.
+fn busy_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
 /// Two endpoints, and each as the other sees it.
 struct Pair {
     ends: [Endpoint; 2],

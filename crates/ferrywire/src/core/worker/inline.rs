@@ -139,17 +139,12 @@ impl Workers {
             // A caller that polls with a zero timeout may be the only thread that polls.
             poll_all();
         }
-        let mut quiet = 0u32;
+        let mut pauses = Pauses::default();
         while !done() {
             if transport.now() >= until {
                 return done();
             }
-            quiet = if poll_all() { 0 } else { quiet + 1 };
-            match quiet {
-                0 => {}
-                1..200 => thread::yield_now(),
-                _ => thread::sleep(SPIN),
-            }
+            pauses.after(poll_all());
         }
         true
     }
@@ -233,6 +228,24 @@ impl Workers {
         let home = &self[peer.home_index()];
         if matches!(home.sleeper().activity(), Activity::Parked | Activity::NoThread) {
             home.poll_once(&self.context);
+        }
+    }
+}
+
+/// The pauses of a thread that polls everything itself: short ones after a pass that found nothing, then longer ones.
+#[derive(Default)]
+pub(crate) struct Pauses {
+    quiet: u32,
+}
+
+impl Pauses {
+    /// Pauses after a pass, of which `goes_on` says whether the next one may find something at once.
+    pub fn after(&mut self, goes_on: bool) {
+        self.quiet = if goes_on { 0 } else { self.quiet.saturating_add(1) };
+        match self.quiet {
+            0 => {}
+            1..200 => thread::yield_now(),
+            _ => thread::sleep(SPIN),
         }
     }
 }

@@ -36,6 +36,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::{Polled, ProgressEngine};
+pub(crate) use inline::Pauses;
 use inline::SPIN;
 pub(crate) use lost::{Loss, LostChannel, LostChannels};
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
