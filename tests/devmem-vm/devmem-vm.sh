@@ -81,6 +81,8 @@ build_root() {
 fetch_kernel() {
     [ $update = 0 ] && [ -e "$root/kernel/.complete" ] && return
     [ "$(id -u)" = 0 ] || skip "root to install a kernel package into its build root"
+    # An earlier run may have been ended in the middle of an installation.
+    inside dpkg --configure -a || fail "dpkg is left interrupted"
     inside apt-get ${DEVMEM_VM_APT_OPTIONS:-} update -qq || skip "package lists of $kernel_suite"
     local version
     version=$(chroot "$root" apt-cache depends "linux-headers-cloud-amd64/$kernel_suite" 2>>"$log" |
@@ -142,11 +144,11 @@ flock 9
 build_root
 fetch_kernel
 build_sources
+[ $build_only = 0 ] || exit 0
 # One thread for all CPUs: with a thread for each, QEMU now and then runs code that the kernel has patched meanwhile,
 # and the guest dies of it while it boots ("Oops: int3"). It is no slower here.
 accel=(-accel tcg,thread=single -cpu max)
 if kvm_works; then accel=(-accel kvm -cpu host); fi
-[ $build_only = 0 ] || exit 0
 
 # The initramfs of this run.
 work=$(mktemp -d)

@@ -34,7 +34,7 @@ pub fn both_sides_close_at_once(world: &mut impl World) {
             (near.close(LIMIT), other.join().unwrap())
         })
     };
-    assert_eq!(world.blocking(both), (Ok(()), Ok(())));
+    assert_eq!(world.blocking_threads(both), (Ok(()), Ok(())));
     load.finish_well(world, [(0, &near), (1, &far)]);
 }
 
@@ -122,7 +122,7 @@ pub fn a_peer_that_leaves_before_the_end_is_reported_by_close(world: &mut impl W
             (near.close(LIMIT), other.join().unwrap())
         })
     };
-    let (closed, theirs) = world.blocking(both);
+    let (closed, theirs) = world.blocking_threads(both);
     assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
     assert!(names_peer(&closed, &near), "{closed:?}");
     let error = world.outcome(&sent).unwrap_err();
@@ -140,7 +140,7 @@ pub fn an_endpoint_reports_a_peer_that_left_before_the_end(world: &mut impl Worl
             (far.close(SHORT), closing.join().unwrap())
         })
     };
-    let (theirs, closed) = world.blocking(both);
+    let (theirs, closed) = world.blocking_threads(both);
     assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
     assert!(names_peer(&closed, &near), "{closed:?}");
     assert_eq!(end.close(LIMIT), closed, "closed already");
@@ -164,7 +164,7 @@ pub fn the_earliest_timeout_of_a_close_counts(world: &mut impl World) {
             (end.close(SHORT), patient.join().unwrap())
         })
     };
-    let (hasty, patient) = world.blocking(both);
+    let (hasty, patient) = world.blocking_threads(both);
     assert!(matches!(hasty, Err(Error::Stalled { .. })), "{hasty:?}");
     assert!(matches!(patient, Err(Error::Stalled { .. })), "{patient:?}");
     assert_eq!(world.outcome(&sent), Err(TransferError::Closed));
@@ -184,7 +184,7 @@ pub fn an_endpoint_reports_a_peer_that_is_killed_while_it_closes(world: &mut imp
             closing.join().unwrap()
         })
     };
-    let closed = world.blocking(killed);
+    let closed = world.blocking_threads(killed);
     let lost = near.error().unwrap();
     assert!(matches!(&lost, Error::PeerLost { peer, .. } if *peer == near.name()), "{lost}");
     assert_eq!((closed, world.outcome(&sent)), (Err(lost.clone()), Err(lost.into())));
@@ -208,7 +208,7 @@ pub fn what_is_lost_while_an_endpoint_closes_is_dialled_again(world: &mut impl F
             closing.join().unwrap()
         })
     };
-    assert_eq!(world.blocking(broken), Ok(()));
+    assert_eq!(world.blocking_threads(broken), Ok(()));
     assert_eq!(world.outcome(&write), Ok(SLOW_BYTES as u64));
     assert_same(&contents(&target), &pattern(SLOW_BYTES, 1), "a write whose channels were lost");
     drop(near);

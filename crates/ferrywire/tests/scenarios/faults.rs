@@ -458,6 +458,8 @@ pub fn a_write_that_is_refused_in_part_whose_peer_is_lost_ends_as_lost<W: Faulty
     let moment = Duration::from_micros(world.below(2000) as u64);
     world.pass(moment);
     world.freeze(1);
+    // What the peer said before still arrives; its loss is noticed later.
+    world.pass(Duration::from_secs(1));
     if let Some(ended) = write.poll() {
         assert!(matches!(ended, Err(TransferError::AccessRefused { .. })), "{ended:?}");
         return world.thaw(1);

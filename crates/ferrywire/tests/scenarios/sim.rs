@@ -22,6 +22,8 @@ const LIMIT: Duration = Duration::from_secs(90);
 const TURNS_MAX: u32 = 3_000_000;
 /// Longest step of the clock: engines check their timers this often.
 const STEP_MAX: Duration = Duration::from_millis(20);
+/// Longest step while threads run that may not keep up with the clock.
+const SHORT_STEP: Duration = Duration::from_millis(1);
 /// The simulated time of one pass.
 const TURN: Duration = Duration::from_micros(1);
 const PORT: u16 = 7420;
@@ -118,6 +120,27 @@ impl SimWorld {
         worked
     }
 
+    /// Runs a call on a thread of its own, so that this one can turn the clock: the one place where a seed does not
+    /// repeat everything. The clock waits until that thread has read it twice, then takes a step of up to `longest`. If
+    /// that thread waits without reading it, such as for a lock, the clock takes short steps.
+    fn while_waiting<T: Send>(&mut self, longest: Duration, call: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(call);
+            let (net, step_max) = (self.net.clone(), self.step_max.clone());
+            self.until("a call that waits", || {
+                let (reads, since) = (net.clock_reads(), Instant::now());
+                let has_read = || net.clock_reads() >= reads + 2;
+                while !has_read() && !waiting.is_finished() && since.elapsed() < Duration::from_millis(2) {
+                    std::thread::sleep(Duration::from_micros(20));
+                }
+                step_max.set(if has_read() { longest } else { SHORT_STEP });
+                waiting.is_finished().then_some(())
+            });
+            self.step_max.set(STEP_MAX);
+            waiting.join().unwrap()
+        })
+    }
+
     fn gpus_copy(&self) -> bool {
         let gpus = (0..self.members.len()).filter_map(|index| self.gpus.of(index));
         gpus.filter_map(SimGpu::opened).any(|gpu| gpu.has_work() && !gpu.faults().stall)
@@ -201,26 +224,13 @@ impl World for SimWorld {
         self.until("a notification", || peer.poll_notification().transpose())
     }
 
-    /// On a thread of its own, so that this one can turn the clock: the one place where a seed does not
-    /// repeat everything.
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
-        std::thread::scope(|scope| {
-            let waiting = scope.spawn(call);
-            let (net, step_max) = (self.net.clone(), self.step_max.clone());
-            self.until("a call that waits", || {
-                // The clock waits for the thread, which reads it. A thread that waits for anything else, such as a
-                // GPU, gets time by small steps.
-                let (reads, since) = (net.clock_reads(), Instant::now());
-                let reads_on = || net.clock_reads() >= reads + 2;
-                while !reads_on() && !waiting.is_finished() && since.elapsed() < Duration::from_millis(2) {
-                    std::thread::sleep(Duration::from_micros(20));
-                }
-                step_max.set(if reads_on() { STEP_MAX } else { STEP_MAX / 20 });
-                waiting.is_finished().then_some(())
-            });
-            self.step_max.set(STEP_MAX);
-            waiting.join().unwrap()
-        })
+        self.while_waiting(STEP_MAX, call)
+    }
+
+    /// That one thread has read the clock says nothing of the others.
+    fn blocking_threads<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
+        self.while_waiting(SHORT_STEP, call)
     }
 
     fn linger(&mut self) {

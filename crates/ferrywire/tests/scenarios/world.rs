@@ -43,6 +43,11 @@ pub trait World {
     /// Runs a call that waits, everything turning meanwhile.
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T;
 
+    /// Runs a call that waits in several threads.
+    fn blocking_threads<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
+        self.blocking(call)
+    }
+
     /// Turns everything for a moment, long enough for whatever could arrive to arrive.
     fn linger(&mut self);
 

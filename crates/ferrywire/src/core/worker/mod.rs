@@ -108,7 +108,7 @@ pub(crate) enum Pass {
 }
 
 impl Pass {
-    /// Whether a caller that waits polls again without a pause.
+    /// Whether a caller that waits for a transfer polls again without a pause.
     pub fn goes_on(self) -> bool {
         self != Pass::Idle
     }

@@ -17,8 +17,8 @@ use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use ferrywire_proto::stall_timer::StallTimer;
 
-/// How long a thread that waits for answers spins while GPUs copy and nothing else moves. Most copies end sooner;
-/// those of a stalled GPU may take seconds.
+/// How long after its request a thread that waits for answers spins while GPUs copy. Most copies end sooner; those of
+/// a stalled GPU may take seconds.
 const COPIES_SPIN: Duration = Duration::from_millis(1);
 /// Pause of a thread that waits for answers, after a short spin. Spinning with yields takes so much of a
 /// small or overloaded host that the worker is kept from answering, for seconds.
