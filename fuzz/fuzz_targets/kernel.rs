@@ -1,6 +1,6 @@
 #![no_main]
 
-/// The module alone: the crate around it depends on the engine, which would take longer to build than all targets.
+/// The module alone: the crate around it depends on the engine, which no target needs.
 #[path = "../../crates/ferrywire-devmem/src/sys/mod.rs"]
 #[allow(dead_code, unused_imports)]
 mod sys;

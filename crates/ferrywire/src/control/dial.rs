@@ -423,7 +423,7 @@ mod tests {
             builder = said.into_iter().fold(builder, Builder::channels);
             builder.transport(host).build().unwrap()
         };
-        // They have no farewell, which would wait for a clock that does not advance.
+        // Forgotten, not dropped: a drop waits for the peer by a clock that does not advance any more.
         let ends = ManuallyDrop::new([end(1), end(2)]);
         let connecting = ends[0].start_connect(SocketAddr::new([10, 0, 0, 2].into(), PORT)).unwrap();
         loop {

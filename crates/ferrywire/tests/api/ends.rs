@@ -18,14 +18,14 @@ fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// Regression: the closing thread polled without a pause until the peer's limit was over.
+/// Regression: while a peer did not answer, the thread that closed an endpoint without threads polled without a pause.
 #[test]
 fn a_close_by_a_caller_that_polls_leaves_its_core_to_others() {
     let end = || builder().threads(0).channels(1);
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().build().unwrap();
     let _peers = connected(&near, &far);
-    // Nobody polls the other end, so no farewell comes.
+    // `far` has no threads and is not polled here, so `near` waits in vain for its Goodbye.
     let (begun, busy) = (Instant::now(), busy_time());
     let _not_closed = near.close(Duration::from_secs(1));
     let (took, busy) = (begun.elapsed(), busy_time() - busy);

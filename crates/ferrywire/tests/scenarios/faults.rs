@@ -451,14 +451,15 @@ pub fn a_cancelled_write_whose_peer_is_lost_ends_as_lost<W: Faulty>(world: &mut 
     ends_as_lost(world, &begun.near, &begun.write);
 }
 
-/// So did one of which the peer had refused some frames and not reported others, but as refused.
+/// Regression: a write ended as refused when its peer was lost, though the peer had refused only some of its frames and had
+/// not reported the others.
 pub fn a_write_that_is_refused_in_part_whose_peer_is_lost_ends_as_lost<W: Faulty>(world: &mut W) {
     let BegunWrite { near, _far, write, _source, target } = begun_write(world);
     world.blocking(|| target.deregister()).unwrap();
     let moment = Duration::from_micros(world.below(2000) as u64);
     world.pass(moment);
     world.freeze(1);
-    // What the peer said before still arrives; its loss is noticed later.
+    // What the peer sent before it stopped still arrives; this end takes it for lost only some seconds later.
     world.pass(Duration::from_secs(1));
     if let Some(ended) = write.poll() {
         assert!(matches!(ended, Err(TransferError::AccessRefused { .. })), "{ended:?}");

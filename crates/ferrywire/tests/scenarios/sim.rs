@@ -228,7 +228,7 @@ impl World for SimWorld {
         self.while_waiting(STEP_MAX, call)
     }
 
-    /// That one thread has read the clock says nothing of the others.
+    /// By short steps: one thread that reads the clock does not show that the others keep up with it.
     fn blocking_threads<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
         self.while_waiting(SHORT_STEP, call)
     }
