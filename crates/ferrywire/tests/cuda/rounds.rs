@@ -3,8 +3,9 @@
 use crate::{ALONE, gpu, is_alone, is_real, moves, of_stand_in, other_gpu, passes, still_moves};
 use cudarc::driver::sys;
 use ferrywire::{Endpoint, Peer, Region, TransferError};
-use ferrywire_memory::cuda::{CudaError, CudaGpu, pinned_bytes};
+use ferrywire_memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, pinned_bytes};
 use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 /// Far more than anything here takes.
@@ -17,6 +18,51 @@ fn connected() -> (Endpoint, Endpoint, Peer) {
     let connecting = Endpoint::builder().channels(2).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     (accepting, connecting, near)
+}
+
+/// Two endpoints over TCP whose caller polls them, and the peers that they are to each other.
+struct Polled {
+    accepting: Endpoint,
+    connecting: Endpoint,
+    near: Peer,
+    far: Peer,
+}
+
+impl Polled {
+    fn connected() -> Polled {
+        let builder = || Endpoint::builder().threads(0).channels(1);
+        let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = builder().build().unwrap();
+        let pending = connecting.start_connect(accepting.listen_addresses()[0]).unwrap();
+        let (mut near, mut far) = (None, None);
+        let start = Instant::now();
+        while near.is_none() || far.is_none() {
+            assert!(start.elapsed() < LONG, "they do not connect");
+            accepting.progress();
+            connecting.progress();
+            near = near.or_else(|| pending.poll().map(Result::unwrap));
+            far = far.or_else(|| accepting.try_accept().map(Result::unwrap));
+        }
+        Polled { near: near.unwrap(), far: far.unwrap(), accepting, connecting }
+    }
+
+    /// Polls both until `done` returns true.
+    fn until(&self, done: &mut dyn FnMut() -> bool) {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < LONG, "it does not end");
+            self.accepting.progress();
+            self.connecting.progress();
+        }
+    }
+
+    /// Closes both at once: each waits for the other.
+    fn close(&self) {
+        std::thread::scope(|scope| {
+            scope.spawn(|| self.accepting.close(LONG).unwrap());
+            self.connecting.close(LONG).unwrap();
+        });
+    }
 }
 
 /// Opens, registers, connects, transfers, closes.
@@ -227,25 +273,8 @@ fn memory_that_its_owner_frees_costs_no_transfer_of_the_same_batch() {
     }
     const SHORT: usize = 3000;
     const ALL: usize = 9;
-    let builder = || Endpoint::builder().threads(0).channels(1);
-    let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
-    let connecting = builder().build().unwrap();
-    let start = Instant::now();
-    let until = |done: &mut dyn FnMut() -> bool| {
-        while !done() {
-            assert!(start.elapsed() < LONG, "it does not end");
-            accepting.progress();
-            connecting.progress();
-        }
-    };
-    let pending = connecting.start_connect(accepting.listen_addresses()[0]).unwrap();
-    let (mut near, mut far) = (None, None);
-    until(&mut || {
-        near = near.take().or_else(|| pending.poll().map(Result::unwrap));
-        far = far.take().or_else(|| accepting.try_accept().map(Result::unwrap));
-        near.is_some() && far.is_some()
-    });
-    let (near, far) = (near.unwrap(), far.unwrap());
+    let ends = Polled::connected();
+    let Polled { accepting, connecting, near, far } = &ends;
     let allocated = || {
         let mut address = 0;
         // SAFETY: room for an address.
@@ -269,7 +298,7 @@ fn memory_that_its_owner_frees_costs_no_transfer_of_the_same_batch() {
                 }
             };
             let writes: Vec<_> = places.iter().enumerate().map(write).collect();
-            until(&mut || writes.iter().all(|write| write.poll().is_some()));
+            ends.until(&mut || writes.iter().all(|write| write.poll().is_some()));
             for (index, outcome) in writes.iter().map(|write| write.poll().unwrap()).enumerate() {
                 match outcome {
                     Ok(moved) => assert_eq!((moved, index != freed), (SHORT as u64, true)),
@@ -284,6 +313,96 @@ fn memory_that_its_owner_frees_costs_no_transfer_of_the_same_batch() {
         back.write_at(0, &vec![0; ALL * SHORT]).unwrap();
     }
     assert_eq!((near.stats().lost_channels, far.stats().lost_channels), (vec![], vec![]));
+    ends.close();
+}
+
+/// Streams for transfers are shared. Copies of others that were enqueued later, and do not end, kept a transfer waiting whose
+/// own copies had ended in part and failed in part.
+#[test]
+fn a_copier_that_fails_in_a_shared_stream_waits_for_its_own_copies_alone() {
+    const TEST: &str = "rounds::a_copier_that_fails_in_a_shared_stream_waits_for_its_own_copies_alone";
+    const LARGE: usize = 300_000;
+    let Some(gpu) = gpu() else { return };
+    if std::env::var_os(ALONE).is_none() {
+        // Copies by copy engines alone: a kernel would wait beside the stream.
+        return passes(TEST, &[("CUDA_LAUNCH_BLOCKING", "1")]);
+    }
+    let ends = Polled::connected();
+    let Polled { accepting, connecting, near, far } = &ends;
+    let source = connecting.register((0..LARGE).map(|at| (at % 251) as u8).collect::<Vec<u8>>()).unwrap();
+    let target = accepting.alloc_cuda(0, LARGE).unwrap();
+    let mut address = 0;
+    // SAFETY: room for an address.
+    let code = gpu.with_current(|| unsafe { sys::cuMemAlloc_v2(&mut address, LARGE) }).unwrap();
+    assert_eq!(code as u32, 0, "{code:?}");
+    // SAFETY: it is not: that is the test. Only copies of the GPU access the memory.
+    let gone = unsafe { accepting.register_raw(address as *mut u8, LARGE) }.unwrap();
+    // SAFETY: freed once.
+    let code = gpu.with_current(|| unsafe { sys::cuMemFree_v2(address) }).unwrap();
+    assert_eq!(code as u32, 0, "{code:?}");
+    let write = |to: &Region| near.write(&source, 0, &to.descriptor(), 0, LARGE as u64).unwrap();
+    let moves = || {
+        let write = write(&target);
+        ends.until(&mut || write.poll().is_some());
+        assert_eq!(write.poll(), Some(Ok(LARGE as u64)));
+    };
+    moves();
+
+    // Another user of the copier's stream, whose work waits for two flags. A new copier takes a stream without users.
+    let mut free = Vec::new();
+    let other = loop {
+        match gpu.urgent_stream(true).unwrap() {
+            stream if stream.has_others() => break stream,
+            stream => free.push(stream),
+        }
+        assert!(free.len() < 64, "no stream is shared");
+    };
+    drop(free);
+    let flags = gpu.pinned(2 * size_of::<u64>()).unwrap();
+    let wait_for = |index: usize| {
+        let flag = flags.address() + (index * size_of::<u64>()) as u64;
+        // SAFETY: stream and flags live to the end of this test, where no work is left in the stream.
+        unsafe { CudaStream::wait_flag_raw(&gpu, other.raw(), flag, 1) }.unwrap();
+    };
+    /// Raises the flags also where the test fails: what waits for them would not end.
+    struct Flags<'a>(&'a PinnedBuffer);
+    impl Flags<'_> {
+        fn raise(&self, index: usize) {
+            // SAFETY: two aligned numbers, to which only these stores write.
+            unsafe { AtomicU64::from_ptr(self.0.as_ptr().cast::<u64>().add(index)) }.store(1, SeqCst);
+        }
+    }
+    impl Drop for Flags<'_> {
+        fn drop(&mut self) {
+            [0, 1].iter().for_each(|index| self.raise(*index));
+        }
+    }
+    let waited_for = Flags(&flags);
+    let received = || far.stats().channels.iter().map(|channel| channel.received_bytes).sum::<u64>();
+    wait_for(0);
+    let before = received();
+    let (fine, fails) = (write(&target), write(&gone));
+    ends.until(&mut || received() >= before + 2 * LARGE as u64);
+    for _ in 0..1000 {
+        accepting.progress();
+        connecting.progress();
+    }
+    assert_eq!((fine.poll(), fails.poll()), (None, None), "copies behind others ended before them");
+    wait_for(1);
+    waited_for.raise(0);
+    ends.until(&mut || fine.poll().is_some() && fails.poll().is_some());
+    assert_eq!(fine.poll(), Some(Ok(LARGE as u64)));
+    let error = fails.poll().unwrap().unwrap_err();
+    assert!(error.to_string().contains("the peer's copy to GPU memory failed"), "{error}");
+    waited_for.raise(1);
+    target.write_at(0, &vec![0; LARGE]).unwrap();
+    moves();
+    let mut found = vec![0; LARGE];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found.iter().enumerate().all(|(at, byte)| *byte == (at % 251) as u8));
+    assert_eq!((near.stats().lost_channels, far.stats().lost_channels), (vec![], vec![]));
+    other.finish();
+    ends.close();
 }
 
 /// The thread that lost the connection waited for the GPU, and moved nothing for other peers.
