@@ -1,7 +1,7 @@
 //! The places of one size's bytes in a region.
 //!
-//! A region has an area per flow. An area has slots: one per transfer in flight, as far as memory allows. A slot has
-//! cells, one per block, in an order that is shuffled differently on the two sides. Behind the block, the rest of a
+//! A region has an area per flow. An area has slots: one per transfer in flight, as far as memory allows, and no more than
+//! there are messages. A slot has cells, one per block, in an order that is shuffled differently on the two sides. Behind the block, the rest of a
 //! cell is a gap that nothing may write to, so no two blocks are adjacent.
 //! Invariant: pure, so both ends compute the same layouts from the same [`Run`].
 
@@ -79,7 +79,9 @@ fn area_stride(run: &Run) -> u64 {
 
 fn slots(run: &Run, size: u64) -> u64 {
     let affordable = AREA_BYTES / Shape::new(run, size).slot_stride;
-    (depth(run, size) as u64).min(affordable.max(1))
+    // A warm-up without a number of messages fills every slot.
+    let messages = run.warmup.zip(run.iters).map_or(u64::MAX, |(warmup, iters)| warmup.max(iters));
+    (depth(run, size) as u64).min(affordable.min(messages).max(1))
 }
 
 /// How a message is cut into blocks.

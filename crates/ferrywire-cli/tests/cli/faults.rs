@@ -294,7 +294,7 @@ fn signal(child: &Child, name: &str) {
 #[test]
 fn a_second_connect_is_refused_as_busy_and_ctrl_c_ends_the_first() {
     let mut serve = Serve::start("");
-    let (first, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
+    let (first, _errors) = begun(&serve, "--sizes 8,1M --iters 100000 --verify off");
     let second = serve.connect("--sizes 4K --iters 5");
     assert_eq!(second.status.code(), Some(1));
     assert!(first_error(&second).contains("busy with a run of"), "{}", first_error(&second));
@@ -318,7 +318,7 @@ fn a_second_connect_is_refused_as_busy_and_ctrl_c_ends_the_first() {
 #[test]
 fn ctrl_c_ends_a_serve_and_its_peer_names_the_lost_end() {
     let serve = Serve::start("");
-    let (connect, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
+    let (connect, _errors) = begun(&serve, "--sizes 8,1M --iters 100000 --verify off");
     let address = serve.address.clone();
     signal(&serve.child, "-INT");
     assert_eq!(serve.end().0, Some(130));
@@ -331,7 +331,7 @@ fn ctrl_c_ends_a_serve_and_its_peer_names_the_lost_end() {
 /// Both ends drive: what either lets go of looked to the other like a mistake in its descriptors.
 #[test]
 fn ctrl_c_in_both_directions_reaches_the_other_end() {
-    let both_ways = "--memory host --peer-memory host --pattern bidir --sizes 8,16M --seconds 2 --verify off";
+    let both_ways = "--memory host --peer-memory host --pattern bidir --sizes 8,1M --seconds 2 --verify off";
     let mut serve = Serve::start("--memory host");
     let (connect, _errors) = begun(&serve, both_ways);
     signal(&connect, "-INT");
@@ -352,7 +352,7 @@ fn ctrl_c_in_both_directions_reaches_the_other_end() {
 #[test]
 fn a_killed_connect_is_one_error_and_serve_goes_on() {
     let mut serve = Serve::start("");
-    let (mut connect, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
+    let (mut connect, _errors) = begun(&serve, "--sizes 8,1M --iters 100000 --verify off");
     connect.kill().expect("killed");
     connect.wait().expect("ended");
     // The engine may need its peer timeout to be sure that the peer is gone.
@@ -376,7 +376,7 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
 #[test]
 fn the_error_for_a_killed_serve_has_no_advice_for_a_first_connection() {
     let mut serve = Serve::start("");
-    let (connect, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
+    let (connect, _errors) = begun(&serve, "--sizes 8,1M --iters 100000 --verify off");
     serve.child.kill().expect("killed");
     serve.child.wait().expect("ended");
     let output = connect.wait_with_output().expect("it ends");
