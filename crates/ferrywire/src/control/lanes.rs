@@ -138,7 +138,7 @@ impl Lanes {
     /// With lanes these are longer by the set-up time of a lane.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
         let more = self.backend.as_ref().map(|backend| backend.setup_timeout()).unwrap_or_default();
-        (some + more, none + more)
+        (some.saturating_add(more), none.saturating_add(more))
     }
 }
 

@@ -1,7 +1,8 @@
 //! Host memory over the plugin: every size and shape, and how full its windows get.
 
 use crate::case::case;
-use crate::ends::{Ends, LIMIT, contents, pattern};
+use crate::ends::{Ends, LIMIT, contents, pattern, plugin};
+use std::time::Duration;
 
 const CHUNK: usize = 512 << 10;
 
@@ -16,6 +17,16 @@ fn writes_of_every_size_arrive() {
         for (salt, bytes) in sizes.into_iter().enumerate() {
             ends.write(bytes, salt as u64);
         }
+        ends.close();
+    });
+}
+
+/// Regression: the control thread panicked when it added to the time that a lane may take.
+#[test]
+fn lanes_that_may_take_any_time_are_set_up() {
+    case!("").passes(|| {
+        let ends = Ends::with(|builder| builder.plugin(plugin().setup_timeout(Duration::MAX)));
+        ends.write(CHUNK, 1);
         ends.close();
     });
 }
