@@ -254,7 +254,7 @@ impl Endpoint {
         }
         let address = target.address;
         self.inner.running.with_control(|control| control.connect(target, accept_queue.clone()));
-        Ok(Connecting { running: self.inner.running.clone(), accept_queue, address })
+        Ok(Connecting::new(self.inner.running.clone(), accept_queue, address))
     }
 
     /// Connects to the endpoint that returned these [`metadata`](Endpoint::metadata), at the first of its

@@ -14,7 +14,7 @@ use crate::control::{AcceptQueue, Control, ended_early};
 use crate::core::context::Context;
 use crate::core::peer::{PeerHandle, PeerState};
 use crate::core::waiting::WakeHandle;
-use crate::core::worker::{self, Pass, Workers};
+use crate::core::worker::{self, Pass, Pauses, Workers};
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, RegionTable};
 use ferrywire_proto::Identity;
@@ -90,6 +90,10 @@ impl Running {
     fn next_listed(&self, queue: &AcceptQueue, limit: Duration) -> Option<Result<PeerHandle>> {
         let context = self.context();
         let until = context.transport.now().saturating_add(limit);
+        if limit.is_zero() && context.is_caller_driven() {
+            // A caller that polls with a zero timeout may be the only thread that polls.
+            self.poll_once();
+        }
         loop {
             if let Some(result) = queue.take_or_closed() {
                 return Some(result);
@@ -122,9 +126,10 @@ impl Running {
         self.with_control(|control| control.close(peer.info.session, timeout));
         // The link waits for one interval after its goodbye, and the goodbye may follow the timeout.
         let until = now.saturating_add(timeout).saturating_add(2 * limits::HEARTBEAT_INTERVAL);
+        let mut pauses = Pauses::default();
         while !peer.is_over() && transport.now() < until {
             if self.context().is_caller_driven() {
-                self.poll_once();
+                pauses.after(self.poll_once() == Pass::Worked);
             } else {
                 thread::sleep(Duration::from_micros(200));
             }

@@ -3,7 +3,10 @@
 use crate::case::case;
 use crate::held_up::connected;
 use crate::{LIMIT, builder, busy_time, listening, pair};
-use ferrywire::{ConnectError, Endpoint, Error, RefusalReason, Transfer, TransferError, Wakeup};
+use ferrywire::orchestrator::Target;
+use ferrywire::{
+    ConnectError, Endpoint, Error, Orchestrator, Peer, RefusalReason, Transfer, TransferError, Wakeup,
+};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Barrier;
@@ -18,19 +21,62 @@ fn eventually(what: &str, mut so: impl FnMut() -> bool) {
     }
 }
 
-/// Regression: while a peer did not answer, the thread that closed an endpoint without threads polled without a pause.
+/// Two endpoints that their caller polls; the first one listens.
+fn without_threads() -> [Endpoint; 2] {
+    let end = || builder().threads(0).channels(1);
+    [end().listen("127.0.0.1:0".parse().unwrap()), end()].map(|end| end.build().unwrap())
+}
+
+/// Regression: while a peer did not answer, the thread that closed it, or its endpoint, polled without a pause.
 #[test]
 fn a_close_by_a_caller_that_polls_leaves_its_core_to_others() {
-    let end = || builder().threads(0).channels(1);
-    let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
-    let far = end().build().unwrap();
-    let _peers = connected(&near, &far);
-    // `far` has no threads and is not polled here, so `near` waits in vain for its Goodbye.
-    let (begun, busy) = (Instant::now(), busy_time());
-    let _not_closed = near.close(Duration::from_secs(1));
-    let (took, busy) = (begun.elapsed(), busy_time() - busy);
-    assert!(took > Duration::from_millis(500), "{took:?}");
-    assert!(busy < took / 2, "busy for {busy:?} of {took:?}");
+    let limit = Duration::from_secs(1);
+    let closes: [fn(&Endpoint, &Peer, Duration); 2] =
+        [|near, _, limit| drop(near.close(limit)), |_, peer, limit| drop(peer.close(limit))];
+    for close in closes {
+        let [near, far] = without_threads();
+        let (peer, _there) = connected(&near, &far);
+        // `far` has no threads and is not polled here, so `near` waits in vain for its Goodbye.
+        let (begun, busy) = (Instant::now(), busy_time());
+        close(&near, &peer, limit);
+        let (took, busy) = (begun.elapsed(), busy_time() - busy);
+        assert!(took > Duration::from_millis(500), "{took:?}");
+        assert!(busy < took / 2, "busy for {busy:?} of {took:?}");
+        [near, far].iter().for_each(|end| drop(end.close(Duration::ZERO)));
+    }
+}
+
+/// Regression: calls with a zero timeout polled nothing, so what they asked for never came.
+#[test]
+fn calls_with_a_zero_timeout_poll_an_endpoint_without_threads() {
+    let [near, far] = without_threads();
+    let address = near.listen_addresses()[0];
+    let pending = far.start_connect(address).unwrap();
+    let mut accepted = None;
+    eventually("it accepts", || {
+        far.progress();
+        accepted = near.accept(Duration::ZERO).ok();
+        accepted.is_some()
+    });
+    let mut connected = None;
+    eventually("it connects", || {
+        near.progress();
+        connected = pending.wait(Duration::ZERO).ok();
+        connected.is_some()
+    });
+    let notified = connected.as_ref().unwrap().notify(b"here").unwrap();
+    let mut received = None;
+    eventually("it is notified", || {
+        far.progress();
+        received = accepted.as_ref().unwrap().wait_notification(Duration::ZERO).ok();
+        received.is_some()
+    });
+    assert_eq!(received.unwrap(), b"here");
+    eventually("it has ended", || {
+        near.progress();
+        notified.poll().is_some()
+    });
+    [near, far].iter().for_each(|end| drop(end.close(Duration::ZERO)));
 }
 
 /// An endpoint with a message in flight that has no receive: the endpoint cannot close before its timeout.
@@ -342,10 +388,34 @@ const LONG_TALK: Duration = Duration::from_secs(20);
 /// A late answer is dropped, and leaves no unknown peer.
 #[test]
 fn a_timed_out_connect_is_withdrawn() {
-    let (accepting, connecting, late) = (listening(), listening(), dead(1));
-    let limit = Duration::from_millis(300);
-    let error = connecting.connect(late[0].local_addr().unwrap(), limit).unwrap_err();
-    assert!(matches!(error, ConnectError::Stalled { waited, .. } if waited == limit), "{error}");
+    is_withdrawn(|connecting, address| {
+        let limit = Duration::from_millis(300);
+        let error = connecting.endpoints()[0].connect(address, limit).unwrap_err();
+        assert!(matches!(error, ConnectError::Stalled { waited, .. } if waited == limit), "{error}");
+    });
+}
+
+/// Regression: an attempt that was dropped went on, and a peer appeared at the other end.
+#[test]
+fn a_dropped_connect_is_withdrawn() {
+    is_withdrawn(|connecting, address| drop(connecting.endpoints()[0].start_connect(address).unwrap()));
+}
+
+/// Regression: as for an attempt that was dropped.
+#[test]
+fn the_connects_of_a_failed_phase_are_withdrawn() {
+    is_withdrawn(|connecting, address| {
+        let target = Target { endpoint: 0, addresses: vec![address] };
+        let error = connecting.connect(&[target], Duration::from_millis(300)).unwrap_err();
+        assert!(matches!(error, ConnectError::Phase { .. }), "{error}");
+    });
+}
+
+/// Gives up a connect before the other end answers, lets it answer, and finds no peer at either end.
+fn is_withdrawn(give_up: impl FnOnce(&Orchestrator, SocketAddr)) {
+    let (accepting, late) = (listening(), dead(1));
+    let connecting = Orchestrator::start(vec![("near".into(), builder())], LIMIT).unwrap();
+    give_up(&connecting, late[0].local_addr().unwrap());
     let (asked, _) = late[0].accept().unwrap();
     let answers = TcpStream::connect(accepting.listen_addresses()[0]).unwrap();
     thread::scope(|scope| {
@@ -354,7 +424,7 @@ fn a_timed_out_connect_is_withdrawn() {
     });
     let peer = accepting.try_accept();
     assert!(peer.is_none(), "{peer:?}");
-    assert_eq!((accepting.peer_count(), connecting.peer_count()), (0, 0));
+    assert_eq!((accepting.peer_count(), connecting.endpoints()[0].peer_count()), (0, 0));
 }
 
 /// Ten times, in the three steps that the documentation gives, while a peer stays connected and others come.

@@ -11,13 +11,16 @@ use crate::error::{ConnectError, Result};
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A connection attempt in progress.
+/// A connection attempt in progress. Dropping it before it has a result gives the attempt up.
 pub struct Connecting {
-    pub(super) running: Arc<Running>,
-    pub(super) accept_queue: Arc<AcceptQueue>,
-    pub(super) address: SocketAddr,
+    running: Arc<Running>,
+    accept_queue: Arc<AcceptQueue>,
+    address: SocketAddr,
+    /// Whether the result was taken, or there will be none.
+    has_ended: AtomicBool,
 }
 
 impl fmt::Debug for Connecting {
@@ -27,6 +30,14 @@ impl fmt::Debug for Connecting {
 }
 
 impl Connecting {
+    pub(super) fn new(
+        running: Arc<Running>,
+        accept_queue: Arc<AcceptQueue>,
+        address: SocketAddr,
+    ) -> Connecting {
+        Connecting { running, accept_queue, address, has_ended: AtomicBool::new(false) }
+    }
+
     /// Waits until the peer is connected.
     ///
     /// # Errors
@@ -42,17 +53,19 @@ impl Connecting {
     }
 
     /// Whether an endpoint has answered at the address. If not, the attempt ends.
-    pub(super) fn has_answered(&self) -> bool {
+    pub(in crate::api) fn has_answered(&self) -> bool {
         !self.running.with_control(|control| control.withdraw_dial(&self.accept_queue))
     }
 
     fn peer(&self, result: Result<PeerHandle>) -> Result<Peer, ConnectError> {
+        self.has_ended.store(true, Ordering::Relaxed);
         Ok(Peer::new(self.running.clone(), result?))
     }
 
     /// Ends the attempt, so that no unknown peer is left. Returns the result if there was one at the last
     /// moment.
     pub(super) fn withdraw(&self) -> Option<Result<Peer, ConnectError>> {
+        self.has_ended.store(true, Ordering::Relaxed);
         self.running.with_control(|control| control.withdraw(&self.accept_queue));
         self.accept_queue.take().map(|result| self.peer(result))
     }
@@ -71,5 +84,13 @@ impl Connecting {
             return wakeup.wake();
         }
         self.accept_queue.wake_at_arrival(wakeup.handle());
+    }
+}
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        if !self.has_ended.load(Ordering::Relaxed) && !self.running.context().origin.is_elsewhere() {
+            drop(self.withdraw());
+        }
     }
 }

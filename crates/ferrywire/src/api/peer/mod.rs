@@ -541,6 +541,10 @@ impl Peer {
         self.context().origin.check()?;
         let inbound = &self.state().inbound;
         let start = self.context().transport.now();
+        if timeout.is_zero() && self.context().is_caller_driven() {
+            // A caller that polls with a zero timeout may be the only thread that polls.
+            self.connection.running.poll_once();
+        }
         loop {
             if let Some(outcome) = self.notification_or_loss() {
                 return Ok(outcome?);
