@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use crate::api::endpoint::{Builder, Connecting, Endpoint};
 use crate::api::peer::Peer;
 use crate::error::{ConnectError, Error, Result};
+use ferrywire_proto::limits;
 
 /// Interval between checks of connection attempts.
 const POLL_INTERVAL: Duration = Duration::from_micros(200);
@@ -40,7 +41,8 @@ pub struct Orchestrator {
 pub struct Target {
     /// Index in [`Orchestrator::endpoints`] of the connecting endpoint.
     pub endpoint: usize,
-    /// Remote addresses, tried in order until one answers.
+    /// Remote addresses, tried in order until one answers. Each gets an equal share of the remaining time, but at least
+    /// [`limits::NAME_SHARE_MIN`] if so much remains.
     pub addresses: Vec<std::net::SocketAddr>,
 }
 
@@ -92,9 +94,10 @@ impl Orchestrator {
     /// address.
     pub fn connect(&self, targets: &[Target], timeout: Duration) -> Result<Vec<Peer>, ConnectError> {
         let mut dials = Vec::with_capacity(targets.len());
+        let until = end_of(timeout);
         for target in targets {
             let number = dials.len();
-            let dial = Dial::begin(self, target)
+            let dial = Dial::begin(self, target, until)
                 .map_err(|error| at_target(number, self.failed("connecting", target.endpoint, error)))?;
             dials.push(dial);
         }
@@ -123,8 +126,13 @@ impl Orchestrator {
     /// Accepts `peers_of_each` peers at each endpoint. Returns them by endpoint, in the order of arrival.
     ///
     /// # Errors
-    /// [`ConnectError::Phase`] with the endpoint that had too few peers in time, and their number.
+    /// [`ConnectError::Phase`] with the endpoint that does not listen, or had too few peers in time, and their number.
     pub fn accept(&self, peers_of_each: usize, timeout: Duration) -> Result<Vec<Vec<Peer>>, ConnectError> {
+        let deaf = self.endpoints.iter().position(|endpoint| endpoint.listen_addresses().is_empty());
+        if let Some(index) = deaf.filter(|_| peers_of_each > 0) {
+            let why = "this endpoint does not listen: build it with an address";
+            return Err(self.failed("accepting", index, Error::invalid("accept", why)).into());
+        }
         let mut accepted: Vec<Vec<Peer>> = self.endpoints.iter().map(|_| Vec::new()).collect();
         let outcome = self.poll_until(timeout, || {
             let mut missing = None;
@@ -233,12 +241,17 @@ struct Dial<'a> {
     target: &'a Target,
     next: usize,
     connecting: Option<Connecting>,
+    /// When the next address is tried, unless an endpoint has answered at this one.
+    answers_until: Instant,
+    /// When the phase ends.
+    until: Instant,
     peer: Option<Peer>,
 }
 
 impl<'a> Dial<'a> {
-    fn begin(all: &'a Orchestrator, target: &'a Target) -> Result<Dial<'a>> {
-        let mut dial = Dial { all, target, next: 0, connecting: None, peer: None };
+    fn begin(all: &'a Orchestrator, target: &'a Target, until: Instant) -> Result<Dial<'a>> {
+        let mut dial =
+            Dial { all, target, next: 0, connecting: None, answers_until: until, until, peer: None };
         dial.dial_next()?;
         Ok(dial)
     }
@@ -250,6 +263,10 @@ impl<'a> Dial<'a> {
         let address = self.target.addresses.get(self.next);
         let address = *address
             .ok_or_else(|| Error::invalid("target", "the target has no address: give it at least one"))?;
+        let now = Instant::now();
+        let left = self.until.saturating_duration_since(now);
+        let share = left / (self.target.addresses.len() - self.next) as u32;
+        self.answers_until = now + share.max(limits::NAME_SHARE_MIN).min(left);
         self.next += 1;
         self.connecting = Some(endpoint.start_connect(address)?);
         Ok(())
@@ -265,13 +282,22 @@ impl<'a> Dial<'a> {
     }
 
     fn poll(&mut self) -> Result<()> {
-        match self.connecting.as_ref().and_then(Connecting::poll) {
+        let Some(connecting) = &self.connecting else { return Ok(()) };
+        let has_next = self.next < self.target.addresses.len();
+        match connecting.poll() {
+            None if has_next && Instant::now() >= self.answers_until => {
+                if !connecting.has_answered() {
+                    return self.dial_next();
+                }
+                self.answers_until = self.until;
+                Ok(())
+            }
             None => Ok(()),
             Some(Ok(peer)) => {
                 (self.peer, self.connecting) = (Some(peer), None);
                 Ok(())
             }
-            Some(Err(_)) if self.next < self.target.addresses.len() => self.dial_next(),
+            Some(Err(_)) if has_next => self.dial_next(),
             Some(Err(error)) => Err(error.into()),
         }
     }

@@ -287,3 +287,26 @@ fn a_phase_that_fails_leaves_nothing_behind() {
         }
     });
 }
+
+/// Regression: it waited for its whole timeout, and its error was that of a firewall.
+#[test]
+fn an_endpoint_that_does_not_listen_accepts_nothing_and_says_so_at_once() {
+    let (phase, endpoint, error) = parts(connecting(2).accept(1, LONG).unwrap_err());
+    assert_eq!((phase, endpoint.as_str()), ("accepting", "gpu 0"));
+    assert!(
+        matches!(&error, Error::Invalid { .. }) && error.to_string().contains("does not listen"),
+        "{error}"
+    );
+    assert_eq!(connecting(1).accept(0, LONG).expect("it accepts none").concat().len(), 0);
+}
+
+/// Regression: an address that did not answer used up the timeout of those behind it.
+#[test]
+fn an_address_that_does_not_answer_leaves_time_for_the_next_one() {
+    let (there, here) = (listening(1), connecting(1));
+    let silent = TcpListener::bind(loopback(0)).expect("a port");
+    let addresses = vec![silent.local_addr().expect("an address"), address(&there, 0)];
+    let peers =
+        here.connect(&[Target { endpoint: 0, addresses }], Duration::from_secs(4)).expect("the second one");
+    assert_eq!(peers[0].identity(), there.endpoints()[0].identity());
+}
