@@ -84,10 +84,12 @@ impl CudaBuffer {
             Some(block) => block,
             None => Block::new(gpu, padded, own)?,
         };
+        let (raw, bytes, address) = (block.raw, block.bytes, block.raw.next_multiple_of(align as u64));
+        // Whose drop may free the block later: after an error too, a stream may wait for a transfer.
+        let buffer = CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len };
         // SAFETY: the block has this length, and no other code uses it yet.
-        unsafe { gpu.zero(block.raw, block.bytes) }?;
-        let address = block.raw.next_multiple_of(align as u64);
-        Ok(CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len })
+        unsafe { gpu.zero(raw, bytes) }?;
+        Ok(buffer)
     }
 
     /// Device address of the buffer's first byte.

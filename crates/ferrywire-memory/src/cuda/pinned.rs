@@ -74,9 +74,14 @@ impl Pages {
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
         let mut pages = Pages { gpu: gpu.clone(), range, address: 0, again };
         // SAFETY: the range was just registered; the driver writes one address, for which there is room.
-        unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) }
-            .map_err(|error| failed(error.to_string()))?;
-        Ok(pages)
+        match unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) } {
+            Ok(()) => Ok(pages),
+            Err(error) => {
+                pages.again = false;
+                deferred_free::leave(Idle::Pages(pages));
+                Err(failed(error.to_string()))
+            }
+        }
     }
 
     /// Bytes of these pages if they cannot be reused and only wait to be freed, else 0.

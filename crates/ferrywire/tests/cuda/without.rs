@@ -146,6 +146,31 @@ fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goe
     });
 }
 
+/// Regression: memory that could not be zeroed was freed at once, and that waited for the stream.
+#[test]
+fn an_allocation_that_fails_while_a_stream_waits_does_not_wait_for_it() {
+    let name = "without::an_allocation_that_fails_while_a_stream_waits_does_not_wait_for_it";
+    with_driver(name, &["PINNED_MAX=1000000"], || {
+        let gpu = CudaGpu::open(0).unwrap();
+        let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = Endpoint::builder().build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let far = accepting.accept(LONG).unwrap();
+        let (source, target) = (connecting.alloc_host(64).unwrap(), accepting.alloc_host(64).unwrap());
+        let (received, stream) = (far.recv(1, &target, 0, 64).unwrap(), gpu.stream().unwrap());
+        received.block_stream(&stream).unwrap();
+        let all_that_may_be_pinned: Vec<_> = std::iter::from_fn(|| gpu.pinned(64 << 10).ok()).collect();
+        let (ended, end) = std::sync::mpsc::channel();
+        let allocates = gpu.clone();
+        std::thread::spawn(move || ended.send(allocates.alloc(4096, 4096).map(drop)));
+        let outcome = end.recv_timeout(LONG / 4);
+        drop(all_that_may_be_pinned);
+        near.send(1, &source, 0, 64).unwrap().wait(LONG).unwrap();
+        stream.wait(LONG).unwrap();
+        assert!(matches!(outcome, Ok(Err(CudaError::Pinned { .. }))), "{outcome:?}");
+    });
+}
+
 /// Threads that move data need pinned memory, and free nothing.
 #[test]
 fn rings_of_lost_peers_are_freed_when_pinned_memory_runs_out() {
