@@ -1,6 +1,7 @@
 //! Options whose default is `auto`: one type parses the word `auto` and a value, in flags, environment and TOML file.
 //!
 //! Invariant: a typed `auto` goes before a value of the environment or the file, as any typed value does.
+//! Invariant: there is no `From<String>`, which clap would use in place of `FromStr`, and take `auto` for a value.
 //! Read next: `args.rs`, whose options have this type; `plan.rs`, which takes the values out.
 
 use std::ffi::OsString;
@@ -43,12 +44,6 @@ impl<T> Given<T> for Option<OrAuto<T>> {
             Some(OrAuto::Value(value)) => Some(value),
             Some(OrAuto::Auto) | None => None,
         }
-    }
-}
-
-impl<T> From<T> for OrAuto<T> {
-    fn from(value: T) -> OrAuto<T> {
-        OrAuto::Value(value)
     }
 }
 

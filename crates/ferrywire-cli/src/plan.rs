@@ -166,6 +166,7 @@ mod tests {
     use super::run::SECONDS_DEFAULT;
     use super::*;
     use crate::args::{ConnectFlags, Pattern};
+    use crate::auto::OrAuto;
     use crate::bench::protocol::Run;
     use crate::units::Sizes;
 
@@ -183,12 +184,16 @@ mod tests {
     #[test]
     fn contradictions_are_bad_usage() {
         let bad = [
-            ConnectFlags { depth: Some(0.into()), ..Default::default() },
+            ConnectFlags { depth: Some(OrAuto::Value(0)), ..Default::default() },
             ConnectFlags { peers: Some(3), ..Default::default() },
-            ConnectFlags { memory: Some("cuda:x".to_owned().into()), ..Default::default() },
-            ConnectFlags { peer_memory: Some("sim:99".to_owned().into()), ..Default::default() },
+            ConnectFlags { memory: Some(OrAuto::Value("cuda:x".to_owned())), ..Default::default() },
+            ConnectFlags { peer_memory: Some(OrAuto::Value("sim:99".to_owned())), ..Default::default() },
             ConnectFlags { pattern: Some(Pattern::AllToAll), ..Default::default() },
-            ConnectFlags { pattern: Some(Pattern::Latency), depth: Some(2.into()), ..Default::default() },
+            ConnectFlags {
+                pattern: Some(Pattern::Latency),
+                depth: Some(OrAuto::Value(2)),
+                ..Default::default()
+            },
             ConnectFlags { blocks: Some(5), sizes: Some(Sizes(vec![4])), ..Default::default() },
             ConnectFlags { seconds: Some(f64::NAN), ..Default::default() },
         ];

@@ -301,7 +301,9 @@ mod tests {
         for line in lines {
             let matches =
                 command().try_get_matches_from(&line).unwrap_or_else(|error| panic!("{line:?}: {error}"));
-            super::super::Cli::from_arg_matches(&matches).unwrap_or_else(|error| panic!("{line:?}: {error}"));
+            let typed = super::super::Cli::from_arg_matches(&matches);
+            let typed = format!("{:?}", typed.unwrap_or_else(|error| panic!("{line:?}: {error}")));
+            assert!(typed.contains("Some(Auto)"), "{line:?}: the word is taken for a value: {typed}");
         }
     }
 

@@ -15,7 +15,7 @@ use super::engine::{EnginePlan, multi_gpu, next_metrics, secret, secret_file, un
 use super::run::plan_run;
 use super::{TIMEOUT_S_DEFAULT, at_least_one, seconds, usage};
 use crate::args::{ConnectFlags, Pattern};
-use crate::auto::Given;
+use crate::auto::{Given, OrAuto};
 use crate::bench::protocol::Run;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
@@ -59,7 +59,7 @@ pub(super) fn loopback_flags(flags: ConnectFlags) -> Outcome<ConnectFlags> {
         let there = Memory::detect(Some(memory));
         let of_gpus = || there.kind().to_owned();
         let text = flags.gpus.as_ref().map_or_else(|| there.to_string(), |_| of_gpus());
-        flags.peer_memory = Some(text.into());
+        flags.peer_memory = Some(OrAuto::Value(text));
     }
     Ok(flags)
 }
@@ -81,7 +81,7 @@ fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
         (None, Some(_)) => Memory::Host,
         (None, None) => Memory::detect(None),
     };
-    flags.memory = Some(memory.to_string().into());
+    flags.memory = Some(OrAuto::Value(memory.to_string()));
     Ok(memory)
 }
 

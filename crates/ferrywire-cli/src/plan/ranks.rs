@@ -13,7 +13,7 @@ use ferrywire_memory::cuda::CudaGpu;
 use super::connect::{ConnectPlan, plain, plan_connect, with_file};
 use super::{PORT_DEFAULT, resolve, usage};
 use crate::args::{ConnectFlags, Inject, RankArgs};
-use crate::auto::{AUTO, Given};
+use crate::auto::{AUTO, Given, OrAuto};
 use crate::bench::protocol::Run;
 use crate::bench::ranks::WORLD_MAX;
 use crate::exit::{Failure, Outcome};
@@ -96,8 +96,8 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     let connects = ranks.rank < ranks.world_size / 2;
     let theirs = if connects { serving } else { connecting };
     let flags = ConnectFlags {
-        memory: Some(own.to_string().into()),
-        peer_memory: theirs.map(Into::into),
+        memory: Some(OrAuto::Value(own.to_string())),
+        peer_memory: theirs.map(OrAuto::Value),
         gpus: Some(Gpus(vec![gpu])),
         gpu_nics: None,
         // Only sending ranks corrupt data.
@@ -304,7 +304,7 @@ mod tests {
             launcher: Launcher::Flags,
         };
         let flags = ConnectFlags {
-            memory: Some("host".to_owned().into()),
+            memory: Some(OrAuto::Value("host".to_owned())),
             secret_file: Some(secret.path().to_owned()),
             ..flags
         };

@@ -196,6 +196,17 @@ fn the_word_auto_is_the_default_and_goes_before_the_environment_and_the_file() {
     assert!(refused("bench --depth automatic").contains("--depth"));
 }
 
+/// Regression: the word was taken for a kind of memory, for a NIC and for an algorithm. A TOML file hid this.
+#[test]
+fn the_word_auto_is_the_default_of_a_text_too() {
+    let texts = "--memory auto --congestion-control auto --gpu-nics auto";
+    let mut command = ferrywire(&format!("bench {texts} --sizes 4K --iters 2 --json -"));
+    let output = command.env("FERRYWIRE_PEER_MEMORY", "auto").output().expect("it runs");
+    assert_eq!(crate::common::results(&output).len(), 1);
+    let output = run("topo --gpu-nics auto");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
 /// A closed standard error does not change the exit status either.
 #[test]
 fn an_unread_error_keeps_its_exit_status() {
