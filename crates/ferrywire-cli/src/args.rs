@@ -122,6 +122,19 @@ pub fn variable(long: &str) -> String {
     format!("FERRYWIRE_{}", long.replace('-', "_").to_ascii_uppercase())
 }
 
+/// The options of `bench` and of its ends.
+pub fn of_bench(command: &clap::Command) -> impl Iterator<Item = &clap::Arg> {
+    let bench = command.find_subcommand("bench").expect("bench is a subcommand");
+    bench.get_subcommands().flat_map(|end| end.get_arguments()).chain(bench.get_arguments())
+}
+
+/// Environment variables of the options of `bench` and of its ends, those of former spellings too.
+pub fn bench_variables() -> Vec<String> {
+    let command = command();
+    let names = of_bench(&command).flat_map(|arg| arg.get_long().into_iter().chain(former_names(arg)));
+    names.map(variable).collect()
+}
+
 /// Former spellings of an option, which stay valid.
 pub fn former_names(arg: &clap::Arg) -> impl Iterator<Item = &str> {
     arg.get_all_aliases().into_iter().flatten()

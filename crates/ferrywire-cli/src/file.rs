@@ -31,9 +31,8 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
 /// Name of the option that a key means, by its present or a former spelling.
 fn option_of(key: &str) -> Option<String> {
     let command = crate::args::command();
-    let bench = command.find_subcommand("bench").expect("bench is a subcommand");
-    let ends = bench.get_subcommands().flat_map(|end| end.get_arguments()).chain(bench.get_arguments());
-    let mut options = ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config");
+    let mut options =
+        crate::args::of_bench(&command).filter(|arg| !arg.is_hide_set() && arg.get_id() != "config");
     let named = options
         .find(|arg| arg.get_long() == Some(key) || crate::args::former_names(arg).any(|name| name == key));
     named.and_then(|arg| arg.get_long()).map(str::to_owned)

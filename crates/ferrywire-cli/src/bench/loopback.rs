@@ -9,10 +9,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
+use ferrywire::Encryption;
 
 use super::isolated::message::Message;
 use super::link::{CLOSE_TIMEOUT, SLICE};
 use super::{check_metrics, child_secret, connect, parent};
+use crate::args;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -149,7 +151,16 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     let failed =
         |error: std::io::Error| Failure::failed(format!("cannot start the serving process: {error}"));
     let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+    // A variable may say otherwise than a flag of this process, whose decisions the other end gets as flags.
+    for variable in args::bench_variables() {
+        command.env_remove(variable);
+    }
     command.args(["bench", "serve", "--listen=127.0.0.1:0", "--once", "--child"]);
+    command.arg(format!("--encrypt={}", encrypt(plan.engine.encryption)));
+    if let Some(devmem) = &plan.engine.devmem {
+        command.arg(format!("--transport={}", devmem.asked_for()));
+        command.arg(format!("--allow-nic-setup={}", devmem.allow_nic_setup));
+    }
     if !plan.engine.nics.is_empty() {
         command.arg(format!("--nics={}", plan.engine.nics.join(",")));
     }
@@ -188,6 +199,15 @@ fn read_all(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
         let _ = done.send(first);
     });
     said
+}
+
+/// The value of `--encrypt`.
+fn encrypt(encryption: Encryption) -> &'static str {
+    match encryption {
+        Encryption::Off => "off",
+        Encryption::Preferred => "preferred",
+        Encryption::Required => "required",
+    }
 }
 
 /// Adds the plugin options: both ends of loopback mode use the same plugin in the same way.

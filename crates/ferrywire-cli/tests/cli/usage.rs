@@ -207,6 +207,35 @@ fn the_word_auto_is_the_default_of_a_text_too() {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
+/// Regression: the serving process of loopback mode read the environment, and not what this process had decided.
+#[test]
+fn flags_go_before_the_environment_at_both_ends_of_loopback_mode() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), "warmup = 1\n").expect("written");
+    let config = format!("--config {}", file.path().display());
+    for (variable, value, flags) in [
+        ("ENCRYPT", "required", "--encrypt=off"),
+        ("TRANSPORT", "devmem", "--transport tcp"),
+        ("CONFIG", "/nonexistent.toml", &*config),
+        ("TIMEOUT", "0", "--timeout 60"),
+        ("DEADLINE", "0", "--timeout 60"),
+        ("SIZES", "", "--sizes 1K"),
+        ("THREADS", "0", "--threads auto"),
+    ] {
+        let mut command =
+            ferrywire(&format!("bench --memory host --peer-memory host --iters 2 --json - {flags}"));
+        if !flags.contains("--sizes") {
+            command.args(["--sizes", "1K"]);
+        }
+        let output = command.env(format!("FERRYWIRE_{variable}"), value).output().expect("it runs");
+        assert!(output.status.success(), "{variable}: {}", text(&output.stderr));
+    }
+    let mut required =
+        ferrywire("bench --memory host --peer-memory host --sizes 1K --iters 2 --json - --encrypt");
+    let output = required.env("FERRYWIRE_ENCRYPT", "off").output().expect("it runs");
+    assert_eq!(crate::common::results(&output).len(), 1);
+}
+
 /// A closed standard error does not change the exit status either.
 #[test]
 fn an_unread_error_keeps_its_exit_status() {
