@@ -5,7 +5,12 @@ use std::fs::File;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::FromRawFd;
+use std::os::unix::process::parent_id;
+use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
+
+/// Environment variable with the process id of the parent, for a child that ends with it. No option has this name.
+const PARENT: &str = "FERRYWIRE_PARENT_PROCESS";
 
 /// The signal that asked this process to end; 0 for none.
 static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
@@ -56,10 +61,20 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// Makes the kernel kill this process when its parent ends.
+/// Names this process to a child of this command that calls [`die_with_parent`].
+pub fn name_parent(command: &mut Command) -> &mut Command {
+    command.env(PARENT, std::process::id().to_string())
+}
+
+/// Makes the kernel kill this process when its parent ends. If the parent has ended already, this process ends now.
 pub fn die_with_parent() {
     // SAFETY: PR_SET_PDEATHSIG takes one integer and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    // Process 1 may be the parent, as in a container.
+    let named = std::env::var(PARENT).ok().and_then(|id| id.parse::<u32>().ok());
+    if named.is_some_and(|id| id != parent_id()) {
+        exit_now(1);
+    }
 }
 
 /// Takes standard output for this program alone; later prints of libraries go to standard error.

@@ -20,7 +20,7 @@ const VARIABLE: &str = "FERRYWIRE_TELLS_PARENT";
 
 /// Lets a child of this command send messages to this process.
 pub fn ask(command: &mut Command) {
-    command.env(VARIABLE, "1").stdout(Stdio::piped());
+    sys::name_parent(command).env(VARIABLE, "1").stdout(Stdio::piped());
 }
 
 /// Keeps a child of this command from sending messages, although this process may send messages to its own parent.

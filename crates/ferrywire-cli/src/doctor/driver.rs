@@ -46,7 +46,7 @@ impl Driver {
         let Ok(own) = std::env::current_exe() else {
             return Driver::Broken("the path of this program is unknown".to_owned());
         };
-        match tool::run(Command::new(own).arg(CHILD), limit) {
+        match tool::run(sys::name_parent(Command::new(own).arg(CHILD)), limit) {
             Ok(text) => serde_json::from_str(&text).unwrap_or_else(|_| {
                 Driver::Broken("the process that loads the CUDA driver ended without an answer".to_owned())
             }),

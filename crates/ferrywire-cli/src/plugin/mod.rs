@@ -93,6 +93,7 @@ impl Watch<'_> {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg("plugin-child").args(plan.version.map(|version| format!("--version={version}")));
         command.arg("--").arg(&plan.path);
+        sys::name_parent(&mut command);
         // The child gets a process group of its own, so that Ctrl-C reaches only this process, which then
         // ends the child.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -2,7 +2,7 @@
 //! the other end names the lost peer, and ends.
 
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -145,6 +145,37 @@ fn only_finished_sizes(output: &str, said: &str, killed: Killed) -> Value {
     let lost = if killed == Killed::Connect { finished - results.len() } else { 0 };
     assert!(results.len() + lost == finished && lost <= 1, "{} of {finished}: {said}", results.len());
     json
+}
+
+/// Whether a process, which need not be a child of this one, runs.
+fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+/// Regression: a serving process whose parent was killed before it had asked the kernel to end with it stayed for ever.
+#[test]
+fn the_serving_process_of_loopback_mode_ends_with_a_parent_that_is_killed_at_once() {
+    for _ in 0..3 {
+        let mut command = ferrywire("bench --memory host --peer-memory host --sizes 4K --seconds 600");
+        let mut parent = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        let until = Instant::now() + HANGS_AFTER;
+        let serve = loop {
+            if let Some(serve) = children(parent.id()).first() {
+                break *serve;
+            }
+            assert!(Instant::now() < until, "it starts no serving process");
+        };
+        parent.kill().expect("it runs");
+        parent.wait().expect("killed");
+        while runs(serve) {
+            if Instant::now() > until {
+                let _ = Command::new("kill").args(["-KILL", &serve.to_string()]).status();
+                panic!("the serving process {serve} runs on");
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
 }
 
 fn connect_is_killed(moment: Duration, whole: bool) {

@@ -80,6 +80,7 @@ impl<'a> Supervisor<'a> {
         command.envs(set().map(|variable| (variable.name, &variable.value)));
         hand_secrets(&mut command);
         parent::do_not_ask(&mut command);
+        sys::name_parent(&mut command);
         // The child gets a process group of its own, so that Ctrl-C reaches only this process, which passes
         // it on.
         command.process_group(0).stdout(Stdio::piped());
