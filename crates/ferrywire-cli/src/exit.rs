@@ -109,12 +109,16 @@ fn is_address_in_use(error: &Error) -> bool {
 
 /// Prints the requested output on standard output. A closed standard output is not a failure.
 pub fn print(text: &str) -> Outcome {
+    print_if_read(text).map(drop)
+}
+
+/// As [`print`]; returns whether standard output has a reader.
+pub fn print_if_read(text: &str) -> Outcome<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
-            Err(Failure::failed(format!("cannot write standard output: {error}")))
-        }
-        _ => Ok(()),
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Failure::failed(format!("cannot write standard output: {error}"))),
     }
 }
 

@@ -26,7 +26,7 @@ const ENTER_SCREEN: &str = "\x1b[?1049h";
 const LEAVE_SCREEN: &str = "\x1b[?1049l";
 const CLEAR_SCREEN: &str = "\x1b[H\x1b[2J";
 
-/// Prints rates until Ctrl-C, or once.
+/// Prints rates until Ctrl-C or the end of the reader, or once.
 pub fn run(plan: &WatchPlan) -> Outcome {
     let screen = !plan.once && !plan.json && io::stdout().is_terminal();
     if screen {
@@ -49,8 +49,8 @@ fn watch(plan: &WatchPlan, screen: bool) -> Outcome {
         let (now, unread) = processes();
         let rates = ProcessRates::of_all(&before, &now);
         let text = if plan.json { json(&rates, &unread) } else { text(&rates, &unread, plan) };
-        exit::print(&if screen { format!("{CLEAR_SCREEN}{text}") } else { text })?;
-        if plan.once {
+        let is_read = exit::print_if_read(&if screen { format!("{CLEAR_SCREEN}{text}") } else { text })?;
+        if plan.once || !is_read {
             return Ok(());
         }
         before = now;

@@ -1,13 +1,14 @@
 //! `ferrywire watch`: what it sees of other processes.
 
 use std::collections::BTreeSet;
+use std::io::BufReader;
 use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::{GRACE, Serve, ferrywire, json, run, run_within, text};
+use crate::common::{GRACE, Serve, end_within, ferrywire, json, read_line, run, run_within, text};
 use crate::nccl;
 
 /// The processes in the output of `watch --once --json`.
@@ -68,6 +69,21 @@ fn both_ends_of_a_run_are_seen_with_their_rates() {
     assert!(source["paths"][0]["operations_per_s"].as_f64().expect("a rate") > 0.0, "{source}");
     assert!(shown.lines().any(|line| line.starts_with(&format!(" {pid} "))), "{pid} is not in\n{shown}");
     assert!(shown.contains("#0"), "{shown}");
+}
+
+/// Regression: `watch --json | head -n1` did not end.
+#[test]
+fn it_ends_with_its_reader() {
+    for (options, lines) in [("--json", 0), ("--json", 1), ("", 0)] {
+        let mut command = ferrywire(&format!("watch --interval 0.1 {options}"));
+        let mut child =
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the command starts");
+        let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
+        (0..lines).for_each(|_| assert!(!read_line(&mut stdout).is_empty()));
+        drop(stdout);
+        let output = end_within(Duration::ZERO, child);
+        assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
+    }
 }
 
 #[test]
