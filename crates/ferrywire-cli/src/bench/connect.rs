@@ -347,6 +347,9 @@ pub fn advice(error: &ConnectError) -> Option<&'static str> {
         ConnectError::Unreachable { cause: UnreachableCause::ConnectionRefused, .. } => Some(
             "likely: 'ferrywire bench serve' does not run there, or its --listen address is not reachable from this host",
         ),
+        ConnectError::Unreachable { cause: UnreachableCause::Closed, .. } => {
+            Some("likely: another program has that port, or 'ferrywire bench serve' has just ended there")
+        }
         ConnectError::Unreachable {
             cause:
                 UnreachableCause::BackendCannot
@@ -355,9 +358,10 @@ pub fn advice(error: &ConnectError) -> Option<&'static str> {
                 | UnreachableCause::Forbidden,
             ..
         } => None,
-        ConnectError::Unreachable { .. } | ConnectError::Stalled { .. } => {
-            Some("likely: a firewall drops the port, the address is another host's, or no route leads there")
-        }
+        ConnectError::Unreachable { .. } | ConnectError::Stalled { .. } => Some(
+            "likely: a firewall drops the port, the address is another host's, no route leads there, or another program \
+                 has that port",
+        ),
         _ => None,
     }
 }
@@ -382,6 +386,8 @@ mod tests {
                 |cause| advice(&ConnectError::Unreachable { address: address(), cause, why: why.clone() });
             assert!(has(unreachable(UnreachableCause::ConnectionRefused), "does not run there"), "{why}");
             assert!(has(unreachable(UnreachableCause::NoAnswer), "a firewall"), "{why}");
+            assert!(has(unreachable(UnreachableCause::Closed), "another program has that port"), "{why}");
+            assert!(!has(unreachable(UnreachableCause::Closed), "a firewall"), "{why}");
         }
     }
 

@@ -236,6 +236,23 @@ fn flags_go_before_the_environment_at_both_ends_of_loopback_mode() {
     assert_eq!(crate::common::results(&output).len(), 1);
 }
 
+/// Regression: the hint named firewalls, although the connection was made.
+#[test]
+fn a_program_that_hangs_up_is_the_likely_cause_and_no_firewall() {
+    let other = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = other.local_addr().expect("bound");
+    std::thread::spawn(move || other.incoming().for_each(drop));
+    for args in ["bench connect {} --memory host", "doctor {}"] {
+        let output = run(&args.replace("{}", &address.to_string()));
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+        let said = text(&[output.stdout, output.stderr].concat());
+        assert!(
+            said.contains("likely: another program has that port") && !said.contains("firewall"),
+            "{said}"
+        );
+    }
+}
+
 /// A closed standard error does not change the exit status either.
 #[test]
 fn an_unread_error_keeps_its_exit_status() {
