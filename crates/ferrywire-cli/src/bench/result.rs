@@ -536,7 +536,10 @@ fn overlap(interval: &Interval, start: f64, end: f64) -> f64 {
 fn spread(mut rates: Vec<f64>) -> Spread {
     rates.sort_unstable_by(f64::total_cmp);
     let at = |i: usize| rates.get(i).copied().unwrap_or(0.0);
-    Spread { min: at(0), p50: at(rates.len() / 2), max: at(rates.len().saturating_sub(1)) }
+    let last = rates.len().saturating_sub(1);
+    // The two middle values, which are one if the number of values is odd.
+    let p50 = f64::midpoint(at(last / 2), at(rates.len() / 2));
+    Spread { min: at(0), p50, max: at(last) }
 }
 
 #[cfg(test)]
@@ -568,6 +571,7 @@ mod tests {
     #[test]
     fn a_spread_is_ordered() {
         assert_eq!(spread(vec![3.0, 1.0, 2.0]), Spread { min: 1.0, p50: 2.0, max: 3.0 });
+        assert_eq!(spread(vec![3.0, 1.0]), Spread { min: 1.0, p50: 2.0, max: 3.0 });
         assert_eq!(spread(Vec::new()), Spread::default());
     }
 }
