@@ -79,16 +79,17 @@ fn parse(text: &str) -> Result<(SocketAddr, bool), MetricsError> {
     parsed.map(|address| (address, next)).map_err(|_| MetricsError::NotAnAddress { text: text.into() })
 }
 
+/// The process that serves metrics. A forked child has no threads of its parent, so it may serve too.
+static SERVED_BY: Mutex<Option<u32>> = Mutex::new(None);
+
 /// Serves the metrics of this process at `ADDR:PORT`, or at a port of loopback for `PORT`. With `+` behind the port, the
 /// next free port is taken. Returns the address that is served, or `None` if this process serves metrics already.
 ///
 /// # Errors
 /// [`MetricsError`] if the text is not an address, or cannot be listened on.
 pub fn serve(text: &str) -> Result<Option<SocketAddr>, MetricsError> {
-    static SERVED_BY: Mutex<Option<u32>> = Mutex::new(None);
     let (address, next) = parse(text)?;
     let mut served_by = SERVED_BY.lock().unwrap_or_else(PoisonError::into_inner);
-    // A forked child has no threads of its parent, so it may serve too.
     if *served_by == Some(std::process::id()) {
         return Ok(None);
     }
@@ -127,12 +128,16 @@ fn listen(address: SocketAddr, next: bool) -> Result<TcpListener, MetricsError> 
     Err(last.unwrap_or(MetricsError::NotAnAddress { text: address.to_string() }))
 }
 
-/// Serves at the address in `FERRYWIRE_METRICS`, if the variable is set; returns the address if this call began to
-/// serve.
+/// Serves at the address in `FERRYWIRE_METRICS`, if the variable is set and this process serves no metrics yet; returns
+/// the address if this call began to serve.
 ///
 /// # Errors
 /// Those of [`serve`].
 pub(crate) fn serve_by_environment() -> Result<Option<SocketAddr>, MetricsError> {
+    // The variable does not count, so it need not be valid either.
+    if *SERVED_BY.lock().unwrap_or_else(PoisonError::into_inner) == Some(std::process::id()) {
+        return Ok(None);
+    }
     let text = std::env::var(VARIABLE).ok().filter(|text| !text.is_empty());
     text.map_or(Ok(None), |text| serve(&text))
 }

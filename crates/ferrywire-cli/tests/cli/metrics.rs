@@ -277,3 +277,12 @@ fn a_port_in_use_and_no_address_are_errors_and_plus_takes_the_next_port() {
     let output = command.env("FERRYWIRE_METRICS", &address).output().unwrap();
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
 }
+
+/// Regression: a serving end announced its metrics, and then ended because of the variable.
+#[test]
+fn a_typed_address_goes_before_a_variable_that_is_no_address() {
+    let variables = [("FERRYWIRE_METRICS", "bad")];
+    let arguments = "--listen 127.0.0.1:0 --memory host --metrics 127.0.0.1:0";
+    let (_serve, metrics) = with_metrics(Serve::start_with(arguments, &variables));
+    assert!(metrics.starts_with("127.0.0.1:"), "{metrics}");
+}
