@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use toml::Table;
+use toml::{Table, Value};
 
 use crate::exit::Failure;
 
@@ -25,7 +25,14 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
         }
     }
     options.extend(Table::try_from(flags).map_err(|error| usage(error.to_string()))?);
-    options.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
+    let refused = |(name, value): (&String, &Value)| {
+        let alone = Table::from_iter([(name.clone(), value.clone())]);
+        alone.try_into::<T>().err().map(|error| format!("{name}: {}", error.message()))
+    };
+    options.clone().try_into().map_err(|error: toml::de::Error| {
+        let named = options.iter().find_map(refused);
+        usage(one_line(&named.unwrap_or_else(|| error.message().to_owned())))
+    })
 }
 
 /// Name of the option that a key means, by its present or a former spelling.
@@ -113,6 +120,16 @@ mod tests {
     fn unknown_options_are_refused() {
         for text in ["sices = 4", "inject = \"wrong-byte\"", "= 3", "iters = \"many\""] {
             assert!(matches!(filled(text, ConnectFlags::default()), Err(Failure::Usage(_))), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_refused_value_is_said_with_its_option() {
+        for (name, value) in [("iters", "\"many\""), ("depth", "-1"), ("sizes", "\"4Q\""), ("op", "\"push\"")]
+        {
+            let text = format!("seconds = 1\n{name} = {value}\nverify = \"all\"");
+            let refused = filled(&text, ConnectFlags::default()).expect_err("a wrong value").message();
+            assert!(refused.contains(&format!(": {name}: ")), "{refused}");
         }
     }
 }
