@@ -124,6 +124,11 @@ fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
     if let Ok(ip) = bare {
         return Ok(vec![SocketAddr::new(ip, PORT_DEFAULT)]);
     }
+    if matches!(text.rsplit_once(':').map_or(text, |(host, _)| host), "" | "[]") {
+        return usage(format!(
+            "{flag} \"{text}\": the host is empty; write ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"
+        ));
+    }
     let with_port = if text.contains(':') { text.to_owned() } else { format!("{text}:{PORT_DEFAULT}") };
     let port_is_number = with_port.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
     if !port_is_number {
@@ -208,5 +213,12 @@ mod tests {
         assert_eq!(resolve("x", "10.0.0.2:9"), Ok(vec![SocketAddr::from(([10, 0, 0, 2], 9))]));
         assert_eq!(resolve("x", "[::1]:9").map(|found| found[0].port()), Ok(9));
         assert!(matches!(resolve("x", "host:port"), Err(Failure::Usage(_))));
+        for empty in ["", ":17000", "[]:17000"] {
+            let said = resolve("--listen", empty);
+            assert!(
+                matches!(&said, Err(Failure::Usage(why)) if why.contains("the host is empty")),
+                "{said:?}"
+            );
+        }
     }
 }

@@ -148,8 +148,15 @@ pub(super) fn plan_connect(
     })
 }
 
-/// Refuses one file for both outputs.
+/// Refuses an empty name, and one file for both outputs.
 fn check_outputs(flags: &ConnectFlags) -> Outcome {
+    for (flag, name) in [("--json", &flags.json), ("--csv", &flags.csv)] {
+        if name.as_deref() == Some("") {
+            return usage(format!(
+                "{flag}: the name of the file is empty; write a name, or - for standard output"
+            ));
+        }
+    }
     match (&flags.json, &flags.csv) {
         (Some(json), Some(csv)) if is_one_file(Path::new(json), Path::new(csv)) => usage(format!(
             "--json {json} and --csv {csv} name one file, and one would overwrite the other: name two files"

@@ -32,6 +32,9 @@ fn bad_usage_is_status_2() {
         "bench connect",
         "bench --chunk 1",
         "bench connect nowhere:port",
+        "bench connect :17000",
+        "bench serve --listen=",
+        "doctor :17000",
         "bench serve --listen 1.2.3.4:port",
         "bench serve --sizes 4K",
         "frobnicate",
@@ -234,6 +237,18 @@ fn flags_go_before_the_environment_at_both_ends_of_loopback_mode() {
         ferrywire("bench --memory host --peer-memory host --sizes 1K --iters 2 --json - --encrypt");
     let output = required.env("FERRYWIRE_ENCRYPT", "off").output().expect("it runs");
     assert_eq!(crate::common::results(&output).len(), 1);
+}
+
+#[test]
+fn an_empty_name_of_an_output_is_bad_usage() {
+    for flag in ["--json", "--csv"] {
+        let said = refused(&format!("bench --memory host --sizes 4K {flag}="));
+        assert!(said.contains(flag) && said.contains("empty"), "{said}");
+        let mut command = ferrywire("bench --memory host --sizes 4K");
+        let variable = format!("FERRYWIRE_{}", flag.trim_start_matches('-').to_uppercase());
+        let output = command.env(variable, "").output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2), "{flag}: {}", text(&output.stderr));
+    }
 }
 
 /// Regression: the hint named firewalls, although the connection was made.
