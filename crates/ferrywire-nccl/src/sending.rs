@@ -394,7 +394,7 @@ impl Drop for SendComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{Ends, connections, drained, received, until};
+    use crate::testing::{Chosen, Ends, connections, drained, lost_with, received, reset, until};
     use ferrywire_net::{IoVec, PathHealth};
     use std::io;
     use std::net::SocketAddr;
@@ -740,5 +740,25 @@ mod tests {
             received += far.iter_mut().map(|conn| drained(conn.as_mut()).len()).sum::<usize>();
             (received > BYTES).then_some(())
         });
+    }
+
+    /// Regression: each call of `test` sent on the broken socket again, and counted it as lost again.
+    #[test]
+    fn a_broken_socket_for_small_messages_is_lost_once() {
+        const PEER: [u8; 4] = [198, 51, 100, 12];
+        let (near, mut far) = Chosen::connections(2, PEER, Duration::ZERO);
+        let near = near.into_iter().map(|conn| -> Box<dyn Conn> { Box::new(conn) });
+        let comm = SendComm::made(&Pool::of(1), near.collect()).unwrap();
+        reset(far.swap_remove(0));
+        let mut source = [7; 8];
+        // The first messages may be sent before the reset arrives.
+        let slot = until("a message that is not sent", || {
+            let slot = comm.post(source.as_mut_ptr(), source.len(), 0, 0).unwrap().unwrap();
+            comm.test(slot).is_err().then_some(slot)
+        });
+        for _ in 0..10 {
+            assert!(comm.test(slot).is_err());
+        }
+        assert_eq!(lost_with(PEER), 1);
     }
 }

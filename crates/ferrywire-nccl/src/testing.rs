@@ -1,12 +1,18 @@
-//! Helpers of this crate's tests: connections whose far ends the test holds, and one that panics.
+//! Helpers of this crate's tests: connections whose far ends the test holds, one that panics, and one whose peer and
+//! health the test chooses.
 
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use ferrywire_metrics::Source;
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_net::{Conn, ConnOptions, IoVec, PathHealth, Transport};
+
+use crate::metrics::Peer;
 
 /// Time after which a step of a test counts as hung; longer than any step takes on a working machine.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
@@ -142,5 +148,62 @@ impl Conn for Panics {
 
     fn remote(&self) -> SocketAddr {
         self.0.remote()
+    }
+}
+
+/// A connection with a chosen remote address, whose counts no other test changes, and a chosen health.
+pub struct Chosen {
+    conn: Box<dyn Conn>,
+    remote: SocketAddr,
+    health: PathHealth,
+    /// Number of times that the health was asked for.
+    pub asked: Arc<AtomicUsize>,
+}
+
+impl Chosen {
+    /// Connections to the peer `remote` that wait for an answer for `silent_for`, and their far ends.
+    pub fn connections(count: usize, remote: [u8; 4], silent_for: Duration) -> (Vec<Chosen>, Ends) {
+        let (near, far) = connections(count);
+        let health = PathHealth { waiting: true, unanswered: 9, silent_for, ..PathHealth::default() };
+        let chosen = |conn| Chosen { conn, remote: (remote, 9).into(), health, asked: Arc::default() };
+        (near.into_iter().map(chosen).collect(), far)
+    }
+}
+
+/// Number of connections with the peer `remote` that are counted as lost.
+pub fn lost_with(remote: [u8; 4]) -> u64 {
+    Peer::at(remote.into()).sample().lost_channels
+}
+
+impl Conn for Chosen {
+    unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        // SAFETY: the caller promises that the pieces are readable.
+        unsafe { self.conn.send(pieces) }
+    }
+
+    unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        // SAFETY: the caller promises that the pieces are writable.
+        unsafe { self.conn.recv(pieces) }
+    }
+
+    fn health(&self) -> PathHealth {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        self.health
+    }
+
+    fn shutdown(&mut self) {
+        self.conn.shutdown();
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        self.conn.fd()
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.conn.local()
+    }
+
+    fn remote(&self) -> SocketAddr {
+        self.remote
     }
 }

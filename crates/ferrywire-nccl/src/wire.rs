@@ -66,6 +66,7 @@ pub struct Sender {
     piece: Option<(Piece, [u8; HEADER_BYTES])>,
     /// Number of bytes of header and payload that the kernel has.
     sent: usize,
+    over: bool,
 }
 
 // SAFETY: the pointer in a piece is to memory that NCCL keeps until the request is done or the comm closed, readable
@@ -75,7 +76,7 @@ unsafe impl Send for Sender {}
 impl Sender {
     /// Makes a sender of a proved connection.
     pub fn new(Link { channel, conn, name }: Link) -> Sender {
-        Sender { channel, conn, name, piece: None, sent: 0 }
+        Sender { channel, conn, name, piece: None, sent: 0, over: false }
     }
 
     pub fn conn(&mut self) -> &mut dyn Conn {
@@ -87,11 +88,15 @@ impl Sender {
         self.piece.is_some()
     }
 
-    /// The fault of a silent path, if it is given up; to be called regularly while the socket has no room.
+    /// The fault of a silent path, if it is given up now; to be called regularly while the socket has no room.
     pub fn silence(&mut self) -> Option<Fault> {
+        if self.over {
+            return None;
+        }
         let path = self.conn.health();
         let given_up = path.is_dead() && path.silent_for >= SILENT_MAX;
         given_up.then(|| {
+            self.over = true;
             self.channel.lost();
             Fault::remote(format_args!("{} does not answer", self.name))
         })
@@ -101,12 +106,16 @@ impl Sender {
     /// it has.
     pub fn stop(&mut self) {
         self.piece = None;
+        self.over = true;
         self.conn.shutdown();
     }
 
     /// Sends pieces from `next` until there is none, the socket has no room, or other sockets should have their
     /// turn.
     pub fn turn(&mut self, comm: &Sending, mut next: impl FnMut() -> Option<Piece>) -> Turn {
+        if self.over {
+            return Turn::Over;
+        }
         for _ in 0..PIECES_PER_TURN {
             if self.piece.is_none() {
                 let Some(piece) = next() else { return Turn::Idle };
@@ -117,6 +126,7 @@ impl Sender {
                 Ok(Some(done)) => comm.sent(&done.header),
                 Ok(None) => return Turn::Blocked,
                 Err(e) => {
+                    self.over = true;
                     self.channel.lost();
                     comm.failure.record(Fault::connection(&self.name, &e));
                     return Turn::Over;
@@ -166,6 +176,9 @@ impl Sender {
 
     /// Checks whether the peer has ended its stream, since it sends no data on this socket.
     pub fn check_end(&mut self, comm: &Sending) -> Turn {
+        if self.over {
+            return Turn::Over;
+        }
         let mut byte = 0;
         // SAFETY: the byte is a local variable.
         let fault = match unsafe { self.conn.recv(&[IoVec::new(&mut byte, 1)]) } {
@@ -177,6 +190,7 @@ impl Sender {
             Ok(0) => Fault::remote(format_args!("{} has closed the connection", self.name)),
             Ok(_) => Fault::remote(format_args!("{} sent data that was not requested", self.name)),
         };
+        self.over = true;
         comm.failure.record(fault);
         Turn::Over
     }

@@ -164,11 +164,14 @@ impl Loop {
 
     fn ask_health(&mut self) {
         self.health_asked = Instant::now();
-        for seat in self.wires.values().filter(|seat| seat.is_blocked()) {
+        for seat in self.wires.values_mut().filter(|seat| seat.is_blocked()) {
             self.about = Some(seat.wire.token);
             let Side::Send { sender, .. } = &seat.wire.side else { continue };
             let silence = locked(sender).as_mut().and_then(|sender| sender.silence());
-            silence.into_iter().for_each(|fault| seat.wire.fail(fault));
+            if let Some(fault) = silence {
+                seat.wire.fail(fault);
+                seat.leave();
+            }
         }
     }
 
@@ -359,7 +362,8 @@ mod tests {
     use crate::pool::Pool;
     use crate::receiving::RecvComm;
     use crate::sending::SendComm;
-    use crate::testing::{Ends, Panics, connections, drained, received, send, until};
+    use crate::testing::{Chosen, Ends, Panics, connections, drained, lost_with, received, send, until};
+    use ferrywire_net::Conn;
 
     /// Bulk, even when nothing else is in flight.
     const BYTES: usize = 200 << 10;
@@ -403,5 +407,30 @@ mod tests {
         drop(healthy);
         stream.extend(received(far[1].as_mut()));
         assert_eq!(stream.iter().filter(|&&byte| byte == 7).count(), BYTES);
+    }
+
+    /// Regression: a path that was given up was asked about and counted as lost again five times a second.
+    #[test]
+    fn a_path_that_is_given_up_is_lost_once() {
+        /// More than a socket takes.
+        const BYTES: usize = 64 << 20;
+        const SILENT: [u8; 4] = [198, 51, 100, 10];
+        let pool = Pool::of(1);
+        let mut source = vec![7; BYTES];
+        let mut made = |remote, silent_for| {
+            let (near, far) = Chosen::connections(2, remote, silent_for);
+            let asked = near[1].asked.clone();
+            let near = near.into_iter().map(|conn| -> Box<dyn Conn> { Box::new(conn) });
+            let comm = SendComm::made(&pool, near.collect()).unwrap();
+            let slot = comm.post(source.as_mut_ptr(), BYTES, 0, 0).unwrap().unwrap();
+            (comm, slot, asked, far)
+        };
+        let (silent, slot, asked, _far) = made(SILENT, Duration::from_secs(3600));
+        let (_slow, _, others, _others_far) = made([198, 51, 100, 11], Duration::ZERO);
+        let fault = until("the fault", || silent.test(slot).err());
+        assert!(fault.why.contains("198.51.100.10:9") && fault.why.contains("does not answer"), "{fault:?}");
+        let before = others.load(Ordering::SeqCst);
+        until("further checks of the worker", || (others.load(Ordering::SeqCst) >= before + 3).then_some(()));
+        assert_eq!((lost_with(SILENT), asked.load(Ordering::SeqCst)), (1, 1));
     }
 }
