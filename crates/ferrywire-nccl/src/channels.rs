@@ -41,7 +41,7 @@ const CHANNELS_WISH: Wish = Wish {
         "NCCL_MAX_NRINGS",
         "NCCL_MIN_CTAS",
         "NCCL_MAX_CTAS",
-        "NCCL_TUNER_PLUGIN",
+        TUNER,
     ],
 };
 
@@ -53,6 +53,8 @@ const PIECE_WISH: Wish = Wish {
     said_by: &[],
 };
 
+/// The user's choice of a tuner, a name. The other variables here are numbers.
+const TUNER: &str = "NCCL_TUNER_PLUGIN";
 /// The user's choice of a network. NCCL initializes all networks that it finds before it looks for this name.
 const NETWORK: &str = "NCCL_NET";
 /// Name of this network in NCCL's variable, in either case.
@@ -127,8 +129,10 @@ impl Wish {
     /// Whether the variable may be set: the user has set nothing (a parent process's setting is not the user's), and no
     /// other network was chosen.
     fn may_be_set(&self, read: impl Fn(&str) -> Option<String>) -> bool {
-        let said = read(self.variable).is_some() && !self.is_inherited(&read);
-        !is_another_network(&read) && !said && !self.said_by.iter().any(|name| read(name).is_some())
+        // NCCL takes an empty number for unset.
+        let is_set = |name| read(name).is_some_and(|value| !value.is_empty() || name == TUNER);
+        let said = is_set(self.variable) && !self.is_inherited(&read);
+        !is_another_network(&read) && !said && !self.said_by.iter().any(|&name| is_set(name))
     }
 }
 
@@ -343,6 +347,16 @@ mod tests {
             }
         }
         assert!(with(&PIECE_WISH, &[("NCCL_MAX_NCHANNELS", "4")]), "that says nothing of pieces");
+    }
+
+    /// Regression: an empty variable, which NCCL takes for unset, kept the plugin from asking.
+    #[test]
+    fn empty_numbers_are_not_the_users_choice() {
+        for wish in [CHANNELS_WISH, PIECE_WISH] {
+            for name in wish.said_by.iter().chain([&wish.variable]) {
+                assert_eq!(with(&wish, &[(name, "")]), *name != TUNER, "{name}");
+            }
+        }
     }
 
     /// Regression: NCCL 2.24 to 2.27 initialize every network before they choose one, so sockets and InfiniBand got

@@ -14,8 +14,8 @@
 //! the threads of NCCL and of the program. The speed of a NIC counts if it is a physical one that reports it: a NIC of
 //! 10 Gbit/s needs two sockets and four threads.
 //!
-//! Invariant: the variables are read once, when the first comm is made. A value that is not a number in its range is
-//! ignored, with a warning.
+//! Invariant: the variables are read once, when the first comm is made. An empty value counts as unset. A value that is
+//! not a number in its range is ignored, with a warning.
 
 use std::fs;
 use std::ops::RangeInclusive;
@@ -166,15 +166,18 @@ impl Settings {
         read: impl Fn(&str) -> Option<String>,
     ) -> (Settings, Vec<&'static str>) {
         let mut ignored = Vec::new();
-        let mut number = |name: &'static str, range: RangeInclusive<usize>, default: usize| match read(name) {
-            None => default,
-            Some(text) => match text.trim().parse() {
-                Ok(value) if range.contains(&value) => value,
-                _ => {
-                    ignored.push(name);
-                    default
-                }
-            },
+        let mut number = |name: &'static str, range: RangeInclusive<usize>, default: usize| {
+            let text = read(name).unwrap_or_default();
+            match text.trim() {
+                "" => default,
+                text => match text.parse() {
+                    Ok(value) if range.contains(&value) => value,
+                    _ => {
+                        ignored.push(name);
+                        default
+                    }
+                },
+            }
         };
         const NOT_SAID: usize = 0;
         let mut said = |name, range| Some(number(name, range, NOT_SAID)).filter(|&value| value != NOT_SAID);
@@ -321,10 +324,13 @@ mod tests {
             "FERRYWIRE_NCCL_THREADS" => Some(String::from(" 3 ")),
             "FERRYWIRE_NCCL_SOCKETS" => Some(String::from("65")),
             "FERRYWIRE_NCCL_INLINE_BYTES" => Some(String::from("none")),
+            // An empty value counts as unset.
+            "FERRYWIRE_NCCL_SPIN_US" => Some(String::new()),
             _ => None,
         };
         let (settings, ignored) = Settings::from(ALL_OF_16, 2, Some(10_000), set);
         assert_eq!((settings.threads(1), settings.sockets, settings.inline_bytes), (3, 2, 16 << 10));
+        assert_eq!(settings.spin, Duration::from_micros(100));
         assert_eq!(ignored, ["FERRYWIRE_NCCL_SOCKETS", "FERRYWIRE_NCCL_INLINE_BYTES"]);
     }
 }
