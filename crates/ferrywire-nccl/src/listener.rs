@@ -107,9 +107,13 @@ impl ListenComm {
             let at = listener.local();
             match self.take_in_at(place)? {
                 Ok(()) => place += 1,
-                // Connections without the secret may have used up a resource: the oldest is dropped.
+                // The lack may end, since the new connection waits in the kernel meanwhile. Connections without the
+                // secret may have caused it, so that old ones are dropped; the others end their proof or become old.
                 Err(e) if is_short(&e) && !self.proving.is_empty() => {
-                    self.proving.remove(0);
+                    if self.drop_old() {
+                        let at = format!("connections to {} that did not prove themselves in time", at.ip());
+                        log::warn_once_of(&at, format_args!("{at} are dropped for new ones: {e}"));
+                    }
                     return Ok(());
                 }
                 Err(e) if is_short(&e) || self.listeners.len() == 1 => {
@@ -146,9 +150,16 @@ impl ListenComm {
     /// Whether one more connection may be under proof.
     fn has_room(&mut self) -> bool {
         if self.proving.len() >= self.proving_max {
-            self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
+            self.drop_old();
         }
         self.proving.len() < self.proving_max
+    }
+
+    /// Drops the connections that have been under proof for at least [`PROVING_MIN`]; returns whether there were any.
+    fn drop_old(&mut self) -> bool {
+        let before = self.proving.len();
+        self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
+        self.proving.len() < before
     }
 
     fn gather(&mut self, claim: Claim, mut conn: Box<dyn Conn>) {
@@ -238,6 +249,32 @@ mod tests {
         listener.listeners.insert(0, Box::new(Short(handle.addresses[0])));
         assert!(listener.accept().err().unwrap().why.contains("Too many open files"));
         assert_eq!(listener.listeners.len(), 2);
+    }
+
+    /// Regression: each call of `accept` dropped a connection under proof, however new, and logged nothing.
+    #[test]
+    fn a_lack_of_process_resources_ends_no_proof() {
+        let (mut listener, handle) = listening();
+        let connect =
+            || TcpTransport::default().dial(None, handle.addresses[0], &ConnOptions::default()).unwrap();
+        let mut dialling = Dialling::new(connect(), Claim { comm: [4; 16], index: 0, sockets: 2 });
+        let _stranger = connect();
+        until("both are here", || {
+            assert!(listener.accept().unwrap().is_none());
+            (listener.proving.len() == 2).then_some(())
+        });
+        listener.listeners.insert(0, Box::new(Short(handle.addresses[0])));
+        assert!(listener.accept().unwrap().is_none() && listener.proving.len() == 2);
+        until("a proof", || {
+            dialling.poll(&handle.secret).unwrap();
+            assert!(listener.accept().unwrap().is_none());
+            (!listener.gathering.is_empty()).then_some(())
+        });
+        // The other one is dropped once it is old; then the lack is an error.
+        assert_eq!(listener.proving.len(), 1);
+        listener.proving[0].0 = listener.proving[0].0.checked_sub(PROVING_MIN).unwrap();
+        assert!(listener.accept().unwrap().is_none() && listener.proving.is_empty());
+        assert!(listener.accept().err().unwrap().why.contains("Too many open files"));
     }
 
     /// Regression: a network failure of some seconds during setup ended the communicator.
