@@ -20,6 +20,7 @@ use ferrywire_sys::tcp_info::{self, TcpInfo};
 use crate::encryption::{SharedKey, encrypt, shared_key};
 use crate::failure::Fault;
 use crate::handle::{Secret, array};
+use crate::log;
 use crate::settings::SOCKETS_MAX;
 
 const MAGIC: [u8; 8] = *b"FWnccl\r\n";
@@ -32,6 +33,9 @@ const CLAIM_BYTES: usize = 96;
 const PROOF_BYTES: usize = 32;
 /// Bytes of the part of a claim before its proof.
 const CLAIMED_BYTES: usize = CLAIM_BYTES - PROOF_BYTES;
+
+/// What to do about a wrong proof of an encrypted connection.
+const ONE_SECRET: &str = "set the same FERRYWIRE_SECRET on all hosts";
 
 /// The comm and the socket that a connection claims to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,7 +216,13 @@ impl Dialling {
                     self.stage = DialStage::Proof(Moving::new([0; PROOF_BYTES]), *expected);
                 }
                 DialStage::Proof(message, expected) => {
-                    let Some(proof) = message.receive(conn).map_err(&mut broken)? else { return Ok(None) };
+                    let received = message.receive(conn).map_err(|e| match key {
+                        Some(_) if e.kind() == io::ErrorKind::UnexpectedEof => Fault::remote(format_args!(
+                            "{peer} refused this host's proof, or ended: {ONE_SECRET}"
+                        )),
+                        _ => broken(e),
+                    })?;
+                    let Some(proof) = received else { return Ok(None) };
                     if expected.proof != proof {
                         return Err(Fault::remote(format_args!(
                             "{peer} could not prove the listener's secret"
@@ -322,6 +332,12 @@ impl Serving {
                     let (claimed, proof) = said.split_at(CLAIMED_BYTES);
                     let proven =
                         prove(secret, DIALLER, &self.asked, claimed) == array::<PROOF_BYTES>(proof, 0);
+                    if !proven && key.is_some() {
+                        let peer = conn.remote().ip();
+                        log::warn_once(format_args!(
+                            "refused a connection of {peer}, whose proof is wrong: {ONE_SECRET}"
+                        ));
+                    }
                     let claim = Claim::from_bytes(claimed).filter(|_| proven);
                     let claim = claim.ok_or_else(|| io::Error::from(io::ErrorKind::PermissionDenied))?;
                     let answer = *prove(secret, LISTENER, &self.asked, claimed).as_bytes();

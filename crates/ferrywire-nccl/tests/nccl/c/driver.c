@@ -329,6 +329,43 @@ static void tuned_for_another_network(struct net *net)
     CHECK(!getenv("NCCL_MIN_NCHANNELS") && !strcmp(getenv("NCCL_P2P_NET_CHUNKSIZE"), "65536"));
 }
 
+/* Accepts at a listener whose dialler has another secret, until the plugin has logged that. */
+static void refuses(struct net *net, int socket)
+{
+    char handle[128];
+    void *listener = NULL, *comm = NULL, *none = NULL;
+    net_load(net, path);
+    CHECK(net_listen(net, handle, &listener) == SUCCESS && listener);
+    CHECK(write(socket, handle, 128) == 128);
+    for (double since = now(); warnings == 0; again(since, "a refusal"))
+        CHECK(net_accept(net, listener, &comm, &none) == SUCCESS && !comm);
+    CHECK(strstr(last_warning, "127.0.0.1") && strstr(last_warning, "set the same FERRYWIRE_SECRET on all hosts"));
+    both(socket);
+    net_close_listen(net, listener);
+}
+
+static void is_refused(struct net *net, int socket)
+{
+    char handle[128];
+    void *comm = NULL, *none = NULL;
+    int result = SUCCESS;
+    setenv("FERRYWIRE_SECRET", "not the secret of the others", 1);
+    net_load(net, path);
+    CHECK(recv(socket, handle, 128, MSG_WAITALL) == 128);
+    for (double since = now(); result == SUCCESS; again(since, "a refusal")) {
+        result = net_connect(net, handle, &comm, &none);
+        CHECK(!comm);
+    }
+    CHECK(result == REMOTE_ERROR && warnings == 1);
+    CHECK(strstr(last_warning, "refused this host's proof, or ended: set the same FERRYWIRE_SECRET on all hosts"));
+    both(socket);
+}
+
+static void different_secrets(struct net *net)
+{
+    two(net, is_refused, refuses, 0);
+}
+
 static _Atomic int registering;
 
 struct registered {
@@ -1004,6 +1041,7 @@ int main(int count, char **arguments)
         { "tuning", tuning },
         { "tuned_by_the_user", tuned_by_the_user },
         { "tuned_for_another_network", tuned_for_another_network },
+        { "different_secrets", different_secrets },
         { "deregistering", deregistering },
         { "testing", testing },
         { "receives", receives },
