@@ -77,8 +77,8 @@ pub enum LoadError {
     /// The name is not valid; the text says why.
     #[error("{0}")]
     BadName(String),
-    /// The name is `none`: no plugin is wanted.
-    #[error("the name \"none\" asks for no plugin")]
+    /// The name is `none` or empty: no plugin is wanted.
+    #[error("the name \"none\", or an empty one, asks for no plugin")]
     NoneWanted,
     /// The library exports no table of a supported version.
     #[error("{path}: exports no ncclNetPlugin_v4 to v12{}", other_tables(.older))]

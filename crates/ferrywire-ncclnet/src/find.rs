@@ -18,8 +18,8 @@ pub enum Candidate {
 /// The file that is opened when no plugin is named.
 const UNNAMED: &str = "libnccl-net.so";
 
-/// The candidates for a value of `NCCL_NET_PLUGIN`, in order of preference; empty for `none`. Returns an
-/// error text for an invalid value.
+/// The candidates for a value of `NCCL_NET_PLUGIN`, in order of preference; empty for `none`, in either
+/// case, and for an empty list. Returns an error text for an invalid value.
 ///
 /// Each item of a comma-separated list is tried as given, then as `libnccl-net-ITEM.so`. An item with a `/`,
 /// or of the form `lib....so`, is tried only as given.
@@ -27,6 +27,9 @@ pub fn candidates(named: Option<&str>) -> Result<Vec<Candidate>, String> {
     let Some(list) = named else {
         return Ok(vec![Candidate::File(UNNAMED.to_owned())]);
     };
+    if list.eq_ignore_ascii_case("none") {
+        return Ok(Vec::new());
+    }
     let items: Vec<&str> = list.split(',').filter(|item| !item.is_empty()).collect();
     if items.len() > PLUGIN_NAMES_MAX {
         return Err(format!("{} plugins are named; NCCL takes at most {PLUGIN_NAMES_MAX}", items.len()));
@@ -37,11 +40,7 @@ pub fn candidates(named: Option<&str>) -> Result<Vec<Candidate>, String> {
             "a plugin's name has {bytes} bytes; at most {PLUGIN_NAME_BYTES_MAX} are allowed"
         ));
     }
-    match items[..] {
-        [] => Ok(vec![Candidate::File(UNNAMED.to_owned())]),
-        ["none"] => Ok(Vec::new()),
-        _ => Ok(items.into_iter().flat_map(of_item).collect()),
-    }
+    Ok(items.into_iter().flat_map(of_item).collect())
 }
 
 fn of_item(item: &str) -> Vec<Candidate> {
@@ -68,7 +67,11 @@ mod tests {
     #[test]
     fn without_a_name_the_default_library_is_meant() {
         assert_eq!(names(None), ["libnccl-net.so"]);
-        assert_eq!(names(Some("")), ["libnccl-net.so"]);
+    }
+
+    #[test]
+    fn an_empty_list_means_no_plugin() {
+        assert!(names(Some("")).is_empty() && names(Some(",")).is_empty());
     }
 
     #[test]
@@ -99,7 +102,7 @@ mod tests {
 
     #[test]
     fn the_name_none_means_no_plugin_only_alone() {
-        assert!(names(Some("none")).is_empty());
+        assert!(names(Some("none")).is_empty() && names(Some("None")).is_empty());
         assert_eq!(names(Some("none,./a")), ["none", "libnccl-net-none.so", "./a"]);
     }
 }
