@@ -165,6 +165,44 @@ fn dashboard_and_alerts_name_metrics_of_the_page_alone() {
     serde_json::from_str::<serde_json::Value>(&read("deploy/grafana/ferrywire.json")).expect("JSON");
 }
 
+/// Metrics on the page whose row of the table names the label `peer`.
+fn metrics_by_peer(page: &str) -> std::collections::BTreeSet<String> {
+    let rows = page.lines().filter_map(|line| {
+        let mut cells = line.strip_prefix('|')?.split('|');
+        let (names, labels) = (cells.next()?, cells.next()?);
+        labels.split(',').any(|label| label.trim() == "peer").then_some(names)
+    });
+    rows.flat_map(metrics_named).collect()
+}
+
+#[test]
+fn rates_leave_out_the_counts_of_closed_peers() {
+    let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let by_peer = metrics_by_peer(
+        &include_str!("../../../../docs/metrics.md").replace("`..._", "`ferrywire_operations_"),
+    );
+    assert!(by_peer.contains("ferrywire_operations_failed_total"), "{by_peer:?}");
+    let files = ["docs/metrics.md", "deploy/grafana/ferrywire.json", "deploy/prometheus/alerts.yml"];
+    for (file, least) in files.into_iter().zip([1, 10, 3]) {
+        let text = std::fs::read_to_string(root.join(file)).expect(file).replace("\\\"", "\"");
+        let mut found = 0;
+        for (at, _) in text.match_indices("ferrywire_") {
+            let rest = &text[at..];
+            let name_bytes = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').expect("an end");
+            let (name, rest) = rest.split_at(name_bytes);
+            let matchers = rest.strip_prefix('{').and_then(|rest| rest.split_once('}'));
+            let (matchers, rest) = matchers.unwrap_or(("", rest));
+            // A range of time follows where a rate is taken of each series.
+            if by_peer.contains(name) && rest.starts_with('[') {
+                found += 1;
+                let leaves_out = matchers.split(',').any(|each| each == r#"peer!="closed""#);
+                assert!(leaves_out, "{file}: {name}{{{matchers}}} has the closed peers too");
+            }
+        }
+        assert!(found >= least, "{file} has {found} rates of peers");
+    }
+}
+
 /// A gauge of each direction, while a run moves data; both are zero or missing until then.
 fn gauge_during(
     serve: &Serve,
