@@ -1,8 +1,10 @@
 //! The sources of this process, and the counts of sources that were dropped.
 //!
-//! Invariant: each count of a peer is in the samples exactly once: as the peer's own until the peer is retired, in
-//! the peer named [`CLOSED`] afterwards.
+//! Invariant: each count of a peer is in the samples exactly once: as the peer's own until the peer is retired, then under
+//! its label as long as a live peer has the same one, and in the peer named [`CLOSED`] afterwards. So no counter of a
+//! label falls, and labels of peers that are gone do not add up.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -52,8 +54,41 @@ impl Kind {
 
 #[derive(Default)]
 struct Sources {
-    live: Vec<Weak<dyn Source>>,
+    live: Vec<Live>,
+    /// Counts of closed peers, by their label, which a live peer has too.
+    kept: BTreeMap<String, PeerSample>,
     closed: PeerSample,
+}
+
+/// A source, and the label of its samples.
+struct Live {
+    label: String,
+    source: Weak<dyn Source>,
+}
+
+impl Sources {
+    /// Moves the counts of labels that no live peer has any more.
+    fn settle(&mut self) {
+        self.live.retain(|each| each.source.strong_count() > 0);
+        let Sources { live, kept, closed } = self;
+        kept.retain(|label, counts| {
+            let is_live = live.iter().any(|each| each.label == *label);
+            if !is_live {
+                add_closed(closed, CLOSED, counts);
+            }
+            is_live
+        });
+    }
+}
+
+/// Adds the counts of a closed peer to those under the label `label`.
+fn add_closed(sum: &mut PeerSample, label: &str, counts: &PeerSample) {
+    let mut counts = counts.clone();
+    if sum.channels.len() >= CLOSED_NICS_MAX {
+        counts.channels.iter_mut().for_each(|channel| channel.nic = "other".into());
+    }
+    (sum.peer, sum.label) = (CLOSED.into(), label.into());
+    sum.retire(&counts);
 }
 
 static SOURCES: LazyLock<Mutex<Sources>> = LazyLock::new(Mutex::default);
@@ -65,22 +100,20 @@ fn sources() -> MutexGuard<'static, Sources> {
     SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Adds a source. Its counters are part of all samples until it is dropped.
-pub fn register(source: Weak<dyn Source>) {
+/// Adds a source whose samples have the label `label`. Its counters are part of all samples until it is dropped.
+pub fn register(label: String, source: Weak<dyn Source>) {
     let mut sources = sources();
-    sources.live.retain(|each| each.strong_count() > 0);
-    sources.live.push(source);
+    sources.live.retain(|each| each.source.strong_count() > 0);
+    sources.live.push(Live { label, source });
 }
 
-/// Keeps the counts of a source that is being dropped, in the peer named `closed`.
+/// Keeps the counts of a source that is being dropped: under its label while another source has the same one, then in the
+/// peer named `closed`.
 pub fn retire(last: &PeerSample) {
     let mut sources = sources();
-    let mut last = last.clone();
-    if sources.closed.channels.len() >= CLOSED_NICS_MAX {
-        last.channels.iter_mut().for_each(|channel| channel.nic = "other".into());
-    }
-    (sources.closed.peer, sources.closed.label) = (CLOSED.into(), CLOSED.into());
-    sources.closed.retire(&last);
+    let sum = sources.kept.entry(last.label.clone()).or_default();
+    add_closed(sum, &last.label, last);
+    sources.settle();
 }
 
 /// Says how this process uses ferrywire; the first call counts.
@@ -149,14 +182,16 @@ pub fn record_post(kind: Kind, time: Duration) {
 
 /// Reads all sources of this process.
 pub fn process() -> ProcessSample {
-    let (live, closed) = {
+    let (live, kept, closed) = {
         let sources = sources();
-        let live: Vec<_> = sources.live.iter().filter_map(Weak::upgrade).collect();
-        (live, sources.closed.clone())
+        let live: Vec<_> = sources.live.iter().filter_map(|each| each.source.upgrade()).collect();
+        let kept: Vec<_> = sources.kept.values().cloned().collect();
+        (live, kept, sources.closed.clone())
     };
     let mut peers: Vec<PeerSample> = live.iter().map(|source| source.sample()).collect();
     // The sources are dropped without the lock: a source that ends here is retired.
     drop(live);
+    peers.extend(kept);
     if !closed.peer.is_empty() {
         peers.push(closed);
     }

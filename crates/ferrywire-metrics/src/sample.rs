@@ -23,7 +23,8 @@ pub struct ProcessSample {
     pub ended_cpu_s: f64,
     /// Sessions refused because the peer did not prove the secret.
     pub auth_failures: u64,
-    /// The connected peers of all endpoints, and one named `closed` with the counts of those that are gone.
+    /// The connected peers of all endpoints, and peers named `closed` with the counts of those that are gone: one for each
+    /// label that a connected peer has too, and one for all others.
     pub peers: Vec<PeerSample>,
     /// Name of the socket that gave the sample: each library of ferrywire in a process has one of its own.
     #[serde(skip)]

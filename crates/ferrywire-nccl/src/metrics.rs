@@ -83,7 +83,7 @@ impl Peer {
         peers.retain(|_, peer| peer.strong_count() > 0);
         peers.insert(address, Arc::downgrade(&peer));
         let source: Weak<dyn Source> = Arc::<Peer>::downgrade(&peer);
-        ferrywire_metrics::register(source);
+        ferrywire_metrics::register(address.to_string(), source);
         peer
     }
 

@@ -177,7 +177,7 @@ impl Link {
         });
         let peer = Arc::new(PeerState::new(context.clone(), info));
         let source: Weak<dyn ferrywire_metrics::Source> = Arc::<PeerState>::downgrade(&peer);
-        ferrywire_metrics::register(source);
+        ferrywire_metrics::register(peer.info.without_port(), source);
         let mut session = Session::new(id, now);
         // A new session has nothing to resend, so this cannot fail.
         let attached = session.attach(secure, 0, now);

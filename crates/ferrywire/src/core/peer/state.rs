@@ -104,7 +104,7 @@ pub(crate) struct PeerInfo {
 
 impl PeerInfo {
     /// The peer's address without its port, with the label that the peer gave itself.
-    fn without_port(&self) -> String {
+    pub fn without_port(&self) -> String {
         let address = self.address.ip();
         if self.label.is_empty() { address.to_string() } else { format!("{address} ({})", self.label) }
     }

@@ -1,0 +1,74 @@
+//! The samples of a process, and what a scrape shows of them.
+
+use std::sync::{Arc, Weak};
+
+use ferrywire_metrics::{ChannelSample, KindSample, PeerSample, Source, process, register, render, retire};
+
+/// A connected peer with counts that do not change.
+struct Connected(PeerSample);
+
+impl Connected {
+    fn new(label: &str, peer: &str, count: u64) -> Arc<Connected> {
+        let write = KindSample { kind: "write".into(), started: count, ..KindSample::default() };
+        let channel =
+            ChannelSample { nic: format!("nic-{label}"), tx_bytes: count, ..ChannelSample::default() };
+        let made = Arc::new(Connected(PeerSample {
+            peer: peer.into(),
+            label: label.into(),
+            lost_channels: count,
+            operations: vec![write],
+            channels: vec![channel],
+            ..PeerSample::default()
+        }));
+        let source: Weak<dyn Source> = Arc::<Connected>::downgrade(&made);
+        register(label.into(), source);
+        made
+    }
+}
+
+impl Source for Connected {
+    fn sample(&self) -> PeerSample {
+        self.0.clone()
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        retire(&self.0);
+    }
+}
+
+/// Values of the series whose name and labels contain all of `words`.
+fn values(metrics: &str, words: &[&str]) -> Vec<f64> {
+    let lines =
+        metrics.lines().filter(|line| !line.starts_with('#') && words.iter().all(|word| line.contains(word)));
+    lines.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect()
+}
+
+#[test]
+fn no_counter_of_a_label_falls_while_a_peer_has_the_label() {
+    let counters =
+        ["ferrywire_tx_bytes_total", "ferrywire_lost_channels_total", "ferrywire_operations_started_total"];
+    let shown = |label: &str| {
+        let metrics = render(&process());
+        counters.map(|name| values(&metrics, &[name, &format!("peer=\"{label}\"")]))
+    };
+    let moved = || values(&render(&process()), &["ferrywire_tx_bytes_total", "nic-x", "closed"]);
+    let (first, second) = (Connected::new("x", "x:1", 5), Connected::new("x", "x:2", 7));
+    assert_eq!(shown("x"), [[12.0]; 3]);
+    drop(first);
+    assert_eq!(shown("x"), [[12.0]; 3], "the second one has the label");
+    let third = Connected::new("x", "x:3", 1);
+    drop(second);
+    assert_eq!((shown("x"), moved()), ([[13.0]; 3].map(Vec::from), vec![]), "the third one has the label");
+    drop(third);
+    assert_eq!((shown("x"), moved()), ([const { vec![] }; 3], vec![13.0]), "no peer has the label");
+    let fourth = Connected::new("x", "x:4", 2);
+    assert_eq!((shown("x"), moved()), ([[2.0]; 3].map(Vec::from), vec![13.0]), "the label is a new one");
+    drop(fourth);
+    assert_eq!(
+        process().peers.iter().filter(|peer| peer.label == "x").count(),
+        0,
+        "labels of closed peers add up"
+    );
+}
