@@ -5,10 +5,11 @@
 //! Invariant: each metric has help, a type and a base unit, and `docs/metrics.md` has its name.
 //! Read next: `sample.rs`, the samples that are rendered.
 
-use prometheus::core::Collector;
-use prometheus::proto::MetricFamily;
-use prometheus::{CounterVec, GaugeVec, Opts, TextEncoder};
 use std::collections::BTreeMap;
+
+use prometheus::TextEncoder;
+use prometheus::core::Collector;
+use prometheus::proto::{Counter, Gauge, LabelPair, Metric, MetricFamily, MetricType};
 
 use crate::registry::{TIMES, are_timed};
 use crate::sample::{ChannelSample, OccupancySample, PeerSample, ProcessSample, StagingSample};
@@ -52,53 +53,53 @@ fn by_path(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         rows.collect::<Vec<_>>()
     };
     let labels = ["nic", "peer"];
-    out.extend(counter(
+    out.push(counter(
         "tx_bytes_total",
         "Bytes sent on connections, including headers.",
         labels,
         sum(|c| c.tx_bytes),
     ));
-    out.extend(counter(
+    out.push(counter(
         "rx_bytes_total",
         "Bytes received on connections, including headers.",
         labels,
         sum(|c| c.rx_bytes),
     ));
-    out.extend(counter(
+    out.push(counter(
         "reconnects_total",
         "Times that a channel was connected again.",
         labels,
         sum(|c| c.reconnects),
     ));
-    out.extend(counter(
+    out.push(counter(
         "tcp_retransmits_total",
         "Packets that the kernel retransmitted.",
         labels,
         sum(|c| c.retransmits),
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "tcp_congestion_window_bytes",
         "Congestion windows of the channels' connections, in bytes.",
         labels,
         sum(|c| c.congestion_window_bytes),
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "tcp_send_queue_bytes",
         "Bytes in the kernel's send queues that were not sent.",
         labels,
         sum(|c| c.send_queue_bytes),
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "in_flight_bytes",
         "Bytes sent that the peer's engine has not acknowledged.",
         labels,
         sum(|c| c.in_flight_bytes),
     ));
-    out.extend(gauge("channels", "Channels that are connected.", labels, sum(|c| u64::from(c.alive))));
+    out.push(gauge("channels", "Channels that are connected.", labels, sum(|c| u64::from(c.alive))));
     let rtt = paths
         .iter()
         .map(|(labels, channels)| (*labels, channels.iter().map(|c| c.rtt_s).fold(0.0, f64::max)));
-    out.extend(gauge(
+    out.push(gauge(
         "tcp_rtt_seconds",
         "Longest smoothed round-trip time of the channels' connections, in seconds.",
         labels,
@@ -114,31 +115,31 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         // Several peers may have the same label.
         peers.entry(&peer.label).or_default().retire(peer);
         for channel in peer.channels.iter().filter(|_| !peer.transport.is_empty()) {
-            infos.insert([&peer.transport, &channel.nic, &peer.label, &peer.reason], 1.0);
+            infos.insert([&channel.nic, &peer.label, &peer.reason, &peer.transport], 1.0);
         }
     }
-    out.extend(gauge(
+    out.push(gauge(
         "path_info",
         "The transport that carries payload over a NIC to a peer, and why it was chosen; always 1.",
-        ["transport", "nic", "peer", "reason"],
+        ["nic", "peer", "reason", "transport"],
         infos.into_iter().collect(),
     ));
     let all = |of: fn(&PeerSample) -> u64| {
         peers.iter().map(|(peer, each)| ([*peer], of(each) as f64)).collect::<Vec<_>>()
     };
-    out.extend(counter(
+    out.push(counter(
         "lost_channels_total",
         "Connections of channels that were lost; each was fenced and its chunks were resent.",
         ["peer"],
         all(|peer| peer.lost_channels),
     ));
-    out.extend(counter(
+    out.push(counter(
         "fences_total",
         "Fences that were passed: both ends had closed a lost connection and reported what they had placed.",
         ["peer"],
         all(|peer| peer.fences),
     ));
-    out.extend(counter(
+    out.push(counter(
         "resent_chunks_total",
         "Chunks resent because their channel was lost.",
         ["peer"],
@@ -155,9 +156,9 @@ fn by_peer(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     }
     let [started, completed, failed] = operations;
     let labels = ["kind", "peer"];
-    out.extend(counter("operations_started_total", "Operations that were posted.", labels, started));
-    out.extend(counter("operations_completed_total", "Operations that finished.", labels, completed));
-    out.extend(counter(
+    out.push(counter("operations_started_total", "Operations that were posted.", labels, started));
+    out.push(counter("operations_completed_total", "Operations that finished.", labels, completed));
+    out.push(counter(
         "operations_failed_total",
         "Operations that ended with an error or were cancelled.",
         labels,
@@ -172,25 +173,25 @@ fn occupancies(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     });
     let windows = occupancy(process, |channel| channel.lane.as_ref().map(|lane| [lane.sends, lane.receives]));
     let labels = ["direction", "peer"];
-    out.extend(gauge(
+    out.push(gauge(
         "staging_ring_bytes",
         "Size of the staging rings, in bytes.",
         labels,
         rings.iter().map(|(labels, ring)| (*labels, ring.size as f64)).collect(),
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "staging_ring_used_bytes",
         "Bytes of the staging rings that are in use.",
         labels,
         rings.iter().map(|(labels, ring)| (*labels, ring.used as f64)).collect(),
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "lane_window_requests",
         "Requests that fit into the windows of lanes.",
         labels,
         windows.iter().map(|(labels, window)| (*labels, window.size as f64)).collect(),
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "lane_requests",
         "Requests that are in flight in lanes.",
         labels,
@@ -233,38 +234,38 @@ fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
             (["h2d"], sum(|s| s.h2d_s)),
             (["waiting"], sum(|s| s.ring_full_s)),
         ];
-        out.extend(counter(
+        out.push(counter(
             "staging_seconds_total",
             "Time of each stage between GPUs and sockets, in seconds; stages overlap.",
             ["stage"],
             stages.into(),
         ));
-        out.extend(counter(
+        out.push(counter(
             "staging_ring_full_total",
             "Times that received payload waited for room in a ring.",
             [],
             vec![([], sum(|s| s.ring_full_events as f64))],
         ));
-        out.extend(gauge(
+        out.push(gauge(
             "staging_pinned_bytes",
             "Pinned memory of the channels' rings, in bytes.",
             [],
             vec![([], sum(|s| s.pinned_bytes as f64))],
         ));
     }
-    out.extend(counter(
+    out.push(counter(
         "cpu_seconds_total",
         "CPU time of ferrywire's own threads, in seconds.",
         [],
         vec![([], process.cpu_s)],
     ));
-    out.extend(counter(
+    out.push(counter(
         "auth_failures_total",
         "Sessions refused because the peer did not prove the secret.",
         [],
         vec![([], process.auth_failures as f64)],
     ));
-    out.extend(gauge(
+    out.push(gauge(
         "info",
         "How this process uses ferrywire, and the version; always 1.",
         ["face", "version"],
@@ -272,19 +273,18 @@ fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
     ));
 }
 
-fn opts(name: &str, help: &str) -> Opts {
-    Opts::new(format!("ferrywire_{name}"), help)
-}
-
 fn counter<const N: usize>(
     name: &str,
     help: &str,
     labels: [&str; N],
     rows: Vec<([&str; N], f64)>,
-) -> Vec<MetricFamily> {
-    let family = CounterVec::new(opts(name, help), &labels).expect("a constant name");
-    rows.iter().for_each(|(values, value)| family.with_label_values(values).inc_by(value.max(0.0)));
-    family.collect()
+) -> MetricFamily {
+    let row = |metric: &mut Metric, value: f64| {
+        let mut counter = Counter::default();
+        counter.set_value(value.max(0.0));
+        metric.set_counter(counter);
+    };
+    family(name, help, MetricType::COUNTER, labels, rows, row)
 }
 
 fn gauge<const N: usize>(
@@ -292,8 +292,40 @@ fn gauge<const N: usize>(
     help: &str,
     labels: [&str; N],
     rows: Vec<([&str; N], f64)>,
-) -> Vec<MetricFamily> {
-    let family = GaugeVec::new(opts(name, help), &labels).expect("a constant name");
-    rows.iter().for_each(|(values, value)| family.with_label_values(values).set(*value));
-    family.collect()
+) -> MetricFamily {
+    let row = |metric: &mut Metric, value: f64| {
+        let mut gauge = Gauge::default();
+        gauge.set_value(value);
+        metric.set_gauge(gauge);
+    };
+    family(name, help, MetricType::GAUGE, labels, rows, row)
+}
+
+/// A family with a series for each row. It is not built with the library's `CounterVec` and `GaugeVec`: these hash a row's
+/// label values without a separator, so `("eth1", "110.0.0.2")` and `("eth11", "10.0.0.2")` would be one series.
+fn family<const N: usize>(
+    name: &str,
+    help: &str,
+    kind: MetricType,
+    labels: [&str; N],
+    rows: Vec<([&str; N], f64)>,
+    set: impl Fn(&mut Metric, f64),
+) -> MetricFamily {
+    let rows = rows.into_iter().map(|(values, value)| {
+        let pairs = labels.iter().zip(values).map(|(name, value)| {
+            let mut pair = LabelPair::default();
+            pair.set_name((*name).into());
+            pair.set_value(value.into());
+            pair
+        });
+        let mut metric = Metric::from_label(pairs.collect());
+        set(&mut metric, value);
+        metric
+    });
+    let mut family = MetricFamily::default();
+    family.set_name(format!("ferrywire_{name}"));
+    family.set_help(help.into());
+    family.set_field_type(kind);
+    family.set_metric(rows.collect());
+    family
 }

@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, Weak};
 
-use ferrywire_metrics::{ChannelSample, KindSample, PeerSample, Source, process, register, render, retire};
+use ferrywire_metrics::{
+    ChannelSample, KindSample, PeerSample, ProcessSample, Source, process, register, render, retire,
+};
 
 /// A connected peer with counts that do not change.
 struct Connected(PeerSample);
@@ -71,4 +73,26 @@ fn no_counter_of_a_label_falls_while_a_peer_has_the_label() {
         0,
         "labels of closed peers add up"
     );
+}
+
+#[test]
+fn nics_and_peers_whose_joined_names_are_equal_have_series_of_their_own() {
+    let peer = |nic: &str, label: &str, bytes: u64| {
+        let channel = ChannelSample {
+            nic: nic.into(),
+            tx_bytes: bytes,
+            in_flight_bytes: bytes,
+            ..ChannelSample::default()
+        };
+        PeerSample { label: label.into(), channels: vec![channel], ..PeerSample::default() }
+    };
+    let peers = vec![peer("eth1", "110.0.0.2", 3), peer("eth11", "10.0.0.2", 4)];
+    let metrics = render(&ProcessSample { peers, ..ProcessSample::default() });
+    for name in ["ferrywire_tx_bytes_total", "ferrywire_in_flight_bytes"] {
+        for (labels, bytes) in
+            [("nic=\"eth1\",peer=\"110.0.0.2\"", 3.0), ("nic=\"eth11\",peer=\"10.0.0.2\"", 4.0)]
+        {
+            assert_eq!(values(&metrics, &[&format!("{name}{{{labels}}}")]), [bytes], "{metrics}");
+        }
+    }
 }
