@@ -362,7 +362,7 @@ fn choose(bench: &mut Bench<'_, '_>, wanted: usize, live: &[u32]) -> Result<Vec<
     if wanted == 0 || free.len() < wanted {
         let total = all.len();
         let why = match total {
-            0 => "the NIC has no receive queues: bring it up (ip link set {nic} up)".to_owned(),
+            0 => format!("the NIC has no receive queues: bring it up (ip link set {nic} up)"),
             _ => format!(
                 "{wanted} free receive queues are needed and {} of {total} are free (queue 0 stays for other flows): use fewer \
                  queues, end the programs that use them, or add queues (ethtool -L {nic} combined N)",

@@ -154,6 +154,14 @@ fn a_rule_that_is_refused_leaves_no_trace() {
 }
 
 #[test]
+fn a_nic_without_queues_is_named_in_the_command_that_brings_it_up() {
+    let error =
+        Nic::new(State { spread: vec![], ..State::new(0) }).claim(&wish(1, true)).expect_err("it is down");
+    let NicError::NoQueues { why, .. } = &error else { panic!("{error}") };
+    assert!(why.contains(&format!("(ip link set {} up)", fake::NAME)), "{why}");
+}
+
+#[test]
 fn queues_that_others_have_are_not_taken() {
     let mut state = State { spread: vec![0, 1, 2, 3, 0, 1, 2, 3], ..State::new(4) };
     state.bound.insert(3, 77);
