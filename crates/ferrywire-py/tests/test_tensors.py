@@ -26,9 +26,27 @@ def test_arrays_arrive_with_their_shapes_and_types(pair: Pair):
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape) and (got[name] == array).all()
     state["step"][...] = 8
     assert fw.fetch(pair.near, pair.to_far, shared.describe(), into=got) == got and got["step"] == 8
+    told = shared.describe()
     shared.close()
     with pytest.raises(fw.AccessRefused):
-        fw.fetch(pair.near, pair.to_far, shared.describe(), timeout=LIMIT)
+        fw.fetch(pair.near, pair.to_far, told, timeout=LIMIT)
+
+
+def test_tensors_that_are_no_longer_shared_are_not_described(pair: Pair):
+    for state in ({"a": np.zeros(3)}, {}):
+        with fw.share(pair.far, state) as shared:
+            shared.describe()
+        with pytest.raises(fw.UsageError, match="^the tensors are no longer shared$"):
+            shared.describe()
+
+
+def test_a_timeout_that_is_none_is_refused_before_anything_is_read(pair: Pair):
+    mine = np.ones(3)
+    with fw.share(pair.far, {"a": np.zeros(3)}) as shared:
+        for timeout in (float("nan"), -1, -0.5):
+            with pytest.raises(fw.UsageError, match=f"^timeout: {timeout} is not a number of seconds$"):
+                fw.fetch(pair.near, pair.to_far, shared.describe(), into={"a": mine}, timeout=timeout)
+        assert mine.all()
 
 
 def test_a_mismatch_is_named(pair: Pair):

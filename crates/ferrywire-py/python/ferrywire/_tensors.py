@@ -29,6 +29,7 @@ class Shared:
     def __init__(self, regions: list[Region], entries: list[dict[str, Any]]) -> None:
         self._regions = regions
         self._entries = entries
+        self._closed = False
         #: Bytes of all tensors.
         self.nbytes: int = sum(region.nbytes for region in regions)
 
@@ -36,8 +37,10 @@ class Shared:
         """The description for :func:`fetch` as bytes: names, shapes, element types and regions of the tensors.
 
         About 150 bytes for each tensor; the application carries them to the peer. Raises :class:`UsageError` if
-        PyTorch has moved a tensor since it was shared.
+        PyTorch has moved a tensor since it was shared, or after ``close``.
         """
+        if self._closed:
+            raise UsageError("the tensors are no longer shared")
         for region in self._regions:
             region.descriptor()
         return json.dumps({"version": VERSION, "tensors": self._entries}).encode()
@@ -48,6 +51,7 @@ class Shared:
         If operations still use some tensors, those stay registered and the first error is raised: call ``close``
         again when the operations have ended.
         """
+        self._closed = True
         kept: list[Region] = []
         first: Exception | None = None
         for region in self._regions:
@@ -116,10 +120,13 @@ def fetch(
     the bytes go into its tensors, which must have the peer's names, shapes and element types. ``timeout`` is in
     seconds. A fetch that fails is cancelled; the contents of the tensors are then undefined.
 
-    Raises :class:`UsageError` for a description that is malformed, inconsistent, or does not match ``into``;
+    Raises :class:`UsageError` for a description that is malformed, inconsistent, or does not match ``into``, and for a
+    ``timeout`` that is negative or not a number;
     :class:`LocalError` if this host has too little memory; :class:`AccessRefused` if the peer no longer shares the
     tensors; :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`TimedOut`.
     """
+    if timeout is not None and not timeout >= 0:
+        raise UsageError(f"timeout: {timeout} is not a number of seconds")
     entries = _parsed(description)
     remotes = [_remote(entry) for entry in entries]
     if into is not None:
