@@ -229,8 +229,9 @@ pub unsafe extern "C" fn ferrywire_next_notification(
 
 /// Hands notifications from the engine to callers. One caller at a time waits for the engine; a notification
 /// stays in the inbox until it has fitted into a caller's buffer.
-#[derive(Default)]
 pub(crate) struct Inbox {
+    /// The process that has the peer: in a forked child the state is a copy, in which a caller may wait that is not there.
+    process: u32,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -243,6 +244,12 @@ struct State {
     /// Wakeups that were armed while a caller waited for the engine: the engine no longer signals a
     /// notification that this caller took.
     wakeups: Vec<Weak<Wakeup>>,
+}
+
+impl Default for Inbox {
+    fn default() -> Inbox {
+        Inbox { process: std::process::id(), state: Mutex::default(), changed: Condvar::new() }
+    }
 }
 
 impl Inbox {
@@ -270,6 +277,10 @@ impl Inbox {
         timeout_ms: i64,
         copy: impl FnOnce(&[u8]) -> Result<c_int, Failure>,
     ) -> Result<c_int, Failure> {
+        let here = std::process::id();
+        if here != self.process {
+            return Err(ferrywire::Error::Forked { built_in: self.process, here }.into());
+        }
         let (limit, since) = (limit(timeout_ms), Instant::now());
         let mut state = self.lock();
         loop {

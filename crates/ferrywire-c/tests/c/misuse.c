@@ -195,6 +195,46 @@ static void freed_beside_a_list(struct pair pair) {
     OK(ferrywire_remote_free(other));
 }
 
+static void *waits(void *peer) {
+    char message[100];
+    OK(ferrywire_next_notification(peer, LIMIT_MS, message, sizeof message, NULL));
+    return NULL;
+}
+
+/* A child that is forked while a notification is kept, or while a thread waits for one, gets an error for it. */
+static void forked_beside_notifications(struct pair pair) {
+    char message[100];
+    size_t bytes;
+    pthread_t thread;
+    /* The one that an earlier step has sent. */
+    OK(ferrywire_next_notification(pair.far, LIMIT_MS, message, sizeof message, &bytes));
+    CHECK(bytes == 1 && message[0] == 'a');
+    OK(ferrywire_notify(pair.near, "kept", 4, NULL));
+    FAILS(ferrywire_next_notification(pair.far, LIMIT_MS, message, 1, &bytes), FERRYWIRE_ERROR_TOO_SMALL, "4 bytes");
+    for (int waiting = 0; waiting < 2; waiting++) {
+        pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            alarm(120);
+            USAGE(ferrywire_next_notification(pair.far, 0, message, sizeof message, &bytes), "forked from it");
+            USAGE(ferrywire_next_notification(pair.far, -1, message, sizeof message, &bytes), "forked from it");
+            _exit(0);
+        }
+        int status;
+        CHECK(waitpid(child, &status, 0) == child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        if (waiting == 0) {
+            OK(ferrywire_next_notification(pair.far, LIMIT_MS, message, sizeof message, &bytes));
+            CHECK(bytes == 4 && memcmp(message, "kept", 4) == 0);
+            CHECK(pthread_create(&thread, NULL, waits, pair.far) == 0);
+            /* The thread probably waits by then; the child gets the error in any case. */
+            usleep(100000);
+        }
+    }
+    OK(ferrywire_notify(pair.near, "x", 1, NULL));
+    CHECK(pthread_join(thread, NULL) == 0);
+}
+
 /* A forked child that uses its parent's endpoint gets an error. */
 static void forked(struct pair pair) {
     static char bytes[100];
@@ -258,6 +298,7 @@ int main(void) {
     memory(pair);
     freed_beside_a_list(pair);
     forked(pair);
+    forked_beside_notifications(pair);
     forked_in_mid_call(pair);
 
     /* After closing: errors say so, and handles can be freed in any order. */
