@@ -74,7 +74,7 @@ impl Agent {
                 notification::NAME_BYTES_MAX
             ));
         }
-        let (settings, unknown) = Settings::new(parameters, |name| std::env::var(name).ok())?;
+        let (settings, unknown) = Settings::new(parameters, |name| std::env::var_os(name))?;
         if !unknown.is_empty() {
             log::announce_once(format_args!(
                 "parameters of another backend are ignored: {}",

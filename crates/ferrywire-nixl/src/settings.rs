@@ -3,7 +3,9 @@
 //! Invariant: every default is a valid value, because programs pass the defaults that they have read back to the
 //! backend.
 
+use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::ffi::OsStringExt;
 use std::time::Duration;
 
 use ferrywire::Encryption;
@@ -41,12 +43,19 @@ impl Settings {
     /// Parses the parameters; also returns the names of unknown parameters.
     ///
     /// # Errors
-    /// One line that names a parameter with an invalid value.
+    /// One line that names a parameter, or a variable of the environment, with an invalid value.
     pub fn new(
         parameters: &[(String, String)],
-        environment: impl Fn(&str) -> Option<String>,
+        environment: impl Fn(&str) -> Option<OsString>,
     ) -> Result<(Settings, Vec<String>), String> {
-        let of_environment = |name: &str| environment(name).filter(|value| !value.trim().is_empty());
+        let of_environment = |name: &str| {
+            let value = environment(name).map(OsString::into_vec);
+            value.filter(|value| !value.trim_ascii().is_empty())
+        };
+        let text = |name: &str| {
+            let value = of_environment(name).map(String::from_utf8).transpose();
+            value.map_err(|_| format!("{name} must be UTF-8"))
+        };
         let nics = |text: &str| {
             text.split(',')
                 .map(str::trim)
@@ -61,12 +70,12 @@ impl Settings {
         let mut settings = Settings {
             listen: None,
             port: 0,
-            nics: nics(&of_environment("FERRYWIRE_NICS").unwrap_or_default()),
+            nics: nics(&text("FERRYWIRE_NICS")?.unwrap_or_default()),
             threads: None,
             connect_timeout: Duration::from_secs(10),
-            encryption: of_environment("FERRYWIRE_ENCRYPT")
+            encryption: text("FERRYWIRE_ENCRYPT")?
                 .map_or(Ok(Encryption::Off), |value| encryption("FERRYWIRE_ENCRYPT", value.trim()))?,
-            secret: of_environment("FERRYWIRE_SECRET").map(String::into_bytes),
+            secret: of_environment("FERRYWIRE_SECRET"),
         };
         let mut unknown = Vec::new();
         for (name, value) in parameters {
@@ -164,5 +173,18 @@ mod tests {
             (settings.nics, settings.secret),
             (vec!["eth5".to_owned()], Some(b"shared by all".to_vec()))
         );
+    }
+
+    #[test]
+    fn a_secret_may_be_any_bytes_and_other_variables_must_be_text() {
+        let given = |variable: &'static str| {
+            Settings::new(&[], move |name| {
+                (name == variable).then(|| OsString::from_vec(b"\xff of 16 bytes\xfe".to_vec()))
+            })
+        };
+        assert_eq!(given("FERRYWIRE_SECRET").unwrap().0.secret, Some(b"\xff of 16 bytes\xfe".to_vec()));
+        for variable in ["FERRYWIRE_NICS", "FERRYWIRE_ENCRYPT"] {
+            assert_eq!(given(variable).unwrap_err(), format!("{variable} must be UTF-8"));
+        }
     }
 }
