@@ -4,7 +4,7 @@
 //! its label as long as a live peer has the same one, and in the peer named [`CLOSED`] afterwards. So no counter of a
 //! label falls, and labels of peers that are gone do not add up.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -195,14 +195,15 @@ pub fn process() -> ProcessSample {
     if !closed.peer.is_empty() {
         peers.push(closed);
     }
-    let (cpu_s, ended_cpu_s) = cpu_seconds();
+    let cpu = cpu_seconds();
     ProcessSample {
         pid: std::process::id(),
         program: program(),
         face: FACE.get().copied().unwrap_or("rust").into(),
         at_s: now(),
-        cpu_s,
-        ended_cpu_s,
+        cpu_s: cpu.current,
+        ended_cpu_s: cpu.ended,
+        total_cpu_s: cpu.total,
         auth_failures: AUTH_FAILURES.load(Ordering::Relaxed),
         peers,
         ..ProcessSample::default()
@@ -219,45 +220,94 @@ fn now() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// CPU time of threads that have ended, in nanoseconds.
-static ENDED_NS: Mutex<u64> = Mutex::new(0);
+/// A thread: its id, and the time at which it began, because ids are used again.
+type Thread = (u32, u64);
 
-/// CPU time of the threads of this process whose name begins with `ferrywire`: of all, and of those that have ended.
-fn cpu_seconds() -> (f64, f64) {
-    let ended = ENDED_NS.lock().unwrap_or_else(PoisonError::into_inner);
-    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
-    let live: u64 = tasks.filter_map(|task| cpu_ns_of(&task.path())).sum();
-    ((*ended + live) as f64 / 1e9, *ended as f64 / 1e9)
+/// CPU times of threads whose name begins with `ferrywire`, in nanoseconds.
+#[derive(Default)]
+struct Threads {
+    /// Time of the threads that [`thread_ends`] was called for.
+    ended_ns: u64,
+    /// Time of other threads that have ended, as of the last sample with them: short-lived ones, and those of another library.
+    gone_ns: u64,
+    /// Time of the threads in the last sample.
+    seen_ns: HashMap<Thread, u64>,
 }
 
-/// Keeps the CPU time of the calling thread, which is about to end; otherwise the sum of CPU times would shrink.
-pub fn thread_ends() {
-    let mut ended = ENDED_NS.lock().unwrap_or_else(PoisonError::into_inner);
-    let thread = Path::new("/proc/thread-self");
-    // The thread is renamed first, so that it is not counted twice while it is still listed.
-    if let Some(ns) = cpu_ns_of(thread)
-        && std::fs::write(thread.join("comm"), "ended").is_ok()
-    {
-        *ended += ns;
+static THREADS: LazyLock<Mutex<Threads>> = LazyLock::new(Mutex::default);
+
+fn threads() -> MutexGuard<'static, Threads> {
+    THREADS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// CPU times of the threads of this process whose name begins with `ferrywire`, in seconds.
+struct CpuSeconds {
+    /// Of threads that run, and of this library's that have ended.
+    current: f64,
+    /// Of this library's threads that have ended.
+    ended: f64,
+    /// Of all threads that were in a sample; never shrinks.
+    total: f64,
+}
+
+fn cpu_seconds() -> CpuSeconds {
+    let mut threads = threads();
+    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let mut live: HashMap<Thread, u64> = tasks.filter_map(|task| cpu_ns_of(&task.path())).collect();
+    for (thread, before) in std::mem::take(&mut threads.seen_ns) {
+        // A list may lack a thread that runs, if another one ends meanwhile.
+        let of_thread = || cpu_ns_of(&Path::new("/proc/self/task").join(thread.0.to_string()));
+        match live
+            .get(&thread)
+            .copied()
+            .or_else(|| of_thread().filter(|now| now.0 == thread).map(|now| now.1))
+        {
+            Some(now) => drop(live.insert(thread, now.max(before))),
+            None => threads.gone_ns += before,
+        }
+    }
+    let current = threads.ended_ns + live.values().sum::<u64>();
+    threads.seen_ns = live;
+    let seconds = |ns: u64| ns as f64 / 1e9;
+    CpuSeconds {
+        current: seconds(current),
+        ended: seconds(threads.ended_ns),
+        total: seconds(current + threads.gone_ns),
     }
 }
 
-/// CPU time of one thread in nanoseconds; `None` if the thread is not one of ferrywire's.
-fn cpu_ns_of(task: &Path) -> Option<u64> {
+/// Keeps the CPU time of the calling thread, which is about to end. Of other threads that end, the time since the last
+/// sample is lost.
+pub fn thread_ends() {
+    let mut threads = threads();
+    let path = Path::new("/proc/thread-self");
+    // The thread is renamed first, so that it is not counted twice while it is still listed.
+    if let Some((thread, ns)) = cpu_ns_of(path)
+        && std::fs::write(path.join("comm"), "ended").is_ok()
+    {
+        threads.ended_ns += ns.max(threads.seen_ns.remove(&thread).unwrap_or(0));
+    }
+}
+
+/// A thread and its CPU time in nanoseconds; `None` if the thread is not one of ferrywire's.
+fn cpu_ns_of(task: &Path) -> Option<(Thread, u64)> {
     let stat = std::fs::read_to_string(task.join("stat")).ok()?;
     // The name of a thread is in parentheses and may contain any character.
-    let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
+    let (id, rest) = stat.split_once(" (")?;
+    let (name, rest) = rest.rsplit_once(')')?;
     if !name.starts_with("ferrywire") {
         return None;
     }
+    let fields: Vec<&str> = rest.split_ascii_whitespace().collect();
+    let number = |index: usize| fields.get(index)?.parse::<u64>().ok();
+    let thread = (id.parse().ok()?, number(19)?);
     // A worker that moves little, since callers move their own bytes, runs for less than a clock tick.
     let precise = std::fs::read_to_string(task.join("schedstat")).ok();
     if let Some(ns) = precise.as_deref().and_then(|text| text.split_ascii_whitespace().next()?.parse().ok()) {
-        return Some(ns);
+        return Some((thread, ns));
     }
-    let mut fields = rest.split_ascii_whitespace().skip(11);
-    let (user, kernel): (u64, u64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-    Some(((user + kernel) as f64 / ticks_per_second() * 1e9) as u64)
+    let (user, kernel) = (number(11)?, number(12)?);
+    Some((thread, ((user + kernel) as f64 / ticks_per_second() * 1e9) as u64))
 }
 
 fn ticks_per_second() -> f64 {

@@ -21,6 +21,9 @@ pub struct ProcessSample {
     pub cpu_s: f64,
     /// The part of `cpu_s` that threads used which have ended.
     pub ended_cpu_s: f64,
+    /// CPU seconds of all of ferrywire's threads that were in a sample of this library, also when they have ended. Never
+    /// shrinks, but of threads that end, several libraries may count the same seconds.
+    pub total_cpu_s: f64,
     /// Sessions refused because the peer did not prove the secret.
     pub auth_failures: u64,
     /// The connected peers of all endpoints, and peers named `closed` with the counts of those that are gone: one for each

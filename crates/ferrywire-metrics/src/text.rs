@@ -257,7 +257,7 @@ fn of_the_process(process: &ProcessSample, out: &mut Vec<MetricFamily>) {
         "cpu_seconds_total",
         "CPU time of ferrywire's own threads, in seconds.",
         [],
-        vec![([], process.cpu_s)],
+        vec![([], process.total_cpu_s)],
     ));
     out.push(counter(
         "auth_failures_total",

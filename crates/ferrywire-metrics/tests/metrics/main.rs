@@ -1,9 +1,15 @@
 //! The samples of a process, and what a scrape shows of them.
 
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Weak};
+use std::thread;
+use std::time::Duration;
 
 use ferrywire_metrics::{
-    ChannelSample, KindSample, PeerSample, ProcessSample, Source, process, register, render, retire,
+    ChannelSample, KindSample, PeerSample, ProcessSample, Source, process, register, render, retire, serve,
+    thread_ends,
 };
 
 /// A connected peer with counts that do not change.
@@ -94,5 +100,52 @@ fn nics_and_peers_whose_joined_names_are_equal_have_series_of_their_own() {
         {
             assert_eq!(values(&metrics, &[&format!("{name}{{{labels}}}")]), [bytes], "{metrics}");
         }
+    }
+}
+
+/// The CPU time of ferrywire's threads that a scrape shows.
+fn cpu_seconds(address: SocketAddr) -> f64 {
+    let mut stream = TcpStream::connect(address).expect("metrics are served");
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    let [seconds] = values(&answer, &["ferrywire_cpu_seconds_total"])[..] else { panic!("{answer}") };
+    seconds
+}
+
+#[test]
+fn cpu_seconds_never_shrink_when_threads_end() {
+    let address = serve("127.0.0.1:0").expect("a free port").expect("the first server");
+    let mut before = 0.0;
+    let mut grown = || {
+        let now = cpu_seconds(address);
+        assert!(now >= before, "{before} s, then {now} s");
+        let more = now - before;
+        before = now;
+        more
+    };
+    for _ in 0..200 {
+        grown();
+    }
+    // A thread that works, one time with a note of its end, is counted once.
+    for notes in [false, true] {
+        let (worked, has_worked) = channel();
+        let (end, may_end) = channel::<()>();
+        let body = move || {
+            let sum = (0..50_000_000u64).fold(0, |sum, next| std::hint::black_box(sum ^ next));
+            worked.send(sum).unwrap();
+            let _ = may_end.recv();
+            if notes {
+                thread_ends();
+            }
+        };
+        let thread = thread::Builder::new().name("ferrywire-test".into()).spawn(body).unwrap();
+        has_worked.recv_timeout(Duration::from_secs(60)).expect("it works");
+        let its = grown();
+        drop(end);
+        thread.join().unwrap();
+        let twice = grown() + grown();
+        assert!(twice < its, "{its} s of a thread are counted again: {twice} s more");
     }
 }
