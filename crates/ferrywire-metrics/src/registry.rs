@@ -1,23 +1,26 @@
 //! The sources of this process, and the counts of sources that were dropped.
 //!
 //! Invariant: each count of a peer is in the samples exactly once: as the peer's own until the peer is retired, then under
-//! its label as long as a live peer has the same one, and in the peer named [`CLOSED`] afterwards. So no counter of a
+//! its label while a live peer has the same one, and in the peer named [`CLOSED`] afterwards. So no counter of a
 //! label falls, and labels of peers that are gone do not add up.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::thread;
 use std::time::Duration;
 
 use prometheus::{Histogram, HistogramOpts, HistogramVec, exponential_buckets};
 
-use crate::sample::{PeerSample, ProcessSample};
+use crate::sample::{ChannelSample, PeerSample, ProcessSample};
 
 /// Name of the peer in which the counts of closed peers are summed.
 const CLOSED: &str = "closed";
 /// Most NICs of closed peers with counts of their own; more are summed as `other`.
 const CLOSED_NICS_MAX: usize = 64;
+/// How often a sample waits for threads that are dropping a source, before it goes on without the counts of that source.
+const RETIRE_YIELDS_MAX: usize = 1000;
 
 /// An object whose counters a scrape reads.
 pub trait Source: Send + Sync {
@@ -66,18 +69,10 @@ struct Live {
     source: Weak<dyn Source>,
 }
 
-impl Sources {
-    /// Moves the counts of labels that no live peer has any more.
-    fn settle(&mut self) {
-        self.live.retain(|each| each.source.strong_count() > 0);
-        let Sources { live, kept, closed } = self;
-        kept.retain(|label, counts| {
-            let is_live = live.iter().any(|each| each.label == *label);
-            if !is_live {
-                add_closed(closed, CLOSED, counts);
-            }
-            is_live
-        });
+impl Live {
+    /// Whether the source is being dropped, and was not retired yet.
+    fn is_ending(&self) -> bool {
+        self.source.strong_count() == 0
     }
 }
 
@@ -85,7 +80,8 @@ impl Sources {
 fn add_closed(sum: &mut PeerSample, label: &str, counts: &PeerSample) {
     let mut counts = counts.clone();
     if sum.channels.len() >= CLOSED_NICS_MAX {
-        counts.channels.iter_mut().for_each(|channel| channel.nic = "other".into());
+        let new = |channel: &&mut ChannelSample| !sum.channels.iter().any(|known| known.nic == channel.nic);
+        counts.channels.iter_mut().filter(new).for_each(|channel| channel.nic = "other".into());
     }
     (sum.peer, sum.label) = (CLOSED.into(), label.into());
     sum.retire(&counts);
@@ -100,20 +96,26 @@ fn sources() -> MutexGuard<'static, Sources> {
     SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Adds a source whose samples have the label `label`. Its counters are part of all samples until it is dropped.
+/// Adds a source whose samples have the label `label`. Its counters are part of all samples; its drop has to [`retire`] it.
 pub fn register(label: String, source: Weak<dyn Source>) {
-    let mut sources = sources();
-    sources.live.retain(|each| each.source.strong_count() > 0);
-    sources.live.push(Live { label, source });
+    sources().live.push(Live { label, source });
 }
 
 /// Keeps the counts of a source that is being dropped: under its label while another source has the same one, then in the
 /// peer named `closed`.
 pub fn retire(last: &PeerSample) {
     let mut sources = sources();
-    let sum = sources.kept.entry(last.label.clone()).or_default();
+    let Sources { live, kept, closed } = &mut *sources;
+    if let Some(its) = live.iter().position(|each| each.is_ending() && each.label == last.label) {
+        live.swap_remove(its);
+    }
+    let sum = kept.entry(last.label.clone()).or_default();
     add_closed(sum, &last.label, last);
-    sources.settle();
+    if !live.iter().any(|each| each.label == last.label)
+        && let Some(counts) = kept.remove(&last.label)
+    {
+        add_closed(closed, CLOSED, &counts);
+    }
 }
 
 /// Says how this process uses ferrywire; the first call counts.
@@ -183,7 +185,16 @@ pub fn record_post(kind: Kind, time: Duration) {
 /// Reads all sources of this process.
 pub fn process() -> ProcessSample {
     let (live, kept, closed) = {
-        let sources = sources();
+        let mut sources = sources();
+        // The counts of a source that another thread is dropping are nowhere until that thread has retired it.
+        for _ in 0..RETIRE_YIELDS_MAX {
+            if !sources.live.iter().any(Live::is_ending) {
+                break;
+            }
+            drop(sources);
+            thread::yield_now();
+            sources = self::sources();
+        }
         let live: Vec<_> = sources.live.iter().filter_map(|each| each.source.upgrade()).collect();
         let kept: Vec<_> = sources.kept.values().cloned().collect();
         (live, kept, sources.closed.clone())
@@ -226,6 +237,8 @@ type Thread = (u32, u64);
 /// CPU times of threads whose name begins with `ferrywire`, in nanoseconds.
 #[derive(Default)]
 struct Threads {
+    /// The process whose threads these are. A forked child has none of its parent's.
+    process: u32,
     /// Time of the threads that [`thread_ends`] was called for.
     ended_ns: u64,
     /// Time of other threads that have ended, as of the last sample with them: short-lived ones, and those of another library.
@@ -237,7 +250,12 @@ struct Threads {
 static THREADS: LazyLock<Mutex<Threads>> = LazyLock::new(Mutex::default);
 
 fn threads() -> MutexGuard<'static, Threads> {
-    THREADS.lock().unwrap_or_else(PoisonError::into_inner)
+    let mut threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
+    let process = std::process::id();
+    if threads.process != process {
+        *threads = Threads { process, ..Threads::default() };
+    }
+    threads
 }
 
 /// CPU times of the threads of this process whose name begins with `ferrywire`, in seconds.

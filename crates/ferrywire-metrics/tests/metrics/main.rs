@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -11,6 +11,9 @@ use ferrywire_metrics::{
     ChannelSample, KindSample, PeerSample, ProcessSample, Source, process, register, render, retire, serve,
     thread_ends,
 };
+
+/// For tests that count the sources of this process: while another one takes a sample, it keeps them.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// A connected peer with counts that do not change.
 struct Connected(PeerSample);
@@ -55,6 +58,7 @@ fn values(metrics: &str, words: &[&str]) -> Vec<f64> {
 
 #[test]
 fn no_counter_of_a_label_falls_while_a_peer_has_the_label() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let counters =
         ["ferrywire_tx_bytes_total", "ferrywire_lost_channels_total", "ferrywire_operations_started_total"];
     let shown = |label: &str| {
@@ -116,6 +120,7 @@ fn cpu_seconds(address: SocketAddr) -> f64 {
 
 #[test]
 fn cpu_seconds_never_shrink_when_threads_end() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let address = serve("127.0.0.1:0").expect("a free port").expect("the first server");
     let mut before = 0.0;
     let mut grown = || {
