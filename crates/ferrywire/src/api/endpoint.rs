@@ -228,7 +228,7 @@ impl Endpoint {
         result
     }
 
-    /// Starts to connect to `address` without blocking.
+    /// Starts to connect to `address` without blocking. The attempt lasts as long as the result is kept.
     ///
     /// # Errors
     /// [`ConnectError::Closed`] if this endpoint is closed, [`ConnectError::Forked`] in a forked child. Other errors come

@@ -41,8 +41,8 @@ pub struct Orchestrator {
 pub struct Target {
     /// Index in [`Orchestrator::endpoints`] of the connecting endpoint.
     pub endpoint: usize,
-    /// Remote addresses, tried in order until one answers. Each gets an equal share of the remaining time, but at least
-    /// [`limits::NAME_SHARE_MIN`] if so much remains.
+    /// Remote addresses, tried in order until one answers; one that is busy has not answered. Each gets an equal share of
+    /// the remaining time, but at least [`limits::NAME_SHARE_MIN`] if so much remains.
     pub addresses: Vec<std::net::SocketAddr>,
 }
 

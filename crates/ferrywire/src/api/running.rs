@@ -90,20 +90,19 @@ impl Running {
     fn next_listed(&self, queue: &AcceptQueue, limit: Duration) -> Option<Result<PeerHandle>> {
         let context = self.context();
         let until = context.transport.now().saturating_add(limit);
-        if limit.is_zero() && context.is_caller_driven() {
-            // A caller that polls with a zero timeout may be the only thread that polls.
-            self.poll_once();
-        }
+        // A caller that polls with a timeout that is over at once may be the only thread that polls.
+        let mut has_polled = !context.is_caller_driven();
         loop {
             if let Some(result) = queue.take_or_closed() {
                 return Some(result);
             }
             let rest = until.saturating_sub(context.transport.now());
-            if rest.is_zero() {
+            if rest.is_zero() && has_polled {
                 return None;
             }
             if context.is_caller_driven() {
-                if !self.poll_once().goes_on() {
+                has_polled = true;
+                if !self.poll_once().goes_on() && !rest.is_zero() {
                     thread::sleep(Duration::from_micros(100));
                 }
                 continue;

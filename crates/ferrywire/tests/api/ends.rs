@@ -46,35 +46,39 @@ fn a_close_by_a_caller_that_polls_leaves_its_core_to_others() {
     }
 }
 
-/// Regression: calls with a zero timeout polled nothing, so what they asked for never came.
+/// Regression: calls whose timeout was over at once polled nothing, so what they asked for never came.
 #[test]
-fn calls_with_a_zero_timeout_poll_an_endpoint_without_threads() {
+fn calls_whose_timeout_is_over_at_once_poll_an_endpoint_without_threads() {
+    [Duration::ZERO, Duration::from_nanos(1)].into_iter().for_each(polls_with);
+}
+
+fn polls_with(timeout: Duration) {
     let [near, far] = without_threads();
     let address = near.listen_addresses()[0];
     let pending = far.start_connect(address).unwrap();
     let mut accepted = None;
     eventually("it accepts", || {
         far.progress();
-        accepted = near.accept(Duration::ZERO).ok();
+        accepted = near.accept(timeout).ok();
         accepted.is_some()
     });
     let mut connected = None;
     eventually("it connects", || {
         near.progress();
-        connected = pending.wait(Duration::ZERO).ok();
+        connected = pending.wait(timeout).ok();
         connected.is_some()
     });
     let notified = connected.as_ref().unwrap().notify(b"here").unwrap();
     let mut received = None;
     eventually("it is notified", || {
         far.progress();
-        received = accepted.as_ref().unwrap().wait_notification(Duration::ZERO).ok();
+        received = accepted.as_ref().unwrap().wait_notification(timeout).ok();
         received.is_some()
     });
     assert_eq!(received.unwrap(), b"here");
     eventually("it has ended", || {
         near.progress();
-        notified.poll().is_some()
+        notified.wait(timeout).is_ok()
     });
     [near, far].iter().for_each(|end| drop(end.close(Duration::ZERO)));
 }
@@ -388,35 +392,42 @@ const LONG_TALK: Duration = Duration::from_secs(20);
 /// A late answer is dropped, and leaves no unknown peer.
 #[test]
 fn a_timed_out_connect_is_withdrawn() {
-    is_withdrawn(|connecting, address| {
+    is_withdrawn(|connecting, late| {
         let limit = Duration::from_millis(300);
-        let error = connecting.endpoints()[0].connect(address, limit).unwrap_err();
+        let error = connecting.endpoints()[0].connect(late.local_addr().unwrap(), limit).unwrap_err();
         assert!(matches!(error, ConnectError::Stalled { waited, .. } if waited == limit), "{error}");
+        late.accept().unwrap().0
     });
 }
 
 /// Regression: an attempt that was dropped went on, and a peer appeared at the other end.
 #[test]
 fn a_dropped_connect_is_withdrawn() {
-    is_withdrawn(|connecting, address| drop(connecting.endpoints()[0].start_connect(address).unwrap()));
+    is_withdrawn(|connecting, late| {
+        let pending = connecting.endpoints()[0].start_connect(late.local_addr().unwrap()).unwrap();
+        let (asked, _) = late.accept().unwrap();
+        drop(pending);
+        asked
+    });
 }
 
 /// Regression: as for an attempt that was dropped.
 #[test]
 fn the_connects_of_a_failed_phase_are_withdrawn() {
-    is_withdrawn(|connecting, address| {
-        let target = Target { endpoint: 0, addresses: vec![address] };
+    is_withdrawn(|connecting, late| {
+        let target = Target { endpoint: 0, addresses: vec![late.local_addr().unwrap()] };
         let error = connecting.connect(&[target], Duration::from_millis(300)).unwrap_err();
         assert!(matches!(error, ConnectError::Phase { .. }), "{error}");
+        late.accept().unwrap().0
     });
 }
 
-/// Gives up a connect before the other end answers, lets it answer, and finds no peer at either end.
-fn is_withdrawn(give_up: impl FnOnce(&Orchestrator, SocketAddr)) {
+/// Gives up a connect before the other end answers, lets it answer over the connection that was made, and finds no peer at
+/// either end.
+fn is_withdrawn(give_up: impl FnOnce(&Orchestrator, &TcpListener) -> TcpStream) {
     let (accepting, late) = (listening(), dead(1));
     let connecting = Orchestrator::start(vec![("near".into(), builder())], LIMIT).unwrap();
-    give_up(&connecting, late[0].local_addr().unwrap());
-    let (asked, _) = late[0].accept().unwrap();
+    let asked = give_up(&connecting, &late[0]);
     let answers = TcpStream::connect(accepting.listen_addresses()[0]).unwrap();
     thread::scope(|scope| {
         scope.spawn(|| pass_on(&asked, &answers));

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A connection attempt in progress. Dropping it before it has a result gives the attempt up.
+/// A connection attempt in progress. Dropping it gives the attempt up, or closes the peer that nobody has taken.
+#[must_use = "dropping it gives the attempt up"]
 pub struct Connecting {
     running: Arc<Running>,
     accept_queue: Arc<AcceptQueue>,

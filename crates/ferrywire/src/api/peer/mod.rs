@@ -541,23 +541,27 @@ impl Peer {
         self.context().origin.check()?;
         let inbound = &self.state().inbound;
         let start = self.context().transport.now();
-        if timeout.is_zero() && self.context().is_caller_driven() {
-            // A caller that polls with a zero timeout may be the only thread that polls.
-            self.connection.running.poll_once();
-        }
+        // A caller that polls with a timeout that is over at once may be the only thread that polls.
+        let mut has_polled = !self.context().is_caller_driven();
         loop {
             if let Some(outcome) = self.notification_or_loss() {
                 return Ok(outcome?);
             }
             let waited = self.context().transport.now().saturating_sub(start);
-            let Some(rest) = timeout.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
+            let rest = timeout.saturating_sub(waited);
+            if rest.is_zero() && !has_polled {
+                has_polled = true;
+                self.connection.running.poll_once();
+                continue;
+            }
+            if rest.is_zero() {
                 let what =
                     format!("a notification from {}: {}", self.state().info.name, self.state().describe());
                 // A zero timeout is reported as zero.
                 let waited = if timeout.is_zero() { timeout } else { waited };
                 let peer = Some(self.state().info.name.to_string());
                 return Err(TransferError::Stalled { what, peer, waited });
-            };
+            }
             self.connection.wait(
                 rest,
                 |handle| inbound.wake_at_notification(handle),

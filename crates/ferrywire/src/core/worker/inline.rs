@@ -135,15 +135,13 @@ impl Workers {
     ) -> bool {
         let transport = &self.context.transport;
         let until = transport.now().saturating_add(limit);
-        if limit.is_zero() && !done() {
-            // A caller that polls with a zero timeout may be the only thread that polls.
-            poll_all();
-        }
-        let mut pauses = Pauses::default();
+        // A caller that polls with a timeout that is over at once may be the only thread that polls.
+        let (mut has_polled, mut pauses) = (false, Pauses::default());
         while !done() {
-            if transport.now() >= until {
+            if has_polled && transport.now() >= until {
                 return done();
             }
+            has_polled = true;
             pauses.after(poll_all());
         }
         true
