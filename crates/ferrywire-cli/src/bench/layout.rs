@@ -1,8 +1,8 @@
 //! The places of one size's bytes in a region.
 //!
-//! A region has an area per flow. An area has slots: one per transfer in flight, as far as memory allows, and no more than
-//! there are messages. A slot has cells, one per block, in an order that is shuffled differently on the two sides. Behind the block, the rest of a
-//! cell is a gap that nothing may write to, so no two blocks are adjacent.
+//! A region has an area per flow. An area has slots: one per transfer in flight, as far as memory allows, and no more
+//! than there are messages. A slot has cells, one per block, in an order that is shuffled differently on the two sides.
+//! Behind the block, the rest of a cell is a gap that nothing may write to, so no two blocks are adjacent.
 //! Invariant: pure, so both ends compute the same layouts from the same [`Run`].
 
 use std::sync::Arc;

@@ -156,6 +156,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
         command.env_remove(variable);
     }
     command.args(["bench", "serve", "--listen=127.0.0.1:0", "--once", "--child"]);
+    command.arg(format!("--timeout={}", plan.timeout.as_secs_f64()));
     command.arg(format!("--encrypt={}", encrypt(plan.engine.encryption)));
     if let Some(devmem) = &plan.engine.devmem {
         command.arg(format!("--transport={}", devmem.asked_for()));
@@ -214,7 +215,9 @@ fn encrypt(encryption: Encryption) -> &'static str {
 fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     let Some(plugin) = &plan.engine.plugin else { return };
     command.arg("--plugin").arg(&plugin.path);
-    command.arg(format!("--timeout={}", plan.timeout.as_secs_f64()));
+    let nics = plan.engine.map.nics.iter().map(|(gpu, nics)| format!("{gpu}={}", nics.join(",")));
+    let map = nics.collect::<Vec<_>>().join(",");
+    command.args(Some(map).filter(|map| !map.is_empty()).map(|map| format!("--gpu-nics={map}")));
     command.arg(format!("--allow-same-host-gpu={}", plugin.allow_same_host_gpu));
     command.args(plan.engine.chunk_bytes.map(|bytes| format!("--chunk={bytes}")));
     command.args(plugin.window.map(|requests| format!("--window={requests}")));

@@ -88,7 +88,7 @@ impl UnreachableCause {
             io::ErrorKind::AddrNotAvailable => UnreachableCause::SourceAddressGone,
             io::ErrorKind::AddrInUse => UnreachableCause::NoFreePort,
             io::ErrorKind::PermissionDenied => UnreachableCause::Forbidden,
-            io::ErrorKind::ConnectionReset => UnreachableCause::Closed,
+            io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => UnreachableCause::Closed,
             _ => UnreachableCause::Other,
         }
     }
