@@ -256,6 +256,10 @@ impl Inbox {
     /// Signals `wakeup` if a notification did not fit into a caller's buffer: now, or once the caller that
     /// has one finds that it does not fit.
     pub(crate) fn arm(&self, wakeup: &Arc<Wakeup>) {
+        if std::process::id() != self.process {
+            // The call that follows has the error.
+            return wakeup.wake();
+        }
         let mut state = self.lock();
         if state.next.is_some() {
             wakeup.wake();

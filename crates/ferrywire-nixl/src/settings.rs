@@ -70,7 +70,7 @@ impl Settings {
         let mut settings = Settings {
             listen: None,
             port: 0,
-            nics: nics(&text("FERRYWIRE_NICS")?.unwrap_or_default()),
+            nics: Vec::new(),
             threads: None,
             connect_timeout: Duration::from_secs(10),
             encryption: text("FERRYWIRE_ENCRYPT")?
@@ -78,6 +78,9 @@ impl Settings {
             secret: of_environment("FERRYWIRE_SECRET"),
         };
         let mut unknown = Vec::new();
+        if !parameters.iter().any(|(name, value)| name == "nics" && !value.trim().is_empty()) {
+            settings.nics = nics(&text("FERRYWIRE_NICS")?.unwrap_or_default());
+        }
         for (name, value) in parameters {
             let value = value.trim();
             let wrong = |what: &str| format!("parameter {name} must be {what} (got {value:?})");

@@ -40,7 +40,7 @@ class Shared:
         PyTorch has moved a tensor since it was shared, or after ``close``.
         """
         if self._closed:
-            raise UsageError("the tensors are no longer shared")
+            raise UsageError("close was called: share the tensors again")
         for region in self._regions:
             region.descriptor()
         return json.dumps({"version": VERSION, "tensors": self._entries}).encode()

@@ -44,7 +44,7 @@ impl PluginConfig {
         PluginConfig::new(File::Path(path.into()))
     }
 
-    /// Uses the plugin that NCCL would load for this value of `NCCL_NET_PLUGIN`.
+    /// Uses the plugin that NCCL (2.27 and later) would load for this value of `NCCL_NET_PLUGIN`; it loads none for an empty one.
     ///
     /// # Safety
     /// As for [`PluginConfig::at`].
