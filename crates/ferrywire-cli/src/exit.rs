@@ -112,7 +112,7 @@ pub fn print(text: &str) -> Outcome {
     print_if_read(text).map(drop)
 }
 
-/// As [`print`]; returns whether standard output has a reader.
+/// As [`print()`]; returns whether standard output has a reader.
 pub fn print_if_read(text: &str) -> Outcome<bool> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
