@@ -230,7 +230,7 @@ pub unsafe extern "C" fn ferrywire_next_notification(
 /// Hands notifications from the engine to callers. One caller at a time waits for the engine; a notification
 /// stays in the inbox until it has fitted into a caller's buffer.
 pub(crate) struct Inbox {
-    /// The process that has the peer: in a forked child the state is a copy, in which a caller may wait that is not there.
+    /// The process that made the peer. In a forked child the state is a copy, and the threads that wait in it do not exist.
     process: u32,
     state: Mutex<State>,
     changed: Condvar,

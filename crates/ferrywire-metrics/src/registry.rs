@@ -2,7 +2,7 @@
 //!
 //! Invariant: each count of a peer is in the samples exactly once: as the peer's own until the peer is retired, then under
 //! its label while a live peer has the same one, and in the peer named [`CLOSED`] afterwards. So no counter of a
-//! label falls, and labels of peers that are gone do not add up.
+//! label falls, and labels of closed peers do not accumulate.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;

@@ -107,8 +107,8 @@ impl ListenComm {
             let at = listener.local();
             match self.take_in_at(place)? {
                 Ok(()) => place += 1,
-                // The lack may end, since the new connection waits in the kernel meanwhile. Connections without the
-                // secret may have caused it, so that old ones are dropped; the others end their proof or become old.
+                // The new connection waits in the kernel until resources are free. Connections without the secret may
+                // have used them up, so old ones are dropped; the others end their proof or become old.
                 Err(e) if is_short(&e) && !self.proving.is_empty() => {
                     if self.drop_old() {
                         let at = format!("connections to {} that did not prove themselves in time", at.ip());

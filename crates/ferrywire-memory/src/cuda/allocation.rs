@@ -85,7 +85,7 @@ impl CudaBuffer {
             None => Block::new(gpu, padded, own)?,
         };
         let (raw, bytes, address) = (block.raw, block.bytes, block.raw.next_multiple_of(align as u64));
-        // Whose drop may free the block later: after an error too, a stream may wait for a transfer.
+        // From here on the buffer drops the block, which is freed later while a stream waits for a transfer; after an error too.
         let buffer = CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len };
         // SAFETY: the block has this length, and no other code uses it yet.
         unsafe { gpu.zero(raw, bytes) }?;

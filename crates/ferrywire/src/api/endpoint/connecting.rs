@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A connection attempt in progress. Dropping it gives the attempt up, or closes the peer that nobody has taken.
+/// A connection attempt in progress. Dropping it gives the attempt up, or closes a connected peer that was not taken.
 #[must_use = "dropping it gives the attempt up"]
 pub struct Connecting {
     running: Arc<Running>,
