@@ -109,7 +109,9 @@ pub unsafe extern "C" fn ferrywire_endpoint_metadata(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_endpoint_progress(endpoint: *mut Endpoint, worked: *mut bool) -> c_int {
     call(|| {
-        let any = handles::get(endpoint)?.0.progress();
+        let endpoint = handles::get(endpoint)?;
+        endpoint.0.check_process()?;
+        let any = endpoint.0.progress();
         // SAFETY: the caller promises room for the result, or null.
         unsafe { put_if_wanted(worked, any) };
         Ok(FERRYWIRE_OK)

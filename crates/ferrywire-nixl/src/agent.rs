@@ -167,6 +167,7 @@ impl Agent {
     /// # Errors
     /// Bytes that another version of ferrywire made, or that belong to another agent.
     pub fn load_remote(&self, peer: &str, blob: &[u8]) -> Result<Memory, Status> {
+        self.check_process()?;
         let memory = Memory::from_public_data(blob).map_err(|why| {
             tracing::warn!(agent = peer, "cannot use a registration of the remote agent: {why}");
             Status::MISMATCH
@@ -184,6 +185,9 @@ impl Agent {
     }
 
     pub fn load_connection_info(&self, peer: &str, info: &[u8]) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         let info = match ConnectionInfo::from_bytes(info) {
             Ok(info) if info.secret.is_empty() && !self.shared.secret_is_shared => {
                 Err("the remote agent has its secret from FERRYWIRE_SECRET: set the same secret here".into())
@@ -210,6 +214,9 @@ impl Agent {
     }
 
     pub fn connect(&self, peer: &str) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         if peer == self.shared.name {
             return Status::SUCCESS;
         }
@@ -247,6 +254,7 @@ impl Agent {
         remote: &[Descriptor],
         peer: &str,
     ) -> Result<Arc<Transfer>, Status> {
+        self.check_process()?;
         let sender = self.shared.sender.clone();
         if peer == self.shared.name {
             // SAFETY: the caller promises that the metadata is null or live.
@@ -260,6 +268,9 @@ impl Agent {
     }
 
     pub fn post(&self, transfer: &Arc<Transfer>, notification: Option<Vec<u8>>) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         ASKED.store(0, Ordering::Relaxed);
         let own = notification.clone().filter(|_| transfer.is_within());
         let status = transfer.post(notification, &self.context());
@@ -272,6 +283,9 @@ impl Agent {
     }
 
     pub fn check(&self, transfer: &Transfer) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         let one = std::ptr::from_ref(transfer).addr();
         let alone = ASKED.swap(one, Ordering::Relaxed) == one;
         transfer.check(&self.context(), alone)
@@ -279,6 +293,9 @@ impl Agent {
 
     /// Delivers all notifications that have arrived. A notification that `deliver` refuses is put back.
     pub fn notifications(&self, mut deliver: impl FnMut(&Delivered) -> bool) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         ASKED.store(0, Ordering::Relaxed);
         let mut inbox = self.shared.inbox();
         inbox.collect();
@@ -292,6 +309,9 @@ impl Agent {
     }
 
     pub fn notify(&self, peer: &str, message: &[u8]) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         if peer == self.shared.name {
             self.shared.inbox().put((self.shared.sender.to_vec(), message.to_vec()));
             return Status::SUCCESS;
@@ -301,6 +321,14 @@ impl Agent {
             None => Status::NOT_FOUND,
             Some(remote) => remote.notify(&shared.sender, message, shared.connect_timeout, &shared.wakeup),
         }
+    }
+
+    /// Fails calls in a forked child: it has no service thread, and another thread of the parent may have held a lock.
+    fn check_process(&self) -> Result<(), Status> {
+        self.shared.endpoint.check_process().map_err(|error| {
+            log::announce_once(format_args!("agent {}: {error}", self.shared.name));
+            Status::of(error)
+        })
     }
 
     fn context(&self) -> Context<'_> {

@@ -246,6 +246,7 @@ static void forked(struct pair pair) {
         alarm(120);
         USAGE(ferrywire_notify(pair.near, "x", 1, NULL), "forked from it");
         USAGE(ferrywire_accept(pair.ends[1], LIMIT_MS, &pair.far), "forked from it");
+        USAGE(ferrywire_endpoint_progress(pair.ends[1], NULL), "forked from it");
         USAGE(ferrywire_endpoint_close(pair.ends[1], LIMIT_MS), "forked from it");
         OK(ferrywire_region_free(own));
         OK(ferrywire_peer_free(pair.near));

@@ -106,6 +106,12 @@ fn any_name_of_an_agent_will_do() {
     run(&["names"]);
 }
 
+/// Regression: a transfer that a forked child posted before there was a connection stayed in progress for ever.
+#[test]
+fn a_forked_child_gets_errors() {
+    run(&["forked"]);
+}
+
 #[test]
 fn a_dead_peer_is_an_error_on_every_handle() {
     run(&["dead"]);

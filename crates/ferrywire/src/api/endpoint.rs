@@ -243,7 +243,7 @@ impl Endpoint {
     /// [`ConnectError::Closed`] if this endpoint is closed, [`ConnectError::Forked`] in a forked child, [`ConnectError::Invalid`]
     /// for a short secret. Other errors come with the result.
     pub fn start_connect_to(&self, target: ConnectTarget) -> Result<Connecting, ConnectError> {
-        self.check_origin()?;
+        self.check_process()?;
         let accept_queue = Arc::new(AcceptQueue::default());
         let context = self.context();
         if context.closing.load(Ordering::SeqCst) {
@@ -369,7 +369,7 @@ impl Endpoint {
     /// [`ConnectError::Stalled`] after `timeout`, [`ConnectError::Closed`] as soon as the endpoint is closed,
     /// [`ConnectError::Invalid`] if the endpoint does not listen.
     pub fn accept(&self, timeout: Duration) -> Result<Peer, ConnectError> {
-        self.check_origin()?;
+        self.check_process()?;
         let context = self.context();
         if self.inner.listen_addresses.is_empty() {
             let why = "this endpoint does not listen: build it with an address";
@@ -386,7 +386,7 @@ impl Endpoint {
 
     /// Returns the next connected peer, if there is one. An endpoint without threads is polled once.
     pub fn try_accept(&self) -> Option<Result<Peer, ConnectError>> {
-        match self.check_origin() {
+        match self.check_process() {
             Ok(()) => self.inner.take_peer().or_else(|| {
                 if self.context().is_caller_driven() {
                     self.inner.running.poll_once();
@@ -401,15 +401,19 @@ impl Endpoint {
         }
     }
 
-    /// Refuses calls in a forked child, which has neither the threads nor the connections.
-    fn check_origin(&self) -> Result<()> {
+    /// Whether this process built the endpoint. A forked child has neither its threads nor its connections: calls that can
+    /// fail return the same error there, and others do nothing.
+    ///
+    /// # Errors
+    /// [`Error::Forked`] in a forked child.
+    pub fn check_process(&self) -> Result<()> {
         Ok(self.context().origin.check()?)
     }
 
     /// Makes `wakeup` readable once a peer has connected (see [`Endpoint::try_accept`]) or the endpoint is
     /// closed. If that is the case already, `wakeup` becomes readable at once.
     pub fn arm(&self, wakeup: &Wakeup) {
-        if self.check_origin().is_err() {
+        if self.check_process().is_err() {
             return wakeup.wake();
         }
         self.inner.accept_queue.wake_at_arrival(wakeup.handle());
@@ -423,7 +427,7 @@ impl Endpoint {
     /// # Errors
     /// [`RegisterError::Forked`] in a forked child.
     pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region, RegisterError> {
-        self.check_origin()?;
+        self.check_process()?;
         Ok(Region::owned(&self.inner.home, Owned::Vector(memory.into())))
     }
 
@@ -432,7 +436,7 @@ impl Endpoint {
     /// # Errors
     /// [`RegisterError::Io`] if the system has too little memory.
     pub fn alloc_host(&self, bytes: usize) -> Result<Region, RegisterError> {
-        self.check_origin()?;
+        self.check_process()?;
         Ok(Region::owned(&self.inner.home, Owned::Host(HostBuffer::zeroed(bytes)?)))
     }
 
@@ -441,7 +445,7 @@ impl Endpoint {
     /// # Errors
     /// [`RegisterError::SimGpu`] if there is no such GPU, or it has too little memory.
     pub fn alloc_sim(&self, index: u32, bytes: usize) -> Result<Region, RegisterError> {
-        self.check_origin()?;
+        self.check_process()?;
         let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         Ok(Region::owned(&self.inner.home, Owned::Sim(buffer)))
     }
@@ -451,7 +455,7 @@ impl Endpoint {
     /// # Errors
     /// [`RegisterError::Cuda`] if the driver fails, or the GPU has too little memory.
     pub fn alloc_cuda(&self, index: u32, bytes: usize) -> Result<Region, RegisterError> {
-        self.check_origin()?;
+        self.check_process()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         self.context().prepared.prepare(MemoryLocation::Cuda(index));
         Ok(Region::owned(&self.inner.home, Owned::Cuda(buffer)))
@@ -496,7 +500,7 @@ impl Endpoint {
         bytes: usize,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Region, RegisterError> {
-        self.check_origin()?;
+        self.check_process()?;
         self.inner.running.start_releaser()?;
         // SAFETY: promised by the caller of this function.
         unsafe { self.register_user(base, bytes, Some(owner)) }
@@ -511,7 +515,7 @@ impl Endpoint {
         bytes: usize,
         owner: Option<Owner>,
     ) -> Result<Region, RegisterError> {
-        self.check_origin()?;
+        self.check_process()?;
         if base.is_null() && bytes > 0 {
             return Err(Error::invalid("memory", "the pointer is null, and the size is not 0").into());
         }
@@ -525,12 +529,12 @@ impl Endpoint {
     /// Polls everything that no thread polls, once. Returns whether there was progress; while a GPU copies there may be
     /// none, although the next call may find the end of a copy. Only an endpoint without threads needs this.
     pub fn progress(&self) -> bool {
-        self.check_origin().is_ok() && self.inner.running.poll_once() == Pass::Worked
+        self.check_process().is_ok() && self.inner.running.poll_once() == Pass::Worked
     }
 
     /// Number of peers, including those that are being connected or closed.
     pub fn peer_count(&self) -> usize {
-        if self.check_origin().is_err() {
+        if self.check_process().is_err() {
             return 0;
         }
         self.inner.running.with_control(|control| control.peer_count())
@@ -538,7 +542,7 @@ impl Endpoint {
 
     /// Number of connections that were refused because the other end had a wrong secret, or none.
     pub fn auth_failures(&self) -> u64 {
-        if self.check_origin().is_err() {
+        if self.check_process().is_err() {
             return 0;
         }
         self.inner.running.with_control(|control| control.auth_failures())
@@ -553,7 +557,7 @@ impl Endpoint {
     /// [`Error::Stalled`] if a peer did not finish in time; [`Error::PeerLost`] if one was lost, or closed,
     /// before posted transfers had finished. Everything is closed in any case.
     pub fn close(&self, timeout: Duration) -> Result<()> {
-        self.check_origin()?;
+        self.check_process()?;
         self.inner.close(timeout)
     }
 }

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
@@ -32,7 +33,7 @@ extern "C" void _ZNK9nixlAgent14releaseMemViewEPv() {}
 
 namespace {
 
-constexpr Status not_posted = Status(-1), mismatch = Status(-5), not_allowed = Status(-6),
+constexpr Status not_posted = Status(-1), backend_failed = Status(-3), mismatch = Status(-5), not_allowed = Status(-6),
                  remote_disconnect = Status(-10);
 
 constexpr auto LIMIT = std::chrono::seconds(120);
@@ -550,6 +551,37 @@ void any_name_of_an_agent_will_do() {
     CHECK(target.bytes == source.bytes && other.bytes == source.bytes);
 }
 
+void a_forked_child_gets_errors() {
+    Agent near("near"), far("far");
+    auto &source = near.add(4096, 3), &target = far.add(4096);
+    near.load(far);
+    Handle first(near, Operation::write, "far"), second(near, Operation::write, "far");
+    for (auto *handle : {&first, &second}) {
+        handle->add(source, 0, target, 0, 4096);
+        CHECK(handle->prepare() == success);
+    }
+    // Once without a connection, and once with one.
+    for (bool connected : {false, true}) {
+        if (connected) {
+            CHECK(first.finish(first.post()) == success && target.bytes == source.bytes);
+        }
+        const pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            alarm(120);
+            Notifications out;
+            CHECK(second.post("late") == backend_failed && near.engine->check(first.request) == backend_failed);
+            CHECK(near.engine->connect("far") == backend_failed && near.engine->notify("far", "x") == backend_failed);
+            CHECK(near.engine->notifications(out) == backend_failed && out.empty());
+            CHECK(near.engine->load_connection_info(far.name, far.info) == backend_failed);
+            _exit(0);
+        }
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    CHECK(second.finish(second.post("mine")) == success && far.wait_for(1) == (Notifications{{"near", "mine"}}));
+}
+
 size_t entries(const char *path) {
     size_t count = 0;
     auto *folder = opendir(path);
@@ -593,6 +625,7 @@ int main(int count, char **arguments) {
         {"again", a_peer_is_removed_and_added_again_in_mid_transfer},
         {"deregister", memory_is_deregistered_in_mid_transfer},
         {"names", any_name_of_an_agent_will_do},
+        {"forked", a_forked_child_gets_errors},
         {"dead", a_dead_peer_is_an_error_on_every_handle},
         {"rounds", [&] { rounds_leave_nothing_behind(count > 2 ? atoi(arguments[2]) : 20); }},
     };
