@@ -436,6 +436,11 @@ mod tests {
             })
     }
 
+    /// Numbers around a limit, and few or many of them.
+    fn near(limit: u64) -> impl Strategy<Value = u64> {
+        prop::sample::select(vec![0, 1, limit / 2, limit - 1, limit, limit + 1, u64::from(u16::MAX)])
+    }
+
     proptest! {
         #[test]
         fn a_header_survives_the_wire(header in any_header()) {
@@ -452,19 +457,54 @@ mod tests {
             prop_assert!(Header::decode(&bytes).is_err());
         }
 
+        /// Every header that is decoded keeps the limits, and no limit is stricter than it has to be.
         #[test]
-        fn any_bytes_decode_within_the_limits_or_not_at_all(mut bytes: [u8; 32], kind in 0u8..12) {
-            let mut all = [0u8; HEADER_BYTES];
+        fn a_header_is_decoded_exactly_within_the_limits(
+            kind in 0u8..12,
+            flags in prop_oneof![3 => Just(0), 2 => prop::sample::select(vec![FLAG_POSTED, FLAG_HELD, 1, 2, 4]), 1 => any::<u8>()],
+            segments in near(limits::SEGMENTS_PER_CHUNK_MAX as u64),
+            len in prop_oneof![
+                near(limits::CHUNK_BYTES_MAX as u64),
+                near(limits::EAGER_BYTES_MAX as u64),
+                near(limits::NOTIFY_BYTES_MAX as u64),
+                near((limits::WINDOW_FRAMES_MAX * REFUSAL_BYTES) as u64),
+            ],
+            notify in prop_oneof![Just(0), near(limits::NOTIFY_BYTES_MAX as u64)],
+            left in near(limits::CHUNK_BYTES_MAX as u64),
+        ) {
+            let flags = flags & !FLAG_CRC;
+            let header = Header {
+                flags,
+                segments: segments as u16,
+                len: len as u32,
+                notify: notify as u16,
+                offset: u64::MAX - left,
+                ..Header::new(Kind::Data)
+            };
+            let mut bytes = header.encode();
             bytes[0] = kind;
-            bytes[1] &= 3;
-            all[..32].copy_from_slice(&bytes);
-            all[50..52].copy_from_slice(&MAGIC.to_le_bytes());
-            if let Ok(header) = Header::decode(&all) {
-                prop_assert!(header.len as usize <= limits::CHUNK_BYTES_MAX);
-                prop_assert!(usize::from(header.segments) <= limits::SEGMENTS_PER_CHUNK_MAX);
-                prop_assert!(usize::from(header.notify) <= limits::NOTIFY_BYTES_MAX);
-                prop_assert!(header.kind == Kind::Read || header.offset.checked_add(header.len.into()).is_some());
-            }
+            let fits = |kind: Kind| {
+                let (bytes_max, may_have_segments) = match kind {
+                    Kind::Data => (limits::CHUNK_BYTES_MAX as u64, true),
+                    Kind::Read => (0, true),
+                    Kind::Ack => ((limits::WINDOW_FRAMES_MAX * REFUSAL_BYTES) as u64, false),
+                    Kind::Notify => (limits::NOTIFY_BYTES_MAX as u64, false),
+                    Kind::Send => (limits::EAGER_BYTES_MAX as u64, false),
+                    _ => (0, false),
+                };
+                flags & !FLAGS_KNOWN == 0
+                    && (flags & FLAG_POSTED == 0 || kind == Kind::Data && len > 0)
+                    && (flags & FLAG_HELD == 0 || kind == Kind::Ack)
+                    && segments <= if may_have_segments { limits::SEGMENTS_PER_CHUNK_MAX as u64 } else { 0 }
+                    && (kind != Kind::Read || segments > 0)
+                    && len <= bytes_max
+                    && (kind != Kind::Ack || len.is_multiple_of(REFUSAL_BYTES as u64))
+                    && (notify == 0 || kind == Kind::Data && notify <= limits::NOTIFY_BYTES_MAX as u64)
+                    && (kind == Kind::Read || len <= left)
+            };
+            let expected = Kind::parse(kind).is_some_and(fits);
+            let decoded = Header::decode(&bytes);
+            prop_assert_eq!(decoded.is_ok(), expected, "{:?} of {:?}", decoded, header);
         }
 
         #[test]

@@ -169,6 +169,8 @@ impl Config {
         within("threads", self.threads, 0, limits::WORKERS_MAX)?;
         within("chunk bytes", self.chunk_bytes, 4096, limits::CHUNK_BYTES_MAX)?;
         within("window", self.window, 1, limits::WINDOW_FRAMES_MAX)?;
+        // The kernel takes half of an i32, and doubles it.
+        within("socket buffer bytes", self.socket_buffer_bytes.unwrap_or(1), 1, i32::MAX as usize / 2)?;
         if self.peer_timeout < 2 * limits::CONTROL_SUSPECT_AFTER {
             let least = 2 * limits::CONTROL_SUSPECT_AFTER;
             return Err(Error::invalid("peer timeout", format!("must be at least {least:?}")));

@@ -15,7 +15,7 @@
 use std::collections::VecDeque;
 use std::io;
 
-use ferrywire_proto::limits::{RECORD_BYTES_MAX, SEALED_SLOTS};
+use ferrywire_proto::limits::{LENDING_PIPES_MAX, RECORD_BYTES_MAX, SEALED_SLOTS};
 use ferrywire_proto::record::RECORD_OVERHEAD;
 use ferrywire_sys::mapping::{AddressRange, HUGE_PAGE_BYTES, PAGE_BYTES, prefer_huge_pages};
 
@@ -26,6 +26,9 @@ const RECORD_BYTES: usize = RECORD_BYTES_MAX + RECORD_OVERHEAD;
 /// Size in bytes of the buffer and of a slot: four records of the longest kind, and short records between
 /// them. More would leave the cache before they are used.
 pub(super) const SLOT_BYTES: usize = (4 * RECORD_BYTES).next_multiple_of(PAGE_BYTES);
+// What SECURITY.md states: two buffers and the joined payload of short pieces; slots on as many connections as may lend.
+const _: () = assert!(2 * SLOT_BYTES + RECORD_BYTES_MAX == 584 << 10);
+const _: () = assert!(SEALED_SLOTS * SLOT_BYTES <= 4_200 << 10 && LENDING_PIPES_MAX == 64);
 /// Shortest send in bytes whose records are lent. To copy a shorter one, or a batch of small messages, costs
 /// less.
 const LENT_BYTES_MIN: usize = 256 << 10;

@@ -477,3 +477,15 @@ fn a_secret_is_exchanged_without_a_gap() {
     assert!(matches!(refused, ConnectError::Refused { reason: RefusalReason::Secret, .. }), "{refused}");
     assert!(matches!(far.set_secret(*b"short", None), Err(Error::Invalid { .. })));
 }
+
+/// Regression: twice the size, which the kernel takes, overflowed where a connection was prepared.
+#[test]
+fn a_socket_buffer_that_no_kernel_has_is_refused() {
+    for bytes in [0, 1 << 31, 1 << 63, usize::MAX] {
+        let refused = Endpoint::builder().socket_buffer_bytes(bytes).build();
+        assert!(
+            matches!(&refused, Err(Error::Invalid { what, .. }) if what == "socket buffer bytes"),
+            "{bytes}"
+        );
+    }
+}
