@@ -53,6 +53,13 @@ mod native {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        // SAFETY: the interpreter runs this, so the thread is attached to one.
+        if unsafe { pyo3::ffi::PyInterpreterState_GetID(pyo3::ffi::PyInterpreterState_Get()) } != 0 {
+            // Its end would close the endpoints of the whole process.
+            return Err(pyo3::exceptions::PyImportError::new_err(
+                "ferrywire works in the main interpreter of a process alone, and this is a subinterpreter: import it there",
+            ));
+        }
         crate::logs::start();
         ferrywire::metrics::set_face("python");
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;

@@ -231,3 +231,34 @@ endpoint.close()
 assert endpoint.closed
 """, GLIBC_TUNABLES="glibc.pthread.stack_cache_size=0") as other:
         other.end()
+
+
+def test_the_end_of_a_subinterpreter_closes_nothing(program: type[Program]):
+    with program("""
+import sys
+import ferrywire as fw
+try:
+    import _interpreters
+    create, run, destroy = lambda: _interpreters.create("legacy"), _interpreters.run_string, _interpreters.destroy
+except ImportError:
+    import _xxsubinterpreters
+    create = lambda: _xxsubinterpreters.create(isolated=False)
+    run, destroy = _xxsubinterpreters.run_string, _xxsubinterpreters.destroy
+far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
+to_far = near.connect(far.metadata(), timeout=60)
+to_near = far.accept(60)
+other = create()
+run(other, f'''
+import sys
+sys.path[:] = {sys.path!r}
+try:
+    import ferrywire
+    print("imported", flush=True)
+except ImportError as error:
+    print(error, flush=True)
+''')
+destroy(other)
+to_far.notify(b"still here")
+assert to_near.wait_notification(60) == b"still here"
+""") as other:
+        assert "works in the main interpreter of a process alone" in other.end()

@@ -68,3 +68,23 @@ assert os.waitpid(child, 0)[1] == 0
         said = other.end().splitlines()
     assert any(line.startswith("True session closed (peer=") for line in said), said
     assert not [line for line in said if line.startswith("False") and "peer=" in line]
+
+
+def test_a_log_thread_that_could_not_start_is_started_later(program: type[Program]):
+    with program("""
+import ferrywire as fw, threading
+start, failures = threading.Thread.start, [RuntimeError("can't start new thread")]
+def once(thread):
+    if failures: raise failures.pop()
+    start(thread)
+threading.Thread.start = once
+try:
+    fw.Endpoint()
+except fw.LocalError as error:
+    print(error)
+with fw.Endpoint():
+    print([thread.name for thread in threading.enumerate() if thread.name == "ferrywire-log"])
+""") as other:
+        first, second = other.end().splitlines()
+    assert "cannot start the thread that passes the log on: can't start new thread" in first
+    assert second == "['ferrywire-log']"

@@ -56,9 +56,16 @@ def test_a_mismatch_is_named(pair: Pair):
             ({"a": np.zeros(3)}, "into: give the tensors of the peer: ['b'] are missing, and the peer has no []"),
             ({"a": np.zeros(2), "b": np.zeros(4, np.float32)}, "tensor 'a': shape [2] of float64 here, shape [3]"),
             ({"a": np.zeros(3), "b": np.zeros(4)}, "tensor 'b': shape [4] of float64 here, shape [4] of float32 at"),
+            ({1: np.zeros(3), "b": 3, ("c",): 4}, "['a'] are missing, and the peer has no [('c',), 1]"),
+            ({"a": [1], "b": np.zeros(4, np.float32)}, "tensor 'a': list is no torch tensor or numpy array"),
         ):
             with pytest.raises(fw.UsageError, match=re.escape(why)):
                 fw.fetch(pair.near, pair.to_far, told, into=into)
+    # Regression: these were AttributeError and TypeError, or an error of the peer that fetched them.
+    with pytest.raises(fw.UsageError, match="tensor 1: names are str, not int"):
+        fw.share(pair.far, {1: np.zeros(3)})
+    with pytest.raises(fw.UsageError, match="tensor 'a': bytearray is no torch tensor or numpy array"):
+        fw.share(pair.far, {"a": bytearray(3)})
     with pytest.raises(fw.UsageError, match="tensor 'a': memory: the array is not contiguous"):
         fw.share(pair.far, {"a": np.zeros((3, 3)).T})
     with pytest.raises(fw.UsageError, match="description: version 99"):

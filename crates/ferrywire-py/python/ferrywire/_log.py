@@ -13,6 +13,7 @@ import threading
 import traceback
 
 from . import _ferrywire
+from ._errors import LocalError
 
 logger = logging.getLogger("ferrywire")
 
@@ -27,8 +28,12 @@ def refresh_level() -> None:
     if _thread is None:
         with _starting:
             if _thread is None:
-                _thread = threading.Thread(target=_hand_on, name="ferrywire-log", daemon=True)
-                _thread.start()
+                started = threading.Thread(target=_hand_on, name="ferrywire-log", daemon=True)
+                try:
+                    started.start()
+                except RuntimeError as error:
+                    raise LocalError(f"cannot start the thread that passes the log on: {error}") from error
+                _thread = started
 
 
 def _hand_on() -> None:

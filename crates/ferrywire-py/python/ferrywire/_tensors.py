@@ -91,6 +91,8 @@ def share(endpoint: Endpoint, tensors: Mapping[str, Any]) -> Shared:
     """
     regions, entries = [], []
     for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise UsageError(f"tensor {name!r}: names are str, not {type(name).__name__}")
         region = _registered(endpoint, name, tensor)
         regions.append(region)
         entries.append(
@@ -98,7 +100,7 @@ def share(endpoint: Endpoint, tensors: Mapping[str, Any]) -> Shared:
                 "name": name,
                 "library": _library(tensor),
                 "dtype": _dtype_name(tensor),
-                "shape": list(tensor.shape),
+                "shape": _shape(name, tensor),
                 "region": region.descriptor().hex(),
             }
         )
@@ -214,6 +216,7 @@ def _remote(entry: dict[str, Any]) -> RemoteRegion:
 
 
 def _registered(endpoint: Endpoint, name: str, tensor: Any) -> Region:
+    _shape(name, tensor)
     try:
         return endpoint.register(tensor, writable=True)
     except Closed:
@@ -230,17 +233,23 @@ def _release(regions: Iterable[Region]) -> None:
 def _matching(into: Mapping[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
     names = [entry["name"] for entry in entries]
     if set(into) != set(names):
-        missing, more = sorted(set(names) - set(into)), sorted(set(into) - set(names))
+        missing, more = sorted(set(names) - set(into)), sorted(set(into) - set(names), key=repr)
         raise UsageError(f"into: give the tensors of the peer: {missing} are missing, and the peer has no {more}")
     for entry in entries:
         tensor = into[entry["name"]]
-        mine = (list(tensor.shape), _dtype_name(tensor))
+        mine = (_shape(entry["name"], tensor), _dtype_name(tensor))
         if mine != (entry["shape"], entry["dtype"]):
             raise UsageError(
                 f"tensor {entry['name']!r}: shape {mine[0]} of {mine[1]} here, "
                 f"shape {entry['shape']} of {entry['dtype']} at the peer"
             )
     return dict(into)
+
+
+def _shape(name: str, tensor: Any) -> list[int]:
+    if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+        raise UsageError(f"tensor {name!r}: {type(tensor).__name__} is no torch tensor or numpy array")
+    return list(tensor.shape)
 
 
 def _library(tensor: Any) -> str:
