@@ -230,6 +230,9 @@ impl Agent {
     }
 
     pub fn disconnect(&self, peer: &str) -> Status {
+        if let Err(forked) = self.check_process() {
+            return forked;
+        }
         let mut remotes = self.shared.remotes.write().unwrap_or_else(PoisonError::into_inner);
         let removed = remotes.remove(peer);
         drop(remotes);

@@ -326,11 +326,15 @@ impl Transfer {
     /// Cancels the transfer if it uses this memory.
     fn cancel_if_of(&self, one: &Memory) {
         let Route::Remote { memory, .. } = &self.route else { return };
-        let phase = self.phase();
-        if let Step::Moving { transfer, .. } = &phase.step
-            && memory.contains(&std::ptr::from_ref(one).addr())
-        {
-            transfer.cancel();
+        if !memory.contains(&std::ptr::from_ref(one).addr()) {
+            return;
+        }
+        let mut phase = self.phase();
+        match &phase.step {
+            Step::Moving { transfer, .. } => transfer.cancel(),
+            // Else it could start before the memory is deregistered, and use it then.
+            Step::Waiting { .. } => phase.step = Step::Ended(Status::CANCELLED),
+            _ => {}
         }
     }
 

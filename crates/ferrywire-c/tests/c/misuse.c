@@ -97,6 +97,9 @@ static void memory(struct pair pair) {
     ferrywire_region *region, *other;
     static char bytes[1000];
     USAGE(ferrywire_register(pair.ends[0], NULL, 10, release, NULL, &region), "the pointer is null");
+    /* Regression: ranges that go around the end of the address space, as with a length of -1, were registered. */
+    USAGE(ferrywire_register(pair.ends[0], bytes, (size_t)-1, release, NULL, &region), "more than a process can have");
+    USAGE(ferrywire_register(pair.ends[0], (void *)-1, 10, release, NULL, &region), "more than a process can have");
     USAGE(ferrywire_register(NULL, bytes, 10, release, NULL, &region), "NULL");
     USAGE(ferrywire_register(pair.ends[0], bytes, 10, release, NULL, NULL), "NULL");
     CHECK(releases == 0);

@@ -519,6 +519,10 @@ impl Endpoint {
         if base.is_null() && bytes > 0 {
             return Err(Error::invalid("memory", "the pointer is null, and the size is not 0").into());
         }
+        if isize::try_from(bytes).is_err() || base.addr().checked_add(bytes).is_none() {
+            let why = format!("{bytes} bytes from {base:p} on are more than a process can have");
+            return Err(Error::invalid("memory", why).into());
+        }
         let location = MemoryLocation::of(base, bytes as u64)?;
         // SAFETY: promised by the caller; the memory location is that of the address.
         let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, location, owner) }?;

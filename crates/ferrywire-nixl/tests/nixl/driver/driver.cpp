@@ -574,6 +574,7 @@ void a_forked_child_gets_errors() {
             CHECK(near.engine->connect("far") == backend_failed && near.engine->notify("far", "x") == backend_failed);
             CHECK(near.engine->notifications(out) == backend_failed && out.empty());
             CHECK(near.engine->load_connection_info(far.name, far.info) == backend_failed);
+            CHECK(near.engine->disconnect("far") == backend_failed);
             _exit(0);
         }
         int status = 0;
