@@ -91,14 +91,18 @@ impl Bench<'_, '_> {
         if self.ntuple()? { Ok(()) } else { Err(self.unheard("ntuple", "off", ntuple_command(self.nic))) }
     }
 
-    /// Keeps other flows off the claimed queues.
+    /// Keeps other flows off the claimed queues. Queues that are still bound, as those of a killed process may be, are
+    /// not added to the spread either.
     pub fn keep_off(&mut self, queues: &[u32]) -> Result<(), NicError> {
         let is = self.spread()?;
         let mut settings = self.journal.settings(true)?;
         let known = settings.spread.take().filter(|spread| spread.ours.contains(&is));
         // A spread that another process has set meanwhile becomes the new original value.
         let mut spread = known.unwrap_or_else(|| Spread { before: is.clone(), ours: Vec::new() });
-        let wanted = without(&spread.before, queues);
+        let bound = self.added_and_bound(&spread.before, &is);
+        let bound =
+            bound.map_err(|error| self.refused("read the queues' bindings", String::new(), &error))?;
+        let wanted = without(&spread.before, &[queues, &bound].concat());
         if wanted == is {
             return Ok(());
         }
@@ -142,8 +146,9 @@ impl Bench<'_, '_> {
 
     fn put_back(&mut self, mut settings: Settings, others: Others) -> Vec<String> {
         let mut reported = Vec::new();
+        let wait_until = (others == Others::MayBeDying).then(|| Instant::now() + UNBIND_TIMEOUT);
         if let Some(spread) = settings.spread.take() {
-            let done = self.put_spread_back(&spread);
+            let done = self.put_spread_back(&spread, wait_until);
             settings.spread = self.tell(&mut reported, "the RSS table", done).then_some(spread);
         }
         if settings.ntuple_was_off {
@@ -151,7 +156,7 @@ impl Bench<'_, '_> {
             settings.ntuple_was_off = self.tell(&mut reported, "the flow rules setting (ntuple)", done);
         }
         if settings.rings != Rings::default() {
-            let done = self.put_rings_back(settings.rings, others);
+            let done = self.put_rings_back(settings.rings, wait_until);
             if !self.tell(&mut reported, "header split", done) {
                 settings.rings = Rings::default();
             }
@@ -179,13 +184,27 @@ impl Bench<'_, '_> {
         later
     }
 
-    fn put_spread_back(&mut self, spread: &Spread) -> Result<Back, NetlinkError> {
-        let is = self.kernel.spread()?;
-        if is == spread.before {
-            return Ok(Back::Done);
-        }
-        if !spread.ours.contains(&is) {
-            return Ok(Back::Left("another program has changed it"));
+    fn put_spread_back(
+        &mut self,
+        spread: &Spread,
+        wait_until: Option<Instant>,
+    ) -> Result<Back, NetlinkError> {
+        loop {
+            let is = self.kernel.spread()?;
+            if is == spread.before {
+                return Ok(Back::Done);
+            }
+            if !spread.ours.contains(&is) {
+                return Ok(Back::Left("another program has changed it"));
+            }
+            // Other flows on a bound queue would arrive in device memory, where their programs cannot read them.
+            if self.added_and_bound(&spread.before, &is)?.is_empty() {
+                break;
+            }
+            if wait_until.is_none_or(|until| Instant::now() >= until) {
+                return Ok(Back::Later("its queues are still bound"));
+            }
+            thread::sleep(UNBIND_INTERVAL);
         }
         // If the original spread was the kernel's default, the default is restored, so that it follows the number of
         // queues again.
@@ -230,7 +249,7 @@ impl Bench<'_, '_> {
         Ok(Some(true))
     }
 
-    fn put_rings_back(&mut self, before: Rings, others: Others) -> Result<Back, NetlinkError> {
+    fn put_rings_back(&mut self, before: Rings, wait_until: Option<Instant>) -> Result<Back, NetlinkError> {
         let is = self.kernel.rings()?;
         let is_before = Rings {
             split: before.split.and(is.split),
@@ -242,14 +261,13 @@ impl Bench<'_, '_> {
         if split_is(is_before).is_some() {
             return Ok(Back::Left("another program has changed it"));
         }
-        let began = Instant::now();
         loop {
             // Bindings of a process that was just killed may still be ending, and until they have ended the kernel
             // refuses the change with `EINVAL`. Any other number has a cause that waiting does not remove.
-            let may_wait = others == Others::MayBeDying && self.is_bound();
+            let may_wait = wait_until.is_some_and(|until| Instant::now() < until) && self.is_bound();
             match self.kernel.set_rings(before) {
                 Ok(()) => return Ok(Back::Done),
-                Err(error) if may_wait && error.errno == libc::EINVAL && began.elapsed() < UNBIND_TIMEOUT => {
+                Err(error) if may_wait && error.errno == libc::EINVAL => {
                     thread::sleep(UNBIND_INTERVAL);
                 }
                 Err(error) => return Err(error),
@@ -259,8 +277,14 @@ impl Bench<'_, '_> {
 
     /// Whether any queue of the NIC has memory bound to it.
     fn is_bound(&mut self) -> bool {
-        let is_bound = |(_, state): &(u32, QueueState)| state.dmabuf.is_some() || state.io_uring;
-        self.kernel.queues().is_ok_and(|queues| queues.iter().any(is_bound))
+        self.kernel.queues().is_ok_and(|queues| queues.iter().any(|(_, state)| has_memory(*state)))
+    }
+
+    /// The queues with memory bound to them that the spread `wanted` has and the spread `is` has not.
+    fn added_and_bound(&mut self, wanted: &[u32], is: &[u32]) -> Result<Vec<u32>, NetlinkError> {
+        let mut queues = self.kernel.queues()?;
+        queues.retain(|(queue, state)| has_memory(*state) && wanted.contains(queue) && !is.contains(queue));
+        Ok(queues.into_iter().map(|(queue, _)| queue).collect())
     }
 
     fn rings(&mut self) -> Result<Rings, NicError> {
@@ -314,6 +338,11 @@ enum Back {
     Left(&'static str),
     /// The setting cannot be restored yet, for this reason.
     Later(&'static str),
+}
+
+/// Whether memory is bound to a queue in this state.
+fn has_memory(state: QueueState) -> bool {
+    state.dmabuf.is_some() || state.io_uring
 }
 
 /// Why the ring settings do not suit devmem TCP; `None` if they do, as far as is known.

@@ -356,6 +356,41 @@ fn header_split_is_restored_once_the_binding_of_a_killed_process_has_ended() {
 }
 
 #[test]
+fn other_flows_stay_off_a_queue_that_is_still_bound() {
+    let nic = Nic::new(untouched());
+    let dead = nic.claim(&wish(1, true)).expect("allowed");
+    assert_eq!(dead.queues(), [3]);
+    nic.kill(dead);
+    nic.change(|state| state.bound.extend([(3, 77)]));
+    let reported = nic.clean().join("\n");
+    assert!(reported.contains("the RSS table is not restored yet: its queues are still bound"), "{reported}");
+    assert!(!nic.state().spread.contains(&3), "{:?}", nic.state().spread);
+    // The next claim takes another queue, and changes the spread without adding the bound one.
+    let next = nic.claim(&wish(1, true)).expect("allowed");
+    assert_eq!((next.queues(), &nic.state().spread[..]), (&[2][..], &[0, 1, 0, 1, 0, 1, 0, 1][..]));
+    nic.change(|state| state.bound.clear());
+    drop(next);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn the_spread_is_restored_once_the_binding_of_a_killed_process_has_ended() {
+    let nic = Nic::new(untouched());
+    nic.kill(nic.claim(&wish(1, true)).expect("allowed"));
+    nic.change(|state| state.bound.extend([(3, 77)]));
+    let begun = nic.changes();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            assert_eq!(nic.changes(), begun, "nothing is restored before");
+            nic.change(|state| state.bound.clear());
+        });
+        nic.clean();
+    });
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
 fn a_refusal_with_another_number_is_not_retried() {
     let nic = killed_beside_a_binding();
     nic.refuse("rings", false);

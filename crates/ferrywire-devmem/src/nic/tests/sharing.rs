@@ -55,6 +55,24 @@ fn changes_of_a_dead_process_are_undone_and_those_of_a_live_one_stay() {
 }
 
 #[test]
+fn beside_a_live_claim_other_flows_stay_off_a_dead_claims_bound_queue() {
+    let nic = Nic::new(untouched());
+    let live = nic.claim(&wish(1, true)).expect("allowed");
+    let dead = nic.claim(&wish(1, true)).expect("allowed");
+    assert_eq!((live.queues(), dead.queues()), (&[3][..], &[2][..]));
+    nic.kill(dead);
+    let during = nic.state();
+    nic.change(|state| state.bound.extend([(2, 77)]));
+    nic.clean();
+    assert_eq!(nic.state().spread, during.spread);
+    nic.change(|state| state.bound.clear());
+    nic.clean();
+    assert!(nic.state().spread.contains(&2), "{:?}", nic.state().spread);
+    drop(live);
+    assert_eq!(nic.state(), untouched());
+}
+
+#[test]
 fn the_next_claim_cleans_up_before_it_chooses() {
     let nic = Nic::new(untouched());
     nic.kill(nic.claim(&wish(3, true)).expect("allowed"));
