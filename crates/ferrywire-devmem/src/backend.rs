@@ -73,6 +73,11 @@ impl Backend {
         Ok(Backend { config, gpu, devices })
     }
 
+    #[cfg(test)]
+    pub fn without_devices(config: DevmemConfig) -> Backend {
+        Backend { config, gpu: None, devices: Vec::new() }
+    }
+
     /// Names of the NICs of which the endpoint has queues.
     fn device_names(&self) -> Vec<String> {
         self.devices.iter().map(|device| device.name().to_owned()).collect()

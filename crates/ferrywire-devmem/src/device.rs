@@ -63,6 +63,21 @@ impl Device {
         })
     }
 
+    /// A device of a simulated NIC, to whose pool nothing is bound.
+    #[cfg(test)]
+    pub fn simulated() -> Device {
+        let claim = super::nic::simulated_claim();
+        Device {
+            name: "lo".to_owned(),
+            index: claim.index(),
+            binding: 1,
+            bindings: Bindings::default(),
+            held_until: Mutex::default(),
+            steering: Steering::new("lo", claim).expect("a thread"),
+            pool: Pool::simulated(),
+        }
+    }
+
     /// Name of the device's NIC.
     pub fn name(&self) -> &str {
         &self.name

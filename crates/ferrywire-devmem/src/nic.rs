@@ -33,6 +33,8 @@ pub use cleanup::{clean_up, clean_up_in};
 pub use error::{Missing, NicError};
 pub(super) use journal::EndBy;
 pub use possible::{Possible, possible};
+#[cfg(test)]
+pub(super) use tests::simulated_claim;
 
 use super::DevmemError;
 use super::errors::{BindCause, Direction};

@@ -67,6 +67,20 @@ impl Pool {
         })
     }
 
+    /// A pool of host memory whose dma-buf is only a file.
+    #[cfg(test)]
+    pub fn simulated() -> Pool {
+        let file = anonymous_file(ALIGN_BYTES).expect("memory");
+        let range = AddressRange::reserve(ALIGN_BYTES, ALIGN_BYTES).expect("addresses");
+        Pool {
+            location: MemoryLocation::Host,
+            base: range.base() as u64,
+            bytes: ALIGN_BYTES,
+            dmabuf: file,
+            _keeper: Keeper::Host { _range: range },
+        }
+    }
+
     pub fn location(&self) -> MemoryLocation {
         self.location
     }

@@ -372,7 +372,11 @@ impl Receiving {
                 self.note_gathering();
                 return Poll::Pending;
             }
-            failed => return failed,
+            failed => {
+                // The lane goes on: the next gather's time must not count from this one.
+                self.gathering_since = None;
+                return failed;
+            }
         }
         self.counters.gathers.store(launches, std::sync::atomic::Ordering::Relaxed);
         let Some(message) = self.messages.get_mut(number.wrapping_sub(self.first) as usize) else {
@@ -467,5 +471,42 @@ impl Incoming {
         // lacks.
         unsafe { std::ptr::copy_nonoverlapping(from, base.add(self.got), bytes) };
         self.got += bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::DevmemConfig;
+    use ferrywire_memory::cuda::CudaError;
+    use ferrywire_memory::unpack::UnpackMode;
+    use ferrywire_memory::unpack::recorder::{Recorder, Seen, one_at_a_time};
+    use ferrywire_proto::limits::GATHER_LAUNCHES_MAX;
+    use std::sync::Mutex;
+
+    /// Regression: the pool counted as held as soon as the next message had to wait.
+    #[test]
+    fn the_time_of_a_gather_ends_with_its_failure() {
+        let _alone = one_at_a_time();
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), UnpackMode::Copy).unwrap();
+        let backend = Arc::new(Backend::without_devices(DevmemConfig::default()));
+        let device = Arc::new(Device::simulated());
+        let mut receiving = Receiving::new(-1, &backend, device, Some(gatherer), Arc::default()).unwrap();
+        let fragments = [Fragment { source: 10, bytes: 4, target: 0 }];
+        let late = GATHER_LAUNCHES_MAX as u64;
+        for number in 0..=late {
+            let run = GatherRun { source: 1000, fragments: &fragments };
+            receiving.gatherer.as_mut().unwrap().begin(number, &[run], 7000);
+            assert!(receiving.gathered(number).is_pending());
+        }
+        // The memory is freed before the last gather can be launched.
+        {
+            let mut seen = seen.lock().unwrap();
+            (seen.memory, seen.reached) = (Some(5000..6000), late);
+        }
+        let freed = CudaError::Freed { address: 7000, bytes: 4 };
+        assert_eq!(receiving.gathered(late), Poll::Ready(Err(ferrywire::Error::Cuda(freed))));
+        assert_eq!(receiving.gathering_since, None);
     }
 }

@@ -27,6 +27,11 @@ fn foreign() -> Flow {
     Flow::new(end("10.0.0.1:22"), end("10.0.0.9:5555"), 1).expect("a pair")
 }
 
+/// A claim of a simulated NIC, for tests of its users.
+pub(crate) fn simulated_claim() -> Claim {
+    Nic::new(set_up()).claim(&wish(1, false)).expect("nothing is missing")
+}
+
 /// The default state of NICs: no header split, no rules, flows over all queues.
 fn untouched() -> State {
     State {
