@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use super::error::NicError;
 use super::record::{self, Claimed, Header, Settings};
 use ferrywire_proto::limits;
+use ferrywire_sys::fork::Origin;
 
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 const SETTINGS: &str = "settings";
@@ -99,12 +100,34 @@ pub(super) struct Journal {
     header: Header,
 }
 
+/// A lock, held until this value is dropped or its process ends. A forked child shares the lock, so closing the file
+/// would not be enough; the child itself must not release it.
+#[derive(Debug)]
+pub(super) struct Lock {
+    file: File,
+    origin: Origin,
+}
+
+impl Lock {
+    /// The lock of a file that this process has just locked.
+    fn of(file: File) -> Lock {
+        Lock { file, origin: Origin::here() }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        if !self.origin.is_elsewhere() {
+            let _ = self.file.unlock();
+        }
+    }
+}
+
 /// A locked journal: no other process may change it.
 #[derive(Debug)]
 pub(super) struct Locked<'a> {
     journal: &'a Journal,
-    /// The lock of the journal, released when the file is closed.
-    _lock: File,
+    _lock: Lock,
     /// Messages about broken files of the journal.
     pub reported: Vec<String>,
 }
@@ -129,7 +152,7 @@ impl EndBy {
 #[derive(Debug)]
 pub(super) struct ClaimFile {
     path: PathBuf,
-    _lock: File,
+    _lock: Lock,
 }
 
 /// A claim found in the journal.
@@ -138,7 +161,7 @@ pub(super) struct Found {
     pub name: String,
     pub claimed: Option<Claimed>,
     /// The lock of the claim, if its process is gone; `None` for a live claim.
-    pub dead: Option<File>,
+    pub dead: Option<Lock>,
 }
 
 impl Journal {
@@ -177,13 +200,14 @@ impl Journal {
         let began = Instant::now();
         loop {
             match lock.try_lock() {
-                Ok(()) => return Ok(Locked { journal: self, _lock: lock, reported: Vec::new() }),
+                Ok(()) => break,
                 Err(TryLockError::WouldBlock) if began.elapsed() < limit && !end.is_over() => {
                     thread::sleep(LOCK_INTERVAL)
                 }
                 Err(error) => return Err(self.failed(LOCK, &not_locked(error))),
             }
         }
+        Ok(Locked { journal: self, _lock: Lock::of(lock), reported: Vec::new() })
     }
 
     /// Writes a claim's file; only for the claim's owner.
@@ -281,7 +305,7 @@ impl Locked<'_> {
     }
 
     /// A file name for a claim that is not in use, not even by a dead process with this process id.
-    fn new_lock(&self) -> io::Result<(PathBuf, File)> {
+    fn new_lock(&self) -> io::Result<(PathBuf, Lock)> {
         loop {
             let number = CLAIMS.fetch_add(1, Ordering::Relaxed);
             let path = self.journal.folder.join(format!("{CLAIM_PREFIX}{}-{number}", std::process::id()));
@@ -291,7 +315,7 @@ impl Locked<'_> {
                 Err(error) => return Err(error),
                 Ok(lock) => {
                     lock.try_lock()?;
-                    return Ok((path, lock));
+                    return Ok((path, Lock::of(lock)));
                 }
             }
         }
@@ -318,7 +342,7 @@ impl Locked<'_> {
     fn found(&mut self, name: String) -> Result<Found, NicError> {
         let path = self.journal.folder.join(&name);
         let lock = open_lock(&with_suffix(&path, LOCK_SUFFIX)).ok();
-        let dead = lock.filter(|lock| lock.try_lock().is_ok());
+        let dead = lock.filter(|lock| lock.try_lock().is_ok()).map(Lock::of);
         let claimed = self.journal.read(&path, record::claimed, dead.is_none(), &mut self.reported)?;
         Ok(Found { name, claimed, dead })
     }
@@ -369,6 +393,76 @@ fn read_text(path: &Path) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const INDEX: u32 = 1;
+    const CHILD_LIFE_SECONDS: u32 = 60;
+
+    /// A forked child that does nothing, until this value is dropped.
+    struct Child(libc::pid_t);
+
+    impl Child {
+        fn fork() -> Child {
+            // SAFETY: the child only calls functions that are allowed after a fork.
+            let child = unsafe { libc::fork() };
+            assert!(child >= 0, "no fork: {}", io::Error::last_os_error());
+            if child == 0 {
+                // SAFETY: as above.
+                unsafe {
+                    libc::sleep(CHILD_LIFE_SECONDS);
+                    libc::_exit(0);
+                }
+            }
+            Child(child)
+        }
+    }
+
+    impl Drop for Child {
+        fn drop(&mut self) {
+            // SAFETY: the child is this process's own and was not waited for yet.
+            unsafe {
+                libc::kill(self.0, libc::SIGKILL);
+                libc::waitpid(self.0, std::ptr::null_mut(), 0);
+            }
+        }
+    }
+
+    /// Regression: the locks lasted until the child ended.
+    #[test]
+    fn a_forked_child_does_not_keep_the_locks() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let journal = Journal::open(folder.path(), "lo", INDEX).expect("a journal");
+        let locked = journal.lock().expect("it is free");
+        let claim = locked.add_claim(&Claimed::default()).expect("written");
+        let _child = Child::fork();
+        drop(locked);
+        let again = journal.lock_within(Duration::from_millis(100), &EndBy::default());
+        let mut locked = again.expect("the parent has released it");
+        let mut is_dead =
+            || locked.claims().expect("it can be read").iter().any(|found| found.dead.is_some());
+        assert!(!is_dead(), "the parent still has it");
+        drop(claim);
+        assert!(is_dead());
+    }
+
+    /// The child shares the lock with its parent.
+    #[test]
+    fn a_drop_in_a_forked_child_keeps_the_parents_lock() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let journal = Journal::open(folder.path(), "lo", INDEX).expect("a journal");
+        let locked = journal.lock().expect("it is free");
+        // SAFETY: the child only closes a file and exits, which is allowed after a fork.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0, "no fork: {}", io::Error::last_os_error());
+        if child == 0 {
+            drop(locked);
+            // SAFETY: as above.
+            unsafe { libc::_exit(0) };
+        }
+        // SAFETY: the child is this process's own and was not waited for yet.
+        unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        let again = journal.lock_within(Duration::ZERO, &EndBy::default());
+        assert!(again.expect_err("the parent has it").to_string().contains("another process"));
+    }
 
     #[test]
     fn only_a_held_lock_is_reported_as_held() {
