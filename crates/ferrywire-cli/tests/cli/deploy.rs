@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::common::{run, text};
 
 /// Options of other programs, and the program.
-const OTHERS: [(&str, &str); 18] = [
+const OTHERS: [(&str, &str); 19] = [
     ("--from", "Dockerfile"),
     ("--from-literal", "kubectl"),
     ("--gpus", "docker"),
@@ -26,6 +26,7 @@ const OTHERS: [(&str, &str); 18] = [
     ("--rdzv-id", "torchrun"),
     ("--release", "cargo"),
     ("--rm", "docker"),
+    ("--tail", "kubectl"),
     ("--time", "sbatch"),
 ];
 
