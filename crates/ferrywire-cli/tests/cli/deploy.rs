@@ -170,10 +170,12 @@ fn the_image_has_what_the_other_files_need() {
     }
     let plugins = read(&deploy.join("kubernetes/plugins.yaml"));
     for place in [
+        "/opt/ferrywire/bin",
         "/opt/ferrywire/nccl",
         "/opt/ferrywire/nixl",
+        "/plugins/bin/ferrywire",
         "/plugins/nccl/libnccl-net-ferrywire.so",
-        "/plugins/nixl",
+        "/plugins/nixl/libplugin_FERRYWIRE.so",
     ] {
         assert!(plugins.contains(place), "plugins.yaml lacks {place}");
     }
