@@ -173,7 +173,7 @@ def table_nixl(files):
 
 def table_encryption(files):
     data = Data(files, "encryption")
-    return markdown(["two H200 of one host", "off", "keyed checksum", "encrypted"], [
+    return markdown(["a host with two H200", "off", "keyed checksum", "encrypted"], [
         [name] + [data.with_cpu(WRITE, f"{setup} protection={kind}") for kind in ("off", "keyed-checksum", "encrypted")]
         for name, setup in (
             ("host, 2 cores, 64 MiB", "memory=host cores=2 size=64M"), ("host, 16 cores, 64 MiB", "memory=host cores=16 size=64M"),
