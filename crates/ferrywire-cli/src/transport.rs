@@ -145,7 +145,8 @@ impl DevmemUse {
     }
 }
 
-/// Chooses for `connect` whether to use or try devmem, which does not work over loopback.
+/// Chooses for `connect` whether to use or try devmem, which does not work over loopback. It is tried only if memory of a
+/// GPU is named at either end: host memory gains nothing.
 pub fn devmem_for_connect(
     flags: &ConnectFlags,
     beyond: bool,
@@ -153,9 +154,11 @@ pub fn devmem_for_connect(
 ) -> Outcome<Option<DevmemUse>> {
     let memory =
         Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?.unwrap_or(Memory::Host);
+    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.given_ref().map(String::as_str))?;
+    let on_gpus = memory != Memory::Host || peer_memory.is_some_and(|memory| memory != Memory::Host);
     let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Devmem, _) => true,
-        (Transport::Auto, None) if beyond => false,
+        (Transport::Auto, None) if beyond && on_gpus => false,
         _ => return Ok(None),
     };
     if flags.unpack == Some(Unpack::None) && flags.verify != Some(Verify::Off) {
@@ -175,8 +178,8 @@ pub fn devmem_for_connect(
     }))
 }
 
-/// Chooses for `serve` whether to use or try devmem. The GPU must be named, because its memory is bound
-/// before a peer asks for any.
+/// Chooses for `serve` whether to use or try devmem, which is tried only for memory of a GPU. The GPU must be named,
+/// because its memory is bound before a peer asks for any.
 pub fn devmem_for_serve(
     flags: &ServeFlags,
     listen: SocketAddr,
@@ -196,11 +199,13 @@ pub fn devmem_for_serve(
         (Transport::Auto, None) if !listen.ip().is_loopback() => false,
         _ => return Ok(None),
     };
-    let of_host = Memory::detect(None);
-    if !required && memory.is_none() && of_host != Memory::Host {
-        tracing::info!(
-            "devmem is not used: it needs --memory {of_host}, which names the GPU whose memory the NICs access"
-        );
+    if !required && memory.and_then(Memory::gpu).is_none() {
+        let of_host = Memory::detect(None);
+        if memory.is_none() && of_host != Memory::Host {
+            tracing::info!(
+                "devmem is not used: it needs --memory {of_host}, which names the GPU whose memory the NICs access"
+            );
+        }
         return Ok(None);
     }
     Ok(Some(DevmemUse {

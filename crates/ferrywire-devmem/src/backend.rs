@@ -45,8 +45,10 @@ impl Backend {
         let mut devices = Vec::new();
         let mut trouble = Vec::new();
         let loopback = |name: &str| nics.iter().any(|nic| nic.name == *name && nic.loopback);
+        let mut loopback_passed = false;
         for name in endpoint.chosen_nics(nics) {
             if loopback(&name) && endpoint.nics.is_empty() {
+                loopback_passed = true;
                 continue;
             }
             let opened = if loopback(&name) {
@@ -62,10 +64,15 @@ impl Backend {
         // An optional backend must not leave channels over other NICs without a lane.
         let incomplete = !trouble.is_empty() && (!config.required || !endpoint.nics.is_empty());
         if devices.is_empty() || incomplete {
-            let why = if trouble.is_empty() {
-                "loopback packets never reach a NIC: listen on the address of a NIC, or name a NIC".to_owned()
-            } else {
-                trouble.join("; ")
+            let why = match (trouble.is_empty(), loopback_passed) {
+                (false, _) => trouble.join("; "),
+                (true, true) => {
+                    "loopback packets never reach a NIC: listen on the address of a NIC, or name a NIC"
+                        .to_owned()
+                }
+                (true, false) => {
+                    "no NIC that the endpoint may use is up: bring one up, or name another".to_owned()
+                }
             };
             return Err(Error::invalid(NAME, why));
         }

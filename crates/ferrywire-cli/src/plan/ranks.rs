@@ -304,7 +304,7 @@ mod tests {
             launcher: Launcher::Flags,
         };
         let flags = ConnectFlags {
-            memory: Some(OrAuto::Value("host".to_owned())),
+            memory: flags.memory.or_else(|| Some(OrAuto::Value("host".to_owned()))),
             secret_file: Some(secret.path().to_owned()),
             ..flags
         };
@@ -327,9 +327,11 @@ mod tests {
     #[test]
     fn ranks_try_devmem_as_two_ends_do() {
         let typed = |transport| ConnectFlags { transport: Some(transport), ..Default::default() };
-        assert_eq!(devmem("192.0.2.1", ConnectFlags::default()), Some(false));
+        let on_gpus = || ConnectFlags { memory: Some(OrAuto::Value("sim".to_owned())), ..Default::default() };
+        assert_eq!(devmem("192.0.2.1", on_gpus()), Some(false));
+        assert_eq!(devmem("192.0.2.1", ConnectFlags::default()), None);
         assert_eq!(devmem("192.0.2.1", typed(Transport::Devmem)), Some(true));
         assert_eq!(devmem("192.0.2.1", typed(Transport::Tcp)), None);
-        assert_eq!(devmem("127.0.0.1", ConnectFlags::default()), None);
+        assert_eq!(devmem("127.0.0.1", on_gpus()), None);
     }
 }

@@ -241,3 +241,12 @@ fn a_fleet_without_all_its_ports_leaves_the_others_alone() {
     let args = "--gpus 0-1 --memory host --peer-memory host --sizes 4K --iters 3 --json -";
     assert_eq!(results(&taken.connect(args)).len(), 3);
 }
+
+/// Regression: the reason was loopback, which nothing had named.
+#[test]
+fn devmem_without_a_nic_that_is_up_is_refused_with_the_reason() {
+    // No host has an address of this network, which is kept for examples.
+    let mut serve = ferrywire("bench serve --listen 192.0.2.1:7420 --transport devmem --memory host");
+    let said = first_error(&run_within(TIMEOUT_DEFAULT, &mut serve));
+    assert!(said.starts_with("error: devmem: no NIC that the endpoint may use is up"), "{said}");
+}

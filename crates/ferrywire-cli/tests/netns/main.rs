@@ -6,6 +6,7 @@
 //! silenced, and how soon that is noticed is held against the promise; `FERRYWIRE_SEED=N` repeats the kills of
 //! an earlier run.
 
+mod auto;
 mod clock;
 mod counters;
 mod doctor;
