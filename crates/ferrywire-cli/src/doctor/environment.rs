@@ -11,13 +11,14 @@ use crate::args;
 
 const SUBJECT: &str = "environment";
 /// Variables that do not belong to an option of a command.
-const OTHERS: [&str; 23] = [
+const OTHERS: [&str; 24] = [
     "FERRYWIRE_SECRET",
     "FERRYWIRE_SECRET_HANDED",
     "FERRYWIRE_SECRET_HANDED_TOO",
     "FERRYWIRE_TRACE",
     "FERRYWIRE_SUPERVISED",
     "FERRYWIRE_PLUGIN_WATCHED",
+    "FERRYWIRE_NCCL_ENCRYPT",
     "FERRYWIRE_NCCL_THREADS",
     "FERRYWIRE_NCCL_SOCKETS",
     "FERRYWIRE_NCCL_INLINE_BYTES",

@@ -32,16 +32,16 @@ const SIZES_KB: &[(&str, u64)] = &[
     ("docs/tuning.md", 4),
 ];
 
-fn root() -> PathBuf {
+pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository")
 }
 
-fn read(path: &Path) -> String {
+pub fn read(path: &Path) -> String {
     fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
 /// The files below a folder whose names have this ending, without builds and hidden folders.
-fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
+pub fn files(folder: &Path, ending: &str, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry")) {
         let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
         let kind = entry.file_type().expect("a kind");

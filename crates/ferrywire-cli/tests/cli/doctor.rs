@@ -1,5 +1,6 @@
 //! `ferrywire doctor`, on this host and with peers of every kind.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
@@ -9,6 +10,7 @@ use serde_json::Value;
 use crate::common::{Serve, TIMEOUT_DEFAULT, ferrywire, first_error, json, run_within, text, unwritten};
 use crate::compile::compile;
 use crate::contained::Group;
+use crate::docs;
 use crate::driver::stand_in;
 use crate::hosted::with_plugin;
 use crate::launched::port;
@@ -232,6 +234,30 @@ fn variables_that_no_command_takes_are_reported() {
     assert!(bad["evidence"].as_str().is_some_and(|text| text.contains("many")), "{bad}");
     assert_eq!(only(&output, "unknown-variable")["subject"], "FERRYWIRE_NIX");
     assert_eq!(only(&output, "nccl-nics")["level"], "warn");
+}
+
+/// Regression: doctor advised to unset the variable that turns encryption of NCCL's connections on.
+#[test]
+fn documented_variables_are_known() {
+    let root = docs::root();
+    let mut pages = vec![root.join("SECURITY.md")];
+    docs::files(&root.join("docs"), ".md", &mut pages);
+    docs::files(&root.join("crates/ferrywire-nccl/src"), ".rs", &mut pages);
+    let mut names = BTreeSet::new();
+    for page in pages.iter().map(|page| docs::read(page)) {
+        let is_of_name = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+        let words = page.split(|c| !is_of_name(c)).filter(|word| word.starts_with("FERRYWIRE_"));
+        // C's error codes are no variables, and neither are beginnings of names.
+        let words = words.filter(|word| !word.starts_with("FERRYWIRE_ERROR_") && !word.ends_with('_'));
+        names.extend(words.map(str::to_owned));
+    }
+    assert!(names.contains("FERRYWIRE_NCCL_ENCRYPT") && names.len() > 10, "{names:?}");
+    // Some name files, which are made.
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut command = doctor("--json");
+    command.current_dir(folder.path()).envs(names.iter().map(|name| (name, "lo")));
+    let output = run_within(TIMEOUT_DEFAULT, &mut command);
+    assert_eq!(findings(&output, "unknown-variable"), Vec::<Value>::new());
 }
 
 #[test]
