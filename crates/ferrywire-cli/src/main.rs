@@ -57,7 +57,10 @@ fn run() -> exit::Outcome {
         exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
     }
     ferrywire_metrics::set_face("command");
-    sys::catch_interrupt();
+    // A report has nothing to undo while it reads its files, which may block.
+    if !matches!(plan, plan::Plan::Report(_)) {
+        sys::catch_interrupt();
+    }
     if let Some(order) = Order::from_env() {
         return bench::isolated::child::run(plan, order);
     }

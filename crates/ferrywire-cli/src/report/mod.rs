@@ -16,6 +16,7 @@ use std::path::Path;
 
 use crate::exit::{self, Outcome};
 use crate::plan::ReportPlan;
+use crate::sys;
 use compare::Comparison;
 
 /// Writes the page, or prints the table if no page was asked for.
@@ -28,6 +29,11 @@ pub fn run(asked: &ReportPlan) -> Outcome {
     match asked.html.as_deref() {
         None => exit::print(&text::render(&comparison)),
         Some(out) if out == Path::new("-") => exit::print(&page::render(&comparison)),
-        Some(out) => write::replace(out, &page::render(&comparison)),
+        Some(out) => {
+            let page = page::render(&comparison);
+            // A signal must not leave the temporary file behind.
+            sys::catch_interrupt();
+            write::replace(out, &page)
+        }
     }
 }

@@ -2,16 +2,19 @@
 
 use std::fs;
 use std::io::Read;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{OpenOptionsExt, symlink};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
 use std::sync::LazyLock;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use roxmltree::{Document, Node, ParsingOptions};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::common::{ferrywire, first_error, run, text, unwritten};
+use crate::common::{GRACE, TIMEOUT_DEFAULT, end_within, ferrywire, first_error, run, text, unwritten};
 use crate::snapshots::{is_stored, printed};
 
 /// Short runs over loopback, as stored: one of each kind of table.
@@ -546,4 +549,29 @@ fn tables_for_a_terminal() {
     files.store("after.json", &after);
     is_stored("report", &printed(&files.report(&["before.json"])));
     is_stored("report_of_two", &printed(&files.report(&["before.json", "after.json"])));
+}
+
+/// Regression: the signal was noted, and the process went on waiting for its file.
+#[test]
+fn a_signal_ends_a_report_that_waits_for_a_file() {
+    let files = Files::new();
+    let pipe = files.path("result.json");
+    assert!(Command::new("mkfifo").arg(&pipe).status().expect("mkfifo runs").success());
+    let mut command = ferrywire("report result.json");
+    command.current_dir(files.folder.path()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let report = command.spawn().expect("the command starts");
+    // A pipe without a reader cannot be opened for writing without waiting.
+    let open = || fs::File::options().write(true).custom_flags(libc::O_NONBLOCK).open(&pipe).ok();
+    let until = Instant::now() + GRACE;
+    let _writer = loop {
+        if let Some(writer) = open() {
+            break writer;
+        }
+        assert!(Instant::now() < until, "it does not open its file");
+        thread::sleep(Duration::from_millis(10));
+    };
+    let killed = Command::new("kill").args(["-TERM", &report.id().to_string()]).status();
+    assert!(killed.expect("kill runs").success());
+    let output = end_within(TIMEOUT_DEFAULT, report);
+    assert_eq!(output.status.signal(), Some(libc::SIGTERM), "{output:?}");
 }
