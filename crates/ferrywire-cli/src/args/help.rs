@@ -73,7 +73,8 @@ Examples:
   ferrywire watch -v               a row per channel
 
 Exit status:
-  0 also where no process uses ferrywire, 1 failed, 2 bad usage";
+  0 also where no process uses ferrywire, 1 failed, 2 bad usage; with --once
+  130 stopped by Ctrl-C, 143 stopped by SIGTERM";
 
 /// Text behind the long help of `bench serve`.
 pub const SERVE: &str = concat!(

@@ -14,7 +14,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use ferrywire_metrics::{Failure as Unread, processes};
 use serde_json::json;
 
-use crate::exit::{self, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::WatchPlan;
 use crate::{sanitize, sys};
 use rates::{PathRates, ProcessRates};
@@ -44,7 +44,8 @@ fn watch(plan: &WatchPlan, screen: bool) -> Outcome {
     loop {
         pause(plan.interval);
         if sys::interrupted() {
-            return Ok(());
+            // Without --once the signal is the usual end.
+            return if plan.once { Err(Failure::Interrupted) } else { Ok(()) };
         }
         let (now, unread) = processes();
         let rates = ProcessRates::of_all(&before, &now);

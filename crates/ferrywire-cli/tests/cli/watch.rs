@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::{GRACE, Serve, end_within, ferrywire, json, read_line, run, run_within, text};
+use crate::common::{
+    GRACE, Serve, TIMEOUT_DEFAULT, end_within, ferrywire, json, read_line, run, run_within, text,
+};
 use crate::nccl;
 
 /// The processes in the output of `watch --once --json`.
@@ -211,6 +213,28 @@ fn an_answer_without_an_end_is_an_error_of_that_process_alone() {
     let unread = json(&output)["unread"].as_array().expect("a list").clone();
     let of_path = unread.iter().find(|failure| failure["socket"] == path.as_str()).expect("it is told");
     assert!(of_path["error"].as_str().is_some_and(|why| !why.is_empty()), "{of_path}");
+}
+
+/// Regression: it ended with status 0, and without the object that a program expects then.
+#[test]
+fn a_signal_before_the_only_output_is_no_success() {
+    let mut command = ferrywire("watch --once --json --interval 600");
+    let watch = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the command starts");
+    let status = format!("/proc/{}/status", watch.id());
+    let until = Instant::now() + GRACE;
+    // The mask of SIGTERM, once the process catches it.
+    let catches = |line: &str| {
+        let mask = line.strip_prefix("SigCgt:").and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+        mask.is_some_and(|mask| mask & (1 << (libc::SIGTERM - 1)) != 0)
+    };
+    while !std::fs::read_to_string(&status).expect("it runs").lines().any(catches) {
+        assert!(Instant::now() < until, "it does not catch the signal");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let killed = Command::new("kill").args(["-TERM", &watch.id().to_string()]).status();
+    assert!(killed.expect("kill runs").success());
+    let output = end_within(TIMEOUT_DEFAULT, watch);
+    assert_eq!((output.status.code(), text(&output.stdout).as_str()), (Some(143), ""));
 }
 
 /// Runs the command in a terminal, interrupts it and prints what the terminal got.
