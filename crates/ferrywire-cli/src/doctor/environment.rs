@@ -1,13 +1,20 @@
 //! Environment variables of ferrywire and NCCL: unknown names, invalid values, and values that name missing NICs or
 //! files.
 //!
-//! Invariant: [`judge`] reads no variable itself; `bench`'s own parser finds invalid values. Read next: `finding.rs`.
+//! Invariant: [`judge`] reads no variable itself; `bench`'s own parser and plan find invalid values. Read next:
+//! `finding.rs`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
+use clap::FromArgMatches;
+use ferrywire::limits;
+
 use super::finding::{Finding, Level};
-use crate::args;
+use crate::args::{self, Cli};
+use crate::auto::AUTO;
+use crate::exit::Failure;
+use crate::plan::{self, Plan};
 
 const SUBJECT: &str = "environment";
 /// Variables that do not belong to an option of a command.
@@ -44,7 +51,7 @@ const OTHERS: [&str; 24] = [
 pub struct Environment {
     /// Variables of ferrywire and NCCL.
     pub variables: Vec<(String, String)>,
-    /// Errors of the commands' parsers, one line each.
+    /// Errors of the commands' parsers and plans, one line each.
     pub refused: Vec<String>,
     /// Missing files, with the variables that name them.
     pub missing_files: Vec<(String, String)>,
@@ -67,16 +74,46 @@ impl Environment {
     }
 }
 
-/// Parses each command once, because its options read the environment.
+/// Parses and plans each command once, because its options read the environment.
 fn refused() -> Vec<String> {
-    let lines: [&[&str]; 3] = [
-        &["ferrywire", "bench", "serve"],
-        &["ferrywire", "bench", "connect", "host:1"],
-        &["ferrywire", "topo"],
+    // No name is looked up, and no driver is loaded to choose the memory.
+    let memory = std::env::var_os(args::variable("memory")).filter(|memory| memory != AUTO);
+    let memory: &[&str] = if memory.is_some() { &[] } else { &["--memory=host"] };
+    let lines: [(&[&str], &[&str]); 3] = [
+        (&["bench", "serve", "--listen=127.0.0.1:1"], memory),
+        (&["bench", "connect", "127.0.0.1:1"], memory),
+        (&["topo"], &[]),
     ];
-    let said = lines.into_iter().filter_map(|line| args::command().try_get_matches_from(line).err());
-    let said = said.map(|error| error.to_string().lines().next().unwrap_or_default().to_owned());
+    let said = lines.into_iter().filter_map(|(line, more)| refusal(&[&["ferrywire"], line, more].concat()));
+    let said = said.map(|error| error.lines().next().unwrap_or_default().to_owned());
     said.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// The error about a command line and its environment; `None` if they are valid.
+fn refusal(line: &[&str]) -> Option<String> {
+    let parsed = args::command().try_get_matches_from(line).and_then(|found| Cli::from_arg_matches(&found));
+    let typed = match parsed {
+        Ok(typed) => typed,
+        Err(error) => return Some(error.to_string()),
+    };
+    if ["secret-file", "config"].into_iter().any(is_read_once) {
+        return None;
+    }
+    let engine = match plan::plan(typed) {
+        Ok(Plan::Serve(plan)) => plan.engine,
+        Ok(Plan::Connect(plan)) => plan.engine,
+        Ok(_) | Err(Failure::Failed(_)) => return None,
+        Err(failure) => return Some(failure.message()),
+    };
+    let least = limits::SECRET_BYTES_MIN;
+    let is_short = engine.secret.is_some_and(|secret| secret.len() < least);
+    is_short.then(|| format!("secret must be at least {least} bytes long"))
+}
+
+/// Whether the variable of an option names a file that may not be read again, such as a pipe.
+fn is_read_once(option: &str) -> bool {
+    let named = std::env::var_os(args::variable(option)).unwrap_or_default();
+    Path::new(&named).metadata().is_ok_and(|found| !found.is_file() && !found.is_dir())
 }
 
 /// The variables of all options.

@@ -3,13 +3,16 @@
 //! Read next: [`crate::doctor`].
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::time::Duration;
+
+use ferrywire::limits;
 
 use super::engine::{EnginePlan, secret};
 use super::plugin::{self, PluginPlan};
 use super::{resolve, seconds};
-use crate::args::{DoctorFlags, PluginFlags};
-use crate::exit::Outcome;
+use crate::args::{self, DoctorFlags, PluginFlags};
+use crate::exit::{Failure, Outcome};
 
 /// Longest time for one step of `doctor`, in seconds.
 const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
@@ -37,7 +40,7 @@ pub(super) fn plan(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
     let plugin = plugin.map(|path| {
         plugin::plan(PluginFlags { path, version: None, json: false, timeout: Some(timeout_s) }, verbose)
     });
-    let secret = secret(secret_file.as_deref())?;
+    let secret = valid_secret(secret_file.as_deref())?;
     let nics = nics.map(|names| names.0).unwrap_or_default();
     Ok(DoctorPlan {
         addresses: address.map_or(Ok(Vec::new()), |text| resolve("ADDR:PORT", &text))?,
@@ -47,4 +50,15 @@ pub(super) fn plan(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
         json,
         verbose,
     })
+}
+
+/// The shared secret; `None` if the environment has an unusable one, which is a finding and no bad usage.
+fn valid_secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
+    let named = std::env::var_os(args::variable("secret-file"));
+    let of_environment = path.is_none_or(|path| named.is_some_and(|named| path == Path::new(&named)));
+    match secret(path) {
+        Err(Failure::Usage(_)) if of_environment => Ok(None),
+        Ok(Some(secret)) if of_environment && secret.len() < limits::SECRET_BYTES_MIN => Ok(None),
+        other => other,
+    }
 }
