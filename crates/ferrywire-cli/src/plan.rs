@@ -120,9 +120,14 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
 }
 
 fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
+    look_up(&with_port(flag, text)?).map_err(|why| Failure::failed(format!("{flag} {text}: {why}")))
+}
+
+/// The host and port of an address, with the default port if it has none. Nothing is looked up.
+fn with_port(flag: &str, text: &str) -> Outcome<String> {
     let bare: Result<IpAddr, _> = text.trim_matches(['[', ']']).parse();
     if let Ok(ip) = bare {
-        return Ok(vec![SocketAddr::new(ip, PORT_DEFAULT)]);
+        return Ok(SocketAddr::new(ip, PORT_DEFAULT).to_string());
     }
     if matches!(text.rsplit_once(':').map_or(text, |(host, _)| host), "" | "[]") {
         return usage(format!(
@@ -136,17 +141,15 @@ fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
             "{flag} {text}: not an address; write ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"
         ));
     }
-    let found: Vec<SocketAddr> = match with_port.to_socket_addrs() {
-        Ok(found) => found.collect(),
-        Err(error) => {
-            return Err(Failure::failed(format!("{flag} {text}: cannot look up the name: {error}")));
-        }
-    };
-    if found.is_empty() {
-        Err(Failure::failed(format!("{flag} {text}: the name has no address; write an IP address")))
-    } else {
-        Ok(found)
-    }
+    Ok(with_port)
+}
+
+/// The addresses of a host and port. May wait for a name server.
+pub fn look_up(host_and_port: &str) -> Result<Vec<SocketAddr>, String> {
+    let found = host_and_port.to_socket_addrs();
+    let found: Vec<SocketAddr> =
+        found.map_err(|error| format!("cannot look up the name: {error}"))?.collect();
+    if found.is_empty() { Err("the name has no address; write an IP address".to_owned()) } else { Ok(found) }
 }
 
 fn at_least_one(flag: &str, value: Option<usize>) -> Outcome<Option<usize>> {

@@ -34,7 +34,7 @@ pub struct DoctorFlags {
     pub plugin: Option<PathBuf>,
     /// Longest time for one step, in seconds [default: 10]
     ///
-    /// A step is an answer of the peer or of the GPU's driver, or a call of the plugin.
+    /// A step is the lookup of the peer's name, an answer of the peer or of the GPU's driver, or a call of the plugin.
     #[arg(long, alias = "deadline", value_name = "S")]
     pub timeout: Option<f64>,
     /// File with the secret that this end and the peer share [default: none]

@@ -19,14 +19,18 @@ mod report;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use ferrywire_devmem::sys::ethtool::Ethtool;
 use ferrywire_host::topology::{PlanOptions, Source, Topology};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::nics;
-use crate::plan::DoctorPlan;
+use crate::plan::{self, DoctorPlan};
 use crate::{plugin, sys, tool};
 use driver::Driver;
 use finding::Finding;
@@ -39,6 +43,9 @@ const TCPX: &str = "GPUDirectTCPX";
 const MANAGER_FOLDER: &str = "NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX";
 /// Beginning of the names of some of the manager's sockets.
 const MANAGER_SOCKETS: &str = "get_gpu_fd_";
+
+/// How often a wait checks for Ctrl-C.
+const SLICE: Duration = Duration::from_millis(50);
 
 /// Makes all checks and prints the findings.
 pub fn run(plan: &DoctorPlan) -> Outcome {
@@ -145,11 +152,35 @@ fn manager_folder() -> PathBuf {
     })
 }
 
-fn visit(plan: &DoctorPlan, topology: &Topology, findings: &mut Vec<Finding>) -> Outcome<Option<PeerFacts>> {
-    if plan.addresses.is_empty() || nics::check(&plan.engine.nics).is_err() {
-        return Ok(None);
+/// The addresses of a peer, or why there are none within this time.
+fn look_up(name: &str, limit: Duration) -> Outcome<Result<Vec<SocketAddr>, String>> {
+    let (done, result) = mpsc::channel();
+    let of_thread = name.to_owned();
+    thread::spawn(move || done.send(plan::look_up(&of_thread)));
+    let until = Instant::now() + limit;
+    loop {
+        match result.recv_timeout(SLICE.min(until.saturating_duration_since(Instant::now()))) {
+            Ok(found) => return Ok(found),
+            Err(_) if sys::interrupted() => return Err(Failure::Interrupted),
+            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+            Err(_) => return Ok(Err(format!("the name was not found within {} s", limit.as_secs_f64()))),
+        }
     }
-    let facts = PeerFacts::visit(&plan.engine, topology, &plan.addresses, plan.timeout)?;
+}
+
+fn visit(plan: &DoctorPlan, topology: &Topology, findings: &mut Vec<Finding>) -> Outcome<Option<PeerFacts>> {
+    let Some(name) = plan.peer.as_ref().filter(|_| nics::check(&plan.engine.nics).is_ok()) else {
+        return Ok(None);
+    };
+    let addresses = match look_up(name, plan.timeout)? {
+        Ok(addresses) => addresses,
+        Err(why) => {
+            let found = Finding::ok("peer-name", format!("peer {name}"), why);
+            findings.push(found.fail("correct the name, or write the peer's IP address"));
+            return Ok(None);
+        }
+    };
+    let facts = PeerFacts::visit(&plan.engine, topology, &addresses, plan.timeout)?;
     findings.extend(peer::judge(&facts, topology, &plan.engine.nics));
     Ok(Some(facts))
 }

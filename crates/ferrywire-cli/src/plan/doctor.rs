@@ -2,7 +2,6 @@
 //!
 //! Read next: [`crate::doctor`].
 
-use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -10,7 +9,7 @@ use ferrywire::limits;
 
 use super::engine::{EnginePlan, secret};
 use super::plugin::{self, PluginPlan};
-use super::{resolve, seconds};
+use super::{seconds, with_port};
 use crate::args::{self, DoctorFlags, PluginFlags};
 use crate::exit::{Failure, Outcome};
 
@@ -20,8 +19,8 @@ const DOCTOR_TIMEOUT_S_DEFAULT: f64 = 10.0;
 /// The plan of `doctor`.
 #[derive(Clone, Debug)]
 pub struct DoctorPlan {
-    /// Addresses of the peer, first choice first; empty without a peer.
-    pub addresses: Vec<SocketAddr>,
+    /// Host and port of the peer, which are not looked up yet; `None` without a peer.
+    pub peer: Option<String>,
     /// The engine options of the connection: NICs and secret.
     pub engine: EnginePlan,
     /// The plugin to check, if one was given.
@@ -43,7 +42,7 @@ pub(super) fn plan(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
     let secret = valid_secret(secret_file.as_deref())?;
     let nics = nics.map(|names| names.0).unwrap_or_default();
     Ok(DoctorPlan {
-        addresses: address.map_or(Ok(Vec::new()), |text| resolve("ADDR:PORT", &text))?,
+        peer: address.map(|text| with_port("ADDR:PORT", &text)).transpose()?,
         engine: EnginePlan { nics, secret, ..EnginePlan::default() },
         plugin: plugin.transpose()?,
         timeout: Duration::from_secs_f64(timeout_s),

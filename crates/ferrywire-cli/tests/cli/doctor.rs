@@ -112,6 +112,20 @@ fn a_peer_that_is_not_there_is_reported() {
     assert!(first_error(&output).starts_with(&format!("error: peer {free}: ")), "{}", text(&output.stderr));
 }
 
+/// Regression: the lookup had no timeout, and its failure left out the findings about this host.
+#[test]
+fn a_peer_whose_name_is_not_found_is_one_finding_among_the_others() {
+    let output = run("no-such-host.invalid --json");
+    let finding = only(&output, "peer-name");
+    assert_eq!(
+        (&finding["level"], &finding["subject"]),
+        (&"fail".into(), &"peer no-such-host.invalid:7420".into())
+    );
+    assert!(finding["fix"].as_str().is_some_and(|fix| fix.contains("IP address")), "{finding}");
+    only(&output, "kernel-version");
+    assert_eq!(json(&output)["peer"], Value::Null);
+}
+
 #[test]
 fn a_wrong_secret_is_reported_and_a_right_one_taken() {
     let serve = Serve::start_with("--listen 127.0.0.1:0 --memory host", &[("FERRYWIRE_SECRET", SECRET)]);
