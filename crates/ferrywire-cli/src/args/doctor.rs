@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::builder::FalseyValueParser;
 use clap::{ArgAction, Args};
 
+use crate::auto::OrAuto;
 use crate::units::Names;
 
 /// The flags of `doctor`.
@@ -25,7 +26,7 @@ pub struct DoctorFlags {
     ///
     /// doctor connects to the peer over the same NICs; without the option, over the NICs that a run would use.
     #[arg(long, value_name = "NAMES")]
-    pub nics: Option<Names>,
+    pub nics: Option<OrAuto<Names>>,
     /// Also check that this NCCL net plugin loads and has devices [default: none]
     ///
     /// A file, or a name as in NCCL_NET_PLUGIN. The plugin's code runs, in a process of its own: name only plugins that you

@@ -267,6 +267,8 @@ fn wrap(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use clap::FromArgMatches;
 
     use super::super::command;
@@ -277,11 +279,24 @@ mod tests {
         command().debug_assert();
     }
 
-    /// The command lines that give each option with the default `auto` this word.
-    fn autos(command: &clap::Command, path: &[String], into: &mut Vec<Vec<String>>) {
+    /// The names of the options with the default `auto`.
+    fn names_with_auto(command: &clap::Command, into: &mut BTreeSet<String>) {
         let is_auto = |arg: &&clap::Arg| {
             arg.get_help().is_some_and(|help| help.to_string().contains("[default: auto]"))
         };
+        let longs = command.get_arguments().filter(is_auto).filter_map(|arg| arg.get_long());
+        into.extend(longs.map(str::to_owned));
+        command.get_subcommands().for_each(|sub| names_with_auto(sub, into));
+    }
+
+    /// The command lines that give each option of these names the word `auto`.
+    fn autos(
+        command: &clap::Command,
+        names: &BTreeSet<String>,
+        path: &[String],
+        into: &mut Vec<Vec<String>>,
+    ) {
+        let is_auto = |arg: &&clap::Arg| arg.get_long().is_some_and(|long| names.contains(long));
         let positionals =
             command.get_positionals().filter(|arg| arg.is_required_set()).map(|_| "x:1".to_owned());
         let positionals: Vec<String> = positionals.collect();
@@ -289,15 +304,18 @@ mod tests {
             let option = [format!("--{long}"), "auto".to_owned()];
             into.push([path, &positionals, &option].concat());
         }
-        for sub in command.get_subcommands() {
-            autos(sub, &[path, &[sub.get_name().to_owned()]].concat(), into);
+        // A hidden command is for this program alone, and takes what its parent has settled.
+        for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
+            autos(sub, names, &[path, &[sub.get_name().to_owned()]].concat(), into);
         }
     }
 
+    /// One variable may serve several commands. Regression: doctor took the word in --nics for the name of a NIC.
     #[test]
-    fn every_option_with_the_default_auto_takes_the_word() {
-        let mut lines = Vec::new();
-        autos(&command(), &["ferrywire".to_owned()], &mut lines);
+    fn every_option_with_the_default_auto_in_some_command_takes_the_word() {
+        let (mut names, mut lines) = (BTreeSet::new(), Vec::new());
+        names_with_auto(&command(), &mut names);
+        autos(&command(), &names, &["ferrywire".to_owned()], &mut lines);
         assert!(lines.len() > 30, "{lines:?}");
         for line in lines {
             let matches =

@@ -11,6 +11,7 @@ use super::engine::{EnginePlan, secret};
 use super::plugin::{self, PluginPlan};
 use super::{seconds, with_port};
 use crate::args::{self, DoctorFlags, PluginFlags};
+use crate::auto::Given;
 use crate::exit::{Failure, Outcome};
 
 /// Longest time for one step of `doctor`, in seconds.
@@ -40,7 +41,7 @@ pub(super) fn plan(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
         plugin::plan(PluginFlags { path, version: None, json: false, timeout: Some(timeout_s) }, verbose)
     });
     let secret = valid_secret(secret_file.as_deref())?;
-    let nics = nics.map(|names| names.0).unwrap_or_default();
+    let nics = nics.given().map(|names| names.0).unwrap_or_default();
     Ok(DoctorPlan {
         peer: address.map(|text| with_port("ADDR:PORT", &text)).transpose()?,
         engine: EnginePlan { nics, secret, ..EnginePlan::default() },

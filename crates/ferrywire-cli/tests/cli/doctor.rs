@@ -269,6 +269,13 @@ fn variables_with_which_bench_does_not_begin_are_reported() {
     assert_eq!(findings(&fit.expect("the command starts"), "bad-variable"), Vec::<Value>::new());
 }
 
+/// Regression: doctor took the word of the other commands for the name of a NIC.
+#[test]
+fn the_variable_of_nics_may_be_auto() {
+    let output = run_within(TIMEOUT_DEFAULT, doctor("--json").env("FERRYWIRE_NICS", "auto"));
+    only(&output, "nics");
+}
+
 /// Regression: doctor advised to unset the variable that turns encryption of NCCL's connections on.
 #[test]
 fn documented_variables_are_known() {
