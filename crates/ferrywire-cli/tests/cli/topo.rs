@@ -193,6 +193,13 @@ fn the_cuda_driver_is_asked_where_there_is_one() {
     assert_eq!(shown, [Some("stand-in 0"), Some("stand-in 1")], "{host}");
 }
 
+/// Regression: loopback was left out also where it was named, and the plan had no NIC.
+#[test]
+fn loopback_is_used_where_it_is_named() {
+    let said = text(&topo(&Tree::named("small-vm"), "--nics lo").stdout);
+    assert!(said.contains("host memory uses lo\n") && !said.contains("not used: lo"), "{said}");
+}
+
 #[test]
 fn wishes_that_make_no_sense_are_bad_usage() {
     let host =

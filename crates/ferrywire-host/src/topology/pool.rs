@@ -39,7 +39,7 @@ impl<'a> Pool<'a> {
         let mut pool = Pool { topology, map: &options.map, nics: Vec::new(), unused: Vec::new() };
         let named = &options.nics;
         for nic in all {
-            match unusable(topology, nic).or_else(|| not_named(named, nic)) {
+            match unusable(topology, nic, named).or_else(|| not_named(named, nic)) {
                 Some(why) => pool.unused.push(Unused { nic: nic.name.clone(), why }),
                 None => pool.nics.push(Candidate { nic, control: false }),
             }
@@ -238,10 +238,10 @@ fn broken(nic: &Nic) -> Option<&'static str> {
 }
 
 /// Why a NIC is not used unless the user names it; `None` if it is.
-fn unusable(topology: &Topology, nic: &Nic) -> Option<String> {
+fn unusable(topology: &Topology, nic: &Nic, named: &[String]) -> Option<String> {
     let upper = topology.nics.iter().find(|upper| upper.lower.contains(&nic.name) && broken(upper).is_none());
     match (broken(nic), upper) {
-        _ if nic.loopback => Some("is loopback".to_owned()),
+        _ if nic.loopback && !named.contains(&nic.name) => Some("is loopback".to_owned()),
         (Some("has no address"), Some(upper)) => Some(format!("is part of {}", upper.name)),
         (why, _) => why.map(str::to_owned),
     }
