@@ -3,8 +3,8 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::net::IpAddr;
-use std::os::fd::FromRawFd;
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::process::parent_id;
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -49,6 +49,22 @@ pub fn interrupted_status() -> u8 {
 pub fn interrupt(child: u32) {
     // SAFETY: `kill` takes two numbers.
     unsafe { libc::kill(child as libc::pid_t, libc::SIGINT) };
+}
+
+/// Whether the kernel lets this process use a congestion control, tried on a socket of its own.
+pub fn may_use_congestion_control(name: &str) -> io::Result<bool> {
+    let socket = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let (fd, bytes) = (socket.as_raw_fd(), name.len() as libc::socklen_t);
+    // SAFETY: the descriptor is open, and the pointer is to as many bytes as are passed.
+    let set =
+        unsafe { libc::setsockopt(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, name.as_ptr().cast(), bytes) };
+    match set {
+        0 => Ok(true),
+        _ => match io::Error::last_os_error() {
+            error if error.kind() == io::ErrorKind::PermissionDenied => Ok(false),
+            error => Err(error),
+        },
+    }
 }
 
 /// CPU seconds (user and system) of this process.

@@ -4,6 +4,7 @@
 
 use super::files::{last_number, line, number, size};
 use super::finding::{Finding, Level};
+use crate::sys;
 use ferrywire_devmem::sys::ethtool;
 
 const SUBJECT: &str = "kernel";
@@ -15,6 +16,8 @@ const CHANNELS: f64 = 4.0;
 const BUFFER_BYTES_MIN: u64 = 2 << 20;
 /// The engine's buffer, in bytes, for a connection on a long path.
 const LONG_PATH_BUFFER_BYTES: u64 = 8 << 20;
+/// The engine's congestion control for short paths.
+const SHORT_PATH_CONTROL: &str = "cubic";
 /// First kernel with zero-copy sends.
 const ZERO_COPY: (u32, u32) = (4, 14);
 /// First kernel with devmem TCP in both directions.
@@ -33,6 +36,10 @@ pub struct Kernel {
     pub congestion_control: Option<String>,
     /// The available congestion controls, separated by spaces.
     pub congestion_controls: Option<String>,
+    /// The congestion controls that users without CAP_NET_ADMIN may choose, separated by spaces.
+    pub allowed_congestion_controls: Option<String>,
+    /// Whether this process may choose [`SHORT_PATH_CONTROL`]; `None` if it is not available.
+    pub short_path_control: Option<bool>,
     /// `tcp_window_scaling`, `tcp_timestamps`, `tcp_sack`: 0 is off.
     pub options: [Option<u32>; 3],
     /// Whether the boot id can be read, by which two ends detect that they share a host.
@@ -58,12 +65,18 @@ impl Kernel {
         let core = |name| number(format!("/proc/sys/net/core/{name}"));
         let tcp = |name| last_number(format!("/proc/sys/net/ipv4/{name}"));
         let text = |name| line(format!("/proc/sys/net/ipv4/{name}"));
+        let congestion_controls = text("tcp_available_congestion_control");
+        // The attempt loads no module.
+        let available = congestion_controls.as_deref().is_some_and(|all| lists(all, SHORT_PATH_CONTROL));
+        let may_use = || sys::may_use_congestion_control(SHORT_PATH_CONTROL).ok();
         Kernel {
             release: line("/proc/sys/kernel/osrelease").unwrap_or_default(),
             core_max_bytes: ["rmem_max", "wmem_max"].map(core),
             tcp_max_bytes: ["tcp_rmem", "tcp_wmem"].map(tcp),
             congestion_control: text("tcp_congestion_control"),
-            congestion_controls: text("tcp_available_congestion_control"),
+            congestion_controls,
+            allowed_congestion_controls: text("tcp_allowed_congestion_control"),
+            short_path_control: available.then(may_use).flatten(),
             options: OPTIONS.map(|(name, _)| number(format!("/proc/sys/net/ipv4/{name}"))),
             boot_id: ferrywire_sys::affinity::boot_id().is_ok(),
             iommu: std::fs::read_dir("/sys/class/iommu").is_ok_and(|mut found| found.next().is_some()),
@@ -145,12 +158,27 @@ fn asked(name: &str, bytes: u64) -> Finding {
 fn congestion_control(kernel: &Kernel) -> Option<Finding> {
     let (inforce, all) = (kernel.congestion_control.as_ref()?, kernel.congestion_controls.as_ref()?);
     let evidence = format!("the default is {inforce}; available: {all}");
-    let found = Finding::ok("congestion-control", SUBJECT, evidence);
-    Some(if all.split_whitespace().any(|name| name == "cubic") || inforce == "cubic" {
-        found
-    } else {
-        found.warn("modprobe tcp_cubic: on short paths without loss, cubic moves 50 % more than bbr")
+    let found = Finding::ok("congestion-control", SUBJECT, evidence.clone());
+    Some(match kernel.short_path_control {
+        _ if inforce == SHORT_PATH_CONTROL => found,
+        _ if !lists(all, SHORT_PATH_CONTROL) => {
+            found.warn("modprobe tcp_cubic: on short paths without loss, cubic moves 50 % more than bbr")
+        }
+        Some(false) => {
+            let allowed = kernel.allowed_congestion_controls.as_deref().unwrap_or(inforce);
+            let evidence = format!("{evidence}; this user may choose: {allowed}");
+            Finding { evidence, ..found }.warn(format!(
+                "sysctl -w net.ipv4.tcp_allowed_congestion_control='{allowed} {SHORT_PATH_CONTROL}': on short paths without \
+                 loss, cubic moves 50 % more than bbr"
+            ))
+        }
+        _ => found,
     })
+}
+
+/// Whether a list of congestion controls has this name.
+fn lists(all: &str, name: &str) -> bool {
+    all.split_whitespace().any(|listed| listed == name)
 }
 
 fn option(name: &str, cost: &str, value: u32) -> Finding {
@@ -189,6 +217,8 @@ mod tests {
             tcp_max_bytes: [Some(16 << 20); 2],
             congestion_control: Some("bbr".to_owned()),
             congestion_controls: Some("reno cubic bbr".to_owned()),
+            allowed_congestion_controls: Some("reno cubic bbr".to_owned()),
+            short_path_control: Some(true),
             options: [Some(1); 3],
             boot_id: true,
             iommu: false,
@@ -232,6 +262,18 @@ mod tests {
 
     #[test]
     fn missing_kernel_features_are_reported() {
+        // Regression: what is available was taken for usable.
+        let refused = Kernel {
+            allowed_congestion_controls: Some("reno bbr".to_owned()),
+            short_path_control: Some(false),
+            ..good()
+        };
+        let found = judge(&refused, None).into_iter().find(|finding| finding.id == "congestion-control");
+        let fix = found.and_then(|finding| finding.fix).expect("a fix");
+        let begin = "sysctl -w net.ipv4.tcp_allowed_congestion_control='reno bbr cubic'";
+        assert!(fix.starts_with(begin), "{fix}");
+        let default = Kernel { congestion_control: Some("cubic".to_owned()), ..refused };
+        assert_eq!(level(&default, "congestion-control"), Level::Ok);
         let only_bbr = Kernel { congestion_controls: Some("bbr".to_owned()), ..good() };
         assert_eq!(level(&only_bbr, "congestion-control"), Level::Warn);
         for (release, expected) in [("4.4.0", Level::Warn), ("5.15.0-1", Level::Note), ("7.2.12", Level::Ok)]
