@@ -82,9 +82,9 @@ pub fn counts(nic: &Nic) -> bool {
 
 /// The findings about all NICs; `named` are those of --nics.
 pub fn judge(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[String]) -> Vec<Finding> {
-    let mut found = whole_host(topology, settings);
-    let fastest = fastest_mbps(topology);
+    let mut found = whole_host(topology, settings, named);
     let is_asked = |nic: &&Nic| !nic.loopback && (named.is_empty() || named.contains(&nic.name));
+    let fastest = fastest_of(topology.nics.iter().filter(is_asked));
     for nic in topology.nics.iter().filter(is_asked) {
         found.extend(of_one(nic, &settings(&nic.name), fastest, !named.is_empty()));
     }
@@ -93,7 +93,11 @@ pub fn judge(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[
 
 /// Speed of the fastest NIC with a device, in Mbit/s.
 pub fn fastest_mbps(topology: &Topology) -> Option<u32> {
-    topology.nics.iter().filter(|nic| nic.device && nic.up).filter_map(|nic| nic.speed_mbps).max()
+    fastest_of(topology.nics.iter())
+}
+
+fn fastest_of<'a>(nics: impl Iterator<Item = &'a Nic>) -> Option<u32> {
+    nics.filter(|nic| nic.device && nic.up).filter_map(|nic| nic.speed_mbps).max()
 }
 
 /// Speed of all NICs together, in Mbit/s.
@@ -102,7 +106,7 @@ pub fn total_mbps(topology: &Topology) -> u32 {
     fast.filter_map(|nic| nic.speed_mbps).fold(0, u32::saturating_add)
 }
 
-fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> Vec<Finding> {
+fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[String]) -> Vec<Finding> {
     let usable: Vec<&Nic> = topology.nics.iter().filter(|nic| counts(nic)).collect();
     let names: Vec<&str> = usable.iter().map(|nic| nic.name.as_str()).collect();
     let nics = Finding::ok("nics", "NICs", format!("up, with an address: {}", names.join(", ")));
@@ -120,7 +124,8 @@ fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> Vec<F
         }
         _ => nics,
     }];
-    found.extend(mtus(&usable));
+    let is_asked = |nic: &&Nic| named.is_empty() || named.contains(&nic.name);
+    found.extend(mtus(&usable.into_iter().filter(is_asked).collect::<Vec<_>>()));
     found
 }
 
@@ -316,6 +321,21 @@ mod tests {
         assert_eq!(one(nic("a"), rings(512, 8192), "rings"), Level::Warn);
         assert_eq!(one(nic("a"), rings(512, 512), "rings"), Level::Ok);
         assert_eq!(one(nic("a"), Settings { steered: true, ..good() }, "rps"), Level::Note);
+    }
+
+    /// Regression: a NIC for management with another MTU was a warning also where --nics leaves it out.
+    #[test]
+    fn nics_that_are_not_named_are_not_compared() {
+        let slow = Nic { mtu_bytes: 1500, speed_mbps: Some(400_000), ..nic("eth0") };
+        let topology = host(vec![slow, nic("eth1"), nic("eth2")]);
+        let of = |named: &[&str], id| {
+            let named: Vec<String> = named.iter().map(|name| (*name).to_owned()).collect();
+            levels(&judge(&topology, &|_| good(), &named), id)
+        };
+        assert_eq!(of(&[], "mtu-equal"), [Level::Warn]);
+        assert_eq!(of(&["eth1", "eth2"], "mtu-equal"), [Level::Ok]);
+        assert_eq!(of(&[], "nic-speed"), [Level::Ok, Level::Note, Level::Note]);
+        assert_eq!(of(&["eth1", "eth2"], "nic-speed"), [Level::Ok, Level::Ok]);
     }
 
     /// A cable or a port of a switch that has negotiated little. Virtual NICs have no speed, so the files are recorded.
