@@ -15,6 +15,8 @@ const MTU_JUMBO_BYTES: u32 = 9000;
 /// MTU, in bytes, from which a NIC counts as having jumbo frames: those of clouds are a little shorter than
 /// 9000.
 const MTU_ENOUGH_BYTES: u32 = 8000;
+/// Limit for NICs on top of other NICs, such as a VLAN on a bond.
+const UPPER_NICS_MAX: usize = 4;
 /// Fewest descriptors of a ring that are enough.
 const RING_MIN: u32 = 1024;
 
@@ -86,7 +88,8 @@ pub fn judge(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[
     let is_asked = |nic: &&Nic| !nic.loopback && (named.is_empty() || named.contains(&nic.name));
     let fastest = fastest_of(topology.nics.iter().filter(is_asked));
     for nic in topology.nics.iter().filter(is_asked) {
-        found.extend(of_one(nic, &settings(&nic.name), fastest, !named.is_empty()));
+        let bond = upper(topology, nic).filter(|_| nic.addresses.is_empty());
+        found.extend(of_one(nic, &settings(&nic.name), fastest, !named.is_empty(), bond));
     }
     found
 }
@@ -100,9 +103,27 @@ fn fastest_of<'a>(nics: impl Iterator<Item = &'a Nic>) -> Option<u32> {
     nics.filter(|nic| nic.device && nic.up).filter_map(|nic| nic.speed_mbps).max()
 }
 
+/// The NIC on top of this one that leads to other hosts, or carries one that does, such as a bond of this NIC.
+fn upper<'a>(topology: &'a Topology, nic: &Nic) -> Option<&'a Nic> {
+    fn leads(topology: &Topology, nic: &Nic, uppers: usize) -> bool {
+        let is_upper = |upper: &&Nic| upper.lower.contains(&nic.name);
+        counts(nic)
+            || nic.up
+                && uppers > 0
+                && topology.nics.iter().filter(is_upper).any(|upper| leads(topology, upper, uppers - 1))
+    }
+    let is_upper = |upper: &&Nic| upper.lower.contains(&nic.name) && leads(topology, upper, UPPER_NICS_MAX);
+    topology.nics.iter().find(is_upper)
+}
+
+/// Whether a NIC can lead to another host, itself or as a part of another NIC.
+fn is_used(topology: &Topology, nic: &Nic) -> bool {
+    counts(nic) || nic.up && upper(topology, nic).is_some()
+}
+
 /// Speed of all NICs together, in Mbit/s.
 pub fn total_mbps(topology: &Topology) -> u32 {
-    let fast = topology.nics.iter().filter(|nic| nic.device && counts(nic));
+    let fast = topology.nics.iter().filter(|nic| nic.device && is_used(topology, nic));
     fast.filter_map(|nic| nic.speed_mbps).fold(0, u32::saturating_add)
 }
 
@@ -125,12 +146,13 @@ fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &
         _ => nics,
     }];
     let is_asked = |nic: &&Nic| named.is_empty() || named.contains(&nic.name);
-    found.extend(mtus(&usable.into_iter().filter(is_asked).collect::<Vec<_>>()));
+    let used = topology.nics.iter().filter(|nic| is_used(topology, nic));
+    found.extend(mtus(&used.filter(is_asked).collect::<Vec<_>>()));
     found
 }
 
-fn mtus(usable: &[&Nic]) -> Option<Finding> {
-    let devices: Vec<&&Nic> = usable.iter().filter(|nic| nic.device).collect();
+fn mtus(used: &[&Nic]) -> Option<Finding> {
+    let devices: Vec<&&Nic> = used.iter().filter(|nic| nic.device).collect();
     let first = devices.first()?;
     let listed: Vec<String> = devices.iter().map(|nic| format!("{} {}", nic.name, nic.mtu_bytes)).collect();
     let found = Finding::ok("mtu-equal", "NICs", format!("MTU: {}", listed.join(", ")));
@@ -141,8 +163,14 @@ fn mtus(usable: &[&Nic]) -> Option<Finding> {
     })
 }
 
-fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> Vec<Finding> {
-    let mut found: Vec<Finding> = state(nic, settings, named).into_iter().collect();
+fn of_one(
+    nic: &Nic,
+    settings: &Settings,
+    fastest: Option<u32>,
+    named: bool,
+    bond: Option<&Nic>,
+) -> Vec<Finding> {
+    let mut found: Vec<Finding> = state(nic, settings, named, bond).into_iter().collect();
     if !nic.device || !nic.up {
         return found;
     }
@@ -166,13 +194,14 @@ fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> 
     found
 }
 
-fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
+fn state(nic: &Nic, settings: &Settings, named: bool, bond: Option<&Nic>) -> Option<Finding> {
     let fix = match settings.carrier {
         Some(false) => "no carrier: check the cable and the switch port",
         _ => "ip link set NIC up",
     };
     let found = |evidence: &str| Finding::ok("nic-state", &nic.name, evidence);
     match (nic.up, nic.addresses.is_empty()) {
+        (true, true) if let Some(bond) = bond => Some(found(&format!("up, part of {}", bond.name))),
         (true, false) => Some(found("up, with an address")),
         (true, true) if nic.device || named => {
             let found = found("up, without an address").at(Level::Note);
@@ -336,6 +365,25 @@ mod tests {
         assert_eq!(of(&["eth1", "eth2"], "mtu-equal"), [Level::Ok]);
         assert_eq!(of(&[], "nic-speed"), [Level::Ok, Level::Note, Level::Note]);
         assert_eq!(of(&["eth1", "eth2"], "nic-speed"), [Level::Ok, Level::Ok]);
+    }
+
+    /// Regression: neither the bond nor its parts counted, and the parts were to get an address.
+    #[test]
+    fn the_parts_of_a_bond_count() {
+        let part = |name| Nic { addresses: Vec::new(), ..nic(name) };
+        let lower = vec!["eth1".to_owned(), "eth2".to_owned()];
+        let bond = Nic { device: false, lower, ..nic("bond0") };
+        let topology = host(vec![bond, part("eth1"), part("eth2"), part("eth3")]);
+        assert_eq!(total_mbps(&topology), 200_000);
+        let vlan = Nic { device: false, lower: vec!["bond0".to_owned()], ..nic("bond0.7") };
+        let mut stacked = topology.clone();
+        stacked.nics[0].addresses.clear();
+        stacked.nics.push(vlan);
+        assert_eq!(total_mbps(&stacked), 200_000);
+        let found = judge(&topology, &|_| good(), &[]);
+        assert!(found.iter().any(|finding| finding.evidence == "MTU: eth1 9000, eth2 9000"), "{found:?}");
+        assert_eq!(levels(&found, "nic-state"), [Level::Ok, Level::Ok, Level::Ok, Level::Note]);
+        assert!(found.iter().any(|finding| finding.evidence == "up, part of bond0"), "{found:?}");
     }
 
     /// A cable or a port of a switch that has negotiated little. Virtual NICs have no speed, so the files are recorded.
