@@ -16,6 +16,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +27,7 @@ use std::time::{Duration, Instant};
 use super::error::NicError;
 use super::record::{self, Claimed, Header, Settings};
 use ferrywire_proto::limits;
-use ferrywire_sys::fork::Origin;
+use ferrywire_sys::fork::{Origin, Withheld};
 
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 const SETTINGS: &str = "settings";
@@ -100,10 +101,11 @@ pub(super) struct Journal {
     header: Header,
 }
 
-/// A lock, held until this value is dropped or its process ends. A forked child shares the lock, so closing the file
-/// would not be enough; the child itself must not release it.
+/// A lock, held until this value is dropped or its process ends. A child that is being forked may share the lock for
+/// a moment, so closing the file would not be enough; the child itself must not release it.
 #[derive(Debug)]
 pub(super) struct Lock {
+    _withheld: Withheld,
     file: File,
     origin: Origin,
 }
@@ -111,7 +113,7 @@ pub(super) struct Lock {
 impl Lock {
     /// The lock of a file that this process has just locked.
     fn of(file: File) -> Lock {
-        Lock { file, origin: Origin::here() }
+        Lock { _withheld: Withheld::new(file.as_fd()), file, origin: Origin::here() }
     }
 }
 

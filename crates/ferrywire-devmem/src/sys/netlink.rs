@@ -10,7 +10,7 @@ pub(crate) mod answer;
 mod attributes;
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{self, AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
@@ -19,6 +19,7 @@ pub use answer::Reply;
 use answer::{Answer, Wanted};
 pub use attributes::{AttributeList, Attributes};
 
+use ferrywire_sys::fork::Withheld;
 use ferrywire_sys::socket;
 
 /// `GENL_ID_CTRL`, the family that describes other families; its request and attributes.
@@ -89,9 +90,10 @@ impl From<NetlinkError> for io::Error {
 }
 
 /// A socket for one family of generic netlink. State that the kernel keeps for the socket ends when the value is
-/// dropped.
+/// dropped, although forked children live.
 #[derive(Debug)]
 pub struct Family {
+    _withheld: Withheld,
     socket: OwnedFd,
     id: u16,
     /// Number of the last request, by which answers are matched.
@@ -108,7 +110,8 @@ impl Family {
             call: "netlink socket",
             known: None,
         })?;
-        let mut family = Family { socket, id: CONTROL_FAMILY, sequence: 0 };
+        let withheld = Withheld::new(socket.as_fd());
+        let mut family = Family { _withheld: withheld, socket, id: CONTROL_FAMILY, sequence: 0 };
         let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, name);
         let reply = match family.ask(CALL, CTRL_CMD_GETFAMILY, &question) {
             Err(NetlinkError { errno: libc::ENOENT, text: None, call, known }) => {
@@ -231,8 +234,11 @@ fn open_socket() -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
+    use std::time::{Duration, Instant};
 
     const CTRL_ATTR_VERSION: u16 = 3;
+    const LIMIT: Duration = Duration::from_secs(20);
 
     fn control() -> Option<Family> {
         match Family::open("nlctrl") {
@@ -242,6 +248,65 @@ mod tests {
                 None
             }
         }
+    }
+
+    /// The address of a netlink socket: only one socket at a time can have it.
+    fn address_of(socket: &OwnedFd) -> libc::sockaddr_nl {
+        // SAFETY: the structure consists of integers, and the length is its own.
+        unsafe {
+            let mut address: libc::sockaddr_nl = std::mem::zeroed();
+            let mut bytes = size_of_val(&address) as libc::socklen_t;
+            let named = libc::getsockname(socket.as_raw_fd(), (&raw mut address).cast(), &mut bytes);
+            assert_eq!(named, 0, "{}", io::Error::last_os_error());
+            address
+        }
+    }
+
+    fn bind(socket: &OwnedFd, address: &libc::sockaddr_nl) -> io::Result<()> {
+        let bytes = size_of_val(address) as libc::socklen_t;
+        // SAFETY: the address is valid for the call.
+        let bound = unsafe { libc::bind(socket.as_raw_fd(), (&raw const *address).cast(), bytes) };
+        if bound == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Regression: bindings of memory to queues lasted until the child ended.
+    #[test]
+    fn a_socket_ends_although_a_forked_child_lives() {
+        let Some(family) = control() else { return };
+        let address = address_of(&family.socket);
+        assert_ne!(address.nl_pid, 0, "it has sent a request");
+        let (mut started, starts) = io::pipe().expect("a pipe");
+        // SAFETY: the child only makes system calls and exits.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0, "no fork: {}", io::Error::last_os_error());
+        if child == 0 {
+            // SAFETY: as above.
+            unsafe {
+                libc::write(starts.as_raw_fd(), [0u8].as_ptr().cast(), 1);
+                libc::sleep(60);
+                libc::_exit(0);
+            }
+        }
+        drop(starts);
+        let began = io::Read::read_exact(&mut started, &mut [0]);
+        let other = open_socket().expect("as before");
+        let taken = bind(&other, &address).map_err(|error| error.raw_os_error());
+        drop(family);
+        // A child of another test may have been forked just before the socket was withheld; it soon ends.
+        let waits = Instant::now();
+        let mut free = bind(&other, &address);
+        while free.is_err() && waits.elapsed() < LIMIT {
+            thread::sleep(Duration::from_millis(10));
+            free = bind(&other, &address);
+        }
+        // SAFETY: the child is this process's own and was not waited for yet.
+        unsafe {
+            libc::kill(child, libc::SIGKILL);
+            libc::waitpid(child, std::ptr::null_mut(), 0);
+        }
+        began.expect("the child lived");
+        assert_eq!(taken, Err(Some(libc::EADDRINUSE)));
+        free.expect("the child has no copy");
     }
 
     #[test]
