@@ -22,4 +22,4 @@ pub mod unpack;
 pub use error::{Error, Result};
 pub use gpu::{Gpu, GpuCopy, dmabuf_fd};
 pub use location::MemoryLocation;
-pub use registration::{Call, InUse, Memory, Owned, OwnedCall, Owner, RegionTable, check_range};
+pub use registration::{Call, InUse, LateCopies, Memory, Owned, OwnedCall, Owner, RegionTable, check_range};

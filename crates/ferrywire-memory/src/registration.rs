@@ -61,6 +61,8 @@ pub struct Memory {
     users: AtomicUsize,
     /// Number of application threads that currently access the memory.
     callers: AtomicUsize,
+    /// Number of lost connections whose copies to the memory have not ended.
+    late_copies: AtomicUsize,
     keeper: Keeper,
 }
 
@@ -164,8 +166,8 @@ impl Memory {
     }
 
     fn new(base: *mut u8, len: u64, location: MemoryLocation, key: u64, keeper: Keeper) -> Memory {
-        let (revoked, taken_back, gone, users, callers) = Default::default();
-        Memory { base, len, location, key, revoked, taken_back, gone, users, callers, keeper }
+        let (revoked, taken_back, gone, users, callers, late_copies) = Default::default();
+        Memory { base, len, location, key, revoked, taken_back, gone, users, callers, late_copies, keeper }
     }
 
     /// Prevents reuse of GPU memory, because a send may still read the memory when it is dropped.
@@ -282,6 +284,12 @@ impl Memory {
     pub fn in_call(&self) -> bool {
         self.callers.load(Ordering::SeqCst) > 0
     }
+
+    /// Whether a GPU may still make copies of lost connections to the memory. Copies that begin now could be
+    /// overwritten by them.
+    pub fn has_late_copies(&self) -> bool {
+        self.late_copies.load(Ordering::Acquire) > 0
+    }
 }
 
 /// An access to registered memory in progress.
@@ -312,6 +320,23 @@ impl InUse {
 impl Drop for InUse {
     fn drop(&mut self) {
         self.0.leave();
+    }
+}
+
+/// Copies of a lost connection that a GPU may still make to registered memory, until this value is dropped.
+pub struct LateCopies(Arc<Memory>);
+
+impl LateCopies {
+    /// Counts the copies of a connection. Call this before the peer sends the bytes again.
+    pub fn new(memory: &Arc<Memory>) -> LateCopies {
+        memory.late_copies.fetch_add(1, Ordering::SeqCst);
+        LateCopies(memory.clone())
+    }
+}
+
+impl Drop for LateCopies {
+    fn drop(&mut self) {
+        self.0.late_copies.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

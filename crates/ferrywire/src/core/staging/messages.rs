@@ -235,6 +235,7 @@ impl State {
             self.lines.push(Pipeline::with_ring(location, Way::In, limits::STAGING_MESSAGES_RING_BYTES));
             self.lines.len() - 1
         });
+        letter.landing.memory().into_iter().for_each(|memory| self.lines[line].wait_for_late_copies(memory));
         Ok((line, self.lines[line].prepare()?))
     }
 

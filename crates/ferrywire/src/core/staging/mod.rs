@@ -31,7 +31,7 @@ use std::thread;
 
 use crate::core::operation::Hold;
 use crate::core::peer::Landing;
-use ferrywire_memory::InUse;
+use ferrywire_memory::{InUse, LateCopies};
 pub(crate) use messages::Messages;
 use pipeline::Unfinished;
 pub(crate) use prepared::Prepared;
@@ -91,7 +91,8 @@ impl Hung {
         self.ops.extend(ops);
     }
 
-    /// Drops the copiers, and then what they may touch, on a thread of its own.
+    /// Drops the copiers, and then what they may touch, on a thread of its own. Until then copies of other channels to
+    /// these regions wait. An operation that has a landing does not end before, so its memory needs no such wait.
     pub fn leave(self) {
         let locations: Vec<String> = self.unfinished.iter().map(|each| each.location.to_string()).collect();
         // Most of these copies end a moment later.
@@ -100,7 +101,9 @@ impl Hung {
             locations.join(", ")
         );
         let users: Vec<InUse> = self.landings.iter().filter_map(Landing::memory).map(InUse::new).collect();
-        let parcel = Arc::new(Mutex::new(Some((self, users))));
+        let regions = self.landings.iter().filter(|landing| !landing.once()).filter_map(Landing::memory);
+        let late: Vec<LateCopies> = regions.map(LateCopies::new).collect();
+        let parcel = Arc::new(Mutex::new(Some((self, users, late))));
         let taken = parcel.clone();
         let end = move || drop(taken.lock().unwrap_or_else(PoisonError::into_inner).take());
         if let Err(error) = thread::Builder::new().name("ferrywire-gpu".into()).spawn(end) {

@@ -17,11 +17,12 @@ use super::ring::Ring;
 use super::stopwatch::Stopwatch;
 use crate::core::trace::Row;
 use crate::error::{Error, Result};
-use ferrywire_memory::{Gpu, MemoryLocation};
+use ferrywire_memory::{Gpu, Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 pub(super) struct Pipeline {
@@ -45,6 +46,8 @@ pub(super) struct Pipeline {
     flying_runs: usize,
     /// Batches that wait for the copier.
     held: VecDeque<Batch>,
+    /// Memory to which a GPU may still make copies of lost channels: nothing is enqueued before these end.
+    late: Vec<Weak<Memory>>,
     /// Runs and bytes of the next batch, and runs of its last part.
     batch_runs: usize,
     batch_bytes: usize,
@@ -126,6 +129,7 @@ impl Pipeline {
             flying: VecDeque::new(),
             flying_runs: 0,
             held: VecDeque::new(),
+            late: Vec::new(),
             batch_runs: 0,
             batch_bytes: 0,
             part_runs: 0,
@@ -174,6 +178,15 @@ impl Pipeline {
     pub fn pinned_bytes(&self) -> usize {
         let ring = self.pinned.as_ref().map_or(0, Pinned::bytes);
         ring + self.copier.as_ref().map_or(0, |copier| copier.pinned_bytes())
+    }
+
+    /// Lets the copies that are added from now on wait for those of lost channels to this memory, which could
+    /// overwrite them. Copies that wait already wait too, for this GPU only.
+    pub fn wait_for_late_copies(&mut self, memory: &Arc<Memory>) {
+        let is_new = |late: &[Weak<Memory>]| late.iter().all(|each| each.as_ptr() != Arc::as_ptr(memory));
+        if memory.has_late_copies() && is_new(&self.late) {
+            self.late.push(Arc::downgrade(memory));
+        }
     }
 
     /// Makes room for `runs` runs in the next batch: a copier's list is bounded.
@@ -245,6 +258,10 @@ impl Pipeline {
 
     /// Enqueues waiting batches, as far as the copier takes them. A copier that has failed takes none.
     fn enqueue(&mut self) {
+        self.late.retain(|memory| memory.upgrade().is_some_and(|memory| memory.has_late_copies()));
+        if !self.late.is_empty() {
+            return;
+        }
         while let Some(batch) = self.held.front().copied().filter(|_| self.failing.is_none()) {
             if self.flying.back().is_some_and(|last| last.alone || batch.alone) {
                 return;
@@ -404,6 +421,7 @@ impl Pipeline {
         self.parts.clear();
         self.flying.clear();
         self.held.clear();
+        self.late.clear();
         (self.done_runs, self.flying_runs, self.batch_runs, self.batch_bytes) = (0, 0, 0, 0);
         (self.flushed, self.reached) = (self.marked, self.marked);
         self.busy.set(false);
@@ -459,7 +477,12 @@ impl Copier for Broken {
 impl Pipeline {
     /// Makes the next batch fail.
     pub fn break_copier(&mut self) {
-        self.copier = Some(Box::new(Broken));
+        self.replace_copier(Box::new(Broken));
+    }
+
+    /// Makes this copier copy the next batches.
+    pub fn replace_copier(&mut self, copier: Box<dyn Copier>) {
+        self.copier = Some(copier);
     }
 
     /// Batches that are not copied.

@@ -8,6 +8,7 @@
 //! Read next: `pipeline.rs`.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::copier::{Run, Way};
@@ -17,7 +18,7 @@ use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
 use crate::core::trace::{Direction, Stage, Track};
 use crate::error::Result;
-use ferrywire_memory::MemoryLocation;
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
@@ -91,17 +92,23 @@ impl Receiving {
         }
     }
 
-    /// Starts a frame's payload for these runs of GPU memory, which are taken.
+    /// Starts a frame's payload for these runs of GPU memory, which are taken. They are in `memory`.
     ///
     /// # Errors
     /// The GPU is not open, or the driver's error.
-    pub fn begin(&mut self, location: MemoryLocation, targets: &mut Vec<IoVec>) -> Result<()> {
+    pub fn begin(
+        &mut self,
+        location: MemoryLocation,
+        memory: Option<&Arc<Memory>>,
+        targets: &mut Vec<IoVec>,
+    ) -> Result<()> {
         let lane = self.lanes.iter().position(|lane| lane.line.location == location).unwrap_or_else(|| {
             let row = self.stalled.row().of_copies(Stage::H2d, self.lanes.len());
             self.lanes.push(Lane { line: Pipeline::new(location, Way::In, row), parts: VecDeque::new() });
             self.lanes.len() - 1
         });
         self.lanes[lane].line.prepare()?;
+        memory.into_iter().for_each(|memory| self.lanes[lane].line.wait_for_late_copies(memory));
         let rest = targets.iter().map(|target| target.len).sum();
         let targets = targets.drain(..).collect();
         self.current = Some(Current { lane, targets, rest, open: None, copy: None });
@@ -344,12 +351,14 @@ fn is_copied(lanes: &[Lane], copy: Option<Copy>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ALONE, alone};
+    use super::super::copier::Copier;
+    use super::super::{ALONE, Staging, alone};
     use super::*;
+    use crate::error::Error;
+    use ferrywire_memory::Gpu;
     use ferrywire_memory::sim::{SimFaults, SimGpu};
-    use ferrywire_memory::{Gpu, Memory};
     use ferrywire_proto::wire::{Header, Kind};
-    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     const GPU: u32 = 1;
 
@@ -364,9 +373,16 @@ mod tests {
 
     /// Receives a frame of one part, without starting its copy.
     fn receive(receiving: &mut Receiving, key: u64, memory: &Arc<Memory>) {
+        receive_bytes(receiving, key, memory, 0);
+    }
+
+    /// As [`receive`], with bytes of this value.
+    fn receive_bytes(receiving: &mut Receiving, key: u64, memory: &Arc<Memory>, value: u8) {
         let target = IoVec::new(memory.span(0, memory.len()).unwrap(), memory.len() as usize);
-        receiving.begin(memory.location(), &mut vec![target]).unwrap();
-        receiving.open_part().expect("the ring has room");
+        receiving.begin(memory.location(), Some(memory), &mut vec![target]).unwrap();
+        let (part, _) = receiving.open_part().expect("the ring has room");
+        // SAFETY: the part is free bytes of the ring.
+        unsafe { std::ptr::write_bytes(part.base, value, part.len) };
         assert!(!receiving.close_part());
         receiving.expect(frame(key, memory));
     }
@@ -395,7 +411,7 @@ mod tests {
             let mut receiving = Receiving::default();
             receive(&mut receiving, 1, &memory);
             let target = IoVec::new(memory.span(0, 4096).unwrap(), 4096);
-            receiving.begin(memory.location(), &mut vec![target]).unwrap();
+            receiving.begin(memory.location(), Some(&memory), &mut vec![target]).unwrap();
             receiving.open_part().expect("the ring has room");
             receiving.lanes[0].line.break_copier();
             receiving.flush();
@@ -425,7 +441,7 @@ mod tests {
         for is_whole in [true, false] {
             let (mut receiving, memory) = (Receiving::default(), memory_of(&gpu));
             let target = IoVec::new(buffer.as_ptr(), buffer.len());
-            receiving.begin(memory.location(), &mut vec![target]).unwrap();
+            receiving.begin(memory.location(), Some(&memory), &mut vec![target]).unwrap();
             receiving.open_part().expect("the ring has room");
             assert!(receiving.close_part());
             receiving.lanes[0].line.break_copier();
@@ -483,9 +499,89 @@ mod tests {
         );
     }
 
+    /// A copier whose copies do not end within any time: they are made when a gate has opened.
+    struct Late {
+        gpu: Arc<SimGpu>,
+        runs: Vec<Run>,
+        gate: Arc<AtomicBool>,
+    }
+
+    impl Copier for Late {
+        unsafe fn copy(&mut self, runs: &[Run], _mark: u64) -> Result<()> {
+            self.runs.extend(runs);
+            Ok(())
+        }
+
+        fn reached(&mut self) -> (u64, Option<Error>) {
+            (0, None)
+        }
+
+        fn last_reached(&self) -> u64 {
+            0
+        }
+
+        fn ends_within(&mut self, _timeout: Duration) -> bool {
+            false
+        }
+
+        fn calls(&self) -> u64 {
+            0
+        }
+    }
+
+    impl Drop for Late {
+        fn drop(&mut self) {
+            until("the gate opens", || self.gate.load(Ordering::SeqCst).then_some(()));
+            for run in &self.runs {
+                // SAFETY: the ring is dropped after its copier.
+                let bytes = unsafe { std::slice::from_raw_parts(run.host as *const u8, run.bytes) };
+                self.gpu.write_from_slice(run.device, bytes).unwrap();
+            }
+        }
+    }
+
+    /// Regression: the copies of a lost channel overwrote a write that another channel had placed meanwhile.
+    #[test]
+    fn copies_of_a_lost_channel_do_not_overwrite_what_came_after_it() {
+        let gpu = SimGpu::open(GPU).unwrap();
+        let (memory, gate) = (memory_of(&gpu), Arc::new(AtomicBool::new(false)));
+        let mut lost = Staging::default();
+        receive_bytes(&mut lost.receiving, 1, &memory, 1);
+        let late = Late { gpu: gpu.clone(), runs: Vec::new(), gate: gate.clone() };
+        lost.receiving.lanes[0].line.replace_copier(Box::new(late));
+        lost.receiving.flush();
+        lost.end().expect("the copies have not ended").leave();
+
+        let mut next = Receiving::default();
+        let other = memory_of(&gpu);
+        let placed = |next: &mut Receiving| {
+            assert!(!next.poll());
+            next.free();
+            next.next().map(|arrival| arrival.header.key)
+        };
+        receive_bytes(&mut next, 2, &other, 4);
+        next.flush();
+        assert_eq!(until("a frame for other memory is placed", || placed(&mut next)), 2);
+        for (key, value) in [(1, 1), (3, 2)] {
+            receive_bytes(&mut next, key, &memory, value);
+            next.flush();
+        }
+        // The GPU finishes its other work before this read.
+        gpu.read_to_vec(other.base() as u64, 1).unwrap();
+        let before: Vec<u64> = std::iter::from_fn(|| placed(&mut next)).collect();
+        gate.store(true, Ordering::SeqCst);
+        until("the late copies end", || (!memory.used()).then_some(()));
+        let after: Vec<u64> =
+            (before.len()..2).map(|_| until("the frame is placed", || placed(&mut next))).collect();
+        assert_eq!((before, after), (vec![], vec![1, 3]), "the frames wait for the late copies");
+        let mut bytes = [0; 4096];
+        memory.read(0, &mut bytes).unwrap();
+        assert!(bytes == [2; 4096], "the last write: {}", bytes[0]);
+    }
+
     /// Starts a payload of three parts: the first is being copied, the last one is open.
     fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {
-        receiving.begin(MemoryLocation::SimGpu(GPU), &mut targets.to_vec()).unwrap();
+        receiving.begin(MemoryLocation::SimGpu(GPU), None, &mut targets.to_vec()).unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(receiving.close_part());
         receiving.flush();
@@ -503,7 +599,7 @@ mod tests {
         let mut receiving = Receiving::default();
         let mut targets: Vec<_> =
             (0..RUNS as u64).rev().map(|at| IoVec::new(memory.span(at, 1).unwrap(), 1)).collect();
-        receiving.begin(memory.location(), &mut targets).unwrap();
+        receiving.begin(memory.location(), Some(&memory), &mut targets).unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(!receiving.close_part());
         receiving.expect(frame(1, &memory));
@@ -561,7 +657,7 @@ mod tests {
         let mut receiving = Receiving::default();
         let two_parts = 2 * limits::STAGING_PART_BYTES;
         receiving
-            .begin(MemoryLocation::SimGpu(ALONE), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)])
+            .begin(MemoryLocation::SimGpu(ALONE), None, &mut vec![IoVec::new(buffer.as_ptr(), two_parts)])
             .unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(receiving.close_part());
@@ -590,7 +686,7 @@ mod tests {
         let mut receiving = Receiving::default();
         for _ in 0..20 {
             let mut targets = vec![IoVec::new(buffer.as_ptr(), buffer.len())];
-            receiving.begin(MemoryLocation::SimGpu(GPU), &mut targets).unwrap();
+            receiving.begin(MemoryLocation::SimGpu(GPU), None, &mut targets).unwrap();
             let (part, last) = receiving.open_part().expect("the ring is empty");
             assert_eq!((part.len, last, targets.len()), (limits::STAGING_PART_BYTES, false, 0));
             receiving.break_off(None);

@@ -158,7 +158,7 @@ impl StagedPayload {
 
     /// Prepares for a GPU payload through a ring. Without a ring the frame is refused.
     pub fn land(&mut self, receiver: &mut Receiver, landing: Landing, location: MemoryLocation) {
-        match self.staging.receiving.begin(location, &mut receiver.body.pieces) {
+        match self.staging.receiving.begin(location, landing.memory(), &mut receiver.body.pieces) {
             Ok(()) => {
                 receiver.landing = Some(landing);
                 self.filling = true;
