@@ -75,6 +75,8 @@ pub(crate) struct Receiving {
     frames: VecDeque<Frame>,
     /// Landings of frames that were broken off while being copied.
     lingering: Vec<(Landing, Copy)>,
+    /// The copies of the current frame, if it was broken off: the refused frame waits for them.
+    broken: Option<Copy>,
     staged_bytes: u64,
     /// Time during which a payload waited for room.
     stalled: Stopwatch,
@@ -180,6 +182,7 @@ impl Receiving {
     /// that does.
     pub fn expect(&mut self, arrival: Arrival) {
         let copy = self.current.take().and_then(|current| current.copy);
+        let copy = copy.or(self.broken.take());
         self.frames.push_back(Frame { arrival, copy });
     }
 
@@ -196,10 +199,16 @@ impl Receiving {
         // Without copies in flight, no later poll would free them.
         self.lanes[current.lane].free();
         let line = &self.lanes[current.lane].line;
+        self.broken = current.copy;
         if let Some(landing) = landing.filter(|_| line.copying()) {
             let mark = line.next_mark() - 1;
             self.lingering.push((landing, Copy { lane: current.lane, first: mark, mark }));
         }
+    }
+
+    /// Whether the frame that is being received was broken off while parts of it were copied.
+    pub fn is_broken(&self) -> bool {
+        self.broken.is_some()
     }
 
     /// Number of frames that wait for copies, their own or an earlier frame's.
@@ -338,7 +347,7 @@ impl Receiving {
         let unfinished = self.lanes.iter_mut().filter_map(|lane| lane.line.end()).collect();
         let waiting = self.frames.drain(..).filter_map(|frame| frame.arrival.landing);
         let landings = waiting.chain(self.lingering.drain(..).map(|(landing, _)| landing)).collect();
-        self.current = None;
+        (self.current, self.broken) = (None, None);
         self.stalled.set(false);
         (unfinished, landings)
     }
@@ -580,14 +589,41 @@ mod tests {
     }
 
     /// Starts a payload of three parts: the first is being copied, the last one is open.
-    fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {
-        receiving.begin(MemoryLocation::SimGpu(GPU), None, &mut targets.to_vec()).unwrap();
+    fn in_parts(receiving: &mut Receiving, gpu: u32, targets: &[IoVec]) {
+        receiving.begin(MemoryLocation::SimGpu(gpu), None, &mut targets.to_vec()).unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(receiving.close_part());
         receiving.flush();
         receiving.open_part().expect("the ring has room");
         assert!(receiving.close_part());
         receiving.open_part().expect("the ring has room");
+    }
+
+    /// Regression: the refusal was acknowledged while other parts of the frame were being copied, and could overwrite what
+    /// the source wrote next.
+    #[test]
+    fn a_frame_that_was_broken_off_is_refused_once_its_parts_are_copied() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = memory_of(&gpu);
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        gpu.set_stall(true);
+        let mut receiving = Receiving::default();
+        in_parts(&mut receiving, ALONE, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        let Arrival { landing, .. } = frame(1, &memory);
+        receiving.break_off(landing);
+        assert!(receiving.is_broken(), "the channel defers the frame");
+        let refused = Arrival { landing: None, refusal: Some(Refusal::Gpu), ..frame(1, &memory) };
+        receiving.expect(refused);
+        let placed = |receiving: &mut Receiving| {
+            assert!(!receiving.poll());
+            receiving.free();
+            receiving.next().map(|arrival| arrival.refusal)
+        };
+        let before = placed(&mut receiving);
+        gpu.set_stall(false);
+        assert_eq!(before, None, "its parts are not copied yet");
+        assert_eq!(until("the frame is refused", || placed(&mut receiving)), Some(Refusal::Gpu));
+        assert!(!receiving.active() && receiving.lingering.is_empty());
     }
 
     /// Regression: when no list held the runs, each run cost a driver call.
@@ -621,7 +657,7 @@ mod tests {
         let gpu = SimGpu::open(GPU).unwrap();
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
-        in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        in_parts(&mut receiving, GPU, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
         assert_eq!(receiving.gathered_bytes(), limits::STAGING_PART_BYTES);
         receiving.break_off(None);
         assert_eq!(receiving.gathered_bytes(), 0);
@@ -635,7 +671,7 @@ mod tests {
         let gpu = SimGpu::open(GPU).unwrap();
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
-        in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        in_parts(&mut receiving, GPU, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
         let start = std::time::Instant::now();
         while receiving.copying() {
             assert!(!receiving.poll());

@@ -206,7 +206,7 @@ impl StagedPayload {
 
     /// Whether a complete frame has to wait, for its copies or behind a frame that does.
     pub fn defers(&self) -> bool {
-        self.filling || self.waiting() > 0
+        self.filling || self.staging.receiving.is_broken() || self.waiting() > 0
     }
 
     /// Queues a frame until its copies finish.
