@@ -192,7 +192,9 @@ impl SendQueue {
     /// Queues an operation; false if the peer is gone.
     #[must_use]
     pub fn post(&self, op: Hold) -> bool {
-        self.change(|outbox| outbox.post(op)).is_ok()
+        let refused = self.change(|outbox| outbox.post(op)).err();
+        refused.iter().for_each(|op| op.fail(Error::Closed));
+        refused.is_none()
     }
 
     /// Queues the notification of an operation behind its children, which are queued or done.

@@ -23,6 +23,30 @@ fn a_post_that_races_with_a_close_is_refused() {
     assert_eq!(near.close(LONG), Ok(()));
 }
 
+/// Regression: they counted as completed.
+#[test]
+fn refused_posts_count_as_failed() {
+    use ferrywire_metrics::Source;
+    for closes_queue in [false, true] {
+        let builder = || crate::Endpoint::builder().channels(1);
+        let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = builder().build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let region = connecting.alloc_host(64).unwrap();
+        let state = near.state();
+        match closes_queue {
+            true => drop(state.queue.close()),
+            false => state.life.closing.store(true, Ordering::SeqCst),
+        }
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
+        let posted = near.post(near.op(Task::Write { region: 7 }, pieces, Some(region.memory().clone())));
+        assert_eq!(posted.unwrap_err(), Error::Closed);
+        let kinds = state.sample().operations;
+        let counts: Vec<_> = kinds.iter().map(|kind| (kind.started, kind.completed, kind.failed)).collect();
+        assert_eq!(counts, [(1, 0, 1)], "{closes_queue}");
+    }
+}
+
 /// If the receive counted as deep bulk, threads would sleep while it waits, and each message would have to
 /// wake them.
 #[test]

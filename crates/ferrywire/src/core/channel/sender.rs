@@ -392,6 +392,7 @@ impl Channel {
         pulled.dropped.into_iter().for_each(Hold::cut_short);
         self.publish_load();
         self.leave_small(small);
+        pulled.refused.iter().for_each(|op| op.fail(self.peer.gone()));
         pulled.refused.is_none()
     }
 

@@ -325,7 +325,11 @@ impl PeerState {
     /// flight, or this call sees the close. A child operation is accepted: its parent has begun.
     pub fn begin_posted(&self, op: Op) -> std::result::Result<Hold, Hold> {
         let op = self.begin(op);
-        if op.parent().is_none() && self.life.closing.load(Ordering::SeqCst) { Err(op) } else { Ok(op) }
+        if op.parent().is_none() && self.life.closing.load(Ordering::SeqCst) {
+            op.fail(self.gone());
+            return Err(op);
+        }
+        Ok(op)
     }
 
     /// Begins an operation, which ends when its last hold is dropped.
