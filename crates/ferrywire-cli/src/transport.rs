@@ -145,20 +145,24 @@ impl DevmemUse {
     }
 }
 
-/// Chooses for `connect` whether to use or try devmem, which does not work over loopback. It is tried only if memory of a
-/// GPU is named at either end: host memory gains nothing.
+/// Chooses for `connect` whether to use or try devmem, which does not work over loopback. It is tried only if
+/// memory of a GPU is named or the default at either end: host memory gains nothing.
 pub fn devmem_for_connect(
     flags: &ConnectFlags,
     beyond: bool,
     call_limit: Duration,
 ) -> Outcome<Option<DevmemUse>> {
-    let memory =
-        Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?.unwrap_or(Memory::Host);
+    let typed = Memory::typed("--memory", flags.memory.given_ref().map(String::as_str))?;
+    let memory = typed.unwrap_or(Memory::Host);
     let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.given_ref().map(String::as_str))?;
-    let on_gpus = memory != Memory::Host || peer_memory.is_some_and(|memory| memory != Memory::Host);
+    // Ranks and --gpus choose a GPU each, and name none here.
+    let on_gpus = || {
+        peer_memory.is_some_and(|memory| memory != Memory::Host)
+            || typed.unwrap_or_else(|| Memory::detect(None)) != Memory::Host
+    };
     let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Devmem, _) => true,
-        (Transport::Auto, None) if beyond && on_gpus => false,
+        (Transport::Auto, None) if beyond && on_gpus() => false,
         _ => return Ok(None),
     };
     if flags.unpack == Some(Unpack::None) && flags.verify != Some(Verify::Off) {
