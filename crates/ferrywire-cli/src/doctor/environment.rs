@@ -5,7 +5,7 @@
 //! `finding.rs`.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::FromArgMatches;
 use ferrywire::limits;
@@ -51,8 +51,10 @@ const OTHERS: [&str; 24] = [
 pub struct Environment {
     /// Variables of ferrywire and NCCL.
     pub variables: Vec<(String, String)>,
-    /// Errors of the commands' parsers and plans, one line each.
+    /// Errors about values that no other option makes valid, one line each.
     pub refused: Vec<String>,
+    /// Errors of the commands' plans, one line each. Options that are typed may make such a value valid.
+    pub refused_alone: Vec<String>,
     /// Missing files, with the variables that name them.
     pub missing_files: Vec<(String, String)>,
 }
@@ -70,12 +72,14 @@ impl Environment {
             let names_file = ["NCCL_NET_PLUGIN", "FERRYWIRE_PLUGIN"].contains(&name.as_str());
             names_file && value.contains('/') && !Path::new(value).exists()
         });
-        Environment { missing_files: missing_files.cloned().collect(), refused: refused(), variables }
+        let (refused, refused_alone) = refusals();
+        Environment { missing_files: missing_files.cloned().collect(), refused, refused_alone, variables }
     }
 }
 
-/// Parses and plans each command once, because its options read the environment.
-fn refused() -> Vec<String> {
+/// Parses and plans each command once, because its options read the environment. Returns the errors that stay whatever
+/// options are typed, and the others.
+fn refusals() -> (Vec<String>, Vec<String>) {
     // No name is looked up, and no driver is loaded to choose the memory.
     let memory = std::env::var_os(args::variable("memory")).filter(|memory| memory != AUTO);
     let memory: &[&str] = if memory.is_some() { &[] } else { &["--memory=host"] };
@@ -85,35 +89,57 @@ fn refused() -> Vec<String> {
         (&["topo"], &[]),
     ];
     let said = lines.into_iter().filter_map(|(line, more)| refusal(&[&["ferrywire"], line, more].concat()));
-    let said = said.map(|error| error.lines().next().unwrap_or_default().to_owned());
-    said.collect::<BTreeSet<_>>().into_iter().collect()
+    let (stays, alone): (Vec<_>, Vec<_>) = said.partition(|refusal| matches!(refusal, Refusal::Stays(_)));
+    let lines = |refusals: Vec<Refusal>| {
+        let first = |(Refusal::Stays(why) | Refusal::Alone(why))| why.lines().next().map(str::to_owned);
+        refusals.into_iter().filter_map(first).collect::<BTreeSet<_>>().into_iter().collect()
+    };
+    (lines(stays), lines(alone))
+}
+
+/// Why a command line is refused.
+enum Refusal {
+    /// Whatever options are typed besides.
+    Stays(String),
+    /// By its plan: another option may make it valid.
+    Alone(String),
 }
 
 /// The error about a command line and its environment; `None` if they are valid.
-fn refusal(line: &[&str]) -> Option<String> {
+fn refusal(line: &[&str]) -> Option<Refusal> {
     let parsed = args::command().try_get_matches_from(line).and_then(|found| Cli::from_arg_matches(&found));
     let typed = match parsed {
         Ok(typed) => typed,
-        Err(error) => return Some(error.to_string()),
+        Err(error) => return Some(Refusal::Stays(error.to_string())),
     };
-    if ["secret-file", "config"].into_iter().any(is_read_once) {
+    if FILES.into_iter().any(is_read_once) {
         return None;
     }
+    let is_missing = |option| named_by(option).is_some_and(|path| !path.exists());
     let engine = match plan::plan(typed) {
         Ok(Plan::Serve(plan)) => plan.engine,
         Ok(Plan::Connect(plan)) => plan.engine,
         Ok(_) | Err(Failure::Failed(_)) => return None,
-        Err(failure) => return Some(failure.message()),
+        Err(failure) if FILES.into_iter().any(is_missing) => return Some(Refusal::Stays(failure.message())),
+        Err(failure) => return Some(Refusal::Alone(failure.message())),
     };
     let least = limits::SECRET_BYTES_MIN;
     let is_short = engine.secret.is_some_and(|secret| secret.len() < least);
-    is_short.then(|| format!("secret must be at least {least} bytes long"))
+    is_short.then(|| Refusal::Stays(format!("secret must be at least {least} bytes long")))
+}
+
+/// Options that name files which a plan reads.
+const FILES: [&str; 2] = ["secret-file", "config"];
+
+/// The file that the variable of an option names.
+fn named_by(option: &str) -> Option<PathBuf> {
+    std::env::var_os(args::variable(option)).map(PathBuf::from)
 }
 
 /// Whether the variable of an option names a file that may not be read again, such as a pipe.
 fn is_read_once(option: &str) -> bool {
-    let named = std::env::var_os(args::variable(option)).unwrap_or_default();
-    Path::new(&named).metadata().is_ok_and(|found| !found.is_file() && !found.is_dir())
+    let found = named_by(option).and_then(|path| path.metadata().ok());
+    found.is_some_and(|found| !found.is_file() && !found.is_dir())
 }
 
 /// The variables of all options.
@@ -171,6 +197,10 @@ pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
         .collect();
     found.extend(environment.refused.iter().map(|why| {
         Finding::ok("bad-variable", SUBJECT, why.clone()).fail("fix or unset the variable: bench refuses it")
+    }));
+    found.extend(environment.refused_alone.iter().map(|why| {
+        let fix = "fix or unset the variable: without further options bench refuses it";
+        Finding::ok("bad-variable", SUBJECT, why.clone()).warn(fix)
     }));
     found.extend(environment.missing_files.iter().map(|(name, file)| {
         Finding::ok("plugin-variable", name.clone(), format!("{file} does not exist"))

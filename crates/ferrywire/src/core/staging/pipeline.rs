@@ -180,8 +180,8 @@ impl Pipeline {
         ring + self.copier.as_ref().map_or(0, |copier| copier.pinned_bytes())
     }
 
-    /// Lets the copies that are added from now on wait for those of lost channels to this memory, which could
-    /// overwrite them. Copies that wait already wait too, for this GPU only.
+    /// Lets copies wait for those of lost channels to this memory, which could overwrite them: all copies of this pipeline
+    /// that are not enqueued yet, those to other memory of its GPU too.
     pub fn wait_for_late_copies(&mut self, memory: &Arc<Memory>) {
         let is_new = |late: &[Weak<Memory>]| late.iter().all(|each| each.as_ptr() != Arc::as_ptr(memory));
         if memory.has_late_copies() && is_new(&self.late) {
