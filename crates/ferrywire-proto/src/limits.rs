@@ -305,8 +305,6 @@ pub struct PeerLimits {
     pub reads_asked_max: usize,
     /// Largest operation in bytes that travels as one frame, ahead of bulk.
     pub small_bytes_max: u64,
-    /// Largest read in bytes that counts as short and goes before longer ones.
-    pub short_read_bytes_max: u64,
 }
 
 impl Default for PeerLimits {
@@ -318,7 +316,6 @@ impl Default for PeerLimits {
             eager_credit_bytes: EAGER_CREDIT_BYTES,
             reads_asked_max: OUTSTANDING_READS_MAX,
             small_bytes_max: SMALL_BYTES_MAX,
-            short_read_bytes_max: SMALL_BYTES_MAX,
         }
     }
 }

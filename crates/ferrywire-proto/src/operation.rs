@@ -56,6 +56,15 @@ pub struct Piece {
     pub len: u64,
 }
 
+impl Piece {
+    /// Appends `next` if it follows this piece on both sides; false if it does not.
+    fn join(&mut self, next: &Piece) -> bool {
+        let follows = self.local + self.len == next.local && self.remote + self.len == next.remote;
+        self.len += if follows { next.len } else { 0 };
+        follows
+    }
+}
+
 /// The pieces of one message; a single piece needs no allocation.
 #[derive(Clone, Debug)]
 pub enum Pieces {
@@ -69,11 +78,13 @@ impl Pieces {
     /// The pieces of a message, in this order. Pieces that touch on both sides are joined; a message without
     /// bytes becomes one empty piece.
     pub fn joined(pieces: impl IntoIterator<Item = Piece>) -> Pieces {
-        let mut merged = merge(pieces);
-        match merged.len() {
-            0 => Pieces::One(Piece { local: 0, remote: 0, len: 0 }),
-            1 => Pieces::One(merged.remove(0)),
-            _ => Pieces::Many(merged.into()),
+        let mut pieces = pieces.into_iter().filter(|piece| piece.len > 0);
+        let Some(mut first) = pieces.next() else {
+            return Pieces::One(Piece { local: 0, remote: 0, len: 0 });
+        };
+        match pieces.find(|piece| !first.join(piece)) {
+            None => Pieces::One(first),
+            Some(second) => Pieces::Many(merge([first, second].into_iter().chain(pieces)).into()),
         }
     }
 
@@ -96,15 +107,9 @@ impl Pieces {
 /// Drops empty pieces, and joins pieces that touch on both sides.
 pub fn merge(pieces: impl IntoIterator<Item = Piece>) -> Vec<Piece> {
     let mut out: Vec<Piece> = Vec::new();
-    for piece in pieces {
-        if piece.len == 0 {
-            continue;
-        }
-        match out.last_mut() {
-            Some(last) if last.local + last.len == piece.local && last.remote + last.len == piece.remote => {
-                last.len += piece.len;
-            }
-            _ => out.push(piece),
+    for piece in pieces.into_iter().filter(|piece| piece.len > 0) {
+        if !out.last_mut().is_some_and(|last| last.join(&piece)) {
+            out.push(piece);
         }
     }
     out

@@ -66,36 +66,50 @@ impl Reassembly {
     }
 }
 
-/// Maps positions of a message to local memory.
+/// Maps positions of a message to local memory; a single range needs no allocation.
 #[derive(Clone, Debug)]
-pub struct Scatter {
-    ranges: Vec<(u64, u64)>,
-    starts: Vec<u64>,
-    total: u64,
+pub enum Scatter {
+    /// A single range, which may be empty.
+    One((u64, u64)),
+    /// The ranges of a message, in its order.
+    Many {
+        /// `(offset, len)` of each range.
+        ranges: Vec<(u64, u64)>,
+        /// The position of each range in the message.
+        starts: Vec<u64>,
+    },
 }
 
 impl Scatter {
     /// A map over `(offset, len)` ranges of a region, in the message's order. Empty ranges are dropped.
     pub fn new(ranges: impl IntoIterator<Item = (u64, u64)>) -> Scatter {
-        let ranges: Vec<(u64, u64)> = ranges.into_iter().filter(|(_, len)| *len > 0).collect();
-        let mut total = 0;
-        let mut starts = Vec::with_capacity(ranges.len());
-        for (_, len) in &ranges {
-            starts.push(total);
-            total += len;
+        let mut ranges = ranges.into_iter().filter(|(_, len)| *len > 0);
+        let first = ranges.next().unwrap_or_default();
+        let Some(second) = ranges.next() else { return Scatter::One(first) };
+        let ranges: Vec<(u64, u64)> = [first, second].into_iter().chain(ranges).collect();
+        let start = |end: &mut u64, (_, len): &(u64, u64)| Some(std::mem::replace(end, *end + len));
+        let starts = ranges.iter().scan(0, start).collect();
+        Scatter::Many { ranges, starts }
+    }
+
+    fn parts(&self) -> (&[(u64, u64)], &[u64]) {
+        match self {
+            Scatter::One(range) => (std::slice::from_ref(range), &[0]),
+            Scatter::Many { ranges, starts } => (ranges, starts),
         }
-        Scatter { ranges, starts, total }
     }
 
     /// Local `(offset, len)` ranges of `len` bytes at `position`; `None` when they exceed the ranges.
     pub fn locate(&self, position: u64, len: u64) -> Option<impl Iterator<Item = (u64, u64)> + '_> {
-        if position.checked_add(len)? > self.total {
+        let (ranges, starts) = self.parts();
+        let total = starts.last()? + ranges.last()?.1;
+        if position.checked_add(len)? > total {
             return None;
         }
-        let first = self.starts.partition_point(|start| *start <= position).saturating_sub(1);
+        let first = starts.partition_point(|start| *start <= position).saturating_sub(1);
         let mut left = len;
-        let mut within = position - self.starts.get(first).copied().unwrap_or(0);
-        Some(self.ranges[first.min(self.ranges.len())..].iter().map_while(move |(offset, size)| {
+        let mut within = position - starts.get(first)?;
+        Some(ranges[first..].iter().map_while(move |(offset, size)| {
             if left == 0 {
                 return None;
             }

@@ -16,6 +16,8 @@ use crate::wire::{self, Header, Kind, Placement, Refusal, WITHDRAWN};
 pub(super) const REGION: u64 = 77;
 /// Bytes of one read request.
 const READ_REQUEST_BYTES: u64 = 300;
+/// Largest read in bytes that goes before longer ones.
+const SHORT_READ_BYTES_MAX: u64 = 100;
 
 struct Sink {
     op: Model,
@@ -38,7 +40,7 @@ pub(super) struct End {
 }
 
 fn read_of(facts: &Facts) -> Read {
-    Read { id: facts.id, total: facts.total }
+    Read { id: facts.id, is_short: facts.total <= SHORT_READ_BYTES_MAX }
 }
 
 impl End {
@@ -93,6 +95,10 @@ impl End {
         if facts.verb == Verb::Read {
             let kept = self.outbox.forget_requests(read_of(facts));
             assert!(kept.is_empty(), "a request of an ended read holds it");
+            // A read without bytes has no request.
+            if read_of(facts).is_short && facts.total > 0 {
+                self.outbox.short_reads_ended(1);
+            }
         }
         if facts.epoch.borrow().as_ref().is_some_and(|epoch| epoch.leave()) {
             self.outbox.release_notifications();

@@ -68,7 +68,6 @@ impl Plan {
             eager_credit_bytes: (eager_bytes_max + 128 + rng.below(1500)) as usize,
             reads_asked_max: rng.between(4, 12) as usize,
             small_bytes_max: rng.between(32, 128),
-            short_read_bytes_max: rng.between(32, 400),
         };
         let channels = rng.between(1, 4) as usize;
         let slowest = [5, 50, 400][rng.below(3) as usize];

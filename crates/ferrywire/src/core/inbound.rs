@@ -17,7 +17,7 @@ use ferrywire_net::IoVec;
 use ferrywire_proto::inbox::{Inbox, Message, Reassembly};
 use ferrywire_proto::wire::{Header, Refusal};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 #[cfg(test)]
 mod tests;
@@ -68,11 +68,27 @@ impl Sink {
 /// An action that an arrived frame causes. Sinks are already open.
 pub(crate) type Reply = ferrywire_proto::inbox::Reply<Hold>;
 
+/// The sinks of a peer, by key. Keys are the ids of operations, which follow each other, so neighbours have different
+/// locks: a thread that posts reads does not wait for the threads that end others.
+#[derive(Default)]
+struct Sinks([Mutex<HashMap<u64, Arc<Sink>>>; 16]);
+
+impl Sinks {
+    fn with(&self, key: u64) -> MutexGuard<'_, HashMap<u64, Arc<Sink>>> {
+        let part = &self.0[key as usize % self.0.len()];
+        part.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_all(&self) -> impl Iterator<Item = Arc<Sink>> + '_ {
+        (0..self.0.len() as u64).flat_map(|part| std::mem::take(&mut *self.with(part)).into_values())
+    }
+}
+
 /// The receiving side of one peer.
 #[derive(Default)]
 pub(crate) struct Inbound {
     inbox: Mutex<Inbox<Hold>>,
-    sinks: RwLock<HashMap<u64, Arc<Sink>>>,
+    sinks: Sinks,
     arrivals: WaitList,
 }
 
@@ -86,24 +102,23 @@ impl Inbound {
     /// # Errors
     /// [`Refusal::NoSink`] if there is none.
     pub fn sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
-        let sinks = self.sinks.read().unwrap_or_else(PoisonError::into_inner);
-        sinks.get(&key).cloned().ok_or(Refusal::NoSink)
+        self.sinks.with(key).get(&key).cloned().ok_or(Refusal::NoSink)
     }
 
     /// Creates a sink for `bytes` bytes of an operation. Its key is the operation's id.
     pub fn open_sink(&self, op: Hold, bytes: u64) {
-        let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
-        sinks.insert(op.id, Arc::new(Sink::new(op, bytes)));
+        let sink = Arc::new(Sink::new(op, bytes));
+        self.sinks.with(sink.op.id).insert(sink.op.id, sink);
     }
 
     fn remove_sink(&self, key: u64) -> Option<Arc<Sink>> {
-        self.sinks.write().unwrap_or_else(PoisonError::into_inner).remove(&key)
+        self.sinks.with(key).remove(&key)
     }
 
     /// Closes a sink: no new bytes are placed into it, and frames that are not counted yet are refused.
     /// Returns `None` if all its data is counted: then [`Inbound::filled`] removes the sink.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
-        let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
+        let mut sinks = self.sinks.with(key);
         if !sinks.get(&key)?.target.close() {
             return None;
         }
@@ -221,8 +236,8 @@ impl Inbound {
     /// `why`.
     pub fn close(&self, why: &Error) -> Vec<Hold> {
         let mut ops = self.lock().close();
-        let sinks = std::mem::take(&mut *self.sinks.write().unwrap_or_else(PoisonError::into_inner));
-        ops.extend(sinks.into_values().filter(|sink| sink.target.close()).map(|sink| sink.op.clone()));
+        let sinks = self.sinks.take_all();
+        ops.extend(sinks.filter(|sink| sink.target.close()).map(|sink| sink.op.clone()));
         ops.iter().for_each(|op| op.fail(why.clone()));
         self.arrivals.wake();
         ops

@@ -40,12 +40,20 @@ pub(crate) enum Task {
     /// Sends a notification without a transfer.
     Notify,
     /// Reads from a region of the peer.
-    Read { region: u64 },
+    Read {
+        region: u64,
+        /// Whether a request of the read was queued.
+        asked: AtomicBool,
+    },
     /// Waits for a message.
     Recv { tag: u64 },
 }
 
 impl Task {
+    pub fn read(region: u64) -> Task {
+        Task::Read { region, asked: AtomicBool::new(false) }
+    }
+
     pub fn send(tag: u64, number: u64) -> Task {
         Task::Send { tag, number, sink: AtomicU64::new(0), uncut: AtomicBool::new(false) }
     }
@@ -183,11 +191,23 @@ impl Op {
     /// Target region or sink. For a send or receive, the tag.
     pub fn key(&self) -> u64 {
         match self.task {
-            Task::Write { region } | Task::Read { region } => region,
+            Task::Write { region } | Task::Read { region, .. } => region,
             Task::Send { tag, .. } | Task::Recv { tag } => tag,
             Task::Serve { sink, .. } => sink,
             Task::Notify => 0,
         }
+    }
+
+    /// Notes that a request of this read was queued.
+    pub fn set_asked(&self) {
+        if let Task::Read { asked, .. } = &self.task {
+            asked.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a request of this read was queued; false for other operations.
+    pub fn was_asked(&self) -> bool {
+        matches!(&self.task, Task::Read { asked, .. } if asked.load(Ordering::Relaxed))
     }
 
     /// The parent, if this is a child.

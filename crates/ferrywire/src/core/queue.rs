@@ -10,12 +10,12 @@ pub(crate) use ferrywire_proto::limits::SMALL_BYTES_MAX;
 pub(crate) use ferrywire_proto::outbox::{Body, Pull};
 pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
-use crate::core::operation::{Hold, Op, Verb};
+use crate::core::operation::{Hold, Op};
 use crate::core::staging::Staged;
 use crate::core::trace::ChunkStart;
 use crate::error::Error;
 use ferrywire_memory::{Memory, MemoryLocation};
-use ferrywire_proto::limits::PeerLimits;
+use ferrywire_proto::limits::{PeerLimits, SEGMENTS_PER_CHUNK_MAX};
 use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered, withdrawn};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
@@ -46,6 +46,8 @@ pub(crate) struct SendQueue {
     bulk_bytes: AtomicU64,
     /// Whether read requests are kept back until earlier reads are answered.
     keeps_back: AtomicBool,
+    /// Short reads that have ended, and that the outbox still counts as outstanding.
+    short_reads_ended: AtomicUsize,
     pub chunk_bytes: usize,
     /// Bytes of small operations in its window from which a channel counts as busy.
     pub small_fill_bytes: u64,
@@ -59,7 +61,8 @@ pub(crate) struct SendQueue {
 type Posted = (Arc<Op>, Option<Hold>);
 
 fn read_of(op: &Op) -> Read {
-    Read { id: op.id, total: op.total }
+    let is_short = op.total <= SMALL_BYTES_MAX && op.pieces.as_slice().len() < SEGMENTS_PER_CHUNK_MAX;
+    Read { id: op.id, is_short }
 }
 
 impl SendQueue {
@@ -71,6 +74,7 @@ impl SendQueue {
             waiting_beside_bulk: AtomicUsize::new(0),
             bulk_bytes: AtomicU64::new(0),
             keeps_back: AtomicBool::new(false),
+            short_reads_ended: AtomicUsize::new(0),
             chunk_bytes,
             small_fill_bytes,
             crc,
@@ -244,21 +248,34 @@ impl SendQueue {
         closed.map(Entry::from).into_iter().collect()
     }
 
-    /// Queues a read request, or keeps it back while the peer has `OUTSTANDING_READS_MAX`. Returns the frame
-    /// if the peer is gone.
-    pub fn ask(&self, entry: Entry, op: &Op) -> Vec<Entry> {
+    /// Queues a read request, or keeps it back while the peer has `OUTSTANDING_READS_MAX`. Later notifications wait for
+    /// the read. Returns the frame if the peer is gone.
+    pub fn ask(&self, entry: Entry, op: &Hold) -> Vec<Entry> {
+        let read = read_of(op);
         let closed: Result<(), Frame<Hold>> = self.change_reads(|outbox| {
-            outbox.ask(entry.into(), read_of(op))?;
+            if op.epoch.get().is_none() {
+                outbox.join(op);
+            }
+            self.end_short_reads(outbox);
+            outbox.ask(entry.into(), read)?;
+            op.set_asked();
             if outbox.keeps_back() {
-                // A thread that places and counts bytes of the read after this store sees that requests wait.
-                // Bytes counted before are seen here.
+                // A thread that counts bytes of the read, or the end of a short one, after this store sees that requests
+                // wait. What was counted before is seen here.
                 self.keeps_back.store(true, Ordering::Relaxed);
                 fence(Ordering::SeqCst);
-                outbox.answered(read_of(op), op.moved());
+                self.end_short_reads(outbox);
+                outbox.answered(read, op.moved());
             }
             Ok(())
         });
         closed.err().map(Entry::from).into_iter().collect()
+    }
+
+    fn end_short_reads(&self, outbox: &mut Outbox<Hold>) {
+        if self.short_reads_ended.load(Ordering::Relaxed) > 0 {
+            outbox.short_reads_ended(self.short_reads_ended.swap(0, Ordering::Relaxed));
+        }
     }
 
     /// Notes that bytes of a read with several requests have been placed and counted, so that more requests
@@ -288,13 +305,21 @@ impl SendQueue {
         Vec::new()
     }
 
-    /// Releases the notifications that waited only for this operation, which has ended. A write that no
-    /// notification waits for takes no lock.
+    /// Releases the notifications that waited only for this operation, which has ended. A write or short read that
+    /// nothing waits for takes no lock.
     pub fn ended(&self, op: &Op) {
         let Some(epoch) = op.epoch.get() else { return };
         let is_waited_for = epoch.leave();
-        if op.verb() == Verb::Read {
-            let _none_is_left = self.forget_requests(op);
+        if op.was_asked() {
+            if read_of(op).is_short {
+                self.short_reads_ended.fetch_add(1, Ordering::Relaxed);
+                fence(Ordering::SeqCst);
+                if self.keeps_back.load(Ordering::Relaxed) {
+                    self.change_reads(|outbox| self.end_short_reads(outbox));
+                }
+            } else {
+                let _none_is_left = self.forget_requests(op);
+            }
         }
         if is_waited_for {
             self.change(Outbox::release_notifications);
@@ -608,5 +633,32 @@ mod tests {
         assert!(!queue.has_work());
         queue.ended(&third);
         assert_eq!(queue.waiting(), 1);
+    }
+
+    /// Regression: each ending read took the lock, and kept the thread that posts the next reads waiting.
+    #[test]
+    fn the_end_of_a_short_read_takes_no_lock_unless_others_wait_for_its_room() {
+        let queue = SendQueue::new(1 << 20, 1 << 18, false);
+        let mut id = 0;
+        let mut ask = || {
+            id += 1;
+            let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 8 });
+            let read = Hold::new(Op::new(no_owner(), id, Task::read(9), pieces, None));
+            assert!(queue.ask(Entry::bare(Header::new(Kind::Read)), &read).is_empty());
+            read
+        };
+        let locks = || queue.locks.load(Ordering::SeqCst);
+        let first = ask();
+        let before = locks();
+        queue.ended(&first);
+        assert_eq!(locks(), before);
+        // The room of the read that has ended is used by the next ones, until there is no more.
+        let mut reads: Vec<Hold> = (0..limits::OUTSTANDING_READS_MAX).map(|_| ask()).collect();
+        let sent = queue.waiting();
+        assert!(sent < reads.len() + 1, "some are kept back");
+        for more in 1..=3 {
+            queue.ended(&reads.remove(0));
+            assert_eq!(queue.waiting(), sent + more, "a read has ended, and the next one is sent");
+        }
     }
 }

@@ -351,7 +351,7 @@ impl Peer {
     fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {
         self.check(target, source)?;
         self.check_there()?;
-        let op = self.op(Task::Read { region: source.key }, pieces, Some(target.memory().clone()));
+        let op = self.op(Task::read(source.key), pieces, Some(target.memory().clone()));
         let op = self.begin_posted(op)?;
         let transfer = self.transfer(&op);
         self.start_read(op)?;
@@ -360,8 +360,10 @@ impl Peer {
 
     /// Requests the bytes of a read that has begun.
     fn start_read(&self, op: Hold) -> Result<()> {
-        self.state().queue.join(&op);
         let bytes = op.total;
+        if bytes == 0 || self.after.is_some() {
+            self.state().queue.join(&op);
+        }
         if bytes == 0 {
             return Ok(());
         }

@@ -62,8 +62,7 @@ impl Peer {
         for (pair, _) in &pairs {
             self.check(&pair.local, &pair.remote)?;
         }
-        let task = |region| Task::Read { region };
-        let (parent, children) = self.begin_joined(task, pairs, Box::default())?;
+        let (parent, children) = self.begin_joined(Task::read, pairs, Box::default())?;
         let transfer = self.transfer(&parent);
         for child in children {
             let started = self.check_there().and_then(|()| self.start_read(child));

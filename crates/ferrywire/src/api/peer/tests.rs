@@ -14,7 +14,7 @@ fn a_post_that_races_with_a_close_is_refused() {
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let region = connecting.alloc_host(64).unwrap();
     near.state().life.closing.store(true, Ordering::SeqCst);
-    for task in [Task::Read { region: 7 }, Task::Write { region: 7 }] {
+    for task in [Task::read(7), Task::Write { region: 7 }] {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
         let posted = near.post(near.op(task, pieces, Some(region.memory().clone())));
         assert_eq!(posted.unwrap_err(), Error::Closed);

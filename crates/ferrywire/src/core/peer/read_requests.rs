@@ -9,7 +9,7 @@ use super::state::PeerState;
 use crate::core::operation::{Hold, Op, Verb};
 use crate::core::queue::Entry;
 use ferrywire_proto::limits;
-use ferrywire_proto::wire::{self, Header, Kind};
+use ferrywire_proto::wire::{self, Header, Kind, PLACEMENT_BYTES};
 
 /// Most bytes of one range in a read request, and of one request. The bound spreads the answers over all
 /// channels.
@@ -19,39 +19,36 @@ const READ_REQUEST_BYTES: u64 = 64 << 20;
 impl PeerState {
     /// Queues the requests of a read of the region with `key`. `op` keeps the read alive.
     pub fn ask(&self, op: &Hold, key: u64) {
-        let mut position = 0;
-        let mut ranges = Vec::new();
-        let mut start = 0;
-        for piece in op.pieces.as_slice() {
+        let pieces = op.pieces.as_slice();
+        let bytes_max = pieces.len().min(limits::SEGMENTS_PER_CHUNK_MAX) * PLACEMENT_BYTES;
+        let (mut position, mut start) = (0, 0);
+        let mut ranges = Vec::with_capacity(bytes_max);
+        for piece in pieces {
             let mut done = 0;
             while done < piece.len {
                 let len = (piece.len - done).min(READ_RANGE_BYTES_MAX);
-                ranges.push(wire::Placement { offset: piece.remote + done, len: len as u32 });
+                wire::Placement { offset: piece.remote + done, len: len as u32 }.encode_into(&mut ranges);
                 done += len;
                 position += len;
-                if ranges.len() == limits::SEGMENTS_PER_CHUNK_MAX || position - start >= READ_REQUEST_BYTES {
-                    self.ask_one(op, key, start, &ranges);
-                    ranges.clear();
+                let is_full = ranges.len() == limits::SEGMENTS_PER_CHUNK_MAX * PLACEMENT_BYTES;
+                if is_full || position - start >= READ_REQUEST_BYTES || position == op.total {
+                    self.ask_one(op, key, start, std::mem::take(&mut ranges));
                     start = position;
                 }
             }
         }
-        if !ranges.is_empty() {
-            self.ask_one(op, key, start, &ranges);
-        }
     }
 
-    fn ask_one(&self, op: &Hold, key: u64, start: u64, ranges: &[wire::Placement]) {
+    /// Queues a request for encoded ranges, whose bytes lie in the sink from `start` on.
+    fn ask_one(&self, op: &Hold, key: u64, start: u64, ranges: Vec<u8>) {
         let mut header = Header::new(Kind::Read);
         header.transfer = op.id;
         header.key = key;
         header.offset = start;
         header.total = op.id;
-        header.segments = ranges.len() as u16;
+        header.segments = (ranges.len() / PLACEMENT_BYTES) as u16;
         let mut entry = Entry::bare(header);
-        let mut placements = Vec::new();
-        ranges.iter().for_each(|range| range.encode_into(&mut placements));
-        entry.placements = placements.into();
+        entry.placements = ranges.into();
         entry.op = Some(op.clone());
         self.drop_entries(self.queue.ask(entry, op));
     }

@@ -229,16 +229,19 @@ impl PeerState {
 
     fn answer(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<Op, Refusal> {
         let memory = self.context().reachable_region(header.key)?;
-        let mut position = 0;
-        let mut pieces = Vec::new();
+        let mut bytes = 0;
         for placement in wire::placements(placements) {
             let len = u64::from(placement.len);
             memory.span(placement.offset, len).ok_or(Refusal::OutOfRegion)?;
-            pieces.push(Piece { local: placement.offset, remote: position, len });
-            position += len;
+            bytes += len;
         }
         // The answer's chunks lie in the sink from `header.offset` on.
-        header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
+        header.offset.checked_add(bytes).ok_or(Refusal::OutOfRegion)?;
+        let pieces = wire::placements(placements).scan(0, |position, placement| {
+            let len = u64::from(placement.len);
+            let remote = std::mem::replace(position, *position + len);
+            Some(Piece { local: placement.offset, remote, len })
+        });
         let task = Task::Serve { sink: header.total, start: header.offset };
         let (peer, id) = (Arc::downgrade(self), self.context().next_id());
         Ok(Op::new(peer, id, task, Pieces::joined(pieces), Some(memory)))
