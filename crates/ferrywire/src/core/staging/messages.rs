@@ -149,7 +149,9 @@ impl Messages {
             let unfinished = state.lines[line].end();
             let touched =
                 stopped.iter().filter(|each| each.line == line).map(|each| each.letter.landing.clone());
-            Hung::of(unfinished.into_iter().collect(), touched.collect()).into_iter().for_each(Hung::leave);
+            Hung::of(unfinished.into_iter().collect(), Vec::new(), touched.collect())
+                .into_iter()
+                .for_each(Hung::leave);
         }
         for Copying { letter, line, offset, .. } in stopped.into_iter().rev() {
             state.lines[line].ring.give_back_at(offset);

@@ -31,7 +31,7 @@ use std::thread;
 
 use crate::core::operation::Hold;
 use crate::core::peer::Landing;
-use ferrywire_memory::{InUse, LateCopies};
+use ferrywire_memory::{InUse, LateCopies, MemoryLocation};
 pub(crate) use messages::Messages;
 use pipeline::Unfinished;
 pub(crate) use prepared::Prepared;
@@ -65,10 +65,8 @@ impl Staging {
     /// Ends all copying. After this nothing touches the memory that was staged, except where the result is not
     /// `None`.
     pub fn end(&mut self) -> Option<Hung> {
-        let mut unfinished = self.sending.end();
-        let (more, landings) = self.receiving.end();
-        unfinished.extend(more);
-        Hung::of(unfinished, landings)
+        let (receiving, landings) = self.receiving.end();
+        Hung::of(receiving, self.sending.end(), landings)
     }
 }
 
@@ -76,13 +74,18 @@ impl Staging {
 /// return, and no progress thread may wait with it.
 pub(crate) struct Hung {
     unfinished: Vec<Unfinished>,
+    /// The GPUs that may still write.
+    copied_to: Vec<MemoryLocation>,
     landings: Vec<Landing>,
     ops: Vec<Hold>,
 }
 
 impl Hung {
-    fn of(unfinished: Vec<Unfinished>, landings: Vec<Landing>) -> Option<Hung> {
-        (!unfinished.is_empty()).then_some(Hung { unfinished, landings, ops: Vec::new() })
+    /// What is left of copies to GPUs and from GPUs. `None` if all have ended.
+    fn of(to: Vec<Unfinished>, from: Vec<Unfinished>, landings: Vec<Landing>) -> Option<Hung> {
+        let copied_to = to.iter().map(|each| each.location).collect();
+        let unfinished: Vec<Unfinished> = to.into_iter().chain(from).collect();
+        (!unfinished.is_empty()).then_some(Hung { unfinished, copied_to, landings, ops: Vec::new() })
     }
 
     /// Keeps the landing of the frame that was being received, and the operations of frames that were being copied.
@@ -102,7 +105,8 @@ impl Hung {
         );
         let users: Vec<InUse> = self.landings.iter().filter_map(Landing::memory).map(InUse::new).collect();
         let regions = self.landings.iter().filter(|landing| !landing.once()).filter_map(Landing::memory);
-        let late: Vec<LateCopies> = regions.map(LateCopies::new).collect();
+        let written = regions.filter(|memory| self.copied_to.contains(&memory.location()));
+        let late: Vec<LateCopies> = written.map(LateCopies::new).collect();
         let parcel = Arc::new(Mutex::new(Some((self, users, late))));
         let taken = parcel.clone();
         let end = move || drop(taken.lock().unwrap_or_else(PoisonError::into_inner).take());

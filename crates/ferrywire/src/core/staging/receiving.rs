@@ -558,8 +558,11 @@ mod tests {
         receive_bytes(&mut lost.receiving, 1, &memory, 1);
         let late = Late { gpu: gpu.clone(), runs: Vec::new(), gate: gate.clone() };
         lost.receiving.lanes[0].line.replace_copier(Box::new(late));
+        let second = memory_of(&SimGpu::open(GPU + 1).unwrap());
+        receive_bytes(&mut lost.receiving, 5, &second, 5);
         lost.receiving.flush();
         lost.end().expect("the copies have not ended").leave();
+        assert!(memory.has_late_copies() && !second.has_late_copies(), "the second GPU does not hang");
 
         let mut next = Receiving::default();
         let other = memory_of(&gpu);
