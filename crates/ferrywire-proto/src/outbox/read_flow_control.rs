@@ -2,7 +2,7 @@
 //!
 //! A request counts as outstanding from when it may be sent until its bytes have arrived or its read has
 //! ended. A peer answers the requests of one read in order, so arrived bytes are attributed to the first
-//! ones. A short read has a single request, so the outstanding ones are only counted.
+//! ones. A short read has a single request, which counts until the read's end, so these are only counted.
 //!
 //! Short reads go before long ones, and neither kind may use the whole limit: a short read does not wait
 //! behind many long ones.

@@ -69,7 +69,7 @@ impl PeerState {
             return;
         }
         drop(self.queue.forget_requests(op));
-        // Requests of other reads may go out now.
+        // Requests of other reads may go out now that those of a long one are gone.
         self.wake_home_worker();
     }
 }

@@ -94,8 +94,9 @@ impl Hung {
         self.ops.extend(ops);
     }
 
-    /// Drops the copiers, and then what they may touch, on a thread of its own. Until then copies of other channels to
-    /// these regions wait. An operation that has a landing does not end before, so its memory needs no such wait.
+    /// Drops the copiers, and then what they may touch, on a thread of its own. Until then copies of other channels wait
+    /// that go to regions which these copiers write to. An operation that has a landing does not end before, so its memory
+    /// needs no such wait.
     pub fn leave(self) {
         let locations: Vec<String> = self.unfinished.iter().map(|each| each.location.to_string()).collect();
         // Most of these copies end a moment later.
