@@ -12,6 +12,7 @@ pub(crate) mod ordering;
 pub(crate) mod peer;
 pub(crate) mod posted;
 pub(crate) mod queue;
+pub(crate) mod read_room;
 pub(crate) mod sleeper;
 pub(crate) mod staging;
 pub(crate) mod stats;

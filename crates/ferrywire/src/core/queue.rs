@@ -11,6 +11,7 @@ pub(crate) use ferrywire_proto::outbox::{Body, Pull};
 pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
 use crate::core::operation::{Hold, Op};
+use crate::core::read_room::ReadRoom;
 use crate::core::staging::Staged;
 use crate::core::trace::ChunkStart;
 use crate::error::Error;
@@ -20,7 +21,7 @@ use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered, withdra
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::hint;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Tries to lock the outbox before a pull waits for the lock.
@@ -44,10 +45,7 @@ pub(crate) struct SendQueue {
     waiting_beside_bulk: AtomicUsize,
     /// Bytes of bulk operations that are not cut into chunks yet.
     bulk_bytes: AtomicU64,
-    /// Whether read requests are kept back until earlier reads are answered.
-    keeps_back: AtomicBool,
-    /// Short reads that have ended, and that the outbox still counts as outstanding.
-    short_reads_ended: AtomicUsize,
+    read_room: ReadRoom,
     pub chunk_bytes: usize,
     /// Bytes of small operations in its window from which a channel counts as busy.
     pub small_fill_bytes: u64,
@@ -74,8 +72,7 @@ impl SendQueue {
             waiting_beside_small: AtomicUsize::new(0),
             waiting_beside_bulk: AtomicUsize::new(0),
             bulk_bytes: AtomicU64::new(0),
-            keeps_back: AtomicBool::new(false),
-            short_reads_ended: AtomicUsize::new(0),
+            read_room: ReadRoom::default(),
             chunk_bytes,
             small_fill_bytes,
             crc,
@@ -189,7 +186,7 @@ impl SendQueue {
     fn change_reads<T>(&self, change: impl FnOnce(&mut Outbox<Hold>) -> T) -> T {
         self.change(|outbox| {
             let changed = change(outbox);
-            self.keeps_back.store(outbox.keeps_back(), Ordering::Relaxed);
+            self.read_room.set(outbox.keeps_back());
             changed
         })
     }
@@ -261,10 +258,7 @@ impl SendQueue {
             outbox.ask(entry.into(), read)?;
             op.set_asked();
             if outbox.keeps_back() {
-                // A thread that counts bytes of the read, or the end of a short one, after this store sees that requests
-                // wait. What was counted before is seen here.
-                self.keeps_back.store(true, Ordering::Relaxed);
-                fence(Ordering::SeqCst);
+                self.read_room.keep_back();
                 self.end_short_reads(outbox);
                 outbox.answered(read, op.moved());
             }
@@ -274,16 +268,16 @@ impl SendQueue {
     }
 
     fn end_short_reads(&self, outbox: &mut Outbox<Hold>) {
-        if self.short_reads_ended.load(Ordering::Relaxed) > 0 {
-            outbox.short_reads_ended(self.short_reads_ended.swap(0, Ordering::Relaxed));
+        let ended = self.read_room.take_ended();
+        if ended > 0 {
+            outbox.short_reads_ended(ended);
         }
     }
 
     /// Notes that bytes of a read with several requests have been placed and counted, so that more requests
     /// may go out.
     pub fn answered(&self, op: &Op) {
-        fence(Ordering::SeqCst);
-        if self.keeps_back.load(Ordering::Relaxed) {
+        if self.read_room.is_wanted() {
             self.change_reads(|outbox| outbox.answered(read_of(op), op.moved()));
         }
     }
@@ -314,9 +308,7 @@ impl SendQueue {
         let is_waited_for = epoch.leave();
         if op.was_asked() {
             if read_of(op).is_short {
-                self.short_reads_ended.fetch_add(1, Ordering::Relaxed);
-                fence(Ordering::SeqCst);
-                if self.keeps_back.load(Ordering::Relaxed) {
+                if self.read_room.end_short() {
                     self.change_reads(|outbox| self.end_short_reads(outbox));
                 }
             } else {

@@ -25,6 +25,7 @@ mod wire {
 
 mod completion;
 mod holding;
+mod read_room;
 mod sleeping;
 mod takeover;
 mod wait_list;

@@ -2,6 +2,8 @@
 
 #[path = "../../../src/core/hold.rs"]
 pub mod hold;
+#[path = "../../../src/core/read_room.rs"]
+pub mod read_room;
 #[path = "../../../src/core/sleeper.rs"]
 pub mod sleeper;
 pub mod sync;

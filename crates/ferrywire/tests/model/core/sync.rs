@@ -7,7 +7,7 @@
 
 use loom::sync::Condvar;
 pub use loom::sync::Mutex;
-use loom::sync::atomic::fence;
+pub use loom::sync::atomic::fence;
 use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
