@@ -233,12 +233,14 @@ impl Inbound {
     }
 
     /// Closes the inbox, since the peer is gone. Returns everything that waits for the peer, failed with
-    /// `why`.
+    /// `why`. A thread that no longer finds its posted receive sees that the receive has failed.
     pub fn close(&self, why: &Error) -> Vec<Hold> {
-        let mut ops = self.lock().close();
-        let sinks = self.sinks.take_all();
-        ops.extend(sinks.filter(|sink| sink.target.close()).map(|sink| sink.op.clone()));
+        let mut inbox = self.lock();
+        let mut ops = inbox.close();
         ops.iter().for_each(|op| op.fail(why.clone()));
+        drop(inbox);
+        let sinks = self.sinks.take_all().filter(|sink| sink.target.close());
+        ops.extend(sinks.map(|sink| sink.op.clone()).inspect(|op| op.fail(why.clone())));
         self.arrivals.wake();
         ops
     }

@@ -487,12 +487,14 @@ impl Peer {
         let replies = state.inbound.post(op);
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
         state.reply(replies);
-        if let Some(error) = state.failure()
-            && let Some(op) = state.inbound.unpost(&transfer.op)
-        {
-            op.fail(error.clone());
-            state.note_told(&error);
-            return Err(error.into());
+        if let Some(error) = state.failure() {
+            let unmatched = state.inbound.unpost(&transfer.op);
+            unmatched.iter().for_each(|op| op.fail(error.clone()));
+            // The end of the peer may have come first and failed it.
+            if transfer.op.failure().as_ref() == Some(&error) {
+                state.note_told(&error);
+                return Err(error.into());
+            }
         }
         if answer {
             self.connection.kick(0);

@@ -103,3 +103,28 @@ fn a_waiter_whose_wait_timed_out_is_forgotten() {
     let left = peer.state().inbound.arrivals.len();
     assert!(left <= 1, "{left} waiters are left of 20 ended threads and one worker");
 }
+
+/// Regression: a receive that was posted while its peer ended was neither refused nor failed for a moment.
+#[test]
+fn a_receive_that_the_end_of_the_peer_has_taken_has_failed() {
+    for id in 0..2000 {
+        let inbound = Arc::new(Inbound::default());
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 8 });
+        let receive = Hold::new(Op::new(no_owner(), id, Task::Recv { tag: 0 }, pieces, None));
+        let shared = Arc::clone(&receive);
+        assert!(inbound.post(receive).is_empty());
+        let closing = inbound.clone();
+        let closer = thread::spawn(move || drop(closing.close(&Error::Closed)));
+        loop {
+            let Some(unposted) = inbound.unpost(&shared) else {
+                assert!(shared.failed(), "it is nowhere, and has not failed");
+                break;
+            };
+            if closer.is_finished() {
+                break;
+            }
+            assert!(inbound.post(unposted).is_empty());
+        }
+        closer.join().unwrap();
+    }
+}
