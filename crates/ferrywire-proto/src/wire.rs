@@ -172,6 +172,19 @@ impl Header {
         self.body_bytes() - if self.is_posted() { self.len as usize } else { 0 }
     }
 
+    /// The header of an eager message's frame whose bytes go to the receive with this sink: as if the message had been
+    /// announced.
+    pub fn for_sink(&self, key: u64) -> Header {
+        let flags = self.flags & FLAG_CRC | FLAG_SINK;
+        Header { kind: Kind::Data, flags, key, offset: 0, total: u64::from(self.len), ..*self }
+    }
+
+    /// The header of an eager message whose frame had the header [`for_sink`](Header::for_sink): the message has this
+    /// tag and number.
+    pub fn for_inbox(&self, tag: u64, number: u64) -> Header {
+        Header { kind: Kind::Send, flags: self.flags & FLAG_CRC, key: tag, offset: number, total: 0, ..*self }
+    }
+
     /// Encodes the header of the frame.
     #[inline]
     pub fn encode(&self) -> [u8; HEADER_BYTES] {

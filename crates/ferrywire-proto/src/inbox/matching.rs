@@ -1,9 +1,9 @@
 //! Matching messages and receives by tag, in the order in which the peer posted its sends.
 //!
 //! Each message has a number, and a message that arrives early waits for those before it. A short message
-//! arrives whole (eager) and is held until a receive matches it, charged to the peer's credit. Of a long
-//! message only an announcement arrives; once a receive matches it, its data is requested under that
-//! receive's key.
+//! (eager) comes with its bytes. If its receive is posted when its header comes, the bytes go there directly;
+//! else the message is held until a receive matches it, charged to the peer's credit. Of a long message only an
+//! announcement arrives; once a receive matches it, its data is requested under that receive's key.
 //!
 //! Invariants: messages and receives of one tag match in order; the peer's held messages are bounded by its
 //! credit and by the reorder limit.
@@ -52,7 +52,10 @@ pub(super) struct Matching<O> {
     /// counts as used.
     pub(super) early: BTreeMap<u64, Option<Arrived>>,
     pub(super) next_number: u64,
-    /// Credit in bytes that unmatched eager messages use.
+    /// Messages that had begun and whose receives have ended without them, by number, with their bytes: each comes
+    /// whole now.
+    pub(super) given_up: HashMap<u64, u64>,
+    /// Credit in bytes that unmatched eager messages use, and those that have begun or were given up.
     pub(super) eager_held: usize,
     /// Credit in bytes that was returned for messages which are held again. It is deducted from the next
     /// returns.
@@ -68,6 +71,7 @@ impl<O> Matching<O> {
             unexpected: HashMap::new(),
             announced_held: 0,
             early: BTreeMap::new(),
+            given_up: HashMap::new(),
             next_number: 0,
             eager_held: 0,
             credit_owed: 0,
@@ -81,7 +85,7 @@ impl<O: Operation> Matching<O> {
     /// Takes an eager message or an announcement that has arrived.
     pub fn message(&mut self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply<O>>, Refusal> {
         let cost = match header.kind {
-            Kind::Send => bytes.len() + limits::EAGER_OVERHEAD_BYTES,
+            Kind::Send => eager_cost(bytes.len()),
             _ => 0,
         };
         let (tag, number) = (header.key, header.offset);
@@ -90,10 +94,12 @@ impl<O: Operation> Matching<O> {
             _ if header.total == WITHDRAWN => None,
             _ => Some(Arrived::Announced { tag, number, transfer: header.transfer, total: header.total }),
         };
-        if arrived.is_none() && self.take_back(tag, number) {
+        let given_up = self.given_up.remove(&number);
+        self.eager_held -= given_up.map_or(0, |bytes| eager_cost(bytes as usize));
+        if arrived.is_none() && (given_up.is_some() || self.take_back(tag, number)) {
             return Ok(Vec::new());
         }
-        if number < self.next_number || self.early.contains_key(&number) {
+        if given_up.is_none() && (number < self.next_number || self.early.contains_key(&number)) {
             return Err(Refusal::Other);
         }
         // The message that is due is exempt from the reorder limit: it lets the waiting ones go.
@@ -118,12 +124,58 @@ impl<O: Operation> Matching<O> {
             }
             arrived => arrived,
         };
-        self.early.insert(number, arrived);
+        match arrived {
+            Some(arrived) if given_up.is_some() => self.arrive(arrived, &mut replies),
+            arrived => _ = self.early.insert(number, arrived),
+        }
+        self.let_early_go(&mut replies);
+        Ok(replies)
+    }
+
+    /// Matches messages that were early and whose turn it is.
+    fn let_early_go(&mut self, replies: &mut Vec<Reply<O>>) {
         while let Some(arrived) = self.early.remove(&self.next_number) {
             self.next_number += 1;
-            arrived.into_iter().for_each(|arrived| self.arrive(arrived, &mut replies));
+            arrived.into_iter().for_each(|arrived| self.arrive(arrived, replies));
         }
-        Ok(replies)
+    }
+
+    /// Matches an eager message whose bytes follow with the next receive of its tag, if the message is due, fits, and
+    /// `takes` is true of the receive. The message uses its credit until [`Matching::end_begun`].
+    pub fn begin(&mut self, header: &Header, takes: impl Fn(&O) -> bool) -> Option<(O, Vec<Reply<O>>)> {
+        let cost = eager_cost(header.len as usize);
+        let first = self.posted.get(&header.key)?.front()?;
+        if header.offset != self.next_number
+            || self.eager_held + cost > self.limits.eager_credit_bytes + self.credit_owed
+            || u64::from(header.len) > first.total()
+            || !takes(first)
+        {
+            return None;
+        }
+        let op = take_front(&mut self.posted, header.key)?;
+        let mut replies = Vec::new();
+        self.next_number += 1;
+        self.eager_held += cost;
+        self.let_early_go(&mut replies);
+        Some((op, replies))
+    }
+
+    /// Returns the credit of a message that has begun, and has ended.
+    pub fn end_begun(&mut self, bytes: u64) -> Vec<Reply<O>> {
+        let mut replies = Vec::new();
+        self.consume(eager_cost(bytes as usize), &mut replies);
+        replies
+    }
+
+    /// Notes that the receive of a message which has begun has ended without it. The message is for another receive once
+    /// it has arrived.
+    pub fn give_up_begun(&mut self, number: u64, bytes: u64) {
+        self.given_up.insert(number, bytes);
+    }
+
+    /// Frees the credit of a message that has begun, and whose sender has withdrawn it with its credit.
+    pub fn withdraw_begun(&mut self, bytes: u64) {
+        self.eager_held -= eager_cost(bytes as usize);
     }
 
     fn arrive(&mut self, arrived: Arrived, replies: &mut Vec<Reply<O>>) {
@@ -225,12 +277,14 @@ impl<O: Operation> Matching<O> {
         }
         self.unexpected.retain(|_, list| !list.is_empty());
         self.early.clear();
+        self.given_up.clear();
         ops
     }
 
     #[cfg(test)]
     pub fn check_idle(&self) {
-        assert!(self.posted.is_empty() && self.unexpected.is_empty() && self.early.is_empty());
+        assert!(self.posted.is_empty() && self.unexpected.is_empty());
+        assert!(self.early.is_empty() && self.given_up.is_empty());
         assert_eq!((self.announced_held, self.eager_held, self.credit_owed), (0, 0, 0));
     }
 
@@ -252,6 +306,11 @@ impl<O: Operation> Matching<O> {
         }
         number < self.next_number
     }
+}
+
+/// Credit that an eager message of `bytes` bytes costs.
+fn eager_cost(bytes: usize) -> usize {
+    bytes + limits::EAGER_OVERHEAD_BYTES
 }
 
 fn take_first<T>(map: &mut HashMap<u64, BTreeMap<u64, T>>, tag: u64) -> Option<T> {

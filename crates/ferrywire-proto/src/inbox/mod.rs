@@ -129,6 +129,38 @@ impl<O: Operation> Inbox<O> {
         self.messages.message(header, bytes)
     }
 
+    /// Matches an eager message when its header has come, if its receive is posted and `takes` is true of it. The bytes
+    /// that follow go to the receive's memory. Returns the receive and the consequences of the match. A message that is
+    /// not matched here goes to [`Inbox::message`] once it is complete.
+    ///
+    /// The caller has the receive until the message [ends](Inbox::end_begun), or [goes on](Inbox::give_up_begun) without
+    /// it. A message that breaks off with its connection keeps its receive: its sender sends it again, or
+    /// [withdraws](Inbox::withdraw_begun) it.
+    pub fn begin(&mut self, header: &Header, takes: impl Fn(&O) -> bool) -> Option<(O, Vec<Reply<O>>)> {
+        if self.closed { None } else { self.messages.begin(header, takes) }
+    }
+
+    /// The number of the first message that has neither arrived nor begun.
+    pub fn next_number(&self) -> u64 {
+        self.messages.next_number
+    }
+
+    /// Ends a message of `bytes` bytes that has begun, and is placed.
+    pub fn end_begun(&mut self, bytes: u64) -> Vec<Reply<O>> {
+        self.messages.end_begun(bytes)
+    }
+
+    /// Gives up a message that has begun, since its receive has ended without it. Once it is complete it goes to
+    /// [`Inbox::message`], and is for another receive.
+    pub fn give_up_begun(&mut self, number: u64, bytes: u64) {
+        self.messages.give_up_begun(number, bytes);
+    }
+
+    /// Withdraws a message of `bytes` bytes that has begun. [Post](Inbox::post_again) its receive again.
+    pub fn withdraw_begun(&mut self, bytes: u64) {
+        self.messages.withdraw_begun(bytes);
+    }
+
     /// Posts a receive, behind the others of its tag; returns the consequences.
     pub fn post(&mut self, op: O) -> Vec<Reply<O>> {
         self.messages.post(op, false)

@@ -22,6 +22,8 @@ const SHORT_READ_BYTES_MAX: u64 = 100;
 struct Sink {
     op: Model,
     target: Reassembly,
+    /// The number and the length of the eager message that has begun and comes here.
+    begun: Option<(u64, u64)>,
 }
 
 pub(super) struct End {
@@ -190,7 +192,7 @@ impl End {
             return self.release(op);
         }
         let posting = op.retain();
-        self.open_sink(op, posting.total());
+        self.open_sink(op, posting.total(), None);
         let (mut position, mut start, mut ranges) = (0, 0, Vec::new());
         for piece in posting.pieces().to_vec() {
             let mut done = 0;
@@ -247,9 +249,9 @@ impl End {
 
     // ---- sinks ----
 
-    fn open_sink(&mut self, op: Model, bytes: u64) {
+    fn open_sink(&mut self, op: Model, bytes: u64, begun: Option<(u64, u64)>) {
         let ranges: Vec<_> = op.pieces().iter().map(|piece| (piece.local, piece.len)).collect();
-        let sink = Sink { target: Reassembly::new(ranges, bytes), op };
+        let sink = Sink { target: Reassembly::new(ranges, bytes), op, begun };
         assert!(self.sinks.insert(sink.op.id(), sink).is_none(), "two sinks with one key");
     }
 
@@ -257,7 +259,12 @@ impl End {
         if !self.sinks.get(&key)?.target.close() {
             return None;
         }
-        self.sinks.remove(&key).map(|sink| sink.op)
+        let Sink { op, begun, .. } = self.sinks.remove(&key)?;
+        if let Some((number, bytes)) = begun {
+            self.disordered.insert(op.key());
+            self.inbox.give_up_begun(number, bytes);
+        }
+        Some(op)
     }
 
     fn end_sink(&mut self, facts: &Facts) {
@@ -274,6 +281,41 @@ impl End {
         }
     }
 
+    /// Handles the header of a message whose bytes follow. Returns the header of the frame that goes to its receive, if
+    /// that is known.
+    pub fn begin(&mut self, header: &Header) -> Option<Header> {
+        if header.kind != Kind::Send || header.len == 0 {
+            return None;
+        }
+        let key = match self.inbox.begin(header, |op| !op.0.is_unplaceable) {
+            Some((op, replies)) => {
+                let (key, bytes) = (op.id(), u64::from(header.len));
+                self.open_sink(op, bytes, Some((header.offset, bytes)));
+                self.reply(replies);
+                key
+            }
+            None => self.begun(header.offset)?,
+        };
+        Some(header.for_sink(key))
+    }
+
+    /// The key of the sink of a message that has begun.
+    fn begun(&self, number: u64) -> Option<u64> {
+        let is_it = |(_, sink): &(&u64, &Sink)| sink.begun.is_some_and(|(begun, _)| begun == number);
+        self.sinks.iter().find(is_it).map(|(key, _)| *key)
+    }
+
+    /// Handles the withdrawal of a message that may have begun.
+    fn withdrawn(&mut self, number: u64) {
+        let Some(sink) = self.begun(number).and_then(|key| self.sinks.remove(&key)) else { return };
+        assert!(sink.target.close(), "the sink of a message that is withdrawn is full");
+        let (_, bytes) = sink.begun.expect("it was found by its number");
+        self.disordered.insert(sink.op.key());
+        self.inbox.withdraw_begun(bytes);
+        let replies = self.inbox.post_again(sink.op);
+        self.reply(replies);
+    }
+
     // ---- frames ----
 
     /// Handles a complete frame.
@@ -284,6 +326,9 @@ impl End {
             Kind::Send | Kind::Announce => {
                 let replies = self.inbox.message(header, body.to_vec())?;
                 self.reply(replies);
+                if header.total == WITHDRAWN {
+                    self.withdrawn(header.offset);
+                }
                 Ok(())
             }
             Kind::Match => {
@@ -364,6 +409,10 @@ impl End {
         frame.0.count(len);
         if full {
             let sink = self.sinks.remove(&header.key).expect("it was here");
+            if let Some((_, bytes)) = sink.begun {
+                let replies = self.inbox.end_begun(bytes);
+                self.reply(replies);
+            }
             self.release(sink.op);
         } else if frame.verb() == Verb::Read {
             self.outbox.answered(read_of(&frame.0), frame.0.moved.get());
@@ -377,7 +426,7 @@ impl End {
         while let Some(reply) = replies.pop_front() {
             match reply {
                 Reply::Frame(header) => self.say(header),
-                Reply::Open { op, bytes } => self.open_sink(op, bytes),
+                Reply::Open { op, bytes } => self.open_sink(op, bytes, None),
                 Reply::Place(op, message) if op.0.is_unplaceable => {
                     op.0.fail("its memory was revoked");
                     self.disordered.insert(op.key());

@@ -15,7 +15,7 @@ mod plan;
 mod rng;
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::{BinaryHeap, HashSet, VecDeque};
 use std::rc::Rc;
 
 use crate::limits::{self, PeerLimits};
@@ -38,6 +38,10 @@ struct Settings {
     delays: Vec<u64>,
     /// Percentage of cases in which a socket takes a frame at once.
     socket_percent: u64,
+    /// Percentage of eager messages within which the connection is lost.
+    breaks_off_percent: u64,
+    /// Percentage of such messages whose memory is dropped then.
+    drops_percent: u64,
 }
 
 /// A frame in flight between the two ends.
@@ -147,6 +151,8 @@ struct Pair {
     again: [VecDeque<Again>; 2],
     /// Number of frames that were sent again.
     resent: u64,
+    /// Receiving end and tag of messages whose memory was dropped.
+    dropped: HashSet<(usize, u64)>,
 }
 
 impl Pair {
@@ -165,6 +171,7 @@ impl Pair {
             rng,
             settings,
             resent: 0,
+            dropped: HashSet::new(),
         }
     }
 
@@ -345,6 +352,12 @@ impl Pair {
         }
         self.acknowledged(end, channel, header.ack);
         assert_eq!(packet.placements.len(), header.placement_bytes());
+        let begun = self.ends[end].begin(&header);
+        if begun.is_some() && self.rng.percent(self.settings.breaks_off_percent) {
+            // The connection is lost within the message.
+            return self.close(end, channel);
+        }
+        let header = begun.unwrap_or(header);
         let result = self.ends[end].arrived(&header, &packet.placements, &packet.body);
         let side = &mut self.sides[end][channel];
         if let Err(refusal) = result {
@@ -400,6 +413,11 @@ impl Pair {
         let mut again = Vec::new();
         for (number, frame) in ours {
             if number >= *placed {
+                let is_eager = frame.header.kind == Kind::Send;
+                if is_eager && self.rng.percent(self.settings.drops_percent) {
+                    self.dropped.insert((1 - end, frame.header.key));
+                    frame.op.iter().for_each(|op| op.0.fail("its memory was dropped"));
+                }
                 again.push(frame);
                 continue;
             }

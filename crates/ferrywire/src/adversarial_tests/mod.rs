@@ -3,7 +3,7 @@
 //! Each test ends with a refusal, or with the loss of the channel or peer that misbehaved, for a reason that
 //! names the violation. [`Scene::unharmed`] then checks that nothing else changed: the memory around and
 //! outside the region, and the service to a good peer.
-//! Read next: `scene.rs` and `evil.rs`, then the tests: `frames.rs`, `floods.rs`, `control.rs`, `answering.rs`,
+//! Read next: `scene.rs` and `evil.rs`, then the tests: `frames.rs`, `messages.rs`, `floods.rs`, `control.rs`, `answering.rs`,
 //! `vanishing.rs`.
 
 mod answering;
@@ -11,6 +11,7 @@ mod control;
 mod evil;
 mod floods;
 mod frames;
+mod messages;
 mod scene;
 mod vanishing;
 

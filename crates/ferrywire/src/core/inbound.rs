@@ -27,13 +27,22 @@ mod tests;
 pub(crate) struct Sink {
     pub op: Hold,
     target: Reassembly,
+    /// The eager message that has begun, and comes here in one frame.
+    begun: Option<Begun>,
+}
+
+/// An eager message that a receive has matched when its header came.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Begun {
+    number: u64,
+    bytes: u64,
 }
 
 impl Sink {
     pub fn new(op: Hold, bytes: u64) -> Sink {
         let target =
             Reassembly::new(op.pieces.as_slice().iter().map(|piece| (piece.local, piece.len)), bytes);
-        Sink { op, target }
+        Sink { op, target, begun: None }
     }
 
     /// Appends the local memory for `len` bytes at `position` of the message.
@@ -58,6 +67,21 @@ impl Sink {
         self.target.is_closed()
     }
 
+    /// Takes the first bytes of a message that has begun out of its receive's memory, since the receive has ended without
+    /// it: the header of the frame as of any message, and a buffer for all of the message. `None` if the sink is not of
+    /// such a message.
+    pub fn take_out(&self, header: &Header, placed: usize) -> Option<(Header, Vec<u8>)> {
+        let begun = self.begun?;
+        let mut message = vec![0; header.len as usize];
+        let mut rest = message.get_mut(..placed)?;
+        for piece in self.op.pieces.as_slice() {
+            let (now, later) = rest.split_at_mut(rest.len().min(piece.len as usize));
+            self.op.memory.as_deref()?.read(piece.local, now).ok()?;
+            rest = later;
+        }
+        Some((header.for_inbox(self.op.key(), begun.number), message))
+    }
+
     fn fill(&self, bytes: u64) -> Result<bool, Refusal> {
         let full = self.target.fill(bytes)?;
         self.op.count(bytes);
@@ -77,6 +101,18 @@ impl Sinks {
     fn with(&self, key: u64) -> MutexGuard<'_, HashMap<u64, Arc<Sink>>> {
         let part = &self.0[key as usize % self.0.len()];
         part.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn insert(&self, sink: Sink) -> Arc<Sink> {
+        let sink = Arc::new(sink);
+        self.with(sink.op.id).insert(sink.op.id, sink.clone());
+        sink
+    }
+
+    /// The sink of the message with this number, if the message has begun.
+    fn begun(&self, number: u64) -> Option<Arc<Sink>> {
+        let is_it = |sink: &&Arc<Sink>| sink.begun.is_some_and(|begun| begun.number == number);
+        (0..self.0.len() as u64).find_map(|part| self.with(part).values().find(is_it).cloned())
     }
 
     fn take_all(&self) -> impl Iterator<Item = Arc<Sink>> + '_ {
@@ -107,8 +143,7 @@ impl Inbound {
 
     /// Creates a sink for `bytes` bytes of an operation. Its key is the operation's id.
     pub fn open_sink(&self, op: Hold, bytes: u64) {
-        let sink = Arc::new(Sink::new(op, bytes));
-        self.sinks.with(sink.op.id).insert(sink.op.id, sink);
+        self.sinks.insert(Sink::new(op, bytes));
     }
 
     fn remove_sink(&self, key: u64) -> Option<Arc<Sink>> {
@@ -118,9 +153,15 @@ impl Inbound {
     /// Closes a sink: no new bytes are placed into it, and frames that are not counted yet are refused.
     /// Returns `None` if all its data is counted: then [`Inbound::filled`] removes the sink.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
+        let begun = self.sinks.with(key).get(&key)?.begun;
+        // The message of a sink that is closed is known to come to the inbox.
+        let inbox = begun.map(|begun| (begun, self.lock()));
         let mut sinks = self.sinks.with(key);
         if !sinks.get(&key)?.target.close() {
             return None;
+        }
+        if let Some((Begun { number, bytes }, mut inbox)) = inbox {
+            inbox.give_up_begun(number, bytes);
         }
         sinks.remove(&key)
     }
@@ -191,6 +232,47 @@ impl Inbound {
     pub fn message(&self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply>, Refusal> {
         let mut inbox = self.lock();
         inbox.message(header, bytes).map(|replies| self.open_sinks(replies))
+    }
+
+    /// Matches an eager message whose header has come with its receive. Returns the sink of its bytes, and the actions
+    /// that the match causes; `None` if the message is to arrive whole first. A message that broke off with its
+    /// connection comes again to the sink that it had.
+    pub fn begin(&self, header: &Header) -> Option<(Arc<Sink>, Vec<Reply>)> {
+        let mut inbox = self.lock();
+        // Copies to a GPU may take long, and the frames behind would wait for them.
+        let takes = |op: &Hold| !op.on_gpu() && !op.memory.as_ref().is_some_and(|memory| memory.taken_back());
+        let Some((op, replies)) = inbox.begin(header, takes) else {
+            if header.offset >= inbox.next_number() {
+                return None;
+            }
+            drop(inbox);
+            let is_it = |sink: &Arc<Sink>| {
+                sink.op.key() == header.key
+                    && sink.begun.is_some_and(|begun| begun.bytes == u64::from(header.len))
+            };
+            return self.sinks.begun(header.offset).filter(is_it).map(|sink| (sink, Vec::new()));
+        };
+        let (number, bytes) = (header.offset, u64::from(header.len));
+        let sink = self.sinks.insert(Sink { begun: Some(Begun { number, bytes }), ..Sink::new(op, bytes) });
+        Some((sink, self.open_sinks(replies)))
+    }
+
+    /// Ends a message that has begun, if the sink is of one. Returns the actions that this causes.
+    pub fn end_begun(&self, sink: &Sink) -> Vec<Reply> {
+        sink.begun.map_or_else(Vec::new, |begun| self.lock().end_begun(begun.bytes))
+    }
+
+    /// Takes the sink of a message that has begun and was withdrawn by its sender.
+    pub fn take_withdrawn(&self, number: u64) -> Option<Arc<Sink>> {
+        let key = self.sinks.begun(number)?.op.id;
+        let mut inbox = self.lock();
+        let mut sinks = self.sinks.with(key);
+        if !sinks.get(&key)?.target.close() {
+            return None;
+        }
+        let sink = sinks.remove(&key)?;
+        sink.begun.iter().for_each(|begun| inbox.withdraw_begun(begun.bytes));
+        Some(sink)
     }
 
     /// Posts a receive. Returns the actions that a message it matches causes.

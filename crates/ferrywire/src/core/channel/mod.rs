@@ -198,8 +198,13 @@ impl Channel {
     /// discarded. Returns what may still write to that memory.
     pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> Touched {
         if self.receiver.landing.as_ref().is_some_and(&gone) {
-            let landing = self.receiver.break_off(Refusal::NoRegion);
-            self.payload.break_off(landing);
+            match self.receiver.take_out() {
+                Some(sink) => self.peer.end_without_message(&sink.op),
+                None => {
+                    let landing = self.receiver.break_off(Refusal::NoRegion);
+                    self.payload.break_off(landing);
+                }
+            }
         }
         let touched = self.payload.abandon(&gone);
         Touched { gpu: touched.gpu.or_else(|| self.peer.messages.touched(&gone)), ..touched }

@@ -14,11 +14,13 @@
 //! Read next: `../peer/replies.rs`, which handles complete frames without payload.
 
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::record_rest::RecordRest;
 use super::{Channel, PASS_BYTES, Workspace, broken};
+use crate::core::inbound::Sink;
 use crate::core::operation::Verb;
 use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Arrival;
@@ -219,16 +221,38 @@ impl Channel {
 
     /// Finds the target of the body, once header and placements are complete.
     fn land(&mut self) {
+        self.receiver.begin_body();
+        let begun = self.begin_message();
         let receiver = &mut self.receiver;
-        receiver.begin_body();
         let Receiver { header, placements, body, landing, .. } = receiver;
-        if header.kind != Kind::Data {
-            return body.expect_message(header.len as usize);
-        }
-        match find_target(&self.peer, header, placements, &mut body.pieces, landing.take()) {
+        let target = match begun {
+            Some(landing) => Ok(landing),
+            None if header.kind != Kind::Data => return body.expect_message(header.len as usize),
+            None => find_target(&self.peer, header, placements, &mut body.pieces, landing.take()),
+        };
+        match target {
             Ok(landing) => self.payload.land(receiver, landing, &self.counters),
             Err(refusal) => receiver.refuse(refusal),
         }
+    }
+
+    /// Matches an eager message with its receive, so that its bytes go there at once. The frame is then like that of a
+    /// message which was announced.
+    fn begin_message(&mut self) -> Option<Landing> {
+        let Receiver { header, body, .. } = &mut self.receiver;
+        // A lane does not bring these bytes, and may not reach the receive's memory.
+        if header.kind != Kind::Send || header.len == 0 || self.payload.lane().is_some() {
+            return None;
+        }
+        let (sink, replies) = self.peer.inbound.begin(header)?;
+        self.peer.reply(replies);
+        if sink.locate(0, u64::from(header.len), &mut body.pieces).is_err() {
+            body.pieces.clear();
+            self.peer.end_without_message(&sink.op);
+            return None;
+        }
+        *header = header.for_sink(sink.op.id);
+        Some(Landing::Sink { sink })
     }
 
     /// Completes a frame whose bytes in the stream have all arrived, and counts it unless its payload is
@@ -296,9 +320,14 @@ impl Channel {
             }
             match peer.inbound.filled(sink, u64::from(header.len)) {
                 Ok(false) if sink.op.verb() == Verb::Read => peer.note_answered(&sink.op),
-                Ok(_) => {}
-                // The receive or read ended before this frame: the refusal reports it to the sender.
-                Err(Refusal::NoSink) => return Err(Refusal::NoSink),
+                Ok(true) => peer.reply(peer.inbound.end_begun(sink)),
+                Ok(false) => {}
+                // The receive or read ended before this frame.
+                Err(Refusal::NoSink) => match sink.take_out(header, header.len as usize) {
+                    Some((header, message)) => return peer.arrived(&header, &[], message),
+                    // The refusal reports it to the sender.
+                    None => return Err(Refusal::NoSink),
+                },
                 Err(refusal) => {
                     let why = format!("the peer sent more bytes of a {} than announced", sink.op.verb());
                     sink.op.fail(Error::ProtocolViolation { peer: peer.info.name.clone(), why });
@@ -408,6 +437,20 @@ impl Receiver {
         self.landing.take()
     }
 
+    /// Receives the rest of a message that has begun into a buffer, and returns the receive that had it; `None` if the
+    /// frame is of something else.
+    pub fn take_out(&mut self) -> Option<Arc<Sink>> {
+        let Some(Landing::Sink { sink }) = &self.landing else { return None };
+        let placed = self.header.len as usize - self.body.left();
+        let (header, message) = sink.take_out(&self.header, placed)?;
+        self.header = header;
+        self.body.go_on_in(message, placed);
+        match self.landing.take() {
+            Some(Landing::Sink { sink }) => Some(sink),
+            _ => None,
+        }
+    }
+
     /// Takes the message of a complete frame; empty if the frame has none.
     fn take_message(&mut self) -> Vec<u8> {
         if self.header.notify > 0 || self.header.kind != Kind::Data {
@@ -461,11 +504,9 @@ fn find_target(
     last: Option<Landing>,
 ) -> Result<Landing, Refusal> {
     if header.flags & wire::FLAG_SINK != 0 {
-        let landing = Landing::Sink { sink: peer.inbound.sink(header.key)? };
-        if let Landing::Sink { sink } = &landing {
-            sink.locate(header.offset, u64::from(header.len), pieces)?;
-        }
-        return Ok(landing);
+        let sink = peer.inbound.sink(header.key)?;
+        sink.locate(header.offset, u64::from(header.len), pieces)?;
+        return Ok(Landing::Sink { sink });
     }
     let landing = match last {
         Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
@@ -551,6 +592,15 @@ impl Body {
         if len > 0 {
             self.pieces.push(IoVec::new(self.message.as_mut_ptr(), len));
         }
+    }
+
+    /// Receives the rest of the body into `message`, behind its first `placed` bytes.
+    pub fn go_on_in(&mut self, message: Vec<u8>, placed: usize) {
+        self.message = message;
+        self.pieces.clear();
+        self.next = 0;
+        let rest = &mut self.message[placed..];
+        self.pieces.push(IoVec::new(rest.as_mut_ptr(), rest.len()));
     }
 
     /// Starts a part whose bytes go to `piece`. `message` is the length of the message behind the last part.

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use super::serving::Request;
 use super::state::PeerState;
-use crate::core::inbound::{Reply, place as place_message};
+use crate::core::inbound::{Reply, Sink, place as place_message};
 use crate::core::operation::{Op, Task, Verb};
 use crate::core::queue::WITHDRAWN;
 use crate::error::Error;
@@ -36,6 +36,9 @@ impl PeerState {
             Kind::Send | Kind::Announce => {
                 let replies = self.inbound.message(header, message)?;
                 self.reply(replies);
+                if header.total == WITHDRAWN {
+                    self.message_withdrawn(header.offset);
+                }
                 Ok(())
             }
             Kind::Match => {
@@ -135,21 +138,22 @@ impl PeerState {
             .for_each(|first| first.staging.message_bytes.store(bytes, Ordering::Relaxed));
     }
 
+    /// Posts the receive of a message again that had begun and broke off, since its sender cannot send it once more.
+    fn message_withdrawn(&self, number: u64) {
+        let Some(sink) = self.inbound.take_withdrawn(number) else { return };
+        self.post_again(sink);
+    }
+
     /// Handles the peer's refusal of an announced send, or of a send that a receive here has matched.
     pub(super) fn peer_refused(&self, header: &Header) {
         let refusal = Refusal::parse(header.key as u8);
         if let Some(op) = self.queue.withdraw(header.transfer) {
             self.refused(&op, refusal);
         } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
-            let is_untouched = Arc::strong_count(&sink) == 1 && sink.op.is_untouched();
+            let is_untouched = is_untouched(&sink);
             if refusal == Refusal::NoSink && sink.op.verb() == Verb::Recv && is_untouched {
                 // The send was withdrawn before a byte was sent: the receive matches the next message.
-                let op = sink.op.clone();
-                // Drop the sink first. The next message may be matched and withdrawn at once, and must find
-                // the receive untouched.
-                drop(sink);
-                let replies = self.inbound.post_again(op);
-                return self.reply(replies);
+                return self.post_again(sink);
             }
             if sink.op.memory.as_ref().is_some_and(|memory| memory.taken_back()) {
                 // This end refused the bytes first; the peer's refusal is only its answer.
@@ -165,6 +169,16 @@ impl PeerState {
             sink.op.fail(Error::AccessRefused { peer: self.info.name.clone(), why });
             self.stop_asking(&sink.op);
         }
+    }
+
+    /// Posts the receive of a sink again that was taken and is untouched.
+    fn post_again(&self, sink: Arc<Sink>) {
+        let op = sink.op.clone();
+        // Drop the sink first. The next message may be matched and withdrawn at once, and must find the receive
+        // untouched.
+        drop(sink);
+        let replies = self.inbound.post_again(op);
+        self.reply(replies);
     }
 
     /// Tells the peer that an operation of this end failed, so that the peer does not wait for the
@@ -193,6 +207,11 @@ impl PeerState {
             self.queue.push_own(header);
         }
     }
+}
+
+/// Whether nothing of a sink that was taken is placed, or will be.
+fn is_untouched(sink: &Arc<Sink>) -> bool {
+    Arc::strong_count(sink) == 1 && sink.op.is_untouched()
 }
 
 impl PeerState {

@@ -545,6 +545,14 @@ impl PeerState {
         self.stop_asking(op);
     }
 
+    /// Ends a receive without the message that has begun to arrive: its memory is to be released.
+    pub fn end_without_message(&self, op: &Arc<Op>) {
+        if op.memory.as_ref().is_some_and(|memory| memory.taken_back()) {
+            op.fail(Error::invalid("region", "the region was deregistered before the message came"));
+        }
+        self.end_sink(op);
+    }
+
     /// Marks the peer as lost for the reason `error`. New operations are refused, and operations that end
     /// later fail with it. The peer's channels may still be open.
     pub fn doom(&self, error: Error) {

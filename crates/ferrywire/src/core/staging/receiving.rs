@@ -298,9 +298,14 @@ impl Receiving {
                 (Some(copy), _) => touched = Some(copy.lane),
                 // The bytes are placed, and the operation waits for the frame to be counted.
                 (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
-                (None, Landing::Sink { .. }) => {
-                    // The operation does not have these bytes, so they must not be acknowledged.
-                    frame.arrival.refusal.get_or_insert(Refusal::NoSink);
+                (None, Landing::Sink { sink }) => {
+                    // The operation does not have these bytes.
+                    match sink.take_out(&frame.arrival.header, frame.arrival.header.len as usize) {
+                        Some((header, message)) => {
+                            (frame.arrival.header, frame.arrival.message) = (header, message);
+                        }
+                        None => _ = frame.arrival.refusal.get_or_insert(Refusal::NoSink),
+                    }
                     frame.arrival.landing = None;
                 }
                 // The bytes of this write were placed before the region was released.

@@ -1,0 +1,135 @@
+//! Short messages that stop half-way, or come again: their receives are filled while they arrive.
+
+use super::evil::{Evil, evil_config};
+use super::scene::{BEFORE, Scene};
+use super::{LIMIT, eventually};
+use crate::{Region, Transfer, TransferError};
+use ferrywire_proto::handshake::Config;
+use ferrywire_proto::wire::{Header, Kind, Refusal, WITHDRAWN};
+use std::io::Write;
+use std::net::Shutdown;
+
+const TAG: u64 = 5;
+const BYTES: usize = 100;
+/// Bytes that come before the message stops.
+const FIRST: usize = 40;
+
+fn message(number: u64, bytes: usize) -> Header {
+    Header { key: TAG, offset: number, len: bytes as u32, ..Header::new(Kind::Send) }
+}
+
+fn whole() -> Vec<u8> {
+    (1..=BYTES as u8).collect()
+}
+
+fn contents(region: &Region) -> Vec<u8> {
+    let mut bytes = vec![0; BYTES];
+    region.read_at(0, &mut bytes).unwrap();
+    bytes
+}
+
+/// A receive of the victim with a message of which the first bytes have come, over the first of two channels.
+struct Begun {
+    evil: Evil,
+    target: Region,
+    received: Transfer,
+}
+
+impl Begun {
+    fn new(scene: &Scene) -> Begun {
+        let mut evil = Evil::with(scene, Config { channels: 2, ..evil_config() });
+        let target = scene.victim.register(vec![BEFORE; BYTES]).unwrap();
+        let received = evil.here.recv(TAG, &target, 0, BYTES as u64).unwrap();
+        evil.send(message(0, BYTES), &whole()[..FIRST]);
+        eventually("the message begins", || contents(&target)[..FIRST] == whole()[..FIRST]);
+        Begun { evil, target, received }
+    }
+
+    fn loses_its_connection(&mut self) {
+        self.evil.data[0].stream.shutdown(Shutdown::Both).unwrap();
+        self.evil.channel_lost_for("closed");
+    }
+
+    /// The rest of the message comes, and the next receive gets it whole.
+    fn passes_to_the_next(mut self, scene: &Scene) {
+        self.evil.data[0].stream.write_all(&whole()[FIRST..]).unwrap();
+        let next = scene.victim.alloc_host(BYTES).unwrap();
+        assert_eq!(self.evil.here.recv(TAG, &next, 0, BYTES as u64).unwrap().wait(LIMIT), Ok(BYTES as u64));
+        assert_eq!(contents(&next), whole());
+        assert_eq!(self.evil.data[0].answers(), []);
+    }
+}
+
+#[test]
+fn a_message_whose_receive_is_cancelled_while_it_arrives_passes_to_the_next() {
+    let scene = Scene::new();
+    let begun = Begun::new(&scene);
+    begun.received.cancel();
+    assert_eq!(begun.received.wait(LIMIT), Err(TransferError::Cancelled));
+    let (target, before) = (begun.target.clone(), contents(&begun.target));
+    begun.passes_to_the_next(&scene);
+    assert_eq!(contents(&target), before, "the memory of the cancelled receive");
+    assert_eq!(before[FIRST..], [BEFORE; BYTES - FIRST]);
+    scene.unharmed();
+}
+
+#[test]
+fn a_message_whose_receive_loses_its_memory_while_it_arrives_passes_to_the_next() {
+    let scene = Scene::new();
+    let begun = Begun::new(&scene);
+    begun.target.clone().deregister().unwrap();
+    let error = begun.received.wait(LIMIT).unwrap_err();
+    assert!(error.to_string().contains("deregistered"), "{error}");
+    begun.passes_to_the_next(&scene);
+    scene.unharmed();
+}
+
+#[test]
+fn a_message_that_lost_its_connection_comes_again_to_its_receive() {
+    let scene = Scene::new();
+    let mut begun = Begun::new(&scene);
+    begun.loses_its_connection();
+    let behind = begun.evil.here.recv(TAG, &begun.target, 0, BYTES as u64).unwrap();
+    let data = &mut begun.evil.data[1];
+    // Only the same message may come again.
+    data.send(message(0, BYTES - 1), &whole()[1..]);
+    data.send(Header { key: TAG + 1, ..message(0, BYTES) }, &whole());
+    data.send(message(0, BYTES), &whole());
+    data.send(message(0, BYTES), &whole());
+    assert_eq!(data.answers(), [0, 1, 3].map(|number| (number, Refusal::Other)));
+    assert_eq!(begun.received.wait(LIMIT), Ok(BYTES as u64));
+    assert_eq!(contents(&begun.target), whole());
+    data.send(message(1, BYTES), &whole());
+    assert_eq!(behind.wait(LIMIT), Ok(BYTES as u64));
+    scene.unharmed();
+}
+
+#[test]
+fn a_message_that_lost_its_connection_and_its_receive_comes_again_to_the_next() {
+    let scene = Scene::new();
+    let mut begun = Begun::new(&scene);
+    begun.loses_its_connection();
+    begun.received.cancel();
+    assert_eq!(begun.received.wait(LIMIT), Err(TransferError::Cancelled));
+    let next = scene.victim.alloc_host(BYTES).unwrap();
+    let received = begun.evil.here.recv(TAG, &next, 0, BYTES as u64).unwrap();
+    begun.evil.data[1].send(message(0, BYTES), &whole());
+    assert_eq!(received.wait(LIMIT), Ok(BYTES as u64));
+    assert_eq!(contents(&next), whole());
+    assert_eq!(begun.evil.data[1].answers(), []);
+    scene.unharmed();
+}
+
+#[test]
+fn a_receive_whose_message_is_withdrawn_after_it_began_gets_the_next_message() {
+    let scene = Scene::new();
+    let mut begun = Begun::new(&scene);
+    begun.loses_its_connection();
+    let data = &mut begun.evil.data[1];
+    data.send(Header { key: TAG, offset: 0, total: WITHDRAWN, ..Header::new(Kind::Announce) }, &[]);
+    data.send(message(1, 3), &[7, 8, 9]);
+    assert_eq!(begun.received.wait(LIMIT), Ok(3));
+    assert_eq!(contents(&begun.target)[..3], [7, 8, 9]);
+    assert_eq!(data.answers(), []);
+    scene.unharmed();
+}
