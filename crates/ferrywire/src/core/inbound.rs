@@ -1,8 +1,8 @@
 //! Data that a peer sends outside regions: its inbox, the sinks of operations that wait for data, and the
 //! threads that wait for notifications.
 //!
-//! A receive that has been matched with a large message, and a read, has a *sink*: a target that exists until
-//! it is full. The inbox of `ferrywire-proto` matches receives and messages. This file adds the lock, and
+//! A receive that has been matched with a message whose bytes still come, and a read, has a *sink*: a target that
+//! exists until it is full. The inbox of `ferrywire-proto` matches receives and messages. This file adds the lock, and
 //! opens the sinks before the lock is released.
 //!
 //! Invariant: under every lock that another thread can take, an operation that waits for data is in the inbox
