@@ -1,9 +1,10 @@
-//! Short messages that stop half-way, or come again: their receives are filled while they arrive.
+//! Short messages that stop half-way, or come again, and copies of short messages to a GPU that outlive the channels.
 
 use super::evil::{Evil, evil_config};
 use super::scene::{BEFORE, Scene};
 use super::{LIMIT, eventually};
 use crate::{Region, Transfer, TransferError};
+use ferrywire_memory::sim::SimGpu;
 use ferrywire_proto::handshake::Config;
 use ferrywire_proto::wire::{Header, Kind, Refusal, WITHDRAWN};
 use std::io::Write;
@@ -131,5 +132,28 @@ fn a_receive_whose_message_is_withdrawn_after_it_began_gets_the_next_message() {
     assert_eq!(begun.received.wait(LIMIT), Ok(3));
     assert_eq!(contents(&begun.target)[..3], [7, 8, 9]);
     assert_eq!(data.answers(), []);
+    scene.unharmed();
+}
+
+/// Regression: the workers poll such copies for the peer's channels.
+#[test]
+fn a_message_is_placed_on_a_gpu_though_its_peer_has_no_channel_left() {
+    // No other test's.
+    const GPU: u32 = 9;
+    let scene = Scene::new();
+    let gpu = SimGpu::open(GPU).unwrap();
+    let target = scene.victim.alloc_sim(GPU, BYTES).unwrap();
+    let mut evil = Evil::new(&scene);
+    evil.send(message(0, BYTES), &whole());
+    assert_eq!(evil.data[0].answers(), []);
+    gpu.set_stall(true);
+    let received = evil.here.recv(TAG, &target, 0, BYTES as u64).unwrap();
+    evil.data[0].stream.shutdown(Shutdown::Both).unwrap();
+    evil.channel_lost_for("closed");
+    assert_eq!(received.poll(), None);
+    gpu.set_stall(false);
+    assert_eq!(received.wait(LIMIT), Ok(BYTES as u64));
+    assert_eq!(evil.here.error(), None);
+    assert_eq!(contents(&target), whole());
     scene.unharmed();
 }

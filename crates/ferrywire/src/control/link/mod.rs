@@ -307,6 +307,10 @@ impl Link {
     pub fn poll(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = self.read(now);
         worked |= self.advance_lanes(context, now);
+        if !self.open_channels() {
+            // Without a channel, no worker polls the copies of short messages.
+            worked |= self.peer.end_placed();
+        }
         self.check_session(now);
         self.settle(now);
         self.check_closing(now);

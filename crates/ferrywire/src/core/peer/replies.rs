@@ -79,12 +79,19 @@ impl PeerState {
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
-                // This thread must not wait for the GPU.
+                // Several such messages are copied at once, and a thread that moves data must not wait for the GPU. Without a
+                // channel nothing would poll the copies.
                 Reply::Place(op, message)
-                    if deferred_free::moves() && op.on_gpu() && !message.bytes.is_empty() =>
+                    if op.on_gpu()
+                        && !message.bytes.is_empty()
+                        && (deferred_free::moves() || self.live_channels() > 0) =>
                 {
+                    let polled = self.messages.any();
                     self.messages.add(op, message);
                     self.count_messages();
+                    if !polled {
+                        self.home().rouse();
+                    }
                 }
                 Reply::Place(op, message) => {
                     if !place_message(&message, &op) {
