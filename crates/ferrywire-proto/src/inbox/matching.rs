@@ -42,6 +42,13 @@ impl Arrived {
 }
 
 #[derive(Debug)]
+struct GivenUp {
+    tag: u64,
+    /// Credit in bytes that the message uses.
+    cost: usize,
+}
+
+#[derive(Debug)]
 pub(super) struct Matching<O> {
     /// Posted receives by tag, in the order of posting.
     posted: HashMap<u64, VecDeque<O>>,
@@ -52,9 +59,9 @@ pub(super) struct Matching<O> {
     /// counts as used.
     pub(super) early: BTreeMap<u64, Option<Arrived>>,
     pub(super) next_number: u64,
-    /// Messages that had begun and whose receives have ended without them, by number, with their bytes: each comes
-    /// whole now.
-    pub(super) given_up: HashMap<u64, u64>,
+    /// Messages that had begun and whose receives have ended without them, by number. Each comes whole, and later ones of
+    /// its tag wait for it.
+    given_up: BTreeMap<u64, GivenUp>,
     /// Credit in bytes that unmatched eager messages use, and those that have begun or were given up.
     pub(super) eager_held: usize,
     /// Credit in bytes that was returned for messages which are held again. It is deducted from the next
@@ -71,7 +78,7 @@ impl<O> Matching<O> {
             unexpected: HashMap::new(),
             announced_held: 0,
             early: BTreeMap::new(),
-            given_up: HashMap::new(),
+            given_up: BTreeMap::new(),
             next_number: 0,
             eager_held: 0,
             credit_owed: 0,
@@ -94,12 +101,13 @@ impl<O: Operation> Matching<O> {
             _ if header.total == WITHDRAWN => None,
             _ => Some(Arrived::Announced { tag, number, transfer: header.transfer, total: header.total }),
         };
-        let given_up = self.given_up.remove(&number);
-        self.eager_held -= given_up.map_or(0, |bytes| eager_cost(bytes as usize));
-        if arrived.is_none() && (given_up.is_some() || self.take_back(tag, number)) {
+        if self.given_up.get(&number).is_some_and(|each| each.tag == tag) {
+            return Ok(self.complete(number, arrived, cost));
+        }
+        if arrived.is_none() && self.take_back(tag, number) {
             return Ok(Vec::new());
         }
-        if given_up.is_none() && (number < self.next_number || self.early.contains_key(&number)) {
+        if number < self.next_number || self.early.contains_key(&number) {
             return Err(Refusal::Other);
         }
         // The message that is due is exempt from the reorder limit: it lets the waiting ones go.
@@ -124,10 +132,7 @@ impl<O: Operation> Matching<O> {
             }
             arrived => arrived,
         };
-        match arrived {
-            Some(arrived) if given_up.is_some() => self.arrive(arrived, &mut replies),
-            arrived => _ = self.early.insert(number, arrived),
-        }
+        self.early.insert(number, arrived);
         self.let_early_go(&mut replies);
         Ok(replies)
     }
@@ -146,6 +151,7 @@ impl<O: Operation> Matching<O> {
         let cost = eager_cost(header.len as usize);
         let first = self.posted.get(&header.key)?.front()?;
         if header.offset != self.next_number
+            || self.is_held_up(header.key, header.offset)
             || self.eager_held + cost > self.limits.eager_credit_bytes + self.credit_owed
             || u64::from(header.len) > first.total()
             || !takes(first)
@@ -169,8 +175,49 @@ impl<O: Operation> Matching<O> {
 
     /// Notes that the receive of a message which has begun has ended without it. The message is for another receive once
     /// it has arrived.
-    pub fn give_up_begun(&mut self, number: u64, bytes: u64) {
-        self.given_up.insert(number, bytes);
+    pub fn give_up_begun(&mut self, number: u64, tag: u64, bytes: u64) {
+        self.given_up.insert(number, GivenUp { tag, cost: eager_cost(bytes as usize) });
+    }
+
+    /// Forgets a message that was given up, and does not come.
+    pub fn forget_given_up(&mut self, number: u64) -> Vec<Reply<O>> {
+        self.complete(number, None, 0)
+    }
+
+    /// Takes a message that was given up: it has arrived whole, or does not come (`None`). Later ones of its tag no longer
+    /// wait for it.
+    fn complete(&mut self, number: u64, arrived: Option<Arrived>, cost: usize) -> Vec<Reply<O>> {
+        let mut replies = Vec::new();
+        let Some(GivenUp { tag, cost: held }) = self.given_up.remove(&number) else { return replies };
+        self.eager_held -= held;
+        // Only the message that has begun may come.
+        if let Some(arrived) = arrived.filter(|arrived| !arrived.is_announced() && cost == held) {
+            self.eager_held += cost;
+            self.arrive(arrived, &mut replies);
+        }
+        while self.posted.contains_key(&tag)
+            && let Some(arrived) = self.take_unexpected(tag)
+            && let Some(op) = take_front(&mut self.posted, tag)
+        {
+            self.meet(op, arrived, &mut replies);
+        }
+        replies
+    }
+
+    /// Whether a message of this tag that was given up comes before this number.
+    fn is_held_up(&self, tag: u64, number: u64) -> bool {
+        self.given_up.range(..number).any(|(_, each)| each.tag == tag)
+    }
+
+    /// Takes the first unmatched message of a tag, if it need not wait for one that was given up.
+    fn take_unexpected(&mut self, tag: u64) -> Option<Arrived> {
+        let number = *self.unexpected.get(&tag)?.first_key_value()?.0;
+        if self.is_held_up(tag, number) {
+            return None;
+        }
+        let arrived = take_first(&mut self.unexpected, tag)?;
+        self.announced_held -= usize::from(arrived.is_announced());
+        Some(arrived)
     }
 
     /// Frees the credit of a message that has begun, and whose sender has withdrawn it with its credit.
@@ -180,7 +227,11 @@ impl<O: Operation> Matching<O> {
 
     fn arrive(&mut self, arrived: Arrived, replies: &mut Vec<Reply<O>>) {
         let tag = arrived.tag();
-        match take_front(&mut self.posted, tag) {
+        let op = match self.is_held_up(tag, arrived.number()) {
+            true => None,
+            false => take_front(&mut self.posted, tag),
+        };
+        match op {
             Some(op) => self.meet(op, arrived, replies),
             None => {
                 self.announced_held += usize::from(arrived.is_announced());
@@ -192,11 +243,8 @@ impl<O: Operation> Matching<O> {
     /// Posts a receive behind the others of its tag, or ahead of them with `first`.
     pub fn post(&mut self, op: O, first: bool) -> Vec<Reply<O>> {
         let mut replies = Vec::new();
-        match take_first(&mut self.unexpected, op.key()) {
-            Some(arrived) => {
-                self.announced_held -= usize::from(arrived.is_announced());
-                self.meet(op, arrived, &mut replies);
-            }
+        match self.take_unexpected(op.key()) {
+            Some(arrived) => self.meet(op, arrived, &mut replies),
             None => {
                 let posted = self.posted.entry(op.key()).or_default();
                 if first { posted.push_front(op) } else { posted.push_back(op) }

@@ -151,9 +151,14 @@ impl<O: Operation> Inbox<O> {
     }
 
     /// Gives up a message that has begun, since its receive has ended without it. Once it is complete it goes to
-    /// [`Inbox::message`], and is for another receive.
-    pub fn give_up_begun(&mut self, number: u64, bytes: u64) {
-        self.messages.give_up_begun(number, bytes);
+    /// [`Inbox::message`], and is for the next receive.
+    pub fn give_up_begun(&mut self, number: u64, tag: u64, bytes: u64) {
+        self.messages.give_up_begun(number, tag, bytes);
+    }
+
+    /// Forgets a message that was given up, and that cannot be had any more.
+    pub fn forget_given_up(&mut self, number: u64) -> Vec<Reply<O>> {
+        self.messages.forget_given_up(number)
     }
 
     /// Withdraws a message of `bytes` bytes that has begun. [Post](Inbox::post_again) its receive again.

@@ -261,8 +261,7 @@ impl End {
         }
         let Sink { op, begun, .. } = self.sinks.remove(&key)?;
         if let Some((number, bytes)) = begun {
-            self.disordered.insert(op.key());
-            self.inbox.give_up_begun(number, bytes);
+            self.inbox.give_up_begun(number, op.key(), bytes);
         }
         Some(op)
     }

@@ -1,12 +1,12 @@
 //! Short messages that stop half-way, or come again, and copies of short messages to a GPU that outlive the channels.
 
-use super::evil::{Evil, evil_config};
+use super::evil::{Evil, data, evil_config};
 use super::scene::{BEFORE, Scene};
 use super::{LIMIT, eventually};
 use crate::{Region, Transfer, TransferError};
 use ferrywire_memory::sim::SimGpu;
 use ferrywire_proto::handshake::Config;
-use ferrywire_proto::wire::{Header, Kind, Refusal, WITHDRAWN};
+use ferrywire_proto::wire::{FLAG_SINK, Header, Kind, Refusal, WITHDRAWN};
 use std::io::Write;
 use std::net::Shutdown;
 
@@ -155,5 +155,45 @@ fn a_message_is_placed_on_a_gpu_though_its_peer_has_no_channel_left() {
     assert_eq!(received.wait(LIMIT), Ok(BYTES as u64));
     assert_eq!(evil.here.error(), None);
     assert_eq!(contents(&target), whole());
+    scene.unharmed();
+}
+
+/// The next receive got the message behind, which had come whole.
+#[test]
+fn messages_behind_one_whose_receive_was_cancelled_wait_for_it() {
+    let scene = Scene::new();
+    let mut begun = Begun::new(&scene);
+    begun.received.cancel();
+    assert_eq!(begun.received.wait(LIMIT), Err(TransferError::Cancelled));
+    let targets = [(); 2].map(|()| scene.victim.alloc_host(BYTES).unwrap());
+    let receive = |target| begun.evil.here.recv(TAG, target, 0, BYTES as u64).unwrap();
+    let first = receive(&targets[0]);
+    begun.evil.data[1].send(message(1, 1), &[7]);
+    begun.evil.data[1].send(Header { key: TAG + 1, ..message(2, 1) }, &[8]);
+    assert_eq!(begun.evil.data[1].answers(), []);
+    let other = scene.victim.alloc_host(1).unwrap();
+    assert_eq!(begun.evil.here.recv(TAG + 1, &other, 0, 1).unwrap().wait(LIMIT), Ok(1), "of another tag");
+    let second = receive(&targets[1]);
+    begun.evil.data[0].stream.write_all(&whole()[FIRST..]).unwrap();
+    assert_eq!((first.wait(LIMIT), second.wait(LIMIT)), (Ok(BYTES as u64), Ok(1)));
+    assert_eq!(contents(&targets[0]), whole());
+    assert_eq!(contents(&targets[1])[0], 7);
+    scene.unharmed();
+}
+
+#[test]
+fn a_frame_for_the_sink_of_a_message_that_arrives_is_not_taken_for_the_message() {
+    let scene = Scene::new();
+    let mut begun = Begun::new(&scene);
+    let sink = (0..1000).find(|key| {
+        begun.evil.data[1].send(Header { flags: FLAG_SINK, ..data(*key, 1, 0) }, &[]);
+        begun.evil.data[1].answers().last().is_none_or(|(number, _)| u64::from(*number) != *key)
+    });
+    // A frame with a notification, of which only the header comes.
+    let header = Header { flags: FLAG_SINK, notify: 8, ..data(sink.unwrap(), 1, 10) };
+    begun.evil.data[1].send(header, &[1; 4]);
+    begun.received.cancel();
+    assert_eq!(begun.received.wait(LIMIT), Err(TransferError::Cancelled));
+    begun.passes_to_the_next(&scene);
     scene.unharmed();
 }

@@ -62,21 +62,31 @@ impl Sink {
         Ok(())
     }
 
+    /// Whether the sink is of an eager message that has begun.
+    pub fn has_begun(&self) -> bool {
+        self.begun.is_some()
+    }
+
     /// Whether the operation ended before its data arrived, so that nothing more may be placed.
     pub fn closed(&self) -> bool {
         self.target.is_closed()
     }
 
-    /// Takes the first bytes of a message that has begun out of its receive's memory, since the receive has ended without
-    /// it: the header of the frame as of any message, and a buffer for all of the message. `None` if the sink is not of
-    /// such a message.
-    pub fn take_out(&self, header: &Header, placed: usize) -> Option<(Header, Vec<u8>)> {
-        let begun = self.begun?;
+    /// Takes the bytes of a message that has begun out of its receive's memory, since the receive has ended without it:
+    /// the header of the frame as of any message, and a buffer with all but the last `left` bytes. `None` if the frame
+    /// is not of such a message, or the memory is the user's again.
+    pub fn take_out(&self, header: &Header, left: usize) -> Option<(Header, Vec<u8>)> {
+        let is_its =
+            |begun: &Begun| begun.bytes == u64::from(header.len) && header.offset == 0 && header.notify == 0;
+        let (begun, memory) = (self.begun.filter(is_its)?, self.op.memory.as_deref()?);
+        if memory.is_gone() {
+            return None;
+        }
         let mut message = vec![0; header.len as usize];
-        let mut rest = message.get_mut(..placed)?;
+        let mut rest = message.get_mut(..(header.len as usize).checked_sub(left)?)?;
         for piece in self.op.pieces.as_slice() {
             let (now, later) = rest.split_at_mut(rest.len().min(piece.len as usize));
-            self.op.memory.as_deref()?.read(piece.local, now).ok()?;
+            memory.read(piece.local, now).ok()?;
             rest = later;
         }
         Some((header.for_inbox(self.op.key(), begun.number), message))
@@ -153,15 +163,15 @@ impl Inbound {
     /// Closes a sink: no new bytes are placed into it, and frames that are not counted yet are refused.
     /// Returns `None` if all its data is counted: then [`Inbound::filled`] removes the sink.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
-        let begun = self.sinks.with(key).get(&key)?.begun;
         // The message of a sink that is closed is known to come to the inbox.
-        let inbox = begun.map(|begun| (begun, self.lock()));
+        let mut inbox = self.lock();
         let mut sinks = self.sinks.with(key);
-        if !sinks.get(&key)?.target.close() {
+        let sink = sinks.get(&key)?;
+        if !sink.target.close() {
             return None;
         }
-        if let Some((Begun { number, bytes }, mut inbox)) = inbox {
-            inbox.give_up_begun(number, bytes);
+        if let Some(Begun { number, bytes }) = sink.begun {
+            inbox.give_up_begun(number, sink.op.key(), bytes);
         }
         sinks.remove(&key)
     }
@@ -262,12 +272,22 @@ impl Inbound {
         sink.begun.map_or_else(Vec::new, |begun| self.lock().end_begun(begun.bytes))
     }
 
+    /// Forgets the message of a sink that was closed, since its bytes cannot be had any more.
+    pub fn forget_given_up(&self, sink: &Sink) -> Vec<Reply> {
+        sink.begun.map_or_else(Vec::new, |begun| {
+            let mut inbox = self.lock();
+            let replies = inbox.forget_given_up(begun.number);
+            self.open_sinks(replies)
+        })
+    }
+
     /// Takes the sink of a message that has begun and was withdrawn by its sender.
     pub fn take_withdrawn(&self, number: u64) -> Option<Arc<Sink>> {
         let key = self.sinks.begun(number)?.op.id;
         let mut inbox = self.lock();
         let mut sinks = self.sinks.with(key);
-        if !sinks.get(&key)?.target.close() {
+        let is_it = |sink: &&Arc<Sink>| sink.begun.is_some_and(|begun| begun.number == number);
+        if !sinks.get(&key).filter(is_it)?.target.close() {
             return None;
         }
         let sink = sinks.remove(&key)?;

@@ -328,7 +328,7 @@ impl Link {
     /// this does, until `GPU_ABANDON_TIMEOUT`.
     fn placed_last(&mut self, now: Duration) -> bool {
         self.peer.end_placed();
-        if !self.peer.messages.any() {
+        if self.peer.messages.close() {
             return true;
         }
         let since = *self.placing_since.get_or_insert(now);

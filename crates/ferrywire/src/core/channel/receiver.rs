@@ -323,10 +323,13 @@ impl Channel {
                 Ok(true) => peer.reply(peer.inbound.end_begun(sink)),
                 Ok(false) => {}
                 // The receive or read ended before this frame.
-                Err(Refusal::NoSink) => match sink.take_out(header, header.len as usize) {
+                Err(Refusal::NoSink) => match sink.take_out(header, 0) {
                     Some((header, message)) => return peer.arrived(&header, &[], message),
                     // The refusal reports it to the sender.
-                    None => return Err(Refusal::NoSink),
+                    None => {
+                        peer.reply(peer.inbound.forget_given_up(sink));
+                        return Err(Refusal::NoSink);
+                    }
                 },
                 Err(refusal) => {
                     let why = format!("the peer sent more bytes of a {} than announced", sink.op.verb());
@@ -441,10 +444,9 @@ impl Receiver {
     /// frame is of something else.
     pub fn take_out(&mut self) -> Option<Arc<Sink>> {
         let Some(Landing::Sink { sink }) = &self.landing else { return None };
-        let placed = self.header.len as usize - self.body.left();
-        let (header, message) = sink.take_out(&self.header, placed)?;
+        let (header, message) = sink.take_out(&self.header, self.body.left())?;
         self.header = header;
-        self.body.go_on_in(message, placed);
+        self.body.go_on_in(message);
         match self.landing.take() {
             Some(Landing::Sink { sink }) => Some(sink),
             _ => None,
@@ -594,11 +596,12 @@ impl Body {
         }
     }
 
-    /// Receives the rest of the body into `message`, behind its first `placed` bytes.
-    pub fn go_on_in(&mut self, message: Vec<u8>, placed: usize) {
+    /// Receives the rest of the body into the end of `message`, which is the whole body.
+    pub fn go_on_in(&mut self, message: Vec<u8>) {
         self.message = message;
         self.pieces.clear();
         self.next = 0;
+        let placed = self.message.len() - self.left;
         let rest = &mut self.message[placed..];
         self.pieces.push(IoVec::new(rest.as_mut_ptr(), rest.len()));
     }

@@ -11,10 +11,11 @@ use std::sync::atomic::Ordering;
 use super::serving::Request;
 use super::state::PeerState;
 use crate::core::inbound::{Reply, Sink, place as place_message};
-use crate::core::operation::{Op, Task, Verb};
+use crate::core::operation::{Hold, Op, Task, Verb};
 use crate::core::queue::WITHDRAWN;
 use crate::error::Error;
 use ferrywire_memory::cuda::deferred_free;
+use ferrywire_proto::inbox::Message;
 use ferrywire_proto::limits;
 use ferrywire_proto::operation::{Piece, Pieces};
 use ferrywire_proto::outbox::Matched;
@@ -79,27 +80,7 @@ impl PeerState {
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
-                // Several such messages are copied at once, and a thread that moves data must not wait for the GPU. Without a
-                // channel nothing would poll the copies.
-                Reply::Place(op, message)
-                    if op.on_gpu()
-                        && !message.bytes.is_empty()
-                        && (deferred_free::moves() || self.live_channels() > 0) =>
-                {
-                    let polled = self.messages.any();
-                    self.messages.add(op, message);
-                    self.count_messages();
-                    if !polled {
-                        self.home().rouse();
-                    }
-                }
-                Reply::Place(op, message) => {
-                    if !place_message(&message, &op) {
-                        // Return the message before the receive ends, so that a receive posted then gets this
-                        // message, not a later one.
-                        replies.extend(self.inbound.return_message(message));
-                    }
-                }
+                Reply::Place(op, message) => replies.extend(self.place(op, message)),
                 Reply::Received(op) => drop(op),
                 Reply::Truncated { op, message_bytes } => {
                     op.fail(Error::Truncated { tag: op.key(), message_bytes, buffer_bytes: op.total });
@@ -110,6 +91,30 @@ impl PeerState {
                 }
             }
         }
+    }
+
+    /// Copies a message to its receive. Returns the actions that follow if the receive could not take it.
+    fn place(&self, op: Hold, message: Message) -> Vec<Reply> {
+        let (mut op, mut message) = (op, message);
+        // Several messages for a GPU are copied at once, and a thread that moves data must not wait for the GPU. Without a
+        // channel no worker polls such copies.
+        if op.on_gpu() && !message.bytes.is_empty() && (deferred_free::moves() || self.live_channels() > 0) {
+            (op, message) = match self.messages.add(op, message) {
+                Ok(is_first) => {
+                    self.count_messages();
+                    if is_first {
+                        self.home().rouse();
+                    }
+                    return Vec::new();
+                }
+                Err(both) => both,
+            };
+        }
+        if place_message(&message, &op) {
+            return Vec::new();
+        }
+        // Return the message before the receive ends, so that a receive posted then gets this message, not a later one.
+        self.inbound.return_message(message)
     }
 
     /// Ends the receives of short messages that are copied to their GPUs. Returns whether there were any.

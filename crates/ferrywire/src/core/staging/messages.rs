@@ -38,6 +38,7 @@ struct State {
     waiting: VecDeque<Letter>,
     /// Messages that could not be copied.
     lost: Vec<(Letter, Error)>,
+    is_closed: bool,
 }
 
 /// A message and the receive that it has matched.
@@ -87,20 +88,34 @@ impl Messages {
         self.any.load(Ordering::Acquire)
     }
 
-    /// Starts to copy a message to the memory of its receive.
-    pub fn add(&self, op: Hold, message: Message) {
+    /// Starts to copy a message to the memory of its receive. Returns whether it is the only one, so that a thread has to
+    /// start polling.
+    ///
+    /// # Errors
+    /// Receive and message, if nothing polls copies any more.
+    pub fn add(&self, op: Hold, message: Message) -> std::result::Result<bool, (Hold, Message)> {
+        let mut state = self.lock();
+        if state.is_closed {
+            return Err((op, message));
+        }
         let call = op.memory.as_ref().map(OwnedCall::new);
         let gone = op.memory.as_ref().is_some_and(|memory| memory.taken_back());
         let landing = Landing::Sink { sink: Arc::new(Sink::new(op, message.bytes.len() as u64)) };
         let letter = Letter { message, landing, _call: call };
-        let mut state = self.lock();
         match gone {
             true => state.lost.push((letter, taken_back())),
             false => state.waiting.push_back(letter),
         }
         state.begin();
         self.count(&state);
-        self.any.store(true, Ordering::Release);
+        Ok(!self.any.swap(true, Ordering::SeqCst))
+    }
+
+    /// Takes no more messages, if none is left. Returns whether it is so.
+    pub fn close(&self) -> bool {
+        let mut state = self.lock();
+        state.is_closed = state.copying.is_empty() && state.waiting.is_empty() && state.lost.is_empty();
+        state.is_closed
     }
 
     /// Takes the messages that are placed, or lost for a reason. Another thread that polls is not waited for.
@@ -285,7 +300,7 @@ mod tests {
         let header = Header { key: number, offset: number, ..Header::new(Kind::Send) };
         for reply in inbox.message(&header, vec![value; BYTES]).unwrap() {
             if let Reply::Place(op, message) = reply {
-                messages.add(op, message);
+                assert!(messages.add(op, message).is_ok());
             }
         }
     }

@@ -300,10 +300,12 @@ impl Receiving {
                 (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
                 (None, Landing::Sink { sink }) => {
                     // The operation does not have these bytes.
-                    match sink.take_out(&frame.arrival.header, frame.arrival.header.len as usize) {
+                    match sink.take_out(&frame.arrival.header, 0) {
                         Some((header, message)) => {
                             (frame.arrival.header, frame.arrival.message) = (header, message);
                         }
+                        // Whose memory is gone is found out when the frame is counted.
+                        None if sink.has_begun() => continue,
                         None => _ = frame.arrival.refusal.get_or_insert(Refusal::NoSink),
                     }
                     frame.arrival.landing = None;
