@@ -30,6 +30,11 @@ pub const NOTIFICATIONS_HELD_MAX: usize = 64 << 10;
 pub const EAGER_BYTES_MAX: usize = 64 << 10;
 /// Most bytes of unmatched eager messages that a peer may have at this end.
 pub const EAGER_CREDIT_BYTES: usize = 4 << 20;
+/// Shortest message in bytes that is announced if it would be more than [`EAGER_AHEAD_BYTES`] ahead of the peer's receives.
+/// On 16 cores messages of 64 KiB then go at 14.7 instead of 5.6 GB/s. To copy shorter ones costs less than to announce them.
+pub const EAGER_LONG_BYTES: usize = 32 << 10;
+/// Bytes of eager messages, under way or without a receive, up to which longer ones are eager too.
+pub const EAGER_AHEAD_BYTES: usize = 256 << 10;
 /// Bytes that each eager message costs beyond its content, so that empty messages are bounded too.
 pub const EAGER_OVERHEAD_BYTES: usize = 128;
 /// Most bytes of notifications held for the user, and again as many of early ones.
@@ -301,6 +306,10 @@ pub struct PeerLimits {
     pub eager_bytes_max: usize,
     /// Most bytes of unmatched eager messages, as [`EAGER_CREDIT_BYTES`].
     pub eager_credit_bytes: usize,
+    /// Shortest message in bytes that is eager only up to `eager_ahead_bytes`, as [`EAGER_LONG_BYTES`].
+    pub eager_long_bytes: usize,
+    /// Most bytes of eager messages ahead of their receives for such a message, as [`EAGER_AHEAD_BYTES`].
+    pub eager_ahead_bytes: usize,
     /// Most outstanding read requests, as [`OUTSTANDING_READS_MAX`].
     pub reads_asked_max: usize,
     /// Largest operation in bytes that travels as one frame, ahead of bulk.
@@ -314,6 +323,8 @@ impl Default for PeerLimits {
             notification_bytes_max: NOTIFICATION_BYTES_MAX,
             eager_bytes_max: EAGER_BYTES_MAX,
             eager_credit_bytes: EAGER_CREDIT_BYTES,
+            eager_long_bytes: EAGER_LONG_BYTES,
+            eager_ahead_bytes: EAGER_AHEAD_BYTES,
             reads_asked_max: OUTSTANDING_READS_MAX,
             small_bytes_max: SMALL_BYTES_MAX,
         }

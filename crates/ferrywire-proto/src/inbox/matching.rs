@@ -16,6 +16,10 @@ use crate::limits::{self, PeerLimits};
 use crate::operation::Operation;
 use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 
+/// Portions of the credit in which it is returned.
+const PORTIONS: usize = 4;
+const SMALL_PORTIONS: usize = 64;
+
 /// A message of the peer that no receive has matched.
 #[derive(Debug)]
 pub(super) enum Arrived {
@@ -285,6 +289,10 @@ impl<O: Operation> Matching<O> {
                 self.consume(cost, replies);
             }
             Arrived::Announced { transfer, total, .. } => {
+                if total <= self.limits.eager_bytes_max as u64 {
+                    // It was announced for lack of credit.
+                    self.return_credit(SMALL_PORTIONS, replies);
+                }
                 let mut answer = Header::new(Kind::Match);
                 answer.transfer = transfer;
                 if total > op.total() {
@@ -302,14 +310,20 @@ impl<O: Operation> Matching<O> {
         }
     }
 
-    /// Returns the credit of a received eager message to the peer, in portions of a quarter of the total
-    /// credit.
+    /// Frees the credit of a received eager message. It is returned to the peer in portions of a quarter of the total
+    /// credit, behind longer messages in smaller ones: by these the peer knows how far this end is behind.
     fn consume(&mut self, cost: usize, replies: &mut Vec<Reply<O>>) {
         let owed = cost.min(self.credit_owed);
         self.credit_owed -= owed;
         self.eager_held -= cost;
         self.consumed += cost - owed;
-        if self.consumed >= self.limits.eager_credit_bytes / 4 {
+        let is_long = cost > self.limits.eager_long_bytes;
+        self.return_credit(if is_long { SMALL_PORTIONS } else { PORTIONS }, replies);
+    }
+
+    /// Returns consumed credit if it is one of this many portions of the total credit.
+    fn return_credit(&mut self, portions: usize, replies: &mut Vec<Reply<O>>) {
+        if self.consumed >= self.limits.eager_credit_bytes / portions {
             let mut credit = Header::new(Kind::Credit);
             credit.total = std::mem::take(&mut self.consumed) as u64;
             replies.push(Reply::Frame(credit));

@@ -119,6 +119,9 @@ impl<O: Operation> Outbox<O> {
             // Payload that the lane can send from GPU memory is not staged.
             || (lane && op.on_gpu() && op.total() > 0)
             || cost > self.sends.credit
+            // A peer that is behind would copy each of these messages once more.
+            || (op.total() >= self.limits.eager_long_bytes as u64
+                && cost + self.limits.eager_credit_bytes - self.sends.credit > self.limits.eager_ahead_bytes)
             || op.pieces().len() > limits::SEGMENTS_PER_CHUNK_MAX
         {
             self.sends.announced.insert(op.id(), op);

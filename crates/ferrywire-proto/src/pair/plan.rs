@@ -66,6 +66,8 @@ impl Plan {
             notification_bytes_max: if notified_writes { 1 << 16 } else { rng.between(44, 150) as usize },
             eager_bytes_max: eager_bytes_max as usize,
             eager_credit_bytes: (eager_bytes_max + 128 + rng.below(1500)) as usize,
+            eager_long_bytes: eager_bytes_max as usize / 2,
+            eager_ahead_bytes: rng.below(1000) as usize,
             reads_asked_max: rng.between(4, 12) as usize,
             small_bytes_max: rng.between(32, 128),
         };

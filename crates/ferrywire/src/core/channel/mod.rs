@@ -195,7 +195,7 @@ impl Channel {
     }
 
     /// Stops placing bytes into memory for which `gone` is true. The rest of a payload in flight is
-    /// discarded. Returns what may still write to that memory.
+    /// discarded, that of a short message goes to a buffer. Returns what may still write to that memory.
     pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> Touched {
         if self.receiver.landing.as_ref().is_some_and(&gone) {
             match self.receiver.take_out() {

@@ -1,7 +1,7 @@
 //! Short messages for GPU memory: from the peer's inbox into a ring, and from there to the GPU.
 //!
-//! A message that arrives whole is placed by the thread that receives it or posts its receive. A thread that moves
-//! data must not wait for a GPU, so it leaves such a message here, and a later pass ends the receive. A message's states:
+//! A message that arrives whole is placed by the thread that receives it or posts its receive. Neither waits for a GPU: it
+//! leaves such a message here, and a later pass ends the receive. A message's states:
 //! `waits for room -> copying -> placed | lost`.
 //!
 //! Invariant: a receive does not end while its message is copied.
