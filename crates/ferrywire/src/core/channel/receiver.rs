@@ -3,7 +3,8 @@
 //!
 //! A frame's states: `header -> placements -> body -> placed | refused -> counted -> acknowledged`. A large
 //! payload is received directly into its target, with the next frame's header in the same call. Small frames
-//! are received together through a scratch buffer.
+//! are received together through a scratch buffer. A short message whose receive waits is matched when its header comes,
+//! and goes on as a frame for that receive.
 //!
 //! A body is received in *parts*. Most bodies are one part. A payload that goes through a staging ring has
 //! several: each part needs room in the ring. An acknowledgement is a count of frames, which covers a refused
